@@ -15,9 +15,9 @@ from typing import TextIO
 
 from ... import __version__
 from ..config import Settings, state_folder
-from ..control.control_messages import ClusterStatus, Notice
+from ..control.control_messages import ClusterStatus, Notice, ReplicaStatus
+from ..output import Waiting, count
 from ..preflight import exposures
-from .words import count
 
 CHAT = {"messages": [{"role": "user", "content": "Tell me a story about a fox."}], "temperature": 0}
 COMPLETION = {"prompt": "Once upon a time", "max_tokens": 64, "temperature": 0}
@@ -25,7 +25,8 @@ COMPLETION = {"prompt": "Once upon a time", "max_tokens": 64, "temperature": 0}
 
 class Console:
     def __init__(self, out: TextIO, clock: Callable[[], float] = time.monotonic, *, program: str = "homing") -> None:
-        self._out = out
+        self._waiting = Waiting(out)
+        self._terminal = out.isatty()
         self._program = program
         self._clock = clock
         self._began = clock()
@@ -33,11 +34,21 @@ class Console:
         self.last_notice = 0  #: number of the last notice that was printed
 
     def line(self, text: str = "") -> None:
-        print(text, file=self._out, flush=True)
+        self._waiting.line(text)
+
+    def waits_for(self, status: ClusterStatus) -> None:
+        """At a terminal, show what replicas and router do until they serve."""
+        waiting = {each.replica_id: _state(each) for each in status.replicas if each.phase != "ready"}
+        self._waiting.show(waiting if status.url else waiting | {"router": "starting"})
+
+    def close(self) -> None:
+        """Show nothing at the foot of the terminal any more."""
+        self._waiting.close()
 
     def farewell(self, text: str) -> None:
         """Print a line while shutting down, which continues when the reader has gone."""
         with contextlib.suppress(BrokenPipeError):
+            self.close()
             self.line(text)
 
     def step(self, part: str, state: str) -> None:
@@ -59,13 +70,12 @@ class Console:
             self.line(f"  warning  {exposure}")
 
     def progress(self, status: ClusterStatus) -> None:
+        self.waits_for(status)
         for replica in status.replicas:
-            if replica.phase == "ready":
-                state = f"ready · {replica.blocks} KV blocks · pid {', '.join(map(str, replica.pids))}"
-            else:
-                state = replica.reason or {"placing": "waiting for a place"}.get(replica.phase, replica.phase)
-            self.step(replica.replica_id, state)
-        self.step("router", f"listening on {status.url}" if status.url else "starting")
+            if replica.phase == "ready" or not self._terminal:
+                self.step(replica.replica_id, _state(replica))
+        if status.url or not self._terminal:
+            self.step("router", f"listening on {status.url}" if status.url else "starting")
 
     def happened(self, notices: tuple[Notice, ...]) -> None:
         for notice in notices:
@@ -75,6 +85,7 @@ class Console:
 
     def banner(self, status: ClusterStatus, settings: Settings, *, detached: bool, chats: bool = True) -> None:
         """`chats`: the first model has a chat template; without one, chats are refused."""
+        self.close()
         name = _address_flags(settings)
         body = json.dumps({"model": settings.each_model[0].served_name, **(CHAT if chats else COMPLETION)})
         served = ", ".join(f"{each.served_name} on {_replicas(each)}" for each in settings.each_model)
@@ -101,6 +112,12 @@ class Console:
         self.line(f"{rule}\nhoming is ready: {served}\n")
         self.line("\n".join(f"  {word:<8} {text}" for word, text in rows))
         self.line(f"\n  try it:\n\ncurl {url}/v1/{path} {headers} -d '{body}'\n{rule}")
+
+
+def _state(replica: ReplicaStatus) -> str:
+    if replica.phase == "ready":
+        return f"ready · {replica.blocks} KV blocks · pid {', '.join(map(str, replica.pids))}"
+    return replica.reason or {"placing": "waiting for a place"}.get(replica.phase, replica.phase)
 
 
 def runs(name: str, source: str) -> str:

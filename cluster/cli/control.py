@@ -6,7 +6,7 @@ The controller is called over Ray, by name, so these commands work on the machin
 import dataclasses
 import time
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -16,10 +16,10 @@ from ..control.control_messages import CONTROLLER, ClusterStatus, Failed, ModelS
 from ..devices import settle
 from ..errors import ClusterError, NoSuchModel, NoSuchReplica, NotRunning, StartFailed, UpdateAbandoned
 from ..model_source import find_model
+from ..output import count
 from ..preflight import check_bounds, check_folder, with_tokenizer
 from ..registry import ClusterRegistry
 from .console import Console
-from .words import count
 
 POLL_S = 0.2
 ANSWER_TIMEOUT_S = 60.0
@@ -178,26 +178,28 @@ class ControllerClient:
 
         Raises StartFailed and UpdateAbandoned.
         """
-        while True:
-            status = self.status()
-            self._console.happened(status.notices)
-            everything = status.replicas
-            status = dataclasses.replace(
-                status,
-                models=tuple(model for model in status.models if model.name in models),
-                replicas=tuple(replica for replica in status.replicas if replica.model in models),
-            )
-            abandoned = next((model.abandoned for model in status.models if model.abandoned), "")
-            if updating and abandoned:
-                raise UpdateAbandoned(f"the update was abandoned, the previous replicas still serve: {abandoned}")
-            if not wait:
-                self._console.line("started; follow it with homing status")
-                return 0
-            if failed := failed_since(self._before, status):
-                raise StartFailed(failed)
-            if status.settled:
-                break
-            time.sleep(POLL_S)
+        with closing(self._console):
+            while True:
+                status = self.status()
+                self._console.happened(status.notices)
+                everything = status.replicas
+                status = dataclasses.replace(
+                    status,
+                    models=tuple(model for model in status.models if model.name in models),
+                    replicas=tuple(replica for replica in status.replicas if replica.model in models),
+                )
+                abandoned = next((model.abandoned for model in status.models if model.abandoned), "")
+                if updating and abandoned:
+                    raise UpdateAbandoned(f"the update was abandoned, the previous replicas still serve: {abandoned}")
+                if not wait:
+                    self._console.line("started; follow it with homing status")
+                    return 0
+                if failed := failed_since(self._before, status):
+                    raise StartFailed(failed)
+                self._console.waits_for(status)
+                if status.settled:
+                    break
+                time.sleep(POLL_S)
         # Where nothing is left of these models, others still serve.
         names = sorted(each.replica_id for each in status.replicas or everything if each.phase == "ready")
         self._console.line(f"{done}; serving: {', '.join(names) or 'no replica'}")

@@ -4,12 +4,15 @@ The checks are pure: they judge the machine (host.py), the settings and the stat
 changed. Exit code 1 for errors, 0 for warnings alone.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
 import msgspec
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from ...replica.config import ReplicaSettings
 from ...replica.demo import demo_model_path
@@ -22,6 +25,7 @@ from ..devices import settle
 from ..errors import ClusterError
 from ..host import DiskInfo, MachineInfo, inspect_machine
 from ..model_source import DEMO, find_model
+from ..output import show, table
 from ..preflight import check_folder, check_front, check_keys, exposures, with_api_keys
 from ..registry import ClusterRegistry, RegistryEntry
 from ..runtime import FEW_OPEN_FILES
@@ -53,17 +57,18 @@ def doctor(settings: Settings, out: TextIO, *, as_json: bool) -> int:
     if as_json:
         out.write(msgspec.json.format(msgspec.json.encode(findings)).decode() + "\n")
     else:
-        print(render(findings), file=out)
+        show(out, render(findings))
     return 1 if any(finding.level == "error" for finding in findings) else 0
 
 
-def render(findings: Iterable[Finding]) -> str:
-    signs, lines = {"ok": "ok", "warning": "!", "error": "✗"}, []
+def render(findings: Iterable[Finding]) -> Table:
+    """Each finding in a row, with its remedy below."""
+    signs = {"ok": Text("ok", "green"), "warning": Text("!", "bold yellow"), "error": Text("✗", "bold red")}
+    rows: list[Sequence[RenderableType]] = []
     for finding in findings:
-        lines.append(f"{signs[finding.level]:>2}  {finding.check:<13} {finding.message}")
-        if finding.remedy:
-            lines.append(f"    {'':<13} → {finding.remedy}")
-    return "\n".join(lines)
+        remedy = f"\n→ {finding.remedy}" if finding.remedy else ""
+        rows.append((signs[finding.level], finding.check, finding.message + remedy))
+    return table(("", "", ""), rows)
 
 
 # The machine

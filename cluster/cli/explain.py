@@ -8,11 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from rich.console import RenderableType
+
 from ..client import post_json, router_urls
 from ..config import Settings
 from ..errors import ClusterError, SettingsError
-from .status import by_name, table
-from .words import count
+from ..output import count, show, table
+from .status import by_name
 
 NUMBERS = ("held", "expected", "to compute", "queued", "running", "waiting", "first token")
 COLUMNS = ("", "replica", "events", *NUMBERS, "why")
@@ -31,7 +33,10 @@ def explain(
         if "model" in body or "field 'model'" not in str(error):
             raise
         raise SettingsError(f"{error}; name one with --served-model-name") from error
-    print(json.dumps(found, indent=2) if as_json else render(found), file=out)
+    if as_json:
+        print(json.dumps(found, indent=2), file=out)
+    else:
+        show(out, *render(found))
     return 0
 
 
@@ -94,13 +99,13 @@ def _body(file: str, flag: str) -> dict[str, Any]:
     return body
 
 
-def render(found: Mapping[str, Any]) -> str:
+def render(found: Mapping[str, Any]) -> list[RenderableType]:
     chosen = found["chosen"]
     where = f"{chosen}: {found['why']}" if chosen else f"no replica yet, {found['why']}"
     blocks = count(found["prompt_blocks"], "full block")
-    lines = [f"{found['prompt_tokens']} tokens in {blocks} · policy {found['policy']}"]
-    lines += ["", *table(COLUMNS, [_row(score) for score in sorted(found["replicas"], key=by_name)], right=NUMBERS)]
-    return "\n".join([*lines, *_departure_lines(found.get("departure")), "", f"→ {where}"])
+    head = f"{found['prompt_tokens']} tokens in {blocks} · policy {found['policy']}"
+    replicas = table(COLUMNS, [_row(score) for score in sorted(found["replicas"], key=by_name)], right=NUMBERS)
+    return [head, "", replicas, *_departure_lines(found.get("departure")), "", f"→ {where}"]
 
 
 def _row(score: Mapping[str, Any]) -> tuple[str, ...]:

@@ -111,6 +111,7 @@ class ServeRun:
 
     def _end_now(self, code: int) -> NoReturn:
         """End without Ray's own shutdown, which hangs or crashes when one of its processes is missing."""
+        self._console.close()
         wait_gone(local_ray.children(), LAST_WORDS_S if self._ray else 0)
         local_ray.kill_children()
         self._registry.remove(self._entry.name)  # and the folder
@@ -140,6 +141,7 @@ class ServeRun:
         self._console.step("ray", "ready")
 
     def _leave(self) -> None:
+        self._console.close()
         local_ray.leave(self._settings.cluster.stop_timeout_s / 4)
         self._remove_folder()
 

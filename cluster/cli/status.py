@@ -2,15 +2,16 @@
 
 import json
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
 from prometheus_client.parser import text_string_to_metric_families
+from rich.console import RenderableType
 
 from ..client import get_json, get_text, router_urls
 from ..config import Settings, state_folder
+from ..output import count, show, table
 from ..registry import ClusterRegistry, describe_running
-from .words import count
 
 COLUMNS = ("replica", "state", "events", "ranks", "node", "running", "waiting", "kv used", "cached", "hit rate")
 QUERIES, HITS = "homing_prefix_cache_queries_tokens_total", "homing_prefix_cache_hits_tokens_total"
@@ -30,7 +31,7 @@ def status(settings: Settings, out: TextIO, *, url: str | None, as_json: bool) -
     if not url:
         name = settings.cluster.name
         models = registry.running(name).model
-    print(render(name, found, views, rates, routers, models=models, now=time.time()), file=out)
+    show(out, *render(name, found, views, rates, routers, models=models, now=time.time()))
     if not url and (others := registry.others(settings.cluster.name)):
         print(f"also running: {describe_running(others)}", file=out)
     return 0
@@ -55,7 +56,7 @@ def render(
     *,
     models: str = "",
     now: float,
-) -> str:
+) -> list[RenderableType]:
     """The whole page: the replicas as the first router sees them, and the counters of each router.
 
     `name`: None when the cluster was given by its address. `models`: what runs under the served names, if known.
@@ -67,7 +68,7 @@ def render(
     rows = [_row(replica, rates.get(replica["replica_id"])) for replica in sorted(view["replicas"], key=by_name)]
     blank = ["-"] * (len(COLUMNS) - 2)
     rows += [(absent["replica_id"], absent["state"], *blank) for absent in sorted(view["absent"], key=by_name)]
-    lines = [title, "", *table(COLUMNS, rows, right=RIGHT), ""]
+    lines: list[RenderableType] = [title, "", table(COLUMNS, rows, right=RIGHT), ""]
     if len(view["models"]) > 1:
         lines += [
             f"{model['name']}: {model['serving']} serving, {model['in_flight']} running, {model['waiting']} waiting"
@@ -81,20 +82,7 @@ def render(
         seconds = max(0.0, now - absent["since"])
         lines.append(f"{absent['replica_id']} has been {absent['state']} for {seconds:.0f} s: {absent['reason']}")
     lines += [f"refused {refused['replica_id']}: {refused['message']}" for refused in view["refused"]]
-    return "\n".join(lines)
-
-
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collection[str]) -> list[str]:
-    """Lines of aligned columns; those in `right` are aligned to the right."""
-    widths = [max(len(row[index]) for row in (columns, *rows)) for index in range(len(columns))]
-
-    def line(cells: Sequence[str]) -> str:
-        return "  ".join(
-            cell.rjust(width) if column in right else cell.ljust(width)
-            for cell, width, column in zip(cells, widths, columns, strict=True)
-        ).rstrip()
-
-    return [line(columns), *(line(row) for row in rows)]
+    return lines
 
 
 def by_name(replica: Mapping[str, Any]) -> tuple[str, int, str]:

@@ -45,7 +45,7 @@ from ...events.wire.cache_events import EVENT_NAMES
 from ..client import get_json, router_urls
 from ..config import Settings, nearest
 from ..errors import ClusterError, SettingsError
-from .words import count
+from ..output import count
 
 #: Values of `--event`.
 KINDS = (*EVENT_NAMES, "reset", "joined", "gone", "status", "malformed", "refused")

@@ -22,6 +22,7 @@ from ...config import Settings, nearest
 from ...errors import LogUnreadable, ModelUnavailable, SettingsError
 from ...flags import NOTHING, Out, TextSettings, option, settings_of
 from ...model_source import find_model
+from ...output import ShowProgress, progress
 from ..plots import check_plot_path, write_plot
 from ..recorded_trace import MOONCAKE_BLOCK_TOKENS
 from .capacity import KvCapacity, block_bytes_of_config, parse_size
@@ -34,7 +35,6 @@ from .report import Findings, as_json, page, text
 #: Requests whose order of parts is looked at; a share of a thousandth of them still shows.
 SAMPLE = 1000
 GZIP_MAGIC = b"\x1f\x8b"
-PROGRESS_S = 0.5
 DEFAULT_REPLICAS = (1, 2, 4, 8)
 MAX_REPLICAS = 256
 #: Names of blocks keep so many bits, so that a reader can put the number of a round above them.
@@ -142,27 +142,23 @@ class Sample:
 
 
 class Progress:
-    """How far the log is read, on one line of a terminal; silent anywhere else."""
+    """How far the log is read, on a terminal, and how fast it went."""
 
-    def __init__(self, err: TextIO, clock: Callable[[], float]) -> None:
+    def __init__(self, err: TextIO, clock: Callable[[], float], show: ShowProgress = lambda *_: None) -> None:
         self._err = err
         self._clock = clock
-        self._shows = err.isatty()
-        self._began = self._next = clock()
+        self._show = show
+        self._began = clock()
         self.requests = 0
 
     def step(self) -> None:
         self.requests += 1
-        if self._shows and (now := self._clock()) >= self._next:
-            self._next = now + PROGRESS_S
-            print(f"\r{self.requests:,} requests …", end="", file=self._err, flush=True)
+        self._show("requests read", 0, self.requests)
 
     def done(self) -> None:
-        """The end; says how fast it went."""
         seconds = max(1e-9, self._clock() - self._began)
         rate = 60 * self.requests / seconds
-        begin = "\r" if self._shows else ""
-        print(f"{begin}{self.requests:,} requests in {seconds:.1f} s ({rate:,.0f} a minute)", file=self._err)
+        print(f"{self.requests:,} requests in {seconds:.1f} s ({rate:,.0f} a minute)", file=self._err)
 
 
 def analyze_command(
@@ -192,8 +188,9 @@ def analyze(
     for path in options.plots:
         check_plot_path(path)
     reader = LogReader(options.log_format, skip_malformed=options.skip_malformed)
-    with opened(options.log, stdin) as lines:
-        found = _analyzed(options, settings, reader, iter(lines), Progress(err or sys.stderr, clock))
+    err = err or sys.stderr
+    with opened(options.log, stdin) as lines, progress(err) as show:
+        found = _analyzed(options, settings, reader, iter(lines), Progress(err, clock, show))
     for path in options.plots:
         write_plot(path, page(found))
     print(json.dumps(as_json(found), indent=2) if options.as_json else text(found), file=out)
@@ -201,7 +198,7 @@ def analyze(
 
 
 def _analyzed(
-    options: Options, settings: Settings, reader: LogReader, lines: Iterator[bytes], progress: Progress
+    options: Options, settings: Settings, reader: LogReader, lines: Iterator[bytes], pace: Progress
 ) -> Findings:
     records = reader.read(lines)
     first = next(records, None)
@@ -215,8 +212,8 @@ def _analyzed(
     with closing(prompt_source(options, settings, block_size, has_text=has_text)) as source:
         for prompt in source.prompts(chain([first], records)):
             sample.offer(prompt, analysis.observe(prompt))
-            progress.step()
-    progress.done()
+            pace.step()
+    pace.done()
     report = analysis.report()
     tokenizer = "the model's" if options.sized_model else "the demo model's; --model or --tokenizer names yours"
     return Findings(

@@ -28,6 +28,7 @@ from ...config import SETTINGS, ClusterSettings, Settings
 from ...control.autoscale import terms_of
 from ...errors import SettingsError
 from ...flags import NOTHING, Out, TextSettings, option, settings_of
+from ...output import ShowProgress, progress
 from ..analyze.command import Options, format_of, opened, write_trace
 from ..analyze.report import columns
 from ..plots import Line, LineChart, Page, PointChart, Table, check_plot_path, write_plot
@@ -45,8 +46,6 @@ DEFAULT_POLICIES = "expected-ttft,least-loaded,sglang,dynamo,dynamo-scale8,dynam
 _HEADER = ("policy", "mean", "p50", "p90", "p99", "hits", "regret", "imbalance", "exact", "held", "moved", "sim/s")
 #: Of a line over time in a picture.
 _COURSE_POINTS = 48
-_BAR_WIDTH = 30
-_BAR_EVERY_S = 0.25
 
 
 TraceArgument = Annotated[
@@ -54,6 +53,7 @@ TraceArgument = Annotated[
     option(
         "OpenAI requests or a Mooncake trace, as JSON lines (default: conversations are generated)",
         "LOG",
+        allow_leading_hyphen=True,
     ),
 ]
 
@@ -140,13 +140,13 @@ def simulate_command(
     return simulate(replace(order, trace=trace), settings_of(given), out, sys.stderr)
 
 
-def simulate(order: Order, settings: Settings, out: TextIO, progress: TextIO) -> int:
+def simulate(order: Order, settings: Settings, out: TextIO, err: TextIO) -> int:
     """Run the command. Raises ClusterError."""
     if order.plot is not None:
         check_plot_path(order.plot)
     try:
-        with _prepared(_calibrated(order), settings) as ready:
-            outcome = _run(ready, Bar(progress))
+        with _prepared(_calibrated(order), settings) as ready, progress(err) as show:
+            outcome = _run(ready, show)
     except TraceError as error:
         raise SettingsError(str(error)) from error
     print(f"{outcome.heading}\n\n{table(outcome)}", file=out)
@@ -259,31 +259,13 @@ def _calmed(course: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     return [(group[0][0], mean([value for _, value in group])) for group in groups]
 
 
-class Bar:
-    """Progress on a terminal, in place; silent elsewhere."""
-
-    def __init__(self, out: TextIO) -> None:
-        self._out = out
-        self._shows = out.isatty()
-        self._shown_s = 0.0
-
-    def show(self, what: str, total: int, done: int) -> None:
-        if not self._shows or (done < total and time.monotonic() - self._shown_s < _BAR_EVERY_S):
-            return
-        self._shown_s = time.monotonic()
-        filled = _BAR_WIDTH * done // max(1, total)
-        end = "\r\x1b[K" if done >= total else ""
-        self._out.write(f"\r{what:<16} {'█' * filled}{'·' * (_BAR_WIDTH - filled)} {done}/{total}{end}")
-        self._out.flush()
-
-
-def _run(order: Order, bar: Bar) -> Outcome:
+def _run(order: Order, show: ShowProgress) -> Outcome:
     if order.autoscale:
-        return _scaled(order, bar)
+        return _scaled(order, show)
     if order.scenario is not None:
         scenario = find(order.scenario)
         staged = stage(scenario, policy=order.policies[0], seed=order.seed, channel=_channel(order))
-        results = _compare(order.policies, staged, bar)
+        results = _compare(order.policies, staged, show)
         hits = "" if scenario.hits is None else f"; one endless cache has {scenario.hits:.1%} of the tokens"
         return Outcome(f"{order.scenario}: {scenario.about}{hits}", results, staged.fault_s)
     setup = _setup(order)
@@ -295,9 +277,9 @@ def _run(order: Order, bar: Bar) -> Outcome:
         shares = f", {order.load:.0%} of {capacity:.2f} requests/s"
     heading = f"{_heading(order, about, speed)}{shares}; {order.replicas} replicas of {order.cache_blocks} blocks"
     staged = Staged(setup, lambda: compress(_arrivals(order), speed))
-    results = _compare(order.policies, staged, bar)
+    results = _compare(order.policies, staged, show)
     if order.ttft_target is not None:
-        needed = _needed(order, order.ttft_target, staged, bar)
+        needed = _needed(order, order.ttft_target, staged, show)
         heading += f"\nreplicas for a mean TTFT of {order.ttft_target} s: {needed}"
     return Outcome(heading, results)
 
@@ -307,7 +289,7 @@ def _heading(order: Order, about: WorkloadFacts, speed: float) -> str:
     return f"{name}: {about.requests} requests, {about.rate_per_s * speed:.2f} a second"
 
 
-def _scaled(order: Order, bar: Bar) -> Outcome:
+def _scaled(order: Order, show: ShowProgress) -> Outcome:
     """Our policy with a number of replicas that follows demand, beside as many as that is in the mean, and the most."""
     try:
         target_s = order.ttft_target or ClusterSettings().ttft_target_s
@@ -320,11 +302,11 @@ def _scaled(order: Order, bar: Bar) -> Outcome:
     setup, about = _setup(order), facts(_arrivals(order))
 
     staged = Staged(setup, lambda: compress(_arrivals(order), order.speed))
-    show = partial(bar.show, f"autoscale {order.autoscale}", about.requests)
-    scaled = run_scaled(setup, staged.arrivals(), terms, start_s=order.start_s, cpu_s=time.process_time, show=show)
+    shown = partial(show, f"autoscale {order.autoscale}", about.requests)
+    scaled = run_scaled(setup, staged.arrivals(), terms, start_s=order.start_s, cpu_s=time.process_time, show=shown)
     results = [replace(scaled.result, policy=f"autoscale {order.autoscale}")]
     for count in sorted({max(1, ceil(scaled.mean_replicas)), terms.most}):
-        result = _one(replace(setup, replicas=count), staged, bar, about.requests)
+        result = _one(replace(setup, replicas=count), staged, show, about.requests)
         results.append(replace(result, policy=f"fixed {count}"))
     heading = (
         f"{_heading(order, about, order.speed)}; {order.autoscale} replicas, "
@@ -378,18 +360,18 @@ def _round(order: Order) -> Iterator[Arrival]:
         yield from from_trace(read_trace(lines), block_tokens)
 
 
-def _compare(policies: Sequence[str], staged: Staged, bar: Bar) -> list[Result]:
+def _compare(policies: Sequence[str], staged: Staged, show: ShowProgress) -> list[Result]:
     total = facts(staged.arrivals()).requests
-    return [_one(replace(staged.setup, policy=policy), staged, bar, total) for policy in policies]
+    return [_one(replace(staged.setup, policy=policy), staged, show, total) for policy in policies]
 
 
-def _one(setup: Setup, staged: Staged, bar: Bar, total: int) -> Result:
+def _one(setup: Setup, staged: Staged, show: ShowProgress, total: int) -> Result:
     gc.collect()
-    show = partial(bar.show, setup.policy, total)
-    return run(setup, staged.arrivals(), staged.faults, cpu_s=time.process_time, show=show)
+    shown = partial(show, setup.policy, total)
+    return run(setup, staged.arrivals(), staged.faults, cpu_s=time.process_time, show=shown)
 
 
-def _needed(order: Order, target_s: float, staged: Staged, bar: Bar) -> str:
+def _needed(order: Order, target_s: float, staged: Staged, show: ShowProgress) -> str:
     """The fewest replicas that hold the mean TTFT, by bisection, for each policy; the oracle's are a bound."""
     total = facts(staged.arrivals()).requests
     most = max(8, 4 * order.replicas)
@@ -397,7 +379,7 @@ def _needed(order: Order, target_s: float, staged: Staged, bar: Bar) -> str:
     def needed(policy: str) -> int:
         def holds(replicas: int) -> bool:
             setup = replace(staged.setup, policy=policy, replicas=replicas)
-            return _one(setup, staged, bar, total).ttft_mean_s <= target_s
+            return _one(setup, staged, show, total).ttft_mean_s <= target_s
 
         return 1 + bisect_left(range(1, most), True, key=holds)
 

@@ -12,6 +12,7 @@ from homing.cluster.cli.doctor import Finding, examine_host, examine_settings, e
 from homing.cluster.cli.main import run
 from homing.cluster.config import load_settings
 from homing.cluster.host import PACKAGES, DiskInfo, MachineInfo
+from homing.cluster.output import plain
 
 GIB = 1 << 30
 WELL = MachineInfo(
@@ -136,12 +137,12 @@ def test_a_cluster_in_which_nothing_serves_is_an_error_with_its_remedy() -> None
 
 def test_a_finding_is_a_line_with_its_remedy_below() -> None:
     """For a person; programs get JSON."""
-    page = render([Finding("clock", "warning", "it is wrong", "mend it"), Finding("gpus", "ok", "none")])
+    told = plain(render([Finding("clock", "warning", "it is wrong", "mend it"), Finding("gpus", "ok", "none")]))
 
-    assert page.splitlines() == [
-        " !  clock         it is wrong",
-        "                  → mend it",
-        "ok  gpus          none",
+    assert told.splitlines() == [
+        "!   clock  it is wrong",
+        "           → mend it",
+        "ok  gpus   none",
     ]
 
 

@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from homing.cluster.cli.explain import render, render_diff, request_body
 from homing.cluster.cli.main import run
 from homing.cluster.errors import ClusterError, SettingsError
+from homing.cluster.output import plain
 
 SCORE = {
     "replica_id": "r0",
@@ -39,9 +41,13 @@ FOUND = {
 }
 
 
+def page(found: dict[str, Any]) -> str:
+    return plain(*render(found))
+
+
 def test_every_replica_is_a_line_and_the_choice_is_marked() -> None:
     """An on-call engineer reads what was compared, and why one won."""
-    lines = render(FOUND).splitlines()
+    lines = page(FOUND).splitlines()
 
     assert lines[0].startswith("1009 tokens in 63 full blocks")
     assert lines[3].split()[:9] == ["→", "r0", "live", "61", "62", "17", "300", "2", "1"]
@@ -63,14 +69,14 @@ def test_a_departure_is_named_by_token_place_and_text() -> None:
         "instead of: 'cat'",
     ]
     assert render_diff({**found, "departure": None}) == "900 and 901 tokens, the first 812 of them in common"
-    assert "departs at the block of token 812, in messages[3]: 'dog'" in render({**FOUND, "departure": by_blocks})
+    assert "departs at the block of token 812, in messages[3]: 'dog'" in page({**FOUND, "departure": by_blocks})
 
 
 def test_the_readme_shows_what_is_printed() -> None:
     """The sample was copied once; the columns go on changing."""
     readme = (Path(__file__).parents[3] / "README.md").read_text()
     sample = next(part for part in readme.split("```") if "full blocks" in part).strip().splitlines()
-    printed = render(FOUND).splitlines()
+    printed = page(FOUND).splitlines()
 
     def shape(line: str) -> list[str]:
         return re.split(r"\s{2,}", re.sub(r"[\d.]+", "0", line.strip()))
@@ -82,14 +88,14 @@ def test_the_readme_shows_what_is_printed() -> None:
 
 def test_one_block_is_not_many() -> None:
     """The demo's first prompt has one."""
-    assert render({**FOUND, "prompt_blocks": 1}).startswith("1009 tokens in 1 full block ·")
+    assert page({**FOUND, "prompt_blocks": 1}).startswith("1009 tokens in 1 full block ·")
 
 
 def test_a_held_request_goes_nowhere() -> None:
     """Late binding is a decision, too."""
     held = {**FOUND, "chosen": None, "why": "held: r0 saturated"}
 
-    assert render(held).splitlines()[-1] == "→ no replica yet, held: r0 saturated"
+    assert page(held).splitlines()[-1] == "→ no replica yet, held: r0 saturated"
 
 
 def test_a_question_is_a_prompt_or_a_body(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from typing import Any
 
 from homing.cluster.cli.status import hit_rates, render
+from homing.cluster.output import plain
 
 COUNTERS = ("requests", "finished", "failed", "cancelled", "continued", "delivered_cached_tokens")
 METRICS = """\
@@ -12,6 +13,10 @@ homing_prefix_cache_queries_tokens_total{replica="r1"} 0.0
 # TYPE homing_prefix_cache_hits_tokens_total counter
 homing_prefix_cache_hits_tokens_total{replica="r0"} 150.0
 """
+
+
+def page(*args: Any, **more: Any) -> str:
+    return plain(*render(*args, **more))
 
 
 def replica(name: str) -> dict[str, Any]:
@@ -54,10 +59,10 @@ def test_every_replica_is_a_line_with_its_load_and_hit_rate() -> None:
         "counters": counters,
     }
 
-    lines = render("default", "http://h:1", [view], {"r0": 0.75}, now=112.4).splitlines()
+    lines = page("default", "http://h:1", [view], {"r0": 0.75}, now=112.4).splitlines()
 
     assert lines[0] == "default · http://h:1 · demo · policy expected-ttft"
-    updated = render("default", "http://h:1", [view], {}, models="demo (./ox)", now=112.4)
+    updated = page("default", "http://h:1", [view], {}, models="demo (./ox)", now=112.4)
     assert updated.startswith("default · http://h:1 · demo (./ox) · policy")  # an update keeps the name
     assert lines[3].split() == ["r0", "serving", "live", "2", "127.0.0.1", "3", "4", "25%", "40", "blocks", "75%"]
     assert lines[4].split()[-1] == "-"
@@ -81,7 +86,7 @@ def test_a_cluster_elsewhere_is_known_by_its_address_alone() -> None:
     }
     view["counters"] = dict.fromkeys(COUNTERS, 0)
 
-    lines = render(None, "http://h:1", [view], {}, now=0.0).splitlines()
+    lines = page(None, "http://h:1", [view], {}, now=0.0).splitlines()
 
     assert lines[0] == "http://h:1 · demo · policy p"
     assert "1 block " in lines[3]
@@ -105,7 +110,7 @@ def test_a_warm_up_shows_how_far_it_is() -> None:
     }
     view["counters"] = dict.fromkeys(COUNTERS, 0)
 
-    lines = render("default", "http://h:1", [view], {}, now=0.0).splitlines()
+    lines = page("default", "http://h:1", [view], {}, now=0.0).splitlines()
 
     assert "warming 25%" in lines[3]
     assert lines[4].split()[:3] == ["r1", "warming", "live"]
@@ -120,10 +125,10 @@ def test_several_routers_tell_each_what_they_did() -> None:
     for count, view in enumerate(views):
         view["counters"] = dict.fromkeys(COUNTERS, count)
 
-    page = render("default", "http://h:1", views, {}, ["http://h:2", "http://h:3"], now=0.0)
+    told = page("default", "http://h:1", views, {}, ["http://h:2", "http://h:3"], now=0.0)
 
-    assert "http://h:2: 0 requests" in page
-    assert "http://h:3: 1 request," in page
+    assert "http://h:2: 0 requests" in told
+    assert "http://h:3: 1 request," in told
 
 
 def test_several_models_have_a_line_each_and_their_replicas_stand_together() -> None:
@@ -132,7 +137,7 @@ def test_several_models_have_a_line_each_and_their_replicas_stand_together() -> 
     view: dict[str, Any] = {"policy": "p", "models": [model("fox"), model("owl", 0)], "in_flight": 0, "waiting": 0}
     view |= {"replicas": rows, "absent": [], "refused": [], "counters": dict.fromkeys(COUNTERS, 0)}
 
-    lines = render("default", "http://h:1", [view], {}, now=0.0).splitlines()
+    lines = page("default", "http://h:1", [view], {}, now=0.0).splitlines()
 
     assert lines[0] == "default · http://h:1 · fox, owl · policy p"
     assert [line.split()[0] for line in lines[3:6]] == ["fox-r9", "fox-r10", "owl-r0"]

@@ -1,5 +1,0 @@
-"""Words of the commands' output."""
-
-
-def count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")

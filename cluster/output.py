@@ -1,0 +1,119 @@
+"""What commands print: columns, colours and progress for a person at a terminal, plain lines for everything else."""
+
+import io
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TextIO
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.spinner import Spinner
+from rich.table import Table
+
+#: Characters of a line where nobody looks at a terminal: nothing is wrapped.
+LINE = 1000
+
+SHOW_EVERY_S = 0.1
+
+#: Shows how much is done of what, of how much in all.
+ShowProgress = Callable[[str, int, int], None]
+
+
+def count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def console(out: TextIO) -> Console:
+    """Prints text as it is: brackets are no markup, and numbers have no colour."""
+    width = None if out.isatty() else LINE
+    return Console(file=out, width=width, markup=False, highlight=False, emoji=False)
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[RenderableType]], *, right: Collection[str] = ()) -> Table:
+    """Aligned columns; those in `right` to the right. Without any name of a column there is no header."""
+    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=any(columns), header_style="bold")
+    for column in columns:
+        made.add_column(column, justify="right" if column in right else "left")
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+def show(out: TextIO, *parts: RenderableType) -> None:
+    if not out.isatty():
+        print(plain(*parts), file=out)
+        return
+    terminal = console(out)
+    for part in parts:
+        terminal.print(part)
+
+
+def plain(*parts: RenderableType) -> str:
+    """As lines without colours and without spaces at their ends."""
+    out = io.StringIO()
+    lines = console(out)
+    for part in parts:
+        lines.print(part, soft_wrap=isinstance(part, str))
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+@contextmanager
+def progress(err: TextIO) -> Iterator[ShowProgress]:
+    """Bars on a terminal, which vanish when all is done; nothing elsewhere."""
+    if not err.isatty():
+        yield lambda *_: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console(err), transient=True) as bars:
+        tasks: dict[str, TaskID] = {}
+        shown_s = 0.0
+
+        def show_progress(what: str, total: int, done: int) -> None:
+            nonlocal shown_s
+            if what not in tasks:
+                tasks[what] = bars.add_task(what, total=total or None)
+            elif done != total and time.monotonic() - shown_s < SHOW_EVERY_S:
+                return
+            shown_s = time.monotonic()
+            bars.update(tasks[what], completed=done, visible=not total or done < total)
+
+        yield show_progress
+
+
+class Waiting:
+    """What is waited for, in lines with a spinner at the foot of a terminal; nothing elsewhere."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._console = console(out)
+        self._live: Live | None = None
+        self._shown: Mapping[str, str] = {}
+
+    def show(self, parts: Mapping[str, str]) -> None:
+        """State by part; nothing: all is there."""
+        if not self._console.is_terminal or parts == self._shown:
+            return
+        self._shown = dict(parts)
+        if not parts:
+            self.close()
+            return
+        if self._live is None:
+            self._live = Live(console=self._console, transient=True, redirect_stdout=False, redirect_stderr=False)
+            self._live.start()
+        lines = Table.grid(padding=(0, 2))
+        for part, state in parts.items():
+            lines.add_row(Spinner("dots"), part, state)
+        self._live.update(lines)
+
+    def line(self, text: str) -> None:
+        """Print a line above."""
+        if self._live is not None:
+            self._console.print(text, soft_wrap=True)
+        else:
+            print(text, file=self._console.file, flush=True)
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live, self._shown = None, {}
