@@ -21,6 +21,7 @@ from ..kvcache.config import KvCacheSettings
 from ..replica.config import ReplicaSettings
 from ..router.config import RouterSettings
 from .errors import SettingsError
+from .logs import LogFormat
 
 VARIABLE_PREFIX = "HOMING_"
 
@@ -111,6 +112,9 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         str,
         Meta(description="folder that lists running clusters; empty: $XDG_STATE_HOME/homing or ~/.local/state/homing"),
     ] = ""
+    log_format: Annotated[
+        LogFormat, Meta(description="of the log files of replicas, routers and controller; json: one object per line")
+    ] = "text"
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="debug also shows the output of the Ray actors")
     ] = "info"
@@ -195,7 +199,7 @@ SETTINGS: dict[str, Setting] = {
 #: Settings that all models share, besides those of the router.
 SHARED = (
     *("publish_events", "events_curve_keys", "events_curve_clients", "heartbeat_interval_s"),
-    *("name", "routers", "ray_address", "state_dir", "log_level", "stop_timeout_s"),
+    *("name", "routers", "ray_address", "state_dir", "log_format", "log_level", "stop_timeout_s"),
 )
 #: All settings that all models share.
 COMMON = frozenset({name for name, setting in SETTINGS.items() if setting.room == "router"} | {*SHARED})

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -21,16 +21,33 @@ FILE_BYTES = 1 << 20
 FILES_KEPT = 64
 FORMAT = "%(asctime)s.%(msecs)03d %(levelname)-7s %(message)s"
 TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
-_TIME = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} ")
+_TIME = re.compile(r'(?:\{"time":")?(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3})')
+#: The part whose lines are the requests that routers have answered.
+REQUESTS = "requests"
+
+LogFormat = Literal["text", "json"]
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object per line, for programs that collect logs; a traceback is one of its fields."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        time = f"{self.formatTime(record, TIME_FORMAT)}.{record.msecs:03.0f}"
+        fields = {"time": time, "level": record.levelname, "message": record.getMessage()}
+        if record.exc_info:
+            fields["traceback"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(fields).decode()
+
+
 SUFFIX, OLD_SUFFIX = ".log", ".log.1"
 
 
 class LogFile(RotatingFileHandler):
     """The log of one part, which only its user can read: messages may quote prompts or paths."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, form: LogFormat = "text") -> None:
         super().__init__(path, maxBytes=FILE_BYTES, backupCount=1, encoding="utf-8")
-        self.setFormatter(logging.Formatter(FORMAT, TIME_FORMAT))
+        self.setFormatter(JsonLines() if form == "json" else logging.Formatter(FORMAT, TIME_FORMAT))
 
     def _open(self) -> Any:
         def private(path: str, flags: int) -> int:
@@ -39,7 +56,28 @@ class LogFile(RotatingFileHandler):
         return open(self.baseFilename, self.mode, encoding=self.encoding, opener=private)
 
 
-def keep_log(folder: str | None, part: str) -> None:
+class RequestLog:
+    """A stream for the access log of a router: each line becomes one of a log file.
+
+    Except those of GET: nearly all of them come from `homing status`, `homing watch` and monitoring.
+    """
+
+    def __init__(self, folder: str, seat: int, form: LogFormat) -> None:
+        """Raises OSError."""
+        self._file = LogFile(Path(folder) / f"{REQUESTS}-{seat}{SUFFIX}", form)
+
+    def write(self, lines: str) -> None:
+        for line in [each for each in lines.splitlines() if " method=GET " not in each]:
+            self._file.emit(logging.makeLogRecord({"msg": line, "levelname": "INFO"}))
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def keep_log(folder: str | None, part: str, form: LogFormat = "text") -> None:
     """Also write this process's log lines to the file of `part`. Does nothing without a folder.
 
     A folder that cannot be written is reported, and changes nothing else.
@@ -50,7 +88,7 @@ def keep_log(folder: str | None, part: str) -> None:
         Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
         if Path(folder).lstat().st_uid != os.getuid():
             raise PermissionError(f"{folder} belongs to another user")
-        root, handler = logging.getLogger(), LogFile(Path(folder) / f"{part}{SUFFIX}")
+        root, handler = logging.getLogger(), LogFile(Path(folder) / f"{part}{SUFFIX}", form)
         for old in [each for each in root.handlers if isinstance(each, LogFile)]:
             root.removeHandler(old)
             old.close()
@@ -85,8 +123,9 @@ def parts(folder: Path) -> list[str]:
 
 
 def belongs(part: str, wanted: str) -> bool:
-    """Whether `wanted` (a part, `router` for all of them, or a replica for all its ranks) selects this part."""
-    return part == wanted or part.startswith(f"{wanted}.") or (wanted == "router" and part.startswith("router-"))
+    """Whether `wanted` selects this part: itself, `router` or `requests` of all routers, a replica with its ranks."""
+    of_all = wanted in ("router", REQUESTS) and part.startswith(f"{wanted}-")
+    return part == wanted or part.startswith(f"{wanted}.") or of_all
 
 
 def read_log(folder: Path, selected: Sequence[str]) -> list[LogLine]:
@@ -107,7 +146,7 @@ def split(part: str, lines: Iterable[str]) -> Iterator[LogLine]:
         if match := _TIME.match(line):
             if texts:
                 yield LogLine(time, part, "\n".join(texts))
-            time, texts = match[0].rstrip(), []
+            time, texts = match[1], []
         texts.append(line)
     if texts:
         yield LogLine(time, part, "\n".join(texts))

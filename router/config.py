@@ -185,7 +185,11 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     )
     pin_max_ttl_s: Annotated[float, Meta(gt=0, description="maximum ttl of cache_control")] = 3600.0
     access_log: Annotated[
-        str, Meta(description="file for one line per request; -: standard error of the router process; empty: none")
+        str,
+        Meta(
+            description="file for one line per request; -: the log that `homing logs requests` prints (standard error "
+            "in a joined Ray cluster and with --backend); empty: none"
+        ),
     ] = "-"
     otlp_endpoint: Annotated[
         str,

@@ -10,14 +10,13 @@ import ssl
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TextIO
 
 from .backend import Backend
 from .config import RouterSettings
 from .errors import TlsUnusable
 from .http.app import App
 from .http.front import Front, TextModels
-from .http.protocol.access import AccessLog
+from .http.protocol.access import AccessLog, Writable
 from .http.protocol.server import HttpServer
 from .http.tracing import RequestSpans
 from .metrics import RouterMetrics
@@ -67,9 +66,13 @@ class RouterServer:
         metrics: RouterMetrics | None = None,
         texts: TextModels | None = None,
         usage: SharedUsage | None = None,
+        access: Writable | None = None,
         grace_s: float = GRACE_S,
     ) -> None:
-        """`usage`: of tenants, if other routers serve them as well; closed with the server."""
+        """`usage`: of tenants, if other routers serve them as well; closed with the server.
+
+        `access`: gets the access log instead of standard error; closed with the server.
+        """
         self.metrics = metrics or RouterMetrics()
         self.front = Front(
             settings,
@@ -86,18 +89,20 @@ class RouterServer:
             self._open.callback(self.front.responses.close)
         if usage is not None:
             self._open.callback(usage.close)
-        access: AccessLog | None = None
+        requests: AccessLog | None = None
+        if access is not None:
+            self._open.callback(access.close)
         if where := settings.access_log:
-            stream: TextIO = sys.stderr
+            stream: Writable = access or sys.stderr
             if where != "-":
                 stream = self._open.enter_context(Path(where).open("a", encoding="utf-8"))  # noqa: SIM115 - closed by `_open`
-            access = AccessLog(stream)
-            self._open.callback(access.flush)
+            requests = AccessLog(stream)
+            self._open.callback(requests.flush)
         spans: RequestSpans | None = None
         if settings.otlp_endpoint:
             spans = RequestSpans(settings.otlp_endpoint)
             self._open.callback(spans.close)
-        self._app = App(self.front, access, spans)
+        self._app = App(self.front, requests, spans)
         self._http: list[HttpServer] = []
 
     async def start(self, host: str, port: int, *, shared: bool = False) -> int:

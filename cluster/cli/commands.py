@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 from cyclopts import App, Group
 
 from ... import __version__
@@ -55,6 +56,7 @@ def serve(
     out: Out,
     words: Words,
     detach: Annotated[bool, option("run in the background; return when it is ready")] = False,
+    quiet: Annotated[bool, option("do not print a line for each request (homing logs requests has them)")] = False,
     background: Annotated[bool, option("what --detach starts", show=False)] = False,
 ) -> int:
     """Start replicas and router, and keep them running."""
@@ -66,10 +68,13 @@ def serve(
     if settings.router.backend:
         from .attach import serve_backends
 
+        if quiet and settings.router.access_log == "-":
+            router = msgspec.structs.replace(settings.router, access_log="")
+            settings = msgspec.structs.replace(settings, router=router)
         return serve_backends(settings, out, detached=background)
     from .serve import serve as serve_replicas
 
-    return serve_replicas(settings, out, detached=background)
+    return serve_replicas(settings, out, detached=background, quiet=quiet)
 
 
 @app.command(group=START)
@@ -176,7 +181,7 @@ def status(
 
 @app.command(group=OBSERVE)
 def logs(
-    part: Annotated[str | None, option("a replica such as r0, router or controller (default: all)")] = None,
+    part: Annotated[str | None, option("a replica such as r0, router, requests or controller (default: all)")] = None,
     /,
     *,
     given: FindCluster = NOTHING,

@@ -9,13 +9,14 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TextIO
 
 from ... import __version__
 from ..config import Settings, state_folder
 from ..control.control_messages import ClusterStatus, Notice, ReplicaStatus
+from ..logs import LogLine
 from ..output import Waiting, count
 from ..preflight import exposures
 
@@ -83,6 +84,11 @@ class Console:
                 self.last_notice = notice.seq
                 self.line(f"{time.strftime('%H:%M:%S')} {notice.level:<7} {notice.text}")
 
+    def answered(self, lines: Iterable[LogLine]) -> None:
+        """Print the requests that have ended, from the lines of the access log."""
+        for line in lines:
+            self.line(f"{line.time[11:19]} {request_line(line.text)}")
+
     def banner(self, status: ClusterStatus, settings: Settings, *, detached: bool, chats: bool = True) -> None:
         """`chats`: the first model has a chat template; without one, chats are refused."""
         self.close()
@@ -118,6 +124,19 @@ def _state(replica: ReplicaStatus) -> str:
     if replica.phase == "ready":
         return f"ready · {replica.blocks} KV blocks · pid {', '.join(map(str, replica.pids))}"
     return replica.reason or {"placing": "waiting for a place"}.get(replica.phase, replica.phase)
+
+
+def request_line(logged: str) -> str:
+    """One answered or refused request, from its line of the access log, which may be within a JSON object."""
+    _, _, text = logged.partition("ts=")
+    fields = dict(pair.partition("=")[::2] for pair in f"ts={text}".rstrip('"}').split())
+    parts = [f"{fields['path']} {fields['status']}", f"{float(fields['duration_ms']) / 1000:.2f} s"]
+    if "prompt" in fields:
+        parts.insert(1, fields["replica"])
+        parts.append(f"{fields['prompt']} tokens in, {fields['cached']} of them cached, {fields['output']} out")
+    if "ttft_ms" in fields:
+        parts.append(f"first after {fields['ttft_ms']} ms")
+    return " · ".join(parts)
 
 
 def runs(name: str, source: str) -> str:

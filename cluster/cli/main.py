@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 from cyclopts.exceptions import CycloptsError, UnknownCommandError, UnknownOptionError, UnusedCliTokensError
-from rich.console import Console
 
 from ..config import Settings, nearest
 from ..errors import ClusterError, SettingsError
 from ..flags import NOTHING, Given, settings_of
+from ..output import console
 from .commands import app
 
 #: What users of vLLM type, and what homing has in its place; the nearest spelling would often mean something else.
@@ -48,10 +48,6 @@ VLLM_FLAGS = {
 }
 
 
-#: Characters of a line where nobody looks at a terminal: nothing is wrapped.
-LINE = 1000
-
-
 @dataclass(slots=True, frozen=True)
 class Invocation:
     """A command with its arguments, not executed yet."""
@@ -71,11 +67,9 @@ class Invocation:
 
 def parse(words: Sequence[str], out: TextIO = sys.stdout) -> Invocation:
     """The command of these words; its output goes to `out`. Raises SettingsError."""
-    terminal = out.isatty()
-    app.help_formatter = "default" if terminal else "plain"
-    console = Console(file=out, width=None if terminal else LINE)
+    app.help_formatter = "default" if out.isatty() else "plain"
     try:
-        function, bound, injected = app.parse_args(words, console=console, exit_on_error=False, print_error=False)
+        function, bound, injected = app.parse_args(words, console=console(out), exit_on_error=False, print_error=False)
     except CycloptsError as error:
         raise SettingsError(_message(error)) from error
     bound.arguments |= {name: value for name, value in (("out", out), ("words", words)) if name in injected}

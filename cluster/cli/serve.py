@@ -27,6 +27,7 @@ from ..control.control_messages import CONTROLLER, SUPERVISOR, ClusterStatus, Mo
 from ..devices import settle
 from ..errors import ClusterError, RayLost, StartFailed
 from ..host import visible_gpus
+from ..logs import REQUESTS, LogTail
 from ..model_source import find_model, has_chat_template, text_folder
 from ..preflight import check_bounds, check_folder, check_front, check_keys, prepare
 from ..registry import ClusterRegistry, ProcessMark, RegistryEntry, is_alive, kill, own_entry, wait_gone
@@ -38,8 +39,11 @@ LAST_WORDS_S = 1.5
 STATUS_TIMEOUT_S = 60.0
 
 
-def serve(settings: Settings, out: TextIO, *, detached: bool = False) -> int:
-    """Serve until a signal; returns the exit code. Raises ClusterError when it cannot start."""
+def serve(settings: Settings, out: TextIO, *, detached: bool = False, quiet: bool = False) -> int:
+    """Serve until a signal; returns the exit code. Raises ClusterError when it cannot start.
+
+    `quiet`: print no requests. In the background they are only logged, as the output is not bounded.
+    """
     settings = prepare(settings)
     if not settings.cluster.ray_address:
         settings = settle(settings, (float(visible_gpus()),))
@@ -56,7 +60,7 @@ def serve(settings: Settings, out: TextIO, *, detached: bool = False) -> int:
         folders = [_local_model(each) if local else None for each in settings.each_model]
         # Ray 2.60 prints a paragraph to `sys.stdout` about every killed worker, whatever its settings say.
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-            return ServeRun(settings, console, registry, entry).run(folders, detached=detached)
+            return ServeRun(settings, console, registry, entry).run(folders, detached=detached, quiet=quiet)
 
 
 def described_models(models: Sequence[ModelStatus]) -> str:
@@ -88,7 +92,7 @@ class ServeRun:
         self._stopping = threading.Event()
         self._signal = 0  #: that asked for the end
 
-    def run(self, folders: Sequence[Path | None], *, detached: bool) -> int:
+    def run(self, folders: Sequence[Path | None], *, detached: bool, quiet: bool) -> int:
         """Serve the models in these folders until a signal; returns the exit code."""
         self._registry.write(self._entry)
         self._handle_signals()
@@ -97,7 +101,7 @@ class ServeRun:
             self._start(folders)
             first = self._settings.each_model[0].replica
             chats = folders[0] is None or has_chat_template(text_folder(first, folders[0]))
-            code = self._serve(detached=detached, chats=chats)
+            code = self._serve(detached=detached, quiet=quiet, chats=chats)
         except Interrupted:
             self._end_now(128 + self._signal)
         except RayLost as error:
@@ -170,7 +174,7 @@ class ServeRun:
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, on_signal)
 
-    def _serve(self, *, detached: bool, chats: bool) -> int:
+    def _serve(self, *, detached: bool, quiet: bool, chats: bool) -> int:
         try:
             status = self._until_ready()
             if status is None:
@@ -181,9 +185,12 @@ class ServeRun:
             self._registry.write(self._entry)
             self._console.last_notice = max((notice.seq for notice in status.notices), default=0)
             self._console.banner(status, self._settings, detached=detached, chats=chats)
+            requests = LogTail(self._registry.log_folder(self._entry.name)) if self._folder else None
             while not self._stopping.wait(POLL_S):
                 if self._ray:
                     local_ray.reap_orphans({process.pid for process in self._ray.values()})
+                if requests is not None and not (detached or quiet):
+                    self._console.answered(requests.read(REQUESTS))
                 if status := self._status():
                     self._console.happened(status.notices)
                     self._register_models(status)

@@ -124,7 +124,11 @@ class ReplicaRank:
 
     def start(self, spec: RankSpec) -> Started | Failed:
         """Load the model and serve. A failure is returned: users need its message, not a traceback through Ray."""
-        keep_log(spec.model.log_dir, f"{spec.replica_id}.{spec.rank}" if spec.rank else spec.replica_id)
+        keep_log(
+            spec.model.log_dir,
+            f"{spec.replica_id}.{spec.rank}" if spec.rank else spec.replica_id,
+            spec.model.log_format,
+        )
         begun: Future[Started | Failed] = Future()
         threading.Thread(target=self._live, args=(spec, begun), name="rank", daemon=True).start()
         self._started = begun.result()
@@ -200,7 +204,7 @@ class RouterProcess:
 
     def start(self, port: int, direct_port: int, membership: SetMembership, seat: int) -> Listening | Failed:
         """Listen on `port` (0: any), with these replicas behind, as router number `seat`."""
-        keep_log(self._models[0].log_dir, f"router-{seat}")
+        keep_log(self._models[0].log_dir, f"router-{seat}", self._models[0].log_format)
         try:
             wanted = Listening(port, direct_port)
             self._router = self._do(self._make_router(self._models, wanted, membership, seat))

@@ -25,6 +25,7 @@ from ...replica.progress import report
 from ...router.backend import RouterCounters
 from ...router.control import Answer, AnyQuestion, Member, SetMembership
 from ..config import ClusterSettings
+from ..logs import RequestLog
 from ..model_source import find_model
 from .actors import RankServer, Router, describe, node_address
 from .control_messages import Listening, Models, ModelSpec, RankSpec
@@ -208,7 +209,8 @@ async def make_router(models: Models, wanted: Listening, membership: SetMembersh
         name = sha256(b"homing-accounts" + models[0].seed.to_bytes(8, "big")).hexdigest()[:16]
         file = Path(models[0].run_dir or gettempdir()) / f"homing-{name}.accounts"
         accounts = SharedUsage(file, seat=seat, seats=settings.cluster.routers)
-    server = RouterServer(settings.router, versions, metrics=metrics, usage=accounts)
+    requests = _request_log(models[0], seat)
+    server = RouterServer(settings.router, versions, metrics=metrics, usage=accounts, access=requests)
     await versions.answer(membership)
     loading = None
     if membership.members:
@@ -227,6 +229,17 @@ async def make_router(models: Models, wanted: Listening, membership: SetMembersh
     port = await server.start(host, wanted.port, shared=shared)
     direct = await server.start(host, wanted.direct_port) if shared else 0
     return HomingRouter(versions, server, Listening(port, direct), loading)
+
+
+def _request_log(model: ModelSpec, seat: int) -> RequestLog | None:
+    """The file for the access log, where it was not given another one and the cluster keeps its logs."""
+    if model.log_dir is None or model.settings.router.access_log != "-":
+        return None
+    try:
+        return RequestLog(model.log_dir, seat, model.log_format)
+    except OSError as error:  # `keep_log` has said so
+        log.info("requests_not_logged reason=%r", str(error))
+        return None
 
 
 async def _load_texts(server: "RouterServer", models: Models) -> None:

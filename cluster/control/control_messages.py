@@ -5,6 +5,7 @@ from typing import Literal
 
 from ...replica.messages import ReplicaDescription
 from ..config import Settings
+from ..logs import LogFormat
 
 #: Names of the two actors in the cluster's namespace.
 SUPERVISOR = "supervisor"
@@ -30,6 +31,10 @@ class ModelSpec:
     @property
     def runs_external_engine(self) -> bool:
         return self.settings.replica.engine != "homing"
+
+    @property
+    def log_format(self) -> LogFormat:
+        return self.settings.cluster.log_format
 
     @property
     def text_dir(self) -> str | None:

@@ -75,7 +75,7 @@ class Controller:
 
     def __init__(self, models: Models) -> None:
         set_up_logging(models[0].settings.cluster.log_level)
-        keep_log(models[0].log_dir, "controller")
+        keep_log(models[0].log_dir, "controller", models[0].log_format)
         #: the settings of replicas; each version belongs to one model
         self._versions = dict(enumerate(models, start=1))
         self._fleets = Fleets.of([(model.name, model.settings.cluster) for model in models])

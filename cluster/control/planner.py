@@ -206,7 +206,7 @@ class Fleet:
     def placed(self, replica_id: str, generation: int, now: float) -> None:
         """There is room for all its ranks; they start now."""
         if group := self._current(replica_id, generation, GroupPhase.PLACING):
-            group.phase, group.since, group.reason = GroupPhase.STARTING, now, "loading the model"
+            group.phase, group.since, group.reason = GroupPhase.STARTING, now, "starting its processes"
 
     def pending(self, replica_id: str, generation: int, reason: str) -> None:
         if group := self._current(replica_id, generation, GroupPhase.PLACING):

@@ -1,5 +1,6 @@
 """Log files of a cluster's parts: private, bounded, in the order of time."""
 
+import json
 import logging
 import os
 from collections.abc import Iterator
@@ -7,7 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from homing.cluster.logs import FILE_BYTES, FILES_KEPT, LogFile, LogTail, belongs, keep_log, parts, read_log
+from homing.cluster.logs import (
+    FILE_BYTES,
+    FILES_KEPT,
+    LogFile,
+    LogTail,
+    RequestLog,
+    belongs,
+    keep_log,
+    parts,
+    read_log,
+)
 
 log = logging.getLogger("homing.test")
 
@@ -104,3 +115,32 @@ def test_a_tail_reads_what_is_added_also_to_new_and_rotated_files(tmp_path: Path
     second = [each.text.split()[-1] for each in tail.read("r0")]
 
     assert (first, second) == (["a", "b"], ["c"])
+
+
+def test_logs_may_be_lines_of_json(tmp_path: Path) -> None:
+    """For programs that collect logs: a traceback is one field, and `homing logs` knows the time of each line."""
+    keep_log(str(tmp_path), "r0", "json")
+    try:
+        raise ValueError("torn")
+    except ValueError:
+        log.exception("rank_failed replica=%s", "r0")
+    log.warning("a second line")
+
+    first, second = (tmp_path / "r0.log").read_text().splitlines()
+    found = json.loads(first)
+    assert (found["level"], found["message"]) == ("ERROR", "rank_failed replica=r0")
+    assert found["traceback"].endswith("ValueError: torn")
+    assert [each.time for each in read_log(tmp_path, ["r0"])] == [found["time"], json.loads(second)["time"]]
+
+
+def test_each_request_is_a_line_of_the_log_of_requests(tmp_path: Path) -> None:
+    """Lines come in batches; those of all routers are one part."""
+    for seat in range(2):
+        requests = RequestLog(str(tmp_path), seat, "text")
+        requests.write(f"ts=1 method=POST status=20{seat}\nts=1 method=GET status=200\nts=2 method=POST status=400\n")
+        requests.flush()
+        requests.close()
+
+    assert parts(tmp_path) == ["requests-0", "requests-1"]
+    assert all(belongs(part, "requests") for part in parts(tmp_path))
+    assert [each.text.split()[-1] for each in read_log(tmp_path, ["requests-1"])] == ["status=201", "status=400"]

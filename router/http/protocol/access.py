@@ -7,7 +7,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from typing import TextIO
+from typing import Protocol
 
 from .exchange import Exchange, GenerationSummary
 
@@ -18,10 +18,16 @@ FLUSH_S = 0.25
 FLUSH_LINES = 256
 
 
+class Writable(Protocol):
+    def write(self, lines: str, /) -> object: ...
+    def flush(self) -> None: ...
+    def close(self) -> None: ...
+
+
 class AccessLog:
     """Writes to `stream`, on the loop's thread. The caller closes the stream, after `flush`."""
 
-    def __init__(self, stream: TextIO, wall: Callable[[], float] = time.time) -> None:
+    def __init__(self, stream: Writable, wall: Callable[[], float] = time.time) -> None:
         self._stream = stream
         self._wall = wall
         self._lines: list[str] = []

@@ -1,6 +1,7 @@
 """What `homing serve` shows: what stands there can be typed."""
 
 import io
+import json
 import re
 import shlex
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from homing.cluster.cli.console import Console, called, runs
+from homing.cluster.cli.console import Console, called, request_line, runs
 from homing.cluster.cli.main import parse
 from homing.cluster.config import Settings, load_settings
 from homing.cluster.control.control_messages import ClusterStatus
@@ -96,6 +97,21 @@ def test_several_models_are_all_named_and_the_commands_choose_one() -> None:
     assert "homing is ready: fox on 3 replicas, forest/owl on 3 replicas" in page
     assert '"model": "fox"' in page
     assert "homing explain --served-model-name fox" in page
+
+
+def test_a_request_is_one_line_with_what_matters() -> None:
+    """Whoever starts a server wants to see that it is used, and not how it is watched."""
+    line = (
+        "2026-11-22 10:00:01.000 INFO    ts=1 request=abc method=POST path=/v1/completions status=200 "
+        "duration_ms=1234.5 ttft_ms=23.4 tenant=- replica=r1 prompt=812 predicted=800 cached=640 output=96"
+    )
+    refused = "ts=1 request=abc method=POST path=/v1/completions status=400 duration_ms=0.6"
+    as_json = json.dumps({"time": "2026-11-22 10:00:01.000", "level": "INFO", "message": refused})
+
+    assert request_line(line) == (
+        "/v1/completions 200 · r1 · 1.23 s · 812 tokens in, 640 of them cached, 96 out · first after 23.4 ms"
+    )
+    assert request_line(refused) == request_line(as_json) == "/v1/completions 400 · 0.00 s"
 
 
 class Closed(io.StringIO):
