@@ -109,6 +109,7 @@ class Console:
         rule = "─" * min(100, shutil.get_terminal_size().columns)
         rows = [
             ("api", f"{url}/v1   (OpenAI-compatible)"),
+            ("page", f"{url}/   (live)"),
             *[("metrics", f"{each}/metrics") for each in status.router_urls or (url,)],
             ("status", f"{program} status{name}"),
             ("explain", f"{program} explain{name}{model}{api_key} {prompt}"),
