@@ -6,7 +6,6 @@ a dictionary. Holds no prompt.
 
 from collections import OrderedDict, deque
 from itertools import count
-from typing import NamedTuple
 
 import msgspec
 
@@ -25,7 +24,7 @@ MAX_REASON = 300
 MAX_TRACE_ID = 64
 
 
-class _Progress(NamedTuple):
+class _Progress(msgspec.Struct, frozen=True, gc=False):
     """What has come of a request."""
 
     state: str
@@ -109,7 +108,7 @@ def _routed(placed: _Placed) -> RoutedRequest:
         trace_id=placed.trace_id[:MAX_TRACE_ID],
         tenant=placed.tenant,
         explanation=placed.decision,
-        **progress._asdict(),
+        **msgspec.structs.asdict(progress),
     )
 
 

@@ -64,7 +64,7 @@ class LiveFeed:
             return
         self._shown = shown
         self._viewers.add(exchange)
-        exchange.on_gone = lambda: self._leave(exchange)
+        exchange.on_gone = lambda: self._viewer_left(exchange)
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(self._pause(0.0), self._tick)
 
@@ -74,6 +74,11 @@ class LiveFeed:
         for viewer in list(self._viewers):
             viewer.end()
             self._leave(viewer)
+
+    def _viewer_left(self, viewer: Exchange) -> None:
+        """A stream without an end has no other: in metrics and log this is no client that left too early."""
+        viewer.status, viewer.gone = 200, False
+        self._leave(viewer)
 
     def _leave(self, viewer: Exchange) -> None:
         self._viewers.discard(viewer)

@@ -100,6 +100,7 @@ async def test_nothing_is_computed_while_nobody_watches(fast: Front, source: Sou
         async with watching(client) as viewer:
             await viewer.frame()
         await until(lambda: not len(fast.live))
+        assert fast.metrics.responses() == {200: 1}  # the only end that such a stream has is no error
         looks = source.looks
         await asyncio.sleep(0.1)  # ten pauses; a late tick could only be missed
         assert source.looks == looks
