@@ -101,3 +101,25 @@ def test_lines_of_rays_own_at_the_end_are_discarded_and_ours_are_not() -> None:
     done = subprocess.run([sys.executable, "-c", NOISE], capture_output=True, text=True, timeout=60, check=True)
 
     assert done.stderr == "before\nafter\n"
+
+
+def test_orphans_that_have_ended_do_not_stay_as_zombies(tmp_path: Path) -> None:
+    """Without the ones that Ray's own code waits for: it would miss how they ended."""
+    code = """
+import os, subprocess, sys
+from homing.cluster.local_ray import reap_orphans
+waited_for = subprocess.Popen(["true"])
+os.waitid(os.P_PID, waited_for.pid, os.WEXITED | os.WNOWAIT)
+reap_orphans({waited_for.pid})
+kept = waited_for.wait()
+orphan = os.fork() or os._exit(3)
+os.waitid(os.P_PID, orphan, os.WEXITED | os.WNOWAIT)
+running = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+reap_orphans(set())
+print(kept, os.path.exists(f"/proc/{orphan}"), running.poll())
+running.communicate()
+reap_orphans(set())
+"""
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False)
+
+    assert (done.stdout, done.stderr) == ("0 False None\n", "")

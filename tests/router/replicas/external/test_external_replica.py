@@ -18,6 +18,7 @@ from homing.router.replicas.external.block_keys import cache_salt
 from homing.router.replicas.external.probe import ExternalTerms
 from homing.router.replicas.membership import text_digests
 from homing.router.replicas.service import RouterService
+from homing.router.routing.replica_load import Rest
 
 from ...fakes import BLOCK, CACHE, LIMITS, ROOT, SEED, Reading, description_of, parity_of, request_of, until
 from .fakes import FakeEngine, answer
@@ -50,7 +51,7 @@ class Watcher:
 class Cluster:
     """A service with fake engines behind it."""
 
-    def __init__(self, folder) -> None:
+    def __init__(self, folder, external: ExternalTerms | None = TERMS) -> None:
         self.watcher = Watcher()
         self.service = RouterService(
             RouterSettings(replica_silence_s=30.0),
@@ -59,7 +60,7 @@ class Cluster:
             model_dir=folder,
             observer=self.watcher,
             heartbeat_interval_s=0.05,
-            external=TERMS,
+            external=external,
             rng=Random(1),
         )
         self._parity = parity_of(text_digests(folder))
@@ -72,9 +73,9 @@ class Cluster:
         self.tell(events=events)
         return [self.engines[name] for name in names]
 
-    def tell(self, *, events: bool = True) -> None:
+    def tell(self, *, events: bool = True, **resting: Rest) -> None:
         members = [self._description(name, engine, events) for name, engine in self.engines.items()]
-        self.service.apply_membership(members, SEED)
+        self.service.apply_membership(members, SEED, resting)
 
     def _description(self, name: str, engine: FakeEngine, events: bool) -> ReplicaDescription:
         fields = {"event_endpoints": engine.endpoints} if events else {}
@@ -455,3 +456,29 @@ async def test_an_engine_that_leaves_the_membership_is_left_alone(pair: Cluster)
 
     assert home == "b1"
     assert [view.replica_id for view in pair.service.view().replicas] == ["b1"]
+
+
+async def test_an_engine_that_a_replica_has_started_needs_no_terms(tmp_path) -> None:
+    """Its description says what it must match; it was examined where it was started. One that warms up waits."""
+    cluster = Cluster(tmp_path, external=None)
+    try:
+        engine = cluster.engines["r0"] = FakeEngine(model=LIMITS.name)
+        await engine.start()
+        cluster.tell(r0="warming")
+        assert await cluster.service.until_joined("r0") == ""
+        assert cluster.replica("r0").state == "warming"
+
+        cluster.tell()
+        await cluster.live("r0")
+        name, deltas = await cluster.ask()
+
+        assert (name, len(tokens(deltas)) > 0, len(engine.bodies)) == ("r0", True, 1)
+    finally:
+        await cluster.close()
+
+
+async def test_an_engine_that_is_refused_does_not_keep_an_update_waiting(cluster: Cluster) -> None:
+    """Whoever waits for it to join learns why it will not."""
+    await cluster.add("b0", model="another")
+
+    assert "another" in await cluster.service.until_joined("b0")

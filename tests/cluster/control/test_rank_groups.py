@@ -1,0 +1,33 @@
+"""What a replica reserves on Ray, with our own engine and with another one."""
+
+import pytest
+
+from homing.cluster.config import load_settings
+from homing.cluster.control.control_messages import ModelSpec
+from homing.cluster.control.rank_groups import bundle_of, uses_spares, world_of
+from homing.cluster.control.supervisor import LEAST_CPUS
+
+
+def spec_of(run_dir: str | None = None, **flags: str) -> ModelSpec:
+    return ModelSpec(settings=load_settings(flags, {}), seed=7, model_dir=None, run_dir=run_dir, host=None)
+
+
+@pytest.mark.parametrize(
+    ("engine", "processes", "cpus", "gpus"), [("homing", 4, 2.0, 1.0), ("vllm", 1, 8.0, 4.0), ("sglang", 1, 8.0, 4.0)]
+)
+def test_a_replica_reserves_the_same_in_as_many_processes_as_ray_starts_for_it(
+    engine: str, processes: int, cpus: float, gpus: float
+) -> None:
+    """An external engine starts the processes of its ranks itself, on the GPUs of one actor."""
+    spec = spec_of(engine=engine, tensor_parallel_size="4", gpus_per_rank="1", cpus_per_rank="2")
+
+    assert world_of(spec) == processes
+    assert bundle_of(spec) == {"CPU": cpus, "GPU": gpus}
+
+
+def test_an_external_engine_takes_over_no_spare_process() -> None:
+    """Spares have imported what our own engine needs; on one machine CPUs limit neither."""
+    ours, other = spec_of("/run"), spec_of("/run", engine="vllm")
+
+    assert (uses_spares(ours), uses_spares(other)) == (True, False)
+    assert bundle_of(ours) == bundle_of(other) == {"CPU": LEAST_CPUS}
