@@ -15,7 +15,7 @@ import msgspec
 from ..config import SETTINGS, Settings
 from ..errors import SettingsError
 
-#: KV memory on a CPU where the settings say nothing, as of our own engine.
+#: KV memory on a CPU where the settings say nothing; vLLM itself would take half of a NUMA node.
 CPU_KV_BYTES = 512 * 1024 * 1024
 
 Flags = dict[str, str | None]  #: None: a switch
@@ -182,7 +182,9 @@ def for_engine(settings: Settings) -> Settings:
     replica, cluster = settings.replica, settings.cluster
     if replica.engine == "homing":
         if given := replica.engine_python or replica.engine_args:
-            raise SettingsError(f"engine: homing's own engine takes no engine_python or engine_args: {given}")
+            raise SettingsError(
+                f"engine: homing's own engine takes no engine_python or engine_args ({given}): unset them"
+            )
         return settings
     extra_arguments(replica.engine_args)
     for name in _OWN:

@@ -58,6 +58,7 @@ START_SHARE = 0.9
 #: The first request may compile something. Not tuned.
 CANARY_TIMEOUT_S = 120.0
 EVENTS_TIMEOUT_S = 10.0
+HEALTH_TIMEOUT_S = 5.0
 POLL_S = 0.2
 LINES_KEPT = 200
 LINE_BYTES = 16 * 1024
@@ -164,7 +165,7 @@ class EngineServer:
         return []
 
     def _trouble(self) -> str:
-        if not _answers_health(self.description.request_endpoint):
+        if not _answers_health(self.description.request_endpoint, min(HEALTH_TIMEOUT_S, self._timeout_s)):
             return "no good answer from /health"
         if replay := self.description.event_endpoints.replay:
             try:
@@ -211,10 +212,10 @@ def _examined(process: "EngineProcess", backend: Backend, spec: RankSpec, model_
     settings = spec.model.settings
     replica, cache, texts = settings.replica, settings.kvcache, text_folder(settings.replica, model_dir)
     limits = model_limits(model_dir, replica, spec.model.name)
+    _until_ready(process, backend, settings)
     canary, root = _canary_ids(texts), BlockHash(foreign_root(limits.name))
     # Two full blocks and a token, as far as the context has room for them.
     prompt = list(islice(cycle(canary), min(2 * cache.block_size + 1, limits.max_model_len - 1)))
-    _until_ready(process, backend, settings)
     card, metrics = asyncio.run(_examine(backend, settings, canary, prompt))
     if backend.replay and cache.prefix_caching:
         _check_blocks(backend, BlockHasher(cache.block_size, spec.model.seed, cache.hash_algorithm), root, prompt)
@@ -263,9 +264,9 @@ def _until_ready(process: EngineProcess, backend: Backend, settings: Settings) -
             raise StartFailed(f"{kind} is not ready after {limit_s:g} s: {last_words(process.lines)}")
 
 
-def _answers_health(url: str) -> bool:
+def _answers_health(url: str, timeout_s: float = HEALTH_TIMEOUT_S) -> bool:
     address = Address.of(url)
-    connection = http.client.HTTPConnection(address.host, address.port, timeout=5)
+    connection = http.client.HTTPConnection(address.host, address.port, timeout=timeout_s)
     try:
         connection.request("GET", "/health")
         return connection.getresponse().status == 200
