@@ -18,13 +18,32 @@ from .errors import ModelUnavailable
 
 DEMO = "demo"
 #: Files needed for serving; the hub's other weight formats are not downloaded.
-WANTED_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
+TEXT_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "*.py"]
+WANTED_FILES = [*TEXT_FILES, "*.safetensors"]
 #: The same weights again, in the format of the model's authors.
 UNWANTED_FILES = ["consolidated*", "original/*"]
 
 
 def find_model(settings: ReplicaSettings) -> Path:
     """The model's local folder, downloaded from the hub when it is not a folder. Raises ModelUnavailable."""
+    return _find(settings, WANTED_FILES, checked=settings.engine == "homing")
+
+
+def find_text(settings: ReplicaSettings) -> Path:
+    """The same without weights, for a model that others serve. Where that fails: the folder of the tokenizer, if given.
+
+    Raises ModelUnavailable.
+    """
+    try:
+        return _find(settings, TEXT_FILES, checked=False)
+    except ModelUnavailable as error:
+        folder = Path(settings.tokenizer).expanduser()
+        if settings.tokenizer and (folder / "config.json").is_file():
+            return folder
+        raise ModelUnavailable(f"{error}; name a folder with config.json and tokenizer with --tokenizer") from error
+
+
+def _find(settings: ReplicaSettings, files: list[str], *, checked: bool) -> Path:
     model = settings.model
     if model == DEMO:
         return demo_model_path()
@@ -36,7 +55,7 @@ def find_model(settings: ReplicaSettings) -> Path:
     elif model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise ModelUnavailable(f"folder {model} does not exist; give a folder with config.json or a Hugging Face name")
     else:
-        folder = _download(settings)
+        folder = _download(model, settings.revision or None, files, checked=checked)
     if not (folder / "config.json").is_file():
         raise ModelUnavailable(f"{folder} has no config.json: it is not a model folder in the Hugging Face layout")
     return folder
@@ -106,18 +125,16 @@ def _json(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _download(settings: ReplicaSettings) -> Path:
-    model, revision = settings.model, settings.revision or None
+def _download(model: str, revision: str | None, files: list[str], *, checked: bool) -> Path:
+    """`checked`: only a model that our own engine can run."""
     # Imported here: the hub's client takes a while and only this path needs it.
     from huggingface_hub import hf_hub_download, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        if settings.engine == "homing":  # before the weights
+        if checked:  # before the weights
             check_runnable(Path(hf_hub_download(model, "config.json", revision=revision)).parent)
-        return Path(
-            snapshot_download(model, revision=revision, allow_patterns=WANTED_FILES, ignore_patterns=UNWANTED_FILES)
-        )
+        return Path(snapshot_download(model, revision=revision, allow_patterns=files, ignore_patterns=UNWANTED_FILES))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ModelUnavailable(

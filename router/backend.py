@@ -187,6 +187,7 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     event_endpoints: EventEndpoints | None = None  #: where it publishes its events
     url: str | None = None  #: of an external engine's server; None: a replica of ours
     trouble: str = ""  #: why that server cannot be reached
+    approximate: bool = False  #: it publishes no events: `indexed_blocks` are those of what was sent there
     unplaced_blocks: int = 0  #: blocks that it announced with unknown content: not credited
     warm_up: WarmUpProgress | None = None  #: by this router; None: there is no warm-up
 
@@ -199,6 +200,29 @@ class AbsentReplica(msgspec.Struct, frozen=True, kw_only=True):
     state: Literal["starting", "rebuilding"]
     reason: str  #: why it was lost, and what it waits for
     since: float  #: seconds since 1970
+
+
+class EngineView(msgspec.Struct, frozen=True, kw_only=True):
+    """An external engine that the router is to use, and what was found out about it."""
+
+    name: str
+    url: str
+    source: str  #: who lists it: `flags`, `api`, a file, or a name in DNS
+    summary: str  #: kind, version, model, limits and event sockets; empty: it has not answered
+    replicas: list[str]  #: one for each of its data-parallel ranks
+    missing: list[str]  #: what was not found, and what to do about it
+    trouble: str  #: why nothing is known of it
+
+
+class EngineList(Protocol):
+    """The engines of a router that is in front of external ones."""
+
+    def views(self) -> list[EngineView]: ...
+    async def add(self, url: str, events: str, replay: str) -> EngineView:
+        """List one more. Raises BackendsInvalid."""
+
+    def remove(self, url: str) -> EngineView:
+        """Requests that run there continue elsewhere. Raises EngineNotFound and BackendsInvalid."""
 
 
 class RefusedReplica(msgspec.Struct, frozen=True, kw_only=True):

@@ -42,23 +42,30 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         str,
         Meta(
             description="URLs of OpenAI-compatible servers (vLLM, SGLang) to use instead of homing's own replicas, "
-            "separated by commas; empty: none",
+            "separated by commas; dns+http://NAME:PORT: all addresses of a name, such as a headless Service of "
+            "Kubernetes; empty: none",
             extra={"repeatable": True},
+        ),
+    ] = ""
+    engines: Annotated[
+        str,
+        Meta(
+            description="YAML file with more of those servers, read again when it changes: a list of URLs, or of maps "
+            "with url, events and replay; empty: none"
         ),
     ] = ""
     events: Annotated[
         str,
         Meta(
             description="addresses of those servers' KV events, such as tcp://10.0.0.1:5557, one for each server in "
-            "the same order; empty: routing by load alone",
+            "the same order; empty: looked for at the server and at the usual ports",
             extra={"repeatable": True},
         ),
     ] = ""
     replay: Annotated[
         str,
         Meta(
-            description="addresses at which those servers replay past events, likewise; empty: lost and earlier "
-            "events remain unknown",
+            description="addresses at which those servers replay past events, likewise",
             extra={"repeatable": True},
         ),
     ] = ""

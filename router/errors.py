@@ -136,6 +136,13 @@ class UnknownPath(RouterError, status=404, code="not_found"):
     """No endpoint has this path."""
 
 
+class EngineNotFound(RouterError, status=404, code="engine_not_found"):
+    """No engine with this URL is listed."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(f"no engine {url} is listed; GET /engines lists them", param="url")
+
+
 class WrongMethod(RouterError, status=405, code="method_not_allowed"):
     """The endpoint does not support this HTTP method."""
 
@@ -233,7 +240,7 @@ class KeysFileInvalid(RouterError, code="keys_file_invalid"):
     """The file of API keys cannot be read or has a wrong entry; the message names file and entry."""
 
 
-class BackendsInvalid(RouterError, code="backends_invalid"):
+class BackendsInvalid(RouterError, status=400, code="backends_invalid"):
     """An address of an external engine is unusable; the message names it."""
 
 

@@ -135,6 +135,7 @@ FAMILIES = (
         ("homing_kv_cache_usage_ratio", "Share of KV blocks in use by requests or pinned."),
         ("homing_pinned_blocks", "Blocks kept by pins."),
         ("homing_index_blocks", "Blocks of a replica in the router's index.", "indexed_blocks"),
+        ("homing_index_approximate", "1: no events; the index has what was sent there.", "approximate"),
     ),
     *_families(
         "gauge",

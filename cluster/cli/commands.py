@@ -6,13 +6,15 @@ the docstring that is its help. It returns the exit code.
 
 import math
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import msgspec
 from cyclopts import App, Group
 
 from ... import __version__
+from ..config import Settings
 from ..errors import SettingsError
 from ..flags import (
     LOOKUP,
@@ -36,6 +38,10 @@ START, CHANGE, OBSERVE, TOOLS = (
     Group.create_ordered(title) for title in ("Start and end", "Change a running cluster", "Observe", "Tools")
 )
 
+Detach = Annotated[bool, option("run in the background; return when it is ready")]
+Quiet = Annotated[bool, option("do not print a line for each request (homing logs requests has them)")]
+Background = Annotated[bool, option("what --detach starts", show=False)]
+
 app = App(
     name="homing",
     version=f"homing {__version__}",
@@ -55,23 +61,57 @@ def serve(
     given: AllSettings = NOTHING,
     out: Out,
     words: Words,
-    detach: Annotated[bool, option("run in the background; return when it is ready")] = False,
-    quiet: Annotated[bool, option("do not print a line for each request (homing logs requests has them)")] = False,
-    background: Annotated[bool, option("what --detach starts", show=False)] = False,
+    detach: Detach = False,
+    quiet: Quiet = False,
+    background: Background = False,
 ) -> int:
     """Start replicas and router, and keep them running."""
     settings = settings_of(given, model)
+    in_front = settings.router.backend or settings.router.engines
+    return _start(settings, out, words, detach=detach, quiet=quiet, background=background, in_front=bool(in_front))
+
+
+@app.command(group=START)
+def route(
+    model: Annotated[str | None, option("the engines' model, if it is not found by the name that they tell")] = None,
+    /,
+    *,
+    given: AllSettings = NOTHING,
+    out: Out,
+    words: Words,
+    engine_url: Annotated[list[str] | None, option("the same as --backend; may be repeated", metavar="URL")] = None,
+    detach: Detach = False,
+    quiet: Quiet = False,
+    background: Background = False,
+) -> int:
+    """Route to inference servers that run already (vLLM, SGLang), found by URL."""
+    backends = [*given.get("backend", ()), *(engine_url or ())]
+    settings = settings_of({**given, "backend": backends} if backends else given, model)
+    return _start(settings, out, words, detach=detach, quiet=quiet, background=background, in_front=True)
+
+
+def _start(
+    settings: Settings,
+    out: TextIO,
+    words: Sequence[str],
+    *,
+    detach: bool,
+    quiet: bool,
+    background: bool,
+    in_front: bool,
+) -> int:
+    """`in_front`: of engines that run already, not of replicas."""
     if detach:
         from .daemon import detach as start_in_background
 
         return start_in_background(settings, [word for word in words if word != "--detach"], out)
-    if settings.router.backend:
-        from .attach import serve_backends
+    if in_front:
+        from .route import route as route_to
 
         if quiet and settings.router.access_log == "-":
             router = msgspec.structs.replace(settings.router, access_log="")
             settings = msgspec.structs.replace(settings, router=router)
-        return serve_backends(settings, out, detached=background)
+        return route_to(settings, out, detached=background)
     from .serve import serve as serve_replicas
 
     return serve_replicas(settings, out, detached=background, quiet=quiet)

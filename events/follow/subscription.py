@@ -34,6 +34,7 @@ class FeedStatus(StrEnum):
     SYNCING = "syncing"
     LIVE = "live"
     STALE = "stale"
+    APPROXIMATE = "approximate"  #: of routers: there is no stream, only a record of what was sent to the engine
 
 
 @dataclass(slots=True, frozen=True)

@@ -20,8 +20,8 @@ from ..engine.throughput import SmoothedRates
 from ..errors import StartupError
 from ..messages import SamplingParams
 from ..models.spec import ModelSpec
-from .free_memory import free_memory_bytes
 from ..progress import report
+from .free_memory import free_memory_bytes
 from .preflight import longest_request
 
 log = logging.getLogger(__name__)

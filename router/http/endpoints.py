@@ -13,7 +13,7 @@ from msgspec import UNSET, UnsetType
 from ... import __version__
 from ...kvcache.hashing import token_bytes
 from ...replica.messages import ModelLimits
-from ..backend import ClusterView, Explanation
+from ..backend import ClusterView, EngineList, EngineView, Explanation
 from ..errors import (
     InvalidRequest,
     NoReplica,
@@ -68,6 +68,7 @@ MODELS = "/v1/models"
 RESPONSES_PATH = "/v1/responses"
 #: Token ids are written in steps of so many: 4 ms with their names.
 IDS_AT_ONCE = 16 * 1024
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
 #: More than any model's context; writing the response takes memory and time of everybody.
 MAX_TOKENIZED = 1_000_000
 
@@ -124,6 +125,20 @@ class Emptied(Status):
     """POST /reset_prefix_cache: the replicas whose caches are empty now."""
 
     replicas: list[str]
+
+
+class EngineBody(msgspec.Struct, forbid_unknown_fields=True):
+    """POST and DELETE /engines: an engine by the URL of its server; event sockets where they are not found."""
+
+    url: str
+    events: str = ""
+    replay: str = ""
+
+
+class Engines(msgspec.Struct):
+    """GET /engines."""
+
+    engines: list[EngineView]
 
 
 class ItemList(msgspec.Struct, frozen=True):
@@ -184,6 +199,7 @@ _DIFF = msgspec.json.Decoder(DiffBody)
 _DETOKENIZE = msgspec.json.Decoder(DetokenizeBody)
 _COUNT = msgspec.json.Decoder(CountBody)
 _RESET = msgspec.json.Decoder(ResetBody)
+_ENGINE = msgspec.json.Decoder(EngineBody)
 _KIND = msgspec.json.Decoder(_Kind)
 _EMBEDDINGS = msgspec.json.Decoder(EmbeddingsBody)
 
@@ -489,6 +505,35 @@ async def reset_prefix_cache(front: Front, exchange: Exchange) -> None:
     respond(exchange, Emptied("ok", await front.backend.reset_caches(name)))
 
 
+async def _engine_list(front: Front, exchange: Exchange) -> tuple[EngineList, Caller]:
+    """For admins only. Raises NotAllowed and UnknownPath."""
+    caller = Caller(front, exchange)
+    if not caller.tenant.admin:
+        raise NotAllowed("the list of engines is that of all tenants; it requires a key with 'admin: true'")
+    if not front.tenants.named() and front.settings.host not in LOOPBACK:
+        # Engines get prompts and the key of `backend_key_file`: strangers must not name any.
+        raise NotAllowed("without API keys, engines can be listed only where the router listens on loopback")
+    if front.engines is None:
+        raise UnknownPath("this router has replicas of its own; engines are listed by homing route")
+    return front.engines, caller
+
+
+async def engines(front: Front, exchange: Exchange) -> None:
+    listed, _ = await _engine_list(front, exchange)
+    respond(exchange, Engines(listed.views()))
+
+
+async def add_engine(front: Front, exchange: Exchange) -> None:
+    listed, caller = await _engine_list(front, exchange)
+    body = await decoded(front, caller, exchange, _ENGINE)
+    respond(exchange, await listed.add(body.url, body.events, body.replay))
+
+
+async def remove_engine(front: Front, exchange: Exchange) -> None:
+    listed, caller = await _engine_list(front, exchange)
+    respond(exchange, listed.remove((await decoded(front, caller, exchange, _ENGINE)).url))
+
+
 async def health(_front: Front, exchange: Exchange) -> None:
     respond(exchange, Status("ok"))
 
@@ -648,6 +693,9 @@ ENDPOINTS = (
     ),
     Endpoint("GET", "/", live_page, "a page that shows the cluster live", media="text/html"),
     Endpoint("GET", "/live", live, "what that page shows, as events without an end", media="text/event-stream"),
+    Endpoint("GET", "/engines", engines, "the external engines of this router", Engines),
+    Endpoint("POST", "/engines", add_engine, "route to one more engine", EngineView, (EngineBody,)),
+    Endpoint("DELETE", "/engines", remove_engine, "route to an engine no longer", EngineView, (EngineBody,)),
     Endpoint("GET", "/cluster", cluster, "the cluster as the router sees it", ClusterView),
     Endpoint("GET", "/health", health, "the process responds", Status),
     Endpoint("GET", "/ping", ping, "the process responds", media="text/plain"),
@@ -717,7 +765,7 @@ _BY_PATH: Mapping[str, Mapping[str, Handler]] = {
 }
 
 
-_LARGE = {each.path for each in ENDPOINTS if each.bodies} - {"/reset_prefix_cache"}
+_LARGE = {each.path for each in ENDPOINTS if each.bodies} - {"/reset_prefix_cache", "/engines"}
 
 
 def takes_large_bodies(path: str) -> bool:

@@ -12,7 +12,7 @@ import msgspec
 
 from ... import __version__
 from ...replica.messages import ModelLimits
-from ..backend import Backend, ModelBackend, TextSource
+from ..backend import Backend, EngineList, ModelBackend, TextSource
 from ..config import RouterSettings
 from ..errors import NoReplica
 from ..metrics import ModelMetrics, RouterMetrics
@@ -121,6 +121,7 @@ class Front:
         """
         self.settings = settings
         self.backend = backend
+        self.engines: EngineList | None = None  #: of a router in front of external engines
         self.metrics = metrics
         self.texts = texts or TextModels(
             partial(TextModel.load, cache_bytes=settings.token_cache_bytes, chat_template=settings.chat_template)

@@ -265,7 +265,8 @@ class RouterService:
         """
         if self._exact or not self._replicas:
             return self._exact
-        live = all(replica.feed_state == FeedState.LIVE for replica in self._replicas.values())
+        known = (FeedState.LIVE, FeedState.APPROXIMATE)
+        live = all(replica.feed_state in known for replica in self._replicas.values())
         since = self._first_replica_at
         late = since is not None and self._context.clock() - since > EXACT_PATIENCE_S
         if late and not live:
@@ -477,6 +478,7 @@ class RouterService:
             view,
             state=unavailable or ("serving" if reported else "joining"),
             feed=self._placement.feeds[name],
+            approximate=self._placement.feeds[name] is FeedState.APPROXIMATE,
             indexed_blocks=self._placement.index.count(name),
             expected_blocks=self._placement.reservations.count(name),
             in_flight=loads.in_flight(name),

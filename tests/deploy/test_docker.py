@@ -75,7 +75,7 @@ def test_the_compose_file_for_vllm_serves_with_it_on_gpus() -> None:
     read = read_yaml("docker/compose-vllm.yaml")
     services, image = read["services"], (DEPLOY / "docker" / "Dockerfile.cuda").read_text()
     (serve,) = serve_commands(services["head"]["command"][-1])
-    settings = settings_of(parse(serve.split()))
+    settings = parse(serve.split()).settings
 
     compose_spec.PyCompose.from_yaml(yaml.safe_dump(read)).validate()
     assert services.keys() <= read_yaml("docker/compose.yaml")["services"].keys()

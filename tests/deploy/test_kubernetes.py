@@ -112,7 +112,7 @@ def test_the_job_for_vllm_differs_by_its_engine_alone() -> None:
 
     assert job == other
     assert words == [*common, "--engine", "vllm", "--engine-python", "/opt/vllm/bin/python"]
-    assert settings_of(parse(words[1:])).replica.engine == "vllm"
+    assert parse(words[1:]).settings.replica.engine == "vllm"
 
 
 def test_the_jobs_command_is_one_that_homing_understands() -> None:

@@ -167,11 +167,11 @@ class Serving:
 
 
 @contextlib.contextmanager
-def serving(state: Path, *flags: str, patience_s: float = PATIENCE_S) -> Iterator[Serving]:
-    """`homing serve --port 0` in the foreground until the block ends."""
-    command = [*HOMING, "serve", "--port", "0", *flags]
+def serving(state: Path, *flags: str, patience_s: float = PATIENCE_S, command: str = "serve") -> Iterator[Serving]:
+    """`homing serve --port 0` (or another command) in the foreground until the block ends."""
+    words = [*HOMING, command, "--port", "0", *flags]
     with subprocess.Popen(
-        command,
+        words,
         env=environment(state),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

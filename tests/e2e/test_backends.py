@@ -122,6 +122,32 @@ def test_addresses_that_do_not_fit_are_the_users_mistake(tmp_path: Path, words: 
     assert message in done.stderr
 
 
+def test_engines_are_found_by_their_urls_and_listed_while_it_runs(engines, tmp_path: Path) -> None:
+    """`homing route` needs no more than a URL; the list follows its file and admins."""
+    one, other, loop = engines
+    listed = tmp_path / "engines.yaml"
+    listed.write_text(f"- {one.url}\n")
+    loop.call_soon_threadsafe(setattr, one.behaves, "tells_sockets", True)
+
+    with serving(tmp_path, "--engines", str(listed), command="route") as running:
+        running.serving(1)
+        assert running.post("/engines", {"url": other.url})["trouble"] == ""
+        until(lambda: running.replicas().get("b1", {}).get("feed") == "approximate" or None, "it is routed to")
+        found = {each["name"]: each for each in running.http.get(f"{running.url}/engines").json()["engines"]}
+        assert running.http.post(f"{running.url}/engines", json={"url": "ftp://x"}).status_code == 400
+        listed.write_text("")
+        until(lambda: list(running.replicas()) == ["b1"] or None, "the file's engine has left")
+        gone = running.http.request("DELETE", f"{running.url}/engines", json={"url": other.url})
+
+    loop.call_soon_threadsafe(setattr, one.behaves, "tells_sockets", False)
+    assert gone.json()["name"] == "b1"
+    assert found["b0"]["missing"] == []
+    assert f"vllm 0.33.0 · model demo (8192 tokens) · blocks of 16 · events {one.endpoints.events}" in "".join(
+        running.output
+    )
+    assert "--kv-events-config" in found["b1"]["missing"][0]
+
+
 def test_it_ends_on_a_signal(engines, tmp_path: Path) -> None:
     """And leaves nothing behind."""
     with serving(tmp_path, *backend_flags(engines[0])) as running:

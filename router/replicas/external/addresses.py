@@ -24,6 +24,7 @@ class Backend:
     address: Address
     events: str
     replay: str
+    rank: int | None = None  #: of an engine with several data-parallel ranks: this one of them
 
 
 def backends(settings: RouterSettings) -> list[Backend]:
@@ -36,10 +37,7 @@ def backends(settings: RouterSettings) -> list[Backend]:
     addresses = [Address.of(url) for url in urls]
     if len({address.url for address in addresses}) < len(addresses):
         raise BackendsInvalid(f"backend: a server is named twice in {settings.backend}")
-    return [
-        Backend(f"b{number}", address, *ends)
-        for number, (address, *ends) in enumerate(zip(addresses, events, replay, strict=True))
-    ]
+    return [Backend(f"b{number}", *each) for number, each in enumerate(zip(addresses, events, replay, strict=True))]
 
 
 def foreign_root(model: str) -> BlockHash:
@@ -64,6 +62,7 @@ def describe(backend: Backend, parity: Parity, limits: ModelLimits, *, max_runni
         decode_step_s=UNKNOWN_DECODE_STEP_S,
         node=backend.address.host,
         foreign=True,
+        data_parallel_rank=backend.rank,
     )
 
 
@@ -78,8 +77,13 @@ def _endpoints(name: str, text: str, count: int) -> Sequence[str]:
     if len(items) != count:
         raise BackendsInvalid(f"{name}: {len(items)} addresses for {count} backends; give one for each, in their order")
     for item in items:
-        if item and not item.startswith(("tcp://", "ipc://")):
-            raise BackendsInvalid(f"{name}: {item!r} is not a ZeroMQ address such as tcp://10.0.0.1:5557")
-        if "*" in item:
-            raise BackendsInvalid(f"{name}: {item!r} is where the engine binds; name its host instead of *")
+        check_endpoint(name, item)
     return items
+
+
+def check_endpoint(name: str, endpoint: str) -> None:
+    """Raises BackendsInvalid for what is neither empty nor an address to connect to."""
+    if endpoint and not endpoint.startswith(("tcp://", "ipc://")):
+        raise BackendsInvalid(f"{name}: {endpoint!r} is not a ZeroMQ address such as tcp://10.0.0.1:5557")
+    if "*" in endpoint:
+        raise BackendsInvalid(f"{name}: {endpoint!r} is where the engine binds; name its host instead of *")

@@ -14,7 +14,7 @@ from ....events.follow.feed import EventFeed
 from ....events.follow.residency import UncountedResidency
 from ....events.follow.subscription import Apply, Reset
 from ....events.wire.cache_events import Cleared, Removed, Stored
-from ....kvcache.hashing import tenant_root
+from ....kvcache.hashing import tenant_root, wire_hashes
 from ....replica.messages import (
     Abort,
     AskNextEvictions,
@@ -26,7 +26,7 @@ from ....replica.messages import (
     TokenBatch,
     TokenOutput,
 )
-from ...backend import RefusedReplica, TextOutput
+from ...backend import FeedState, RefusedReplica, TextOutput
 from ...errors import ParityMismatch
 from ...flow.request_flow import RequestFlow, ServedModel
 from ...flow.request_state import Instruction
@@ -34,9 +34,10 @@ from ...routing.replica_load import Rest
 from ..replica_handle import REOPEN_S, RESET_TIMEOUT_S, ReplicaHandle, ResetOutcome, ServiceContext
 from .block_keys import ExternalBlocks, cache_salt
 from .http_client import Address, BackendUnreachableError, Call, Client, NoAnswerError
-from .load import EngineMetrics, ExternalLoad
+from .load import UNKNOWN_BLOCKS, EngineMetrics, ExternalLoad
 from .probe import ExternalTerms, ask_metrics, probe
 from .request import ExternalRequest
+from .sent_record import UNKNOWN_CAPACITY, SentRecord
 from .wire import completion_body
 
 log = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ class ExternalReplica(ReplicaHandle):
         super().__init__(description, flow, context, rest)
         self._terms = terms
         self._client = Client(Address.of(description.request_endpoint), loop=context.loop, api_key=terms.api_key)
+        self._sent = SentRecord()
         self._blocks = ExternalBlocks(description.replica_id, model.hasher, model.root, description.data_parallel_rank)
         self._open_root = tenant_root(model.root)
         self._eos = frozenset(model.limits.eos_token_ids)
@@ -129,7 +131,7 @@ class ExternalReplica(ReplicaHandle):
     async def _watch(self) -> None:
         while True:
             try:
-                model, metrics = await probe(self._client, self.replica_id, self._terms)
+                model, metrics = await self._probe()
             except ParityMismatch as error:
                 self._refuse(error)
             except BackendUnreachableError as error:
@@ -138,6 +140,10 @@ class ExternalReplica(ReplicaHandle):
                 await self._serve(model, metrics)
             await asyncio.sleep(REOPEN_S)
 
+    async def _probe(self) -> tuple[str, EngineMetrics]:
+        rank = self.description.data_parallel_rank
+        return await probe(self._client, self.replica_id, self._terms, rank)
+
     async def _serve(self, model: str, metrics: EngineMetrics) -> None:
         """Route to the engine until it is unhealthy."""
         self._refusal, self.trouble, self._model = None, "", model
@@ -145,7 +151,10 @@ class ExternalReplica(ReplicaHandle):
         self.description = self._load.description
         log.info("replica_joined replica=%s url=%s", self.replica_id, self._client.address.url)
         self._join()
-        self._placement.hit_rules[self.replica_id] = self._blocks.hit
+        if self._feed is None:
+            self._placement.feeds[self.replica_id] = FeedState.APPROXIMATE
+        else:
+            self._placement.hit_rules[self.replica_id] = self._blocks.hit
         self._report()
         trouble = await self._until_unhealthy()
         if self.joined:
@@ -163,7 +172,7 @@ class ExternalReplica(ReplicaHandle):
                 answer = await self._client.ask("GET", "/health", timeout_s=HEALTH_TIMEOUT_S)
                 if answer.status != 200:
                     return f"/health answers {answer.status}"
-                self._load.look(await ask_metrics(self._client, HEALTH_TIMEOUT_S))
+                self._load.look(await ask_metrics(self._client, HEALTH_TIMEOUT_S, self.description.data_parallel_rank))
             except NoAnswerError as error:
                 if not self._calls or self._load.silent_s(self._context.clock()) > HEALTH_TIMEOUT_S:
                     return str(error)
@@ -197,6 +206,7 @@ class ExternalReplica(ReplicaHandle):
 
     def _drop(self, reason: str) -> list[Instruction]:
         self._blocks.forget()
+        self._sent.forget()
         for _, call in self._calls.values():
             call.close()
         self._calls.clear()
@@ -260,11 +270,21 @@ class ExternalReplica(ReplicaHandle):
                 self._reply(reply)
             return
         started = self._load.heard(request, self._context.clock())
+        if started and self._feed is None:
+            self._record(request.generate)
         if over:
             self._load.ended(request)
         self._reply(reply if isinstance(reply, TextOutput) else TokenBatch(step=0, outputs=[reply]))
         if started or over:
             self._report()
+
+    def _record(self, generate: Generate) -> None:
+        """An engine without events has computed a prompt."""
+        about = self.description.num_blocks
+        capacity = UNKNOWN_CAPACITY if about == UNKNOWN_BLOCKS else about
+        new, forgotten = self._sent.sent(wire_hashes(generate.block_hashes), capacity)
+        self._placement.removed(self.replica_id, forgotten)
+        self._placement.stored(self.replica_id, new)
 
     def _reply(self, reply: TokenBatch | TextOutput | Refused) -> None:
         self._context.run(self._flow.on_reply(self.replica_id, reply, self._context.clock()))

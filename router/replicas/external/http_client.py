@@ -33,7 +33,8 @@ class Address:
     @classmethod
     def of(cls, url: str) -> "Address":
         """Of `http://host:port/path`; `/v1` at its end may be there. Raises BackendsInvalid."""
-        parts = urlsplit(url if "://" in url else f"http://{url}")
+        name, plain = url[:4] if url.startswith("dns+") else "", url.removeprefix("dns+")
+        parts = urlsplit(plain if "://" in plain else f"http://{plain}")
         try:
             port = parts.port
         except ValueError as error:
@@ -42,7 +43,7 @@ class Address:
             raise BackendsInvalid(f"backend {url!r} is not the URL of a server such as http://10.0.0.1:8000")
         tls = parts.scheme == "https"
         path = parts.path.rstrip("/").removesuffix("/v1")
-        shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{path}"
+        shown = f"{name}{parts.scheme}://{parts.netloc.rpartition('@')[2]}{path}"
         return cls(shown, parts.hostname, port or (443 if tls else 80), path, tls)
 
 

@@ -167,14 +167,25 @@ class ExternalLoad:
         )
 
 
-def read_metrics(metrics: str) -> EngineMetrics:
-    """Parse Prometheus' text form with vLLM's or SGLang's names. Values that are not numbers count as missing."""
+def metric_ranks(metrics: str) -> tuple[int, ...]:
+    """The data-parallel ranks that vLLM's metrics are labelled with."""
+    found = {dict(_LABEL.findall(sample["labels"] or "")).get("engine", "") for sample in _SAMPLE.finditer(metrics)}
+    return tuple(sorted(int(rank) for rank in found if rank.isdecimal()))
+
+
+def read_metrics(metrics: str, rank: int | None = None) -> EngineMetrics:
+    """Parse Prometheus' text form with vLLM's or SGLang's names. Values that are not numbers count as missing.
+
+    `rank`: that of one data-parallel rank; None: of all together.
+    """
     running: list[float] = []
     waiting: list[float] = []
     usage: list[float] = []
     labels: dict[str, str] = {}
     for sample in _SAMPLE.finditer(metrics):
         name = sample["name"]
+        if rank is not None and dict(_LABEL.findall(sample["labels"] or "")).get("engine", str(rank)) != str(rank):
+            continue
         for names, values in ((_RUNNING, running), (_WAITING, waiting), (_USAGE, usage)):
             if name in names and (value := _number(sample["value"])) is not None:
                 values.append(value)

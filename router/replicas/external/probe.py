@@ -87,24 +87,32 @@ def examine(
     return card.id
 
 
-async def probe(client: Client, replica: str, terms: ExternalTerms) -> tuple[str, EngineMetrics]:
+async def probe(
+    client: Client, replica: str, terms: ExternalTerms, rank: int | None = None
+) -> tuple[str, EngineMetrics]:
     """The engine's name of the model, and its metrics. Raises BackendUnreachableError or ParityMismatch."""
     health = await client.ask("GET", "/health", timeout_s=PROBE_TIMEOUT_S)
     if health.status != 200:
         raise BackendUnreachableError(f"{client.address.url}/health answers {health.status}")
-    cards = await _read(client, "GET", "/v1/models", b"", _Cards)
+    cards = await read_cards(client)
     if cards is None:
         raise BackendUnreachableError(f"{client.address.url}/v1/models cannot be read")
     asked = msgspec.json.encode({"prompt": CANARY, "add_special_tokens": False})
     tokens = await _read(client, "POST", "/tokenize", asked, _Tokens)
-    metrics = await ask_metrics(client, PROBE_TIMEOUT_S)
-    return examine(replica, terms, cards.data, tokens.tokens if tokens else None, metrics.block_size), metrics
+    metrics = await ask_metrics(client, PROBE_TIMEOUT_S, rank)
+    return examine(replica, terms, cards, tokens.tokens if tokens else None, metrics.block_size), metrics
 
 
-async def ask_metrics(client: Client, timeout_s: float) -> EngineMetrics:
+async def read_cards(client: Client) -> list[Card] | None:
+    """The models that the engine offers; None where it does not say. Raises BackendUnreachableError."""
+    cards = await _read(client, "GET", "/v1/models", b"", _Cards)
+    return None if cards is None else cards.data
+
+
+async def ask_metrics(client: Client, timeout_s: float, rank: int | None = None) -> EngineMetrics:
     """The engine's `/metrics`; empty where there are none. Raises BackendUnreachableError."""
     answer = await client.ask("GET", "/metrics", timeout_s=timeout_s)
-    return read_metrics(answer.body.decode(errors="replace")) if answer.status == 200 else EngineMetrics()
+    return read_metrics(answer.body.decode(errors="replace"), rank) if answer.status == 200 else EngineMetrics()
 
 
 async def _read(client: Client, method: str, path: str, body: bytes, kind: type[Read]) -> Read | None:

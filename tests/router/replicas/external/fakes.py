@@ -41,6 +41,8 @@ class Behaviour:
 
     tells_ids: bool = True
     tells_block_size: bool = True
+    tells_sockets: bool = False  #: its event sockets, as vLLM in its development mode
+    ranks: int = 1  #: of data parallelism, as far as its metrics show
     refusal: tuple[int, str] | None = None  #: status and words for every completion
     break_after: int | None = None  #: tokens, then the connection is cut
     healthy: bool = True
@@ -209,6 +211,12 @@ class FakeEngine:
         match path:
             case "/v1/completions":
                 await self._complete(json.loads(body), writer)
+            case "/version":
+                self._whole(writer, 200, b'{"version": "0.33.0"}')
+            case "/server_info?config_format=json" if self.behaves.tells_sockets:
+                ends = self.endpoints
+                config = {"endpoint": ends.events.replace("127.0.0.1", "*"), "replay_endpoint": ends.replay}
+                self._whole(writer, 200, json.dumps({"vllm_config": {"kv_events_config": config}}).encode())
             case "/health":
                 self._whole(writer, 200 if self.behaves.healthy else 503, b"")
             case "/v1/models":
@@ -224,6 +232,7 @@ class FakeEngine:
                     'vllm:num_requests_waiting{engine="0"} 0.0',
                     'vllm:kv_cache_usage_perc{engine="0"} 0.1',
                 ]
+                lines += [f'vllm:num_requests_running{{engine="{n}"}} 0.0' for n in range(1, self.behaves.ranks)]
                 self._whole(writer, 200, "\n".join(lines).encode())
             case "/reset_prefix_cache":
                 self.clear()

@@ -426,15 +426,21 @@ async def test_blocks_of_another_size_are_noticed_by_the_first_event(cluster: Cl
     assert cluster.replica("b0").state == "joining"
 
 
-async def test_without_events_load_alone_decides(cluster: Cluster) -> None:
-    """Servers that publish nothing can still stand behind the router."""
+async def test_without_events_what_was_sent_is_remembered_and_marked(cluster: Cluster) -> None:
+    """Servers that publish nothing can still stand behind the router; that it guesses is shown."""
     await cluster.add("b0", "b1", events=False)
     await until(lambda: all(cluster.replica(name).state == "serving" for name in ("b0", "b1")))
 
     _, deltas = await cluster.ask()
 
     assert tokens(deltas) == answer(PROMPT, 1, 8)
-    assert {cluster.replica(name).feed for name in ("b0", "b1")} == {"stale"}
+    assert {cluster.replica(name).feed for name in ("b0", "b1")} == {"approximate"}
+    homes = {(await cluster.ask([*PROMPT, number], seed=number))[0] for number in range(4)}
+    assert len(homes) == 1
+    (home,) = homes
+    assert (cluster.replica(home).approximate, cluster.replica(home).indexed_blocks) == (True, BLOCKS)
+    rows = cluster.service.explain(request_of(PROMPT)).replicas
+    assert {row.feed for row in rows} == {"approximate"}
 
 
 async def test_a_reset_reaches_the_engines(pair: Cluster) -> None:

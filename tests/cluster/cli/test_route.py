@@ -2,8 +2,8 @@
 
 import msgspec
 
-from homing.cluster.cli.attach import model_names
 from homing.cluster.cli.main import parse
+from homing.cluster.cli.route import model_names
 from homing.cluster.config import Settings
 from homing.replica.config import ReplicaSettings
 from homing.router.config import RouterSettings

@@ -1,0 +1,331 @@
+"""`homing route`: a router in front of inference servers that run already, in this process, without Ray.
+
+`homing serve --backend URL` is the same. Keeps the list of engines (flags, a file, names in DNS, admins), asks those
+that have not answered again, and prints what was found; the router decides about the engines and requests.
+"""
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import sys
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TextIO
+
+import msgspec
+
+from ...kvcache.config import KvCacheSettings
+from ...kvcache.hashing import BlockHash
+from ...replica.messages import ModelLimits
+from ...router.backend import EngineView, ReplicaView
+from ...router.errors import BackendsInvalid, RouterError
+from ...router.http.front import TextModels
+from ...router.metrics import RouterMetrics
+from ...router.replicas.external.addresses import backends, describe, foreign_root
+from ...router.replicas.external.discovery import EngineAddress, FoundEngine, discover
+from ...router.replicas.external.fleet import ADMINS, Engine, Fleet
+from ...router.replicas.external.http_client import Address, BackendUnreachableError, Client
+from ...router.replicas.external.probe import CANARY, Card, ExternalTerms
+from ...router.replicas.external.sources import EngineFile, EngineName, is_name
+from ...router.replicas.membership import own_parity, text_digests, text_source
+from ...router.replicas.service import RouterService
+from ...router.server import RouterServer, settle
+from ...router.text.tokenizer import TextModel
+from ..client import read_key
+from ..config import Settings, state_folder
+from ..control.control_messages import ClusterStatus
+from ..errors import SettingsError, StartFailed
+from ..model_source import DEMO, find_text, has_chat_template, model_limits, text_folder
+from ..preflight import check_front, check_tokenizer, prepare
+from ..registry import ClusterRegistry, RegistryEntry, own_entry
+from ..runtime import fast_loop, raise_open_files_limit, set_up_logging
+from .console import Console, program, runs
+
+POLL_S = 0.05
+#: Between two looks at the sources of engines, and two questions to an engine that has not answered.
+ASK_AGAIN_S = 1.0
+
+
+def route(settings: Settings, out: TextIO, *, detached: bool = False) -> int:
+    """Route until a signal; returns the exit code. Raises ClusterError when it cannot start."""
+    if settings.cluster.routers > 1:
+        raise SettingsError("routers: in front of engines there is one router; start another homing on another port")
+    if settings.models:
+        raise SettingsError("models: in front of engines there is one model; start another homing for another model")
+    named = prepare(settings)  # for its errors: the engines may have another model
+    try:
+        fleet, sources = listed_engines(settings)
+    except BackendsInvalid as error:
+        raise SettingsError(error.message) from error
+    api_key = read_key(settings.router.backend_key_file, "backend_key_file")
+    console = Console(out, program=program())
+    registry, name = ClusterRegistry(state_folder(settings)), settings.cluster.name
+    entry = own_entry(
+        name, runs(named.served_name, named.replica.model), str(registry.log_path(name)) if detached else None
+    )
+    with registry.claim(entry):
+        check_front(settings.router)
+        set_up_logging(settings.cluster.log_level)
+        raise_open_files_limit()
+        router = FleetRouter(settings, fleet, sources, api_key, console, registry, entry)
+        with asyncio.Runner(loop_factory=fast_loop) as runner:
+            return runner.run(router.run(detached=detached))
+
+
+def listed_engines(settings: Settings) -> tuple[Fleet, list[EngineFile | EngineName]]:
+    """The engines that flags list, and the sources that may list others later. Raises BackendsInvalid."""
+    fleet, sources = Fleet(), list[EngineFile | EngineName]()
+    for backend in backends(settings.router):
+        if is_name(backend.address.url):
+            sources.append(EngineName(backend.address, backend.events, backend.replay))
+        else:
+            fleet.add(EngineAddress(backend.address.url, backend.events, backend.replay), "flags")
+    if settings.router.engines:
+        sources.append(EngineFile(Path(settings.router.engines).expanduser()))
+        fleet.replace(sources[-1].read() or [], sources[-1].name)
+    if not fleet.engines and not sources:
+        raise BackendsInvalid("no engine is listed: give --engine-url or --engines")
+    return fleet, sources
+
+
+def adopted(settings: Settings, engines: list[FoundEngine]) -> Settings:
+    """Settings completed by what the engines say: what was not given is as theirs."""
+    first, card = engines[0], card_of(settings, engines[0])
+    replica, router, cache = settings.replica, settings.router, settings.kvcache
+    if replica.model == DEMO and card.id != DEMO:
+        given = first.model_path or card.root or card.id
+        names = {"served_model_name": router.served_model_name or card.id}
+        router = msgspec.structs.replace(router, backend_model=router.backend_model or card.id, **names)
+        replica = msgspec.structs.replace(replica, model=given)
+    longest = [card.max_model_len for each in engines for card in each.cards if card.max_model_len]
+    if not replica.max_model_len and longest:
+        replica = msgspec.structs.replace(replica, max_model_len=min(longest))
+    if cache.block_size == KvCacheSettings().block_size and first.block_size:
+        cache = msgspec.structs.replace(cache, block_size=first.block_size)
+    return prepare(msgspec.structs.replace(settings, replica=replica, router=router, kvcache=cache))
+
+
+def card_of(settings: Settings, engine: FoundEngine) -> Card:
+    """The served model among those that the engine offers. Raises StartFailed where it offers none."""
+    if not engine.cards:
+        raise StartFailed(f"{engine.address.url} offers no model")
+    names = set(model_names(settings))
+    return next((card for card in engine.cards if {card.id, card.root} & names), engine.cards[0])
+
+
+def model_names(settings: Settings) -> tuple[str, ...]:
+    """The names that the servers may use for the model."""
+    if settings.router.backend_model:
+        return (settings.router.backend_model,)
+    given = settings.replica.model
+    return tuple(dict.fromkeys((given, settings.router.served_model_name, Path(given).name)))
+
+
+@dataclass(slots=True)
+class FleetRouter:
+    """The router of the listed engines. It is the `EngineList` of its HTTP server."""
+
+    settings: Settings  #: those of the engines, too, once one has answered
+    fleet: Fleet
+    sources: list[EngineFile | EngineName]
+    api_key: str
+    console: Console
+    registry: ClusterRegistry
+    entry: RegistryEntry
+    _stop: asyncio.Event = field(default_factory=asyncio.Event)
+    _metrics: RouterMetrics = field(default_factory=RouterMetrics)
+    _seed: int = field(default_factory=lambda: secrets.randbits(64))
+    _service: RouterService | None = None
+    _model_dir: Path = Path()
+    _limits: ModelLimits | None = None
+
+    async def run(self, *, detached: bool) -> int:
+        """Route until a signal; the second signal ends the process at once."""
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is signal.SIG_IGN:  # nohup
+                continue
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+        if not await self._until_heard():
+            return 0
+        self.settings = adopted(self.settings, [each.found for each in self.fleet.engines.values() if each.found])
+        settings = self.settings
+        self.entry = msgspec.structs.replace(self.entry, model=runs(settings.served_name, settings.replica.model))
+        self.console.opening(settings)
+        self._model_dir = find_text(settings.replica)
+        text_dir = text_folder(settings.replica, self._model_dir)
+        check_tokenizer(text_dir)
+        self._limits = model_limits(self._model_dir, settings.replica, settings.served_name)
+        self.console.step("tokenizer", f"loading {text_dir.name}")
+        texts = TextModels(
+            partial(
+                TextModel.load,
+                cache_bytes=settings.router.token_cache_bytes,
+                chat_template=settings.router.chat_template,
+            )
+        )
+        service = None
+        try:
+            text = await texts.get(text_source(text_dir, self._model_dir))
+            self._service = service = self._new_service(text, self._limits)
+            self.console.step("tokenizer", "ready")
+            server = RouterServer(settings.router, service, metrics=self._metrics, texts=texts)
+            server.front.engines = self
+            try:
+                return await self._serve(server, service, detached=detached)
+            finally:
+                await server.stop()
+        except RouterError as error:
+            raise StartFailed(error.message) from error
+        finally:
+            if service is not None:
+                service.close()
+            await texts.close()
+
+    # EngineList
+
+    def views(self) -> list[EngineView]:
+        return [engine.view() for engine in self.fleet.engines.values()]
+
+    async def add(self, url: str, events: str, replay: str) -> EngineView:
+        engine = self.fleet.add(EngineAddress(url, events, replay), ADMINS)
+        await asyncio.create_task(self._ask(engine))  # handlers of requests are no tasks
+        self._apply()
+        return engine.view()
+
+    def remove(self, url: str) -> EngineView:
+        engine = self.fleet.remove(url)
+        self._apply()
+        return engine.view()
+
+    # The engines
+
+    async def _until_heard(self) -> bool:
+        """Wait until one engine has answered; False: stopped meanwhile."""
+        while not self._stop.is_set():
+            await self._keep_up()
+            if any(engine.found for engine in self.fleet.engines.values()):
+                return True
+            await self._pause(ASK_AGAIN_S)
+        return False
+
+    async def _keep_up(self) -> None:
+        """Follow the sources, and ask the engines that have not answered."""
+        for source in self.sources:
+            try:
+                addresses = await asyncio.to_thread(source.read)
+                if addresses is not None:
+                    self.fleet.replace(addresses, source.name)
+            except BackendsInvalid as error:  # the engines of before stay
+                self.console.step(source.name, error.message)
+        await asyncio.gather(*map(self._ask, self.fleet.unheard()))
+        self._apply()
+
+    async def _ask(self, engine: Engine) -> None:
+        client = Client(Address.of(engine.address.url), loop=asyncio.get_running_loop(), api_key=self.api_key)
+        try:
+            engine.found = await discover(client, engine.address, try_ports=not self.fleet.shares_host(engine))
+        except BackendUnreachableError as error:
+            engine.trouble = str(error)
+            self.console.step(engine.name, f"{engine.address.url} · not heard, asked again: {error}")
+            return
+        engine.trouble = ""
+        self.console.step(engine.name, f"{engine.address.url} · {engine.found.summary()}")
+        for missing in engine.found.missing():
+            self.console.line(f"           {engine.name} without {missing}")
+
+    def _apply(self) -> None:
+        """Have the router use the engines that have answered."""
+        service, limits, cache = self._service, self._limits, self.settings.kvcache
+        if service is None or limits is None:
+            return
+        root = BlockHash(foreign_root(limits.name))
+        parity = own_parity(text_digests(text_folder(self.settings.replica, self._model_dir)), cache, self._seed, root)
+        most = self.settings.router.backend_max_requests
+        members = [describe(each, parity, limits, max_running_requests=most) for each in self.fleet.backends()]
+        service.apply_membership(members, self._seed)
+
+    # Serving
+
+    def _new_service(self, text: TextModel, limits: ModelLimits) -> RouterService:
+        settings = self.settings
+        return RouterService(
+            settings.router,
+            settings.kvcache,
+            router_id=f"router-{secrets.token_hex(4)}",
+            observer=self._metrics.of(limits.name),
+            model_dir=text_folder(settings.replica, self._model_dir),
+            heartbeat_interval_s=settings.events.heartbeat_interval_s,
+            external=ExternalTerms(
+                model_names=model_names(settings),
+                max_model_len=limits.max_model_len,
+                block_size=settings.kvcache.block_size,
+                canary_ids=tuple(text.encode_now([CANARY], special_tokens=False)[0]),
+                max_running_requests=settings.router.backend_max_requests,
+                api_key=self.api_key,
+            ),
+        )
+
+    async def _serve(self, server: RouterServer, service: RouterService, *, detached: bool) -> int:
+        host = self.settings.router.host
+        port = await server.start(host, self.settings.router.port)
+        scheme = "https" if self.settings.router.tls_cert_file else "http"
+        url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+        self.console.step("router", f"listening on {url}")
+        self._apply()
+        if not await self._until_ready(service):
+            return 0
+        settle()
+        self.registry.write(msgspec.structs.replace(self.entry, phase="ready", url=url))
+        status = ClusterStatus(replicas=(), url=url, router_error=None, notices=(), router_urls=())
+        self.console.banner(
+            status,
+            self.settings,
+            detached=detached,
+            chats=has_chat_template(text_folder(self.settings.replica, self._model_dir)),
+        )
+        while not self._stop.is_set():
+            self._show(service)
+            await self._pause(ASK_AGAIN_S)
+            await self._keep_up()
+        self.registry.write(msgspec.structs.replace(self.entry, phase="stopping"))
+        self.console.farewell("stopping")
+        return 0
+
+    async def _until_ready(self, service: RouterService) -> bool:
+        """Wait until one engine is ready and its events are followed; False: stopped meanwhile. Raises StartFailed."""
+        while not self._stop.is_set():
+            self._show(service)
+            view = service.view()
+            if view.refused and len(view.refused) == len(view.replicas):
+                raise StartFailed(view.refused[0].message)
+            if any(replica.state == "serving" for replica in view.replicas) and service.exact():
+                return True
+            await self._pause(POLL_S)
+        return False
+
+    def _show(self, service: RouterService) -> None:
+        view = service.view()
+        refusals = {refused.replica_id: refused.message for refused in view.refused}
+        for replica in view.replicas:
+            self.console.step(f"{replica.replica_id} ", refusals.get(replica.replica_id) or _state(replica))
+
+    async def _pause(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._stop.wait()
+
+    def _on_signal(self) -> None:
+        if self._stop.is_set():
+            self.registry.remove(self.entry.name)
+            print("killed", file=sys.stderr)
+            os._exit(130)
+        self._stop.set()
+
+
+def _state(replica: ReplicaView) -> str:
+    if replica.state == "joining":
+        return f"{replica.url} · {replica.trouble or 'waiting for its answer'}"
+    return f"{replica.url} · {replica.state} · events {replica.feed}"

@@ -1,0 +1,212 @@
+"""What an external engine says of itself: kind, version, model, limits, block size, ranks and event sockets.
+
+`discover` asks; what it returns says what was found and what was not. Engines do not say over HTTP where they publish
+events, except SGLang, and vLLM in its development mode: elsewhere the usual ports are tried.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import parse_monitor_message
+
+from ...errors import BackendsInvalid
+from .addresses import Backend, check_endpoint
+from .http_client import Address, BackendUnreachableError, Client
+from .load import EngineMetrics, metric_ranks, read_metrics
+from .probe import PROBE_TIMEOUT_S, Card, read_cards
+
+#: Ports of vLLM's and SGLang's documentation, to which data-parallel ranks add their number.
+EVENTS_PORT = 5557
+REPLAY_PORT = 5558
+ENDPOINT_TIMEOUT_S = 1.0
+#: No message of the probed socket is read.
+MAX_FRAME_BYTES = 1024
+
+
+class EngineAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An engine as it is listed: its server and, where they are not found by themselves, its event sockets."""
+
+    url: str
+    events: str = ""
+    replay: str = ""
+
+    def check(self) -> "EngineAddress":
+        """Itself, with its URL in one spelling. Raises BackendsInvalid."""
+        for name, endpoint in (("events", self.events), ("replay", self.replay)):
+            check_endpoint(name, endpoint)
+        return msgspec.structs.replace(self, url=Address.of(self.url).url)
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class FoundEngine:
+    """An engine that answered. Empty, 0 or None: it does not say."""
+
+    address: EngineAddress
+    kind: str
+    version: str
+    cards: tuple[Card, ...]
+    model_path: str
+    block_size: int | None
+    ranks: tuple[int, ...]  #: of data parallelism; empty: it has one
+    events: str  #: of rank 0
+    replay: str
+
+    def backends(self, name: str) -> list[Backend]:
+        """The replicas that it is for a router: one for each rank, as each has a cache of its own."""
+        address = Address.of(self.address.url)
+        if not self.ranks:
+            return [Backend(name, address, self.events, self.replay)]
+        return [
+            Backend(f"{name}.{rank}", address, of_rank(self.events, rank), of_rank(self.replay, rank), rank)
+            for rank in self.ranks
+        ]
+
+    def summary(self) -> str:
+        card = self.cards[0] if self.cards else Card("no model")
+        parts = [
+            f"{self.kind or 'unknown engine'} {self.version}".strip(),
+            f"model {card.id}" + (f" ({card.max_model_len} tokens)" if card.max_model_len else ""),
+            f"blocks of {self.block_size}" if self.block_size else "",
+            f"{len(self.ranks)} ranks" if self.ranks else "",
+            f"events {self.events}" if self.events else "no events",
+            f"replay {self.replay}" if self.replay else "",
+        ]
+        return " · ".join(filter(None, parts))
+
+    def missing(self) -> Iterator[str]:
+        """What was not found, and what to do about it."""
+        if not self.kind:
+            yield "kind and version: /version and /server_info do not answer"
+        if not self.block_size:
+            yield "block size: /metrics does not report it; give --block-size"
+        if not self.events:
+            yield f"events: routing by load and by what was sent there (approximate). Start it with {EVENT_FLAGS}"
+        elif not self.replay:
+            yield f"replay: lost and earlier events remain unknown. Start it with {EVENT_FLAGS}"
+
+
+#: For vLLM and SGLang alike.
+EVENT_FLAGS = (
+    '--kv-events-config \'{"enable_kv_cache_events": true, "publisher": "zmq", '
+    f'"endpoint": "tcp://*:{EVENTS_PORT}", "replay_endpoint": "tcp://*:{REPLAY_PORT}"}}\''
+)
+
+
+def of_rank(endpoint: str, rank: int) -> str:
+    """Where a rank publishes, given where rank 0 does: vLLM and SGLang add the rank to the port."""
+    head, colon, port = endpoint.rpartition(":")
+    return f"{head}{colon}{int(port) + rank}" if port.isdigit() else endpoint
+
+
+async def discover(client: Client, address: EngineAddress, *, try_ports: bool) -> FoundEngine:
+    """Ask an engine. Raises BackendUnreachableError.
+
+    `try_ports`: look for event sockets at the usual ports of its host. Not where several engines share a host: another
+    one's events would be taken for this one's.
+    """
+    cards = await read_cards(client)
+    if cards is None:
+        raise BackendUnreachableError(f"{client.address.url}/v1/models cannot be read")
+    server = await _json(client, "/server_info?config_format=json") or await _json(client, "/get_server_info")
+    version = await _json(client, "/version")
+    text = await _text(client, "/metrics")
+    metrics = read_metrics(text)
+    kind = "vllm" if "vllm:" in text else "sglang" if "sglang:" in text or "dp_size" in server else ""
+    ranks = metric_ranks(text) or _sizes(server.get("dp_size"))
+    said = _event_sockets(server, client.address.host)
+    tried = await _usual_ports(client.address.host, len(ranks) or 1) if try_ports and not any(said) else ("", "")
+    return FoundEngine(
+        address=address,
+        kind=kind,
+        version=str(version.get("version") or server.get("version") or ""),
+        cards=tuple(cards),
+        model_path=str(server.get("tokenizer_path") or server.get("model_path") or ""),
+        block_size=_block_size(metrics, server),
+        ranks=ranks if len(ranks) > 1 else (),
+        events=address.events or said[0] or tried[0],
+        replay=address.replay or said[1] or tried[1],
+    )
+
+
+def _block_size(metrics: EngineMetrics, server: dict[str, Any]) -> int | None:
+    size = server.get("page_size")
+    return metrics.block_size or (size if isinstance(size, int) and size > 0 else None)
+
+
+def _sizes(count: object) -> tuple[int, ...]:
+    return tuple(range(count)) if isinstance(count, int) else ()
+
+
+def _event_sockets(server: dict[str, Any], host: str) -> tuple[str, str]:
+    """Events and replay as its configuration names them; empty where it does not."""
+    config = server.get("kv_events_config")
+    inner = server.get("vllm_config")
+    if config is None and isinstance(inner, dict):
+        config = inner.get("kv_events_config")
+    if isinstance(config, str):
+        try:
+            config = msgspec.json.decode(config)
+        except msgspec.DecodeError:
+            config = None
+    if not isinstance(config, dict) or config.get("enable_kv_cache_events") is False:
+        return "", ""
+    return _reachable(config.get("endpoint"), host), _reachable(config.get("replay_endpoint"), host)
+
+
+def _reachable(endpoint: object, host: str) -> str:
+    """The address of a socket that an engine binds, as others connect to it; empty where it is none."""
+    if not isinstance(endpoint, str):
+        return ""
+    shown = f"[{host}]" if ":" in host else host
+    endpoint = endpoint.replace("tcp://*:", f"tcp://{shown}:").replace("tcp://0.0.0.0:", f"tcp://{shown}:")
+    try:
+        check_endpoint("events", endpoint)
+    except BackendsInvalid:
+        return ""
+    return endpoint
+
+
+async def _usual_ports(host: str, ranks: int) -> tuple[str, str]:
+    shown = f"[{host}]" if ":" in host else host
+    events = f"tcp://{shown}:{EVENTS_PORT}"
+    if not await _accepts(events, zmq.SUB):
+        return "", ""
+    # With several ranks the port behind the first publishes the second one's events.
+    replay = f"tcp://{shown}:{REPLAY_PORT if ranks == 1 else EVENTS_PORT + ranks}"
+    return events, replay if await _accepts(replay, zmq.DEALER) else ""
+
+
+async def _accepts(endpoint: str, kind: int) -> bool:
+    """Whether a ZeroMQ socket that fits this kind answers there: peers tell their types in the handshake."""
+    context = zmq.asyncio.Context()
+    socket = context.socket(kind)
+    try:
+        socket.maxmsgsize = MAX_FRAME_BYTES
+        socket.ipv6 = endpoint.startswith("tcp://[")
+        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_DISCONNECTED
+        monitor = socket.get_monitor_socket(events | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
+        socket.connect(endpoint)
+        if not await monitor.poll(ENDPOINT_TIMEOUT_S * 1000):
+            return False
+        return bool(parse_monitor_message(await monitor.recv_multipart())["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED)
+    finally:
+        socket.disable_monitor()
+        context.destroy(linger=0)
+
+
+async def _text(client: Client, path: str) -> str:
+    answer = await client.ask("GET", path, timeout_s=PROBE_TIMEOUT_S)
+    return answer.body.decode(errors="replace") if answer.status == 200 else ""
+
+
+async def _json(client: Client, path: str) -> dict[str, Any]:
+    """Empty where the engine has no such path."""
+    try:
+        content = msgspec.json.decode(await _text(client, path) or "{}")
+    except msgspec.DecodeError:
+        return {}
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,114 @@
+"""The list of engines: what was found of each, and which replicas a router gets from it."""
+
+from pathlib import Path
+
+import pytest
+
+from homing.router.errors import BackendsInvalid, EngineNotFound
+from homing.router.replicas.external.discovery import EngineAddress, FoundEngine
+from homing.router.replicas.external.fleet import Fleet
+from homing.router.replicas.external.http_client import Address
+from homing.router.replicas.external.probe import Card
+from homing.router.replicas.external.sent_record import SentRecord
+from homing.router.replicas.external.sources import EngineFile, EngineName
+
+
+def found(address: EngineAddress, *ranks: int, events: str = "tcp://h:5557") -> FoundEngine:
+    return FoundEngine(
+        address=address,
+        kind="vllm",
+        version="0.33",
+        cards=(Card("m", "org/m", 4096),),
+        model_path="",
+        block_size=16,
+        ranks=ranks,
+        events=events,
+        replay="",
+    )
+
+
+def test_each_rank_is_a_replica_with_event_sockets_of_its_own() -> None:
+    """Ranks share no cache; vLLM adds the rank to the port."""
+    fleet = Fleet()
+    one, many = (fleet.add(EngineAddress(url), "flags") for url in ("http://a", "http://b"))
+    assert not list(fleet.backends())
+
+    one.found, many.found = found(one.address), found(many.address, 0, 1)
+
+    assert [(each.replica_id, each.events, each.rank) for each in fleet.backends()] == [
+        ("b0", "tcp://h:5557", None),
+        ("b1.0", "tcp://h:5557", 0),
+        ("b1.1", "tcp://h:5558", 1),
+    ]
+
+
+def test_what_is_missing_is_said_with_its_remedy() -> None:
+    """Without events the router guesses; the flags that mend it are printed."""
+    lines = list(found(EngineAddress("http://a"), events="").missing())
+
+    assert len(lines) == 1
+    assert "approximate" in lines[0]
+    assert "--kv-events-config" in lines[0]
+
+
+def test_a_source_replaces_its_own_engines_alone() -> None:
+    """An engine that stays keeps its name, and what was found of it."""
+    fleet = Fleet()
+    fleet.add(EngineAddress("http://a"), "flags")
+    assert fleet.replace([EngineAddress("http://b"), EngineAddress("http://c")], "file")
+    kept = fleet.engines["b2"]
+
+    assert fleet.replace([EngineAddress("http://c"), EngineAddress("http://d"), EngineAddress("http://a")], "file")
+    assert not fleet.replace([EngineAddress("http://c"), EngineAddress("http://d")], "file")
+
+    assert {name: each.address.url for name, each in fleet.engines.items()} == {
+        "b0": "http://a",
+        "b2": "http://c",
+        "b3": "http://d",
+    }
+    assert fleet.engines["b2"] is kept
+
+
+def test_mistakes_are_refused_by_name() -> None:
+    fleet = Fleet()
+    fleet.add(EngineAddress("http://a/v1"), "flags")
+
+    with pytest.raises(BackendsInvalid, match="named twice"):
+        fleet.add(EngineAddress("http://a"), "api")
+    with pytest.raises(BackendsInvalid, match=r"name its host instead of \*"):
+        fleet.add(EngineAddress("http://b", events="tcp://*:1"), "api")
+    with pytest.raises(EngineNotFound):
+        fleet.remove("http://b")
+    assert fleet.remove("http://a/").name == "b0"
+
+
+def test_a_file_is_read_again_when_it_changes(tmp_path: Path) -> None:
+    """Lists of URLs and of maps may be mixed; a mistake names the file."""
+    path = tmp_path / "engines.yaml"
+    path.write_text("- http://a\n- {url: http://b, events: tcp://b:1}\n")
+    source = EngineFile(path)
+
+    assert source.read() == [EngineAddress("http://a"), EngineAddress("http://b", "tcp://b:1")]
+    assert source.read() is None
+    path.write_text("- {url: http://b, port: 1}\n")
+    with pytest.raises(BackendsInvalid, match=r"engines\.yaml.*port"):
+        source.read()
+    path.write_text("")
+    assert source.read() == []
+
+
+def test_a_name_stands_for_its_addresses() -> None:
+    """As the name of a headless Service does."""
+    source = EngineName(Address.of("dns+http://127.0.0.1:81"), "tcp://127.0.0.1:5557", "")
+
+    assert source.read() == [EngineAddress("http://127.0.0.1:81", "tcp://127.0.0.1:5557")]
+    assert source.read() is None
+
+
+def test_a_record_of_what_was_sent_forgets_what_was_used_least_recently() -> None:
+    """The beginning of a prompt lives longer than its tail."""
+    record = SentRecord()
+
+    assert record.sent([1, 2, 3], 4) == ([1, 2, 3], [])
+    assert record.sent([1, 9, 8], 4) == ([9, 8], [3])
+    assert record.sent([7, 6, 5, 4, 3], 4) == ([7, 6, 5, 4], [2, 8, 9, 1, 3])
