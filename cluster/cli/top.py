@@ -10,11 +10,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TextIO
 
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.text import Text
+
 from ..client import follow_events, read_key, router_urls
 from ..config import Settings
 from ..errors import ClusterError
-from .status import table
-from .words import count
+from ..output import console, count, plain, table
 
 #: Rates are means over so many seconds.
 RATE_S = 10.0
@@ -70,7 +73,7 @@ def top(settings: Settings, out: TextIO, *, url: str | None, api_key_file: str |
     if not once and out.isatty():
         _show(shown, out, reconnecting(frames, lambda: follow_events(address, key)))
     shown.apply(next(frames))  # rates need two, and replicas answer what they evict next
-    print("\n".join(lines_of(shown)), file=out)
+    print(plain(*_parts(shown)), file=out)
     return 0
 
 
@@ -91,44 +94,36 @@ def reconnecting(
 
 def _show(shown: Shown, out: TextIO, frames: Iterable[dict[str, Any] | ClusterError]) -> NoReturn:
     """Draw on the whole terminal with each frame, until interrupted."""
-    from rich.console import Console
-    from rich.live import Live
-
-    with Live(_drawn(shown), console=Console(file=out), screen=True, auto_refresh=False) as live:
+    with Live(Group(*_parts(shown)), console=console(out), screen=True, auto_refresh=False) as live:
         for frame in frames:
             if isinstance(frame, ClusterError):
                 shown.trouble = f"{frame}; trying again"
             else:
                 shown.apply(frame)
-            live.update(_drawn(shown), refresh=True)
+            live.update(Group(*_parts(shown)), refresh=True)
     raise AssertionError("the frames have ended")
-
-
-def _drawn(shown: Shown) -> Any:
-    """The view as rich draws it. What came from the router is text, never markup."""
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
-
-    parts: list[Any] = [Text(line, style="bold" if place == 0 else "") for place, line in enumerate(_head(shown))]
-    if shown.trouble:
-        parts.append(Text(_safe(shown.trouble), style="bold red"))
-    for section in _sections(shown):
-        drawn = Table(title=section.title, title_justify="left", title_style="bold", box=None, header_style="dim")
-        for column in section.columns:
-            drawn.add_column(column, justify="right" if column in NUMBERS else "left", no_wrap=column != "why")
-        for row in section.rows:
-            drawn.add_row(*map(Text, row))
-        parts += [Text(), drawn]
-    return Group(*parts)
 
 
 def lines_of(shown: Shown) -> list[str]:
     """The view as plain lines."""
-    lines = _head(shown)
+    return plain(*_parts(shown)).splitlines()
+
+
+def _parts(shown: Shown) -> list[RenderableType]:
+    """The view as rich draws it. What came from the router is text, never markup."""
+    parts: list[RenderableType] = [
+        Text(line, style="bold" if place == 0 else "") for place, line in enumerate(_head(shown))
+    ]
+    if shown.trouble:
+        parts.append(Text(_safe(shown.trouble), style="bold red"))
     for section in _sections(shown):
-        lines += ["", section.title, *(table(section.columns, section.rows, right=NUMBERS) if section.rows else ())]
-    return lines
+        parts += [Text(), Text(section.title, style="bold")]
+        if section.rows:
+            made = table(section.columns, [[Text(cell) for cell in row] for row in section.rows], right=NUMBERS)
+            for column in made.columns:
+                column.no_wrap = column.header != "why"
+            parts.append(made)
+    return parts
 
 
 def _head(shown: Shown) -> list[str]:

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from homing.cluster.cli.main import run
-from homing.cluster.cli.top import Shown, _drawn, lines_of, reconnecting
+from homing.cluster.cli.top import Shown, _parts, lines_of, reconnecting
 from homing.cluster.errors import ClusterError
 from homing.router.config import RouterSettings
 from homing.router.http.live.feed import LiveFeed
@@ -96,7 +96,7 @@ def test_what_others_wrote_moves_no_cursor_and_is_no_markup(backend: FakeBackend
     view = shown(backend, activities=[hostile])
     console = Console(file=io.StringIO(), width=200)
 
-    console.print(_drawn(view))
+    console.print(*_parts(view))
 
     for text in ("\n".join(lines_of(view)), console.file.getvalue()):
         assert "?[2J[red]gone[/red]" in text
