@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from io import BufferedReader
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, TextIO, TypeVar, cast
+from typing import Annotated, TextIO, cast
 
 from cyclopts import Parameter, Token
 
@@ -42,44 +42,56 @@ _NAME_BITS = 60
 #: Apart, where the log names no time.
 _PAUSE_S = 1.0
 
-Value = TypeVar("Value")
+
+def _size(_: type, tokens: Sequence[Token]) -> int:
+    return _sized(tokens[-1].value, tokens[-1])
 
 
-def _each(parse: Callable[[str], Value]) -> Callable[[type, Sequence[Token]], Value]:
-    """A converter of an option's last value."""
-    return lambda _, tokens: parse(tokens[-1].value)
+def _sizes(_: type, tokens: Sequence[Token]) -> tuple[int, ...]:
+    return tuple(sorted({_sized(word, tokens[-1]) for word in tokens[-1].value.split(",")}))
+
+
+def _sized(text: str, token: Token) -> int:
+    size = parse_size(text, token.keyword or "")
+    if size < 1:
+        raise SettingsError(f"{token.keyword}: {text!r} must be at least 1")
+    return size
+
+
+def _replica_counts(kind: type, tokens: Sequence[Token]) -> tuple[int, ...]:
+    counts = _sizes(kind, tokens)
+    if counts[-1] > MAX_REPLICAS:
+        raise SettingsError(f"--replicas: at most {MAX_REPLICAS}, not {counts[-1]}")
+    return counts
+
+
+def _format(_: type, tokens: Sequence[Token]) -> Format:
+    text = tokens[-1].value
+    if text not in FORMATS:
+        raise SettingsError(f"--format: {text!r} is none of {', '.join(FORMATS)}{nearest(text, FORMATS)}")
+    return text
 
 
 @dataclass(slots=True, frozen=True)
 class Options:
-    """The flags of `homing analyze LOG`."""
+    """The arguments and flags of `homing analyze`."""
 
     #: A path, or - for standard input.
     log: Annotated[str, Parameter(parse=False)] = "-"
     # Not the setting of that name: traces have larger blocks than a cluster may have.
     block_size: Annotated[
         int | None,
-        option(
-            "tokens per block (default: 512 for traces, else the setting)",
-            metavar="N",
-            converter=_each(lambda text: _size(text, "--block-size")),
-        ),
+        option("tokens per block (default: 512 for traces, else the setting)", metavar="N", converter=_size),
     ] = None
     log_format: Annotated[
         Format | None,
-        option(
-            "format of the log (default: detected from its first line)",
-            "--format",
-            converter=_each(lambda text: _format(text)),
-        ),
+        option("format of the log (default: detected from its first line)", "--format", converter=_format),
     ] = None
     #: Empty: chosen by what the log holds.
     sizes: Annotated[
         Sequence[int],
         option(
-            "cache sizes in blocks, such as 1k,4k,16k (default: powers of two)",
-            metavar="N,N,...",
-            converter=_each(lambda text: _sizes(text, "--sizes")),
+            "cache sizes in blocks, such as 1k,4k,16k (default: powers of two)", metavar="N,N,...", converter=_sizes
         ),
     ] = ()
     block_bytes: Annotated[
@@ -88,7 +100,7 @@ class Options:
             "KV bytes of a block over all ranks (default: those of --model)",
             "--bytes-per-block",
             metavar="SIZE",
-            converter=_each(lambda text: _size(text, "--bytes-per-block")),
+            converter=_size,
         ),
     ] = None
     gpu_bytes: Annotated[
@@ -97,7 +109,7 @@ class Options:
             "KV memory of a GPU, such as 45GB: prints how many GPUs are needed",
             "--kv-memory",
             metavar="SIZE",
-            converter=_each(lambda text: _size(text, "--kv-memory")),
+            converter=_size,
         ),
     ] = None
     prefill_rate: Annotated[
@@ -105,13 +117,12 @@ class Options:
         option(
             "prompt tokens that a replica computes per second: prints the seconds saved",
             metavar="TOKENS",
-            converter=_each(lambda text: float(_size(text, "--prefill-rate"))),
+            converter=_size,
         ),
     ] = None
-    replicas: Annotated[
-        Sequence[int],
-        option("numbers of replicas", metavar="N,N,...", converter=_each(lambda text: _replicas(text))),
-    ] = DEFAULT_REPLICAS
+    replicas: Annotated[Sequence[int], option("numbers of replicas", metavar="N,N,...", converter=_replica_counts)] = (
+        DEFAULT_REPLICAS
+    )
     skip_malformed: Annotated[bool, option("skip and count malformed lines")] = False
     hide_snippets: Annotated[bool, option("print no text of the log in the advice", "--no-snippets")] = False
     as_json: Annotated[bool, option("print JSON, for programs", "--json")] = False
@@ -311,27 +322,3 @@ def write_trace(options: Options, settings: Settings, out: TextIO, *, output_tok
                 "hash_ids": [name >> (64 - _NAME_BITS) for name in wire_hashes(b"".join(hashes))],
             }
             out.write(json.dumps(line) + "\n")
-
-
-def _format(text: str) -> Format:
-    if text not in FORMATS:
-        raise SettingsError(f"--format: {text!r} is none of {', '.join(FORMATS)}{nearest(text, FORMATS)}")
-    return text
-
-
-def _size(text: str, flag: str) -> int:
-    size = parse_size(text, flag)
-    if size < 1:
-        raise SettingsError(f"{flag}: {text!r} must be at least 1")
-    return size
-
-
-def _sizes(text: str, flag: str) -> tuple[int, ...]:
-    return tuple(sorted({_size(word, flag) for word in text.split(",")}))
-
-
-def _replicas(text: str) -> tuple[int, ...]:
-    counts = _sizes(text, "--replicas")
-    if counts[-1] > MAX_REPLICAS:
-        raise SettingsError(f"--replicas: at most {MAX_REPLICAS}, not {counts[-1]}")
-    return counts
