@@ -4,13 +4,13 @@ import io
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from rich.console import Console, RenderableType
-from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from rich.spinner import Spinner
 from rich.table import Table
+
+if TYPE_CHECKING:
+    from rich.live import Live
 
 #: Characters of a line where nobody looks at a terminal: nothing is wrapped.
 LINE = 1000
@@ -65,6 +65,8 @@ def progress(err: TextIO) -> Iterator[ShowProgress]:
     if not err.isatty():
         yield lambda *_: None
         return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console(err), transient=True) as bars:
         tasks: dict[str, TaskID] = {}
@@ -94,6 +96,9 @@ class Waiting:
         """State by part; nothing: all is there."""
         if not self._console.is_terminal or parts == self._shown:
             return
+        from rich.live import Live
+        from rich.spinner import Spinner
+
         self._shown = dict(parts)
         if not parts:
             self.close()

@@ -1,7 +1,6 @@
-"""The commands: their arguments, flags and help. Each imports what it needs, so that the command line starts fast.
+"""The commands: their arguments and flags, which cyclopts takes from their parameters. Each returns the exit code.
 
-A new command is a function here: `@app.command(group=OBSERVE)`, parameters with an `option(...)`, and a first line of
-the docstring that is its help. It returns the exit code.
+Each imports what it needs when it is called. `main.COMMANDS` lists them, with their help.
 """
 
 import math
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any, TextIO
 
 import msgspec
-from cyclopts import App, Group
 
 from ... import __version__
 from ..config import Settings
@@ -34,24 +32,11 @@ from ..flags import (
     with_model,
 )
 
-START, CHANGE, OBSERVE, TOOLS = (
-    Group.create_ordered(title) for title in ("Start and end", "Change a running cluster", "Observe", "Tools")
-)
-
 Detach = Annotated[bool, option("run in the background; return when it is ready")]
 Quiet = Annotated[bool, option("do not print a line for each request (homing logs requests has them)")]
 Background = Annotated[bool, option("what --detach starts", show=False)]
 
-app = App(
-    name="homing",
-    version=f"homing {__version__}",
-    help="Serve a language model on many replicas, and send each request to the one that has its prefix in cache.",
-    help_epilogue="Settings are flags, HOMING_* variables and keys of the file given by --config: docs/settings.md.",
-    help_format="plaintext",
-)
 
-
-@app.command(group=START)
 def serve(
     model: Annotated[
         str | None, option("Hugging Face name or local folder (default: the demo model that ships with the package)")
@@ -65,13 +50,11 @@ def serve(
     quiet: Quiet = False,
     background: Background = False,
 ) -> int:
-    """Start replicas and router, and keep them running."""
     settings = settings_of(given, model)
     in_front = settings.router.backend or settings.router.engines
     return _start(settings, out, words, detach=detach, quiet=quiet, background=background, in_front=bool(in_front))
 
 
-@app.command(group=START)
 def route(
     model: Annotated[str | None, option("the engines' model, if it is not found by the name that they tell")] = None,
     /,
@@ -84,7 +67,6 @@ def route(
     quiet: Quiet = False,
     background: Background = False,
 ) -> int:
-    """Route to inference servers that run already (vLLM, SGLang), found by URL."""
     backends = [*given.get("backend", ()), *(engine_url or ())]
     settings = settings_of({**given, "backend": backends} if backends else given, model)
     return _start(settings, out, words, detach=detach, quiet=quiet, background=background, in_front=True)
@@ -117,20 +99,17 @@ def _start(
     return serve_replicas(settings, out, detached=background, quiet=quiet)
 
 
-@app.command(group=START)
 def stop(
     *,
     given: FindCluster = NOTHING,
     out: Out,
     force: Annotated[bool, option("kill it at once, without an orderly end")] = False,
 ) -> int:
-    """End a running cluster."""
     from .daemon import stop as end
 
     return end(settings_of(given), out, force=force)
 
 
-@app.command(group=START)
 def doctor(
     model: Annotated[str | None, option("the model to be served")] = None,
     /,
@@ -139,13 +118,11 @@ def doctor(
     out: Out,
     as_json: Annotated[bool, option("print a list of findings, for programs", "--json")] = False,
 ) -> int:
-    """Find what would keep a cluster from starting or serving here, with remedies."""
     from .doctor import doctor as examine
 
     return examine(settings_of(given, model), out, as_json=as_json)
 
 
-@app.command(group=CHANGE, usage="Usage: homing scale [MODEL] N [OPTIONS]")
 def scale(
     *words: Annotated[str, option("number of replicas; before it the model's name, if several are served", "N")],
     given: FindCluster = NOTHING,
@@ -153,7 +130,6 @@ def scale(
     asked_model: ServedModel = None,
     no_wait: NoWait = False,
 ) -> int:
-    """Change the number of replicas of a running cluster."""
     from .control import scale as order
 
     if not 1 <= len(words) <= 2:
@@ -166,7 +142,6 @@ def scale(
     return order(settings_of(given), out, model=name or asked_model, wanted=int(wanted), wait=not no_wait)
 
 
-@app.command(group=CHANGE)
 def drain(
     replica_id: Annotated[str, option("name of the replica, such as r0", "REPLICA")],
     /,
@@ -176,13 +151,11 @@ def drain(
     replace: Annotated[bool, option("start another replica in its place first")] = False,
     no_wait: NoWait = False,
 ) -> int:
-    """End one replica of a running cluster after its running requests."""
     from .control import drain as order
 
     return order(settings_of(given), out, replica_id=replica_id, replace=replace, wait=not no_wait)
 
 
-@app.command(group=CHANGE)
 def update(
     model: Annotated[str | None, option("another model, or another version of it")] = None,
     /,
@@ -195,7 +168,6 @@ def update(
     restart: Annotated[bool, option("replace every replica even if nothing changes")] = False,
     no_wait: NoWait = False,
 ) -> int:
-    """Change model or settings of a running cluster, one replica at a time, with no failed request."""
     from .control import update as order
 
     # Only these settings say which cluster; the others and the file are changes.
@@ -205,7 +177,6 @@ def update(
     return order(settings_of(found), out, wait=not no_wait, **changes)
 
 
-@app.command(group=OBSERVE)
 def status(
     *,
     given: FindCluster = NOTHING,
@@ -213,13 +184,11 @@ def status(
     url: Url = None,
     as_json: Annotated[bool, option("print the response of /cluster, for programs", "--json")] = False,
 ) -> int:
-    """Show replicas, load and cache hits of a running cluster."""
     from .status import status as show
 
     return show(settings_of(given), out, url=url, as_json=as_json)
 
 
-@app.command(group=OBSERVE)
 def logs(
     part: Annotated[str | None, option("a replica such as r0, router, requests or controller (default: all)")] = None,
     /,
@@ -229,13 +198,11 @@ def logs(
     lines: Annotated[int, option("print only the last N; 0: all that is kept", metavar="N")] = 200,
     follow: Annotated[bool, option("also print what is added, until interrupted", "--follow", "-f")] = False,
 ) -> int:
-    """Print what replicas, routers and controller have logged, also after the end of the cluster."""
     from .logs import logs as show
 
     return show(settings_of(given), out, part=part, lines=lines, follow=follow)
 
 
-@app.command(group=OBSERVE)
 def explain(
     prompt: Annotated[str | None, option("sent as one user message; with --raw without a chat template")] = None,
     /,
@@ -261,7 +228,6 @@ def explain(
     url: Url = None,
     as_json: Annotated[bool, option("print the response of /explain, for programs", "--json")] = False,
 ) -> int:
-    """Show which replica a prompt would be sent to, and why."""
     from ..client import read_key
     from .explain import diff as show_diff
     from .explain import explain as show
@@ -275,7 +241,6 @@ def explain(
     return show(settings_of(given), out, request_body(prompt, body, asked_model, raw=raw), **where)
 
 
-@app.command(group=OBSERVE)
 def top(
     *,
     given: FindCluster = NOTHING,
@@ -286,13 +251,11 @@ def top(
     ] = "",
     once: Annotated[bool, option("print it once, as plain lines; also done where the output is no terminal")] = False,
 ) -> int:
-    """Show what a running cluster does, live."""
     from .top import top as show
 
     return show(settings_of(given), out, url=url, api_key_file=api_key_file, once=once)
 
 
-@app.command(group=OBSERVE)
 def watch(
     *,
     given: FollowEvents = NOTHING,
@@ -313,7 +276,6 @@ def watch(
     ] = None,
     as_json: Annotated[bool, option("print one JSON object per event, for programs", "--json")] = False,
 ) -> int:
-    """Print the cache events of a running cluster."""
     from .watch import EventFilter, WatchOptions
     from .watch import replay as show_recording
     from .watch import watch as follow
@@ -327,7 +289,6 @@ def watch(
     return follow(settings_of(given), out, options, url=url)
 
 
-@app.command(group=TOOLS)
 def keys(
     folder: Annotated[Path, option("folder for the keys, which is created", "DIR")],
     /,
@@ -337,7 +298,6 @@ def keys(
         str | None, option("add keys for one more subscriber to an existing folder", metavar="NAME")
     ] = None,
 ) -> int:
-    """Create keys that encrypt what replicas, routers and subscribers exchange."""
     from ...events.errors import BadKeys
     from ...events.security.curve_keys import add_client, make_folder
 
@@ -354,27 +314,6 @@ def keys(
     return 0
 
 
-# The offline tools declare their options themselves: nothing that serves imports them.
-LAB = "homing.cluster.lab"
-app.command(
-    f"{LAB}.simulate.command:simulate_command",
-    name="simulate",
-    group=TOOLS,
-    help="Compare routing policies on simulated replicas.",
-)
-app.command(
-    f"{LAB}.analyze.command:analyze_command",
-    name="analyze",
-    group=TOOLS,
-    help="Estimate from a request log what prefix caching gains, and how large the cache should be.",
-)
-
-
-@app.command(group=TOOLS)
 def version(*, out: Out) -> int:
-    """Print the version."""
     print(f"homing {__version__}", file=out)
     return 0
-
-
-app.register_install_completion_command(group=TOOLS, help="Install shell completion of homing.")

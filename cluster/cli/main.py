@@ -1,4 +1,4 @@
-"""The command line: words to a command, and errors to one line that helps.
+"""The command line: words to a command, and errors to one line that helps. Help is there at once: it loads no command.
 
 Exit codes: 0 done, 1 failed, 2 the command or its settings are wrong.
 """
@@ -7,15 +7,50 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
+from cyclopts import App, Group
 from cyclopts.exceptions import CycloptsError, UnknownCommandError, UnknownOptionError, UnusedCliTokensError
 
-from ..config import Settings, nearest
+from ... import __version__
 from ..errors import ClusterError, SettingsError
-from ..flags import NOTHING, Given, settings_of
 from ..output import console
-from .commands import app
+
+if TYPE_CHECKING:
+    from ..config import Settings
+    from ..flags import Given
+
+#: The commands by task, with their help. A new one is a row here, and a function of its name in `commands`.
+COMMANDS: dict[str, dict[str, str]] = {
+    "Start and end": {
+        "serve": "Start replicas and router, and keep them running.",
+        "route": "Route to inference servers that run already (vLLM, SGLang), found by URL.",
+        "stop": "End a running cluster.",
+        "doctor": "Find what would keep a cluster from starting or serving here, with remedies.",
+    },
+    "Change a running cluster": {
+        "scale": "Change the number of replicas of a running cluster.",
+        "drain": "End one replica of a running cluster after its running requests.",
+        "update": "Change model or settings of a running cluster, one replica at a time, with no failed request.",
+    },
+    "Observe": {
+        "status": "Show replicas, load and cache hits of a running cluster.",
+        "logs": "Print what replicas, routers and controller have logged, also after the end of the cluster.",
+        "explain": "Show which replica a prompt would be sent to, and why.",
+        "top": "Show what a running cluster does, live.",
+        "watch": "Print the cache events of a running cluster.",
+    },
+    "Tools": {
+        "simulate": "Compare routing policies on simulated replicas.",
+        "analyze": "Estimate from a request log what prefix caching gains, and how large the cache should be.",
+        "keys": "Create keys that encrypt what replicas, routers and subscribers exchange.",
+        "version": "Print the version.",
+    },
+}
+NAMES = [name for commands in COMMANDS.values() for name in commands]
+#: Of commands that are elsewhere: the offline tools, which nothing that serves imports.
+ELSEWHERE = {tool: f"homing.cluster.lab.{tool}.command:{tool}_command" for tool in ("simulate", "analyze")}
+USAGE = {"scale": "Usage: homing scale [MODEL] N [OPTIONS]"}
 
 #: What users of vLLM type, and what homing has in its place; the nearest spelling would often mean something else.
 VLLM_FLAGS = {
@@ -47,6 +82,20 @@ VLLM_FLAGS = {
     "--distributed-executor-backend": "replicas always run on Ray",
 }
 
+app = App(
+    name="homing",
+    version=f"homing {__version__}",
+    help="Serve a language model on many replicas, and send each request to the one that has its prefix in cache.",
+    help_epilogue="Settings are flags, HOMING_* variables and keys of the file given by --config: docs/settings.md.",
+    help_format="plaintext",
+)
+for title, commands in COMMANDS.items():
+    group = Group.create_ordered(title)
+    for name, text in commands.items():
+        path = ELSEWHERE.get(name, f"homing.cluster.cli.commands:{name}")
+        app.command(path, name=name, group=group, help=text, usage=USAGE.get(name), sort_key=NAMES.index(name))
+app.register_install_completion_command(group=group, help="Install shell completion of homing.")
+
 
 @dataclass(slots=True, frozen=True)
 class Invocation:
@@ -56,12 +105,14 @@ class Invocation:
     arguments: Mapping[str, Any]
 
     @property
-    def given(self) -> Given:
-        given: Given = self.arguments.get("given", NOTHING)
+    def given(self) -> "Given":
+        given: Given = self.arguments.get("given", {})
         return given
 
     @property
-    def settings(self) -> Settings:
+    def settings(self) -> "Settings":
+        from ..flags import settings_of
+
         return settings_of(self.given, self.arguments.get("model"))
 
 
@@ -77,11 +128,13 @@ def parse(words: Sequence[str], out: TextIO = sys.stdout) -> Invocation:
 
 
 def _message(error: CycloptsError) -> str:
+    from ..config import nearest
+
     command = " ".join(error.command_chain or ())
     where, help_command = (f"{command}: ", f"homing {command} --help") if command else ("", "homing --help")
     match error:
         case UnknownCommandError(unused_tokens=[word, *_]) if not word.startswith("-"):
-            return f"no command {word!r}{nearest(word, app.resolved_commands())} (see: {help_command})"
+            return f"no command {word!r}{nearest(word, NAMES)} (see: {help_command})"
         case UnknownCommandError(unused_tokens=[word, *_]):
             return f"unknown argument {word}{nearest(word, ('--help', '--version'))} (see: {help_command})"
         case UnknownOptionError():
