@@ -88,7 +88,7 @@ def vllm_flags(place: EnginePlace) -> Flags:
 
 
 def sglang_flags(place: EnginePlace) -> Flags:
-    """Names of SGLang 0.5."""
+    """Names of SGLang 0.5.23, read in its source; not run."""
     replica, cache = place.settings.replica, place.settings.kvcache
     flags: Flags = {
         "--page-size": str(cache.block_size),

@@ -53,6 +53,8 @@ log = logging.getLogger(__name__)
 KEEPER = Path(__file__).with_name("engine_keeper.py")
 #: For an engine to end by itself; then it is killed.
 STOP_GRACE_S = 3.0
+#: For all its processes to end, which takes that long only where the kernel does not let go of one.
+END_S = 10.0
 #: Of `start_timeout_s`: before the controller gives up, which does not know what the engine wrote last.
 START_SHARE = 0.9
 #: The first request may compile something. Not tuned.
@@ -146,7 +148,7 @@ class EngineServer:
                     raise EngineLost(f"{self._kind} is unhealthy for {self._timeout_s:g} s: {trouble}")
         finally:
             self._process.end(ask=False)
-            self._process.ended.wait()
+            self._process.ended.wait(END_S)
         if not self._stopping:
             raise EngineLost(f"{self._kind} has ended: {last_words(self._process.lines)}")
 
@@ -190,7 +192,7 @@ def start_engine(spec: RankSpec, model_dir: Path, folder: Path | None, node: str
         description = _examined(process, Backend(spec.replica_id, Address.of(url), *ends), spec, model_dir)
     except BaseException:
         process.end(ask=False)
-        process.ended.wait()
+        process.ended.wait(END_S)
         raise
     return EngineServer(process, description, settings)
 

@@ -88,7 +88,7 @@ def test_an_update_and_a_scale_under_load_fail_and_change_no_answer(cluster: Ser
     assert [done.stderr for done in (updated, scaled, lowered) if done.returncode] == []
     assert load.wrong == []
     assert load.answers > 0
-    assert not before & engines(cluster, PROGRAM).keys()
+    until(lambda: None if before & engines(cluster, PROGRAM).keys() else True, "the old engines have ended")
     until(lambda: True if len(engines(cluster, PROGRAM)) == 2 else None, "two engines are left")
     until(lambda: True if not zombies(cluster) else None, "no zombie is left")
     (name, *_) = cluster.serving(2)
