@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -33,6 +34,7 @@ def parser() -> argparse.ArgumentParser:
         made.add_argument(flag, type=int)
     made.add_argument("--fake-fault", choices=["exit", "never-ready", "other-blocks"])
     made.add_argument("--fake-child", action="store_true", help="also run a process that ignores SIGTERM")
+    made.add_argument("--fake-gate", type=Path, help="while there is such a file, answers stop before their 2nd token")
     made.add_argument("--fake-token-s", type=float, default=0.0)
     return made
 
@@ -52,6 +54,12 @@ async def serve(flags: argparse.Namespace) -> None:
                 sock.bind(endpoint)
             return 0
 
+    class Gate(asyncio.Event):
+        async def wait(self) -> Literal[True]:
+            while flags.fake_gate is not None and flags.fake_gate.exists():  # noqa: ASYNC110 - a file sets no event
+                await asyncio.sleep(0.02)
+            return True
+
     like = demo_engine()
     size = flags.block_size * 2 if flags.fake_fault == "other-blocks" else flags.block_size
     engine = Engine(block_size=size, model=flags.served_model_name, canary_ids=like.canary_ids)
@@ -59,6 +67,7 @@ async def serve(flags: argparse.Namespace) -> None:
     engine.behaves.tells_block_size = flags.fake_fault != "other-blocks"
     engine.behaves.healthy = flags.fake_fault != "never-ready"
     engine.behaves.token_s = flags.fake_token_s
+    engine.behaves.gate = Gate()
     engine.serve_at(flags.port)
     await engine.start()
     print("INFO the fake engine listens", flush=True)

@@ -3,6 +3,7 @@
 import contextlib
 import re
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -65,15 +66,16 @@ def continued(cluster: Serving) -> float:
     )
 
 
-def text_with_a_kill(cluster: Serving, word: str) -> str:
-    """The text of LONG, streamed, with SIGKILL for its engine after 20 tokens."""
+def text_with_a_kill(cluster: Serving, word: str, *, after: int, then: Callable[[], object] = lambda: None) -> str:
+    """The text of LONG, streamed, with SIGKILL for its engine `after` some tokens, and `then` something else."""
     with cluster.client() as client:
         stream = client.completions.create(model="demo", prompt=PROMPT, stream=True, extra_body=LONG)
-        pieces = [next(stream) for _ in range(20)]
+        pieces = [next(stream) for _ in range(after)]
         busy = next(each for each in cluster.replicas().values() if each["running"])
         below = {process.pid for process in psutil.Process(busy["pids"][0]).children(recursive=True)}
         (engine,) = [process for pid, process in engines(cluster, word).items() if pid in below]
         engine.kill()
+        then()
         return "".join(piece.choices[0].text for piece in [*pieces, *stream] if piece.choices)
 
 

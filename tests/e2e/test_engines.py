@@ -5,6 +5,7 @@ test_vllm.py.
 """
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -26,15 +27,25 @@ from .running import PATIENCE_S, Serving, homing, serving, until
 
 pytestmark = pytest.mark.cluster
 
-ARGS = "--fake-token-s 0.005 --fake-child"
 PROGRAM = "engine_program.py"
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+def gate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """While this file is there, answers stop before their second token."""
+    return tmp_path_factory.mktemp("gate") / "closed"
+
+
+@pytest.fixture(scope="module")
+def args(gate: Path) -> str:
+    return f"--fake-gate {gate} --fake-child"
+
+
+@pytest.fixture(scope="module")
+def cluster(args: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     """Two replicas of the demo model on fake engines."""
     python = engine_python(tmp_path_factory.mktemp("env"))
-    flags = ("--engine", "vllm", "--engine-python", str(python), "--engine-args", ARGS, "--replicas", "2")
+    flags = ("--engine", "vllm", "--engine-python", str(python), "--engine-args", args, "--replicas", "2")
     with serving(tmp_path_factory.mktemp("state"), *flags) as running:
         running.serving(2)
         yield running
@@ -52,12 +63,18 @@ def test_what_an_engine_has_cached_is_known_before_it_is_asked(cluster: Serving)
     assert cached_tokens(cluster) == held * BLOCK_SIZE
 
 
-def test_a_stream_continues_when_its_engine_is_killed(cluster: Serving) -> None:
+def test_a_stream_continues_when_its_engine_is_killed(cluster: Serving, gate: Path) -> None:
     """Nobody who reads it can tell. The replica comes back, and nothing is left of the engine."""
     expected = text_of(cluster.post("/v1/completions", LONG))
     before, known = continued(cluster), engines(cluster, PROGRAM).keys()
 
-    assert text_with_a_kill(cluster, PROGRAM) == expected
+    gate.touch()
+    try:
+        text = text_with_a_kill(cluster, PROGRAM, after=1, then=gate.unlink)
+    finally:
+        gate.unlink(missing_ok=True)
+
+    assert text == expected
     assert continued(cluster) == before + 1
     until(lambda: engines(cluster, PROGRAM).keys() - known or None, "another engine has started")
     cluster.serving(2)
@@ -77,11 +94,11 @@ def test_an_engine_ends_with_its_actor(cluster: Serving) -> None:
     until(lambda: True if not zombies(cluster) else None, "no zombie is left")
 
 
-def test_an_update_and_a_scale_under_load_fail_and_change_no_answer(cluster: Serving) -> None:
+def test_an_update_and_a_scale_under_load_fail_and_change_no_answer(cluster: Serving, args: str) -> None:
     """All engines are replaced by ones with other arguments, one by one; then one more comes and goes."""
     before = engines(cluster, PROGRAM).keys()
     with Load(cluster) as load:
-        updated = homing(cluster.state, "update", "--engine-args", f"{ARGS} --fake-token-s 0.004")
+        updated = homing(cluster.state, "update", "--engine-args", f"{args} --fake-token-s 0.001")
         scaled = homing(cluster.state, "scale", "3")
         lowered = homing(cluster.state, "scale", "2")
 
