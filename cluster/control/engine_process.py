@@ -145,7 +145,7 @@ class EngineServer:
                 if not trouble:
                     heard_at = self._clock()
                 elif self._clock() - heard_at > self._timeout_s:
-                    raise EngineLost(f"{self._kind} is unhealthy for {self._timeout_s:g} s: {trouble}")
+                    raise EngineLost(f"{self._kind} has been unhealthy for {self._timeout_s:g} s: {trouble}")
         finally:
             self._process.end(ask=False)
             self._process.ended.wait(END_S)
@@ -209,7 +209,7 @@ def _place(spec: RankSpec, model_dir: Path, folder: Path | None, host: str) -> t
     return EnginePlace(settings, model_dir, host, port, binds, cores), ends
 
 
-def _examined(process: "EngineProcess", backend: Backend, spec: RankSpec, model_dir: Path) -> ReplicaDescription:
+def _examined(process: EngineProcess, backend: Backend, spec: RankSpec, model_dir: Path) -> ReplicaDescription:
     """The engine as a replica, once it is ready and matches what routers assume."""
     settings = spec.model.settings
     replica, cache, texts = settings.replica, settings.kvcache, text_folder(settings.replica, model_dir)
