@@ -27,8 +27,17 @@ log = logging.getLogger(__name__)
 GRAMMARS_KEPT = 64
 COMPILER_THREADS = 2
 WORD_BITS = 32
-#: llguidance precomputes the masks of some sets of tokens; with this one, masks inside of numbers take 10 to 15 % less.
-_DIGITS = "[0-9]+"
+#: llguidance precomputes the masks of these sets of tokens. Where all texts of a set are allowed, it walks through the
+#: other tokens only. Its own sets are blanks, and texts in JSON strings of up to 10, 30 and any number of signs. With
+#: these lengths, masks where `maxLength` leaves room for 128 signs take 55 to 75 % of the time; with the digits,
+#: masks inside of numbers take 10 to 15 % less.
+_IN_STRINGS = r'[^"\\\x00-\x1F\x7F]'
+_SLICES = [
+    "[0-9]+",
+    r"[\x20\x0A\x0D\x09]+",
+    *(_IN_STRINGS + f"{{1,{length}}}" for length in (4, 8, 16, 32, 64, 128)),
+    _IN_STRINGS + "+",
+]
 
 
 class Guide:
@@ -207,9 +216,8 @@ class GuideCompiler:
                 for token in msgspec.json.decode(text).get("added_tokens") or ()
                 if token.get("special")
             }
-            slices = [_DIGITS, *LLTokenizer.general_slices()]
             eos = self._eos_token_ids or None
-            tokenizer = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=eos, slices=slices)
+            tokenizer = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=eos, slices=_SLICES)
         except Exception as error:  # whatever it is, all other requests can be served
             log.warning("structured_output_unusable reason=%r", f"{type(error).__name__}: {error}")
             raise InvalidRequest(f"constraint: this model's tokenizer cannot be guided: {error}") from error
