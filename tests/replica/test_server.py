@@ -138,6 +138,21 @@ def test_preemption_in_a_tiny_pool_changes_no_token(
     assert [client.tokens(number) for number in range(len(prompts))] == expected
 
 
+def test_answers_that_repeat_themselves_come_several_tokens_at_once(
+    folder: Path, tmp_path: Path, reference: Reference
+) -> None:
+    """With `num_speculative_tokens`; they are the same tokens."""
+    prompt = [40, 41, 42, 5]
+
+    with served(folder, tmp_path, settings={"num_speculative_tokens": 8}) as running:
+        client = running.client()
+        client.ask(1, prompt, max_tokens=100, ignore_eos=False)
+        client.wait(1)
+
+    assert client.tokens(1) == reference(folder, [prompt], 100)[0]
+    assert max(len(output.token_ids) for output in client.outputs[1]) > 1
+
+
 def test_an_abort_frees_the_blocks_within_a_step(replica: Served, loads: LoadListener) -> None:
     """A client that goes away pays nobody's memory: no further token comes after the step that was under way."""
     client = replica.client()
