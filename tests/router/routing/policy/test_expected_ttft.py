@@ -63,6 +63,15 @@ def test_a_copy_that_evicts_something_costs_more_than_one_in_unused_memory() -> 
     assert lost[1] == pytest.approx(EVICTED * prompt_s, rel=0.05)
 
 
+def test_a_prefill_goes_where_it_delays_fewer_answers() -> None:
+    """A little more to compute on an empty replica is better than to keep forty answers waiting."""
+    few, many = (candidate("r0", 45, running=running, max_running_requests=64) for running in (1, 40))
+    others = [candidate("r1", 38)]
+
+    assert chosen(ExpectedTtft(), [few, *others]) == "r0"
+    assert chosen(ExpectedTtft(), [many, *others]) == "r1"
+
+
 loads = st.builds(
     load_of,
     running=st.integers(0, 9),
