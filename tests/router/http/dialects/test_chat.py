@@ -227,12 +227,13 @@ async def test_tenants_do_not_share_blocks(client: httpx.AsyncClient, backend: F
     assert len(set(salts)) == 4
 
 
-async def test_a_session_header_reaches_the_router(client: httpx.AsyncClient, backend: FakeBackend):
+async def test_a_session_header_or_a_cache_key_reaches_the_router(client: httpx.AsyncClient, backend: FakeBackend):
     """It is the hint by which turns of one conversation stay together."""
     for name in ("X-Session-Affinity", "X-Correlation-ID"):
         await client.post(CHAT, json={"messages": MESSAGES}, headers={name: "s1"})
+    await client.post(CHAT, json={"messages": MESSAGES, "prompt_cache_key": "k1"})
 
-    assert [request.session for request in backend.requests] == ["s1", "s1"]
+    assert [request.session for request in backend.requests] == ["s1", "s1", "k1"]
 
 
 async def test_a_stream_that_breaks_ends_in_an_error_event(client, backend: FakeBackend, answer_ids: list[int]):

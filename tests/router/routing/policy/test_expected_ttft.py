@@ -289,7 +289,11 @@ def test_a_session_stays_where_it_was_among_equals_only() -> None:
     home = chosen(policy, [candidate("r0"), candidate("r1")], prompt)
     assert home is not None
 
-    again = {chosen(policy, [candidate("r0"), candidate("r1")], prompt, seed) for seed in range(20)}
+    again = {
+        chosen(policy, [candidate("r0", held), candidate("r1", held)], prompt, seed)
+        for seed in range(20)
+        for held in (0, 40)  # a cold prompt, and a prefix that both have
+    }
     busy = [candidate(name, queued_prefill_tokens=5000 if name == home else 0) for name in ("r0", "r1")]
 
     assert again == {home}
