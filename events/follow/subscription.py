@@ -13,7 +13,8 @@ wait in a bounded buffer. A batch that falls out of that buffer is again a hole,
 Publishers without a snapshot socket (vLLM, SGLang) are followed by replay alone: from number 0 at the start and after
 a reconnect; where their history does not reach, from an empty set, which then holds a part of the truth and nothing
 false (`exact` says so). They have no epoch either: a restart shows as
-a sequence number that falls while the time advances.
+a sequence number that falls while the time advances. Nor have they heartbeats: while one is quiet it is asked to replay
+what follows. The end of that replay shows that it lives and that no last batch was lost.
 """
 
 from collections.abc import Sequence
@@ -96,8 +97,10 @@ class Reach:
     replay: bool = True
     snapshot: bool = True
     heartbeats: bool = True
-    #: ticks without any message after which a publisher with heartbeats is STALE
+    #: ticks without any message after which a publisher with heartbeats, or one that answers replays, is STALE
     silent_ticks: int = 10
+    #: ticks without any message after which a publisher without heartbeats is asked for a replay of what follows
+    poll_ticks: int = 3
     #: ticks without progress after which a request is made again
     answer_ticks: int = 10
     #: longest pause before a snapshot is asked for again when the last ones did not make the digests agree
@@ -168,6 +171,8 @@ class Subscription:
         self._last_ts = float("-inf")
         self._quiet_ticks = 0
         self._silent = False
+        self._heard = False  # anything, ever
+        self._answers = False  # requests for replays
         #: That of the last `SetStatus`; SYNCING before the first.
         self.status = FeedStatus.SYNCING
         self._out: list[Instruction] = []
@@ -201,6 +206,7 @@ class Subscription:
 
     def on_replay_end(self) -> list[Instruction]:
         self._note_message()
+        self._answers = True
         if self._waiting is _Waiting.REPLAY:
             self._end_replay()
         return self._done()
@@ -236,8 +242,9 @@ class Subscription:
     def on_tick(self) -> list[Instruction]:
         self._quiet_ticks += 1
         self._retired = {epoch: ticks - 1 for epoch, ticks in self._retired.items() if ticks > 1}
-        if self._reach.heartbeats and self._quiet_ticks >= self._reach.silent_ticks:
+        if (self._reach.heartbeats or self._answers) and self._quiet_ticks >= self._reach.silent_ticks:
             self._silent = True
+        self._poll()
         if self._waiting is not _Waiting.NOTHING:
             self._wait_on()
         elif self._beat is not None:
@@ -249,6 +256,12 @@ class Subscription:
             if not self._pause_ticks:
                 self._ask_snapshot()
         return self._done()
+
+    def _poll(self) -> None:
+        quiet, expected = self._quiet_ticks % self._reach.poll_ticks == 0, self.cursor.expected
+        polled = self._reach.replay and not self._reach.heartbeats and self._waiting is _Waiting.NOTHING
+        if polled and quiet and expected is not None:
+            self._out.append(RequestReplay(expected))
 
     def on_disconnect(self) -> list[Instruction]:
         """The connection is gone: the state is uncertain until the next message."""
@@ -475,6 +488,7 @@ class Subscription:
     def _note_message(self) -> None:
         self._quiet_ticks = 0
         self._silent = False
+        self._heard = True
 
     def _done(self) -> list[Instruction]:
         """The instructions collected, with a change of status at their end."""
@@ -488,6 +502,8 @@ class Subscription:
     def _present_status(self) -> FeedStatus:
         if self._silent:
             return FeedStatus.STALE
+        if not self._heard and not self._reach.heartbeats and self._reach.replay and self._waiting is _Waiting.NOTHING:
+            return FeedStatus.STALE  # asked for its past, and never heard
         if self._waiting is not _Waiting.NOTHING or self.cursor.expected is None or self._pause_ticks:
             return FeedStatus.SYNCING
         return FeedStatus.LIVE

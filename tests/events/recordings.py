@@ -68,6 +68,8 @@ def meaning(event: Mapping[str, Any]) -> CacheEvent:
         event.get("group_idx"),
         event.get("lora_name"),
         event.get("extra_keys"),
+        event.get("kv_cache_spec_kind"),
+        event.get("kv_cache_spec_sliding_window"),
     )
 
 

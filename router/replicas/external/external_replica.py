@@ -12,7 +12,7 @@ from typing import assert_never
 
 from ....events.follow.feed import EventFeed
 from ....events.follow.residency import UncountedResidency
-from ....events.follow.subscription import Apply, Reset
+from ....events.follow.subscription import Apply, FeedStatus, Reset
 from ....events.wire.cache_events import Cleared, Removed, Stored
 from ....kvcache.hashing import tenant_root, wire_hashes
 from ....replica.messages import (
@@ -73,7 +73,8 @@ class ExternalReplica(ReplicaHandle):
         self._model = ""  #: the engine's name of the model
         self._calls: dict[int, tuple[ExternalRequest, Call]] = {}
         self._watching: asyncio.Task[None] | None = None
-        self._doubt = asyncio.Event()  #: a request failed: check the engine's health at once
+        self._doubt = asyncio.Event()  #: a request failed, or its events: check the engine's health at once
+        self._restarted = False  #: perhaps, as its stream broke off: check what it serves as well
         self._refusal: ParityMismatch | None = None
         self.trouble = ""  #: why it cannot be reached; empty while it can
         self._unplaced_logged = False
@@ -169,10 +170,17 @@ class ExternalReplica(ReplicaHandle):
                     await self._doubt.wait()
             self._doubt.clear()
             try:
+                if self._restarted and self.joined:
+                    self._restarted = False
+                    await self._probe()
                 answer = await self._client.ask("GET", "/health", timeout_s=HEALTH_TIMEOUT_S)
                 if answer.status != 200:
                     return f"/health answers {answer.status}"
                 self._load.look(await ask_metrics(self._client, HEALTH_TIMEOUT_S, self.description.data_parallel_rank))
+            except ParityMismatch as error:
+                self._refuse(error)
+                self._context.run(self._drop("parity"))
+                return error.message
             except NoAnswerError as error:
                 if not self._calls or self._load.silent_s(self._context.clock()) > HEALTH_TIMEOUT_S:
                     return str(error)
@@ -295,6 +303,13 @@ class ExternalReplica(ReplicaHandle):
             self.load(self._load.report(self._context.clock(), cached_blocks=len(self._blocks)))
 
     # From the feed
+
+    def status(self, status: FeedStatus) -> None:
+        """A stream that breaks off may be that of an engine that restarts, with another model perhaps."""
+        if self.feed_state is FeedState.LIVE and status is not FeedState.LIVE:
+            self._restarted = True
+            self._doubt.set()
+        super().status(status)
 
     def told(self, instruction: Apply | Reset) -> None:
         if isinstance(instruction, Reset):

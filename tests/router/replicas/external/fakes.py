@@ -46,6 +46,8 @@ class Behaviour:
     refusal: tuple[int, str] | None = None  #: status and words for every completion
     break_after: int | None = None  #: tokens, then the connection is cut
     healthy: bool = True
+    stores: bool = True  #: the prompts that it answers, with their events
+    hung: bool = False  #: neither requests nor replays are answered
     token_s: float = 0.0
     gate: asyncio.Event = field(default_factory=asyncio.Event)  #: closed: answers stop before their second token
 
@@ -64,7 +66,9 @@ class FakeEngine:
         self.hung_up = 0  #: answers whose reader went away
         self.running = 0
         self.cached: dict[Prefix, int] = {}
-        self._history: list[bytes] = []
+        self.history: list[bytes] = []
+        self.replay_from = 0  #: older batches are out of the replay buffer
+        self.starts = 0
         self._ports: tuple[int, int, int] | None = None
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
@@ -94,7 +98,8 @@ class FakeEngine:
         self._pub, self._router = self._context.socket(zmq.PUB), self._context.socket(zmq.ROUTER)
         events = self._bind(self._pub, events)
         replay = self._bind(self._router, replay)
-        self.cached, self._history = {}, []
+        self.cached, self.history, self.replay_from = {}, [], 0
+        self.starts += 1
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", http)
         self._ports = (self._server.sockets[0].getsockname()[1], events, replay)
         self._replays = asyncio.create_task(self._answer_replays())
@@ -130,9 +135,13 @@ class FakeEngine:
 
     def publish(self, *events: dict[str, Any], heard: bool = True) -> None:
         """Number and keep a batch; send it unless it is to get lost."""
-        self._history.append(msgspec.msgpack.encode([1.0 + len(self._history), list(events), 0]))
+        self.history.append(msgspec.msgpack.encode([1.0 + len(self.history), list(events), 0]))
         if heard:
-            self._pub.send_multipart([b"", encode_seq(len(self._history) - 1), self._history[-1]])
+            self.send(encode_seq(len(self.history) - 1), self.history[-1])
+
+    def send(self, seq: bytes, payload: bytes) -> None:
+        """Publish one message as it is."""
+        self._pub.send_multipart([b"", seq, payload])
 
     def held(self, prompt: list[int], salt: str | None = None) -> int:
         """Blocks of a prompt that are cached from its start on."""
@@ -178,10 +187,11 @@ class FakeEngine:
 
     async def _answer_replays(self) -> None:
         while True:
-            while self._router.poll(0):
+            while not self.behaves.hung and self._router.poll(0):
                 identity, _, since = self._router.recv_multipart()
-                for seq in range(int.from_bytes(since, "big"), len(self._history)):
-                    self._router.send_multipart([identity, b"", b"", encode_seq(seq), self._history[seq]])
+                first = max(int.from_bytes(since, "big"), self.replay_from)
+                for seq in range(first, len(self.history)):
+                    self._router.send_multipart([identity, b"", b"", encode_seq(seq), self.history[seq]])
                 self._router.send_multipart([identity, b"", b"", END_SEQ, b""])
             await asyncio.sleep(0.01)
 
@@ -197,6 +207,8 @@ class FakeEngine:
             length = next((int(line[15:]) for line in head.lower().splitlines() if line[:15] == "content-length:"), 0)
             body = await reader.readexactly(length)
             method, path, _ = head.split(" ", 2)
+            while self.behaves.hung:  # noqa: ASYNC110 - any test may change it, from any thread
+                await asyncio.sleep(0.01)
             await self._answer(method, path, body, writer)
         except (ConnectionError, asyncio.IncompleteReadError):
             self.hung_up += 1
@@ -260,7 +272,8 @@ class FakeEngine:
     async def _generate(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         prompt, salt = body["prompt"], body.get("cache_salt")
         cached = self.held(prompt, salt) * self.block_size
-        self._store(prompt, salt)
+        if self.behaves.stores:
+            self._store(prompt, salt)
         count = body["max_tokens"]
         for place in range(count):
             if place == 1:

@@ -1,0 +1,108 @@
+"""How to ask a router which engine it would choose. A router of another kind needs one more class like these."""
+
+import asyncio
+import shlex
+import socket
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Protocol
+
+import httpx
+
+from ..router.fakes import request_of, until
+from ..router.replicas.external.test_external_replica import Cluster
+from .faults import PROMPT, Engine
+
+#: Faults must have been noticed and repaired by then.
+SETTLE_S = 2.0
+
+
+class Driver(Protocol):
+    """A router in front of two engines."""
+
+    async def start(self, engines: Sequence[Engine]) -> None:
+        """Returns when it routes to both and follows their events."""
+
+    async def chosen(self) -> str:
+        """The name of the engine that the prompt goes to, once the router had time to notice everything."""
+
+    async def stop(self) -> None: ...
+
+
+class OurDriver:
+    """homing's routing side in this process, asked for its explanation."""
+
+    async def start(self, engines: Sequence[Engine]) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self._cluster = Cluster(Path(self._folder.name))
+        self._engines = engines
+        self._cluster.engines = {engine.name: engine.fake for engine in engines}
+        self._cluster.tell()
+        await self._cluster.live(*(engine.name for engine in engines))
+
+    async def chosen(self) -> str:
+        await until(self._settled)
+        return str(self._cluster.service.explain(request_of(PROMPT)).chosen)
+
+    def _settled(self) -> bool:
+        """Whether every message that the engines sent has been applied, and the streams are trusted again."""
+        replicas = self._cluster.service._replicas
+        for engine in self._engines:
+            feed = replicas[engine.name]._feed
+            if feed is None or feed.subscription.cursor.expected != engine.sent:
+                return False
+            if self._cluster.replica(engine.name).feed != "live":
+                return False
+        return True
+
+    async def stop(self) -> None:
+        self._cluster.service.close()
+        self._folder.cleanup()
+
+
+class CommandDriver:
+    """A router that a command starts, asked by sending the prompt: the engine that gets it was chosen.
+
+    `{urls}`, `{events}`, `{replays}` and `{port}` in the command are filled in.
+    """
+
+    def __init__(self, command: str) -> None:
+        self._command = command
+
+    async def start(self, engines: Sequence[Engine]) -> None:
+        self._engines = engines
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        ends = SimpleNamespace(
+            urls=" ".join(engine.fake.url for engine in engines),
+            events=" ".join(engine.fake.endpoints.events for engine in engines),
+            replays=" ".join(engine.fake.endpoints.replay for engine in engines),
+        )
+        words = shlex.split(self._command.format(**vars(ends), port=port))
+        quiet = asyncio.subprocess.DEVNULL
+        self._process = await asyncio.create_subprocess_exec(*words, stdout=quiet, stderr=quiet)
+        self._url = f"http://127.0.0.1:{port}"
+        await until(self._answers)
+        await asyncio.sleep(SETTLE_S)
+
+    def _answers(self) -> bool:
+        assert self._process.returncode is None, f"the router ended with {self._process.returncode}"
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", int(self._url.rpartition(":")[2]))) == 0
+
+    async def chosen(self) -> str:
+        await asyncio.sleep(SETTLE_S)
+        before = {engine.name: len(engine.fake.bodies) for engine in self._engines}
+        body = {"model": "fake", "prompt": PROMPT, "max_tokens": 1, "seed": 1, "stream": True}
+        async with httpx.AsyncClient(trust_env=False, timeout=30) as client:
+            await client.post(f"{self._url}/v1/completions", json=body)
+        asked = [engine.name for engine in self._engines if len(engine.fake.bodies) > before[engine.name]]
+        return asked[0] if asked else "none"
+
+    async def stop(self) -> None:
+        if self._process.returncode is None:
+            self._process.kill()
+        await self._process.wait()

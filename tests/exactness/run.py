@@ -1,0 +1,59 @@
+"""Run the suite: for homing, or for the router that a command starts. Prints a row for each fault.
+
+python -m tests.exactness.run
+python -m tests.exactness.run --command 'vllm-router --worker-urls {urls} --port {port} …'
+"""
+
+import argparse
+import asyncio
+import sys
+
+from ..router.replicas.external.fakes import FakeEngine
+from .drivers import CommandDriver, Driver, OurDriver
+from .faults import FAULTS, Engine, Fault
+
+
+async def choice(fault: Fault, driver: Driver) -> str:
+    """Tell the story to a router; returns the engine that it chooses."""
+    a, b = (Engine(name, FakeEngine()) for name in "ab")
+    for engine in (a, b):
+        engine.fake.behaves.stores = False
+        await engine.fake.start()
+    try:
+        if fault.joins_late:
+            await fault.story(a, b)
+        await driver.start([a, b])
+        try:
+            if not fault.joins_late:
+                await fault.story(a, b)
+            return await driver.chosen()
+        finally:
+            await driver.stop()
+    finally:
+        for engine in (a, b):
+            await engine.fake.stop()
+
+
+async def report(command: str) -> int:
+    """The number of faults after which the router chooses wrongly."""
+    wrong = 0
+    for fault in FAULTS:
+        try:
+            got = await choice(fault, CommandDriver(command) if command else OurDriver())
+        except (TimeoutError, AssertionError, OSError) as error:
+            got = f"no choice: {type(error).__name__} {error}"
+        wrong += got != fault.winner
+        print(f"{'right' if got == fault.winner else 'WRONG'}  {fault.name:<42} chose {got}", flush=True)
+    return wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--command", default="", help="starts another router (default: homing's in this process)")
+    wrong = asyncio.run(report(parser.parse_args().command))
+    print(f"wrong in {wrong} of {len(FAULTS)} faults")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

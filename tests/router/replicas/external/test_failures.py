@@ -1,0 +1,118 @@
+"""What engines do wrong, over real sockets: the index is exact afterwards, or known to be stale."""
+
+from homing.router.replicas.external.external_replica import HEALTH_INTERVAL_S
+
+from ...fakes import request_of, until
+from .test_external_replica import BLOCKS, PROMPT, Cluster, cluster, pair, tokens
+
+__all__ = ["cluster", "pair"]  # fixtures
+
+
+async def hold(pair: Cluster) -> str:
+    """An engine that holds the prompt, with all its events applied."""
+    home, _ = await pair.ask(max_tokens=1)
+    await until(lambda: pair.replica(home).indexed_blocks == BLOCKS)
+    return home
+
+
+def held_at(pair: Cluster, name: str) -> int:
+    return {row.replica_id: row.held_blocks for row in pair.service.explain(request_of(PROMPT)).replicas}[name]
+
+
+async def test_an_engine_that_restarts_at_once_behind_its_address_holds_what_it_stores_anew(pair: Cluster) -> None:
+    """Faster than any health check: only its stream shows it."""
+    home = await hold(pair)
+    engine = pair.engines[home]
+
+    await engine.stop()
+    await engine.start()
+    await until(lambda: pair.replica(home).indexed_blocks == 0)
+    engine._store(PROMPT[:32], None)
+    await until(lambda: pair.replica(home).indexed_blocks == 2)
+    await pair.live(home)
+
+    assert held_at(pair, home) == 2
+
+
+async def test_a_hung_engine_is_known_to_be_stale(pair: Cluster) -> None:
+    """Its connections stand; that its publisher answers nothing is the only sign, and comes within a second."""
+    home = await hold(pair)
+    assert HEALTH_INTERVAL_S <= 1.0
+
+    pair.engines[home].behaves.hung = True
+    await until(lambda: pair.replica(home).feed == "stale")
+    pair.engines[home].behaves.hung = False
+    await pair.live(home)
+
+    assert pair.replica(home).indexed_blocks == BLOCKS
+
+
+async def test_a_lost_last_batch_is_noticed_without_a_later_one(pair: Cluster) -> None:
+    """vLLM sends no heartbeats: it is asked for what follows."""
+    home = await hold(pair)
+
+    pair.engines[home].publish({"type": "AllBlocksCleared"}, heard=False)
+
+    await until(lambda: pair.replica(home).indexed_blocks == 0)
+
+
+async def test_a_dead_event_port_leaves_an_engine_in_routing_without_credit(pair: Cluster) -> None:
+    """Its HTTP server works: no reason to drop it; but nothing that it held is credited any more."""
+    home = await hold(pair)
+    engine = pair.engines[home]
+
+    engine._pub.close(0)
+    engine._router.close(0)
+    engine._replays.cancel()
+    await until(lambda: pair.replica(home).feed == "stale")
+    row = next(row for row in pair.service.explain(request_of(PROMPT)).replicas if row.replica_id == home)
+
+    assert row.uncached_tokens == len(PROMPT)
+    assert pair.replica(home).state == "serving"
+
+
+async def test_event_ports_that_nobody_binds_are_stale_and_not_live(cluster: Cluster) -> None:
+    """Nothing was ever heard there."""
+    (engine,) = await cluster.add("b0", events=False)
+    ports, engine._ports = engine._ports, (*(engine._ports or (0, 0, 0))[:1], 1, 1)
+    cluster.service.apply_membership([], 7)
+    cluster.tell()
+    engine._ports = ports
+
+    await until(lambda: (cluster.replica("b0").state, cluster.replica("b0").feed) == ("serving", "stale"))
+    _, deltas = await cluster.ask()
+
+    assert len(tokens(deltas)) == 8
+
+
+async def test_an_engine_that_comes_back_with_another_model_is_refused(pair: Cluster) -> None:
+    """It answers, under the same address and within a moment: wrongly."""
+    home = await hold(pair)
+    engine = pair.engines[home]
+
+    await engine.stop()
+    engine.model = "another"
+    await engine.start()
+    await until(lambda: pair.service.view().refused)
+    refused = pair.service.view().refused[0]
+    other, _ = await pair.ask()
+    engine.model = "fake"
+    await pair.live(home)
+
+    assert (refused.replica_id, refused.field) == (home, "model")
+    assert other != home
+    assert not pair.service.view().refused
+
+
+async def test_an_engine_that_comes_back_with_another_tokenizer_is_refused(pair: Cluster) -> None:
+    """Our token ids mean other words there."""
+    home = await hold(pair)
+    engine = pair.engines[home]
+
+    await engine.stop()
+    engine.canary_ids = (9, 9)
+    await engine.start()
+    await until(lambda: pair.service.view().refused)
+
+    assert pair.service.view().refused[0].field == "tokenizer"
+    assert pair.replica(home).state == "joining"
