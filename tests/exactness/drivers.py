@@ -6,7 +6,6 @@ import socket
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Protocol
 
 import httpx
@@ -65,23 +64,23 @@ class OurDriver:
 class CommandDriver:
     """A router that a command starts, asked by sending the prompt: the engine that gets it was chosen.
 
-    `{urls}`, `{events}`, `{replays}` and `{port}` in the command are filled in.
+    `{urls}` and `{port}` in the command are filled in, and behind it `each` for each engine, with its `{url}`,
+    `{events}` and `{replay}`. The prompt is sent as text, which the engines tokenize: a number is a token.
     """
 
-    def __init__(self, command: str) -> None:
+    def __init__(self, command: str, each: str = "") -> None:
         self._command = command
+        self._each = each
 
     async def start(self, engines: Sequence[Engine]) -> None:
         self._engines = engines
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        ends = SimpleNamespace(
-            urls=" ".join(engine.fake.url for engine in engines),
-            events=" ".join(engine.fake.endpoints.events for engine in engines),
-            replays=" ".join(engine.fake.endpoints.replay for engine in engines),
-        )
-        words = shlex.split(self._command.format(**vars(ends), port=port))
+        words = shlex.split(self._command.format(urls=" ".join(engine.fake.url for engine in engines), port=port))
+        for engine in engines:
+            ends = engine.fake.endpoints
+            words += shlex.split(self._each.format(url=engine.fake.url, events=ends.events, replay=ends.replay))
         quiet = asyncio.subprocess.DEVNULL
         self._process = await asyncio.create_subprocess_exec(*words, stdout=quiet, stderr=quiet)
         self._url = f"http://127.0.0.1:{port}"
@@ -96,7 +95,7 @@ class CommandDriver:
     async def chosen(self) -> str:
         await asyncio.sleep(SETTLE_S)
         before = {engine.name: len(engine.fake.bodies) for engine in self._engines}
-        body = {"model": "fake", "prompt": PROMPT, "max_tokens": 1, "seed": 1, "stream": True}
+        body = {"model": "fake", "prompt": " ".join(map(str, PROMPT)), "max_tokens": 1, "seed": 1, "stream": True}
         async with httpx.AsyncClient(trust_env=False, timeout=30) as client:
             await client.post(f"{self._url}/v1/completions", json=body)
         asked = [engine.name for engine in self._engines if len(engine.fake.bodies) > before[engine.name]]

@@ -229,7 +229,12 @@ def _begin(a: Engine, b: Engine) -> None:
     b.store(range(4))
 
 
+async def _nothing(a: Engine, b: Engine) -> None:
+    _begin(a, b)
+
+
 FAULTS = (
+    Fault("nothing happens", "a", _nothing),
     Fault("a removal is lost", "b", _lost),
     Fault("the last message is lost", "b", _lost_last),
     Fault("a store is lost", "a", _lost_store),

@@ -1,7 +1,7 @@
 """Run the suite: for homing, or for the router that a command starts. Prints a row for each fault.
 
 python -m tests.exactness.run
-python -m tests.exactness.run --command 'vllm-router --worker-urls {urls} --port {port} …'
+python -m tests.exactness.run --command 'ROUTER {urls} --port {port}' --each '--events {url}={events}'
 """
 
 import argparse
@@ -11,6 +11,21 @@ import sys
 from ..router.replicas.external.fakes import FakeEngine
 from .drivers import CommandDriver, Driver, OurDriver
 from .faults import FAULTS, Engine, Fault
+
+#: Routers from PyPI that follow KV events, or do not: their commands, as `CommandDriver` takes them. Those of
+#: sglang-router and smg follow no events of HTTP engines.
+PEERS = {
+    "vllm-router": (
+        "vllm-router --worker-urls {urls} --port {port} --policy kv_aware --kv-event-model fake "
+        "--prometheus-port 39556 --worker-startup-check-interval 1",
+        "--kv-event-source {url}={events} --kv-event-replay-source {url}={replay}",
+    ),
+    "sglang-router": (
+        "sglang-router launch --worker-urls {urls} --port {port} --policy cache_aware --prometheus-port 39557",
+        "",
+    ),
+    "smg": ("smg launch --worker-urls {urls} --port {port} --policy cache_aware --prometheus-port 39558", ""),
+}
 
 
 async def choice(fault: Fault, driver: Driver) -> str:
@@ -34,12 +49,12 @@ async def choice(fault: Fault, driver: Driver) -> str:
             await engine.fake.stop()
 
 
-async def report(command: str) -> int:
+async def report(command: str, each: str) -> int:
     """The number of faults after which the router chooses wrongly."""
     wrong = 0
     for fault in FAULTS:
         try:
-            got = await choice(fault, CommandDriver(command) if command else OurDriver())
+            got = await choice(fault, CommandDriver(command, each) if command else OurDriver())
         except (TimeoutError, AssertionError, OSError) as error:
             got = f"no choice: {type(error).__name__} {error}"
         wrong += got != fault.winner
@@ -49,9 +64,15 @@ async def report(command: str) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--peers", default="", help="folder of an environment with PyPI's routers: run those, too")
     parser.add_argument("--command", default="", help="starts another router (default: homing's in this process)")
-    wrong = asyncio.run(report(parser.parse_args().command))
+    parser.add_argument("--each", default="", help="its flags for each engine")
+    arguments = parser.parse_args()
+    wrong = asyncio.run(report(arguments.command, arguments.each))
     print(f"wrong in {wrong} of {len(FAULTS)} faults")
+    for name, (command, each) in PEERS.items() if arguments.peers else ():
+        print(f"\n{name}", flush=True)
+        print(f"wrong in {asyncio.run(report(f'{arguments.peers}/bin/{command}', each))} of {len(FAULTS)} faults")
     return 1 if wrong else 0
 
 

@@ -235,7 +235,11 @@ class FakeEngine:
                 card = {"id": self.model, "object": "model", "max_model_len": self.max_model_len}
                 self._whole(writer, 200, json.dumps({"data": [card]}).encode())
             case "/tokenize":
-                self._whole(writer, 200, json.dumps({"tokens": self.canary_ids}).encode())
+                words = str(json.loads(body).get("prompt", "")).split()
+                numbers = [int(word) for word in words if word.isdigit()] if not self.behaves.stores else []
+                ids = numbers if numbers and len(numbers) == len(words) else list(self.canary_ids)
+                about = {"tokens": ids, "count": len(ids), "max_model_len": self.max_model_len}
+                self._whole(writer, 200, json.dumps(about).encode())
             case "/metrics":
                 size = f'block_size="{self.block_size}",' if self.behaves.tells_block_size else ""
                 lines = [
@@ -254,7 +258,9 @@ class FakeEngine:
         await writer.drain()
 
     def _whole(self, writer: asyncio.StreamWriter, status: int, body: bytes) -> None:
-        writer.write(f"HTTP/1.1 {status} Said\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
+        writer.write(
+            f"HTTP/1.1 {status} Said\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+        )
 
     async def _complete(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         self.bodies.append(body)
@@ -262,7 +268,8 @@ class FakeEngine:
             status, words = self.behaves.refusal
             self._whole(writer, status, json.dumps({"error": {"message": words}}).encode())
             return
-        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-type: text/event-stream\r\n")
+        writer.write(b"transfer-encoding: chunked\r\n\r\n")
         self.running += 1
         try:
             await self._generate(body, writer)
@@ -274,14 +281,14 @@ class FakeEngine:
         cached = self.held(prompt, salt) * self.block_size
         if self.behaves.stores:
             self._store(prompt, salt)
-        count = body["max_tokens"]
+        count, seed = body["max_tokens"], body.get("seed") or 0
         for place in range(count):
             if place == 1:
                 await self.behaves.gate.wait()
             if place == self.behaves.break_after:
                 writer.transport.abort()
                 raise ConnectionResetError
-            token = token_at(body["seed"], len(prompt) + place)
+            token = token_at(seed, len(prompt) + place)
             choice: dict[str, Any] = {"index": 0, "text": f"<{token}>", "logprobs": None, "stop_reason": None}
             choice["finish_reason"] = "length" if place == count - 1 else None
             if body.get("logprobs") is not None:
