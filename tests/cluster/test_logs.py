@@ -12,6 +12,7 @@ from homing.cluster.logs import (
     FILE_BYTES,
     FILES_KEPT,
     LogFile,
+    LogFormat,
     LogTail,
     RequestLog,
     belongs,
@@ -133,14 +134,25 @@ def test_logs_may_be_lines_of_json(tmp_path: Path) -> None:
     assert [each.time for each in read_log(tmp_path, ["r0"])] == [found["time"], json.loads(second)["time"]]
 
 
-def test_each_request_is_a_line_of_the_log_of_requests(tmp_path: Path) -> None:
-    """Lines come in batches; those of all routers are one part."""
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_each_request_is_a_line_of_the_log_of_requests(tmp_path: Path, form: LogFormat) -> None:
+    """Lines come in batches; those of all routers are one part, and what only looks at the cluster is left out."""
     for seat in range(2):
-        requests = RequestLog(str(tmp_path), seat, "text")
-        requests.write(f"ts=1 method=POST status=20{seat}\nts=1 method=GET status=200\nts=2 method=POST status=400\n")
-        requests.flush()
+        requests = RequestLog(str(tmp_path), seat, form)
+        requests.write("ts=1 method=POST status=200\nts=1 method=GET status=200\nts=2 method=POST status=400\n")
         requests.close()
 
     assert parts(tmp_path) == ["requests-0", "requests-1"]
     assert all(belongs(part, "requests") for part in parts(tmp_path))
-    assert [each.text.split()[-1] for each in read_log(tmp_path, ["requests-1"])] == ["status=201", "status=400"]
+    assert [each.text.rstrip('"}').split("=")[-1] for each in read_log(tmp_path, ["requests-1"])] == ["200", "400"]
+
+
+def test_the_log_of_requests_is_bounded(tmp_path: Path) -> None:
+    """A busy cluster must not fill the disk."""
+    requests = RequestLog(str(tmp_path), 0, "text")
+    for number in range(4):
+        requests.write(f"ts={number} method=POST path=/{'x' * (FILE_BYTES // 2)}\n")
+    requests.close()
+
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 2 * FILE_BYTES
+    assert read_log(tmp_path, ["requests-0"])[-1].text.split("ts=")[1].startswith("3 ")
