@@ -25,8 +25,6 @@ Forward = Callable[[Batch], torch.Tensor | None]
 MOST_SHAPES = 256
 #: Pages of the narrowest tables.
 LEAST_PAGES = 16
-#: Logged for users whose steps cannot be captured.
-REMEDY = "dtype bfloat16 on a processor with avx512_bf16, model_provider native, quantization none"
 
 
 @dataclass(slots=True, frozen=True)
@@ -75,8 +73,8 @@ class CapturedSteps:
         try:
             step = self._steps[shape] = _CapturedStep(shape, batch, self._arena, self._forward)
         except NotRecorded as error:
-            log.info("decode_programs_unusable rows=%d reason=%r remedy=%r", shape.rows, str(error), REMEDY)
-            # Neither as many rows nor more can be captured; only FEW_ROWS have kernels of ours on every processor.
+            log.info("decode_programs_unusable rows=%d reason=%r", shape.rows, str(error))
+            # Neither as many rows nor more can be captured; only FEW_ROWS may be computed otherwise.
             self._most_rows = min(shape.rows - 1, FEW_ROWS)
             for larger in [each for each in self._steps if each.rows > self._most_rows]:
                 del self._steps[larger]

@@ -135,11 +135,11 @@ def weight_bytes(folder: Path, settings: ReplicaSettings) -> int:
     size = _DTYPE_BYTES[dtype]
     shapes = {name: each.shape for name, each in tensors_in(folder).items()}
     embedding = sum(prod(shape) for name, shape in shapes.items() if name.endswith("embed_tokens.weight"))
-    tied = native and "lm_head.weight" not in shapes  # the head is then a linear layer with packed weights of its own
+    tied = "lm_head.weight" not in shapes  # the head is then a linear layer with packed weights of its own
     head = embedding if tied else prod(shapes.get("lm_head.weight", (0,)))
     linears = sum(prod(shape) for shape in shapes.values() if len(shape) > 1) - embedding - (0 if tied else head)
     others = sum(prod(shape) for shape in shapes.values() if len(shape) <= 1)
-    by_head = 2 * size if native and dtype == "bfloat16" and _holds_linears_twice() else size
+    by_head = 2 * size if dtype == "bfloat16" and _holds_linears_twice() else size
     by_linear = 1 if native and settings.quantization == "int8" else by_head
     return embedding * size + (head * by_head + linears * by_linear + others * size) // settings.tensor_parallel_size
 

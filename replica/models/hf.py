@@ -15,12 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AutoModelForCausalLM, Mxfp4Config
 
 from ..errors import ModelError, UnsupportedModel, WeightsUnlike
+from ..kernels.base import TorchKernels
+from ..kernels.choice import choose_kernels
 from ..load.quantized import MXFP4, declared
 from .base import Attend, AttentionRule
 from .checkpoint import Checkpoint, LazyTensor
+from .layers import Linear
 from .native import FIXED_KINDS
 from .spec import KvShape, ModelSpec
 from .tensor_names import mismatch
@@ -170,6 +174,71 @@ def _source(config: Any, folder: Path, dtype: torch.dtype) -> tuple[Any, dict[st
     return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], whole
 
 
+class PackedLinear(torch.nn.Module):
+    """A linear layer of transformers' model with our product of its weight."""
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        # Models and this module ask for its shape and dtype alone; the numbers are packed.
+        self.weight = torch.nn.Parameter(torch.empty_like(linear.weight, device="meta"), requires_grad=False)
+        self.bias = linear.bias
+        self._product = Linear(linear.weight.detach(), None if linear.bias is None else linear.bias.detach())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._product(x.flatten(0, -2)).view(*x.shape[:-1], self.out_features)
+
+
+class KernelNorm(torch.nn.Module):
+    """A root mean square norm of transformers' model in our kernel."""
+
+    def __init__(self, weight: torch.Tensor, epsilon: float, kernels: TorchKernels) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight, requires_grad=False)
+        self._epsilon, self._kernels = epsilon, kernels
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        return self._kernels.add_rms_norm(rows, None, self.weight, self._epsilon)[1].view(x.shape)
+
+
+def _use_our_kernels(model: torch.nn.Module, kernels: TorchKernels) -> None:
+    """Replace linears and norms one by one, so that no more than one weight is there twice."""
+    with torch.inference_mode():
+        for parent in list(model.modules()):
+            for name, child in list(parent.named_children()):
+                if type(child) is torch.nn.Linear:  # not what only derives from it
+                    setattr(parent, name, PackedLinear(child))
+                elif (weight := rms_norm_weight(child)) is not None:
+                    setattr(parent, name, KernelNorm(weight, _epsilon(child), kernels))
+
+
+def _epsilon(module: torch.nn.Module) -> Any:
+    return getattr(module, "variance_epsilon", getattr(module, "eps", None))
+
+
+def rms_norm_weight(module: torch.nn.Module) -> torch.Tensor | None:
+    """The weight with which a module is a root mean square norm over the last dimension, or None if it is none.
+
+    Its own, or 1 + its own as in Gemma. Found out by trying it in float32: modules differ in little else.
+    """
+    parameters, epsilon = dict(module.named_parameters()), _epsilon(module)
+    weight = parameters.get("weight")
+    if list(parameters) != ["weight"] or weight is None or weight.dim() != 1 or not isinstance(epsilon, float):
+        return None
+    x = torch.randn(3, len(weight), generator=torch.Generator().manual_seed(0))
+    try:
+        found = copy.deepcopy(module).float()(x)
+        rounds_once = module(x.to(weight.dtype)).dtype == weight.dtype
+    except (RuntimeError, TypeError, ValueError):  # it takes other arguments, or another shape
+        return None
+    for factors in (weight.float(), 1 + weight.float()):
+        close = torch.allclose(found, F.rms_norm(x, (len(weight),), factors, epsilon), rtol=1e-5, atol=1e-6)
+        if close and rounds_once and torch.equal(factors.to(weight.dtype).float(), factors):
+            return factors.to(weight.dtype)
+    return None
+
+
 class TransformersModel:
     """A causal model of transformers on one rank."""
 
@@ -184,6 +253,8 @@ class TransformersModel:
         if problem:
             raise UnsupportedModel(f"transformers' {config.model_type} cannot run on paged attention: {problem}")
         self._model = _load(config, folder, dtype).to(device).eval()
+        if device.type == "cpu":
+            _use_our_kernels(self._model, choose_kernels(device, dtype))
         self._keeps_logits = "logits_to_keep" in inspect.signature(self._model.forward).parameters
         self._slot = Slot()
         for module in self._model.modules():
