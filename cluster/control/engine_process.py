@@ -34,6 +34,7 @@ from ...kvcache.hashing import BlockHash, BlockHasher, tenant_root, token_bytes,
 from ...kvcache.prefix_cache import CachedBlock
 from ...replica.load.cpu_threads import usable_cores
 from ...replica.messages import ReplicaDescription
+from ...replica.progress import report
 from ...router.replicas.external.addresses import Backend, describe, foreign_root
 from ...router.replicas.external.block_keys import ExternalBlocks
 from ...router.replicas.external.http_client import Address, BackendUnreachableError, Client
@@ -186,6 +187,7 @@ def start_engine(spec: RankSpec, model_dir: Path, folder: Path | None, node: str
     place, ends = _place(spec, model_dir, folder, host)
     words = command(place)
     log.info("engine_starts replica=%s command=%s", spec.replica_id, shlex.join(words))
+    report(f"starting {settings.replica.engine}")
     process = EngineProcess(words, environment(place, os.environ), settings.replica.engine)
     url = f"http://{f'[{host}]' if ':' in host else host}:{place.port}"
     try:
