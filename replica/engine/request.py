@@ -47,7 +47,7 @@ class RequestPhase(Enum):
 class Drafting:
     """Whether guessing at a request's tokens pays: after each failure in a row it rests for four times as long.
 
-    A step with drafts takes a third longer or more. So what guesses wrongly only costs 1 to 2 % of 100 tokens.
+    So an answer whose drafts all fail takes 1 to 4 % longer (docs/benchmarks.md).
     """
 
     failures: int = 0  #: in a row
