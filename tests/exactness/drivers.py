@@ -1,7 +1,10 @@
 """How to ask a router which engine it would choose. A router of another kind needs one more class like these."""
 
 import asyncio
+import contextlib
+import os
 import shlex
+import signal
 import socket
 import tempfile
 from collections.abc import Sequence
@@ -82,7 +85,7 @@ class CommandDriver:
             ends = engine.fake.endpoints
             words += shlex.split(self._each.format(url=engine.fake.url, events=ends.events, replay=ends.replay))
         quiet = asyncio.subprocess.DEVNULL
-        self._process = await asyncio.create_subprocess_exec(*words, stdout=quiet, stderr=quiet)
+        self._process = await asyncio.create_subprocess_exec(*words, stdout=quiet, stderr=quiet, start_new_session=True)
         self._url = f"http://127.0.0.1:{port}"
         await until(self._answers)
         await asyncio.sleep(SETTLE_S)
@@ -102,6 +105,6 @@ class CommandDriver:
         return asked[0] if asked else "none"
 
     async def stop(self) -> None:
-        if self._process.returncode is None:
-            self._process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # some routers start another process
         await self._process.wait()
