@@ -1,6 +1,7 @@
 """What commands print: columns, colours and progress for a person at a terminal, plain lines for everything else."""
 
 import io
+import select
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,16 @@ ShowProgress = Callable[[str, int, int], None]
 
 def count(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def has_room(out: TextIO) -> bool:
+    """Whether a line can be written at once: not to a pipe that nobody reads, or that nobody will read any more."""
+    try:
+        writable = select.poll()
+        writable.register(out.fileno(), select.POLLOUT)
+    except OSError:  # no file, but text in memory
+        return True
+    return [events for _, events in writable.poll(0)] == [select.POLLOUT]
 
 
 def console(out: TextIO) -> Console:

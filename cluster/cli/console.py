@@ -17,7 +17,7 @@ from ... import __version__
 from ..config import Settings, state_folder
 from ..control.control_messages import ClusterStatus, Notice, ReplicaStatus
 from ..logs import LogLine
-from ..output import Waiting, count
+from ..output import Waiting, count, has_room
 from ..preflight import exposures
 
 CHAT = {"messages": [{"role": "user", "content": "Tell me a story about a fox."}], "temperature": 0}
@@ -26,6 +26,7 @@ COMPLETION = {"prompt": "Once upon a time", "max_tokens": 64, "temperature": 0}
 
 class Console:
     def __init__(self, out: TextIO, clock: Callable[[], float] = time.monotonic, *, program: str = "homing") -> None:
+        self._out = out
         self._waiting = Waiting(out)
         self._terminal = out.isatty()
         self._program = program
@@ -85,8 +86,10 @@ class Console:
                 self.line(f"{time.strftime('%H:%M:%S')} {notice.level:<7} {notice.text}")
 
     def answered(self, lines: Iterable[LogLine]) -> None:
-        """Print the requests that have ended, from the lines of the access log."""
+        """Print the requests that have ended, from the lines of the access log, unless nobody reads them."""
         for line in lines:
+            if not has_room(self._out):
+                return  # a supervisor must not wait; `homing logs requests` has them all
             self.line(f"{line.time[11:19]} {request_line(line.text)}")
 
     def banner(self, status: ClusterStatus, settings: Settings, *, detached: bool, chats: bool = True) -> None:

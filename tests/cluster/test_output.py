@@ -1,10 +1,12 @@
 """What commands print at a terminal, and what everywhere else."""
 
+import contextlib
 import io
+import os
 
 import pytest
 
-from homing.cluster.output import Waiting, plain, progress, show, table
+from homing.cluster.output import Waiting, has_room, plain, progress, show, table
 
 
 class Terminal(io.StringIO):
@@ -77,3 +79,19 @@ def test_what_is_waited_for_stands_below_what_has_happened(terminal: bool) -> No
     assert ("40 %" in out.getvalue()) == terminal
     assert "r1 is ready\n" in out.getvalue()
     assert out.getvalue().endswith("all are ready\n")
+
+
+def test_a_pipe_that_nobody_reads_has_no_room_and_one_that_is_read_has() -> None:
+    """`homing serve` must not stop looking after its replicas because its lines are not read."""
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as out:
+        empty = has_room(out)
+        os.set_blocking(writer, False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(writer, b"x" * 4096)
+        full = has_room(out)
+        os.close(reader)
+        broken = has_room(out)
+
+    assert (empty, full, broken, has_room(io.StringIO())) == (True, False, False, True)
