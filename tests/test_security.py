@@ -49,7 +49,9 @@ def test_nothing_of_ours_reads_or_writes_pickles() -> None:
 
 def test_the_page_lists_every_file_with_a_zeromq_socket() -> None:
     """One that is added is a way in, and comes with its limit and its fuzzing, or this fails."""
-    listed = set(re.findall(r"`((?:events|replica|router)/[\w/]+\.py)`", PAGE.split("## Sockets")[1].split("## ")[0]))
+    listed = set(
+        re.findall(r"`((?:cluster|events|replica|router)/[\w/]+\.py)`", PAGE.split("## Sockets")[1].split("## ")[0])
+    )
 
     assert listed == {name(path) for path in with_sockets()}
 

@@ -61,6 +61,8 @@ START_SHARE = 0.9
 #: The first request may compile something. Not tuned.
 CANARY_TIMEOUT_S = 120.0
 EVENTS_TIMEOUT_S = 10.0
+#: As readers of events accept.
+MAX_FRAME_BYTES = 256 * 1024 * 1024
 HEALTH_TIMEOUT_S = 5.0
 POLL_S = 0.2
 LINES_KEPT = 200
@@ -347,6 +349,7 @@ def replayed(endpoint: str, since: int) -> list[bytes]:
     """The payloads of all event batches from this number on. Raises zmq.ZMQError and EventError."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as sock:
         sock.linger = 0
+        sock.maxmsgsize = MAX_FRAME_BYTES
         sock.rcvtimeo = int(EVENTS_TIMEOUT_S * 1000)
         sock.connect(endpoint)
         sock.send_multipart(replay_request(since))

@@ -137,6 +137,7 @@ def watch(cluster: Serving, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 def test_requests_with_one_system_prompt_go_to_the_replica_that_holds_it(cluster: Serving, watch: Watch) -> None:
     """The promise of the project: the second request finds the first one's KV, wherever that is."""
+    until(lambda: True if cluster.idle() else None, "no other test's request draws these elsewhere")
     system = long_system_prompt(cluster, 1000)
     replicas, cached = [], []
 
@@ -247,6 +248,7 @@ def test_a_stream_survives_the_death_of_its_replica(cluster: Serving, watch: Wat
 def test_a_tree_rebuilt_from_the_printed_events_is_the_replicas_own_cache(cluster: Serving, watch: Watch) -> None:
     """`homing watch` is what other tools build on: after all of the above, across a death, it must be exact."""
     replicas = cluster.serving(2)
+    cluster.home(LONG_PROMPTS[0])
     own = {(name, r["epoch"]): snapshot(r["event_endpoints"]["snapshot"]) for name, r in replicas.items()}
 
     def rebuilt() -> dict[tuple[str, int], dict[int, int | None]] | None:

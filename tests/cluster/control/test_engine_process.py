@@ -1,5 +1,6 @@
 """One engine under its keeper, without Ray: a program that speaks as vLLM does stands in for it."""
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -25,6 +26,7 @@ from ..engine_program import engine_python
 
 #: Only catches hangs.
 PATIENCE_S = 120.0
+PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
 
 
 def rank_spec(folder: Path, engine_args: str = "", **flags: str) -> RankSpec:
@@ -61,8 +63,8 @@ def below(pid: int) -> list[psutil.Process]:
 
 def engine_process() -> psutil.Process:
     """The engine's own process, which its keeper names as an argument."""
-    found = [each for each in below(os.getpid()) if Path(each.cmdline()[2]).name == "engine_program.py"]
-    (engine,) = found
+    living = [each for each in below(os.getpid()) if each.status() != psutil.STATUS_ZOMBIE]
+    (engine,) = [each for each in living if Path(each.cmdline()[2]).name == "engine_program.py"]
     return engine
 
 
@@ -90,7 +92,17 @@ def running(server: EngineServer) -> Iterator[list[BaseException | None]]:
 
 
 @pytest.fixture(autouse=True)
-def no_process_left() -> Iterator[None]:
+def orphans_go_to_init() -> Iterator[None]:
+    """A test that starts Ray in this process makes it adopt orphans: they would stay as zombies."""
+    libc, adopts = ctypes.CDLL(None), ctypes.c_int()
+    libc.prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(adopts), 0, 0, 0)
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+    yield
+    libc.prctl(PR_SET_CHILD_SUBREAPER, adopts.value, 0, 0, 0)
+
+
+@pytest.fixture(autouse=True)
+def no_process_left(orphans_go_to_init: None) -> Iterator[None]:
     """Whatever happens to an engine, nothing of it stays, not even a zombie."""
     before = {process.pid for process in below(os.getpid())}
     yield

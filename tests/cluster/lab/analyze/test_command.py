@@ -214,7 +214,7 @@ def test_a_folder_without_a_tokenizer_is_named(chats: Path, tmp_path: Path):
     with pytest.raises(ModelUnavailable, match="--tokenizer"):
         ran(chats, "--model", config)
     told = ran_json(chats, "--model", config, "--tokenizer", demo_model_path())
-    assert told["bytes_per_block"] == 2 * 16 * 4 * 32 * 2 * 4
+    assert told["bytes_per_block"] == 2 * 16 * 4 * 32 * 4 * 4  # keys and values, tokens, heads, sizes, bytes, layers
 
 
 @pytest.mark.parametrize(
