@@ -95,12 +95,18 @@ class Serving:
     def serving(self, count: int) -> dict[str, dict[str, Any]]:
         """All replicas, once so many serve with exact events."""
 
+        seen: dict[str, tuple[str, str]] = {}
+
         def ask() -> dict[str, dict[str, Any]] | None:
             replicas = self.replicas()
-            live = [r for r in replicas.values() if r["state"] == "serving" and r["feed"] == "live"]
-            return replicas if len(live) == count else None
+            seen.clear()
+            seen.update({name: (each["state"], each["feed"]) for name, each in replicas.items()})
+            return replicas if list(seen.values()).count(("serving", "live")) == count else None
 
-        return until(ask, f"{count} replicas serve")
+        try:
+            return until(ask, f"{count} replicas serve")
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {seen}") from None
 
     def idle(self) -> bool:
         """Whether nothing runs or waits, and every block is free again (one of each pool is the null block)."""
