@@ -109,8 +109,7 @@ class FastEncoder:
     def encode(self, texts: Sequence[str], *, special_tokens: bool, most: int | None = None) -> list[TokenIds]:
         try:
             if most is not None and max(map(len, texts), default=0) > COPIED_BYTES:
-                encode = self._tokenizer.encode
-                return _ids([encode(text, add_special_tokens=special_tokens) for text in texts], most)
+                self._count(texts, special_tokens, most)
             data, ends = self._tokenizer.encode_batch_flat(list(texts), add_special_tokens=special_tokens)
         except (KeyboardInterrupt, SystemExit, TooManyTokens):
             raise
@@ -125,6 +124,12 @@ class FastEncoder:
             for at in range(4 * start, 4 * end, COPIED_BYTES):
                 found[-1].frombytes(ids[at : min(at + COPIED_BYTES, 4 * end)])
         return found
+
+    def _count(self, texts: Sequence[str], special_tokens: bool, most: int) -> None:
+        """Raise TooManyTokens. Beforehand, as the bytes of too many ids are copied while the GIL is held."""
+        for text in texts:
+            if (tokens := len(self._tokenizer.encode(text, add_special_tokens=special_tokens))) > most:
+                raise TooManyTokens(tokens)
 
 
 def _ids(encodings: Sequence[Any], most: int | None) -> list[TokenIds]:

@@ -37,6 +37,8 @@ Result = TypeVar("Result")
 CUT_CHARACTERS = 128 * 1024
 #: Bodies with more are prepared off the event loop: a message, block or tool takes 3 to 10 µs.
 INLINE_OBJECTS = 1000
+#: Of a prompt for no model's context, which is longer than any: ids take memory, and time of everybody.
+MOST_TOKENS = 1_000_000
 #: More ids are decoded off the event loop: at 0.15 µs each.
 INLINE_IDS = 4096
 
@@ -147,7 +149,7 @@ class TextModel:
     ) -> list[TokenIds]:
         """Ids of each text; long ones off the event loop.
 
-        `context`: of the model, in tokens; None: any length. `param`: the field with the texts. Raises PromptTooLong,
+        `context`: of the model, in tokens; None: MOST_TOKENS. `param`: the field with the texts. Raises PromptTooLong,
         PromptOverLimit and RateLimited, where possible before anything is encoded; InvalidRequest; DeadlineExceeded.
         """
         characters = sum(map(len, texts))
@@ -162,7 +164,7 @@ class TextModel:
     def encode_chat_now(self, conversation: TemplateInput, *, salt: bytes = b"") -> TokenIds:
         """As `encode_chat`, in place."""
         if self._cutter is None:
-            return self._encode_chat(conversation, None, None)
+            return self._encode_chat(conversation, MOST_TOKENS, None)
         segments, known, missing = self._recall(self._cutter, self._template.render(conversation), salt)
         return self._complete(segments, known, missing, self.encode_now(missing, special_tokens=False), salt)
 
@@ -212,20 +214,18 @@ class TextModel:
             sender.check([error.tokens])
             raise AssertionError(f"{error.tokens} tokens are neither too many for {context} nor for {sender}") from None
 
-    def _encode(
-        self, texts: Sequence[str], *, special_tokens: bool, most: int | None, param: str | None
-    ) -> list[TokenIds]:
+    def _encode(self, texts: Sequence[str], *, special_tokens: bool, most: int, param: str | None) -> list[TokenIds]:
         """In any thread. Raises TooManyTokens, and InvalidRequest for texts that would take too long."""
         longest = self._encoder.most_characters
         for text in texts:
-            if most is not None and (fewest := fewest_tokens(text, self._bound)) > most:
+            if (fewest := fewest_tokens(text, self._bound)) > most:
                 raise TooManyTokens(fewest, at_least=True)
             if longest is not None and len(text) > longest:
                 raise InvalidRequest(f"this model's tokenizer takes at most {longest} characters", param=param)
         return self._encoder.encode(texts, special_tokens=special_tokens, most=most)
 
     def _encode_chat(
-        self, conversation: TemplateInput | Callable[[], TemplateInput], most: int | None, param: str | None
+        self, conversation: TemplateInput | Callable[[], TemplateInput], most: int, param: str | None
     ) -> TokenIds:
         """In any thread."""
         return self._encode([self._render(conversation)], special_tokens=False, most=most, param=param)[0]
@@ -304,17 +304,20 @@ class TextModel:
         return [self._backend.id_to_token(token_id) or "" for token_id in token_ids]
 
 
-def _most(sender: Sender, context: int | None) -> int | None:
-    """The tokens that a prompt may have; None: any number."""
-    if context is None:
-        return sender.most_tokens
-    return context - 1 if sender.most_tokens is None else min(context - 1, sender.most_tokens)
+def _most(sender: Sender, context: int | None) -> int:
+    """The tokens that a prompt may have."""
+    most = MOST_TOKENS if context is None else context - 1
+    return most if sender.most_tokens is None else min(most, sender.most_tokens)
 
 
 def _check_context(tokens: int, context: int | None, param: str | None, *, at_least: bool = False) -> None:
-    """Raise PromptTooLong if this many tokens leave no room in the model's context."""
+    """Raise PromptTooLong if this many tokens leave no room in the model's context; without one, InvalidRequest."""
     if context is not None and tokens >= context:
         raise PromptTooLong(tokens, context, param=param, at_least=at_least)
+    if context is None and tokens > MOST_TOKENS:
+        raise InvalidRequest(
+            f"the prompt has {'at least ' * at_least}{tokens} tokens; the maximum here is {MOST_TOKENS}", param=param
+        )
 
 
 def _model_type(folder: Path) -> str:
