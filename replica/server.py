@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from secrets import randbits
-from typing import TypeVar
+from typing import TypeVar, assert_never
 
 import torch
 import zmq
@@ -44,6 +44,7 @@ from .load.preflight import check_vocabulary_size
 from .load.startup import measure_rates, number_of_blocks, resolve_limits
 from .messages import (
     MAX_NEXT_EVICTIONS,
+    Abort,
     AskNextEvictions,
     CacheReset,
     Generate,
@@ -341,10 +342,12 @@ class ReplicaServer:
                 self._send(source, CacheReset(ask_id=ask_id, done=self._cache.reset()))
             case AskNextEvictions():
                 self._send(source, NextEvictions(hashes=b"".join(self._cache.next_evictions(MAX_NEXT_EVICTIONS))))
-            case _:
-                for request_id in request.request_ids:
+            case Abort(request_ids=request_ids):
+                for request_id in request_ids:
                     self._compiling.pop(RequestKey(source, request_id), None)
-                self._engine.abort(source, request.request_ids)
+                self._engine.abort(source, request_ids)
+            case _:
+                assert_never(request)
 
     def _admit(self, source: str, request: Generate, guide: Guide | None = None) -> None:
         try:
