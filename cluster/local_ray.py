@@ -38,14 +38,20 @@ RAY_ENVIRONMENT = {
     "RAY_LOG_TO_DRIVER_EVENT_LEVEL": "ERROR",
     "TOKENIZERS_PARALLELISM": "false",
 }
-#: For a local Ray, unless the operator has set them: what happens when the machine runs out of memory.
+#: For Ray on every machine, unless the operator has set them: what happens when memory runs out, and its priority.
 #:
 #: Ray 2.60's memory monitor looks at the whole machine. From 95 % on it kills actors until enough memory would be free:
 #: first those that Ray can restart, which are our controller and supervisor of 0.05 GB each, then the newest. When
 #: another program took the memory, the whole cluster ended. So it is off, and the kernel decides when memory has really
 #: run out. Ray also asks the kernel to take workers before every other process of the machine; without that, the
 #: largest process ends, ours or not. Of ours that is a rank, and a replica is rebuilt.
-MEMORY_ENVIRONMENT = {"RAY_memory_monitor_refresh_ms": "0", "RAY_worker_oom_score_adjustment": "0"}
+#:
+#: Ray starts workers at niceness 15: beside a busy process of usual priority, a rank would get 3 % of a core.
+NODE_ENVIRONMENT = {
+    "RAY_memory_monitor_refresh_ms": "0",
+    "RAY_worker_oom_score_adjustment": "0",
+    "RAY_worker_niceness": "0",
+}
 #: For a local Ray, unless the operator has set it.
 PATIENCE_ENVIRONMENT = {"RAY_gcs_server_port_wait_time_s": f"{RAY_START_TIMEOUT_S:.0f}"}
 
@@ -68,7 +74,7 @@ def sockets_folder(folder: Path) -> Path:
 
 def set_local_environment(environ: MutableMapping[str, str]) -> None:
     """Set what a local Ray reads when it is imported; an operator's own values of those that have a default stay."""
-    for name, value in (MEMORY_ENVIRONMENT | PATIENCE_ENVIRONMENT).items():
+    for name, value in (NODE_ENVIRONMENT | PATIENCE_ENVIRONMENT).items():
         environ.setdefault(name, value)
     environ.update(RAY_ENVIRONMENT)
 

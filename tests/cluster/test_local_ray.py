@@ -51,15 +51,16 @@ def test_the_folder_for_sockets_is_there_before_any_process_uses_it(tmp_path: Pa
     assert sockets_folder(tmp_path) == folder
 
 
-def test_no_memory_monitor_chooses_what_dies_unless_the_operator_wants_one() -> None:
-    """Ray's kills restartable actors first: controller and supervisor, of 50 MB each, and with them the cluster."""
+def test_what_ray_does_to_memory_and_priority_is_ours_unless_the_operator_wants_it() -> None:
+    """Its monitor kills restartable actors first: controller and supervisor, 50 MB each, and with them the cluster."""
     ours: dict[str, str] = {}
     set_local_environment(ours)
-    own = {"RAY_memory_monitor_refresh_ms": "250", "RAY_USAGE_STATS_ENABLED": "1"}
+    own = {"RAY_memory_monitor_refresh_ms": "250", "RAY_worker_niceness": "5", "RAY_USAGE_STATS_ENABLED": "1"}
     set_local_environment(own)
 
     assert (ours["RAY_memory_monitor_refresh_ms"], ours["RAY_worker_oom_score_adjustment"]) == ("0", "0")
-    assert own["RAY_memory_monitor_refresh_ms"] == "250"
+    assert ours["RAY_worker_niceness"] == "0"
+    assert (own["RAY_memory_monitor_refresh_ms"], own["RAY_worker_niceness"]) == ("250", "5")
     assert own["RAY_USAGE_STATS_ENABLED"] == "0"
 
 

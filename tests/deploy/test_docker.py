@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 
 from homing import __version__
 from homing.cluster.cli.main import parse
-from homing.cluster.local_ray import MEMORY_ENVIRONMENT
+from homing.cluster.local_ray import NODE_ENVIRONMENT
 
 from .files import DEPLOY, pinned, read_yaml, serve_commands
 
@@ -39,7 +39,7 @@ def test_an_image_serves_with_the_token_on_and_holds_none(name: str) -> None:
     command = json.loads(text.split("\nCMD ")[1])
 
     assert "RAY_AUTH_MODE=token" in text
-    assert all(f"{name}={value}" in text for name, value in MEMORY_ENVIRONMENT.items())
+    assert all(f"{name}={value}" in text for name, value in NODE_ENVIRONMENT.items())
     assert "RAY_AUTH_TOKEN=" not in text
     assert parse(command[1:]).settings.router.host == "0.0.0.0"
 

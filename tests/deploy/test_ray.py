@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from ray.autoscaler._private.util import prepare_config, validate_config
 
-from homing.cluster.local_ray import MEMORY_ENVIRONMENT
+from homing.cluster.local_ray import NODE_ENVIRONMENT
 
 from .files import PORT_FLAG, ROOT, pinned, read_yaml
 
@@ -51,7 +51,7 @@ def test_no_memory_monitor_chooses_what_dies(name: str) -> None:
     config = read_yaml(f"ray/{name}.yaml")
     told = "\n".join([*config["setup_commands"], *config.get("docker", {}).get("run_options", [])])
 
-    assert all(f"{variable}={value}" in told for variable, value in MEMORY_ENVIRONMENT.items())
+    assert all(f"{variable}={value}" in told for variable, value in NODE_ENVIRONMENT.items())
 
 
 @pytest.mark.parametrize("name", NAMES)

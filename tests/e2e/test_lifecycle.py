@@ -50,12 +50,14 @@ def test_two_ranks_answer_like_one_and_ctrl_c_leaves_nothing(cluster: Serving, t
         assert folder.is_dir()
         (replica,) = running.replicas().values()
         story = answer(running)
+        priorities = {psutil.Process(pid).nice() for pid in (running.pid, *replica["pids"])}
         assert running.process is not None
         running.process.send_signal(signal.SIGINT)
         assert running.process.wait(60) == 0
 
     assert story == answer(cluster)
     assert len(replica["pids"]) == 2
+    assert len(priorities) == 1  # Ray's default would let every other process of the machine go first
     assert wait_gone(family, 0) == []
     assert not folder.exists()
     assert shared_memory(family) == []
