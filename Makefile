@@ -17,6 +17,9 @@ SLOW_FOLDERS := replica gpu e2e demo_model bench cluster/lab agents
 # Not quiet: torch and Ray take minutes to download, and pip's progress bars show it.
 PIP_INSTALL := $(BIN)/pip install --disable-pip-version-check --constraint constraints.txt $(PIP_FLAGS)
 
+# Hundreds of processes import the same files: without bytecode on disk each compiles them again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup serve test test-fast test-slow test-nightly coverage check lint types format wheel wheel-check compat frameworks exactness clients bench-core bench-events bench-eviction bench-partial bench-warm-up bench-decision bench-parsers bench-router bench-engine bench-guided bench-step bench-routing chaos audit gpu-check gpu-compile clean
 

@@ -14,7 +14,7 @@ import pytest
 from homing.cluster.cli.main import run
 from homing.cluster.errors import SettingsError
 
-QUICK = ["simulate", "--requests", "150", "--replicas", "3", "--cache-blocks", "500"]
+QUICK = ["simulate", "--requests", "60", "--replicas", "3", "--cache-blocks", "500"]
 
 
 def output(words: list[str]) -> str:
@@ -36,7 +36,7 @@ def trace(tmp_path: Path) -> Path:
 
 def test_policies_stand_side_by_side(trace: Path) -> None:
     """One row each, in the order asked for."""
-    told = output(["simulate", str(trace), "--policies", "expected-ttft,rr,oracle", "--load", "0.5"])
+    told = output(["simulate", str(trace), "--policies", "expected-ttft,rr,oracle", "--replicas", "2", "--load", "0.5"])
 
     rows = [line.split()[0] for line in told.splitlines()[3:]]
     assert rows == ["expected-ttft", "rr", "oracle"]
@@ -52,12 +52,12 @@ def test_the_results_can_be_read_by_programs(tmp_path: Path) -> None:
         found.append([{k: v for k, v in row.items() if k not in ("wall_s", "simulated_per_s")} for row in results])
 
     assert found[0] == found[1]
-    assert [row["finished"] for row in found[0]] == [150, 150]
+    assert [row["finished"] for row in found[0]] == [60, 60]
 
 
 def test_a_higher_rate_draws_more_users_not_faster_ones(tmp_path: Path) -> None:
     """Pauses stay as they are, so that turns of one conversation do not overlap, and all predictions hold."""
-    many = ["simulate", "--policies", "expected-ttft", "--replicas", "64", "--requests", "1500", "--rate", "400"]
+    many = ["simulate", "--policies", "expected-ttft", "--replicas", "64", "--requests", "800", "--rate", "400"]
     output([*many, "--json", str(tmp_path / "found.json")])
 
     assert json.loads((tmp_path / "found.json").read_text())["results"][0]["exact_rate"] > 0.99
@@ -76,7 +76,7 @@ def test_a_page_is_drawn(tmp_path: Path) -> None:
 
 def test_a_scenario_with_a_fault_says_when_hits_were_back() -> None:
     """That is what a restart costs."""
-    told = output(["simulate", "--scenario", "burst", "--policies", "expected-ttft,llm-d"])
+    told = output(["simulate", "--scenario", "burst", "--requests", "300", "--policies", "expected-ttft,llm-d"])
 
     assert told.startswith("burst: ")
     assert "recovery" not in told
