@@ -94,6 +94,9 @@ Out = Annotated[TextIO, Parameter(parse=False)]
 Words = Annotated[Sequence[str], Parameter(parse=False)]
 Url = Annotated[str | None, option("address of a cluster (default: the one that runs here)", metavar="URL")]
 NoWait = Annotated[bool, option("return at once")]
+Detach = Annotated[bool, option("run in the background; return when it is ready")]
+Quiet = Annotated[bool, option("do not print a line for each request (homing logs requests has them)")]
+Background = Annotated[bool, option("what --detach starts", show=False)]
 ServedModel = Annotated[
     str | None,
     option("name of the model, if several are served", SETTINGS["served_model_name"].flag, metavar="NAME"),

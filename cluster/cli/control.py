@@ -8,13 +8,35 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Annotated, Any, TextIO
 
 from .. import local_ray
 from ..config import Settings, added_settings, changed_settings, state_folder
 from ..control.control_messages import CONTROLLER, ClusterStatus, Failed, ModelSpec
 from ..devices import settle
-from ..errors import ClusterError, NoSuchModel, NoSuchReplica, NotRunning, StartFailed, UpdateAbandoned
+from ..errors import (
+    ClusterError,
+    NoSuchModel,
+    NoSuchReplica,
+    NotRunning,
+    SettingsError,
+    StartFailed,
+    UpdateAbandoned,
+)
+from ..flags import (
+    LOOKUP,
+    NOTHING,
+    Changes,
+    FindCluster,
+    Given,
+    NoWait,
+    Out,
+    ServedModel,
+    option,
+    settings_of,
+    texts,
+    with_model,
+)
 from ..model_source import find_model
 from ..output import count
 from ..preflight import check_bounds, check_folder, with_tokenizer
@@ -25,16 +47,26 @@ POLL_S = 0.2
 ANSWER_TIMEOUT_S = 60.0
 
 
-def scale(settings: Settings, out: TextIO, *, model: str | None, wanted: int, wait: bool) -> int:
-    """Change the number of replicas of this model (None: the only one); returns when they serve.
-
-    Raises NotRunning, NoSuchModel and StartFailed.
-    """
-    with _visit(settings):
+def scale(
+    *words: Annotated[str, option("number of replicas; before it the model's name, if several are served", "N")],
+    given: FindCluster = NOTHING,
+    out: Out,
+    asked_model: ServedModel = None,
+    no_wait: NoWait = False,
+) -> int:
+    """Change the number of replicas; returns when they serve. Raises NotRunning, NoSuchModel and StartFailed."""
+    if not 1 <= len(words) <= 2:
+        raise SettingsError("scale: give the number of replicas (see: homing scale --help)")
+    model, wanted = words[0] if words[1:] else None, words[-1]
+    if not wanted.isdigit():
+        raise SettingsError(f"scale: {wanted!r} is not a number of replicas")
+    if model and asked_model and model != asked_model:
+        raise SettingsError(f"the model is given twice: {model} and --served-model-name {asked_model}")
+    with _visit(given):
         client = ControllerClient(out)
-        name = choose_model([each.name for each in client.status().models], model)
-        client.order("scale", name, wanted)
-        return client.follow([name], wait=wait, done=count(wanted, "replica"))
+        name = choose_model([each.name for each in client.status().models], model or asked_model)
+        client.order("scale", name, int(wanted))
+        return client.follow([name], wait=not no_wait, done=count(int(wanted), "replica"))
 
 
 def choose_model(names: Sequence[str], model: str | None) -> str:
@@ -47,33 +79,57 @@ def choose_model(names: Sequence[str], model: str | None) -> str:
     return model or names[0]
 
 
-def drain(settings: Settings, out: TextIO, *, replica_id: str, replace: bool, wait: bool) -> int:
+def drain(
+    replica_id: Annotated[str, option("name of the replica, such as r0", "REPLICA")],
+    /,
+    *,
+    given: FindCluster = NOTHING,
+    out: Out,
+    replace: Annotated[bool, option("start another replica in its place first")] = False,
+    no_wait: NoWait = False,
+) -> int:
     """Drain one replica; returns when it has ended. Raises NotRunning and NoSuchReplica."""
-    with _visit(settings):
+    with _visit(given):
         client = ControllerClient(out)
         models = {replica.model for replica in client.status().replicas if replica.replica_id == replica_id}
         failed: Failed | None = client.ask("drain", replica_id, replace=replace)
         if failed is not None:
             raise NoSuchReplica(failed.message)
-        return client.follow(models, wait=wait, done=f"{replica_id} is drained")
+        return client.follow(models, wait=not no_wait, done=f"{replica_id} is drained")
 
 
-def update(settings: Settings, out: TextIO, *, wait: bool, **changes: Any) -> int:
+def update(
+    model: Annotated[str | None, option("another model, or another version of it")] = None,
+    /,
+    *,
+    given: Changes = NOTHING,
+    out: Out,
+    remove: Annotated[
+        tuple[str, ...], option("stop serving this model; may be repeated", metavar="NAME", consume_multiple=False)
+    ] = (),
+    restart: Annotated[bool, option("replace every replica even if nothing changes")] = False,
+    no_wait: NoWait = False,
+) -> int:
     """Replace replicas by ones with changed settings, start models that a file adds, and remove models.
 
-    `changes`: as in `update_orders`. Raises NotRunning, SettingsError, NoSuchModel, StartFailed and UpdateAbandoned.
+    Raises NotRunning, SettingsError, NoSuchModel, StartFailed and UpdateAbandoned.
     """
-    with _visit(settings):
+    # `LOOKUP` says which cluster; the other settings and the file are changes.
+    flags = with_model({name: text for name, text in texts(given).items() if name not in LOOKUP}, model)
+    with _visit({name: values for name, values in given.items() if name in LOOKUP}):
         client = ControllerClient(out)
         running = {model.name: model for model in client.ask("current")}
-        orders = update_orders(running, gpus=local_ray.gpus_by_machine(), **changes)
+        gpus = local_ray.gpus_by_machine()
+        orders = update_orders(
+            running, flags=flags, file=given.get("config"), remove=remove, restart=restart, gpus=gpus
+        )
         if not orders:
             print("nothing changes (to replace every replica: --restart)", file=out)
             return 0
         for verb, subject in orders:
             client.order(verb, subject)
         names = [subject if isinstance(subject, str) else subject.name for _, subject in orders]
-        return client.follow(names, wait=wait, done=updated(running, orders), updating=True)
+        return client.follow(names, wait=not no_wait, done=updated(running, orders), updating=True)
 
 
 def updated(running: Mapping[str, ModelSpec], orders: Sequence[tuple[str, ModelSpec | str]]) -> str:
@@ -206,7 +262,8 @@ class ControllerClient:
         return 0
 
 
-def _visit(settings: Settings) -> AbstractContextManager[None]:
+def _visit(given: Given) -> AbstractContextManager[None]:
+    settings = settings_of(given)
     entry = ClusterRegistry(state_folder(settings)).running(settings.cluster.name)
     if entry.ray_address is None:
         raise NotRunning(f"cluster {entry.name!r} is still starting, or has no replicas of its own (pid {entry.pid})")

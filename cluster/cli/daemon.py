@@ -10,12 +10,13 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import Annotated, TextIO
 
 import psutil
 
 from ..config import Settings, state_folder
 from ..errors import AlreadyRunning, StopFailed
+from ..flags import NOTHING, FindCluster, Out, option, settings_of
 from ..registry import ClusterRegistry, RegistryEntry, describe_running, kill, wait_gone
 
 POLL_S = 0.1
@@ -32,8 +33,9 @@ def detach(settings: Settings, words: Sequence[str], out: TextIO) -> int:
     if entry := registry.live(name):
         raise AlreadyRunning(f"cluster {name!r} is running already (pid {entry.pid}); end it with homing stop")
     log = registry.log_path(name)
+    own_words = [word for word in words if word != "--detach"]
     # -P: a file in the current folder must not replace a module of the daemon's.
-    command = [sys.executable, "-P", "-m", "homing.cluster.cli.main", *words, "--background"]
+    command = [sys.executable, "-P", "-m", "homing.cluster.cli.main", *own_words, "--background"]
     # Ours alone: a link in a folder that others can write must not choose which file is emptied.
     with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb") as output:
         os.fchmod(output.fileno(), 0o600)
@@ -66,8 +68,14 @@ def _follow(daemon: "subprocess.Popen[bytes]", registry: ClusterRegistry, name: 
             time.sleep(POLL_S)
 
 
-def stop(settings: Settings, out: TextIO, *, force: bool) -> int:
-    """End the cluster of this name; what has not ended in time is killed, with `force` at once. Raises NotRunning."""
+def stop(
+    *,
+    given: FindCluster = NOTHING,
+    out: Out,
+    force: Annotated[bool, option("kill it at once, without an orderly end")] = False,
+) -> int:
+    """End a cluster; what has not ended in time is killed. Raises NotRunning."""
+    settings = settings_of(given)
     registry, name = ClusterRegistry(state_folder(settings)), settings.cluster.name
     entry = registry.running(name)
     began = time.monotonic()

@@ -7,7 +7,7 @@ changed. Exit code 1 for errors, 0 for warnings alone.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Annotated, Any, Literal
 
 import msgspec
 from rich.console import RenderableType
@@ -23,6 +23,7 @@ from ..client import get_json
 from ..config import Settings, state_folder
 from ..devices import settle
 from ..errors import ClusterError
+from ..flags import NOTHING, AllSettings, Out, option, settings_of
 from ..host import DiskInfo, MachineInfo, inspect_machine
 from ..model_source import DEMO, find_model
 from ..output import show, table
@@ -49,8 +50,16 @@ class Finding:
     remedy: str = ""
 
 
-def doctor(settings: Settings, out: TextIO, *, as_json: bool) -> int:
+def doctor(
+    model: Annotated[str | None, option("the model to be served")] = None,
+    /,
+    *,
+    given: AllSettings = NOTHING,
+    out: Out,
+    as_json: Annotated[bool, option("print a list of findings, for programs", "--json")] = False,
+) -> int:
     """Check machine, settings and running cluster; returns the exit code."""
+    settings = settings_of(given, model)
     entry = ClusterRegistry(state_folder(settings)).live(settings.cluster.name)
     host = inspect_machine(_folders(settings))
     findings = [*examine_host(host, settings), *examine_settings(settings, entry), *_examine_cluster(entry)]

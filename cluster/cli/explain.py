@@ -4,15 +4,16 @@
 """
 
 import json
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Annotated, Any
 
 from rich.console import RenderableType
 
-from ..client import post_json, router_urls
-from ..config import Settings
+from ..client import post_json, read_key, router_urls
 from ..errors import ClusterError, SettingsError
+from ..flags import NOTHING, FindCluster, Out, ServedModel, Url, option, settings_of
 from ..output import count, show, table
 from .status import by_name
 
@@ -21,43 +22,50 @@ COLUMNS = ("", "replica", "events", *NUMBERS, "why")
 
 
 def explain(
-    settings: Settings, out: TextIO, body: Mapping[str, Any], *, url: str | None, api_key: str, as_json: bool
+    prompt: Annotated[str | None, option("sent as one user message; with --raw without a chat template")] = None,
+    /,
+    *,
+    given: FindCluster = NOTHING,
+    out: Out,
+    raw: Annotated[bool, option("no chat template: the prompt of a completion")] = False,
+    asked_model: ServedModel = None,
+    body: Annotated[
+        str | None, option("JSON body of a chat or completion request, instead of a prompt", metavar="FILE")
+    ] = None,
+    diff: Annotated[
+        tuple[str, str] | None, option("two such files: where their prompts begin to differ", metavar="FILE")
+    ] = None,
+    api_key_file: Annotated[
+        str,
+        option(
+            "file with the tenant's API key (-: standard input); tenants share no cached blocks",
+            metavar="FILE",
+            allow_leading_hyphen=True,
+        ),
+    ] = "",
+    url: Url = None,
+    as_json: Annotated[bool, option("print the response of /explain, for programs", "--json")] = False,
 ) -> int:
-    """Print the routing decision for `body`, a chat or completion request. Raises NotRunning and ClusterError.
-
-    `api_key` selects the tenant: tenants share no cached blocks.
-    """
+    """Print the routing decision for a request, or how two differ. Raises NotRunning and ClusterError."""
+    # never on the command line, which everybody on the machine can read
+    api_key = read_key(api_key_file, "--api-key-file", sys.stdin)
+    named = {} if asked_model is None else {"model": asked_model}
+    if diff:
+        path, asked = "explain/diff", {key: _body(file, "--diff") | named for key, file in zip("ab", diff, strict=True)}
+    else:
+        path, asked = "explain", request_body(prompt, body, raw=raw) | named
     try:
-        found = post_json(f"{router_urls(settings, url)[0]}/explain", body, api_key=api_key)
+        found = post_json(f"{router_urls(settings_of(given), url)[0]}/{path}", asked, api_key=api_key)
     except ClusterError as error:
-        if "model" in body or "field 'model'" not in str(error):
+        if diff or "model" in asked or "field 'model'" not in str(error):
             raise
         raise SettingsError(f"{error}; name one with --served-model-name") from error
     if as_json:
         print(json.dumps(found, indent=2), file=out)
+    elif diff:
+        print(render_diff(found), file=out)
     else:
         show(out, *render(found))
-    return 0
-
-
-def diff(
-    settings: Settings,
-    out: TextIO,
-    files: Sequence[str],
-    model: str | None,
-    *,
-    url: str | None,
-    api_key: str,
-    as_json: bool,
-) -> int:
-    """Print where the prompt of the second file's request departs from that of the first. Raises as `explain`.
-
-    `model` overrides those of the requests.
-    """
-    named = {} if model is None else {"model": model}
-    bodies = {key: _body(file, "--diff") | named for key, file in zip("ab", files, strict=True)}
-    found = post_json(f"{router_urls(settings, url)[0]}/explain/diff", bodies, api_key=api_key)
-    print(json.dumps(found, indent=2) if as_json else render_diff(found), file=out)
     return 0
 
 
@@ -76,14 +84,13 @@ def _departure_lines(departure: Mapping[str, Any] | None) -> list[str]:
     return lines if departure["instead_of"] is None else [*lines, f"instead of: {departure['instead_of']!r}"]
 
 
-def request_body(prompt: str | None, file: str | None, model: str | None, *, raw: bool) -> dict[str, Any]:
-    """The request to explain: a prompt, as one user message or `raw`, or the body in a file. `model` overrides it."""
+def request_body(prompt: str | None, file: str | None, *, raw: bool) -> dict[str, Any]:
+    """The request to explain: a prompt, as one user message or `raw`, or the body in a file."""
     if (prompt is None) == (file is None):
         raise SettingsError("explain: give a prompt, or --body FILE with the JSON of a request")
-    named = {} if model is None else {"model": model}
     if file is None:
-        return named | ({"prompt": prompt} if raw else {"messages": [{"role": "user", "content": prompt}]})
-    return _body(file, "--body") | named
+        return {"prompt": prompt} if raw else {"messages": [{"role": "user", "content": prompt}]}
+    return _body(file, "--body")
 
 
 def _body(file: str, flag: str) -> dict[str, Any]:

@@ -2,10 +2,13 @@
 
 import time
 from collections.abc import Callable
-from typing import TextIO
+from typing import Annotated, TextIO
+
+from cyclopts import Parameter
 
 from ..config import Settings, nearest, state_folder
 from ..errors import NoSuchLog
+from ..flags import NOTHING, FindCluster, Out, option, settings_of
 from ..logs import LogLine, LogTail, belongs, parts, read_log
 from ..registry import ClusterRegistry
 
@@ -13,18 +16,17 @@ POLL_S = 0.2
 
 
 def logs(
-    settings: Settings,
-    out: TextIO,
+    part: Annotated[str | None, option("a replica such as r0, router, requests or controller (default: all)")] = None,
+    /,
     *,
-    part: str | None,
-    lines: int,
-    follow: bool,
-    pause: Callable[[float], None] = time.sleep,
+    given: FindCluster = NOTHING,
+    out: Out,
+    lines: Annotated[int, option("print only the last N; 0: all that is kept", metavar="N")] = 200,
+    follow: Annotated[bool, option("also print what is added, until interrupted", "--follow", "-f")] = False,
+    pause: Annotated[Callable[[float], None], Parameter(parse=False)] = time.sleep,
 ) -> int:
-    """Print the last `lines` (0: all) of a part, or of all; with `follow` also what is added, until interrupted.
-
-    Raises NoSuchLog.
-    """
+    """Print what the parts have logged. Raises NoSuchLog."""
+    settings = settings_of(given)
     folder = ClusterRegistry(state_folder(settings)).log_folder(settings.cluster.name)
     known = parts(folder)
     selected = [each for each in known if part is None or belongs(each, part)]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..config import Settings
     from ..flags import Given
 
-#: The commands by task, with their help. A new one is a row here, and a function of its name in `commands`.
+#: The commands by task, with their help. A new one is a row here, and a function of its name in the module of its name.
 COMMANDS: dict[str, dict[str, str]] = {
     "Start and end": {
         "serve": "Start replicas and router, and keep them running.",
@@ -48,8 +48,13 @@ COMMANDS: dict[str, dict[str, str]] = {
     },
 }
 NAMES = [name for commands in COMMANDS.values() for name in commands]
-#: Of commands that are elsewhere: the offline tools, which nothing that serves imports.
-ELSEWHERE = {tool: f"homing.cluster.lab.{tool}.command:{tool}_command" for tool in ("simulate", "analyze")}
+#: The functions of commands that are elsewhere. Nothing that serves imports the offline tools.
+ELSEWHERE = {
+    "stop": "cli.daemon:stop",
+    **{order: f"cli.control:{order}" for order in ("scale", "drain", "update")},
+    **{tool: f"lab.{tool}.command:{tool}_command" for tool in ("simulate", "analyze")},
+    "version": "cli.keys:version",
+}
 USAGE = {"scale": "Usage: homing scale [MODEL] N [OPTIONS]"}
 
 #: What users of vLLM type, and what homing has in its place; the nearest spelling would often mean something else.
@@ -92,7 +97,7 @@ app = App(
 for title, commands in COMMANDS.items():
     group = Group.create_ordered(title)
     for name, text in commands.items():
-        path = ELSEWHERE.get(name, f"homing.cluster.cli.commands:{name}")
+        path = "homing.cluster." + ELSEWHERE.get(name, f"cli.{name}:{name}")
         app.command(path, name=name, group=group, help=text, usage=USAGE.get(name), sort_key=NAMES.index(name))
 app.register_install_completion_command(group=group, help="Install shell completion of homing.")
 

@@ -13,7 +13,7 @@ import sys
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TextIO
+from typing import Annotated, TextIO
 
 import msgspec
 
@@ -38,19 +38,46 @@ from ..client import read_key
 from ..config import Settings, state_folder
 from ..control.control_messages import ClusterStatus
 from ..errors import SettingsError, StartFailed
+from ..flags import NOTHING, AllSettings, Background, Detach, Out, Quiet, Words, option, settings_of
 from ..model_source import DEMO, find_text, has_chat_template, model_limits, text_folder
 from ..preflight import check_front, check_tokenizer, prepare
 from ..registry import ClusterRegistry, RegistryEntry, own_entry
 from ..runtime import fast_loop, raise_open_files_limit, set_up_logging
 from .console import Console, program, runs
+from .daemon import detach as start_in_background
 
 POLL_S = 0.05
 #: Between two looks at the sources of engines, and two questions to an engine that has not answered.
 ASK_AGAIN_S = 1.0
 
 
-def route(settings: Settings, out: TextIO, *, detached: bool = False) -> int:
-    """Route until a signal; returns the exit code. Raises ClusterError when it cannot start."""
+def route(
+    model: Annotated[str | None, option("the engines' model, if it is not found by the name that they tell")] = None,
+    /,
+    *,
+    given: AllSettings = NOTHING,
+    out: Out,
+    words: Words,
+    engine_url: Annotated[list[str] | None, option("the same as --backend; may be repeated", metavar="URL")] = None,
+    detach: Detach = False,
+    quiet: Quiet = False,
+    background: Background = False,
+) -> int:
+    """Route to the engines that the settings name."""
+    urls = [*given.get("backend", ()), *(engine_url or ())]
+    settings = settings_of({**given, "backend": urls} if urls else given, model)
+    if detach:
+        return start_in_background(settings, words, out)
+    return route_to(settings, out, detached=background, quiet=quiet)
+
+
+def route_to(settings: Settings, out: TextIO, *, detached: bool, quiet: bool) -> int:
+    """Route until a signal; returns the exit code. Raises ClusterError when it cannot start.
+
+    `quiet`: log no requests on the terminal.
+    """
+    if quiet and settings.router.access_log == "-":
+        settings = msgspec.structs.replace(settings, router=msgspec.structs.replace(settings.router, access_log=""))
     if settings.cluster.routers > 1:
         raise SettingsError("routers: in front of engines there is one router; start another homing on another port")
     if settings.models:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn, TextIO
+from typing import Annotated, NoReturn, TextIO
 
 import msgspec
 import psutil
@@ -26,12 +26,14 @@ from ..control.autoscale import most_ranks
 from ..control.control_messages import CONTROLLER, SUPERVISOR, ClusterStatus, ModelSpec, ModelStatus
 from ..devices import settle
 from ..errors import ClusterError, RayLost, StartFailed
+from ..flags import NOTHING, AllSettings, Background, Detach, Out, Quiet, Words, option, settings_of
 from ..host import visible_gpus
 from ..logs import REQUESTS, LogTail
 from ..model_source import find_model, has_chat_template, text_folder
 from ..preflight import check_bounds, check_folder, check_front, check_keys, prepare
 from ..registry import ClusterRegistry, ProcessMark, RegistryEntry, is_alive, kill, own_entry, wait_gone
 from .console import Console, program, runs
+from .daemon import detach as start_in_background
 
 POLL_S = 0.2
 #: For routers to end their streams with an error.
@@ -39,7 +41,31 @@ LAST_WORDS_S = 1.5
 STATUS_TIMEOUT_S = 60.0
 
 
-def serve(settings: Settings, out: TextIO, *, detached: bool = False, quiet: bool = False) -> int:
+def serve(
+    model: Annotated[
+        str | None, option("Hugging Face name or local folder (default: the demo model that ships with the package)")
+    ] = None,
+    /,
+    *,
+    given: AllSettings = NOTHING,
+    out: Out,
+    words: Words,
+    detach: Detach = False,
+    quiet: Quiet = False,
+    background: Background = False,
+) -> int:
+    """Serve replicas, or the engines that the settings name."""
+    settings = settings_of(given, model)
+    if detach:
+        return start_in_background(settings, words, out)
+    if settings.router.backend or settings.router.engines:
+        from .route import route_to
+
+        return route_to(settings, out, detached=background, quiet=quiet)
+    return serve_replicas(settings, out, detached=background, quiet=quiet)
+
+
+def serve_replicas(settings: Settings, out: TextIO, *, detached: bool, quiet: bool) -> int:
     """Serve until a signal; returns the exit code. Raises ClusterError when it cannot start.
 
     `quiet`: print no requests. In the background they are only logged, as the output is not bounded.

@@ -3,13 +3,14 @@
 import json
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, TextIO
+from typing import Annotated, Any
 
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import RenderableType
 
 from ..client import get_json, get_text, router_urls
-from ..config import Settings, state_folder
+from ..config import state_folder
+from ..flags import NOTHING, FindCluster, Out, Url, option, settings_of
 from ..output import count, show, table
 from ..registry import ClusterRegistry, describe_running
 
@@ -18,8 +19,15 @@ QUERIES, HITS = "homing_prefix_cache_queries_tokens_total", "homing_prefix_cache
 RIGHT = frozenset({"ranks", "running", "waiting", "kv used", "cached", "hit rate"})
 
 
-def status(settings: Settings, out: TextIO, *, url: str | None, as_json: bool) -> int:
-    """Print the state of the cluster at `url`, or of the one that runs here. Raises NotRunning."""
+def status(
+    *,
+    given: FindCluster = NOTHING,
+    out: Out,
+    url: Url = None,
+    as_json: Annotated[bool, option("print the response of /cluster, for programs", "--json")] = False,
+) -> int:
+    """Print the state of a cluster. Raises NotRunning."""
+    settings = settings_of(given)
     found, *routers = router_urls(settings, url)
     views = [get_json(f"{each}/cluster") for each in routers or [found]]
     if as_json:

@@ -8,15 +8,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, TextIO
+from typing import Annotated, Any, NoReturn, TextIO
 
 from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
 from ..client import follow_events, read_key, router_urls
-from ..config import Settings
 from ..errors import ClusterError
+from ..flags import NOTHING, FindCluster, Out, Url, option, settings_of
 from ..output import console, count, plain, table
 
 #: Rates are means over so many seconds.
@@ -64,10 +64,19 @@ class Shown:
         return {name[len(kind) + 1 :]: each for name, each in self.documents.items() if name.startswith(f"{kind}/")}
 
 
-def top(settings: Settings, out: TextIO, *, url: str | None, api_key_file: str | None, once: bool) -> int:
-    """Show the cluster at `url`, or the one that runs here, until interrupted. Raises NotRunning and ClusterError."""
-    address = f"{router_urls(settings, url)[0]}/live"
-    key = read_key(api_key_file or "", "--api-key-file", sys.stdin)
+def top(
+    *,
+    given: FindCluster = NOTHING,
+    out: Out,
+    url: Url = None,
+    api_key_file: Annotated[
+        str, option("file with an admin's API key (-: standard input)", metavar="FILE", allow_leading_hyphen=True)
+    ] = "",
+    once: Annotated[bool, option("print it once, as plain lines; also done where the output is no terminal")] = False,
+) -> int:
+    """Show a cluster until interrupted. Raises NotRunning and ClusterError."""
+    address = f"{router_urls(settings_of(given), url)[0]}/live"
+    key = read_key(api_key_file, "--api-key-file", sys.stdin)
     frames, shown = follow_events(address, key), Shown()
     shown.apply(next(frames))
     if not once and out.isatty():

@@ -7,6 +7,7 @@ that is held. JSON lines have the format of recordings (`events.record`).
 import asyncio
 import contextlib
 import itertools
+import math
 import re
 import signal
 import time
@@ -14,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Annotated, Any, BinaryIO, TextIO
 
 import msgspec
 
@@ -45,6 +46,7 @@ from ...events.wire.cache_events import EVENT_NAMES
 from ..client import get_json, router_urls
 from ..config import Settings, nearest
 from ..errors import ClusterError, SettingsError
+from ..flags import NOTHING, FollowEvents, Out, Url, option, settings_of
 from ..output import count
 
 #: Values of `--event`.
@@ -138,7 +140,35 @@ class EventRates:
         return report
 
 
-def watch(settings: Settings, out: TextIO, options: WatchOptions, *, url: str | None) -> int:
+def watch(
+    *,
+    given: FollowEvents = NOTHING,
+    out: Out,
+    url: Url = None,
+    replica: Annotated[tuple[str, ...], option("follow only this replica; may be repeated", metavar="ID")] = (),
+    event: Annotated[tuple[str, ...], option("only events of this kind; may be repeated", metavar="KIND")] = (),
+    hash_prefix: Annotated[
+        str, option("only blocks whose hash begins with these hex digits", "--hash", metavar="PREFIX")
+    ] = "",
+    rates: Annotated[float | None, option("print rates every S seconds instead of events", metavar="S")] = None,
+    record: Annotated[
+        Path | None,
+        option("append every event of the followed replicas to this file, shown or not", metavar="FILE"),
+    ] = None,
+    replay: Annotated[
+        Path | None, option("print a recorded file instead of following a cluster", metavar="FILE")
+    ] = None,
+    as_json: Annotated[bool, option("print one JSON object per event, for programs", "--json")] = False,
+) -> int:
+    """Print the events of a cluster or a recording."""
+    if rates is not None and not 0 < rates < math.inf:
+        raise SettingsError(f"--rates {rates:g}: give seconds above 0")
+    shown = EventFilter.of(replica, event, hash_prefix)
+    options = WatchOptions(shown=shown, as_json=as_json, rates_s=rates, record=record)
+    return show_recording(replay, out, options) if replay else follow(settings_of(given), out, options, url=url)
+
+
+def follow(settings: Settings, out: TextIO, options: WatchOptions, *, url: str | None) -> int:
     """Print until interrupted; returns the exit code. Raises ClusterError when the cluster has ended."""
     found = f"{router_urls(settings, url)[0]}/cluster"
     check_replicas(options.shown.replicas, listed(get_json(found)), "the cluster")
@@ -159,8 +189,8 @@ def watch(settings: Settings, out: TextIO, options: WatchOptions, *, url: str | 
     return 0
 
 
-def replay(path: Path, out: TextIO, options: WatchOptions) -> int:
-    """Print a recording as `watch` would have; returns the exit code.
+def show_recording(path: Path, out: TextIO, options: WatchOptions) -> int:
+    """Print a recording as `follow` would have; returns the exit code.
 
     Raises SettingsError for a file that is not a recording.
     """

@@ -103,13 +103,12 @@ def test_a_question_is_a_prompt_or_a_body(tmp_path: Path) -> None:
     body = tmp_path / "body.json"
     body.write_text(json.dumps({"prompt": "x"}))
 
-    assert request_body("hi", None, None, raw=False) == {"messages": [{"role": "user", "content": "hi"}]}
-    assert request_body("hi", None, None, raw=True) == {"prompt": "hi"}
-    assert request_body(None, str(body), None, raw=False) == {"prompt": "x"}
-    assert request_body(None, str(body), "owl", raw=False) == {"prompt": "x", "model": "owl"}
+    assert request_body("hi", None, raw=False) == {"messages": [{"role": "user", "content": "hi"}]}
+    assert request_body("hi", None, raw=True) == {"prompt": "hi"}
+    assert request_body(None, str(body), raw=False) == {"prompt": "x"}
     for prompt, file in ((None, None), ("hi", str(body)), (None, str(tmp_path)), (None, str(tmp_path / "none"))):
         with pytest.raises(SettingsError):
-            request_body(prompt, file, None, raw=False)
+            request_body(prompt, file, raw=False)
 
 
 def test_a_file_that_is_no_json_is_told_so(tmp_path: Path) -> None:
@@ -118,7 +117,7 @@ def test_a_file_that_is_no_json_is_told_so(tmp_path: Path) -> None:
     body.write_text("# no JSON")
 
     with pytest.raises(SettingsError, match="is not valid JSON"):
-        request_body(None, str(body), None, raw=False)
+        request_body(None, str(body), raw=False)
 
 
 def test_with_several_models_the_flag_that_names_one_is_in_the_message(refusing: str) -> None:

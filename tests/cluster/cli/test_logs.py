@@ -7,7 +7,6 @@ import pytest
 
 from homing.cluster.cli.logs import logs
 from homing.cluster.cli.main import run
-from homing.cluster.config import load_settings
 from homing.cluster.errors import NoSuchLog
 
 
@@ -57,8 +56,7 @@ def test_what_is_added_is_printed_until_interrupted(state: Path) -> None:
             with (state / "default.logs" / f"{part}.log").open("a") as file:
                 file.write(f"2026-11-22 10:00:1{pauses}.000 INFO    {part} added\n")
 
-    settings = load_settings({"state_dir": str(state)}, {})
     with pytest.raises(KeyboardInterrupt):
-        logs(settings, out, part="r0", lines=1, follow=True, pause=pause)
+        logs("r0", given={"state_dir": [str(state)]}, out=out, lines=1, follow=True, pause=pause)
 
     assert [each.split()[1] for each in out.getvalue().splitlines()] == ["10:00:02.000", "10:00:11.000", "10:00:12.000"]
