@@ -261,11 +261,8 @@ def added_settings(running: Mapping[str, Settings], file: Path | None) -> dict[s
     return {name: _added(cluster, shared | own) for name, own in models.items() if name not in running}
 
 
-def _settled(given: Mapping[str, Given]) -> Settings:
-    return _replaced(Settings(), {name: _convert(SETTINGS[name], source) for name, source in given.items()})
-
-
-def _replaced(settings: Settings, values: Mapping[str, Any]) -> Settings:
+def replaced(settings: Settings, **values: Any) -> Settings:
+    """The settings with other values, by field name."""
     rooms: dict[str, dict[str, Any]] = {room: {} for room in ROOMS}
     for name, value in values.items():
         rooms[SETTINGS[name].room][name] = value
@@ -273,11 +270,15 @@ def _replaced(settings: Settings, values: Mapping[str, Any]) -> Settings:
     return msgspec.structs.replace(settings, **changed)
 
 
+def _settled(given: Mapping[str, Given]) -> Settings:
+    return replaced(Settings(), **{name: _convert(SETTINGS[name], source) for name, source in given.items()})
+
+
 def _added(cluster: Settings, given: Mapping[str, Given]) -> Settings:
     common = COMMON.difference(_NAMES)
     _changed(cluster, {name: source for name, source in given.items() if name in common})
     settled = _settled({name: source for name, source in given.items() if name not in common})
-    return _replaced(settled, {name: getattr(getattr(cluster, SETTINGS[name].room), name) for name in common})
+    return replaced(settled, **{name: getattr(getattr(cluster, SETTINGS[name].room), name) for name in common})
 
 
 def _changed(running: Settings, given: Mapping[str, Given]) -> Settings:
@@ -287,7 +288,7 @@ def _changed(running: Settings, given: Mapping[str, Given]) -> Settings:
     for name, value in values.items():
         if value != getattr(getattr(running, SETTINGS[name].room), name) and name in FIXED:
             raise SettingsError(f"{given[name].origin}: {name} cannot change while the cluster runs; {FIXED[name]}")
-    return _replaced(running, values)
+    return replaced(running, **values)
 
 
 def state_folder(settings: Settings, environ: Mapping[str, str] | None = None) -> Path:

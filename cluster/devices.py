@@ -6,7 +6,7 @@ A rank gets a GPU of its own wherever there are any; only a fraction that was as
 import msgspec
 
 from ..replica.config import for_device
-from .config import Settings
+from .config import Settings, replaced
 from .control.autoscale import terms_of
 from .control.engine_command import for_engine
 from .errors import SettingsError
@@ -35,12 +35,8 @@ def _on_device(settings: Settings, has_gpus: bool) -> Settings:
     wants = device == "cuda" or (device == "auto" and has_gpus)
     per_rank = cluster.gpus_per_rank or float(wants)
     # A rank that has a GPU reserved must use it: falling back to the CPU would take the GPU and be slow.
-    replica = msgspec.structs.replace(settings.replica, device="cuda") if per_rank else settings.replica
-    return msgspec.structs.replace(
-        settings,
-        cluster=msgspec.structs.replace(cluster, gpus_per_rank=per_rank),
-        replica=for_device(replica, cuda=per_rank > 0),
-    )
+    settings = replaced(settings, gpus_per_rank=per_rank, device="cuda" if per_rank else device)
+    return msgspec.structs.replace(settings, replica=for_device(settings.replica, cuda=per_rank > 0))
 
 
 def _with_replicas(settings: Settings, gpus: tuple[float, ...], share: float) -> Settings:
@@ -57,4 +53,4 @@ def _with_replicas(settings: Settings, gpus: tuple[float, ...], share: float) ->
         terms = None  # `preflight.check_bounds` reports it
     if terms is not None:
         count = min(max(count, terms.least, 1), max(terms.most, 1))
-    return msgspec.structs.replace(settings, cluster=msgspec.structs.replace(cluster, replicas=count))
+    return replaced(settings, replicas=count)

@@ -26,7 +26,7 @@ from ..router.http.tracing import RequestSpans
 from ..router.server import tls_context
 from ..router.tenants.api_keys import read_tenants
 from ..router.text.export import check_vocabulary
-from .config import Settings
+from .config import Settings, replaced
 from .control.autoscale import terms_of
 from .errors import ModelUnavailable, PortTaken, SettingsError
 from .model_source import check_runnable, model_limits, text_folder
@@ -153,55 +153,39 @@ def check_keys(settings: EventsSettings) -> None:
 
 def prepare(settings: Settings) -> Settings:
     """Settings as routers and replicas need them: models have names, paths are absolute. Raises SettingsError."""
-    models = tuple(_with_router_files(each) for each in settings.models)
-    return msgspec.structs.replace(_with_router_files(_named(settings)), models=models)
+    models = tuple(with_files(each) for each in settings.models)
+    return msgspec.structs.replace(with_files(_named(settings)), models=models)
 
 
-def _with_router_files(settings: Settings) -> Settings:
-    return with_response_store(with_tokenizer(with_chat_template(with_api_keys(settings))))
-
-
-def with_response_store(settings: Settings) -> Settings:
-    """Settings with an absolute `response_store`. Raises SettingsError if it has no folder."""
-    if not settings.router.response_store:
-        return settings
-    file = Path(settings.router.response_store).expanduser().absolute()
-    if not file.parent.is_dir():
-        raise SettingsError(f"response_store: folder {file.parent} does not exist; create it, or choose another file")
-    return msgspec.structs.replace(settings, router=msgspec.structs.replace(settings.router, response_store=str(file)))
+def with_files(settings: Settings) -> Settings:
+    """Settings with absolute paths: replicas and routers may run in another folder. Raises SettingsError."""
+    check_api_keys(settings)
+    settings = with_tokenizer(_absolute(settings, settings.router, "api_keys_file", "chat_template", "response_store"))
+    template, store = settings.router.chat_template, Path(settings.router.response_store)
+    if template and not Path(template).is_file():
+        raise SettingsError(f"chat_template: there is no file {template}")
+    if not store.parent.is_dir():
+        raise SettingsError(f"response_store: folder {store.parent} does not exist; create it, or choose another file")
+    return settings
 
 
 def with_tokenizer(settings: Settings) -> Settings:
-    """Settings with an absolute `tokenizer` and `engine_python`: replicas and routers may run in another folder."""
-    named = {name: getattr(settings.replica, name) for name in ("tokenizer", "engine_python")}
+    """Settings with an absolute `tokenizer` and `engine_python`."""
+    return _absolute(settings, settings.replica, "tokenizer", "engine_python")
+
+
+def _absolute(settings: Settings, room: msgspec.Struct, *names: str) -> Settings:
+    given = {name: getattr(room, name) for name in names}
     # Not resolved: the Python of a virtual environment is a link, and is told by its place.
-    paths = {name: str(Path(path).expanduser().absolute()) for name, path in named.items() if path}
-    return msgspec.structs.replace(settings, replica=msgspec.structs.replace(settings.replica, **paths))
+    return replaced(settings, **{name: str(Path(path).expanduser().absolute()) for name, path in given.items() if path})
 
 
-def with_chat_template(settings: Settings) -> Settings:
-    """Settings with an absolute `chat_template`, for the same reason. Raises SettingsError if there is no such file."""
-    path = settings.router.chat_template
-    if not path:
-        return settings
-    file = Path(path).expanduser().absolute()
-    if not file.is_file():
-        raise SettingsError(f"chat_template: there is no file {file}")
-    router = msgspec.structs.replace(settings.router, chat_template=str(file))
-    return msgspec.structs.replace(settings, router=router)
-
-
-def with_api_keys(settings: Settings) -> Settings:
-    """Settings with a checked, absolute `api_keys_file`: routers may run in another folder. Raises SettingsError."""
-    path = settings.router.api_keys_file
-    if not path:
-        return settings
+def check_api_keys(settings: Settings) -> None:
+    """Raises SettingsError for a file of API keys that is missing or wrong."""
     try:
-        read_tenants(path)
+        read_tenants(settings.router.api_keys_file)
     except KeysFileInvalid as error:
         raise SettingsError(f"api_keys_file: {error.message}") from error
-    router = msgspec.structs.replace(settings.router, api_keys_file=str(Path(path).expanduser().absolute()))
-    return msgspec.structs.replace(settings, router=router)
 
 
 def _named(settings: Settings) -> Settings:
@@ -210,5 +194,4 @@ def _named(settings: Settings) -> Settings:
         return settings
     folder = Path(settings.replica.model).expanduser()
     name = folder.resolve().name if folder.is_dir() else settings.replica.model
-    router = msgspec.structs.replace(settings.router, served_model_name=name)
-    return msgspec.structs.replace(settings, router=router)
+    return replaced(settings, served_model_name=name)

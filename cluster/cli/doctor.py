@@ -27,7 +27,7 @@ from ..flags import NOTHING, AllSettings, Out, option, settings_of
 from ..host import DiskInfo, MachineInfo, inspect_machine
 from ..model_source import DEMO, find_model
 from ..output import show, table
-from ..preflight import check_folder, check_front, check_keys, exposures, with_api_keys
+from ..preflight import check_api_keys, check_folder, check_front, check_keys, exposures
 from ..registry import ClusterRegistry, RegistryEntry
 from ..runtime import FEW_OPEN_FILES
 
@@ -223,7 +223,7 @@ def _model(settings: Settings) -> Finding:
 def _access(settings: Settings) -> Finding:
     router = settings.router
     try:
-        with_api_keys(settings)
+        check_api_keys(settings)
         check_keys(settings.events)
     except ClusterError as error:
         return _refused("keys", error, "correct the file: docs/api.md, docs/events.md")

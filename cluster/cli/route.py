@@ -35,7 +35,7 @@ from ...router.replicas.service import RouterService
 from ...router.server import RouterServer, settle
 from ...router.text.tokenizer import TextModel
 from ..client import read_key
-from ..config import Settings, state_folder
+from ..config import Settings, replaced, state_folder
 from ..control.control_messages import ClusterStatus
 from ..errors import SettingsError, StartFailed
 from ..flags import NOTHING, AllSettings, Background, Detach, Out, Quiet, Words, option, settings_of
@@ -77,7 +77,7 @@ def route_to(settings: Settings, out: TextIO, *, detached: bool, quiet: bool) ->
     `quiet`: log no requests on the terminal.
     """
     if quiet and settings.router.access_log == "-":
-        settings = msgspec.structs.replace(settings, router=msgspec.structs.replace(settings.router, access_log=""))
+        settings = replaced(settings, access_log="")
     if settings.cluster.routers > 1:
         raise SettingsError("routers: in front of engines there is one router; start another homing on another port")
     if settings.models:
@@ -121,18 +121,17 @@ def listed_engines(settings: Settings) -> tuple[Fleet, list[EngineFile | EngineN
 def adopted(settings: Settings, engines: list[FoundEngine]) -> Settings:
     """Settings completed by what the engines say: what was not given is as theirs."""
     first, card = engines[0], card_of(settings, engines[0])
-    replica, router, cache = settings.replica, settings.router, settings.kvcache
+    replica, router, theirs = settings.replica, settings.router, dict[str, str | int]()
     if replica.model == DEMO and card.id != DEMO:
-        given = first.model_path or card.root or card.id
-        names = {"served_model_name": router.served_model_name or card.id}
-        router = msgspec.structs.replace(router, backend_model=router.backend_model or card.id, **names)
-        replica = msgspec.structs.replace(replica, model=given)
+        theirs["model"] = first.model_path or card.root or card.id
+        theirs["served_model_name"] = router.served_model_name or card.id
+        theirs["backend_model"] = router.backend_model or card.id
     longest = [card.max_model_len for each in engines for card in each.cards if card.max_model_len]
     if not replica.max_model_len and longest:
-        replica = msgspec.structs.replace(replica, max_model_len=min(longest))
-    if cache.block_size == KvCacheSettings().block_size and first.block_size:
-        cache = msgspec.structs.replace(cache, block_size=first.block_size)
-    return prepare(msgspec.structs.replace(settings, replica=replica, router=router, kvcache=cache))
+        theirs["max_model_len"] = min(longest)
+    if settings.kvcache.block_size == KvCacheSettings().block_size and first.block_size:
+        theirs["block_size"] = first.block_size
+    return prepare(replaced(settings, **theirs))
 
 
 def card_of(settings: Settings, engine: FoundEngine) -> Card:

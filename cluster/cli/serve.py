@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, NoReturn, TextIO
+from typing import Annotated, Any, NoReturn, TextIO
 
 import msgspec
 import psutil
@@ -23,7 +23,7 @@ from .. import local_ray
 from ..client import get_json, is_ready
 from ..config import Settings, state_folder
 from ..control.autoscale import most_ranks
-from ..control.control_messages import CONTROLLER, SUPERVISOR, ClusterStatus, ModelSpec, ModelStatus
+from ..control.control_messages import CONTROLLER, SUPERVISOR, ClusterStatus, ModelSpec
 from ..devices import settle
 from ..errors import ClusterError, RayLost, StartFailed
 from ..flags import NOTHING, AllSettings, Background, Detach, Out, Quiet, Words, option, settings_of
@@ -89,10 +89,6 @@ def serve_replicas(settings: Settings, out: TextIO, *, detached: bool, quiet: bo
             return ServeRun(settings, console, registry, entry).run(folders, detached=detached, quiet=quiet)
 
 
-def described_models(models: Sequence[ModelStatus]) -> str:
-    return ", ".join(runs(each.name, each.source) for each in models)
-
-
 def _local_model(settings: Settings) -> Path:
     check_keys(settings.events)
     folder = find_model(settings.replica)
@@ -120,7 +116,7 @@ class ServeRun:
 
     def run(self, folders: Sequence[Path | None], *, detached: bool, quiet: bool) -> int:
         """Serve the models in these folders until a signal; returns the exit code."""
-        self._registry.write(self._entry)
+        self._register()
         self._handle_signals()
         try:
             self._start_ray()
@@ -138,6 +134,11 @@ class ServeRun:
             raise
         self._leave()
         return code
+
+    def _register(self, **changes: Any) -> None:
+        """Write the entry of this cluster, with these changes."""
+        self._entry = msgspec.structs.replace(self._entry, **changes)
+        self._registry.write(self._entry)
 
     def _end_now(self, code: int) -> NoReturn:
         """End without Ray's own shutdown, which hangs or crashes when one of its processes is missing."""
@@ -161,21 +162,16 @@ class ServeRun:
             self._ray = local_ray.local_processes()
         else:
             self._settings = settle(self._settings, local_ray.gpus_by_machine())
-        self._entry = msgspec.structs.replace(
-            self._entry,
+        self._register(
             ray_address=local_ray.address(),
             ray_token=local_ray.requires_token(),
             ray=tuple(ProcessMark.of(process) for process in self._ray.values()),
         )
-        self._registry.write(self._entry)
         self._console.step("ray", "ready")
 
     def _leave(self) -> None:
         self._console.close()
         local_ray.leave(self._settings.cluster.stop_timeout_s / 4)
-        self._remove_folder()
-
-    def _remove_folder(self) -> None:
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)  # Ray may still remove files in it
 
@@ -205,10 +201,7 @@ class ServeRun:
             status = self._until_ready()
             if status is None:
                 return 128 + self._signal
-            self._entry = msgspec.structs.replace(
-                self._entry, phase="ready", url=status.url or "", router_urls=status.router_urls
-            )
-            self._registry.write(self._entry)
+            self._register(phase="ready", url=status.url or "", router_urls=status.router_urls)
             self._console.last_notice = max((notice.seq for notice in status.notices), default=0)
             self._console.banner(status, self._settings, detached=detached, chats=chats)
             requests = LogTail(self._registry.log_folder(self._entry.name)) if self._folder else None
@@ -219,17 +212,13 @@ class ServeRun:
                     self._console.answered(requests.read(REQUESTS))
                 if status := self._status():
                     self._console.happened(status.notices)
-                    self._register_models(status)
+                    models = ", ".join(runs(each.name, each.source) for each in status.models)
+                    if models != self._entry.model:  # an update has changed what runs under the names
+                        self._register(model=models)
             return 0
         finally:
-            self._registry.write(msgspec.structs.replace(self._entry, phase="stopping"))
+            self._register(phase="stopping")
             self._stop()
-
-    def _register_models(self, status: ClusterStatus) -> None:
-        """Keep the entry true when an update has changed what runs under the names."""
-        if (models := described_models(status.models)) != self._entry.model:
-            self._entry = msgspec.structs.replace(self._entry, model=models)
-            self._registry.write(self._entry)
 
     def _start(self, folders: Sequence[Path | None]) -> None:
         import ray

@@ -66,9 +66,6 @@ class Router(Protocol):
 
     async def ask(self, question: AnyQuestion) -> Answer: ...
 
-    async def run(self) -> None:
-        """Returns or raises when it stopped serving."""
-
     async def stop(self) -> None: ...
 
 
@@ -199,6 +196,7 @@ class RouterProcess:
         self._models = models
         self._make_router = make_router
         self._router: Router | None = None
+        self._stopped = threading.Event()
         self._loop = fast_loop()
         threading.Thread(target=self._loop.run_forever, name="router", daemon=True).start()
 
@@ -220,22 +218,12 @@ class RouterProcess:
         return self._router.listening if self._router is not None else None
 
     def ask(self, question: AnyQuestion) -> Answer:
-        return self._do(self._present.ask(question))
+        assert self._router is not None, "the router has not been started"
+        return self._do(self._router.ask(question))
 
     def watch(self) -> Failed | None:
-        """Returns when the router stopped serving, with the reason; None when it still serves after WATCH_S."""
-        serving = asyncio.run_coroutine_threadsafe(self._present.run(), self._loop)
-        try:
-            serving.result(WATCH_S)
-        except TimeoutError:
-            if not serving.done():
-                serving.cancel()
-                return None
-            return Failed("TimeoutError")
-        except Exception as error:
-            log.exception("router_failed")
-            return Failed(describe(error))
-        return Failed("stopped")
+        """Returns when the router was stopped; None when it still serves after WATCH_S."""
+        return Failed("stopped") if self._stopped.wait(WATCH_S) else None
 
     def ping(self) -> None:
         self._do(asyncio.sleep(0))
@@ -243,11 +231,7 @@ class RouterProcess:
     def stop(self) -> None:
         if self._router is not None:
             asyncio.run_coroutine_threadsafe(self._router.stop(), self._loop).result(10)
-
-    @property
-    def _present(self) -> Router:
-        assert self._router is not None, "the router has not been started"
-        return self._router
+        self._stopped.set()
 
     def _do(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()

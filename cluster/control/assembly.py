@@ -267,7 +267,6 @@ class HomingRouter:
         self._server = server
         self._loading = loading
         self._settled = loading is None
-        self._stopped = asyncio.Event()
 
     async def ask(self, question: AnyQuestion) -> Answer:
         from ...router.server import settle
@@ -280,12 +279,7 @@ class HomingRouter:
                 settle()
         return answer
 
-    async def run(self) -> None:
-        """Returns when stopped; an HTTP server that ends by itself takes the process along through `stop`."""
-        await self._stopped.wait()
-
     async def stop(self) -> None:
         """Let answers end within the grace, then close everything."""
         await self._server.stop()
         self._models.close()
-        self._stopped.set()

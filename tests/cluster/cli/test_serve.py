@@ -8,7 +8,7 @@ import pytest
 
 from homing.cluster.config import Settings
 from homing.cluster.errors import SettingsError
-from homing.cluster.preflight import with_api_keys, with_chat_template, with_response_store
+from homing.cluster.preflight import with_files
 from homing.router.config import RouterSettings
 
 
@@ -18,7 +18,7 @@ def settings_with(path: str) -> Settings:
 
 def test_without_a_keys_file_nothing_changes() -> None:
     """The default needs no file."""
-    assert with_api_keys(Settings()) == Settings()
+    assert with_files(Settings()) == Settings()
 
 
 def test_the_keys_file_is_named_by_its_whole_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,7 +27,7 @@ def test_the_keys_file_is_named_by_its_whole_path(tmp_path: Path, monkeypatch: p
     (tmp_path / "keys.yaml").write_text(f"keys:\n- key_sha256: '{digest}'\n  tenant: acme\n")
     monkeypatch.chdir(tmp_path)
 
-    assert with_api_keys(settings_with("keys.yaml")).router.api_keys_file == str(tmp_path / "keys.yaml")
+    assert with_files(settings_with("keys.yaml")).router.api_keys_file == str(tmp_path / "keys.yaml")
 
 
 def test_a_wrong_keys_file_is_a_setting_s_mistake(tmp_path: Path) -> None:
@@ -36,7 +36,7 @@ def test_a_wrong_keys_file_is_a_setting_s_mistake(tmp_path: Path) -> None:
     path.write_text("keys:\n- tenant: acme\n")
 
     with pytest.raises(SettingsError, match=r"api_keys_file: .*keys\[0\].*key_sha256"):
-        with_api_keys(settings_with(str(path)))
+        with_files(settings_with(str(path)))
 
 
 def test_the_store_of_responses_is_named_by_its_whole_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,7 +44,7 @@ def test_the_store_of_responses_is_named_by_its_whole_path(tmp_path: Path, monke
     monkeypatch.chdir(tmp_path)
 
     def named(path: str) -> str:
-        return with_response_store(Settings(router=RouterSettings(response_store=path))).router.response_store
+        return with_files(Settings(router=RouterSettings(response_store=path))).router.response_store
 
     assert (named(""), named("store.db")) == ("", str(tmp_path / "store.db"))
     with pytest.raises(SettingsError, match=r"response_store: folder .* does not exist"):
@@ -56,8 +56,8 @@ def test_the_chat_template_is_named_by_its_whole_path(tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)
     settings = msgspec.structs.replace(Settings(), router=RouterSettings(chat_template="own.jinja"))
     with pytest.raises(SettingsError, match=r"chat_template: there is no file .*own\.jinja"):
-        with_chat_template(settings)
+        with_files(settings)
     (tmp_path / "own.jinja").touch()
 
-    assert with_chat_template(settings).router.chat_template == str(tmp_path / "own.jinja")
-    assert with_chat_template(Settings()) == Settings()
+    assert with_files(settings).router.chat_template == str(tmp_path / "own.jinja")
+    assert with_files(Settings()) == Settings()

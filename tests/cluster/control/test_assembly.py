@@ -60,7 +60,6 @@ async def test_a_router_answers_the_controller_from_its_start_to_its_stop() -> N
         assert await router.ask(CountInFlight("nobody")) == 0
     finally:
         await router.stop()
-    await router.run()
 
 
 def grown_mb(how: str) -> int:
