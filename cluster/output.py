@@ -26,6 +26,11 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
+def name_order(name: str) -> tuple[str, int, str]:
+    """Sort key for names of replicas: each model's together, r9 before r10."""
+    return name.rstrip("0123456789"), len(name), name
+
+
 def has_room(out: TextIO) -> bool:
     """Whether a line can be written at once: not to a pipe that nobody reads, or that nobody will read any more."""
     try:

@@ -1,24 +1,25 @@
 """Settings of the block pool and the prefix cache. Joined with the other rooms' in `cluster/config.py`."""
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
+
+from .eviction import EvictionName
+from .hashing import HashAlgorithm
 
 
 class KvCacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How KV memory is divided and shared."""
 
     block_size: Annotated[int, Meta(ge=1, le=256, description="tokens per KV block")] = 16
-    hash_algorithm: Annotated[
-        Literal["xxh3_128", "sha256"], Meta(description="block hash; hits are verified with either")
-    ] = "xxh3_128"
+    hash_algorithm: Annotated[HashAlgorithm, Meta(description="block hash; hits are verified with either")] = "xxh3_128"
     prefix_caching: Annotated[bool, Meta(description="keep finished requests' blocks for reuse")] = True
     partial_block_reuse: Annotated[
         bool, Meta(description="copy the leading tokens of a cached block that a prompt leaves midway")
     ] = True
     eviction: Annotated[
-        Literal["lru", "hit-density"],
+        EvictionName,
         Meta(description="which cached block goes first when room is needed: the longest idle, or the least promising"),
     ] = "hit-density"
     kv_cache_bytes: Annotated[

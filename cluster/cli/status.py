@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from ..client import get_json, get_text, router_urls
 from ..config import state_folder
 from ..flags import NOTHING, FindCluster, Out, Url, option, settings_of
-from ..output import count, show, table
+from ..output import count, name_order, show, table
 from ..registry import ClusterRegistry, describe_running
 
 COLUMNS = ("replica", "state", "events", "ranks", "node", "running", "waiting", "kv used", "cached", "hit rate")
@@ -94,9 +94,7 @@ def render(
 
 
 def by_name(replica: Mapping[str, Any]) -> tuple[str, int, str]:
-    """Sort key: each model's replicas together, r9 before r10."""
-    name: str = replica["replica_id"]
-    return name.rstrip("0123456789"), len(name), name
+    return name_order(replica["replica_id"])
 
 
 def _row(replica: dict[str, Any], rate: float | None) -> tuple[str, ...]:

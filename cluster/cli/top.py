@@ -17,7 +17,7 @@ from rich.text import Text
 from ..client import follow_events, read_key, router_urls
 from ..errors import ClusterError
 from ..flags import NOTHING, FindCluster, Out, Url, option, settings_of
-from ..output import console, count, plain, table
+from ..output import console, count, name_order, plain, table
 
 #: Rates are means over so many seconds.
 RATE_S = 10.0
@@ -113,11 +113,6 @@ def _show(shown: Shown, out: TextIO, frames: Iterable[dict[str, Any] | ClusterEr
     raise AssertionError("the frames have ended")
 
 
-def lines_of(shown: Shown) -> list[str]:
-    """The view as plain lines."""
-    return plain(*_parts(shown)).splitlines()
-
-
 def _parts(shown: Shown) -> list[RenderableType]:
     """The view as rich draws it. What came from the router is text, never markup."""
     parts: list[RenderableType] = [
@@ -154,7 +149,7 @@ def _head(shown: Shown) -> list[str]:
 def _sections(shown: Shown) -> list[Section]:
     router, replicas = shown.documents["router"], shown.of("replica")
     doomed = {name.partition("/")[2]: hashes for name, hashes in shown.of("evictions").items()}
-    rows = [_replica(name, replicas[name], doomed.get(name, ())) for name in sorted(replicas, key=_order)]
+    rows = [_replica(name, replicas[name], doomed.get(name, ())) for name in sorted(replicas, key=name_order)]
     rows += [(each["replica_id"], each["state"], *["-"] * (len(COLUMNS) - 2)) for each in router["absent"]]
     sections = [Section("replicas and their KV blocks" if rows else "no replica yet", COLUMNS, rows)]
     if prefixes := [row for tree in shown.of("tree").values() for row in _prefixes(tree)]:
@@ -209,11 +204,6 @@ def _sums(models: Iterable[Mapping[str, float]]) -> dict[str, float]:
     names = ("requests", "failed", "prompt_tokens", "cached_tokens", "ttft_count", "ttft_sum_s")
     known = list(models)
     return {name: sum(model[name] for model in known) for name in names}
-
-
-def _order(name: str) -> tuple[str, int, str]:
-    """r9 before r10."""
-    return name.rstrip("0123456789"), len(name), name
 
 
 def _seconds(seconds: float | None) -> str:

@@ -23,6 +23,7 @@ from ...replica.messages import ReplicaDescription
 from ...replica.parallel.step_broadcast import SECRET_BYTES
 from ...replica.progress import present
 from ...router.control import Answer, AnyQuestion, SetMembership
+from ..config import ClusterSettings
 from ..logs import keep_log
 from ..runtime import fast_loop, raise_open_files_limit, set_up_logging
 from .control_messages import Failed, Listening, Models, ModelSpec, RankSpec, Rendezvous, Started
@@ -260,6 +261,16 @@ async def until_failed(actor: Any) -> str:
     except Exception as error:
         return death(error)
     return failed.message
+
+
+async def until_silent(actor: Any, cluster: ClusterSettings) -> str:
+    """Ping an actor until it does not answer in time; returns that in words. Raises RayError when it has died."""
+    try:
+        while True:
+            await asyncio.sleep(cluster.health_interval_s)
+            await asyncio.wait_for(actor.ping.remote(), cluster.health_timeout_s)
+    except TimeoutError:
+        return f"no answer for {cluster.health_timeout_s:g} s"
 
 
 async def within(seconds: float, call: Awaitable[Any]) -> None:

@@ -20,7 +20,7 @@ from ray.util.placement_group import PlacementGroup
 
 from ...replica.messages import ReplicaDescription
 from ..errors import StartFailed
-from .actors import death, until_failed, within
+from .actors import death, until_failed, until_silent, within
 from .control_messages import Failed, ModelSpec, RankSpec, Started
 from .diagnosis import NodeResources, explain_pending
 from .supervisor import LEAST_CPUS, KeptRankGroup
@@ -184,16 +184,8 @@ class RankGroups:
         self._observer.group_failed(group, f"rank {index} {reason}" if len(group.ranks) > 1 else reason)
 
     async def _ping(self, group: RunningRankGroup, rank: Any) -> None:
-        cluster = group.spec.settings.cluster
-        while True:
-            await asyncio.sleep(cluster.health_interval_s)
-            try:
-                await asyncio.wait_for(rank.ping.remote(), cluster.health_timeout_s)
-            except TimeoutError:
-                self._observer.group_failed(group, f"no answer for {cluster.health_timeout_s:g} s")
-                return
-            except RayActorError:
-                return  # `_watch` reports it
+        with contextlib.suppress(RayActorError):  # `_watch` reports it
+            self._observer.group_failed(group, await until_silent(rank, group.spec.settings.cluster))
 
     @staticmethod
     def _spawn(group: RunningRankGroup, *work: Coroutine[Any, Any, None]) -> None:

@@ -28,7 +28,7 @@ from ...router.control import (
     WarmUp,
     WeighCaches,
 )
-from .actors import death, until_failed, within
+from .actors import death, until_failed, until_silent, within
 from .autoscale import together
 from .control_messages import Failed, Listening, Models, ModelSpec
 from .planner import restart_pause_s
@@ -185,7 +185,8 @@ class RouterProcesses:
             if running or membership != self._membership:  # it changed while the router was starting
                 await self._send_membership(seat, self._membership)
             # Why it ended, or was killed: clients whose connections the kernel gives to a hanging router would wait.
-            watching = [asyncio.ensure_future(self._ping(router)), asyncio.ensure_future(until_failed(router))]
+            ends = until_silent(router, self._models[0].settings.cluster), until_failed(router)
+            watching = [asyncio.ensure_future(end) for end in ends]
             try:
                 await asyncio.wait(watching, return_when=asyncio.FIRST_COMPLETED)
                 reason = next(each.result() for each in watching if each.done())
@@ -197,17 +198,6 @@ class RouterProcesses:
         except Exception as error:
             if router is not None:
                 ray.kill(router)  # what is left of it must not keep the port
-            return death(error)
-
-    async def _ping(self, router: Any) -> str:
-        cluster = self._models[0].settings.cluster
-        try:
-            while True:
-                await asyncio.sleep(cluster.health_interval_s)
-                await asyncio.wait_for(router.ping.remote(), cluster.health_timeout_s)
-        except TimeoutError:
-            return f"no answer for {cluster.health_timeout_s:g} s"
-        except RayError as error:
             return death(error)
 
     async def _ask(self, seat: Seat, question: Question[A], timeout_s: float = ASK_TIMEOUT_S) -> A | None:

@@ -404,7 +404,6 @@ class RequestFlow:
         if request.queue_s is None:
             request.queue_s = now - request.arrived
         if not request.generated:
-            request.predicted_ttft_s = decision.expected_ttft_s
             cached = prompt.tokens - chosen.uncached_tokens(prompt)
             request.predicted_cached_tokens = cached - cached % prompt.block_size
             request.regret_tokens = regret_tokens(prompt, candidates, decision)

@@ -89,7 +89,6 @@ class RequestState(msgspec.Struct, eq=False):
     delivered_cached_tokens: int | None = None
     regret_tokens: int = 0
     uncached_tokens: int = 0  #: to compute, by the last placement
-    predicted_ttft_s: float | None = None
     queue_s: float | None = None  #: from arrival until it was first sent
     ttft_s: float | None = None
     outcome: Outcome | None = None  #: None until it is over

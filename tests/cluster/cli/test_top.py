@@ -11,8 +11,9 @@ import pytest
 from rich.console import Console
 
 from homing.cluster.cli.main import run
-from homing.cluster.cli.top import Shown, _parts, lines_of, reconnecting
+from homing.cluster.cli.top import Shown, _parts, reconnecting
 from homing.cluster.errors import ClusterError
+from homing.cluster.output import plain
 from homing.router.config import RouterSettings
 from homing.router.http.live.feed import LiveFeed
 from homing.router.http.live.view import frame, items_of
@@ -77,7 +78,7 @@ def test_a_key_that_may_not_see_it_is_refused_in_the_routers_words(backend: Fake
 
 def test_replicas_prefixes_decisions_and_errors_are_shown(backend: FakeBackend) -> None:
     """The essentials of the page."""
-    text = "\n".join(lines_of(shown(backend)))
+    text = plain(*_parts(shown(backend)))
 
     assert (
         "r0       serving  live          2        1          30      10      20    40       50%  ab0000000000" in text
@@ -98,7 +99,7 @@ def test_what_others_wrote_moves_no_cursor_and_is_no_markup(backend: FakeBackend
 
     console.print(*_parts(view))
 
-    for text in ("\n".join(lines_of(view)), console.file.getvalue()):
+    for text in (plain(*_parts(view)), console.file.getvalue()):
         assert "?[2J[red]gone[/red]" in text
         assert "\x1b" not in text
 
@@ -107,7 +108,7 @@ def test_a_cluster_without_replicas_is_shown(backend: FakeBackend) -> None:
     """While the first one starts, or after the last one died."""
     cluster = msgspec.structs.replace(situation(backend).cluster, replicas=[])
 
-    assert "no replica yet" in lines_of(shown(backend, cluster=cluster, activities=[]))
+    assert "no replica yet" in plain(*_parts(shown(backend, cluster=cluster, activities=[]))).splitlines()
 
 
 def test_rates_are_those_of_the_last_seconds(backend: FakeBackend) -> None:
@@ -121,7 +122,7 @@ def test_rates_are_those_of_the_last_seconds(backend: FakeBackend) -> None:
         model = counts | {"requests": 5 * second if second > 50 else 0}
         view.apply({"now": float(second), "all": not second, "set": {"router": router, "model/m": model}, "gone": []})
 
-    assert lines_of(view)[1].startswith("5.0 requests/s")
+    assert plain(*_parts(view)).splitlines()[1].startswith("5.0 requests/s")
 
 
 def test_a_stream_that_breaks_is_opened_again() -> None:

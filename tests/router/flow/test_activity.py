@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from homing.router.flow.prefix_tree import MAX_NODES, MAX_STEPS, hot_tree
+from homing.router.flow.activity import MAX_NODES, MAX_STEPS, hot_tree
 
 STEP = 2
 #: Prompts as words; a block's hash names all words up to it.
