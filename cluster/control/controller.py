@@ -8,10 +8,10 @@ runs: the supervisor owns the processes and stores the controller's state.
 import asyncio
 import contextlib
 import logging
+import pickle
 import time
 from collections import deque
 from collections.abc import Coroutine, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -37,7 +37,6 @@ from .planner import (
     Drain,
     Fleet,
     GiveUp,
-    GroupPhase,
     KillRankGroup,
     Publish,
     RankGroup,
@@ -48,7 +47,7 @@ from .planner import (
 )
 from .rank_groups import DRAIN_POLL_S, RankGroups, RunningRankGroup
 from .router_processes import RouterProcesses
-from .supervisor import KeptRankGroup, SupervisorState
+from .supervisor import SupervisorState
 
 log = logging.getLogger(__name__)
 
@@ -57,17 +56,6 @@ NOTICES_KEPT = 1000
 AUTOSCALE_LOOK_S = 1.0
 #: Each occupies a thread of every router (supervisor.ROUTER_CALLS), and memberships must not wait for one.
 WARM_UPS_AT_ONCE = 6
-
-
-@dataclass(slots=True)
-class ControllerState:
-    """What a new controller must know, besides what runs."""
-
-    fleets: dict[str, Fleet]  #: by model
-    versions: dict[int, ModelSpec]
-    generation: int
-    leaving: dict[int, str] = field(default_factory=dict)  #: generations that drain, with the reason
-    replaced: frozenset[int] = frozenset()  #: generations that another group is to replace
 
 
 class Controller:
@@ -93,7 +81,7 @@ class Controller:
         self._warming = asyncio.Semaphore(WARM_UPS_AT_ONCE)
         self._background: set[asyncio.Task[None]] = set()
         self._publishing: asyncio.Task[None] | None = None
-        self._remembered: ControllerState | None = None
+        self._remembered = b""
         self._stopping = False
 
     async def run(self) -> None:
@@ -331,40 +319,22 @@ class Controller:
     # State that outlives this process
 
     def _remember(self) -> None:
-        groups = [group for _, group in self._fleets.groups()]
-        memory = ControllerState(
-            fleets=self._fleets.state(),
-            versions=dict(self._versions),
-            generation=self._fleets.names.generation,
-            leaving={group.generation: group.reason for group in groups if group.phase is GroupPhase.DRAINING},
-            replaced=frozenset(group.generation for group in groups if group.leaving),
-        )
+        memory = pickle.dumps((self._versions, self._fleets))  # a copy: fleets change
         if memory != self._remembered:
             self._remembered = memory
             self._supervisor.remember.remote(memory)
 
     async def _take_over(self, kept: SupervisorState) -> None:
-        memory: ControllerState | None = kept.memory
-        if memory is None:
+        if kept.memory is None:
             return
-        self._versions = memory.versions
-        self._fleets.resume(memory.fleets, memory.generation)
-        await asyncio.gather(*(self._adopt(group, memory) for group in kept.groups))
+        self._versions, self._fleets = pickle.loads(kept.memory)
+        adopting = [self._groups.adopt(group, self._versions[group.version]) for group in kept.groups]
+        found = zip(kept.groups, await asyncio.gather(*adopting), strict=True)
+        running = {group.generation: description for group, description in found if description is not None}
+        self._fleets.resume(running, time.monotonic())
+        unwanted = running.keys() - {group.generation for _, group in self._fleets.groups()}
+        await asyncio.gather(*(self._groups.end(generation) for generation in unwanted))
         self._notice("warning", f"controller_restarted replicas={self._names()}")
-
-    async def _adopt(self, kept: KeptRankGroup, memory: ControllerState) -> None:
-        spec = memory.versions[kept.version]
-        description = await self._groups.adopt(kept, spec)
-        if description is None:
-            return
-        reason = memory.leaving.get(kept.generation, "")
-        phase = GroupPhase.DRAINING if reason else GroupPhase.READY
-        now = time.monotonic()
-        group = RankGroup(
-            kept.replica_id, kept.generation, phase, now, kept.version, reason=reason, description=description
-        )
-        group.leaving = kept.generation in memory.replaced
-        self._fleets.by_model[spec.name].adopt(group)
 
     # Helpers
 

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ...replica.messages import ReplicaDescription
 from ..config import ClusterSettings
 from .planner import Action, Fleet, NameAllocator, Publish, RankGroup
 
@@ -65,25 +66,11 @@ class Fleets:
         ends = [fleet.next_deadline(now) for fleet in self.by_model.values()]
         return min((end for end in ends if end is not None), default=None)
 
-    def state(self) -> dict[str, Fleet]:
-        """What a new controller must know about the fleets, besides what runs: everything but their groups."""
-        return {
-            model: Fleet(
-                fleet.settings,
-                fleet.wanted,
-                prefix=fleet.prefix,
-                version=fleet.version,
-                fallback=fleet.fallback,
-                leaving=fleet.leaving,
-            )
-            for model, fleet in self.by_model.items()
-        }
-
-    def resume(self, fleets: Mapping[str, Fleet], generation: int) -> None:
-        self.names.generation = generation
-        for model, fleet in fleets.items():
-            fleet.names = self.names
-            self.by_model[model] = fleet
+    def resume(self, running: Mapping[int, ReplicaDescription], now: float) -> None:
+        """Go on in another process: of the groups those are left that serve, by generation."""
+        for fleet in self.by_model.values():
+            fleet.resume(running, now)
+        self.names.taken = {group.replica_id for _, group in self.groups()}
 
 
 def replica_prefix(model: str) -> str:

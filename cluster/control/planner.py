@@ -12,7 +12,7 @@ A rolling update starts one group of the new version, then drains one of the old
 version has served, a failure of one abandons the update.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -194,14 +194,16 @@ class Fleet:
 
     # Facts
 
-    def adopt(self, group: RankGroup) -> None:
-        """Take over a running group that an earlier planner started."""
-        assert group.description is not None, f"{group.replica_id} cannot serve"
-        self.groups[group.replica_id] = group
-        self.names.taken.add(group.replica_id)
-        self.names.generation = max(self.names.generation, group.generation)
-        if group.phase is GroupPhase.DRAINING:
-            self._begun.append(Drain(group.replica_id, group.generation, group.reason))
+    def resume(self, running: Mapping[int, ReplicaDescription], now: float) -> None:
+        """Go on in another process: of the groups those are left that serve, by generation."""
+        self.groups = {name: group for name, group in self.groups.items() if group.generation in running}
+        self.published, self.abandoned, self._dying, self._begun = (), "", [], []
+        for group in self.groups.values():
+            group.description, group.since, group.failures = running[group.generation], now, 0
+            if group.phase is GroupPhase.DRAINING:
+                self._begun.append(Drain(group.replica_id, group.generation, group.reason))
+            else:
+                group.phase, group.reason = GroupPhase.READY, ""
 
     def placed(self, replica_id: str, generation: int, now: float) -> None:
         """There is room for all its ranks; they start now."""

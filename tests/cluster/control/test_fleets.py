@@ -1,5 +1,7 @@
 """Fleets of several models: separate decisions, common names and one membership for the routers."""
 
+import pickle
+
 import pytest
 
 from homing.cluster.config import ClusterSettings
@@ -10,7 +12,6 @@ from homing.cluster.control.planner import (
     GroupPhase,
     KillRankGroup,
     Publish,
-    RankGroup,
     StartRankGroup,
 )
 
@@ -192,13 +193,10 @@ def test_fleets_that_go_on_know_what_was_wanted_and_what_runs() -> None:
     made.by_model["ox"].leave()
     serve(made)
 
-    again = fleets(fox=2, owl=1)
-    again.resume(made.state(), made.names.generation)
-    for model, group in made.groups():
-        ready = RankGroup(
-            group.replica_id, group.generation, GroupPhase.READY, 0.0, group.version, description=group.description
-        )
-        again.by_model[model].adopt(ready)
+    running = {group.generation: group.description for _, group in made.groups() if group.description is not None}
+
+    again: Fleets = pickle.loads(pickle.dumps(made))
+    again.resume(running, 1.0)
     actions = again.reconcile(1.0)
 
     assert [type(action) for action in actions] == [Publish]

@@ -321,10 +321,11 @@ def test_nobody_is_warmed_up_where_nobody_serves() -> None:
 
 def test_a_planner_that_takes_over_starts_nothing_that_runs() -> None:
     """After the death of a controller: draining groups keep draining, what is missing is started under a free name."""
-    fleet = Fleet(PACING, wanted=2, names=NameAllocator(generation=9))
-    for generation, phase in ((4, GroupPhase.READY), (7, GroupPhase.DRAINING)):
-        name = f"r{generation}"
-        fleet.adopt(RankGroup(name, generation, phase, 0.0, description=describe_replica(name, generation)))
+    phases = {4: GroupPhase.WARMING, 7: GroupPhase.DRAINING, 8: GroupPhase.STARTING}
+    groups = {f"r{number}": RankGroup(f"r{number}", number, phase, 0.0) for number, phase in phases.items()}
+    fleet = Fleet(PACING, wanted=2, names=NameAllocator(9, {*groups}), groups=groups)
+
+    fleet.resume({number: describe_replica(f"r{number}", number) for number in (4, 7)}, 0)
 
     draining = RoutedReplica(describe_replica("r7", 7), "draining")
     assert fleet.reconcile(0) == [
