@@ -11,7 +11,7 @@ import math
 import re
 import signal
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -231,11 +231,8 @@ class JsonPrinter:
     def __init__(self, write: Write, shown: EventFilter, clock: Clock = time.time) -> None:
         self._write, self._shown, self._clock = write, shown, clock
 
-    def events(self, source: Source, instruction: Apply | Reset) -> None:
+    def batch(self, records: Sequence[Recorded]) -> None:
         """A line for each event; a reset is a `cleared` and then all chains that are held, marked `resync`."""
-        self.records([Recorded(source.replica, item, source.epoch) for item in stream_events(instruction)])
-
-    def records(self, records: Sequence[Recorded]) -> None:
         for record in records:
             if (kept := self._shown.select(record.item)) is not None:
                 self._write(to_line(record._replace(item=kept)).decode())
@@ -255,16 +252,14 @@ class TextPrinter:
     def __init__(self, write: Write, shown: EventFilter, clock: Clock = time.time) -> None:
         self._write, self._shown, self._clock = write, shown, clock
 
-    def events(self, source: Source, instruction: Apply | Reset) -> None:
+    def batch(self, records: Sequence[Recorded]) -> None:
         """What was stored, removed or cleared; of a reset, how much is held."""
-        if isinstance(instruction, Reset):
-            self.remark(source, "reset", f"holds {count(len(instruction.blocks), 'block')}")
+        source = _source(records)
+        if records[0].item.resync:
+            held = sum(len(each.item.event.hashes) for each in records if isinstance(each.item.event, Stored))
+            self.remark(source, "reset", f"holds {count(held, 'block')}")
             return
-        self.items(source, stream_events(instruction))
-
-    def items(self, source: Source, items: Iterable[StreamEvent]) -> None:
-        """The events of one batch."""
-        kept = [item.event for each in items if (item := self._shown.select(each)) is not None]
+        kept = [item.event for each in records if (item := self._shown.select(each.item)) is not None]
         for kind, run in itertools.groupby(kept, type):
             self._line(source, f"{kind.__name__.lower():<8} {_summary(list(run))}")
 
@@ -309,8 +304,7 @@ class ReplaySession:
 
     def batch(self, records: Sequence[Recorded]) -> None:
         """The events of one batch, or of one resync, of one replica."""
-        first = records[0].item
-        source = Source(records[0].replica, records[0].epoch or 0)
+        first, source = records[0].item, _source(records)
         replica = self._replicas.setdefault(source, _Replayed())
         if first.ts is not None:
             self._now_s = max(first.ts, self._now_s or first.ts)
@@ -325,7 +319,7 @@ class ReplaySession:
             replica.rates.add(Apply(first.seq, first.ts, events), first.ts)
         replica.seq = first.seq
         if self._options.rates_s is None:
-            self._print(source, records)
+            self._printer.batch(records)
 
     def close(self) -> None:
         """Report the rates since the last report."""
@@ -346,18 +340,13 @@ class ReplaySession:
             report = replica.rates.take(seconds, len(replica.held.parents), replica.counters)
             self._printer.rates(source, report | {"lag_s": None})  # a recording does not say when it arrived
 
-    def _print(self, source: Source, records: Sequence[Recorded]) -> None:
-        if isinstance(self._printer, JsonPrinter):
-            self._printer.records(records)
-        elif records[0].item.resync:
-            blocks = sum(len(event.hashes) for event in _stored(records))
-            self._printer.remark(source, "reset", f"holds {count(blocks, 'block')}")
-        else:
-            self._printer.items(source, [record.item for record in records])
+
+def recorded(source: Source, instruction: Apply | Reset) -> list[Recorded]:
+    return [Recorded(source.replica, item, source.epoch) for item in stream_events(instruction)]
 
 
-def _stored(records: Sequence[Recorded]) -> Iterator[Stored]:
-    return (record.item.event for record in records if isinstance(record.item.event, Stored))
+def _source(batch: Sequence[Recorded]) -> Source:
+    return Source(batch[0].replica, batch[0].epoch or 0)
 
 
 class WatchSession:
@@ -402,12 +391,12 @@ class WatchSession:
 
     def told(self, source: Source, instruction: Apply | Reset) -> None:
         self._followed[source][0].add(instruction, time.time())
+        batch = [] if self._recording is None and self._rates_s is not None else recorded(source, instruction)
         if self._recording is not None:
-            for item in stream_events(instruction):
-                self._recording.write(to_line(Recorded(source.replica, item, source.epoch)) + b"\n")
+            self._recording.writelines(to_line(record) + b"\n" for record in batch)
             self._recording.flush()
-        if self._rates_s is None:
-            self._printer.events(source, instruction)
+        if batch and self._rates_s is None:
+            self._printer.batch(batch)
 
     def status(self, source: Source, status: FeedStatus) -> None:
         if self._rates_s is None:

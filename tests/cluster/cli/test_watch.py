@@ -17,6 +17,7 @@ from homing.cluster.cli.watch import (
     WatchSession,
     check_replicas,
     listed,
+    recorded,
 )
 from homing.cluster.errors import SettingsError
 from homing.events import (
@@ -44,9 +45,9 @@ SOURCE = Source("r0", 2**64 - 7)
 def printed(printer: type[JsonPrinter] | type[TextPrinter], wanted: EventFilter = EventFilter()) -> list[str]:  # noqa: B008
     out: list[str] = []
     made = printer(out.append, wanted)
-    made.events(SOURCE, Reset(7, 4, [SnapshotBlock(1, None, [5]), SnapshotBlock(2, 1, [6])]))
+    made.batch(recorded(SOURCE, Reset(7, 4, [SnapshotBlock(1, None, [5]), SnapshotBlock(2, 1, [6])])))
     made.remark(SOURCE, "status", "live")
-    made.events(SOURCE, Apply(5, 60.0, [Stored(2, [3, 4], [7, 8], 1, "CPU"), Removed([3]), Cleared()]))
+    made.batch(recorded(SOURCE, Apply(5, 60.0, [Stored(2, [3, 4], [7, 8], 1, "CPU"), Removed([3]), Cleared()])))
     return out
 
 
@@ -137,7 +138,7 @@ def test_readable_lines_are_one_per_event() -> None:
 def shown(wanted: EventFilter, *events: object) -> list[str]:
     """The readable lines of one batch, without time and replica."""
     out: list[str] = []
-    TextPrinter(out.append, wanted).events(SOURCE, Apply(5, 60.0, events))
+    TextPrinter(out.append, wanted).batch(recorded(SOURCE, Apply(5, 60.0, events)))
     return [" ".join(line.split()[2:]) for line in out]
 
 
@@ -188,7 +189,7 @@ def test_a_replay_prints_what_watch_has_printed(tmp_path: Path) -> None:
     live: list[str] = []
     lines = []
     for instruction in instructions:
-        TextPrinter(live.append, EventFilter(), lambda: 60.0).events(SOURCE, instruction)
+        TextPrinter(live.append, EventFilter(), lambda: 60.0).batch(recorded(SOURCE, instruction))
         lines += [to_line(Recorded("r0", item, SOURCE.epoch)) for item in stream_events(instruction)]
     (tmp_path / "record").write_bytes(b"\n".join(lines))
     out = io.StringIO()
