@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from io import BufferedReader
 from itertools import chain
 from pathlib import Path
@@ -152,24 +153,16 @@ class Sample:
             self.prompts[place] = sampled
 
 
-class Progress:
-    """How far the log is read, on a terminal, and how fast it went."""
-
-    def __init__(self, err: TextIO, clock: Callable[[], float], show: ShowProgress = lambda *_: None) -> None:
-        self._err = err
-        self._clock = clock
-        self._show = show
-        self._began = clock()
-        self.requests = 0
-
-    def step(self) -> None:
-        self.requests += 1
-        self._show("requests read", 0, self.requests)
-
-    def done(self) -> None:
-        seconds = max(1e-9, self._clock() - self._began)
-        rate = 60 * self.requests / seconds
-        print(f"{self.requests:,} requests in {seconds:.1f} s ({rate:,.0f} a minute)", file=self._err)
+def paced(
+    prompts: Iterable[Prompt], err: TextIO, clock: Callable[[], float], show: ShowProgress = lambda *_: None
+) -> Iterator[Prompt]:
+    """The same prompts; says how far the log is read, on a terminal, and how fast it went."""
+    began, number = clock(), 0
+    for number, prompt in enumerate(prompts, 1):
+        yield prompt
+        show("requests read", 0, number)
+    seconds = max(1e-9, clock() - began)
+    print(f"{number:,} requests in {seconds:.1f} s ({60 * number / seconds:,.0f} a minute)", file=err)
 
 
 def analyze_command(
@@ -201,7 +194,7 @@ def analyze(
     reader = LogReader(options.log_format, skip_malformed=options.skip_malformed)
     err = err or sys.stderr
     with opened(options.log, stdin) as lines, progress(err) as show:
-        found = _analyzed(options, settings, reader, iter(lines), Progress(err, clock, show))
+        found = _analyzed(options, settings, reader, iter(lines), partial(paced, err=err, clock=clock, show=show))
     for path in options.plots:
         write_plot(path, page(found))
     print(json.dumps(as_json(found), indent=2) if options.as_json else text(found), file=out)
@@ -209,7 +202,11 @@ def analyze(
 
 
 def _analyzed(
-    options: Options, settings: Settings, reader: LogReader, lines: Iterator[bytes], pace: Progress
+    options: Options,
+    settings: Settings,
+    reader: LogReader,
+    lines: Iterator[bytes],
+    pace: Callable[..., Iterator[Prompt]],
 ) -> Findings:
     records = reader.read(lines)
     first = next(records, None)
@@ -221,10 +218,8 @@ def _analyzed(
     room = _capacity(options, settings, block_size)
     analysis, sample = LogAnalysis(block_size, options.replicas), Sample(SAMPLE, random.Random(0))
     with closing(prompt_source(options, settings, block_size, has_text=has_text)) as source:
-        for prompt in source.prompts(chain([first], records)):
+        for prompt in pace(source.prompts(chain([first], records))):
             sample.offer(prompt, analysis.observe(prompt))
-            pace.step()
-    pace.done()
     report = analysis.report()
     tokenizer = "the model's" if options.sized_model else "the demo model's; --model or --tokenizer names yours"
     return Findings(

@@ -16,7 +16,7 @@ import pytest
 from homing.cluster.cli.main import run
 from homing.cluster.config import load_settings
 from homing.cluster.errors import ClusterError, LogUnreadable, ModelUnavailable, PlotFailed, SettingsError
-from homing.cluster.lab.analyze.command import Options, Progress, Sample, analyze
+from homing.cluster.lab.analyze.command import Options, Sample, analyze, paced
 from homing.cluster.lab.analyze.order import Part
 from homing.cluster.lab.analyze.prompts import Prompt
 from homing.replica.demo import demo_model_path
@@ -176,12 +176,9 @@ def test_blocks_may_be_larger_than_those_of_a_cluster(trace: Path):
 def test_the_end_says_how_fast_it_went() -> None:
     """So that the time for a longer log can be estimated."""
     err, seconds = io.StringIO(), iter(range(100))
-    progress = Progress(err, lambda: float(next(seconds)))
+    prompts = [Prompt(1, [])] * 3
 
-    for _ in range(3):
-        progress.step()
-    progress.done()
-
+    assert list(paced(prompts, err, lambda: float(next(seconds)))) == prompts
     assert err.getvalue() == "3 requests in 1.0 s (180 a minute)\n"
 
 
