@@ -89,6 +89,8 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_id: int | None = None  #: the last token is this stop id (it is part of `token_ids`)
     pinned_tokens: int | None = None  #: how far the prompt is pinned; only on the first delta of a request with pins
     embedding: bytes | None = None  #: float32 LE
+    #: on the first delta of a request of a session: the prompt's longest prefix that some replica had or was to have
+    known_tokens: int = 0
 
 
 class TokenSink(Protocol):

@@ -24,6 +24,8 @@ def delta_of(
             counters.predictions_low += 1
     predicted = None if cached is None else request.predicted_cached_tokens
     queue_s = None if cached is None else request.queue_s
+    first = not request.generated
+    known_tokens = request.known_tokens if first else 0
     if isinstance(output, TextOutput):
         request.text_only = True
         request.generated += output.num_tokens
@@ -35,11 +37,11 @@ def delta_of(
             cached_tokens=cached,
             queue_s=queue_s,
             predicted_cached_tokens=predicted,
+            known_tokens=known_tokens,
         )
     known = min(request.generated - output.index, len(output.token_ids))
     counters.duplicate_tokens += known
     fresh = output.token_ids[known:]
-    first = not request.generated
     request.generated += len(fresh)
     request.new_tokens += fresh
     return TokenDelta(
@@ -53,6 +55,7 @@ def delta_of(
         stop_token_id=output.stop_token_id,
         pinned_tokens=output.pinned_tokens if first else None,
         embedding=output.embedding,
+        known_tokens=known_tokens,
     )
 
 

@@ -45,7 +45,7 @@ from ..errors import (
     RouterError,
     Superseded,
 )
-from ..routing.placement import Placement, regret_tokens
+from ..routing.placement import Placement, known_tokens, regret_tokens
 from ..routing.policy.base import Candidate, Prompt
 from ..routing.replica_load import Rest
 from .block_hash_cache import BlockHashCache
@@ -408,6 +408,8 @@ class RequestFlow:
             request.predicted_cached_tokens = cached - cached % prompt.block_size
             request.regret_tokens = regret_tokens(prompt, candidates, decision)
             self.counters.regret_tokens += request.regret_tokens
+            if prompt.session is not None:
+                request.known_tokens = known_tokens(prompt, candidates)
         request.advance("send")
         wire_id = request.wire_id = next(self._wire_ids)
         request.uncached_tokens, request.replica = decision.uncached_tokens, chosen.replica_id

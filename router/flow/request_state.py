@@ -87,6 +87,7 @@ class RequestState(msgspec.Struct, eq=False):
     excluded: set[str] = set()  #: replicas that refused it since it was last found unplaceable
     predicted_cached_tokens: int = 0
     delivered_cached_tokens: int | None = None
+    known_tokens: int = 0  #: of the prompt, by the first placement; only of requests of a session
     regret_tokens: int = 0
     uncached_tokens: int = 0  #: to compute, by the last placement
     queue_s: float | None = None  #: from arrival until it was first sent

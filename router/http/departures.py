@@ -1,7 +1,8 @@
-"""Where a prompt departs from a known one: what to change in a client so that more of its prompts come from the cache.
+"""Where a prompt departs from what is known: what to change in a client so that more comes from the cache.
 
-`SessionPrompts` keeps the last prompt of each agent of a session. What replicas hold is known by blocks only, so there
-the departure is known to a block. Pure, but for the memory.
+Known are the last prompt of each agent of a session (`SessionPrompts`), by tokens, and what replicas hold, by blocks.
+Of other sessions nothing else counts: an answer by tokens would let callers who share a cache guess each other's
+prompts. Pure, but for the memory.
 """
 
 from collections import OrderedDict
@@ -20,10 +21,15 @@ TEXT_BYTES = 14
 #: A prompt ends with what begins the answer, which the next one may show otherwise: not worth a word.
 TAIL_TOKENS = 16
 SHOWN_TOKENS = 8
+SHOWN_IN_BLOCK = 24
 SHOWN_CHARACTERS = 60
+#: Of longer prompts the place of a block is not looked for: that takes 40 ns a token.
+MAX_PLACED_TOKENS = 64 * 1024
 
 #: The salt of the tenant's cache, the session, and the agent in it.
 SessionKey = tuple[bytes, str, str | None]
+#: The token ids (uint32 LE), and the conversation that they were made of, if it was one.
+Known = tuple[bytes, Conversation | None]
 
 
 class Departure(msgspec.Struct, frozen=True):
@@ -37,7 +43,10 @@ class Departure(msgspec.Struct, frozen=True):
 
     def header(self) -> str:
         """Without spaces, as `name=value;...`; texts are percent-encoded."""
-        return f"token={self.token};at={self.at};text={_quoted(self.text)};instead-of={_quoted(self.instead_of or '')}"
+        parts = [f"token={self.token}", "" if self.exact else "exact=no", f"at={self.at}" if self.at else ""]
+        parts += [f"text={_quoted(self.text)}"]
+        parts += [] if self.instead_of is None else [f"instead-of={_quoted(self.instead_of)}"]
+        return ";".join(filter(None, parts))
 
 
 def _quoted(text: str) -> str:
@@ -49,26 +58,24 @@ class SessionPrompts:
 
     def __init__(self, capacity_bytes: int = MAX_BYTES) -> None:
         self._capacity = capacity_bytes
-        self._known: OrderedDict[SessionKey, tuple[bytes, Conversation]] = OrderedDict()
+        self._known: OrderedDict[SessionKey, Known] = OrderedDict()
         self.used_bytes = 0
 
     def __len__(self) -> int:
         return len(self._known)
 
-    def get(self, key: SessionKey) -> tuple[bytes, Conversation] | None:
-        """The token ids (uint32 LE) and the conversation of the last prompt."""
+    def get(self, key: SessionKey) -> Known | None:
+        """The last prompt."""
         return self._known.get(key)
 
-    def put(self, key: SessionKey, token_ids: bytes, conversation: Conversation) -> tuple[bytes, Conversation] | None:
-        """Keep this prompt and return the one before, if the new one does not begin with it: a few memory copies."""
+    def put(self, key: SessionKey, prompt: Known) -> Known | None:
+        """Keep this prompt and return the one before."""
         before = self._known.pop(key, None)
-        self._known[key] = token_ids, conversation
-        self.used_bytes += _cost(token_ids) - (_cost(before[0]) if before is not None else 0)
+        self._known[key] = prompt
+        self.used_bytes += _cost(prompt[0]) - (_cost(before[0]) if before is not None else 0)
         while self.used_bytes > self._capacity:
             _, (dropped, _) = self._known.popitem(last=False)
             self.used_bytes -= _cost(dropped)
-        if before is None or token_ids.startswith(before[0][: -4 * TAIL_TOKENS]):
-            return None
         return before
 
 
@@ -88,9 +95,25 @@ def common_tokens(one: bytes, other: bytes) -> int:
     return low
 
 
-def between(
-    known: tuple[bytes, Conversation | None], new: tuple[bytes, Conversation | None], text: TextModel
-) -> Departure | None:
+def continues(before: Known, new: Known) -> bool:
+    """Whether the new prompt begins with the one before: a few memory copies."""
+    return new[0].startswith(before[0][: -4 * TAIL_TOKENS])
+
+
+def from_longest(before: Known | None, new: Known, held_tokens: int, text: TextModel) -> Departure | None:
+    """Where a prompt leaves its longest known prefix: what it shares with the one before, or what a replica holds."""
+    if before is not None and common_tokens(before[0], new[0]) >= held_tokens:
+        return between(before, new, text)
+    return in_blocks(new, held_tokens, text)
+
+
+def header(before: Known | None, new: Known, text: TextModel, held_tokens: int) -> str | None:
+    """The same for a response header; None: there is no departure, or nothing was known."""
+    found = from_longest(before, new, held_tokens, text) if before is not None or held_tokens else None
+    return None if found is None else found.header()
+
+
+def between(known: Known, new: Known, text: TextModel) -> Departure | None:
     """Where the second prompt departs from the first. None: it does not, one of them begins with the other."""
     token = common_tokens(known[0], new[0])
     if 4 * token == min(len(known[0]), len(new[0])):
@@ -112,17 +135,17 @@ def place_between(one: Conversation, other: Conversation) -> str:
     return "template"
 
 
-def in_blocks(
-    token_ids: bytes, held_tokens: int, conversation: Conversation | None, text: TextModel
-) -> Departure | None:
+def in_blocks(new: Known, held_tokens: int, text: TextModel) -> Departure | None:
     """Where a prompt leaves what is held, of which only whole blocks are known."""
+    token_ids, conversation = new
     if 4 * held_tokens >= len(token_ids):
         return None
     place = None
-    if conversation is not None:
-        held = _decoded(text, token_ids[: 4 * held_tokens])
-        place = place_in(conversation, _decoded(text, token_ids), len(held))
-    return Departure(held_tokens, place, _text_at(text, token_ids, held_tokens), exact=False)
+    if conversation is not None and len(token_ids) <= 4 * MAX_PLACED_TOKENS:
+        ids = memoryview(token_ids).cast("I").tolist()
+        held, rest = text.joined(ids[:held_tokens]), text.joined(ids[held_tokens:])
+        place = place_in(conversation, held + rest, len(held))
+    return Departure(held_tokens, place, _text_at(text, token_ids, held_tokens, SHOWN_IN_BLOCK), exact=False)
 
 
 def place_in(conversation: Conversation, rendered: str, character: int) -> str:
@@ -146,9 +169,5 @@ def _message(conversation: Conversation, index: int) -> str:
     return "system" if conversation.messages[index].role == "system" else f"messages[{index}]"
 
 
-def _text_at(text: TextModel, token_ids: bytes, token: int) -> str:
-    return _decoded(text, token_ids[4 * token : 4 * (token + SHOWN_TOKENS)])
-
-
-def _decoded(text: TextModel, token_ids: bytes) -> str:
-    return text.decode(memoryview(token_ids).cast("I").tolist())
+def _text_at(text: TextModel, token_ids: bytes, token: int, shown: int = SHOWN_TOKENS) -> str:
+    return text.decode(memoryview(token_ids[4 * token : 4 * (token + shown)]).cast("I").tolist())

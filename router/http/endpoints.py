@@ -25,10 +25,9 @@ from ..errors import (
     WrongMethod,
 )
 from ..metrics import CONTENT_TYPE
-from ..text.conversation import Conversation
 from .body_reader import INLINE_BYTES
 from .caller import Caller
-from .departures import Departure, SessionKey, between, common_tokens, in_blocks
+from .departures import Departure, SessionKey, between, common_tokens, continues, from_longest, header
 from .dialects.chat import CHAT, ChatBody, ChatCompletion, conversation
 from .dialects.completions import COMPLETION, Completion, CompletionBody
 from .dialects.dialect import BodyType, Dialect, StreamWriter, WholeWriter
@@ -259,14 +258,14 @@ async def _generate(
     served = await front.served(body.model)
     sender = caller.sender(body.cache_salt)
     job = await dialect.job(front, served, body, sender)
-    session = caller.session or job.session
+    session, departure = caller.session or job.session, None
     if session is not None and job.conversation is not None:
-        _note_departure(front, caller, job, (sender.salt, session, caller.agent), job.conversation)
+        departure = _departure(front, job, (sender.salt, session, caller.agent))
     builder = dialect.builder(served, body, f"{front.random_bits(96):024x}", int(front.wall()))
     if prepare is not None:
         prepare(builder)
     writer = StreamWriter(exchange, builder) if body.stream else WholeWriter(exchange, builder)
-    Generation(front, job, exchange, caller, writer).begin()
+    Generation(front, job, exchange, caller, writer, departure).begin()
 
 
 async def create_response(front: Front, exchange: Exchange) -> None:
@@ -327,12 +326,13 @@ async def delete_response(front: Front, exchange: Exchange) -> None:
     respond(exchange, DeletedResponse(response_id))
 
 
-def _note_departure(front: Front, caller: Caller, job: Job, key: SessionKey, conversation: Conversation) -> None:
-    """Remember the prompt of a session; say in a header where it departs from the one before."""
-    new = token_bytes(job.prompts[0].token_ids)
-    before = front.session_prompts.put(key, new, conversation)
-    if before is not None and (departure := between(before, (new, conversation), job.served.text)) is not None:
-        caller.note("x-homing-departure", [departure.header()])
+def _departure(front: Front, job: Job, key: SessionKey) -> Callable[[int], str | None] | None:
+    """Remember the prompt of a session. Returns what makes the header of its departure, if it has one."""
+    new = token_bytes(job.prompts[0].token_ids), job.conversation
+    before = front.session_prompts.put(key, new)
+    if before is not None and continues(before, new):
+        return None
+    return partial(header, before, new, job.served.text)
 
 
 async def embeddings(front: Front, exchange: Exchange) -> None:
@@ -364,7 +364,7 @@ class Explained(Explanation, frozen=True, kw_only=True):
     session: str | None = None
     agent: str | None = None  #: in the session
     parent: str | None = None  #: the agent that started it
-    #: from the last prompt of the session's agent, if that is known, else from the longest prefix that a replica holds
+    #: from the longest known prefix: of the last prompt of the session's agent, or of what a replica holds
     departure: Departure | None = None
 
 
@@ -376,14 +376,13 @@ async def explain(front: Front, exchange: Exchange) -> None:
     caller.charge([len(prompt.token_ids) for prompt in job.prompts])
     request = generation_request(job, job.prompts[0], caller)
     found = job.served.backend.explain(request)
-    new, text, known = (request.token_ids, job.conversation), job.served.text, None
+    before, departure = None, None
     if request.session is not None:
-        known = front.session_prompts.get((salt, request.session, caller.agent))
-    if known is not None:
-        departure = between(known, new, text)
-    else:
-        held = max([each.held_blocks for each in found.replicas], default=0)
-        departure = None if held >= found.prompt_blocks else in_blocks(new[0], held * found.block_size, new[1], text)
+        before = front.session_prompts.get((salt, request.session, caller.agent))
+    held = max([max(each.held_blocks, each.expected_blocks) for each in found.replicas], default=0)
+    if before is not None or held < found.prompt_blocks:
+        new = request.token_ids, job.conversation
+        departure = from_longest(before, new, held * found.block_size, job.served.text)
     respond(
         exchange,
         Explained(

@@ -126,6 +126,7 @@ class RunningChoice(msgspec.Struct, eq=False):
     blocks: list[Block] = []  #: the answer so far, of a response that is not streamed
     tokens: list[TokenAt] = []  #: its tokens, if logprobs were requested
     embedding: bytes | None = None  #: the prompt's vector, float32 LE
+    known: int = 0  #: tokens of the prompt
 
     @property
     def text(self) -> str:
@@ -142,7 +143,7 @@ class RunningChoice(msgspec.Struct, eq=False):
             if last is None:
                 generation.first_token(now)
                 self.pinned, self.prompt_logprobs = delta.pinned_tokens, delta.prompt_logprobs
-                self.embedding = delta.embedding
+                self.embedding, self.known = delta.embedding, delta.known_tokens
             else:
                 generation.metrics.inter_token(now - last)
             if delta.finish_reason in ("abort", "error"):
@@ -183,11 +184,21 @@ class RunningChoice(msgspec.Struct, eq=False):
 class Generation:
     """The choices of a job, from `begin` until every choice has ended, one has failed, or the client has left."""
 
-    __slots__ = ("_caller", "_exchange", "_left", "_ttft_s", "choices", "front", "job", "metrics", "over", "writer")
+    __slots__ = (
+        *("_caller", "_departure", "_exchange", "_left", "_ttft_s"),
+        *("choices", "front", "job", "metrics", "over", "writer"),
+    )
 
     def __init__(
-        self, front: Front, job: Job, exchange: Exchange, caller: Caller, writer: "StreamWriter | WholeWriter"
+        self,
+        front: Front,
+        job: Job,
+        exchange: Exchange,
+        caller: Caller,
+        writer: "StreamWriter | WholeWriter",
+        departure: Callable[[int], str | None] | None = None,
     ) -> None:
+        """`departure`: from how many tokens of the prompt were known, the header that says where it departs."""
         self.front = front
         self.job = job
         self.metrics = job.served.metrics
@@ -196,6 +207,7 @@ class Generation:
         self.over = False
         self._exchange = exchange
         self._caller = caller
+        self._departure = departure
         self._left = 0  #: choices that have not ended
         self._ttft_s: float | None = None
 
@@ -326,4 +338,6 @@ class Generation:
             headers.append(("x-homing-pinned-tokens", sum(pinned)))
         if summary.replicas:
             headers.append(("x-homing-replica", summary.replicas))
+        if self._departure is not None and (departure := self._departure(self.choices[0].known)) is not None:
+            headers.append(("x-homing-departure", departure))
         return headers

@@ -200,6 +200,12 @@ def regret_tokens(prompt: Prompt, candidates: Iterable[Candidate], decision: Dec
     return decision.chosen.uncached_tokens(prompt) - (prompt.tokens - cached)
 
 
+def known_tokens(prompt: Prompt, candidates: Iterable[Candidate]) -> int:
+    """The longest prefix that some replica holds or will hold: all of the prompt, if those are all its full blocks."""
+    blocks = max([max(each.held_blocks, each.expected_blocks) for each in candidates], default=0)
+    return prompt.tokens if 0 < prompt.blocks <= blocks else blocks * prompt.block_size
+
+
 class _ObservedBlocks(ReplicaBlocks):
     """One replica's blocks in the index, whose changes the policy sees too."""
 

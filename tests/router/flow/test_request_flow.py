@@ -180,6 +180,19 @@ def test_the_prediction_is_recorded_beside_what_was_delivered(world: World) -> N
 
     record = world.records[again]
     assert (record.predicted_cached_tokens, record.delivered_cached_tokens, record.regret_tokens) == (96, 96, 0)
+    assert record.known_tokens == 0, "it costs time and is only told to sessions"
+
+
+def test_a_session_learns_how_much_of_its_prompt_was_known(world: World) -> None:
+    """By any replica, before its own blocks were."""
+    world.submit(request_of(PROMPT))
+    world.settle()
+
+    again = world.submit(request_of([*PROMPT, *[7] * 20], seed=2, session="s"))
+    world.settle()
+
+    assert world.records[again].known_tokens == 96
+    assert [delta.known_tokens for delta in world.deltas[again]][:2] == [96, 0]
 
 
 def test_tokens_copied_inside_a_block_are_more_than_predicted_and_no_regret(world: World) -> None:

@@ -34,7 +34,9 @@ def scored(token_id: int, others: int) -> PositionLogprobs:
     return PositionLogprobs(TokenLogprob(token_id, -0.25), top[:others] if others else [])
 
 
-def reply(ids: list[int], *, cached: int = 0, pinned: int | None = None, finish: str | None = None) -> Script:
+def reply(
+    ids: list[int], *, cached: int = 0, pinned: int | None = None, finish: str | None = None, known: int = 0
+) -> Script:
     """One delta per token of `ids`; ends by the limit of tokens or else by a stop, as a replica would."""
 
     def script(request: GenerationRequest) -> Iterable[Item]:
@@ -54,6 +56,7 @@ def reply(ids: list[int], *, cached: int = 0, pinned: int | None = None, finish:
                 finish_reason=ending if last else None,
                 cached_tokens=cached if first else None,
                 pinned_tokens=pinned if first and request.pins else None,
+                known_tokens=known if first else 0,
             )
 
     return script

@@ -3,7 +3,6 @@
 from array import array
 
 import httpx
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +11,7 @@ from homing.kvcache.hashing import token_bytes
 from homing.router.http.departures import TEXT_BYTES, SessionPrompts, common_tokens, place_between, place_in
 from homing.router.text.conversation import Conversation, Message, function_tool
 
-from .fakes import FakeBackend
+from .fakes import FakeBackend, reply
 
 CHAT = "/v1/chat/completions"
 HEADER = "x-homing-departure"
@@ -64,6 +63,43 @@ async def test_a_header_names_the_first_token_that_differs(
     assert named["at"] == at
     assert text in named["text"]
     assert await departure(client, messages, **fields) is None
+
+
+@pytest.mark.parametrize(
+    ("known", "stands"),
+    [(32, "exact=no;at=messages[1]"), (16, "exact=no;at=system"), (0, None), (10_000, None)],
+)
+async def test_a_new_session_departs_from_what_replicas_hold(
+    client: httpx.AsyncClient, backend: FakeBackend, answer_ids: list[int], known: int, stands: str | None
+):
+    """By blocks; it continues what nobody holds, and departs from nothing if all of it is held."""
+    backend.script = reply(answer_ids, known=known)
+
+    found = await departure(client, LONGER)
+
+    assert (found is None) == (stands is None)
+    assert found is None or found.startswith(f"token={known};{stands};text=")
+    assert "instead-of" not in (found or ""), "of another session only the place may be told"
+
+
+async def test_the_longer_of_both_known_prefixes_counts(
+    client: httpx.AsyncClient, backend: FakeBackend, answer_ids: list[int]
+):
+    """The session's last prompt ends in the system message; a replica holds more of another session's."""
+    other = changed(0, "Be brief.")
+    await departure(client, other)
+    backend.script = reply(answer_ids, known=32)
+    by_block = await departure(client, LONGER)
+    await departure(client, LONGER, session="another")
+    backend.script = reply(answer_ids, known=16)
+    by_token = await departure(client, changed(1, "Tell me about a cat."), session="another")
+
+    assert by_block is not None
+    assert by_block.startswith("token=32;exact=no;at=messages[1];")
+    assert by_token is not None
+    assert "exact=no" not in by_token
+    assert "at=messages[1]" in by_token
+    assert "instead-of=" in by_token
 
 
 async def test_explain_names_where_the_prompt_leaves_what_a_replica_holds(client: httpx.AsyncClient):
@@ -128,10 +164,10 @@ def test_the_memory_for_prompts_is_bounded() -> None:
     prompts, ids = SessionPrompts(capacity_bytes=(4 + TEXT_BYTES) * 100), token_bytes(list(range(30)))
 
     for name in "abcab":
-        prompts.put((b"", name, None), ids, EMPTY)
-    prompts.put((b"", "d", None), ids, EMPTY)
+        prompts.put((b"", name, None), (ids, EMPTY))
+    prompts.put((b"", "d", None), (ids, EMPTY))
     kept = [name for name in "abcd" if prompts.get((b"", name, None)) is not None]
-    prompts.put((b"", "e", None), token_bytes([1] * 1000), msgspec.structs.replace(EMPTY, session="e"))
+    prompts.put((b"", "e", None), (token_bytes([1] * 1000), EMPTY))
 
     assert kept == ["a", "b", "d"]
     assert len(prompts) == 0

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from homing.router.backend import FeedState
 from homing.router.flow.fair_queue import FairQueue
-from homing.router.routing.placement import Placement, regret_tokens
+from homing.router.routing.placement import Placement, known_tokens, regret_tokens
 from homing.router.routing.policy.base import Policy, Prompt
 from homing.router.routing.policy.expected_ttft import ExpectedTtft, LeastLoaded
 from homing.router.routing.policy.registry import make_policy
@@ -80,6 +80,18 @@ def test_regret_is_the_best_hit_forgone() -> None:
     decision = placement.decide(PROMPT, candidates)
 
     assert regret_tokens(PROMPT, candidates, decision) == 62 * BLOCK
+    assert known_tokens(PROMPT, candidates) == PROMPT.tokens, "all of its full blocks are"
+
+
+def test_blocks_that_are_held_or_expected_are_known(placement: Placement) -> None:
+    assert known_tokens(PROMPT, placement.candidates(KEYS, (), 0.0)) == 0
+
+    placement.stored("r0", KEYS[:3])
+    held = known_tokens(PROMPT, placement.candidates(KEYS, (), 0.0))
+    placement.book(1, placement.decide(PROMPT, placement.candidates(KEYS[:5], (), 0.0)), KEYS[:5], 0.0)
+
+    assert held == 3 * BLOCK
+    assert known_tokens(PROMPT, placement.candidates(KEYS, (), 0.0)) == 5 * BLOCK
 
 
 @pytest.mark.parametrize("policy", ["expected-ttft", "dynamo"])
