@@ -21,6 +21,7 @@ AGENT_HEADERS = ("x-claude-code-agent-id", "thread-id", "thread_id")
 PARENT_HEADERS = ("x-claude-code-parent-agent-id", "x-codex-parent-thread-id", "x-parent-session-id")
 #: The router remembers tens of thousands of sessions, and an HTTP head may have 64 KB.
 MAX_SESSION_CHARS = 64
+_MARKS = frozenset((*SESSION_HEADERS, *AGENT_HEADERS, *PARENT_HEADERS))
 #: Objects of shorter bodies need not be counted.
 FEW_OBJECTS_BYTES = 16 * 1024
 _PRINTABLE = re.compile(r"[\x21-\x7e]{1,256}")
@@ -65,9 +66,11 @@ class Caller:
         headers = exchange.request.headers
         self.tenant = tenant_of(front, headers)
         self.request_id = exchange.id
-        self.session = named_by(headers)
-        self.agent = named_by(headers, AGENT_HEADERS)
-        self.parent = named_by(headers, PARENT_HEADERS)
+        self.session = self.agent = self.parent = None
+        if not _MARKS.isdisjoint(headers):
+            self.session = named_by(headers)
+            self.agent = named_by(headers, AGENT_HEADERS)
+            self.parent = named_by(headers, PARENT_HEADERS)
         self._exchange = exchange
         self._limiter = front.limiters.get(self.tenant.digest)
         self._now = front.monotonic

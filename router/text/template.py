@@ -1,6 +1,8 @@
 """A model's chat template: a conversation in, prompt text out.
 
-Uses transformers' own renderer, whose sandbox protects against hostile templates; that module needs no torch.
+Compiled by transformers, whose sandbox protects against hostile templates; that module needs no torch. Its
+`render_jinja_template` first copies all that a template sees, because callers may pass objects of any type. What comes
+from JSON needs no copy, which for an agent's tools would take longer than the template.
 """
 
 import contextlib
@@ -41,27 +43,32 @@ class ChatTemplate:
         """The prompt of the conversation. Raises TemplateRefusal."""
         # Not at the top: these imports take half a second, and the package must stay light.
         from jinja2.exceptions import TemplateError
-        from transformers.utils.chat_template_utils import render_jinja_template
+        from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
         template = self._choose(conversation)
         if conversation.continue_final_message and conversation.add_generation_prompt:
             raise TemplateRefusal(
                 "continue_final_message cannot be combined with add_generation_prompt", param="messages"
             )
-        # OpenAI's clients send `content: null`, which templates would print.
-        messages = [{key: value for key, value in each.items() if value is not None} for each in conversation.messages]
+        messages = [_shown(each) for each in conversation.messages]
+        tools = list(conversation.tools) if conversation.tools else None
+        options = {"add_generation_prompt": conversation.add_generation_prompt, **self._special_tokens}
+        arguments = conversation.template_arguments
+        text: str
         try:
-            rendered, _ = render_jinja_template(
+            if not conversation.continue_final_message:
+                compiled = _compile_jinja_template(template)
+                text = compiled.render(messages=messages, tools=tools, documents=None, **{**options, **arguments})
+                return text
+            [text], _ = render_jinja_template(
                 conversations=[messages],
-                tools=list(conversation.tools) if conversation.tools else None,
+                tools=tools,
                 chat_template=template,
-                continue_final_message=conversation.continue_final_message,
-                add_generation_prompt=conversation.add_generation_prompt,
-                **{**self._special_tokens, **conversation.template_arguments},
+                continue_final_message=True,
+                **{**options, **arguments},
             )
         except (TemplateError, ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
             raise TemplateRefusal(f"the chat template rejects these messages: {error}", param="messages") from error
-        text: str = rendered[0]
         return text
 
     def prepare(self) -> None:
@@ -78,3 +85,9 @@ class ChatTemplate:
             names = ", ".join(sorted(self._templates))
             raise TemplateRefusal(f"this model has no default chat template, only: {names}", param="messages")
         return chosen
+
+
+def _shown(message: Message) -> Message:
+    """What templates see: not `content: null` of OpenAI's clients, which they would print; reasoning by both names."""
+    shown = {key: value for key, value in message.items() if value is not None}
+    return {"thinking": shown["reasoning_content"], **shown} if "reasoning_content" in shown else shown

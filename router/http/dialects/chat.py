@@ -75,6 +75,10 @@ _RESERVED = frozenset(
 )
 
 
+#: What most chats say of tools and reasoning.
+_AUTO, _USUAL = ToolChoice(), typed.Reasoning()
+
+
 def conversation(body: ChatBody | TokenizeBody) -> Conversation:
     """The conversation of a body. Raises InvalidRequest."""
     continues, arguments = bool(body.continue_final_message), body.chat_template_kwargs or {}
@@ -83,15 +87,15 @@ def conversation(body: ChatBody | TokenizeBody) -> Conversation:
             "field 'continue_final_message': cannot be combined with 'add_generation_prompt'",
             param="continue_final_message",
         )
-    if reserved := _RESERVED.intersection(arguments):
+    if arguments and (reserved := _RESERVED.intersection(arguments)):
         name = f"chat_template_kwargs.{min(reserved)}"
         raise InvalidRequest(f"field {name!r} may not be set", param=name)
     chat = body if isinstance(body, ChatBody) else None
     return Conversation(
         messages=[_message(each, index) for index, each in enumerate(body.messages or ())],
         tools=[_tool(each, f"tools[{index}]") for index, each in enumerate(body.tools or ())],
-        tool_choice=_tool_choice(chat) if chat else ToolChoice(),
-        reasoning=typed.Reasoning(effort=chat.reasoning_effort) if chat else typed.Reasoning(),
+        tool_choice=_tool_choice(chat) if chat else _AUTO,
+        reasoning=typed.Reasoning(effort=chat.reasoning_effort) if chat and chat.reasoning_effort else _USUAL,
         output={"response_format": chat.response_format} if chat and chat.response_format else {},
         session=chat.prompt_cache_key if chat and isinstance(chat.prompt_cache_key, str) else None,
         mark=mark(chat.cache_control, "cache_control") if chat else None,
@@ -103,6 +107,8 @@ def conversation(body: ChatBody | TokenizeBody) -> Conversation:
 
 def _tool_choice(body: ChatBody) -> ToolChoice:
     parallel, given = body.parallel_tool_calls is not False, body.tool_choice or "auto"
+    if parallel and given == "auto":
+        return _AUTO
     match given:
         case "auto" | "none" | "required":
             return ToolChoice(given, None, parallel)
@@ -303,6 +309,8 @@ class ChatBuilder(ChunkBuilder):
         ]
 
     def extras(self, choices: Sequence[RunningChoice]) -> dict[str, Any]:
+        if not self._token_ids and self._prompt_logprobs is None:
+            return {}
         return {"prompt_token_ids": self._prompt_ids(choices[0]), "prompt_logprobs": self._scores(choices[0])}
 
     def events(self, choice: RunningChoice, shown: TextDelta, *, first: bool) -> bytes:
@@ -350,6 +358,8 @@ class ChatBuilder(ChunkBuilder):
 
 
 def _answer(choice: RunningChoice) -> ChatMessage:
+    if len(choice.blocks) == 1 and choice.blocks[0].kind == "text":
+        return ChatMessage(choice.text)
     calls = [
         ChatToolCall(block.id, CallFunction(block.name, block.text))
         for block in choice.blocks

@@ -9,7 +9,8 @@ from .conftest import DEMO
 
 TOOL = {"type": "function", "function": {"name": "look", "description": "<b>", "parameters": {"type": "object"}}}
 TEMPLATES = {
-    "roles": "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}{{ eos_token }}{% endfor %}"
+    "roles": "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.thinking }}{{ m.reasoning_content }}"
+    "{{ m.content | trim }}{{ eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}",
     "tools": "{% for tool in tools or [] %}{{ tool | tojson(indent=1) }}{% endfor %}"
     "{% for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}{{ m['content'] }}{% endfor %}",
@@ -29,6 +30,7 @@ CHATS = [
         continue_final_message=True,
     ),
     TemplateInput(MESSAGES[::2], add_generation_prompt=False, template_arguments={"mood": "calm"}),
+    TemplateInput([*MESSAGES[:1], {"role": "assistant", "content": "so", "reasoning_content": "hm"}]),
 ]
 
 
