@@ -3,12 +3,21 @@
 `http.dialects` makes them; `template_input` is what the model's chat template renders of them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
+from itertools import groupby
+from operator import attrgetter
 from typing import Any, Literal
 
 import msgspec
 
+from ..errors import InvalidRequest
 from .template import TemplateInput
+
+#: Arguments of transformers' `apply_chat_template` that a caller must not set through the template's arguments.
+_RESERVED = frozenset(
+    "self conversation messages tools documents chat_template add_generation_prompt continue_final_message tokenize "
+    "padding truncation max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs".split()
+)
 
 
 class CacheMark(msgspec.Struct, frozen=True, gc=False):
@@ -17,6 +26,10 @@ class CacheMark(msgspec.Struct, frozen=True, gc=False):
     param: str  #: the field that asks for it, for errors
     ttl_s: float | None = None  #: None: the setting's
     end: int | None = None  #: in characters of the message's content; None: behind the whole message
+
+    def moved(self, by: int) -> "CacheMark":
+        """The mark in a content that has so many more characters in front."""
+        return self if self.end is None else msgspec.structs.replace(self, end=max(0, self.end + by))
 
 
 class ToolCall(msgspec.Struct, frozen=True):
@@ -57,6 +70,37 @@ class Message(msgspec.Struct, frozen=True):
                 for call in self.tool_calls
             ]
         return message
+
+
+def merged(messages: Iterable[Message], roles: Container[str], between: str) -> list[Message]:
+    """Consecutive messages of one of these roles as one: templates want the roles to alternate."""
+    made: list[Message] = []
+    for role, group in groupby(messages, attrgetter("role")):
+        same = list(group)
+        made += [_joined(same, between)] if role in roles and len(same) > 1 else same
+    return made
+
+
+def _joined(messages: Sequence[Message], between: str) -> Message:
+    texts: list[str] = []
+    marks: list[CacheMark] = []
+    characters = 0  # of the texts, and of `between` behind each
+    for message in messages:
+        end = characters + len(message.content or "")
+        for mark in message.marks:
+            # A mark behind a whole message is one inside of the joined message.
+            inside = mark.end is None and message is not messages[-1]
+            marks.append(msgspec.structs.replace(mark, end=end) if inside else mark.moved(characters))
+        if message.content is not None:
+            texts.append(message.content)
+            characters = end + len(between)
+    return Message(
+        messages[-1].role,
+        between.join(texts) if texts else None,
+        reasoning="".join([each.reasoning for each in messages if each.reasoning]) or None,
+        tool_calls=[call for each in messages for call in each.tool_calls],
+        marks=marks,
+    )
 
 
 class Tool(msgspec.Struct, frozen=True):
@@ -128,7 +172,10 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     template_arguments: Mapping[str, Any] = {}
 
     def template_input(self) -> TemplateInput:
-        """What the chat template renders. With `tool_choice` none it does not see the tools."""
+        """What the chat template renders. With `tool_choice` none it does not see the tools. Raises InvalidRequest."""
+        if self.template_arguments and (reserved := _RESERVED.intersection(self.template_arguments)):
+            name = f"chat_template_kwargs.{min(reserved)}"
+            raise InvalidRequest(f"field {name!r} may not be set", param=name)
         shown = self.tools if self.tool_choice.mode != "none" else ()
         return TemplateInput(
             [each.as_dict() for each in self.messages],

@@ -68,28 +68,18 @@ async def job(front: Front, served: Served, body: ChatBody, sender: Sender) -> J
     )
 
 
-#: Arguments of transformers' `apply_chat_template` that a caller must not set through the template's arguments.
-_RESERVED = frozenset(
-    "self conversation messages tools documents chat_template add_generation_prompt continue_final_message tokenize "
-    "padding truncation max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs".split()
-)
-
-
 #: What most chats say of tools and reasoning.
 _AUTO, _USUAL = ToolChoice(), typed.Reasoning()
 
 
 def conversation(body: ChatBody | TokenizeBody) -> Conversation:
     """The conversation of a body. Raises InvalidRequest."""
-    continues, arguments = bool(body.continue_final_message), body.chat_template_kwargs or {}
+    continues = bool(body.continue_final_message)
     if continues and body.add_generation_prompt:
         raise InvalidRequest(
             "field 'continue_final_message': cannot be combined with 'add_generation_prompt'",
             param="continue_final_message",
         )
-    if arguments and (reserved := _RESERVED.intersection(arguments)):
-        name = f"chat_template_kwargs.{min(reserved)}"
-        raise InvalidRequest(f"field {name!r} may not be set", param=name)
     chat = body if isinstance(body, ChatBody) else None
     return Conversation(
         messages=[_message(each, index) for index, each in enumerate(body.messages or ())],
@@ -101,7 +91,7 @@ def conversation(body: ChatBody | TokenizeBody) -> Conversation:
         mark=mark(chat.cache_control, "cache_control") if chat else None,
         add_generation_prompt=not continues if body.add_generation_prompt is None else body.add_generation_prompt,
         continue_final_message=continues,
-        template_arguments=arguments,
+        template_arguments=body.chat_template_kwargs or {},
     )
 
 

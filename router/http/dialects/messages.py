@@ -5,8 +5,6 @@ Stateless, as the API is. Tools that Anthropic's servers run and unknown betas a
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
-from operator import attrgetter
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -15,7 +13,17 @@ from msgspec import UNSET, Meta, UnsetType
 from ...config import RouterSettings
 from ...errors import ContextTooLong, InvalidRequest, PromptTooLong, RouterError, ThreadUnsupported
 from ...text.answer import Block, TextDelta
-from ...text.conversation import CacheMark, Conversation, Message, Reasoning, Tool, ToolCall, ToolChoice, function_tool
+from ...text.conversation import (
+    CacheMark,
+    Conversation,
+    Message,
+    Reasoning,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    function_tool,
+    merged,
+)
 from ...text.encoder_threads import Sender
 from ..front import Front, Served
 from ..generation import Job, RunningChoice
@@ -205,16 +213,14 @@ def conversation(body: CountBody, settings: RouterSettings) -> Conversation:
         text = "\n".join(system.texts)
         if settings.drop_billing_line and (line := BILLING_LINE.match(text)):
             text = text[line.end() :]
-            system.marks = [_moved(mark, line.end()) for mark in system.marks]
+            system.marks = [mark.moved(-line.end()) for mark in system.marks]
         messages.append(Message("system", text, marks=system.marks))
     turns: list[Message] = []
     for index, given in enumerate(body.messages):
         # Many templates refuse a system message that is not the first one.
         collector = _Collector("assistant" if given.role == "assistant" else "user", settings)
         turns += collector.messages(given.content, f"messages[{index}].content")
-    for role, group in groupby(turns, attrgetter("role")):
-        same = list(group)
-        messages += [_joined(same)] if role in ("user", "assistant") else same
+    messages += merged(turns, ("user", "assistant"), "\n")
     choice, output = body.tool_choice, body.output_config or OutputConfig()
     mode: Literal["auto", "none", "required"] = "auto"
     if choice is not None and choice.type != "auto":
@@ -233,38 +239,6 @@ def conversation(body: CountBody, settings: RouterSettings) -> Conversation:
         session=body.metadata.user_id if body.metadata else None,
         mark=_mark(body.cache_control, "cache_control", settings),
         template_arguments=body.chat_template_kwargs or {},
-    )
-
-
-def _moved(mark: CacheMark, by: int) -> CacheMark:
-    return mark if mark.end is None else msgspec.structs.replace(mark, end=max(0, mark.end - by))
-
-
-def _joined(messages: Sequence[Message]) -> Message:
-    """Consecutive messages of one role as one: templates want the roles to alternate."""
-    if len(messages) == 1:
-        return messages[0]
-    texts: list[str] = []
-    marks: list[CacheMark] = []
-    characters = 0  # of the texts, and a line break behind each
-    for message in messages:
-        if message.content is not None:
-            texts.append(message.content)
-        # A mark behind a whole message is one inside of the joined message.
-        end = characters + len(message.content or "")
-        marks += [
-            msgspec.structs.replace(mark, end=end if mark.end is None else characters + mark.end)
-            if message is not messages[-1]
-            else _moved(mark, -characters)
-            for mark in message.marks
-        ]
-        characters = end + 1 if message.content is not None else characters
-    return Message(
-        messages[-1].role,
-        "\n".join(texts) if texts else None,
-        reasoning=next((each.reasoning for each in reversed(messages) if each.reasoning), None),
-        tool_calls=[call for each in messages for call in each.tool_calls],
-        marks=marks,
     )
 
 

@@ -6,8 +6,6 @@ published schema and of Open Responses (openresponses.org).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import groupby
-from operator import attrgetter
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -15,7 +13,7 @@ from msgspec import Meta
 
 from ...errors import InvalidRequest, RouterError
 from ...text.answer import Block, TextDelta
-from ...text.conversation import Conversation, Message, Reasoning, Tool, ToolCall, ToolChoice, function_tool
+from ...text.conversation import Conversation, Message, Reasoning, Tool, ToolCall, ToolChoice, function_tool, merged
 from ...text.encoder_threads import Sender
 from ..front import Front, Served
 from ..generation import Job, RunningChoice
@@ -192,18 +190,14 @@ def conversation(body: ResponsesBody) -> Conversation:
     refuse a system message that is not the first.
     """
     heads = [body.instructions] if body.instructions else []
-    messages: list[Message] = []
     turns = []
     for message in _messages(items_of(body)):
         if message.role in ("system", "developer"):
             heads.append(message.content or "")
         else:
             turns.append(message)
-    for role, group in groupby(turns, attrgetter("role")):
-        same = list(group)
-        messages += [_joined(same)] if role == "assistant" else same
-    if heads:
-        messages.insert(0, Message("system", "\n\n".join(heads)))
+    messages = [Message("system", "\n\n".join(heads))] if heads else []
+    messages += merged(turns, ("assistant",), "")
     if not messages:
         raise InvalidRequest("field 'input': at least one message is needed", param="input")
     reasoning = body.reasoning or ReasoningOptions()
@@ -248,18 +242,6 @@ def _messages(items: Sequence[dict[str, Any]]) -> Iterator[Message]:
                     yield Message("assistant", reasoning=found)
             case "item_reference":
                 raise InvalidRequest(f"field {param!r}: this server stores no items; send the item itself", param=param)
-
-
-def _joined(items: Sequence[Message]) -> Message:
-    """Consecutive items of the assistant are one message of a chat template."""
-    texts = [each.content for each in items if each.content is not None]
-    thoughts = [each.reasoning for each in items if each.reasoning is not None]
-    return Message(
-        "assistant",
-        "".join(texts) if texts else None,
-        reasoning="".join(thoughts) if thoughts else None,
-        tool_calls=[call for each in items for call in each.tool_calls],
-    )
 
 
 def _text(content: str | list[dict[str, Any]], param: str) -> str:

@@ -9,6 +9,7 @@ from homing.router.text.conversation import (
     ToolCall,
     ToolChoice,
     function_tool,
+    merged,
 )
 
 USER = Message("user", "Weather?")
@@ -55,6 +56,19 @@ def test_reasoning_becomes_arguments_of_the_template_that_others_overrule():
     assert arguments(Reasoning(True, "high")) == {"reasoning_effort": "high", "enable_thinking": True}
     assert arguments(Reasoning(effort="none")) == {"enable_thinking": False}
     assert arguments(Reasoning(False), enable_thinking=True) == {"enable_thinking": True}
+
+
+def test_neighbours_of_one_role_become_one_message():
+    """Nothing of them is lost, and marks stay where they are in the text."""
+    thought = Message("assistant", "Oh.", reasoning="Hm.", marks=[CacheMark("a"), CacheMark("b", end=1)])
+    call = Message("assistant", None, reasoning="So", tool_calls=[ToolCall("weather", {})])
+    last = Message("assistant", "Rain.", marks=[CacheMark("c"), CacheMark("d", end=2)])
+
+    [user, again, made] = merged([USER, USER, thought, call, last], ("assistant",), "\n")
+
+    assert (user, again) == (USER, USER)
+    assert (made.content, made.reasoning, made.tool_calls) == ("Oh.\nRain.", "Hm.So", call.tool_calls)
+    assert [(mark.param, mark.end) for mark in made.marks] == [("a", 3), ("b", 1), ("c", None), ("d", 6)]
 
 
 def test_marks_name_their_message():

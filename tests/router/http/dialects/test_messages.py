@@ -236,6 +236,7 @@ def test_blocks_become_turns():
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
         ({"tools": [{"input_schema": {}}]}, "tools[0].name"),
         ({"tool_choice": {"type": "perhaps"}}, "tool_choice.type"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
     ],
 )
 async def test_what_cannot_be_served_is_refused_by_field(client: httpx.AsyncClient, changes, words):

@@ -157,6 +157,7 @@ def test_items_become_turns_behind_one_system_message():
         ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tool_choice": "perhaps"}, "tool_choice"),
+        ({"chat_template_kwargs": {"add_generation_prompt": False}}, "chat_template_kwargs.add_generation_prompt"),
     ],
 )
 async def test_what_cannot_be_served_is_refused_by_field(client: httpx.AsyncClient, changes, param):
