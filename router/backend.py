@@ -21,6 +21,7 @@ from ..replica.messages import (
     SamplingParams,
 )
 from .errors import RouterError
+from .text.parsers.deltas import Delta
 
 if TYPE_CHECKING:
     from .activity import ModelActivity  # which holds an `Explanation`
@@ -60,6 +61,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_delta: int = 1  #: after the first token, deltas may wait until they hold so many
     pins: tuple[Pin, ...] = ()  #: prefixes of the prompt to keep where it runs
     constraint: Constraint | None = None  #: what the answer must match; checked already
+    chat: bytes = b""  #: the same as a JSON chat, for an external engine's own template and parsers; empty: ids only
     embedding: EmbeddingParams | None = None  #: no tokens are generated: the only delta has the prompt's vector
 
 
@@ -71,6 +73,7 @@ class TextOutput(msgspec.Struct, frozen=True, array_like=True):
     num_tokens: int  #: that the text stands for, as far as the engine reports it
     finish_reason: FinishReason | None = None
     cached_tokens: int | None = None
+    deltas: Sequence[Delta] | None = None  #: `text` with reasoning and calls, if the engine told them apart
 
 
 class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,6 +82,7 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int]
     text: str | None = None  #: instead of ids, from an engine that reports none
     text_tokens: int = 0  #: that the text stands for
+    deltas: Sequence[Delta] | None = None  #: of the text, with reasoning and calls, if the engine told them apart
     logprobs: list[PositionLogprobs] | None = None  #: one per token, if asked for
     prompt_logprobs: list[PositionLogprobs | None] | None = None  #: on the first delta only, if asked for
     finish_reason: FinishReason | None = None

@@ -75,6 +75,13 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     backend_key_file: Annotated[
         str, Meta(description="file with the API key for those servers; empty: they need none")
     ] = ""
+    engine_chat: Annotated[
+        Literal["auto", "engine", "tokens"],
+        Meta(
+            description="chats go to external engines as chats, which they render and parse themselves (engine), or as "
+            "token ids, which homing makes and parses (tokens); auto: engine with `homing route`, else tokens"
+        ),
+    ] = "auto"
     backend_max_requests: Annotated[
         int, Meta(ge=1, description="concurrent requests at each of those servers; more wait in the router")
     ] = 256

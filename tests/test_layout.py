@@ -68,7 +68,7 @@ FOLDERS: dict[str, tuple[str, ...]] = {
     "router/http/dialects": ("router/http", "router/text"),
     "router/http/protocol": (),
     "router/replicas": ("router/flow", "router/routing"),
-    "router/replicas/external": ("router/flow", "router/replicas", "router/routing"),
+    "router/replicas/external": ("router/flow", "router/replicas", "router/routing", "router/text/parsers"),
     "router/routing": (),
     "router/routing/policy": ("router/routing",),
     "router/routing/policy/peers": ("router/routing",),

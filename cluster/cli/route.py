@@ -21,18 +21,19 @@ from ...kvcache.config import KvCacheSettings
 from ...kvcache.hashing import BlockHash
 from ...replica.messages import ModelLimits
 from ...router.backend import EngineView, ReplicaView
-from ...router.errors import BackendsInvalid, RouterError
+from ...router.errors import BackendsInvalid, RouterError, TemplateRefusal
 from ...router.http.front import TextModels
 from ...router.metrics import RouterMetrics
 from ...router.replicas.external.addresses import backends, describe, foreign_root
 from ...router.replicas.external.discovery import EngineAddress, FoundEngine, discover
 from ...router.replicas.external.fleet import ADMINS, Engine, Fleet
 from ...router.replicas.external.http_client import Address, BackendUnreachableError, Client
-from ...router.replicas.external.probe import CANARY, Card, ExternalTerms
+from ...router.replicas.external.probe import CANARY, CANARY_CHAT, Card, ExternalTerms
 from ...router.replicas.external.sources import EngineFile, EngineName, is_name
 from ...router.replicas.membership import own_parity, text_digests, text_source
 from ...router.replicas.service import RouterService
 from ...router.server import RouterServer, settle
+from ...router.text.template import TemplateInput
 from ...router.text.tokenizer import TextModel
 from ..client import read_key
 from ..config import Settings, replaced, state_folder
@@ -122,6 +123,8 @@ def adopted(settings: Settings, engines: list[FoundEngine]) -> Settings:
     """Settings completed by what the engines say: what was not given is as theirs."""
     first, card = engines[0], card_of(settings, engines[0])
     replica, router, theirs = settings.replica, settings.router, dict[str, str | int]()
+    if router.engine_chat == "auto":
+        theirs["engine_chat"] = "engine"
     if replica.model == DEMO and card.id != DEMO:
         theirs["model"] = first.model_path or card.root or card.id
         theirs["served_model_name"] = router.served_model_name or card.id
@@ -195,7 +198,7 @@ class FleetRouter:
         service = None
         try:
             text = await texts.get(text_source(text_dir, self._model_dir))
-            self._service = service = self._new_service(text, self._limits)
+            self._service = service = self._new_service(text, self._limits, await self._chat_ids(text))
             self.console.step("tokenizer", "ready")
             server = RouterServer(settings.router, service, metrics=self._metrics, texts=texts)
             server.front.engines = self
@@ -275,7 +278,15 @@ class FleetRouter:
 
     # Serving
 
-    def _new_service(self, text: TextModel, limits: ModelLimits) -> RouterService:
+    async def _chat_ids(self, text: TextModel) -> tuple[int, ...]:
+        """What engines that render chats themselves must make of one; empty where there is nothing to compare."""
+        if self.settings.router.engine_chat != "engine":
+            return ()
+        with contextlib.suppress(TemplateRefusal):
+            return tuple(await text.encode_chat(TemplateInput(CANARY_CHAT)))
+        return ()
+
+    def _new_service(self, text: TextModel, limits: ModelLimits, chat_ids: tuple[int, ...]) -> RouterService:
         settings = self.settings
         return RouterService(
             settings.router,
@@ -291,6 +302,7 @@ class FleetRouter:
                 canary_ids=tuple(text.encode_now([CANARY], special_tokens=False)[0]),
                 max_running_requests=settings.router.backend_max_requests,
                 api_key=self.api_key,
+                chat_ids=chat_ids,
             ),
         )
 

@@ -112,6 +112,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate", omit_d
     tokens_per_output: int = 1
     warm_up: bool = False  #: sent by the router itself to fill the cache; not counted as a query
     constraint: Constraint | None = None  #: from the first token behind the prompt on
+    chat: bytes = b""  #: for external engines: the request as a JSON chat, which they render and parse themselves
     #: No token is generated: the only output has the vector of the prompt.
     embedding: EmbeddingParams | None = None
 

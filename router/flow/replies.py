@@ -33,6 +33,7 @@ def delta_of(
             token_ids=[],
             text=output.text,
             text_tokens=output.num_tokens,
+            deltas=output.deltas,
             finish_reason=output.finish_reason,
             cached_tokens=cached,
             queue_s=queue_s,

@@ -588,5 +588,6 @@ def _generate(request: RequestState) -> Generate:
         pins=about.pins,
         tokens_per_output=about.tokens_per_delta,
         constraint=about.constraint,
+        chat=about.chat,
         embedding=about.embedding,
     )

@@ -14,7 +14,7 @@ from ...kvcache.hashing import token_bytes
 from ...replica.messages import Constraint, EmbeddingParams, Pin, PositionLogprobs, SamplingParams
 from ..backend import GenerationRequest, TokenDelta, TokenStream
 from ..errors import RequestFailed, RouterError, Superseded
-from ..text.answer import AnswerText, Block, Ending, TextDelta, TokenAnswerText, TokenAt, parsed
+from ..text.answer import AnswerText, Block, Ending, TextDelta, TokenAnswerText, TokenAt, found_by, told_apart
 from ..text.conversation import Conversation
 from ..text.parsers.deltas import Reasoning, ToolCallStart
 from ..text.parsers.parser import AnswerParser
@@ -65,6 +65,7 @@ class Job(msgspec.Struct, frozen=True, gc=False):
     markers: Sequence[str] = ()  #: special tokens that the parser needs to see
     session: str | None = None  #: that the body names; one that a header names comes first
     constraint: Constraint | None = None  #: what each choice must match; checked already
+    chat: bytes = b""  #: for an external engine's own chat endpoint; empty: it gets token ids
     conversation: Conversation | None = None  #: that the prompt was made of
     show_special: bool = False  #: special tokens are part of the text
     show_stop: bool = False  #: so are the stop string or stop token that ends it
@@ -99,6 +100,7 @@ def generation_request(
         tokens_per_delta=job.tokens_per_delta,
         pins=() if index else tuple([Pin(pin.num_tokens, pin.ttl_s, tenant.digest) for pin in prompt.pins]),
         constraint=job.constraint,
+        chat=job.chat,
         embedding=job.embedding,
     )
 
@@ -156,8 +158,8 @@ class RunningChoice(msgspec.Struct, eq=False):
             else:
                 self.generated += len(delta.token_ids) + delta.text_tokens
                 shown = self.answer.push(delta)
-                if self.parser is not None:
-                    shown = self._parsed(self.parser, shown, len(delta.token_ids))
+                if self.parser is not None or delta.deltas is not None:
+                    shown = self._parsed(shown, delta)
             self.ending = shown.ending
             if shown.ending:
                 self.stop_token_id = delta.stop_token_id
@@ -169,12 +171,13 @@ class RunningChoice(msgspec.Struct, eq=False):
         except Exception as error:  # raised further, it would interrupt the delivery of other requests' tokens
             generation.crash(error)
 
-    def _parsed(self, parser: AnswerParser, shown: TextDelta, num_tokens: int) -> TextDelta:
-        shown = parsed(parser, shown, calls=self.calls > 0)
+    def _parsed(self, shown: TextDelta, delta: TokenDelta) -> TextDelta:
+        found = found_by(self.parser, shown) if delta.deltas is None else delta.deltas
+        shown = told_apart(shown, found, calls=self.calls > 0)
         if shown.deltas:
             self.calls += sum([type(each) is ToolCallStart for each in shown.deltas])
             if all(type(each) is Reasoning for each in shown.deltas):
-                self.reasoning_tokens += num_tokens
+                self.reasoning_tokens += len(delta.token_ids) + delta.text_tokens
         return shown
 
     def failed(self, error: RouterError) -> None:

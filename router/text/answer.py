@@ -142,14 +142,18 @@ def extend(blocks: list[Block], shown: TextDelta) -> None:
                 blocks[-1].parts.append(text)
 
 
-def parsed(parser: AnswerParser, shown: TextDelta, *, calls: bool) -> TextDelta:
+def found_by(parser: AnswerParser | None, shown: TextDelta) -> list[Delta]:
+    """What the parser finds in the text that is shown next; without one it is all content."""
+    if parser is None:
+        return [Content(shown.text)]
+    return (parser.feed(shown.text) if shown.text else []) + (parser.finish() if shown.ending else [])
+
+
+def told_apart(shown: TextDelta, found: Sequence[Delta], *, calls: bool) -> TextDelta:
     """The same with reasoning and calls told from the answer's text. `calls`: there were calls before."""
-    found = parser.feed(shown.text) if shown.text else []
     ending = shown.ending
-    if ending is not None:
-        found += parser.finish()
-        if ending == "stop" and (calls or any(type(each) is ToolCallStart for each in found)):
-            ending = "tool_calls"
+    if ending == "stop" and (calls or any(type(each) is ToolCallStart for each in found)):
+        ending = "tool_calls"
     text = "".join([each.text for each in found if type(each) is Content])
     plain = all(type(each) is Content for each in found)
     return TextDelta(text, ending, shown.tokens, () if plain else found)

@@ -134,6 +134,8 @@ def test_engines_are_found_by_their_urls_and_listed_while_it_runs(engines, tmp_p
         assert running.post("/engines", {"url": other.url})["trouble"] == ""
         until(lambda: running.replicas().get("b1", {}).get("feed") == "approximate" or None, "it is routed to")
         found = {each["name"]: each for each in running.http.get(f"{running.url}/engines").json()["engines"]}
+        chat = running.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3})
+        assert chat["choices"][0]["message"]["reasoning_content"] == "hm", "the engine's own parsers tell"
         assert running.http.post(f"{running.url}/engines", json={"url": "ftp://x"}).status_code == 400
         listed.write_text("")
         until(lambda: list(running.replicas()) == ["b1"] or None, "the file's engine has left")

@@ -55,7 +55,7 @@ async def job(front: Front, served: Served, body: ChatBody, sender: Sender) -> J
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("field 'top_logprobs': requires 'logprobs': true", param="top_logprobs")
     newer = body.max_completion_tokens is not None
-    return await conversation_job(
+    made = await conversation_job(
         front,
         served,
         body,
@@ -66,6 +66,28 @@ async def job(front: Front, served: Served, body: ChatBody, sender: Sender) -> J
         wanted_param="max_completion_tokens" if newer else "max_tokens",
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
+    return engine_chat(made, body) if front.settings.engine_chat == "engine" else made
+
+
+#: What an engine's own chat endpoint gets as it was given; sampling and limits are those that were resolved here.
+_PASSED = (
+    "messages tools tool_choice parallel_tool_calls response_format structured_outputs reasoning_effort "
+    "chat_template_kwargs add_generation_prompt continue_final_message stop bad_words skip_special_tokens "
+    "include_stop_str_in_output"
+).split()
+#: What needs the prompt or the answer as token ids, or has another name at engines.
+_NEEDS_IDS = (
+    "logprobs prompt_logprobs logprob_token_ids return_token_ids truncate_prompt_tokens cache_control guided_json "
+    "guided_regex guided_choice guided_grammar guided_whitespace_pattern"
+).split()
+
+
+def engine_chat(made: Job, body: ChatBody) -> Job:
+    """The job as a chat for an external engine's own endpoint, unless it asks for something that needs token ids."""
+    if any(getattr(body, name) for name in _NEEDS_IDS) or (made.conversation and made.conversation.marks()):
+        return made
+    passed = {name: value for name in _PASSED if (value := getattr(body, name)) is not None}
+    return msgspec.structs.replace(made, chat=msgspec.json.encode(passed), stops=())
 
 
 #: What most chats say of tools and reasoning.

@@ -35,10 +35,10 @@ from ..replica_handle import REOPEN_S, RESET_TIMEOUT_S, ReplicaHandle, ResetOutc
 from .block_keys import ExternalBlocks, cache_salt
 from .http_client import Address, BackendUnreachableError, Call, Client, NoAnswerError
 from .load import UNKNOWN_BLOCKS, EngineMetrics, ExternalLoad
-from .probe import ExternalTerms, ask_metrics, probe
+from .probe import ExternalTerms, ask_metrics, probe, same_chats
 from .request import ExternalRequest
 from .sent_record import UNKNOWN_CAPACITY, SentRecord
-from .wire import completion_body
+from .wire import chat_body, completion_body
 
 log = logging.getLogger(__name__)
 
@@ -143,7 +143,12 @@ class ExternalReplica(ReplicaHandle):
 
     async def _probe(self) -> tuple[str, EngineMetrics]:
         rank = self.description.data_parallel_rank
-        return await probe(self._client, self.replica_id, self._terms, rank)
+        found = await probe(self._client, self.replica_id, self._terms, rank)
+        if not await same_chats(self._client, self._terms):
+            log.warning(
+                "backend_chats_differ replica=%s: its chat template is another; hits are guesses", self.replica_id
+            )
+        return found
 
     async def _serve(self, model: str, metrics: EngineMetrics) -> None:
         """Route to the engine until it is unhealthy."""
@@ -227,7 +232,7 @@ class ExternalReplica(ReplicaHandle):
             message = "this replica does not return logprobs of the prompt (echo)"
             self._reply(Refused(request_id=generate.request_id, reason="invalid", message=message))
             return True
-        if generate.sampling.bad_words:
+        if generate.sampling.bad_words and not generate.chat:
             message = "this replica takes no bad_words"  # engines want texts and cut them into tokens themselves
             self._reply(Refused(request_id=generate.request_id, reason="invalid", message=message))
             return True
@@ -248,14 +253,14 @@ class ExternalReplica(ReplicaHandle):
             clock=clock,
         )
         salt = None if generate.root == self._open_root else cache_salt(generate.root)
-        body = completion_body(self._model, generate, salt)
+        path, body_of = ("/v1/chat/completions", chat_body) if generate.chat else ("/v1/completions", completion_body)
         rank = self.description.data_parallel_rank
         headers = (
             ("x-request-id", generate.trace_id),
             ("traceparent", generate.traceparent),
             ("x-data-parallel-rank", "" if rank is None else str(rank)),
         )
-        call = self._client.call("POST", "/v1/completions", body, request, headers)
+        call = self._client.call("POST", path, body_of(self._model, generate, salt), request, headers)
         self._calls[generate.request_id] = (request, call)
         self._load.sent(request)
         return True

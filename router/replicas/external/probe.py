@@ -21,6 +21,8 @@ PROBE_TIMEOUT_S = 10.0
 #: Its token ids differ between tokenizers: letters of several scripts, digits, white space, no special tokens.
 CANARY = "The quick brown fox jumps over 13 lazy dogs.\n\n  Größe, naïve, 東京, привет \t{'a': [1, 22, 333]}"
 
+CANARY_CHAT = [{"role": "user", "content": CANARY}]
+
 
 @dataclass(slots=True, frozen=True)
 class ExternalTerms:
@@ -32,6 +34,7 @@ class ExternalTerms:
     canary_ids: tuple[int, ...] | None  #: of `CANARY`, by the router's tokenizer; None: compared already
     max_running_requests: int
     api_key: str = ""
+    chat_ids: tuple[int, ...] = ()  #: of a chat that says `CANARY`, by the router's template; empty: not compared
 
 
 def started_terms(description: ReplicaDescription) -> ExternalTerms:
@@ -101,6 +104,13 @@ async def probe(
     tokens = await _read(client, "POST", "/tokenize", asked, _Tokens)
     metrics = await ask_metrics(client, PROBE_TIMEOUT_S, rank)
     return examine(replica, terms, cards, tokens.tokens if tokens else None, metrics.block_size), metrics
+
+
+async def same_chats(client: Client, terms: ExternalTerms) -> bool:
+    """Whether the engine renders chats as this router does, as far as it says. Raises BackendUnreachableError."""
+    asked = msgspec.json.encode({"messages": CANARY_CHAT, "add_generation_prompt": True})
+    tokens = await _read(client, "POST", "/tokenize", asked, _Tokens) if terms.chat_ids else None
+    return tokens is None or tuple(tokens.tokens) == terms.chat_ids
 
 
 async def read_cards(client: Client) -> list[Card] | None:

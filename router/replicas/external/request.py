@@ -10,6 +10,7 @@ import msgspec
 
 from ....replica.messages import Generate, Refused, TokenOutput
 from ...backend import TextOutput
+from ...text.parsers.deltas import ToolCallStart
 from .wire import EventStreamParser, EventTooLongError, Piece, error_message, read_piece
 
 #: Enough of an error answer for its message.
@@ -44,6 +45,7 @@ class ExternalRequest:
         self._before = len(generate.token_ids) // 4 - generate.prompt_tokens
         self._clock = clock
         self._status = 0
+        self._calls = 0  #: tool calls of a chat
         self._error = b""
         self._parser = EventStreamParser()
         self._last: TokenOutput | TextOutput | None = None
@@ -67,7 +69,7 @@ class ExternalRequest:
             return
         try:
             for event in self._parser.feed(data):
-                self._take(read_piece(event))
+                self._take(read_piece(event, self._calls))
         except (msgspec.DecodeError, UnicodeDecodeError, EventTooLongError) as error:
             self._refuse(f"its answer cannot be read: {error}")
 
@@ -97,7 +99,7 @@ class ExternalRequest:
             self._refuse(piece.error)
         elif piece.done:
             self.end(None)
-        elif piece.token_ids or piece.text or piece.finish_reason:
+        elif piece.token_ids or piece.text or piece.deltas or piece.finish_reason:
             output = self._text(piece) if piece.token_ids is None else self._tokens(piece, piece.token_ids)
             if piece.finish_reason is not None:
                 self._last = output
@@ -123,9 +125,11 @@ class ExternalRequest:
 
     def _text(self, piece: Piece) -> TextOutput:
         """Token counts of text come from the usage beside it; without usage a piece of text counts as one token."""
-        generated = self.generated + bool(piece.text) if piece.completion_tokens is None else piece.completion_tokens
+        self._calls += sum([isinstance(each, ToolCallStart) for each in piece.deltas or ()])
+        counted = piece.completion_tokens
+        generated = self.generated + bool(piece.text or piece.deltas) if counted is None else counted
         fresh, self.generated = max(0, generated - self.generated), max(generated, self.generated)
-        return TextOutput(self.request_id, piece.text, fresh, piece.finish_reason)
+        return TextOutput(self.request_id, piece.text, fresh, piece.finish_reason, deltas=piece.deltas)
 
     def _refuse(self, reason: str) -> None:
         self._close(Refused(request_id=self.request_id, reason="internal", message=reason, retry=True))

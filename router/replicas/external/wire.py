@@ -1,8 +1,9 @@
 """Requests to OpenAI-compatible engines and their streamed answers: bytes in, structs out. Pure; knows no connections.
 
 Requests go to `/v1/completions` with token ids, since the router has rendered and tokenized already, and ask for ids
-back (`return_token_ids`). All sampling parameters are spelled out: engines take missing ones from the model's folder.
-Fields are those of vLLM 0.32; engines ignore the ones that they do not know.
+back (`return_token_ids`); or, if clients are to get what the engine's own parsers make, to `/v1/chat/completions`. All
+sampling parameters are spelled out: engines take missing ones from the model's folder. Fields are those of vLLM 0.32;
+engines ignore the ones that they do not know.
 """
 
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ import msgspec
 
 from ....kvcache.hashing import token_array
 from ....replica.messages import Constraint, FinishReason, Generate, PositionLogprobs, TokenLogprob
+from ...text.parsers.deltas import Content, Delta, Reasoning, ToolCallArguments, ToolCallStart
 
 _DONE = b"[DONE]"
 _SEED_MASK = (1 << 63) - 1
@@ -21,11 +23,30 @@ _TOKEN_ID = "token_id:"
 def completion_body(model: str, generate: Generate, cache_salt: str | None) -> bytes:
     """The body of a request. What another replica has generated already is part of its prompt."""
     sampling = generate.sampling
-    tokens = token_array(generate.token_ids)
-    generated = len(tokens) - generate.prompt_tokens
+    body = _sampling_body(model, generate, cache_salt) | {
+        "prompt": token_array(generate.token_ids).tolist(),
+        "return_token_ids": True,
+    }
+    optional = {
+        "logprobs": sampling.logprobs,
+        "logprob_token_ids": sampling.logprob_token_ids or None,
+        "return_tokens_as_token_ids": None if sampling.logprobs is None else True,
+        "structured_outputs": generate.constraint and structured_outputs(generate.constraint),
+    }
+    return msgspec.json.encode(body | _given(optional))
+
+
+def chat_body(model: str, generate: Generate, cache_salt: str | None) -> bytes:
+    """The body of a chat that the engine renders itself; its answer cannot be continued elsewhere."""
+    return msgspec.json.encode(msgspec.json.decode(generate.chat) | _sampling_body(model, generate, cache_salt))
+
+
+def _sampling_body(model: str, generate: Generate, cache_salt: str | None) -> dict[str, Any]:
+    """What both endpoints take."""
+    sampling = generate.sampling
+    generated = len(generate.token_ids) // 4 - generate.prompt_tokens
     body = {
         "model": model,
-        "prompt": tokens.tolist(),
         "max_tokens": sampling.max_tokens - generated,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -37,21 +58,20 @@ def completion_body(model: str, generate: Generate, cache_salt: str | None) -> b
         "seed": sampling.seed & _SEED_MASK,
         "stream": True,
         "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-        "return_token_ids": True,
     }
     optional = {
         "ignore_eos": sampling.ignore_eos or None,
         "min_tokens": max(0, sampling.min_tokens - generated) or None,
         "stop_token_ids": sampling.stop_token_ids or None,
         "logit_bias": sampling.logit_bias or None,
-        "logprobs": sampling.logprobs,
         "allowed_token_ids": sampling.allowed_token_ids or None,
-        "logprob_token_ids": sampling.logprob_token_ids or None,
-        "return_tokens_as_token_ids": None if sampling.logprobs is None else True,
         "cache_salt": cache_salt,
-        "structured_outputs": generate.constraint and structured_outputs(generate.constraint),
     }
-    return msgspec.json.encode(body | {name: value for name, value in optional.items() if value is not None})
+    return body | _given(optional)
+
+
+def _given(optional: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in optional.items() if value is not None}
 
 
 def structured_outputs(constraint: Constraint) -> dict[str, Any]:
@@ -69,8 +89,29 @@ class _Logprobs(msgspec.Struct, frozen=True):
     top_logprobs: list[dict[str, float] | None] | None = None
 
 
+class _Function(msgspec.Struct, frozen=True):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class _Call(msgspec.Struct, frozen=True):
+    index: int = 0
+    id: str | None = None
+    function: _Function = _Function()
+
+
+class _Message(msgspec.Struct, frozen=True):
+    """What a chunk of a chat adds."""
+
+    content: str | None = None
+    reasoning: str | None = None  #: vLLM's name of it
+    reasoning_content: str | None = None  #: that of SGLang, and of vLLM before
+    tool_calls: list[_Call] | None = None
+
+
 class _Choice(msgspec.Struct, frozen=True):
     text: str = ""
+    delta: _Message | None = None  #: of a chat
     token_ids: list[int] | None = None
     logprobs: _Logprobs | None = None
     finish_reason: str | None = None
@@ -128,6 +169,7 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
     """The content of one event of an answer."""
 
     text: str = ""
+    deltas: list[Delta] | None = None  #: of a chat: text, reasoning and calls
     token_ids: list[int] | None = None  #: None: the engine does not report them
     logprobs: list[PositionLogprobs] | None = None
     finish_reason: FinishReason | None = None
@@ -137,8 +179,8 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None  #: the engine gave up
 
 
-def read_piece(data: bytes) -> Piece:
-    """One event of an answer. Raises msgspec.DecodeError."""
+def read_piece(data: bytes, calls: int = 0) -> Piece:
+    """One event of an answer, of a chat with so many tool calls until now. Raises msgspec.DecodeError."""
     if data == _DONE:
         return Piece(done=True)
     chunk = _CHUNK.decode(data)
@@ -147,14 +189,32 @@ def read_piece(data: bytes) -> Piece:
     usage = chunk.usage or _Usage()
     details = usage.prompt_tokens_details or _Details()
     choice = chunk.choices[0] if chunk.choices else _Choice()
+    deltas = _deltas(choice.delta, calls) if choice.delta else None
     return Piece(
-        text=choice.text,
+        text=choice.text if deltas is None else "".join([each.text for each in deltas if isinstance(each, Content)]),
+        deltas=deltas,
         token_ids=choice.token_ids,
         logprobs=_positions(choice.logprobs) if choice.logprobs else None,
         finish_reason=_finish_reason(choice.finish_reason),
         completion_tokens=usage.completion_tokens,
         cached_tokens=details.cached_tokens,
     )
+
+
+def _deltas(message: _Message, calls: int) -> list[Delta]:
+    """A call begins with the first chunk that has its index."""
+    found: list[Delta] = []
+    if thought := message.reasoning or message.reasoning_content:
+        found.append(Reasoning(thought))
+    if message.content:
+        found.append(Content(message.content))
+    for call in message.tool_calls or ():
+        if call.index >= calls:
+            calls = call.index + 1
+            found.append(ToolCallStart(call.index, call.id or "", call.function.name or ""))
+        if call.function.arguments:
+            found.append(ToolCallArguments(call.index, call.function.arguments))
+    return found
 
 
 def error_message(body: bytes) -> str:
@@ -177,6 +237,8 @@ def _finish_reason(reason: str | None) -> FinishReason | None:
     match reason:
         case None | "stop" | "length" | "abort":
             return reason
+        case "tool_calls":  # an answer with calls says so itself
+            return "stop"
     return "error"
 
 

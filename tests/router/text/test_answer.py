@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from homing.replica.messages import PositionLogprobs, TokenLogprob
 from homing.router.backend import TokenDelta
-from homing.router.text.answer import AnswerText, Block, StopFinder, TextDelta, extend, parsed
+from homing.router.text.answer import AnswerText, Block, StopFinder, TextDelta, extend, found_by, told_apart
 from homing.router.text.parsers.deltas import Content, Reasoning, ToolCallArguments, ToolCallStart
 from homing.router.text.parsers.families import choose_tools
 from homing.router.text.parsers.parser import AnswerParser
@@ -143,7 +143,8 @@ def test_parsed_text_ends_with_calls_wherever_it_is_cut(cuts: list[int]):
     calls, found = 0, []
     for index, piece in enumerate(pieces):
         ending = "stop" if index == len(pieces) - 1 else None
-        found.append(parsed(parser, TextDelta(piece, ending), calls=calls > 0))
+        shown = TextDelta(piece, ending)
+        found.append(told_apart(shown, found_by(parser, shown), calls=calls > 0))
         calls += sum(type(each) is ToolCallStart for each in found[-1].deltas)
 
     blocks: list[Block] = []

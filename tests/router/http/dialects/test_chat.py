@@ -14,6 +14,7 @@ from openai.types.chat.chat_completion import ChoiceLogprobs
 
 from homing.kvcache.hashing import token_array
 from homing.replica.messages import PositionLogprobs, TokenLogprob
+from homing.router.backend import TokenDelta
 from homing.router.config import RouterSettings
 from homing.router.errors import ReplicaLost
 from homing.router.http.dialects.chat import CHAT as DIALECT
@@ -23,6 +24,7 @@ from homing.router.server import RouterServer
 from homing.router.text.answer import TokenAt
 from homing.router.text.encoder import TokenIds
 from homing.router.text.encoder_threads import NOBODY
+from homing.router.text.parsers.deltas import Content, Reasoning, ToolCallArguments, ToolCallStart
 from homing.router.text.template import TemplateInput
 from homing.router.text.tokenizer import TextModel
 
@@ -415,3 +417,40 @@ async def test_a_required_call_constrains_the_answer(agent: AsyncOpenAI, backend
             tools=[WEATHER],
             tool_choice={"type": "function", "function": {"name": "other"}},
         )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_an_engine_told_apart_is_shown_as_it_is(
+    client: httpx.AsyncClient, front: Front, backend: FakeBackend, settings: RouterSettings, stream: bool
+):
+    """With `engine_chat: engine` it gets the chat as it came, but for one whose answer is wanted as token ids."""
+    front.settings = msgspec.structs.replace(settings, engine_chat="engine")
+    told = [[Reasoning("hm")], [Content("Hi <think>")], [ToolCallStart(0, "c", "f"), ToolCallArguments(0, "{}")], []]
+    backend.script = lambda _: [
+        TokenDelta(
+            token_ids=[],
+            text="".join(part.text for part in each if isinstance(part, Content)),
+            text_tokens=1,
+            deltas=each,
+            finish_reason=None if each else "stop",
+        )
+        for each in told
+    ]
+    body = {"messages": MESSAGES, "tools": [WEATHER], "stop": "x", "max_tokens": 9, "stream": stream}
+
+    shown = await client.post(CHAT, json=body)
+    backend.script = lambda _: [TokenDelta(token_ids=[5], finish_reason="stop")]
+    await client.post(CHAT, json=body | {"return_token_ids": True})
+
+    sent = json.loads(backend.requests[0].chat)
+    assert sent == {"messages": MESSAGES, "tools": [WEATHER], "stop": "x"}
+    assert backend.requests[1].chat == b""
+    if stream:
+        deltas = [json.loads(each)["choices"][0] for each in events(shown)[:-1]]
+        assert [text for each in deltas if (text := each["delta"].get("reasoning_content"))] == ["hm"]
+        assert deltas[-1]["finish_reason"] == "tool_calls"
+        return
+    choice = shown.json()["choices"][0]
+    assert (choice["message"]["reasoning_content"], choice["message"]["content"]) == ("hm", "Hi <think>")
+    assert [(each["id"], each["function"]["name"]) for each in choice["message"]["tool_calls"]] == [("c", "f")]
+    assert (choice["finish_reason"], shown.json()["usage"]["completion_tokens"]) == ("tool_calls", 4)

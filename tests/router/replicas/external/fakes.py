@@ -221,7 +221,7 @@ class FakeEngine:
 
     async def _answer(self, method: str, path: str, body: bytes, writer: asyncio.StreamWriter) -> None:
         match path:
-            case "/v1/completions":
+            case "/v1/completions" | "/v1/chat/completions":
                 await self._complete(json.loads(body), writer)
             case "/version":
                 self._whole(writer, 200, b'{"version": "0.33.0"}')
@@ -277,7 +277,8 @@ class FakeEngine:
             self.running -= 1
 
     async def _generate(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-        prompt, salt = body["prompt"], body.get("cache_salt")
+        chat, salt = "messages" in body, body.get("cache_salt")
+        prompt = list(self.canary_ids) if chat else body["prompt"]
         cached = self.held(prompt, salt) * self.block_size
         if self.behaves.stores:
             self._store(prompt, salt)
@@ -293,7 +294,9 @@ class FakeEngine:
             choice["finish_reason"] = "length" if place == count - 1 else None
             if body.get("logprobs") is not None:
                 choice["logprobs"] = {"tokens": [f"token_id:{token}"], "token_logprobs": [-0.5], "top_logprobs": None}
-            if self.behaves.tells_ids:
+            if chat:
+                choice["delta"] = {"content": choice.pop("text")} if place else {"reasoning": "hm"}
+            elif self.behaves.tells_ids:
                 choice["token_ids"] = [token]
             usage = {"prompt_tokens": len(prompt), "completion_tokens": place + 1}
             await self._event(writer, {"choices": [choice], "usage": usage})

@@ -1,9 +1,13 @@
 """Who is let in."""
 
+import asyncio
+from dataclasses import replace
+
 import pytest
 
 from homing.router.errors import ParityMismatch
-from homing.router.replicas.external.probe import Card, ExternalTerms, examine
+from homing.router.replicas.external.http_client import Address, Answer, Client
+from homing.router.replicas.external.probe import Card, ExternalTerms, examine, same_chats
 
 TERMS = ExternalTerms(
     model_names=("org/m", "m"), max_model_len=4096, block_size=16, canary_ids=(1, 2), max_running_requests=8
@@ -42,3 +46,20 @@ def test_what_differs_is_refused_with_a_remedy(fields: dict[str, object], field:
         examined(**fields)
 
     assert refused.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "same"), [(200, b'{"tokens": [5, 6]}', True), (200, b'{"tokens": [5]}', False), (404, b"", True)]
+)
+async def test_another_chat_template_is_noticed_where_the_engine_shows_it(
+    monkeypatch: pytest.MonkeyPatch, status: int, body: bytes, same: bool
+) -> None:
+    """It is no reason to refuse: answers are right, and only hits of chats are guesses."""
+    client = Client(Address.of("http://x"), loop=asyncio.get_running_loop())
+
+    async def ask(*_: object, **__: object) -> Answer:
+        return Answer(status, body)
+
+    monkeypatch.setattr(client, "ask", ask)
+
+    assert await same_chats(client, replace(TERMS, chat_ids=(5, 6))) is same

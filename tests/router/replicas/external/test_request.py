@@ -9,6 +9,7 @@ from homing.kvcache.hashing import token_bytes
 from homing.replica.messages import Generate, Refused, SamplingParams, TokenOutput
 from homing.router.backend import TextOutput
 from homing.router.replicas.external.request import ExternalRequest
+from homing.router.text.parsers.deltas import Content, Reasoning, ToolCallArguments, ToolCallStart
 
 EOS = 2
 
@@ -148,3 +149,26 @@ def test_a_status_says_whose_fault_it_is(desk: Desk, status: int, retry: bool) -
 
     assert [refusal.retry for refusal in desk.refusals] == [retry]
     assert "no room" in desk.refusals[0].message
+
+
+def test_a_chat_is_told_apart_by_the_engine(desk: Desk) -> None:
+    """Each chunk as it comes: the second chunk of a call does not begin it again."""
+    request = request_at(desk)
+
+    def chunk(delta: dict[str, Any], generated: int, finish: str | None = None) -> bytes:
+        choice = {"delta": delta, "finish_reason": finish}
+        return b"data: %b\n\n" % json.dumps({"choices": [choice], "usage": {"completion_tokens": generated}}).encode()
+
+    call = {"index": 0, "id": "c", "function": {"name": "f", "arguments": "{"}}
+    request.body(chunk({"role": "assistant", "content": ""}, 0))
+    request.body(chunk({"reasoning": "hm"}, 2) + chunk({"content": "Hi"}, 3) + chunk({"tool_calls": [call]}, 5))
+    request.body(chunk({"tool_calls": [{"index": 0, "function": {"arguments": "}"}}]}, 6, "tool_calls") + USAGE + DONE)
+
+    assert [each.deltas for each in desk.outputs if isinstance(each, TextOutput)] == [
+        [Reasoning("hm")],
+        [Content("Hi")],
+        [ToolCallStart(0, "c", "f"), ToolCallArguments(0, "{")],
+        [ToolCallArguments(0, "}")],
+    ]
+    assert [each.num_tokens for each in desk.outputs if isinstance(each, TextOutput)] == [2, 1, 2, 1]
+    assert (desk.outputs[-1].finish_reason, desk.outputs[-1].cached_tokens) == ("stop", 2)

@@ -15,14 +15,18 @@ from homing.router.replicas.external.wire import (
     EventStreamParser,
     EventTooLongError,
     Piece,
+    chat_body,
     completion_body,
     error_message,
     read_piece,
     structured_outputs,
 )
+from homing.router.text.parsers.deltas import Content, Reasoning, ToolCallArguments, ToolCallStart
 
 
-def body(generated: list[int] | None = None, *, salt: str | None = None, **sampling: Any) -> dict[str, Any]:
+def body(
+    generated: list[int] | None = None, *, salt: str | None = None, chat: Any = None, **sampling: Any
+) -> dict[str, Any]:
     """The body of a request of three prompt tokens."""
     tokens = [7, 8, 9, *(generated or [])]
     generate = Generate(
@@ -32,9 +36,34 @@ def body(generated: list[int] | None = None, *, salt: str | None = None, **sampl
         root=bytes(16),
         block_hashes=b"",
         sampling=SamplingParams(max_tokens=10, **sampling),
+        chat=json.dumps(chat).encode() if chat else b"",
     )
-    content: dict[str, Any] = json.loads(completion_body("m", generate, salt))
+    content: dict[str, Any] = json.loads((chat_body if chat else completion_body)("m", generate, salt))
     return content
+
+
+def test_a_chat_goes_as_it_came_with_the_sampling_that_was_resolved() -> None:
+    """The engine renders it, so it gets no ids; what the chat names itself does not win over limits."""
+    asked = {"messages": [{"role": "user", "content": "Hi"}], "tools": [], "max_tokens": 99}
+
+    sent = body(chat=asked, salt="s", top_k=4)
+
+    assert sent.keys() == (body(salt="s").keys() - {"prompt", "return_token_ids"}) | asked.keys()
+    assert (sent["messages"], sent["max_tokens"], sent["top_k"], sent["cache_salt"]) == (asked["messages"], 10, 4, "s")
+
+
+def test_reasoning_and_calls_of_a_chat_are_the_engines() -> None:
+    """vLLM calls reasoning `reasoning`, SGLang `reasoning_content`; a call's name comes once, or with every chunk."""
+    call = {"index": 1, "id": "c1", "function": {"name": "f", "arguments": "{"}}
+
+    def deltas(delta: dict[str, Any], calls: int = 0) -> Any:
+        return read_piece(json.dumps({"choices": [{"delta": delta}]}).encode(), calls).deltas
+
+    assert deltas({"role": "assistant", "content": ""}) == []
+    assert deltas({"reasoning": "a", "content": "b"}) == [Reasoning("a"), Content("b")]
+    assert deltas({"reasoning_content": "a"}) == [Reasoning("a")]
+    assert deltas({"tool_calls": [call]}, 1) == [ToolCallStart(1, "c1", "f"), ToolCallArguments(1, "{")]
+    assert deltas({"tool_calls": [call]}, 2) == [ToolCallArguments(1, "{")]
 
 
 def test_every_parameter_that_has_a_default_at_the_engine_is_spelled_out() -> None:
