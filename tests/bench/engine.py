@@ -233,7 +233,7 @@ def started(
             _wait(url + ready, process, Path(log.name))
             yield Server(name, url, model, (process.pid,))
         finally:
-            process.send_signal(signal.SIGINT)
+            process.terminate()  # not SIGINT: processes of a shell in the background ignore it
             try:
                 process.wait(30)
             except subprocess.TimeoutExpired:

@@ -32,13 +32,13 @@ from tests.bench.engines_traffic import AT_ONCE, SCENARIOS, Messages, Scenario, 
 from tests.bench.report import arguments, machine, versions
 from tests.bench.routing import Answered, ask
 
-REQUESTS = 54
+REQUESTS = 42
 ANSWER_TOKENS = 4
 WARM_UP = 6
 READY_S = 60.0
-IDLE_S = 6.0
+IDLE_S = 4.0
 #: For events to arrive, health checks to notice, and threads of engines that spin after their work to stop.
-PAUSE_S = 3.0
+PAUSE_S = 2.0
 WRONG = (httpx.HTTPError, AssertionError, ValueError, KeyError)
 
 
@@ -146,18 +146,20 @@ class Round:
     async def _drive(
         self, clients: list[httpx.AsyncClient], prompts: Sequence[Messages], kill: Engine | None = None
     ) -> list[Answered | None]:
-        """A few at a time; `kill` ends when the first of them are under way."""
+        """A few at a time, and of each conversation one; `kill` ends when the first of them are under way."""
         waiting = zip(prompts, itertools.cycle(clients), itertools.count(), strict=False)
         answers: list[Answered | None] = []
+        turns: dict[str, asyncio.Lock] = {}  #: of conversations, which their documents tell apart
 
         async def person() -> None:
             for messages, client, place in waiting:
                 if kill is not None and place == AT_ONCE:
                     await asyncio.to_thread(kill.kill)
-                try:
-                    answers.append(await ask(client, messages, model=MODEL, max_tokens=ANSWER_TOKENS))
-                except WRONG:
-                    answers.append(None)
+                async with turns.setdefault(messages[0]["content"], asyncio.Lock()):
+                    try:
+                        answers.append(await ask(client, messages, model=MODEL, max_tokens=ANSWER_TOKENS))
+                    except WRONG:
+                        answers.append(None)
 
         await asyncio.gather(*(person() for _ in range(AT_ONCE)))
         return answers

@@ -1,5 +1,6 @@
 """The engines of bench-engines, and the routers in front of them: processes that live as long as a block."""
 
+import json
 import os
 import signal
 import sys
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from shutil import copyfile, which
 from typing import Any
+from urllib.request import Request, urlopen
 
 from homing.replica.demo import demo_model_path
 from tests.bench.engine import Server, free_port, started
@@ -67,7 +69,7 @@ class Engine:
         return f"tcp://127.0.0.1:{self.events}", f"tcp://127.0.0.1:{self.replay}"
 
     def start(self) -> None:
-        """Returns when it answers."""
+        """Returns when it has answered a prompt: the first one takes an engine seconds longer."""
         config = (
             '{"enable_kv_cache_events": true, "publisher": "zmq", '
             f'"endpoint": "tcp://*:{self.events}", "replay_endpoint": "tcp://*:{self.replay}"}}'
@@ -83,6 +85,10 @@ class Engine:
         own |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
         server = self._running.enter_context(started("vllm", command, self.url, MODEL, own))
         self._pids = server.pids
+        body = json.dumps({"model": MODEL, "prompt": [7] * (MAX_LEN // 2), "max_tokens": 2}).encode()
+        asked = Request(f"{self.url}/v1/completions", body, {"content-type": "application/json"})
+        with urlopen(asked, timeout=300) as answer:
+            answer.read()
 
     def kill(self) -> None:
         """At once, with all its processes."""

@@ -124,3 +124,17 @@ def test_a_stream_has_vllms_tokens_and_logprobs(cluster: Serving) -> None:
     assert logprobs is not None
     assert logprobs.token_logprobs is not None
     assert (text, len(logprobs.token_logprobs)) == (whole.choices[0].text, 8)
+
+
+def test_a_chat_is_what_vllm_itself_answers(cluster: Serving, flags: list[str]) -> None:
+    """Rendered by vLLM, and by us for routing: both make the same tokens, and what is held is then cached."""
+    body = {"model": "demo", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 8, "temperature": 0}
+    own = httpx.post(f"{flags[1]}/v1/chat/completions", json=body, timeout=120, trust_env=False).json()
+    cluster.post("/v1/chat/completions", body)
+    held = until(lambda: cluster.post("/explain", body)["replicas"][0]["held_blocks"] or None, "its blocks are indexed")
+
+    ours = cluster.post("/v1/chat/completions", body)
+
+    assert ours["choices"][0]["message"]["content"] == own["choices"][0]["message"]["content"]
+    assert ours["usage"]["prompt_tokens"] == own["usage"]["prompt_tokens"]
+    assert ours["usage"]["prompt_tokens_details"]["cached_tokens"] == held * BLOCK_SIZE

@@ -6,6 +6,7 @@ python -m tests.exactness.run --command 'ROUTER {urls} --port {port}' --each '--
 
 import argparse
 import asyncio
+import logging
 import sys
 
 from ..router.replicas.external.fakes import FakeEngine
@@ -68,6 +69,7 @@ def main() -> int:
     parser.add_argument("--command", default="", help="starts another router (default: homing's in this process)")
     parser.add_argument("--each", default="", help="its flags for each engine")
     arguments = parser.parse_args()
+    logging.getLogger("homing").setLevel(logging.ERROR)  # faults are what it warns of
     wrong = asyncio.run(report(arguments.command, arguments.each))
     print(f"wrong in {wrong} of {len(FAULTS)} faults")
     for name, (command, each) in PEERS.items() if arguments.peers else ():
