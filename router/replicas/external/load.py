@@ -8,6 +8,7 @@ by the router itself (router/routing/replica_load.py).
 import re
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import islice
 from statistics import median
 
 import msgspec
@@ -89,6 +90,8 @@ class ExternalLoad:
         self.pace = Pace()
         self._metrics = EngineMetrics()
         self._others = 0  #: requests of other clients of the engine
+        self._used: dict[int, int] = {}  #: blocks of our requests that its KV usage includes
+        self._freed = 0  #: of them, those that it has no longer, or that the router counts itself
         self._waiting: dict[int, ExternalRequest] = {}
         self._running: dict[int, ExternalRequest] = {}
         self._heard_at = 0.0
@@ -111,6 +114,10 @@ class ExternalLoad:
         self._metrics = metrics
         reported = (metrics.running or 0) + (metrics.waiting or 0)
         self._others = max(0, reported - len(self._waiting) - len(self._running))
+        begun = islice(self._waiting.values(), max(0, (metrics.running or 0) - len(self._running)))
+        counted_twice = {each.request_id: self._blocks(each) for each in begun}
+        self._freed = sum(counted_twice.values())
+        self._used = {each.request_id: self._blocks(each) for each in self._running.values()} | counted_twice
 
     def sent(self, request: ExternalRequest) -> None:
         self._waiting[request.request_id] = request
@@ -124,12 +131,14 @@ class ExternalLoad:
         self.pace.first_token(request.tokens_ahead, now - request.sent_at)
         self._waiting.pop(request.request_id, None)
         self._running[request.request_id] = request
+        self._freed -= self._used.get(request.request_id, 0)
         return True
 
     def ended(self, request: ExternalRequest) -> None:
         """The request has left the engine; harmless when repeated."""
         self._waiting.pop(request.request_id, None)
         if self._running.pop(request.request_id, None) is not None:
+            self._freed += self._used.pop(request.request_id, 0)
             self._count(request)
 
     def silent_s(self, now: float) -> float:
@@ -138,7 +147,8 @@ class ExternalLoad:
     def report(self, now: float, *, cached_blocks: int) -> LoadReport:
         self._reports += 1
         total = self.description.num_blocks
-        free = total - round(total * (self._metrics.kv_usage or 0.0))
+        # Usage is up to a second old: with what has ended since, a small cache would look full, and be avoided.
+        free = min(total, total - round(total * (self._metrics.kv_usage or 0.0)) + self._freed)
         return LoadReport(
             epoch=self.description.epoch,
             step=self._reports,
@@ -154,6 +164,9 @@ class ExternalLoad:
             decode_step_s=self.pace.decode_step_s,
             counters=self._counters,
         )
+
+    def _blocks(self, request: ExternalRequest) -> int:
+        return -(-request.context_tokens // self.description.parity.block_size)
 
     def _count(self, request: ExternalRequest) -> None:
         asked, hit = len(request.generate.token_ids) // 4, request.cached_tokens or 0

@@ -81,6 +81,27 @@ def test_blocks_come_from_usage_as_far_as_it_is_told(load: ExternalLoad) -> None
     assert (report.total_blocks, report.free_blocks, report.cached_free_blocks) == (500, 400, 50)
 
 
+def test_memory_is_free_when_a_request_ends_and_not_a_second_later(load: ExternalLoad) -> None:
+    """And what the engine counts before the first token, the router counts, too: here it is counted once."""
+    running, waiting = request_at(1), request_at(2)
+    load.sent(running)
+    load.heard(running, 0.1)
+    load.sent(waiting)
+    blocks = -(-100 // load.description.parity.block_size)
+
+    def used(now: float) -> int:
+        return 500 - load.report(now, cached_blocks=0).free_blocks
+
+    load.look(EngineMetrics(running=2, num_blocks=500, kv_usage=2 * blocks / 500))
+    assert used(0.2) == blocks
+    load.heard(waiting, 0.3)
+    assert used(0.3) == 2 * blocks
+    load.ended(running)
+    load.ended(waiting)
+    load.sent(request_at(3))
+    assert used(0.4) == 0
+
+
 def test_an_engine_that_tells_nothing_has_room() -> None:
     """Its own queue is then the only bound."""
     load = ExternalLoad(description_of("b0"))
