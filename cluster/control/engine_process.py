@@ -39,7 +39,7 @@ from ...router.replicas.external.addresses import Backend, describe, foreign_roo
 from ...router.replicas.external.block_keys import ExternalBlocks
 from ...router.replicas.external.http_client import Address, BackendUnreachableError, Client
 from ...router.replicas.external.load import EngineMetrics
-from ...router.replicas.external.probe import CANARY, Card, ExternalTerms, probe
+from ...router.replicas.external.probe import CANARY, Card, ExternalTerms, probe, read_cards
 from ...router.replicas.external.wire import error_message
 from ...router.replicas.membership import own_parity, text_digests
 from ...router.text.export import load_parts
@@ -285,10 +285,6 @@ def _answers_health(url: str, timeout_s: float = HEALTH_TIMEOUT_S) -> bool:
 # What the parity check of a router cannot see from outside: whether tokens and blocks are what our hashes assume.
 
 
-class _Cards(msgspec.Struct, frozen=True):
-    data: list[Card]
-
-
 def _canary_ids(folder: Path) -> tuple[int, ...]:
     from tokenizers import Tokenizer  # here: it takes a while to load
 
@@ -311,15 +307,14 @@ async def _examine(
     asked = {"model": settings.served_name, "prompt": prompt, "max_tokens": 1, "temperature": 0, "seed": 0}
     try:
         name, metrics = await probe(client, backend.replica_id, terms)
-        models = await client.ask("GET", "/v1/models", timeout_s=EVENTS_TIMEOUT_S)
+        cards = await read_cards(client)
         body = msgspec.json.encode(asked)
         answer = await client.ask("POST", "/v1/completions", body, timeout_s=CANARY_TIMEOUT_S)
     except BackendUnreachableError as error:
         raise StartFailed(f"{kind} does not answer a canary prompt: {error}") from error
     if answer.status != 200:
         raise StartFailed(f"{kind} answers {answer.status} to a canary prompt: {error_message(answer.body)}")
-    cards = msgspec.json.decode(models.body, type=_Cards).data
-    return next(card for card in cards if card.id == name), metrics
+    return next((card for card in cards or () if card.id == name), Card(name)), metrics
 
 
 def _check_blocks(backend: Backend, hasher: BlockHasher, root: BlockHash, prompt: Sequence[int]) -> None:

@@ -228,21 +228,9 @@ class ExternalReplica(ReplicaHandle):
     # Requests
 
     def _post(self, generate: Generate) -> bool:
-        if generate.sampling.prompt_logprobs is not None:
-            message = "this replica does not return logprobs of the prompt (echo)"
-            self._reply(Refused(request_id=generate.request_id, reason="invalid", message=message))
-            return True
-        if generate.sampling.bad_words and not generate.chat:
-            message = "this replica takes no bad_words"  # engines want texts and cut them into tokens themselves
-            self._reply(Refused(request_id=generate.request_id, reason="invalid", message=message))
-            return True
-        if generate.embedding is not None:
-            message = "this replica makes no embeddings"
-            self._reply(Refused(request_id=generate.request_id, reason="invalid", message=message, retry=True))
-            return True
-        if generate.constraint is not None and len(generate.token_ids) // 4 > generate.prompt_tokens:
-            message = "this replica cannot continue a constrained answer: its grammar would begin anew"
-            self._reply(Refused(request_id=generate.request_id, reason="invalid", message=message, retry=True))
+        if (objection := _objection(generate)) is not None:
+            message, retry = objection
+            self._reply(Refused(request_id=generate.request_id, reason="invalid", message=message, retry=retry))
             return True
         clock = self._context.clock
         request = ExternalRequest(
@@ -345,3 +333,16 @@ class ExternalReplica(ReplicaHandle):
     def _forget_blocks(self) -> None:
         self._blocks.forget()
         self._placement.reset(self.replica_id, ())
+
+
+def _objection(generate: Generate) -> tuple[str, bool] | None:
+    """Why an engine cannot do it, and whether a replica of another kind might."""
+    if generate.sampling.prompt_logprobs is not None:
+        return "this replica does not return logprobs of the prompt (echo)", False
+    if generate.sampling.bad_words and not generate.chat:  # engines want texts and cut them into tokens themselves
+        return "this replica takes no bad_words", False
+    if generate.embedding is not None:
+        return "this replica makes no embeddings", True
+    if generate.constraint is not None and len(generate.token_ids) // 4 > generate.prompt_tokens:
+        return "this replica cannot continue a constrained answer: its grammar would begin anew", True
+    return None
