@@ -13,12 +13,13 @@ a change of ours that leaves the others' replicas as they were.
 
 import gc
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from itertools import islice, product
-from math import exp, log
+from math import exp, log, sqrt
 from pathlib import Path
+from random import Random
 from statistics import fmean, median
 from time import process_time
 from typing import Any
@@ -113,7 +114,6 @@ SHAPES: dict[str, Shape] = {
     "few-shot": lambda n, seed, replicas, blocks: siblings(
         Siblings(requests=n, seed=seed, groups=200, prefix_tokens=3072, tail_tokens=800, spread=0.7, output_tokens=30)
     ),
-    # Those of `held-out`.
     "tree": lambda n, seed, replicas, blocks: searches(Trees(requests=n, seed=seed, rate_per_s=replicas / 4)),
     "samples": lambda n, seed, replicas, blocks: searches(
         Trees(requests=n, seed=seed, kinds=20, problem_tokens=3000, step_tokens=900, width=8, depth=1)
@@ -168,7 +168,93 @@ SHAPES: dict[str, Shape] = {
     "books": lambda n, seed, replicas, blocks: questions(
         Documents(requests=n, seed=seed, documents=90, topics=30, document_blocks=(10, 40), picked=(1, 2), skew=0.7)
     ),
+    # Those of `held-out`.
+    "popular": lambda n, seed, replicas, blocks: siblings(
+        Siblings(requests=n, seed=seed, groups=30, prefix_tokens=8192, tail_tokens=700, spread=0.8, skew=2.0)
+    ),
+    "tiny-caches": lambda n, seed, replicas, blocks: conversations(
+        Chats(requests=n, seed=seed, rate_per_s=replicas, assistants=8, turn_tokens=800, turns=6, pause_s=8.0)
+    ),
+    "many-tenants": lambda n, seed, replicas, blocks: siblings(
+        Siblings(requests=n, seed=seed, groups=4, prefix_tokens=3072, tail_tokens=900, spread=1.0, tenants=60)
+    ),
+    "sub-agents": lambda n, seed, replicas, blocks: agents(
+        Agents(
+            requests=n,
+            seed=seed,
+            conversations=max(5, replicas * blocks // 40),
+            kinds=4,
+            system_tokens=(8_000, 12_000),
+            turn_tokens=(300, 2_500),
+            turns=(8, 30),
+            output_tokens=300,
+            context_tokens=40_000,
+            sub_agents=0.3,
+        )
+    ),
+    "bursty-rag": lambda n, seed, replicas, blocks: irregular(
+        questions(Documents(requests=n, seed=seed, documents=200, topics=50, skew=1.1)), 0.15, seed
+    ),
+    "ramp": lambda n, seed, replicas, blocks: ramp(
+        conversations(Chats(requests=n, seed=seed, rate_per_s=2.0 * replicas, assistants=10, turns=6)), 0.5
+    ),
+    "two-lengths": lambda n, seed, replicas, blocks: short_or_long(
+        conversations(Chats(requests=n, seed=seed, rate_per_s=2.0 * replicas, assistants=30, turns=4)), seed
+    ),
+    "long-prompts": lambda n, seed, replicas, blocks: siblings(
+        Siblings(requests=n, seed=seed, groups=25, prefix_tokens=6144, tail_tokens=20000, spread=1.0, output_tokens=300)
+    ),
+    "completions": lambda n, seed, replicas, blocks: siblings(
+        Siblings(
+            requests=n,
+            seed=seed,
+            groups=500,
+            prefix_tokens=3072,
+            tail_tokens=200,
+            output_tokens=25,
+            spread=0.6,
+            skew=0.7,
+        )
+    ),
+    "day": lambda n, seed, replicas, blocks: in_waves(
+        together(
+            conversations(Chats(requests=n // 2, seed=seed, rate_per_s=2.0 * replicas, assistants=12)),
+            questions(Documents(requests=n // 2, seed=seed, rate_per_s=2.0 * replicas, documents=100, topics=25)),
+        ),
+        n / replicas / 8,
+        0.6,
+    ),
+    "deep-chats": lambda n, seed, replicas, blocks: conversations(
+        Chats(requests=n, seed=seed, rate_per_s=replicas, turns=25, turn_tokens=700, pause_s=5.0, output_tokens=300)
+    ),
+    "best-of": lambda n, seed, replicas, blocks: searches(
+        Trees(requests=n, seed=seed, rate_per_s=replicas / 4, kinds=6, problem_tokens=2000, width=5, depth=2)
+    ),
 }
+
+
+def irregular(arrivals: Iterable[Arrival], shape: float, seed: int) -> Iterator[Arrival]:
+    """The same requests in bursts: gaps of a gamma distribution, whose variance is 1 / shape times its squared mean."""
+    rng, now_s = Random(f"irregular {seed}"), 0.0
+    for each in arrivals:
+        yield replace(each, at_s=now_s)
+        now_s += rng.gammavariate(shape, 1 / shape)
+
+
+def ramp(arrivals: Iterable[Arrival], first: float) -> Iterator[Arrival]:
+    """The same requests at a rate that grows evenly from the share `first` of the mean to 2 - `first`."""
+    drawn = list(arrivals)
+    span_s, growth = drawn[-1].at_s, 2 * (1 - first)
+    for each in drawn:
+        place = each.at_s / span_s
+        yield replace(each, at_s=span_s * (sqrt(first * first + 2 * growth * place) - first) / growth)
+
+
+def short_or_long(arrivals: Iterable[Arrival], seed: int) -> Iterator[Arrival]:
+    """The same prompts; four of five answers are short, the others long."""
+    rng = Random(f"lengths {seed}")
+    for each in arrivals:
+        yield replace(each, output_tokens=rng.randint(10, 60) if rng.random() < 0.8 else rng.randint(600, 1800))
 
 
 @dataclass(slots=True, frozen=True)
@@ -217,13 +303,6 @@ def judge_cells(requests: int) -> list[Cell]:
         ("batch", 8, 1024, (0.5, 0.8), 111),
         ("few-shot", 4, 512, (0.6, 0.9), 112),
         ("few-shot", 16, 256, (0.8,), 113),
-    ]
-    return [Cell(shape, requests, replicas, blocks, loads, seed) for shape, replicas, blocks, loads, seed in wanted]
-
-
-def held_out_cells(requests: int) -> list[Cell]:
-    """Other generators, and fleets of other sizes."""
-    wanted = [
         ("tree", 4, 1024, (0.7,), 201),
         ("tree", 12, 512, (0.9,), 202),
         ("samples", 3, 512, (0.6, 0.9), 203),
@@ -236,6 +315,30 @@ def held_out_cells(requests: int) -> list[Cell]:
         ("answers", 4, 512, (0.7, 0.9), 210),
         ("assistants", 6, 256, (0.75,), 211),
         ("books", 6, 1536, (0.6, 0.9), 212),
+    ]
+    return [Cell(shape, requests, replicas, blocks, loads, seed) for shape, replicas, blocks, loads, seed in wanted]
+
+
+def held_out_cells(requests: int) -> list[Cell]:
+    """Other generators, arrivals, lengths and fleets."""
+    wanted = [
+        ("popular", 4, 256, (0.8,), 301),
+        ("popular", 16, 384, (0.6, 0.9), 302),
+        ("tiny-caches", 8, 128, (0.7, 0.9), 303),
+        ("many-tenants", 8, 512, (0.6, 0.9), 304),
+        ("sub-agents", 2, 512, (0.8,), 305),
+        ("sub-agents", 16, 384, (0.8,), 306),
+        ("bursty-rag", 4, 1024, (0.7,), 307),
+        ("bursty-rag", 16, 512, (0.85,), 308),
+        ("ramp", 8, 1024, (0.6, 0.8), 309),
+        ("two-lengths", 2, 1024, (0.8,), 310),
+        ("two-lengths", 8, 512, (0.85,), 311),
+        ("long-prompts", 2, 2048, (0.6,), 312),
+        ("long-prompts", 8, 1024, (0.85,), 313),
+        ("completions", 4, 384, (0.7, 0.9), 314),
+        ("day", 8, 768, (0.8,), 315),
+        ("deep-chats", 4, 768, (0.7, 0.9), 316),
+        ("best-of", 16, 512, (0.8,), 317),
     ]
     return [Cell(shape, requests, replicas, blocks, loads, seed) for shape, replicas, blocks, loads, seed in wanted]
 
