@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Collection, Iterator, MutableMapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -247,30 +248,34 @@ def _check_answers(address: str) -> None:
 
 
 @contextlib.contextmanager
-def _own_process_groups() -> Iterator[None]:
-    """Start Ray's processes in process groups of their own: a signal to our group must not end them under the replicas.
-
-    `timeout`, supervisors and shells signal whole groups. Ray 2.60 has no setting for it, so the class by which it
-    starts processes is replaced meanwhile.
-    """
-    from ray._private import services
-
-    original = services.ConsolePopen
-
-    class OwnGroup(original):  # type: ignore[misc, valid-type]
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs, process_group=0)
-
-    services.ConsolePopen = OwnGroup
+def _replaced(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Give attributes of Ray's own other values while the body runs, for what Ray 2.60 has no setting for."""
+    originals = {name: getattr(owner, name) for name in attributes}
+    for name, value in attributes.items():
+        setattr(owner, name, value)
     try:
         yield
     finally:
-        services.ConsolePopen = original
+        for name, original in originals.items():
+            setattr(owner, name, original)
 
 
-@contextlib.contextmanager
-def patient_start(timeout_s: float = RAY_START_TIMEOUT_S) -> Iterator[None]:
-    """Let the raylet take `timeout_s` to start: Ray 2.60 has no setting for its 30 s. Raises StartFailed after it."""
+def _own_process_groups() -> AbstractContextManager[None]:
+    """Start Ray's processes in process groups of their own: a signal to our group must not end them under the replicas.
+
+    `timeout`, supervisors and shells signal whole groups.
+    """
+    from ray._private import services
+
+    class OwnGroup(services.ConsolePopen):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs, process_group=0)
+
+    return _replaced(services, ConsolePopen=OwnGroup)
+
+
+def patient_start(timeout_s: float = RAY_START_TIMEOUT_S) -> AbstractContextManager[None]:
+    """Let the raylet take `timeout_s` to start, in place of 30 s. Raises StartFailed after it."""
     from ray._private import services
 
     original = services.get_node
@@ -286,31 +291,19 @@ def patient_start(timeout_s: float = RAY_START_TIMEOUT_S) -> Iterator[None]:
                     raise StartFailed(f"Ray's processes have not started within {timeout_s:g} s") from error
                 time.sleep(0.1)
 
-    services.get_node = wait_for_node
-    try:
-        yield
-    finally:
-        services.get_node = original
+    return _replaced(services, get_node=wait_for_node)
 
 
-@contextlib.contextmanager
-def _without_unused_processes(*, follow_logs: bool) -> Iterator[None]:
+def _without_unused_processes(*, follow_logs: bool) -> AbstractContextManager[None]:
     """Start neither Ray's autoscaler nor its dashboard, nor what follows log files unless they are followed.
 
-    They take a second of CPU each while a cluster starts. Ray 2.60 starts the dashboard's process also with
-    `include_dashboard=False`, and has no setting for the others.
+    They take a second of CPU each while a cluster starts. The dashboard's process is started also with
+    `include_dashboard=False`.
     """
     from ray._private.node import Node
 
     names = ["start_monitor", "start_api_server", *([] if follow_logs else ["start_log_monitor"])]
-    originals = {name: getattr(Node, name) for name in names}
-    for name in names:
-        setattr(Node, name, lambda _node, **_options: None)
-    try:
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(Node, name, original)
+    return _replaced(Node, **dict.fromkeys(names, lambda _node, **_options: None))
 
 
 def _survive_raylet_exit() -> None:
