@@ -306,11 +306,14 @@ def decoding(
         # The wrong field came before the place where the JSON is malformed.
         raise InvalidJson(f"the body is not valid JSON: {error}") from error
     ignored: list[str] = []
+    rounded = 0
     while True:
         yield
         refusal = _wrong_bias(body) if _BIAS in str(wrong) else from_msgspec(wrong)
         if isinstance(refusal, UnsupportedField) and not refusal.where and _is_harmless(body, refusal.name):
             del body[refusal.name]
+        elif rounded < MAX_IGNORED and "got `float`" in str(wrong) and _made_integer(body, refusal.param or ""):
+            rounded += 1
         elif lenient and type(refusal) is UnknownField and len(ignored) < MAX_IGNORED:
             _remove(body, refusal)
             ignored.append(refusal.param or "")
@@ -345,11 +348,30 @@ def _wrong_bias(body: dict[str, Any]) -> InvalidRequest:
 def _remove(body: Any, error: UnknownField) -> None:
     """Remove the field that `error` is about. Raises it if the body is too strange to find the field."""
     try:
-        for key, index in _STEP.findall(error.where):
-            body = body[int(index) if index else key]
-        del body[error.name]
+        del _at(body, _STEP.findall(error.where))[error.name]
     except (KeyError, IndexError, TypeError):
         raise error from None
+
+
+def _made_integer(body: Any, where: str) -> bool:
+    """Whether the number at this place is integral, as `1.0` is: some languages know no other. It becomes an int."""
+    try:
+        *steps, (key, index) = _STEP.findall(where)
+        holder, last = _at(body, steps), int(index) if index else key
+        given = holder[last]
+        if not isinstance(given, float) or not given.is_integer():
+            return False
+        holder[last] = int(given)
+    except (KeyError, IndexError, TypeError, ValueError):
+        return False
+    return True
+
+
+def _at(body: Any, steps: Iterable[tuple[str, str]]) -> Any:
+    """The value inside of `body` at the end of a path: keys of objects, or places in lists."""
+    for key, index in steps:
+        body = body[int(index) if index else key]
+    return body
 
 
 #: By type, the keys that an object of a list has besides its type; of types that are not named, any.

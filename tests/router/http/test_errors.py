@@ -73,6 +73,7 @@ BAD_CHATS = [
     ({"stream_options": {"include_usag": True}}, "stream_options.include_usag"),
     ({"temprature": 1}, "temprature"),
     ({"timeout": 0}, "timeout"),
+    ({"seed": 1.5}, "seed"),
     ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs.tokenize"),
     ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs.self"),
     (
@@ -171,6 +172,7 @@ HARMLESS = [
     {"stop": ""},
     {"stop": [""]},
     {"seed": 2**64 - 1},
+    {"seed": 1.0, "n": 1.0, "logprob_token_ids": [9.0], "logprobs": True},
 ]
 
 
