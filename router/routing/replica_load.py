@@ -64,6 +64,7 @@ class ReplicaLoad(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     pinned_blocks: int = 0
     #: running requests that end in a decode step, in the mean, by what they have generated
     ends_per_step: float = 1 / TYPICAL_TOKENS
+    answer_tokens: float = TYPICAL_TOKENS  #: that a new request generates, in the mean
 
     @property
     def requests(self) -> int:
@@ -89,6 +90,7 @@ class _Replica:
     pending_blocks: int = 0
     waiting_blocks: int = 0  #: as of the last report
     ends_per_step: float = 1 / TYPICAL_TOKENS
+    answer_tokens: float = TYPICAL_TOKENS
     in_flight: set[int] = field(default_factory=set)
     #: The last view; None after a change. Most requests change one replica and read all.
     view: ReplicaLoad | None = None
@@ -146,6 +148,7 @@ class LoadBook:
         # Where nothing runs yet, what waits is about to.
         running = max(1, report.running or report.waiting)
         entry.ends_per_step = self._lengths.ends_per_step(report.running_generated, running)
+        entry.answer_tokens = self._lengths.remaining()[0]
         if report.prefill_sums is not None:
             self._pool.report(replica, report.prefill_sums, report.prefill_tokens_per_s, now)
         accepted = report.accepted.get(self._router_id)
@@ -286,7 +289,7 @@ def _view(entry: _Replica, silent: bool) -> ReplicaLoad:
         cached_free_blocks=min(report.cached_free_blocks, free_blocks),
         total_blocks=report.total_blocks,
         prefill_tokens_per_s=report.prefill_tokens_per_s or about.prefill_tokens_per_s,
-        decode_step_s=report.decode_step_s or about.decode_step_s,
+        decode_step_s=_decode_step_s(about, report),
         prefill_cost=entry.cost or report.prefill_cost or _plain_cost(entry, report),
         max_running_requests=about.max_running_requests,
         max_batched_tokens=about.max_batched_tokens,
@@ -296,7 +299,14 @@ def _view(entry: _Replica, silent: bool) -> ReplicaLoad:
         pinned_blocks=report.pinned_blocks,
         spare_blocks=report.free_blocks - entry.pending_blocks - entry.waiting_blocks,
         ends_per_step=entry.ends_per_step,
+        answer_tokens=entry.answer_tokens,
     )
+
+
+def _decode_step_s(about: ReplicaDescription, report: LoadReport) -> float:
+    """As reported; where nothing runs, those steps are over, and the replica is as fast as at its warm-up again."""
+    last, first = report.decode_step_s, about.decode_step_s
+    return min(last, first) if last and first and not report.running else last or first
 
 
 def _waiting_blocks(report: LoadReport) -> int:

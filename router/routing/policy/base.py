@@ -92,7 +92,7 @@ class Score(msgspec.Struct, frozen=True, gc=False):
     uncached_tokens: int
     ttft_s: float
     obstacle: str | None
-    others_s: float  #: time that other requests lose by the choice
+    others_s: float  #: time that other requests lose by the choice, and this one's answer
     cost_s: float  #: the sum of both, which the policy minimises
 
 
@@ -231,10 +231,11 @@ def expected_ttft_s(prompt: Prompt, candidate: Candidate, uncached: int) -> floa
     """Seconds until the first token, if the request is sent there now and `uncached` of its tokens are computed.
 
     The sum of: the rest of the queued prefill work; the prefill of this prompt's uncached tokens, by the replica's
-    measured cost; the loading of what is cached in slower memory; one decode step for each prefill step, if anything
-    decodes there; the wait for a slot and for free blocks, by the rate at which running requests end. A replica whose
-    memory is nearly full counts as one where some blocks may be missing: what running requests still need and what
-    others send there is not known exactly.
+    measured cost; the loading of what is cached in slower memory; if anything decodes there, one decode step for each
+    prefill step, one more where part of the prefix is still being computed, as the prompt starts after that step, and
+    half of the one in progress; the wait for a slot and for free blocks, by the rate at which running requests end. A
+    replica whose memory is nearly full counts as one where some blocks may be missing: what running requests still need
+    and what others send there is not known exactly.
     """
     load = candidate.load
     queued, cached = load.queued_prefill_tokens, prompt.tokens - uncached
@@ -245,7 +246,10 @@ def expected_ttft_s(prompt: Prompt, candidate: Candidate, uncached: int) -> floa
         prefill += load.busy_until - prompt.now
     if not load.running and load.spare_blocks > prompt.blocks:  # one more block is being written
         return prefill
-    seconds = prefill + ceil((queued + uncached) / load.max_batched_tokens) * load.decode_step_s
+    steps = 0.5 + ceil((queued + uncached) / load.max_batched_tokens)
+    if queued and candidate.expected_blocks > candidate.held_blocks:
+        steps += 1
+    seconds = prefill + steps * load.decode_step_s
     slots = load.running + load.waiting + 1 - load.max_running_requests
     used = max(1, load.total_blocks - load.free_blocks)
     spread, room = UNCERTAIN * used, load.spare_blocks - prompt.blocks

@@ -143,6 +143,16 @@ def test_the_rates_of_warm_up_count_until_others_are_measured(book: LoadBook) ->
     assert (load.prefill_tokens_per_s, load.decode_step_s) == (10_000.0, 0.002)
 
 
+def test_a_replica_where_nothing_runs_is_as_fast_as_at_its_warm_up(book: LoadBook) -> None:
+    """Its last steps had a load that is over. Taken for slow it would get nothing, and so measure nothing new."""
+    steps_s = []
+    for running in (3, 0):
+        book.report("r0", report_of(running=running, decode_step_s=0.05), now=0.0)
+        steps_s.append(book.view("r0", now=0.0).decode_step_s)
+
+    assert steps_s == [0.05, 0.002]
+
+
 def test_a_queue_is_worked_down_while_nothing_is_heard(book: LoadBook) -> None:
     """A step of a long prompt takes most of a second: what was left of it at the last report is not left now."""
     book.report("r0", report_of(step=1, queued_prefill_tokens=9, queued_prefill_s=2.0), now=10.0)
