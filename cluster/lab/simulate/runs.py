@@ -133,13 +133,14 @@ def result_of(setup: Setup, simulation: Simulation, wall_s: float) -> Result:
     )
 
 
-def capacity_per_s(setup: Setup, arrivals: Iterable[Arrival]) -> float:
+def capacity_per_s(setup: Setup, arrivals: Iterable[Arrival], searched: int = SEARCHED_REQUESTS) -> float:
     """The highest rate of requests that this fleet keeps up with, found by bisection on the first of the arrivals.
 
-    It keeps up when nearly all requests have their first token soon after the last one came. The policy is a plain
-    one of another router, so that a load means the same before and after a change of ours.
+    Those must take longer to come than their answers, or memory never fills. It keeps up when nearly all requests have
+    their first token soon after the last one came. The policy is a plain one of another router, so that a load means
+    the same before and after a change of ours.
     """
-    sample = list(islice(arrivals, SEARCHED_REQUESTS))
+    sample = list(islice(arrivals, searched))
     natural = facts(sample).rate_per_s
     if natural == inf:
         raise SettingsError("a load needs requests that come at different times")

@@ -10,7 +10,7 @@ from statistics import fmean
 from ...errors import SettingsError
 from .delivery import Channel
 from .replica import ReplicaLimits
-from .runs import Setup, capacity_per_s
+from .runs import SEARCHED_REQUESTS, Setup, capacity_per_s
 from .simulation import Fault, Simulation
 from .workload import (
     Agents,
@@ -45,6 +45,7 @@ class Scenario:
     arrivals: Callable[[], Iterator[Arrival]] = _chats
     _: KW_ONLY
     load: float | None = 0.7  #: of the oracle's capacity; None: as the workload is
+    searched: int = SEARCHED_REQUESTS  #: of the search for that capacity
     replicas: int = 8
     routers: int = 1
     blocks: int = 2048
@@ -126,6 +127,7 @@ SCENARIOS = {
     "tree-search": Scenario(
         "solutions are searched for three steps deep, three next steps from each; equal prompts come at once",
         lambda: searches(Trees(requests=6006, seed=1)),
+        searched=6006,
         hits=0.969,
     ),
     "agents": Scenario(
@@ -153,7 +155,7 @@ def stage(scenario: Scenario, *, policy: str, seed: int = 0, channel: Channel | 
     about = facts(scenario.arrivals())
     factor = 1.0
     if scenario.load is not None:
-        factor = scenario.load * capacity_per_s(setup, scenario.arrivals()) / about.rate_per_s
+        factor = scenario.load * capacity_per_s(setup, scenario.arrivals(), scenario.searched) / about.rate_per_s
     span_s = about.span_s / factor
     faults = [replace(fault, at_s=fault.at_s * span_s) for fault in scenario.faults]
     fault_s = faults[0].at_s if faults else None
