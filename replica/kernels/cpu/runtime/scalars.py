@@ -1,4 +1,4 @@
-"""Scalars in compiled kernels: bfloat16 as bits, addresses, exponentials, softmax. Knows no tensors."""
+"""Scalars in compiled kernels: bfloat16 as bits, addresses, exponentials, counters. Knows no tensors."""
 
 import functools
 from collections.abc import Callable
@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import carray, njit, types
+from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from .vectors import INT32, prefetch
 
 #: Sums may be taken in any order, or no loop over features would use vector registers. NaN and infinity keep their
 #: meaning.
@@ -71,6 +73,26 @@ def float_of(_, _bits):
     return types.float32(types.uint32), generate
 
 
+@intrinsic
+def prefetch_line(_, _address):
+    def generate(context, builder, _signature, arguments):
+        prefetch(builder, arguments[0])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+@intrinsic
+def count_up(_, _address):
+    """The int32 at an address, which becomes one more; a thread that reads a count sees what was written before it."""
+
+    def generate(_context, builder, _signature, arguments):
+        place = builder.inttoptr(arguments[0], INT32.as_pointer())
+        return builder.atomic_rmw("add", place, ir.Constant(INT32, 1), "acq_rel")
+
+    return types.int32(types.int64), generate
+
+
 @functools.cache
 def storage_of(*dtypes: torch.dtype) -> Storage:
     """The storage of tensors that must share one dtype: a kernel would access memory beside a tensor of another."""
@@ -91,33 +113,6 @@ def exponential(x):
     polynomial = ((((P0 * rest + P1) * rest + P2) * rest + P3) * rest + P4) * rest + P5
     scale = float_of(np.uint32(np.int32(power) + np.int32(127)) << np.uint32(23))
     return (polynomial * rest * rest + rest + ONE) * scale
-
-
-@njit(fastmath=FAST_MATH, error_model="numpy")
-def softmax_of_heads(scores, group, count, longest, softcap, sinks):
-    """In place, of `count` scores of each of a group's heads, which are `longest` scores apart; all are visible.
-
-    `softcap` is 0 for none; `sinks` is the address of the group's float32 sinks, or 0.
-    """
-    for head in range(group):
-        row = carray(pointer(scores + head * longest * 4), (count,), np.float32)
-        if softcap > 0:
-            for i in range(count):
-                # softcap * tanh(score / softcap)
-                row[i] = softcap - 2 * softcap / (exponential(2 * row[i] / softcap) + ONE)
-        top, total = -np.float32(np.inf), np.float32(0)
-        for i in range(count):
-            top = row[i] if row[i] > top else top  # a NaN makes the sum NaN
-        if sinks:
-            sink = carray(pointer(sinks + head * 4), (1,), np.float32)[0]
-            top = sink if sink > top else top
-            total = exponential(sink - top)
-        for i in range(count):
-            row[i] = exponential(row[i] - top)
-            total += row[i]
-        inverse = ONE / total
-        for i in range(count):
-            row[i] *= inverse
 
 
 @njit(error_model="numpy")

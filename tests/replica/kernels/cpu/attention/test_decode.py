@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from homing.replica.kernels.base import TorchKernels
-from homing.replica.kernels.cpu.attention.decode import decode, fills_vectors
+from homing.replica.kernels.base import PagedRows, TorchKernels
+from homing.replica.kernels.cpu.attention.decode import decode
+from homing.replica.kernels.cpu.attention.decode_loops import PART, fills_vectors
+from homing.replica.kernels.cpu.runtime.call_recording import Arena, record
 from homing.replica.kernels.cpu.runtime.scalars import storage_of
 from homing.replica.models.base import AttentionRule
 
@@ -21,10 +23,10 @@ SHAPES = {
 
 @pytest.mark.usefixtures("instructions")
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("window", [None, 1, 20, 500])
+@pytest.mark.parametrize("window", [None, 1, 20, 1_100])
 def test_equals_attention_in_float64(shape, window):
-    """Whatever begins or ends inside a vector of tokens; slots that no row owns hold NaN, and padding rows are 0."""
-    lengths = [1, 17, 0, 64, 200, 5]
+    """Whatever begins or ends inside a vector or a part; slots that no row owns hold NaN, and padding rows are 0."""
+    lengths = [1, 17, 0, 64, 200, 5, 2 * PART + 200]
     rows, scale = paged(shape, lengths, CPU), 0.2
     q = torch.randn(len(lengths), shape.heads, shape.key_dim).bfloat16()
     out = torch.full((len(lengths), shape.heads, shape.value_dim), torch.nan, dtype=BFLOAT16)
@@ -41,7 +43,7 @@ def test_equals_attention_in_float64(shape, window):
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_softcap_and_sinks_equal_plain_torch(shape):
     """Models with such rules decode through the same kernel; a padding row stays 0."""
-    lengths = [1, 17, 0, 200]
+    lengths = [1, 17, 0, PART + 1]
     rows, q = paged(shape, lengths, CPU), torch.randn(len(lengths), shape.heads, shape.key_dim).bfloat16()
     rule = AttentionRule(0.5, softcap=2.0, sinks=torch.linspace(-1, 2, shape.heads))
     out, wanted = (torch.full((len(q), shape.heads, shape.value_dim), torch.nan, dtype=BFLOAT16) for _ in range(2))
@@ -51,6 +53,30 @@ def test_softcap_and_sinks_equal_plain_torch(shape):
     TorchKernels().decode(q, rows, None, rule, wanted)
     assert error(out, wanted.double()) < TOLERANCE[BFLOAT16]
     assert torch.equal(out[2], torch.zeros_like(out[2]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16])
+def test_a_long_row_is_the_same_alone_among_others_and_by_any_number_of_threads(dtype):
+    """To the last bit, also in a recorded step, each time it runs: threads share the row and the last one merges it."""
+    shape, lengths = Shape(heads=4, kv_heads=1, dtype=dtype), [3, 3 * PART + 5, PART, 900]
+    rows, q = paged(shape, lengths, CPU), torch.randn(len(lengths), 4, shape.key_dim).to(dtype)
+    rule, before = AttentionRule(0.2), torch.get_num_threads()
+
+    def attended(first, stop):
+        out = q.new_empty(stop - first, 4, shape.value_dim)
+        own = PagedRows(rows.keys, rows.values, rows.tables[first:stop], rows.seq_lens[first:stop])
+        decode(q[first:stop], own, rule, out)
+        return out
+
+    alone, found = torch.cat([attended(row, row + 1) for row in range(4)]), []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        with torch.inference_mode():
+            step = record(Arena(), lambda: attended(0, 4))
+            found += [attended(0, 4), *(step.run().clone() for _ in range(3))]
+    torch.set_num_threads(before)
+
+    assert all(torch.equal(each, alone) for each in found)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,250 @@
+"""The innermost loops of decode attention: scores and weighted sums of the tokens of one page. Knows no tables.
+
+All addresses and counts are int64. Scores and weights of a query head are `PART` words apart.
+"""
+
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, njit, types
+from numba.extending import intrinsic
+
+from ..runtime import vectors as v
+from ..runtime.scalars import FAST_MATH, Storage, pointer
+from ..runtime.vectors import FLOAT, FLOATS, HALF, INT64, LANES, WORD, WORDS, Dot
+
+#: Tokens of one softmax, whole vectors: their scores and keys fit a core's cache, and many threads find work in a row.
+PART = 512
+#: Numbers in one vector of words.
+CHUNK = 2 * LANES
+#: Vectors of sums in one loop: half of AVX-512's registers.
+MOST_SUMS = 16
+
+
+@dataclass(slots=True, frozen=True)
+class Sizes:
+    key_dim: int
+    value_dim: int
+    group: int  #: query heads of a KV head
+
+
+@dataclass(slots=True, frozen=True)
+class Loops:
+    """Loops over all query heads of one KV head."""
+
+    align: int  #: the first token of `score` is a multiple of it
+    #: (keys, step, tokens, queries, scale, scores) of keys `step` bytes apart. May write scores up to the next multiple
+    #: of `align`, of tokens in the same page.
+    score: Any
+    #: (values, step, tokens, weights, sums): add the weighted values to each query's sums, which are float32.
+    add: Any
+    #: (sums, out): store the sums, which only `add` knows the order of, as numbers of the storage.
+    store: Any
+
+
+def fills_vectors(storage: Storage, key_dim: int, value_dim: int, page: int) -> bool:
+    """Whether `loops_of_pairs` supports these sizes: heads of whole vectors, pages of whole vectors of tokens."""
+    return storage.kind is np.uint16 and not (key_dim % CHUNK or value_dim % CHUNK or page % LANES)
+
+
+def plain_loops(storage: Storage, sizes: Sizes) -> Loops:
+    """For all sizes and processors, four tokens at a time."""
+    kind, narrow, count = storage.kind, storage.narrow, sizes.group * sizes.value_dim
+
+    @njit(error_model="numpy")
+    def store(sums, out):
+        exact, stored = carray(pointer(sums), (count,), np.float32), carray(pointer(out), (count,), kind)
+        for i in range(count):
+            stored[i] = narrow(exact[i])
+
+    return Loops(1, _plain_score(storage, sizes), _plain_add(storage, sizes), store)
+
+
+def _plain_score(storage: Storage, sizes: Sizes) -> Any:
+    kind, size, widen, key_dim, group = storage.kind, storage.size, storage.widen, sizes.key_dim, sizes.group
+
+    @njit(fastmath=FAST_MATH, error_model="numpy")
+    def score(keys, step, tokens, queries, scale, scores):
+        token = 0
+        while token + 4 <= tokens:
+            k0 = carray(pointer(keys + token * step), (key_dim,), kind)
+            k1 = carray(pointer(keys + (token + 1) * step), (key_dim,), kind)
+            k2 = carray(pointer(keys + (token + 2) * step), (key_dim,), kind)
+            k3 = carray(pointer(keys + (token + 3) * step), (key_dim,), kind)
+            for head in range(group):
+                given = carray(pointer(queries + head * key_dim * size), (key_dim,), kind)
+                s0 = s1 = s2 = s3 = np.float32(0)
+                for i in range(key_dim):
+                    query = widen(given[i])
+                    s0 += query * widen(k0[i])
+                    s1 += query * widen(k1[i])
+                    s2 += query * widen(k2[i])
+                    s3 += query * widen(k3[i])
+                found = carray(pointer(scores + (head * PART + token) * WORD), (4,), np.float32)
+                found[0], found[1], found[2], found[3] = s0 * scale, s1 * scale, s2 * scale, s3 * scale
+            token += 4
+        while token < tokens:
+            k0 = carray(pointer(keys + token * step), (key_dim,), kind)
+            for head in range(group):
+                given = carray(pointer(queries + head * key_dim * size), (key_dim,), kind)
+                s0 = np.float32(0)
+                for i in range(key_dim):
+                    s0 += widen(given[i]) * widen(k0[i])
+                carray(pointer(scores + (head * PART + token) * WORD), (1,), np.float32)[0] = s0 * scale
+            token += 1
+
+    return score
+
+
+def _plain_add(storage: Storage, sizes: Sizes) -> Any:
+    kind, widen, value_dim, group = storage.kind, storage.widen, sizes.value_dim, sizes.group
+
+    @njit(fastmath=FAST_MATH, error_model="numpy")
+    def add(values, step, tokens, weights, sums):
+        token = 0
+        while token + 4 <= tokens:
+            v0 = carray(pointer(values + token * step), (value_dim,), kind)
+            v1 = carray(pointer(values + (token + 1) * step), (value_dim,), kind)
+            v2 = carray(pointer(values + (token + 2) * step), (value_dim,), kind)
+            v3 = carray(pointer(values + (token + 3) * step), (value_dim,), kind)
+            for head in range(group):
+                total = carray(pointer(sums + head * value_dim * WORD), (value_dim,), np.float32)
+                weight = carray(pointer(weights + (head * PART + token) * WORD), (4,), np.float32)
+                w0, w1, w2, w3 = weight[0], weight[1], weight[2], weight[3]
+                for i in range(value_dim):
+                    total[i] += (w0 * widen(v0[i]) + w1 * widen(v1[i])) + (w2 * widen(v2[i]) + w3 * widen(v3[i]))
+            token += 4
+        while token < tokens:
+            v0 = carray(pointer(values + token * step), (value_dim,), kind)
+            for head in range(group):
+                total = carray(pointer(sums + head * value_dim * WORD), (value_dim,), np.float32)
+                w0 = carray(pointer(weights + (head * PART + token) * WORD), (1,), np.float32)[0]
+                for i in range(value_dim):
+                    total[i] += w0 * widen(v0[i])
+            token += 1
+
+    return add
+
+
+def loops_of_pairs(storage: Storage, sizes: Sizes, dot: Dot) -> Loops:
+    """By instructions that multiply pairs of numbers, a vector of tokens at a time."""
+    kind, narrow, key_dim, value_dim, group = storage.kind, storage.narrow, sizes.key_dim, sizes.value_dim, sizes.group
+    chunks = value_dim // CHUNK
+    heads_at_once = _greatest_divisor(group, MOST_SUMS // 4)
+    chunks_at_once = _greatest_divisor(chunks, MOST_SUMS // 2 // heads_at_once)
+    scores_of, add_some = _scores_of(dot, key_dim), _sums_of(heads_at_once, chunks_at_once)
+
+    @njit(fastmath=FAST_MATH, error_model="numpy")
+    def score(keys, step, tokens, queries, scale, scores):
+        for token in range(0, tokens, LANES):
+            for head in range(group):
+                query, found = queries + head * key_dim * HALF, scores + (head * PART + token) * WORD
+                scores_of(keys + token * step, step, query, scale, found)
+
+    @njit(fastmath=FAST_MATH, error_model="numpy")
+    def add(values, step, tokens, weights, sums):
+        for head in range(0, group, heads_at_once):
+            for chunk in range(0, chunks, chunks_at_once):
+                read, target = values + chunk * CHUNK * HALF, sums + (head * value_dim + chunk * CHUNK) * WORD
+                own = weights + head * PART * WORD
+                add_some(read, step, tokens, own, np.int64(PART * WORD), target, np.int64(value_dim * WORD))
+
+    @njit(error_model="numpy")
+    def store(sums, out):
+        exact = carray(pointer(sums), (group * value_dim,), np.float32)
+        stored = carray(pointer(out), (group * value_dim,), kind)
+        for chunk in range(0, group * value_dim, CHUNK):
+            for i in range(LANES):
+                stored[chunk + 2 * i] = narrow(exact[chunk + i])
+                stored[chunk + 2 * i + 1] = narrow(exact[chunk + LANES + i])
+
+    return Loops(LANES, score, add, store)
+
+
+def _greatest_divisor(number: int, limit: int) -> int:
+    return max(divisor for divisor in range(1, limit + 1) if number % divisor == 0)
+
+
+def _scores_of(dot: Dot, dim: int) -> Any:
+    """(keys, step, query, scale, scores): the scores of `LANES` keys, `step` bytes apart, with one query.
+
+    All but `scale`, a float32, are int64. Writes `LANES` float32.
+    """
+
+    @intrinsic
+    def score(_context, _keys, _step, _query, _scale, _scores):
+        def generate(context, builder, _signature, arguments):
+            keys, step, query, scale, scores = arguments
+            parts = range(0, dim * HALF, CHUNK * HALF)
+            factors = [dot.factor(builder, _words(builder, query, part)) for part in parts]
+            sums = []
+            for key in v.strided(builder, keys, step, LANES):
+                found = ir.Constant(FLOATS, [0.0] * LANES)
+                for part, factor in zip(parts, factors, strict=True):
+                    found = dot.add(builder, found, _words(builder, key, part), factor)
+                sums.append(found)
+            total = builder.fmul(_totals(builder, sums), v.splat(builder, scale))
+            v.store(builder, total, scores, WORD)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 3, types.float32, types.int64), generate
+
+    return score
+
+
+def _totals(builder: Any, vectors: list[Any]) -> Any:
+    """The sum of each of `LANES` vectors: adds and merges pairs of vectors until one is left."""
+    width = 1
+    while len(vectors) > 1:
+        lanes = range(0, LANES, 2 * width)
+        first = [lane + i for start in lanes for lane in (start, LANES + start) for i in range(width)]
+        second = [lane + width for lane in first]
+        pairs = zip(vectors[::2], vectors[1::2], strict=True)
+        masks = [ir.Constant(WORDS, which) for which in (first, second)]
+        vectors = [builder.fadd(*(builder.shuffle_vector(*pair, mask) for mask in masks)) for pair in pairs]
+        width *= 2
+    return vectors[0]
+
+
+def _sums_of(heads: int, chunks: int) -> Any:
+    """(values, step, tokens, weights, weights_step, sums, sums_step): add weighted values to the sums of some heads.
+
+    All are int64. Reads `chunks` chunks of each of `tokens` values, `step` bytes apart. Weights and sums are float32;
+    the sums of each chunk are first those of its even numbers, then those of its odd ones.
+    """
+    assert heads * chunks * 2 <= MOST_SUMS, f"{heads} heads of {chunks} chunks"
+
+    @intrinsic
+    def add(_context, _values, _step, _tokens, _weights, _weights_step, _sums, _sums_step):
+        def generate(context, builder, _signature, arguments):
+            values, step, tokens, weights, weights_step, sums, sums_step = arguments
+            places = [
+                builder.add(head, ir.Constant(INT64, vector * LANES * WORD))
+                for head in v.strided(builder, sums, sums_step, heads)
+                for vector in range(2 * chunks)
+            ]
+
+            def weigh(token, held):
+                value = builder.add(values, builder.mul(token, step))
+                weight = builder.add(weights, builder.mul(token, ir.Constant(INT64, WORD)))
+                parts = [v.widen_pairs(builder, _words(builder, value, part * CHUNK * HALF)) for part in range(chunks)]
+                numbers = list(chain(*parts))
+                own = [v.load(builder, place, FLOAT, WORD) for place in v.strided(builder, weight, weights_step, heads)]
+                factors = [factor for each in own for factor in [v.splat(builder, each)] * len(numbers)]
+                return [v.multiply_add(builder, *each) for each in zip(held, numbers * heads, factors, strict=True)]
+
+            found = v.loop(builder, tokens, [v.load(builder, place, FLOATS, WORD) for place in places], weigh)
+            for total, place in zip(found, places, strict=True):
+                v.store(builder, total, place, WORD)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 7), generate
+
+    return add
+
+
+def _words(builder: Any, start: Any, offset: int) -> Any:
+    return v.load(builder, builder.add(start, ir.Constant(INT64, offset)), WORDS, HALF)
