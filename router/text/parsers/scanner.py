@@ -158,7 +158,7 @@ class Scanner:
         outside = _OUTSIDE[quotes].search
         scalar = self.text[self.at] not in "{[(" + quotes
         search = _SCALAR_END.search if scalar else outside
-        i, depth, quote, done, broken = self.at, 0, "", False, False
+        i, depth, quote, passed_on, done, broken = self.at, 0, "", False, False, False
         while True:
             text = self.text
             size = len(text)
@@ -175,7 +175,7 @@ class Scanner:
                     quote, search, done = "", outside, not depth
                 elif scalar or character == "<":
                     i -= 1
-                    done = scalar and i > self.at
+                    done = scalar and (passed_on or i > self.at)
                     broken = not done
                 elif character in quotes:
                     quote, search = character, _INSIDE[character].search
@@ -186,7 +186,7 @@ class Scanner:
                     done = not depth
             if emit is not None and size > self.at and i > self.at:
                 emit(text[self.at : i])
-                self.text, self.at, i = text[i:], 0, max(0, i - size)
+                self.text, self.at, i, passed_on = text[i:], 0, max(0, i - size), True
             if done:
                 found, self.at = (text[self.at : i], i) if emit is None else ("", 0)
                 return found

@@ -214,6 +214,7 @@ def test_where_an_answer_is_cut_makes_no_difference(answer, cuts, end, parallel)
 
 
 @given(text=SOUPS, tools=FAMILIES, reasoning=REASONING, cuts=CUTS, starts_in_reasoning=st.booleans())
+@example(text='{"name": "f", "arguments": 1}', tools="llama3", reasoning=NONE, cuts=[28], starts_in_reasoning=False)
 def test_where_any_text_is_cut_makes_no_difference(text, tools, reasoning, cuts, starts_in_reasoning):
     """Broken, nested and unfinished calls included; nothing raises."""
     whole = parse(text, tools, reasoning, starts_in_reasoning=starts_in_reasoning)
