@@ -23,7 +23,7 @@ from ..structured.guide import Guide
 #: Most alternatives beside a token's own logprob. OpenAI allows 20 (chat) and 5 (completions).
 MAX_LOGPROBS = 100
 #: Tokens without drafts after the first failure, and how many times as many after each further one.
-REST_FACTOR = 4
+REST_FACTOR = 5
 #: Length of a tenant's digest.
 TENANT_BYTES = 16
 
@@ -45,19 +45,21 @@ class RequestPhase(Enum):
 
 @dataclass(slots=True)
 class Drafting:
-    """Whether guessing at a request's tokens pays: after each failure in a row it rests for four times as long.
+    """Whether guessing at a request's tokens pays: one at a time until a guess is right, with rests after wrong ones.
 
-    So an answer whose drafts all fail takes 1 to 4 % longer (docs/benchmarks.md).
+    Each rest in a row is longer. So an answer whose drafts all fail takes 0.3 to 2 % longer (docs/benchmarks.md).
     """
 
     failures: int = 0  #: in a row
+    trusted: bool = False  #: whether the last guess was right
     rests_until: int = 0  #: generated tokens before which nothing is guessed
     #: The guess at a token in flight and its place, when the next step waits for it in order to have drafts.
     expected: tuple[int, int] | None = None
 
     def learn(self, drafts: int, right: int, generated: int) -> None:
         """So many drafts were checked, and the leading `right` of them kept."""
-        if 2 * right >= drafts:
+        self.trusted = 2 * right >= drafts
+        if self.trusted:
             self.failures = 0
             return
         self.failures += 1

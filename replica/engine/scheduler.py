@@ -382,6 +382,8 @@ class Scheduler:
     def _guesses(self, request: RequestState, spare: int, drafter: Drafter) -> tuple[int, ...]:
         places = self.limits.max_model_len - request.num_tokens - 1
         most = min(spare, places, request.sampling.max_tokens - request.generated - 1)
+        if not request.drafting.trusted:
+            most = min(most, 1)
         # With a guide, each draft would need a mask, of states that are given up if one of them is wrong.
         if most <= 0 or request.guide is not None or request.generated < request.drafting.rests_until:
             return ()

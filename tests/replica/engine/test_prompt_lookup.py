@@ -66,9 +66,11 @@ def test_drafts_rest_longer_after_each_failure_in_a_row() -> None:
     """Half right is a success, after which a failure counts as the first one again."""
     drafting = Drafting()
 
-    rests = []
+    rests, trusted = [], []
     for right in (1, 0, 0, 2, 1):
         drafting.learn(4, right, 100)
         rests.append(drafting.rests_until - 100)
+        trusted.append(drafting.trusted)
 
     assert rests == [REST_FACTOR, REST_FACTOR**2, REST_FACTOR**3, REST_FACTOR**3, REST_FACTOR]
+    assert trusted == [False, False, False, True, False]

@@ -252,7 +252,7 @@ def test_each_draft_is_a_row_of_its_own() -> None:
     """Of one token behind the one before it, as kernels for decoding take it."""
     bench = Bench(drafter=lambda tokens, most: [9] * min(most, 3) if tokens[0] == 1 else [])
     for first in (3, 1):
-        bench.add([first, 2], max_tokens=20)
+        bench.add([first, 2], max_tokens=20).drafting.trusted = True
     bench.step()
 
     rows = bench.next_rows()
@@ -292,6 +292,21 @@ def test_a_step_has_drafts_only_while_further_tokens_cost_little() -> None:
     assert [row.width for row in bench.next_rows()] == [1] * 4
 
 
+def test_one_token_is_guessed_until_a_guess_is_right() -> None:
+    """A wrong guess costs as many rows as it has tokens, and the next one is likely to be wrong, too."""
+    bench = Bench(drafter=lambda _, most: [9] * min(most, 3))
+    request = bench.add([1, 2], max_tokens=20)
+    bench.step()
+
+    widths = []
+    for right in (None, 1, 0):
+        if right is not None:
+            request.drafting.learn(1, right, request.generated - 100)
+        widths.append([row.width for row in bench.next_rows()])
+
+    assert widths == [[2], [4], [2]]
+
+
 def test_requests_whose_drafts_fail_get_none_for_a_while() -> None:
     """Others, and later it, are still guessed at."""
     bench = Bench(drafter=lambda _, most: [9] * most, budget=8)
@@ -313,7 +328,7 @@ def test_requests_whose_drafts_fail_get_none_for_a_while() -> None:
 def test_no_draft_lies_beyond_an_answer_s_end() -> None:
     """Its last token is drawn after the one before it, so no more than the rest but one is worth guessing."""
     bench = Bench(drafter=lambda _, most: [9] * (most + 3))
-    bench.add([1, 2], max_tokens=4)
+    bench.add([1, 2], max_tokens=4).drafting.trusted = True
     bench.step()
 
     (row,) = bench.next_rows()
