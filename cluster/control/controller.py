@@ -7,8 +7,8 @@ runs: the supervisor owns the processes and stores the controller's state.
 
 import asyncio
 import contextlib
+import copy
 import logging
-import pickle
 import time
 from collections import deque
 from collections.abc import Coroutine, Iterable
@@ -81,7 +81,7 @@ class Controller:
         self._warming = asyncio.Semaphore(WARM_UPS_AT_ONCE)
         self._background: set[asyncio.Task[None]] = set()
         self._publishing: asyncio.Task[None] | None = None
-        self._remembered = b""
+        self._remembered: tuple[dict[int, ModelSpec], Fleets] | None = None
         self._stopping = False
 
     async def run(self) -> None:
@@ -319,15 +319,15 @@ class Controller:
     # State that outlives this process
 
     def _remember(self) -> None:
-        memory = pickle.dumps((self._versions, self._fleets))  # a copy: fleets change
+        memory = self._versions, self._fleets
         if memory != self._remembered:
-            self._remembered = memory
+            self._remembered = copy.deepcopy(memory)  # both change
             self._supervisor.remember.remote(memory)
 
     async def _take_over(self, kept: SupervisorState) -> None:
         if kept.memory is None:
             return
-        self._versions, self._fleets = pickle.loads(kept.memory)
+        self._versions, self._fleets = kept.memory
         adopting = [self._groups.adopt(group, self._versions[group.version]) for group in kept.groups]
         found = zip(kept.groups, await asyncio.gather(*adopting), strict=True)
         running = {group.generation: description for group, description in found if description is not None}

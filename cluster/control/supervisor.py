@@ -40,7 +40,7 @@ class KeptRankGroup:
 
 @dataclass(slots=True)
 class SupervisorState:
-    memory: bytes | None  #: state of the previous controller; None: there was none
+    memory: Any  #: state of the previous controller; None: there was none
     groups: list[KeptRankGroup]
     routers: dict[int, Any]  #: by seat
 
@@ -66,12 +66,12 @@ class Supervisor:
         self._groups: dict[int, KeptRankGroup] = {}
         self._routers: dict[int, Any] = {}
         self._spares: list[Any] = []
-        self._memory: bytes | None = None
+        self._memory: Any = None
 
     def state(self) -> SupervisorState:
         return SupervisorState(self._memory, list(self._groups.values()), dict(self._routers))
 
-    def remember(self, memory: bytes) -> None:
+    def remember(self, memory: Any) -> None:
         self._memory = memory
 
     def place(self, replica_id: str, generation: int, version: int, bundle: dict[str, float], world: int) -> Any:

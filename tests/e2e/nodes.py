@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import random
 import secrets
 import socket
 import subprocess
@@ -40,6 +41,8 @@ class Nodes:
             )
         except subprocess.TimeoutExpired:
             return 0
+        ended = [process.returncode for process in self.processes if process.poll() is not None]
+        assert not ended, f"ray start ended with {ended}"
         return int(done.stdout) if done.returncode == 0 else 0
 
 
@@ -101,6 +104,9 @@ def below(process: "subprocess.Popen[bytes]") -> list[psutil.Process]:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((ray.util.get_node_ip_address(), 0))
-        return int(probe.getsockname()[1])
+    """Below those that the kernel gives to anybody who asks for any, and above those of Ray's workers."""
+    for port in random.sample(range(20_000, 32_000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((ray.util.get_node_ip_address(), port))
+            return port
+    raise AssertionError("no port is free")

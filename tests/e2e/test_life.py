@@ -58,6 +58,7 @@ def control(running: Serving, *words: str) -> str:
 
 def test_a_replacement_holds_the_hot_prompts_before_its_first_request(running: Serving) -> None:
     """What the one that leaves had cached would else be computed anew, by requests that wait for it."""
+    control(running, "scale", "2")  # whatever tests before left
     before = running.cluster()["counters"]
     for _ in range(2):
         for prompt in LONG_PROMPTS[:3]:
