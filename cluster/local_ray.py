@@ -9,6 +9,7 @@ import ctypes
 import logging
 import os
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -23,6 +24,8 @@ from .config import Settings
 from .errors import ClusterError, DoesNotFit, StartFailed
 from .host import DEFAULT_TOKEN
 from .registry import RUN_FOLDER_PREFIX, wait_gone
+
+log = logging.getLogger(__name__)
 
 #: The smallest that Ray accepts; homing sends nothing through the object store.
 OBJECT_STORE_BYTES = 80 * 1024 * 1024
@@ -83,7 +86,7 @@ def set_local_environment(environ: MutableMapping[str, str]) -> None:
 def start_local(settings: Settings, folder: Path) -> None:
     """Start a local Ray in `folder`. Logical CPUs are as many as the ranks need: they only steer placement.
 
-    Raises DoesNotFit, and StartFailed when Ray's processes do not start in time.
+    Raises DoesNotFit, and StartFailed when Ray's processes end or do not start in time, twice.
     """
     set_local_environment(os.environ)
     _survive_raylet_exit()
@@ -93,16 +96,27 @@ def start_local(settings: Settings, folder: Path) -> None:
     ranks = sum(each.ranks for each in settings.each_model)
     cpus = sum(each.ranks * each.cluster.cpus_per_rank for each in settings.each_model)
     debug = settings.cluster.log_level == "debug"
-    with _own_process_groups(), _without_unused_processes(follow_logs=debug), patient_start():
-        ray.init(
-            num_cpus=max(os.cpu_count() or 1, int(cpus + 0.999) + 1),
-            include_dashboard=False,
-            object_store_memory=OBJECT_STORE_BYTES,
-            log_to_driver=debug,
-            logging_level=logging.ERROR,
-            namespace=f"homing-{settings.cluster.name}",
-            _temp_dir=str(folder / "ray"),
-        )
+    for last in (False, True):
+        started: list[subprocess.Popen[bytes]] = []
+        try:
+            with _own_process_groups(started), _without_unused_processes(follow_logs=debug), patient_start(started):
+                ray.init(
+                    num_cpus=max(os.cpu_count() or 1, int(cpus + 0.999) + 1),
+                    include_dashboard=False,
+                    object_store_memory=OBJECT_STORE_BYTES,
+                    log_to_driver=debug,
+                    logging_level=logging.ERROR,
+                    namespace=f"homing-{settings.cluster.name}",
+                    _temp_dir=str(folder / "ray"),
+                )
+            break
+        except StartFailed as error:
+            told = _last_lines(folder / "ray" / "session_latest" / "logs" / "raylet.out")
+            _end(started)
+            ray.shutdown()
+            if last:
+                raise StartFailed(f"{error}; {told}") from error
+            log.warning("ray_starts_again reason=%r raylet=%r", str(error), told)
     make_token_private(DEFAULT_TOKEN)
     needed = sum(each.ranks * each.cluster.gpus_per_rank for each in settings.each_model)
     available = ray.cluster_resources().get("GPU", 0.0)
@@ -260,22 +274,46 @@ def _replaced(owner: Any, **attributes: Any) -> Iterator[None]:
             setattr(owner, name, original)
 
 
-def _own_process_groups() -> AbstractContextManager[None]:
+def _last_lines(log_file: Path, count: int = 3) -> str:
+    try:
+        return " | ".join(log_file.read_text(errors="replace").splitlines()[-count:]) or "its raylet wrote nothing"
+    except OSError as error:
+        return f"its raylet left no log: {error.strerror}"
+
+
+def _end(processes: Collection["subprocess.Popen[bytes]"]) -> None:
+    """Kill what a failed start has left: Ray forgets it."""
+    for process in processes:
+        below = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+        process.kill()
+        process.wait()
+        for each in below:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+
+
+def _own_process_groups(started: list["subprocess.Popen[bytes]"]) -> AbstractContextManager[None]:
     """Start Ray's processes in process groups of their own: a signal to our group must not end them under the replicas.
 
-    `timeout`, supervisors and shells signal whole groups.
+    `timeout`, supervisors and shells signal whole groups. `started`: receives the processes.
     """
     from ray._private import services
 
     class OwnGroup(services.ConsolePopen):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs, process_group=0)
+            started.append(self)
 
     return _replaced(services, ConsolePopen=OwnGroup)
 
 
-def patient_start(timeout_s: float = RAY_START_TIMEOUT_S) -> AbstractContextManager[None]:
-    """Let the raylet take `timeout_s` to start, in place of 30 s. Raises StartFailed after it."""
+def patient_start(
+    started: Collection["subprocess.Popen[bytes]"] = (), timeout_s: float = RAY_START_TIMEOUT_S
+) -> AbstractContextManager[None]:
+    """Let the raylet take `timeout_s` to start, in place of 30 s. Raises StartFailed after it.
+
+    Also raised as soon as one of `started`, Ray's processes, has ended.
+    """
     from ray._private import services
 
     original = services.get_node
@@ -287,6 +325,11 @@ def patient_start(timeout_s: float = RAY_START_TIMEOUT_S) -> AbstractContextMana
                 node: dict[str, Any] = original(gcs_address, node_id)
                 return node
             except RuntimeError as error:  # not registered yet
+                ended = [process for process in started if process.poll() is not None]
+                if ended:
+                    words = ended[0].args
+                    name = Path(str(words[0] if isinstance(words, list) else words)).name
+                    raise StartFailed(f"Ray's {name} ended with exit code {ended[0].returncode}") from error
                 if time.monotonic() > deadline:
                     raise StartFailed(f"Ray's processes have not started within {timeout_s:g} s") from error
                 time.sleep(0.1)

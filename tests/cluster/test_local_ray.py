@@ -83,8 +83,46 @@ def test_a_raylet_that_starts_slowly_is_waited_for_and_one_that_never_does_is_na
         assert services.get_node("127.0.0.1:1", "node") == {"labels": {}}
     with pytest.raises(StartFailed, match="not started within 0 s"), patient_start(timeout_s=0):
         services.get_node("127.0.0.1:1", "node")
+    with subprocess.Popen(["/bin/false"]) as ended:
+        pass
+    with pytest.raises(StartFailed, match="Ray's false ended with exit code 1"), patient_start([ended]):
+        services.get_node("127.0.0.1:1", "node")
 
     assert services.get_node is get_node
+
+
+FAILING = """
+import sys, ray
+from pathlib import Path
+from homing.cluster import local_ray
+from homing.cluster.config import load_settings
+from homing.cluster.errors import StartFailed
+
+def init(**_options):
+    answers.append("start")
+    if len(answers) < int(sys.argv[1]):
+        raise StartFailed("no raylet")
+
+answers = []
+ray.init, ray.cluster_resources = init, dict
+try:
+    local_ray.start_local(load_settings({}, {}), Path(sys.argv[2]))
+except StartFailed as error:
+    answers.append(str(error))
+print(answers)
+"""
+
+
+@pytest.mark.parametrize(
+    ("succeeds", "expected"),
+    [(2, ["start", "start"]), (3, ["start", "start", "no raylet; its raylet left no log: No such file or directory"])],
+)
+def test_a_start_that_fails_is_repeated_once(succeeds: int, expected: list[str], tmp_path: Path) -> None:
+    """Test runs have met raylets that never registered."""
+    command = [sys.executable, "-c", FAILING, str(succeeds), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+
+    assert done.stdout == f"{expected}\n"
 
 
 NOISE = """
