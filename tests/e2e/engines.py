@@ -68,12 +68,16 @@ def continued(cluster: Serving) -> float:
 
 def text_with_a_kill(cluster: Serving, word: str, *, after: int, then: Callable[[], object] = lambda: None) -> str:
     """The text of LONG, streamed, with SIGKILL for its engine `after` some tokens, and `then` something else."""
+    running = engines(cluster, word)  # found before: a fast engine would have answered by then
+    below = {
+        name: {process.pid for process in psutil.Process(each["pids"][0]).children(recursive=True)}
+        for name, each in cluster.replicas().items()
+    }
     with cluster.client() as client:
         stream = client.completions.create(model="demo", prompt=PROMPT, stream=True, extra_body=LONG)
         pieces = [next(stream) for _ in range(after)]
-        busy = next(each for each in cluster.replicas().values() if each["running"])
-        below = {process.pid for process in psutil.Process(busy["pids"][0]).children(recursive=True)}
-        (engine,) = [process for pid, process in engines(cluster, word).items() if pid in below]
+        busy = next(name for name, each in cluster.replicas().items() if each["running"])
+        (engine,) = [process for pid, process in running.items() if pid in below[busy]]
         engine.kill()
         then()
         return "".join(piece.choices[0].text for piece in [*pieces, *stream] if piece.choices)
