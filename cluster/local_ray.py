@@ -96,27 +96,19 @@ def start_local(settings: Settings, folder: Path) -> None:
     ranks = sum(each.ranks for each in settings.each_model)
     cpus = sum(each.ranks * each.cluster.cpus_per_rank for each in settings.each_model)
     debug = settings.cluster.log_level == "debug"
-    for last in (False, True):
-        started: list[subprocess.Popen[bytes]] = []
-        try:
-            with _own_process_groups(started), _without_unused_processes(follow_logs=debug), patient_start(started):
-                ray.init(
-                    num_cpus=max(os.cpu_count() or 1, int(cpus + 0.999) + 1),
-                    include_dashboard=False,
-                    object_store_memory=OBJECT_STORE_BYTES,
-                    log_to_driver=debug,
-                    logging_level=logging.ERROR,
-                    namespace=f"homing-{settings.cluster.name}",
-                    _temp_dir=str(folder / "ray"),
-                )
-            break
-        except StartFailed as error:
-            told = _last_lines(folder / "ray" / "session_latest" / "logs" / "raylet.out")
-            _end(started)
-            ray.shutdown()
-            if last:
-                raise StartFailed(f"{error}; {told}") from error
-            log.warning("ray_starts_again reason=%r raylet=%r", str(error), told)
+    options = {
+        "num_cpus": max(os.cpu_count() or 1, int(cpus + 0.999) + 1),
+        "include_dashboard": False,
+        "object_store_memory": OBJECT_STORE_BYTES,
+        "log_to_driver": debug,
+        "logging_level": logging.ERROR,
+        "namespace": f"homing-{settings.cluster.name}",
+    }
+    try:
+        _start_ray(folder / "ray", options, follow_logs=debug)
+    except StartFailed as error:
+        log.warning("ray_starts_again reason=%r", str(error))
+        _start_ray(folder / "ray", options, follow_logs=debug)
     make_token_private(DEFAULT_TOKEN)
     needed = sum(each.ranks * each.cluster.gpus_per_rank for each in settings.each_model)
     available = ray.cluster_resources().get("GPU", 0.0)
@@ -274,6 +266,21 @@ def _replaced(owner: Any, **attributes: Any) -> Iterator[None]:
             setattr(owner, name, original)
 
 
+def _start_ray(folder: Path, options: dict[str, Any], *, follow_logs: bool) -> None:
+    """Raises StartFailed with what the raylet wrote last; then nothing of this start is left but its folder."""
+    import ray
+
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        with _own_process_groups(started), _without_unused_processes(follow_logs=follow_logs), patient_start(started):
+            ray.init(**options, _temp_dir=str(folder))
+    except StartFailed as error:
+        told = _last_lines(folder / "session_latest" / "logs" / "raylet.out")
+        _end(started)
+        ray.shutdown()
+        raise StartFailed(f"{error}; {told}") from error
+
+
 def _last_lines(log_file: Path, count: int = 3) -> str:
     try:
         return " | ".join(log_file.read_text(errors="replace").splitlines()[-count:]) or "its raylet wrote nothing"
@@ -282,7 +289,7 @@ def _last_lines(log_file: Path, count: int = 3) -> str:
 
 
 def _end(processes: Collection["subprocess.Popen[bytes]"]) -> None:
-    """Kill what a failed start has left: Ray forgets it."""
+    """Kill what a failed start has left; Ray does not."""
     for process in processes:
         below = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
         process.kill()
