@@ -22,7 +22,8 @@ class _Reservation(msgspec.Struct, eq=False):
     chain: Sequence[int]  #: hashes of the whole prompt
     start: int  #: place in it of the first block that was not held at dispatch
     expires: float
-    followers: list["_Reservation"] = []
+    #: by request: who expects some of the same blocks. One entry each, or their number doubles with every release
+    followers: dict[int, "_Reservation"] = {}
     over: bool = False
 
 
@@ -47,7 +48,7 @@ class Reservations:
         owners = set(map(expected.setdefault, mine.chain[mine.start :], repeat(mine)))
         owners.discard(mine)
         for owner in owners:
-            owner.followers.append(mine)
+            owner.followers[mine.request_id] = mine
 
     def release(self, request_id: int) -> None:
         """The request is over, or has left its replica; harmless when it has no reservation."""
@@ -59,7 +60,7 @@ class Reservations:
         for block in gone.chain[gone.start :]:
             if expected.get(block) is gone:
                 del expected[block]
-        for follower in gone.followers:
+        for follower in gone.followers.values():
             if not follower.over:
                 self._enter(follower)
 

@@ -1,5 +1,7 @@
 """Expected blocks: from dispatch until nobody is left who would store them."""
 
+from typing import Any
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -47,6 +49,31 @@ def test_a_block_stays_expected_while_any_request_will_store_it() -> None:
     assert reservations.extend({"r0": 0}, CHAIN) == {"r0": 4}
     reservations.release(2)
     assert reservations.count("r0") == 0
+
+
+class CountedChain(list[int]):
+    """Counts how often it is read."""
+
+    reads = 0
+
+    def __getitem__(self, place: Any) -> Any:
+        self.reads += 1
+        return super().__getitem__(place)
+
+
+def test_the_cost_of_a_release_does_not_grow_with_those_before_it() -> None:
+    """A long prompt that expects a block of each of many shorter ones inherits each block once."""
+    reservations, prompts = Reservations(30), 16
+    for number in range(1, prompts):
+        reservations.reserve(number, "r0", range(number), 0, now=0)
+    long = CountedChain(range(prompts))
+    reservations.reserve(prompts, "r0", long, 0, now=0)
+
+    for number in range(1, prompts):
+        reservations.release(number)
+
+    assert long.reads <= prompts
+    assert reservations.count("r0") == prompts
 
 
 def test_expectations_end_after_their_time() -> None:
