@@ -181,6 +181,7 @@ class ExternalReplica(ReplicaHandle):
                 answer = await self._client.ask("GET", "/health", timeout_s=HEALTH_TIMEOUT_S)
                 if answer.status != 200:
                     return f"/health answers {answer.status}"
+                self._load.asks()
                 self._load.look(await ask_metrics(self._client, HEALTH_TIMEOUT_S, self.description.data_parallel_rank))
             except ParityMismatch as error:
                 self._refuse(error)

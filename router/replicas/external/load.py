@@ -9,6 +9,7 @@ import re
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import islice
+from math import inf
 from statistics import median
 
 import msgspec
@@ -94,7 +95,9 @@ class ExternalLoad:
         self._freed = 0  #: of them, those that it has no longer, or that the router counts itself
         self._waiting: dict[int, ExternalRequest] = {}
         self._running: dict[int, ExternalRequest] = {}
+        self._ended: dict[int, ExternalRequest] = {}  #: since the engine was last asked for its metrics
         self._heard_at = 0.0
+        self._started_at = -inf  #: when the last first token came
         self._reports = 0
         self._counters = CacheCounters()
 
@@ -102,6 +105,7 @@ class ExternalLoad:
         """The engine was let in: none of our requests runs there."""
         self._waiting.clear()
         self._running.clear()
+        self._ended.clear()
         self.look(metrics)
         self.description = msgspec.structs.replace(
             self.description,
@@ -110,13 +114,17 @@ class ExternalLoad:
             decode_step_s=self.pace.decode_step_s,
         )
 
+    def asks(self) -> None:
+        """Its metrics are asked for: the answer counts what ends until it is read as in flight."""
+        self._ended.clear()
+
     def look(self, metrics: EngineMetrics) -> None:
         self._metrics = metrics
         reported = (metrics.running or 0) + (metrics.waiting or 0)
-        self._others = max(0, reported - len(self._waiting) - len(self._running))
-        begun = islice(self._waiting.values(), max(0, (metrics.running or 0) - len(self._running)))
+        self._others = max(0, reported - len(self._waiting) - len(self._running) - len(self._ended))
+        begun = islice(self._waiting.values(), max(0, (metrics.running or 0) - len(self._running) - len(self._ended)))
         counted_twice = {each.request_id: self._blocks(each) for each in begun}
-        self._freed = sum(counted_twice.values())
+        self._freed = sum(counted_twice.values()) + sum(map(self._blocks, self._ended.values()))
         self._used = {each.request_id: self._blocks(each) for each in self._running.values()} | counted_twice
 
     def sent(self, request: ExternalRequest) -> None:
@@ -126,8 +134,10 @@ class ExternalLoad:
         """Tokens of the request arrived. Returns whether they are its first."""
         gap_s, self._heard_at = now - request.heard_at, now
         if request.request_id in self._running:
-            self.pace.next_tokens(1, gap_s)
+            if not self._waiting and self._started_at <= request.heard_at:  # else a prefill was part of these steps
+                self.pace.next_tokens(1, gap_s)
             return False
+        self._started_at = now
         self.pace.first_token(request.tokens_ahead, now - request.sent_at)
         self._waiting.pop(request.request_id, None)
         self._running[request.request_id] = request
@@ -138,6 +148,7 @@ class ExternalLoad:
         """The request has left the engine; harmless when repeated."""
         self._waiting.pop(request.request_id, None)
         if self._running.pop(request.request_id, None) is not None:
+            self._ended[request.request_id] = request
             self._freed += self._used.pop(request.request_id, 0)
             self._count(request)
 

@@ -102,6 +102,43 @@ def test_memory_is_free_when_a_request_ends_and_not_a_second_later(load: Externa
     assert used(0.4) == 0
 
 
+def test_what_ends_while_an_engine_is_asked_is_not_another_clients(load: ExternalLoad) -> None:
+    """Its answer still counts the request and its memory: for a second an idle engine would look busy."""
+    request = request_at(1)
+    blocks = -(-100 // load.description.parity.block_size)
+    load.sent(request)
+    load.heard(request, 0.1)
+
+    load.asks()
+    load.ended(request)
+    load.look(EngineMetrics(running=1, num_blocks=500, kv_usage=blocks / 500))
+
+    report = load.report(0.2, cached_blocks=0)
+    assert (report.running, report.free_blocks) == (0, 500)
+    load.asks()
+    load.look(EngineMetrics(running=1))
+    assert load.report(1.2, cached_blocks=0).running == 1
+
+
+def test_steps_with_a_prefill_in_them_are_no_decode_steps(load: ExternalLoad) -> None:
+    """An engine whose first answer ran beside a long prompt looked a hundred times as slow, and lost its prefixes."""
+    decoding, waiting = request_at(1), request_at(2)
+    load.sent(decoding)
+    load.heard(decoding, 0.1)
+    decoding.heard_at = 0.1
+    load.sent(waiting)
+    before = load.pace.decode_step_s
+
+    load.heard(decoding, 1.0)
+    load.heard(waiting, 1.1)
+    load.heard(decoding, 1.2)
+    assert load.pace.decode_step_s == before
+
+    decoding.heard_at = 1.2
+    load.heard(decoding, 1.25)
+    assert load.pace.decode_step_s == pytest.approx(0.05)
+
+
 def test_an_engine_that_tells_nothing_has_room() -> None:
     """Its own queue is then the only bound."""
     load = ExternalLoad(description_of("b0"))
