@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from ...events.wire.messages import LoadReport
 from ...replica.messages import ReplicaDescription
 from ..backend import Explanation, FeedState
+from .eviction_order import EvictionOrder
 from .policy.base import LIVE, Candidate, Decision, Policy, Prompt, SlowerBlocks
 from .policy.explain import explanation_of
 from .prefix_index import PrefixIndex, ReplicaBlocks
@@ -29,6 +30,7 @@ class Placement:
         self.loads = loads
         self.reservations = reservations
         self._rng = rng
+        self._orders: dict[str, EvictionOrder] = {}  #: of engines that are not ours
         self._in_flight: dict[str, dict[int, Sequence[int]]] = {}  #: by replica and request: the prompt's blocks
         self.feeds: dict[str, FeedState] = {}  #: how far the events of each joined replica can be trusted
         #: of engines with rules of their own (router/replicas/external/hit_rules.py): the leading blocks of a prompt
@@ -49,6 +51,8 @@ class Placement:
         self.index.join(description.replica_id, description.num_blocks, closed=not description.foreign)
         self.loads.join(description, now)
         self.policy.join(description)
+        if description.foreign:
+            self._orders[description.replica_id] = EvictionOrder(description.num_blocks)
         self._in_flight[description.replica_id] = {}
         self.feeds[description.replica_id] = FeedState.SYNCING
 
@@ -59,6 +63,7 @@ class Placement:
         self.reservations.leave(replica)
         self.policy.leave(replica)
         self.hit_rules.pop(replica, None)
+        self._orders.pop(replica, None)
         del self.feeds[replica], self._in_flight[replica]
 
     def report(self, replica: str, report: LoadReport, now: float) -> None:
@@ -73,14 +78,20 @@ class Placement:
 
     def stored(self, replica: str, blocks: Sequence[int]) -> None:
         self.index.add(replica, blocks)
+        if (order := self._orders.get(replica)) is not None:
+            order.stored(blocks)
         self.policy.stored(replica, blocks)
 
     def removed(self, replica: str, blocks: Sequence[int]) -> None:
         self.index.remove(replica, blocks)
+        if (order := self._orders.get(replica)) is not None:
+            order.removed(blocks)
         self.policy.removed(replica, blocks)
 
     def reset(self, replica: str, blocks: Sequence[int]) -> None:
         self.index.reset(replica, blocks)
+        if (order := self._orders.get(replica)) is not None:
+            order.reset(blocks)
         self.policy.reset(replica, blocks)
 
     # Requests
@@ -94,7 +105,8 @@ class Placement:
         """
         held = self.index.match(keys)
         slower = self._apply_hit_rules(held, keys[:usable])
-        expected = self.reservations.extend(held, keys)
+        kept = {replica: order.kept(keys, held[replica]) for replica, order in self._orders.items()}
+        expected = self.reservations.extend(held | kept, keys)
         loads = self.loads.views(now)
         used: dict[str, int] = {}
         if self.loads.crowded:
@@ -166,7 +178,10 @@ class Placement:
         needed = len(keys) + 1 - self._used_blocks(chosen.replica_id, keys)
         pending = Pending(uncached, needed, prefill_s)
         self.loads.dispatched(chosen.replica_id, request_id, pending, now)
-        self.reservations.reserve(request_id, chosen.replica_id, keys, chosen.held_blocks, now)
+        found = min(chosen.held_blocks, chosen.expected_blocks)
+        self.reservations.reserve(request_id, chosen.replica_id, keys, found, now)
+        if (order := self._orders.get(chosen.replica_id)) is not None:
+            order.sent(request_id, keys, found)
         self._in_flight[chosen.replica_id][request_id] = keys
         self.policy.booked(chosen.replica_id, request_id, decision.prompt)
 
@@ -177,6 +192,8 @@ class Placement:
     def ended(self, replica: str, request_id: int) -> None:
         self.reservations.release(request_id)
         self.loads.ended(replica, request_id)
+        if (order := self._orders.get(replica)) is not None:
+            order.ended(request_id)
         if (chains := self._in_flight.get(replica)) is not None:
             chains.pop(request_id, None)
         self.policy.ended(replica, request_id)
@@ -189,6 +206,8 @@ class Placement:
         self.index.check()
         self.reservations.check()
         self.loads.check()
+        for order in self._orders.values():
+            order.check()
         assert tuple(self.feeds) == self.loads.replicas(), "feeds and loads have different replicas"
 
 

@@ -5,6 +5,7 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from homing.router.backend import FeedState
 from homing.router.flow.fair_queue import FairQueue
@@ -213,3 +214,24 @@ def test_an_engine_with_rules_of_its_own_is_asked_for_its_hit(placement: Placeme
 
     placement.leave("r0")
     assert not placement.hit_rules
+
+
+def test_a_request_behind_one_that_evicts_its_prefix_finds_nothing_there() -> None:
+    """As an engine of others says how it evicts; ours have several ways (kvcache/eviction)."""
+    placement = Placement(ExpectedTtft(), loads=LoadBook("router", 3.0), reservations=Reservations(30.0), rng=Random(0))
+    placement.join(structs.replace(description_of("b0"), foreign=True, num_blocks=100), 0.0)
+    placement.feeds["b0"] = FeedState.LIVE
+    placement.stored("b0", list(reversed(KEYS)))
+    others = range(1000, 1062)
+
+    decision = placement.decide(PROMPT, placement.candidates(others, (), 0.0))
+    placement.book(1, decision, others, 0.0)
+    [behind] = placement.candidates(KEYS, (), 0.0)
+
+    assert (behind.held_blocks, behind.expected_blocks) == (62, 36)
+    placement.removed("b0", list(KEYS[36:]))
+    placement.stored("b0", list(others))
+    [behind] = placement.candidates(KEYS, (), 0.0)
+    assert behind.expected_blocks == 36
+    placement.ended("b0", 1)
+    placement.check()

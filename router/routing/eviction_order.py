@@ -1,0 +1,93 @@
+"""What an engine evicts for the requests ahead of another one. Pure state: its blocks and requests come in.
+
+For engines that are not ours. The order is that of vLLM 0.32 (`v1/core/block_pool.py`), and of SGLang's `lru` as far as
+prompts share no blocks: memory without a cached block first, then the blocks that no request uses by the time when one
+last did, and of a prompt its end first. Requests start in the order in which they were sent. What other clients of the
+engine use is known only when they store it.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from itertools import filterfalse, islice
+
+import msgspec
+
+
+class _Sent(msgspec.Struct):
+    """A request at the engine."""
+
+    chain: Sequence[int]  #: hashes of the prompt's full blocks
+    has: int  #: of them, those that it uses already
+
+
+class EvictionOrder:
+    """The cached blocks of one engine, the first to be evicted first."""
+
+    def __init__(self, total_blocks: int) -> None:
+        self._room = total_blocks - 1  # vLLM keeps one for itself
+        self._blocks: OrderedDict[int, None] = OrderedDict()
+        self._in_use: Counter[int] = Counter()
+        self._sent: dict[int, _Sent] = {}
+        self._coming: dict[int, _Sent] = {}  #: those that have not stored all of their prompt
+
+    def stored(self, blocks: Iterable[int]) -> None:
+        self._blocks.update(dict.fromkeys(blocks))
+
+    def removed(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            self._blocks.pop(block, None)
+
+    def reset(self, blocks: Iterable[int]) -> None:
+        """The engine holds exactly these."""
+        self._blocks.clear()
+        self.stored(blocks)
+
+    def sent(self, request_id: int, chain: Sequence[int], cached: int) -> None:
+        """A request goes to the engine, which will find the first `cached` blocks of its prompt."""
+        self._in_use.update(chain[:cached])
+        self._sent[request_id] = self._coming[request_id] = _Sent(chain, cached)
+
+    def ended(self, request_id: int) -> None:
+        """The request has left the engine; harmless when repeated."""
+        self._coming.pop(request_id, None)
+        if (sent := self._sent.pop(request_id, None)) is None:
+            return
+        for block in sent.chain[: sent.has]:
+            if self._in_use[block] > 1:
+                self._in_use[block] -= 1
+            else:
+                del self._in_use[block]
+        for block in reversed(sent.chain):
+            if block in self._blocks:
+                self._blocks.move_to_end(block)
+
+    def kept(self, chain: Sequence[int], held: int) -> int:
+        """How many of a prompt's first `held` blocks are left when all requests that were sent have started."""
+        if not self._coming:
+            return held
+        missing = self._taken() - (self._room - len(self._blocks) - len(self._sent) + len(self._coming))
+        if missing <= 0:
+            return held
+        gone = set(islice(filterfalse(self._in_use.__contains__, self._blocks), missing))
+        return next((place for place, block in enumerate(chain[:held]) if block in gone), held)
+
+    def _taken(self) -> int:
+        """Blocks that requests on the way will take: what they store, and one for the rest of the prompt."""
+        taken = 0
+        for request_id, sent in list(self._coming.items()):
+            if not taken:  # the engine is not further than here
+                start = sent.has
+                while sent.has < len(sent.chain) and sent.chain[sent.has] in self._blocks:
+                    sent.has += 1
+                self._in_use.update(sent.chain[start : sent.has])
+                if sent.has == len(sent.chain):
+                    del self._coming[request_id]
+                    continue
+            taken += len(sent.chain) - sent.has + 1
+        return taken
+
+    def check(self) -> None:
+        """Assert that the tables agree."""
+        used = Counter(block for sent in self._sent.values() for block in sent.chain[: sent.has])
+        assert used == self._in_use, "blocks in use are not those of the requests"
+        assert self._coming.keys() <= self._sent.keys(), "a request that has left is on the way"
