@@ -46,6 +46,7 @@ log = logging.getLogger(__name__)
 HEALTH_INTERVAL_S = 1.0
 #: A busy engine may be slow to answer; one that has sent tokens since is healthy.
 HEALTH_TIMEOUT_S = 5.0
+IDLE_CONNECTIONS = 32
 #: vLLM publishes under a topic of the operator's choice, by default none: every topic is taken.
 ANY_TOPIC = b""
 
@@ -64,7 +65,8 @@ class ExternalReplica(ReplicaHandle):
     ) -> None:
         super().__init__(description, flow, context, rest)
         self._terms = terms
-        self._client = Client(Address.of(description.request_endpoint), loop=context.loop, api_key=terms.api_key)
+        address = Address.of(description.request_endpoint)
+        self._client = Client(address, loop=context.loop, api_key=terms.api_key, most_idle=IDLE_CONNECTIONS)
         self._sent = SentRecord()
         self._blocks = ExternalBlocks(description.replica_id, model.hasher, model.root, description.data_parallel_rank)
         self._open_root = tenant_root(model.root)
@@ -125,6 +127,7 @@ class ExternalReplica(ReplicaHandle):
         if self._watching is not None:
             self._watching.cancel()
             self._watching = None
+        self._client.close()
         return self._drop("membership")
 
     # Health

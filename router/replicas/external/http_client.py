@@ -1,7 +1,7 @@
 """An HTTP/1.1 client in callbacks: one request per connection, whose answer is handed over as it arrives.
 
-A thin layer over httptools' parser: no task per piece, no redirects, no proxies, no pool. An engine stops a request
-when its connection is closed. A connection for each request costs a round trip; no engine prefills faster than that.
+A thin layer over httptools' parser: no task per piece, no redirects, no proxies. An engine stops a request when its
+connection is closed. Connections whose answers are complete serve the next request soon after.
 """
 
 import asyncio
@@ -16,6 +16,8 @@ import httptools
 from ...errors import BackendsInvalid
 
 CONNECT_TIMEOUT_S = 5.0
+#: Servers close idle connections, uvicorn's after 5 s: a request must not meet that.
+KEPT_S = 2.0
 #: Limit for answers that are not streams of tokens: lists of models, metrics, errors.
 MAX_ANSWER_BYTES = 16 * 1024 * 1024
 
@@ -63,14 +65,26 @@ class AnswerSink(Protocol):
 class Call(asyncio.Protocol):
     """One running request. Starts at once; after `close` the sink is not called."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, address: Address, request: bytes, sink: AnswerSink) -> None:
+    def __init__(self, client: "Client", request: bytes, sink: AnswerSink) -> None:
+        self._client = client
         self._request = request
         self._sink: AnswerSink | None = sink
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport | None = None
-        self._connecting = loop.create_task(self._connect(loop, address))
+        self._connecting: asyncio.Task[None] | None = None
+        self._may_repeat = False  #: on a connection that the server may have closed meanwhile, and nothing was heard
+        self._over = self._reusable = False  #: the answer is complete, and its connection can take the next request
+        if (idle := client.take_idle()) is None:
+            self._connect()
+        else:
+            self._may_repeat = True
+            idle.set_protocol(self)
+            self.connection_made(idle)
 
-    async def _connect(self, loop: asyncio.AbstractEventLoop, address: Address) -> None:
+    def _connect(self) -> None:
+        self._connecting = self._client.loop.create_task(self._open(self._client.loop, self._client.address))
+
+    async def _open(self, loop: asyncio.AbstractEventLoop, address: Address) -> None:
         context = ssl.create_default_context() if address.tls else None
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
@@ -81,7 +95,8 @@ class Call(asyncio.Protocol):
     def close(self) -> None:
         """Close the connection. The sink is not called any more. Harmless when repeated."""
         self._sink = None
-        self._connecting.cancel()
+        if self._connecting is not None:
+            self._connecting.cancel()
         if self._transport is not None:
             self._transport.abort()
 
@@ -96,26 +111,36 @@ class Call(asyncio.Protocol):
         self._transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
+        self._may_repeat = False
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
             self._finish(f"the answer is not HTTP: {error}")
+            return
+        if self._over:
+            if self._reusable and self._transport is not None and self._client.keep(self._transport):
+                self._transport = None
+            self._finish(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if self._may_repeat and self._sink is not None:
+            self._may_repeat, self._transport = False, None
+            self._connect()
+            return
         self._finish(f"the connection was lost{f': {exc}' if exc else ''}")
 
     # httptools
 
     def on_headers_complete(self) -> None:
-        if self._sink is not None:
+        if self._sink is not None and not self._over:
             self._sink.head(self._parser.get_status_code())
 
     def on_body(self, data: bytes) -> None:
-        if self._sink is not None:
+        if self._sink is not None and not self._over:
             self._sink.body(data)
 
     def on_message_complete(self) -> None:
-        self._finish(None)
+        self._over, self._reusable = True, self._parser.should_keep_alive()
 
     def _finish(self, broken: str | None) -> None:
         sink, self._sink = self._sink, None
@@ -123,6 +148,18 @@ class Call(asyncio.Protocol):
             self._transport.abort()
         if sink is not None:
             sink.end(broken)
+
+
+class _Idle(asyncio.Protocol):
+    """Of a connection without a request: whatever the server says now ends it."""
+
+    def __init__(self, transport: asyncio.Transport, since: float) -> None:
+        self.transport = transport
+        self.since = since
+
+    def data_received(self, data: bytes) -> None:
+        del data
+        self.transport.abort()
 
 
 @dataclass(slots=True, frozen=True)
@@ -170,13 +207,44 @@ class _Whole:
 
 
 class Client:
-    """Sends requests to one server."""
+    """Sends requests to one server. Who has it keep connections has to close it."""
 
-    def __init__(self, address: Address, *, loop: asyncio.AbstractEventLoop, api_key: str = "") -> None:
+    def __init__(
+        self, address: Address, *, loop: asyncio.AbstractEventLoop, api_key: str = "", most_idle: int = 0
+    ) -> None:
+        """`most_idle`: connections that may wait for the next request."""
         self.address = address
-        self._loop = loop
+        self.loop = loop
+        self._most_idle = most_idle
+        self._idle: list[_Idle] = []  #: the one that was in use last is the last
         bearer = f"authorization: Bearer {api_key}\r\n" if api_key else ""
-        self._head = f"host: {address.host}:{address.port}\r\nconnection: close\r\naccept: */*\r\n{bearer}"
+        close = "" if most_idle else "connection: close\r\n"
+        self._head = f"host: {address.host}:{address.port}\r\n{close}accept: */*\r\n{bearer}"
+
+    def close(self) -> None:
+        """Close idle connections, and keep none from now on."""
+        self._most_idle = 0
+        for idle in self._idle:
+            idle.transport.abort()
+        self._idle.clear()
+
+    def keep(self, transport: asyncio.Transport) -> bool:
+        """A call needs the connection no longer. Returns whether it is kept."""
+        if len(self._idle) >= self._most_idle or transport.is_closing():
+            return False
+        idle = _Idle(transport, self.loop.time())
+        transport.set_protocol(idle)
+        self._idle.append(idle)
+        return True
+
+    def take_idle(self) -> asyncio.Transport | None:
+        """A connection for the next call."""
+        while self._idle:
+            idle = self._idle.pop()
+            if self.loop.time() - idle.since < KEPT_S and not idle.transport.is_closing():
+                return idle.transport
+            idle.transport.abort()
+        return None
 
     def call(
         self, method: str, path: str, body: bytes, sink: AnswerSink, headers: Iterable[tuple[str, str]] = ()
@@ -187,11 +255,11 @@ class Client:
             f"{method} {self.address.path}{path} HTTP/1.1\r\n{self._head}{named}"
             f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
         )
-        return Call(self._loop, self.address, head.encode() + body, sink)
+        return Call(self, head.encode() + body, sink)
 
     async def ask(self, method: str, path: str, body: bytes = b"", *, timeout_s: float) -> Answer:
         """The whole answer. Raises BackendUnreachableError."""
-        done: asyncio.Future[Answer] = self._loop.create_future()
+        done: asyncio.Future[Answer] = self.loop.create_future()
         call = self.call(method, path, body, _Whole(done))
         try:
             async with asyncio.timeout(timeout_s):

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 
@@ -12,18 +12,26 @@ Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]
 
 
 @asynccontextmanager
-async def served(handle: Handler, *, api_key: str = "") -> AsyncIterator[Client]:
+async def served(handle: Handler, *, api_key: str = "", most_idle: int = 0) -> AsyncIterator[Client]:
     """A server that handles each connection so, and a client of it."""
 
+    handlers: set[asyncio.Task[None] | None] = set()
+
     async def closing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await handle(reader, writer)
+        handlers.add(asyncio.current_task())
+        with suppress(ConnectionError):
+            await handle(reader, writer)
         writer.close()
-        await writer.wait_closed()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
 
     async with await asyncio.start_server(closing, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
-        yield Client(Address.of(f"http://127.0.0.1:{port}/base"), loop=asyncio.get_running_loop(), api_key=api_key)
-    await asyncio.sleep(0)
+        address, loop = Address.of(f"http://127.0.0.1:{port}/base"), asyncio.get_running_loop()
+        client = Client(address, loop=loop, api_key=api_key, most_idle=most_idle)
+        yield client
+        client.close()
+    await asyncio.gather(*filter(None, handlers))
 
 
 def saying(data: bytes, heard: list[bytes] | None = None) -> Handler:
@@ -90,3 +98,38 @@ async def test_a_closed_call_says_nothing_more() -> None:
         await client.ask("GET", "/", timeout_s=120)
 
     assert not said
+
+
+async def test_a_connection_serves_one_request_after_the_other() -> None:
+    """A connection for each costs more than the rest of a short request."""
+    accepted, answered = 0, 0
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal accepted, answered
+        accepted += 1
+        while await reader.readline():
+            await reader.readuntil(b"\r\n\r\n")
+            answered += 1
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi")
+
+    async with served(handle, most_idle=1) as client:
+        for _ in range(3):
+            assert await client.ask("GET", "/health", timeout_s=120) == Answer(200, b"hi")
+        both = await asyncio.gather(*(client.ask("GET", "/health", timeout_s=120) for _ in range(2)))
+        client.close()
+        await client.ask("GET", "/health", timeout_s=120)
+
+    assert both == [Answer(200, b"hi")] * 2
+    assert (accepted, answered) == (3, 6)
+
+
+@pytest.mark.parametrize("says", [b"", b"connection: close\r\n"], ids=["unannounced", "announced"])
+async def test_a_connection_that_the_server_has_closed_costs_no_request(says: bytes) -> None:
+    """Servers close what is idle, and may do so while the next request is on its way."""
+    heard: list[bytes] = []
+    answer = b"HTTP/1.1 200 OK\r\n" + says + b"content-length: 2\r\n\r\nhi"
+    async with served(saying(answer, heard), most_idle=4) as client:
+        for _ in range(3):
+            assert await client.ask("GET", "/health", timeout_s=120) == Answer(200, b"hi")
+
+    assert len(heard) == 3
