@@ -13,6 +13,7 @@ from typing import assert_never
 from ....events.follow.feed import EventFeed
 from ....events.follow.residency import UncountedResidency
 from ....events.follow.subscription import Apply, FeedStatus, Reset
+from ....events.load_report import PrefillWork
 from ....events.wire.cache_events import Cleared, Removed, Stored
 from ....kvcache.hashing import tenant_root, wire_hashes
 from ....replica.messages import (
@@ -237,11 +238,12 @@ class ExternalReplica(ReplicaHandle):
             self._reply(Refused(request_id=generate.request_id, reason="invalid", message=message, retry=retry))
             return True
         clock = self._context.clock
+        load = self._placement.loads.view(self.replica_id, clock())
         request = ExternalRequest(
             generate,
             self._on_reply,
             eos_token_ids=self._eos,
-            tokens_ahead=self._placement.loads.view(self.replica_id, clock()).queued_prefill_tokens,
+            ahead=PrefillWork(load.waiting, load.queued_prefill_tokens, 0.0, 0.0),
             clock=clock,
         )
         salt = None if generate.root == self._open_root else cache_salt(generate.root)

@@ -14,6 +14,7 @@ from statistics import median
 
 import msgspec
 
+from ....events.load_report import PrefillSums
 from ....events.wire.messages import CacheCounters, LoadReport
 from ....replica.messages import ReplicaDescription
 from .request import ExternalRequest
@@ -89,6 +90,9 @@ class ExternalLoad:
     def __init__(self, description: ReplicaDescription) -> None:
         self.description = description
         self.pace = Pace()
+        #: First tokens as steps: a router fits those of all its engines together. The speed of one alone is guessed
+        #: from few requests, and prefixes would follow every moment in which it has to share its machine.
+        self._prefills = PrefillSums()
         self._metrics = EngineMetrics()
         self._others = 0  #: requests of other clients of the engine
         self._used: dict[int, int] = {}  #: blocks of our requests that its KV usage includes
@@ -138,7 +142,9 @@ class ExternalLoad:
                 self.pace.next_tokens(1, gap_s)
             return False
         self._started_at = now
-        self.pace.first_token(request.tokens_ahead, now - request.sent_at)
+        ahead = request.ahead
+        self.pace.first_token(ahead.tokens, now - request.sent_at)
+        self._prefills.observe(ahead, now - request.sent_at)
         self._waiting.pop(request.request_id, None)
         self._running[request.request_id] = request
         self._freed -= self._used.get(request.request_id, 0)
@@ -174,6 +180,7 @@ class ExternalLoad:
             prefill_tokens_per_s=self.pace.prefill_tokens_per_s,
             decode_step_s=self.pace.decode_step_s,
             counters=self._counters,
+            prefill_sums=self._prefills.values,
         )
 
     def _blocks(self, request: ExternalRequest) -> int:

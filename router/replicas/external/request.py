@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from ....events.load_report import PrefillWork
 from ....replica.messages import Generate, Refused, TokenOutput
 from ...backend import TextOutput
 from ...text.parsers.deltas import ToolCallStart
@@ -28,12 +29,12 @@ class ExternalRequest:
         on_reply: Callable[["ExternalRequest", TokenOutput | TextOutput | Refused], None],
         *,
         eos_token_ids: frozenset[int],
-        tokens_ahead: int,
+        ahead: PrefillWork,
         clock: Callable[[], float],
     ) -> None:
         """`on_reply` gets the outputs; the last one has a finish reason or is a refusal."""
         self.generate = generate
-        self.tokens_ahead = tokens_ahead  #: uncached prompt tokens at the engine when it was sent, its own included
+        self.ahead = ahead  #: what the engine had to compute when it was sent, its own prompt included
         self.sent_at = self.heard_at = clock()
         self.generated = 0  #: by this engine
         self.cached_tokens: int | None = None

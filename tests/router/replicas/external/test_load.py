@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from homing.events.load_report import PrefillWork, fit
 from homing.kvcache.hashing import token_bytes
 from homing.replica.messages import Generate, SamplingParams
 from homing.router.replicas.external.load import (
@@ -36,7 +37,8 @@ def request_at(number: int, *, ahead: int = 100) -> ExternalRequest:
         block_hashes=b"",
         sampling=SamplingParams(max_tokens=8),
     )
-    return ExternalRequest(generate, Nobody(), eos_token_ids=frozenset(), tokens_ahead=ahead, clock=lambda: 0.0)
+    work = PrefillWork(1, ahead, 0.0, 0.0)
+    return ExternalRequest(generate, Nobody(), eos_token_ids=frozenset(), ahead=work, clock=lambda: 0.0)
 
 
 @pytest.fixture
@@ -61,6 +63,22 @@ def test_requests_count_as_running_from_their_first_token_on(load: ExternalLoad)
     report = load.report(1.0, cached_blocks=0)
     assert (report.running, report.counters.query_tokens) == (0, 100)
     assert round(report.prefill_tokens_per_s) == 200
+
+
+def test_a_short_prompt_costs_more_than_its_length(load: ExternalLoad) -> None:
+    """Routers fit the parts of the cost to the first tokens of all engines."""
+    for number in range(40):
+        request = request_at(number, ahead=50 if number % 2 else 2000)
+        load.sent(request)
+        load.heard(request, 0.02 + request.ahead.tokens / 1000)
+        load.ended(request)
+
+    report = load.report(9.0, cached_blocks=0)
+
+    assert report.prefill_sums is not None
+    cost = fit(report.prefill_sums, report.prefill_tokens_per_s)
+    assert cost.seconds(0, 50) == pytest.approx(0.07, rel=0.05)
+    assert cost.seconds(0, 2000) == pytest.approx(2.02, rel=0.05)
 
 
 def test_other_clients_requests_are_those_beyond_ours(load: ExternalLoad) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from homing.events.load_report import PrefillWork
 from homing.kvcache.hashing import token_bytes
 from homing.replica.messages import Generate, Refused, SamplingParams, TokenOutput
 from homing.router.backend import TextOutput
@@ -39,7 +40,11 @@ def request_at(desk: Desk, generated: list[int] | None = None, **sampling: Any) 
         sampling=SamplingParams(max_tokens=10, **sampling),
     )
     request = ExternalRequest(
-        generate, desk.on_reply, eos_token_ids=frozenset({EOS}), tokens_ahead=3, clock=iter(range(1000)).__next__
+        generate,
+        desk.on_reply,
+        eos_token_ids=frozenset({EOS}),
+        ahead=PrefillWork(1, 3, 0.0, 0.0),
+        clock=iter(range(1000)).__next__,
     )
     request.head(200)
     return request
