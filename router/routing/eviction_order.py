@@ -3,7 +3,7 @@
 For engines that are not ours. The order is that of vLLM 0.32 (`v1/core/block_pool.py`), and of SGLang's `lru` as far as
 prompts share no blocks: memory without a cached block first, then the blocks that no request uses by the time when one
 last did, and of a prompt its end first. Requests start in the order in which they were sent. What other clients of the
-engine use is known only when they store it.
+engine use is known only when they store it. Of engines that announce nothing, this is all that is known.
 """
 
 from collections import Counter, OrderedDict
@@ -11,6 +11,9 @@ from collections.abc import Iterable, Sequence
 from itertools import filterfalse, islice
 
 import msgspec
+
+#: Blocks remembered of an engine that announces nothing. Not tuned.
+MOST_REMEMBERED = 65_536
 
 
 class _Sent(msgspec.Struct):
@@ -29,6 +32,14 @@ class EvictionOrder:
         self._in_use: Counter[int] = Counter()
         self._sent: dict[int, _Sent] = {}
         self._coming: dict[int, _Sent] = {}  #: those that have not stored all of their prompt
+
+    def __contains__(self, block: object) -> bool:
+        return block in self._blocks
+
+    def surplus(self) -> list[int]:
+        """The blocks for which there is no memory."""
+        idle = filterfalse(self._in_use.__contains__, self._blocks)
+        return list(islice(idle, max(0, len(self._blocks) - min(self._room, MOST_REMEMBERED))))
 
     def stored(self, blocks: Iterable[int]) -> None:
         self._blocks.update(dict.fromkeys(blocks))

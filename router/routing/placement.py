@@ -88,6 +88,12 @@ class Placement:
             order.removed(blocks)
         self.policy.removed(replica, blocks)
 
+    def computed(self, replica: str, chain: Sequence[int]) -> None:
+        """An engine that announces nothing has computed a prompt, and evicted what it probably has no memory for."""
+        order = self._orders[replica]
+        self.stored(replica, [block for block in chain if block not in order])
+        self.removed(replica, order.surplus())
+
     def reset(self, replica: str, blocks: Sequence[int]) -> None:
         self.index.reset(replica, blocks)
         if (order := self._orders.get(replica)) is not None:

@@ -35,10 +35,9 @@ from ...routing.replica_load import Rest
 from ..replica_handle import REOPEN_S, RESET_TIMEOUT_S, ReplicaHandle, ResetOutcome, ServiceContext
 from .block_keys import ExternalBlocks, cache_salt
 from .http_client import Address, BackendUnreachableError, Call, Client, NoAnswerError
-from .load import UNKNOWN_BLOCKS, EngineMetrics, ExternalLoad
+from .load import EngineMetrics, ExternalLoad
 from .probe import ExternalTerms, ask_metrics, probe, same_chats
 from .request import ExternalRequest
-from .sent_record import UNKNOWN_CAPACITY, SentRecord
 from .wire import chat_body, completion_body
 
 log = logging.getLogger(__name__)
@@ -68,7 +67,6 @@ class ExternalReplica(ReplicaHandle):
         self._terms = terms
         address = Address.of(description.request_endpoint)
         self._client = Client(address, loop=context.loop, api_key=terms.api_key, most_idle=IDLE_CONNECTIONS)
-        self._sent = SentRecord()
         self._blocks = ExternalBlocks(description.replica_id, model.hasher, model.root, description.data_parallel_rank)
         self._open_root = tenant_root(model.root)
         self._eos = frozenset(model.limits.eos_token_ids)
@@ -224,7 +222,6 @@ class ExternalReplica(ReplicaHandle):
 
     def _drop(self, reason: str) -> list[Instruction]:
         self._blocks.forget()
-        self._sent.forget()
         for _, call in self._calls.values():
             call.close()
         self._calls.clear()
@@ -278,20 +275,12 @@ class ExternalReplica(ReplicaHandle):
             return
         started = self._load.heard(request, self._context.clock())
         if started and self._feed is None:
-            self._record(request.generate)
+            self._placement.computed(self.replica_id, wire_hashes(request.generate.block_hashes))
         if over:
             self._load.ended(request)
         self._reply(reply if isinstance(reply, TextOutput) else TokenBatch(step=0, outputs=[reply]))
         if started or over:
             self._report()
-
-    def _record(self, generate: Generate) -> None:
-        """An engine without events has computed a prompt."""
-        about = self.description.num_blocks
-        capacity = UNKNOWN_CAPACITY if about == UNKNOWN_BLOCKS else about
-        new, forgotten = self._sent.sent(wire_hashes(generate.block_hashes), capacity)
-        self._placement.removed(self.replica_id, forgotten)
-        self._placement.stored(self.replica_id, new)
 
     def _reply(self, reply: TokenBatch | TextOutput | Refused) -> None:
         self._context.run(self._flow.on_reply(self.replica_id, reply, self._context.clock()))

@@ -73,3 +73,19 @@ def test_what_is_kept_is_what_the_engine_finds(bursts: list[list[tuple[int, int]
             order.ended(request)
             order.ended(request)
             order.check()
+
+
+def test_what_was_used_least_recently_is_forgotten_first() -> None:
+    """The beginning of a prompt lives longer than its end, and what a request uses is not given up."""
+    order = EvictionOrder(5)
+    for number, chain in enumerate(([1, 2, 3], [1, 9, 8])):
+        order.sent(number, chain, 0)
+        order.stored([block for block in chain if block not in order])
+        order.removed(order.surplus())
+        order.ended(number)
+    assert [block for block in range(10) if block in order] == [1, 2, 8, 9]
+
+    order.sent(2, [2], 1)
+    order.stored([7])
+
+    assert order.surplus() == [8]

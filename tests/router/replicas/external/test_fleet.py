@@ -9,7 +9,6 @@ from homing.router.replicas.external.discovery import EngineAddress, FoundEngine
 from homing.router.replicas.external.fleet import Fleet
 from homing.router.replicas.external.http_client import Address
 from homing.router.replicas.external.probe import Card
-from homing.router.replicas.external.sent_record import SentRecord
 from homing.router.replicas.external.sources import EngineFile, EngineName
 
 
@@ -103,12 +102,3 @@ def test_a_name_stands_for_its_addresses() -> None:
 
     assert source.read() == [EngineAddress("http://127.0.0.1:81", "tcp://127.0.0.1:5557")]
     assert source.read() is None
-
-
-def test_a_record_of_what_was_sent_forgets_what_was_used_least_recently() -> None:
-    """The beginning of a prompt lives longer than its tail."""
-    record = SentRecord()
-
-    assert record.sent([1, 2, 3], 4) == ([1, 2, 3], [])
-    assert record.sent([1, 9, 8], 4) == ([9, 8], [3])
-    assert record.sent([7, 6, 5, 4, 3], 4) == ([7, 6, 5, 4], [2, 8, 9, 1, 3])
