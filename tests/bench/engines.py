@@ -3,9 +3,10 @@
     python tests/bench/engines.py --vllm VENV --peers VENV [--only steady,restart] [--routers homing,nginx] [--rounds N]
 
 Conversations are replayed (engines_traffic.py): one router after the other gets the same requests, freshly started and
-with empty caches, and who begins changes from round to round. `best` is the share that the best assignment in hindsight
-would have found cached. CPU is that of the router's processes, beyond what they use when idle. Everything shares this
-machine: figures of one run can be compared, those of two runs cannot.
+with empty caches, and who begins changes from round to round. `oracle` is the share that one cache with the memory of
+both engines would have found, `best` that of the best assignment in hindsight. CPU is that of the router's processes,
+beyond what they use when idle. Everything shares this machine: figures of one run can be compared, those of two runs
+cannot.
 """
 
 import asyncio
@@ -64,7 +65,7 @@ class Figures:
         self.idle.append(idle.cpu_s / idle.seconds)
         self.cpu_s += busy.cpu_s - self.idle[-1] * busy.seconds
 
-    def row(self, scenario: str, router: str, best: float) -> dict[str, Any]:
+    def row(self, scenario: str, router: str, oracle: float, best: float) -> dict[str, Any]:
         """For people and for files."""
         times = sorted(self.ttft_s)
         return {
@@ -74,6 +75,7 @@ class Figures:
             "p50_ms": round(1000 * times[len(times) // 2]),
             "p99_ms": round(1000 * times[int(len(times) * 0.99)]),
             "cached": round(self.cached_tokens / self.prompt_tokens, 4),
+            "oracle": round(oracle, 4),
             "best": round(best, 4),
             "cpu_ms": round(1000 * self.cpu_s / (len(times) + self.failed), 2),
             "idle_ms": round(1000 * fmean(self.idle), 1),
@@ -186,12 +188,13 @@ async def predictions(clients: Sequence[httpx.AsyncClient]) -> Counter[str]:
     return counted
 
 
-def best_share(scenario: Scenario, prompts: Sequence[Messages], tokenizer: Any) -> float:
-    """The share of prompt tokens that the best assignment finds cached."""
+def possible_shares(scenario: Scenario, prompts: Sequence[Messages], tokenizer: Any) -> tuple[float, float]:
+    """The shares of prompt tokens that one cache with the memory of both engines finds, and the best assignment."""
     ids = [tokenizer.apply_chat_template(each, add_generation_prompt=True)["input_ids"] for each in prompts]
+    chains, room = [blocks_of(each, BLOCK) for each in ids], BLOCKS - 1  # vLLM keeps one block for itself
     emptied = len(prompts) * 2 // 3 if scenario.restarts else None
-    hits = best_hits([blocks_of(each, BLOCK) for each in ids], 2, BLOCKS, emptied_at=emptied)
-    return hits * BLOCK / sum(map(len, ids))
+    hits = best_hits(chains, 1, 2 * room), best_hits(chains, 2, room, emptied_at=emptied)
+    return hits[0] * BLOCK / sum(map(len, ids)), hits[1] * BLOCK / sum(map(len, ids))
 
 
 def measure(
@@ -205,7 +208,7 @@ def measure(
         shares = []
         for number in range(rounds):
             prompts = trace(scenario, REQUESTS, number)
-            shares.append(best_share(scenario, prompts, tokenizer))
+            shares.append(possible_shares(scenario, prompts, tokenizer))
             for step in range(len(routers)):
                 router = routers[(number + step) % len(routers)]
                 print(f"{time.strftime('%H:%M:%S')} {scenario.name}, round {number + 1}: {router}", file=sys.stderr)
@@ -213,7 +216,7 @@ def measure(
                     servers = [stack.enter_context(ROUTERS[router](engines, peers)) for _ in range(scenario.routers)]
                     asyncio.run(Round(scenario, engines, servers).run(prompts, found[router]))
         for router, figures in found.items():
-            rows.append(figures.row(scenario.name, router, fmean(shares)))
+            rows.append(figures.row(scenario.name, router, *map(fmean, zip(*shares, strict=True))))
             print(json.dumps(rows[-1]), flush=True)
     return rows
 
@@ -221,13 +224,14 @@ def measure(
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Markdown, as docs/benchmarks.md has it."""
     lines = [
-        "| | | mean TTFT | p99 | cached | best | CPU per request, idle | failed |",
+        "| | | mean TTFT | p99 | cached | oracle, best | CPU per request, idle | failed |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         cells = (row["scenario"], row["router"], f"{row['mean_ms']} ms", f"{row['p99_ms']} ms", f"{row['cached']:.1%}")
         lines.append(
-            f"| {' | '.join(cells)} | {row['best']:.1%} | {row['cpu_ms']} ms, {row['idle_ms']} ms/s | {row['failed']} |"
+            f"| {' | '.join(cells)} | {row['oracle']:.1%}, {row['best']:.1%} "
+            f"| {row['cpu_ms']} ms, {row['idle_ms']} ms/s | {row['failed']} |"
         )
     return "\n".join(lines)
 
