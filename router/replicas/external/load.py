@@ -38,8 +38,10 @@ MIN_PREFILL_TOKENS = 64
 PREFILL_OBSERVATIONS = 15
 #: Nothing that comes over a network is faster.
 CLOCK_S = 1e-6
-#: Weight of one more gap between tokens. Not tuned.
-DECODE_WEIGHT = 0.05
+#: Gaps between tokens of which the median counts: some have a prompt of another client in them, and last seconds. The
+#: first ones are guesses, so that one such gap decides nothing. Not tuned.
+DECODE_OBSERVATIONS = 31
+DECODE_GUESSES = 2
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -55,16 +57,21 @@ class EngineMetrics:
 
 @dataclass(slots=True)
 class Pace:
-    """Rates of one engine, learned from when its tokens arrive; the first observation replaces the default.
+    """Rates of one engine, learned from when its tokens arrive.
 
     Network and the engine's own queue count as part of its speed, as clients experience it. Our own replicas measure
     their steps themselves (replica/engine/throughput.py).
     """
 
     prefill_tokens_per_s: float = UNKNOWN_PREFILL_TOKENS_PER_S
-    decode_step_s: float = UNKNOWN_DECODE_STEP_S
     _seconds_per_token: deque[float] = field(default_factory=lambda: deque(maxlen=PREFILL_OBSERVATIONS))
-    _decode_seen: bool = False
+    _steps_s: deque[float] = field(
+        default_factory=lambda: deque([UNKNOWN_DECODE_STEP_S] * DECODE_GUESSES, maxlen=DECODE_OBSERVATIONS)
+    )
+
+    @property
+    def decode_step_s(self) -> float:
+        return median(self._steps_s)
 
     def first_token(self, tokens: int, seconds: float) -> None:
         """A first token arrived `seconds` after its request, behind `tokens` uncached tokens, its own included."""
@@ -77,11 +84,7 @@ class Pace:
         """`tokens` tokens of one request arrived `seconds` after those before."""
         if tokens < 1 or seconds <= 0:
             return
-        step_s = max(seconds, CLOCK_S) / tokens
-        if self._decode_seen:
-            step_s = (1 - DECODE_WEIGHT) * self.decode_step_s + DECODE_WEIGHT * step_s
-        self._decode_seen = True
-        self.decode_step_s = step_s
+        self._steps_s.append(max(seconds, CLOCK_S) / tokens)
 
 
 class ExternalLoad:

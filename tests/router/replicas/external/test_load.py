@@ -152,8 +152,9 @@ def test_steps_with_a_prefill_in_them_are_no_decode_steps(load: ExternalLoad) ->
     load.heard(decoding, 1.2)
     assert load.pace.decode_step_s == before
 
-    decoding.heard_at = 1.2
-    load.heard(decoding, 1.25)
+    for number in range(3):
+        decoding.heard_at = 1.2 + 0.05 * number
+        load.heard(decoding, decoding.heard_at + 0.05)
     assert load.pace.decode_step_s == pytest.approx(0.05)
 
 
@@ -165,14 +166,24 @@ def test_an_engine_that_tells_nothing_has_room() -> None:
     assert load.report(0.0, cached_blocks=3).free_blocks == UNKNOWN_BLOCKS
 
 
-def test_the_first_observation_replaces_the_guess() -> None:
+def test_observations_replace_the_guess() -> None:
     """A guess is nobody's pace."""
     pace = Pace()
 
     pace.first_token(1000, 0.25)
-    pace.next_tokens(2, 0.02)
+    for _ in range(3):
+        pace.next_tokens(2, 0.02)
 
     assert (round(pace.prefill_tokens_per_s), pace.decode_step_s) == (4000, 0.01)
+
+
+def test_one_long_gap_between_tokens_changes_nothing() -> None:
+    """The engine has computed a prompt of somebody else; even if it is the first gap that is seen."""
+    pace, before = Pace(), Pace().decode_step_s
+
+    pace.next_tokens(1, 2.0)
+
+    assert pace.decode_step_s == before
 
 
 def test_one_odd_answer_changes_little() -> None:
