@@ -74,12 +74,12 @@ class EvictionOrder:
 
     def kept(self, chain: Sequence[int], held: int) -> int:
         """How many of a prompt's first `held` blocks are left when all requests that were sent have started."""
-        if not self._coming:
+        if not self._coming or not held:
             return held
         missing = self._taken() - (self._room - len(self._blocks) - len(self._sent) + len(self._coming))
         if missing <= 0:
             return held
-        gone = set(islice(filterfalse(self._in_use.__contains__, self._blocks), missing))
+        gone = set(chain[:held]).intersection(islice(filterfalse(self._in_use.__contains__, self._blocks), missing))
         return next((place for place, block in enumerate(chain[:held]) if block in gone), held)
 
     def _taken(self) -> int:
