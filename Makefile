@@ -164,7 +164,7 @@ bench-step: $(VENV)/.dev ## What the host does for a decode step that is launche
 bench-guided: $(VENV)/.dev ## Cost of structured output: masks, first masks, a guided row in a batch (OUT=FILE writes JSON)
 	@$(BIN)/python tests/bench/guided.py $(if $(OUT),--out $(OUT))
 
-gpu-compile: $(VENV)/.dev ## Compile all Triton kernels for sm_80, 86, 89 and 90 without a GPU (ARGS=--variants: count variants)
+gpu-compile: $(VENV)/.dev ## Compile all GPU kernels for sm_80, 86, 89, 90 and 100 without a GPU (ARGS=--variants: count variants)
 	@$(BIN)/python tests/gpu/compile.py $(ARGS)
 
 gpu-check: $(VENV)/.dev ## Check and measure on one GPU in 540 s at most (OUT=FILE writes JSON, ARGS="--device cpu --tiny" tries it without)

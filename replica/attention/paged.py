@@ -140,7 +140,7 @@ class PagedAttention:
         self._pool = pool
         self._kernels = kernels
         self._step: PagedStep | None = None
-        self._plans: dict[tuple[int, int | None], Any] = {}
+        self._plans: dict[Any, Any] = {}
 
     def begin(self, batch: Batch) -> None:
         """Start a step. Leading rows of one token decode; one token after a longer row is a short prefill."""
@@ -191,9 +191,9 @@ class PagedAttention:
         return out
 
     def _decode(self, q: torch.Tensor, rows: PagedRows, rule: AttentionRule, out: torch.Tensor) -> None:
-        key = rows.keys.shape[2], rule.window
-        if key not in self._plans:  # layers with the same KV heads and window share a plan
-            self._plans[key] = self._kernels.plan_decode(rows.seq_lens, *key)
+        key = (rows.keys.shape[2:], rows.values.shape[3], q.shape[1], rule.window)
+        if key not in self._plans:
+            self._plans[key] = self._kernels.plan_decode(rows, q.shape[1], rule.window)
         self._kernels.decode(q, rows, self._plans[key], rule, out)
 
     def _prefill(

@@ -68,8 +68,8 @@ class TorchKernels:
         angles = positions[:, None].float() * frequencies
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
-    def plan_decode(self, seq_lens: torch.Tensor, kv_heads: int, window: int | None) -> Any:  # noqa: ARG002
-        """A plan that the `decode` calls of all layers with these KV heads and this window share in one step."""
+    def plan_decode(self, rows: PagedRows, heads: int, window: int | None) -> Any:  # noqa: ARG002
+        """A plan that the `decode` calls of all layers with KV and queries of these shapes share in one step."""
         return None
 
     def decode(self, q: torch.Tensor, rows: PagedRows, plan: Any, rule: AttentionRule, out: torch.Tensor) -> None:  # noqa: ARG002

@@ -1,12 +1,13 @@
 """Compile Triton's kernels without a GPU, as the launchers launch them, and report what the interpreter cannot show.
 
-    python tests/gpu/compile.py [--arch 80,86,89,90] [--quick]
+    python tests/gpu/compile.py [--arch 80,86,89,90,100] [--quick]
     python tests/gpu/compile.py --variants
 
 A stand-in for Triton's driver names the architecture, and a launch ends after the compilation. So kernels are compiled
 with the launchers' own constants and options, and with Triton's specialisation of integers and pointers. Prints one
-line per kernel; exits with 1 for a kernel that does not compile, spills more than 64 bytes, or takes more shared memory
-than the architecture has. `--variants` compiles nothing: it prints the kernels that 3,000 mixed steps of a model need.
+line per kernel; exits with 1 for a kernel that does not compile, spills more than 64 bytes, takes more shared memory
+than the architecture has, or of which a multiprocessor holds fewer programs than its grid has. `--variants` compiles
+nothing: it prints the kernels that 3,000 mixed steps of a model need.
 """
 
 import argparse
@@ -38,8 +39,10 @@ from homing.replica.models.spec import KvShape, ModelSpec
 
 PROCESSORS = 132
 SPILL_LIMIT = 64
-#: Bytes of shared memory that one program may have.
-SHARED = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
+#: Bytes of shared memory of a multiprocessor, of which one program may have all but 1 KB, and threads.
+SHARED = {80: 164 * 1024, 86: 100 * 1024, 89: 100 * 1024, 90: 228 * 1024, 100: 228 * 1024}
+THREADS = {80: 2048, 86: 1536, 89: 1536, 90: 2048, 100: 2048}
+REGISTERS = 65536
 ARCHES = tuple(SHARED)
 STEPS = 3000
 
@@ -74,16 +77,29 @@ class Compiled:
     registers: int
     spilled: int
     shared: int
+    warps: int
+    expected: int  #: programs that a multiprocessor should hold
     seconds: float
 
     @property
+    def resident(self) -> int:
+        """Programs that a multiprocessor holds."""
+        of_warp = -(-self.registers * 32 // 256) * 256
+        return min(
+            REGISTERS // (of_warp * self.warps),
+            SHARED[self.arch] // (self.shared + 1024),
+            THREADS[self.arch] // (32 * self.warps),
+        )
+
+    @property
     def fits(self) -> bool:
-        return self.spilled <= SPILL_LIMIT and self.shared <= SHARED[self.arch]
+        return self.spilled <= SPILL_LIMIT and self.resident >= self.expected
 
     def __str__(self) -> str:
         return (
-            f"sm_{self.arch} {self.label:34} {self.kernel:18} registers {self.registers:3} spilled {self.spilled:5} "
-            f"shared {self.shared:6} compiled in {self.seconds:.1f} s{'' if self.fits else '  DOES NOT FIT'}"
+            f"sm_{self.arch:<3} {self.label:34} {self.kernel:18} registers {self.registers:3} "
+            f"spilled {self.spilled:5} shared {self.shared:6} resident {self.resident:2} of {self.expected} "
+            f"compiled in {self.seconds:.1f} s{'' if self.fits else '  DOES NOT FIT'}"
         )
 
 
@@ -110,7 +126,7 @@ def set_up(arch: int, run: Callable[..., None]) -> None:
     driver.set_active(Driver(arch))
     stand_in: Any = run
     JITFunction.run = stand_in
-    decode.programs_of = lambda device: decode.PROGRAMS_PER_PROCESSOR * PROCESSORS
+    decode.programs_of = lambda device, tiles: tiles.programs * PROCESSORS
     decode.upcasts = prefill.upcasts = lambda x: False
 
 
@@ -126,7 +142,7 @@ def paged_rows(kv_heads: int, dim: int, page: int, dtype: torch.dtype, rows: int
 def launch_decode(heads: int, kv_heads: int, dim: int, page: int, dtype: torch.dtype) -> None:
     paged = paged_rows(kv_heads, dim, page, dtype, 64, 641)
     q = torch.empty(64, heads, dim, dtype=dtype)
-    decode.decode(q, paged, decode.plan_decode(paged.seq_lens, kv_heads, None), 0.1, torch.empty_like(q))
+    decode.decode(q, paged, decode.plan_decode(paged, heads, None), 0.1, torch.empty_like(q))
 
 
 def launch_prefill(heads: int, kv_heads: int, dim: int, page: int, dtype: torch.dtype) -> None:
@@ -187,18 +203,24 @@ def compile_case(arch: int, case: Case) -> list[Compiled | str]:
     found: list[Compiled | str] = []
     for name, _, kernel, seconds in _launches:
         registers, spilled = resources(kernel.asm["ptx"], arch)
-        found.append(Compiled(arch, label, name, registers, spilled, kernel.metadata.shared, seconds))
+        expected = 1
+        if name == "_decode":
+            _, _, dim, _, dtype = arguments
+            expected = decode.resident(decode.tiles_for(dtype, dim), SHARED[arch])
+        shared, warps = kernel.metadata.shared, kernel.metadata.num_warps
+        found.append(Compiled(arch, label, name, registers, spilled, shared, warps, expected, seconds))
     return found
 
 
 def resources(ptx: str, arch: int) -> tuple[int, int]:
     """Registers per thread and bytes spilled, from the assembler."""
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    name = "ptxas" if arch < 100 else "ptxas-blackwell"
+    ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
         target = f"-arch=sm_{arch}{'a' if arch >= 90 else ''}"
-        command = [str(tools / "ptxas"), target, "-v", file.name, "-o", "/dev/null"]
+        command = [str(ptxas), target, "-v", file.name, "-o", "/dev/null"]
         printed = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     registers, spilled = re.search(r"Used (\d+) registers", printed), re.search(r"(\d+) bytes spill stores", printed)
     assert registers is not None, printed
@@ -227,7 +249,7 @@ def variants(steps: int = STEPS) -> dict[str, int]:
         _launches.clear()
         if decodes:
             paged = PagedRows(pages, pages, tables[:decodes], lengths[:decodes])
-            plan = decode.plan_decode(paged.seq_lens, kv_heads, None)
+            plan = decode.plan_decode(paged, heads, None)
             decode.decode(q[:decodes], paged, plan, 0.1, torch.empty_like(q[:decodes]))
         paged = PagedRows(pages, pages, tables[decodes:], lengths[decodes:])
         first = torch.zeros(prefills + 1, dtype=torch.int32)

@@ -45,10 +45,10 @@ def value_tile(
 
 
 @triton.jit
-def row_of(firsts, item, rows, QUERIES: tl.constexpr):
+def row_of(firsts, item, rows, GROUP: tl.constexpr, QUERIES: tl.constexpr):
     """The last row whose first item is not after `item`: skips rows without items.
 
-    Row i's first item is `firsts[i]`, or with QUERIES its first tile: `firsts[i] // QUERIES + i`.
+    Row i's first item is `firsts[i]`, or with QUERIES its first tile: `firsts[i] * GROUP // QUERIES + i`.
     """
     low = item * 0  # of the types that they have after a step
     high = low + rows
@@ -56,7 +56,7 @@ def row_of(firsts, item, rows, QUERIES: tl.constexpr):
         middle = (low + high) // 2
         first = tl.load(firsts + middle)
         if QUERIES > 0:
-            first = first // QUERIES + middle
+            first = first * GROUP // QUERIES + middle
         below = first <= item
         low = tl.where(below, middle, low)
         high = tl.where(below, high, middle)

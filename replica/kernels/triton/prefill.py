@@ -1,7 +1,8 @@
 """Prefill attention over pages: rows of different lengths in one launch, with or without a cached prefix.
 
 Keys and values were stored before, so a program reads pages only. Each processes consecutive queries of one row and one
-head. The grid is an upper bound that needs no row's length on the host.
+KV head: tokens in order, and of each token all heads of the group, so that a short row fills tiles and reads its keys
+once. The grid is an upper bound that needs no row's length on the host.
 """
 
 from dataclasses import dataclass
@@ -49,9 +50,10 @@ def prefill(
 ) -> None:
     """`base.TorchKernels.prefill` for rules without softcap and sinks."""
     count, heads, key_dim = q.shape
-    value_dim, batch = rows.values.shape[3], len(rows.seq_lens)
+    kv_heads, value_dim, batch = rows.keys.shape[2], rows.values.shape[3], len(rows.seq_lens)
+    group = heads // kv_heads
     tiles = tiles or tiles_for(q.dtype, max(key_dim, value_dim))
-    _prefill[(count // tiles.queries + batch, heads)](
+    _prefill[(count * group // tiles.queries + batch, kv_heads)](
         q,
         rows.keys,
         rows.values,
@@ -67,7 +69,7 @@ def prefill(
         *rows.values.stride()[:3],
         *out.stride()[:2],
         rows.tables.stride(0),
-        GROUP=heads // rows.keys.shape[2],
+        GROUP=group,
         DK=key_dim,
         DK_PAD=triton.next_power_of_2(key_dim),
         DV=value_dim,
@@ -127,31 +129,33 @@ def _prefill(
 ):  # fmt: skip
     tile = tl.program_id(0)
     head = tl.program_id(1)
-    row = row_of(first_queries, tile, rows, QUERIES)
+    row = row_of(first_queries, tile, rows, GROUP, QUERIES)
     first = tl.load(first_queries + row)
     count = tl.load(first_queries + row + 1) - first
-    offset = (tile - (first // QUERIES + row)) * QUERIES
-    if offset >= count:
+    offset = (tile - (first * GROUP // QUERIES + row)) * QUERIES
+    if offset >= count * GROUP:
         return
     length = tl.load(seq_lens + row)
-    index = offset + tl.arange(0, QUERIES)
-    positions = length - count + index
+    token = offset // GROUP
+    index = offset - token * GROUP + tl.arange(0, QUERIES)
+    lowest = length - count + token
+    positions = lowest + index // GROUP
+    q_at = index // GROUP * q_token + (head * GROUP + index % GROUP) * q_head
     dk = tl.arange(0, DK_PAD)
-    q_at = (first + index)[:, None].to(tl.int64) * q_token + head * q_head + dk[None, :]
-    query = tl.load(q + q_at, mask=(index[:, None] < count) & (dk[None, :] < DK), other=0.0)
-    keys += head // GROUP * k_head
-    values += head // GROUP * v_head
+    q += (first + token).to(tl.int64) * q_token
+    query = tl.load(q + q_at[:, None] + dk[None, :], mask=(positions[:, None] < length) & (dk[None, :] < DK), other=0.0)
+    keys += head * k_head
+    values += head * v_head
     table = tables + row * table_row
     greatest = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     summed = tl.zeros([QUERIES, DV_PAD], tl.float32)
-    lowest = length - count + offset
     start = 0
     whole = (lowest + 1) // TILE * TILE  # below it every query sees every key
     if window > 0:
         start = tl.maximum(lowest - window + 1, 0) // TILE * TILE
         whole = start
-    end = tl.minimum(lowest + QUERIES, length)
+    end = tl.minimum(length - count + (offset + QUERIES - 1) // GROUP + 1, length)
     greatest, total, summed = _attend_tiles(
         greatest, total, summed, query, positions, keys, values, table, start, whole, scale, window,
         k_page, k_token, v_page, v_token, False, DK, DK_PAD, DV, DV_PAD, PAGE, TILE, UPCASTS,
@@ -162,5 +166,6 @@ def _prefill(
     )  # fmt: skip
     dv = tl.arange(0, DV_PAD)
     mean = (summed / tl.maximum(total, 1e-30)[:, None]).to(out.dtype.element_ty)
-    out_at = (first + index)[:, None].to(tl.int64) * out_token + head * out_head + dv[None, :]
-    tl.store(out + out_at, mean, mask=(index[:, None] < count) & (dv[None, :] < DV))
+    out_at = index // GROUP * out_token + (head * GROUP + index % GROUP) * out_head
+    out += (first + token).to(tl.int64) * out_token
+    tl.store(out + out_at[:, None] + dv[None, :], mean, mask=(positions[:, None] < length) & (dv[None, :] < DV))

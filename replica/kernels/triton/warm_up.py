@@ -49,7 +49,7 @@ def _prefill(shape: KvShape, heads: int, block_size: int, dtype: torch.dtype, de
 def _decode(shape: KvShape, heads: int, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
     q = torch.zeros(ROWS, heads, shape.key_dim, dtype=dtype, device=device)
     rows = _rows(shape, block_size, dtype, device)
-    plan = decode.plan_decode(rows.seq_lens, shape.kv_heads, None)
+    plan = decode.plan_decode(rows, heads, None)
     decode.decode(q, rows, plan, 1.0, q.new_empty(ROWS, heads, shape.value_dim))
 
 
