@@ -47,7 +47,7 @@ def tiles_for(dtype: torch.dtype, dim: int) -> Tiles:
         return Tiles(16, 3, 4, 50 * 1024) if dim > 128 else Tiles(16, 5, 5, 42 * 1024)
     if dim > 128:
         return Tiles(16, 5, 3, 42 * 1024)
-    return Tiles(32, 5, 4, 38 * 1024) if dim > 64 else Tiles(32, 5, 5, 20 * 1024)
+    return Tiles(32, 5, 4, 38 * 1024) if dim > 64 else Tiles(32, 5, 4, 20 * 1024)
 
 
 def resident(tiles: Tiles, shared: int) -> int:
