@@ -104,6 +104,26 @@ def scale(request: pytest.FixtureRequest) -> float:
     return FACTORS.get(_profile(request.config), 1.0)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _tokenizers_are_read_once() -> Iterator[None]:
+    """Each reading starts a process of transformers (two seconds of CPU). Failures are not kept."""
+    from homing.router.text import tokenizer
+
+    read = tokenizer.load_parts
+
+    @functools.cache
+    def load(folder: Path, _files: tuple[tuple[str, int, int], ...]) -> tokenizer.TokenizerParts:
+        return read(folder)
+
+    def load_once(folder: Path) -> tokenizer.TokenizerParts:
+        stats = [(path.name, path.stat()) for path in sorted(folder.glob("*"))]
+        return load(folder, tuple((name, stat.st_mtime_ns, stat.st_size) for name, stat in stats))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizer, "load_parts", load_once)
+        yield
+
+
 @pytest.fixture
 def tmp_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """pytest's own, with a shorter name: a socket's path has at most 103 bytes, and xdist adds a folder."""

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from homing.cluster.cli.doctor import examine_settings
 from homing.cluster.config import load_settings
@@ -51,6 +49,9 @@ def test_what_transformers_converts_is_not_refused(folder: Path) -> None:
 
 def test_packed_weights_are_refused_whatever_the_configuration_says(folder: Path) -> None:
     """Old AutoGPTQ and AWQ folders describe their weights in a file of their own; doctor says the same."""
+    import torch  # seconds for every process that collects tests
+    from safetensors.torch import load_file, save_file
+
     tensors = load_file(folder / "model.safetensors")
     name = "model.layers.0.self_attn.q_proj.weight"
     tensors[name.replace("weight", "qweight")] = tensors.pop(name).to(torch.int32)

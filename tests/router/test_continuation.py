@@ -36,7 +36,7 @@ from homing.router.routing.placement import Placement
 from homing.router.routing.policy.registry import make_policy
 from homing.router.routing.replica_load import LoadBook
 from homing.router.routing.reservations import Reservations
-from homing.router.text.export import load_parts
+from homing.router.text import tokenizer
 from homing.router.text.parsers.families import NONE
 from homing.router.text.tokenizer import TextModel
 
@@ -286,7 +286,7 @@ class Lab:
     """Servers of all families, whose requests go to one world after the other."""
 
     def __init__(self, stack: AsyncExitStack, guides: GuideCompiler) -> None:
-        parts = load_parts(demo_model_path())
+        parts = tokenizer.load_parts(demo_model_path())
         opened = "{{ messages[-1].content }}<think>\n"
         self._texts = {
             thinks: TextModel(

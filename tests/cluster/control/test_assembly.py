@@ -68,6 +68,7 @@ def grown_mb(how: str) -> int:
     return int(done.stdout)
 
 
+@pytest.mark.cluster
 def test_a_replica_does_not_keep_what_was_compiled_for_every_batch_size():
     """Each row count of a step is a shape of its own to oneDNN; kept by the thousand they are most of the memory."""
     kept, prepared = grown_mb("as torch has it"), grown_mb("prepared")
@@ -75,6 +76,7 @@ def test_a_replica_does_not_keep_what_was_compiled_for_every_batch_size():
     assert prepared < 0.6 * kept, f"{prepared} MB with the caches bounded, {kept} without"
 
 
+@pytest.mark.cluster
 def test_memory_of_a_replica_may_lie_in_large_pages():
     """Without them SIGKILL takes 130 to 220 ms to give the memory back, and streams stand still for as long."""
     code = PREPARED + "print(os.environ['THP_MEM_ALLOC_ENABLE'])"
@@ -87,6 +89,7 @@ def test_memory_of_a_replica_may_lie_in_large_pages():
     assert done.stdout.strip() == "1"
 
 
+@pytest.mark.cluster
 def test_an_operators_own_value_stands():
     """Whoever tunes oneDNN for a machine knows it better."""
     code = PREPARED + "print(os.environ['LRU_CACHE_CAPACITY'])"

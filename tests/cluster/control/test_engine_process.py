@@ -24,6 +24,8 @@ from homing.router.errors import ParityMismatch
 
 from ..engine_program import engine_python
 
+pytestmark = pytest.mark.cluster
+
 #: Only catches hangs.
 PATIENCE_S = 120.0
 PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37

@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Iterator, Sequence
-from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -10,8 +9,9 @@ import pytest
 from tokenizers import Tokenizer, normalizers
 
 import homing
+from homing.router.text import tokenizer
 from homing.router.text.encoder import ExactEncoder, TokenIds
-from homing.router.text.export import TokenizerParts, load_parts
+from homing.router.text.export import TokenizerParts
 from homing.router.text.tokenizer import TextModel
 
 DEMO = Path(homing.__file__).parent / "replica" / "demo" / "model"
@@ -25,17 +25,16 @@ def text_model() -> Iterator[TextModel]:
     model.close()
 
 
-@cache
 def demo_parts() -> TokenizerParts:
-    return load_parts(DEMO)
+    return tokenizer.load_parts(DEMO)
 
 
 def slow_parts() -> TokenizerParts:
     """The demo model's, with a normalizer that changes nothing of ASCII."""
     parts = demo_parts()
-    tokenizer = Tokenizer.from_str(parts.tokenizer)
-    tokenizer.normalizer = normalizers.NFKC()
-    return msgspec.structs.replace(parts, tokenizer=tokenizer.to_str())
+    encoder = Tokenizer.from_str(parts.tokenizer)
+    encoder.normalizer = normalizers.NFKC()
+    return msgspec.structs.replace(parts, tokenizer=encoder.to_str())
 
 
 class RecordingEncoder(ExactEncoder):

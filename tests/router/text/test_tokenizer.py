@@ -133,6 +133,7 @@ def test_a_folder_that_is_not_there_is_told_as_such(tmp_path: Path):
         TextModel.load(tmp_path / "missing", cache_bytes=0)
 
 
+@pytest.mark.cluster
 def test_neither_torch_nor_its_memory_comes_with_a_tokenizer():
     """The router is a small process: torch alone would take 270 MB, and the collector's time."""
     code = "import sys; from pathlib import Path; from homing.router.text.tokenizer import TextModel, TemplateInput\n"
@@ -164,6 +165,7 @@ def test_pieces_of_unknown_ids_are_empty(text_model: TextModel):
     assert text_model.piece_names([10**6]) == [""]
 
 
+@pytest.mark.cluster
 def test_a_loaded_model_is_ready_for_its_first_chat():
     """Importing the renderer takes a second, which every stream of the router would stand still for."""
     code = (
