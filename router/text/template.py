@@ -7,11 +7,14 @@ from JSON needs no copy, which for an agent's tools would take longer than the t
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from ..errors import TemplateRefusal
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 #: How deep tools, calls and arguments may be nested: comparing or encoding more may exceed Python's limit.
 MAX_DEPTH = 256
@@ -35,6 +38,7 @@ class ChatTemplate:
     def __init__(self, template: str | Mapping[str, str] | None, special_tokens: Mapping[str, str]) -> None:
         self._templates: Mapping[str, str] = {"default": template} if isinstance(template, str) else template or {}
         self._special_tokens = special_tokens
+        self._compiled: dict[str, Template] = {}
 
     @property
     def source(self) -> str:
@@ -43,10 +47,6 @@ class ChatTemplate:
 
     def render(self, conversation: TemplateInput) -> str:
         """The prompt of the conversation. Raises TemplateRefusal."""
-        # Not at the top: these imports take half a second, and the package must stay light.
-        from jinja2.exceptions import TemplateError
-        from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
-
         template = self._choose(conversation)
         if conversation.continue_final_message and conversation.add_generation_prompt:
             raise TemplateRefusal(
@@ -58,22 +58,28 @@ class ChatTemplate:
         arguments = conversation.template_arguments
         if _too_deep([tools, arguments, *[calls for each in messages if (calls := each.get("tool_calls"))]]):
             raise TemplateRefusal(f"tools, calls and arguments are nested deeper than {MAX_DEPTH}", param="messages")
-        text: str
+        values = {"messages": messages, "tools": tools, "documents": None, **options, **arguments}
         try:
-            if not conversation.continue_final_message:
-                compiled = _compile_jinja_template(template)
-                text = compiled.render(messages=messages, tools=tools, documents=None, **{**options, **arguments})
-                return text
-            [text], _ = render_jinja_template(
-                conversations=[messages],
-                tools=tools,
-                chat_template=template,
-                continue_final_message=True,
-                **{**options, **arguments},
-            )
-        except (TemplateError, ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
+            if conversation.continue_final_message:
+                return _render_open(template, values)
+            compiled = self._compiled.get(template) or self._compile(template)
+            return compiled.render(values)
+        except Exception as error:
+            from jinja2.exceptions import TemplateError
+
+            if not isinstance(error, (TemplateError, ValueError, TypeError, KeyError, IndexError, RecursionError)):
+                raise
             raise TemplateRefusal(f"the chat template rejects these messages: {error}", param="messages") from error
-        return text
+
+    def _compile(self, template: str) -> "Template":
+        # Not at the top: the import takes half a second, and the package must stay light.
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        compiled: Template = _compile_jinja_template(template)
+        # Jinja chains dictionaries, and each prompt would copy the chain: half of the time of a plain chat.
+        compiled.globals = dict(compiled.globals)
+        self._compiled[template] = compiled
+        return compiled
 
     def prepare(self) -> None:
         """Import the renderer and compile the template, for which the first chat would block the event loop."""
@@ -89,6 +95,16 @@ class ChatTemplate:
             names = ", ".join(sorted(self._templates))
             raise TemplateRefusal(f"this model has no default chat template, only: {names}", param="messages")
         return chosen
+
+
+def _render_open(template: str, values: Mapping[str, Any]) -> str:
+    """The prompt of a conversation whose last message the answer continues."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    conversation = {"conversations": [values["messages"]], "chat_template": template, "continue_final_message": True}
+    others = {name: value for name, value in values.items() if name not in ("messages", "documents")}
+    [text], _ = render_jinja_template(**conversation, **others)
+    return str(text)
 
 
 def _too_deep(values: list[Any]) -> bool:
