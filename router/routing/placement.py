@@ -5,6 +5,7 @@ Pure: hashes and times come in. Knows no flow of requests and no tokens; `homing
 replicas.
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from random import Random
 
@@ -33,6 +34,7 @@ class Placement:
         self._orders: dict[str, EvictionOrder] = {}  #: of engines that are not ours
         self._in_flight: dict[str, dict[int, Sequence[int]]] = {}  #: by replica and request: the prompt's blocks
         self.feeds: dict[str, FeedState] = {}  #: how far the events of each joined replica can be trusted
+        self._prompts: Counter[int] = Counter()  #: requests in flight by the last block of their prompt
         #: of engines with rules of their own (router/replicas/external/hit_rules.py): the leading blocks of a prompt
         #: that are cached, and which of them are in slower memory; None: those of the index, all in GPU memory
         self.hit_rules: dict[str, Callable[[Sequence[int]], tuple[int, SlowerBlocks] | None]] = {}
@@ -64,7 +66,9 @@ class Placement:
         self.policy.leave(replica)
         self.hit_rules.pop(replica, None)
         self._orders.pop(replica, None)
-        del self.feeds[replica], self._in_flight[replica]
+        for keys in self._in_flight.pop(replica).values():
+            self._count_prompt(keys, -1)
+        del self.feeds[replica]
 
     def report(self, replica: str, report: LoadReport, now: float) -> None:
         self.loads.report(replica, report, now)
@@ -115,7 +119,7 @@ class Placement:
         expected = self.reservations.extend(held | kept, keys)
         loads = self.loads.views(now)
         used: dict[str, int] = {}
-        if self.loads.crowded:
+        if self.loads.crowded or (len(keys) and keys[-1] in self._prompts):
             for replica, load in zip(self.loads.replicas(), loads, strict=True):
                 used[replica] = self._used_blocks(replica, keys)
                 # Requests ahead take what is free, and evict what it holds; of a prompt its last blocks first.
@@ -189,6 +193,7 @@ class Placement:
         if (order := self._orders.get(chosen.replica_id)) is not None:
             order.sent(request_id, keys, found)
         self._in_flight[chosen.replica_id][request_id] = keys
+        self._count_prompt(keys, 1)
         self.policy.booked(chosen.replica_id, request_id, decision.prompt)
 
     def started(self, replica: str, request_id: int) -> None:
@@ -200,9 +205,14 @@ class Placement:
         self.loads.ended(replica, request_id)
         if (order := self._orders.get(replica)) is not None:
             order.ended(request_id)
-        if (chains := self._in_flight.get(replica)) is not None:
-            chains.pop(request_id, None)
+        self._count_prompt(self._in_flight.get(replica, {}).pop(request_id, ()), -1)
         self.policy.ended(replica, request_id)
+
+    def _count_prompt(self, keys: Sequence[int], change: int) -> None:
+        if len(keys):
+            self._prompts[keys[-1]] += change
+            if not self._prompts[keys[-1]]:
+                del self._prompts[keys[-1]]
 
     def finished(self, tokens: int) -> None:
         """A request ended by itself after generating so many tokens, over all its replicas."""
@@ -214,6 +224,8 @@ class Placement:
         self.loads.check()
         for order in self._orders.values():
             order.check()
+        running = Counter([keys[-1] for chains in self._in_flight.values() for keys in chains.values() if len(keys)])
+        assert running == self._prompts, f"{self._prompts.total()} of {running.total()} prompts in flight are counted"
         assert tuple(self.feeds) == self.loads.replicas(), "feeds and loads have different replicas"
 
 
