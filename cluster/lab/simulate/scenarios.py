@@ -44,7 +44,7 @@ class Scenario:
     about: str
     arrivals: Callable[[], Iterator[Arrival]] = _chats
     _: KW_ONLY
-    load: float | None = 0.7  #: of the oracle's capacity; None: as the workload is
+    load: float | None = 0.7  #: of the capacity; None: as the workload is
     searched: int = SEARCHED_REQUESTS  #: of the search for that capacity
     replicas: int = 8
     routers: int = 1
