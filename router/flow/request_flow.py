@@ -240,7 +240,7 @@ class RequestFlow:
 
     def expire(self, now: float) -> list[Instruction]:
         """End overdue requests, drop overdue reservations, and move requests away from stalled replicas."""
-        self.placement.reservations.expire(now)
+        self.placement.expire(now)
         if len(self._deadlines) > 2 * len(self._requests) + SPARE_DEADLINES:
             self._deadlines = [(request.deadline, request.request_id) for request in self._requests.values()]
             heapify(self._deadlines)
@@ -470,7 +470,7 @@ class RequestFlow:
         if request.ttft_s is None:
             request.ttft_s = now - request.arrived
         if delta.finish_reason is not None:
-            return self._finish(request, delta)
+            return self._finish(request, delta, now)
         return [Deliver(request.request_id, delta, request.replica)]
 
     def _on_refused(self, replica: str, refused: Refused, now: float) -> list[Instruction]:
@@ -495,7 +495,7 @@ class RequestFlow:
     def _move(self, request: RequestState, error: RouterError, now: float) -> list[Instruction]:
         """Continue at another replica; fail with `error` when no retry is left."""
         if nothing_left(request, self._max_model_len):
-            return self._finish(request, TokenDelta(token_ids=[], finish_reason="length"))
+            return self._finish(request, TokenDelta(token_ids=[], finish_reason="length"), now)
         if not self._may_move(request):
             return [self._fail(request, error)]
         self._detach(request)
@@ -524,8 +524,8 @@ class RequestFlow:
             instructions += self._move(request, ReplicaLost(f"replica {replica} is stuck"), now)
         return instructions
 
-    def _finish(self, request: RequestState, last: TokenDelta) -> list[Instruction]:
-        self._end(request, "finish", "finished")
+    def _finish(self, request: RequestState, last: TokenDelta, now: float) -> list[Instruction]:
+        self._end(request, "finish", "finished", now)
         if request.request.embedding is None:
             self.placement.finished(request.generated)
         self.counters.finished += 1
@@ -550,12 +550,12 @@ class RequestFlow:
             return []
         return [Send(request.replica, Abort(request_ids=[request.wire_id]))]
 
-    def _end(self, request: RequestState, event: Event, outcome: Outcome) -> None:
-        """Remove a request, wherever it is."""
+    def _end(self, request: RequestState, event: Event, outcome: Outcome, computed_at: float | None = None) -> None:
+        """Remove a request, wherever it is. `computed_at`: when its replica had computed all of it, if it has."""
         if request.phase is WAITING:
             self._queue.discard(request.request_id)
         else:
-            self._detach(request)
+            self._detach(request, computed_at)
         if self._queue:
             about = request.request
             self._queue.charge(priority=about.priority, tenant=about.tenant, work=request.generated)
@@ -564,9 +564,9 @@ class RequestFlow:
         request.outcome = outcome
         self.recent.ended(request)
 
-    def _detach(self, request: RequestState) -> None:
+    def _detach(self, request: RequestState, computed_at: float | None = None) -> None:
         assert request.replica is not None, f"request {request.request_id} is on no replica"
-        self.placement.ended(request.replica, request.wire_id)
+        self.placement.ended(request.replica, request.wire_id, computed_at)
         del self._by_wire[request.wire_id]
 
 

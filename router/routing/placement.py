@@ -21,6 +21,10 @@ from .prefix_index import PrefixIndex, ReplicaBlocks
 from .replica_load import LoadBook, Pending
 from .reservations import Reservations, common_prefix
 
+#: An engine that is not ours may announce what it has computed for a request after the request's last token, as events
+#: have a way of their own. A lost one is noticed and asked for within a second (events/follow/subscription.py).
+ANNOUNCED_WITHIN_S = 1.0
+
 
 class Placement:
     """Index, reservations, loads and feeds of the joined replicas, kept in step with each other."""
@@ -32,6 +36,8 @@ class Placement:
         self.reservations = reservations
         self._rng = rng
         self._orders: dict[str, EvictionOrder] = {}  #: of engines that are not ours
+        #: by request that such an engine has computed and not announced: where, the last block, how long that counts
+        self._unannounced: dict[int, tuple[str, int, float]] = {}
         self._in_flight: dict[str, dict[int, Sequence[int]]] = {}  #: by replica and request: the prompt's blocks
         self.feeds: dict[str, FeedState] = {}  #: how far the events of each joined replica can be trusted
         self._prompts: Counter[int] = Counter()  #: requests in flight by the last block of their prompt
@@ -60,6 +66,7 @@ class Placement:
 
     def leave(self, replica: str) -> None:
         """A replica is gone, with all that it held and would have held."""
+        self._announced(replica, everything=True)
         self.index.leave(replica)
         self.loads.leave(replica)
         self.reservations.leave(replica)
@@ -84,6 +91,7 @@ class Placement:
         self.index.add(replica, blocks)
         if (order := self._orders.get(replica)) is not None:
             order.stored(blocks)
+            self._announced(replica)
         self.policy.stored(replica, blocks)
 
     def removed(self, replica: str, blocks: Sequence[int]) -> None:
@@ -102,7 +110,23 @@ class Placement:
         self.index.reset(replica, blocks)
         if (order := self._orders.get(replica)) is not None:
             order.reset(blocks)
+            self._announced(replica, everything=True)
         self.policy.reset(replica, blocks)
+
+    def _announced(self, replica: str, *, everything: bool = False) -> None:
+        """The engine has announced more: such blocks are held, or evicted again, and no longer expected."""
+        for request_id, (where, block, _) in tuple(self._unannounced.items()):
+            if where == replica and (everything or block in self._orders[replica]):
+                del self._unannounced[request_id]
+                self.reservations.release(request_id)
+
+    def expire(self, now: float) -> None:
+        """Drop what is expected for too long."""
+        self.reservations.expire(now)
+        for request_id, (_, _, until) in tuple(self._unannounced.items()):
+            if until <= now:
+                del self._unannounced[request_id]
+                self.reservations.release(request_id)
 
     # Requests
 
@@ -200,12 +224,18 @@ class Placement:
         self.loads.started(replica, request_id)
         self.policy.started(replica, request_id)
 
-    def ended(self, replica: str, request_id: int) -> None:
-        self.reservations.release(request_id)
+    def ended(self, replica: str, request_id: int, computed_at: float | None = None) -> None:
+        """The request has left the replica, which has computed all of its prompt, or perhaps not (None)."""
+        chain = self._in_flight.get(replica, {}).pop(request_id, ())
+        order = self._orders.get(replica)
+        if order is not None and computed_at is not None and len(chain) and chain[-1] not in order:
+            self._unannounced[request_id] = replica, chain[-1], computed_at + ANNOUNCED_WITHIN_S
+        else:
+            self.reservations.release(request_id)
         self.loads.ended(replica, request_id)
-        if (order := self._orders.get(replica)) is not None:
+        if order is not None:
             order.ended(request_id)
-        self._count_prompt(self._in_flight.get(replica, {}).pop(request_id, ()), -1)
+        self._count_prompt(chain, -1)
         self.policy.ended(replica, request_id)
 
     def _count_prompt(self, keys: Sequence[int], change: int) -> None:

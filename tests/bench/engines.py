@@ -143,6 +143,7 @@ class Round:
         await asyncio.sleep(PAUSE_S)
         for engine in self._engines:
             (await clients[0].post(f"{engine.url}/reset_prefix_cache")).raise_for_status()
+            await asyncio.to_thread(engine.ask, 2)  # vLLM announces a reset with its next step
         await asyncio.sleep(PAUSE_S)
 
     async def _drive(

@@ -85,7 +85,11 @@ class Engine:
         own |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
         server = self._running.enter_context(started("vllm", command, self.url, MODEL, own))
         self._pids = server.pids
-        body = json.dumps({"model": MODEL, "prompt": [7] * (MAX_LEN // 2), "max_tokens": 2}).encode()
+        self.ask(MAX_LEN // 2)
+
+    def ask(self, tokens: int) -> None:
+        """Have it answer a prompt of so many tokens."""
+        body = json.dumps({"model": MODEL, "prompt": [7] * tokens, "max_tokens": 2}).encode()
         asked = Request(f"{self.url}/v1/completions", body, {"content-type": "application/json"})
         with urlopen(asked, timeout=300) as answer:
             answer.read()

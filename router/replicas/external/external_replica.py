@@ -117,7 +117,10 @@ class ExternalReplica(ReplicaHandle):
             answer = await self._client.ask("POST", "/reset_prefix_cache", timeout_s=RESET_TIMEOUT_S)
         except BackendUnreachableError:
             return "lost"
-        return "empty" if answer.status == 200 else "silent"
+        if answer.status != 200:
+            return "silent"
+        self._forget_blocks()  # vLLM announces it with its next step, before which a request may be placed
+        return "empty"
 
     def ask_next_evictions(self) -> None:
         """Its server has no such endpoint: no answer will come."""

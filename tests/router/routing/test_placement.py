@@ -229,22 +229,66 @@ def test_an_engine_with_rules_of_its_own_is_asked_for_its_hit(placement: Placeme
     assert not placement.hit_rules
 
 
-def test_a_request_behind_one_that_evicts_its_prefix_finds_nothing_there() -> None:
-    """As an engine of others says how it evicts; ours have several ways (kvcache/eviction)."""
+@pytest.fixture
+def engine() -> Placement:
+    """Before one engine that is not ours."""
     placement = Placement(ExpectedTtft(), loads=LoadBook("router", 3.0), reservations=Reservations(30.0), rng=Random(0))
     placement.join(structs.replace(description_of("b0"), foreign=True, num_blocks=100), 0.0)
     placement.feeds["b0"] = FeedState.LIVE
-    placement.stored("b0", list(reversed(KEYS)))
+    return placement
+
+
+def expected_at(engine: Placement, now: float) -> int:
+    engine.expire(now)
+    engine.check()
+    [candidate] = engine.candidates(KEYS, (), now)
+    return candidate.expected_blocks
+
+
+def test_what_an_engine_has_computed_is_expected_until_it_is_announced(engine: Placement) -> None:
+    """Its events have a way of their own, and the next turn may come before them. One that never announces, as it
+    caches nothing, is believed for a second.
+    """
+    place(engine, 1)
+    engine.ended("b0", 1, computed_at=5.0)
+
+    assert [expected_at(engine, 5.5), expected_at(engine, 6.0)] == [62, 0]
+
+    place(engine, 2)
+    engine.ended("b0", 2, computed_at=7.0)
+    engine.stored("b0", list(KEYS))
+    engine.removed("b0", list(KEYS[10:]))
+    assert expected_at(engine, 7.1) == 10
+
+
+@pytest.mark.parametrize("event", ["announced", "cut off", "reset"])
+def test_what_will_not_be_announced_any_more_is_not_expected(engine: Placement, event: str) -> None:
+    """It was announced before the end, was perhaps not computed, or the engine has said that it holds nothing."""
+    place(engine, 1)
+    if event == "announced":
+        engine.stored("b0", list(KEYS))
+    engine.ended("b0", 1, computed_at=None if event == "cut off" else 5.0)
+    if event == "announced":
+        engine.removed("b0", list(KEYS))
+    if event == "reset":
+        engine.reset("b0", ())
+
+    assert expected_at(engine, 5.0) == 0
+
+
+def test_a_request_behind_one_that_evicts_its_prefix_finds_nothing_there(engine: Placement) -> None:
+    """As an engine of others says how it evicts; ours have several ways (kvcache/eviction)."""
+    engine.stored("b0", list(reversed(KEYS)))
     others = range(1000, 1062)
 
-    decision = placement.decide(PROMPT, placement.candidates(others, (), 0.0))
-    placement.book(1, decision, others, 0.0)
-    [behind] = placement.candidates(KEYS, (), 0.0)
+    decision = engine.decide(PROMPT, engine.candidates(others, (), 0.0))
+    engine.book(1, decision, others, 0.0)
+    [behind] = engine.candidates(KEYS, (), 0.0)
 
     assert (behind.held_blocks, behind.expected_blocks) == (62, 36)
-    placement.removed("b0", list(KEYS[36:]))
-    placement.stored("b0", list(others))
-    [behind] = placement.candidates(KEYS, (), 0.0)
+    engine.removed("b0", list(KEYS[36:]))
+    engine.stored("b0", list(others))
+    [behind] = engine.candidates(KEYS, (), 0.0)
     assert behind.expected_blocks == 36
-    placement.ended("b0", 1)
-    placement.check()
+    engine.ended("b0", 1)
+    engine.check()

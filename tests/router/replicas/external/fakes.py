@@ -251,7 +251,7 @@ class FakeEngine:
                 lines += [f'vllm:num_requests_running{{engine="{n}"}} 0.0' for n in range(1, self.behaves.ranks)]
                 self._whole(writer, 200, "\n".join(lines).encode())
             case "/reset_prefix_cache":
-                self.clear()
+                self.cached.clear()  # vLLM announces it with its next step
                 self._whole(writer, 200, b"")
             case _:
                 self._whole(writer, 404, b'{"detail":"Not Found"}')
