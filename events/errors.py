@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 class EventError(Exception):
-    """Base of this room's errors."""
+    """Base of this package's errors."""
 
 
 class MalformedFrame(EventError):

@@ -4,7 +4,7 @@
 
 
 class KvCacheError(Exception):
-    """Any error of this room."""
+    """Base of this package's errors."""
 
 
 class PoolTooSmall(KvCacheError):
