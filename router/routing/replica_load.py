@@ -178,6 +178,11 @@ class LoadBook:
         entry.view = None
         entry.in_flight.add(request_id)
 
+    def uncached_tokens(self, replica: str, request_id: int) -> int:
+        """Of a request on its way; 0 of one that was not dispatched here, as those that warm a replica up."""
+        sent = self._replicas[replica].pending.get(request_id)
+        return 0 if sent is None else sent.uncached_tokens
+
     def started(self, replica: str, request_id: int) -> None:
         """The request's first token arrived: it is prefilled, whatever the last report says."""
         self._replicas[replica].arrive(request_id)

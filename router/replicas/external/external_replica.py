@@ -13,7 +13,6 @@ from typing import assert_never
 from ....events.follow.feed import EventFeed
 from ....events.follow.residency import UncountedResidency
 from ....events.follow.subscription import Apply, FeedStatus, Reset
-from ....events.load_report import PrefillWork
 from ....events.wire.cache_events import Cleared, Removed, Stored
 from ....kvcache.hashing import tenant_root, wire_hashes
 from ....replica.messages import (
@@ -237,14 +236,12 @@ class ExternalReplica(ReplicaHandle):
             message, retry = objection
             self._reply(Refused(request_id=generate.request_id, reason="invalid", message=message, retry=retry))
             return True
-        clock = self._context.clock
-        load = self._placement.loads.view(self.replica_id, clock())
         request = ExternalRequest(
             generate,
             self._on_reply,
             eos_token_ids=self._eos,
-            ahead=PrefillWork(load.waiting, load.queued_prefill_tokens, 0.0, 0.0),
-            clock=clock,
+            uncached_tokens=self._placement.loads.uncached_tokens(self.replica_id, generate.request_id),
+            clock=self._context.clock,
         )
         salt = None if generate.root == self._open_root else cache_salt(generate.root)
         path, body_of = ("/v1/chat/completions", chat_body) if generate.chat else ("/v1/completions", completion_body)

@@ -14,7 +14,7 @@ from statistics import median
 
 import msgspec
 
-from ....events.load_report import PrefillSums
+from ....events.load_report import PrefillSums, PrefillWork
 from ....events.wire.messages import CacheCounters, LoadReport
 from ....replica.messages import ReplicaDescription
 from .request import ExternalRequest
@@ -36,6 +36,8 @@ MIN_PREFILL_TOKENS = 64
 #: First tokens of which the median counts: an engine that compiles something for seconds must not look slow for long
 #: (seen with vLLM 0.32: 4 s for the first request with logprobs). Not tuned.
 PREFILL_OBSERVATIONS = 15
+#: Prompts after which a time measured ends although others wait: part of them is computed by then. Not tuned.
+MOST_PROMPTS = 8
 #: Nothing that comes over a network is faster.
 CLOCK_S = 1e-6
 #: Gaps between tokens of which the median counts: some have a prompt of another client in them, and last seconds. The
@@ -74,7 +76,7 @@ class Pace:
         return median(self._steps_s)
 
     def first_token(self, tokens: int, seconds: float) -> None:
-        """A first token arrived `seconds` after its request, behind `tokens` uncached tokens, its own included."""
+        """The engine took `seconds` for prompts with `tokens` uncached tokens, until their first tokens arrived."""
         if tokens < MIN_PREFILL_TOKENS or seconds <= 0:
             return
         self._seconds_per_token.append(max(seconds, CLOCK_S) / tokens)
@@ -87,15 +89,29 @@ class Pace:
         self._steps_s.append(max(seconds, CLOCK_S) / tokens)
 
 
+@dataclass(slots=True)
+class _Prefills:
+    """Prompts whose first tokens came while the engine had some of ours without one all the time.
+
+    Each on its own would be mismeasured: of a prompt that waits behind another one, or shares its steps, part of the
+    other one was computed before it came.
+    """
+
+    since: float
+    prompts: int = 0
+    tokens: int = 0  #: uncached ones
+
+
 class ExternalLoad:
     """The load of one engine."""
 
     def __init__(self, description: ReplicaDescription) -> None:
         self.description = description
         self.pace = Pace()
-        #: First tokens as steps: a router fits those of all its engines together. The speed of one alone is guessed
+        self._prefilling: _Prefills | None = None  #: None: a request left before its first token
+        #: Such times as steps: a router fits those of all its engines together. The speed of one alone is guessed
         #: from few requests, and prefixes would follow every moment in which it has to share its machine.
-        self._prefills = PrefillSums()
+        self._measured = PrefillSums()
         self._metrics = EngineMetrics()
         self._others = 0  #: requests of other clients of the engine
         self._used: dict[int, int] = {}  #: blocks of our requests that its KV usage includes
@@ -135,6 +151,8 @@ class ExternalLoad:
         self._used = {each.request_id: self._blocks(each) for each in self._running.values()} | counted_twice
 
     def sent(self, request: ExternalRequest) -> None:
+        if not self._waiting:
+            self._prefilling = _Prefills(request.sent_at)
         self._waiting[request.request_id] = request
 
     def heard(self, request: ExternalRequest, now: float) -> bool:
@@ -145,17 +163,26 @@ class ExternalLoad:
                 self.pace.next_tokens(1, gap_s)
             return False
         self._started_at = now
-        ahead = request.ahead
-        self.pace.first_token(ahead.tokens, now - request.sent_at)
-        self._prefills.observe(ahead, now - request.sent_at)
         self._waiting.pop(request.request_id, None)
+        self._measure(request, now)
         self._running[request.request_id] = request
         self._freed -= self._used.get(request.request_id, 0)
         return True
 
+    def _measure(self, started: ExternalRequest, now: float) -> None:
+        if (done := self._prefilling) is not None:
+            done.prompts += 1
+            done.tokens += started.uncached_tokens
+            if self._waiting and done.prompts < MOST_PROMPTS:
+                return
+            self.pace.first_token(done.tokens, now - done.since)
+            self._measured.observe(PrefillWork(done.prompts, done.tokens, 0.0, 0.0), now - done.since)
+        self._prefilling = _Prefills(now)
+
     def ended(self, request: ExternalRequest) -> None:
         """The request has left the engine; harmless when repeated."""
-        self._waiting.pop(request.request_id, None)
+        if self._waiting.pop(request.request_id, None) is not None:
+            self._prefilling = None
         if self._running.pop(request.request_id, None) is not None:
             self._ended[request.request_id] = request
             self._freed += self._used.pop(request.request_id, 0)
@@ -183,7 +210,7 @@ class ExternalLoad:
             prefill_tokens_per_s=self.pace.prefill_tokens_per_s,
             decode_step_s=self.pace.decode_step_s,
             counters=self._counters,
-            prefill_sums=self._prefills.values,
+            prefill_sums=self._measured.values,
         )
 
     def _blocks(self, request: ExternalRequest) -> int:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 import msgspec
 
-from ....events.load_report import PrefillWork
 from ....replica.messages import Generate, Refused, TokenOutput
 from ...backend import TextOutput
 from ...text.parsers.deltas import ToolCallStart
@@ -29,12 +28,12 @@ class ExternalRequest:
         on_reply: Callable[["ExternalRequest", TokenOutput | TextOutput | Refused], None],
         *,
         eos_token_ids: frozenset[int],
-        ahead: PrefillWork,
+        uncached_tokens: int,
         clock: Callable[[], float],
     ) -> None:
         """`on_reply` gets the outputs; the last one has a finish reason or is a refusal."""
         self.generate = generate
-        self.ahead = ahead  #: what the engine had to compute when it was sent, its own prompt included
+        self.uncached_tokens = uncached_tokens  #: of the prompt, as expected when it was sent
         self.sent_at = self.heard_at = clock()
         self.generated = 0  #: by this engine
         self.cached_tokens: int | None = None

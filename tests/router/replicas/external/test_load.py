@@ -4,12 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from homing.events.load_report import PrefillWork, fit
+from homing.events.load_report import fit
 from homing.kvcache.hashing import token_bytes
 from homing.replica.messages import Generate, SamplingParams
 from homing.router.replicas.external.load import (
     MIN_PREFILL_TOKENS,
     UNKNOWN_BLOCKS,
+    UNKNOWN_PREFILL_TOKENS_PER_S,
     EngineMetrics,
     ExternalLoad,
     Pace,
@@ -27,8 +28,8 @@ class Nobody:
     def on_refusal(self, request, refusal) -> None: ...
 
 
-def request_at(number: int, *, ahead: int = 100) -> ExternalRequest:
-    """A request of a hundred tokens, sent at time 0."""
+def request_at(number: int, *, uncached: int = 100, sent_at: float = 0.0) -> ExternalRequest:
+    """A request of a hundred tokens."""
     generate = Generate(
         request_id=number,
         token_ids=token_bytes(range(100)),
@@ -37,8 +38,9 @@ def request_at(number: int, *, ahead: int = 100) -> ExternalRequest:
         block_hashes=b"",
         sampling=SamplingParams(max_tokens=8),
     )
-    work = PrefillWork(1, ahead, 0.0, 0.0)
-    return ExternalRequest(generate, Nobody(), eos_token_ids=frozenset(), ahead=work, clock=lambda: 0.0)
+    return ExternalRequest(
+        generate, Nobody(), eos_token_ids=frozenset(), uncached_tokens=uncached, clock=lambda: sent_at
+    )
 
 
 @pytest.fixture
@@ -68,9 +70,9 @@ def test_requests_count_as_running_from_their_first_token_on(load: ExternalLoad)
 def test_a_short_prompt_costs_more_than_its_length(load: ExternalLoad) -> None:
     """Routers fit the parts of the cost to the first tokens of all engines."""
     for number in range(40):
-        request = request_at(number, ahead=50 if number % 2 else 2000)
+        request = request_at(number, uncached=50 if number % 2 else 2000)
         load.sent(request)
-        load.heard(request, 0.02 + request.ahead.tokens / 1000)
+        load.heard(request, 0.02 + request.uncached_tokens / 1000)
         load.ended(request)
 
     report = load.report(9.0, cached_blocks=0)
@@ -79,6 +81,50 @@ def test_a_short_prompt_costs_more_than_its_length(load: ExternalLoad) -> None:
     cost = fit(report.prefill_sums, report.prefill_tokens_per_s)
     assert cost.seconds(0, 50) == pytest.approx(0.07, rel=0.05)
     assert cost.seconds(0, 2000) == pytest.approx(2.02, rel=0.05)
+
+
+def test_a_prompt_behind_another_one_is_not_measured_as_if_it_had_computed_both(load: ExternalLoad) -> None:
+    """It comes when most of the other one is computed: each time that would look like a machine ten times as fast."""
+    for number in range(0, 80, 2):
+        at = 10.0 * number
+        long, short = (
+            request_at(number, uncached=2000, sent_at=at),
+            request_at(number + 1, uncached=90, sent_at=at + 1.9),
+        )
+        load.sent(long)
+        load.sent(short)
+        load.heard(long, at + 2.09)
+        load.heard(short, at + 2.09)
+        load.ended(long)
+        load.ended(short)
+
+    report = load.report(900.0, cached_blocks=0)
+
+    assert report.prefill_tokens_per_s == pytest.approx(1000)
+    assert fit(report.prefill_sums or [], 1000.0).seconds(0, 2000) == pytest.approx(2.0, rel=0.05)
+
+
+def test_a_request_that_leaves_before_its_first_token_spoils_no_measurement(load: ExternalLoad) -> None:
+    """Nobody knows how much of it was computed. With the next one the time is measured again."""
+    gone, waiting, other = request_at(1, uncached=4000), request_at(2, uncached=500), request_at(3, uncached=500)
+    for each in (gone, waiting, other):
+        load.sent(each)
+    load.ended(gone)
+
+    load.heard(waiting, 3.0)
+    assert load.report(3.0, cached_blocks=0).prefill_tokens_per_s == UNKNOWN_PREFILL_TOKENS_PER_S
+    load.heard(other, 4.0)
+    assert load.report(4.0, cached_blocks=0).prefill_tokens_per_s == 500
+
+
+def test_an_engine_that_is_never_idle_is_measured_too(load: ExternalLoad) -> None:
+    """After some prompts, of which the last ones are a small part."""
+    for number in range(40):
+        load.sent(request_at(number, sent_at=number / 10))
+        if number:
+            load.heard(request_at(number - 1), number / 10)
+
+    assert load.report(4.0, cached_blocks=0).prefill_tokens_per_s == pytest.approx(1000)
 
 
 def test_other_clients_requests_are_those_beyond_ours(load: ExternalLoad) -> None:

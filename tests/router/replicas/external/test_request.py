@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from homing.events.load_report import PrefillWork
 from homing.kvcache.hashing import token_bytes
 from homing.replica.messages import Generate, Refused, SamplingParams, TokenOutput
 from homing.router.backend import TextOutput
@@ -43,7 +42,7 @@ def request_at(desk: Desk, generated: list[int] | None = None, **sampling: Any) 
         generate,
         desk.on_reply,
         eos_token_ids=frozenset({EOS}),
-        ahead=PrefillWork(1, 3, 0.0, 0.0),
+        uncached_tokens=3,
         clock=iter(range(1000)).__next__,
     )
     request.head(200)
