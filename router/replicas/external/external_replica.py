@@ -46,6 +46,8 @@ HEALTH_INTERVAL_S = 1.0
 #: A busy engine may be slow to answer; one that has sent tokens since is healthy.
 HEALTH_TIMEOUT_S = 5.0
 IDLE_CONNECTIONS = 32
+#: vLLM's, in its development mode, and SGLang's.
+RESET_PATHS = ("/reset_prefix_cache", "/flush_cache")
 #: vLLM publishes under a topic of the operator's choice, by default none: every topic is taken.
 ANY_TOPIC = b""
 
@@ -112,14 +114,15 @@ class ExternalReplica(ReplicaHandle):
 
     async def reset_cache(self) -> ResetOutcome:
         """Have the engine forget its cached blocks, as far as its server offers that."""
-        try:
-            answer = await self._client.ask("POST", "/reset_prefix_cache", timeout_s=RESET_TIMEOUT_S)
-        except BackendUnreachableError:
-            return "lost"
-        if answer.status != 200:
-            return "silent"
-        self._forget_blocks()  # vLLM announces it with its next step, before which a request may be placed
-        return "empty"
+        for path in RESET_PATHS:
+            try:
+                answer = await self._client.ask("POST", path, timeout_s=RESET_TIMEOUT_S)
+            except BackendUnreachableError:
+                return "lost"
+            if answer.status == 200:
+                self._forget_blocks()  # vLLM announces it with its next step, before which a request may be placed
+                return "empty"
+        return "silent"
 
     def ask_next_evictions(self) -> None:
         """Its server has no such endpoint: no answer will come."""

@@ -2,10 +2,11 @@
 
 Requests go to `/v1/completions` with token ids, since the router has rendered and tokenized already, and ask for ids
 back (`return_token_ids`); or, if clients are to get what the engine's own parsers make, to `/v1/chat/completions`. All
-sampling parameters are spelled out: engines take missing ones from the model's folder. Fields are those of vLLM 0.32;
-engines ignore the ones that they do not know.
+sampling parameters are spelled out: engines take missing ones from the model's folder. Fields are those of vLLM 0.32,
+and SGLang's where it has others; engines ignore the ones that they do not know.
 """
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,9 +32,9 @@ def completion_body(model: str, generate: Generate, cache_salt: str | None) -> b
         "logprobs": sampling.logprobs,
         "logprob_token_ids": sampling.logprob_token_ids or None,
         "return_tokens_as_token_ids": None if sampling.logprobs is None else True,
-        "structured_outputs": generate.constraint and structured_outputs(generate.constraint),
     }
-    return msgspec.json.encode(body | _given(optional))
+    constrained = constraint_fields(generate.constraint) if generate.constraint else {}
+    return msgspec.json.encode(body | _given(optional) | constrained)
 
 
 def chat_body(model: str, generate: Generate, cache_salt: str | None) -> bytes:
@@ -74,13 +75,26 @@ def _given(optional: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in optional.items() if value is not None}
 
 
-def structured_outputs(constraint: Constraint) -> dict[str, Any]:
-    """The constraint in vLLM's field of this name. What it begins behind, the engine knows from its own settings."""
-    kind, source = constraint.kind, constraint.source
-    if kind == "json_object":
-        return {kind: True}
-    name = "json" if kind == "json_schema" else kind
-    return {name: msgspec.json.decode(source) if kind in ("json_schema", "choice") else source}
+def constraint_fields(constraint: Constraint) -> dict[str, Any]:
+    """The constraint in vLLM's field, and in SGLang's: either ignores the other's. SGLang has none for structural tags.
+
+    What it begins behind, the engine knows from its own settings.
+    """
+    source = constraint.source
+    match constraint.kind:
+        case "json_object":
+            return {"structured_outputs": {"json_object": True}, "json_schema": '{"type": "object"}'}
+        case "json_schema":
+            return {"structured_outputs": {"json": msgspec.json.decode(source)}, "json_schema": source}
+        case "choice":
+            choices = msgspec.json.decode(source, type=list[str])
+            return {"structured_outputs": {"choice": choices}, "regex": f"({'|'.join(map(re.escape, choices))})"}
+        case "regex":
+            return {"structured_outputs": {"regex": source}, "regex": source}
+        case "grammar":
+            return {"structured_outputs": {"grammar": source}, "ebnf": source}
+        case "structural_tag":
+            return {"structured_outputs": {"structural_tag": source}}
 
 
 class _Logprobs(msgspec.Struct, frozen=True):

@@ -49,6 +49,7 @@ class Behaviour:
     stores: bool = True  #: the prompts that it answers, with their events
     hung: bool = False  #: neither requests nor replays are answered
     token_s: float = 0.0
+    reset_path: str = "/reset_prefix_cache"
     gate: asyncio.Event = field(default_factory=asyncio.Event)  #: closed: answers stop before their second token
 
 
@@ -250,7 +251,7 @@ class FakeEngine:
                 ]
                 lines += [f'vllm:num_requests_running{{engine="{n}"}} 0.0' for n in range(1, self.behaves.ranks)]
                 self._whole(writer, 200, "\n".join(lines).encode())
-            case "/reset_prefix_cache":
+            case self.behaves.reset_path:
                 self.cached.clear()  # vLLM announces it with its next step
                 self._whole(writer, 200, b"")
             case _:

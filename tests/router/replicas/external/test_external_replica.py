@@ -12,7 +12,7 @@ from homing.kvcache.hashing import tenant_root
 from homing.replica.messages import Constraint, EmbeddingParams, Pin, ReplicaDescription
 from homing.router.backend import ReplicaView, TokenDelta
 from homing.router.config import RouterSettings
-from homing.router.errors import InvalidGeneration, RequestFailed, RouterError
+from homing.router.errors import InvalidGeneration, ReplicaLost, RequestFailed, RouterError
 from homing.router.flow.request_state import RequestState
 from homing.router.replicas.external.block_keys import cache_salt
 from homing.router.replicas.external.probe import ExternalTerms
@@ -444,12 +444,16 @@ async def test_without_events_what_was_sent_is_remembered_and_marked(cluster: Cl
 
 
 async def test_a_reset_reaches_the_engines(pair: Cluster) -> None:
-    """vLLM offers it in its development mode, and announces it with its next step only."""
+    """vLLM offers it in its development mode, and announces it with its next step only. SGLang calls it otherwise."""
+    pair.engines["b1"].behaves.reset_path = "/flush_cache"
     home, _ = await pair.ask(max_tokens=1)
     await until(lambda: pair.replica(home).indexed_blocks == BLOCKS)
 
     assert await pair.service.reset_caches() == ["b0", "b1"]
     assert pair.replica(home).indexed_blocks == 0
+    pair.engines["b1"].behaves.reset_path = "/none"
+    with pytest.raises(ReplicaLost, match="b1 did not say"):
+        await pair.service.reset_caches()
 
 
 async def test_an_engine_that_leaves_the_membership_is_left_alone(pair: Cluster) -> None:

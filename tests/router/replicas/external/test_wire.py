@@ -17,9 +17,9 @@ from homing.router.replicas.external.wire import (
     Piece,
     chat_body,
     completion_body,
+    constraint_fields,
     error_message,
     read_piece,
-    structured_outputs,
 )
 from homing.router.text.parsers.deltas import Content, Reasoning, ToolCallArguments, ToolCallStart
 
@@ -106,19 +106,25 @@ def test_parameters_arrive_in_the_engines_words() -> None:
 
 
 @pytest.mark.parametrize(
-    ("constraint", "field"),
+    ("constraint", "vllm", "sglang"),
     [
-        (Constraint(kind="json_schema", source='{"type": "integer"}'), {"json": {"type": "integer"}}),
-        (Constraint(kind="json_object"), {"json_object": True}),
-        (Constraint(kind="regex", source="a+"), {"regex": "a+"}),
-        (Constraint(kind="choice", source='["a", "b"]'), {"choice": ["a", "b"]}),
-        (Constraint(kind="grammar", source="start: /a/"), {"grammar": "start: /a/"}),
-        (Constraint(kind="structural_tag", source='{"format": 1}'), {"structural_tag": '{"format": 1}'}),
+        (
+            Constraint(kind="json_schema", source='{"type": "integer"}'),
+            {"json": {"type": "integer"}},
+            {"json_schema": '{"type": "integer"}'},
+        ),
+        (Constraint(kind="json_object"), {"json_object": True}, {"json_schema": '{"type": "object"}'}),
+        (Constraint(kind="regex", source="a+"), {"regex": "a+"}, {"regex": "a+"}),
+        (Constraint(kind="choice", source='["a", "b."]'), {"choice": ["a", "b."]}, {"regex": r"(a|b\.)"}),
+        (Constraint(kind="grammar", source="start: /a/"), {"grammar": "start: /a/"}, {"ebnf": "start: /a/"}),
+        (Constraint(kind="structural_tag", source='{"format": 1}'), {"structural_tag": '{"format": 1}'}, {}),
     ],
 )
-def test_a_constraint_is_passed_on_in_vllms_words(constraint: Constraint, field: dict[str, Any]) -> None:
-    """An engine that is not ours has a compiler of its own."""
-    assert structured_outputs(constraint) == field
+def test_a_constraint_is_passed_on_in_the_words_of_either_engine(
+    constraint: Constraint, vllm: dict[str, Any], sglang: dict[str, Any]
+) -> None:
+    """An engine that is not ours has a compiler of its own, and answers as it likes if it does not know the field."""
+    assert constraint_fields(constraint) == {"structured_outputs": vllm, **sglang}
 
 
 def test_a_piece_has_ids_logprobs_and_usage() -> None:
