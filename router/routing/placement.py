@@ -5,7 +5,6 @@ Pure: hashes and times come in. Knows no flow of requests and no tokens; `homing
 replicas.
 """
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from random import Random
 
@@ -40,7 +39,6 @@ class Placement:
         self._unannounced: dict[int, tuple[str, int, float]] = {}
         self._in_flight: dict[str, dict[int, Sequence[int]]] = {}  #: by replica and request: the prompt's blocks
         self.feeds: dict[str, FeedState] = {}  #: how far the events of each joined replica can be trusted
-        self._prompts: Counter[int] = Counter()  #: requests in flight by the last block of their prompt
         #: of engines with rules of their own (router/replicas/external/hit_rules.py): the leading blocks of a prompt
         #: that are cached, and which of them are in slower memory; None: those of the index, all in GPU memory
         self.hit_rules: dict[str, Callable[[Sequence[int]], tuple[int, SlowerBlocks] | None]] = {}
@@ -73,9 +71,7 @@ class Placement:
         self.policy.leave(replica)
         self.hit_rules.pop(replica, None)
         self._orders.pop(replica, None)
-        for keys in self._in_flight.pop(replica).values():
-            self._count_prompt(keys, -1)
-        del self.feeds[replica]
+        del self.feeds[replica], self._in_flight[replica]
 
     def report(self, replica: str, report: LoadReport, now: float) -> None:
         self.loads.report(replica, report, now)
@@ -143,7 +139,7 @@ class Placement:
         expected = self.reservations.extend(held | kept, keys)
         loads = self.loads.views(now)
         used: dict[str, int] = {}
-        if self.loads.crowded or (len(keys) and keys[-1] in self._prompts):
+        if self.loads.crowded:
             for replica, load in zip(self.loads.replicas(), loads, strict=True):
                 used[replica] = self._used_blocks(replica, keys)
                 # Requests ahead take what is free, and evict what it holds; of a prompt its last blocks first.
@@ -217,7 +213,6 @@ class Placement:
         if (order := self._orders.get(chosen.replica_id)) is not None:
             order.sent(request_id, keys, found)
         self._in_flight[chosen.replica_id][request_id] = keys
-        self._count_prompt(keys, 1)
         self.policy.booked(chosen.replica_id, request_id, decision.prompt)
 
     def started(self, replica: str, request_id: int) -> None:
@@ -235,14 +230,7 @@ class Placement:
         self.loads.ended(replica, request_id)
         if order is not None:
             order.ended(request_id)
-        self._count_prompt(chain, -1)
         self.policy.ended(replica, request_id)
-
-    def _count_prompt(self, keys: Sequence[int], change: int) -> None:
-        if len(keys):
-            self._prompts[keys[-1]] += change
-            if not self._prompts[keys[-1]]:
-                del self._prompts[keys[-1]]
 
     def finished(self, tokens: int) -> None:
         """A request ended by itself after generating so many tokens, over all its replicas."""
@@ -254,8 +242,6 @@ class Placement:
         self.loads.check()
         for order in self._orders.values():
             order.check()
-        running = Counter([keys[-1] for chains in self._in_flight.values() for keys in chains.values() if len(keys)])
-        assert running == self._prompts, f"{self._prompts.total()} of {running.total()} prompts in flight are counted"
         assert tuple(self.feeds) == self.loads.replicas(), "feeds and loads have different replicas"
 
 

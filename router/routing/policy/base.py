@@ -63,9 +63,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     load: ReplicaLoad
     held_blocks: int
     expected_blocks: int  #: cached when its turn comes: more than `held_blocks`, or less if there is no room for them
-    #: of the prompt's first blocks, those that requests in flight there use; counted where room is short or a request
-    #: with the same prompt is in flight
-    used_blocks: int = 0
+    used_blocks: int = 0  #: of the prompt's first blocks, those that requests in flight there use, where room is short
     excluded: bool = False  #: has refused this very request
     slower_blocks: SlowerBlocks = ()  #: of `held_blocks`, those that must be loaded first
 

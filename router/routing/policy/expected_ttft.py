@@ -17,9 +17,6 @@ replica's pace instead of the fastest one's. Both are weighed with the mean time
 a last one: so a choice that changes both by the same share costs nothing in sum. Where answers are short, the weight is
 limited to RUNNING.
 
-Where a request with the very same prompt runs (several answers to one question), another one adds only its answer to
-the memory that each decode step reads; elsewhere it adds its prompt, too, and slows down all that run there.
-
 Replicas whose cost lies within the estimate's own error of the least count as equal. Among them the least uncached
 tokens win, then the session's replica, then the fewest requests, then the fewest occupied blocks, then a random draw:
 never the position in a list.
@@ -34,6 +31,7 @@ from functools import partial
 from math import inf
 from random import Random
 
+from ..replica_load import ReplicaLoad
 from .base import Candidate, Decision, Policy, Prompt, Score, expected_ttft_s
 
 #: Estimates closer than this are equal: half a millisecond is below the jitter of any step. Not tuned by measurement.
@@ -56,17 +54,12 @@ EVICTED = 0.8
 #: peer's were 0.957, 0.946 and 0.967 for mean TTFT, 0.971, 0.956 and 1.038 for its p99, 1.059, 1.005 and 0.967 for the
 #: time to the last token.
 RUNNING = 0.03
-#: Share by which decode steps slow down when the blocks in use double, if all that run must read more. Simulated on the
-#: 38 cells `judge` of tests/bench/routing_grid.py, three seeds of 1,200 requests each, with 0, 0.1 and 0.2: of the two
-#: cells `samples`, mean time to the last token was 22.6, 18.6 and 17.3 s, of the two cells `tree` mean TTFT 0.061,
-#: 0.061 and 0.064 s; over all cells 0.1 gave 0.2 % more mean TTFT, 0.9 % less p99, 1.3 % less time to the last token.
-SLOWED = 0.1
 #: Mean times between two decisions that one of them may stand for: after a silence it says little. Not tuned.
 MOST_GAPS = 5.0
 SESSIONS_KEPT = 65_536
 
 #: Seconds that others lose, by the replica's load and the tokens that it would have to compute.
-OthersS = Callable[[Candidate, int], float]
+OthersS = Callable[[ReplicaLoad, int], float]
 
 
 class ExpectedTtft(Policy):
@@ -93,17 +86,11 @@ class ExpectedTtft(Policy):
         busy_factor = min(self._all_busy, BUSY_LIMIT) / (1 - min(self._each_busy, BUSY_LIMIT))
         running = min(RUNNING, self._ttft_s / self._answer_s) if self._answer_s else RUNNING
         pace_s = min([each.load.decode_step_s for each in candidates], default=0.0)
-        same_runs = self.sees_cache and 0 < prompt.blocks == max([each.used_blocks for each in candidates], default=0)
 
-        def others_s(candidate: Candidate, uncached: int) -> float:
-            load = candidate.load
+        def others_s(load: ReplicaLoad, uncached: int) -> float:
             cost = load.prefill_cost
             prefill_s = cost.seconds(total - uncached, uncached)
             slower_s = load.answer_tokens * (load.decode_step_s - pace_s)
-            if same_runs:
-                used = max(1, load.total_blocks - load.free_blocks)
-                growth = SLOWED * (prompt.blocks - candidate.used_blocks) / used
-                slower_s += growth * load.running * load.answer_tokens * load.decode_step_s
             answers_s = running * (load.running * prefill_s + slower_s)
             if uncached == least:
                 return answers_s
@@ -154,7 +141,7 @@ class ExpectedTtft(Policy):
         rows = []
         for candidate, uncached in zip(candidates, counted, strict=True):
             ttft_s = expected_ttft_s(prompt, candidate, uncached)
-            lost_s = others_s(candidate, uncached)
+            lost_s = others_s(candidate.load, uncached)
             obstacle = self.obstacle(prompt, candidate)
             rows.append(Score(candidate, uncached, ttft_s, obstacle, lost_s, ttft_s + lost_s))
         return rows
@@ -178,7 +165,7 @@ class ExpectedTtft(Policy):
             ttft_s = expected_ttft_s(prompt, candidate, uncached)
             if ttft_s > limit:
                 continue
-            lost_s = others_s(candidate, uncached)
+            lost_s = others_s(load, uncached)
             cost_s = ttft_s + lost_s
             if cost_s < least:
                 least = cost_s

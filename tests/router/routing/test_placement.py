@@ -51,19 +51,6 @@ def test_siblings_follow_each_other_before_any_event(placement: Placement) -> No
     assert {place(placement, request_id) for request_id in range(2, 8)} == {first}
 
 
-def test_blocks_in_use_are_counted_while_the_same_prompt_is_in_flight(placement: Placement) -> None:
-    """Another answer to it reads the same memory there; when the last one has ended, nothing is in use."""
-    first = place(placement, 1)
-    other = ({"r0", "r1"} - {first}).pop()
-
-    used = {each.replica_id: each.used_blocks for each in placement.candidates(KEYS, (), 0.0)}
-    placement.leave(first)
-
-    placement.check()
-    assert used == {first: len(KEYS), other: 0}
-    assert [each.used_blocks for each in placement.candidates(KEYS, (), 0.0)] == [0]
-
-
 def test_a_request_that_ended_leaves_nothing_behind(placement: Placement) -> None:
     """What nobody computes any more is neither expected nor load."""
     replica = place(placement, 1)

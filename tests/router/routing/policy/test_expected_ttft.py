@@ -51,19 +51,6 @@ def test_requests_that_come_at_once_do_not_make_a_cluster_busy() -> None:
     assert [row.others_s for row in table] == pytest.approx([0.0, 0.0], abs=0.01)
 
 
-def test_another_answer_to_a_prompt_shares_its_memory() -> None:
-    """Both hold the prompt, and one runs it already: on the other it would slow down all that run there."""
-    busy = {"running": 50, "answer_tokens": 900.0, "free_blocks": 900, "max_running_requests": 100}
-    shared, other = candidate("r0", 62, **busy), candidate("r1", 62, **busy)
-    shared = replace(shared, used_blocks=62)
-
-    rows = ExpectedTtft().consider(PROMPT, [shared, other], Random(0)).table()
-    apart = ExpectedTtft().consider(PROMPT, [replace(shared, used_blocks=61), other], Random(0)).table()
-
-    assert rows[0].cost_s < rows[1].cost_s
-    assert apart[0].cost_s == apart[1].cost_s
-
-
 def test_a_copy_that_evicts_something_costs_more_than_one_in_unused_memory() -> None:
     """What it evicts may be asked for again: then two prompts were computed for one."""
     prompt_s = load_of().prefill_cost.seconds(0, PROMPT.tokens)
