@@ -373,7 +373,7 @@ class RequestFlow:
         request.hashes = cache.hashes(request.root, request.tokens)
         request.keys = wire_hashes(request.hashes)
 
-    def _situation(self, request: RequestState, now: float) -> tuple[Prompt, list[Candidate]]:
+    def _situation(self, request: RequestState, now: float) -> tuple[Prompt, Sequence[Candidate]]:
         # A replica that scores or averages the prompt's own tokens computes all of them, whatever it holds.
         scores_prompt = request.request.sampling.prompt_logprobs is not None and not request.generated
         embedding = request.request.embedding

@@ -31,11 +31,13 @@ class OutputLengths:
         self._counts = [0.0] * _BUCKETS
         self._sums = [0.0] * _BUCKETS  #: tokens of the requests in each bucket
         self._weight = 1.0  #: of the next request: it grows, instead of all others fading
+        self._longest = 0  #: the last bucket that has had a request
         self._remaining: list[float] | None = None
 
     def finished(self, tokens: int) -> None:
         """A request ended by itself after so many tokens."""
         bucket = bucket_of(tokens)
+        self._longest = max(self._longest, bucket)
         self._counts[bucket] += self._weight
         self._sums[bucket] += self._weight * tokens
         self._weight /= FADING
@@ -70,9 +72,9 @@ class OutputLengths:
         What an answer of its own bucket still adds is a quarter of the bucket's width in the mean.
         """
         prior = PRIOR_REQUESTS * self._weight
-        found = [0.0] * _BUCKETS
+        found = [float(TYPICAL_TOKENS)] * _BUCKETS
         count = total = 0.0  # of the longer buckets
-        for bucket in reversed(range(_BUCKETS)):
+        for bucket in reversed(range(self._longest + 1)):
             width = (1 << bucket) // 2
             at = 1.5 * width
             own = self._counts[bucket] / 2

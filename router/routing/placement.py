@@ -5,20 +5,18 @@ Pure: hashes and times come in. Knows no flow of requests and no tokens; `homing
 replicas.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, MutableSequence, Sequence
 from random import Random
-
-from msgspec.structs import replace
 
 from ...events.wire.messages import LoadReport
 from ...replica.messages import ReplicaDescription
 from ..backend import Explanation, FeedState
 from .eviction_order import EvictionOrder
-from .policy.base import LIVE, Candidate, Decision, Policy, Prompt, SlowerBlocks
+from .policy.base import LIVE, Candidate, Decision, ManyCandidates, Policy, Prompt, SlowerBlocks
 from .policy.explain import explanation_of
 from .prefix_index import PrefixIndex, ReplicaBlocks
 from .replica_load import LoadBook, Pending
-from .reservations import Reservations, common_prefix
+from .reservations import FirstBlocks, Reservations, common_prefix
 
 #: An engine that is not ours may announce what it has computed for a request after the request's last token, as events
 #: have a way of their own. A lost one is noticed and asked for within a second (events/follow/subscription.py).
@@ -38,7 +36,10 @@ class Placement:
         #: by request that such an engine has computed and not announced: where, the last block, how long that counts
         self._unannounced: dict[int, tuple[str, int, float]] = {}
         self._in_flight: dict[str, dict[int, Sequence[int]]] = {}  #: by replica and request: the prompt's blocks
-        self.feeds: dict[str, FeedState] = {}  #: how far the events of each joined replica can be trusted
+        self._first_blocks = FirstBlocks()  #: of those
+        #: how far the events of each joined replica can be trusted; `trust` changes it
+        self.feeds: dict[str, FeedState] = {}
+        self._doubted: set[str] = set()  #: those whose feed is not live
         #: of engines with rules of their own (router/replicas/external/hit_rules.py): the leading blocks of a prompt
         #: that are cached, and which of them are in slower memory; None: those of the index, all in GPU memory
         self.hit_rules: dict[str, Callable[[Sequence[int]], tuple[int, SlowerBlocks] | None]] = {}
@@ -60,7 +61,7 @@ class Placement:
         if description.foreign:
             self._orders[description.replica_id] = EvictionOrder(description.num_blocks)
         self._in_flight[description.replica_id] = {}
-        self.feeds[description.replica_id] = FeedState.SYNCING
+        self.trust(description.replica_id, FeedState.SYNCING)
 
     def leave(self, replica: str) -> None:
         """A replica is gone, with all that it held and would have held."""
@@ -71,7 +72,15 @@ class Placement:
         self.policy.leave(replica)
         self.hit_rules.pop(replica, None)
         self._orders.pop(replica, None)
+        for request_id in list(self._in_flight[replica]):
+            self._forget(replica, request_id)
+        self._doubted.discard(replica)
         del self.feeds[replica], self._in_flight[replica]
+
+    def trust(self, replica: str, feed: FeedState) -> None:
+        """How far the events of a joined replica can be trusted."""
+        self.feeds[replica] = feed
+        (self._doubted.discard if feed is LIVE else self._doubted.add)(replica)
 
     def report(self, replica: str, report: LoadReport, now: float) -> None:
         self.loads.report(replica, report, now)
@@ -128,43 +137,54 @@ class Placement:
 
     def candidates(
         self, keys: Sequence[int], excluded: Collection[str], now: float, *, usable: int | None = None
-    ) -> list[Candidate]:
+    ) -> Sequence[Candidate]:
         """Every joined replica as it stands for a prompt whose full blocks are `keys`.
 
         `usable`: blocks before the prompt's last token, which is always computed; None: all.
         """
-        held = self.index.match(keys)
+        held, places = self.index.lengths(keys), self.index.places
         slower = self._apply_hit_rules(held, keys[:usable])
-        kept = {replica: order.kept(keys, held[replica]) for replica, order in self._orders.items()}
-        expected = self.reservations.extend(held | kept, keys)
-        loads = self.loads.views(now)
-        used: dict[str, int] = {}
+        expected = held[:]
+        for replica, order in self._orders.items():
+            expected[places[replica]] = order.kept(keys, held[places[replica]])
+        extended = self.reservations.extended(lambda replica: expected[places[replica]], keys)
+        for replica, blocks in extended.items():
+            expected[places[replica]] = blocks
+        views = self.loads.views(now)
+        used: dict[str, int] | None = None
         if self.loads.crowded:
-            for replica, load in zip(self.loads.replicas(), loads, strict=True):
-                used[replica] = self._used_blocks(replica, keys)
-                # Requests ahead take what is free, and evict what it holds; of a prompt its last blocks first.
-                expected[replica] = min(expected[replica], used[replica] + max(0, load.spare_blocks))
-        feeds = self.feeds
-        found = [
+            used = {replica: self._used_blocks(replica, keys) for replica in self._first_blocks.replicas(keys)}
+        one_by_one = self._orders or self.hit_rules or not self.policy.prefers_columns
+        if not one_by_one and (columns := self.loads.columns(now)) is not None:
+            from .load_columns import CandidateColumns
+
+            doubted = {places[replica]: self.feeds[replica] for replica in self._doubted}
+            barred = [places[replica] for replica in excluded if replica in places]
+            return CandidateColumns(columns, places, views, doubted, held, expected, used, barred)
+        if used is not None:
+            # Requests ahead take what is free, and evict what it holds; of a prompt its last blocks first.
+            for place, (replica, load) in enumerate(zip(places, views, strict=True)):
+                expected[place] = min(expected[place], used.get(replica, 0) + max(0, load.spare_blocks))
+        return [
             Candidate(
                 replica_id=replica,
-                feed=feeds[replica],
-                load=load,
-                held_blocks=held[replica],
-                expected_blocks=expected[replica],
+                feed=feed,
+                load=views[place],
+                held_blocks=held[place],
+                expected_blocks=expected[place],
+                used_blocks=used.get(replica, 0) if used else 0,
                 excluded=replica in excluded,
                 slower_blocks=slower.get(replica, ()),
             )
-            for replica, load in zip(self.loads.replicas(), loads, strict=True)
+            for place, (replica, feed) in enumerate(self.feeds.items())
         ]
-        return [replace(each, used_blocks=used[each.replica_id]) for each in found] if used else found
 
-    def _apply_hit_rules(self, held: dict[str, int], keys: Sequence[int]) -> dict[str, SlowerBlocks]:
+    def _apply_hit_rules(self, held: MutableSequence[int], keys: Sequence[int]) -> dict[str, SlowerBlocks]:
         """Put what such engines would find into `held`; returns what of it they have to load."""
         slower: dict[str, SlowerBlocks] = {}
         for replica, hit_of in self.hit_rules.items():
             if (hit := hit_of(keys)) is not None:
-                held[replica], slower[replica] = hit
+                held[self.index.places[replica]], slower[replica] = hit
         return slower
 
     def _used_blocks(self, replica: str, keys: Sequence[int]) -> int:
@@ -185,10 +205,9 @@ class Placement:
 
     def rank(self, prompt: Prompt) -> float:
         """The place of a request that begins to wait, among its tenant's: the lowest goes first."""
-        by_replica = self.index.match(prompt.hashes)
-        self._apply_hit_rules(by_replica, prompt.hashes)
-        held = max(by_replica.values(), default=0)
-        uncached = max(1, prompt.tokens - held * prompt.block_size)
+        held = self.index.lengths(prompt.hashes)
+        self._apply_hit_rules(held, prompt.hashes)
+        uncached = max(1, prompt.tokens - max(held, default=0) * prompt.block_size)
         # Any replica's cost will do: it only weighs one prompt against another.
         costs = [self.loads.view(replica, prompt.now).prefill_cost for replica in self.loads.replicas()[:1]]
         return self.policy.rank(
@@ -213,6 +232,8 @@ class Placement:
         if (order := self._orders.get(chosen.replica_id)) is not None:
             order.sent(request_id, keys, found)
         self._in_flight[chosen.replica_id][request_id] = keys
+        if len(keys):
+            self._first_blocks.add(keys, chosen.replica_id)
         self.policy.booked(chosen.replica_id, request_id, decision.prompt)
 
     def started(self, replica: str, request_id: int) -> None:
@@ -221,7 +242,7 @@ class Placement:
 
     def ended(self, replica: str, request_id: int, computed_at: float | None = None) -> None:
         """The request has left the replica, which has computed all of its prompt, or perhaps not (None)."""
-        chain = self._in_flight.get(replica, {}).pop(request_id, ())
+        chain = self._forget(replica, request_id)
         order = self._orders.get(replica)
         if order is not None and computed_at is not None and len(chain) and chain[-1] not in order:
             self._unannounced[request_id] = replica, chain[-1], computed_at + ANNOUNCED_WITHIN_S
@@ -231,6 +252,13 @@ class Placement:
         if order is not None:
             order.ended(request_id)
         self.policy.ended(replica, request_id)
+
+    def _forget(self, replica: str, request_id: int) -> Sequence[int]:
+        """The request is in flight no longer. Returns its blocks; none if it, or the replica, is gone already."""
+        keys = self._in_flight.get(replica, {}).pop(request_id, ())
+        if len(keys):
+            self._first_blocks.remove(keys, replica)
+        return keys
 
     def finished(self, tokens: int) -> None:
         """A request ended by itself after generating so many tokens, over all its replicas."""
@@ -242,20 +270,33 @@ class Placement:
         self.loads.check()
         for order in self._orders.values():
             order.check()
-        assert tuple(self.feeds) == self.loads.replicas(), "feeds and loads have different replicas"
+        prompts = [(keys, name) for name, chains in self._in_flight.items() for keys in chains.values() if len(keys)]
+        self._first_blocks.check(prompts)
+        doubted = {replica for replica, feed in self.feeds.items() if feed is not LIVE}
+        assert self._doubted == doubted, f"{self._doubted} are noted as not live, {doubted} are not"
+        assert tuple(self.feeds) == self.loads.replicas() == tuple(self.index.places), "replicas or their order differ"
 
 
-def regret_tokens(prompt: Prompt, candidates: Iterable[Candidate], decision: Decision) -> int:
+def longest_prefixes(candidates: Sequence[Candidate]) -> tuple[int, int]:
+    """The longest expected prefix of those with live events, and the longest held or expected prefix of all."""
+    if isinstance(candidates, ManyCandidates):
+        return candidates.longest()
+    live = [each.expected_blocks for each in candidates if each.feed is LIVE]
+    known = [max(each.held_blocks, each.expected_blocks) for each in candidates]
+    return max(live, default=0), max(known, default=0)
+
+
+def regret_tokens(prompt: Prompt, candidates: Sequence[Candidate], decision: Decision) -> int:
     """Tokens that the chosen replica computes and the best holder would not have."""
     assert decision.chosen is not None, "nothing was chosen"
-    best = max([candidate.expected_blocks if candidate.feed is LIVE else 0 for candidate in candidates])
+    best, _ = longest_prefixes(candidates)
     cached = min(best * prompt.block_size, prompt.tokens - 1)
     return decision.chosen.uncached_tokens(prompt) - (prompt.tokens - cached)
 
 
-def known_tokens(prompt: Prompt, candidates: Iterable[Candidate]) -> int:
+def known_tokens(prompt: Prompt, candidates: Sequence[Candidate]) -> int:
     """The longest prefix that some replica holds or will hold: all of the prompt, if those are all its full blocks."""
-    blocks = max([max(each.held_blocks, each.expected_blocks) for each in candidates], default=0)
+    _, blocks = longest_prefixes(candidates)
     return prompt.tokens if 0 < prompt.blocks <= blocks else blocks * prompt.block_size
 
 

@@ -52,6 +52,8 @@ class CostPool:
         if len(totals) != SUMS or not 0 < tokens_per_s < inf:
             return  # of a version with other sums, or nonsense: its own reported cost is used
         member = self._members.get(replica)
+        if member is not None and totals == member.totals:
+            return
         if member is None or steps_of(totals) < steps_of(member.totals):
             none = [0.0] * SUMS
             member = self._members[replica] = _Member(now, tokens_per_s, none, none)

@@ -11,7 +11,7 @@ will be empty.
 
 from dataclasses import dataclass, field
 from math import inf
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -19,6 +19,9 @@ from ...events.wire.messages import CacheCounters, LoadReport, PrefillCost
 from ...replica.messages import ReplicaDescription
 from .output_lengths import TYPICAL_TOKENS, OutputLengths
 from .prefill_costs import CostPool
+
+if TYPE_CHECKING:
+    from .load_columns import LoadColumns
 
 #: A replica without progress for so many of its longest possible steps is stuck. Not tuned: a step's length is
 #: estimated, and other processes may take most of the machine.
@@ -28,6 +31,9 @@ PRICED_EVERY_S = 1.0
 
 #: With less than this share of its blocks to spare a replica is crowded; few prompts are that long. Not tuned.
 CROWDED = 0.5
+
+#: From so many replicas on loads are kept as columns, too: with fewer, numpy's calls cost more than they save.
+MANY = 32
 
 #: Why a replica takes no new requests: it is about to leave, or its cache is being filled.
 Rest = Literal["draining", "warming"]
@@ -92,25 +98,23 @@ class _Replica:
     ends_per_step: float = 1 / TYPICAL_TOKENS
     answer_tokens: float = TYPICAL_TOKENS
     in_flight: set[int] = field(default_factory=set)
-    #: The last view; None after a change. Most requests change one replica and read all.
-    view: ReplicaLoad | None = None
-
-    def arrive(self, request_id: int) -> Pending | None:
-        sent = self.pending.pop(request_id, None)
-        if sent is not None:
-            self.pending_tokens -= sent.uncached_tokens
-            self.pending_blocks -= sent.blocks
-            self.view = None
-        return sent
+    place: int = 0  #: in the order of joining
 
 
 class LoadBook:
     """Loads of all joined replicas, as one router knows them."""
 
-    def __init__(self, router_id: str, silence_s: float) -> None:
+    def __init__(self, router_id: str, silence_s: float, many: int = MANY) -> None:
         self._router_id = router_id
+        self._many = many
         self._silence_s = silence_s
         self._replicas: dict[str, _Replica] = {}
+        #: In the order of joining; those of `_outdated` are not valid. Most requests change one replica and read all.
+        self._views: list[ReplicaLoad] = []
+        self._outdated: dict[str, _Replica] = {}
+        self._columns: LoadColumns | None = None
+        self._oldest_move = inf  #: no replica's last progress is older
+        self._any_silent = False
         self._pool = CostPool()
         self._lengths = OutputLengths()
         #: Replicas whose memory is short, as of their last view: a decision looks closer while there are any.
@@ -123,10 +127,19 @@ class LoadBook:
     def join(self, description: ReplicaDescription, now: float) -> None:
         """A replica joins. Until its first report it counts as idle, with the rates of its warm-up."""
         assert description.replica_id not in self._replicas, f"{description.replica_id} has joined already"
-        self._replicas[description.replica_id] = _Replica(description, heard_at=now, moved_at=now)
+        entry = _Replica(description, heard_at=now, moved_at=now, place=len(self._views))
+        self._replicas[description.replica_id] = self._outdated[description.replica_id] = entry
+        self._views.append(_view(entry, silent=False))
+        self._oldest_move = min(self._oldest_move, now)
+        self._columns = None
 
     def leave(self, replica: str) -> None:
-        del self._replicas[replica]
+        gone = self._replicas.pop(replica)
+        del self._views[gone.place]
+        for place, entry in enumerate(self._replicas.values()):
+            entry.place = place
+        self._columns = None
+        self._outdated.pop(replica, None)
         self.crowded.discard(replica)
         self._pool.leave(replica)
 
@@ -143,7 +156,7 @@ class LoadBook:
         if before is None or (report.step, report.ts) != (before.step, before.ts):
             entry.moved_at = now
         entry.heard_at = now
-        entry.view = None
+        self._outdated[replica] = entry
         entry.waiting_blocks = _waiting_blocks(report)
         # Where nothing runs yet, what waits is about to.
         running = max(1, report.running or report.waiting)
@@ -154,7 +167,7 @@ class LoadBook:
         accepted = report.accepted.get(self._router_id)
         arrived = [] if accepted is None else [known for known in entry.pending if known <= accepted]
         for request_id in arrived:
-            entry.arrive(request_id)
+            self._arrive(replica, request_id)
         # Heartbeats repeat the last report in the middle of a step.
         is_new = before is None or (report.step, report.queued_prefill_tokens) != (
             before.step,
@@ -175,7 +188,7 @@ class LoadBook:
         entry.pending[request_id] = pending
         entry.pending_tokens += pending.uncached_tokens
         entry.pending_blocks += pending.blocks
-        entry.view = None
+        self._outdated[replica] = entry
         entry.in_flight.add(request_id)
 
     def uncached_tokens(self, replica: str, request_id: int) -> int:
@@ -185,24 +198,32 @@ class LoadBook:
 
     def started(self, replica: str, request_id: int) -> None:
         """The request's first token arrived: it is prefilled, whatever the last report says."""
-        self._replicas[replica].arrive(request_id)
+        self._arrive(replica, request_id)
 
     def ended(self, replica: str, request_id: int) -> None:
         """The request has left the replica. Does nothing if it, or the replica, is gone already."""
         entry = self._replicas.get(replica)
         if entry is not None:
-            if (sent := entry.arrive(request_id)) is not None:  # no report will include it to correct this
+            if (sent := self._arrive(replica, request_id)) is not None:  # no report will include it to correct this
                 entry.busy_until -= sent.prefill_s
             entry.in_flight.discard(request_id)
+
+    def _arrive(self, replica: str, request_id: int) -> Pending | None:
+        entry = self._replicas[replica]
+        sent = entry.pending.pop(request_id, None)
+        if sent is not None:
+            entry.pending_tokens -= sent.uncached_tokens
+            entry.pending_blocks -= sent.blocks
+            self._outdated[replica] = entry
+        return sent
 
     def finished(self, tokens: int) -> None:
         """A request ended by itself after generating so many tokens."""
         self._lengths.finished(tokens)
 
     def rest(self, replica: str, rest: Rest | None) -> None:
-        entry = self._replicas[replica]
+        entry = self._outdated[replica] = self._replicas[replica]
         entry.rest = rest
-        entry.view = None
 
     def in_flight(self, replica: str) -> int:
         return len(self._replicas[replica].in_flight)
@@ -227,45 +248,62 @@ class LoadBook:
         return age_s > self._silence_s and age_s > STALLED_STEPS * _longest_step_s(entry)
 
     def _is_silent(self, entry: _Replica, now: float) -> bool:
+        # A replica with recent progress is neither silent nor stuck, and nearly all have some.
+        if now - entry.moved_at <= self._silence_s:
+            return False
         return now - entry.heard_at > self._silence_s or self._is_stuck(entry, now)
 
     def view(self, replica: str, now: float) -> ReplicaLoad:
         """The load for a decision made now."""
-        self._price(now)
-        entry = self._replicas[replica]
-        silent = self._is_silent(entry, now)
-        view = entry.view
-        if view is None or view.silent != silent:
-            view = self._renew(entry, silent)
-        return view
+        self._renew(now)
+        return self._views[self._replicas[replica].place]
 
     def views(self, now: float) -> list[ReplicaLoad]:
-        """All views, in the order of joining. In one loop: there may be hundreds, and most have not changed."""
-        self._price(now)
-        silence_s, found = self._silence_s, []
-        for entry in self._replicas.values():
-            # A replica with recent progress is neither silent nor stuck, and nearly all have some.
-            view, silent = entry.view, now - entry.moved_at > silence_s and self._is_silent(entry, now)
-            if view is None or view.silent != silent:
-                view = self._renew(entry, silent)
-            found.append(view)
-        return found
+        """All views, in the order of joining."""
+        self._renew(now)
+        return self._views.copy()
 
-    def _renew(self, entry: _Replica, silent: bool) -> ReplicaLoad:
-        view = entry.view = _view(entry, silent)
-        if view.spare_blocks < CROWDED * view.total_blocks:
-            self.crowded.add(entry.description.replica_id)
-        elif self.crowded:
-            self.crowded.discard(entry.description.replica_id)
-        return view
+    def columns(self, now: float) -> "LoadColumns | None":
+        """All views as columns; None while there are few."""
+        if len(self._views) < self._many:
+            return None
+        self._renew(now)
+        if self._columns is None:
+            from .load_columns import LoadColumns  # numpy takes 15 MB: only where it pays
+
+            self._columns = LoadColumns(self.replicas(), self._views)
+        return self._columns
+
+    def _renew(self, now: float) -> None:
+        """Bring all views up to date: there may be hundreds, and most have not changed."""
+        if now - self._priced_at >= PRICED_EVERY_S:
+            self._price(now)
+        if self._any_silent or now - self._oldest_move > self._silence_s:
+            self._listen(now)
+        for replica, entry in self._outdated.items():
+            view = self._views[entry.place] = _view(entry, self._is_silent(entry, now))
+            if self._columns is not None:
+                self._columns.put(entry.place, view)
+            if view.spare_blocks < CROWDED * view.total_blocks:
+                self.crowded.add(replica)
+            else:
+                self.crowded.discard(replica)
+        self._outdated.clear()
+
+    def _listen(self, now: float) -> None:
+        """Notice who has fallen silent, or was heard again."""
+        self._oldest_move = min([entry.moved_at for entry in self._replicas.values()], default=inf)
+        silent = [self._is_silent(entry, now) for entry in self._replicas.values()]
+        self._any_silent = any(silent)
+        for (replica, entry), now_silent in zip(self._replicas.items(), silent, strict=True):
+            if self._views[entry.place].silent != now_silent:
+                self._outdated[replica] = entry
 
     def _price(self, now: float) -> None:
-        if now - self._priced_at < PRICED_EVERY_S:
-            return
         self._priced_at = now
         for replica, cost in self._pool.costs().items():
-            entry = self._replicas[replica]
-            entry.cost, entry.view = cost, None
+            entry = self._outdated[replica] = self._replicas[replica]
+            entry.cost = cost
 
     def check(self) -> None:
         for replica, entry in self._replicas.items():
@@ -277,8 +315,11 @@ class LoadBook:
             assert tokens == entry.pending_tokens, f"{replica}: {entry.pending_tokens} of {tokens} tokens are counted"
             blocks = sum(sent.blocks for sent in entry.pending.values())
             assert blocks == entry.pending_blocks, f"{replica}: {entry.pending_blocks} of {blocks} blocks are counted"
-            fresh = _view(entry, entry.view.silent) if entry.view else None
-            assert entry.view == fresh, f"{replica}: {entry.view} is out of date, it is {fresh}"
+            view = self._views[entry.place]
+            fresh = view if replica in self._outdated else _view(entry, view.silent)
+            assert view == fresh, f"{replica}: {view} is out of date, it is {fresh}"
+            if self._columns is not None and replica not in self._outdated:
+                self._columns.check(entry.place, view)
 
 
 def _view(entry: _Replica, silent: bool) -> ReplicaLoad:

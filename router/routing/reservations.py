@@ -8,7 +8,7 @@ A block is entered once, by the first request that expects it. Another request t
 request, and inherits its blocks when it ends first.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import repeat
 
 import msgspec
@@ -27,11 +27,41 @@ class _Reservation(msgspec.Struct, eq=False):
     over: bool = False
 
 
+class FirstBlocks:
+    """On which replicas there are prompts with which first block: no other one has anything of such a prompt."""
+
+    def __init__(self) -> None:
+        self._prompts: dict[int, dict[str, int]] = {}  #: how many, by first block and replica
+
+    def add(self, keys: Sequence[int], replica: str) -> None:
+        by_replica = self._prompts.setdefault(keys[0], {})
+        by_replica[replica] = by_replica.get(replica, 0) + 1
+
+    def remove(self, keys: Sequence[int], replica: str) -> None:
+        by_replica = self._prompts[keys[0]]
+        by_replica[replica] -= 1
+        if not by_replica[replica]:
+            del by_replica[replica]
+            if not by_replica:
+                del self._prompts[keys[0]]
+
+    def replicas(self, keys: Sequence[int]) -> Iterable[str]:
+        return self._prompts.get(keys[0], ()) if len(keys) else ()
+
+    def check(self, prompts: Iterable[tuple[Sequence[int], str]]) -> None:
+        """`prompts`: all that there are, with their replicas."""
+        expected = FirstBlocks()
+        for keys, replica in prompts:
+            expected.add(keys, replica)
+        assert self._prompts == expected._prompts, f"{self._prompts} is noted of {expected._prompts}"
+
+
 class Reservations:
     """Expected blocks by replica."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
+        self._first_blocks = FirstBlocks()
         self._expected: dict[str, dict[int, _Reservation]] = {}
         self._by_request: dict[int, _Reservation] = {}  # in the order of expiry, as the timeout is one for all
 
@@ -40,6 +70,8 @@ class Reservations:
         assert request_id not in self._by_request, f"request {request_id} has a reservation already"
         mine = _Reservation(request_id, replica, hashes, start, now + self._timeout_s)
         self._by_request[request_id] = mine
+        if start < len(hashes):
+            self._first_blocks.add(hashes, replica)
         self._enter(mine)
 
     def _enter(self, mine: _Reservation) -> None:
@@ -56,6 +88,8 @@ class Reservations:
         if gone is None:
             return
         gone.over = True
+        if gone.start < len(gone.chain):
+            self._first_blocks.remove(gone.chain, gone.replica)
         expected = self._expected[gone.replica]
         for block in gone.chain[gone.start :]:
             if expected.get(block) is gone:
@@ -78,18 +112,27 @@ class Reservations:
     def leave(self, replica: str) -> None:
         """The replica is gone, and with it all that was expected there."""
         self._expected.pop(replica, None)
-        gone = [request_id for request_id, held in self._by_request.items() if held.replica == replica]
-        for request_id in gone:
-            self._by_request.pop(request_id).over = True
+        for gone in [each for each in self._by_request.values() if each.replica == replica]:
+            del self._by_request[gone.request_id]
+            gone.over = True
+            if gone.start < len(gone.chain):
+                self._first_blocks.remove(gone.chain, replica)
 
     def extend(self, held: Mapping[str, int], hashes: Sequence[int]) -> dict[str, int]:
         """Longest prefix that each replica holds or is expected to hold, given what it `held` for sure."""
-        found = dict(held)
-        for replica, expected in self._expected.items():
-            if expected and replica in found:
-                position, end = found[replica], len(hashes)
-                while position < end and (owner := expected.get(hashes[position])) is not None:
-                    position = common_prefix(owner.chain, hashes, position)
+        return {**held, **self.extended(held.get, hashes)}
+
+    def extended(self, held: Callable[[str], int | None], hashes: Sequence[int]) -> dict[str, int]:
+        """The same, only where it is longer than what is held; None: not of interest."""
+        found, end = {}, len(hashes)
+        for replica in self._first_blocks.replicas(hashes):
+            before = position = held(replica)
+            if position is None:
+                continue
+            expected = self._expected[replica]
+            while position < end and (owner := expected.get(hashes[position])) is not None:
+                position = common_prefix(owner.chain, hashes, position)
+            if position != before:
                 found[replica] = position
         return found
 
@@ -102,6 +145,8 @@ class Reservations:
             assert held.request_id == request_id, f"request {held.request_id} stands under {request_id}"
             assert not held.over, f"request {request_id} is over and has a reservation"
             wanted.setdefault(held.replica, set()).update(held.chain[held.start :])
+        alive = self._by_request.values()
+        self._first_blocks.check([(each.chain, each.replica) for each in alive if each.start < len(each.chain)])
         for replica, expected in self._expected.items():
             assert expected.keys() == wanted.get(replica, set()), f"{replica}: expected blocks differ from those wanted"
             strays = [block for block, owner in expected.items() if owner.over or owner.replica != replica]

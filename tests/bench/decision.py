@@ -71,7 +71,7 @@ def match_row(replicas: int, goal: float, name: str, repeats: int) -> Row:
         index.join(f"r{replica}", CAPACITY, closed=True)
         index.add(f"r{replica}", chain[: held(rng, replica)])
     index.add("r0", [rng.getrandbits(64) for _ in range(200_000)])
-    cost = median_us(lambda: index.match(chain), repeats)
+    cost = median_us(lambda: index.lengths(chain), repeats)
     return Row(f"match {BLOCKS:,} blocks, {replicas} replicas: {name}", "us", cost, goal)
 
 
@@ -105,7 +105,7 @@ def idle_cluster(replicas: int) -> RequestFlow:
     flow.adopt(ServedModel(HASHER, ROOT, LIMITS))
     for replica in range(replicas):
         flow.join(description(f"r{replica}"), 0.0)
-        placement.feeds[f"r{replica}"] = FeedStatus.LIVE
+        placement.trust(f"r{replica}", FeedStatus.LIVE)
     return flow
 
 

@@ -203,8 +203,8 @@ class Simulation:
         if chosen is None:
             return False
         replica = self.replicas[chosen]
-        held = self._truth.match(work.arrival.blocks)
-        work.regret_tokens = (max(held.values()) - held[chosen]) * self._block_tokens
+        longest, here = self._truth.longest(work.arrival.blocks, chosen)
+        work.regret_tokens = (longest - here) * self._block_tokens
         self.tally.sent[chosen] += 1
         replica.add(work, self.now)
         self._schedule(replica)

@@ -85,6 +85,14 @@ class Candidate(msgspec.Struct, frozen=True, gc=False, kw_only=True):
         return blocks * prompt.block_size * self.load.prefill_cost.token_s
 
 
+class ManyCandidates(Sequence[Candidate]):
+    """Candidates of a large fleet, each made when somebody asks for it: most have no chance."""
+
+    @abstractmethod
+    def longest(self) -> tuple[int, int]:
+        """The longest expected prefix of those with live events, and the longest held or expected prefix of all."""
+
+
 class Score(msgspec.Struct, frozen=True, gc=False):
     """One candidate as a policy rates it."""
 
@@ -138,6 +146,8 @@ class Policy(ABC):
     predicts_hits: ClassVar[bool] = True
     #: Whether it notices that an engine restarted behind its address. `homing simulate` models routers that do not.
     notices_restarts: ClassVar[bool] = True
+    #: Whether it looks at few candidates, so that `ManyCandidates` are cheaper for it than a list of all.
+    prefers_columns: ClassVar[bool] = False
 
     @abstractmethod
     def consider(self, prompt: Prompt, candidates: Sequence[Candidate], rng: Random) -> Decision:

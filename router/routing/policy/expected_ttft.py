@@ -21,18 +21,22 @@ Replicas whose cost lies within the estimate's own error of the least count as e
 tokens win, then the session's replica, then the fewest requests, then the fewest occupied blocks, then a random draw:
 never the position in a list.
 
-With hundreds of replicas most have no chance: a decision computes the full `Score` only of those that count as equal to
-the best.
+With hundreds of replicas most have no chance: among_many.py takes the same decision by operations on columns.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from math import inf
 from random import Random
+from typing import TYPE_CHECKING
 
 from ..replica_load import ReplicaLoad
-from .base import Candidate, Decision, Policy, Prompt, Score, expected_ttft_s
+from .base import Candidate, Decision, ManyCandidates, Policy, Prompt, Score, expected_ttft_s
+
+if TYPE_CHECKING:
+    from .among_many import Fleet
 
 #: Estimates closer than this are equal: half a millisecond is below the jitter of any step. Not tuned by measurement.
 TIE_S = 0.0005
@@ -58,14 +62,20 @@ RUNNING = 0.03
 MOST_GAPS = 5.0
 SESSIONS_KEPT = 65_536
 
-#: Seconds that others lose, by the replica's load and the tokens that it would have to compute.
-OthersS = Callable[[ReplicaLoad, int], float]
+
+@dataclass(slots=True, frozen=True)
+class Weights:
+    """What a decision counts beside the time to a first token, by how busy the replicas have been."""
+
+    busy: float  #: of a second of work that another replica would have saved
+    running: float  #: of a second of an answer
 
 
 class ExpectedTtft(Policy):
     """Least expected time to first token, cached prefixes and the cost to other requests counted."""
 
     name = "expected-ttft"
+    prefers_columns = True
     #: False: every prompt counts as uncached everywhere.
     sees_cache = True
 
@@ -80,42 +90,36 @@ class ExpectedTtft(Policy):
         self._sessions: OrderedDict[str | None, str] = OrderedDict()
 
     def consider(self, prompt: Prompt, candidates: Sequence[Candidate], rng: Random) -> Decision:
-        total = prompt.tokens
-        counted = [each.uncached_tokens(prompt) if self.sees_cache else total for each in candidates]
-        least = min(counted, default=0)  # what the best holder would have to compute
-        busy_factor = min(self._all_busy, BUSY_LIMIT) / (1 - min(self._each_busy, BUSY_LIMIT))
-        running = min(RUNNING, self._ttft_s / self._answer_s) if self._answer_s else RUNNING
-        pace_s = min([each.load.decode_step_s for each in candidates], default=0.0)
+        return self._consider(prompt, candidates, rng)[0]
 
-        def others_s(load: ReplicaLoad, uncached: int) -> float:
-            cost = load.prefill_cost
-            prefill_s = cost.seconds(total - uncached, uncached)
-            slower_s = load.answer_tokens * (load.decode_step_s - pace_s)
-            answers_s = running * (load.running * prefill_s + slower_s)
-            if uncached == least:
-                return answers_s
-            fresh = (load.free_blocks - load.cached_free_blocks) * prompt.block_size
-            factor = busy_factor if fresh > uncached else busy_factor + EVICTED
-            return answers_s + factor * (prefill_s - cost.seconds(total - least, least))
+    def _consider(
+        self, prompt: Prompt, candidates: Sequence[Candidate], rng: Random
+    ) -> "tuple[Decision, EachCandidate | Fleet]":
+        weights = self._weights()
+        each = partial(EachCandidate, prompt, candidates, weights, self.obstacle, sees_cache=self.sees_cache)
+        if isinstance(candidates, ManyCandidates):
+            from .among_many import Fleet  # numpy takes 15 MB: only where it pays
 
-        equals = self._equals(prompt, candidates, counted, others_s)
-        chosen = _first(equals, self._sessions.get(prompt.session), rng) if equals else None
-        table = partial(self._table, prompt, candidates, counted, others_s)
-        return Decision(self.name, prompt, chosen, table, partial(_why_least, chosen, equals))
+            rated: EachCandidate | Fleet = Fleet(
+                prompt, candidates, weights, holds=self.holds_requests, sees_cache=self.sees_cache
+            )
+        else:
+            rated = each()
+        chosen = rated.choose(self._sessions.get(prompt.session), rng)
+        reason = partial(_why_least, chosen, each)
+        return Decision(self.name, prompt, chosen, lambda: each().table(), reason), rated
+
+    def _weights(self) -> Weights:
+        busy = min(self._all_busy, BUSY_LIMIT) / (1 - min(self._each_busy, BUSY_LIMIT))
+        return Weights(busy, min(RUNNING, self._ttft_s / self._answer_s) if self._answer_s else RUNNING)
 
     def decide(self, prompt: Prompt, candidates: Sequence[Candidate], rng: Random) -> Decision:
-        decision = self.consider(prompt, candidates, rng)
+        decision, rated = self._consider(prompt, candidates, rng)
         if candidates:
-            # Without room for the prompt a replica is as busy: extra work delays all that holds its memory.
-            free = [
-                each
-                for each in candidates
-                if not each.load.queued_prefill_tokens and each.load.spare_blocks + each.used_blocks > prompt.blocks
-            ]
-            none_idle = all(self.obstacle(prompt, candidate) is not None for candidate in free)
+            each_busy, all_busy = rated.busy()
             weight = self._weight(prompt.now)
-            self._each_busy += (1 - len(free) / len(candidates) - self._each_busy) * weight
-            self._all_busy += (none_idle - self._all_busy) * weight
+            self._each_busy += (each_busy - self._each_busy) * weight
+            self._all_busy += (all_busy - self._all_busy) * weight
         if decision.row is None:
             return decision
         ttft_s, load = decision.row.ttft_s, decision.row.candidate.load
@@ -135,44 +139,94 @@ class ExpectedTtft(Policy):
         self._gap_s += (gap_s - self._gap_s) / BUSY_MEMORY
         return min(gap_s / self._gap_s, MOST_GAPS) / BUSY_MEMORY if self._gap_s else 0.0
 
-    def _table(
-        self, prompt: Prompt, candidates: Sequence[Candidate], counted: Sequence[int], others_s: OthersS
-    ) -> list[Score]:
+
+class EachCandidate:
+    """What a prompt would cost on each candidate. `obstacle`: why one cannot be chosen."""
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        candidates: Sequence[Candidate],
+        weights: Weights,
+        obstacle: Callable[[Prompt, Candidate], str | None],
+        *,
+        sees_cache: bool,
+    ) -> None:
+        self._prompt = prompt
+        self._candidates = candidates
+        self._obstacle = obstacle
+        total = prompt.tokens
+        self._uncached = [each.uncached_tokens(prompt) if sees_cache else total for each in candidates]
+        least = min(self._uncached, default=0)  # what the best holder would have to compute
+        pace_s = min([each.load.decode_step_s for each in candidates], default=0.0)
+
+        def others_s(load: ReplicaLoad, uncached: int) -> float:
+            """Seconds that others lose if so many tokens have to be computed there."""
+            cost = load.prefill_cost
+            prefill_s = cost.seconds(total - uncached, uncached)
+            slower_s = load.answer_tokens * (load.decode_step_s - pace_s)
+            answers_s = weights.running * (load.running * prefill_s + slower_s)
+            if uncached == least:
+                return answers_s
+            fresh = (load.free_blocks - load.cached_free_blocks) * prompt.block_size
+            factor = weights.busy if fresh > uncached else weights.busy + EVICTED
+            return answers_s + factor * (prefill_s - cost.seconds(total - least, least))
+
+        self._others_s = others_s
+
+    def choose(self, preferred: str | None, rng: Random) -> Score | None:
+        equals = self.equals()
+        return _first(equals, preferred, rng) if equals else None
+
+    def busy(self) -> tuple[float, bool]:
+        """The share of candidates with queued prefills or no room, and whether none of the others can be chosen."""
+        # Without room for the prompt a replica is as busy: extra work delays all that holds its memory.
+        free = [
+            each
+            for each in self._candidates
+            if not each.load.queued_prefill_tokens and each.load.spare_blocks + each.used_blocks > self._prompt.blocks
+        ]
+        none_idle = all(self._obstacle(self._prompt, candidate) is not None for candidate in free)
+        return 1 - len(free) / len(self._candidates), none_idle
+
+    def table(self) -> list[Score]:
         rows = []
-        for candidate, uncached in zip(candidates, counted, strict=True):
-            ttft_s = expected_ttft_s(prompt, candidate, uncached)
-            lost_s = others_s(candidate.load, uncached)
-            obstacle = self.obstacle(prompt, candidate)
+        for candidate, uncached in zip(self._candidates, self._uncached, strict=True):
+            ttft_s = expected_ttft_s(self._prompt, candidate, uncached)
+            lost_s = self._others_s(candidate.load, uncached)
+            obstacle = self._obstacle(self._prompt, candidate)
             rows.append(Score(candidate, uncached, ttft_s, obstacle, lost_s, ttft_s + lost_s))
         return rows
 
-    def _equals(
-        self, prompt: Prompt, candidates: Sequence[Candidate], counted: Sequence[int], others_s: OthersS
-    ) -> list[Score]:
+    def equals(self) -> list[Score]:
         """The candidates without an obstacle that cost no more than the best, within the estimate's error.
 
         A candidate whose queue alone, or whose TTFT, takes longer than the best cost so far is skipped early.
         """
         found: list[Score] = []
-        now = prompt.now
+        prompt, now = self._prompt, self._prompt.now
         least = limit = inf
-        for candidate, uncached in zip(candidates, counted, strict=True):
+        for candidate, uncached in zip(self._candidates, self._uncached, strict=True):
             load = candidate.load
             if load.queued_prefill_tokens and load.busy_until - now > limit:
                 continue
-            if self.obstacle(prompt, candidate) is not None:
+            if self._obstacle(prompt, candidate) is not None:
                 continue
             ttft_s = expected_ttft_s(prompt, candidate, uncached)
             if ttft_s > limit:
                 continue
-            lost_s = others_s(load, uncached)
+            lost_s = self._others_s(load, uncached)
             cost_s = ttft_s + lost_s
             if cost_s < least:
-                least = cost_s
-                limit = least + min(least * TIE_RATIO, TIE_MOST_S) + TIE_S
+                least, limit = cost_s, cost_limit(cost_s)
             if cost_s <= limit:
                 found.append(Score(candidate, uncached, ttft_s, None, lost_s, cost_s))
         return [row for row in found if row.cost_s <= limit]
+
+
+def cost_limit(least: float) -> float:
+    """Costs up to this one count as equal to the least."""
+    return least + min(least * TIE_RATIO, TIE_MOST_S) + TIE_S
 
 
 def _first(equals: Sequence[Score], preferred: str | None, rng: Random) -> Score:
@@ -192,8 +246,9 @@ def _least(rows: Sequence[Score], ranks: Sequence[int]) -> Sequence[Score]:
     return rows if max(ranks) == best else [row for row, rank in zip(rows, ranks, strict=True) if rank == best]
 
 
-def _why_least(chosen: Score | None, equals: Sequence[Score], usable: Sequence[Score]) -> str:
+def _why_least(chosen: Score | None, each: Callable[[], EachCandidate], usable: Sequence[Score]) -> str:
     assert chosen is not None, "nothing was chosen"
+    equals = each().equals()
     if len(usable) == 1:
         return "the only replica that can take it"
     if len(equals) == 1:

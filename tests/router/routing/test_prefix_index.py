@@ -68,7 +68,11 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(prompt=prompts)
     def match(self, prompt):
-        assert self.index.match(prompt) == {replica: prefix(held, prompt) for replica, held in self.oracle.items()}
+        found = {replica: prefix(held, prompt) for replica, held in self.oracle.items()}
+        assert self.index.match(prompt) == found
+        assert list(self.index.lengths(prompt)) == list(found.values())
+        for replica, length in found.items():
+            assert self.index.longest(prompt, replica) == (max(found.values()), length)
         counts = {replica: len(held & set(prompt)) for replica, held in self.oracle.items()}
         assert self.index.holders(prompt) == {replica: blocks for replica, blocks in counts.items() if blocks}
 

@@ -1,0 +1,135 @@
+"""The decision of expected_ttft.py among hundreds of candidates: the same one, by operations on columns.
+
+Every number is computed by the same operations in the same order as there, so both are equal to the last bit. The wait
+for memory or a slot, which takes an exponential function, is the exception: where there may be one, costs are lower
+bounds at first, and computed as there for those that may still be among the best, the lowest first.
+"""
+
+from collections.abc import Sequence
+from random import Random
+
+import numpy as np
+import numpy.typing as npt
+
+from ..load_columns import CandidateColumns, Flags, Numbers
+from .base import NEGLIGIBLE, ManyCandidates, Prompt, Score, expected_ttft_s
+from .expected_ttft import EVICTED, Weights, cost_limit
+
+Places = npt.NDArray[np.intp]
+
+
+class Fleet:
+    """As `EachCandidate`. `holds`: a replica with a full queue gets no requests."""
+
+    def __init__(
+        self, prompt: Prompt, candidates: ManyCandidates, weights: Weights, *, holds: bool, sees_cache: bool
+    ) -> None:
+        assert isinstance(candidates, CandidateColumns), f"{type(candidates)} has no columns"
+        self._prompt = prompt
+        self._candidates = candidates
+        self._weights = weights
+        self._sees_cache = sees_cache
+        self._used = 0 if candidates.used is None else candidates.used
+        self.obstructed = self._obstructed(holds)
+
+    def _obstructed(self, holds: bool) -> Flags:
+        loads, candidates = self._candidates.loads, self._candidates
+        found: Flags = loads.barred > 0
+        if candidates.excluded:
+            found[list(candidates.excluded)] = True
+        if holds and (queues := loads.queues > 0).any():
+            missing = self._prompt.blocks + 1 - candidates.expected
+            if candidates.stale:
+                missing[candidates.stale] = self._prompt.blocks + 1
+            found |= queues & ((loads.excess_requests > 0) | (loads.free_blocks < missing))
+        return found
+
+    def busy(self) -> tuple[float, bool]:
+        """The share of replicas with queued prefills or no room, and whether none of the others can be chosen."""
+        loads = self._candidates.loads
+        free = (loads.queued == 0) & (loads.spare_blocks + self._used > self._prompt.blocks)
+        count = int(np.count_nonzero(free))
+        return 1 - count / len(free), not bool((free & ~self.obstructed).any())
+
+    def choose(self, preferred: str | None, rng: Random) -> Score | None:
+        """The best candidate; among those that count as equal to it the one that `expected_ttft.py` takes."""
+        uncached = self._uncached()
+        ttft_s, waits = self._ttft_s(uncached)
+        others_s = self._others_s(uncached)
+        equals = self._equals(uncached, ttft_s, waits, others_s)
+        if not len(equals):
+            return None
+        place = self._first(equals, uncached, preferred, rng)
+        ttft, others = float(ttft_s[place]), float(others_s[place])
+        return Score(self._candidates[place], int(uncached[place]), ttft, None, others, ttft + others)
+
+    def _uncached(self) -> Numbers:
+        total = float(self._prompt.tokens)
+        if not self._sees_cache:
+            return np.full(len(self._candidates), total)
+        found: Numbers = np.maximum(total - self._candidates.expected * self._prompt.block_size, 1.0)
+        if self._candidates.stale:
+            found[self._candidates.stale] = total
+        return found
+
+    def _prefill_s(self, uncached: Numbers | float) -> Numbers:
+        loads, cached = self._candidates.loads, self._prompt.tokens - uncached
+        token_s: Numbers = loads.token_s + loads.pair_s * (uncached / 2) + loads.context_s * cached
+        seconds: Numbers = loads.prompt_s + uncached * token_s
+        return seconds
+
+    def _ttft_s(self, uncached: Numbers) -> tuple[Numbers, Flags]:
+        """Seconds until the first token, without the wait for memory or a slot, and where there may be one."""
+        prompt, candidates, loads = self._prompt, self._candidates, self._candidates.loads
+        seconds = self._prefill_s(uncached) + np.maximum(loads.busy_until - prompt.now, 0.0)
+        working = (loads.running > 0) | (loads.spare_blocks <= prompt.blocks)
+        steps = 0.5 + np.ceil((loads.queued + uncached) / loads.max_batched_tokens)
+        steps += (loads.queued > 0) & (candidates.expected > candidates.held)
+        seconds += np.where(working, steps * loads.decode_step_s, 0.0)
+        room = loads.spare_blocks - prompt.blocks
+        roomy = (room > NEGLIGIBLE * loads.uncertain_blocks) & (loads.excess_requests <= 0)
+        return seconds, working & ~roomy
+
+    def _others_s(self, uncached: Numbers) -> Numbers:
+        weights = self._weights
+        prompt, loads, least = self._prompt, self._candidates.loads, float(uncached.min())
+        prefill_s = self._prefill_s(uncached)
+        slower_s = loads.answer_tokens * (loads.decode_step_s - loads.decode_step_s.min())
+        answers_s: Numbers = weights.running * (loads.running * prefill_s + slower_s)
+        if least == uncached.max():
+            return answers_s
+        factor = np.where(loads.unused_blocks * prompt.block_size > uncached, weights.busy, weights.busy + EVICTED)
+        again_s = factor * (prefill_s - self._prefill_s(least))
+        return answers_s + np.where(uncached == least, 0.0, again_s)
+
+    def _equals(self, uncached: Numbers, ttft_s: Numbers, waits: Flags, others_s: Numbers) -> Places:
+        """The candidates without an obstacle that cost no more than the best, within the estimate's error."""
+        cost_s = ttft_s + others_s
+        cost_s[self.obstructed] = np.inf
+        known = np.where(waits, np.inf, cost_s) if waits.any() else cost_s
+        limit = cost_limit(float(known.min()))
+        if known is not cost_s:
+            open_ones = np.flatnonzero(waits & ~self.obstructed & (cost_s <= limit))
+            for place in open_ones[np.argsort(cost_s[open_ones], kind="stable")].tolist():
+                if cost_s[place] > limit:
+                    break
+                ttft_s[place] = expected_ttft_s(self._prompt, self._candidates[place], int(uncached[place]))
+                known[place] = cost = float(ttft_s[place] + others_s[place])
+                limit = min(limit, cost_limit(cost))
+        return np.flatnonzero(known <= limit) if limit < np.inf else np.flatnonzero(known < limit)
+
+    def _first(self, equals: Places, uncached: Numbers, preferred: str | None, rng: Random) -> int:
+        tied, loads, places = _least(equals, uncached), self._candidates.loads, self._candidates.places
+        if preferred is not None and (place := places.get(preferred)) is not None and place in tied:
+            return place
+        tied = _least(_least(tied, loads.requests), loads.occupied_blocks)
+        if len(tied) == 1:
+            return int(tied[0])
+        by_name: Sequence[int] = tied[np.argsort(loads.ranks[tied])].tolist()
+        return rng.choice(by_name)
+
+
+def _least(rows: Places, ranks: Numbers) -> Places:
+    ranks = ranks[rows]
+    best: Places = rows[ranks == ranks.min()]
+    return best
