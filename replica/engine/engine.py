@@ -35,8 +35,10 @@ from ..errors import (
 )
 from ..messages import FinishReason, Generate, PositionLogprobs, Refused, TokenOutput
 from ..structured.guide import Guide, TokenMasks, token_masks
+from .logit_edits import SamplingRow, mask_logits, mover, sampling_row
+from .logprobs import ScoredRow, read, score
 from .request import RequestKey, RequestPhase, RequestState, admit
-from .sampler import Restriction, Sampled, SamplingRow, banned_before, mask_logits, prompt_logprobs, sample
+from .sampler import Restriction, Sampled, sample
 from .scheduler import Drafter, LogitsLayout, ScheduledRow, Scheduler, SchedulerLimits, logits_layout, plan_of_step
 from .step_plan import StepPlan
 from .throughput import SmoothedRates
@@ -98,7 +100,7 @@ class Engine:
     ) -> None:
         """`drafter` proposes tokens, so that one step may draw several; the tokens drawn do not depend on it.
 
-        `mask` does what `sampler.mask_logits` does, on the device of the logits.
+        `mask` does what `logit_edits.mask_logits` does, on the device of the logits.
         """
         self.scheduler = Scheduler(limits, cache, hasher, drafter)
         self.rates = rates
@@ -239,17 +241,14 @@ class Engine:
         restriction = None if masks is None else self._restriction(masks, logits.device)
         samples = iter(sample(logits[:split], sampling, restriction) if split else ())
         drawn = [_confirmed([*islice(samples, 1 + len(row.drafts))], row.drafts) for row in layout.samplers]
-        echoes = _prompt_logprobs(logits[split:], layout)
+        echoes = prompt_rows(layout)
+        scores = read(echoes, score(logits[split:], echoes, logits, mover(logits.device))) if echoes else []
 
         # Before anything of the step is committed: no prefix may contain KV of non-finite logits.
         for row, tokens in zip(layout.samplers, drawn, strict=True):
             if not tokens:
                 self._end_non_finite(row.request, result)
-        for request, values in echoes:
-            if any(math.isnan(value.chosen.logprob) for value in values):
-                self._end_non_finite(request, result)
-            assert request.prompt_logprobs is not None, f"request {request.key} asked for no prompt logprobs"
-            request.prompt_logprobs += values
+        self._echo(layout, scores, result)
         for row, total in pooled:
             if not np.isfinite(total).all():
                 self._end_non_finite(row.request, result)
@@ -316,17 +315,22 @@ class Engine:
         source, request_id = request.key
         result.refused[source].append(Refused(request_id=request_id, reason=error.reason, message=str(error)))
 
-    def _sampling_row(self, request: RequestState, drafts: Sequence[int]) -> SamplingRow:
-        params, generated = request.sampling, request.generated + len(drafts)
-        penalised = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
-        followed = penalised or params.bad_words
-        return SamplingRow(
-            params=params,
-            position=generated,
-            prompt_ids=request.tokens[: request.prompt_tokens] if penalised else (),
-            generated_ids=request.tokens[request.prompt_tokens :] + array("I", drafts) if followed else (),
-            banned_ids=banned_before(params, generated, self._eos_token_ids),
-        )
+    def _echo(self, layout: LogitsLayout, scores: Sequence[PositionLogprobs], result: StepResult) -> None:
+        """Keep a step's prompt logprobs, in the order of `prompt_rows`, until a request's first output carries them.
+
+        A prompt that was preempted computes places anew.
+        """
+        values = iter(scores)
+        for row, positions in layout.prompts:
+            request, found = row.request, [*islice(values, len(positions))]
+            if any(math.isnan(value.chosen.logprob) for value in found):
+                self._end_non_finite(request, result)
+            assert request.prompt_logprobs is not None, f"request {request.key} asked for no prompt logprobs"
+            request.prompt_logprobs[positions[0] + 1 :] = found
+
+    def _sampling_row(self, request: RequestState, drafts: Sequence[int] = ()) -> SamplingRow:
+        tokens = request.tokens + array("I", drafts) if drafts else request.tokens
+        return sampling_row(request.sampling, tokens, request.prompt_tokens, self._eos_token_ids)
 
     def _advance(self, request: RequestState, drawn: Sequence[Sampled], result: StepResult) -> None:
         """Add the drawn tokens, emit an output if one is due, and finish a request that has ended.
@@ -334,7 +338,9 @@ class Engine:
         All tokens but the last matched their drafts, so that their KV is computed.
         """
         first = not request.answered
-        pinned = self.scheduler.pin(request, self._clock()) if first and request.pins else None
+        pinned = 0 if first and request.pins else None
+        if request.pins and request.phase is RequestPhase.RUNNING:  # else preempted in flight: pins with a later token
+            pinned, request.pins = self.scheduler.pin(request, self._clock()), ()
         stop_id = finish_reason = None
         for place, sampled in enumerate(drawn):
             if place:
@@ -414,12 +420,10 @@ def _confirmed(drawn: Sequence[Sampled], drafts: Sequence[int]) -> Sequence[Samp
     return [*takewhile(lambda sampled: sampled.finite, drawn[: right + 1])]
 
 
-def _prompt_logprobs(logits: torch.Tensor, layout: LogitsLayout) -> list[tuple[RequestState, list[PositionLogprobs]]]:
-    found: list[tuple[RequestState, list[PositionLogprobs]]] = []
-    first = 0
-    for row, positions in layout.prompts:
-        request, stop = row.request, first + len(positions)
-        next_ids = request.tokens[positions[0] + 1 : positions[-1] + 2]
-        found.append((request, prompt_logprobs(logits[first:stop], next_ids, request.sampling.prompt_logprobs or 0)))
-        first = stop
-    return found
+def prompt_rows(layout: LogitsLayout) -> list[ScoredRow]:
+    """The prompt logprobs of a step; places count from the first logits that are not drawn from."""
+    wanted = [(row.request, position) for row, positions in layout.prompts for position in positions]
+    return [
+        ScoredRow(place, request.tokens[position + 1], request.sampling.prompt_logprobs or 0)
+        for place, (request, position) in enumerate(wanted)
+    ]

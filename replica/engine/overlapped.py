@@ -4,42 +4,58 @@ It launches a step on the assumption that no request ends, then processes the to
 that turns out to have ended has one row too many in flight, whose token is dropped. Its blocks may be reused at once,
 since the device runs steps in order. Blocks are committed, and events published, when a step has landed.
 
-A grammar's mask depends on the token before it. So a step with guided rows is launched up to its logits; while it runs,
-the previous step lands, guides follow its tokens, and their masks reach the device before the logits are there.
+What some requests change in their logits depends on the tokens before: grammars, penalties, bans. So a step with such
+rows is launched up to its logits; while it runs, the previous step lands, and the `DrawTerms` that follow from its
+tokens reach the device before the logits are there. Logprobs are computed there, too.
 
-Some requests need the host between two steps (penalties, biases, bans, logprobs, embeddings, pins that are due). While
-one of them is running or waiting, all steps run one by one as in `Engine`; so do steps that are to have drafts, because
-only a finished step shows which of them are right.
+While a request for an embedding is running or waiting, all steps run one by one as in `Engine`; so do steps that are to
+have drafts, because only a finished step shows which of them are right.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
 
 from ..errors import RankLost
+from ..messages import PositionLogprobs
 from ..structured.guide import TokenMasks, token_masks
-from .engine import Engine, Executor, StepResult
+from .engine import Engine, Executor, StepResult, prompt_rows
+from .logit_edits import LogitEdits, edits_of, has_edits
+from .logprobs import ScoredRow, scored_rows
 from .request import RequestPhase, RequestState
 from .sampler import Sampled
 from .scheduler import LogitsLayout, ScheduledRow, logits_layout, plan_of_step
 from .step_plan import SlotStart, StepPlan
 
 
+@dataclass(slots=True, frozen=True)
+class DrawTerms:
+    """What the host knows of a step's draw when all tokens before are known; rows are those of the plan's `drawn`."""
+
+    edits: LogitEdits | None = None
+    masks: TokenMasks | None = None
+    scored: Sequence[ScoredRow] = ()  #: drawn tokens whose logprobs are wanted
+    echoed: Sequence[ScoredRow] = ()  #: tokens of prompts; places count from the first logits that are not drawn from
+
+
 class PendingTokens(Protocol):
     def tokens(self) -> list[int | None]:
         """Wait for the step; its tokens in the order of the plan's `drawn`. None: the logits were not finite."""
+
+    def logprobs(self) -> list[PositionLogprobs]:
+        """As the terms of the draw asked for: of the rows scored, then of those echoed."""
 
 
 class AsyncExecutor(Executor, Protocol):
     """An executor that can also start a step without waiting for it."""
 
     def launch(self, plan: StepPlan) -> PendingTokens | None:
-        """Start a plan with slots on all ranks; None: it is masked, and draws with `draw`. Raises RankLost."""
+        """Start a plan with slots on all ranks; None: it is held, and draws with `draw`. Raises RankLost."""
 
-    def draw(self, masks: TokenMasks | None) -> PendingTokens:
-        """Draw the tokens of the masked step that was launched last, in the order of its `drawn`. Raises RankLost."""
+    def draw(self, terms: DrawTerms) -> PendingTokens:
+        """Draw the tokens of the held step that was launched last, in the order of its `drawn`. Raises RankLost."""
 
 
 @dataclass(slots=True)
@@ -47,9 +63,10 @@ class StepInFlight:
     step: int
     rows: list[ScheduledRow]
     preemptions: list[int]  #: of each row's request at launch
-    samplers: list[ScheduledRow]
+    layout: LogitsLayout
     pending: PendingTokens | None  #: None: the step has not drawn yet
     started: float
+    scored: Sequence[ScoredRow] = ()
 
 
 class SlotTable:
@@ -89,21 +106,14 @@ class SlotTable:
         assert len(set(slots)) == len(slots), (self._free, self._held)
 
 
-def needs_host(request: RequestState) -> bool:
-    """Whether a request's next token depends on more than the device knows."""
+def needs_terms(request: RequestState) -> bool:
+    """Whether the draw of a request's next token depends on more than the device knows."""
     params = request.sampling
-    return bool(
-        params.logit_bias
-        or params.allowed_token_ids
-        or params.bad_words
+    return (
+        request.guide is not None
+        or has_edits(params)
         or params.logprobs is not None
-        or params.prompt_logprobs is not None
-        or params.repetition_penalty != 1.0
-        or params.presence_penalty != 0.0
-        or params.frequency_penalty != 0.0
         or request.generated + request.pending < params.min_tokens
-        or (request.pins and not request.answered)
-        or request.embedding is not None
     )
 
 
@@ -123,7 +133,8 @@ class OverlappedEngine(Engine):
 
     def step(self) -> StepResult:
         """Launch the next step and land the previous one, whose result is returned."""
-        alone = any(needs_host(request) for request in self.scheduler.requests()) or self.scheduler.expects_drafts()
+        embeds = any(request.embedding is not None for request in self.scheduler.requests())
+        alone = embeds or self.scheduler.expects_drafts()
         if alone and self._in_flight is None:
             return super().step()
         previous, self._in_flight = self._in_flight, None
@@ -158,13 +169,20 @@ class OverlappedEngine(Engine):
             raise
         except Exception as error:
             return error
-        return StepInFlight(self._steps, rows, preemptions, layout.samplers, pending, started)
+        return StepInFlight(self._steps, rows, preemptions, layout, pending, started)
 
     def _try_draw(self, step: StepInFlight) -> StepInFlight | Exception:
-        """Let a masked step draw, now that guides know the tokens before it; returns the error if that failed."""
+        """Let a held step draw, now that the tokens before it are known; returns the error if that failed."""
+        requests = [row.request for row in step.layout.samplers]
+        step.scored = scored_rows([request.sampling for request in requests])
+        terms = DrawTerms(
+            edits=edits_of([self._sampling_row(request) for request in requests]),
+            masks=token_masks([request.guide for request in requests], self._vocab_size),
+            scored=step.scored,
+            echoed=prompt_rows(step.layout),
+        )
         try:
-            masks = token_masks([row.request.guide for row in step.samplers], self._vocab_size)
-            step.pending = self._launcher.draw(masks)
+            step.pending = self._launcher.draw(terms)
         except RankLost:
             raise
         except Exception as error:
@@ -178,7 +196,7 @@ class OverlappedEngine(Engine):
             plan_of_step(self._steps, rows, layout.logits_at),
             slots=slots,
             drawn=[slot_of[id(row.request)] for row in layout.samplers],
-            masked=any(row.request.guide is not None for row in layout.samplers),
+            held=bool(layout.prompts) or any(needs_terms(row.request) for row in layout.samplers),
             fed=[index for index, row in enumerate(rows) if row.end > len(row.request.tokens)],
             started=[
                 SlotStart(
@@ -198,21 +216,24 @@ class OverlappedEngine(Engine):
         """Process a step's tokens. A step that failed ends its own requests."""
         assert step.pending is not None, f"step {step.step} lands before it has drawn"
         try:
-            tokens = step.pending.tokens()
+            tokens, scores = step.pending.tokens(), step.pending.logprobs()
         except RankLost:
             raise
         except Exception as error:
             self._fail(step.rows, error, result)
             return
         self.failures_in_a_row = 0
-        for row, token in zip(step.samplers, tokens, strict=True):
+        self._echo(step.layout, scores[len(step.scored) :], result)
+        logprobs = {row.place: found for row, found in zip(step.scored, scores, strict=False)}
+        samplers = step.layout.samplers
+        for row, token in zip(samplers, tokens, strict=True):
             if token is None:  # ended before it lands, so that its blocks become no prefix
                 self._end_non_finite(row.request, result)
         for row, preemptions in zip(step.rows, step.preemptions, strict=True):
             self.scheduler.land(row, preemptions)
-        for row, token in zip(step.samplers, tokens, strict=True):
+        for place, (row, token) in enumerate(zip(samplers, tokens, strict=True)):
             if token is not None and row.request.phase is not RequestPhase.FINISHED:  # else ended in flight
-                self._advance(row.request, [Sampled(token, None)], result)
+                self._advance(row.request, [Sampled(token, logprobs.get(place))], result)
         now = self._clock()
         self._measure(step.rows, now - max(step.started, self._landed_at))
         self._landed_at = now

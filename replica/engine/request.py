@@ -198,8 +198,6 @@ class RequestState:
         self.computed = 0
         self.committed_blocks = 0
         self.hidden_sum = None
-        if self.prompt_logprobs is not None and not self.answered:
-            self.prompt_logprobs = [None]
 
     def check(self, block_size: int) -> None:
         name = f"request {self.key}"

@@ -66,8 +66,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     fed: list[int] = []
     #: Slots that get a new request with this step.
     started: list[SlotStart] = []
-    #: Rank 0 draws only when it has masks for the step.
-    masked: bool = False
+    #: Rank 0 draws only when it is told what follows from the tokens of the step before.
+    held: bool = False
 
     def check(self) -> None:
         tokens, rows = len(self.token_ids) // 4, len(self.q_lens)

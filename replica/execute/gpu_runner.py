@@ -5,7 +5,7 @@ a CPU it computes the same. Knows nothing of requests: a plan gives each row's s
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,14 +15,16 @@ import torch
 
 from ..attention.paged import Batch, PagedAttention, to_device
 from ..config import ReplicaSettings, for_device
+from ..engine.logprobs import ScoredRow, Scores, read, score
+from ..engine.overlapped import DrawTerms
 from ..engine.step_plan import StepPlan
 from ..kernels.base import NO_TOKEN, TorchKernels
 from ..kernels.choice import choose_kernels
+from ..messages import PositionLogprobs
 from ..models.base import Model
 from ..models.loading import DTYPES
 from ..parallel.rank_group import RankGroup
 from ..progress import report
-from ..structured.guide import TokenMasks
 from .cuda_graphs import CudaGraphs, EagerSteps, NotCaptured, graph_sizes, padded_size
 from .request_table import RequestTable, TableMirror
 from .runner import CudaMemory, ModelRunner, resolve_device
@@ -31,22 +33,32 @@ log = logging.getLogger(__name__)
 
 
 class DrawnTokens:
-    def __init__(self, tokens: torch.Tensor) -> None:
-        """Start the copy; later steps may overwrite `tokens`."""
+    """The tokens of a step and the logprobs that it was asked for, on their way to the host."""
+
+    def __init__(self, tokens: torch.Tensor, scored: Sequence[tuple[Sequence[ScoredRow], Scores]] = ()) -> None:
+        """Start the copies; later steps may overwrite `tokens`."""
+        self._tokens = _to_host(tokens)
+        self._scored = [(rows, Scores(*map(_to_host, scores))) for rows, scores in scored]
         self._ready: torch.cuda.Event | None = None
-        if tokens.device.type != "cuda":
-            self._tokens = tokens.clone()
-            return
-        self._tokens = torch.empty(len(tokens), dtype=tokens.dtype, pin_memory=True)
-        self._tokens.copy_(tokens, non_blocking=True)
-        self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._ready.record()
+        if tokens.device.type == "cuda":
+            self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._ready.record()
 
     def tokens(self) -> list[int | None]:
         """Wait for the step, and raise its error if it failed. None: the logits were not finite."""
         if self._ready is not None:
             self._ready.synchronize()
         return [None if token == NO_TOKEN else token for token in self._tokens.tolist()]
+
+    def logprobs(self) -> list[PositionLogprobs]:
+        """After `tokens`."""
+        return [found for rows, scores in self._scored for found in read(rows, scores)]
+
+
+def _to_host(x: torch.Tensor) -> torch.Tensor:
+    if x.device.type != "cuda":
+        return x.clone()
+    return torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
 
 
 RunnerLoader = Callable[[ReplicaSettings, Path, int, RankGroup | None], ModelRunner]
@@ -125,8 +137,8 @@ class DecodeStep:
         table.last_tokens.index_copy_(0, rows, tokens.clamp(min=0))  # the next step may run on any token
 
 
-#: Draws the tokens of a launched step, where masks allow them.
-_Draw = Callable[[TokenMasks | None], torch.Tensor]
+#: Draws the tokens of a launched step.
+_Draw = Callable[[DrawTerms], DrawnTokens]
 
 
 @dataclass(slots=True, frozen=True)
@@ -161,7 +173,7 @@ class GpuRunner(ModelRunner):
         self._graphs: EagerSteps = graphs or (CudaGraphs() if self.device.type == "cuda" else EagerSteps())
         self._sizes = graph_sizes(self._most_rows)
         self._state: _DeviceState | None = None
-        #: Draws the tokens of a masked step that was launched.
+        #: Draws the tokens of a held step that was launched.
         self._undrawn: _Draw | None = None
 
     def close(self) -> None:
@@ -208,7 +220,7 @@ class GpuRunner(ModelRunner):
     def launch(self, plan: StepPlan) -> DrawnTokens | None:
         """Start a step whose rows have slots. All ranks must be called with the same plan.
 
-        If the plan is masked, rank 0 returns None: it draws when `draw` is called, before the next launch. Other ranks
+        If the plan is held, rank 0 returns None: it draws when `draw` is called, before the next launch. Other ranks
         wait for its tokens on the device.
         """
         state = self._state
@@ -217,21 +229,40 @@ class GpuRunner(ModelRunner):
         state.table.apply(state.mirror.delta(plan))
         decodes = plan.drawn == plan.slots and plan.q_lens == [1] * len(plan.slots) and not plan.copies
         draw = self._replay(plan, state.decode) if decodes else self._run(plan, state)
-        if plan.masked and (self._group is None or self._group.rank == 0):
+        if plan.held and (self._group is None or self._group.rank == 0):
             self._undrawn = draw
             return None
-        return DrawnTokens(draw(None))
+        return draw(DrawTerms())
 
     @torch.inference_mode()
-    def draw(self, masks: TokenMasks | None) -> DrawnTokens:
-        """Draw the tokens of the step that was launched last, where masks allow them; rows are those of its `drawn`."""
+    def draw(self, terms: DrawTerms) -> DrawnTokens:
+        """Draw the tokens of the step that was launched last."""
         draw, self._undrawn = self._undrawn, None
-        assert draw is not None, "no step waits for its masks"
-        return DrawnTokens(draw(masks))
+        assert draw is not None, "no step waits for its terms"
+        return draw(terms)
 
-    def _restrict(self, logits: torch.Tensor, masks: TokenMasks | None) -> None:
-        if masks is not None:
-            self._kernels.mask(logits, to_device(masks.rows, self.device), to_device(masks.bits, self.device))
+    def _draw(
+        self,
+        logits: torch.Tensor | None,
+        terms: DrawTerms,
+        sample: Callable[[], torch.Tensor],
+        others: torch.Tensor | None = None,
+    ) -> DrawnTokens:
+        """Draw by `sample` from `logits` [rows, vocab] under these terms; `others` are not drawn from."""
+        move = partial(to_device, device=self.device)
+        raw = None
+        if logits is not None:
+            if terms.scored:
+                raw = logits.index_select(0, move(np.array([row.place for row in terms.scored], dtype=np.int64)))
+            if terms.edits is not None:
+                terms.edits.apply(logits, move)
+            if terms.masks is not None:
+                self._kernels.mask(logits, move(terms.masks.rows), move(terms.masks.bits))
+        tokens = sample()
+        wanted = ((terms.scored, raw), (terms.echoed, others))
+        return DrawnTokens(
+            tokens, [(rows, score(x, rows, tokens, move)) for rows, x in wanted if rows and x is not None]
+        )
 
     def _replay(self, plan: StepPlan, decode: DecodeStep) -> _Draw:
         count = len(plan.slots)
@@ -242,13 +273,11 @@ class GpuRunner(ModelRunner):
         decode.rows[:size].copy_(to_device(rows, self.device))
         self._graphs.replay(("compute", size))
 
-        def draw(masks: TokenMasks | None) -> torch.Tensor:
-            if decode.logits is not None:
-                self._restrict(decode.logits, masks)
+        def sample() -> torch.Tensor:
             self._graphs.replay(("draw", size))
             return decode.tokens[:count]
 
-        return draw
+        return lambda terms: self._draw(decode.logits, terms, sample)
 
     def _run(self, plan: StepPlan, state: _DeviceState) -> _Draw:
         """Run a step of any shape, not from a graph."""
@@ -268,16 +297,17 @@ class GpuRunner(ModelRunner):
         lengths = to_device(np.asarray(ragged.kv_lens, dtype=np.int64), self.device)
         table.seq_lens.index_copy_(0, slots, lengths.int())
 
-        def draw(masks: TokenMasks | None) -> torch.Tensor:
+        chosen = None if logits is None else logits[: len(drawn)].float()
+
+        def sample() -> torch.Tensor:
             tokens = torch.zeros(len(drawn), dtype=torch.int64, device=self.device)
             if len(drawn):
-                if logits is not None:
-                    chosen = logits[: len(drawn)].float()
-                    self._restrict(chosen, masks)
+                if chosen is not None:
                     self._kernels.sample(chosen, table.sampling(drawn, table.seq_lens[drawn]), tokens)
                 if self._group is not None:
                     self._group.broadcast(tokens)
                 table.last_tokens.index_copy_(0, drawn, tokens.clamp(min=0))
             return tokens
 
-        return draw
+        others = None if logits is None else logits[len(drawn) :]
+        return lambda terms: self._draw(chosen, terms, sample, others)

@@ -13,7 +13,8 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from ..engine.sampler import SamplingRow, mask_logits, sample
+from ..engine.logit_edits import SamplingRow, mask_logits
+from ..engine.sampler import sample
 from ..messages import SamplingParams
 from ..models.base import AttentionRule, Rotary
 from ..models.spec import ModelSpec
@@ -150,7 +151,7 @@ class TorchKernels:
         return F.silu(gate) * up
 
     def mask(self, logits: torch.Tensor, rows: torch.Tensor, bits: torch.Tensor) -> None:
-        """Set what `bits` does not allow in `rows` of `logits` to -inf, in place, as `sampler.mask_logits`."""
+        """Set what `bits` does not allow in `rows` of `logits` to -inf, in place, as `logit_edits.mask_logits`."""
         mask_logits(logits, rows, bits)
 
     def sample(self, logits: torch.Tensor, inputs: SamplingInputs, out: torch.Tensor) -> None:

@@ -13,7 +13,9 @@ from ...kvcache.config import KvCacheSettings
 from ...kvcache.sizing import MemoryReading, blocks_that_fit, host_kv_bytes, kv_budget_bytes
 from ..config import ReplicaSettings, for_device
 from ..engine.engine import Executor
-from ..engine.sampler import SamplingRow, prompt_logprobs, sample
+from ..engine.logit_edits import SamplingRow
+from ..engine.logprobs import prompt_logprobs
+from ..engine.sampler import sample
 from ..engine.scheduler import PROMPT_LOGPROBS_CHUNK, SchedulerLimits
 from ..engine.step_plan import PlanRow, StepPlan, plan_of_rows
 from ..engine.throughput import SmoothedRates

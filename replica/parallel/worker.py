@@ -16,12 +16,12 @@ import torch
 from ...kvcache.prefix_cache import CachedBlock
 from ...kvcache.sizing import MemoryReading
 from ..config import ReplicaSettings
+from ..engine.overlapped import DrawTerms
 from ..engine.step_plan import StepPlan
 from ..errors import RankLost, StartupError
 from ..execute.gpu_runner import DrawnTokens, GpuRunner, RunnerLoader, load_runner
 from ..execute.runner import ModelRunner, resolve_device
 from ..load.cpu_threads import ThreadTuner, thread_choice
-from ..structured.guide import TokenMasks
 from .rank_group import RankGroup
 from .step_broadcast import ALLOCATE, JOIN_TIMEOUT_S, LAUNCH, READ, STEP, STOP, RankPlace, StepBroadcast, WorkerLink
 
@@ -85,11 +85,11 @@ class RankGroupExecutor:
         self._broadcast.send(LAUNCH, msgspec.msgpack.encode(plan))
         return _run_step(self._runner.launch, plan, rank=0)
 
-    def draw(self, masks: TokenMasks | None) -> DrawnTokens:
-        """Only rank 0 needs the masks. Raises RankLost for any failure: the other ranks wait for its tokens."""
+    def draw(self, terms: DrawTerms) -> DrawnTokens:
+        """Only rank 0 needs the terms. Raises RankLost for any failure: the other ranks wait for its tokens."""
         assert isinstance(self._runner, GpuRunner), type(self._runner)
         try:
-            return self._runner.draw(masks)
+            return self._runner.draw(terms)
         except Exception as error:
             raise RankLost(f"rank 0 could not draw: {error}") from error
 

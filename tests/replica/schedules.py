@@ -21,9 +21,11 @@ from homing.kvcache.hashing import BlockHasher
 from homing.kvcache.prefix_cache import PrefixCache
 from homing.replica.config import ReplicaSettings
 from homing.replica.engine.engine import Engine
-from homing.replica.engine.overlapped import OverlappedEngine
+from homing.replica.engine.logit_edits import SamplingRow, banned_before
+from homing.replica.engine.logprobs import prompt_logprobs
+from homing.replica.engine.overlapped import DrawTerms, OverlappedEngine
 from homing.replica.engine.request import RequestPhase
-from homing.replica.engine.sampler import SamplingRow, banned_before, prompt_logprobs, sample
+from homing.replica.engine.sampler import sample
 from homing.replica.engine.scheduler import Drafter, SchedulerLimits
 from homing.replica.engine.step_plan import StepPlan
 from homing.replica.engine.throughput import SmoothedRates
@@ -111,7 +113,7 @@ def asks_with(samplings: Sequence[str], logprobs: Sequence[int | None]) -> st.Se
     return st.lists(ask, min_size=2, max_size=6)
 
 
-#: Half of the schedules are such that every step can be launched ahead.
+#: Half of the schedules are such that the device draws every step without the host.
 ASKS = asks_with(tuple(ON_DEVICE), (None,)) | asks_with(tuple(SAMPLINGS), (None, 0, 2))
 
 
@@ -155,10 +157,14 @@ class Watched:
         self._watch(plan)
         return self._runner.forward(plan)
 
-    def launch(self, plan: StepPlan) -> DrawnTokens:
+    def launch(self, plan: StepPlan) -> DrawnTokens | None:
         self._watch(plan)
         self._seen["step launched ahead"] += bool(plan.fed)
         return self._runner.launch(plan)
+
+    def draw(self, terms: DrawTerms) -> DrawnTokens:
+        self._seen["step drawn when the one before is known"] += 1
+        return self._runner.draw(terms)
 
     def _watch(self, plan: StepPlan) -> None:
         ends = set(torch.tensor(plan.q_lens).cumsum(0).sub(1).tolist())

@@ -1,7 +1,13 @@
 """The sampler of `replica/engine/sampler.py` on the device: same random numbers per (seed, position), same tokens.
 
-It needs no sort and no softmax over the vocabulary: it finds a filter's floor by bisection over the bits of the scaled
-logits, which are at most 0, so that their bits without the sign are ordered. Sums are in float64, as in the sampler.
+Four launches of a program for each row and block of the vocabulary, each of which reads the logits once and none of
+which sorts: the blocks' maxima; a histogram of the scaled logits; the floor of top-k and top-p, for which the logits in
+the buckets where it may lie are collected; the draw. What one program does for a row after all its blocks is done by the
+last of them to arrive. Sums are in float64, as in the sampler.
+
+Scaled logits are at most 0, so their bits without the sign, their `depth`, are ordered. A token more than
+`BUCKETS / PER_NAT` below the greatest weighs less than 1e-13 of it; where top-k or top-p reach that far, they keep all.
+Rows with more than ENTRIES different logits where the floor may lie are bisected bit by bit.
 """
 
 import torch
@@ -14,6 +20,10 @@ from ..base import NO_TOKEN, SamplingInputs
 #: Levels of the choice within one program, whose sums need no memory.
 LOW_LEVELS = 3
 BLOCK = FAN_OUT**LOW_LEVELS
+#: Of the histogram, and how many of them a difference of 1 takes.
+BUCKETS, PER_NAT = 2048, 64
+#: Different logits of one row that are collected, counted by block.
+ENTRIES = 1024
 
 
 def levels_of(vocab: int) -> int:
@@ -29,22 +39,29 @@ def sample(logits: torch.Tensor, inputs: SamplingInputs, out: torch.Tensor) -> N
     if not rows:
         return
     blocks, levels = triton.cdiv(vocab, BLOCK), levels_of(vocab)
+    device, stride, grid = logits.device, logits.stride(0), (rows, blocks)
     maxima, greatest, floors = (logits.new_empty(rows, width) for width in (blocks, 1, 1))
-    places = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)
-    sums = torch.empty(rows, blocks, dtype=torch.float64, device=logits.device)
-    size = {"BLOCK": BLOCK, "GREEDY": GREEDY_BELOW}
-    stride = logits.stride(0)
-    _block_maxima[(rows, blocks)](logits, maxima, places, vocab, stride, BLOCK=BLOCK)
-    _floors[(rows,)](
-        logits, maxima, places, greatest, floors, out, vocab, stride, blocks,
-        inputs.temperatures, inputs.top_ks, inputs.top_ps, inputs.min_ps,
-        BLOCKS_PAD=triton.next_power_of_2(blocks), NONE=NO_TOKEN, num_warps=8, **size,
+    places = torch.empty(rows, blocks, dtype=torch.int32, device=device)
+    counts = torch.empty(rows, BUCKETS, dtype=torch.int32, device=device)
+    weights = torch.empty(rows, BUCKETS, dtype=torch.float64, device=device)
+    entries = torch.empty(rows, 2, ENTRIES, dtype=torch.int32, device=device)
+    #: Entries collected, programs that have collected, programs that have summed.
+    arrived = torch.empty(rows, 3, dtype=torch.int32, device=device)
+    sums = torch.empty(rows, blocks, dtype=torch.float64, device=device)
+    filters = inputs.temperatures, inputs.top_ks, inputs.top_ps
+    buckets = {"BUCKETS": BUCKETS, "PER_NAT": PER_NAT, "BLOCK": BLOCK}
+    _maxima[grid](logits, maxima, places, counts, weights, arrived, vocab, stride, BUCKETS=BUCKETS, BLOCK=BLOCK)
+    _histogram[grid](
+        logits, maxima, places, greatest, floors, counts, weights, out, vocab, stride, blocks, *filters, inputs.min_ps,
+        BLOCKS_PAD=triton.next_power_of_2(blocks), GREEDY=GREEDY_BELOW, NONE=NO_TOKEN, num_warps=8, **buckets,
     )  # fmt: skip
-    _block_sums[(rows, blocks)](logits, greatest, floors, sums, vocab, stride, inputs.temperatures, **size)
-    _choose[(rows,)](
-        logits, greatest, floors, sums, out, vocab, stride, blocks,
-        inputs.temperatures, inputs.seeds, inputs.positions,
-        LOW=min(LOW_LEVELS, levels), HIGH=max(0, levels - LOW_LEVELS), FAN=FAN_OUT, GREEDY=GREEDY_BELOW,
+    _find_floor[grid](
+        logits, greatest, floors, counts, weights, entries, arrived, vocab, stride, *filters,
+        ENTRIES=ENTRIES, num_warps=8, **buckets,
+    )  # fmt: skip
+    _draw[grid](
+        logits, greatest, floors, sums, arrived, out, vocab, stride, inputs.temperatures, inputs.seeds,
+        inputs.positions, LOW=min(LOW_LEVELS, levels), HIGH=max(0, levels - LOW_LEVELS), FAN=FAN_OUT, BLOCK=BLOCK,
     )  # fmt: skip
 
 
@@ -70,7 +87,10 @@ def _mask(logits, rows, bits, vocab, stride, words, WORDS: tl.constexpr):
 
 
 @triton.jit
-def _block_maxima(logits, maxima, places, vocab, stride, BLOCK: tl.constexpr):
+def _maxima(
+    logits, maxima, places, counts, weights, arrived, vocab, stride, BUCKETS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Each block's greatest logit and its place. The first program of a row also clears what later launches add to."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     i = block * BLOCK + tl.arange(0, BLOCK)
@@ -79,6 +99,12 @@ def _block_maxima(logits, maxima, places, vocab, stride, BLOCK: tl.constexpr):
     values = tl.where(values != values, float("inf"), values)  # a maximum would ignore NaN
     tl.store(maxima + at, tl.max(values, 0))
     tl.store(places + at, block * BLOCK + tl.argmax(values, 0))
+    if block == 0:
+        bucket = row * BUCKETS + tl.arange(0, BUCKETS)
+        tl.store(counts + bucket, tl.zeros([BUCKETS], tl.int32))
+        tl.store(weights + bucket, tl.zeros([BUCKETS], tl.float64))
+        number = tl.arange(0, 4)
+        tl.store(arrived + row * 3 + number, tl.zeros([4], tl.int32), mask=number < 3)
 
 
 @triton.jit
@@ -117,45 +143,142 @@ def _depth_that_holds(
 
 
 @triton.jit
-def _floors(
-    logits, maxima, places, greatest, floors, out, vocab, stride, blocks, temperatures, top_ks, top_ps, min_ps,
-    BLOCKS_PAD: tl.constexpr, BLOCK: tl.constexpr, GREEDY: tl.constexpr, NONE: tl.constexpr,
+def _bucket(scaled, BUCKETS: tl.constexpr, PER_NAT: tl.constexpr):
+    return tl.minimum(-scaled * PER_NAT, BUCKETS - 1).to(tl.int32)
+
+
+@triton.jit
+def _limits(top_k, vocab):
+    return (top_k > 0) & (top_k < vocab)
+
+
+@triton.jit
+def _histogram(
+    logits, maxima, places, greatest, floors, counts, weights, out, vocab, stride, blocks, temperatures, top_ks, top_ps,
+    min_ps, BLOCKS_PAD: tl.constexpr, GREEDY: tl.constexpr, NONE: tl.constexpr, BUCKETS: tl.constexpr,
+    PER_NAT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The tokens of greedy rows and of rows without a finite maximum; for the others the least kept scaled logit."""
+    """The tokens of rows that need no draw; of rows with top-k or top-p, each bucket's number and weight of tokens."""
     row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
     b = tl.arange(0, BLOCKS_PAD)
     maximum = tl.load(maxima + row * blocks + b, mask=b < blocks, other=-float("inf"))
     highest = tl.max(maximum, 0)
-    likeliest = tl.load(places + row * blocks + tl.argmax(maximum, 0)).to(tl.int64)
-    if tl.abs(highest) == float("inf"):
-        tl.store(greatest + row, float("inf"))
-        tl.store(out + row, NONE)
-        return
     temperature = tl.load(temperatures + row)
-    if temperature < GREEDY:
-        tl.store(out + row, likeliest)
+    greedy = temperature < GREEDY
+    top = tl.div_rn(highest, tl.where(greedy, 1.0, temperature))
+    odd = tl.abs(highest) == float("inf")
+    certain = odd | greedy | (tl.abs(top) == float("inf"))
+    if block == 0:
+        likeliest = tl.load(places + row * blocks + tl.argmax(maximum, 0)).to(tl.int64)
+        tl.store(out + row, tl.where(odd, NONE, likeliest), mask=certain)
+        tl.store(greatest + row, tl.where(certain, float("inf"), top))
+        min_p = tl.load(min_ps + row)
+        tl.store(floors + row, tl.where(min_p > 0.0, tl.log(tl.where(min_p > 0.0, min_p, 1.0)), -float("inf")))
+    if certain:
         return
-    top = tl.div_rn(highest, temperature)
-    if tl.abs(top) == float("inf"):  # the likeliest is certain
-        tl.store(greatest + row, float("inf"))
-        tl.store(out + row, likeliest)
+    if (_limits(tl.load(top_ks + row), vocab) == 0) & (tl.load(top_ps + row) >= 1.0):
         return
-    tl.store(greatest + row, top)
+    i = block * BLOCK + tl.arange(0, BLOCK)
+    scaled = _scaled(logits, row, i, i < vocab, stride, temperature, top)
+    weight = tl.exp(scaled).to(tl.float64)
+    bucket = _bucket(scaled, BUCKETS, PER_NAT)
+    near = bucket < BUCKETS - 1
+    at = row * BUCKETS + bucket
+    tl.atomic_add(counts + at, tl.full([BLOCK], 1, tl.int32), mask=near, sem="relaxed")
+    tl.atomic_add(weights + at, weight, mask=near, sem="relaxed")
+    far = tl.sum(tl.where(near, 0.0, weight), 0)  # one sum, as most tokens may be here
+    tl.atomic_add(weights + row * BUCKETS + BUCKETS - 1, far, sem="relaxed")
+
+
+@triton.jit
+def _find_floor(
+    logits, greatest, floors, counts, weights, entries, arrived, vocab, stride, temperatures, top_ks, top_ps,
+    ENTRIES: tl.constexpr, BUCKETS: tl.constexpr, PER_NAT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Collect each different logit of the buckets in which a floor may lie; the last program of a row finds it there."""
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    top = tl.load(greatest + row)
     top_k = tl.load(top_ks + row)
     top_p = tl.load(top_ps + row)
-    min_p = tl.load(min_ps + row)
+    if (top == float("inf")) | ((_limits(top_k, vocab) == 0) & (top_p >= 1.0)):
+        return
+    temperature = tl.load(temperatures + row)
+    bucket = tl.arange(0, BUCKETS)
+    count = tl.load(counts + row * BUCKETS + bucket)
+    weight = tl.load(weights + row * BUCKETS + bucket)
+    last = BUCKETS - 1
+    k_bucket = tl.where(_limits(top_k, vocab), tl.sum((tl.cumsum(count, 0) < top_k).to(tl.int32), 0), last)
+    has_k = k_bucket < last
+    before = tl.sum(tl.where(bucket < k_bucket, weight, 0.0), 0)
+    within = tl.where(has_k, before + tl.sum(tl.where(bucket == k_bucket, weight, 0.0), 0), tl.sum(weight, 0))
+    # Where top-p may lie, as the weight that top-k keeps may be anything between; a little more for rounding.
+    upto = tl.cumsum(weight, 0)
+    p_first = tl.sum((upto < top_p * tl.where(has_k, before, within) * (1 - 1e-12)).to(tl.int32), 0)
+    p_last = tl.minimum(tl.sum((upto < top_p * within * (1 + 1e-12)).to(tl.int32), 0), last - 1)
+    has_p = (p_first < last) & (top_p < 1.0)
+
+    i = block * BLOCK + tl.arange(0, BLOCK)
+    scaled = _scaled(logits, row, i, i < vocab, stride, temperature, top)
+    mine = _bucket(scaled, BUCKETS, PER_NAT)
+    wanted = (has_k & (mine == k_bucket)) | (has_p & (mine >= p_first) & (mine <= p_last))
+    none = tl.full([], 0x7FFFFFFF, tl.int32)
+    left = tl.where(wanted, tl.abs(scaled).to(tl.int32, bitcast=True), none)
+    least = tl.min(left, 0)
+    depths = entries + row * 2 * ENTRIES
+    numbers = depths + ENTRIES
+    place = tl.full([], 0, tl.int32)
+    while (least < none) & (place < ENTRIES):  # a round for each different logit: in bfloat16 there are few
+        place = tl.atomic_add(arrived + row * 3, 1, sem="relaxed")
+        tl.store(depths + place, least, mask=place < ENTRIES)
+        tl.store(numbers + place, tl.sum((left == least).to(tl.int32), 0), mask=place < ENTRIES)
+        left = tl.where(left == least, none, left)
+        least = tl.min(left, 0)
+
+    tl.debug_barrier()
+    if tl.atomic_add(arrived + row * 3 + 1, 1) < tl.num_programs(1) - 1:
+        return
+    collected = tl.atomic_add(arrived + row * 3, 0)
     depth = tl.full([], 0x7F800000, tl.int32)
-    if (top_k > 0) & (top_k < vocab):
-        depth = _depth_that_holds(logits, row, top_k.to(tl.float64), vocab, stride, temperature, top, False, BLOCK)
-    if top_p < 1.0:
-        kept = _held(logits, row, depth, vocab, stride, temperature, top, True, BLOCK)
-        wanted = kept * top_p
-        within = _depth_that_holds(logits, row, wanted, vocab, stride, temperature, top, True, BLOCK)
-        depth = tl.minimum(depth, within)
-    floor = -depth.to(tl.float32, bitcast=True)
-    if min_p > 0.0:
-        floor = tl.maximum(floor, tl.log(min_p))
-    tl.store(floors + row, floor)
+    if collected > ENTRIES:
+        if has_k:
+            depth = _depth_that_holds(logits, row, top_k.to(tl.float64), vocab, stride, temperature, top, False, BLOCK)
+        if top_p < 1.0:
+            kept = _held(logits, row, depth, vocab, stride, temperature, top, True, BLOCK)
+            held = _depth_that_holds(logits, row, kept * top_p, vocab, stride, temperature, top, True, BLOCK)
+            depth = tl.minimum(depth, held)
+    else:
+        e = tl.arange(0, ENTRIES)
+        entry = tl.load(depths + e, mask=e < collected, other=0x7FFFFFFF, cache_modifier=".cg")
+        number = tl.load(numbers + e, mask=e < collected, other=0, cache_modifier=".cg")
+        minus = tl.where(e < collected, -entry.to(tl.float32, bitcast=True), 0.0)
+        its = _bucket(minus, BUCKETS, PER_NAT)
+        weighs = number * tl.exp(minus).to(tl.float64)
+        if has_k:
+            shallower = tl.sum(tl.where(bucket < k_bucket, count, 0), 0)
+            of_k = its == k_bucket
+            depth = _least_entry(entry, tl.where(of_k, number, 0).to(tl.float64), (top_k - shallower).to(tl.float64))
+            within = before + tl.sum(tl.where(of_k & (entry <= depth), weighs, 0.0), 0)
+        if has_p:
+            nearer = tl.sum(tl.where(bucket < p_first, weight, 0.0), 0)
+            of_p = (its >= p_first) & (its <= p_last)
+            held = _least_entry(entry, tl.where(of_p, weighs, 0.0), top_p * within - nearer)
+            depth = tl.minimum(depth, held)
+    tl.store(floors + row, tl.maximum(tl.load(floors + row), -depth.to(tl.float32, bitcast=True)))
+
+
+@triton.jit
+def _least_entry(entries, values, wanted):
+    """The least entry such that the values of all entries up to it sum to `wanted`; +inf's bits if there is none."""
+    low = tl.full([], 0, tl.int32)
+    high = tl.full([], 0x7F800000, tl.int32)
+    for _ in range(31):
+        middle = low + (high - low) // 2
+        enough = tl.sum(tl.where(entries <= middle, values, 0.0), 0) >= wanted
+        high = tl.where(enough, middle, high)
+        low = tl.where(enough, low, tl.minimum(middle + 1, high))
+    return high
 
 
 @triton.jit
@@ -163,21 +286,6 @@ def _weights(logits, row, i, vocab, stride, temperature, greatest, floor):
     """The weight of each token in the draw, float64; 0 for tokens that are filtered out."""
     scaled = _scaled(logits, row, i, i < vocab, stride, temperature, greatest)
     return tl.where((i < vocab) & (scaled >= floor), tl.exp(scaled), 0.0).to(tl.float64)
-
-
-@triton.jit
-def _block_sums(logits, greatest, floors, sums, vocab, stride, temperatures, BLOCK: tl.constexpr, GREEDY: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1)
-    temperature = tl.load(temperatures + row)
-    if temperature < GREEDY:
-        return
-    top = tl.load(greatest + row)
-    if top == float("inf"):
-        return
-    i = block * BLOCK + tl.arange(0, BLOCK)
-    weights = _weights(logits, row, i, vocab, stride, temperature, top, tl.load(floors + row))
-    tl.store(sums + row * tl.num_programs(1) + block, tl.sum(weights, 0))
 
 
 @triton.jit
@@ -206,26 +314,31 @@ def _members(chosen, FAN: tl.constexpr, SPAN: tl.constexpr):
 
 
 @triton.jit
-def _choose(
-    logits, greatest, floors, sums, out, vocab, stride, blocks, temperatures, seeds, positions, LOW: tl.constexpr,
-    HIGH: tl.constexpr, FAN: tl.constexpr, GREEDY: tl.constexpr,
+def _draw(
+    logits, greatest, floors, sums, arrived, out, vocab, stride, temperatures, seeds, positions, LOW: tl.constexpr,
+    HIGH: tl.constexpr, FAN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Choose from the top level down: first among blocks by their sums, then inside one block from its logits."""
+    """Sum the block's weights. The last program of a row chooses from the top level down: a block, then inside it."""
     row = tl.program_id(0).to(tl.int64)
-    temperature = tl.load(temperatures + row)
-    if temperature < GREEDY:
-        return
+    block = tl.program_id(1)
+    blocks = tl.num_programs(1)
     top = tl.load(greatest + row)
     if top == float("inf"):
+        return
+    temperature = tl.load(temperatures + row)
+    floor = tl.load(floors + row)
+    i = block * BLOCK + tl.arange(0, BLOCK)
+    tl.store(sums + row * blocks + block, tl.sum(_weights(logits, row, i, vocab, stride, temperature, top, floor), 0))
+    tl.debug_barrier()
+    if tl.atomic_add(arrived + row * 3 + 2, 1) < blocks - 1:
         return
     seed = tl.load(seeds + row)
     position = tl.load(positions + row)
     chosen = tl.full([], 0, tl.int32)
     for level in tl.static_range(HIGH):
         i = _members(chosen, FAN, FAN ** (HIGH - 1 - level))
-        weights = tl.sum(tl.load(sums + row * blocks + i, mask=i < blocks, other=0.0), 1)
-        chosen = chosen * FAN + _pick(weights, _uniform(seed, position, level))
-    floor = tl.load(floors + row)
+        each = tl.load(sums + row * blocks + i, mask=i < blocks, other=0.0, cache_modifier=".cg")
+        chosen = chosen * FAN + _pick(tl.sum(each, 1), _uniform(seed, position, level))
     for level in tl.static_range(LOW):
         i = _members(chosen, FAN, FAN ** (LOW - 1 - level))
         weights = tl.sum(_weights(logits, row, i, vocab, stride, temperature, top, floor), 1)

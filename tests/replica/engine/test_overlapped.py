@@ -1,9 +1,11 @@
 """Steps launched ahead give the tokens of steps run one by one, whatever the schedule, and leave nothing behind."""
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -17,7 +19,8 @@ from homing.kvcache.pins import PinLimits
 from homing.kvcache.prefix_cache import PrefixCache
 from homing.replica.config import ReplicaSettings
 from homing.replica.engine.engine import Engine, StepResult
-from homing.replica.engine.overlapped import OverlappedEngine, SlotTable
+from homing.replica.engine.logprobs import read, score
+from homing.replica.engine.overlapped import DrawTerms, OverlappedEngine, SlotTable
 from homing.replica.engine.request import RequestPhase
 from homing.replica.engine.scheduler import Drafter, SchedulerLimits
 from homing.replica.engine.step_plan import StepPlan
@@ -25,8 +28,7 @@ from homing.replica.engine.throughput import SmoothedRates
 from homing.replica.execute.cuda_graphs import NotCaptured
 from homing.replica.execute.gpu_runner import GpuRunner
 from homing.replica.execute.runner import ModelRunner
-from homing.replica.messages import Constraint, Pin, TokenOutput
-from homing.replica.structured.guide import TokenMasks
+from homing.replica.messages import Constraint, Pin, PositionLogprobs, TokenOutput
 
 from ..fakes import VOCAB, FakeClock, FakeExecutor, FakeModel, Guesses, generate, request_state, undisturbed
 
@@ -40,11 +42,15 @@ class FakeLaunched:
 
     values: list[int | None]
     error: Exception | None = None
+    scores: list[PositionLogprobs] = field(default_factory=list)
 
     def tokens(self) -> list[int | None]:
         if self.error is not None:
             raise self.error
         return self.values
+
+    def logprobs(self) -> list[PositionLogprobs]:
+        return self.scores
 
 
 @dataclass
@@ -54,26 +60,44 @@ class FakeLauncher(FakeExecutor):
     last: dict[int, int] = field(default_factory=dict)
     fail_landing: int = 0
     fail_drawing: int = 0
-    undrawn: FakeLaunched | None = None
-    #: The masks of each step that waited for them.
-    masks: list[TokenMasks | None] = field(default_factory=list)
+    undrawn: tuple[list[int], list[int]] | None = None
+    #: Of each step that waited for them.
+    terms: list[DrawTerms] = field(default_factory=list)
 
     def launch(self, plan: StepPlan) -> FakeLaunched | None:
-        launched = self._launch(plan)
-        if not plan.masked:
-            return launched
-        self.undrawn = launched
-        return None
+        followers = self._launch(plan)
+        if plan.held:
+            self.undrawn = followers, plan.drawn
+            return None
+        return self._draw(followers, plan.drawn, DrawTerms())
 
-    def draw(self, masks: TokenMasks | None) -> FakeLaunched:
-        self.masks.append(masks)
+    def draw(self, terms: DrawTerms) -> FakeLaunched:
+        self.terms.append(terms)
         if self.fail_drawing:
             self.fail_drawing -= 1
             raise self.error("the fake device cannot draw as it was told to")
-        assert self.undrawn is not None, "no step waits for its masks"
-        return self.undrawn
+        assert self.undrawn is not None, "no step waits for its terms"
+        return self._draw(*self.undrawn, terms)
 
-    def _launch(self, plan: StepPlan) -> FakeLaunched:
+    def _draw(self, followers: list[int], slots: list[int], terms: DrawTerms) -> FakeLaunched:
+        logits = torch.zeros(len(followers), VOCAB)
+        logits[torch.arange(len(followers)), torch.tensor(followers, dtype=torch.int64)] = 10.0
+        edited = logits[: len(slots)].clone()
+        if terms.edits is not None:
+            terms.edits.apply(edited, torch.from_numpy)
+        tokens = edited.argmax(-1)
+        self.last.update(zip(slots, tokens.tolist(), strict=True))
+        if self.fail_landing:
+            self.fail_landing -= 1
+            return FakeLaunched([], self.error("the fake device fails as it was told to"))
+        scores = []
+        for rows, first in ((terms.scored, 0), (terms.echoed, len(slots))):
+            if rows:
+                places = [first + row.place for row in rows]
+                scores += read(rows, score(logits[places], rows, tokens, torch.from_numpy))
+        return FakeLaunched(tokens.tolist(), scores=scores)
+
+    def _launch(self, plan: StepPlan) -> list[int]:
         if self.fail_next:
             self.fail_next -= 1
             raise self.error("the fake model fails as it was told to")
@@ -83,13 +107,7 @@ class FakeLauncher(FakeExecutor):
         ends = torch.tensor(plan.q_lens).cumsum(0) - 1
         for row in plan.fed:
             tokens[ends[row]] = self.last[plan.slots[row]]
-        followers = self.model.run(msgspec.structs.replace(plan, token_ids=tokens.numpy().tobytes()))
-        drawn = followers[: len(plan.drawn)]
-        self.last.update(zip(plan.drawn, drawn, strict=True))
-        if self.fail_landing:
-            self.fail_landing -= 1
-            return FakeLaunched([], self.error("the fake device fails as it was told to"))
-        return FakeLaunched(drawn)
+        return self.model.run(msgspec.structs.replace(plan, token_ids=tokens.numpy().tobytes()))
 
 
 @dataclass
@@ -260,25 +278,49 @@ def test_failed_step_ends_its_requests_alone(rig, where):
 
 
 @pytest.mark.parametrize(
-    ("restriction", "wanted"),
+    ("asked", "wanted"),
     [
         ({"logit_bias": {7: 100.0}}, [7, 7, 7]),
         ({"allowed_token_ids": (7,)}, [7, 7, 7]),
         ({"logit_bias": {7: 100.0, 8: 99.0}, "bad_words": ((7, 7),)}, [7, 8, 7]),
+        ({"logit_bias": {7: 100.0, 8: 99.0, 9: 98.0}, "presence_penalty": 3.0}, [7, 8, 9]),
+        ({"logit_bias": {EOS: 100.0, 8: 90.0}, "min_tokens": 3, "ignore_eos": False}, [8, 8, 8]),
     ],
+    ids=str,
 )
-def test_request_that_needs_the_host_makes_steps_plain_while_it_lives(rig, restriction, wanted):
-    """Penalties read the token that is still on the device; others go on with what they have."""
+def test_what_depends_on_the_tokens_before_is_known_when_a_step_draws(rig, asked, wanted):
+    """Steps are launched ahead all the same, and others in them draw as ever."""
     rig.add(1, [1, 2, 3], max_tokens=12, ignore_eos=True)
     for _ in range(3):
         rig.step()
-    rig.add(2, [4, 5], max_tokens=3, ignore_eos=True, **restriction)
+    rig.add(2, [4, 5], **({"max_tokens": 3, "ignore_eos": True} | asked))
 
     rig.run()
 
     assert rig.tokens(1) == undisturbed([1, 2, 3], 12)
-    assert rig.tokens(2) == wanted
-    assert [bool(plan.slots) for plan in rig.launcher.model.plans].count(False) == 3
+    assert rig.tokens(2)[:3] == wanted
+    assert all(plan.slots for plan in rig.launcher.model.plans)
+    assert [bool(plan.fed) for plan in rig.launcher.model.plans].count(False) <= 1
+
+
+def test_logprobs_come_with_their_tokens():
+    """Of drawn tokens and of a prompt in chunks, beside a request that asks for none."""
+    rig = Rig(budget=16, blocks=48)
+    rig.add(1, [1, 2, 3], max_tokens=4, ignore_eos=True, logprobs=2)
+    rig.add(2, [5] * 40, max_tokens=2, ignore_eos=True, prompt_logprobs=0)
+    rig.add(3, [1, 2], max_tokens=4, ignore_eos=True)
+
+    rig.run()
+
+    scored = [entry for output in rig.outputs[1] for entry in output.logprobs or ()]
+    assert [entry.chosen.token_id for entry in scored] == rig.tokens(1) == undisturbed([1, 2, 3], 4)
+    assert [len(entry.top) for entry in scored] == [2] * 4
+    assert scored[0].chosen.logprob == pytest.approx(-math.log1p((VOCAB - 1) * math.exp(-10)), rel=1e-4)
+    echoed = rig.outputs[2][0].prompt_logprobs
+    assert echoed is not None
+    assert [entry and entry.chosen.token_id for entry in echoed] == [None, *[5] * 39]
+    assert not any(output.logprobs or output.prompt_logprobs for output in rig.outputs[3])
+    assert all(plan.slots for plan in rig.launcher.model.plans)
 
 
 def test_who_comes_while_the_last_chunk_of_its_prefix_is_in_flight_waits_for_it():
@@ -338,7 +380,7 @@ REQUEST = st.tuples(
 def test_whatever_the_schedule_everybody_gets_the_tokens_of_an_undisturbed_run(
     requests, blocks, block_size, budget, running, worth_waiting, guesses
 ):
-    """Chunks, hits, waits, preemption of rows in flight, aborts, drafts and steps that need the host, in any order."""
+    """Chunks, hits, waits, preemption of rows in flight, aborts, drafts and what a draw waits for, in any order."""
     rig = Rig(blocks, block_size, budget, running, worth_waiting, guesses)
     expected: dict[int, list[int]] = {}
     aborted: dict[int, list[int]] = {}
@@ -349,9 +391,11 @@ def test_whatever_the_schedule_everybody_gets_the_tokens_of_an_undisturbed_run(
         for _ in range(steps_before):
             rig.step()
         rig.engine.abort("a", aborted)
-        bias = {"biased": {"logit_bias": {200 % VOCAB: 0.0}}, "echo": {"prompt_logprobs": 0}}.get(kind, {})
+        bias = {"biased": {"logit_bias": {200 % VOCAB: 0.0}}, "echo": {"prompt_logprobs": 0, "logprobs": 1}}.get(
+            kind, {}
+        )
         pins = (Pin(tenant=b"t" * 16, num_tokens=len(prompt), ttl_s=60.0),) if kind == "pinned" else ()
-        rig.add(number, prompt, max_tokens=max_tokens, ignore_eos=True, pins=pins, **bias)
+        rig.add(number, prompt, max_tokens=max_tokens, ignore_eos=True, pins=pins, **bias.get(kind, {}))
         (aborted if kind == "aborted" else expected)[number] = undisturbed(prompt, max_tokens)
 
     rig.run()
@@ -396,7 +440,7 @@ def test_a_mask_is_filled_when_its_guide_knows_all_tokens_before_it() -> None:
     assert rig.tokens(1) == guide.followed == undisturbed([1, 2, 3], 6)
     assert rig.tokens(2) == undisturbed([4, 5], 9)
     assert guide.filled_after == list(range(6))
-    assert [masks.rows.tolist() for masks in rig.launcher.masks if masks] == [[1]] * 6
+    assert [terms.masks.rows.tolist() for terms in rig.launcher.terms if terms.masks] == [[1]] * 6
 
 
 def test_a_step_that_cannot_draw_ends_its_own_requests_alone() -> None:
@@ -415,11 +459,14 @@ def test_a_step_that_cannot_draw_ends_its_own_requests_alone() -> None:
 
 # With a real model.
 
-SAMPLINGS: list[dict[str, float]] = [
+SAMPLINGS: list[dict[str, Any]] = [
     {},
     {"temperature": 1.0, "seed": 5},
     {"temperature": 0.8, "seed": 1 << 63, "top_p": 0.9, "top_k": 20},
     {"temperature": 1.3, "seed": 9, "min_p": 0.05},
+    {"temperature": 0.0, "repetition_penalty": 1.4, "min_tokens": 3, "logprobs": 2},
+    {"temperature": 1.0, "seed": 3, "presence_penalty": 0.6, "logit_bias": {5: 2.0, 9: -4.0}, "prompt_logprobs": 1},
+    {"temperature": 1.0, "seed": 4, "frequency_penalty": 0.4, "bad_words": ((7, 8), (9,)), "logprobs": 0},
 ]
 
 
@@ -450,11 +497,13 @@ def answers(kind: type[Engine], runner: ModelRunner, prompts: Sequence[Sequence[
         rates=SmoothedRates(1000.0, 0.01),
         epoch=1,
     )
-    found: dict[int, list[int]] = defaultdict(list)
+    found: dict[int, list[Any]] = defaultdict(list)
 
     def step() -> None:
         for output in engine.step().outputs["a"]:
             found[output.request_id] += output.token_ids
+            told = [*(output.logprobs or ()), *(entry for entry in output.prompt_logprobs or () if entry)]
+            found[output.request_id] += [(entry.chosen.token_id, len(entry.top)) for entry in told]
         engine.scheduler.check()
 
     for number, prompt in enumerate(prompts):

@@ -31,7 +31,7 @@ def test_a_request_that_lost_its_blocks_starts_over_but_keeps_its_tokens() -> No
     request.rewind()
 
     assert (request.computed, request.blocks, list(request.tokens)) == (0, [], [1, 2, 3, 4])
-    assert request.prompt_logprobs == [None], "they are collected again with the prompt"
+    assert request.prompt_logprobs == [None, None], "what is known stays true"
     request.check(hasher.block_size)
 
 

@@ -8,16 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from homing.replica.engine.sampler import (
-    Restriction,
-    SamplingRow,
-    banned_before,
-    mask_logits,
-    philox,
-    prompt_logprobs,
-    sample,
-    uniforms,
-)
+from homing.replica.engine.logit_edits import SamplingRow, banned_before, mask_logits
+from homing.replica.engine.logprobs import prompt_logprobs
+from homing.replica.engine.sampler import Restriction, philox, sample, uniforms
 from homing.replica.messages import SamplingParams
 
 torch.set_num_threads(1)
