@@ -130,6 +130,17 @@ class PagedStep:
     kv_lens: list[int]
 
 
+@dataclass(slots=True, frozen=True)
+class MixedStep:
+    """A padded step: both kinds of attention run over all tokens, and each token takes the result of its own."""
+
+    slots: torch.Tensor  #: [T] int64
+    tables: torch.Tensor  #: [T, pages]
+    seq_lens: torch.Tensor  #: [T] int32, 0 for tokens that are no decodes
+    prompts: PagedStep
+    of_prompts: torch.Tensor  #: [T] bool
+
+
 class PagedAttention:
     """`models.base.QkvAttend` over kernels.
 
@@ -140,6 +151,7 @@ class PagedAttention:
         self._pool = pool
         self._kernels = kernels
         self._step: PagedStep | None = None
+        self._mixed: MixedStep | None = None
         self._plans: dict[Any, Any] = {}
 
     def begin(self, batch: Batch) -> None:
@@ -158,6 +170,35 @@ class PagedAttention:
         """
         self._start(PagedStep(slots, tables, seq_lens, len(seq_lens), None, [], []))
 
+    @property
+    def mixes(self) -> bool:
+        """Whether `begin_mixed` may be called: other backends read lengths on the host."""
+        return type(self) is PagedAttention
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self._pool.keys[0].device
+        return device
+
+    def begin_mixed(
+        self,
+        slots: torch.Tensor,
+        tables: torch.Tensor,
+        seq_lens: torch.Tensor,
+        prompt_tables: torch.Tensor,
+        prompt_lens: torch.Tensor,
+        first_queries: torch.Tensor,
+        of_prompts: torch.Tensor,
+    ) -> None:
+        """Start a step of decodes, prompts and padding; nothing is read on the host.
+
+        slots, tables, seq_lens, of_prompts: of each token; seq_lens are 0 for what is no decode. The others are of
+        prompts, whose queries follow those of the decodes; for these the first row stands, which reads the null block.
+        """
+        prompts = PagedStep(slots, prompt_tables, prompt_lens, 0, first_queries, [], [])
+        self._step, self._mixed = None, MixedStep(slots, tables, seq_lens, prompts, of_prompts)
+        self._plans.clear()
+
     def __call__(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: AttentionRule
     ) -> torch.Tensor:
@@ -171,16 +212,23 @@ class PagedAttention:
         return self._read(layer, self._kernels.rotate_and_store(qkv, rotary, step.slots, *pages), rule, step)
 
     def _start(self, step: PagedStep) -> None:
-        self._step = step
+        self._step, self._mixed = step, None
         self._plans.clear()
 
-    def _current(self) -> PagedStep:
-        assert self._step is not None, "attention was called before begin"
-        return self._step
+    def _current(self) -> PagedStep | MixedStep:
+        step = self._step or self._mixed
+        assert step is not None, "attention was called before begin"
+        return step
 
-    def _read(self, layer: int, q: torch.Tensor, rule: AttentionRule, step: PagedStep) -> torch.Tensor:
+    def _read(self, layer: int, q: torch.Tensor, rule: AttentionRule, step: PagedStep | MixedStep) -> torch.Tensor:
         keys, values = self._pool.keys[layer], self._pool.values[layer]
         out = q.new_empty(q.shape[0], q.shape[1], values.shape[3])
+        if isinstance(step, MixedStep):
+            rows = PagedRows(keys, values, step.prompts.tables, step.prompts.seq_lens)
+            self._prefill(q, rows, step.prompts, rule, out)
+            decoded = torch.empty_like(out)
+            self._decode(q, PagedRows(keys, values, step.tables, step.seq_lens), rule, decoded)
+            return torch.where(step.of_prompts[:, None, None], out, decoded)  # which are 0 for padding
         split = step.decodes
         if split:
             rows = PagedRows(keys, values, step.tables[:split], step.seq_lens[:split])

@@ -97,8 +97,8 @@ def edits_of(rows: Sequence[SamplingRow]) -> LogitEdits | None:
     found: list[list[tuple[int, Int64s, npt.NDArray[np.float64]]]] = [[] for _ in _Kind]
     for index, row in enumerate(rows):
         if has_edits(row.params) or len(row.banned_ids):
-            for kind, tokens, numbers in _edits_of_row(row):
-                found[kind].append((index, tokens, numbers))
+            for kind, tokens, each in _edits_of_row(row):
+                found[kind].append((index, tokens, each))
     parts = [part for kind in found for part in kind]
     if not parts:
         return None
@@ -106,7 +106,8 @@ def edits_of(rows: Sequence[SamplingRow]) -> LogitEdits | None:
     places = np.empty((2, sum(counts)), dtype=np.int64)
     places[0] = np.repeat([index for index, _, _ in parts], [len(tokens) for _, tokens, _ in parts])
     places[1] = np.concatenate([tokens for _, tokens, _ in parts])
-    numbers = np.concatenate([each for _, _, each in parts]).clip(-GREATEST, GREATEST).astype(np.float32)
+    exact = np.concatenate([each for _, _, each in parts])
+    numbers: Float32s = np.clip(exact, -GREATEST, GREATEST).astype(np.float32)
     limited = np.array([index for index, _, _ in found[_Kind.ALLOWED]], dtype=np.int64)
     return LogitEdits(places, numbers, tuple(np.cumsum(counts).tolist()), limited)
 
@@ -118,7 +119,7 @@ def _edits_of_row(row: SamplingRow) -> Iterator[tuple[_Kind, Int64s, npt.NDArray
         yield _Kind.REPEATED, seen, np.full(len(seen), max(params.repetition_penalty, _TINY))
     if params.presence_penalty or params.frequency_penalty:
         generated, counts = np.unique(generated_ids, return_counts=True)
-        yield _Kind.PENALISED, generated, params.presence_penalty + params.frequency_penalty * counts
+        yield _Kind.PENALISED, generated, params.presence_penalty + params.frequency_penalty * counts.astype(np.float64)
     if params.logit_bias:
         yield _Kind.BIASED, _ids(params.logit_bias), np.array(list(params.logit_bias.values()), dtype=np.float64)
     if params.allowed_token_ids:

@@ -1,4 +1,4 @@
-"""Whole decode steps as CUDA graphs, one per padded batch size; other devices call the same steps.
+"""Whole steps as CUDA graphs, one per padded size; other devices call the same steps.
 
 A captured step is a function without arguments whose tensors keep their addresses: its inputs are written before it is
 replayed. Which size a batch gets is pure.
@@ -7,7 +7,7 @@ replayed. Which size a batch gets is pure.
 import gc
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -29,7 +29,10 @@ class NotCaptured(Exception):  # noqa: N818
 
 
 class EagerSteps:
-    """Parts of decode steps by name and batch size, replayed by calling them."""
+    """Parts of steps by name and size, replayed by calling them."""
+
+    #: Whether a replay costs so much less than calls that steps with prompts are worth padding, too.
+    pads_mixed: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._replays: dict[Hashable, Callable[[], None]] = {}
@@ -47,10 +50,12 @@ class EagerSteps:
 
 
 class CudaGraphs(EagerSteps):
-    """Parts of decode steps as CUDA graphs that share one stream and one memory pool. Not run on a GPU yet.
+    """Parts of steps as CUDA graphs that share one stream and one memory pool. Not run on a GPU yet.
 
     torch reuses the memory of a pool only for captures on the same stream, and gives each stream cuBLAS workspace.
     """
+
+    pads_mixed: ClassVar[bool] = True
 
     def __init__(self, cuda: Any = torch.cuda) -> None:
         """`cuda`: torch.cuda, or a stand-in."""

@@ -1,12 +1,12 @@
 """A runner that launches steps without waiting: the device draws the tokens and feeds them to the next step.
 
-Steps that only decode are replayed from graphs at padded sizes; others run eagerly on the same state. Made for GPUs; on
-a CPU it computes the same. Knows nothing of requests: a plan gives each row's slot.
+Steps of decodes and short prompts are replayed from graphs at padded sizes; others run eagerly on the same state. Made
+for GPUs; on a CPU it computes the same. Knows nothing of requests: a plan gives each row's slot.
 """
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from ..attention.paged import Batch, PagedAttention, to_device
 from ..config import ReplicaSettings, for_device
 from ..engine.logprobs import ScoredRow, Scores, read, score
 from ..engine.overlapped import DrawTerms
-from ..engine.step_plan import StepPlan
+from ..engine.step_plan import RaggedBatch, StepPlan
 from ..kernels.base import NO_TOKEN, TorchKernels
 from ..kernels.choice import choose_kernels
 from ..messages import PositionLogprobs
@@ -26,6 +26,8 @@ from ..models.loading import DTYPES
 from ..parallel.rank_group import RankGroup
 from ..progress import report
 from .cuda_graphs import CudaGraphs, EagerSteps, NotCaptured, graph_sizes, padded_size
+from .mixed_step import SIZES as MIXED_SIZES
+from .mixed_step import MixedStep, fits
 from .request_table import RequestTable, TableMirror
 from .runner import CudaMemory, ModelRunner, resolve_device
 
@@ -149,6 +151,7 @@ class _DeviceState:
     table: RequestTable
     mirror: TableMirror
     decode: DecodeStep
+    mixed: MixedStep | None  #: None: steps with prompts are not captured
 
 
 class GpuRunner(ModelRunner):
@@ -197,24 +200,33 @@ class GpuRunner(ModelRunner):
             block_size=self.block_size,
             group=self._group,
         )
-        self._state = _DeviceState(self._attention, table, TableMirror(self.block_size), decode)
-        problem = self._model.uncapturable
-        if problem is None:
-            try:
-                for done, size in enumerate(reversed(self._sizes)):  # the largest first: the others fit into its memory
-                    report("capturing graphs", done, len(self._sizes))
-                    self._graphs.capture(("compute", size), partial(decode.compute, size))
-                    self._graphs.capture(("draw", size), partial(decode.draw, size))
-                log.info("graphs_captured sizes=%d largest=%d", len(self._sizes), self._most_rows)
-                return
-            except NotCaptured as error:
-                problem = str(error)
-        log.warning("graphs_unusable reason=%r", problem)
-        self._graphs.clear()
-        self._graphs = EagerSteps()
-        for size in self._sizes:
-            self._graphs.capture(("compute", size), partial(decode.compute, size))
-            self._graphs.capture(("draw", size), partial(decode.draw, size))
+        mixed = None
+        if self._attention.mixes and self._graphs.pads_mixed:
+            mixed = MixedStep(self._model, self._attention, decode.logits, most=self._most_rows, pages=pages)
+        self._state = _DeviceState(self._attention, table, TableMirror(self.block_size), decode, mixed)
+        problem = self._model.uncapturable or self._capture(self._state)
+        if problem is not None:
+            log.warning("graphs_unusable reason=%r", problem)
+            self._graphs.clear()
+            self._graphs = EagerSteps()
+            self._state = replace(self._state, mixed=None)
+            self._capture(self._state)
+
+    def _capture(self, state: _DeviceState) -> str | None:
+        """Capture each part of a step at each size; why it cannot be, or None."""
+        parts: list[tuple[str, int, Callable[[int], None]]] = []
+        if state.mixed is not None:
+            parts += [("mixed", size, state.mixed.run) for size in MIXED_SIZES]
+        for size in reversed(self._sizes):  # the largest first: the others fit into its memory
+            parts += [("compute", size, state.decode.compute), ("draw", size, state.decode.draw)]
+        try:
+            for done, (name, size, run) in enumerate(parts):
+                report("capturing graphs", done, len(parts))
+                self._graphs.capture((name, size), partial(run, size))
+        except NotCaptured as error:
+            return str(error)
+        log.info("graphs_captured sizes=%d largest=%d", len(self._sizes), self._most_rows)
+        return None
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> DrawnTokens | None:
@@ -228,7 +240,7 @@ class GpuRunner(ModelRunner):
         self._undrawn = None  # of a step that failed before it could draw
         state.table.apply(state.mirror.delta(plan))
         decodes = plan.drawn == plan.slots and plan.q_lens == [1] * len(plan.slots) and not plan.copies
-        draw = self._replay(plan, state.decode) if decodes else self._run(plan, state)
+        draw = self._replay(plan, state.decode) if decodes else self._run_mixed(plan, state)
         if plan.held and (self._group is None or self._group.rank == 0):
             self._undrawn = draw
             return None
@@ -265,38 +277,72 @@ class GpuRunner(ModelRunner):
         )
 
     def _replay(self, plan: StepPlan, decode: DecodeStep) -> _Draw:
-        count = len(plan.slots)
-        size = padded_size(count, self._sizes)
-        assert size is not None, f"{count} rows, {self._most_rows} at most"
-        rows = np.zeros(size, dtype=np.int64)
-        rows[:count] = plan.slots
-        decode.rows[:size].copy_(to_device(rows, self.device))
-        self._graphs.replay(("compute", size))
+        count = self._set_rows(plan.slots, decode)
+        self._graphs.replay(("compute", count))
+        return self._replayed_draw(len(plan.slots), decode)
 
+    def _set_rows(self, slots: Sequence[int], decode: DecodeStep) -> int:
+        """Make these slots the rows of the next draw; returns the size that they are padded to."""
+        size = padded_size(len(slots), self._sizes)
+        assert size is not None, f"{len(slots)} rows, {self._most_rows} at most"
+        rows = np.zeros(size, dtype=np.int64)
+        rows[: len(slots)] = slots
+        decode.rows[:size].copy_(to_device(rows, self.device))
+        return size
+
+    def _replayed_draw(self, count: int, decode: DecodeStep, others: torch.Tensor | None = None) -> _Draw:
         def sample() -> torch.Tensor:
-            self._graphs.replay(("draw", size))
+            if count:
+                self._graphs.replay(("draw", padded_size(count, self._sizes)))
             return decode.tokens[:count]
 
-        return lambda terms: self._draw(decode.logits, terms, sample)
+        return lambda terms: self._draw(decode.logits, terms, sample, others)
 
-    def _run(self, plan: StepPlan, state: _DeviceState) -> _Draw:
-        """Run a step of any shape, not from a graph."""
+    def _run_mixed(self, plan: StepPlan, state: _DeviceState) -> _Draw:
+        """Run a step with prompts: from a graph if it is one of those that are captured."""
+        ragged, mixed, decode = self._lay_out(plan), state.mixed, state.decode
+        size = padded_size(len(ragged.token_ids), MIXED_SIZES)
+        if mixed is None or size is None or not fits(ragged, min(size, self._most_rows)):
+            return self._run(plan, ragged, state)
+        self._copy(ragged)
+        mixed.write(ragged, size, partial(to_device, device=self.device))
+        self._feed(plan, mixed.token_ids, state.table)
+        self._graphs.replay(("mixed", size))
+        self._advance(plan, ragged, state.table)
+        self._set_rows(plan.drawn, decode)
+        count = len(plan.drawn)
+        others = None if decode.logits is None else decode.logits[count : len(plan.logits_at)]
+        return self._replayed_draw(count, decode, others)
+
+    def _copy(self, ragged: RaggedBatch) -> None:
+        """The copies of a step, which its graph does not hold."""
         assert self.pool is not None, "launch before allocate_kv"
-        table, ragged = state.table, self._lay_out(plan)
-        batch = Batch.on_device(ragged, self.device)
-        slots = to_device(np.asarray(plan.slots, dtype=np.int64), self.device)
-        drawn = to_device(np.asarray(plan.drawn, dtype=np.int64), self.device)
+        if ragged.copied_slots.size:
+            self.pool.copy(*to_device(ragged.copied_slots, self.device))
+
+    def _feed(self, plan: StepPlan, token_ids: torch.Tensor, table: RequestTable) -> None:
+        """Fill in the tokens that only the device knows."""
         if plan.fed:
             ends = np.cumsum(plan.q_lens)[plan.fed] - 1
             fed = to_device(np.asarray(plan.slots, dtype=np.int64)[plan.fed], self.device)
-            batch.token_ids.index_copy_(0, to_device(ends, self.device), table.last_tokens[fed])
-        if plan.copies:
-            self.pool.copy(*batch.copied_slots)
+            token_ids.index_copy_(0, to_device(ends, self.device), table.last_tokens[fed])
+
+    def _advance(self, plan: StepPlan, ragged: RaggedBatch, table: RequestTable) -> None:
+        """The table's lengths after the step."""
+        slots = to_device(np.asarray(plan.slots, dtype=np.int64), self.device)
+        lengths = to_device(np.asarray(ragged.kv_lens, dtype=np.int32), self.device)
+        table.seq_lens.index_copy_(0, slots, lengths)
+
+    def _run(self, plan: StepPlan, ragged: RaggedBatch, state: _DeviceState) -> _Draw:
+        """Run a step of any shape, not from a graph."""
+        table = state.table
+        batch = Batch.on_device(ragged, self.device)
+        drawn = to_device(np.asarray(plan.drawn, dtype=np.int64), self.device)
+        self._feed(plan, batch.token_ids, table)
+        self._copy(ragged)
         state.attention.begin(batch)
         logits = self._model.forward(batch.token_ids, batch.positions, state.attention, batch.logits_at)
-        lengths = to_device(np.asarray(ragged.kv_lens, dtype=np.int64), self.device)
-        table.seq_lens.index_copy_(0, slots, lengths.int())
-
+        self._advance(plan, ragged, table)
         chosen = None if logits is None else logits[: len(drawn)].float()
 
         def sample() -> torch.Tensor:

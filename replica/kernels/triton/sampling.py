@@ -2,8 +2,8 @@
 
 Four launches of a program for each row and block of the vocabulary, each of which reads the logits once and none of
 which sorts: the blocks' maxima; a histogram of the scaled logits; the floor of top-k and top-p, for which the logits in
-the buckets where it may lie are collected; the draw. What one program does for a row after all its blocks is done by the
-last of them to arrive. Sums are in float64, as in the sampler.
+the buckets where it may lie are collected; the draw. What follows from all blocks of a row is done by the last program
+to arrive. Sums are in float64, as in the sampler.
 
 Scaled logits are at most 0, so their bits without the sign, their `depth`, are ordered. A token more than
 `BUCKETS / PER_NAT` below the greatest weighs less than 1e-13 of it; where top-k or top-p reach that far, they keep all.
@@ -196,7 +196,7 @@ def _find_floor(
     logits, greatest, floors, counts, weights, entries, arrived, vocab, stride, temperatures, top_ks, top_ps,
     ENTRIES: tl.constexpr, BUCKETS: tl.constexpr, PER_NAT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Collect each different logit of the buckets in which a floor may lie; the last program of a row finds it there."""
+    """Collect each different logit of the buckets in which a floor may lie; the row's last program finds it there."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     top = tl.load(greatest + row)

@@ -1,7 +1,7 @@
 """Steps launched ahead give the tokens of steps run one by one, whatever the schedule, and leave nothing behind."""
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +25,7 @@ from homing.replica.engine.request import RequestPhase
 from homing.replica.engine.scheduler import Drafter, SchedulerLimits
 from homing.replica.engine.step_plan import StepPlan
 from homing.replica.engine.throughput import SmoothedRates
-from homing.replica.execute.cuda_graphs import NotCaptured
+from homing.replica.execute.cuda_graphs import EagerSteps, NotCaptured
 from homing.replica.execute.gpu_runner import GpuRunner
 from homing.replica.execute.runner import ModelRunner
 from homing.replica.messages import Constraint, Pin, PositionLogprobs, TokenOutput
@@ -470,18 +470,24 @@ SAMPLINGS: list[dict[str, Any]] = [
 ]
 
 
-class EveryBatchPadded:
-    """Graphs that have one size only, the largest."""
+class Counted(EagerSteps):
+    """Graphs that count how often they are replayed; steps with prompts are padded, too."""
 
-    def capture(self, key: tuple[str, int], run: Callable[[], None]) -> None:
-        self.most = max(key[1], getattr(self, "most", 0))
-        self.runs = {**getattr(self, "runs", {}), key: run}
+    pads_mixed = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.replayed: Counter[str] = Counter()
 
     def replay(self, key: tuple[str, int]) -> None:
-        self.runs[key[0], self.most]()
+        self.replayed[key[0]] += 1
+        super().replay(key)
 
-    def clear(self) -> None:
-        self.runs = {}
+
+@pytest.fixture
+def one_size(monkeypatch) -> None:
+    """Every batch of decodes is padded to the largest."""
+    monkeypatch.setattr("homing.replica.execute.gpu_runner.graph_sizes", lambda most: [most])
 
 
 def answers(kind: type[Engine], runner: ModelRunner, prompts: Sequence[Sequence[int]], blocks: int) -> dict:
@@ -528,19 +534,45 @@ def runner_of(kind: type[ModelRunner], folder: Path, blocks: int, provider: str 
 
 @pytest.mark.parametrize("provider", ["native", "transformers"])
 @pytest.mark.parametrize("model", ["qwen3", "mistral"])
-def test_resident_steps_give_the_tokens_of_plain_steps(provider, model, checkpoint, prompts):
+def test_resident_steps_give_the_tokens_of_plain_steps(provider, model, checkpoint, prompts, one_size):
     """Greedy and sampled, in chunks, with shared prefixes and preemption, by both providers; padded or not."""
     folder = checkpoint(model, **({"head_dim": 32} if model == "qwen3" else {"sliding_window": 12}))
     blocks = 14
 
     plain = answers(Engine, runner_of(ModelRunner, folder, blocks, provider), prompts, blocks)
     ahead = answers(OverlappedEngine, runner_of(GpuRunner, folder, blocks, provider), prompts, blocks)
-    graphs = EveryBatchPadded()
+    graphs = Counted()
     padded = answers(OverlappedEngine, runner_of(GpuRunner, folder, blocks, provider, graphs=graphs), prompts, blocks)
 
     assert ahead == plain
     assert padded == plain
     assert sum(map(len, plain.values())) > 40
+
+
+class CountsEager(GpuRunner):
+    eager = 0
+
+    def _run(self, *arguments: Any) -> Any:
+        self.eager += 1
+        return super()._run(*arguments)
+
+    def forward(self, plan: StepPlan) -> Any:
+        self.eager += 1
+        return super().forward(plan)
+
+
+def test_no_step_of_a_mixed_workload_is_eager(checkpoint, prompts, one_size):
+    """Chunks beside decodes, copied prefixes, penalties, biases, bans, logprobs: one of them slowed down everybody."""
+    folder, graphs = checkpoint("llama"), Counted()
+    runner = runner_of(CountsEager, folder, 30, graphs=graphs)
+    asked = [*prompts, *prompts[:2]]
+
+    found = answers(OverlappedEngine, runner, asked, 30)
+
+    assert found == answers(Engine, runner_of(ModelRunner, folder, 30), asked, 30)
+    assert graphs.replayed["mixed"] > 5
+    assert graphs.replayed["compute"] > 5
+    assert runner.eager == 2  # chunks whose prompt logprobs are of more positions than the batch has rows
 
 
 @dataclass
@@ -549,6 +581,7 @@ class Refusing:
 
     captured: list[tuple[str, int]] = field(default_factory=list)
     cleared: int = 0
+    pads_mixed = False
 
     def capture(self, key: tuple[str, int], run: Callable[[], None]) -> None:
         run()

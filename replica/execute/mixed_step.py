@@ -1,0 +1,96 @@
+"""A step of decodes and short prompts, padded to a number of tokens, so that a CUDA graph can hold it.
+
+Its inputs are written into tensors that keep their addresses. Tokens of decodes come first, then those of prompts, then
+padding. Both kinds of attention run over all tokens, and each token takes the result of its kind.
+"""
+
+import numpy as np
+import torch
+
+from ..attention.paged import PagedAttention
+from ..engine.logit_edits import Move
+from ..engine.step_plan import RaggedBatch
+from ..models.base import Model
+
+#: Tokens to pad a step to. With more, the device takes longer than the host needs to launch the kernels one by one (by
+#: calculation: 600 tokens of an 8B model on one H200). Not measured.
+SIZES = (32, 64, 128, 256, 512)
+#: Prompts in one such step.
+MOST_PROMPTS = 16
+
+
+def leading_decodes(q_lens: list[int]) -> int:
+    return next((row for row, count in enumerate(q_lens) if count > 1), len(q_lens))
+
+
+def fits(batch: RaggedBatch, most_rows: int) -> bool:
+    """Whether a step is one of those that are captured; `most_rows` logits are computed at most."""
+    prompts = len(batch.q_lens) - leading_decodes(batch.q_lens)
+    return prompts <= MOST_PROMPTS and len(batch.logits_at) <= most_rows
+
+
+class MixedStep:
+    """The inputs of steps of up to `SIZES[-1]` tokens, whose logits of up to `most` tokens go into `logits`."""
+
+    def __init__(
+        self, model: Model, attention: PagedAttention, logits: torch.Tensor | None, *, most: int, pages: int
+    ) -> None:
+        device = attention.device
+        self._model, self._attention, self._logits, self._most = model, attention, logits, most
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device)
+
+        tokens, rows = SIZES[-1], MOST_PROMPTS + 1
+        self.token_ids, self._positions, self._slots = (zeros(tokens) for _ in range(3))
+        self._logits_at = zeros(most)
+        self._lengths, self._tables = zeros(tokens, dtype=torch.int32), zeros(tokens, pages, dtype=torch.int32)
+        #: The first row stands for all decodes, and reads the null block alone.
+        self._prompt_lengths, self._prompt_tables = (
+            zeros(rows, dtype=torch.int32),
+            zeros(rows, pages, dtype=torch.int32),
+        )
+        self._first_queries = zeros(rows + 1, dtype=torch.int32)
+        self._of_prompts = zeros(tokens, dtype=torch.bool)
+
+    def write(self, batch: RaggedBatch, size: int, move: Move) -> None:
+        """Set the inputs of a step that `fits`, padded to `size` tokens."""
+        decodes, tokens, rows = leading_decodes(batch.q_lens), len(batch.token_ids), len(batch.q_lens)
+        kv_lens = np.asarray(batch.kv_lens, dtype=np.int32)
+        wide = np.zeros((5, size), dtype=np.int64)
+        wide[:3, :tokens] = batch.token_ids, batch.positions, batch.slots
+        wide[3, :decodes] = kv_lens[:decodes]
+        wide[4, decodes:tokens] = 1
+        inputs = (self.token_ids, self._positions, self._slots, self._lengths, self._of_prompts)
+        for target, source in zip(inputs, move(wide), strict=True):
+            target[:size].copy_(source)
+        prompts = np.zeros((2, MOST_PROMPTS + 2), dtype=np.int32)
+        prompts[0, : 1 + rows - decodes] = decodes, *kv_lens[decodes:]
+        prompts[1, 1:] = tokens
+        prompts[1, 1 : 2 + rows - decodes] = decodes + np.cumsum([0, *batch.q_lens[decodes:]])
+        lengths, firsts = move(prompts)
+        self._prompt_lengths.copy_(lengths[:-1])
+        self._first_queries.copy_(firsts)
+        tables, width = move(batch.block_tables), batch.block_tables.shape[1]
+        self._tables[:decodes, :width].copy_(tables[:decodes])
+        self._prompt_tables[1 : 1 + rows - decodes, :width].copy_(tables[decodes:])
+        places = np.zeros(self._most, dtype=np.int64)
+        places[: len(batch.logits_at)] = batch.logits_at
+        self._logits_at.copy_(move(places))
+
+    def run(self, size: int) -> None:
+        """The logits of a step of `size` tokens."""
+        self._attention.begin_mixed(
+            self._slots[:size],
+            self._tables[:size],
+            self._lengths[:size],
+            self._prompt_tables,
+            self._prompt_lengths,
+            self._first_queries,
+            self._of_prompts[:size],
+        )
+        places = self._logits_at[: min(size, self._most)]
+        logits = self._model.forward(self.token_ids[:size], self._positions[:size], self._attention, places)
+        if logits is not None:
+            assert self._logits is not None, "logits on a rank that draws nothing"
+            self._logits[: len(places)].copy_(logits)
