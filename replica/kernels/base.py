@@ -150,6 +150,18 @@ class TorchKernels:
         gate, up = gate_up.chunk(2, -1)
         return F.silu(gate) * up
 
+    def expert_products(
+        self, x: torch.Tensor, weights: torch.Tensor, firsts: torch.Tensor, rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x[rows] times the transposed weights of each choice's expert: [choices, outputs].
+
+        weights [experts, outputs, inputs]; expert e has choices `firsts[e]` up to `firsts[e + 1]` (int32 [experts + 1],
+        from 0); `rows` [choices] int64, None: choice i is of row i.
+        """
+        count = len(x if rows is None else rows)
+        expert = torch.searchsorted(firsts, torch.arange(count, dtype=firsts.dtype, device=x.device), right=True) - 1
+        return torch.bmm(weights[expert], (x if rows is None else x[rows])[:, :, None])[:, :, 0]
+
     def mask(self, logits: torch.Tensor, rows: torch.Tensor, bits: torch.Tensor) -> None:
         """Set what `bits` does not allow in `rows` of `logits` to -inf, in place, as `logit_edits.mask_logits`."""
         mask_logits(logits, rows, bits)

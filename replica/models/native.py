@@ -100,29 +100,18 @@ class GatedMlp:
 
 
 @dataclass(slots=True, frozen=True)
-class Mixture:
-    """The weighted sum of each token's likeliest experts and, in some families, a shared expert for all tokens.
+class SeparateExperts:
+    """Each expert runs on its tokens alone: how many these are is read back, so a CUDA graph cannot hold it."""
 
-    Each expert runs on its tokens alone. So shapes depend on the data, and a CUDA graph cannot hold it.
-    """
-
-    router: torch.Tensor  #: [experts, hidden]
     experts: list[GatedMlp]
-    per_token: int
-    normalized: bool  #: the weights of a token's experts sum to 1
-    shared: GatedMlp | None
-    shared_gate: torch.Tensor | None  #: [1, hidden]
 
-    def __call__(self, x: torch.Tensor, kernels: TorchKernels) -> torch.Tensor:
-        weights, chosen = F.linear(x, self.router).float().softmax(-1).topk(self.per_token, -1)
-        if self.normalized:
-            weights = weights / weights.sum(-1, keepdim=True)
-        total = torch.zeros_like(x) if self.shared is None else self.shared(x, kernels)
-        if self.shared_gate is not None:
-            total = F.linear(x, self.shared_gate).sigmoid() * total
+    def __call__(
+        self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, kernels: TorchKernels
+    ) -> torch.Tensor:
+        total, per_token = torch.zeros_like(x), chosen.shape[1]
         # Tokens sorted by expert: [experts' tokens one after the other] of the flat choices.
         order = chosen.flatten().argsort(stable=True)
-        tokens, shares = order // self.per_token, weights.flatten()[order, None]
+        tokens, shares = order // per_token, weights.flatten()[order, None]
         first = 0
         counts: list[int] = torch.bincount(chosen.flatten(), minlength=len(self.experts)).tolist()
         for expert, count in zip(self.experts, counts, strict=True):
@@ -132,6 +121,49 @@ class Mixture:
                 total.index_add_(0, tokens[mine], found.to(x.dtype))
                 first += count
         return total
+
+
+@dataclass(slots=True, frozen=True)
+class JoinedExperts:
+    """All experts in three launches whose shapes do not depend on the data: a CUDA graph can hold them."""
+
+    gate_up: torch.Tensor  #: [experts, 2 * features, hidden]
+    down: torch.Tensor  #: [experts, hidden, features]
+
+    def __call__(
+        self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, kernels: TorchKernels
+    ) -> torch.Tensor:
+        tokens, per_token = chosen.shape
+        ordered, order = chosen.flatten().sort(stable=True)
+        experts = torch.arange(len(self.gate_up) + 1, device=x.device)
+        firsts = torch.searchsorted(ordered, experts, out_int32=True)
+        features = kernels.silu_mul(kernels.expert_products(x, self.gate_up, firsts, order // per_token))
+        found = kernels.expert_products(features, self.down, firsts)
+        # In the order of the choices again, so that their sum does not depend on which product ends first.
+        choices = torch.empty_like(found).index_copy_(0, order, found).view(tokens, per_token, -1)
+        return torch.einsum("tkh,tk->th", choices.float(), weights).to(x.dtype)
+
+
+@dataclass(slots=True, frozen=True)
+class Mixture:
+    """The weighted sum of each token's likeliest experts and, in some families, a shared expert for all tokens."""
+
+    router: torch.Tensor  #: [experts, hidden]
+    experts: SeparateExperts | JoinedExperts
+    per_token: int
+    normalized: bool  #: the weights of a token's experts sum to 1
+    shared: GatedMlp | None
+    shared_gate: torch.Tensor | None  #: [1, hidden]
+
+    def __call__(self, x: torch.Tensor, kernels: TorchKernels) -> torch.Tensor:
+        weights, chosen = F.linear(x, self.router).float().softmax(-1).topk(self.per_token, -1)
+        if self.normalized:
+            weights = weights / weights.sum(-1, keepdim=True)
+        total = self.experts(x, weights, chosen, kernels)
+        if self.shared is None:
+            return total
+        shared = self.shared(x, kernels)
+        return total + (shared if self.shared_gate is None else F.linear(x, self.shared_gate).sigmoid() * shared)
 
 
 @dataclass(slots=True, frozen=True)
@@ -148,10 +180,16 @@ class DecoderLayer:
 
 class _LayerReader:
     def __init__(
-        self, config: Any, checkpoint: Checkpoint, share: Share, index: int, linear: type[Linear | Int8Linear]
+        self,
+        config: Any,
+        checkpoint: Checkpoint,
+        share: Share,
+        index: int,
+        linear: type[Linear | Int8Linear],
+        joins_experts: bool,
     ) -> None:
         self._config, self._checkpoint, self._share, self._index = config, checkpoint, share, index
-        self._linear = linear
+        self._linear, self._joins_experts = linear, joins_experts
         self._prefix = f"model.layers.{index}."
 
     def read(self, rule: AttentionRule) -> DecoderLayer:
@@ -183,11 +221,20 @@ class _LayerReader:
         shared = config.model_type == "qwen2_moe"
         return Mixture(
             router=self._checkpoint.whole(f"{self._prefix}{prefix}gate.weight"),
-            experts=[self._mlp(f"{prefix}experts.{expert}.", *names) for expert in range(count)],
+            experts=self._experts([f"{prefix}experts.{expert}." for expert in range(count)], *names),
             per_token=config.num_experts_per_tok,
             normalized=config.model_type == "mixtral" or config.norm_topk_prob,
             shared=self._mlp(f"{prefix}shared_expert.") if shared else None,
             shared_gate=self._checkpoint.whole(f"{self._prefix}{prefix}shared_expert_gate.weight") if shared else None,
+        )
+
+    def _experts(self, prefixes: list[str], gate: str, up: str, down: str) -> SeparateExperts | JoinedExperts:
+        if not self._joins_experts:
+            return SeparateExperts([self._mlp(prefix, gate, up, down) for prefix in prefixes])
+        own = (self._share.rank, self._share.ranks)
+        return JoinedExperts(
+            torch.stack([self._joined([(p + gate, own), (p + up, own)], "weight") for p in prefixes]),
+            torch.stack([self._checkpoint.share(f"{self._prefix}{p}{down}.weight", COLUMNS, *own) for p in prefixes]),
         )
 
     def _norm(self, name: str) -> torch.Tensor:
@@ -198,13 +245,11 @@ class _LayerReader:
 
     def _by_outputs(self, parts: list[tuple[str, tuple[int, int]]]) -> Linear | Int8Linear:
         """Linears of the same input fused into one; each is cut to its share before they are joined."""
-
-        def joined(kind: str) -> torch.Tensor:
-            shares = (self._checkpoint.share(f"{self._prefix}{n}.{kind}", ROWS, *part) for n, part in parts)
-            return torch.cat(list(shares))
-
         biased = f"{self._prefix}{parts[0][0]}.bias" in self._checkpoint
-        return self._linear(joined("weight"), joined("bias") if biased else None)
+        return self._linear(self._joined(parts, "weight"), self._joined(parts, "bias") if biased else None)
+
+    def _joined(self, parts: list[tuple[str, tuple[int, int]]], kind: str) -> torch.Tensor:
+        return torch.cat([self._checkpoint.share(f"{self._prefix}{n}.{kind}", ROWS, *part) for n, part in parts])
 
     def _by_inputs(self, name: str) -> Linear | Int8Linear:
         """A linear whose partial results are summed over ranks; only rank 0 adds the bias."""
@@ -243,15 +288,22 @@ class NativeModel:
         # This rank's part of the vocabulary; parts are equally long, the last ones padded with zeros.
         width = -(-len(self._embedding) // share.ranks)
         start = share.rank * width
-        name = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
-        head = checkpoint.span(name, ROWS, start, start + width)
-        self._head = Linear(F.pad(head, (0, 0, 0, width - len(head))))
+        if config.tie_word_embeddings:
+            head = self._embedding[start : start + width]
+        else:
+            head = checkpoint.span("lm_head.weight", ROWS, start, start + width)
+        # A tied head is the embedding itself, in one memory where a linear does not pack its weight.
+        self._head = Linear(F.pad(head, (0, 0, 0, width - len(head))) if len(head) < width else head)
+        joins_experts = device.type != "cpu"  # where the weights of each linear are packed
         self._layers = [
-            _LayerReader(config, checkpoint, share, index, linear).read(AttentionRule(head_dim**-0.5, window))
+            _LayerReader(config, checkpoint, share, index, linear, joins_experts).read(
+                AttentionRule(head_dim**-0.5, window)
+            )
             for index, window in enumerate(layer_windows(config))
         ]
-        mixed = any(isinstance(layer.feedforward, Mixture) for layer in self._layers)
-        self.uncapturable = "how many tokens an expert takes is read back" if mixed else None
+        mixtures = [layer.feedforward for layer in self._layers if isinstance(layer.feedforward, Mixture)]
+        separate = any(isinstance(mixture.experts, SeparateExperts) for mixture in mixtures)
+        self.uncapturable = "how many tokens an expert takes is read back" if separate else None
         self.spec = ModelSpec(
             kv_shapes=(KvShape(share.kv_heads, head_dim, head_dim),) * len(self._layers),
             vocab_size=len(self._embedding),

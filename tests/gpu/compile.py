@@ -33,7 +33,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction, compute_cache_key
 
 from homing.replica.kernels.base import PagedRows, SamplingInputs
-from homing.replica.kernels.triton import decode, pointwise, prefill, sampling, warm_up
+from homing.replica.kernels.triton import decode, experts, pointwise, prefill, sampling, warm_up
 from homing.replica.models.base import Rotary
 from homing.replica.models.spec import KvShape, ModelSpec
 
@@ -127,7 +127,7 @@ def set_up(arch: int, run: Callable[..., None]) -> None:
     stand_in: Any = run
     JITFunction.run = stand_in
     decode.programs_of = lambda device, tiles: tiles.programs * PROCESSORS
-    decode.upcasts = prefill.upcasts = lambda x: False
+    decode.upcasts = prefill.upcasts = experts.upcasts = lambda x: False
 
 
 # --- what is launched ---
@@ -165,6 +165,14 @@ def launch_pointwise(heads: int, kv_heads: int, dim: int, page: int, dtype: torc
     pointwise.rotate_and_store(qkv, Rotary(wave, wave, None, None, 1e-6), slots, pages, pages.clone())
 
 
+def launch_experts(heads: int, kv_heads: int, dim: int, page: int, dtype: torch.dtype) -> None:
+    weights, firsts = torch.empty(128, 96, 160, dtype=dtype), torch.zeros(129, dtype=torch.int32)
+    for tokens in (64, 16_384):
+        rows = torch.zeros(tokens, dtype=torch.int64)
+        experts.expert_products(torch.empty(8, 160, dtype=dtype), weights, firsts, rows)
+        experts.expert_products(torch.empty(tokens, 160, dtype=dtype), weights, firsts)
+
+
 def launch_sampling() -> None:
     rows, vocab = 64, 151_936
     column = torch.zeros(rows)
@@ -188,6 +196,7 @@ def cases(quick: bool) -> Iterator[Case]:
                 if group == groups[-1]:  # in a prefill it is a divisor alone
                     yield f"{name} dim {dim} queries per KV head {group}", launch_prefill, shape
         yield name, launch_pointwise, (32, 8, 128, 16, dtype)
+        yield name, launch_experts, (32, 8, 128, 16, dtype)
     yield "vocabulary of 151,936", launch_sampling, ()
 
 

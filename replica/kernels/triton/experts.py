@@ -17,33 +17,36 @@ FEW, MANY = 16, 64
 
 
 def expert_products(
-    x: torch.Tensor, weights: torch.Tensor, places: torch.Tensor, firsts: torch.Tensor, per_row: int
+    x: torch.Tensor, weights: torch.Tensor, firsts: torch.Tensor, rows: torch.Tensor | None = None
 ) -> torch.Tensor:
     """`base.TorchKernels.expert_products`."""
-    count, (experts, outputs, inputs) = len(places), weights.shape
+    count, (experts, outputs, inputs) = len(x if rows is None else rows), weights.shape
     out = torch.empty(count, outputs, dtype=x.dtype, device=x.device)
-    rows = MANY if count >= MANY * experts else FEW
-    _expert_products[(triton.cdiv(count, rows) + experts, triton.cdiv(outputs, OUTPUTS))](
-        x, weights, places, firsts, out, experts, per_row, outputs, inputs, x.stride(0), *weights.stride()[:2],
-        ROWS=rows, OUTPUTS=OUTPUTS, INPUTS=INPUTS, UPCASTS=upcasts(x), num_warps=4, num_stages=3,
+    if not count:
+        return out
+    tile = MANY if count >= MANY * experts else FEW
+    _expert_products[(triton.cdiv(count, tile) + experts, triton.cdiv(outputs, OUTPUTS))](
+        x, weights, firsts if rows is None else rows, firsts, out, experts, outputs, inputs, x.stride(0),
+        *weights.stride()[:2], SORTED=rows is None, ROWS=tile, OUTPUTS=OUTPUTS, INPUTS=INPUTS, UPCASTS=upcasts(x),
+        num_warps=4, num_stages=3,
     )  # fmt: skip
     return out
 
 
-@triton.jit(do_not_specialize=["experts", "per_row"])
+@triton.jit
 def _expert_products(
-    x, weights, places, firsts, out, experts, per_row, outputs, inputs, x_row, w_expert, w_row, ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, UPCASTS: tl.constexpr,
+    x, weights, rows, firsts, out, experts, outputs, inputs, x_row, w_expert, w_row, SORTED: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, UPCASTS: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
-    expert = row_of(firsts, tile, experts, ROWS)
+    expert = row_of(firsts, tile, experts, 1, ROWS)
     first = tl.load(firsts + expert)
     stop = tl.load(firsts + expert + 1)
     choice = first + (tile - (first // ROWS + expert)) * ROWS + tl.arange(0, ROWS)
     there = choice < stop
     if tl.sum(there.to(tl.int32), 0) == 0:
         return
-    row = tl.load(places + choice, mask=there, other=0) // per_row
+    row = choice.to(tl.int64) if SORTED else tl.load(rows + choice, mask=there, other=0)
     output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     weight_at = weights + expert.to(tl.int64) * w_expert + output[:, None].to(tl.int64) * w_row
     summed = tl.zeros([ROWS, OUTPUTS], tl.float32)

@@ -11,6 +11,7 @@ from ...models.base import AttentionRule
 from ...models.spec import ModelSpec
 from ..base import PagedRows, TorchKernels
 from .decode import DecodePlan, decode, plan_decode
+from .experts import expert_products
 from .pointwise import add_rms_norm, rotate_and_store, silu_mul
 from .prefill import prefill
 from .sampling import mask, sample
@@ -31,6 +32,7 @@ class TritonKernels(TorchKernels):
     add_rms_norm = staticmethod(add_rms_norm)
     rotate_and_store = staticmethod(rotate_and_store)
     silu_mul = staticmethod(silu_mul)
+    expert_products = staticmethod(expert_products)
     mask = staticmethod(mask)
     sample = staticmethod(sample)
 
