@@ -249,6 +249,7 @@ class ReplicaServer:
         self._throttle = ReportThrottle()
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._stopping = threading.Event()
+        self._step_since: float | None = None
         self._waker = Waker()
         #: Guards `_commands` and `_closed`: no command is queued after the last one has run.
         self._lock = threading.Lock()
@@ -286,6 +287,11 @@ class ReplicaServer:
 
     def residents(self) -> list[CachedBlock]:
         return self._ask(lambda: list(self._cache.residents()))
+
+    def step_s(self) -> float:
+        """For how long the step that runs now has run; 0 between steps."""
+        since = self._step_since
+        return 0.0 if since is None else time.monotonic() - since
 
     def check(self) -> None:
         self._ask(self._engine.scheduler.check)
@@ -327,7 +333,9 @@ class ReplicaServer:
             self._poller.poll(self._idle_ms)
             return
         self._threads.update()
+        self._step_since = time.monotonic()
         result = self._engine.step()
+        self._step_since = None
         self._publish(result)
         if self._engine.failures_in_a_row >= MAX_FAILURES:
             raise EngineBroken(f"{MAX_FAILURES} steps in a row failed, last: {result.error}")

@@ -7,6 +7,7 @@ at once, so one open call detects every kind of death.
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import secrets
 import socket
@@ -58,6 +59,9 @@ class RankServer(Protocol):
     def residents(self) -> list[CachedBlock]:
         """The content of this rank's cache, parents first; empty on ranks above 0. Callable from another thread."""
 
+    def step_s(self) -> float:
+        """For how long the step that runs now has run; 0 between steps and on ranks above 0. As `residents`."""
+
 
 class Router(Protocol):
     """A running router, on its process' own event loop."""
@@ -98,6 +102,7 @@ class ReplicaRank:
         self._stopping = threading.Event()
         self._ended = threading.Event()
         self._reason = "stopped"
+        self._step_timeout_s = math.inf
 
     def pid(self) -> int:
         return os.getpid()
@@ -127,6 +132,7 @@ class ReplicaRank:
             f"{spec.replica_id}.{spec.rank}" if spec.rank else spec.replica_id,
             spec.model.log_format,
         )
+        self._step_timeout_s = spec.model.settings.cluster.step_timeout_s
         begun: Future[Started | Failed] = Future()
         threading.Thread(target=self._live, args=(spec, begun), name="rank", daemon=True).start()
         self._started = begun.result()
@@ -140,8 +146,17 @@ class ReplicaRank:
         return present()
 
     def watch(self) -> Failed | None:
-        """Wait until the rank has stopped serving; None when it still serves after WATCH_S."""
-        return Failed(self._reason) if self._ended.wait(WATCH_S) else None
+        """Wait until the rank has stopped serving, or does not end its step; None when it still serves after WATCH_S.
+
+        A step waits for good where another rank's device hangs: nccl raises nothing.
+        """
+        if self._ended.wait(WATCH_S):
+            return Failed(self._reason)
+        if self._server is None or self._server.step_s() <= self._step_timeout_s:
+            return None
+        return Failed(
+            f"a step has not ended after {self._step_timeout_s:g} s (step_timeout_s): a rank or its device hangs"
+        )
 
     def drain(self) -> None:
         assert self._server is not None, "drain before start"

@@ -169,6 +169,10 @@ class EngineServer:
     def residents(self) -> list[CachedBlock]:
         return []
 
+    def step_s(self) -> float:
+        """0: the engine's steps are its own."""
+        return 0.0
+
     def _trouble(self) -> str:
         if not _answers_health(self.description.request_endpoint, min(HEALTH_TIMEOUT_S, self._timeout_s)):
             return "no good answer from /health"

@@ -8,6 +8,7 @@ a group connects the ranks, so it must come before any capture (the warm-up runs
 must be freed before their group.
 """
 
+import logging
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from ..errors import RankLost
+from .one_shot import MOST_BYTES, OneShotSums
+
+log = logging.getLogger(__name__)
 
 Backend = Literal["gloo", "nccl"]
 
@@ -31,6 +35,7 @@ class RankGroup:
         self.rank = rank
         self.size = size
         self._group = group
+        self._one_shot: OneShotSums | None = None
 
     @classmethod
     def join(cls, rank: int, size: int, *, host: str, port: int, backend: Backend, timeout_s: float = 300.0) -> Self:
@@ -50,11 +55,24 @@ class RankGroup:
             else:
                 options = kind.Options()
             options._timeout = timeout
-            return cls(rank, size, kind(store, rank, size, options))
+            group = cls(rank, size, kind(store, rank, size, options))
+            if backend == "nccl":
+                device = torch.device("cuda")
+                group.agree_on(OneShotSums.open(rank, size, PrefixStore("shared", store), device), device)
+            return group
+
+    def agree_on(self, one_shot: OneShotSums | None, device: torch.device) -> None:
+        """Sum small tensors this way from now on if all ranks can; `one_shot` is what this rank has."""
+        able = torch.tensor([int(one_shot is not None)], dtype=torch.int32, device=device)
+        if int(self.all_reduce(able)) == self.size:
+            self._one_shot = one_shot
+            log.info("one_shot_sums rank=%d most_bytes=%d", self.rank, MOST_BYTES)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' x, in place if x is contiguous."""
+        """The sum of all ranks' x, perhaps in place."""
         x = x.contiguous()
+        if self._one_shot is not None and self._one_shot.fits(x):
+            return self._one_shot.sum(x)
         self._finish("all_reduce", self._group.allreduce, [x], dist.AllreduceOptions())
         return x
 

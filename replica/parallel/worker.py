@@ -176,6 +176,10 @@ class RankWorker:
         """None: rank 0 has the cache."""
         return []
 
+    def step_s(self) -> float:
+        """0: rank 0 waits for the tokens of each step, and so for all ranks."""
+        return 0.0
+
     def _handle(self, kind: bytes, payload: bytes) -> bool:
         """Obey one message of rank 0; False: it was the last."""
         if kind == STOP:

@@ -83,6 +83,9 @@ class FakeRank:
     def residents(self) -> list[CachedBlock]:
         return []
 
+    def step_s(self) -> float:
+        return 0.0
+
 
 def prepare(spec: ModelSpec) -> None:
     """What a spare process does: notes that it is one."""

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -426,11 +427,17 @@ def test_a_stopped_replica_sends_its_requests_elsewhere(folder: Path, tmp_path: 
 
 
 class FragileRunner(ModelRunner):
-    """Fails in as many forward passes as `fail_next` says."""
+    """Fails in as many forward passes as `fail_next` says; waits in each until its gate is open."""
 
     fail_next = 0
 
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.gate = threading.Event()
+        self.gate.set()
+
     def forward(self, plan: StepPlan) -> torch.Tensor | None:
+        self.gate.wait(PATIENCE_S)
         if self.fail_next:
             self.fail_next -= 1
             raise ValueError("out of luck")
@@ -473,6 +480,25 @@ def test_a_replica_whose_steps_keep_failing_ends_so_that_it_is_rebuilt(folder: P
         running.thread.join(PATIENCE_S)
 
         assert isinstance(running.error, EngineBroken)
+
+
+def test_a_step_that_does_not_end_shows(folder: Path, tmp_path: Path) -> None:
+    """A rank or a device that hangs raises nothing; its time is all that tells (cluster/control/actors.py)."""
+    loader = Loader()
+    with served(folder, tmp_path, load_runner=loader) as running:
+        client, before = running.client(), running.server.step_s()
+        loader.runner.gate.clear()
+        client.ask(1, [5, 6, 7])
+        deadline = time.monotonic() + PATIENCE_S
+        while not running.server.step_s() and time.monotonic() < deadline:
+            time.sleep(0.005)
+        during = running.server.step_s()
+        loader.runner.gate.set()
+        client.wait(1)
+
+        assert before == 0
+        assert during > 0
+        assert len(client.tokens(1)) == 4
 
 
 def test_ports_of_the_system_serve_where_no_folder_is_given(folder: Path) -> None:

@@ -104,6 +104,29 @@ def test_a_rank_settles_once_when_it_has_loaded() -> None:
     assert settled == [""]
 
 
+class HungRank(FakeRank):
+    """Its step waits for a device that never ends it."""
+
+    def step_s(self) -> float:
+        return 1e9
+
+
+def test_a_rank_whose_step_does_not_end_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """nccl raises nothing for a peer that hangs, and the process answers pings; its group is rebuilt all the same."""
+    monkeypatch.setattr("homing.cluster.control.actors.WATCH_S", 0.01)
+    hung, well = ReplicaRank(HungRank), ReplicaRank(FakeRank)
+    for actor in (hung, well):
+        assert isinstance(actor.start(rank_spec("m")), Started)
+
+    said = [actor.watch() for actor in (hung, well)]
+    for actor in (hung, well):
+        actor.stop()
+
+    assert said[0] is not None
+    assert "a step has not ended after 120 s" in said[0].message
+    assert said[1] is None
+
+
 def test_a_rank_that_cannot_start_says_why() -> None:
     """In its own words; it does not run."""
     actor = ReplicaRank(FakeRank)
