@@ -107,7 +107,6 @@ class DecodeStep:
         self.rows = torch.zeros(most, dtype=torch.int64, device=device)
         #: The tokens drawn last; `NO_TOKEN` where the logits were not finite.
         self.tokens = torch.zeros(most, dtype=torch.int64, device=device)
-        self._every = torch.arange(most, device=device)
 
     def run(self, size: int) -> None:
         """Compute and draw one token for each of the first `size` rows."""
@@ -116,27 +115,24 @@ class DecodeStep:
 
     def compute(self, size: int) -> None:
         """The logits of the first `size` rows."""
-        table, rows = self._table, self.rows[:size]
-        starts = table.seq_lens[rows]
-        seq_lens = torch.where(rows > 0, starts + 1, 0).int()
-        tables, positions = table.block_tables[rows], starts.long()
-        blocks = tables.gather(1, (positions // self._block_size)[:, None])[:, 0].long()
-        slots = blocks * self._block_size + positions % self._block_size
-        self._attention.begin_decode(torch.where(rows > 0, slots, 0), tables, seq_lens)
-        logits = self._model.forward(table.last_tokens[rows], positions, self._attention, self._every[:size])
+        table = self._table
+        step = self._kernels.decode_rows(
+            self.rows[:size], table.last_tokens, table.seq_lens, table.block_tables, self._block_size
+        )
+        self._attention.begin_decode(step.slots, step.tables, step.seq_lens)
+        logits = self._model.forward(step.token_ids, step.positions, self._attention, None)
         if logits is not None:
             assert self.logits is not None, "logits on a rank that draws nothing"
             self.logits[:size].copy_(logits)
-        table.seq_lens.index_copy_(0, rows, seq_lens)
 
     def draw(self, size: int) -> None:
         """One token for each of the first `size` rows, from their logits."""
         table, rows, tokens = self._table, self.rows[:size], self.tokens[:size]
         if self.logits is not None:
-            self._kernels.sample(self.logits[:size], table.sampling(rows, table.seq_lens[rows]), tokens)
+            self._kernels.sample(self.logits[:size], table.sampling(rows), tokens)
         if self._group is not None:
             self._group.broadcast(tokens)
-        table.last_tokens.index_copy_(0, rows, tokens.clamp(min=0))  # the next step may run on any token
+        table.last_tokens.index_copy_(0, rows, tokens)
 
 
 #: Draws the tokens of a launched step.
@@ -325,7 +321,7 @@ class GpuRunner(ModelRunner):
         if plan.fed:
             ends = np.cumsum(plan.q_lens)[plan.fed] - 1
             fed = to_device(np.asarray(plan.slots, dtype=np.int64)[plan.fed], self.device)
-            token_ids.index_copy_(0, to_device(ends, self.device), table.last_tokens[fed])
+            token_ids.index_copy_(0, to_device(ends, self.device), table.last_tokens[fed].clamp(min=0))
 
     def _advance(self, plan: StepPlan, ragged: RaggedBatch, table: RequestTable) -> None:
         """The table's lengths after the step."""
@@ -349,10 +345,10 @@ class GpuRunner(ModelRunner):
             tokens = torch.zeros(len(drawn), dtype=torch.int64, device=self.device)
             if len(drawn):
                 if chosen is not None:
-                    self._kernels.sample(chosen, table.sampling(drawn, table.seq_lens[drawn]), tokens)
+                    self._kernels.sample(chosen, table.sampling(drawn), tokens)
                 if self._group is not None:
                     self._group.broadcast(tokens)
-                table.last_tokens.index_copy_(0, drawn, tokens.clamp(min=0))
+                table.last_tokens.index_copy_(0, drawn, tokens)
             return tokens
 
         others = None if logits is None else logits[len(drawn) :]

@@ -73,28 +73,25 @@ class RequestTable:
     def __init__(self, slots: int, pages: int, device: torch.device) -> None:
         self._device = device
         count = slots + 1
+        #: Below 0 where no token could be drawn.
         self.last_tokens = torch.zeros(count, dtype=torch.int64, device=device)
         #: Tokens whose KV is computed.
         self.seq_lens = torch.zeros(count, dtype=torch.int32, device=device)
         self.block_tables = torch.zeros(count, pages, dtype=torch.int32, device=device)
-        #: [slots, 3] prompt tokens, seed, top_k
-        self._integers = torch.zeros(count, 3, dtype=torch.int64, device=device)
-        #: [slots, 3] temperature (0 for padding: greedy), top_p, min_p
-        self._floats = torch.zeros(count, 3, dtype=torch.float64, device=device)
+        kinds = (torch.float32, torch.int32, torch.float64, torch.float32, torch.int64, torch.int64)
+        #: By slot, in the order of `SamplingInputs`; padding is greedy.
+        self._sampling = [torch.zeros(count, dtype=kind, device=device) for kind in kinds]
 
     def apply(self, delta: TableDelta) -> None:
         if delta.started:
-            integers = [
-                (start.slot, start.prompt_tokens, start.seed - (start.seed >> 63 << 64), start.top_k)
-                for start in delta.started
-            ]
-            floats = [(start.temperature, start.top_p, start.min_p) for start in delta.started]
-            moved = to_device(np.asarray(integers, dtype=np.int64), self._device)
-            self._integers.index_copy_(0, moved[:, 0], moved[:, 1:])
-            self._floats.index_copy_(0, moved[:, 0], to_device(np.asarray(floats, dtype=np.float64), self._device))
+            slots = to_device(np.array([start.slot for start in delta.started], dtype=np.int64), self._device)
+            columns = zip(*map(_sampling_of, delta.started), strict=True)
+            for column, values in zip(self._sampling, columns, strict=True):
+                told = torch.tensor(values, dtype=column.dtype).numpy()
+                column.index_copy_(0, slots, to_device(told, self._device))
         if len(delta.pages):
-            slots, columns, blocks = to_device(delta.pages, self._device).unbind(1)
-            self.block_tables.index_put_((slots, columns), blocks.int())
+            slots, places, blocks = to_device(delta.pages, self._device).unbind(1)
+            self.block_tables.index_put_((slots, places), blocks.int())
         if len(delta.seq_lens):
             slots, lengths = to_device(delta.seq_lens, self._device).unbind(1)
             self.seq_lens.index_copy_(0, slots, lengths.int())
@@ -102,15 +99,12 @@ class RequestTable:
             slots, tokens = to_device(delta.tokens, self._device).unbind(1)
             self.last_tokens.index_copy_(0, slots, tokens)
 
-    def sampling(self, slots: torch.Tensor, seq_lens: torch.Tensor) -> SamplingInputs:
-        """The sampler's inputs for the tokens after `seq_lens` tokens of these slots."""
-        prompts, seeds, top_ks = self._integers[slots].unbind(1)
-        temperatures, top_ps, min_ps = self._floats[slots].unbind(1)
-        return SamplingInputs(
-            temperatures=temperatures.float(),
-            top_ks=top_ks.int(),
-            top_ps=top_ps.contiguous(),
-            min_ps=min_ps.float(),
-            seeds=seeds.contiguous(),
-            positions=(seq_lens - prompts).clamp(min=0),
-        )
+    def sampling(self, rows: torch.Tensor) -> SamplingInputs:
+        """The sampler's inputs for the next tokens of these slots."""
+        return SamplingInputs(rows, *self._sampling, self.seq_lens)
+
+
+def _sampling_of(start: SlotStart) -> tuple[float, ...]:
+    """In the order of `SamplingInputs`."""
+    seed = start.seed - (start.seed >> 63 << 64)
+    return start.temperature, start.top_k, start.top_p, start.min_p, seed, start.prompt_tokens

@@ -37,14 +37,27 @@ class PagedRows:
 
 @dataclass(slots=True, frozen=True)
 class SamplingInputs:
-    """The sampling parameters of each row, [rows] each, as in `messages.SamplingParams`."""
+    """The slots of the rows, and by slot the sampling parameters as in `messages.SamplingParams`."""
 
+    rows: torch.Tensor  #: int64 the slot of each row
     temperatures: torch.Tensor  #: float32; below `sampler.GREEDY_BELOW` the likeliest token is drawn
     top_ks: torch.Tensor  #: int32, 0: all
     top_ps: torch.Tensor  #: float64
     min_ps: torch.Tensor  #: float32
     seeds: torch.Tensor  #: int64, the bits of a uint64
-    positions: torch.Tensor  #: int64 tokens generated before this one
+    prompts: torch.Tensor  #: int64 tokens of the prompt
+    lengths: torch.Tensor  #: int32 or int64 tokens before this one
+
+
+@dataclass(slots=True, frozen=True)
+class DecodeRows:
+    """What a step of decodes computes, by row."""
+
+    token_ids: torch.Tensor  #: int64
+    positions: torch.Tensor  #: int64
+    slots: torch.Tensor  #: int64 where the token's KV is written; 0 for padding rows
+    tables: torch.Tensor  #: [rows, pages] int32; entries beyond a row's length hold anything
+    seq_lens: torch.Tensor  #: int32 this step's token included; 0 for padding rows
 
 
 class TorchKernels:
@@ -57,6 +70,26 @@ class TorchKernels:
 
     def warm_up(self, spec: ModelSpec, block_size: int, device: torch.device) -> None:
         """Compile what all steps of this model need, where something is compiled at its first use."""
+
+    def decode_rows(
+        self,
+        rows: torch.Tensor,
+        last_tokens: torch.Tensor,
+        seq_lens: torch.Tensor,
+        block_tables: torch.Tensor,
+        block_size: int,
+    ) -> DecodeRows:
+        """The next step of the requests in these slots, 0 for padding rows; adds its tokens to `seq_lens`.
+
+        rows [R] int64; of each slot last_tokens int64 (below 0 if there was none), seq_lens int32, block_tables int32.
+        """
+        starts = seq_lens[rows]
+        lengths = torch.where(rows > 0, starts + 1, 0).int()
+        tables, positions = block_tables[rows], starts.long()
+        blocks = tables.gather(1, (positions // block_size)[:, None])[:, 0].long()
+        slots = torch.where(rows > 0, blocks * block_size + positions % block_size, 0)
+        seq_lens.index_copy_(0, rows, lengths)
+        return DecodeRows(last_tokens[rows].clamp(min=0), positions, slots, tables, lengths)
 
     def take(self, table: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """The rows of `table` [N, F] at `places` [T] int64, each of which is below N: [T, F]."""
@@ -171,9 +204,11 @@ class TorchKernels:
 
         `NO_TOKEN` if a row's greatest logit is NaN or infinite.
         """
-        columns = (inputs.temperatures, inputs.top_ks, inputs.top_ps, inputs.min_ps, inputs.seeds, inputs.positions)
+        positions = (inputs.lengths - inputs.prompts).clamp(min=0)
+        columns = (inputs.temperatures, inputs.top_ks, inputs.top_ps, inputs.min_ps, inputs.seeds, positions)
+        values = (each[inputs.rows].tolist() for each in columns)
         rows = []
-        for temperature, top_k, top_p, min_p, seed, position in zip(*(each.tolist() for each in columns), strict=True):
+        for temperature, top_k, top_p, min_p, seed, position in zip(*values, strict=True):
             params = SamplingParams(
                 temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed % (1 << 64), max_tokens=1
             )

@@ -53,9 +53,9 @@ class Model(Protocol):
     uncapturable: str | None
 
     def forward(
-        self, ids: torch.Tensor, positions: torch.Tensor, attend: QkvAttend, logits_at: torch.Tensor
+        self, ids: torch.Tensor, positions: torch.Tensor, attend: QkvAttend, logits_at: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Logits [len(logits_at), vocab] of the flat tokens `ids` [T] at `positions` [T].
+        """Logits [len(logits_at), vocab] of the flat tokens `ids` [T] at `positions` [T]; None: of all of them.
 
         Calls `attend` once per layer, in order. None on ranks other than 0. Runs in inference mode.
         """

@@ -296,16 +296,16 @@ class TransformersModel:
         self._hidden = getattr(output, "last_hidden_state", None)
 
     def forward(
-        self, ids: torch.Tensor, positions: torch.Tensor, attend: Attend, logits_at: torch.Tensor
+        self, ids: torch.Tensor, positions: torch.Tensor, attend: Attend, logits_at: torch.Tensor | None
     ) -> torch.Tensor:
-        keep = {"logits_to_keep": logits_at} if self._keeps_logits else {}
+        keep = {"logits_to_keep": logits_at} if self._keeps_logits and logits_at is not None else {}
         self._slot.attend = attend
         try:
             out = self._model(input_ids=ids[None], position_ids=positions[None], use_cache=False, **keep)
         finally:
             self._slot.attend = None
         logits: torch.Tensor = out.logits[0]
-        return logits if self._keeps_logits else logits[logits_at]
+        return logits if self._keeps_logits or logits_at is None else logits[logits_at]
 
     def _try_one_step(self, config: Any, device: torch.device) -> Trial:
         """Run two tokens and refuse a model that does not call attention exactly once per layer, in order."""

@@ -316,7 +316,7 @@ class NativeModel:
         )
 
     def forward(
-        self, ids: torch.Tensor, positions: torch.Tensor, attend: QkvAttend, logits_at: torch.Tensor
+        self, ids: torch.Tensor, positions: torch.Tensor, attend: QkvAttend, logits_at: torch.Tensor | None
     ) -> torch.Tensor | None:
         return self._logits(self._hidden(ids, positions, attend, logits_at))
 
@@ -331,7 +331,9 @@ class NativeModel:
         hidden = self._hidden(ids, positions, attend, torch.cat((logits_at, hidden_at)))
         return self._logits(hidden[: len(logits_at)]), hidden[len(logits_at) :]
 
-    def _hidden(self, ids: torch.Tensor, positions: torch.Tensor, attend: QkvAttend, at: torch.Tensor) -> torch.Tensor:
+    def _hidden(
+        self, ids: torch.Tensor, positions: torch.Tensor, attend: QkvAttend, at: torch.Tensor | None
+    ) -> torch.Tensor:
         """The last hidden states [len(at), hidden], normalized; the same on every rank."""
         x, delta = self._kernels.take(self._embedding, ids), None
         cos, sin = self._kernels.rotary_table(positions, self._frequencies, x.dtype)
@@ -343,7 +345,8 @@ class NativeModel:
             x, normed = self._kernels.add_rms_norm(x, delta, layer.mlp_norm, self._epsilon)
             delta = self._summed(layer.feedforward(normed, self._kernels))
         assert delta is not None, "a model without layers"
-        x, delta = (self._kernels.take(each, at) for each in (x, delta))
+        if at is not None:
+            x, delta = (self._kernels.take(each, at) for each in (x, delta))
         return self._kernels.add_rms_norm(x, delta, self._norm, self._epsilon)[1]
 
     def _logits(self, normed: torch.Tensor) -> torch.Tensor | None:

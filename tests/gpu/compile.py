@@ -162,6 +162,8 @@ def launch_pointwise(heads: int, kv_heads: int, dim: int, page: int, dtype: torc
     qkv = torch.empty(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
     slots = torch.zeros(tokens, dtype=torch.int64)
     pointwise.rotate_and_store(qkv, Rotary(wave, wave, weight, weight, 1e-6), slots, pages, pages.clone())
+    pointwise.rotary_table(slots, torch.empty(dim // 2), dtype)
+    pointwise.decode_rows(slots, slots, slots.int(), torch.zeros(65, 641, dtype=torch.int32), page)
     pointwise.rotate_and_store(qkv, Rotary(wave, wave, None, None, 1e-6), slots, pages, pages.clone())
 
 
@@ -175,8 +177,8 @@ def launch_experts(heads: int, kv_heads: int, dim: int, page: int, dtype: torch.
 
 def launch_sampling() -> None:
     rows, vocab = 64, 151_936
-    column = torch.zeros(rows)
-    inputs = SamplingInputs(column, column.int(), column.double(), column, column.long(), column.long())
+    column, places = torch.zeros(rows), torch.arange(rows)
+    inputs = SamplingInputs(places, column, column.int(), column.double(), column, places, places, column.int())
     sampling.sample(torch.empty(rows, vocab), inputs, column.long())
     sampling.mask(torch.empty(rows, vocab), column.long(), torch.zeros(rows, -(-vocab // 32), dtype=torch.int32))
 

@@ -1,5 +1,6 @@
 """Every kernel compiles for GPUs that are not here, and few variants of it are needed."""
 
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -11,9 +12,22 @@ SCRIPT = Path(__file__).with_name("compile.py")
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="the kernels are Triton's")
 
 
-def compiled(*flags: str) -> subprocess.CompletedProcess[str]:
+def compiled(*flags: str, script: Path = SCRIPT) -> subprocess.CompletedProcess[str]:
     """In a process of its own, as tests of kernels set Triton's interpreter for theirs."""
-    return subprocess.run([sys.executable, str(SCRIPT), *flags], capture_output=True, text=True, check=False)
+    return subprocess.run([sys.executable, str(script), *flags], capture_output=True, text=True, check=False)
+
+
+def test_a_decode_step_launches_little_and_reads_its_weights_once() -> None:
+    """Each launch is about 2 us of a step, which for a small model is as long as reading its weights."""
+    done = compiled(script=SCRIPT.with_name("launches.py"))
+
+    assert done.returncode == 0, done.stderr
+    found = re.findall(r"(\S+): (\d+) launches per layer and (\d+) more, ([\d.]+) GB", done.stdout)
+    assert [name for name, *_ in found] == ["Qwen3-0.6B", "Qwen3-8B"]
+    for (_, per_layer, rest, gigabytes), weights in zip(found, (1.2, 15.2), strict=True):
+        assert int(per_layer) <= 9
+        assert int(rest) <= 12
+        assert weights < float(gigabytes) < weights + 0.9
 
 
 def test_mixed_steps_need_few_variants_of_the_attention_kernels() -> None:

@@ -1,15 +1,76 @@
-"""The small operations around the matrix products: norm, rotation and KV store, activation."""
+"""The small operations around the matrix products: a step's inputs, norm, rotation and KV store, activation."""
 
 import torch
 import triton
 import triton.language as tl
 
 from ...models.base import Rotary
+from ..base import DecodeRows
 
 #: Features per program of an activation.
 BLOCK = 1024
 #: Heads per program of a rotation. Not measured.
 HEADS_PER_PROGRAM = 4
+
+
+def decode_rows(
+    rows: torch.Tensor, last_tokens: torch.Tensor, seq_lens: torch.Tensor, block_tables: torch.Tensor, block_size: int
+) -> DecodeRows:
+    count, device = len(rows), rows.device
+    token_ids, positions, slots = (torch.empty(count, dtype=torch.int64, device=device) for _ in range(3))
+    tables = torch.empty(count, block_tables.shape[1], dtype=torch.int32, device=device)
+    lengths = torch.empty(count, dtype=torch.int32, device=device)
+    if count:
+        _decode_rows[(count,)](
+            rows, last_tokens, seq_lens, block_tables, token_ids, positions, slots, tables, lengths,
+            block_tables.stride(0), tables.stride(0), SIZE=block_size, BLOCK=BLOCK,
+        )  # fmt: skip
+    return DecodeRows(token_ids, positions, slots, tables, lengths)
+
+
+@triton.jit
+def _decode_rows(
+    rows, last_tokens, seq_lens, block_tables, token_ids, positions, slots, tables, lengths, from_row, to_row,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row: copies as much of its block table as the step reads."""
+    row = tl.program_id(0)
+    slot = tl.load(rows + row)
+    start = tl.load(seq_lens + slot)
+    length = tl.where(slot > 0, start + 1, 0)
+    tl.store(token_ids + row, tl.maximum(tl.load(last_tokens + slot), 0))
+    tl.store(positions + row, start.to(tl.int64))
+    tl.store(lengths + row, length)
+    tl.store(seq_lens + slot, length)  # of padding rows all write 0
+    table = block_tables + slot * from_row
+    block = tl.load(table + start // SIZE).to(tl.int64)
+    tl.store(slots + row, tl.where(slot > 0, block * SIZE + start % SIZE, 0))
+    for first in range(0, (length + SIZE - 1) // SIZE, BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        there = i < (length + SIZE - 1) // SIZE
+        tl.store(tables + row * to_row + i, tl.load(table + i, mask=there, other=0), mask=there)
+
+
+def rotary_table(
+    positions: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens, half = len(positions), len(frequencies)
+    cos, sin = (torch.empty(tokens, half, dtype=dtype, device=positions.device) for _ in range(2))
+    if tokens:
+        _rotary_table[(tokens,)](
+            positions, frequencies, cos, sin, HALF=half, HALF_PAD=triton.next_power_of_2(half), num_warps=2
+        )
+    return cos, sin
+
+
+@triton.jit
+def _rotary_table(positions, frequencies, cos, sin, HALF: tl.constexpr, HALF_PAD: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, HALF_PAD)
+    angle = tl.load(positions + row).to(tl.float32) * tl.load(frequencies + i, mask=i < HALF, other=0.0)
+    kind = cos.dtype.element_ty
+    tl.store(cos + row * HALF + i, tl.cos(angle).to(kind), mask=i < HALF)
+    tl.store(sin + row * HALF + i, tl.sin(angle).to(kind), mask=i < HALF)
 
 
 def add_rms_norm(

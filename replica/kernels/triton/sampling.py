@@ -48,7 +48,7 @@ def sample(logits: torch.Tensor, inputs: SamplingInputs, out: torch.Tensor) -> N
     #: Entries collected, programs that have collected, programs that have summed.
     arrived = torch.empty(rows, 3, dtype=torch.int32, device=device)
     sums = torch.empty(rows, blocks, dtype=torch.float64, device=device)
-    filters = inputs.temperatures, inputs.top_ks, inputs.top_ps
+    filters = inputs.rows, inputs.temperatures, inputs.top_ks, inputs.top_ps
     buckets = {"BUCKETS": BUCKETS, "PER_NAT": PER_NAT, "BLOCK": BLOCK}
     _maxima[grid](logits, maxima, places, counts, weights, arrived, vocab, stride, BUCKETS=BUCKETS, BLOCK=BLOCK)
     _histogram[grid](
@@ -60,8 +60,9 @@ def sample(logits: torch.Tensor, inputs: SamplingInputs, out: torch.Tensor) -> N
         ENTRIES=ENTRIES, num_warps=8, **buckets,
     )  # fmt: skip
     _draw[grid](
-        logits, greatest, floors, sums, arrived, out, vocab, stride, inputs.temperatures, inputs.seeds,
-        inputs.positions, LOW=min(LOW_LEVELS, levels), HIGH=max(0, levels - LOW_LEVELS), FAN=FAN_OUT, BLOCK=BLOCK,
+        logits, greatest, floors, sums, arrived, out, vocab, stride, inputs.rows, inputs.temperatures, inputs.seeds,
+        inputs.prompts, inputs.lengths, LOW=min(LOW_LEVELS, levels), HIGH=max(0, levels - LOW_LEVELS), FAN=FAN_OUT,
+        BLOCK=BLOCK,
     )  # fmt: skip
 
 
@@ -154,17 +155,18 @@ def _limits(top_k, vocab):
 
 @triton.jit
 def _histogram(
-    logits, maxima, places, greatest, floors, counts, weights, out, vocab, stride, blocks, temperatures, top_ks, top_ps,
-    min_ps, BLOCKS_PAD: tl.constexpr, GREEDY: tl.constexpr, NONE: tl.constexpr, BUCKETS: tl.constexpr,
+    logits, maxima, places, greatest, floors, counts, weights, out, vocab, stride, blocks, slots, temperatures, top_ks,
+    top_ps, min_ps, BLOCKS_PAD: tl.constexpr, GREEDY: tl.constexpr, NONE: tl.constexpr, BUCKETS: tl.constexpr,
     PER_NAT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The tokens of rows that need no draw; of rows with top-k or top-p, each bucket's number and weight of tokens."""
     row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row)
     block = tl.program_id(1)
     b = tl.arange(0, BLOCKS_PAD)
     maximum = tl.load(maxima + row * blocks + b, mask=b < blocks, other=-float("inf"))
     highest = tl.max(maximum, 0)
-    temperature = tl.load(temperatures + row)
+    temperature = tl.load(temperatures + slot)
     greedy = temperature < GREEDY
     top = tl.div_rn(highest, tl.where(greedy, 1.0, temperature))
     odd = tl.abs(highest) == float("inf")
@@ -173,11 +175,11 @@ def _histogram(
         likeliest = tl.load(places + row * blocks + tl.argmax(maximum, 0)).to(tl.int64)
         tl.store(out + row, tl.where(odd, NONE, likeliest), mask=certain)
         tl.store(greatest + row, tl.where(certain, float("inf"), top))
-        min_p = tl.load(min_ps + row)
+        min_p = tl.load(min_ps + slot)
         tl.store(floors + row, tl.where(min_p > 0.0, tl.log(tl.where(min_p > 0.0, min_p, 1.0)), -float("inf")))
     if certain:
         return
-    if (_limits(tl.load(top_ks + row), vocab) == 0) & (tl.load(top_ps + row) >= 1.0):
+    if (_limits(tl.load(top_ks + slot), vocab) == 0) & (tl.load(top_ps + slot) >= 1.0):
         return
     i = block * BLOCK + tl.arange(0, BLOCK)
     scaled = _scaled(logits, row, i, i < vocab, stride, temperature, top)
@@ -193,18 +195,19 @@ def _histogram(
 
 @triton.jit
 def _find_floor(
-    logits, greatest, floors, counts, weights, entries, arrived, vocab, stride, temperatures, top_ks, top_ps,
+    logits, greatest, floors, counts, weights, entries, arrived, vocab, stride, slots, temperatures, top_ks, top_ps,
     ENTRIES: tl.constexpr, BUCKETS: tl.constexpr, PER_NAT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Collect each different logit of the buckets in which a floor may lie; the row's last program finds it there."""
     row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row)
     block = tl.program_id(1)
     top = tl.load(greatest + row)
-    top_k = tl.load(top_ks + row)
-    top_p = tl.load(top_ps + row)
+    top_k = tl.load(top_ks + slot)
+    top_p = tl.load(top_ps + slot)
     if (top == float("inf")) | ((_limits(top_k, vocab) == 0) & (top_p >= 1.0)):
         return
-    temperature = tl.load(temperatures + row)
+    temperature = tl.load(temperatures + slot)
     bucket = tl.arange(0, BUCKETS)
     count = tl.load(counts + row * BUCKETS + bucket)
     weight = tl.load(weights + row * BUCKETS + bucket)
@@ -315,25 +318,26 @@ def _members(chosen, FAN: tl.constexpr, SPAN: tl.constexpr):
 
 @triton.jit
 def _draw(
-    logits, greatest, floors, sums, arrived, out, vocab, stride, temperatures, seeds, positions, LOW: tl.constexpr,
-    HIGH: tl.constexpr, FAN: tl.constexpr, BLOCK: tl.constexpr,
+    logits, greatest, floors, sums, arrived, out, vocab, stride, slots, temperatures, seeds, prompts, lengths,
+    LOW: tl.constexpr, HIGH: tl.constexpr, FAN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Sum the block's weights. The last program of a row chooses from the top level down: a block, then inside it."""
     row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row)
     block = tl.program_id(1)
     blocks = tl.num_programs(1)
     top = tl.load(greatest + row)
     if top == float("inf"):
         return
-    temperature = tl.load(temperatures + row)
+    temperature = tl.load(temperatures + slot)
     floor = tl.load(floors + row)
     i = block * BLOCK + tl.arange(0, BLOCK)
     tl.store(sums + row * blocks + block, tl.sum(_weights(logits, row, i, vocab, stride, temperature, top, floor), 0))
     tl.debug_barrier()
     if tl.atomic_add(arrived + row * 3 + 2, 1) < blocks - 1:
         return
-    seed = tl.load(seeds + row)
-    position = tl.load(positions + row)
+    seed = tl.load(seeds + slot)
+    position = tl.maximum(tl.load(lengths + slot).to(tl.int64) - tl.load(prompts + slot), 0)
     chosen = tl.full([], 0, tl.int32)
     for level in tl.static_range(HIGH):
         i = _members(chosen, FAN, FAN ** (HIGH - 1 - level))

@@ -54,8 +54,8 @@ def _decode(shape: KvShape, heads: int, block_size: int, dtype: torch.dtype, dev
 
 
 def _sample(vocab: int, device: torch.device) -> None:
-    column = torch.ones(ROWS, device=device)
-    inputs = SamplingInputs(column, column.int(), column.double(), column, column.long(), column.long())
+    column, places = torch.ones(ROWS, device=device), torch.arange(ROWS, device=device)
+    inputs = SamplingInputs(places, column, column.int(), column.double(), column, places, places, column.int())
     sampling.sample(torch.zeros(ROWS, vocab, device=device), inputs, column.long())
 
 

@@ -94,7 +94,7 @@ def test_sampling_numbers_arrive_whole(seed):
 
     table.apply(mirror.delta(step))
 
-    inputs = table.sampling(torch.tensor([2]), torch.tensor([7], dtype=torch.int32))
-    assert int(inputs.seeds) % (1 << 64) == seed
-    assert float(inputs.top_ps) == 0.9
-    assert (int(inputs.top_ks), float(inputs.min_ps), int(inputs.positions)) == (5, 0.25, 4)
+    inputs = table.sampling(torch.tensor([2]))
+    assert int(inputs.seeds[2]) % (1 << 64) == seed
+    assert float(inputs.top_ps[2]) == 0.9
+    assert (int(inputs.top_ks[2]), float(inputs.min_ps[2]), int(inputs.prompts[2])) == (5, 0.25, 3)

@@ -40,12 +40,14 @@ def inputs_of(rows: list[SamplingRow], device) -> SamplingInputs:
 
     params = [row.params for row in rows]
     return SamplingInputs(
+        rows=torch.arange(len(rows), device=device),
         temperatures=column((each.temperature for each in params), torch.float32),
         top_ks=column((each.top_k for each in params), torch.int32),
         top_ps=column((each.top_p for each in params), torch.float64),
         min_ps=column((each.min_p for each in params), torch.float32),
         seeds=column((each.seed - (each.seed >> 63 << 64) for each in params), torch.int64),
-        positions=column((row.position for row in rows), torch.int64),
+        prompts=column((7 for _ in rows), torch.int64),
+        lengths=column((7 + row.position for row in rows), torch.int64),
     )
 
 

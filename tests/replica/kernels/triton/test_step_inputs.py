@@ -1,0 +1,41 @@
+"""A step reads its rows from the device's table of requests, and where they stand."""
+
+import pytest
+import torch
+
+from homing.replica.kernels.base import TorchKernels
+from homing.replica.kernels.triton.triton_kernels import TritonKernels
+
+SIZE = 4
+
+
+@pytest.mark.parametrize("rows", [[3, 1, 2, 0, 0], [2], [0, 0], []], ids=str)
+def test_rows_are_read_from_the_table_and_go_on(rows, device):
+    """Rows in any order, at a block's first and last token, with padding; the table's lengths grow by one."""
+    found = []
+    for kernels in (TorchKernels(), TritonKernels()):
+        seq_lens = torch.tensor([0, 7, 8, 21], dtype=torch.int32, device=device)
+        last_tokens = torch.tensor([0, 5, -1, 9], device=device)
+        tables = torch.arange(24, dtype=torch.int32, device=device).view(4, 6) + 1
+        places = torch.tensor(rows, dtype=torch.int64, device=device)
+        step = kernels.decode_rows(places, last_tokens, seq_lens, tables, SIZE)
+        lengths = step.seq_lens.tolist()
+        used = [row[: -(-length // SIZE)] for row, length in zip(step.tables.tolist(), lengths, strict=True)]
+        columns = (step.token_ids, step.positions, step.slots, step.seq_lens, seq_lens)
+        found.append((used, *(column.tolist() for column in columns)))
+
+    assert found[0] == found[1]
+    if 2 in rows:
+        assert found[0][1][rows.index(2)] == 0, "a token that could not be drawn"
+
+
+def test_waves_are_those_of_the_definition(device):
+    """At positions where an angle has a thousand turns, too."""
+    positions = torch.tensor([0, 1, 17, 40_000], device=device)
+    frequencies = 10_000.0 ** -(torch.arange(24, device=device) / 24)
+
+    for dtype in (torch.float32, torch.bfloat16):
+        got = TritonKernels().rotary_table(positions, frequencies, dtype)
+        wanted = TorchKernels().rotary_table(positions, frequencies, dtype)
+        for mine, other in zip(got, wanted, strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
