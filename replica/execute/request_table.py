@@ -101,7 +101,8 @@ class RequestTable:
 
     def sampling(self, rows: torch.Tensor) -> SamplingInputs:
         """The sampler's inputs for the next tokens of these slots."""
-        return SamplingInputs(rows, *self._sampling, self.seq_lens)
+        temperatures, top_ks, top_ps, min_ps, seeds, prompts = self._sampling
+        return SamplingInputs(rows, temperatures, top_ks, top_ps, min_ps, seeds, prompts, self.seq_lens)
 
 
 def _sampling_of(start: SlotStart) -> tuple[float, ...]:

@@ -34,7 +34,7 @@ TOTAL_S = 540
 ENDING_S = 15
 #: A stage that has less does not start: importing torch takes that long.
 LEAST_S = 10
-NAMES = ("ceilings", "kernels", "steps", "decode", "prefill", "workload", "replicas")
+NAMES = ("ceilings", "kernels", "reference", "steps", "decode", "prefill", "mixed", "workload", "replicas")
 #: Modules without which no stage runs, and the wheels that bring them where a GPU image has only the first four.
 NEEDED = {
     "torch": "torch",
@@ -120,7 +120,8 @@ def end_group(child: "subprocess.Popen[bytes]") -> None:
 
 def bound_s(name: str) -> int:
     """Seconds that a stage may take; loading a kernel for the first time compiles it."""
-    return {"ceilings": 40, "kernels": 110, "steps": 90, "decode": 110, "prefill": 70, "workload": 90}.get(name, 110)
+    bounds = {"ceilings": 40, "kernels": 110, "reference": 30, "steps": 90, "decode": 110, "prefill": 70}
+    return (bounds | {"mixed": 60, "workload": 90}).get(name, 110)
 
 
 def run_stage(options: argparse.Namespace) -> int:

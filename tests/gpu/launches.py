@@ -20,9 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
 from compile import set_up
-from models import SHAPES, RandomWeights, sizes
+from models import SHAPES, RandomWeights, config_of, sizes
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig
 
 from homing.replica.attention.paged import KvPool, PagedAttention
 from homing.replica.execute.gpu_runner import DecodeStep
@@ -72,7 +71,7 @@ def _bytes(values: Any) -> int:
 
 def launches_of(name: str, rows: int) -> list[tuple[str, int]]:
     """Of one decode step of this shape in bfloat16."""
-    config = AutoConfig.for_model("qwen3", max_position_embeddings=40_960, **SHAPES[name])
+    config = config_of(name)
     seen = Launches()
     set_up(90, lambda jit, *args, **options: seen.kernel(jit, *args, **options))
     model = NativeModel(config, RandomWeights(config, torch.bfloat16, META), (), torch.bfloat16, META)

@@ -32,6 +32,36 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 151_936,
         "tie_word_embeddings": False,
     },
+    # A quarter of the layers: all of them would leave no room for KV on 78 GiB.
+    "Qwen3-30B-A3B/4": {
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "vocab_size": 151_936,
+        "tie_word_embeddings": False,
+    },
+    "tiny-experts": {
+        "model_type": "qwen3_moe",
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "vocab_size": 211,
+        "tie_word_embeddings": False,
+    },
     "tiny": {
         "hidden_size": 64,
         "num_hidden_layers": 2,
@@ -59,8 +89,18 @@ class RandomWeights:
     def __contains__(self, name: str) -> bool:
         return name in self._shapes
 
+    def _shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor by its name in a checkpoint, where each expert has its own; in the model they are joined."""
+        if ".experts." not in name:
+            return self._shapes[name]
+        prefix, _, _, projection, _ = name.rsplit(".", 4)
+        if projection == "down_proj":
+            return self._shapes[f"{prefix}.experts.down_proj"][1:]
+        features, hidden = self._shapes[f"{prefix}.experts.gate_up_proj"][1:]
+        return features // 2, hidden
+
     def whole(self, name: str) -> torch.Tensor:
-        shape = self._shapes[name]
+        shape = self._shape(name)
         tensor = torch.ones(shape, dtype=self._dtype, device=self._device)
         return tensor.normal_(0, 1.0 if "embed" in name else shape[-1] ** -0.5) if len(shape) > 1 else tensor
 
@@ -68,7 +108,7 @@ class RandomWeights:
         return self.whole(name).chunk(parts, dim)[index]
 
     def span(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
-        return self.whole(name).narrow(dim, start, min(stop, self._shapes[name][dim]) - start)
+        return self.whole(name).narrow(dim, start, min(stop, self._shape(name)[dim]) - start)
 
 
 @dataclass(slots=True, frozen=True)
@@ -102,9 +142,13 @@ def sizes(name: str) -> Sizes:
     return Sizes(layers * layer, shape["vocab_size"] * hidden, 4 * layers * kv_heads * dim, 4 * layers * heads * dim)
 
 
+def config_of(name: str) -> Any:
+    return AutoConfig.for_model(**{"model_type": "qwen3", "max_position_embeddings": MAX_POSITIONS} | SHAPES[name])
+
+
 def random_runner(name: str, device: torch.device, blocks: int, block_size: int, **limits: Any) -> GpuRunner:
     """A resident runner of this shape; bfloat16 on CUDA, float32 on CPU."""
-    config = AutoConfig.for_model("qwen3", max_position_embeddings=MAX_POSITIONS, **SHAPES[name])
+    config = config_of(name)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     torch.manual_seed(0)
     with torch.inference_mode():

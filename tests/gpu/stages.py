@@ -272,9 +272,72 @@ def decode_points(tiny: bool, memory_bytes: float) -> list[tuple[str, list[tuple
     return found
 
 
-def _decode_seconds(setup: Setup, runner: GpuRunner, rows: int, context: int) -> float:
+def mixed(setup: Setup) -> Iterator[Figure]:
+    """What decodes pay for company: a prompt's chunk in their step, top-p in their draw; and mixtures of experts."""
+    name, rows, context = ("tiny", 3, 64) if setup.tiny else ("Qwen3-8B", 64, 1024)
+    chunks = (8,) if setup.tiny else (64, 256, 512, 2048)
+    size = 16 if setup.tiny else 64
+    blocks = rows * (context + 128) // size + max(chunks) // size + 100
+    runner = random_runner(name, setup.device, blocks, size, max_running_requests=rows + 1)
+    plain = _decode_seconds(setup, runner, rows, context)
+    yield Figure(f"{name} decode step, {rows} x {context}", plain * 1e3, "ms")
+    filtered = _decode_seconds(setup, runner, rows, context, top_k=20, top_p=0.9)
+    yield Figure("the same with top-k and top-p", filtered * 1e3, "ms")
+    for chunk in chunks:
+        plan = _mixed_plan(rows, context, chunk, size)
+        took = seconds(setup, lambda plan=plan, runner=runner: runner.launch(plan), 2 if setup.tiny else 10)
+        yield Figure(f"the same with a chunk of {chunk}", took * 1e3, "ms")
+    del runner
+    _free(setup)
+    name = "tiny-experts" if setup.tiny else "Qwen3-30B-A3B/4"
+    runner = random_runner(name, setup.device, blocks, size, max_running_requests=rows)
+    yield Figure(f"{name} decode step, {rows} x {context}", 1e3 * _decode_seconds(setup, runner, rows, context), "ms")
+    del runner
+    _free(setup)
+
+
+def _mixed_plan(rows: int, context: int, chunk: int, block_size: int) -> StepPlan:
+    """A step of rows that stand at `context`, and of the first tokens of one more."""
+    (decodes,) = _decode_plans(rows, context, block_size, 1)
+    per_row = -(-(context + 1) // block_size)
+    table = list(range(1 + rows * per_row, 2 + rows * per_row + -(-chunk // block_size)))
+    prompt = plan_of_rows(0, [PlanRow([7] * chunk, 0, table)])
+    slots = [*decodes.slots, rows + 1]
+    return StepPlan(
+        step=0,
+        token_ids=decodes.token_ids + prompt.token_ids,
+        q_lens=decodes.q_lens + prompt.q_lens,
+        starts=decodes.starts + prompt.starts,
+        block_tables=decodes.block_tables + prompt.block_tables,
+        logits_at=[*decodes.logits_at, rows + chunk - 1],
+        slots=slots,
+        drawn=slots,
+        started=[*decodes.started, SlotStart(rows + 1, chunk, 1, 0.8, 0, 1.0, 0.0)],
+    )
+
+
+def reference(setup: Setup) -> Iterator[Figure]:
+    """The logits of transformers' own model on the same weights, in float32 and bfloat16."""
+    from transformers import AutoModelForCausalLM
+
+    folder = _toy_checkpoint()
+    prompt = [random % 200 + 3 for random in range(0, 7 * 90, 7)]
+    for dtype, bound in (("float32", 1e-4), ("bfloat16", 5e-2)):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).to(setup.device)
+        with torch.inference_mode():
+            wanted = model(torch.tensor([prompt], device=setup.device)).logits[0].float()
+        device: Any = "cuda" if setup.cuda else "cpu"
+        runner = ModelRunner(ReplicaSettings(dtype=dtype, device=device, max_model_len=200), folder, 16)  # type: ignore[arg-type]
+        runner.allocate_kv(10)
+        got = runner.forward(plan_of_rows(0, [PlanRow(prompt, 0, list(range(1, 8)))], range(len(prompt))))
+        assert got is not None
+        error = float((got - wanted).norm() / wanted.norm())
+        yield Figure(f"{dtype}: relative error against transformers", error, "", bound, error < bound)
+
+
+def _decode_seconds(setup: Setup, runner: GpuRunner, rows: int, context: int, **sampling: float) -> float:
     count = 3 if setup.tiny else 30
-    plans = _decode_plans(rows, context, runner.block_size, 3 + count)
+    plans = _decode_plans(rows, context, runner.block_size, 3 + count, **sampling)
     for plan in plans[:3]:
         runner.launch(plan)
     setup.wait()
@@ -287,7 +350,9 @@ def _decode_seconds(setup: Setup, runner: GpuRunner, rows: int, context: int) ->
     return (time.perf_counter() - started) / count
 
 
-def _decode_plans(rows: int, context: int, block_size: int, steps: int) -> list[StepPlan]:
+def _decode_plans(
+    rows: int, context: int, block_size: int, steps: int, top_k: float = 0, top_p: float = 1.0
+) -> list[StepPlan]:
     """Steps of rows that stand at `context`; their KV is whatever the pool holds."""
     per_row = -(-(context + steps) // block_size)
     tables = [list(range(1 + row * per_row, 1 + (row + 1) * per_row)) for row in range(rows)]
@@ -306,7 +371,7 @@ def _decode_plans(rows: int, context: int, block_size: int, steps: int) -> list[
                 slots=slots,
                 drawn=slots,
                 fed=list(range(rows)) if step else [],
-                started=[] if step else [SlotStart(slot, 1, slot, 0.8, 0, 1.0, 0.0) for slot in slots],
+                started=[] if step else [SlotStart(slot, 1, slot, 0.8, int(top_k), top_p, 0.0) for slot in slots],
             )
         )
     return plans
@@ -461,9 +526,11 @@ def _free(setup: Setup) -> None:
 STAGES: dict[str, Callable[[Setup], Iterable[Figure]]] = {
     "ceilings": ceilings,
     "kernels": kernels,
+    "reference": reference,
     "steps": steps,
     "decode": decode,
     "prefill": prefill,
+    "mixed": mixed,
     "workload": workload,
     "replicas": replicas,
 }

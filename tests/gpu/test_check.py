@@ -22,7 +22,7 @@ import stages  # noqa: E402
 TINY = stages.Setup(torch.device("cpu"), tiny=True)
 
 
-@pytest.mark.parametrize("stage", ["ceilings", "steps", "decode", "prefill", "workload"])
+@pytest.mark.parametrize("stage", ["ceilings", "reference", "steps", "decode", "prefill", "mixed", "workload"])
 def test_stage_runs_on_cpu(stage):
     """All of its code; figures mean nothing here, but what must hold does hold."""
     figures = list(stages.STAGES[stage](TINY))
