@@ -23,10 +23,10 @@ ORIGINAL = "choose the original model, on a CPU with --quantization int8 to save
 
 @dataclass(slots=True, frozen=True)
 class Scaling:
-    """A matrix of 8-bit numbers is multiplied by its scales; each covers a block of [rows, columns]."""
+    """A matrix of 8-bit numbers, or one of each expert, is multiplied by its scales; each covers a block."""
 
     scales: str  #: name of the tensor
-    block: tuple[int, int]
+    block: tuple[int, int]  #: [rows, columns]
 
 
 def declared(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -111,12 +111,17 @@ def _scaling(
     name: str, header: TensorHeader, tensors: Mapping[str, TensorHeader], blocks: tuple[tuple[int, int], ...]
 ) -> Scaling | None:
     scales = next((name + ending for ending in _SCALES if name + ending in tensors), None)
-    if scales is None or len(header.shape) != 2:
+    if scales is None or len(header.shape) not in (2, 3):
         return None
-    (rows, columns), shape = header.shape, tensors[scales].shape
+    *experts, rows, columns = header.shape
+    shape = tensors[scales].shape
+    if experts and shape[:1] == tuple(experts):
+        shape = shape[1:]  # of each expert
     if shape in ((), (1,), (1, 1)):
         return Scaling(scales, (rows, columns))
     if shape in ((rows,), (rows, 1)):
         return Scaling(scales, (1, columns))
+    if experts and shape == (1, columns):  # whose matrices may be stored transposed
+        return Scaling(scales, (rows, 1))
     fitting = [each for each in blocks if shape == (-(-rows // each[0]), -(-columns // each[1]))]
     return Scaling(scales, fitting[0]) if len(fitting) == 1 else None

@@ -78,7 +78,13 @@ class Checkpoint:
 def dequantized(
     weight: torch.Tensor, scales: torch.Tensor, scaling: Scaling, first: tuple[int, int], dtype: torch.dtype
 ) -> torch.Tensor:
-    """The part of a matrix that begins at row and column `first`, multiplied by its scales in float32."""
+    """The part of a matrix that begins at row and column `first`, multiplied by its scales in float32.
+
+    Or all matrices of a stack, each by its own scales if there are as many.
+    """
+    if weight.dim() == 3:
+        own = scales if scales.dim() and len(scales) == len(weight) else [scales] * len(weight)
+        return torch.stack([dequantized(*each, scaling, first, dtype) for each in zip(weight, own, strict=True)])
     factors = scales.float().reshape(-1, scales.shape[1] if scales.dim() == 2 else 1)
     places = zip(first, weight.shape, scaling.block, strict=True)
     rows, columns = (torch.arange(start, start + size) // step for start, size, step in places)

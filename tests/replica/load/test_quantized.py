@@ -91,11 +91,37 @@ def test_scales_cover_a_matrix_a_row_or_a_block(shape: tuple[int, ...], block: t
 
 
 @pytest.mark.parametrize(
+    ("shape", "block"),
+    [
+        ((), (300, 200)),
+        ((4,), (300, 200)),
+        ((4, 1, 1), (300, 200)),
+        ((4, 300, 1), (1, 200)),
+        ((4, 1, 200), (300, 1)),
+        ((4, 3, 2), (128, 128)),
+    ],
+    ids=str,
+)
+def test_experts_in_one_tensor_have_scales_of_their_own(shape: tuple[int, ...], block: tuple[int, int]) -> None:
+    """As transformers stores them: a matrix for each expert, or its transposed one."""
+    tensors = {
+        "experts.gate_up_proj": tensor("F8_E4M3", 4, 300, 200),
+        "experts.gate_up_proj_scale": tensor("F32", *shape),
+    }
+
+    found, problem = scalings(tensors, [(128, 128)])
+
+    assert problem is None
+    assert found[name].block == block
+
+
+@pytest.mark.parametrize(
     "tensors",
     [
         {"a.weight": tensor("F8_E4M3", 300, 200)},
         {"a.weight": tensor("F8_E4M3", 300, 200), "a.weight_scale": tensor("F32", 3, 3)},
-        {"a.weight": tensor("F8_E4M3", 4, 300, 200), "a.weight_scale": tensor("F32", 4)},
+        {"a.weight": tensor("F8_E4M3", 4, 300, 200), "a.weight_scale": tensor("F32", 4, 3, 3)},
+        {"a.weight": tensor("F8_E4M3", 2, 4, 300, 200), "a.weight_scale": tensor("F32", 2)},
         {"a.weight": tensor("I8", 300, 200), "a.weight_scale": tensor("F32", 300)},
         {"a.weight": tensor("U8", 300, 100), "a.weight_scale": tensor("F8_E4M3", 300, 12)},
         {"a.weight": tensor("F4", 300, 100)},

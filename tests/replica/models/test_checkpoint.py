@@ -11,7 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from homing.replica.errors import ModelError, UnsupportedModel, WeightsUnlike
-from homing.replica.models.checkpoint import COLUMNS, ROWS, Checkpoint
+from homing.replica.load.quantized import scalings
+from homing.replica.load.weight_files import TensorHeader
+from homing.replica.models.checkpoint import COLUMNS, ROWS, Checkpoint, dequantized
 
 from ..toys import ToyScheduler, make_runner
 
@@ -97,6 +99,22 @@ def test_fp8_models_answer_as_their_weights_in_float32(
     runner = make_runner(packed, provider)
 
     assert ToyScheduler(runner.forward, chunk=64).generate(prompts, 6) == reference(plain, prompts, 6)
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (3, 1, 1), (3, 4, 1), (3, 1, 6), (3, 2, 3)], ids=str)
+def test_joined_experts_are_multiplied_by_their_own_scales(shape):
+    """One scale for all, for each, for each row or column of each, for blocks of 2 by 2."""
+    generator = torch.Generator().manual_seed(4)
+    weight = torch.randn(3, 4, 6, generator=generator).to(torch.float8_e4m3fn)
+    scales = torch.rand(shape, generator=generator) + 0.5
+    tensors = {"w": TensorHeader((0, 0), "F8_E4M3", (3, 4, 6)), "w_scale": TensorHeader((0, 0), "F32", shape)}
+    (scaling,) = scalings(tensors, [(2, 2)])[0].values()
+
+    found = dequantized(weight, scales, scaling, (0, 0), torch.float32)
+
+    each = scales.reshape(3, *(shape[1:] or (1, 1))) if shape else scales.expand(3, 1, 1)
+    whole = each.repeat_interleave(4 // each.shape[1], 1).repeat_interleave(6 // each.shape[2], 2)
+    torch.testing.assert_close(found, weight.float() * whole)
 
 
 @pytest.mark.parametrize("kind", KINDS)
