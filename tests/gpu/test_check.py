@@ -6,12 +6,16 @@ import os
 import subprocess
 import sys
 import uuid
+from collections.abc import Iterable
+from importlib.metadata import distributions, packages_distributions
 from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))  # it is a script beside its modules, so that it runs from a checkout without setup
@@ -84,6 +88,53 @@ def test_every_wheel_that_is_missing_is_named_before_anything_runs(monkeypatch, 
 
     assert check.main() == 2
     assert "not installed: some-wheel" in capsys.readouterr().out
+
+
+#: Hides modules from a Python process, as if they were not installed.
+HIDES = """import importlib.machinery as machinery
+real, hidden = machinery.PathFinder.find_spec, {hidden}
+def find_spec(name, path=None, target=None):
+    return None if name.partition(".")[0] in hidden else real(name, path, target)
+machinery.PathFinder.find_spec = staticmethod(find_spec)
+"""
+
+
+def required(wheels: Iterable[str]) -> set[str]:
+    """These distributions and those that they need."""
+    found: set[str] = set()
+    left = list(wheels)
+    while left:
+        name = canonicalize_name(left.pop())
+        if name not in found and name in INSTALLED:
+            found.add(name)
+            needs = map(Requirement, INSTALLED[name].requires or ())
+            left += [each.name for each in needs if each.marker is None or each.marker.evaluate({"extra": ""})]
+    return found
+
+
+INSTALLED = {canonicalize_name(each.name): each for each in distributions()}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_check_needs_no_package_but_those_it_names(tmp_path):
+    """On a bare machine there is no index: one import too many, and every stage fails."""
+    kept = required(check.NEEDED.values())
+    hidden = {
+        module
+        for module, wheels in packages_distributions().items()
+        if not kept & set(map(canonicalize_name, wheels)) and not module.startswith("_")
+    }
+    (tmp_path / "sitecustomize.py").write_text(HIDES.format(hidden=hidden))
+    command = [sys.executable, str(HERE / "check.py"), "--device", "cpu", "--tiny", "--stages", ",".join(check.NAMES)]
+
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, check=False
+    )
+
+    assert {"ray", "numba", "pytest"} <= hidden
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    assert done.stdout.count("skipped: ") == 2, "the kernels' own tests and the replicas need more"
 
 
 def test_stage_that_breaks_costs_only_itself(tmp_path):

@@ -112,7 +112,7 @@ def test_experts_in_one_tensor_have_scales_of_their_own(shape: tuple[int, ...], 
     found, problem = scalings(tensors, [(128, 128)])
 
     assert problem is None
-    assert found[name].block == block
+    assert found["experts.gate_up_proj"].block == block
 
 
 @pytest.mark.parametrize(
