@@ -111,10 +111,11 @@ class KvPool:
         self._flat_keys[layer].index_copy_(0, slots, k)
         self._flat_values[layer].index_copy_(0, slots, v)
 
-    def copy(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Copy the KV of slots in all layers; every source is read before any target is written."""
+    def copy(self, slots: torch.Tensor, kernels: TorchKernels) -> None:
+        """Copy the KV of slots [2, C], sources and targets, in all layers; reads all before it writes any."""
+        sources, targets = slots.unbind(0)
         for stack in self._stacks:
-            stack.index_copy_(1, targets, stack.index_select(1, sources))
+            kernels.write_slots(stack, targets, stack.index_select(1, sources))
 
 
 @dataclass(slots=True, frozen=True)

@@ -19,10 +19,8 @@ from ..engine.logprobs import ScoredRow, Scores, read, score
 from ..engine.overlapped import DrawTerms
 from ..engine.step_plan import RaggedBatch, StepPlan
 from ..kernels.base import NO_TOKEN, TorchKernels
-from ..kernels.choice import choose_kernels
 from ..messages import PositionLogprobs
 from ..models.base import Model
-from ..models.loading import DTYPES
 from ..parallel.rank_group import RankGroup
 from ..progress import report
 from .cuda_graphs import CudaGraphs, EagerSteps, NotCaptured, graph_sizes, padded_size
@@ -168,7 +166,6 @@ class GpuRunner(ModelRunner):
         limits = for_device(settings, cuda=self.device.type == "cuda")
         self._most_rows = min(limits.max_running_requests, limits.max_batched_tokens)
         self._max_model_len = settings.max_model_len or self.spec.max_positions
-        self._kernels = choose_kernels(self.device, DTYPES[self.spec.dtype])
         self._graphs: EagerSteps = graphs or (CudaGraphs() if self.device.type == "cuda" else EagerSteps())
         self._sizes = graph_sizes(self._most_rows)
         self._state: _DeviceState | None = None
@@ -314,7 +311,7 @@ class GpuRunner(ModelRunner):
         """The copies of a step, which its graph does not hold."""
         assert self.pool is not None, "launch before allocate_kv"
         if ragged.copied_slots.size:
-            self.pool.copy(*to_device(ragged.copied_slots, self.device))
+            self.pool.copy(to_device(ragged.copied_slots, self.device), self._kernels)
 
     def _feed(self, plan: StepPlan, token_ids: torch.Tensor, table: RequestTable) -> None:
         """Fill in the tokens that only the device knows."""

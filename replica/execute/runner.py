@@ -111,8 +111,8 @@ class ModelRunner:
         self._memory = memory or (CudaMemory(self.device) if self.device.type == "cuda" else None)
         self._model: Model = model or load_model(settings, model_dir, self._group, device=self.device)
         self.spec = self._model.spec
-        if self.device.type == "cuda":
-            choose_kernels(self.device, DTYPES[self.spec.dtype]).warm_up(self.spec, block_size, self.device)
+        self._kernels = choose_kernels(self.device, DTYPES[self.spec.dtype])
+        self._kernels.warm_up(self.spec, block_size, self.device)
 
     @torch.inference_mode()
     def allocate_kv(self, num_blocks: int) -> None:
@@ -151,7 +151,7 @@ class ModelRunner:
             return captured.to(torch.float32, copy=True)  # the next step overwrites it
         batch = Batch.on_device(ragged, self.device)
         if plan.copies:
-            self.pool.copy(*batch.copied_slots)
+            self.pool.copy(batch.copied_slots, self._kernels)
         logits = self.batch_logits(batch)
         return None if logits is None else logits.float()
 
@@ -165,7 +165,7 @@ class ModelRunner:
         assert self._attention is not None, "forward before allocate_kv"
         batch = Batch.on_device(self._lay_out(plan), self.device)
         if plan.copies:
-            self.pool.copy(*batch.copied_slots)
+            self.pool.copy(batch.copied_slots, self._kernels)
         self._attention.begin(batch)
         at = torch.tensor(hidden_at, dtype=torch.int64, device=self.device)
         logits, hidden = self._model.forward_hidden(

@@ -178,6 +178,10 @@ class TorchKernels:
             flat.index_copy_(0, targets, torch.where(kept, new, flat[targets]))
         return _rotate(q, cos, sin)
 
+    def write_slots(self, stack: torch.Tensor, slots: torch.Tensor, values: torch.Tensor) -> None:
+        """Set stack[:, slots] of [layers, S, features] to values [layers, slots, features]; slots int64, all unlike."""
+        stack.index_copy_(1, slots, values)
+
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """silu(gate) * up of [T, 2 * F]."""
         gate, up = gate_up.chunk(2, -1)

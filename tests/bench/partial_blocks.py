@@ -25,6 +25,7 @@ from homing.replica.config import ReplicaSettings
 from homing.replica.demo import demo_model_path
 from homing.replica.engine.step_plan import BlockCopy, PlanRow, lay_out, plan_of_rows
 from homing.replica.execute.runner import ModelRunner
+from homing.replica.kernels.base import TorchKernels
 from homing.replica.models.loading import DTYPES
 
 ROOT = BlockHash(b"root-of-a-tenant")
@@ -119,7 +120,8 @@ def _copy_us(pool: KvPool, count: int, tokens: int) -> float:
     """Slots are worked out from the plan and copied, as the runner does."""
     copies = [BlockCopy(2 + place, 20 + place, tokens) for place in range(count)]
     plan = plan_of_rows(0, [PlanRow([1], 0, [1])], copies=copies)
-    return cpu_us(lambda: pool.copy(*torch.from_numpy(lay_out(plan, pool.block_size).copied_slots)), 300)
+    kernels = TorchKernels()
+    return cpu_us(lambda: pool.copy(torch.from_numpy(lay_out(plan, pool.block_size).copied_slots), kernels), 300)
 
 
 def print_look_up_cost() -> None:

@@ -124,7 +124,7 @@ def test_the_check_needs_no_package_but_those_it_names(tmp_path):
         module
         for module, wheels in packages_distributions().items()
         if not kept & set(map(canonicalize_name, wheels)) and not module.startswith("_")
-    }
+    } - {"homing"}
     (tmp_path / "sitecustomize.py").write_text(HIDES.format(hidden=hidden))
     command = [sys.executable, str(HERE / "check.py"), "--device", "cpu", "--tiny", "--stages", ",".join(check.NAMES)]
 

@@ -214,6 +214,24 @@ def _norm_weights(q_norm, k_norm, is_query, turns, i, there):
     return query * key
 
 
+def write_slots(stack: torch.Tensor, slots: torch.Tensor, values: torch.Tensor) -> None:
+    """In one launch; torch splits a stack of more than 2 GiB into one for each layer."""
+    layers, count, features = values.shape
+    if count:
+        _write_slots[(count, layers)](stack, slots, values, features, *stack.stride()[:2], BLOCK=BLOCK)
+
+
+@triton.jit
+def _write_slots(stack, slots, values, features, layer_stride, slot_stride, BLOCK: tl.constexpr):
+    number = tl.program_id(0)
+    layer = tl.program_id(1).to(tl.int64)
+    target = stack + layer * layer_stride + tl.load(slots + number) * slot_stride
+    source = values + (layer * tl.num_programs(0) + number) * features
+    for first in range(0, features, BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        tl.store(target + i, tl.load(source + i, mask=i < features), mask=i < features)
+
+
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     tokens, features = len(gate_up), gate_up.shape[1] // 2
     out = torch.empty(tokens, features, dtype=gate_up.dtype, device=gate_up.device)

@@ -12,7 +12,7 @@ from ...models.spec import ModelSpec
 from ..base import PagedRows, TorchKernels
 from .decode import DecodePlan, decode, plan_decode
 from .experts import expert_products
-from .pointwise import add_rms_norm, decode_rows, rotary_table, rotate_and_store, silu_mul
+from .pointwise import add_rms_norm, decode_rows, rotary_table, rotate_and_store, silu_mul, write_slots
 from .prefill import prefill
 from .sampling import mask, sample
 from .warm_up import launches
@@ -34,6 +34,7 @@ class TritonKernels(TorchKernels):
     add_rms_norm = staticmethod(add_rms_norm)
     rotate_and_store = staticmethod(rotate_and_store)
     silu_mul = staticmethod(silu_mul)
+    write_slots = staticmethod(write_slots)
     expert_products = staticmethod(expert_products)
     mask = staticmethod(mask)
     sample = staticmethod(sample)

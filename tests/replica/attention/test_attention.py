@@ -60,7 +60,7 @@ def test_copied_slots_hold_what_the_sources_held_in_every_layer():
     before = [tensor.clone() for tensor in tensors]
     sources, targets = torch.tensor([4, 5, 8]), torch.tensor([8, 9, 12])
 
-    pool.copy(sources, targets)
+    pool.copy(torch.stack((sources, targets)), TorchKernels())
 
     kept = torch.tensor([slot for slot in range(4 * BLOCK) if slot not in targets.tolist()])
     for tensor, old in zip(tensors, before, strict=True):

@@ -39,3 +39,16 @@ def test_waves_are_those_of_the_definition(device):
         wanted = TorchKernels().rotary_table(positions, frequencies, dtype)
         for mine, other in zip(got, wanted, strict=True):
             torch.testing.assert_close(mine, other, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+
+
+def test_slots_are_written_in_every_layer(device):
+    """And no others: a copy of KV must not touch a neighbour's."""
+    generator = torch.Generator().manual_seed(5)
+    stack = torch.randn(3, 9, 1500, generator=generator).to(device)
+    values, slots = torch.randn(3, 2, 1500, generator=generator).to(device), torch.tensor([7, 2], device=device)
+    wanted = stack.clone()
+    wanted[:, [7, 2]] = values
+
+    TritonKernels().write_slots(stack, slots, values)
+
+    assert torch.equal(stack, wanted)
