@@ -137,6 +137,10 @@ class DecodeStep:
 _Draw = Callable[[DrawTerms], DrawnTokens]
 
 
+#: A part of a step, a size, and what runs the part at a size.
+_Part = tuple[str, int, Callable[[int], None]]
+
+
 @dataclass(slots=True, frozen=True)
 class _DeviceState:
     """The state that belongs to one KV pool."""
@@ -193,32 +197,42 @@ class GpuRunner(ModelRunner):
             block_size=self.block_size,
             group=self._group,
         )
-        mixed = None
-        if self._attention.mixes and self._graphs.pads_mixed:
-            mixed = MixedStep(self._model, self._attention, decode.logits, most=self._most_rows, pages=pages)
+        mixed = self._mixed_step(self._attention, decode, pages)
         self._state = _DeviceState(self._attention, table, TableMirror(self.block_size), decode, mixed)
-        problem = self._model.uncapturable or self._capture(self._state)
-        if problem is not None:
-            log.warning("graphs_unusable reason=%r", problem)
-            self._graphs.clear()
-            self._graphs = EagerSteps()
-            self._state = replace(self._state, mixed=None)
-            self._capture(self._state)
+        parts: list[_Part] = [
+            (name, size, run)
+            for size in reversed(self._sizes)  # the largest first: the others fit into its memory
+            for name, run in (("compute", decode.compute), ("draw", decode.draw))
+        ]
+        problem = self._model.uncapturable or self._capture(parts)
+        if problem is None:
+            log.info("graphs_captured sizes=%d largest=%d", len(self._sizes), self._most_rows)
+            return
+        log.warning("graphs_unusable reason=%r", problem)
+        self._graphs.clear()
+        self._graphs, self._state = EagerSteps(), replace(self._state, mixed=None)
+        self._capture(parts)
 
-    def _capture(self, state: _DeviceState) -> str | None:
-        """Capture each part of a step at each size; why it cannot be, or None."""
-        parts: list[tuple[str, int, Callable[[int], None]]] = []
-        if state.mixed is not None:
-            parts += [("mixed", size, state.mixed.run) for size in MIXED_SIZES]
-        for size in reversed(self._sizes):  # the largest first: the others fit into its memory
-            parts += [("compute", size, state.decode.compute), ("draw", size, state.decode.draw)]
+    def _mixed_step(self, attention: PagedAttention, decode: DecodeStep, pages: int) -> MixedStep | None:
+        """Captured steps with prompts; None where attention, device or model do not allow them."""
+        if self._model.uncapturable or not (attention.mixes and self._graphs.pads_mixed):
+            return None
+        mixed = MixedStep(self._model, attention, decode.logits, most=self._most_rows, pages=pages)
+        problem = self._capture([("mixed", size, mixed.run) for size in reversed(MIXED_SIZES)])
+        if problem is None:
+            return mixed
+        log.info("mixed_graphs_unusable reason=%r", problem)
+        self._graphs.clear()
+        return None
+
+    def _capture(self, parts: Sequence[_Part]) -> str | None:
+        """Capture parts of steps; why they cannot be, or None."""
         try:
             for done, (name, size, run) in enumerate(parts):
                 report("capturing graphs", done, len(parts))
                 self._graphs.capture((name, size), partial(run, size))
         except NotCaptured as error:
             return str(error)
-        log.info("graphs_captured sizes=%d largest=%d", len(self._sizes), self._most_rows)
         return None
 
     @torch.inference_mode()

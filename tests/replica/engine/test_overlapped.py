@@ -575,6 +575,29 @@ def test_no_step_of_a_mixed_workload_is_eager(checkpoint, prompts, one_size):
     assert runner.eager == 2  # chunks whose prompt logprobs are of more positions than the batch has rows
 
 
+class RefusesMixed(Counted):
+    """As a device does whose attention of prompts reads something back."""
+
+    def capture(self, key: tuple[str, int], run: Callable[[], None]) -> None:
+        if key[0] == "mixed":
+            raise NotCaptured("operation not permitted when stream is capturing")
+        super().capture(key, run)
+
+
+def test_decodes_keep_their_graphs_where_steps_with_prompts_have_none(checkpoint, prompts, caplog):
+    """Most steps are decodes; models with softcaps or sinks have no kernel for prompts."""
+    folder, graphs = checkpoint("llama"), RefusesMixed()
+
+    with caplog.at_level("INFO"):
+        runner = runner_of(CountsEager, folder, 14, graphs=graphs)
+    ahead = answers(OverlappedEngine, runner, prompts, 14)
+
+    assert ahead == answers(Engine, runner_of(ModelRunner, folder, 14), prompts, 14)
+    assert graphs.replayed["compute"] > 5
+    assert runner.eager > 0
+    assert "mixed_graphs_unusable reason='operation not permitted when stream is capturing'" in caplog.text
+
+
 @dataclass
 class Refusing:
     """Graphs that take the larger sizes only, as a device does whose step reads something back."""
