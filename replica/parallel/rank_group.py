@@ -57,7 +57,7 @@ class RankGroup:
             options._timeout = timeout
             group = cls(rank, size, kind(store, rank, size, options))
             if backend == "nccl":
-                device = torch.device("cuda")
+                device = torch.device("cuda", torch.cuda.current_device())
                 group.agree_on(OneShotSums.open(rank, size, PrefixStore("shared", store), device), device)
             return group
 
