@@ -130,7 +130,7 @@ class DecodeStep:
             self._kernels.sample(self.logits[:size], table.sampling(rows), tokens)
         if self._group is not None:
             self._group.broadcast(tokens)
-        table.last_tokens.index_copy_(0, rows, tokens)
+            table.last_tokens.index_copy_(0, rows, tokens)
 
 
 #: Draws the tokens of a launched step.
@@ -359,7 +359,7 @@ class GpuRunner(ModelRunner):
                     self._kernels.sample(chosen, table.sampling(drawn), tokens)
                 if self._group is not None:
                     self._group.broadcast(tokens)
-                table.last_tokens.index_copy_(0, drawn, tokens)
+                    table.last_tokens.index_copy_(0, drawn, tokens)
             return tokens
 
         others = None if logits is None else logits[len(drawn) :]

@@ -102,7 +102,9 @@ class RequestTable:
     def sampling(self, rows: torch.Tensor) -> SamplingInputs:
         """The sampler's inputs for the next tokens of these slots."""
         temperatures, top_ks, top_ps, min_ps, seeds, prompts = self._sampling
-        return SamplingInputs(rows, temperatures, top_ks, top_ps, min_ps, seeds, prompts, self.seq_lens)
+        return SamplingInputs(
+            rows, temperatures, top_ks, top_ps, min_ps, seeds, prompts, self.seq_lens, self.last_tokens
+        )
 
 
 def _sampling_of(start: SlotStart) -> tuple[float, ...]:

@@ -47,6 +47,7 @@ class SamplingInputs:
     seeds: torch.Tensor  #: int64, the bits of a uint64
     prompts: torch.Tensor  #: int64 tokens of the prompt
     lengths: torch.Tensor  #: int32 or int64 tokens before this one
+    last_tokens: torch.Tensor  #: int64, to which the sampler writes
 
 
 @dataclass(slots=True, frozen=True)
@@ -206,7 +207,7 @@ class TorchKernels:
     def sample(self, logits: torch.Tensor, inputs: SamplingInputs, out: torch.Tensor) -> None:
         """Draw a token for each row of `logits` [rows, vocab] float32 into `out` [rows] int64, as `sampler.sample`.
 
-        `NO_TOKEN` if a row's greatest logit is NaN or infinite.
+        `NO_TOKEN` if a row's greatest logit is NaN or infinite. Also writes the tokens to `inputs.last_tokens`.
         """
         positions = (inputs.lengths - inputs.prompts).clamp(min=0)
         columns = (inputs.temperatures, inputs.top_ks, inputs.top_ps, inputs.min_ps, inputs.seeds, positions)
@@ -219,6 +220,7 @@ class TorchKernels:
             rows.append(SamplingRow(params, position, (), ()))
         drawn = sample(logits, rows)
         out.copy_(torch.tensor([each.token_id if each.finite else NO_TOKEN for each in drawn], dtype=torch.int64))
+        inputs.last_tokens.index_copy_(0, inputs.rows, out)
 
 
 class TorchCpuKernels(TorchKernels):

@@ -179,7 +179,8 @@ def launch_experts(heads: int, kv_heads: int, dim: int, page: int, dtype: torch.
 def launch_sampling() -> None:
     rows, vocab = 64, 151_936
     column, places = torch.zeros(rows), torch.arange(rows)
-    inputs = SamplingInputs(places, column, column.int(), column.double(), column, places, places, column.int())
+    kinds = column, column.int(), column.double(), column
+    inputs = SamplingInputs(places, *kinds, places, places, column.int(), column.long())
     sampling.sample(torch.empty(rows, vocab), inputs, column.long())
     sampling.mask(torch.empty(rows, vocab), column.long(), torch.zeros(rows, -(-vocab // 32), dtype=torch.int32))
 
@@ -192,11 +193,11 @@ def cases(quick: bool) -> Iterator[Case]:
     dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32} | ({} if quick else {"fp16": torch.float16})
     for name, dtype in dtypes.items():
         for dim in (64, 256) if quick else (64, 96, 128, 256):
-            groups = (4,) if quick or dim != 128 else (1, 2, 4, 8)
+            groups = (4,) if quick or dim != 128 else (1, 2, 4, 7, 8)
             for group in groups:
                 shape = (8 * group, 8, dim, 16, dtype)
                 yield f"{name} dim {dim} queries per KV head {group}", launch_decode, shape
-                if group == groups[-1]:  # in a prefill it is a divisor alone
+                if group in (7, groups[-1]):  # in a prefill it is a divisor alone
                     yield f"{name} dim {dim} queries per KV head {group}", launch_prefill, shape
         yield name, launch_pointwise, (32, 8, 128, 16, dtype)
         yield name, launch_experts, (32, 8, 128, 16, dtype)

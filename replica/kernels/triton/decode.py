@@ -1,10 +1,13 @@
 """Decode attention over pages: split-KV by a plan that is computed on the device, so that one launch fits any lengths.
 
-A plan cuts the keys of each row into equal chunks, as long as the step's work can still be dealt evenly. A fixed number
-of programs takes pairs of a chunk and a KV head from a counter, so that whoever had short ones takes more of them; the
-program that completes the last chunk of a row and head merges its chunks, in their order. So one row of 32k tokens
-among many short ones keeps every multiprocessor busy, the host does not need the lengths, and equal steps give equal
-bits. Which chunks a row has, and with them its rounding, depends on the step's other rows.
+A plan sorts rows by their pages and packs neighbours, as many as fill a matrix product with their query heads. What a
+pack's rows share at their beginning is a span of keys that is read once for all of them; each row's other keys are a
+span of its own. All spans are cut into equal chunks, as long as the step's work can still be dealt evenly.
+
+A fixed number of programs takes pairs of a chunk and a KV head from a counter, so that whoever had short ones takes
+more of them; the program that completes the last chunk of a row and head merges its chunks, in their order. So one row
+of 32k tokens among many short ones keeps every multiprocessor busy, the host does not need the lengths, and equal steps
+give equal bits. Which chunks a row has, and with them its rounding, depends on the step's other rows.
 """
 
 from dataclasses import dataclass
@@ -23,8 +26,18 @@ _OTHER_PROGRAMS = 6
 PLAN_ROWS = 256
 #: Most chunks of a program whose chunks all have the tenth of its work that the plan wants at least, in whole tiles.
 MOST_SHARES = 19
+#: Rows that a program sorts, and those that it compares them with at a time.
+SORTED, COMPARED = 16, 64
+#: Of a multiprocessor; a program's warps get them by eights.
+REGISTERS = 65536
 #: Numbers that a merge reads at a time.
 MERGED = 2048
+#: Matrix rows of a product at least, which the query heads of several rows may fill.
+LEAST_ROWS = 16
+#: Keys that rows must share before they are read once: below, the additional chunks cost more. Not measured.
+LEAST_SHARED = 128
+#: More keys than any row has.
+NOTHING = 1 << 30
 
 
 @dataclass(slots=True, frozen=True)
@@ -33,7 +46,7 @@ class Tiles:
 
     keys: int
     stages: int
-    programs: int  #: as many as a multiprocessor's registers hold
+    programs: int  #: of a multiprocessor, among which its registers are divided
     shared: int  #: most bytes of shared memory of a program
     warps: int = 4
 
@@ -44,7 +57,9 @@ def tiles_for(dtype: torch.dtype, dim: int) -> Tiles:
     Chosen by cross-compilation (tests/gpu/compile.py); not run. Two of the stages are for the pages' numbers.
     """
     if dtype == torch.float32:
-        return Tiles(16, 3, 4, 50 * 1024) if dim > 128 else Tiles(16, 5, 5, 42 * 1024)
+        if dim > 64:
+            return Tiles(16, 3, 2, 50 * 1024, 8) if dim > 128 else Tiles(16, 5, 2, 42 * 1024, 8)
+        return Tiles(16, 5, 4, 22 * 1024)
     if dim > 128:
         return Tiles(16, 5, 3, 42 * 1024)
     return Tiles(32, 5, 4, 38 * 1024) if dim > 64 else Tiles(32, 5, 4, 20 * 1024)
@@ -57,11 +72,17 @@ def resident(tiles: Tiles, shared: int) -> int:
 
 @dataclass(slots=True, frozen=True)
 class DecodePlan:
-    """Chunks of a step. Row i has chunks `first_chunk[i]` up to `first_chunk[i + 1]`, equal but for a tile."""
+    """Chunks of a step. Span i has chunks `first_chunk[i]` up to `first_chunk[i + 1]`, equal but for a tile.
 
-    first_chunk: torch.Tensor  #: [rows + 1] int32
+    The first spans are the rows' own, in the order of `order`; the others are those that a pack of rows shares.
+    """
+
+    first_chunk: torch.Tensor  #: [rows + packs + 1] int32
     #: [1 + rows * KV heads] int32 zeros, as a launch leaves them: pairs taken; chunks completed of each row and head
     progress: torch.Tensor
+    order: torch.Tensor  #: [rows] int32
+    shared: torch.Tensor  #: [packs] int32 keys
+    pack: int  #: rows; 1: there are no packs, and the rows' order is their own
     tiles: Tiles
     programs: int
     most_chunks: int
@@ -78,31 +99,35 @@ def programs_of(device: torch.device, tiles: Tiles) -> int:
 
 def plan_decode(
     rows: PagedRows,
-    heads: int,  # noqa: ARG001
+    heads: int,
     window: int | None,
     tiles: Tiles | None = None,
     programs: int | None = None,
+    least_shared: int = LEAST_SHARED,
 ) -> DecodePlan:
-    """Split the keys of rows into chunks; no length is read back. `heads` are those of the queries."""
+    """Split the keys of rows into chunks; no length is read back. `heads` are those of the queries.
+
+    Rows of layers with a window share nothing: each sees other keys.
+    """
     count, device = len(rows.seq_lens), rows.seq_lens.device
-    kv_heads, key_dim = rows.keys.shape[2:]
+    page, kv_heads, key_dim = rows.keys.shape[1:]
     tiles = tiles or tiles_for(rows.keys.dtype, max(key_dim, rows.values.shape[3]))
     programs = programs or programs_of(device, tiles)
-    first_chunk = torch.empty(count + 1, dtype=torch.int32, device=device)
-    progress = torch.empty(1 + count * kv_heads, dtype=torch.int32, device=device)
-    _plan[(1,)](
-        rows.seq_lens,
-        first_chunk,
-        progress,
-        count,
-        window or 0,
-        PROGRAMS=programs,
-        KV_HEADS=kv_heads,
-        TILE=tiles.keys,
-        BLOCK=PLAN_ROWS,
+    pack = max(1, LEAST_ROWS * kv_heads // heads)
+    packs = -(-count // pack) if pack > 1 else 0
+    spans = count + packs
+    first_chunk, progress, order, shared = (
+        torch.empty(size, dtype=torch.int32, device=device) for size in (spans + 1, 1 + count * kv_heads, count, packs)
     )
-    most = count + MOST_SHARES * programs // kv_heads
-    return DecodePlan(first_chunk, progress, tiles, programs, most, window)
+    tables = rows.tables, rows.seq_lens, rows.tables.stride(0)
+    if packs:
+        _sort[(-(-count // SORTED),)](*tables, order, progress, count, PAGE=page, SORTED=SORTED, BLOCK=COMPARED)
+    _plan[(max(packs, 1),)](
+        *tables, first_chunk, progress, order, shared, count, window or 0, NOTHING if window else least_shared,
+        PAGE=page, PACK=pack, PROGRAMS=programs, KV_HEADS=kv_heads, TILE=tiles.keys, BLOCK=PLAN_ROWS,
+    )  # fmt: skip
+    most = (spans + MOST_SHARES * programs // kv_heads) * pack
+    return DecodePlan(first_chunk, progress, order, shared, pack, tiles, programs, most, window)
 
 
 def decode(q: torch.Tensor, rows: PagedRows, plan: DecodePlan, scale: float, out: torch.Tensor) -> None:
@@ -114,89 +139,132 @@ def decode(q: torch.Tensor, rows: PagedRows, plan: DecodePlan, scale: float, out
     partial = torch.empty(plan.most_chunks, heads, value_dim, dtype=torch.float32, device=q.device)
     weights = torch.empty(plan.most_chunks, heads, dtype=torch.float32, device=q.device)
     _decode[(plan.programs,)](
-        q,
-        rows.keys,
-        rows.values,
-        rows.tables,
-        rows.seq_lens,
-        plan.first_chunk,
-        plan.progress,
-        partial,
-        weights,
-        out,
-        count,
-        scale * LOG2E,
-        plan.window or 0,
-        *q.stride()[:2],
-        *rows.keys.stride()[:3],
-        *rows.values.stride()[:3],
-        *out.stride()[:2],
-        rows.tables.stride(0),
-        KV_HEADS=kv_heads,
-        GROUP=group,
-        GROUP_PAD=max(16, triton.next_power_of_2(group)),
-        DK=key_dim,
-        DK_PAD=triton.next_power_of_2(key_dim),
-        DV=value_dim,
-        DV_PAD=triton.next_power_of_2(value_dim),
-        FLAT=flat,
-        MERGED=max(1, MERGED // flat),
-        PAGE=rows.keys.shape[1],
-        TILE=plan.tiles.keys,
-        UPCASTS=upcasts(q),
-        num_warps=plan.tiles.warps,
-        num_stages=plan.tiles.stages,
-    )
+        q, rows.keys, rows.values, rows.tables, rows.seq_lens, plan.first_chunk, plan.progress, plan.order, plan.shared,
+        partial, weights, out, count, scale * LOG2E, plan.window or 0, *q.stride()[:2], *rows.keys.stride()[:3],
+        *rows.values.stride()[:3], *out.stride()[:2], rows.tables.stride(0), KV_HEADS=kv_heads, GROUP=group,
+        GROUP_PAD=max(LEAST_ROWS, triton.next_power_of_2(group)), PACK=plan.pack, DK=key_dim,
+        DK_PAD=triton.next_power_of_2(key_dim), DV=value_dim, DV_PAD=triton.next_power_of_2(value_dim), FLAT=flat,
+        MERGED=max(1, MERGED // flat), PAGE=rows.keys.shape[1], TILE=plan.tiles.keys, UPCASTS=upcasts(q),
+        num_warps=plan.tiles.warps, num_stages=plan.tiles.stages,
+        maxnreg=min(255, REGISTERS // (32 * plan.tiles.warps * plan.tiles.programs)) // 8 * 8,
+    )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["rows", "window"], do_not_specialize_on_alignment=["seq_lens"])
-def _plan(
-    seq_lens,
-    first_chunk,
-    progress,
-    rows,
-    window,
-    PROGRAMS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
+@triton.jit(do_not_specialize=["rows", "table_row"], do_not_specialize_on_alignment=["tables", "seq_lens"])
+def _sort(
+    tables, seq_lens, table_row, order, arrived, rows, PAGE: tl.constexpr, SORTED: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One program: the longest chunks with which no program has a tenth more work than it must, and their sum by rows.
+    """Order rows by their pages 0, 1, 3, 7 and so on: the more pages rows share, the closer they are. Padding is last.
 
-    If programs take n chunks of at most c tiles each in any order, whoever is idle first, the last one ends after at
-    most c times n / programs, rounded up, and after at most c more than an equal share. Lengths are in tiles.
+    Each program counts, for some rows, those that come before them. `arrived` is set to 0 for `_plan`.
     """
+    if tl.program_id(0) == 0:
+        tl.store(arrived, 0)
+    i = tl.program_id(0) * SORTED + tl.arange(0, SORTED)
+    before = tl.zeros([SORTED], tl.int32)
+    for start in range(0, rows, BLOCK):
+        j = start + tl.arange(0, BLOCK)
+        less = tl.zeros([SORTED, BLOCK], tl.int1)
+        equal = (i[:, None] < rows) & (j[None, :] < rows)
+        for level in tl.static_range(16):
+            of_i = _page_at(tables, seq_lens, table_row, i, rows, 2**level - 1, PAGE)[:, None]
+            of_j = _page_at(tables, seq_lens, table_row, j, rows, 2**level - 1, PAGE)[None, :]
+            less = less | (equal & (of_j < of_i))
+            equal = equal & (of_j == of_i)
+        before += tl.sum((less | (equal & (j[None, :] < i[:, None]))).to(tl.int32), 1)
+    tl.store(order + before, i, mask=i < rows)
+
+
+@triton.jit
+def _page_at(tables, seq_lens, table_row, i, rows, column, PAGE: tl.constexpr):
+    """A page of each of the rows `i`; -1 where it is not full, and the greatest number for padding rows."""
+    length = tl.load(seq_lens + i, mask=i < rows, other=0)
+    page = tl.load(tables + i * table_row + column, mask=(i < rows) & (column < length // PAGE), other=-1)
+    return tl.where(length > 0, page, 2147483647)
+
+
+@triton.jit
+def _shared_keys(tables, seq_lens, table_row, order, rows, PAGE: tl.constexpr, PACK: tl.constexpr, BLOCK: tl.constexpr):
+    """How many keys at the beginning all rows of this program's pack share: whole pages, and never a row's last key."""
+    first = tl.program_id(0) * PACK
+    leader = tl.load(order + first)
+    most = tl.load(seq_lens + leader)
+    for member in range(first + 1, tl.minimum(first + PACK, rows)):
+        most = tl.minimum(most, tl.load(seq_lens + tl.load(order + member)))
+    pages = tl.maximum(most - 1, 0) // PAGE if first + 1 < rows else 0
+    for member in range(first + 1, tl.minimum(first + PACK, rows)):
+        row = tl.load(order + member)
+        start = 0
+        while start < pages:
+            column = start + tl.arange(0, BLOCK)
+            ours = tl.load(tables + leader * table_row + column, mask=column < pages, other=0)
+            theirs = tl.load(tables + row * table_row + column, mask=column < pages, other=0)
+            pages = tl.minimum(pages, tl.min(tl.where(ours == theirs, pages, column), 0))
+            start += BLOCK
+    return pages * PAGE
+
+
+@triton.jit(
+    do_not_specialize=["rows", "window", "table_row", "least"], do_not_specialize_on_alignment=["tables", "seq_lens"]
+)
+def _plan(
+    tables, seq_lens, table_row, first_chunk, progress, order, shared, rows, window, least, PAGE: tl.constexpr,
+    PACK: tl.constexpr, PROGRAMS: tl.constexpr, KV_HEADS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Each program finds what a pack shares. The last one cuts all spans into chunks, and sums their numbers.
+
+    They are the longest with which no program of the attention has a tenth more work than it must. If programs take n
+    chunks of at most c tiles each in any order, whoever is idle first, the last one ends after at most c times
+    n / programs, rounded up, and after at most c more than an equal share. Lengths are in tiles.
+    """
+    spans = rows
+    if PACK > 1:
+        keys = _shared_keys(tables, seq_lens, table_row, order, rows, PAGE, PACK, BLOCK)
+        tl.store(shared + tl.program_id(0), tl.where(keys >= least, keys, 0))
+        tl.debug_barrier()  # all threads have written before one of them says so
+        if tl.atomic_add(progress, 1, sem="acq_rel", scope="gpu") < tl.num_programs(0) - 1:
+            return
+        spans += tl.num_programs(0)
     total = tl.zeros([], tl.int64)
-    for start in range(0, rows, BLOCK):
-        total += tl.sum(_tiles(seq_lens, start + tl.arange(0, BLOCK), rows, window, TILE).to(tl.int64), 0)
-    least = ((total * KV_HEADS + PROGRAMS - 1) // PROGRAMS).to(tl.int32)
+    for start in range(0, spans, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        total += tl.sum(_tiles(seq_lens, order, shared, i, rows, spans, window, PACK, TILE).to(tl.int64), 0)
+    each = ((total * KV_HEADS + PROGRAMS - 1) // PROGRAMS).to(tl.int32)
     turns = 1 + tl.arange(0, 16)
-    sizes = tl.maximum((least + least // 10) // turns, 1)
+    sizes = tl.maximum((each + each // 10) // turns, 1)
     counts = tl.zeros([16], tl.int32)
-    for start in range(0, rows, BLOCK):
-        tiles = _tiles(seq_lens, start + tl.arange(0, BLOCK), rows, window, TILE)
+    for start in range(0, spans, BLOCK):
+        tiles = _tiles(seq_lens, order, shared, start + tl.arange(0, BLOCK), rows, spans, window, PACK, TILE)
         counts += tl.sum((tiles[:, None] + sizes[None, :] - 1) // sizes[None, :], 0)
-    fits = (counts * KV_HEADS <= turns * PROGRAMS) | (sizes * 10 <= least)
+    fits = (counts * KV_HEADS <= turns * PROGRAMS) | (sizes * 10 <= each)
     size = tl.max(tl.where(fits, sizes, 1), 0)
     before = tl.zeros([], tl.int32)
-    for start in range(0, rows, BLOCK):
+    for start in range(0, spans, BLOCK):
         i = start + tl.arange(0, BLOCK)
-        tiles = _tiles(seq_lens, i, rows, window, TILE)
-        chunks = tl.where(i < rows, tl.maximum((tiles + size - 1) // size, 1), 0)  # a padding row's writes its zeros
+        chunks = (_tiles(seq_lens, order, shared, i, rows, spans, window, PACK, TILE) + size - 1) // size
+        chunks = tl.where(i < rows, tl.maximum(chunks, 1), chunks)  # a padding row's writes its zeros
         upto = before + tl.cumsum(chunks, 0)
-        tl.store(first_chunk + i, upto - chunks, mask=i < rows)
+        tl.store(first_chunk + i, upto - chunks, mask=i < spans)
         before += tl.sum(chunks, 0)
-    tl.store(first_chunk + rows, before)
+    tl.store(first_chunk + spans, before)
     for start in range(0, 1 + rows * KV_HEADS, BLOCK):
         i = start + tl.arange(0, BLOCK)
         tl.store(progress + i, tl.zeros([BLOCK], tl.int32), mask=i < 1 + rows * KV_HEADS)
 
 
 @triton.jit
-def _tiles(seq_lens, i, rows, window, TILE: tl.constexpr):
-    """The number of tiles that each of the rows `i` sees; 0 beyond the last row."""
-    length = tl.load(seq_lens + i, mask=i < rows, other=0)
-    return (tl.where(window > 0, tl.minimum(length, window), length) + TILE - 1) // TILE
+def _tiles(seq_lens, order, shared, i, rows, spans, window, PACK: tl.constexpr, TILE: tl.constexpr):
+    """The number of tiles of each of the spans `i`; 0 beyond the last one."""
+    row = i
+    if PACK > 1:
+        row = tl.load(order + i, mask=i < rows, other=0)
+    length = tl.load(seq_lens + row, mask=i < rows, other=0)
+    seen = tl.where(window > 0, tl.minimum(length, window), length)
+    if PACK > 1:
+        pack = tl.where(i < rows, i // PACK, i - rows)
+        keys = tl.load(shared + pack, mask=i < spans, other=0, cache_modifier=".cg")  # other programs wrote them
+        seen = tl.where(i < rows, seen - keys, keys)
+    return (seen + TILE - 1) // TILE
 
 
 @triton.jit
@@ -232,23 +300,23 @@ def _attend_chunk(
 
 @triton.jit
 def _merge(
-    partial, weights, chunk, stop, heads, HEADS: tl.constexpr, FLAT: tl.constexpr, MERGED: tl.constexpr,
-    DV: tl.constexpr, REAL: tl.constexpr,
+    partial, weights, places, place, turn, step, count, heads, HEADS: tl.constexpr, FLAT: tl.constexpr,
+    MERGED: tl.constexpr, DV: tl.constexpr, REAL: tl.constexpr,
 ):  # fmt: skip
-    """The mean of chunks `chunk` up to `stop` by their weights: [FLAT], the heads of a group side by side.
+    """The mean of `count` chunks by their weights: [FLAT], the heads of a group side by side.
 
-    Read from L2: other programs wrote them.
+    The first `turn` are at `places`, `step` apart, the others from `place` on. Read from L2: other programs wrote them.
     """
     e = tl.arange(0, FLAT)
     greatest = tl.full([FLAT], float("-inf"), tl.float32)
     total = tl.zeros([FLAT], tl.float32)
     summed = tl.zeros([FLAT], tl.float32)
-    for start in tl.range(chunk, stop, MERGED, num_stages=1):
+    for start in tl.range(0, count, MERGED, num_stages=1):
         some = start + tl.arange(0, MERGED)[:, None]
-        there = (some < stop) & (e < REAL)[None, :]
-        place = some * HEADS + heads
-        weight = tl.load(weights + place + (e // DV)[None, :], mask=there, other=float("-inf"), cache_modifier=".cg")
-        mean = tl.load(partial + place * DV + e[None, :], mask=there, other=0.0, cache_modifier=".cg")
+        there = (some < count) & (e < REAL)[None, :]
+        at = tl.where(some < turn, places + some * step, place + some - turn) * HEADS + heads
+        weight = tl.load(weights + at + (e // DV)[None, :], mask=there, other=float("-inf"), cache_modifier=".cg")
+        mean = tl.load(partial + at * DV + e[None, :], mask=there, other=0.0, cache_modifier=".cg")
         highest = tl.maximum(tl.maximum(greatest, tl.max(weight, 0)), -1e30)  # beyond the heads there are none
         kept = tl.exp2(greatest - highest)
         share = tl.exp2(weight - highest[None, :])
@@ -260,14 +328,21 @@ def _merge(
 
 @triton.jit(do_not_specialize=["rows", "window", "table_row"], do_not_specialize_on_alignment=["tables", "seq_lens"])
 def _decode(
-    q, keys, values, tables, seq_lens, first_chunk, progress, partial, weights, out, rows, scale, window, q_row, q_head,
-    k_page, k_token, k_head, v_page, v_token, v_head, out_row, out_head, table_row, KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DK: tl.constexpr, DK_PAD: tl.constexpr, DV: tl.constexpr,
-    DV_PAD: tl.constexpr, FLAT: tl.constexpr, MERGED: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
-    UPCASTS: tl.constexpr,
+    q, keys, values, tables, seq_lens, first_chunk, progress, order, shared, partial, weights, out, rows, scale, window,
+    q_row, q_head, k_page, k_token, k_head, v_page, v_token, v_head, out_row, out_head, table_row,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, PACK: tl.constexpr, DK: tl.constexpr,
+    DK_PAD: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, FLAT: tl.constexpr, MERGED: tl.constexpr,
+    PAGE: tl.constexpr, TILE: tl.constexpr, UPCASTS: tl.constexpr,
 ):  # fmt: skip
-    """Take pairs of a chunk and a KV head until there are none; the query heads of a group are matrix rows."""
-    items = tl.load(first_chunk + rows) * KV_HEADS
+    """Take pairs of a chunk and a KV head until there are none; the query heads of a group are matrix rows.
+
+    A row is known by its place in the plan's order.
+    """
+    spans = rows
+    if PACK > 1:
+        spans += (rows + PACK - 1) // PACK
+    own_chunks = tl.load(first_chunk + rows)
+    items = tl.load(first_chunk + spans) * KV_HEADS
     g = tl.arange(0, GROUP_PAD)
     dk = tl.arange(0, DK_PAD)
     dv = tl.arange(0, DV_PAD)
@@ -275,39 +350,69 @@ def _decode(
     while item < items:
         head = item % KV_HEADS
         chunk = item // KV_HEADS
-        row = row_of(first_chunk, chunk, rows, 1, 0)
-        first = tl.load(first_chunk + row)
-        stop = tl.load(first_chunk + row + 1)
+        span = row_of(first_chunk, chunk, spans, 1, 0)
+        chunks_before = tl.load(first_chunk + span)
+        chunks = tl.load(first_chunk + span + 1) - chunks_before
+        place = span  # of the first row
+        members = 1
+        begin = 0
+        shared_before = own_chunks
+        shared_chunks = 0
+        row = span
+        in_order = span + g // GROUP
+        if PACK > 1:
+            pack = tl.where(span < rows, span // PACK, span - rows)
+            place = tl.where(span < rows, span, pack * PACK)
+            members = tl.where(span < rows, 1, tl.minimum(PACK, rows - place))
+            begin = tl.load(shared + pack)
+            shared_before = tl.load(first_chunk + rows + pack)
+            shared_chunks = tl.load(first_chunk + rows + pack + 1) - shared_before
+            row = tl.load(order + place)
+            in_order = tl.load(order + place + g // GROUP, mask=g < GROUP * members, other=0)
         length = tl.load(seq_lens + row)
-        seen = tl.minimum(length, window) if window > 0 else length
-        tiles = (seen + TILE - 1) // TILE
-        start = length - seen + (chunk - first) * tiles // (stop - first) * TILE
-        end = tl.minimum(length - seen + (chunk - first + 1) * tiles // (stop - first) * TILE, length)
-        heads = head * GROUP + g
-        q_at = row * q_row + heads[:, None] * q_head + dk[None, :]
-        query = tl.load(q + q_at, mask=(g[:, None] < GROUP) & (dk[None, :] < DK), other=0.0)
+        if window > 0:
+            begin = tl.maximum(length - window, 0)
+        if span >= rows:
+            length = begin
+            begin = 0
+        tiles = (length - begin + TILE - 1) // TILE
+        start = begin + (chunk - chunks_before) * tiles // chunks * TILE
+        end = tl.minimum(begin + (chunk - chunks_before + 1) * tiles // chunks * TILE, length)
+        heads = head * GROUP + g % GROUP
+        q_at = in_order * q_row + heads * q_head
+        query = tl.load(
+            q + q_at[:, None] + dk[None, :], mask=(g[:, None] < GROUP * members) & (dk[None, :] < DK), other=0.0
+        )
         mean, weight = _attend_chunk(
             query, keys + head * k_head, values + head * v_head, tables + row * table_row, start, end, scale,
             k_page, k_token, v_page, v_token, GROUP_PAD, DK, DK_PAD, DV, DV_PAD, PAGE, TILE, UPCASTS,
         )  # fmt: skip
-        real = (g[:, None] < GROUP) & (dv[None, :] < DV)
-        if stop - first == 1:
+        real = (g[:, None] < GROUP * members) & (dv[None, :] < DV)
+        if (span < rows) & (chunks + shared_chunks == 1):
             out_at = row * out_row + heads[:, None] * out_head + dv[None, :]
             tl.store(out + out_at, mean.to(out.dtype.element_ty), mask=real)
         else:
-            place = chunk * (KV_HEADS * GROUP) + heads
-            tl.store(partial + place[:, None] * DV + dv[None, :], mean, mask=real)
-            tl.store(weights + place, weight, mask=g < GROUP)
+            slot = tl.where(span < rows, chunk, own_chunks + (chunk - own_chunks) * PACK + g // GROUP)
+            at = slot * (KV_HEADS * GROUP) + heads
+            tl.store(partial + at[:, None] * DV + dv[None, :], mean, mask=real)
+            tl.store(weights + at, weight, mask=g < GROUP * members)
             tl.debug_barrier()  # all threads have written before one of them says so
-            completed = progress + 1 + row * KV_HEADS + head
-            if tl.atomic_add(completed, 1, sem="acq_rel", scope="gpu") == stop - first - 1:
-                e = tl.arange(0, FLAT)
-                merged = _merge(
-                    partial, weights, first, stop, head * GROUP, KV_HEADS * GROUP, FLAT, MERGED, DV, GROUP * DV
-                )
-                out_at = row * out_row + (head * GROUP + e // DV) * out_head + e % DV
-                tl.store(out + out_at, merged.to(out.dtype.element_ty), mask=e < GROUP * DV)
-                tl.store(completed, 0)
+            for each in tl.range(place, place + members, num_stages=1):
+                own_before = tl.load(first_chunk + each)
+                count = tl.load(first_chunk + each + 1) - own_before + shared_chunks
+                completed = progress + 1 + each * KV_HEADS + head
+                if tl.atomic_add(completed, 1, sem="acq_rel", scope="gpu") == count - 1:
+                    merged = _merge(
+                        partial, weights, own_chunks + (shared_before - own_chunks) * PACK + each % PACK, own_before,
+                        shared_chunks, PACK, count, head * GROUP, KV_HEADS * GROUP, FLAT, MERGED, DV, GROUP * DV,
+                    )  # fmt: skip
+                    e = tl.arange(0, FLAT)
+                    target = each
+                    if PACK > 1:
+                        target = tl.load(order + each)
+                    out_at = target * out_row + (head * GROUP + e // DV) * out_head + e % DV
+                    tl.store(out + out_at, merged.to(out.dtype.element_ty), mask=e < GROUP * DV)
+                    tl.store(completed, 0)
         item = tl.atomic_add(progress, 1, sem="relaxed")
     if item == items + tl.num_programs(0) - 1:  # every program has taken one too many: the next launch starts afresh
         tl.store(progress, 0)

@@ -82,36 +82,18 @@ def add_rms_norm(
     block = triton.next_power_of_2(features)
     if tokens:
         _add_rms_norm[(tokens,)](
-            x,
-            x if delta is None else delta,
-            weight,
-            summed,
-            normed,
-            epsilon,
-            x.stride(0),
-            x.stride(0) if delta is None else delta.stride(0),
-            FEATURES=features,
-            BLOCK=block,
-            ADDS=delta is not None,
+            x, x if delta is None else delta, weight, summed, normed, epsilon, x.stride(0),
+            x.stride(0) if delta is None else delta.stride(0), FEATURES=features, BLOCK=block, ADDS=delta is not None,
             num_warps=8 if block >= 4096 else 4,
-        )
+        )  # fmt: skip
     return summed, normed
 
 
 @triton.jit
 def _add_rms_norm(
-    x,
-    delta,
-    weight,
-    summed,
-    normed,
-    epsilon,
-    x_row,
-    delta_row,
-    FEATURES: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x, delta, weight, summed, normed, epsilon, x_row, delta_row, FEATURES: tl.constexpr, BLOCK: tl.constexpr,
     ADDS: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     there = i < FEATURES
@@ -136,28 +118,11 @@ def rotate_and_store(
     every, norms = heads + 2 * kv_heads, rotary.q_norm is not None and rotary.k_norm is not None
     if tokens:
         _rotate_and_store[(tokens, triton.cdiv(every, HEADS_PER_PROGRAM))](
-            qkv,
-            rotary.q_norm if norms else qkv,
-            rotary.k_norm if norms else qkv,
-            rotary.cos,
-            rotary.sin,
-            slots,
-            queries,
-            keys,
-            values,
-            rotary.epsilon,
-            qkv.stride(0),
-            *keys.stride()[:3],
-            *values.stride()[:3],
-            HEADS=heads,
-            KV_HEADS=kv_heads,
-            DIM=dim,
-            HALF_PAD=triton.next_power_of_2(dim // 2),
-            PAGE=page,
-            NORMS=norms,
-            BATCH=HEADS_PER_PROGRAM,
-            num_warps=2,
-        )
+            qkv, rotary.q_norm if norms else qkv, rotary.k_norm if norms else qkv, rotary.cos, rotary.sin, slots,
+            queries, keys, values, rotary.epsilon, qkv.stride(0), *keys.stride()[:3], *values.stride()[:3], HEADS=heads,
+            KV_HEADS=kv_heads, DIM=dim, HALF_PAD=triton.next_power_of_2(dim // 2), PAGE=page, NORMS=norms,
+            BATCH=HEADS_PER_PROGRAM, num_warps=2,
+        )  # fmt: skip
     return queries
 
 

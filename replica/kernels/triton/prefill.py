@@ -54,33 +54,12 @@ def prefill(
     group = heads // kv_heads
     tiles = tiles or tiles_for(q.dtype, max(key_dim, value_dim))
     _prefill[(count * group // tiles.queries + batch, kv_heads)](
-        q,
-        rows.keys,
-        rows.values,
-        rows.tables,
-        first_queries,
-        rows.seq_lens,
-        out,
-        batch,
-        scale * LOG2E,
-        window or 0,
-        *q.stride()[:2],
-        *rows.keys.stride()[:3],
-        *rows.values.stride()[:3],
-        *out.stride()[:2],
-        rows.tables.stride(0),
-        GROUP=group,
-        DK=key_dim,
-        DK_PAD=triton.next_power_of_2(key_dim),
-        DV=value_dim,
-        DV_PAD=triton.next_power_of_2(value_dim),
-        PAGE=rows.keys.shape[1],
-        QUERIES=tiles.queries,
-        TILE=tiles.keys,
-        UPCASTS=upcasts(q),
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
-    )
+        q, rows.keys, rows.values, rows.tables, first_queries, rows.seq_lens, out, batch, scale * LOG2E, window or 0,
+        *q.stride()[:2], *rows.keys.stride()[:3], *rows.values.stride()[:3], *out.stride()[:2], rows.tables.stride(0),
+        GROUP=group, DK=key_dim, DK_PAD=triton.next_power_of_2(key_dim), DV=value_dim,
+        DV_PAD=triton.next_power_of_2(value_dim), PAGE=rows.keys.shape[1], QUERIES=tiles.queries, TILE=tiles.keys,
+        UPCASTS=upcasts(q), num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -52,17 +52,18 @@ def sample(logits: torch.Tensor, inputs: SamplingInputs, out: torch.Tensor) -> N
     buckets = {"BUCKETS": BUCKETS, "PER_NAT": PER_NAT, "BLOCK": BLOCK}
     _maxima[grid](logits, maxima, places, counts, weights, arrived, vocab, stride, BUCKETS=BUCKETS, BLOCK=BLOCK)
     _histogram[grid](
-        logits, maxima, places, greatest, floors, counts, weights, out, vocab, stride, blocks, *filters, inputs.min_ps,
-        BLOCKS_PAD=triton.next_power_of_2(blocks), GREEDY=GREEDY_BELOW, NONE=NO_TOKEN, num_warps=8, **buckets,
+        logits, maxima, places, greatest, floors, counts, weights, out, inputs.last_tokens, vocab, stride, blocks,
+        *filters, inputs.min_ps, BLOCKS_PAD=triton.next_power_of_2(blocks), GREEDY=GREEDY_BELOW, NONE=NO_TOKEN,
+        num_warps=8, **buckets,
     )  # fmt: skip
     _find_floor[grid](
         logits, greatest, floors, counts, weights, entries, arrived, vocab, stride, *filters,
         ENTRIES=ENTRIES, num_warps=8, **buckets,
     )  # fmt: skip
     _draw[grid](
-        logits, greatest, floors, sums, arrived, out, vocab, stride, inputs.rows, inputs.temperatures, inputs.seeds,
-        inputs.prompts, inputs.lengths, LOW=min(LOW_LEVELS, levels), HIGH=max(0, levels - LOW_LEVELS), FAN=FAN_OUT,
-        BLOCK=BLOCK,
+        logits, greatest, floors, sums, arrived, out, inputs.last_tokens, vocab, stride, inputs.rows,
+        inputs.temperatures, inputs.seeds, inputs.prompts, inputs.lengths, LOW=min(LOW_LEVELS, levels),
+        HIGH=max(0, levels - LOW_LEVELS), FAN=FAN_OUT, BLOCK=BLOCK,
     )  # fmt: skip
 
 
@@ -155,9 +156,9 @@ def _limits(top_k, vocab):
 
 @triton.jit
 def _histogram(
-    logits, maxima, places, greatest, floors, counts, weights, out, vocab, stride, blocks, slots, temperatures, top_ks,
-    top_ps, min_ps, BLOCKS_PAD: tl.constexpr, GREEDY: tl.constexpr, NONE: tl.constexpr, BUCKETS: tl.constexpr,
-    PER_NAT: tl.constexpr, BLOCK: tl.constexpr,
+    logits, maxima, places, greatest, floors, counts, weights, out, last_tokens, vocab, stride, blocks, slots,
+    temperatures, top_ks, top_ps, min_ps, BLOCKS_PAD: tl.constexpr, GREEDY: tl.constexpr, NONE: tl.constexpr,
+    BUCKETS: tl.constexpr, PER_NAT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The tokens of rows that need no draw; of rows with top-k or top-p, each bucket's number and weight of tokens."""
     row = tl.program_id(0).to(tl.int64)
@@ -173,7 +174,9 @@ def _histogram(
     certain = odd | greedy | (tl.abs(top) == float("inf"))
     if block == 0:
         likeliest = tl.load(places + row * blocks + tl.argmax(maximum, 0)).to(tl.int64)
-        tl.store(out + row, tl.where(odd, NONE, likeliest), mask=certain)
+        token = tl.where(odd, NONE, likeliest)
+        tl.store(out + row, token, mask=certain)
+        tl.store(last_tokens + slot, token, mask=certain)
         tl.store(greatest + row, tl.where(certain, float("inf"), top))
         min_p = tl.load(min_ps + slot)
         tl.store(floors + row, tl.where(min_p > 0.0, tl.log(tl.where(min_p > 0.0, min_p, 1.0)), -float("inf")))
@@ -318,8 +321,8 @@ def _members(chosen, FAN: tl.constexpr, SPAN: tl.constexpr):
 
 @triton.jit
 def _draw(
-    logits, greatest, floors, sums, arrived, out, vocab, stride, slots, temperatures, seeds, prompts, lengths,
-    LOW: tl.constexpr, HIGH: tl.constexpr, FAN: tl.constexpr, BLOCK: tl.constexpr,
+    logits, greatest, floors, sums, arrived, out, last_tokens, vocab, stride, slots, temperatures, seeds, prompts,
+    lengths, LOW: tl.constexpr, HIGH: tl.constexpr, FAN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Sum the block's weights. The last program of a row chooses from the top level down: a block, then inside it."""
     row = tl.program_id(0).to(tl.int64)
@@ -348,3 +351,4 @@ def _draw(
         weights = tl.sum(_weights(logits, row, i, vocab, stride, temperature, top, floor), 1)
         chosen = chosen * FAN + _pick(weights, _uniform(seed, position, HIGH + level))
     tl.store(out + row, chosen.to(tl.int64))
+    tl.store(last_tokens + slot, chosen.to(tl.int64))

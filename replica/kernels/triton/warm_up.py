@@ -55,7 +55,8 @@ def _decode(shape: KvShape, heads: int, block_size: int, dtype: torch.dtype, dev
 
 def _sample(vocab: int, device: torch.device) -> None:
     column, places = torch.ones(ROWS, device=device), torch.arange(ROWS, device=device)
-    inputs = SamplingInputs(places, column, column.int(), column.double(), column, places, places, column.int())
+    kinds = column, column.int(), column.double(), column
+    inputs = SamplingInputs(places, *kinds, places, places, column.int(), column.long())
     sampling.sample(torch.zeros(ROWS, vocab, device=device), inputs, column.long())
 
 

@@ -96,13 +96,13 @@ def test_softcap_and_sinks_are_honoured_by_all(implementation, device):
     assert not torch.allclose(out, plain, atol=1e-2)
 
 
-def planned(lengths, kv_heads, window, tile, programs):
-    """The device's plan for rows of these lengths."""
+def planned(lengths, kv_heads, window, programs):
+    """The device's plan for rows of these lengths, with too many query heads for several rows in a product."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     pages = torch.empty(1, 16, kv_heads, 16, device=device)
     tables = torch.zeros(len(lengths), 1, dtype=torch.int32, device=device)
     rows = PagedRows(pages, pages, tables, torch.tensor(lengths, dtype=torch.int32, device=device))
-    return kernel.plan_decode(rows, kv_heads, window, replace(TILES, keys=tile), programs)
+    return kernel.plan_decode(rows, 16 * kv_heads, window, replace(TILES, keys=32), programs)
 
 
 def chunks_of(lengths, kv_heads, window, tile, programs):
@@ -154,7 +154,7 @@ def test_rows_that_are_a_token_longer_than_chunks_are_balanced():
 @given(MIXES, st.sampled_from([1, 3, 8]), st.sampled_from([None, 1, 1000]), st.sampled_from([6, 528]))
 def test_the_device_s_plan_is_that_of_numpy_and_fits_its_buffers(lengths, kv_heads, window, programs):
     """No length is read on the host, so the bound on chunks must hold for all."""
-    plan = planned(lengths, kv_heads, window, 32, programs)
+    plan = planned(lengths, kv_heads, window, programs)
 
     chunks, _ = chunks_of(np.asarray(lengths), kv_heads, window, 32, programs)
     assert [stop - start for start, stop in pairwise(plan.first_chunk.tolist())] == chunks.tolist()
@@ -204,3 +204,51 @@ def test_equal_bits_whichever_program_ends_last_and_however_many_rows_are_paddin
 
     assert int(plan.first_chunk[2] - plan.first_chunk[1]) > 2
     assert all(torch.equal(each[:2], found[0]) for each in found)
+
+
+def test_rows_that_share_pages_read_them_once(device):
+    """Wherever they are in the step: rows are sorted by their pages, here four of each of two documents in turns."""
+    shape = Shape(heads=4, kv_heads=1, key_dim=16, value_dim=16)
+    rows = paged(shape, [70, 39, 33, 50, 36, 90, 35, 40, 0], device)
+    for row in range(2, 8):
+        rows.tables[row, :2] = rows.tables[row % 2, :2]
+
+    plan = kernel.plan_decode(rows, 4, None, replace(TILES, keys=16), least_shared=32)
+
+    assert plan.shared.tolist() == [32, 32, 0]
+    assert {frozenset(plan.order[:4].tolist()), frozenset(plan.order[4:8].tolist())} == {
+        frozenset({0, 2, 4, 6}),
+        frozenset({1, 3, 5, 7}),
+    }
+    first = plan.first_chunk.tolist()
+    assert [first[span + 1] > first[span] for span in range(12)] == [True] * 11 + [False]
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4), st.integers(0, 20)), min_size=2, max_size=6),
+    st.sampled_from([(2, 1), (8, 1), (3, 3), (6, 2)]),
+    st.sampled_from([None, 20]),
+    st.sampled_from([6, 60]),
+)
+def test_rows_that_share_pages_equal_float64(mix, heads, window, programs):
+    """Of five trees of prefixes any number of pages, of which a row may end in the middle."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    shape = Shape(*heads, key_dim=16, value_dim=16)
+    rows = paged(shape, [64] * 5 + [16 * pages + own for _, pages, own in mix], device)
+    for row, (tree, pages, _) in enumerate(mix, start=5):
+        rows.tables[row, :pages] = rows.tables[tree, :pages]
+    rows = replace(rows, tables=rows.tables[5:], seq_lens=rows.seq_lens[5:])
+    q = torch.randn(len(mix), shape.heads, 16, generator=torch.Generator().manual_seed(1)).to(device)
+    out = torch.full((len(mix), shape.heads, 16), torch.nan, device=device)
+
+    plan = kernel.plan_decode(rows, shape.heads, window, replace(TILES, keys=16), programs, least_shared=1)
+    kernel.decode(q, rows, plan, 0.25, out)
+
+    real = rows.seq_lens > 0
+    lengths = [min(length, 1) for length in rows.seq_lens.tolist()]
+    assert not real.any() or error(out[real], exact(q[real], rows, lengths, 0.25, window)) < TOLERANCE[torch.float32]
+    assert bool((out[~real] == 0).all())
+    assert sorted(plan.order.tolist()) == list(range(len(mix)))
+    assert int(plan.first_chunk[-1]) * plan.pack <= plan.most_chunks
+    assert not plan.progress.any()

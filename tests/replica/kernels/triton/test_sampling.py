@@ -48,6 +48,7 @@ def inputs_of(rows: list[SamplingRow], device) -> SamplingInputs:
         seeds=column((each.seed - (each.seed >> 63 << 64) for each in params), torch.int64),
         prompts=column((7 for _ in rows), torch.int64),
         lengths=column((7 + row.position for row in rows), torch.int64),
+        last_tokens=column((-7 for _ in rows), torch.int64),
     )
 
 
@@ -123,14 +124,16 @@ def test_draws_what_the_definition_draws_in_float64(implementation, vocab, devic
     logits = 3 * torch.randn(len(kinds), vocab, generator=torch.Generator().manual_seed(vocab))
     rows = rows_of([KINDS[kind] for kind in kinds], seed=1)
     out = torch.empty(len(rows), dtype=torch.int64, device=device)
+    inputs = inputs_of(rows, device)
 
-    implementation().sample(logits.to(device), inputs_of(rows, device), out)
+    implementation().sample(logits.to(device), inputs, out)
 
     wanted = [
         int(line.argmax()) if row.params.temperature == 0 else drawn_in_float64(line, row)
         for line, row in zip(logits, rows, strict=True)
     ]
     assert out.tolist() == wanted
+    assert inputs.last_tokens.tolist() == wanted
 
 
 @pytest.mark.parametrize("vocab", [211, 4100])
