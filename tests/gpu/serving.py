@@ -1,4 +1,4 @@
-"""Two replicas of the demo model behind the router, started as a user would, asked over HTTP."""
+"""Replicas of the demo model behind the router, started as a user would, asked over HTTP."""
 
 import json
 import os
@@ -10,9 +10,13 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 START_S = 75
+#: On a machine that may have other work.
+CPU_START_S = 300
 #: Of about a thousand tokens: what the cache spares must weigh more than how differently two replicas measured
 #: themselves on a busy machine.
 PROMPT = "A prompt that is long enough to fill some blocks, so that it can be found again. " * 50
@@ -28,25 +32,42 @@ class Found(NamedTuple):
 class Answer(NamedTuple):
     replica: str
     cached_tokens: int
+    text: str
 
 
 def two_replicas(cuda: bool) -> list[Found]:
-    """Serve, ask, stop. Raises TimeoutError, which holds the end of the log, when it does not come up."""
+    """Both answer, and a repeated prompt goes to the one that holds it."""
+    started = time.monotonic()
+    with _served(cuda, "--replicas", "2", *(["--gpus-per-rank", "0.5"] if cuda else [])) as port:
+        return [Found("ready after", time.monotonic() - started, "s", None), *_ask(port)]
+
+
+def two_ranks(cuda: bool) -> list[Found]:
+    """One replica of two ranks, in float32, whose rounding changes no token, answers as one of a single rank."""
+    texts = []
+    for ranks in (1, 2):
+        flags = ["--replicas", "1", "--tensor-parallel-size", str(ranks), "--dtype", "float32"]
+        with _served(cuda, *flags) as port:
+            texts.append([_complete(port, f"{PROMPT} {number}", 32).text for number in range(4)])
+    same = sum(one == other for one, other in zip(*texts, strict=True))
+    return [Found("two ranks answer as one", same, f"of {len(texts[0])} answers", same == len(texts[0]))]
+
+
+@contextmanager
+def _served(cuda: bool, *flags: str) -> Iterator[int]:
+    """A port that serves the demo model. Raises TimeoutError, which holds the end of the log, when none comes up."""
     port = _free_port()
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "homing.cluster.cli.main", "serve", "--port", str(port), "--state-dir", folder]
-        command += ["--replicas", "2", "--num-kv-blocks", "2000"]
-        command += ["--device", "cuda", "--gpus-per-rank", "0.5"] if cuda else ["--device", "cpu"]
+        command += ["--num-kv-blocks", "2000", "--device", "cuda" if cuda else "cpu", *flags]
         with (
             tempfile.TemporaryFile("w+") as log,
             # In the group of the stage, so that it ends with a stage that is out of time.
             subprocess.Popen(command, stdout=log, stderr=log, env=os.environ) as process,
         ):
             try:
-                started = time.monotonic()
-                _wait_until_ready(port, process)
-                ready_s = time.monotonic() - started
-                return [Found("ready after", ready_s, "s", None), *_ask(port)]
+                _wait_until_ready(port, process, START_S if cuda else CPU_START_S)
+                yield port
             except TimeoutError as error:
                 log.seek(0)
                 raise TimeoutError(f"{error}\n{log.read()[-3000:]}") from error
@@ -66,24 +87,25 @@ def _ask(port: int) -> list[Found]:
     ]
 
 
-def _complete(port: int, prompt: str) -> Answer:
-    body = json.dumps({"model": "demo", "prompt": prompt, "max_tokens": 8, "temperature": 0}).encode()
+def _complete(port: int, prompt: str, max_tokens: int = 8) -> Answer:
+    body = json.dumps({"model": "demo", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}).encode()
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/completions", body, {"content-type": "application/json"}
     )
     with urllib.request.urlopen(request, timeout=30) as answer:
-        return Answer(answer.headers["x-homing-replica"], int(answer.headers.get("x-homing-cached-tokens") or 0))
+        cached = int(answer.headers.get("x-homing-cached-tokens") or 0)
+        return Answer(answer.headers["x-homing-replica"], cached, json.load(answer)["choices"][0]["text"])
 
 
-def _wait_until_ready(port: int, process: "subprocess.Popen[bytes]") -> None:
-    deadline = time.monotonic() + START_S
+def _wait_until_ready(port: int, process: "subprocess.Popen[bytes]", start_s: float) -> None:
+    deadline = time.monotonic() + start_s
     while time.monotonic() < deadline and process.poll() is None:
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=2):
                 return
         except (urllib.error.URLError, OSError):
             time.sleep(0.5)
-    raise TimeoutError(f"not ready after {START_S} s (ended: {process.poll()})")
+    raise TimeoutError(f"not ready after {start_s} s (ended: {process.poll()})")
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:

@@ -206,13 +206,17 @@ def _toy(kind: type[Runner], folder: Path, provider: Any, setup: Setup) -> Runne
     return runner
 
 
+#: A penalty's step draws when the host knows the tokens before.
+SAMPLING: tuple[dict[str, float], ...] = ({}, {"top_p": 0.9}, {"frequency_penalty": 0.7})
+
+
 def _answers(kind: type[Engine], runner: ModelRunner, cached: bool) -> dict[int, list[int]]:
     random = Random(3)
     shared = [random.randrange(3, 200) for _ in range(40)]
     prompts = [shared[: random.randrange(40)] + [random.randrange(3, 200) for _ in range(9)] for _ in range(8)]
     engine, hasher = _engine(kind, runner, blocks=39, budget=48, running=6, cached=cached)
     requests = [
-        _request(number, prompt, hasher, 12, temperature=(0.0, 0.8)[number % 2], seed=number)
+        _request(number, prompt, hasher, 12, temperature=(0.0, 0.8)[number % 2], seed=number, **SAMPLING[number % 3])
         for number, prompt in enumerate(prompts)
     ]
     return _run(engine, requests)
@@ -446,12 +450,25 @@ def _random_requests(
 
 def replicas(setup: Setup) -> list[Figure]:
     """Two replicas on halves of the device behind the router: both answer, and a repeated prompt goes home."""
+    serving = _serving()
+    return [Figure(name, value, unit, met=met) for name, value, unit, met in serving.two_replicas(setup.cuda)]
+
+
+def ranks(setup: Setup) -> list[Figure]:
+    """One replica on two devices gives the answers of one device."""
+    serving = _serving()
+    if setup.cuda and torch.cuda.device_count() < 2:
+        raise Skipped("one GPU")
+    return [Figure(name, value, unit, met=met) for name, value, unit, met in serving.two_ranks(setup.cuda)]
+
+
+def _serving() -> Any:
     missing = [name for name in ("ray", "zmq", "httptools") if find_spec(name) is None]
     if missing:
         raise Skipped(f"not installed: {', '.join(missing)}; carry their wheels")
-    from serving import two_replicas
+    import serving
 
-    return [Figure(name, value, unit, met=met) for name, value, unit, met in two_replicas(setup.cuda)]
+    return serving
 
 
 # --- shared ---
@@ -485,7 +502,7 @@ class _Direct:
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
-        self.launch = getattr(runner, "launch", None)
+        self.launch, self.draw = (getattr(runner, name, None) for name in ("launch", "draw"))
 
     def forward(self, plan: StepPlan) -> torch.Tensor:
         logits = self._runner.forward(plan)
@@ -533,4 +550,5 @@ STAGES: dict[str, Callable[[Setup], Iterable[Figure]]] = {
     "mixed": mixed,
     "workload": workload,
     "replicas": replicas,
+    "ranks": ranks,
 }

@@ -52,6 +52,13 @@ def test_two_replicas_are_served_and_asked():
     assert [figure.met for figure in figures] == [None, True, True]
 
 
+@pytest.mark.slow
+@pytest.mark.cluster
+def test_two_ranks_are_served_and_asked():
+    """As `homing serve` runs them, with a GPU each where there are two."""
+    assert [figure.met for figure in stages.ranks(TINY)] == [True]
+
+
 @pytest.mark.parametrize("gib", [39, 78, 139])
 def test_every_point_fits_the_device(gib):
     """At 78 GiB the points of 139 GiB ran out of memory, and the figures of the whole stage were lost."""
@@ -116,7 +123,7 @@ INSTALLED = {canonicalize_name(each.name): each for each in distributions()}
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(4000)
 def test_the_check_needs_no_package_but_those_it_names(tmp_path):
     """On a bare machine there is no index: one import too many, and every stage fails."""
     kept = required(check.NEEDED.values())
@@ -134,7 +141,7 @@ def test_the_check_needs_no_package_but_those_it_names(tmp_path):
 
     assert {"ray", "numba", "pytest"} <= hidden
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
-    assert done.stdout.count("skipped: ") == 2, "the kernels' own tests and the replicas need more"
+    assert done.stdout.count("skipped: ") == 3, "the kernels' own tests, the replicas and the ranks need more"
 
 
 def test_stage_that_breaks_costs_only_itself(tmp_path):
