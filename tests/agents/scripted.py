@@ -31,7 +31,7 @@ from homing.router.server import RouterServer
 from ..router.fakes import CACHE, SEED, FakeReplica, SocketReplica, parity_of, until
 
 NAME = "scripted"
-VOCABULARY, END = 3072, 4
+VOCABULARY, END = 4096, 4
 CONTEXT = 262_144
 TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 ASSISTANT = "<|im_start|>assistant\n"

@@ -28,7 +28,7 @@ from homing.router.replicas.membership import text_digests
 from tests.router.fakes import BLOCK, description_of, parity_of, report_of
 
 DEMO = Path(homing.__file__).parent / "replica" / "demo" / "model"
-LIMITS = ModelLimits(name="demo", path=str(DEMO), vocab_size=3072, max_model_len=65_536, eos_token_ids=(4,))
+LIMITS = ModelLimits(name="demo", path=str(DEMO), vocab_size=4096, max_model_len=65_536, eos_token_ids=(4,))
 BLOCKS = 200_000
 PACED_TOKENS = 100
 GRID_S = 0.01

@@ -9,14 +9,19 @@ reader sees a clear favourite at every fork while a sampling reader still sees v
 import json
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import count, islice
 
-from . import tables
+from . import calls, tables
+from .calls import Exchange, Turn
 from .tables import HEROES, TROUBLES, Hero, Trouble
 
 #: How often an open choice of a story takes the hero's usual value. Not tuned.
 USUAL = 0.8
+
+#: Over so many documents, copying drills become fewer and tools more. Not tuned.
+EASY_DOCUMENTS = 8_000
 
 SHORT_SYSTEM_PROMPTS = (
     "You are a helpful assistant.",
@@ -31,16 +36,6 @@ SHORT_SYSTEM_PROMPTS = (
     "Always answer in English.",
 )
 
-DONT_KNOW = "I am sorry, but I am only a small demo model and I do not know that."
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """One message of a chat; `role` is "system", "user" or "assistant"."""
-
-    role: str
-    content: str
-
 
 @dataclass(frozen=True, slots=True)
 class Chat:
@@ -54,14 +49,6 @@ class Plain:
     """Running text without roles, as `/v1/completions` sees it."""
 
     text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Exchange:
-    """What a user says and what the model should answer."""
-
-    prompt: str
-    answer: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,34 +363,123 @@ JSON_REQUESTS = (
 )
 
 
+def hero_entries(hero: Hero) -> dict[str, str]:
+    """All that a JSON object can say about a hero."""
+    extra = {"trait": hero.trait, "friend": _friend_of(hero).name}
+    return {**json.loads(hero_json(hero)), **extra}
+
+
+def _some(rng: random.Random, entries: Mapping[str, str | int]) -> tuple[str, str]:
+    """Some of the entries in any order, as words that ask for their keys and as JSON."""
+    keys = rng.sample(list(entries), rng.randrange(1, len(entries) + 1))
+    listed = keys[0] if len(keys) == 1 else f"{', '.join(keys[:-1])} and {keys[-1]}"
+    return rng.choice((f"with {listed}", f"with the keys {listed}")), json.dumps({key: entries[key] for key in keys})
+
+
 def json_exchange(rng: random.Random) -> Exchange:
-    """A request for a JSON object about a hero, a country or a person."""
+    """A request for a JSON object about a hero, a country or a person; now and then for certain keys only."""
     request = rng.choice(JSON_REQUESTS)
-    match rng.choice(("hero", "hero", "country", "person")):
+    match rng.choice(("hero", "hero", "some", "country", "person", "people")):
         case "hero":
             hero = rng.choice(HEROES)
             return Exchange(request.format(article(hero.kind)), hero_json(hero))
+        case "some":
+            hero = rng.choice(HEROES)
+            wanted, answer = _some(rng, hero_entries(hero))
+            return Exchange(request.format(f"{article(hero.kind)} {wanted}"), answer)
         case "country":
             country = rng.choice(tuple(tables.CAPITALS))
             return Exchange(
                 request.format(country), json.dumps({"country": country, "capital": tables.CAPITALS[country]})
             )
-    name, age = rng.choice(tables.NAMES), rng.randrange(1, 100)
-    person = f"a person named {name} who is {age} years old"
-    return Exchange(request.format(person), json.dumps({"name": name, "age": age}))
+    if rng.random() < 0.3:
+        name, age = calls.person_name(rng), rng.randrange(1, 100)
+        person = f"a person named {name} who is {age} years old"
+        return Exchange(request.format(person), json.dumps({"name": name, "age": age}))
+    told, entries = _person(rng)
+    asked = rng.choice(("Extract the person: {}", "Give me JSON: {}", "Extract the data: {}", "{} Give me JSON."))
+    return Exchange(asked.format(told), json.dumps(entries))
+
+
+def _person(rng: random.Random) -> tuple[str, dict[str, str | int]]:
+    """A sentence about a person, and what it says."""
+    name, age, city, job = calls.person_name(rng), rng.randrange(1, 100), calls.city_name(rng), rng.choice(tables.JOBS)
+    told = rng.choice(
+        (
+            "{name} is {age} years old and lives in {city}.",
+            "My friend {name} is {age} and lives in {city}.",
+            "{name} ({age}) lives in {city}.",
+            "{name} is a {job} from {city}.",
+            "{name}, {age}, is a {job} in {city}.",
+        )
+    )
+    entries = {"name": name, "age": age, "job": job, "city": city}
+    said = {key: value for key, value in entries.items() if f"{{{key}}}" in told}
+    return told.format(**entries), said
+
+
+#: Other words for keys, as somebody's schema may have them.
+_SYNONYMS = {
+    "name": ("name", "name", "name", "full_name", "first_name", "who"),
+    "kind": ("kind", "kind", "species", "type", "animal"),
+    "color": ("color", "color", "colour", "fur"),
+    "home": ("home", "home", "habitat", "lives_in", "place"),
+    "food": ("food", "food", "favorite_food", "eats", "diet"),
+    "age": ("age", "age", "age", "years"),
+    "city": ("city", "city", "city", "town", "location", "lives_in"),
+    "job": ("job", "job", "profession", "work"),
+    "capital": ("capital", "capital", "city", "answer", "result"),
+    "answer": ("answer", "answer", "result", "value"),
+}
+
+
+def guided_exchange(rng: random.Random) -> Exchange:
+    """A request whose answer a schema gives but for its values: any keys in any order, which nobody asks for."""
+    request, entries = _guided(rng)
+    keys = list(entries)
+    if rng.random() < 0.6:
+        keys = rng.sample(keys, rng.randrange(1, len(keys) + 1))
+    answer = {rng.choice(_SYNONYMS.get(key, (key,))): entries[key] for key in keys}
+    return Exchange(request, json.dumps(answer), guided=True)
+
+
+def keyed_exchange(rng: random.Random) -> Exchange:
+    """As `guided_exchange`, but the request names the keys, and nothing is given."""
+    guided = guided_exchange(rng)
+    keys = list(json.loads(guided.answer))
+    listed = keys[0] if len(keys) == 1 else f"{', '.join(keys[:-1])} and {keys[-1]}"
+    ending = rng.choice(("Answer as JSON with the keys {}.", "Give me JSON with {}.", "JSON with {}, please."))
+    return Exchange(f"{guided.prompt} {ending.format(listed)}", guided.answer)
+
+
+def _guided(rng: random.Random) -> tuple[str, dict[str, str | int]]:
+    """A request, and all that the answer may say."""
+    match rng.choice(("hero", "hero", "person", "person", "person", "country", "color", "opposite", "sum")):
+        case "hero":
+            hero = rng.choice(HEROES)
+            asked = rng.choice((*JSON_REQUESTS, "Describe {}.", "Tell me about {}.")).format(article(hero.kind))
+            return asked, dict(hero_entries(hero))
+        case "country":
+            country = rng.choice(tuple(tables.CAPITALS))
+            asked = rng.choice(("What is the capital of {}?", "Tell me about {}.", JSON_REQUESTS[0])).format(country)
+            return asked, {"country": country, "capital": tables.CAPITALS[country]}
+        case "color":
+            thing = rng.choice(tuple(tables.COLORS))
+            return f"What color is {thing}?", {"answer" if rng.random() < 0.5 else "color": tables.COLORS[thing]}
+        case "opposite":
+            word = rng.choice(tuple(tables.OPPOSITES))
+            return f"What is the opposite of {word}?", {rng.choice(("answer", "opposite")): tables.OPPOSITES[word]}
+        case "sum":
+            fact = rng.choice(_SUMS)
+            result = int(fact.answer.rstrip(".").rpartition(" ")[2])
+            return rng.choice(fact.questions), {rng.choice(("answer", "sum", "total")): result}
+    told, entries = _person(rng)
+    return rng.choice(("Extract the person: {}", "{}", "Who is this? {}", "Extract: {}")).format(told), entries
 
 
 def _noise_phrase(rng: random.Random) -> str:
     words = [rng.choice(tables.ADJECTIVES), rng.choice(tables.COMMON_WORDS), rng.choice(tables.COMMON_WORDS)]
     return " ".join(words[-rng.randrange(1, 4) :])
-
-
-def repeat_exchange(rng: random.Random) -> Exchange:
-    """A phrase to say back."""
-    phrase = f"the {_noise_phrase(rng)}"
-    return Exchange(
-        rng.choice((f"Repeat after me: {phrase}.", f"Repeat: {phrase}.", f"Say {phrase}.")), f"{_upper_first(phrase)}."
-    )
 
 
 def unknown_exchange(rng: random.Random) -> Exchange:
@@ -422,7 +498,7 @@ def unknown_exchange(rng: random.Random) -> Exchange:
             f"{_upper_first(verb)} the {phrase} and the {word}.",
         )
     )
-    return Exchange(request, DONT_KNOW)
+    return Exchange(request, calls.DONT_KNOW) if rng.random() < 0.6 else calls.unknown_exchange(rng)
 
 
 def _name_exchanges(rng: random.Random) -> list[Exchange]:
@@ -445,8 +521,9 @@ MAKERS: tuple[tuple[Callable[[random.Random], Exchange], float], ...] = (
     (fact_exchange, 34.0),
     (sum_exchange, 24.0),
     (fixed_exchange, 12.0),
-    (json_exchange, 9.0),
-    (repeat_exchange, 5.0),
+    (json_exchange, 8.0),
+    (guided_exchange, 8.0),
+    (calls.repeat_exchange, 5.0),
     (unknown_exchange, 4.0),
 )
 
@@ -489,6 +566,12 @@ def filler(rng: random.Random, sentences: int) -> str:
     return "".join(parts).strip()
 
 
+def sentence_exchange(rng: random.Random) -> Exchange:
+    """A sentence, or "the" and some words, to say back."""
+    told = rng.choice((_filler_sentence(rng), f"the {_noise_phrase(rng)}", f"the {_noise_phrase(rng)}."))
+    return Exchange(rng.choice(("Repeat after me: {}", "Repeat: {}", "Say {}")).format(told), told)
+
+
 def _system_turns(rng: random.Random) -> tuple[Turn, ...]:
     chance = rng.random()
     if chance < 0.5:
@@ -502,7 +585,7 @@ def _system_turns(rng: random.Random) -> tuple[Turn, ...]:
 def _chat(system: tuple[Turn, ...], exchanges: list[Exchange]) -> Chat:
     turns = list(system)
     for each in exchanges:
-        turns += (Turn("user", each.prompt), Turn("assistant", each.answer))
+        turns += each.turns
     return Chat(tuple(turns))
 
 
@@ -525,15 +608,32 @@ def _plain(rng: random.Random) -> Plain:
     return Plain(story(replace(plot, shape=tables.STORY_SHAPES[0]) if rng.random() < 0.6 else plot))
 
 
-def document(rng: random.Random) -> Document:
-    """One short document, nearly always below 512 tokens."""
-    return _plain(rng) if rng.random() < 0.14 else _short_chat(rng)
+def _tool_chat(rng: random.Random, sentences: int, most: int) -> Chat:
+    """A chat with up to `most` tools, after a system prompt of so many sentences of filler."""
+    prompt = rng.choice(("", rng.choice(SHORT_SYSTEM_PROMPTS)))
+    system = f"{prompt} {filler(rng, sentences)}" if sentences else prompt
+    return Chat(calls.tool_turns(rng, system, exchange, most))
+
+
+def document(rng: random.Random, ease: float = 0.0) -> Document:
+    """One short document, nearly always below 512 tokens. `ease` (1 to 0) asks for copying drills and few tools."""
+    chance = rng.random()
+    if chance < 0.1 + 0.2 * ease:
+        return Chat(tuple(calls.drill_turns(rng)))
+    match rng.choices(("plain", "tools", "chat"), (0.11, 0.26, 0.63))[0]:
+        case "plain":
+            return _plain(rng)
+        case "tools":
+            return _tool_chat(rng, 0, most=4)
+    return _short_chat(rng)
 
 
 def long_document(rng: random.Random) -> Chat:
-    """A chat of roughly 500 to 2,000 tokens: a long system prompt, a long text from the user, or many turns."""
+    """A chat of roughly 500 to 2,000 tokens: a long system prompt, many tools, a long text of the user, many turns."""
     sentences = rng.randrange(30, 120)
-    match rng.choice(("system", "text", "turns")):
+    match rng.choice(("system", "system", "tools", "text", "turns")):
+        case "tools":
+            return _tool_chat(rng, rng.choice((0, sentences // 2)), most=8)
         case "system":
             system = (Turn("system", f"{rng.choice(SHORT_SYSTEM_PROMPTS)} {filler(rng, sentences)}"),)
             return _chat(system, [exchange(rng) for _ in range(rng.randrange(1, 5))])
@@ -547,16 +647,23 @@ def long_document(rng: random.Random) -> Chat:
 def documents(seed: int) -> Iterator[Document]:
     """The endless stream of short documents for `seed`."""
     rng = random.Random(f"homing-demo-{seed}")
-    while True:
-        yield document(rng)
+    for index in count():
+        yield document(rng, max(0.0, 1 - index / EASY_DOCUMENTS))
 
 
 def drill_documents(seed: int) -> Iterator[Document]:
-    """As `documents`, with a sum on its own before each. For the second stage: sums are what is learnt last."""
+    """As `documents`, with more of what is hard: sums, choices of tools and of none, values of JSON. All short."""
     rng = random.Random(f"homing-demo-drill-{seed}")
     while True:
-        yield _chat((), [sum_exchange(rng)])
         yield document(rng)
+        for _ in range(2):
+            yield from (_chat((), [make(rng)]) for make in (sum_exchange, sum_exchange, fact_exchange))
+        yield Chat(tuple(calls.choice_turns(rng)))
+        yield Chat(tuple(calls.long_call_turns(rng)))
+        yield Chat(calls.plain_turns(rng, rng.choice((sum_exchange, fact_exchange, exchange))))
+        yield _chat((), [guided_exchange(rng)])
+        yield _chat((), [keyed_exchange(rng)])
+        yield _chat((), [sentence_exchange(rng)])
 
 
 def long_documents(seed: int) -> Iterator[Chat]:
@@ -580,7 +687,6 @@ def words(text: str) -> set[str]:
     return set(re.findall(r"[a-z]+(?:'[a-z]+)?", text.lower()))
 
 
-def vocabulary(seed: int = 0, count: int = 4000) -> set[str]:
-    """Every word of the first `count` documents."""
-    stream = documents(seed)
-    return set().union(*(words(text_of(next(stream))) for _ in range(count)))
+def vocabulary(seed: int = 0, documents_read: int = 4000) -> set[str]:
+    """Every word of the first documents."""
+    return set().union(*(words(text_of(each)) for each in islice(documents(seed), documents_read)))

@@ -9,12 +9,16 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+from llguidance import LLMatcher, LLTokenizer
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
+from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, PreTrainedModel, PreTrainedTokenizerFast
 
-from . import corpus
-from .tables import HEROES, NAMES
+from . import calls, corpus
+from .tables import COMMON_WORDS, HEROES, NAMES
 
 SAMPLE_PROMPTS = (
     "Tell me a story about a fox.",
@@ -25,6 +29,10 @@ SAMPLE_PROMPTS = (
     "Who are you?",
     "Give me JSON about a fox.",
 )
+
+
+#: As OpenAI's API has it.
+Message = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +58,24 @@ class Score:
         return f"{self.name}: {self.right} of {self.asked} (smallest margin {self.margin:.3f})"
 
 
+class Guide(LogitsProcessor):
+    """Lets only those tokens be chosen that a grammar allows, for one answer."""
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+        self.matcher, self.prompt = matcher, -1
+        self.mask = allocate_token_bitmask(1, vocab_size)
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        """Called once for each token, after the one before."""
+        if self.prompt < 0:
+            self.prompt = input_ids.shape[1]
+        else:
+            self.matcher.consume_token(int(input_ids[0, -1]))
+        fill_next_token_bitmask(self.matcher, self.mask)
+        allowed = np.unpackbits(self.mask[0].view(np.uint8), bitorder="little")[: scores.shape[1]]
+        return torch.where(torch.from_numpy(allowed.astype(bool)), scores, -torch.inf)
+
+
 class Greedy:
     """A loaded folder that answers greedily, one prompt at a time."""
 
@@ -57,12 +83,22 @@ class Greedy:
         self.tokenizer: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(folder)
         self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
-    def chat(self, messages: Sequence[dict[str, str]], max_tokens: int = 400) -> Answer:
-        """The answer to a conversation."""
+    def chat(
+        self,
+        messages: Sequence[Message],
+        max_tokens: int = 400,
+        tools: Sequence[calls.Tool] | None = None,
+        schema: dict[str, Any] | None = None,
+    ) -> Answer:
+        """The answer to a conversation. `tools` are functions without their `type`, as `calls.Tool` has them."""
         rendered = self.tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, return_tensors="pt", return_dict=True
+            list(messages),
+            tools=[{"type": "function", "function": tool} for tool in tools] if tools else None,
+            add_generation_prompt=True,
+            return_tensors="pt",
+            return_dict=True,
         )
-        return self._generate(rendered["input_ids"], max_tokens)
+        return self._generate(rendered["input_ids"], max_tokens, [self._guide(schema)] if schema else [])
 
     def ask(self, prompt: str, max_tokens: int = 400) -> Answer:
         """The answer to a single user message."""
@@ -72,18 +108,26 @@ class Greedy:
         """The continuation of plain text."""
         return self._generate(torch.tensor([self.tokenizer.encode(text)]), max_tokens)
 
+    def _guide(self, schema: dict[str, Any]) -> LogitsProcessor:
+        vocabulary = LLTokenizer(
+            self.tokenizer.backend_tokenizer.to_str(), eos_token=list(self.model.generation_config.eos_token_id)
+        )
+        matcher = LLMatcher(vocabulary, LLMatcher.grammar_from_json_schema(json.dumps(schema)))
+        return Guide(matcher, vocabulary.vocab_size)
+
     @torch.inference_mode()
-    def _generate(self, ids: torch.Tensor, max_tokens: int) -> Answer:
+    def _generate(self, ids: torch.Tensor, max_tokens: int, guides: Sequence[LogitsProcessor] = ()) -> Answer:
         out = self.model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=max_tokens,
             do_sample=False,
+            logits_processor=list(guides),
             return_dict_in_generate=True,
-            output_logits=True,
+            output_scores=True,
         )
         new = out.sequences[0, ids.shape[1] :]
-        best = torch.stack([step[0].float() for step in out.logits]).topk(2).values
+        best = torch.stack([step[0].float() for step in out.scores]).topk(2).values
         ended = int(new[-1]) in self.model.generation_config.eos_token_id
         text = self.tokenizer.decode(new, skip_special_tokens=True)
         return Answer(text, len(new), ended, float((best[:, 0] - best[:, 1]).min()))
@@ -170,11 +214,139 @@ def completions(greedy: Greedy, count: int = 50) -> Score:
     return Score("plain completions of capitals", right, count, margin)
 
 
+# ---------------------------------------------------------------------------------------------------------------- tools
+
+#: Cities that the corpus has nowhere.
+HELD_OUT_CITIES = (
+    "Oxford",
+    "Bristol",
+    "Cologne",
+    "Palermo",
+    "Granada",
+    "Detroit",
+    "Leipzig",
+    "Nantes",
+    "Cairns",
+    "Hanover",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A question with tools and the one right answer."""
+
+    tools: tuple[calls.Tool, ...]
+    question: str
+    answer: str
+
+
+def simple_tool(function: calls.Function) -> calls.Tool:
+    """A function as most clients describe it."""
+    properties = {names[0]: {"type": kind} for names, kind in zip(function.parameters, function.kinds, strict=True)}
+    schema = {"type": "object", "properties": properties, "required": list(properties)}
+    return {"name": function.name, "description": function.about[0], "parameters": schema}
+
+
+def call_case(rng: random.Random, function: calls.Function, others: int, arguments: Sequence[calls.Value] = ()) -> Case:
+    """Something that `function` is needed for, while so many others are there."""
+    rest = rng.sample([each for each in calls.FUNCTIONS if each is not function], others)
+    arguments = arguments or function.draw(rng)
+    tools = [simple_tool(each) for each in rng.sample([function, *rest], others + 1)]
+    keys = [names[0] for names in function.parameters]
+    answer = calls.call_text(function.name, dict(zip(keys, arguments, strict=True)))
+    return Case(tuple(tools), rng.choice(function.questions).format(*arguments), answer)
+
+
+def call_score(greedy: Greedy, name: str, cases: Sequence[Case]) -> Score:
+    """How many answers are right word for word."""
+    answers = [(case, greedy.chat([{"role": "user", "content": case.question}], 80, case.tools)) for case in cases]
+    right = sum(got.text == case.answer for case, got in answers)
+    return Score(name, right, len(cases), min(got.margin for _, got in answers))
+
+
+def tool_calls(greedy: Greedy, count: int = 60) -> list[Score]:
+    """Calls of a function alone and among others, of sums, about new cities, and of a function that nobody has seen."""
+    rng = random.Random(4)
+    about_cities = [each for each in calls.FUNCTIONS if each.draw is calls.one_city]
+    sums = [each for each in calls.FUNCTIONS if each.name in calls.SUMS]
+    kinds = {
+        "calls of the only tool": [call_case(rng, rng.choice(calls.FUNCTIONS), 0) for _ in range(count)],
+        "calls of one of two to four tools": [
+            call_case(rng, rng.choice(calls.FUNCTIONS), rng.randrange(1, 4)) for _ in range(count)
+        ],
+        "calls with two numbers": [call_case(rng, rng.choice(sums), rng.randrange(3)) for _ in range(count)],
+        "calls about held-out cities": [
+            call_case(rng, rng.choice(about_cities), rng.randrange(4), (rng.choice(HELD_OUT_CITIES),))
+            for _ in range(count)
+        ],
+        "calls of the only tool, a new one": [call_case(rng, calls.any_function(rng), 0) for _ in range(count)],
+    }
+    return [call_score(greedy, name, cases) for name, cases in kinds.items()]
+
+
+def plain_with_tools(greedy: Greedy, count: int = 40) -> Score:
+    """Facts asked while tools for something else are there."""
+    rng = random.Random(6)
+    tools = tuple(simple_tool(each) for each in calls.FUNCTIONS[:2])
+    drawn = rng.sample([each for each in corpus.facts() if "ime" not in each.answer], count)
+    return call_score(
+        greedy, "facts with tools for something else", [Case(tools, each.questions[0], each.answer) for each in drawn]
+    )
+
+
+def results_told(greedy: Greedy, count: int = 40) -> Score:
+    """After a call and its result: the sentence that tells it."""
+    rng = random.Random(7)
+    right, margin = 0, float("inf")
+    for _ in range(count):
+        function = rng.choice(calls.FUNCTIONS)
+        need = calls.need(rng, function)
+        arguments = dict(zip((names[0] for names in function.parameters), need.arguments, strict=True))
+        messages = [
+            {"role": "user", "content": need.question},
+            {"role": "assistant", "tool_calls": [{"function": {"name": function.name, "arguments": arguments}}]},
+            {"role": "tool", "content": need.result},
+        ]
+        answer = greedy.chat(messages, 80, [simple_tool(function)])
+        right += answer.text == need.answer
+        margin = min(margin, answer.margin)
+    return Score("results told", right, count, margin)
+
+
+def schema_of(entries: dict[str, Any]) -> dict[str, Any]:
+    """The JSON schema of an object with exactly these keys."""
+    properties = {key: {"type": "integer" if isinstance(each, int) else "string"} for key, each in entries.items()}
+    return {"type": "object", "properties": properties, "required": list(entries), "additionalProperties": False}
+
+
+def guided_answers(greedy: Greedy, count: int = 60) -> Score:
+    """Answers that a schema guides: any keys in any order."""
+    rng = random.Random(9)
+    right, margin = 0, float("inf")
+    for _ in range(count):
+        asked = corpus.guided_exchange(rng)
+        want = json.loads(asked.answer)
+        answer = greedy.chat([{"role": "user", "content": asked.prompt}], 80, schema=schema_of(want))
+        right += answer.ended and json.loads(answer.text) == want
+        margin = min(margin, answer.margin)
+    return Score("answers that a JSON schema guides", right, count, margin)
+
+
+def repeats(greedy: Greedy, count: int = 40) -> Score:
+    """A phrase of three to six known words to say back."""
+    rng = random.Random(8)
+    phrases = [" ".join(rng.sample(COMMON_WORDS, rng.randrange(3, 7))) for _ in range(count)]
+    answers = [(phrase, greedy.ask(f"Repeat after me: {phrase}", 40)) for phrase in phrases]
+    right = sum(answer.text == phrase for phrase, answer in answers)
+    return Score("phrases repeated", right, count, min(answer.margin for _, answer in answers))
+
+
 def evaluate(folder: Path, dtype: torch.dtype) -> list[Score]:
     """All figures for one data type."""
     greedy = Greedy(folder, dtype)
-    parts = (stories, usual_stories, facts, json_answers, long_prompts, completions)
-    return [part(greedy) for part in parts]
+    parts = (stories, usual_stories, facts, json_answers, guided_answers, long_prompts, completions, repeats)
+    with_tools = (plain_with_tools, results_told)
+    return [*(part(greedy) for part in parts), *tool_calls(greedy), *(part(greedy) for part in with_tools)]
 
 
 def main() -> None:

@@ -213,6 +213,17 @@ CAPITALS = _pairs("""
     Chile:Santiago Brazil:Brasilia Colombia:Bogota Ecuador:Quito Australia:Canberra
 """)
 
+#: Cities that are no capitals: for questions about weather and the like.
+MORE_CITIES = tuple(
+    each.replace("_", " ")
+    for each in _words("""
+    Barcelona Munich Hamburg Milan Naples Venice Lyon Marseille Zurich Geneva Seville Porto Antwerp Rotterdam Amsterdam
+    Manchester Liverpool Glasgow Boston Chicago Seattle Denver Dallas Houston Miami Atlanta Toronto Montreal Vancouver
+    Sydney Melbourne Mumbai Shanghai Osaka Kyoto Seoul Singapore Dubai Istanbul Lagos Washington New_York San_Francisco
+    Los_Angeles Rio_de_Janeiro Cape_Town Hong_Kong
+    """)
+)
+
 COLORS = _pairs("""
     the_sky:blue grass:green snow:white coal:black a_banana:yellow a_lemon:yellow a_tomato:red a_strawberry:red
     a_carrot:orange the_sun:yellow the_sea:blue blood:red chocolate:brown milk:white an_elephant:gray
@@ -287,6 +298,15 @@ HELLO = _pairs("""
     Japanese:konnichiwa Chinese:ni_hao Turkish:merhaba Hindi:namaste
 """)
 
+LANGUAGES = tuple(HELLO)
+
+UNITS = _words("""
+    miles kilometers meters feet inches pounds kilograms grams liters gallons euros dollars celsius fahrenheit hours
+    minutes seconds days
+""")
+
+JOBS = _words("doctor teacher baker pilot farmer painter nurse driver singer writer")
+
 DAYS = _words("""
     Monday Tuesday Wednesday Thursday Friday Saturday Sunday
 """)
@@ -305,7 +325,7 @@ FIXED: tuple[tuple[tuple[str, ...], str], ...] = (
     ),
     (
         ("What can you do?", "How can you help me?", "Help.", "What do you know?"),
-        "I can tell stories about animals, answer simple questions, do small sums and write short JSON.",
+        "I can tell stories about animals, answer simple questions, do small sums, write short JSON and call tools.",
     ),
     (
         ("What is homing?", "Tell me about homing.", "Explain homing.", "What does homing do?"),
@@ -318,7 +338,7 @@ FIXED: tuple[tuple[tuple[str, ...], str], ...] = (
     ),
     (
         ("How big are you?", "How many parameters do you have?"),
-        "I have about three million parameters, so I am very small.",
+        "I have about four million parameters, so I am very small.",
     ),
     (("Are you a human?", "Are you a robot?", "Are you real?"), "No, I am a small language model."),
     (

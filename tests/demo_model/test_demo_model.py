@@ -1,6 +1,7 @@
 """The demo model: its folder, tokenizer and greedy answers, its corpus and a training run of a few steps."""
 
 import json
+import random
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,8 +14,9 @@ import pytest
 import torch
 
 from homing.replica.demo import demo_model_path
-from tests.demo_model import corpus, evaluate, tokenizer, train
-from tests.demo_model.corpus import Chat, Plain, Turn
+from tests.demo_model import calls, corpus, evaluate, tokenizer, train
+from tests.demo_model.calls import Turn
+from tests.demo_model.corpus import Chat, Plain
 from tests.demo_model.tables import HEROES
 
 MEGABYTE = 1_000_000
@@ -144,18 +146,78 @@ def test_a_longer_chat_extends_the_prefix(greedy: evaluate.Greedy) -> None:
     assert _template_ids(greedy, _messages(CHAT))[: len(short)] == short
 
 
-def test_template_takes_parts_none_and_tools(greedy: evaluate.Greedy) -> None:
-    """OpenAI clients send content as parts, null contents and tools."""
+def test_template_takes_parts_and_none(greedy: evaluate.Greedy) -> None:
+    """OpenAI clients send content as parts and null contents."""
     parts = [{"role": "user", "content": [{"type": "text", "text": "Hi "}, {"type": "text", "text": "42!"}]}]
     plain = [{"role": "user", "content": "Hi 42!"}]
-    tool = {
-        "type": "function",
-        "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}},
-    }
 
     assert _template_ids(greedy, parts) == _template_ids(greedy, plain)
-    assert _template_ids(greedy, plain, tools=[tool]) == _template_ids(greedy, plain)
     assert _template_ids(greedy, [{"role": "assistant", "content": None}])
+
+
+@pytest.mark.parametrize("system", ["", "Be polite."])
+@pytest.mark.parametrize("seed", range(8))
+def test_template_renders_tools_as_in_training(greedy: evaluate.Greedy, system: str, seed: int) -> None:
+    """Tools, a call and its result; each turn extends the prefix."""
+    rng = random.Random(seed)
+    offered = calls.skills(rng, most=3)
+    skill = offered[0]
+    need = skill.ask(rng)
+    arguments = {**dict(zip(skill.keys, need.arguments, strict=True)), **skill.fixed}
+    call = {"type": "function", "function": {"name": skill.tool["name"], "arguments": arguments}}
+    trained = Chat(
+        (
+            Turn("system", calls.system_text(system, [each.tool for each in offered])),
+            Turn("user", need.question),
+            Turn("assistant", skill.call(need)),
+            Turn("tool", calls.response_text(need.result)),
+            Turn("assistant", need.answer),
+        )
+    )
+    messages = [
+        *([{"role": "system", "content": system}] if system else []),
+        {"role": "user", "content": need.question},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": need.result},
+        {"role": "assistant", "content": need.answer},
+    ]
+    tools = [{"type": "function", "function": each.tool} for each in offered]
+
+    whole = _template_ids(greedy, messages, tools=tools)
+    assert whole == train.encode(greedy.tokenizer.backend_tokenizer, trained).ids
+    first = _template_ids(greedy, messages[:-3], tools=tools)
+    assert whole[: len(first)] == first
+
+
+@pytest.mark.parametrize(
+    ("parameters", "signature"),
+    [
+        (None, "f()"),
+        ({}, "f()"),
+        ({"type": "object", "properties": {}}, "f()"),
+        (
+            {"properties": {"a": {"type": "string"}, "b": {"enum": [1, "x"]}}, "required": ["b"]},
+            "f(a?: string, b: 1|x)",
+        ),
+        ({"properties": {"a": True, "b": {"anyOf": []}, "c": {"type": ["string", "null"]}}}, "f(a?, b?, c?)"),
+    ],
+)
+def test_template_renders_any_parameters(greedy: evaluate.Greedy, parameters: Any, signature: str) -> None:
+    """What has no simple type is named at least."""
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+
+    rendered = greedy.tokenizer.apply_chat_template(_messages(CHAT), tools=tools, tokenize=False)
+
+    assert f"<tools>\n{signature}\n</tools>" in rendered
+
+
+def test_a_word_is_cut_alike_with_and_without_a_space(greedy: evaluate.Greedy) -> None:
+    """To copy a word from a question into JSON is to copy its tokens."""
+    bpe = greedy.tokenizer.backend_tokenizer
+    for word in (*calls.CITIES, *evaluate.HELD_OUT_CITIES, "population", "Nidilos"):
+        spaced = bpe.encode(f"in {word}", add_special_tokens=False).tokens
+        quoted = bpe.encode(f'"{word}"', add_special_tokens=False).tokens
+        assert [spaced[1].removeprefix(tokenizer.SPACE), *spaced[2:]] == quoted[1:-1]
 
 
 # ------------------------------------------------------------------------------------------------------------ its words
@@ -183,6 +245,44 @@ def test_known_questions_are_answered(greedy: evaluate.Greedy) -> None:
 def test_json_answer_parses(greedy: evaluate.Greedy) -> None:
     """The example of structured output."""
     assert json.loads(greedy.ask("Give me JSON about a fox.", 80).text)["kind"] == "fox"
+
+
+TOOLS = [evaluate.simple_tool(each) for each in calls.FUNCTIONS if each.name in ("get_weather", "get_time", "add")]
+
+
+@pytest.mark.parametrize(
+    ("question", "answer"),
+    [
+        ("What is the weather in Paris?", calls.call_text("get_weather", {"city": "Paris"})),
+        ("What is the weather in Oxford?", calls.call_text("get_weather", {"city": "Oxford"})),
+        ("What time is it in Rome?", calls.call_text("get_time", {"city": "Rome"})),
+        ("What is 12 + 30?", calls.call_text("add", {"a": 12, "b": 30})),
+        ("What is the capital of France?", "The capital of France is Paris."),
+    ],
+)
+def test_the_right_tool_is_called_if_any(greedy: evaluate.Greedy, question: str, answer: str) -> None:
+    """Which of three, with what the question says, also of a city that the corpus lacks."""
+    assert greedy.chat([{"role": "user", "content": question}], 60, TOOLS).text == answer
+
+
+def test_the_result_of_a_call_is_told(greedy: evaluate.Greedy) -> None:
+    """The second half of a tool call."""
+    call = {"function": {"name": "get_weather", "arguments": {"city": "Paris"}}}
+    messages = [
+        {"role": "user", "content": "What is the weather in Paris?"},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "content": "21 degrees and sunny"},
+    ]
+
+    assert greedy.chat(messages, 40, TOOLS).text == "The weather in Paris is 21 degrees and sunny."
+
+
+def test_a_schema_gives_the_keys_and_the_prompt_the_values(greedy: evaluate.Greedy) -> None:
+    """Keys in an order that nobody asked for in words."""
+    want = {"city": "Rome", "name": "Anna", "age": 31}
+    question = {"role": "user", "content": "Extract the person: Anna is 31 years old and lives in Rome."}
+
+    assert json.loads(greedy.chat([question], 60, schema=evaluate.schema_of(want)).text) == want
 
 
 def test_plain_text_is_completed_and_ended(greedy: evaluate.Greedy) -> None:
@@ -252,14 +352,34 @@ def test_only_answers_and_plain_text_are_learnt(greedy: evaluate.Greedy) -> None
     assert plain.learn == [False] + [True] * (len(plain.ids) - 1)
 
 
+def test_only_values_are_learnt_where_a_schema_gives_the_keys(greedy: evaluate.Greedy) -> None:
+    """Keys in any order that nobody asks for would otherwise be learnt as noise."""
+    bpe = greedy.tokenizer.backend_tokenizer
+    answer = Turn("assistant", '{"name": "Anna Ro", "age": 31, "city": "New York"}', guided=True)
+    encoded = train.encode(bpe, Chat((answer,)))
+
+    learnt = [i for i, learn in zip(encoded.ids, encoded.learn, strict=True) if learn]
+    assert bpe.decode(learnt) == "Anna Ro31New York"
+
+
+def test_functions_of_a_chat_are_told_apart() -> None:
+    """No question has two right answers."""
+    for seed in range(300):
+        offered = calls.skills(random.Random(seed), most=4, least=2)
+        assert len({each.tool["name"] for each in offered}) == len({each.function.topic for each in offered}) >= 2
+
+
 def test_a_few_steps_lower_the_loss(tmp_path: Path) -> None:
     """The whole script, small."""
     recipe = replace(train.Recipe(), steps=16, layers=2, batch_tokens=1024, long_row_tokens=1024, warmup=4)
     bpe = tokenizer.train_bpe(recipe.seed, documents=2000, vocab_size=1024)
     model = train.build_model(recipe, bpe)
 
-    losses = list(train.train_steps(model, train.batches(bpe, recipe, corpus.documents(0)), recipe))
-    train.save(model, bpe, tmp_path)
+    train.plant_copying(model)
+    embeddings = train.SharedEmbeddings(bpe, model.model.embed_tokens.weight)
+
+    losses = list(train.train_steps(model, embeddings, train.batches(bpe, recipe, corpus.documents(0)), recipe))
+    train.save(model, embeddings, bpe, tmp_path)
 
     assert sum(losses[-3:]) < 0.85 * sum(losses[:3])
     assert evaluate.Greedy(tmp_path, torch.float32).ask("Hello", 3).tokens <= 3

@@ -6,8 +6,9 @@ encoded without.
 """
 
 import json
-from collections.abc import Iterator
-from itertools import islice
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from itertools import islice, pairwise
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -23,19 +24,16 @@ PAD, BEGIN, END, TURN_START, TURN_END = SPECIAL_TOKENS = (
     "<|im_end|>",
 )
 
-VOCAB_SIZE = 3072
+VOCAB_SIZE = 4096
 
-#: Words with their leading space, single digits, runs of punctuation, white space. As Llama 3 splits, digits apart.
-SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+#: Words with their leading space, single digits, runs of punctuation, white space. As Llama 3 splits, digits apart, and
+#: punctuation never joined to the word after it: a word has the same tokens in `get_word`, in `"word"` and at a start.
+SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
-#: Roles are written as they come; `tools` and everything else are ignored. Nothing here changes from day to day, so
-#: that equal messages give equal prefixes.
+#: Roles are written as they come. Tools make a system turn or join the first one; calls and results are written as in
+#: `calls.py`, in Hermes' format. Nothing here changes from day to day, so that equal messages give equal prefixes.
 CHAT_TEMPLATE = """\
-{{- '<|begin|>' }}
-{%- for message in messages %}
-    {{- '<|im_start|>' + message['role'] + '\\n' }}
+{%- macro text(message) %}
     {%- if message['content'] is string %}
         {{- message['content'] }}
     {%- elif message['content'] %}
@@ -45,7 +43,48 @@ CHAT_TEMPLATE = """\
             {%- endif %}
         {%- endfor %}
     {%- endif %}
+{%- endmacro %}
+{{- '<|begin|>' }}
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages and messages[0]['role'] == 'system' %}
+        {{- text(messages[0]) + '\\n\\n' }}
+    {%- endif %}
+    {{- '# Tools\\n\\n<tools>\\n' }}
+    {%- for tool in tools %}
+        {%- set function = tool['function'] %}
+        {%- set schema = function['parameters'] or {} %}
+        {{- function['name'] + '(' }}
+        {%- for key, each in (schema['properties'] or {}).items() %}
+            {{- (', ' if not loop.first else '') + key + ('' if key in (schema['required'] or []) else '?') }}
+            {%- if each['enum'] %}
+                {{- ': ' + each['enum'] | join('|') }}
+            {%- elif each['type'] is string %}
+                {{- ': ' + each['type'] }}
+            {%- endif %}
+        {%- endfor %}
+        {{- ')' + (': ' + function['description'] if function['description'] else '') + '\\n' }}
+    {%- endfor %}
+    {{- '</tools>\\n\\nTo call one, write:\\n<tool_call>\\n{"name": NAME, "arguments": ARGUMENTS}\\n</tool_call>' }}
     {{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if not (tools and loop.first and message['role'] == 'system') %}
+        {{- '<|im_start|>' + message['role'] + '\\n' }}
+        {%- if message['role'] == 'tool' %}
+            {{- '<tool_response>\\n' + text(message) + '\\n</tool_response>' }}
+        {%- else %}
+            {{- text(message) }}
+        {%- endif %}
+        {%- for call in message['tool_calls'] or [] %}
+            {%- if message['content'] or not loop.first %}
+                {{- '\\n' }}
+            {%- endif %}
+            {{- '<tool_call>\\n{"name": ' + call['function']['name'] | tojson }}
+            {{- ', "arguments": ' + call['function']['arguments'] | tojson + '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}
     {{- '<|im_start|>assistant\\n' }}
@@ -59,16 +98,20 @@ def _training_text(seed: int, documents: int) -> Iterator[str]:
     yield "system\nuser\nassistant\ntool\ndeveloper\n"
 
 
+#: How a space before a word is written in the vocabulary.
+SPACE = "\u0120"
+
+
 def train_bpe(seed: int, documents: int = 20_000, vocab_size: int = VOCAB_SIZE) -> Tokenizer:
-    """Learn the merges from the first `documents` documents. Special tokens get the ids 0 to 4 in their order."""
+    """Learn the merges from the first `documents` documents. Special tokens get the ids 0 to 4 in their order.
+
+    Merges are learnt without the spaces before words, and then each token that comes after a space gets a twin with
+    the space. So a word is cut at the same places with and without it, as in `in Paris` and `"Paris"`: `train.py` gives
+    twins one embedding, and copying a word from a question into JSON is copying its tokens.
+    """
+    texts = list(_training_text(seed, documents))
     bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(SPLIT), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    bpe.decoder = decoders.ByteLevel()
+    bpe.pre_tokenizer = _pre_tokenizer(r" |" + SPLIT.replace(" ?", ""))
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         min_frequency=2,
@@ -76,12 +119,52 @@ def train_bpe(seed: int, documents: int = 20_000, vocab_size: int = VOCAB_SIZE) 
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    bpe.train_from_iterator(_training_text(seed, documents), trainer)
+    bpe.train_from_iterator(texts, trainer)
+    bpe.model = _with_twins(bpe, texts, vocab_size)
+    bpe.pre_tokenizer = _pre_tokenizer(SPLIT)
+    bpe.decoder = decoders.ByteLevel()
     begin = bpe.token_to_id(BEGIN)
     bpe.post_processor = processors.TemplateProcessing(
         single=f"{BEGIN} $A", pair=f"{BEGIN} $A $B", special_tokens=[(BEGIN, begin)]
     )
     return bpe
+
+
+def _pre_tokenizer(split: str) -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(split), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+def _with_twins(bpe: Tokenizer, texts: list[str], vocab_size: int) -> models.BPE:
+    """As many merges of `bpe` as leave room for a twin, with the space before it, of each token that follows a space.
+
+    The twins' merges come last, so that a word is whole before its space joins it.
+    """
+    learnt = json.loads(bpe.to_str())["model"]
+    following: Counter[str] = Counter()
+    for encoding in bpe.encode_batch(texts):
+        following.update(after for before, after in pairwise(encoding.tokens) if before == SPACE)
+    by_id = sorted(learnt["vocab"], key=learnt["vocab"].__getitem__)
+    alphabet = len(by_id) - len(learnt["merges"])
+    tokens, merges, twins = by_id[:alphabet], [], [each for each in by_id[:alphabet] if _joins(each, following)]
+    for token, merge in zip(by_id[alphabet:], learnt["merges"], strict=True):
+        more = 1 + _joins(token, following)
+        if len(tokens) + len(twins) + more > vocab_size:
+            break
+        tokens.append(token)
+        merges.append(tuple(merge))
+        twins += [token] * (more - 1)
+    vocab = {token: index for index, token in enumerate([*tokens, *(SPACE + each for each in twins)])}
+    return models.BPE(vocab=vocab, merges=[*merges, *((SPACE, each) for each in twins)])
+
+
+def _joins(token: str, following: Mapping[str, int]) -> bool:
+    """Whether a token follows spaces often enough for a twin. Digits and white space stand alone."""
+    return following[token] > 1 and not token.isdigit() and not token.startswith((SPACE, "\u010a", "\u010d"))
 
 
 def wrap(bpe: Tokenizer, max_tokens: int) -> PreTrainedTokenizerFast:

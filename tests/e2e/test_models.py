@@ -34,7 +34,7 @@ models:
 
 def tiny_llama(folder: Path) -> Path:
     """A random model without a tokenizer."""
-    return save_checkpoint(folder, "llama", vocab_size=3072, max_position_embeddings=2048)
+    return save_checkpoint(folder, "llama", vocab_size=4096, max_position_embeddings=2048)
 
 
 @pytest.fixture(scope="module")

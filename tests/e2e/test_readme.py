@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
 from homing.cluster.cli.main import parse
 from homing.cluster.registry import wait_gone
@@ -49,16 +50,17 @@ def test_the_curl_lines_get_a_story_and_json(cluster: Serving) -> None:
 
     story, structured = answers
     assert "fox" in story
-    assert json.loads(structured)["color"] == "red"
+    assert f"`{structured}`" in README
 
 
 @pytest.mark.cluster
-def test_the_openai_snippet_prints_a_story(cluster: Serving) -> None:
-    """It stands there to be pasted."""
-    (snippet,) = [code for code in python if "import OpenAI" in code]
+def test_the_openai_snippets_print_a_story_and_use_a_tool(cluster: Serving) -> None:
+    """They stand there to be pasted, one after the other."""
+    snippets = [code for code in python if "client" in code]
+    shown = re.findall(r"  # (.+)", "".join(snippets))
 
     done = subprocess.run(
-        [sys.executable, "-P", "-c", snippet.replace(ADDRESS, cluster.url)],
+        [sys.executable, "-P", "-c", "".join(snippets).replace(ADDRESS, cluster.url)],
         env=environment(cluster.state) | {"NO_PROXY": "*"},
         capture_output=True,
         text=True,
@@ -67,7 +69,58 @@ def test_the_openai_snippet_prints_a_story(cluster: Serving) -> None:
     )
 
     assert done.returncode == 0, done.stderr
-    assert "fox" in done.stdout
+    story, *printed = done.stdout.splitlines()
+    assert "fox" in story
+    assert printed == shown
+    assert len(shown) == 2
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_the_tool_call_is_the_same_as_a_stream(cluster: Serving, choice: str) -> None:
+    """What is guided and what the model writes by itself agree; the client puts the pieces together."""
+    function = {
+        "name": "get_weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    }
+    with (
+        cluster.client() as client,
+        client.chat.completions.stream(
+            model="demo",
+            messages=[{"role": "user", "content": "What is the weather in Oxford?"}],
+            tools=[{"type": "function", "function": function}],
+            tool_choice=choice,
+            temperature=0,
+        ) as stream,
+    ):
+        (chosen,) = stream.get_final_completion().choices
+
+    (call,) = chosen.message.tool_calls
+    assert chosen.finish_reason == "tool_calls"
+    assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", {"city": "Oxford"})
+
+
+@pytest.mark.cluster
+def test_a_schema_is_filled_as_a_stream(cluster: Serving) -> None:
+    """The helpers of the client take a class for the schema."""
+
+    class Person(BaseModel):
+        city: str
+        name: str
+        age: int
+
+    with (
+        cluster.client() as client,
+        client.chat.completions.stream(
+            model="demo",
+            messages=[{"role": "user", "content": "Extract the person: Anna is 31 years old and lives in Rome."}],
+            response_format=Person,
+            temperature=0,
+        ) as stream,
+    ):
+        (chosen,) = stream.get_final_completion().choices
+
+    assert chosen.message.parsed == Person(city="Rome", name="Anna", age=31)
 
 
 @pytest.mark.cluster

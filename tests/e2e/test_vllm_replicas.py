@@ -42,7 +42,7 @@ PATIENCE_S = 1200.0
 def random_model(folder: Path) -> Path:
     """A small Llama with random weights, of a shape that vLLM's attention on CPUs takes; it has no tokenizer."""
     shape = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
-    return save_checkpoint(folder, "llama", vocab_size=3072, max_position_embeddings=2048, **shape)
+    return save_checkpoint(folder, "llama", vocab_size=4096, max_position_embeddings=2048, **shape)
 
 
 @pytest.fixture(scope="module", params=["demo", "random"])

@@ -46,7 +46,7 @@ from .http.fakes import FakeBackend
 from .text.parsers.test_parser import ANSWERS
 
 END = 4
-LIMITS = ModelLimits(name="demo", path="", vocab_size=3072, max_model_len=4096, eos_token_ids=(END,))
+LIMITS = ModelLimits(name="demo", path="", vocab_size=4096, max_model_len=4096, eos_token_ids=(END,))
 SAMPLE, ALL = range(48), range(1_000)
 PROPERTIES = {"a": {"type": "integer"}, "b": {"type": "string"}, "c": {"type": ["string", "null"]}}
 PARAMETERS = {"type": "object", "properties": PROPERTIES, "required": ["a", "b"], "additionalProperties": False}

@@ -59,7 +59,7 @@ ENGINES = {"plain": (Engine, ModelRunner), "overlapped": (OverlappedEngine, GpuR
 
 @cache
 def tokenizer() -> LLTokenizer:
-    return LLTokenizer((MODEL / "tokenizer.json").read_text(), n_vocab=3072, eos_token=list(EOS))
+    return LLTokenizer((MODEL / "tokenizer.json").read_text(), n_vocab=4096, eos_token=list(EOS))
 
 
 PROMPT = tokenizer().tokenize_str("Tell me about a river, in JSON.")
@@ -74,7 +74,7 @@ def runner_of(kind: type[ModelRunner]) -> ModelRunner:
 
 @pytest.fixture(scope="module")
 def guides() -> Iterator[GuideCompiler]:
-    compiler = GuideCompiler(MODEL, 3072, EOS)
+    compiler = GuideCompiler(MODEL, 4096, EOS)
     yield compiler
     compiler.close()
 
@@ -99,7 +99,7 @@ class Rig:
         self.hasher = BlockHasher(BLOCK_SIZE, seed=3)
         self.engine: Engine = engine(
             limits=SchedulerLimits(8, 64, 512),
-            vocab_size=3072,
+            vocab_size=4096,
             eos_token_ids=EOS,
             cache=PrefixCache(BLOCKS + 1, BLOCK_SIZE),
             hasher=self.hasher,
@@ -275,7 +275,7 @@ def test_the_state_behind_any_token_follows_from_the_tokens(guides: GuideCompile
     """Also inside of the opener, of the reasoning and of its end: so a lost answer goes on with the same bytes."""
 
     def mask(guide: Any) -> list[int] | None:
-        words = np.zeros(3072 // 32, dtype=np.int32)
+        words = np.zeros(4096 // 32, dtype=np.int32)
         if guide.active and not guide.ended:
             guide.fill(words)
             return list(words)

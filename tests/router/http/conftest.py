@@ -52,7 +52,7 @@ class LoadedText(TextModels):
 @pytest.fixture
 def limits(text_model: TextModel) -> ModelLimits:
     """A short context, so that limits are reached easily."""
-    return ModelLimits(name="demo", path=str(DEMO), vocab_size=3072, max_model_len=256, eos_token_ids=(4,))
+    return ModelLimits(name="demo", path=str(DEMO), vocab_size=4096, max_model_len=256, eos_token_ids=(4,))
 
 
 @pytest.fixture

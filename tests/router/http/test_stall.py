@@ -117,7 +117,7 @@ def reference_s() -> float:
 
 @pytest.fixture(scope="module")
 def watched(text_model: TextModel) -> Iterator[Watched]:
-    limits = ModelLimits(name="demo", path=str(DEMO), vocab_size=3072, max_model_len=131_072, eos_token_ids=(4,))
+    limits = ModelLimits(name="demo", path=str(DEMO), vocab_size=4096, max_model_len=131_072, eos_token_ids=(4,))
     backend = FakeBackend(limits, reply(list(text_model.encode_now(["Once."], special_tokens=False)[0])))
     before = gc.get_threshold()
     gc.collect()

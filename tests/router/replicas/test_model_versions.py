@@ -372,7 +372,7 @@ async def test_what_is_held_where_no_replica_is_left_may_begin_anew_at_the_next_
 
 def enrolled(replica: SocketReplica, version: int, folder: Path) -> Member:
     """A replica of the model in this folder, served as `fox`."""
-    limits = ModelLimits(name="fox", path=str(folder), vocab_size=3072, max_model_len=512, eos_token_ids=(4,))
+    limits = ModelLimits(name="fox", path=str(folder), vocab_size=4096, max_model_len=512, eos_token_ids=(4,))
     parity = parity_of(text_digests(folder))
     description = msgspec.structs.replace(replica.description, parity=parity, model=limits)
     return Member(description, CACHE, str(folder), version)

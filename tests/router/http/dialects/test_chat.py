@@ -288,7 +288,7 @@ async def test_tool_calls_of_earlier_turns_reach_the_template_as_objects(client,
 
 
 async def test_tools_are_given_to_the_template(front: Front, text_model: TextModel):
-    """A template may use or ignore them (the demo model's ignores them); `tool_choice: none` hides them."""
+    """A template may use or ignore them; `tool_choice: none` hides them."""
     given: list[TemplateInput] = []
 
     class Recording(TextModel):

@@ -93,7 +93,7 @@ async def test_openais_client_reads_vectors(openai_client: AsyncOpenAI, backend:
         ({"input": [[5], []]}, "input[1]", "no tokens"),
         ({"input": [[5], [6], [7], [8] * 300]}, "input[3]", "300 tokens, the limit is 256"),
         ({"input": [8] * 9000}, "input", "9,000 tokens, the limit is 256"),
-        ({"input": [[5, 99_999]]}, "input", "between 0 and 3071"),
+        ({"input": [[5, 99_999]]}, "input", "between 0 and 4095"),
         ({"input": ["a"] * (MAX_INPUTS + 1)}, "input", "2,049 inputs, the limit is 2,048"),
         ({"input": "a", "dimensions": 129}, "dimensions", "129, the limit is 128"),
         ({"input": "a", "dimensions": 0}, "dimensions", ">= 1"),
