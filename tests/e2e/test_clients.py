@@ -135,7 +135,8 @@ def test_anthropics_client_and_openais_responses_read_the_same_answer(cluster: S
 
 def test_fields_of_vllm_reach_the_engine(cluster: Serving) -> None:
     """Allowed ids, bad words, chosen logprobs and those of the prompt, which the engine computes."""
-    asked = {"model": MODEL, "prompt": QUESTION, "max_tokens": 6, "temperature": 0, "return_token_ids": True}
+    prompt = "Once upon a time, there was a"
+    asked = {"model": MODEL, "prompt": prompt, "max_tokens": 6, "temperature": 0, "return_token_ids": True}
     with httpx.Client(base_url=cluster.url, timeout=60) as http:
 
         def choice(**fields: object) -> Any:
