@@ -46,7 +46,7 @@ from ..errors import (
     Superseded,
 )
 from ..routing.placement import Placement, known_tokens, regret_tokens
-from ..routing.policy.base import Candidate, Prompt
+from ..routing.policy.base import Candidates, Prompt
 from ..routing.replica_load import Rest
 from .block_hash_cache import BlockHashCache
 from .fair_queue import FairQueue
@@ -373,7 +373,7 @@ class RequestFlow:
         request.hashes = cache.hashes(request.root, request.tokens)
         request.keys = wire_hashes(request.hashes)
 
-    def _situation(self, request: RequestState, now: float) -> tuple[Prompt, Sequence[Candidate]]:
+    def _situation(self, request: RequestState, now: float) -> tuple[Prompt, Candidates]:
         # A replica that scores or averages the prompt's own tokens computes all of them, whatever it holds.
         scores_prompt = request.request.sampling.prompt_logprobs is not None and not request.generated
         embedding = request.request.embedding

@@ -134,9 +134,12 @@ class CandidateColumns(ManyCandidates):
             excluded=place in self.excluded,
         )
 
-    def longest(self) -> tuple[int, int]:
+    def longest_live(self) -> int:
         live = self.expected
         if self._doubted:
             live = live.copy()
             live[list(self._doubted)] = 0
-        return int(live.max()), int(max(self.held.max(), self.expected.max()))
+        return int(live.max())
+
+    def longest_known(self) -> int:
+        return int(max(self.held.max(), self.expected.max()))

@@ -12,7 +12,7 @@ from ...events.wire.messages import LoadReport
 from ...replica.messages import ReplicaDescription
 from ..backend import Explanation, FeedState
 from .eviction_order import EvictionOrder
-from .policy.base import LIVE, Candidate, Decision, ManyCandidates, Policy, Prompt, SlowerBlocks
+from .policy.base import LIVE, Candidate, Candidates, Decision, Policy, Prompt, SlowerBlocks
 from .policy.explain import explanation_of
 from .prefix_index import PrefixIndex, ReplicaBlocks
 from .replica_load import LoadBook, Pending
@@ -137,7 +137,7 @@ class Placement:
 
     def candidates(
         self, keys: Sequence[int], excluded: Collection[str], now: float, *, usable: int | None = None
-    ) -> Sequence[Candidate]:
+    ) -> Candidates:
         """Every joined replica as it stands for a prompt whose full blocks are `keys`.
 
         `usable`: blocks before the prompt's last token, which is always computed; None: all.
@@ -277,26 +277,23 @@ class Placement:
         assert tuple(self.feeds) == self.loads.replicas() == tuple(self.index.places), "replicas or their order differ"
 
 
-def longest_prefixes(candidates: Sequence[Candidate]) -> tuple[int, int]:
-    """The longest expected prefix of those with live events, and the longest held or expected prefix of all."""
-    if isinstance(candidates, ManyCandidates):
-        return candidates.longest()
-    live = [each.expected_blocks for each in candidates if each.feed is LIVE]
-    known = [max(each.held_blocks, each.expected_blocks) for each in candidates]
-    return max(live, default=0), max(known, default=0)
-
-
-def regret_tokens(prompt: Prompt, candidates: Sequence[Candidate], decision: Decision) -> int:
+def regret_tokens(prompt: Prompt, candidates: Candidates, decision: Decision) -> int:
     """Tokens that the chosen replica computes and the best holder would not have."""
     assert decision.chosen is not None, "nothing was chosen"
-    best, _ = longest_prefixes(candidates)
+    if isinstance(candidates, list):
+        best = max([each.expected_blocks if each.feed is LIVE else 0 for each in candidates])
+    else:
+        best = candidates.longest_live()
     cached = min(best * prompt.block_size, prompt.tokens - 1)
     return decision.chosen.uncached_tokens(prompt) - (prompt.tokens - cached)
 
 
-def known_tokens(prompt: Prompt, candidates: Sequence[Candidate]) -> int:
+def known_tokens(prompt: Prompt, candidates: Candidates) -> int:
     """The longest prefix that some replica holds or will hold: all of the prompt, if those are all its full blocks."""
-    _, blocks = longest_prefixes(candidates)
+    if isinstance(candidates, list):
+        blocks = max([max(each.held_blocks, each.expected_blocks) for each in candidates], default=0)
+    else:
+        blocks = candidates.longest_known()
     return prompt.tokens if 0 < prompt.blocks <= blocks else blocks * prompt.block_size
 
 

@@ -97,7 +97,7 @@ class ExpectedTtft(Policy):
     ) -> "tuple[Decision, EachCandidate | Fleet]":
         weights = self._weights()
         each = partial(EachCandidate, prompt, candidates, weights, self.obstacle, sees_cache=self.sees_cache)
-        if isinstance(candidates, ManyCandidates):
+        if not isinstance(candidates, list) and isinstance(candidates, ManyCandidates):
             from .among_many import Fleet  # numpy takes 15 MB: only where it pays
 
             rated: EachCandidate | Fleet = Fleet(
