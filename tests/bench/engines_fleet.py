@@ -24,7 +24,7 @@ BLOCKS = 232
 MAX_LEN = 4096
 #: Enough work per token that a document that is not cached is felt, and little enough for two cores.
 SHAPE: dict[str, Any] = {
-    "vocab_size": 3072,
+    "vocab_size": 4096,
     "hidden_size": 384,
     "intermediate_size": 1024,
     "num_hidden_layers": 6,
