@@ -109,7 +109,8 @@ class Cluster:
         for process in self.serving.family():
             with contextlib.suppress(psutil.Error), process.oneshot():
                 title = _title(process)
-                if title == "ray::ReplicaRank" and process.pid not in used:
+                # IDLE is what Ray calls the next spare process until its actor is created.
+                if title == "ray::IDLE" or (title == "ray::ReplicaRank" and process.pid not in used):
                     title = SPARE
                 if title.startswith("ray::") or process.pid == self.serving.pid:
                     rss = process.memory_info().rss // 1024

@@ -75,7 +75,7 @@ def test_what_does_not_fit_goes_through_the_group(x):
 
 def test_all_ranks_use_it_or_none(caplog):
     """One rank that waited in shared memory for another that waits in nccl would wait for good."""
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO", logger="homing"):
         refused = group_with(Refused(), able=1)
     alone = group_with(Doubling(), able=1)
 
@@ -88,7 +88,7 @@ def test_all_ranks_use_it_or_none(caplog):
 
 def test_without_cuda_torch_says_so(caplog):
     """As this machine does, or one with an older torch."""
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO", logger="homing"):
         found = OneShotSums.open(0, 1, HashStore(), CPU)
 
     assert found is None
