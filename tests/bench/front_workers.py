@@ -29,7 +29,8 @@ from tests.router.fakes import BLOCK, description_of, parity_of, report_of
 
 DEMO = Path(homing.__file__).parent / "replica" / "demo" / "model"
 LIMITS = ModelLimits(name="demo", path=str(DEMO), vocab_size=4096, max_model_len=65_536, eos_token_ids=(4,))
-BLOCKS = 200_000
+#: More than all loads together fill: a fake evicts nothing.
+BLOCKS = 4_000_000
 PACED_TOKENS = 100
 GRID_S = 0.01
 #: Real steps take longer; so a fake that steps without end does not report more often than a real replica would.
