@@ -98,7 +98,7 @@ def choose_attention(pool: KvPool, device: torch.device, wanted: str = "auto") -
         return PagedAttention(pool, TorchCpuKernels())
     kernels = choose_kernels(device, pool.keys[0].dtype)
     if chosen == "flash4":
-        return Flash4Attention(pool, kernels, load_flash4())
+        return Flash4Attention(pool, kernels, load_flash4(), splits=facts.capability >= (10, 0))
     if chosen == "flash3":
         return FlashAttention(pool, kernels, load_flash3())
     if chosen == "flash2":

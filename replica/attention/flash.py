@@ -1,7 +1,7 @@
 """Attention by FlashAttention where it is installed. Not run on a GPU yet.
 
 flash-attn-4, the version in Python whose kernels are compiled at their first use, prefills and decodes on our pages.
-Beside the others, which prefill alone, our kernels decode.
+Where it cannot split a row's keys (compute capability 9.0), and beside the others, our kernels decode.
 
 flash-attn 2 takes paged KV only in pages of 256 tokens, so its call without pages gets keys and values gathered from
 our pages: two copies of the KV bytes, beside work that grows with the square of a prompt. FlashAttention 3 takes any
@@ -48,14 +48,20 @@ class Flash4Attention(PagedAttention):
     Layers whose keys and values differ in size use our kernels. Arguments and shapes are those of 4.0.0b36.
     """
 
-    def __init__(self, pool: KvPool, kernels: TorchKernels, call: Callable[..., Any]) -> None:
+    #: It has kernels of their own for prompts whose tokens times queries per KV head fit one or two tiles.
+    kernel_lengths = tuple(2**power for power in range(1, 10))
+
+    def __init__(self, pool: KvPool, kernels: TorchKernels, call: Callable[..., Any], *, splits: bool) -> None:
+        """`splits`: whether `call` can split a row's keys, without which one program per KV head decodes the row."""
         super().__init__(pool, kernels)
         self._call = call
+        self._splits = splits
         #: 0, 1, 2, ...: where the queries of rows with one each start.
         self._firsts = torch.arange(1, dtype=torch.int32)
 
     def _decode(self, q: torch.Tensor, rows: PagedRows, rule: AttentionRule, out: torch.Tensor) -> None:
-        if rows.keys.shape[3] != rows.values.shape[3]:
+        plain = rule.softcap is None and rule.sinks is None  # which our kernels do not have
+        if rows.keys.shape[3] != rows.values.shape[3] or (plain and not self._splits):
             super()._decode(q, rows, rule, out)
             return
         if len(self._firsts) <= len(q):  # only before captures, whose first runs are the largest
@@ -94,7 +100,7 @@ class Flash4Attention(PagedAttention):
             window_size=(None, None) if rule.window is None else (rule.window - 1, 0),  # without the token itself
             softcap=rule.softcap or 0.0,
             learnable_sink=rule.sinks,
-            num_splits=0 if longest == 1 else 1,  # 0: as many parts of a row's keys as fill the device
+            num_splits=0 if longest == 1 and self._splits else 1,  # 0: as many parts of a row's keys as fill the device
         )
         out.copy_(found[0] if isinstance(found, tuple) else found)
 

@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -147,6 +147,9 @@ class PagedAttention:
 
     The contents of slots that a token does not see, NaN included, do not change its result.
     """
+
+    #: Lengths of prompts that together need every kernel that is compiled at its first use and that no graph needs.
+    kernel_lengths: ClassVar[tuple[int, ...]] = ()
 
     def __init__(self, pool: KvPool, kernels: TorchKernels) -> None:
         self._pool = pool

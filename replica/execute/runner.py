@@ -13,12 +13,13 @@ from ...kvcache.sizing import MemoryReading
 from ..attention.choice import choose_attention
 from ..attention.paged import Batch, KvPool, PagedAttention
 from ..config import ReplicaSettings
-from ..engine.step_plan import RaggedBatch, StepPlan, lay_out
+from ..engine.step_plan import PlanRow, RaggedBatch, StepPlan, lay_out, plan_of_rows
 from ..errors import StartupError
 from ..kernels.choice import choose_kernels, compiled_problem
 from ..models.base import Model
 from ..models.loading import DTYPES, load_model
 from ..parallel.rank_group import RankGroup
+from ..progress import report
 
 if TYPE_CHECKING:
     from .captured_steps import CapturedSteps, Forward
@@ -182,7 +183,15 @@ class ModelRunner:
     def _allocate(self, num_blocks: int) -> None:
         self.pool = KvPool(self.spec, num_blocks, self.block_size, DTYPES[self.spec.dtype], self.device)
         self._attention = choose_attention(self.pool, self.device, self._attention_backend)
+        self._compile(self._attention.kernel_lengths)
         self.captured_steps = captured_steps_for(self.device, self._group, self.batch_logits)
+
+    def _compile(self, lengths: Sequence[int]) -> None:
+        """Run prompts of these lengths, all pages of which are one, so that their kernels are compiled before ready."""
+        for done, length in enumerate(lengths):
+            if length <= self.spec.max_positions:
+                report("compiling attention", done, len(lengths))
+                self.forward(plan_of_rows(0, [PlanRow([0] * length, 0, [1] * -(-length // self.block_size))]))
 
     def _lay_out(self, plan: StepPlan) -> RaggedBatch:
         """The plan as arrays. Asserts that ids are in the vocabulary: kernels read the embedding unchecked."""

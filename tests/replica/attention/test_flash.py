@@ -1,5 +1,8 @@
 """FlashAttention's calls get what they document: stand-ins of its signatures in plain torch give the same answers."""
 
+from functools import partial
+
+import pytest
 import torch
 
 from homing.replica.attention.flash import Flash4Attention, FlashAttention, flash2, flash3
@@ -7,7 +10,7 @@ from homing.replica.kernels.base import PagedRows, TorchKernels
 from homing.replica.models.base import AttentionRule
 
 from .reference import ReferenceAttention
-from .test_attention import RULES, SHAPES, batch_of, filled_pool, fitted, run
+from .test_attention import RULES, SHAPES, Shape, batch_of, filled_pool, fitted, run
 
 ROWS = [(22, 1), (0, 9), (6, 5), (16, 16), (3, 1)]
 
@@ -77,9 +80,15 @@ def cute_varlen(
     softcap=0.0,
     num_splits=1,
     pack_gqa=None,
+    *,
+    splits,
 ):
-    """`flash_attn.cute.flash_attn_varlen_func` of flash-attn-4 4.0.0b36 with pages, and what it asserts; in float64."""
+    """`flash_attn.cute.flash_attn_varlen_func` of flash-attn-4 4.0.0b36 with pages, and what it asserts; in float64.
+
+    `splits` is ours: whether the device is one for which it splits keys, which it refuses on sm_90.
+    """
     assert causal
+    assert num_splits == 1 or splits
     assert qv is cu_seqlens_k is seqused_q is gather_kv_indices is None
     assert {x.dtype for x in (cu_seqlens_q, seqused_k, page_table)} == {torch.int32}
     assert page_table.stride(-1) == cu_seqlens_q.stride(0) == seqused_k.stride(0) == 1
@@ -95,14 +104,16 @@ def cute_varlen(
     return out.to(q.dtype), None
 
 
-def test_flash_attn_4_computes_what_the_reference_does():
+@pytest.mark.parametrize("splits", [False, True])
+def test_flash_attn_4_computes_what_the_reference_does(splits):
     """Prefill and decode, with windows, softcap and sinks; layers with short values are left to the kernels."""
+    call = partial(cute_varlen, splits=splits)
     decodes_first = [(22, 1), (3, 1), (0, 9), (6, 5), (16, 16)]
     for shape in SHAPES.values():
         for rule in (fitted(each, shape) for each in RULES.values()):
             batch = batch_of(decodes_first)
 
-            got, _ = run(lambda pool: Flash4Attention(pool, TorchKernels(), cute_varlen), batch, shape, rule)
+            got, _ = run(lambda pool: Flash4Attention(pool, TorchKernels(), call, splits=splits), batch, shape, rule)
 
             wanted, _ = run(ReferenceAttention, batch, shape, rule)
             torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
@@ -111,12 +122,43 @@ def test_flash_attn_4_computes_what_the_reference_does():
 def test_padding_rows_of_flash_attn_4_are_zero():
     """What the library leaves in the output of a row without keys is not defined."""
     attention = Flash4Attention(
-        filled_pool(SHAPES["grouped"], 3, seed=0), TorchKernels(), lambda q, *_, **__: torch.full_like(q, torch.nan)
+        filled_pool(SHAPES["grouped"], 3, seed=0),
+        TorchKernels(),
+        lambda q, *_, **__: torch.full_like(q, torch.nan),
+        splits=True,
     )
     tables, lengths = torch.zeros(2, 1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     attention.begin_decode(torch.zeros(2, dtype=torch.int64), tables, lengths)
 
     assert bool((attention(0, *(torch.ones(2, heads, 8) for heads in (4, 2, 2)), RULES["plain"]) == 0).all())
+
+
+def test_where_flash_attn_4_cannot_split_keys_it_decodes_only_what_our_kernels_cannot():
+    """One program per KV head would read a row's keys, be they 100,000."""
+    calls = []
+
+    def recorded(q, *_, max_seqlen_q, num_splits, softcap, learnable_sink, **__):
+        calls.append((max_seqlen_q, num_splits, softcap > 0 or learnable_sink is not None))
+        return q
+
+    for splits in (False, True):
+        for rule in (RULES["window"], RULES["softcap"], RULES["sinks"]):
+            batch = batch_of([(22, 1), (0, 9)])
+            run(lambda pool, x=splits: Flash4Attention(pool, TorchKernels(), recorded, splits=x), batch, Shape(), rule)
+
+    assert calls[:5] == [(9, 1, False), (1, 1, True), (9, 1, True), (1, 1, True), (9, 1, True)]
+    assert [splits for longest, splits, _ in calls[5:] if longest == 1] == [0, 0, 0]
+
+
+def test_prompts_of_kernel_lengths_need_every_kernel_of_flash_attn_4():
+    """It chooses by how many tiles of 128 or 192 rows a prompt's tokens times queries per KV head fill: 1, 2 or more."""
+    for tile in (128, 192):
+        for group in (1, 2, 4, 5, 7, 8, 16, 32):
+
+            def tiles(length, tile=tile, group=group):
+                return min(3, -(-length * group // tile))
+
+            assert {tiles(n) for n in Flash4Attention.kernel_lengths} >= {tiles(n) for n in range(2, 8192)}
 
 
 def test_both_libraries_compute_what_the_reference_does():

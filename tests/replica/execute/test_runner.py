@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from homing.replica.attention.paged import PagedAttention
 from homing.replica.config import ReplicaSettings
 from homing.replica.engine.step_plan import BlockCopy, PlanRow, plan_of_rows
 from homing.replica.errors import StartupError
@@ -185,6 +186,17 @@ def all_logits(runner, ids):
 
 def distance(logits, exact):
     return float((logits - exact).norm() / exact.norm())
+
+
+def test_kernels_that_depend_on_a_prompt_s_length_are_compiled_before_ready(checkpoint, monkeypatch):
+    """A backend names lengths that need all of them; the model has no positions for some."""
+    lengths = []
+    monkeypatch.setattr(PagedAttention, "kernel_lengths", (2, 8, 1 << 20))
+    monkeypatch.setattr(ModelRunner, "forward", lambda self, plan: lengths.append(plan.q_lens))
+
+    make_runner(checkpoint("llama"))
+
+    assert lengths == [[2], [8]]
 
 
 def test_forward_before_kv_is_a_broken_promise(checkpoint):
