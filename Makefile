@@ -166,6 +166,7 @@ bench-guided: $(VENV)/.dev ## Cost of structured output: masks, first masks, a g
 
 gpu-compile: $(VENV)/.dev ## Compile all GPU kernels for sm_80, 86, 89, 90 and 100 without a GPU (ARGS=--variants: count variants)
 	@$(BIN)/python tests/gpu/compile.py $(ARGS)
+	@$(if $(ARGS),,$(BIN)/python tests/gpu/compile_flash4.py)
 
 gpu-check: $(VENV)/.dev ## Check and measure on one GPU in 540 s at most (OUT=FILE writes JSON, ARGS="--device cpu --tiny" tries it without)
 	@$(BIN)/python tests/gpu/check.py $(if $(OUT),--out $(OUT)) $(ARGS)

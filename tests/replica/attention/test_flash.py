@@ -151,7 +151,7 @@ def test_where_flash_attn_4_cannot_split_keys_it_decodes_only_what_our_kernels_c
 
 
 def test_prompts_of_kernel_lengths_need_every_kernel_of_flash_attn_4():
-    """It chooses by how many tiles of 128 or 192 rows a prompt's tokens times queries per KV head fill: 1, 2 or more."""
+    """A kernel is for as many tiles of 128 or 192 rows as tokens times queries per KV head fill: 1, 2 or more."""
     for tile in (128, 192):
         for group in (1, 2, 4, 5, 7, 8, 16, 32):
 
