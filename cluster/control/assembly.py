@@ -167,12 +167,14 @@ TORCH_ENVIRONMENT = {
 
 
 def prepare_torch() -> None:
-    """Set variables that torch, numba and Triton read when they are imported, unless the operator has set them."""
+    """Set variables that libraries of kernels read when they are imported, unless the operator has set them."""
     variables = dict(TORCH_ENVIRONMENT)
     with contextlib.suppress(RuntimeError):  # a container's user may have no home
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         variables["NUMBA_CACHE_DIR"] = str(cache / "homing" / "kernels")
         variables["TRITON_CACHE_DIR"] = str(cache / "homing" / "triton")
+        variables["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"] = str(cache / "homing" / "flash-attn-4")
+        variables["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] = "1"
     for name, value in variables.items():
         os.environ.setdefault(name, value)
 

@@ -12,6 +12,7 @@ from homing.cluster.control.assembly import (
     TORCH_ENVIRONMENT,
     make_router,
     on_process_exit,
+    prepare_torch,
     share_of_gpu,
     share_of_memory,
 )
@@ -98,6 +99,18 @@ def test_an_operators_own_value_stands():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True, env=own)
 
     assert done.stdout.strip() == "7"
+
+
+def test_compiled_kernels_are_kept_in_the_users_cache(tmp_path, monkeypatch):
+    """flash-attn-4 keeps none unless told to, and then in a folder in /tmp: it runs what it finds there."""
+    monkeypatch.setattr(os, "environ", {"XDG_CACHE_HOME": str(tmp_path)})
+
+    prepare_torch()
+
+    kept = {name: value for name, value in os.environ.items() if name.endswith("_CACHE_DIR")}
+    assert set(kept) == {"NUMBA_CACHE_DIR", "TRITON_CACHE_DIR", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"}
+    assert all(value.startswith(str(tmp_path / "homing")) for value in kept.values())
+    assert os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == "1"
 
 
 @pytest.mark.parametrize(("gpus", "share"), [(0.0, 0.8), (1.0, 0.8), (2.0, 0.8), (0.5, 0.4), (0.25, 0.2)])
