@@ -188,8 +188,8 @@ class Generation:
     """The choices of a job, from `begin` until every choice has ended, one has failed, or the client has left."""
 
     __slots__ = (
-        *("_caller", "_departure", "_exchange", "_left", "_ttft_s"),
-        *("choices", "front", "job", "metrics", "over", "writer"),
+        *("_caller", "_departure", "_exchange", "_ttft_s"),
+        *("choices", "front", "job", "left", "metrics", "over", "writer"),
     )
 
     def __init__(
@@ -211,7 +211,7 @@ class Generation:
         self._exchange = exchange
         self._caller = caller
         self._departure = departure
-        self._left = 0  #: choices that have not ended
+        self.left = 0  #: choices that have not ended
         self._ttft_s: float | None = None
 
     def begin(self) -> None:
@@ -237,7 +237,7 @@ class Generation:
             self._cancel()
             self._caller.undo()
             raise
-        self._left = len(self.choices)
+        self.left = len(self.choices)
         exchange.on_gone = self._client_left
         for choice in self.choices:
             choice.stream.listen(choice)
@@ -250,8 +250,8 @@ class Generation:
 
     def choice_ended(self) -> None:
         """Finish the response after the last choice; before, stop choices that ended by a stop string."""
-        self._left -= 1
-        if self._left:
+        self.left -= 1
+        if self.left:
             for choice in self.choices:
                 if choice.ending:
                     choice.stream.cancel()

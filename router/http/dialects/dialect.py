@@ -111,27 +111,29 @@ class StreamWriter:
         self._builder = builder
         self._text, self._send = builder.text, exchange.send  # bound once: they run for each token
         self._begun = False
+        self._last = b""  #: the events that end the last choice, which go with those of `end`
 
     def add(self, choice: RunningChoice, shown: TextDelta, *, first: bool) -> None:
         if first or shown.ending or shown.tokens or shown.deltas:
             if not self._begun:
                 self._exchange.begin_stream(choice.generation.headers())
                 self._begun = True
-            if data := self._builder.events(choice, shown, first=first):
-                self._exchange.send(data)
+            data = self._builder.events(choice, shown, first=first)
+            if shown.ending and choice.generation.left == 1:
+                self._last = data
+            elif data:
+                self._send(data)
         elif shown.text:
             self._send(self._text(choice, shown.text))
 
     def end(self, generation: Generation) -> None:
-        self._exchange.send(self._builder.end(generation.choices, generation.summary()))
-        self._exchange.end()
+        self._exchange.end(self._last + self._builder.end(generation.choices, generation.summary()))
 
     def fail(self, generation: Generation, error: RouterError) -> bool:
         if not self._begun:
             return False
         generation.front.metrics.stream_broken()
-        self._exchange.send(self._builder.error(error))
-        self._exchange.end()
+        self._exchange.end(self._last + self._builder.error(error))
         return True
 
 

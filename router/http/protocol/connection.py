@@ -49,6 +49,7 @@ MAX_EVENTS = 256
 EVENTS_OF_REQUEST = 16
 #: From this many unsent bytes on, the event loop calls `pause_writing`.
 HIGH_WATER_BYTES = 64 * 1024
+LAST_CHUNK = b"0\r\n\r\n"
 
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n" for status in HTTPStatus}
 #: Names of headers that most requests carry, as clients write them.
@@ -341,17 +342,20 @@ class HttpConnection(asyncio.Protocol):
         head, self._head = self._head, b""
         self._write(head if self._bodiless else head + data)
 
-    def send_chunk(self, data: bytes) -> None:
-        """Send a part of a stream; never empty."""
+    def send_chunk(self, data: bytes, last: bytes = b"") -> None:
+        """Send a part of a stream, never empty; `last` follows it if the stream is chunked."""
         if self._chunked:
-            data = b"%x\r\n%b\r\n" % (len(data), data)
+            data = b"%x\r\n%b\r\n%b" % (len(data), data, last)
         if self._head:
             data, self._head = self._head + data, b""
         self._write(data)
 
-    def end_stream(self) -> None:
-        if self._chunked:
-            self._write(b"0\r\n\r\n")
+    def end_stream(self, data: bytes) -> None:
+        """Send its last part together with the end: each write costs a system call."""
+        if data:
+            self.send_chunk(data, LAST_CHUNK)
+        elif self._chunked:
+            self._write(LAST_CHUNK)
 
     def exchange_over(self) -> None:
         self._exchange = None

@@ -96,9 +96,10 @@ class Exchange(msgspec.Struct, eq=False):
         if not self.over:
             self.wire.send_chunk(data)
 
-    def end(self) -> None:
+    def end(self, data: bytes = b"") -> None:
+        """End the stream, with its last part."""
         if not self.over:
-            self.wire.end_stream()
+            self.wire.end_stream(data)
             self._finish()
 
     def restart(self) -> None:

@@ -237,14 +237,15 @@ class ExternalReplica(ReplicaHandle):
     def _post(self, generate: Generate) -> bool:
         if (objection := _objection(generate)) is not None:
             message, retry = objection
-            self._reply(Refused(request_id=generate.request_id, reason="invalid", message=message, retry=retry))
+            refused = Refused(request_id=generate.request_id, reason="invalid", message=message, retry=retry)
+            self._reply(refused, self._context.clock())
             return True
         request = ExternalRequest(
             generate,
             self._on_reply,
             eos_token_ids=self._eos,
             uncached_tokens=self._placement.loads.uncached_tokens(self.replica_id, generate.request_id),
-            clock=self._context.clock,
+            now=self._context.clock(),
         )
         salt = None if generate.root == self._open_root else cache_salt(generate.root)
         path, body_of = ("/v1/chat/completions", chat_body) if generate.chat else ("/v1/completions", completion_body)
@@ -269,24 +270,25 @@ class ExternalReplica(ReplicaHandle):
 
     def _on_reply(self, request: ExternalRequest, reply: TokenOutput | TextOutput | Refused) -> None:
         over = request.closed and self._calls.pop(request.request_id, None) is not None
+        now = self._context.clock()
         if isinstance(reply, Refused):
             if over:
                 self._load.ended(request)
                 if reply.retry:
                     self._doubt.set()
-                self._reply(reply)
+                self._reply(reply, now)
             return
-        started = self._load.heard(request, self._context.clock())
+        started = self._load.heard(request, now)
         if started and self._feed is None:
             self._placement.computed(self.replica_id, wire_hashes(request.generate.block_hashes))
         if over:
             self._load.ended(request)
-        self._reply(reply if isinstance(reply, TextOutput) else TokenBatch(step=0, outputs=[reply]))
+        self._reply(reply if isinstance(reply, TextOutput) else TokenBatch(step=0, outputs=[reply]), now)
         if started or over:
             self._report()
 
-    def _reply(self, reply: TokenBatch | TextOutput | Refused) -> None:
-        self._context.run(self._flow.on_reply(self.replica_id, reply, self._context.clock()))
+    def _reply(self, reply: TokenBatch | TextOutput | Refused, now: float) -> None:
+        self._context.run(self._flow.on_reply(self.replica_id, reply, now))
 
     def _report(self) -> None:
         """Report the engine's load, as a replica of ours does itself."""

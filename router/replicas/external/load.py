@@ -157,10 +157,11 @@ class ExternalLoad:
 
     def heard(self, request: ExternalRequest, now: float) -> bool:
         """Tokens of the request arrived. Returns whether they are its first."""
-        gap_s, self._heard_at = now - request.heard_at, now
+        before, request.heard_at = request.heard_at, now
+        self._heard_at = now
         if request.request_id in self._running:
-            if not self._waiting and self._started_at <= request.heard_at:  # else a prefill was part of these steps
-                self.pace.next_tokens(1, gap_s)
+            if not self._waiting and self._started_at <= before:  # else a prefill was part of these steps
+                self.pace.next_tokens(1, now - before)
             return False
         self._started_at = now
         self._waiting.pop(request.request_id, None)

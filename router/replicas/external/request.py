@@ -1,6 +1,6 @@
 """One request at an external engine: the events of its answer in, outputs as our own replicas send them out.
 
-Pure apart from the injected clock; knows no connection. The answer's last output waits for the end of the stream,
+Pure; knows no connection. The answer's last output waits for the end of the stream,
 because only there engines report how many prompt tokens they had cached.
 """
 
@@ -29,12 +29,12 @@ class ExternalRequest:
         *,
         eos_token_ids: frozenset[int],
         uncached_tokens: int,
-        clock: Callable[[], float],
+        now: float,
     ) -> None:
         """`on_reply` gets the outputs; the last one has a finish reason or is a refusal."""
         self.generate = generate
         self.uncached_tokens = uncached_tokens  #: of the prompt, as expected when it was sent
-        self.sent_at = self.heard_at = clock()
+        self.sent_at = self.heard_at = now
         self.generated = 0  #: by this engine
         self.cached_tokens: int | None = None
         self.closed = False
@@ -43,7 +43,6 @@ class ExternalRequest:
             frozenset() if generate.sampling.ignore_eos else eos_token_ids
         )
         self._before = len(generate.token_ids) // 4 - generate.prompt_tokens
-        self._clock = clock
         self._status = 0
         self._calls = 0  #: tool calls of a chat
         self._error = b""
@@ -105,7 +104,6 @@ class ExternalRequest:
                 self._last = output
                 return
             self._on_reply(self, output)
-            self.heard_at = self._clock()
 
     def _tokens(self, piece: Piece, token_ids: list[int]) -> TokenOutput:
         index = self._before + self.generated

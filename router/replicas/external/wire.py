@@ -146,6 +146,7 @@ class _Chunk(msgspec.Struct, frozen=True):
     error: Any = None
 
 
+_NO_CHOICE, _NO_USAGE = _Choice(), _Usage()
 _CHUNK = msgspec.json.Decoder(_Chunk)
 #: Longer than any real event; a server that never ends a line must not fill the memory.
 MAX_EVENT_BYTES = 8 * 1024 * 1024
@@ -164,6 +165,14 @@ class EventStreamParser:
 
     def feed(self, piece: bytes) -> list[bytes]:
         """The events that this piece completes. Raises EventTooLongError."""
+        if (
+            not self._rest
+            and not self._data
+            and piece.startswith(b"data: ")
+            and piece.endswith(b"}\n\n")
+            and piece.find(b"\n") == len(piece) - 2
+        ):
+            return [piece[6:-2]]  # one whole event, as nearly always
         lines = (self._rest + piece).split(b"\n")
         self._rest = lines.pop()
         if len(self._rest) + sum(map(len, self._data)) > MAX_EVENT_BYTES:
@@ -200,18 +209,18 @@ def read_piece(data: bytes, calls: int = 0) -> Piece:
     chunk = _CHUNK.decode(data)
     if chunk.error is not None:
         return Piece(error=_message(chunk.error) or "an error without a message")
-    usage = chunk.usage or _Usage()
-    details = usage.prompt_tokens_details or _Details()
-    choice = chunk.choices[0] if chunk.choices else _Choice()
+    usage = chunk.usage or _NO_USAGE
+    details = usage.prompt_tokens_details
+    choice = chunk.choices[0] if chunk.choices else _NO_CHOICE
     deltas = _deltas(choice.delta, calls) if choice.delta else None
     return Piece(
         text=choice.text if deltas is None else "".join([each.text for each in deltas if isinstance(each, Content)]),
         deltas=deltas,
         token_ids=choice.token_ids,
         logprobs=_positions(choice.logprobs) if choice.logprobs else None,
-        finish_reason=_finish_reason(choice.finish_reason),
+        finish_reason=None if choice.finish_reason is None else _finish_reason(choice.finish_reason),
         completion_tokens=usage.completion_tokens,
-        cached_tokens=details.cached_tokens,
+        cached_tokens=None if details is None else details.cached_tokens,
     )
 
 
@@ -246,10 +255,10 @@ def _message(error: object) -> str:
     return message if isinstance(message, str) else ""
 
 
-def _finish_reason(reason: str | None) -> FinishReason | None:
+def _finish_reason(reason: str) -> FinishReason:
     """Any other reason of an engine is a failure."""
     match reason:
-        case None | "stop" | "length" | "abort":
+        case "stop" | "length" | "abort":
             return reason
         case "tool_calls":  # an answer with calls says so itself
             return "stop"

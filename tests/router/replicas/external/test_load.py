@@ -39,7 +39,7 @@ def request_at(number: int, *, uncached: int = 100, sent_at: float = 0.0) -> Ext
         sampling=SamplingParams(max_tokens=8),
     )
     return ExternalRequest(
-        generate, Nobody(), eos_token_ids=frozenset(), uncached_tokens=uncached, clock=lambda: sent_at
+        generate, Nobody(), eos_token_ids=frozenset(), uncached_tokens=uncached, now=sent_at
     )
 
 
