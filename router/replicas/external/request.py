@@ -1,7 +1,7 @@
 """One request at an external engine: the events of its answer in, outputs as our own replicas send them out.
 
-Pure; knows no connection. The answer's last output waits for the end of the stream,
-because only there engines report how many prompt tokens they had cached.
+Pure; knows no connection. The answer's last output waits for the end of the stream, because only there engines report
+how many prompt tokens they had cached.
 """
 
 from collections.abc import Callable
@@ -33,6 +33,7 @@ class ExternalRequest:
     ) -> None:
         """`on_reply` gets the outputs; the last one has a finish reason or is a refusal."""
         self.generate = generate
+        self.request_id = generate.request_id
         self.uncached_tokens = uncached_tokens  #: of the prompt, as expected when it was sent
         self.sent_at = self.heard_at = now
         self.generated = 0  #: by this engine
@@ -48,10 +49,6 @@ class ExternalRequest:
         self._error = b""
         self._parser = EventStreamParser()
         self._last: TokenOutput | TextOutput | None = None
-
-    @property
-    def request_id(self) -> int:
-        return self.generate.request_id
 
     @property
     def context_tokens(self) -> int:

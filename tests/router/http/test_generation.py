@@ -68,6 +68,17 @@ async def test_a_request_leaves_nothing_to_the_garbage_collector(
     assert not left
 
 
+async def test_the_last_events_of_a_stream_leave_together(live: Live):
+    """Each write costs a system call, and wakes the client. A choice that others outlast ends at once."""
+    answer = await ask(live.port, "/v1/chat/completions", CHAT | {"stream": True, "n": 2})
+
+    chunks = answer.partition(b"\r\n\r\n")[2].split(b"\r\n")[1::2]
+    first, last = [chunk.split(b"\n\n")[:-1] for chunk in chunks if b'"finish_reason":"' in chunk]
+    assert len(first) == 1
+    assert len(last) == 2
+    assert last[1] == b"data: [DONE]"
+
+
 def once(error: RouterError, then: Script) -> Script:
     """The first request breaks without a token, the others are answered."""
     broken: list[GenerationRequest] = []

@@ -529,11 +529,11 @@ async def test_a_stream_is_chunked_and_the_connection_goes_on(rig: Rig):
     exchange.begin_stream([("x-a", "1")])
     for piece in (b"one", b"two"):
         exchange.send(piece)
-    exchange.end()
+    exchange.end(b"three")
 
     _, headers = await client.head()
     assert (headers["transfer-encoding"], headers["x-a"]) == ("chunked", "1")
-    assert await client.chunks() == [b"one", b"two"]
+    assert await client.chunks() == [b"one", b"two", b"three"]
     client.send(get())
     await client.told()
 
@@ -545,10 +545,10 @@ async def test_a_stream_to_an_old_client_ends_with_the_connection(rig: Rig):
     exchange = await rig.held()
     exchange.begin_stream([])
     exchange.send(b"one")
-    exchange.end()
+    exchange.end(b"two")
 
     assert (await client.head())[1]["connection"] == "close"
-    assert await client.reader.read() == b"one"
+    assert await client.reader.read() == b"onetwo"
 
 
 async def test_a_client_that_does_not_read_is_bounded_in_bytes_and_cut_off(rig: Rig):

@@ -38,9 +38,7 @@ def request_at(number: int, *, uncached: int = 100, sent_at: float = 0.0) -> Ext
         block_hashes=b"",
         sampling=SamplingParams(max_tokens=8),
     )
-    return ExternalRequest(
-        generate, Nobody(), eos_token_ids=frozenset(), uncached_tokens=uncached, now=sent_at
-    )
+    return ExternalRequest(generate, Nobody(), eos_token_ids=frozenset(), uncached_tokens=uncached, now=sent_at)
 
 
 @pytest.fixture

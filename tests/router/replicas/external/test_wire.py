@@ -1,6 +1,7 @@
 """What is said to an engine and what its answers mean; answers as vLLM 0.32 gave them."""
 
 import json
+from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -194,11 +195,20 @@ def test_error_answers_of_every_shape_have_words(answer: bytes, words: str) -> N
 LINE = st.binary(max_size=12).map(lambda line: line.replace(b"\n", b"").replace(b"\r", b""))
 
 
-@given(st.lists(LINE, max_size=8), st.sampled_from([b"\n", b"\r\n"]), st.data())
-def test_events_do_not_depend_on_how_they_are_cut(payloads: list[bytes], end: bytes, data: st.DataObject) -> None:
-    """TCP cuts anywhere, also inside a line's end."""
-    whole = b"".join(b": a comment" + end + b"data: " + payload + end + end for payload in payloads)
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)), max_size=6)))
+@given(
+    st.lists(st.one_of(LINE, LINE.map(lambda line: b"{" + line + b"}")), max_size=8),
+    st.sampled_from([b"", b": a comment"]),
+    st.sampled_from([b"\n", b"\r\n"]),
+    st.data(),
+)
+def test_events_do_not_depend_on_how_they_are_cut(
+    payloads: list[bytes], comment: bytes, end: bytes, data: st.DataObject
+) -> None:
+    """TCP cuts anywhere, also inside a line's end and between two events."""
+    each = [(comment + end if comment else b"") + b"data: " + payload + end + end for payload in payloads]
+    whole, ends = b"".join(each), list(accumulate(map(len, each), initial=0))
+    cut = st.one_of(st.sampled_from(ends), st.integers(0, len(whole)))
+    cuts = sorted(data.draw(st.lists(cut, max_size=10)))
     parser = EventStreamParser()
 
     pieces = [whole[start:stop] for start, stop in zip([0, *cuts], [*cuts, len(whole)], strict=True)]
