@@ -58,9 +58,12 @@ def test_what_an_engine_has_cached_is_known_before_it_is_asked(cluster: Serving)
     """Its events arrive at the router over sockets of this machine, and its own word on the hit agrees."""
     cached_tokens(cluster)
 
-    held = held_blocks(cluster)
+    def agreed() -> bool | None:
+        """Not at once: the blocks of one prompt may be announced in several messages."""
+        held = held_blocks(cluster)
+        return cached_tokens(cluster) == held * BLOCK_SIZE or None
 
-    assert cached_tokens(cluster) == held * BLOCK_SIZE
+    until(agreed, "the router knows all that the engine has cached")
 
 
 def test_a_stream_continues_when_its_engine_is_killed(cluster: Serving, gate: Path) -> None:

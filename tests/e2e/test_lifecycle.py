@@ -176,7 +176,8 @@ def astray(running: Serving) -> None:
     """
     first = [running.home(prompt) for prompt in LONG_PROMPTS]
 
-    assert running.homes_at_once(LONG_PROMPTS) != first
+    # Not at the first try: while one replica is taken for slow, as on a busy machine, all go to the other.
+    until(lambda: running.homes_at_once(LONG_PROMPTS) != first or None, "prompts went to another replica")
 
 
 def ask(running: Serving, body: dict[str, object]) -> dict[str, Any]:
