@@ -79,7 +79,12 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         float, Meta(gt=0, description="a rank that does not answer for this long has failed")
     ] = 30.0
     step_timeout_s: Annotated[
-        float, Meta(gt=0, description="a replica whose step takes longer has failed: a rank or its device hangs")
+        float,
+        Meta(
+            gt=0,
+            description="a replica whose step takes longer has failed, as a rank or its device hangs; at least ten "
+            "times what a full step takes at the measured speed",
+        ),
     ] = 120.0
     restart_backoff_s: Annotated[
         float, Meta(gt=0, description="pause before the second restart of a replica; doubles with each failure")

@@ -35,6 +35,8 @@ T = TypeVar("T")
 #: The longest duration of a `watch` call: it occupies a thread even when its caller has died.
 WATCH_S = 10.0
 SPARE_NICENESS = 10
+#: How many times as long as at the measured speed a step may take: beside other work, and behind a long context.
+SLOWEST = 10.0
 
 
 class RankServer(Protocol):
@@ -82,6 +84,13 @@ MakeRouter = Callable[[Models, Listening, SetMembership, int], Coroutine[Any, An
 def node_address() -> str:
     address: str = ray.util.get_node_ip_address()
     return address
+
+
+def step_limit_s(timeout_s: float, description: ReplicaDescription | None) -> float:
+    """When a step counts as hung: a full one of a large model takes minutes on a CPU, and longer beside other work."""
+    if description is None:  # ranks above 0 time no steps
+        return timeout_s
+    return max(timeout_s, SLOWEST * description.max_batched_tokens / description.prefill_tokens_per_s)
 
 
 class ReplicaRank:
@@ -132,10 +141,11 @@ class ReplicaRank:
             f"{spec.replica_id}.{spec.rank}" if spec.rank else spec.replica_id,
             spec.model.log_format,
         )
-        self._step_timeout_s = spec.model.settings.cluster.step_timeout_s
         begun: Future[Started | Failed] = Future()
         threading.Thread(target=self._live, args=(spec, begun), name="rank", daemon=True).start()
         self._started = begun.result()
+        if isinstance(self._started, Started):
+            self._step_timeout_s = step_limit_s(spec.model.settings.cluster.step_timeout_s, self._started.description)
         return self._started
 
     def started(self) -> Started | Failed | None:

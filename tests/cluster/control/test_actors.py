@@ -8,7 +8,7 @@ import pytest
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayError
 
 from homing.cluster.config import Settings, load_settings
-from homing.cluster.control.actors import ReplicaRank, RouterProcess, death
+from homing.cluster.control.actors import ReplicaRank, RouterProcess, death, step_limit_s
 from homing.cluster.control.control_messages import (
     Failed,
     Listening,
@@ -20,6 +20,7 @@ from homing.cluster.control.control_messages import (
 from homing.replica.config import ReplicaSettings
 from homing.router.control import CountInFlight, SetMembership
 
+from ...router.fakes import description_of
 from ..fakes import FakeRank, FakeRouter
 
 
@@ -125,6 +126,14 @@ def test_a_rank_whose_step_does_not_end_has_failed(monkeypatch: pytest.MonkeyPat
     assert said[0] is not None
     assert "a step has not ended after 120 s" in said[0].message
     assert said[1] is None
+
+
+def test_a_slow_replica_has_time_for_its_longest_step() -> None:
+    """2,048 tokens of 8B parameters take two cores minutes: such a replica must not be rebuilt at each long prompt."""
+    slow = description_of("r0", max_batched_tokens=2048, prefill_tokens_per_s=10.0)
+    fast = description_of("r0", max_batched_tokens=2048, prefill_tokens_per_s=10_000.0)
+
+    assert [step_limit_s(120.0, each) for each in (slow, fast, None)] == [2048.0, 120.0, 120.0]
 
 
 def test_a_rank_that_cannot_start_says_why() -> None:
