@@ -1,12 +1,16 @@
 """What the router costs: requests a second, CPU, time to first token and memory of a whole router process.
 
     python tests/bench/front.py [--rounds N] [--peers FOLDER] [--out FILE] [--scale X]
+    python tests/bench/front.py --routers 1,2,4
 
 The router process runs what `homing serve` runs (service, policy, index, transport, HTTP server) over two fast fake
 replicas in a second process; a third sends raw HTTP over kept-alive connections. `--peers FOLDER` is a virtual
 environment with `smg`, `sglang-router` or `vllm-router`: each is run over two fast fake OpenAI servers under the same
 load, in turn with ours. CPU is the router process' own (user and system). Peers do not tokenize; ours is measured with
 its tokenizer and without (prompts as token ids, or a stand-in that makes an id of four bytes of text).
+
+`--routers` measures so many router processes on one port, with 32 paced streams for each of them: CPU per chunk and per
+plain request, of all together.
 """
 
 import argparse
@@ -38,6 +42,8 @@ HERE = Path(__file__).parent
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 ANSWER = 16
 STREAMS = 128
+#: For each router, where several are measured.
+STREAMS_OF_ROUTER = 32
 PEERS = ("smg", "sglang-router", "vllm-router")
 
 
@@ -126,6 +132,16 @@ def loads(scale: float, *, ids: bool) -> dict[str, Load]:
     }
 
 
+def shared_loads(texts: dict[str, Load], routers: int) -> dict[str, Load]:
+    """For so many routers: as much for each of them, however many there are."""
+    change, plain, paced = msgspec.structs.replace, texts["plain"], texts["paced"]
+    streams = STREAMS_OF_ROUTER * routers
+    return {
+        "plain": change(plain, connections=STREAMS_OF_ROUTER * routers),
+        "paced": change(paced, connections=streams, requests=paced.requests * streams // STREAMS),
+    }
+
+
 def alone(prompt: list[int], requests: int) -> Load:
     """One stream at a time, each prompt with an end of its own: what the router adds to the first token."""
     bodies = [
@@ -152,15 +168,20 @@ class Subject:
 
     name: str
     port: int
-    process: psutil.Process
+    processes: list[psutil.Process]
     loads: dict[str, Load]
     rows: dict[str, Row] = field(default_factory=dict)
     memory_mb: float = 0.0
 
 
-def cpu_s(process: psutil.Process) -> float:
-    """CPU seconds of a process and its children until now."""
-    return sum(each.cpu_times().user + each.cpu_times().system for each in [process, *process.children(recursive=True)])
+def family(subject: Subject) -> list[psutil.Process]:
+    """A router's processes and their children."""
+    return [each for process in subject.processes for each in (process, *process.children(recursive=True))]
+
+
+def cpu_s(subject: Subject) -> float:
+    """CPU seconds of a router until now."""
+    return sum(each.cpu_times().user + each.cpu_times().system for each in family(subject))
 
 
 def free_port() -> int:
@@ -202,16 +223,16 @@ def wait_for(url: str, seconds: float = 60.0) -> None:
 # Ours
 
 
-def router(port: int, descriptions: Path, text: str) -> None:
-    """The router process: what a router actor runs."""
+def router(port: int, descriptions: Path, text: str, name: str) -> None:
+    """The router process: what a router actor runs. `name` tells the replicas who it is."""
     from homing.replica.messages import ReplicaDescription
 
     members = msgspec.msgpack.decode(descriptions.read_bytes(), type=list[ReplicaDescription])
     run = asyncio.run if os.environ.get("BENCH_LOOP") == "asyncio" else uvloop.run
-    run(serve(port, members, text))
+    run(serve(port, members, text, name))
 
 
-async def serve(port: int, members: Sequence[object], text: str) -> None:
+async def serve(port: int, members: Sequence[object], text: str, name: str) -> None:
     """Serve until killed."""
     from homing.kvcache.config import KvCacheSettings
     from homing.router.config import RouterSettings
@@ -222,10 +243,10 @@ async def serve(port: int, members: Sequence[object], text: str) -> None:
     from tests.router.fakes import BLOCK, SEED
 
     settings, metrics = RouterSettings(access_log=os.devnull), RouterMetrics()
-    service = RouterService(settings, KvCacheSettings(block_size=BLOCK), router_id="bench", observer=metrics.of("demo"))
+    service = RouterService(settings, KvCacheSettings(block_size=BLOCK), router_id=name, observer=metrics.of("demo"))
     texts = None if text == "tokenizer" else TextModels(stand_in)
     server = RouterServer(settings, service, metrics=metrics, texts=texts)
-    await server.start("127.0.0.1", port)
+    await server.start("127.0.0.1", port, shared=True)
     service.apply_membership(members, SEED)  # type: ignore[arg-type]
     await server.front.load_texts()
     settle()
@@ -256,19 +277,31 @@ def stand_in(folder: Path) -> object:
     return StandIn.load(folder, cache_bytes=0)
 
 
-def ours(stack: ExitStack, name: str, text: str, chosen: dict[str, Load]) -> Subject:
-    """Our router over two fast fake replicas."""
+def ours(stack: ExitStack, name: str, text: str, chosen: dict[str, Load], routers: int = 1) -> Subject:
+    """Our router over two fast fake replicas, or several on one port."""
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     descriptions = folder / "replicas"
     stack.enter_context(started(sys.executable, HERE / "front_workers.py", "engine", descriptions, quiet=False))
     while not descriptions.exists() or not descriptions.stat().st_size:
         time.sleep(0.05)
     port = free_port()
-    process = stack.enter_context(
-        started(sys.executable, __file__, "--router", str(port), str(descriptions), text, quiet=False)
-    )
+    processes = []
+    for index in range(routers):
+        command = (sys.executable, __file__, "--router", str(port), str(descriptions), text, f"bench-{index}")
+        processes.append(stack.enter_context(started(*command, quiet=False)))
+    for process in processes:
+        wait_until_listening(process, port)
     wait_for(f"http://127.0.0.1:{port}/ready")
-    return Subject(name, port, process, chosen)
+    return Subject(name, port, processes, chosen)
+
+
+def wait_until_listening(process: psutil.Process, port: int, seconds: float = 60.0) -> None:
+    """Until this one of the processes that share the port takes connections."""
+    deadline = time.monotonic() + seconds
+    while not any(each.status == psutil.CONN_LISTEN and each.laddr.port == port for each in process.net_connections()):
+        if time.monotonic() > deadline:
+            raise SystemExit(f"router {process.pid} does not listen on port {port}")
+        time.sleep(0.05)
 
 
 # Peers
@@ -305,7 +338,7 @@ def peer(stack: ExitStack, name: str, folder: Path, chosen: dict[str, Load]) -> 
     except OSError as error:
         print(f"{name}: does not start: {error}", file=sys.stderr)
         return None
-    return Subject(name, port, process, chosen)
+    return Subject(name, port, [process], chosen)
 
 
 # Measuring
@@ -326,9 +359,9 @@ def percentile(values: Sequence[float], share: float) -> float:
 def measure(subject: Subject, kind: str) -> None:
     """One round of one load."""
     load, row = subject.loads[kind], subject.rows.setdefault(kind, Row())
-    before = cpu_s(subject.process)
+    before = cpu_s(subject)
     result = run_load(subject.port, load)
-    spent = cpu_s(subject.process) - before
+    spent = cpu_s(subject) - before
     if result.failed or not result.requests:
         raise SystemExit(f"{subject.name}: {result.failed} of {result.requests} requests failed")
     row.rates.append(result.requests / result.seconds)
@@ -336,8 +369,8 @@ def measure(subject: Subject, kind: str) -> None:
     times = result.ttft_s if load.stream else result.latency_s
     row.p50_ms.append(percentile(times, 0.5) * 1e3)
     row.p99_ms.append(percentile(times, 0.99) * 1e3)
-    memory = [each.memory_info().rss for each in [subject.process, *subject.process.children(recursive=True)]]
-    subject.memory_mb = max(subject.memory_mb, sum(memory) / 1e6)
+    memory = sum(each.memory_info().rss for each in family(subject))
+    subject.memory_mb = max(subject.memory_mb, memory / 1e6)
 
 
 def warm_up(subject: Subject) -> None:
@@ -379,6 +412,9 @@ def start_all(
     stack: ExitStack, options: argparse.Namespace, texts: dict[str, Load], ids: dict[str, Load]
 ) -> list[Subject]:
     """The routers that were asked for, each over its own workers."""
+    if options.routers:
+        counts = [int(each) for each in options.routers.split(",")]
+        return [ours(stack, f"homing, {n} routers", "tokenizer", shared_loads(texts, n), n) for n in counts]
     kinds = [
         ("homing, token ids", "tokenizer", ids),
         ("homing, no tokenizer", "none", texts),
@@ -392,15 +428,17 @@ def start_all(
 def main() -> None:
     """Start everything, measure in turn, print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--router", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--router", nargs=4, help=argparse.SUPPRESS)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--scale", type=float, default=1.0, help="share of the requests of a load")
     parser.add_argument("--peers", type=Path, help="virtual environment with the peers")
     parser.add_argument("--only", default="", help="part of the names of the routers to measure")
+    parser.add_argument("--routers", default="", metavar="N,N", help="measure so many router processes on one port")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if options.router:
-        router(int(options.router[0]), Path(options.router[1]), options.router[2])
+        port, descriptions, text, name = options.router
+        router(int(port), Path(descriptions), text, name)
         return
     texts, ids = loads(options.scale, ids=False), loads(options.scale, ids=True)
     with ExitStack() as stack:

@@ -78,7 +78,7 @@ class FastReplica:
             max_batched_tokens=65_536,
             prefill_tokens_per_s=1e6,
         )
-        self._work: dict[int, Work] = {}
+        self._work: dict[tuple[bytes, int], Work] = {}  #: by router and its number of the request
         self._resident: set[BlockHash] = set()
         self._highest: dict[str, int] = {}
         self._decoder = msgspec.msgpack.Decoder(Request)
@@ -131,10 +131,10 @@ class FastReplica:
     def _take(self, router: bytes, message: Request, now: float) -> None:
         if isinstance(message, Abort):
             for request_id in message.request_ids:
-                self._work.pop(request_id, None)
+                self._work.pop((router, request_id), None)
             return
         wanted = message.sampling.max_tokens
-        self._work[message.request_id] = Work(
+        self._work[router, message.request_id] = Work(
             message.request_id, router, wanted, now, wanted == PACED_TOKENS, message.tokens_per_output
         )
         self._highest[router.decode()] = message.request_id
@@ -147,7 +147,7 @@ class FastReplica:
         if work.paced:
             work.due = (now // GRID_S + 1) * GRID_S
         if not work.left:
-            del self._work[work.request_id]
+            del self._work[work.router, work.request_id]
         return TokenOutput(
             request_id=work.request_id,
             index=index,
