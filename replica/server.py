@@ -59,6 +59,7 @@ from .messages import (
 )
 from .parallel.step_broadcast import RankPlace
 from .parallel.worker import load_rank_0
+from .rank_server import RankServer
 from .request_socket import RequestSocket, SendResult
 from .structured.guide import Guide, GuideCompiler
 
@@ -218,7 +219,7 @@ class ReportThrottle:
         return True
 
 
-class ReplicaServer:
+class ReplicaServer(RankServer):
     """Rank 0 of one replica, as `start_replica` makes it: ready, and serving while `run` runs.
 
     `run` belongs in the thread that started it (load/cpu_threads.py says why); all other methods may be called from any
@@ -238,7 +239,7 @@ class ReplicaServer:
         resources: ExitStack,
     ) -> None:
         """`idle_ms`: longest wait of an idle engine. `resources` are closed when `run` ends."""
-        self.description = description
+        self.description: ReplicaDescription = description
         self._engine, self._cache, self._publisher, self._requests = engine, cache, publisher, requests
         self._threads = threads
         self._guides = guides

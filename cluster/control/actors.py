@@ -23,6 +23,7 @@ from ...kvcache.prefix_cache import CachedBlock
 from ...replica.messages import ReplicaDescription
 from ...replica.parallel.step_broadcast import SECRET_BYTES
 from ...replica.progress import present
+from ...replica.rank_server import RankServer
 from ...router.control import Answer, AnyQuestion, SetMembership
 from ..config import ClusterSettings
 from ..logs import keep_log
@@ -37,32 +38,6 @@ WATCH_S = 10.0
 SPARE_NICENESS = 10
 #: How many times as long as at the measured speed a step may take: beside other work, and behind a long context.
 SLOWEST = 10.0
-
-
-class RankServer(Protocol):
-    """What one rank runs, loaded: a replica's server (rank 0) or a worker. It is created and run in one thread."""
-
-    @property
-    def description(self) -> ReplicaDescription | None:
-        """Of the replica; None on ranks above 0."""
-
-    def run(self) -> None:
-        """Serve until `stop`; raises when it fails."""
-
-    def stop(self) -> None:
-        """Make `run` return soon. Callable from another thread."""
-
-    def drain(self) -> None:
-        """Accept no new requests. Called on rank 0 only, from another thread."""
-
-    def idle(self) -> bool:
-        """Whether there are no requests. Called on rank 0 only, from another thread."""
-
-    def residents(self) -> list[CachedBlock]:
-        """The content of this rank's cache, parents first; empty on ranks above 0. Callable from another thread."""
-
-    def step_s(self) -> float:
-        """For how long the step that runs now has run; 0 between steps and on ranks above 0. As `residents`."""
 
 
 class Router(Protocol):

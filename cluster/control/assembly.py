@@ -22,12 +22,13 @@ from ...events.security.curve_keys import reader_keys, server_keys
 from ...kvcache.config import KvCacheSettings
 from ...replica.load.cpu_threads import usable_cores
 from ...replica.progress import report
+from ...replica.rank_server import RankServer
 from ...router.backend import RouterCounters
 from ...router.control import Answer, AnyQuestion, Member, SetMembership
 from ..config import ClusterSettings
 from ..logs import RequestLog
 from ..model_source import find_model
-from .actors import RankServer, Router, describe, node_address
+from .actors import Router, describe, node_address
 from .control_messages import Listening, Models, ModelSpec, RankSpec
 from .rank_groups import socket_folder
 

@@ -31,10 +31,10 @@ from ...events.wire.cache_events import Stored
 from ...events.wire.dialects import BatchDecoder
 from ...events.wire.frames import read_replay, replay_request
 from ...kvcache.hashing import BlockHash, BlockHasher, tenant_root, token_bytes, wire_hash
-from ...kvcache.prefix_cache import CachedBlock
 from ...replica.load.cpu_threads import usable_cores
 from ...replica.messages import ReplicaDescription
 from ...replica.progress import report
+from ...replica.rank_server import RankServer
 from ...router.replicas.external.addresses import Backend, describe, foreign_root
 from ...router.replicas.external.block_keys import ExternalBlocks
 from ...router.replicas.external.http_client import Address, BackendUnreachableError, Client
@@ -121,8 +121,8 @@ class EngineProcess:
         self.ended.set()
 
 
-class EngineServer:
-    """A `RankServer`: one engine that is ready to serve."""
+class EngineServer(RankServer):
+    """One engine that is ready to serve. Routers know which requests of theirs are running, and send it no others."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class EngineServer:
         settings: Settings,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.description = description
+        self.description: ReplicaDescription = description
         self._process = process
         self._kind = settings.replica.engine
         self._interval_s = settings.cluster.health_interval_s
@@ -158,20 +158,6 @@ class EngineServer:
     def stop(self) -> None:
         self._stopping = True
         self._process.end(ask=True)
-
-    def drain(self) -> None:
-        """Routers send nothing more to a replica that drains."""
-
-    def idle(self) -> bool:
-        """Routers know which requests of theirs are running."""
-        return True
-
-    def residents(self) -> list[CachedBlock]:
-        return []
-
-    def step_s(self) -> float:
-        """0: the engine's steps are its own."""
-        return 0.0
 
     def _trouble(self) -> str:
         if not _answers_health(self.description.request_endpoint, min(HEALTH_TIMEOUT_S, self._timeout_s)):

@@ -14,8 +14,9 @@ from ray.exceptions import GetTimeoutError, RayActorError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from ...replica.rank_server import RankServer
 from ..runtime import freeze_loaded_objects
-from .actors import MakeRouter, RankServer, ReplicaRank, RouterProcess
+from .actors import MakeRouter, ReplicaRank, RouterProcess
 from .control_messages import Models, ModelSpec, RankSpec
 
 #: Ray accepts no empty bundle; this share of a CPU does not affect its scheduler.

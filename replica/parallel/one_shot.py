@@ -6,7 +6,6 @@ run on a GPU yet. Where it cannot be used, the log says why and nccl sums.
 
 import logging
 import os
-from typing import Protocol
 
 import torch
 from torch._C._distributed_c10d import Store
@@ -21,18 +20,11 @@ DTYPES = (torch.bfloat16, torch.float32)
 ALIGNED_BYTES = 16
 
 
-class SharedMemory(Protocol):
+class TorchMemory:
     """What of torch is used; tests have a stand-in."""
 
     def open(self, rank: int, size: int, store: Store, device: torch.device) -> torch.Tensor:
         """MOST_BYTES of memory [bytes] uint8 that all ranks have mapped. Raises RuntimeError where there is none."""
-
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of what all ranks hold at the place of `x` in that memory; waits for all before and after it."""
-
-
-class TorchMemory:
-    def open(self, rank: int, size: int, store: Store, device: torch.device) -> torch.Tensor:
         from torch._C._distributed_c10d import _SymmetricMemory
 
         # Each rank sees its own GPU alone, as number 0, which torch would take for one GPU with several ranks.
@@ -43,17 +35,18 @@ class TorchMemory:
         return memory
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of what all ranks hold at the place of `x` in that memory; waits for all before and after it."""
         found: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce(x, "sum", NAME)
         return found
 
 
 class OneShotSums:
-    def __init__(self, memory: SharedMemory, buffer: torch.Tensor) -> None:
+    def __init__(self, memory: TorchMemory, buffer: torch.Tensor) -> None:
         self._memory, self._buffer = memory, buffer
 
     @classmethod
     def open(
-        cls, rank: int, size: int, store: Store, device: torch.device, memory: SharedMemory | None = None
+        cls, rank: int, size: int, store: Store, device: torch.device, memory: TorchMemory | None = None
     ) -> "OneShotSums | None":
         """Map the memory, or say in the log why not. All ranks must then agree on whether to use it."""
         memory = memory or TorchMemory()

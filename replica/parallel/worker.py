@@ -13,7 +13,6 @@ from typing import TypeVar
 import msgspec
 import torch
 
-from ...kvcache.prefix_cache import CachedBlock
 from ...kvcache.sizing import MemoryReading
 from ..config import ReplicaSettings
 from ..engine.overlapped import DrawTerms
@@ -22,6 +21,7 @@ from ..errors import RankLost, StartupError
 from ..execute.gpu_runner import DrawnTokens, GpuRunner, RunnerLoader, load_runner
 from ..execute.runner import ModelRunner, resolve_device
 from ..load.cpu_threads import ThreadTuner, thread_choice
+from ..rank_server import RankServer
 from .rank_group import RankGroup
 from .step_broadcast import ALLOCATE, JOIN_TIMEOUT_S, LAUNCH, READ, STEP, STOP, RankPlace, StepBroadcast, WorkerLink
 
@@ -135,10 +135,9 @@ def start_worker(
     return RankWorker(place.rank, runner, link, threads)
 
 
-class RankWorker:
+class RankWorker(RankServer):
     """A rank above 0, as `start_worker` makes it: runs the plans that rank 0 sends, until stopped."""
 
-    #: Rank 0 describes the replica.
     description = None
 
     def __init__(self, rank: int, runner: ModelRunner, link: WorkerLink, threads: ThreadTuner) -> None:
@@ -164,21 +163,6 @@ class RankWorker:
     def stop(self) -> None:
         """From any thread: `run` returns soon, unless it waits for other ranks in a step."""
         self._stopping.set()
-
-    def drain(self) -> None:
-        """Nothing: rank 0 has the requests."""
-
-    def idle(self) -> bool:
-        """Always: rank 0 has the requests."""
-        return True
-
-    def residents(self) -> list[CachedBlock]:
-        """None: rank 0 has the cache."""
-        return []
-
-    def step_s(self) -> float:
-        """0: rank 0 waits for the tokens of each step, and so for all ranks."""
-        return 0.0
 
     def _handle(self, kind: bytes, payload: bytes) -> bool:
         """Obey one message of rank 0; False: it was the last."""

@@ -8,7 +8,7 @@ logprobs; text comes from the tokenizer's own decoder.
 import re
 from codecs import BufferedIncrementalDecoder, getincrementaldecoder
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 _Utf8 = getincrementaldecoder("utf-8")
 
@@ -19,16 +19,6 @@ MAX_HELD_TOKENS = 4
 #: What sentencepiece writes for a space, and for a byte that has no token of its own.
 _SPACE_MARK = "\u2581"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-
-
-class Detokenizer(Protocol):
-    """Decodes one answer, piece by piece."""
-
-    def push(self, token_ids: Sequence[int]) -> str:
-        """The text that these ids complete; the beginning of a character is held back until it is complete."""
-
-    def flush(self) -> str:
-        """At the end of the answer: what is still held, as replacement characters."""
 
 
 class ByteDetokenizer:
@@ -47,6 +37,7 @@ class ByteDetokenizer:
         self._utf8: BufferedIncrementalDecoder | None = None
 
     def push(self, token_ids: Sequence[int]) -> str:
+        """The text that these ids complete; the beginning of a character is held back until it is complete."""
         pieces = self._pieces
         if len(token_ids) == 1:
             data = pieces.get(token_ids[0], b"")
@@ -62,6 +53,7 @@ class ByteDetokenizer:
         return self._utf8.decode(data)
 
     def flush(self) -> str:
+        """At the end of the answer: what is still held, as replacement characters."""
         return "" if self._utf8 is None else self._utf8.decode(b"", final=True)
 
 
@@ -100,6 +92,10 @@ class WindowDetokenizer:
 
     def flush(self) -> str:
         return self._advance(patient=False)
+
+
+#: Decodes one answer, piece by piece.
+Detokenizer = ByteDetokenizer | WindowDetokenizer
 
 
 def is_byte_level(backend: Any) -> bool:

@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from random import Random
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from .export import TokenizerLayout
 
@@ -53,34 +53,23 @@ class TooManyTokens(Exception):  # noqa: N818 - never leaves the package
         self.tokens, self.at_least = tokens, at_least
 
 
-class Encoder(Protocol):
-    """Encodes texts. May be used by several threads at once."""
-
-    name: str
-    inline_characters: int  #: so many are encoded sooner than a thread takes over: about 0.2 ms
-    short_characters: int  #: so many are encoded in at most 0.1 s, whatever they are
-    most_characters: int | None  #: longer texts may not be given
-
-    def encode(self, texts: Sequence[str], *, special_tokens: bool, most: int | None = None) -> list[TokenIds]:
-        """Ids of each text; `special_tokens` adds those of the post-processor (such as a leading BOS).
-
-        Raises TooManyTokens for a text with more than `most` tokens.
-        """
-
-
 class ExactEncoder:
-    """`tokenizers`. Calls release the GIL."""
+    """`tokenizers`. Calls release the GIL; several threads may make them at once."""
 
     name = "tokenizers"
-    inline_characters = 1024
-    short_characters = 32 * 1024
-    most_characters: int | None = SLOW_CHARACTERS
+    inline_characters = 1024  #: so many are encoded sooner than a thread takes over: about 0.2 ms
+    short_characters = 32 * 1024  #: so many are encoded in at most 0.1 s, whatever they are
+    most_characters: int | None = SLOW_CHARACTERS  #: longer texts may not be given
 
     def __init__(self, backend: Any) -> None:
         """`backend`: a `tokenizers.Tokenizer` that neither truncates nor pads."""
         self._backend = backend
 
     def encode(self, texts: Sequence[str], *, special_tokens: bool, most: int | None = None) -> list[TokenIds]:
+        """Ids of each text; `special_tokens` adds those of the post-processor (such as a leading BOS).
+
+        Raises TooManyTokens for a text with more than `most` tokens.
+        """
         # Plain `encode` holds the GIL for the whole call, and computes offsets.
         return _ids(self._backend.encode_batch_fast(list(texts), add_special_tokens=special_tokens), most)
 
@@ -130,6 +119,9 @@ class FastEncoder:
         for text in texts:
             if (tokens := len(self._tokenizer.encode(text, add_special_tokens=special_tokens))) > most:
                 raise TooManyTokens(tokens)
+
+
+Encoder = ExactEncoder | FastEncoder
 
 
 def _ids(encodings: Sequence[Any], most: int | None) -> list[TokenIds]:

@@ -11,9 +11,9 @@ import msgspec
 from homing.cluster.control.control_messages import Listening, Models, ModelSpec, RankSpec
 from homing.cluster.control.planner import ROLES, Fleet, GroupPhase, RoutedReplica
 from homing.events.wire.messages import EventEndpoints
-from homing.kvcache.prefix_cache import CachedBlock
 from homing.replica.messages import ModelLimits, Parity, ReplicaDescription
 from homing.replica.progress import report
+from homing.replica.rank_server import RankServer
 from homing.router.control import (
     Answer,
     AnyQuestion,
@@ -54,7 +54,7 @@ def describe_replica(replica_id: str, epoch: int, block_size: int = 16) -> Repli
     )
 
 
-class FakeRank:
+class FakeRank(RankServer):
     """A rank that serves nothing; with the model name `broken` it cannot start, with `endless` its start never ends."""
 
     def __init__(self, spec: RankSpec) -> None:
@@ -73,18 +73,6 @@ class FakeRank:
 
     def stop(self) -> None:
         self._stopped.set()
-
-    def drain(self) -> None:
-        pass
-
-    def idle(self) -> bool:
-        return True
-
-    def residents(self) -> list[CachedBlock]:
-        return []
-
-    def step_s(self) -> float:
-        return 0.0
 
 
 def prepare(spec: ModelSpec) -> None:
