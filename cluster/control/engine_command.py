@@ -18,7 +18,7 @@ from ..errors import SettingsError
 #: KV memory on a CPU where the settings say nothing; vLLM itself would take half of a NUMA node.
 CPU_KV_BYTES = 512 * 1024 * 1024
 
-Flags = dict[str, str | None]  #: None: a switch
+Flags = dict[str, str | float]  #: True: a switch; 0, False and empty: left out
 
 
 class EventAddresses(NamedTuple):
@@ -53,71 +53,63 @@ class EnginePlace:
 
     @property
     def memory_share(self) -> float:
-        """Of each GPU."""
-        return self.settings.kvcache.gpu_memory_utilization * min(1.0, self.settings.cluster.gpus_per_rank)
+        """Of each GPU; 0 on a CPU."""
+        return (
+            0.0
+            if self.on_cpu
+            else self.settings.kvcache.gpu_memory_utilization * min(1.0, self.settings.cluster.gpus_per_rank)
+        )
 
 
 def vllm_flags(place: EnginePlace) -> Flags:
     """Names of vLLM 0.32."""
     replica, cache = place.settings.replica, place.settings.kvcache
-    flags: Flags = {
-        "--block-size": str(cache.block_size),
-        "--tensor-parallel-size": str(replica.tensor_parallel_size),
-        "--max-num-seqs": str(replica.max_running_requests),
-        "--max-num-batched-tokens": str(replica.max_batched_tokens),
-        "--enable-prefix-caching" if cache.prefix_caching else "--no-enable-prefix-caching": None,
-        "--enable-prompt-tokens-details": None,
-        "--disable-uvicorn-access-log": None,
+    return {
+        "--block-size": cache.block_size,
+        "--tensor-parallel-size": replica.tensor_parallel_size,
+        "--max-num-seqs": replica.max_running_requests,
+        "--max-num-batched-tokens": replica.max_batched_tokens,
+        "--enable-prefix-caching": cache.prefix_caching,
+        "--no-enable-prefix-caching": not cache.prefix_caching,
+        "--enable-prompt-tokens-details": True,
+        "--disable-uvicorn-access-log": True,
         "--dtype": replica.dtype,
+        "--kv-events-config": _events_config(place, enable_kv_cache_events=True),
+        "--max-model-len": replica.max_model_len,
+        "--tokenizer": replica.tokenizer,
+        "--num-gpu-blocks-override": cache.num_kv_blocks,
+        "--kv-cache-memory-bytes": place.kv_bytes,
+        "--gpu-memory-utilization": place.memory_share,
+        "--distributed-executor-backend": "mp" if replica.tensor_parallel_size > 1 else "",
     }
-    if place.events.events:
-        flags["--kv-events-config"] = _events_config(place, enable_kv_cache_events=True)
-    if replica.max_model_len:
-        flags["--max-model-len"] = str(replica.max_model_len)
-    if replica.tokenizer:
-        flags["--tokenizer"] = replica.tokenizer
-    if cache.num_kv_blocks:
-        flags["--num-gpu-blocks-override"] = str(cache.num_kv_blocks)
-    if place.kv_bytes:
-        flags["--kv-cache-memory-bytes"] = str(place.kv_bytes)
-    if not place.on_cpu:
-        flags["--gpu-memory-utilization"] = f"{place.memory_share:g}"
-    if replica.tensor_parallel_size > 1:
-        flags["--distributed-executor-backend"] = "mp"
-    return flags
 
 
 def sglang_flags(place: EnginePlace) -> Flags:
     """Names of SGLang 0.5.23, read in its source; not run."""
     replica, cache = place.settings.replica, place.settings.kvcache
-    flags: Flags = {
-        "--page-size": str(cache.block_size),
-        "--tp-size": str(replica.tensor_parallel_size),
-        "--max-running-requests": str(replica.max_running_requests),
-        "--chunked-prefill-size": str(replica.max_batched_tokens),
+    return {
+        "--page-size": cache.block_size,
+        "--tp-size": replica.tensor_parallel_size,
+        "--max-running-requests": replica.max_running_requests,
+        "--chunked-prefill-size": replica.max_batched_tokens,
         "--dtype": replica.dtype,
-        "--enable-cache-report": None,
-        "--enable-metrics": None,
+        "--enable-cache-report": True,
+        "--enable-metrics": True,
         "--log-level-http": "warning",
+        "--kv-events-config": _events_config(place),
+        "--disable-radix-cache": not cache.prefix_caching,
+        "--context-length": replica.max_model_len,
+        "--tokenizer-path": replica.tokenizer,
+        "--max-total-tokens": cache.num_kv_blocks * cache.block_size,
+        "--device": "cpu" if place.on_cpu else "",
+        "--mem-fraction-static": place.memory_share,
     }
-    if place.events.events:
-        flags["--kv-events-config"] = _events_config(place)
-    if not cache.prefix_caching:
-        flags["--disable-radix-cache"] = None
-    if replica.max_model_len:
-        flags["--context-length"] = str(replica.max_model_len)
-    if replica.tokenizer:
-        flags["--tokenizer-path"] = replica.tokenizer
-    if cache.num_kv_blocks:
-        flags["--max-total-tokens"] = str(cache.num_kv_blocks * cache.block_size)
-    if place.on_cpu:
-        flags["--device"] = "cpu"
-    else:
-        flags["--mem-fraction-static"] = f"{place.memory_share:g}"
-    return flags
 
 
 def _events_config(place: EnginePlace, **more: object) -> str:
+    """Empty: it publishes nothing."""
+    if not place.events.events:
+        return ""
     ends = {"publisher": "zmq", "endpoint": place.events.events, "replay_endpoint": place.events.replay}
     batches = place.settings.events.replay_batches
     return msgspec.json.encode(more | ends | {"buffer_steps": batches}).decode()
@@ -206,7 +198,8 @@ def command(place: EnginePlace) -> list[str]:
     ours = {"--served-model-name": place.name, "--host": place.host, "--port": str(place.port)}
     words = [replica.engine_python or sys.executable, "-m", *kind.module, *kind.model_flag, str(place.model_dir)]
     for flag, value in (ours | kind.flags(place)).items():
-        words += [flag] if value is None else [flag, value]
+        if value:
+            words += [flag] if value is True else [flag, f"{value:g}" if isinstance(value, float) else str(value)]
     return words + extra_arguments(replica.engine_args)
 
 
