@@ -84,35 +84,21 @@ def _router(now: Situation) -> dict[str, Any]:
     view = now.cluster
     return {
         "id": view.router_id,
-        "version": now.version,
-        "started_at": now.started_at,
-        "policy": view.policy,
-        "waiting": view.waiting,
-        "in_flight": view.in_flight,
+        **_fields(now, "version started_at streams_broken"),
+        **_fields(view, "policy waiting in_flight"),
         "absent": [msgspec.structs.asdict(each) for each in view.absent],
         "refused": [msgspec.structs.asdict(each) for each in view.refused],
         "hidden_replicas": max(0, len(view.replicas) - MAX_REPLICAS),
         "responses": {str(status): count for status, count in sorted(now.responses.items())},
-        "streams_broken": now.streams_broken,
     }
 
 
 def _model(view: ModelView, totals: ModelTotals) -> dict[str, Any]:
-    counters = view.counters
     return {
-        "serving": view.serving,
-        "waiting": view.waiting,
-        "in_flight": view.in_flight,
-        "requests": counters.requests,
-        "finished": counters.finished,
-        "failed": counters.failed,
-        "cancelled": counters.cancelled,
-        "continued": counters.continued,
-        "prompt_tokens": totals.prompt_tokens,
-        "completion_tokens": totals.completion_tokens,
-        "cached_tokens": counters.delivered_cached_tokens,
-        "ttft_count": totals.ttft_count,
-        "ttft_sum_s": totals.ttft_sum_s,
+        **_fields(view, "serving waiting in_flight"),
+        **_fields(view.counters, "requests finished failed cancelled continued"),
+        **_fields(totals, "prompt_tokens completion_tokens ttft_count ttft_sum_s"),
+        "cached_tokens": view.counters.delivered_cached_tokens,
     }
 
 
@@ -120,22 +106,16 @@ def _replica(view: ReplicaView, totals: ModelTotals | None) -> dict[str, Any]:
     report = totals.reports.get(view.replica_id) if totals else None
     old = view.report_age_s is not None and view.report_age_s > OLD_REPORT_S
     return {
-        "model": view.model,
-        "node": view.node,
-        "state": view.state,
+        **_fields(view, "model node state running waiting in_flight decode_step_s"),
         "events": view.feed,
         "gaps": totals.gaps.get(view.replica_id, 0) if totals else 0,
         "indexed": view.indexed_blocks,
-        "running": view.running,
-        "waiting": view.waiting,
         "queued_tokens": view.queued_prefill_tokens,
-        "in_flight": view.in_flight,
         "blocks": None if report is None or view.report_age_s is None else _blocks(report),
         "query_tokens": report.counters.query_tokens if report else 0,
         "hit_tokens": report.counters.hit_tokens if report else 0,
         "preemptions": report.counters.preemptions if report else 0,
         "prefill_tokens_per_s": round(view.prefill_tokens_per_s),
-        "decode_step_s": view.decode_step_s,
         "trouble": view.trouble or ("no report for some seconds" if old else ""),
         "warm_up": None if view.warm_up is None else msgspec.structs.asdict(view.warm_up),
     }
@@ -155,15 +135,8 @@ def _blocks(report: LoadReport) -> dict[str, int]:
 
 def _activity(now: Situation, activity: ModelActivity) -> Iterator[tuple[str, str, Any]]:
     """Kind, name and document of each."""
-    yield (
-        "tree",
-        "",
-        {
-            "model": activity.model,
-            "block_size": activity.block_size,
-            "nodes": [_prefix(node, activity.block_size) for node in activity.prefixes],
-        },
-    )
+    nodes = [_prefix(node, activity.block_size) for node in activity.prefixes]
+    yield "tree", "", {**_fields(activity, "model block_size"), "nodes": nodes}
     for replica, hashes in activity.next_evictions.items():
         yield "evictions", replica, [_hex(each) for each in hashes]
     for routed in activity.routed:
@@ -175,14 +148,10 @@ def _activity(now: Situation, activity: ModelActivity) -> Iterator[tuple[str, st
 
 def _prefix(node: PrefixNode, block_size: int) -> dict[str, Any]:
     return {
-        "parent": node.parent,
+        **_fields(node, "parent blocks requests held evicted_next"),
         "hash": _hex(node.last_hash),
         "start": node.start * block_size,
         "tokens": node.blocks * block_size,
-        "blocks": node.blocks,
-        "requests": node.requests,
-        "held": node.held,
-        "evicted_next": node.evicted_next,
     }
 
 
@@ -192,16 +161,8 @@ def _routed(now: Situation, routed: RoutedRequest) -> dict[str, Any]:
         "at": round(routed.at + now.clock_offset_s, 3),
         "id": routed.trace_id,
         "tenant": _tenant(now, routed.tenant),
-        "state": routed.state,
-        "ttft_s": routed.ttft_s,
-        "cached_tokens": routed.cached_tokens,
-        "generated_tokens": routed.generated_tokens,
-        "continuations": routed.continuations,
-        "policy": table.policy,
-        "chosen": table.chosen,
-        "why": table.why,
-        "prompt_tokens": table.prompt_tokens,
-        "prompt_blocks": table.prompt_blocks,
+        **_fields(routed, "state ttft_s cached_tokens generated_tokens continuations"),
+        **_fields(table, "policy chosen why prompt_tokens prompt_blocks"),
         "candidates": [_candidate(row) for row in _best(table)],
         "hidden": max(0, len(table.replicas) - MAX_CANDIDATES),
     }
@@ -220,17 +181,14 @@ def _best(table: Explanation) -> list[ReplicaScore]:
 
 def _candidate(row: ReplicaScore) -> dict[str, Any]:
     return {
+        **_fields(row, "chosen running waiting why"),
         "replica": row.replica_id,
-        "chosen": row.chosen,
         "events": row.feed,
         "held": row.held_blocks,
         "expected": row.expected_blocks,
         "to_compute": row.uncached_tokens,
         "queued": row.queued_prefill_tokens,
-        "running": row.running,
-        "waiting": row.waiting,
         "ttft_s": row.expected_ttft_s,
-        "why": row.why,
     }
 
 
@@ -239,11 +197,7 @@ def _running(now: Situation, each: RunningRequest) -> dict[str, Any]:
         "since": round(each.arrived + now.clock_offset_s, 3),
         "id": each.trace_id,
         "tenant": _tenant(now, each.tenant),
-        "state": each.state,
-        "replica": each.replica,
-        "prompt_tokens": each.prompt_tokens,
-        "cached_tokens": each.cached_tokens,
-        "generated_tokens": each.generated_tokens,
+        **_fields(each, "state replica prompt_tokens cached_tokens generated_tokens"),
     }
 
 
@@ -252,10 +206,13 @@ def _failed(now: Situation, failed: FailedRequest) -> dict[str, Any]:
         "at": round(failed.at + now.clock_offset_s, 3),
         "id": failed.trace_id,
         "tenant": _tenant(now, failed.tenant),
-        "replica": failed.replica,
-        "status": failed.status,
-        "reason": failed.reason,
+        **_fields(failed, "replica status reason"),
     }
+
+
+def _fields(source: object, names: str) -> dict[str, Any]:
+    """What is shown as it is, by its own name."""
+    return {name: getattr(source, name) for name in names.split()}
 
 
 def _tenant(now: Situation, digest: bytes) -> str:
