@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Coroutine, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import islice
 from typing import Any, Literal
@@ -28,23 +28,13 @@ from ..metrics import CONTENT_TYPE
 from .body_reader import INLINE_BYTES
 from .caller import Caller
 from .departures import Departure, SessionKey, between, common_tokens, continues, from_longest, header
+from .dialects import messages
 from .dialects.chat import CHAT, ChatBody, ChatCompletion, conversation
 from .dialects.completions import COMPLETION, Completion, CompletionBody
 from .dialects.dialect import BodyType, Dialect, StreamWriter, WholeWriter
 from .dialects.embeddings import EmbeddingBuilder, EmbeddingsBody, EmbeddingsResponse
 from .dialects.embeddings import job as embeddings_job
-from .dialects.messages import (
-    MESSAGES,
-    CountBody,
-    MessageResponse,
-    MessagesBody,
-    MessagesError,
-    TokenCount,
-    messages_error_body,
-)
-from .dialects.messages import conversation as messages_conversation
-from .dialects.messages import unknown as messages_unknown
-from .dialects.responses import RESPONSES, Response, ResponsesBody, items_of, shown_item
+from .dialects.responses import RESPONSES, Response, items_of, shown_item
 from .dialects.schema import (
     ENCODER,
     MAX_IGNORED,
@@ -194,7 +184,7 @@ class Detokenized(msgspec.Struct, frozen=True):
 _TOKENIZE = msgspec.json.Decoder(TokenizeBody)
 _DIFF = msgspec.json.Decoder(DiffBody)
 _DETOKENIZE = msgspec.json.Decoder(DetokenizeBody)
-_COUNT = msgspec.json.Decoder(CountBody)
+_COUNT = msgspec.json.Decoder(messages.CountBody)
 _RESET = msgspec.json.Decoder(ResetBody)
 _ENGINE = msgspec.json.Decoder(EngineBody)
 _KIND = msgspec.json.Decoder(_Kind)
@@ -348,14 +338,13 @@ async def count_tokens(front: Front, exchange: Exchange) -> None:
     """The tokens of the prompt that a message's request would have."""
     caller = Caller(front, exchange)
     caller.check()
-    body = await decoded(front, caller, exchange, _COUNT, lenient=True, unknown=messages_unknown)
+    body = await decoded(front, caller, exchange, _COUNT, lenient=True, unknown=messages.unknown)
     served = await front.served(body.model)
     sender = caller.sender(body.cache_salt)
-    tokens = await served.text.encode_chat(
-        lambda: messages_conversation(body, front.settings).template_input(), sender=sender
-    )
+    chat = lambda: messages.conversation(body, front.settings).template_input()  # noqa: E731 - made where it is rendered
+    tokens = await served.text.encode_chat(chat, sender=sender)
     caller.charge([len(tokens)])
-    respond(exchange, TokenCount(len(tokens)))
+    respond(exchange, messages.TokenCount(len(tokens)))
 
 
 class Explained(Explanation, frozen=True, kw_only=True):
@@ -616,60 +605,39 @@ class Endpoint:
     streams: bool = False  #: the response is a stream of events if the body has `"stream": true`
 
 
+def _generating(path: str, dialect: Dialect[Any], what: str, response: type) -> Endpoint:
+    """The endpoint of a dialect."""
+    handler, bodies = partial(generate, dialect), (dialect.decoder.type,)
+    return Endpoint("POST", path, handler, f"{what}, streamed or whole", response, bodies, streams=True)
+
+
+def _as_anthropic(endpoint: Endpoint) -> Endpoint:
+    """The same with the errors of Anthropic's API."""
+    return replace(endpoint, error_body=messages.messages_error_body, errors=messages.MessagesError)
+
+
 #: All endpoints. GET endpoints also answer HEAD.
 ENDPOINTS = (
     Endpoint("GET", MODELS, models, "the served models", ModelList),
     Endpoint("GET", f"{MODELS}/{{model}}", model, "a served model by its name", ModelCard),
-    Endpoint(
-        "POST",
-        "/v1/completions",
-        partial(generate, COMPLETION),
-        "completion, streamed or whole",
-        Completion,
-        (CompletionBody,),
-        streams=True,
-    ),
-    Endpoint(
-        "POST",
-        "/v1/chat/completions",
-        partial(generate, CHAT),
-        "chat, streamed or whole",
-        ChatCompletion,
-        (ChatBody,),
-        streams=True,
-    ),
-    Endpoint(
-        "POST",
-        RESPONSES_PATH,
-        create_response,
-        "response, streamed or whole",
-        Response,
-        (ResponsesBody,),
-        streams=True,
-    ),
+    _generating("/v1/completions", COMPLETION, "completion", Completion),
+    _generating("/v1/chat/completions", CHAT, "chat", ChatCompletion),
+    replace(_generating(RESPONSES_PATH, RESPONSES, "response", Response), handler=create_response),
     Endpoint("GET", f"{RESPONSES_PATH}/{{id}}", stored_response, "a stored response", Response),
     Endpoint("DELETE", f"{RESPONSES_PATH}/{{id}}", delete_response, "forget a stored response", DeletedResponse),
     Endpoint("GET", f"{RESPONSES_PATH}/{{id}}/input_items", stored_items, "its input items", ItemList),
-    Endpoint(
-        "POST",
-        "/v1/messages",
-        partial(generate, MESSAGES),
-        "message in Anthropic's API, streamed or whole",
-        MessageResponse,
-        (MessagesBody,),
-        error_body=messages_error_body,
-        errors=MessagesError,
-        streams=True,
+    _as_anthropic(
+        _generating("/v1/messages", messages.MESSAGES, "message in Anthropic's API", messages.MessageResponse)
     ),
-    Endpoint(
-        "POST",
-        "/v1/messages/count_tokens",
-        count_tokens,
-        "how many tokens such a message's prompt has",
-        TokenCount,
-        (CountBody,),
-        error_body=messages_error_body,
-        errors=MessagesError,
+    _as_anthropic(
+        Endpoint(
+            "POST",
+            "/v1/messages/count_tokens",
+            count_tokens,
+            "how many tokens such a message's prompt has",
+            messages.TokenCount,
+            (messages.CountBody,),
+        )
     ),
     Endpoint("POST", "/v1/embeddings", embeddings, "vectors of texts", EmbeddingsResponse, (EmbeddingsBody,)),
     Endpoint("POST", "/tokenize", tokenize, "text or chat to token ids", Tokenized, (TokenizeBody,)),
@@ -758,9 +726,8 @@ _BY_PATH: Mapping[str, Mapping[str, Handler]] = {
     path: {each.method: each.handler for each in ENDPOINTS if each.path == path}
     for path in dict.fromkeys(each.path for each in ENDPOINTS)
 }
-
-
 _LARGE = {each.path for each in ENDPOINTS if each.bodies} - {"/reset_prefix_cache", "/engines"}
+_ERROR_BODIES = {each.path: each.error_body for each in ENDPOINTS if each.error_body is not None}
 
 
 def takes_large_bodies(path: str) -> bool:
@@ -785,9 +752,6 @@ def _row(path: str) -> str:
         items = "/input_items" if path.endswith("/input_items") else ""
         return f"{RESPONSES_PATH}/{{id}}{items}"
     return path
-
-
-_ERROR_BODIES = {each.path: each.error_body for each in ENDPOINTS if each.error_body is not None}
 
 
 def error_body_of(path: str) -> Callable[[RouterError], bytes] | None:
