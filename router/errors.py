@@ -6,7 +6,7 @@
 # ruff: noqa: N818 - these names say what happened to a request; clients read them in docs and logs without "Error".
 
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 #: OpenAI's `type` of an error, by HTTP status.
 _ERROR_TYPES = {
@@ -45,6 +45,11 @@ class RouterError(Exception):
 
 class InvalidRequest(RouterError, status=400, code="invalid_value"):
     """A field of the request is unknown, of the wrong type or out of range; `param` names it."""
+
+    @classmethod
+    def field(cls, param: str, reason: str) -> Self:
+        """With the name of the field before the reason."""
+        return cls(f"field {param!r}: {reason}", param=param)
 
 
 class InvalidJson(InvalidRequest, code="invalid_json"):

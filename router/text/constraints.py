@@ -68,9 +68,7 @@ def requested(fields: Mapping[str, Any]) -> Asked | None:
     if guided:
         _ask_structured({**guided, "whitespace_pattern": whitespace}, "guided_", ask)
     if len(asked) > 1:
-        raise InvalidRequest(
-            f"field {asked[1].param!r}: cannot be combined with {asked[0].param!r}", param=asked[1].param
-        )
+        raise InvalidRequest.field(asked[1].param, f"cannot be combined with {asked[0].param!r}")
     return asked[0] if asked else None
 
 
@@ -85,23 +83,21 @@ def _ask_response_format(form: Any, ask: Callable[[ConstraintKind, str, str], No
             given = form.get("json_schema")
             param = "response_format.json_schema"
             if not isinstance(given, dict):
-                raise InvalidRequest(f"field {param!r}: expected an object with a 'schema'", param=param)
+                raise InvalidRequest.field(param, "expected an object with a 'schema'")
             lenient = given.get("strict") is False
             ask("json_schema", _schema(given.get("schema"), f"{param}.schema", lenient=lenient), f"{param}.schema")
         case "structural_tag":
             ask("structural_tag", _encoded(form), "response_format")
         case _:
-            raise InvalidRequest(
-                f"field 'response_format.type': {kind!r} is not one of text, json_object, json_schema and "
-                "structural_tag",
-                param="response_format.type",
+            raise InvalidRequest.field(
+                "response_format.type", f"{kind!r} is not one of text, json_object, json_schema and structural_tag"
             )
 
 
 def _ask_structured(form: Any, prefix: str, ask: Callable[[ConstraintKind, str, str], None]) -> None:
     """The fields of vLLM's `structured_outputs`; the older `guided_*` are the same with another prefix."""
     if not isinstance(form, dict):
-        raise InvalidRequest("field 'structured_outputs': expected an object", param="structured_outputs")
+        raise InvalidRequest.field("structured_outputs", "expected an object")
     for name, value in form.items():
         param = prefix + name
         if value is None or value is False:
@@ -112,7 +108,7 @@ def _ask_structured(form: Any, prefix: str, ask: Callable[[ConstraintKind, str, 
             ask("json_object", "", param)
         elif name in ("regex", "grammar"):
             if not isinstance(value, str) or not value:
-                raise InvalidRequest(f"field {param!r}: expected a text", param=param)
+                raise InvalidRequest.field(param, "expected a text")
             ask("regex" if name == "regex" else "grammar", value, param)
         elif name == "choice":
             ask("choice", _encoded(value), param)
@@ -137,15 +133,13 @@ def _schema(schema: Any, param: str, *, lenient: bool = False, whitespace: Any =
     """A schema as JSON. `lenient`: ignore keywords that are not supported."""
     if isinstance(schema, str):
         if len(schema) > MAX_SOURCE_CHARACTERS:
-            raise InvalidRequest(
-                f"field {param!r}: it has {len(schema)} characters, the limit is {MAX_SOURCE_CHARACTERS}", param=param
-            )
+            raise InvalidRequest.field(param, f"it has {len(schema)} characters, the limit is {MAX_SOURCE_CHARACTERS}")
         try:
             schema = msgspec.json.decode(schema)
         except (msgspec.DecodeError, RecursionError) as error:
-            raise InvalidRequest(f"field {param!r}: is not valid JSON: {error}", param=param) from error
+            raise InvalidRequest.field(param, f"is not valid JSON: {error}") from error
     if not isinstance(schema, dict):
-        raise InvalidRequest(f"field {param!r}: expected a JSON schema, which is an object", param=param)
+        raise InvalidRequest.field(param, "expected a JSON schema, which is an object")
     options = {"lenient": True} if lenient else {}
     if isinstance(whitespace, str):
         options["whitespace_pattern"] = whitespace  # type: ignore[assignment]
@@ -174,18 +168,17 @@ def tool_calls(
         name = named.get("name") if isinstance(named, Mapping) else None
         functions = [each for each in functions if each["name"] == name]
         if not functions:
-            raise InvalidRequest(f"field 'tool_choice': there is no tool {name!r} in 'tools'", param="tool_choice")
+            raise InvalidRequest.field("tool_choice", f"there is no tool {name!r} in 'tools'")
         parallel = False
     elif tool_choice == "required" and not functions:
-        raise InvalidRequest("field 'tool_choice': 'required' needs 'tools'", param="tool_choice")
+        raise InvalidRequest.field("tool_choice", "'required' needs 'tools'")
     elif not forced and (tool_choice == "none" or not any(each.get("strict") is True for each in functions)):
         return None
     if shape is None:
         if not forced:
             return None
-        raise InvalidRequest(
-            "field 'tool_choice': only 'auto' and 'none' are supported, as it is not known how this model writes calls",
-            param="tool_choice",
+        raise InvalidRequest.field(
+            "tool_choice", "only 'auto' and 'none' are supported, as it is not known how this model writes calls"
         )
     try:
         form = shape.answers(functions, forced=forced, parallel=parallel)
@@ -193,7 +186,7 @@ def tool_calls(
     except (Unguidable, RecursionError) as error:
         param = "tool_choice" if forced else "tools"
         what = error if isinstance(error, Unguidable) else "a schema is nested too deeply"
-        raise InvalidRequest(f"field {param!r}: {what}", param=param) from error
+        raise InvalidRequest.field(param, f"{what}") from error
     return Asked(Constraint(kind="structural_tag", source=source), "tools")
 
 
@@ -258,7 +251,7 @@ class ConstraintChecker:
         constraint, param = asked
         problem = await self._find(constraint)
         if problem is not None:
-            raise InvalidRequest(f"field {param!r}: cannot be used as a constraint: {problem}", param=param)
+            raise InvalidRequest.field(param, f"cannot be used as a constraint: {problem}")
         return constraint
 
     async def _find(self, constraint: Constraint) -> str | None:

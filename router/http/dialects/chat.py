@@ -51,9 +51,9 @@ class ChatBody(Body, kw_only=True, forbid_unknown_fields=True):
 async def job(front: Front, served: Served, body: ChatBody, sender: Sender) -> Job:
     """What `body` requests. Raises InvalidRequest and its subclasses, which name the field."""
     if body.max_tokens == 0:
-        raise InvalidRequest("field 'max_tokens': expected int >= 1", param="max_tokens")
+        raise InvalidRequest.field("max_tokens", "expected int >= 1")
     if body.top_logprobs and not body.logprobs:
-        raise InvalidRequest("field 'top_logprobs': requires 'logprobs': true", param="top_logprobs")
+        raise InvalidRequest.field("top_logprobs", "requires 'logprobs': true")
     newer = body.max_completion_tokens is not None
     made = await conversation_job(
         front,
@@ -98,10 +98,7 @@ def conversation(body: ChatBody | TokenizeBody) -> Conversation:
     """The conversation of a body. Raises InvalidRequest."""
     continues = bool(body.continue_final_message)
     if continues and body.add_generation_prompt:
-        raise InvalidRequest(
-            "field 'continue_final_message': cannot be combined with 'add_generation_prompt'",
-            param="continue_final_message",
-        )
+        raise InvalidRequest.field("continue_final_message", "cannot be combined with 'add_generation_prompt'")
     chat = body if isinstance(body, ChatBody) else None
     return Conversation(
         messages=[_message(each, index) for index, each in enumerate(body.messages or ())],
@@ -127,9 +124,8 @@ def _tool_choice(body: ChatBody) -> ToolChoice:
         case {"type": "function", "function": {"name": str(name)}}:
             return ToolChoice("required", name, parallel)
         case _:
-            raise InvalidRequest(
-                "field 'tool_choice': expected auto, none, required or {'type': 'function', 'function': {'name': ...}}",
-                param="tool_choice",
+            raise InvalidRequest.field(
+                "tool_choice", "expected auto, none, required or {'type': 'function', 'function': {'name': ...}}"
             )
 
 
@@ -137,20 +133,20 @@ def _tool(given: Mapping[str, Any], param: str) -> Tool:
     """A tool as it was given: templates print definitions whole."""
     function = given.get("function")
     if not isinstance(function, dict):
-        raise InvalidRequest(f"field '{param}.function': expected an object", param=f"{param}.function")
+        raise InvalidRequest.field(f"{param}.function", "expected an object")
     name = function.get("name")
     if not isinstance(name, str) or not name:
-        raise InvalidRequest(f"field '{param}.function.name': expected a name", param=f"{param}.function.name")
+        raise InvalidRequest.field(f"{param}.function.name", "expected a name")
     if not isinstance(function.get("parameters"), dict | None):
         param = f"{param}.function.parameters"
-        raise InvalidRequest(f"field {param!r}: expected a JSON schema, which is an object", param=param)
+        raise InvalidRequest.field(param, "expected a JSON schema, which is an object")
     return Tool(name, given)
 
 
 def _message(body: MessageBody, index: int) -> Message:
     if body.content is None and body.role in ("user", "system", "developer"):
         param = f"messages[{index}].content"  # templates would write null as a word
-        raise InvalidRequest(f"field {param!r}: is required in a message of the role {body.role}", param=param)
+        raise InvalidRequest.field(param, f"is required in a message of the role {body.role}")
     return Message(
         body.role,
         body.text(index),
@@ -182,7 +178,7 @@ def _tool_call(call: Mapping[str, Any], param: str) -> ToolCall:
     """A call of an earlier turn: templates expect its arguments as an object."""
     function = call.get("function")
     if not isinstance(function, dict):
-        raise InvalidRequest(f"field {param!r}: each call needs a 'function'", param=param)
+        raise InvalidRequest.field(param, "each call needs a 'function'")
     return ToolCall(function.get("name") or "", decoded_arguments(function.get("arguments"), param), call.get("id"))
 
 

@@ -44,20 +44,19 @@ async def job(front: Front, served: Served, body: CompletionBody, sender: Sender
     kept, scored = body.n or 1, body.logprobs
     best_of = body.best_of or None
     if best_of is not None and best_of < kept:
-        raise InvalidRequest(f"field 'best_of': must be at least n, which is {kept}", param="best_of")
+        raise InvalidRequest.field("best_of", f"must be at least n, which is {kept}")
     if best_of is not None and best_of > kept:
         if body.stream:
-            raise InvalidRequest(
-                "field 'best_of': cannot be streamed, because the best choices are only known at the end",
-                param="best_of",
+            raise InvalidRequest.field(
+                "best_of", "cannot be streamed, because the best choices are only known at the end"
             )
         scored = scored or 0  # the best are found by their logprobs
     if body.suffix:
-        raise InvalidRequest("field 'suffix': insertion is not supported", param="suffix")
+        raise InvalidRequest.field("suffix", "insertion is not supported")
     if body.max_tokens == 0 and not body.echo:
-        raise InvalidRequest("field 'max_tokens': 0 is only allowed with 'echo'", param="max_tokens")
+        raise InvalidRequest.field("max_tokens", "0 is only allowed with 'echo'")
     if body.echo and body.stream and body.logprobs is not None:
-        raise InvalidRequest("field 'echo': cannot be streamed together with 'logprobs'", param="echo")
+        raise InvalidRequest.field("echo", "cannot be streamed together with 'logprobs'")
     validate.check_choices(front.settings, best_of or kept, _num_prompts(body.prompt), "best_of" if best_of else "n")
     given = prompts(body.prompt, served.limits.vocab_size, "prompt")
     texts = [each for each in given if isinstance(each, str)]
@@ -73,7 +72,7 @@ async def job(front: Front, served: Served, body: CompletionBody, sender: Sender
         if encoded != whole:
             texts = []  # they are longer than what is left
     if not all(encoded):
-        raise InvalidRequest("field 'prompt': a prompt has no tokens", param="prompt")
+        raise InvalidRequest.field("prompt", "a prompt has no tokens")
     output = {"response_format": body.response_format} if body.response_format else {}
     asked = validate.requested_output(body, output)
     mark = validate.mark(body.cache_control, "cache_control")
@@ -108,7 +107,7 @@ def prompts(field: PromptField, vocab_size: int, param: str) -> list[str] | list
     if isinstance(field, str):
         return [field]
     if not field:
-        raise InvalidRequest(f"field {param!r}: at least one prompt or token id is needed", param=param)
+        raise InvalidRequest.field(param, "at least one prompt or token id is needed")
     given: list[Any] = field
     if isinstance(given[0], int):
         return [_prompt_ids(given, vocab_size, param)]
@@ -133,7 +132,7 @@ def _prompt_ids(ids: list[Any], vocab_size: int, param: str) -> TokenIds:
 
 
 def _mixed(param: str) -> InvalidRequest:
-    return InvalidRequest(f"field {param!r}: texts and token ids cannot be mixed in one list", param=param)
+    return InvalidRequest.field(param, "texts and token ids cannot be mixed in one list")
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):

@@ -41,14 +41,12 @@ async def job(front: Front, served: Served, body: EmbeddingsBody, sender: Sender
     """What `body` requests. Raises InvalidRequest and its subclasses, which name the field."""
     limits = served.limits
     if not limits.embedding_size:
-        raise InvalidRequest(f"field 'model': the replicas of {limits.name!r} make no embeddings", param="model")
+        raise InvalidRequest.field("model", f"the replicas of {limits.name!r} make no embeddings")
     if body.dimensions is not None and body.dimensions > limits.embedding_size:
-        raise InvalidRequest(
-            f"field 'dimensions': {body.dimensions:,}, the limit is {limits.embedding_size:,}", param="dimensions"
-        )
+        raise InvalidRequest.field("dimensions", f"{body.dimensions:,}, the limit is {limits.embedding_size:,}")
     given = prompts(body.input, limits.vocab_size, "input")
     if len(given) > MAX_INPUTS:
-        raise InvalidRequest(f"field 'input': {len(given):,} inputs, the limit is {MAX_INPUTS:,}", param="input")
+        raise InvalidRequest.field("input", f"{len(given):,} inputs, the limit is {MAX_INPUTS:,}")
     texts = [each for each in given if isinstance(each, str)]
     encoded = [each for each in given if not isinstance(each, str)]
     if texts:
@@ -57,7 +55,7 @@ async def job(front: Front, served: Served, body: EmbeddingsBody, sender: Sender
     for index, ids in enumerate(encoded):
         param = f"input[{index}]" if several else "input"
         if not ids:
-            raise InvalidRequest(f"field {param!r}: it has no tokens", param=param)
+            raise InvalidRequest.field(param, "it has no tokens")
         if len(ids) > limits.max_model_len:
             message = f"field {param!r}: {len(ids):,} tokens, the limit is {limits.max_model_len:,}"
             raise ContextTooLong(message, param=param)

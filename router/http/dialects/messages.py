@@ -179,7 +179,7 @@ async def job(front: Front, served: Served, body: MessagesBody, sender: Sender) 
     if not body.max_tokens:
         raise InvalidRequest("max_tokens: a number of at least 1 is required", param="max_tokens")
     if body.n not in (None, 1):
-        raise InvalidRequest("field 'n': a message has one choice", param="n")
+        raise InvalidRequest.field("n", "a message has one choice")
     if stops := [each for each in body.stop_sequences or () if each]:
         body.stop = stops
     dropped = front.settings.drop_billing_line and has_billing_line(body)

@@ -25,7 +25,7 @@ def ttl_s(mark: CacheMark, settings: RouterSettings) -> float:
         return min(settings.pin_ttl_s, settings.pin_max_ttl_s)
     if mark.ttl_s > settings.pin_max_ttl_s:
         param = f"{mark.param}.ttl"
-        raise InvalidRequest(f"field {param!r}: the maximum is {settings.pin_max_ttl_s:g} seconds", param=param)
+        raise InvalidRequest.field(param, f"the maximum is {settings.pin_max_ttl_s:g} seconds")
     return mark.ttl_s
 
 
@@ -45,7 +45,7 @@ async def requested(
     """The pins of a chat, of whose conversation `rendered` and `token_ids` were made. Raises InvalidRequest."""
     marks = [(message, mark, ttl_s(mark, settings)) for message, mark in conversation.marks()]
     if len(marks) > MAX_MARKS:
-        raise InvalidRequest(f"field 'messages': at most {MAX_MARKS} places with 'cache_control'", param="messages")
+        raise InvalidRequest.field("messages", f"at most {MAX_MARKS} places with 'cache_control'")
     kept = [
         PinRequest(await _tokens_up_to(text, rendered, message, mark, token_ids, sender), seconds)
         for message, mark, seconds in marks
@@ -75,9 +75,8 @@ async def _tokens_up_to(
         try:
             ids = await text.encode_chat(asked, sender=sender)
         except TemplateRefusal as error:
-            raise InvalidRequest(
-                f"field {mark.param!r}: this model's chat template cannot be cut there; mark a later message",
-                param=mark.param,
+            raise InvalidRequest.field(
+                mark.param, "this model's chat template cannot be cut there; mark a later message"
             ) from error
     pairs = enumerate(zip(ids, token_ids, strict=False))
     return next((place for place, (a, b) in pairs if a != b), min(len(ids), len(token_ids)))

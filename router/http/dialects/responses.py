@@ -157,19 +157,17 @@ async def job(front: Front, served: Served, body: ResponsesBody, sender: Sender)
     """What `body` requests. Raises InvalidRequest and its subclasses, which name the field."""
     for name in ("previous_response_id", "conversation"):  # a stored one is part of the input by now
         if getattr(body, name) is not None:
-            raise InvalidRequest(
-                f"field {name!r}: this server stores no responses (setting response_store); send the whole "
-                "conversation as 'input'",
-                param=name,
+            raise InvalidRequest.field(
+                name, "this server stores no responses (setting response_store); send the whole conversation as 'input'"
             )
     if body.prompt is not None:
-        raise InvalidRequest("field 'prompt': this server stores no prompts; send it as 'instructions'", param="prompt")
+        raise InvalidRequest.field("prompt", "this server stores no prompts; send it as 'instructions'")
     if body.background:
-        raise InvalidRequest("field 'background': this server stores no responses to return later", param="background")
+        raise InvalidRequest.field("background", "this server stores no responses to return later")
     if body.top_logprobs:
-        raise InvalidRequest("field 'top_logprobs': not supported here; use chat completions", param="top_logprobs")
+        raise InvalidRequest.field("top_logprobs", "not supported here; use chat completions")
     if body.n not in (None, 1):
-        raise InvalidRequest("field 'n': a response has one choice", param="n")
+        raise InvalidRequest.field("n", "a response has one choice")
     return await conversation_job(
         front,
         served,
@@ -199,7 +197,7 @@ def conversation(body: ResponsesBody) -> Conversation:
     messages = [Message("system", "\n\n".join(heads))] if heads else []
     messages += merged(turns, ("assistant",), "")
     if not messages:
-        raise InvalidRequest("field 'input': at least one message is needed", param="input")
+        raise InvalidRequest.field("input", "at least one message is needed")
     reasoning = body.reasoning or ReasoningOptions()
     return Conversation(
         messages=messages,
@@ -241,7 +239,7 @@ def _messages(items: Sequence[dict[str, Any]]) -> Iterator[Message]:
                 if found := "".join([str(part.get("text") or "") for part in parts]):
                     yield Message("assistant", reasoning=found)
             case "item_reference":
-                raise InvalidRequest(f"field {param!r}: this server stores no items; send the item itself", param=param)
+                raise InvalidRequest.field(param, "this server stores no items; send the item itself")
 
 
 def _text(content: str | list[dict[str, Any]], param: str) -> str:
@@ -251,12 +249,10 @@ def _text(content: str | list[dict[str, Any]], param: str) -> str:
     for index, part in enumerate(content):
         kind = part.get("type")
         if kind not in ("input_text", "output_text", "text", "refusal"):
-            raise InvalidRequest(
-                f"field '{param}[{index}].type': only text parts are supported", param=f"{param}[{index}].type"
-            )
+            raise InvalidRequest.field(f"{param}[{index}].type", "only text parts are supported")
         text = part.get("refusal" if kind == "refusal" else "text")
         if not isinstance(text, str):
-            raise InvalidRequest(f"field '{param}[{index}].text': expected str", param=f"{param}[{index}].text")
+            raise InvalidRequest.field(f"{param}[{index}].text", "expected str")
         texts.append(text)
     return "".join(texts)
 
@@ -280,7 +276,7 @@ def tools(given: Sequence[dict[str, Any]], param: str = "tools", namespace: str 
                 space = converted(tool, _Namespace, place)
                 yield from tools(space.tools, f"{place}.tools", space.name + SEPARATOR)
             case kind if not isinstance(kind, str):
-                raise InvalidRequest(f"field '{place}.type': expected str", param=f"{place}.type")
+                raise InvalidRequest.field(f"{place}.type", "expected str")
 
 
 def _tool_choice(body: ResponsesBody) -> ToolChoice:
@@ -291,7 +287,7 @@ def _tool_choice(body: ResponsesBody) -> ToolChoice:
         case ("auto" | "none" | "required" as mode) | {"mode": ("auto" | "required" as mode)}:
             return ToolChoice(mode, None, parallel)
         case _:
-            raise InvalidRequest("field 'tool_choice': expected auto, none, required or a tool", param="tool_choice")
+            raise InvalidRequest.field("tool_choice", "expected auto, none, required or a tool")
 
 
 def shown_choice(given: str | dict[str, Any] | None) -> Any:

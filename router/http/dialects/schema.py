@@ -132,10 +132,10 @@ class MessageBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True
         for place, part in enumerate(self.content):
             param = f"messages[{index}].content[{place}]"
             if part.get("type") != "text":
-                raise InvalidRequest(f"field '{param}.type': only text parts are supported", param=f"{param}.type")
+                raise InvalidRequest.field(f"{param}.type", "only text parts are supported")
             text = part.get("text")
             if not isinstance(text, str):
-                raise InvalidRequest(f"field '{param}.text': expected str", param=f"{param}.text")
+                raise InvalidRequest.field(f"{param}.text", "expected str")
             texts.append(text)
         return "".join(texts)
 
@@ -342,7 +342,7 @@ def _wrong_bias(body: dict[str, Any]) -> InvalidRequest:
             return InvalidRequest(f"{what}the id must be an integer", param="logit_bias")
         if isinstance(value, bool) or not isinstance(value, int | float) or not -100 <= value <= 100:
             return InvalidRequest(f"{what}a bias is a number between -100 and 100", param="logit_bias")
-    return InvalidRequest("field 'logit_bias': expected an object of token ids and biases", param="logit_bias")
+    return InvalidRequest.field("logit_bias", "expected an object of token ids and biases")
 
 
 def _remove(body: Any, error: UnknownField) -> None:
@@ -420,4 +420,4 @@ def from_msgspec(error: msgspec.ValidationError, within: str = "") -> InvalidReq
     if not where:
         return InvalidRequest(f"the body is not a valid request: {reason}")
     expected = "".join(f"; {words}" for end, words in EXPECTED.items() if where.endswith(end))
-    return InvalidRequest(f"field {where!r}: {reason}{expected}", param=where)
+    return InvalidRequest.field(where, f"{reason}{expected}")

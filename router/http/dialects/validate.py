@@ -72,7 +72,7 @@ def job(
     check_choices(settings, count, len(prompts), count_param)
     options = body.stream_options
     if options is not None and not body.stream and (options.include_usage or options.continuous_usage_stats):
-        raise InvalidRequest("field 'stream_options': is only allowed with 'stream': true", param="stream_options")
+        raise InvalidRequest.field("stream_options", "is only allowed with 'stream': true")
     longest, context = max([len(prompt.token_ids) for prompt in prompts]), served.limits.max_model_len
     if longest >= context:
         raise PromptTooLong(longest, context, param=prompt_param)
@@ -114,9 +114,7 @@ def _sampling(
     """How tokens are drawn: as the body says, else as the model's own configuration does. Raises InvalidRequest."""
     defaults, top_k, min_tokens, seed = served.defaults, body.top_k, body.min_tokens or 0, body.seed
     if min_tokens > max_tokens:
-        raise InvalidRequest(
-            f"field 'min_tokens': {min_tokens} exceeds the output limit of {max_tokens}", param="min_tokens"
-        )
+        raise InvalidRequest.field("min_tokens", f"{min_tokens} exceeds the output limit of {max_tokens}")
     if body.stop_token_ids:
         check_token_ids(body.stop_token_ids, served.limits.vocab_size, "stop_token_ids")
     if body.logit_bias:
@@ -124,7 +122,7 @@ def _sampling(
     if seed is None:
         seed = front.random_bits(64)
     elif not -(2**63) <= seed < 2**64:
-        raise InvalidRequest(f"field 'seed': {seed} does not fit into 64 bits", param="seed")
+        raise InvalidRequest.field("seed", f"{seed} does not fit into 64 bits")
     if top_k is None:
         top_k = defaults.top_k
     return SamplingParams(
@@ -151,18 +149,18 @@ def _sampling(
 def check_choices(settings: RouterSettings, count: int, prompts: int, param: str) -> None:
     """Raise InvalidRequest if `count` choices of so many prompts are too many."""
     if count * prompts > settings.max_choices:
-        raise InvalidRequest(f"field {param!r}: at most {settings.max_choices} choices in one request", param=param)
+        raise InvalidRequest.field(param, f"at most {settings.max_choices} choices in one request")
 
 
 def _with_token_fields(job: Job, body: Body) -> Job:
     """What the fields about single tokens ask for. Raises InvalidRequest."""
     served, sampling = job.served, job.sampling
     if body.prompt_logprobs is not None and body.stream:
-        raise InvalidRequest("field 'prompt_logprobs': cannot be streamed", param="prompt_logprobs")
+        raise InvalidRequest.field("prompt_logprobs", "cannot be streamed")
     check_token_ids(body.allowed_token_ids or (), served.limits.vocab_size, "allowed_token_ids")
     check_token_ids(body.logprob_token_ids or (), served.limits.vocab_size, "logprob_token_ids")
     if body.logprob_token_ids and sampling.logprobs is None:
-        raise InvalidRequest("field 'logprob_token_ids': requires 'logprobs'", param="logprob_token_ids")
+        raise InvalidRequest.field("logprob_token_ids", "requires 'logprobs'")
     return msgspec.structs.replace(
         job,
         sampling=msgspec.structs.replace(
@@ -195,18 +193,15 @@ def truncated(token_ids: TokenIds, body: Body, max_model_len: int) -> TokenIds:
     if wanted is None:
         return token_ids
     if wanted > max_model_len or wanted == 0:
-        raise InvalidRequest(
-            f"field 'truncate_prompt_tokens': {wanted} is not between 1 and the context of {max_model_len} tokens",
-            param="truncate_prompt_tokens",
+        raise InvalidRequest.field(
+            "truncate_prompt_tokens", f"{wanted} is not between 1 and the context of {max_model_len} tokens"
         )
     # The shortest answer has one token.
     kept = max_model_len - 1 if wanted == -1 else wanted
     if len(token_ids) <= kept:
         return token_ids
     if body.cache_control is not None:
-        raise InvalidRequest(
-            "field 'truncate_prompt_tokens': cannot be combined with 'cache_control'", param="truncate_prompt_tokens"
-        )
+        raise InvalidRequest.field("truncate_prompt_tokens", "cannot be combined with 'cache_control'")
     return token_ids[:kept] if body.truncation_side == "right" else token_ids[-kept:]
 
 
@@ -315,11 +310,11 @@ def decoded_arguments(arguments: Any, param: str) -> Any:
         return arguments
     data = arguments.encode()
     if len(data) > UNMEASURED_BYTES and max(cost for _, cost in costs(data)) > MAX_COST:
-        raise InvalidRequest(f"field {param!r}: 'arguments' has too many values", param=param)
+        raise InvalidRequest.field(param, "'arguments' has too many values")
     try:
         return msgspec.json.decode(data or b"{}")
     except (msgspec.DecodeError, RecursionError) as error:
-        raise InvalidRequest(f"field {param!r}: 'arguments' is not valid JSON", param=param) from error
+        raise InvalidRequest.field(param, "'arguments' is not valid JSON") from error
 
 
 def requested_output(body: Body, fields: Mapping[str, Any]) -> Asked | None:
@@ -379,4 +374,4 @@ def check_token_ids(token_ids: Collection[int], vocab_size: int, param: str) -> 
 def no_such_token(vocab_size: int, param: str, token_id: int | None = None) -> InvalidRequest:
     """The refusal of a token id that does not exist."""
     which = "" if token_id is None else f"there is no token {token_id}; "
-    return InvalidRequest(f"field {param!r}: {which}token ids must be between 0 and {vocab_size - 1}", param=param)
+    return InvalidRequest.field(param, f"{which}token ids must be between 0 and {vocab_size - 1}")
