@@ -4,14 +4,14 @@ import asyncio
 import json
 import threading
 from collections.abc import Iterator
+from functools import cache
 from http.client import HTTPConnection
+from typing import Any
 
 import httpx
 import msgspec
 import pytest
-import schemathesis
 from hypothesis import HealthCheck, given, settings
-from schemathesis import GenerationMode
 
 from homing.router.config import RouterSettings
 from homing.router.http.endpoints import ENDPOINTS, find, openapi_document
@@ -22,7 +22,6 @@ from homing.router.text.tokenizer import TextModel
 from .conftest import LoadedText
 from .fakes import FakeBackend
 
-SCHEMA = schemathesis.openapi.from_dict(json.loads(openapi_document()))
 #: `/live` has no end: tests/router/http/live.
 LABELS = {f"{each.method} {each.path}": each for each in ENDPOINTS if each.path != "/live"}
 EXAMPLES = 25
@@ -68,11 +67,23 @@ def test_every_reference_leads_somewhere() -> None:
     assert used <= known
 
 
+def schemathesis() -> Any:
+    """Not imported at the top: every process of a run collects this file, one runs it, and it takes half a second."""
+    import schemathesis
+
+    return schemathesis
+
+
+@cache
+def schema() -> Any:
+    return schemathesis().openapi.from_dict(json.loads(openapi_document()))
+
+
 def encoded(body: object) -> bytes | None:
     """Some cases are no JSON at all."""
     if isinstance(body, bytes) or body is None:
         return body
-    return None if isinstance(body, schemathesis.core.NotSet) else json.dumps(body).encode()
+    return None if isinstance(body, schemathesis().core.NotSet) else json.dumps(body).encode()
 
 
 @pytest.mark.parametrize("label", LABELS)
@@ -81,9 +92,9 @@ def test_whatever_is_sent_is_answered_in_the_documents_shape(
 ) -> None:
     """Never a 5xx, never a cut connection: a right answer or an error that names what is wrong."""
     operation = LABELS[label]
-    (found,) = [each.ok() for each in SCHEMA.get_all_operations() if each.ok().label == label]
+    (found,) = [each.ok() for each in schema().get_all_operations() if each.ok().label == label]
 
-    def send(case: schemathesis.Case) -> None:
+    def send(case: Any) -> None:
         connection = HTTPConnection("127.0.0.1", port, timeout=60)
         connection.request(case.method, case.formatted_path, encoded(case.body))
         answer = connection.getresponse()
@@ -97,8 +108,9 @@ def test_whatever_is_sent_is_answered_in_the_documents_shape(
         elif operation.response is not None:
             msgspec.json.decode(data, type=operation.response)
 
-    for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
-        if mode is GenerationMode.POSITIVE or operation.bodies:
+    modes = schemathesis().GenerationMode
+    for mode in (modes.POSITIVE, modes.NEGATIVE):
+        if mode is modes.POSITIVE or operation.bodies:
             run = settings(
                 max_examples=max(5, int(EXAMPLES * scale)), deadline=None, suppress_health_check=list(HealthCheck)
             )

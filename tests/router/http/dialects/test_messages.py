@@ -2,13 +2,12 @@
 
 import json
 from collections.abc import AsyncIterator
+from types import ModuleType
+from typing import TYPE_CHECKING
 
-import anthropic
 import httpx
 import httpx2
 import pytest
-from anthropic import AsyncAnthropic
-from anthropic.types import Message
 
 from homing.kvcache.hashing import token_array
 from homing.router.config import RouterSettings
@@ -20,6 +19,9 @@ from homing.router.text.tokenizer import TextModel
 from ..conftest import ANSWER, Live
 from ..fakes import FakeBackend, reply
 from .blocks import CALL, SETTINGS, events, says
+
+if TYPE_CHECKING:
+    from anthropic import AsyncAnthropic
 
 PATH = "/v1/messages"
 ASKED = {"model": "demo", "max_tokens": 64, "messages": [{"role": "user", "content": "Tell me a story."}]}
@@ -34,19 +36,27 @@ def settings() -> RouterSettings:
 
 
 @pytest.fixture
-async def claude(live: Live) -> AsyncIterator[AsyncAnthropic]:
+def anthropic() -> ModuleType:
+    """Not imported at the top: every process of a run collects this file, one runs it, and it takes a second."""
+    import anthropic
+
+    return anthropic
+
+
+@pytest.fixture
+async def claude(anthropic: ModuleType, live: Live) -> AsyncIterator["AsyncAnthropic"]:
     """Anthropic's own client, without retries."""
     http = httpx2.AsyncClient(verify=False)  # 20 ms less without TLS
     address = f"http://127.0.0.1:{live.port}"
-    async with AsyncAnthropic(base_url=address, api_key="k1", max_retries=0, http_client=http) as client:
+    async with anthropic.AsyncAnthropic(base_url=address, api_key="k1", max_retries=0, http_client=http) as client:
         yield client
 
 
-async def test_a_message_is_anthropics(client: httpx.AsyncClient, backend: FakeBackend):
+async def test_a_message_is_anthropics(anthropic: ModuleType, client: httpx.AsyncClient, backend: FakeBackend):
     """Validated by the client's own types; what came from the cache is not counted among the input."""
     response = await client.post(f"{PATH}?beta=true", json=ASKED, headers={"anthropic-beta": "unknown-2030-01-01"})
 
-    parsed = Message.model_validate_json(response.content)
+    parsed = anthropic.types.Message.model_validate_json(response.content)
     assert [block.text for block in parsed.content] == [ANSWER]
     assert (parsed.stop_reason, parsed.usage.cache_read_input_tokens) == ("end_turn", 3)
     assert parsed.usage.input_tokens + 3 == len(token_array(backend.requests[0].token_ids))
@@ -67,7 +77,7 @@ async def test_a_stream_has_all_events_in_order(client: httpx.AsyncClient):
     assert found[-2]["usage"]["output_tokens"] >= len(deltas)
 
 
-async def test_anthropics_client_streams_reasoning_and_calls(claude: AsyncAnthropic, backend, text_model: TextModel):
+async def test_anthropics_client_streams_reasoning_and_calls(claude: "AsyncAnthropic", backend, text_model: TextModel):
     """Its helper builds the message from the events."""
     says(backend, text_model, CALL)
 
@@ -92,7 +102,7 @@ async def test_a_stop_sequence_is_named(client: httpx.AsyncClient):
     assert message["content"][0]["text"] == ANSWER[: ANSWER.index(" an owl")]
 
 
-async def test_errors_have_anthropics_envelope_and_words(client: httpx.AsyncClient, claude: AsyncAnthropic):
+async def test_errors_have_anthropics_envelope_and_words(anthropic: ModuleType, client: httpx.AsyncClient, claude):
     """Retries and compaction look for them."""
     long = [{"role": "user", "content": "fox " * 400}]
 
@@ -105,7 +115,7 @@ async def test_errors_have_anthropics_envelope_and_words(client: httpx.AsyncClie
     assert "max_tokens" in error["error"]["message"]
 
 
-async def test_a_stream_that_breaks_ends_with_an_error(claude, backend: FakeBackend, answer_ids: list[int]):
+async def test_a_stream_that_breaks_ends_with_an_error(anthropic: ModuleType, claude, backend: FakeBackend, answer_ids):
     """The client raises it."""
     whole = reply(answer_ids)
     backend.script = lambda request: [*list(whole(request))[:3], ReplicaLost("r0 is gone")]
@@ -115,7 +125,7 @@ async def test_a_stream_that_breaks_ends_with_an_error(claude, backend: FakeBack
             await stream.get_final_message()
 
 
-async def test_tokens_are_counted_as_the_request_has_them(claude: AsyncAnthropic, backend: FakeBackend):
+async def test_tokens_are_counted_as_the_request_has_them(claude: "AsyncAnthropic", backend: FakeBackend):
     """Tools and system prompt included."""
     asked = {"model": "demo", "messages": ASKED["messages"], "system": "You help.", "tools": [TOOL]}
     counted = await claude.messages.count_tokens(**asked)
