@@ -9,7 +9,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TextIO
 
@@ -25,13 +25,12 @@ COMPLETION = {"prompt": "Once upon a time", "max_tokens": 64, "temperature": 0}
 
 
 class Console:
-    def __init__(self, out: TextIO, clock: Callable[[], float] = time.monotonic, *, program: str = "homing") -> None:
+    def __init__(self, out: TextIO, *, program: str = "homing") -> None:
         self._out = out
         self._waiting = Waiting(out)
         self._terminal = out.isatty()
         self._program = program
-        self._clock = clock
-        self._began = clock()
+        self._began = time.monotonic()
         self._shown: dict[str, str] = {}
         self.last_notice = 0  #: number of the last notice that was printed
 
@@ -58,7 +57,7 @@ class Console:
         if self._shown.get(part) == state:
             return
         self._shown[part] = state
-        self.line(f"  {self._clock() - self._began:5.1f} s  {part:<8} {state}")
+        self.line(f"  {time.monotonic() - self._began:5.1f} s  {part:<8} {state}")
 
     def opening(self, settings: Settings) -> None:
         """What is about to be started, with warnings about what it exposes."""

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import cycle, islice
 from pathlib import Path
 
@@ -124,30 +124,23 @@ class EngineProcess:
 class EngineServer(RankServer):
     """One engine that is ready to serve. Routers know which requests of theirs are running, and send it no others."""
 
-    def __init__(
-        self,
-        process: EngineProcess,
-        description: ReplicaDescription,
-        settings: Settings,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, process: EngineProcess, description: ReplicaDescription, settings: Settings) -> None:
         self.description: ReplicaDescription = description
         self._process = process
         self._kind = settings.replica.engine
         self._interval_s = settings.cluster.health_interval_s
         self._timeout_s = settings.cluster.health_timeout_s
-        self._clock = clock
         self._stopping = False
 
     def run(self) -> None:
         """Watch it until it ends. Raises EngineLost unless it was stopped."""
-        heard_at = self._clock()
+        heard_at = time.monotonic()
         try:
             while not self._process.ended.wait(self._interval_s):
                 trouble = self._trouble()
                 if not trouble:
-                    heard_at = self._clock()
-                elif self._clock() - heard_at > self._timeout_s:
+                    heard_at = time.monotonic()
+                elif time.monotonic() - heard_at > self._timeout_s:
                     raise EngineLost(f"{self._kind} has been unhealthy for {self._timeout_s:g} s: {trouble}")
         finally:
             self._process.end(ask=False)

@@ -61,13 +61,9 @@ class TextModel:
         parts: TokenizerParts,
         *,
         cache_bytes: int,
-        model_type: str = "",
         choose: Callable[[str, TokenizerLayout, Any], tuple[Encoder, str]] = choose_encoder,
     ) -> None:
-        """`cache_bytes`: memory for the ids of chat segments; 0 caches none. `model_type`: of the configuration.
-
-        Blocks for a tenth of a second.
-        """
+        """`cache_bytes`: memory for the ids of chat segments; 0 caches none. Blocks for a tenth of a second."""
         # Not at the top: the package must stay light.
         from tokenizers import Tokenizer
 
@@ -75,7 +71,7 @@ class TextModel:
         self._backend.no_truncation()
         self._backend.no_padding()
         self._template = ChatTemplate(parts.chat_template, parts.special_tokens)
-        self.model_type = model_type
+        self.model_type = ""  #: of the configuration
         self.sampling_defaults = SamplingDefaults()
         #: How `tokenizer_config.json` names special tokens and the chat template.
         self.info: dict[str, Any] = {

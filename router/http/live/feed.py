@@ -35,13 +35,11 @@ class LiveFeed:
         items: Callable[[], Items],
         *,
         wall: Callable[[], float] = time.time,
-        cpu: Callable[[], float] = time.thread_time,
         pause: Callable[[float], float] = pause_s,
     ) -> None:
         """`items` computes the documents as they are now."""
         self._items = items
         self._wall = wall
-        self._cpu = cpu
         self._pause = pause
         self._viewers: set[Exchange] = set()
         self._shown: Items = {}  #: what every viewer has
@@ -88,7 +86,7 @@ class LiveFeed:
             self._shown = {}
 
     def _tick(self) -> None:
-        began = self._cpu()
+        began = time.thread_time()
         try:
             shown = self._items()
             sent = frame(self._shown, shown, self._wall())
@@ -98,5 +96,5 @@ class LiveFeed:
         except Exception:  # a fault here must not end the page of everybody
             log.exception("live_view_failed viewers=%d", len(self._viewers))
         if self._viewers:
-            later = self._pause(self._cpu() - began)
+            later = self._pause(time.thread_time() - began)
             self._timer = asyncio.get_running_loop().call_later(later, self._tick)
