@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 SERVER_ERRORS = 500
 #: For one batch of spans, with retries; the router waits for the last one when it stops.
 EXPORT_S = 2.0
-_NS = 1_000_000_000
 
 
 class RequestSpans:

@@ -19,8 +19,10 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
+from heapq import merge
 from itertools import islice, product
-from math import exp, log, sqrt
+from math import exp, log, pi, sin, sqrt
+from operator import attrgetter
 from pathlib import Path
 from random import Random
 from statistics import fmean, median, stdev
@@ -33,6 +35,7 @@ from homing.cluster.lab.recorded_trace import read_trace
 from homing.cluster.lab.simulate.replica import ReplicaLimits
 from homing.cluster.lab.simulate.runs import ORACLE, Setup, capacity_per_s, run
 from homing.cluster.lab.simulate.workload import (
+    ROUND,
     Agents,
     Arrival,
     Chats,
@@ -44,12 +47,30 @@ from homing.cluster.lab.simulate.workload import (
     conversations,
     facts,
     from_trace,
-    in_waves,
     questions,
     searches,
     siblings,
-    together,
 )
+
+
+def together(*parts: Iterator[Arrival]) -> Iterator[Arrival]:
+    """Several kinds of traffic at once, in order of time. Each has blocks and sessions of its own."""
+
+    def apart(number: int, part: Iterator[Arrival]) -> Iterator[Arrival]:
+        for each in part:
+            session = None if each.session is None else f"{number} {each.session}"
+            blocks = tuple([number * ROUND + block for block in each.blocks])
+            yield replace(each, blocks=blocks, text=None, session=session)
+
+    return merge(*(apart(number, part) for number, part in enumerate(parts)), key=attrgetter("at_s"))
+
+
+def in_waves(arrivals: Iterable[Arrival], period_s: float, depth: float) -> Iterator[Arrival]:
+    """The same requests at a rate that swings about its mean by the share `depth`, below 1."""
+    pace = 2 * pi / period_s
+    for each in arrivals:
+        yield replace(each, at_s=each.at_s + depth / pace * sin(pace * each.at_s))
+
 
 OURS, BLIND = "expected-ttft", "least-loaded"
 PEERS = (

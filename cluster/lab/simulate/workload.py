@@ -5,16 +5,15 @@ A block is named by an int that stands for its whole prefix, as the wire hash do
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from heapq import heappop, heappush, merge
+from heapq import heappop, heappush
 from itertools import count
-from math import exp, log, pi, sin
-from operator import attrgetter
+from math import exp, log
 from random import Random
 
 from ..recorded_trace import MOONCAKE_BLOCK_TOKENS, TraceRequest
 
 #: Ids of recorded traces lie below this, so that the number of the round above them makes unique names.
-_ROUND = 1 << 40
+ROUND = 1 << 40
 
 
 @dataclass(slots=True, frozen=True)
@@ -74,7 +73,7 @@ def repeated(one_round: Callable[[], Iterator[Arrival]], count: int) -> Iterator
         for arrival in one_round():
             gap_s, last_s = max(gap_s, arrival.at_s - last_s), arrival.at_s
             if number:
-                blocks = tuple([number * _ROUND + block for block in arrival.blocks])
+                blocks = tuple([number * ROUND + block for block in arrival.blocks])
                 arrival = replace(arrival, at_s=start_s + arrival.at_s, blocks=blocks, text=None)
             yield arrival
         start_s += last_s + gap_s
@@ -343,22 +342,3 @@ def searches(drawn: Trees) -> Iterator[Arrival]:
             if level < drawn.depth:
                 later_s = at_s + rng.expovariate(1 / drawn.level_s)
                 heappush(due, (later_s, next(order), level + 1, tokens + drawn.step_tokens, blocks))
-
-
-def together(*parts: Iterator[Arrival]) -> Iterator[Arrival]:
-    """Several kinds of traffic at once, in order of time. Each has blocks and sessions of its own."""
-
-    def apart(number: int, part: Iterator[Arrival]) -> Iterator[Arrival]:
-        for each in part:
-            session = None if each.session is None else f"{number} {each.session}"
-            blocks = tuple([number * _ROUND + block for block in each.blocks])
-            yield replace(each, blocks=blocks, text=None, session=session)
-
-    return merge(*(apart(number, part) for number, part in enumerate(parts)), key=attrgetter("at_s"))
-
-
-def in_waves(arrivals: Iterable[Arrival], period_s: float, depth: float) -> Iterator[Arrival]:
-    """The same requests at a rate that swings about its mean by the share `depth`, below 1."""
-    pace = 2 * pi / period_s
-    for each in arrivals:
-        yield replace(each, at_s=each.at_s + depth / pace * sin(pace * each.at_s))
