@@ -7,7 +7,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jsonschema
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -152,6 +151,8 @@ def calls_in(
 
 
 def check(calls: Sequence[tuple[str, Any]], functions: Sequence[Mapping[str, Any]]) -> None:
+    import jsonschema  # not at the top: every process of a run collects this file, and one runs it
+
     schemas = {each["name"]: each.get("parameters", {"type": "object"}) for each in functions}
     for name, arguments in calls:
         jsonschema.validate(arguments, schemas[name])
