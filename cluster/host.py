@@ -110,8 +110,5 @@ def _free_bytes(folder: Path) -> int:
 
 
 def _clock_synchronized() -> bool | None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if not hasattr(libc, "adjtimex"):
-        return None
-    state: int = libc.adjtimex(ctypes.create_string_buffer(TIMEX_BYTES))  # all zero: change nothing
+    state: int = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(TIMEX_BYTES))  # all zero: change nothing
     return None if state < 0 else state != CLOCK_UNSYNCHRONIZED

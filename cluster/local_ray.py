@@ -366,7 +366,5 @@ def _survive_raylet_exit() -> None:
 
 
 def _adopt_orphans() -> None:
-    """Become the parent of Ray's workers when their raylet dies, so that they can be waited for (Linux only)."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if hasattr(libc, "prctl"):
-        libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    """Become the parent of Ray's workers when their raylet dies, so that they can be waited for."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

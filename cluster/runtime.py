@@ -15,11 +15,9 @@ FEW_OPEN_FILES = 4096
 
 
 def fast_loop() -> asyncio.AbstractEventLoop:
-    """A new uvloop event loop; asyncio's own where uvloop is not installed."""
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.new_event_loop()
+    """A new uvloop event loop."""
+    import uvloop
+
     loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
     return loop
 

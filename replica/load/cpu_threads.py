@@ -71,7 +71,7 @@ def thread_choice(settings: ReplicaSettings, cores: int | None = None) -> Thread
 
 def usable_cores() -> int:
     """Cores that this process may use: its affinity and, in a container, its quota."""
-    cores = len(_affinity())
+    cores = len(os.sched_getaffinity(0))
     try:
         quota, period = _QUOTA.read_text(encoding="utf-8").split()
     except (OSError, ValueError):
@@ -85,16 +85,10 @@ def read_cpu_times() -> CpuTimes | None:
         lines = _STAT.read_text(encoding="utf-8").splitlines()
     except OSError:
         return None
-    names = {f"cpu{core}" for core in _affinity()}
+    names = {f"cpu{core}" for core in os.sched_getaffinity(0)}
     columns = [line.split() for line in lines]
     ticks = sum(int(line[1 + column]) for line in columns if line[0] in names for column in _BUSY_COLUMNS)
     return CpuTimes(time.monotonic(), ticks / os.sysconf("SC_CLK_TCK"), time.process_time())
-
-
-def _affinity() -> set[int]:
-    if hasattr(os, "sched_getaffinity"):
-        return os.sched_getaffinity(0)
-    return set(range(os.cpu_count() or 1))
 
 
 class ThreadTuner:
