@@ -63,14 +63,13 @@ class EvictionOrder:
         self._coming.pop(request_id, None)
         if (sent := self._sent.pop(request_id, None)) is None:
             return
+        in_use, blocks = self._in_use, self._blocks
         for block in sent.chain[: sent.has]:
-            if self._in_use[block] > 1:
-                self._in_use[block] -= 1
-            else:
-                del self._in_use[block]
+            if (users := in_use.pop(block)) > 1:
+                in_use[block] = users - 1
         for block in reversed(sent.chain):
-            if block in self._blocks:
-                self._blocks.move_to_end(block)
+            if block in blocks:
+                blocks.move_to_end(block)
 
     def kept(self, chain: Sequence[int], held: int) -> int:
         """How many of a prompt's first `held` blocks are left when all requests that were sent have started."""

@@ -15,7 +15,7 @@ of which only that is known: one rank, one group of full attention, no other med
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
 from typing import NamedTuple
 
@@ -57,20 +57,20 @@ class ExternalBlocks:
         #: by place: handle -> copies, no zeros
         self._copies: dict[Place, dict[int, int]] = {}
         #: by place: key -> handles that lead to it, no zeros
-        self._held: dict[Place, Counter[int]] = {}
+        self._held: dict[Place, dict[int, int]] = {}
         #: of handles with a copy and a known content; whole hashes, as later blocks are hashed from them
         self._hashes: dict[int, BlockHash] = {}
         self._rules: dict[int, GroupRule] = {}
         self._sizes: dict[tuple[int, str], int] = {}  #: by group and medium: of blocks that are not as long as ours
         self._ranks: set[int] = set()  #: that have announced anything
-        self._on_gpu = 0
+        self._on_gpu: dict[int, int] = {}  #: key -> ranks and groups that hold it in GPU memory, no zeros
         self.unplaced: Counter[str] = Counter()  #: blocks that were announced and could not be hashed, by reason
         self.unknown_removals = 0
         self.other_ranks = 0  #: blocks that other ranks than `rank` announced
 
     def __len__(self) -> int:
         """Blocks in the index."""
-        return self._on_gpu
+        return len(self._on_gpu)
 
     def stored(self, event: Stored, rank: int | None = None) -> list[int]:
         """Add a copy of each block; returns the keys that are new in the index.
@@ -86,12 +86,14 @@ class ExternalBlocks:
         self._learn(event, place)
         self._ranks.add(place.rank)
         fresh = self._identify(event)
-        copies = self._copies.setdefault(place, {})
+        copies, hashes = self._copies.setdefault(place, {}), self._hashes
+        new = []
         for handle in event.hashes:
-            copies[handle] = copies.get(handle, 0) + 1
-            if copies[handle] == 1 and (block := self._hashes.get(handle)) is not None:
-                fresh += self._hold(place, wire_hash(block))
-        return fresh
+            before = copies.get(handle, 0)
+            copies[handle] = before + 1
+            if not before and (block := hashes.get(handle)) is not None:
+                new.append(wire_hash(block))
+        return fresh + self._hold(place, new)
 
     def removed(
         self, handles: Sequence[int], medium: str | None = None, group: int | None = None, rank: int | None = None
@@ -110,8 +112,8 @@ class ExternalBlocks:
                 copies[handle] = left
             else:
                 del copies[handle]
-                gone += self._drop(place, handle)
-        return gone
+                gone.append(handle)
+        return self._drop(place, gone)
 
     def cleared(self, rank: int | None = None) -> list[int]:
         """A rank holds nothing any more, in any medium; returns the keys that leave the index."""
@@ -119,10 +121,7 @@ class ExternalBlocks:
             return []
         gone: list[int] = []
         for place in [each for each in self._copies if each.rank == (rank or 0)]:
-            for handle in list(copies := self._copies[place]):
-                del copies[handle]
-                gone += self._drop(place, handle)
-            del self._copies[place]
+            gone += self._drop(place, self._copies.pop(place))
         return gone
 
     def forget(self) -> None:
@@ -133,7 +132,7 @@ class ExternalBlocks:
         self._rules.clear()
         self._sizes.clear()
         self._ranks.clear()
-        self._on_gpu = 0
+        self._on_gpu.clear()
 
     def hit(self, keys: Sequence[int]) -> Hit | None:
         """The prefix that the engine would find by its own rules; None: the index knows it as well.
@@ -147,7 +146,7 @@ class ExternalBlocks:
         return min(found, key=lambda hit: hit.blocks, default=Hit(0))
 
     def _groups(self, rank: int) -> list[HeldBlocks]:
-        by_group: dict[int, dict[str, Counter[int]]] = {group: {} for group in self._rules}
+        by_group: dict[int, dict[str, dict[int, int]]] = {group: {} for group in self._rules}
         for place, held in self._held.items():
             if place.rank == rank:
                 by_group.setdefault(place.group, {})[place.medium] = held
@@ -183,38 +182,38 @@ class ExternalBlocks:
                 self._hashes[handle] = block
                 for place, copies in self._copies.items():
                     if handle in copies:
-                        fresh += self._hold(place, wire_hash(block))
+                        fresh += self._hold(place, [wire_hash(block)])
         return fresh
 
-    def _hold(self, place: Place, key: int) -> list[int]:
-        """Returns the key if the index has to hold it now."""
-        known = place.medium != GPU or self._is_on_gpu(key)
-        held = self._held.setdefault(place, Counter())
-        held[key] += 1
-        self._on_gpu += not known
-        return [] if known else [key]
+    def _hold(self, place: Place, keys: Sequence[int]) -> list[int]:
+        """The place has one more handle for each key; returns the keys that the index has to hold now."""
+        if not keys:
+            return []
+        held, fresh = self._held.setdefault(place, {}), []
+        for key in keys:
+            before = held.get(key, 0)
+            held[key] = before + 1
+            if not before and place.medium == GPU:
+                holders = self._on_gpu[key] = self._on_gpu.get(key, 0) + 1
+                if holders == 1:
+                    fresh.append(key)
+        return fresh
 
-    def _drop(self, place: Place, handle: int) -> list[int]:
-        """The place has no copy of the handle any more; returns its key if the index has to drop it."""
-        block = self._hashes.get(handle)
-        if block is None:
-            return []
-        if not any(handle in copies for copies in self._copies.values()):
-            del self._hashes[handle]
-        key, held = wire_hash(block), self._held[place]
-        held[key] -= 1
-        if held[key]:
-            return []
-        del held[key]
+    def _drop(self, place: Place, handles: Iterable[int]) -> list[int]:
+        """The place has no copy of these handles any more; returns the keys that the index has to drop."""
+        held, others = self._held.get(place, {}), [each for at, each in self._copies.items() if at != place]
+        gone: list[int] = []
+        for handle in handles:
+            if (block := self._hashes.get(handle)) is None:
+                continue
+            if not any(handle in copies for copies in others):
+                del self._hashes[handle]
+            key = wire_hash(block)
+            if _take(held, key) and place.medium == GPU and _take(self._on_gpu, key):
+                gone.append(key)
         if not held:
-            del self._held[place]
-        if place.medium != GPU or self._is_on_gpu(key):
-            return []
-        self._on_gpu -= 1
-        return [key]
-
-    def _is_on_gpu(self, key: int) -> bool:
-        return any(place.medium == GPU and key in held for place, held in self._held.items())
+            self._held.pop(place, None)
+        return gone
 
     def _contents(self, event: Stored) -> list[BlockHash]:
         """Our hashes of the event's blocks, each at its end; empty when they cannot be computed."""
@@ -245,11 +244,21 @@ class ExternalBlocks:
         for place, copies in self._copies.items():
             assert all(count > 0 for count in copies.values()), f"{place}: a count of zero was kept"
             counts = Counter(wire_hash(self._hashes[handle]) for handle in copies if handle in self._hashes)
-            assert counts == self._held.get(place, Counter()), f"{place}: held blocks differ from the copies"
+            assert counts == self._held.get(place, {}), f"{place}: held blocks differ from the copies"
         copied = {handle for copies in self._copies.values() for handle in copies}
         assert self._hashes.keys() <= copied, "a handle without a copy was kept"
-        on_gpu = {key for place, held in self._held.items() if place.medium == GPU for key in held}
-        assert len(on_gpu) == self._on_gpu, f"{self._on_gpu} blocks counted on the GPU, {len(on_gpu)} are"
+        on_gpu = Counter(key for place, held in self._held.items() if place.medium == GPU for key in held)
+        assert on_gpu == self._on_gpu, f"{len(self._on_gpu)} blocks counted on the GPU, {len(on_gpu)} are"
+
+
+def _take(counts: dict[int, int], key: int) -> bool:
+    """Count one less; whether it was the last."""
+    left = counts[key] - 1
+    if left:
+        counts[key] = left
+    else:
+        del counts[key]
+    return not left
 
 
 def _medium(name: str | None) -> str:

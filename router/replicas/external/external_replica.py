@@ -7,13 +7,14 @@ its event stream is followed anew.
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import assert_never
 
 from ....events.follow.feed import EventFeed
 from ....events.follow.residency import UncountedResidency
 from ....events.follow.subscription import Apply, FeedStatus, Reset
-from ....events.wire.cache_events import Cleared, Removed, Stored
+from ....events.wire.cache_events import CacheEvent, Cleared, Removed, Stored
 from ....kvcache.hashing import tenant_root, wire_hashes
 from ....replica.messages import (
     Abort,
@@ -311,7 +312,7 @@ class ExternalReplica(ReplicaHandle):
             self._forget_blocks()
             return
         try:
-            for event in instruction.events:
+            for event in _joined(instruction.events):
                 match event:
                     case Stored():
                         self._placement.stored(self.replica_id, self._blocks.stored(event, instruction.rank))
@@ -333,6 +334,23 @@ class ExternalReplica(ReplicaHandle):
     def _forget_blocks(self) -> None:
         self._blocks.forget()
         self._placement.reset(self.replica_id, ())
+
+
+def _joined(events: Sequence[CacheEvent]) -> list[CacheEvent]:
+    """vLLM announces each removal on its own: here, those of one place that follow each other are one event."""
+    joined: list[CacheEvent] = []
+    place: tuple[str | None, int | None] | None = None
+    run: list[int] = []
+    for event in events:
+        if not isinstance(event, Removed):
+            joined.append(event)
+            place = None
+        elif place == (event.medium, event.group):
+            run += event.hashes
+        else:
+            place, run = (event.medium, event.group), [*event.hashes]
+            joined.append(Removed(run, event.medium, event.group))
+    return joined
 
 
 def _objection(generate: Generate) -> tuple[str, bool] | None:

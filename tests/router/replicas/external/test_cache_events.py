@@ -65,6 +65,9 @@ def stored(*hashes: int) -> Stored:
     [
         ([stored(1, 2)], 2),
         ([stored(1, 2), Removed([2])], 1),
+        ([stored(1, 2, 3), Removed([3]), Removed([2])], 1),
+        ([stored(1, 2, 3), Removed([3]), Removed([2], "CPU"), Removed([1], "CPU")], 2),
+        ([stored(1, 2), Removed([2]), stored(1, 2), Removed([2]), Removed([1])], 1),
         ([stored(1, 2), Cleared()], 0),
     ],
 )
