@@ -19,7 +19,7 @@ import msgspec
 
 from ...kvcache.config import KvCacheSettings
 from ...kvcache.hashing import BlockHash
-from ...replica.messages import ModelLimits
+from ...replica.messages import ModelLimits, Parity
 from ...router.backend import EngineView, ReplicaView
 from ...router.errors import BackendsInvalid, RouterError, TemplateRefusal
 from ...router.http.front import TextModels
@@ -170,6 +170,7 @@ class FleetRouter:
     _service: RouterService | None = None
     _model_dir: Path = Path()
     _limits: ModelLimits | None = None
+    _parity: Parity | None = None  #: of all engines
 
     async def run(self, *, detached: bool) -> int:
         """Route until a signal; the second signal ends the process at once."""
@@ -267,11 +268,14 @@ class FleetRouter:
 
     def _apply(self) -> None:
         """Have the router use the engines that have answered."""
-        service, limits, cache = self._service, self._limits, self.settings.kvcache
+        service, limits = self._service, self._limits
         if service is None or limits is None:
             return
-        root = BlockHash(foreign_root(limits.name))
-        parity = own_parity(text_digests(text_folder(self.settings.replica, self._model_dir)), cache, self._seed, root)
+        if self._parity is None:
+            root = BlockHash(foreign_root(limits.name))
+            digests = text_digests(text_folder(self.settings.replica, self._model_dir))
+            self._parity = own_parity(digests, self.settings.kvcache, self._seed, root)
+        parity = self._parity
         most = self.settings.router.backend_max_requests
         members = [describe(each, parity, limits, max_running_requests=most) for each in self.fleet.backends()]
         service.apply_membership(members, self._seed)
