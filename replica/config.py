@@ -47,6 +47,13 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             "processor multiplies it (`avx512_bf16`, AMX), which is two to three times as fast as float32; else float32"
         ),
     ] = "auto"
+    kv_cache_dtype: Annotated[
+        Literal["auto", "fp8"],
+        Meta(
+            description="type of KV; auto: `dtype`; fp8: 8 bits (E4M3, no scales): twice as many tokens fit as in "
+            "bfloat16, less exactly; on CUDA from compute capability 8.9 on, on CPU slower"
+        ),
+    ] = "auto"
     quantization: Annotated[
         Literal["none", "int8"],
         Meta(

@@ -147,8 +147,9 @@ def start_replica(
         )
         requests = RequestSocket(host, ipc_dir, epoch, keys)
         stack.callback(requests.close)
-        # KV computed with 8-bit weights differs from KV of the same dtype.
-        kv_dtype = spec.dtype if settings.quantization == "none" else f"{spec.dtype} {settings.quantization}"
+        # KV that is computed or kept in 8 bits differs from other KV of the same dtype.
+        kinds = (spec.dtype, settings.quantization.replace("none", ""), spec.products, spec.kv_dtype)
+        kv_dtype = " ".join(filter(None, kinds))
         description = ReplicaDescription(
             replica_id=replica_id,
             epoch=epoch,

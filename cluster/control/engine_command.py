@@ -166,7 +166,15 @@ def extra_arguments(engine_args: str) -> list[str]:
 
 
 #: Settings that only our own engine has.
-_OWN = ("quantization", "model_provider", "attention_backend", "overlap_steps", "eviction", "hash_only")
+_OWN = (
+    "kv_cache_dtype",
+    "quantization",
+    "model_provider",
+    "attention_backend",
+    "overlap_steps",
+    "eviction",
+    "hash_only",
+)
 
 
 def for_engine(settings: Settings) -> Settings:

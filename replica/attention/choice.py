@@ -68,6 +68,15 @@ def problems(name: Name, facts: Facts) -> list[str]:
     return found
 
 
+def fp8_kv_problem(capability: tuple[int, int] | None, dtype: str) -> str | None:
+    """Why kernels for weights of `dtype` cannot read KV in 8 bits, or None; `capability`: of a CUDA device."""
+    if capability is None:
+        return None
+    if capability < (8, 9):
+        return "it needs compute capability 8.9, this device has {}.{}".format(*capability)
+    return None if dtype in FLASH_DTYPES else f"on CUDA dtype {dtype} is not one of {', '.join(FLASH_DTYPES)}"
+
+
 def choose(facts: Facts) -> tuple[Name, dict[Name, list[str]]]:
     """The first backend without problems, and the problems of each better one."""
     refused: dict[Name, list[str]] = {}

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from ..engine.step_plan import RaggedBatch
-from ..kernels.base import PagedRows, TorchKernels
+from ..kernels.base import PagedRows, TorchKernels, as_moved, as_stored
 from ..models.base import AttentionRule, Rotary
 from ..models.spec import ModelSpec
 
@@ -102,14 +102,17 @@ class KvPool:
         self.keys = [next(parts[shape]) for shape in keys]
         self.values = [next(parts[shape]) for shape in values]
         #: [tensors, slots, heads * dim]
-        self._stacks = [stack.flatten(1, 2).flatten(2) for stack in stacks.values()]
-        self._flat_keys = [tensor.flatten(0, 1) for tensor in self.keys]
-        self._flat_values = [tensor.flatten(0, 1) for tensor in self.values]
+        self._stacks = [as_moved(stack).flatten(1, 2).flatten(2) for stack in stacks.values()]
+        self._flat_keys = [as_moved(tensor).flatten(0, 1) for tensor in self.keys]
+        self._flat_values = [as_moved(tensor).flatten(0, 1) for tensor in self.values]
 
     def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store this step's keys and values [T, kv_heads, dim] in their slots."""
-        self._flat_keys[layer].index_copy_(0, slots, k)
-        self._flat_values[layer].index_copy_(0, slots, v)
+        for flat, pages, new in (
+            (self._flat_keys, self.keys[layer], k),
+            (self._flat_values, self.values[layer], v),
+        ):
+            flat[layer].index_copy_(0, slots, as_moved(as_stored(new, pages.dtype)))
 
     def copy(self, slots: torch.Tensor, kernels: TorchKernels) -> None:
         """Copy the KV of slots [2, C], sources and targets, in all layers; reads all before it writes any."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...kvcache.sizing import MemoryReading
-from ..attention.choice import choose_attention
+from ..attention.choice import choose_attention, fp8_kv_problem
 from ..attention.paged import Batch, KvPool, PagedAttention
 from ..config import ReplicaSettings
 from ..engine.step_plan import PlanRow, RaggedBatch, StepPlan, lay_out, plan_of_rows
@@ -18,6 +18,7 @@ from ..errors import StartupError
 from ..kernels.choice import choose_kernels, compiled_problem
 from ..models.base import Model
 from ..models.loading import DTYPES, load_model
+from ..models.spec import ModelSpec
 from ..parallel.rank_group import RankGroup
 from ..progress import report
 
@@ -87,6 +88,15 @@ def captured_steps_for(device: torch.device, group: RankGroup | None, forward: "
     return CapturedSteps(forward)
 
 
+def _with_kv(spec: ModelSpec, kind: str, device: torch.device) -> ModelSpec:
+    """The model with KV as the setting `kv_cache_dtype` says. Raises StartupError where it cannot be."""
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    problem = fp8_kv_problem(capability, spec.dtype) if kind == "fp8" else None
+    if problem is not None:
+        raise StartupError(f"kv_cache_dtype: fp8 cannot be used: {problem}; use auto")
+    return spec.with_kv(kind)
+
+
 class ModelRunner:
     """Weights and KV tensors of one rank. Not thread-safe: one engine thread calls it."""
 
@@ -111,7 +121,7 @@ class ModelRunner:
         self._group = group if group is not None and group.size > 1 else None
         self._memory = memory or (CudaMemory(self.device) if self.device.type == "cuda" else None)
         self._model: Model = model or load_model(settings, model_dir, self._group, device=self.device)
-        self.spec = self._model.spec
+        self.spec = _with_kv(self._model.spec, settings.kv_cache_dtype, self.device)
         self._kernels = choose_kernels(self.device, DTYPES[self.spec.dtype])
         self._kernels.warm_up(self.spec, block_size, self.device)
 
@@ -181,7 +191,8 @@ class ModelRunner:
         return self._model.forward(batch.token_ids, batch.positions, self._attention, batch.logits_at)
 
     def _allocate(self, num_blocks: int) -> None:
-        self.pool = KvPool(self.spec, num_blocks, self.block_size, DTYPES[self.spec.dtype], self.device)
+        dtype = getattr(torch, self.spec.kv_dtype or self.spec.dtype)
+        self.pool = KvPool(self.spec, num_blocks, self.block_size, dtype, self.device)
         self._attention = choose_attention(self.pool, self.device, self._attention_backend)
         self._compile(self._attention.kernel_lengths)
         self.captured_steps = captured_steps_for(self.device, self._group, self.batch_logits)

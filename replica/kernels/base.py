@@ -21,13 +21,19 @@ from ..models.spec import ModelSpec
 
 #: Queries of a prefill in one product: 64 and 128 were equally fast on an AMD EPYC, 256 a tenth slower.
 TILE = 128
+#: The greatest number in 8 bits (E4M3).
+FP8_MOST = 448.0
+#: The least scale of numbers in 8 bits, also for zeros.
+LEAST_SCALE = 1e-12
+#: Scales of that many rows start at 16 bytes, as cuBLAS needs them.
+ROUNDED_ROWS = 4
 #: In place of a token id, in tensors.
 NO_TOKEN = -1
 
 
 @dataclass(slots=True, frozen=True)
 class PagedRows:
-    """The KV of one layer, and the part of it that each row of a step sees."""
+    """The KV of one layer, and the part of it that each row of a step sees. Of the queries' dtype, or 8 bits."""
 
     keys: torch.Tensor  #: [pages, page, kv_heads, Dk]
     values: torch.Tensor  #: [pages, page, kv_heads, Dv]
@@ -122,7 +128,7 @@ class TorchKernels:
         heads = q.shape[1]
         # [rows, heads, tokens, D]; what is not seen may be NaN.
         keys, values = (
-            pages[tables].flatten(1, 2).where(seen[:, :, None, None], 0).transpose(1, 2).float()
+            pages[tables].flatten(1, 2).to(q.dtype).where(seen[:, :, None, None], 0).transpose(1, 2).float()
             for pages in (rows.keys, rows.values)
         )
         keys, values = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (keys, values))
@@ -144,7 +150,9 @@ class TorchKernels:
                 out[first:stop] = 0
                 continue
             pages = rows.tables[row, : -(-length // rows.keys.shape[1])]
-            keys, values = (each.index_select(0, pages).flatten(0, 1)[:length] for each in (rows.keys, rows.values))
+            keys, values = (
+                each.index_select(0, pages).flatten(0, 1)[:length].to(q.dtype) for each in (rows.keys, rows.values)
+            )
             for start in range(first, stop, TILE):
                 end = min(start + TILE, stop)
                 _attend_tile(q[start:end], keys[: length - stop + end], values, rule, out[start:end])
@@ -175,8 +183,8 @@ class TorchKernels:
         kept = (slots >= 0)[:, None, None]
         targets = slots.clamp(min=0)
         for pages, new in ((keys, _rotate(k, cos, sin)), (values, v)):
-            flat = pages.flatten(0, 1)
-            flat.index_copy_(0, targets, torch.where(kept, new, flat[targets]))
+            flat = as_moved(pages).flatten(0, 1)
+            flat.index_copy_(0, targets, torch.where(kept, as_moved(as_stored(new, pages.dtype)), flat[targets]))
         return _rotate(q, cos, sin)
 
     def write_slots(self, stack: torch.Tensor, slots: torch.Tensor, values: torch.Tensor) -> None:
@@ -187,6 +195,16 @@ class TorchKernels:
         """silu(gate) * up of [T, 2 * F]."""
         gate, up = gate_up.chunk(2, -1)
         return F.silu(gate) * up
+
+    def round_rows(self, x: torch.Tensor, features: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [T, F] in 8 bits, of a multiple of `ROUNDED_ROWS` rows, and the scales [rows, ceil(F / features)] float32.
+
+        Each scale, of so many features of a row, makes the greatest of them `FP8_MOST`. Scales lie column by column.
+        """
+        padded = F.pad(x.float(), (0, -x.shape[1] % features, 0, -len(x) % ROUNDED_ROWS)).unflatten(1, (-1, features))
+        scales = padded.abs().amax(2).clamp(min=LEAST_SCALE * FP8_MOST) / FP8_MOST
+        rounded = as_stored(padded / scales[:, :, None], torch.float8_e4m3fn).flatten(1)[:, : x.shape[1]]
+        return rounded.contiguous(), scales.t().contiguous().t()
 
     def expert_products(
         self, x: torch.Tensor, weights: torch.Tensor, firsts: torch.Tensor, rows: torch.Tensor | None = None
@@ -228,6 +246,18 @@ class TorchCpuKernels(TorchKernels):
 
     def decode(self, q: torch.Tensor, rows: PagedRows, plan: Any, rule: AttentionRule, out: torch.Tensor) -> None:  # noqa: ARG002
         self.prefill(q, rows, torch.arange(len(q) + 1), rule, out)
+
+
+def as_stored(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Keys or values in the dtype of KV. In 8 bits all beyond the greatest number become it, but infinities NaN."""
+    if dtype != torch.float8_e4m3fn:
+        return x
+    return torch.where(x.isfinite(), x.clamp(-FP8_MOST, FP8_MOST), nan).to(dtype)
+
+
+def as_moved(pages: torch.Tensor) -> torch.Tensor:
+    """The same memory, as numbers that torch can copy by an index: it cannot for some of 8 bits."""
+    return pages.view(torch.uint8) if pages.dtype.itemsize == 1 else pages
 
 
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:

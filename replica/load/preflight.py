@@ -224,7 +224,7 @@ def _least_block_bytes(config: ModelConfig, settings: ReplicaSettings, cache: Kv
         block_size=cache.block_size,
         kv_heads=config.num_key_value_heads or heads,
         head_dim=width,
-        dtype_bytes=_LEAST_DTYPE_BYTES,
+        dtype_bytes=1 if settings.kv_cache_dtype == "fp8" else _LEAST_DTYPE_BYTES,
         layers=layers,
         tensor_parallel_size=settings.tensor_parallel_size,
     )

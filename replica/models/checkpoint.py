@@ -14,6 +14,7 @@ from ..load.preflight import check_quantization
 from ..load.quantized import Scaling
 from ..load.weight_files import tensors_in, weight_files
 from ..progress import report
+from .fp8 import BLOCK, DTYPE, ScaledWeight
 
 #: Rows (outputs) or columns (inputs) of a linear layer's weight.
 ROWS, COLUMNS = 0, 1
@@ -56,6 +57,28 @@ class Checkpoint:
         assert size % parts == 0, f"{name}: {size} along {dim} does not divide into {parts} parts"
         width = size // parts
         return self.span(name, dim, index * width, (index + 1) * width)
+
+    def scaled(self, name: str, dim: int, index: int, parts: int) -> ScaledWeight | str | None:
+        """As `share`, in 8 bits; or why it must be dequantized; None: the checkpoint has it in another type."""
+        scaling, shape = self._scalings.get(name), self._slice(name).get_shape()
+        if scaling is None:
+            return None
+        at = [slice(0, size) for size in shape]
+        width = shape[dim] // parts
+        at[dim] = slice(index * width, (index + 1) * width)
+        numbers: torch.Tensor = self._slice(name)[tuple(at)]
+        if numbers.dtype != DTYPE:
+            return f"weights of {numbers.dtype}"
+        scales = self._slice(scaling.scales)[...].float()
+        if scaling.block[1] == shape[1] and scaling.block[0] in (1, shape[0]):  # of a row, or of the whole matrix
+            scales = scales.reshape(-1, 1).expand(shape[0], 1)[at[0]]
+        elif scaling.block != (BLOCK, BLOCK):
+            return "blocks of {} by {}".format(*scaling.block)
+        elif any(part.start % BLOCK for part in at):
+            return f"ranks cut blocks of {BLOCK} by {BLOCK}"
+        else:
+            scales = scales[tuple(slice(part.start // BLOCK, -(-part.stop // BLOCK)) for part in at)]
+        return ScaledWeight(numbers.to(self._device), scales.contiguous().to(self._device))
 
     def span(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
         """Elements `start` to `stop` along `dim` (0 or 1), clipped to the tensor."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import torch
+from torch.nn.functional import scaled_mm
 
 from ..config import ReplicaSettings
 from ..errors import TensorParallelUnsupported, UnsupportedModel, WeightsUnlike
@@ -41,7 +42,8 @@ def load_model(settings: ReplicaSettings, model_dir: Path, group: RankGroup | No
         unlike = names_problem(config, weights.names)
         if unlike is not None:
             raise WeightsUnlike(f"{model_dir}: {unlike}")
-        return NativeModel(config, weights, eos, dtype, device, group, _linear(settings, device))
+        product = scaled_mm if device.type == "cuda" and weights.quantized else None
+        return NativeModel(config, weights, eos, dtype, device, group, _linear(settings, device), product)
     if settings.model_provider == "native":
         raise UnsupportedModel(f"the native decoder cannot run {model_dir.name}: {problem}; use model_provider: auto")
     if settings.quantization != "none":

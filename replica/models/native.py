@@ -6,7 +6,7 @@ those.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +19,12 @@ from ..kernels.choice import choose_kernels
 from ..parallel.rank_group import RankGroup
 from .base import AttentionRule, QkvAttend, Rotary
 from .checkpoint import COLUMNS, ROWS, Checkpoint
+from .fp8 import ScaledLinear, ScaledLinears, ScaledProduct
 from .layers import Int8Linear, Linear
 from .spec import FAMILIES, KvShape, ModelSpec, split_problem
 from .tensor_names import is_mixture
+
+AnyLinear = Linear | Int8Linear | ScaledLinear
 
 #: Kinds whose frequencies are fixed at load. Those of longrope and dynamic depend on the batch's longest position.
 FIXED_KINDS = ("default", "linear", "llama3")
@@ -92,8 +95,8 @@ class Share:
 class GatedMlp:
     """down(silu(gate(x)) * up(x)), of one rank's share of the features; the results must be summed over ranks."""
 
-    gate_up: Linear | Int8Linear
-    down: Linear | Int8Linear
+    gate_up: AnyLinear
+    down: AnyLinear
 
     def __call__(self, x: torch.Tensor, kernels: TorchKernels) -> torch.Tensor:
         return self.down(kernels.silu_mul(self.gate_up(x)))
@@ -169,10 +172,10 @@ class Mixture:
 @dataclass(slots=True, frozen=True)
 class DecoderLayer:
     input_norm: torch.Tensor
-    qkv: Linear | Int8Linear
+    qkv: AnyLinear
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
-    out: Linear | Int8Linear
+    out: AnyLinear
     mlp_norm: torch.Tensor
     feedforward: GatedMlp | Mixture
     rule: AttentionRule
@@ -187,9 +190,10 @@ class _LayerReader:
         index: int,
         linear: type[Linear | Int8Linear],
         joins_experts: bool,
+        scaled: ScaledLinears | None,
     ) -> None:
         self._config, self._checkpoint, self._share, self._index = config, checkpoint, share, index
-        self._linear, self._joins_experts = linear, joins_experts
+        self._linear, self._joins_experts, self._scaled = linear, joins_experts, scaled
         self._prefix = f"model.layers.{index}."
 
     def read(self, rule: AttentionRule) -> DecoderLayer:
@@ -231,6 +235,8 @@ class _LayerReader:
     def _experts(self, prefixes: list[str], gate: str, up: str, down: str) -> SeparateExperts | JoinedExperts:
         if not self._joins_experts:
             return SeparateExperts([self._mlp(prefix, gate, up, down) for prefix in prefixes])
+        if self._scaled is not None:
+            self._scaled.refuse("experts have no product in 8 bits")
         own = (self._share.rank, self._share.ranks)
         return JoinedExperts(
             torch.stack([self._joined([(p + gate, own), (p + up, own)], "weight") for p in prefixes]),
@@ -243,20 +249,29 @@ class _LayerReader:
     def _norm_if_any(self, name: str) -> torch.Tensor | None:
         return self._norm(name) if f"{self._prefix}{name}.weight" in self._checkpoint else None
 
-    def _by_outputs(self, parts: list[tuple[str, tuple[int, int]]]) -> Linear | Int8Linear:
+    def _by_outputs(self, parts: list[tuple[str, tuple[int, int]]]) -> AnyLinear:
         """Linears of the same input fused into one; each is cut to its share before they are joined."""
         biased = f"{self._prefix}{parts[0][0]}.bias" in self._checkpoint
-        return self._linear(self._joined(parts, "weight"), self._joined(parts, "bias") if biased else None)
+        bias = self._joined(parts, "bias") if biased else None
+        scaled = self._in_8_bits([(f"{self._prefix}{n}.weight", ROWS, *part) for n, part in parts], bias)
+        return scaled or self._linear(self._joined(parts, "weight"), bias)
 
     def _joined(self, parts: list[tuple[str, tuple[int, int]]], kind: str) -> torch.Tensor:
         return torch.cat([self._checkpoint.share(f"{self._prefix}{n}.{kind}", ROWS, *part) for n, part in parts])
 
-    def _by_inputs(self, name: str) -> Linear | Int8Linear:
+    def _by_inputs(self, name: str) -> AnyLinear:
         """A linear whose partial results are summed over ranks; only rank 0 adds the bias."""
         name = self._prefix + name
-        weight = self._checkpoint.share(f"{name}.weight", COLUMNS, self._share.rank, self._share.ranks)
         biased = self._share.rank == 0 and f"{name}.bias" in self._checkpoint
-        return self._linear(weight, self._checkpoint.whole(f"{name}.bias") if biased else None)
+        bias = self._checkpoint.whole(f"{name}.bias") if biased else None
+        part = (f"{name}.weight", COLUMNS, self._share.rank, self._share.ranks)
+        return self._in_8_bits([part], bias) or self._linear(self._checkpoint.share(*part), bias)
+
+    def _in_8_bits(self, parts: Sequence[tuple[str, int, int, int]], bias: torch.Tensor | None) -> ScaledLinear | None:
+        """The linear of these shares of weights if the checkpoint has them in 8 bits and they can be multiplied so."""
+        if self._scaled is None:
+            return None
+        return self._scaled.linear([self._checkpoint.scaled(*part) for part in parts], bias)
 
 
 class NativeModel:
@@ -271,9 +286,11 @@ class NativeModel:
         device: torch.device,
         group: RankGroup | None = None,
         linear: type[Linear | Int8Linear] = Linear,
+        product: ScaledProduct | None = None,
     ) -> None:
         """`config`: as transformers reads it, with `native_problem(config) is None`; the checkpoint has its tensors.
 
+        `product`: multiplies the weights that the checkpoint has in 8 bits; None: they are dequantized.
         Raises TensorParallelUnsupported.
         """
         self._group = group
@@ -294,9 +311,10 @@ class NativeModel:
             head = checkpoint.span("lm_head.weight", ROWS, start, start + width)
         # A tied head is the embedding itself, in one memory where a linear does not pack its weight.
         self._head = Linear(F.pad(head, (0, 0, 0, width - len(head))) if len(head) < width else head)
+        scaled = ScaledLinears(self._kernels, dtype, product) if product is not None else None
         joins_experts = device.type != "cpu"  # where the weights of each linear are packed
         self._layers = [
-            _LayerReader(config, checkpoint, share, index, linear, joins_experts).read(
+            _LayerReader(config, checkpoint, share, index, linear, joins_experts, scaled).read(
                 AttentionRule(head_dim**-0.5, window)
             )
             for index, window in enumerate(layer_windows(config))
@@ -313,6 +331,7 @@ class NativeModel:
             dtype_bytes=dtype.itemsize,
             hidden_size=config.hidden_size,
             query_heads=config.num_attention_heads // share.ranks,
+            products="fp8" if scaled is not None and scaled.used else "",
         )
 
     def forward(

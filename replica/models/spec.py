@@ -1,9 +1,11 @@
 """The properties of a loaded model that the engine needs, and what the native decoder runs. No torch, no weights."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 DTYPES = ("float32", "bfloat16", "float16")
+#: Of KV in 8 bits.
+FP8 = "float8_e4m3fn"
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe")
 #: Sizes of the MLPs that ranks share; each family's configuration has some of them.
 _FEATURES = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
@@ -26,10 +28,16 @@ class ModelSpec:
     vocab_size: int
     max_positions: int
     eos_token_ids: tuple[int, ...]
-    dtype: str  #: float32, bfloat16 or float16; of weights and KV
-    dtype_bytes: int
+    dtype: str  #: float32, bfloat16 or float16; of weights, and of KV unless `kv_dtype` is set
+    dtype_bytes: int  #: of a number of KV
     hidden_size: int = 0  #: of the last hidden states, which become embeddings; 0: the model does not show them
     query_heads: int = 0  #: of this rank; 0: not known before a step
+    kv_dtype: str = ""
+    products: str = ""  #: fp8: of activations in 8 bits
+
+    def with_kv(self, kind: str) -> "ModelSpec":
+        """With KV as the setting `kv_cache_dtype` says."""
+        return self if kind == "auto" else replace(self, kv_dtype=FP8, dtype_bytes=1)
 
     def bytes_per_block(self, block_size: int) -> int:
         """KV memory of one block over all layers, on this rank."""

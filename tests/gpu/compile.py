@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -44,6 +45,8 @@ SHARED = {80: 164 * 1024, 86: 100 * 1024, 89: 100 * 1024, 90: 228 * 1024, 100: 2
 THREADS = {80: 2048, 86: 1536, 89: 1536, 90: 2048, 100: 2048}
 REGISTERS = 65536
 ARCHES = tuple(SHARED)
+#: The first with numbers of 8 bits.
+FP8_ARCH = 89
 STEPS = 3000
 
 
@@ -139,16 +142,29 @@ def paged_rows(kv_heads: int, dim: int, page: int, dtype: torch.dtype, rows: int
     return PagedRows(pages, pages.clone(), torch.zeros(rows, width, dtype=torch.int32), lengths)
 
 
-def launch_decode(heads: int, kv_heads: int, dim: int, page: int, dtype: torch.dtype) -> None:
-    paged = paged_rows(kv_heads, dim, page, dtype, 64, 641)
+def launch_decode(
+    heads: int, kv_heads: int, dim: int, page: int, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
+) -> None:
+    paged = paged_rows(kv_heads, dim, page, kv_dtype or dtype, 64, 641)
     q = torch.empty(64, heads, dim, dtype=dtype)
     decode.decode(q, paged, decode.plan_decode(paged, heads, None), 0.1, torch.empty_like(q))
 
 
-def launch_prefill(heads: int, kv_heads: int, dim: int, page: int, dtype: torch.dtype) -> None:
-    paged = paged_rows(kv_heads, dim, page, dtype, 3, 641)
+def launch_prefill(
+    heads: int, kv_heads: int, dim: int, page: int, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
+) -> None:
+    paged = paged_rows(kv_heads, dim, page, kv_dtype or dtype, 3, 641)
     q = torch.empty(256, heads, dim, dtype=dtype)
     prefill.prefill(q, paged, torch.zeros(4, dtype=torch.int32), 0.1, None, torch.empty_like(q))
+
+
+def launch_store(heads: int, kv_heads: int, dim: int, page: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+    tokens = 64
+    pages, wave = torch.empty(8, page, kv_heads, dim, dtype=kv_dtype), torch.empty(tokens, dim // 2, dtype=dtype)
+    qkv, slots = torch.empty(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype), torch.zeros(tokens, dtype=torch.int64)
+    pointwise.rotate_and_store(qkv, Rotary(wave, wave, None, None, 1e-6), slots, pages, pages.clone())
+    for features in (128, heads * dim):
+        pointwise.round_rows(torch.empty(tokens, heads * dim, dtype=dtype), features)
 
 
 def launch_pointwise(heads: int, kv_heads: int, dim: int, page: int, dtype: torch.dtype) -> None:
@@ -188,8 +204,8 @@ def launch_sampling() -> None:
 Case = tuple[str, Callable[..., None], tuple[Any, ...]]
 
 
-def cases(quick: bool) -> Iterator[Case]:
-    """Labels, launchers and their arguments: heads, KV heads, head dim, page, dtype."""
+def cases(quick: bool, arch: int) -> Iterator[Case]:
+    """Labels, launchers and their arguments: heads, KV heads, head dim, page, dtype, dtype of KV in 8 bits."""
     dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32} | ({} if quick else {"fp16": torch.float16})
     for name, dtype in dtypes.items():
         for dim in (64, 256) if quick else (64, 96, 128, 256):
@@ -202,6 +218,9 @@ def cases(quick: bool) -> Iterator[Case]:
         yield name, launch_pointwise, (32, 8, 128, 16, dtype)
         yield name, launch_experts, (32, 8, 128, 16, dtype)
     yield "vocabulary of 151,936", launch_sampling, ()
+    for name, dtype in {"bf16": torch.bfloat16, "fp16": torch.float16}.items() if arch >= FP8_ARCH else ():
+        for dim, launch in product((64, 96, 128, 256), (launch_decode, launch_prefill, launch_store)):
+            yield f"{name} dim {dim} 8 bits", launch, (32, 8, dim, 16, dtype, torch.float8_e4m3fn)
 
 
 def compile_case(arch: int, case: Case) -> list[Compiled | str]:
@@ -218,7 +237,7 @@ def compile_case(arch: int, case: Case) -> list[Compiled | str]:
         registers, spilled = resources(kernel.asm["ptx"], arch)
         expected = 1
         if name == "_decode":
-            _, _, dim, _, dtype = arguments
+            _, _, dim, _, dtype, *_ = arguments
             expected = decode.resident(decode.tiles_for(dtype, dim), SHARED[arch])
         shared, warps = kernel.metadata.shared, kernel.metadata.num_warps
         found.append(Compiled(arch, label, name, registers, spilled, shared, warps, expected, seconds))
@@ -271,7 +290,7 @@ def variants(steps: int = STEPS) -> dict[str, int]:
             needed.setdefault(name, set()).add(key)
     spec = ModelSpec((KvShape(kv_heads, dim, dim),), 32_000, 4096, (), "bfloat16", 2, query_heads=heads)
     _launches.clear()
-    for launch in warm_up.launches(spec, 16, dtype, torch.device("cpu")):
+    for launch in warm_up.launches(spec, 16, torch.device("cpu")):
         launch()
     warmed = {key for _, key, _, _ in _launches}
     late = [name for name, keys in needed.items() if keys - warmed]
@@ -283,6 +302,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Compile the kernels for GPUs that are not here")
     parser.add_argument("--arch", default=",".join(map(str, ARCHES)))
     parser.add_argument("--quick", action="store_true", help="the smallest and the largest shapes only")
+    parser.add_argument("--only", default="", help="cases with this in their names, such as 'fp16' or '8 bits'")
     parser.add_argument("--variants", action="store_true")
     options = parser.parse_args()
     if options.variants:
@@ -295,7 +315,8 @@ def main() -> int:
         jobs = [
             pool.submit(compile_case, arch, case)
             for arch in map(int, options.arch.split(","))
-            for case in cases(options.quick)
+            for case in cases(options.quick, arch)
+            if options.only in case[0]
         ]
         for job in jobs:
             for each in job.result():

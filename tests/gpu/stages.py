@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 from models import MAX_POSITIONS, random_runner, sizes
+from torch.nn.functional import scaled_mm
 
 from homing.kvcache.hashing import BlockHash, BlockHasher, join_hashes, token_bytes
 from homing.kvcache.prefix_cache import PrefixCache
@@ -29,7 +30,10 @@ from homing.replica.engine.throughput import SmoothedRates
 from homing.replica.execute.cuda_graphs import EagerSteps
 from homing.replica.execute.gpu_runner import GpuRunner
 from homing.replica.execute.runner import ModelRunner
+from homing.replica.kernels.choice import choose_kernels
 from homing.replica.messages import Generate, SamplingParams
+from homing.replica.models.fp8 import DTYPE as FP8
+from homing.replica.models.fp8 import ScaledLinears, ScaledWeight
 
 Runner = TypeVar("Runner", bound=ModelRunner)
 ROOT = Path(__file__).resolve().parents[2]
@@ -337,6 +341,18 @@ def reference(setup: Setup) -> Iterator[Figure]:
         assert got is not None
         error = float((got - wanted).norm() / wanted.norm())
         yield Figure(f"{dtype}: relative error against transformers", error, "", bound, error < bound)
+    yield from _products_in_8_bits(setup)
+
+
+def _products_in_8_bits(setup: Setup) -> Iterator[Figure]:
+    """Whether the device multiplies 8-bit weights, and rightly; where it does not, they are dequantized."""
+    capability = torch.cuda.get_device_capability(setup.device) if setup.cuda else (0, 0)
+    numbers = torch.randn(512, 1024, device=setup.device).to(FP8)
+    for kind, shape, expected in (("row", (512, 1), capability >= (8, 9)), ("block", (4, 8), capability == (9, 0))):
+        linears = ScaledLinears(choose_kernels(setup.device, torch.bfloat16), torch.bfloat16, scaled_mm)
+        linears.linear([ScaledWeight(numbers, torch.rand(shape, device=setup.device) + 0.5)], None)
+        goal, met = (1, linears.used) if expected else (None, None)
+        yield Figure(f"products of 8 bits, scales by {kind}", linears.used, "right", goal, met)
 
 
 def _decode_seconds(setup: Setup, runner: GpuRunner, rows: int, context: int, **sampling: float) -> float:

@@ -284,14 +284,14 @@ def _attend_chunk(
         token = at + tl.arange(0, TILE)
         there = token < end
         page = pages_of(table, token, there, PAGE)
-        key = key_tile(keys, page, token, there, k_page, k_token, DK, DK_PAD, PAGE)
+        key = key_tile(keys, page, token, there, k_page, k_token, DK, DK_PAD, PAGE).to(query.dtype)
         scores = dot(query, key, UPCASTS) * scale
         scores = tl.where(there[None, :], scores, float("-inf"))
         highest = tl.maximum(greatest, tl.max(scores, 1))
         weights = tl.exp2(scores - highest[:, None])
         kept = tl.exp2(greatest - highest)
         total = total * kept + tl.sum(weights, 1)
-        value = value_tile(values, page, token, there, v_page, v_token, DV, DV_PAD, PAGE)
+        value = value_tile(values, page, token, there, v_page, v_token, DV, DV_PAD, PAGE).to(query.dtype)
         summed = summed * kept[:, None] + dot(weights.to(value.dtype), value, UPCASTS)
         greatest = highest
     total = tl.maximum(total, 1.0)  # the likeliest key weighs 1, so only a chunk without keys has less

@@ -4,6 +4,10 @@ import torch
 import triton
 import triton.language as tl
 
+from .. import base
+
+FP8_MOST = tl.constexpr(base.FP8_MOST)
+
 
 def upcasts(x: torch.Tensor) -> bool:
     """Whether `dot` must widen operands: Triton's interpreter (on a CPU) takes bfloat16 for integers in a product."""
@@ -16,6 +20,17 @@ def dot(a, b, UPCASTS: tl.constexpr):
     if UPCASTS:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def stored(x, pages):
+    """As `base.as_stored`, for a pointer to KV."""
+    kind = pages.dtype.element_ty
+    if kind == tl.float8e4nv:
+        wide = x.to(tl.float32)
+        near = tl.minimum(tl.maximum(wide, -FP8_MOST), FP8_MOST)
+        return tl.where(tl.abs(wide) < float("inf"), near, float("nan")).to(kind)
+    return x.to(kind)
 
 
 @triton.jit

@@ -5,7 +5,8 @@ import triton
 import triton.language as tl
 
 from ...models.base import Rotary
-from ..base import DecodeRows
+from ..base import FP8_MOST, LEAST_SCALE, ROUNDED_ROWS, DecodeRows
+from .pages import stored
 
 #: Features per program of an activation.
 BLOCK = 1024
@@ -161,14 +162,14 @@ def _rotate_and_store(
     slot = tl.load(slots + token)
     page = slot // PAGE
     offset = slot % PAGE
-    stored = there & (slot >= 0)
+    kept = there & (slot >= 0)
     is_key = turns & (head[:, None] >= HEADS)
     k_at = keys + page * k_page + offset * k_token + (head[:, None] - HEADS) * k_head + i[None, :]
-    tl.store(k_at, turned, mask=stored & is_key)
-    tl.store(k_at + HALF, other, mask=stored & is_key)
+    tl.store(k_at, stored(turned, keys), mask=kept & is_key)
+    tl.store(k_at + HALF, stored(other, keys), mask=kept & is_key)
     v_at = values + page * v_page + offset * v_token + (head[:, None] - HEADS - KV_HEADS) * v_head + i[None, :]
-    tl.store(v_at, turned, mask=stored & (turns == 0))
-    tl.store(v_at + HALF, other, mask=stored & (turns == 0))
+    tl.store(v_at, stored(turned, values), mask=kept & (turns == 0))
+    tl.store(v_at + HALF, stored(other, values), mask=kept & (turns == 0))
 
 
 @triton.jit
@@ -216,3 +217,32 @@ def _silu_mul(gate_up, out, features, row_stride, BLOCK: tl.constexpr):
     up = tl.load(gate_up + row * row_stride + features + i, mask=there, other=0.0).to(tl.float32)
     product = gate / (1.0 + tl.exp(-gate)) * up
     tl.store(out + row * features + i, product.to(out.dtype.element_ty), mask=there)
+
+
+def round_rows(x: torch.Tensor, features: int) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, parts = -(-len(x) // ROUNDED_ROWS) * ROUNDED_ROWS, triton.cdiv(x.shape[1], features)
+    rounded = torch.empty(rows, x.shape[1], dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(parts, rows, dtype=torch.float32, device=x.device)
+    block = triton.next_power_of_2(features)
+    if rows:
+        _round_rows[(rows, parts)](
+            x, rounded, scales, len(x), rows, x.shape[1], features, x.stride(0), MOST=FP8_MOST, LEAST=LEAST_SCALE,
+            BLOCK=block, num_warps=8 if block >= 4096 else 4 if block > 128 else 1,
+        )  # fmt: skip
+    return rounded, scales.t()
+
+
+@triton.jit(do_not_specialize=["count", "rows"])
+def _round_rows(
+    x, rounded, scales, count, rows, every, features, x_row, MOST: tl.constexpr, LEAST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Features of one row that have a scale; of rows beyond the last one zeros."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    i = part * features + tl.arange(0, BLOCK)
+    there = (tl.arange(0, BLOCK) < features) & (i < every)
+    value = tl.load(x + row * x_row + i, mask=there & (row < count), other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(value), 0) / MOST, LEAST)
+    tl.store(scales + part * rows + row, scale)
+    tl.store(rounded + row * every + i, stored(value / scale, rounded), mask=there)

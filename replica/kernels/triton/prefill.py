@@ -73,7 +73,7 @@ def _attend_tiles(
         token = at + tl.arange(0, TILE)
         there = token < end
         page = pages_of(table, token, there, PAGE)
-        key = key_tile(keys, page, token, there, k_page, k_token, DK, DK_PAD, PAGE)
+        key = key_tile(keys, page, token, there, k_page, k_token, DK, DK_PAD, PAGE).to(query.dtype)
         scores = dot(query, key, UPCASTS) * scale
         if MASKED:
             seen = there[None, :] & (token[None, :] <= positions[:, None])
@@ -85,7 +85,7 @@ def _attend_tiles(
         weights = tl.exp2(scores - finite[:, None])
         kept = tl.exp2(greatest - finite)
         total = total * kept + tl.sum(weights, 1)
-        value = value_tile(values, page, token, there, v_page, v_token, DV, DV_PAD, PAGE)
+        value = value_tile(values, page, token, there, v_page, v_token, DV, DV_PAD, PAGE).to(query.dtype)
         if MASKED:  # 0 * NaN is NaN, but NaN may only reach queries that see it
             odd = tl.max(tl.where(tl.abs(value.to(tl.float32)) < float("inf"), 0, 1), 1)
             value = tl.where(odd[:, None] > 0, tl.zeros_like(value), value)

@@ -12,7 +12,7 @@ from ...models.spec import ModelSpec
 from ..base import PagedRows, TorchKernels
 from .decode import DecodePlan, decode, plan_decode
 from .experts import expert_products
-from .pointwise import add_rms_norm, decode_rows, rotary_table, rotate_and_store, silu_mul, write_slots
+from .pointwise import add_rms_norm, decode_rows, rotary_table, rotate_and_store, round_rows, silu_mul, write_slots
 from .prefill import prefill
 from .sampling import mask, sample
 from .warm_up import launches
@@ -33,6 +33,7 @@ class TritonKernels(TorchKernels):
     rotary_table = staticmethod(rotary_table)
     add_rms_norm = staticmethod(add_rms_norm)
     rotate_and_store = staticmethod(rotate_and_store)
+    round_rows = staticmethod(round_rows)
     silu_mul = staticmethod(silu_mul)
     write_slots = staticmethod(write_slots)
     expert_products = staticmethod(expert_products)
@@ -42,7 +43,7 @@ class TritonKernels(TorchKernels):
     def warm_up(self, spec: ModelSpec, block_size: int, device: torch.device) -> None:
         """Launch each kernel once, in threads: most of a compilation is in code that needs no interpreter lock."""
         started = time.perf_counter()
-        calls = launches(spec, block_size, getattr(torch, spec.dtype), device)
+        calls = launches(spec, block_size, device)
         with ThreadPoolExecutor(len(calls)) as pool:
             for number, job in enumerate(as_completed([pool.submit(call) for call in calls]), start=1):
                 job.result()

@@ -17,15 +17,16 @@ ROWS = 2
 MOST_DIM = 256
 
 
-def launches(spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device) -> list[Callable[[], None]]:
+def launches(spec: ModelSpec, block_size: int, device: torch.device) -> list[Callable[[], None]]:
     """Calls that share no kernel, the slowest compilation first, so that they can run in threads of their own."""
+    dtype = getattr(torch, spec.dtype)
     found: list[Callable[[], None]] = []
     if spec.query_heads:
         for shape in dict.fromkeys(spec.kv_shapes):
             if max(shape.key_dim, shape.value_dim) > MOST_DIM or spec.query_heads % shape.kv_heads:
                 continue
-            arguments = (shape, spec.query_heads, block_size, dtype, device)
-            found += [partial(_prefill, *arguments), partial(_decode, *arguments)]
+            rows = partial(_rows, shape, block_size, getattr(torch, spec.kv_dtype or spec.dtype), device)
+            found += [partial(each, rows, spec.query_heads, dtype) for each in (_prefill, _decode)]
     return [*found, partial(_sample, spec.vocab_size, device), partial(_mask, spec.vocab_size, device)]
 
 
@@ -38,19 +39,18 @@ def _rows(shape: KvShape, block_size: int, dtype: torch.dtype, device: torch.dev
     return PagedRows(keys, values, tables, torch.ones(ROWS, dtype=torch.int32, device=device))
 
 
-def _prefill(shape: KvShape, heads: int, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
-    q = torch.zeros(ROWS, heads, shape.key_dim, dtype=dtype, device=device)
-    first = torch.arange(ROWS + 1, dtype=torch.int32, device=device)
-    prefill.prefill(
-        q, _rows(shape, block_size, dtype, device), first, 1.0, None, q.new_empty(ROWS, heads, shape.value_dim)
-    )
+def _prefill(make_rows: Callable[[], PagedRows], heads: int, dtype: torch.dtype) -> None:
+    rows = make_rows()
+    q = torch.zeros(ROWS, heads, rows.keys.shape[3], dtype=dtype, device=rows.keys.device)
+    first = torch.arange(ROWS + 1, dtype=torch.int32, device=q.device)
+    prefill.prefill(q, rows, first, 1.0, None, q.new_empty(ROWS, heads, rows.values.shape[3]))
 
 
-def _decode(shape: KvShape, heads: int, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
-    q = torch.zeros(ROWS, heads, shape.key_dim, dtype=dtype, device=device)
-    rows = _rows(shape, block_size, dtype, device)
+def _decode(make_rows: Callable[[], PagedRows], heads: int, dtype: torch.dtype) -> None:
+    rows = make_rows()
+    q = torch.zeros(ROWS, heads, rows.keys.shape[3], dtype=dtype, device=rows.keys.device)
     plan = decode.plan_decode(rows, heads, None)
-    decode.decode(q, rows, plan, 1.0, q.new_empty(ROWS, heads, shape.value_dim))
+    decode.decode(q, rows, plan, 1.0, q.new_empty(ROWS, heads, rows.values.shape[3]))
 
 
 def _sample(vocab: int, device: torch.device) -> None:

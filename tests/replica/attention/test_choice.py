@@ -4,7 +4,7 @@ import msgspec
 import pytest
 import torch
 
-from homing.replica.attention.choice import Facts, choose, choose_attention, problems
+from homing.replica.attention.choice import Facts, choose, choose_attention, fp8_kv_problem, problems
 from homing.replica.attention.paged import KvPool, PagedAttention
 from homing.replica.errors import StartupError
 from homing.replica.models.spec import KvShape, ModelSpec
@@ -31,6 +31,7 @@ def facts(**changes) -> Facts:
         ({"installed": frozenset(("triton", "flash_attn"))}, "flash2"),
         ({"installed": frozenset(("triton",))}, "triton"),
         ({"dtype": "float32"}, "triton"),
+        ({"dtype": "float8_e4m3fn"}, "triton"),
         ({"head_dims": (576,)}, "triton"),
         ({"head_dims": (100,)}, "triton"),
         ({"installed": frozenset(("flash_attn",))}, "reference"),
@@ -102,3 +103,20 @@ def test_every_name_is_a_value_of_the_setting():
 
     for name in ("auto", *NAMES):
         assert msgspec.convert({"attention_backend": name}, ReplicaSettings).attention_backend == name
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "said"),
+    [
+        (None, "float32", None),
+        ((8, 9), "bfloat16", None),
+        ((9, 0), "float16", None),
+        ((8, 6), "bfloat16", "needs compute capability 8.9, this device has 8.6"),
+        ((9, 0), "float32", "dtype float32 is not one of bfloat16, float16"),
+    ],
+)
+def test_kv_in_8_bits_is_refused_where_no_kernel_reads_it(capability, dtype, said):
+    """Triton has no numbers of 8 bits for older GPUs, and its tiles for float32 are for keys of float32."""
+    found = fp8_kv_problem(capability, dtype)
+
+    assert said in found if said else found is None

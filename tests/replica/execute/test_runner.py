@@ -212,3 +212,41 @@ def test_absent_cuda_is_refused_by_name():
     """Falling back in silence would serve at a hundredth of the speed."""
     with pytest.raises(StartupError, match=r"torch cannot use it: .*docs/gpu\.md"):
         resolve_device(ReplicaSettings(device="cuda"))
+
+
+@pytest.mark.parametrize("provider", ["native", "transformers"])
+def test_kv_in_8_bits_is_near_for_any_schedule(provider, checkpoint, prompts):
+    """On a CPU by plain torch: half of the memory of bfloat16, and what is read is what was stored, also in a chunk."""
+    plan = plan_of_rows(0, [PlanRow(list(range(3, 60)), 0, list(range(1, 9)))])
+    exact = make_runner(checkpoint("llama"), provider).forward(plan)
+    runner = make_runner(checkpoint("llama"), provider, kv_cache_dtype="fp8")
+
+    found = runner.forward(plan)
+
+    assert runner.pool.keys[0].dtype == runner.pool.values[1].dtype == torch.float8_e4m3fn
+    assert runner.spec.bytes_per_block(BLOCK_SIZE) == BLOCK_SIZE * 2 * 2 * (16 + 16)
+    assert 0 < float((found - exact).norm() / exact.norm()) < 0.05
+    whole, chunks = (ToyScheduler(runner.forward, chunk, reuse) for chunk, reuse in ((64, False), (7, True)))
+    assert whole.generate(prompts, 6) == chunks.generate(prompts, 6)
+    assert chunks.hit_tokens
+
+
+def test_copied_kv_in_8_bits_is_as_good_as_computed_kv(checkpoint):
+    """A copy moves bits."""
+    runner = make_runner(checkpoint("llama"), kv_cache_dtype="fp8")
+    shared, own = list(range(3, 16)), [20, 21, 22]
+    whole = runner.forward(plan_of_rows(0, [PlanRow(shared + own, 0, [1, 2])]))
+
+    copied = runner.forward(plan_of_rows(1, [PlanRow(own, 13, [1, 5])], copies=[BlockCopy(2, 5, 5)]))
+
+    torch.testing.assert_close(copied, whole, rtol=1e-4, atol=1e-4)
+
+
+def test_kv_in_8_bits_that_the_device_cannot_read_is_refused(checkpoint, monkeypatch):
+    """Before the pool is made, with the setting to change."""
+    monkeypatch.setattr(
+        "homing.replica.execute.runner.fp8_kv_problem", lambda capability, dtype: f"{capability} {dtype}"
+    )
+
+    with pytest.raises(StartupError, match="kv_cache_dtype: fp8 cannot be used: None float32; use auto"):
+        make_runner(checkpoint("llama"), kv_cache_dtype="fp8")

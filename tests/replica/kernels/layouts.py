@@ -19,6 +19,8 @@ if not torch.cuda.is_available():
         from homing.replica.kernels.cpu.cpu_kernels import CompiledKernels
 
         IMPLEMENTATIONS += (CompiledKernels,)
+#: Those for KV in 8 bits.
+OF_FP8_KV = tuple(each for each in IMPLEMENTATIONS if each.name != "compiled")
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3}
 
 
@@ -30,6 +32,7 @@ class Shape:
     value_dim: int = 64
     page: int = 16
     dtype: torch.dtype = torch.float32
+    kv_dtype: torch.dtype | None = None  #: that of the queries
 
 
 def paged(shape: Shape, lengths: Sequence[int], device: torch.device, seed: int = 0) -> PagedRows:
@@ -49,8 +52,8 @@ def paged(shape: Shape, lengths: Sequence[int], device: torch.device, seed: int 
             pool[pages.long()[at // shape.page], at % shape.page] = new
     on = {"device": device}
     return PagedRows(
-        keys.to(shape.dtype).to(**on),
-        values.to(shape.dtype).to(**on),
+        keys.to(shape.kv_dtype or shape.dtype).to(**on),
+        values.to(shape.kv_dtype or shape.dtype).to(**on),
         tables.to(**on),
         torch.tensor(lengths, dtype=torch.int32, **on),
     )

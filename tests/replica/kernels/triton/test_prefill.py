@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from homing.replica.kernels.triton import prefill as kernel
 from homing.replica.models.base import AttentionRule
 
-from ..layouts import IMPLEMENTATIONS, TOLERANCE, Shape, error, exact, paged
+from ..layouts import IMPLEMENTATIONS, OF_FP8_KV, TOLERANCE, Shape, error, exact, paged
 
 SHAPES = {
     "page 16": Shape(),
@@ -45,6 +45,18 @@ def test_equals_attention_in_float64(implementation, shape, device):
     out, wanted = prefill(implementation().prefill, shape, [9, 40, 1, 0, 70], [9, 100, 33, 0, 70], device)
 
     assert error(out, wanted) < TOLERANCE[shape.dtype]
+
+
+@pytest.mark.parametrize("implementation", OF_FP8_KV)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("window", [None, 30])
+def test_keys_and_values_of_8_bits_are_exactly_what_is_stored(implementation, dtype, window, device):
+    """Nothing but the stored numbers is rounded."""
+    shape = Shape(dtype=dtype, kv_dtype=torch.float8_e4m3fn)
+
+    out, wanted = prefill(implementation().prefill, shape, [9, 40, 1, 0, 70], [9, 100, 33, 0, 70], device, window)
+
+    assert error(out, wanted) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -1,11 +1,13 @@
 """Norm, rotation and store in one: queries, stored keys and values equal float64, and nothing else is touched."""
 
+import math
+
 import pytest
 import torch
 
 from homing.replica.models.base import Rotary
 
-from ..layouts import IMPLEMENTATIONS, TOLERANCE, error
+from ..layouts import IMPLEMENTATIONS, OF_FP8_KV, TOLERANCE, error
 
 SLOTS = [37, -1, 20, 5]
 PAGES = 5
@@ -49,6 +51,28 @@ def test_equals_float64(implementation, dtype, norms, heads, kv_heads, dim, page
     for pages in (keys, values):
         others = [slot for slot in range(PAGES * page) if slot not in SLOTS]
         assert bool((pages.flatten(0, 1)[others] == 7).all())
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize("implementation", OF_FP8_KV)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_8_bits_hold_the_nearest_number_there_is(implementation, dtype, device):
+    """What is out of range becomes the greatest one, but what is no number stays none: its request must end."""
+    numbers = torch.tensor([0.0, -0.0, 1.0, 1.08, -17.3, 448.0, 500.0, -1e4, 2e-3, 1e-4, -3.1, 240.0, 7.0, 0.3])
+    head = torch.cat([numbers[:7], torch.tensor([math.inf]), numbers[7:], torch.tensor([math.nan])])
+    qkv = head.repeat(3)[None].to(device, dtype)
+    keys, values = (torch.zeros(2, 16, 1, 16, dtype=torch.float8_e4m3fn, device=device) for _ in range(2))
+    still = Rotary(torch.ones(1, 8, device=device), torch.zeros(1, 8, device=device), None, None, 1e-6)
+
+    implementation().rotate_and_store(qkv, still, torch.tensor([21], device=device), keys, values)
+
+    wanted = numbers.to(dtype).float().clamp(-448, 448).to(torch.float8_e4m3fn).float()
+    for pages in (keys, values):
+        slots = pages.flatten(0, 1)[:, 0].float().cpu()
+        stored = slots[21]
+        assert torch.equal(torch.cat([stored[:7], stored[8:15]]), wanted)
+        assert stored[[7, 15]].isnan().all()
+        assert not torch.cat([slots[:21], slots[22:]]).any()
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

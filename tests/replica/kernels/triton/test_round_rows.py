@@ -1,0 +1,47 @@
+"""Activations in 8 bits: as near as 8 bits allow, with the layout of scales that products need."""
+
+import pytest
+import torch
+
+from ..layouts import OF_FP8_KV, TOLERANCE
+
+
+@pytest.mark.parametrize("implementation", OF_FP8_KV)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("rows", "width", "features"), [(1, 48, 48), (4, 256, 128), (5, 200, 128), (6, 144, 144)])
+def test_each_group_of_features_uses_all_of_the_range(implementation, dtype, rows, width, features, device):
+    """A scale makes its greatest feature 448; rows up to a multiple of four are zeros, and scales lie by column."""
+    x = torch.randn(rows, 2 * width, generator=torch.Generator().manual_seed(2)).to(device, dtype)[:, :width]
+    x[0, : min(width, 128)] *= 1e4
+    x[-1] = 0
+
+    rounded, scales = implementation().round_rows(x, features)
+
+    groups = -(-width // features)
+    assert rounded.shape == (-(-rows // 4) * 4, width)
+    assert scales.shape == (len(rounded), groups)
+    assert rounded.is_contiguous()
+    assert scales.t().is_contiguous()
+    assert not rounded[rows:].float().any()
+    factors = scales.repeat_interleave(features, 1)[:rows, :width].double()
+    wrong = (rounded[:rows].double() * factors - x.double()).abs()
+    # Half of the distance to the next number: a sixteenth of normal numbers, which begin at 2^-6.
+    assert bool((wrong <= torch.maximum(x.double().abs() / 16, factors * 2**-10) * 1.001).all())
+    for group in range(groups):
+        part = slice(group * features, min((group + 1) * features, width))
+        tops = rounded[: rows - 1, part].float().abs().amax(1)
+        assert bool((tops == 448).all())
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize("implementation", OF_FP8_KV)
+def test_what_is_no_number_stays_none_in_its_row_alone(implementation, device):
+    """The request of that row must end, and no other."""
+    x = torch.ones(3, 32, device=device)
+    x[1, 3] = float("nan")
+
+    rounded, scales = implementation().round_rows(x, 32)
+
+    found = rounded[:3].float() * scales[:3]
+    assert found[1].isnan().any()
+    torch.testing.assert_close(found[[0, 2]], x[[0, 2]])
