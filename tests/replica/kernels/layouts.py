@@ -19,9 +19,14 @@ if not torch.cuda.is_available():
         from homing.replica.kernels.cpu.cpu_kernels import CompiledKernels
 
         IMPLEMENTATIONS += (CompiledKernels,)
-#: Those for KV in 8 bits.
-OF_FP8_KV = tuple(each for each in IMPLEMENTATIONS if each.name != "compiled")
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3}
+#: Those for numbers of 8 bits, of which GPUs before compute capability 8.9 have none, and the dtypes beside them.
+WITHOUT_8_BITS: tuple[str, ...] = ("compiled",)
+DTYPES_BESIDE_8_BITS: tuple[torch.dtype, ...] = tuple(TOLERANCE)
+if torch.cuda.is_available():
+    WITHOUT_8_BITS = ("compiled", "triton") if torch.cuda.get_device_capability() < (8, 9) else ("compiled",)
+    DTYPES_BESIDE_8_BITS = (torch.bfloat16,)
+OF_8_BITS = tuple(each for each in IMPLEMENTATIONS if each.name not in WITHOUT_8_BITS)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from homing.replica.kernels.base import PagedRows
 from homing.replica.kernels.triton import decode as kernel
 from homing.replica.models.base import AttentionRule
 
-from ..layouts import IMPLEMENTATIONS, OF_FP8_KV, TOLERANCE, Shape, error, exact, paged
+from ..layouts import DTYPES_BESIDE_8_BITS, IMPLEMENTATIONS, OF_8_BITS, TOLERANCE, Shape, error, exact, paged
 
 SHAPES = {
     "page 16": Shape(),
@@ -57,8 +57,8 @@ def test_equals_attention_in_float64(implementation, shape, device):
     assert error(out, wanted) < TOLERANCE[shape.dtype]
 
 
-@pytest.mark.parametrize("implementation", OF_FP8_KV)
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("implementation", OF_8_BITS)
+@pytest.mark.parametrize("dtype", DTYPES_BESIDE_8_BITS, ids=str)
 @pytest.mark.parametrize("window", [None, 30])
 def test_keys_and_values_of_8_bits_are_exactly_what_is_stored(implementation, dtype, window, device):
     """Nothing but the stored numbers is rounded."""

@@ -7,7 +7,7 @@ import torch
 
 from homing.replica.models.base import Rotary
 
-from ..layouts import IMPLEMENTATIONS, OF_FP8_KV, TOLERANCE, error
+from ..layouts import DTYPES_BESIDE_8_BITS, IMPLEMENTATIONS, OF_8_BITS, TOLERANCE, error
 
 SLOTS = [37, -1, 20, 5]
 PAGES = 5
@@ -54,8 +54,8 @@ def test_equals_float64(implementation, dtype, norms, heads, kv_heads, dim, page
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")
-@pytest.mark.parametrize("implementation", OF_FP8_KV)
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("implementation", OF_8_BITS)
+@pytest.mark.parametrize("dtype", DTYPES_BESIDE_8_BITS, ids=str)
 def test_8_bits_hold_the_nearest_number_there_is(implementation, dtype, device):
     """What is out of range becomes the greatest one, but what is no number stays none: its request must end."""
     numbers = torch.tensor([0.0, -0.0, 1.0, 1.08, -17.3, 448.0, 500.0, -1e4, 2e-3, 1e-4, -3.1, 240.0, 7.0, 0.3])

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from ..layouts import OF_FP8_KV, TOLERANCE
+from ..layouts import DTYPES_BESIDE_8_BITS, OF_8_BITS
 
 
-@pytest.mark.parametrize("implementation", OF_FP8_KV)
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("implementation", OF_8_BITS)
+@pytest.mark.parametrize("dtype", DTYPES_BESIDE_8_BITS, ids=str)
 @pytest.mark.parametrize(("rows", "width", "features"), [(1, 48, 48), (4, 256, 128), (5, 200, 128), (6, 144, 144)])
 def test_each_group_of_features_uses_all_of_the_range(implementation, dtype, rows, width, features, device):
     """A scale makes its greatest feature 448; rows up to a multiple of four are zeros, and scales lie by column."""
@@ -34,7 +34,7 @@ def test_each_group_of_features_uses_all_of_the_range(implementation, dtype, row
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")
-@pytest.mark.parametrize("implementation", OF_FP8_KV)
+@pytest.mark.parametrize("implementation", OF_8_BITS)
 def test_what_is_no_number_stays_none_in_its_row_alone(implementation, device):
     """The request of that row must end, and no other."""
     x = torch.ones(3, 32, device=device)
