@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ..load_columns import CandidateColumns, Flags, Numbers
 from .base import NEGLIGIBLE, ManyCandidates, Prompt, Score, expected_ttft_s
-from .expected_ttft import EVICTED, Weights, cost_limit
+from .expected_ttft import BUSY_LIMIT, EVICTED, Weights, cost_limit
 
 Places = npt.NDArray[np.intp]
 
@@ -44,18 +44,18 @@ class Fleet:
             found |= queues & ((loads.excess_requests > 0) | (loads.free_blocks < missing))
         return found
 
-    def busy(self) -> tuple[float, bool]:
-        """The share of replicas with queued prefills or no room, and whether none of the others can be chosen."""
-        loads = self._candidates.loads
-        free = (loads.queued == 0) & (loads.spare_blocks + self._used > self._prompt.blocks)
-        count = int(np.count_nonzero(free))
-        return 1 - count / len(free), not bool((free & ~self.obstructed).any())
+    def busy(self, weight: float) -> tuple[Numbers, bool]:
+        """The busy shares with this decision counted in, and whether no idle replica can be chosen."""
+        loads, shares = self._candidates.loads, np.asarray(self._weights.busy)
+        idle = (loads.queued == 0) & (loads.spare_blocks + self._used > self._prompt.blocks)
+        return shares + (~idle - shares) * weight, not bool((idle & ~self.obstructed).any())
 
     def choose(self, preferred: str | None, rng: Random) -> Score | None:
         """The best candidate; among those that count as equal to it the one that `expected_ttft.py` takes."""
         uncached = self._uncached()
-        ttft_s, waits = self._ttft_s(uncached)
-        others_s = self._others_s(uncached)
+        prefill_s = self._prefill_s(uncached)
+        ttft_s, waits = self._ttft_s(uncached, prefill_s)
+        others_s = self._others_s(uncached, prefill_s)
         equals = self._equals(uncached, ttft_s, waits, others_s)
         if not len(equals):
             return None
@@ -78,10 +78,10 @@ class Fleet:
         seconds: Numbers = loads.prompt_s + uncached * token_s
         return seconds
 
-    def _ttft_s(self, uncached: Numbers) -> tuple[Numbers, Flags]:
+    def _ttft_s(self, uncached: Numbers, prefill_s: Numbers) -> tuple[Numbers, Flags]:
         """Seconds until the first token, without the wait for memory or a slot, and where there may be one."""
         prompt, candidates, loads = self._prompt, self._candidates, self._candidates.loads
-        seconds = self._prefill_s(uncached) + np.maximum(loads.busy_until - prompt.now, 0.0)
+        seconds = prefill_s + np.maximum(loads.busy_until - prompt.now, 0.0)
         working = (loads.running > 0) | (loads.spare_blocks <= prompt.blocks)
         steps = 0.5 + np.ceil((loads.queued + uncached) / loads.max_batched_tokens)
         steps += (loads.queued > 0) & (candidates.expected > candidates.held)
@@ -90,15 +90,15 @@ class Fleet:
         roomy = (room > NEGLIGIBLE * loads.uncertain_blocks) & (loads.excess_requests <= 0)
         return seconds, working & ~roomy
 
-    def _others_s(self, uncached: Numbers) -> Numbers:
+    def _others_s(self, uncached: Numbers, prefill_s: Numbers) -> Numbers:
         weights = self._weights
         prompt, loads, least = self._prompt, self._candidates.loads, float(uncached.min())
-        prefill_s = self._prefill_s(uncached)
         slower_s = loads.answer_tokens * (loads.decode_step_s - loads.decode_step_s.min())
         answers_s: Numbers = weights.running * (loads.running * prefill_s + slower_s)
         if least == uncached.max():
             return answers_s
-        factor = np.where(loads.unused_blocks * prompt.block_size > uncached, weights.busy, weights.busy + EVICTED)
+        factor = weights.all_busy / (1 - np.minimum(weights.busy, BUSY_LIMIT))
+        factor += EVICTED * (loads.unused_blocks * prompt.block_size <= uncached)
         again_s = factor * (prefill_s - self._prefill_s(least))
         return answers_s + np.where(uncached == least, 0.0, again_s)
 

@@ -3,14 +3,17 @@
 The cost of a replica is the expected TTFT there (base.py) plus the time that the choice takes from later requests:
 recomputing what another replica holds delays everyone who comes after. A queue that is busy a share b of the time turns
 a second of extra work into 1 / (1 - b) seconds in all; a request that comes while a replica is idle goes there and
-loses nothing. With a, the share of the time in which no replica is idle, the second term is
+loses nothing. With b of that very replica, and a, the share of the time in which no replica is idle, the second term is
 
     (time to prefill this prompt here - time with the longest prefix that any replica holds) * a / (1 - b)
 
 Without it a loaded cluster becomes unstable: queues make holders look bad, so prefixes are recomputed, which makes
-queues. With b instead of a, prompts queue at holders beside idle replicas. Where a replica has no unused memory left,
-what is computed there a second time evicts as much that may be asked for again: then EVICTED is added to the factor.
-Without that, copies of shared prefixes fill the memory until nothing else stays cached.
+queues. With b instead of a, prompts queue at holders beside idle replicas. With the mean b of all replicas, one that
+happens to hold many popular prefixes keeps them, as copies seem to cost as much where there is more time for them.
+
+Where a replica has no unused memory left, what is computed there a second time evicts as much that may be asked for
+again: then EVICTED is added to the factor. Without that, copies of shared prefixes fill the memory until nothing else
+stays cached.
 
 Answers count, too: all that run on a replica wait while a prefill is computed there, and this one will run at that
 replica's pace instead of the fastest one's. Both are weighed with the mean time to a first token over the mean time to
@@ -28,6 +31,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress
 from math import inf
 from random import Random
 from typing import TYPE_CHECKING
@@ -36,6 +40,7 @@ from ..replica_load import ReplicaLoad
 from .base import Candidate, Decision, ManyCandidates, Policy, Prompt, Score, expected_ttft_s
 
 if TYPE_CHECKING:
+    from ..load_columns import Numbers
     from .among_many import Fleet
 
 #: Estimates closer than this are equal: half a millisecond is below the jitter of any step. Not tuned by measurement.
@@ -67,7 +72,9 @@ SESSIONS_KEPT = 65_536
 class Weights:
     """What a decision counts beside the time to a first token, by how busy the replicas have been."""
 
-    busy: float  #: of a second of work that another replica would have saved
+    #: by candidate: how often it has prefills queued, or no room, when a request comes (b)
+    busy: "Sequence[float] | Numbers"
+    all_busy: float  #: how often all are so (a)
     running: float  #: of a second of an answer
 
 
@@ -80,9 +87,9 @@ class ExpectedTtft(Policy):
     sees_cache = True
 
     def __init__(self, sessions_kept: int = SESSIONS_KEPT) -> None:
-        #: How often a replica has prefills queued, or no room, when a request comes (b), and how often all are so (a),
-        #: on average over recent decisions.
-        self._each_busy = self._all_busy = 0.0
+        #: As in `Weights`, averaged over recent decisions.
+        self._busy: Sequence[float] | Numbers = ()
+        self._all_busy = 0.0
         self._ttft_s = self._answer_s = 0.0  #: expected times to a first and a last token, averaged over decisions
         self._sessions_kept = sessions_kept
         self._decided_at = self._gap_s = 0.0  #: time of the last decision, and the mean time between two
@@ -95,7 +102,7 @@ class ExpectedTtft(Policy):
     def _consider(
         self, prompt: Prompt, candidates: Sequence[Candidate], rng: Random
     ) -> "tuple[Decision, EachCandidate | Fleet]":
-        weights = self._weights()
+        weights = self._weights(len(candidates))
         each = partial(EachCandidate, prompt, candidates, weights, self.obstacle, sees_cache=self.sees_cache)
         if not isinstance(candidates, list) and isinstance(candidates, ManyCandidates):
             from .among_many import Fleet  # numpy takes 15 MB: only where it pays
@@ -109,16 +116,18 @@ class ExpectedTtft(Policy):
         reason = partial(_why_least, chosen, each)
         return Decision(self.name, prompt, chosen, lambda: each().table(), reason), rated
 
-    def _weights(self) -> Weights:
-        busy = min(self._all_busy, BUSY_LIMIT) / (1 - min(self._each_busy, BUSY_LIMIT))
-        return Weights(busy, min(RUNNING, self._ttft_s / self._answer_s) if self._answer_s else RUNNING)
+    def _weights(self, candidates: int) -> Weights:
+        busy = self._busy
+        if len(busy) != candidates:  # some joined or left: all start again from the mean
+            busy = [sum(map(float, busy)) / max(1, len(busy))] * candidates
+        running = min(RUNNING, self._ttft_s / self._answer_s) if self._answer_s else RUNNING
+        return Weights(busy, min(self._all_busy, BUSY_LIMIT), running)
 
     def decide(self, prompt: Prompt, candidates: Sequence[Candidate], rng: Random) -> Decision:
         decision, rated = self._consider(prompt, candidates, rng)
         if candidates:
-            each_busy, all_busy = rated.busy()
             weight = self._weight(prompt.now)
-            self._each_busy += (each_busy - self._each_busy) * weight
+            self._busy, all_busy = rated.busy(weight)
             self._all_busy += (all_busy - self._all_busy) * weight
         if decision.row is None:
             return decision
@@ -155,13 +164,15 @@ class EachCandidate:
         self._prompt = prompt
         self._candidates = candidates
         self._obstacle = obstacle
+        self._busy = list(map(float, weights.busy))
+        self._factors = [weights.all_busy / (1 - min(share, BUSY_LIMIT)) for share in self._busy]
         total = prompt.tokens
         self._uncached = [each.uncached_tokens(prompt) if sees_cache else total for each in candidates]
         least = min(self._uncached, default=0)  # what the best holder would have to compute
         pace_s = min([each.load.decode_step_s for each in candidates], default=0.0)
 
-        def others_s(load: ReplicaLoad, uncached: int) -> float:
-            """Seconds that others lose if so many tokens have to be computed there."""
+        def others_s(load: ReplicaLoad, uncached: int, factor: float) -> float:
+            """Seconds that others lose if so many tokens have to be computed there; `factor`: for one of extra work."""
             cost = load.prefill_cost
             prefill_s = cost.seconds(total - uncached, uncached)
             slower_s = load.answer_tokens * (load.decode_step_s - pace_s)
@@ -169,7 +180,8 @@ class EachCandidate:
             if uncached == least:
                 return answers_s
             fresh = (load.free_blocks - load.cached_free_blocks) * prompt.block_size
-            factor = weights.busy if fresh > uncached else weights.busy + EVICTED
+            if fresh <= uncached:
+                factor += EVICTED
             return answers_s + factor * (prefill_s - cost.seconds(total - least, least))
 
         self._others_s = others_s
@@ -178,22 +190,22 @@ class EachCandidate:
         equals = self.equals()
         return _first(equals, preferred, rng) if equals else None
 
-    def busy(self) -> tuple[float, bool]:
-        """The share of candidates with queued prefills or no room, and whether none of the others can be chosen."""
+    def busy(self, weight: float) -> tuple[list[float], bool]:
+        """The busy shares with this decision counted in, and whether no idle candidate can be chosen."""
         # Without room for the prompt a replica is as busy: extra work delays all that holds its memory.
-        free = [
-            each
+        idle = [
+            not each.load.queued_prefill_tokens and each.load.spare_blocks + each.used_blocks > self._prompt.blocks
             for each in self._candidates
-            if not each.load.queued_prefill_tokens and each.load.spare_blocks + each.used_blocks > self._prompt.blocks
         ]
-        none_idle = all(self._obstacle(self._prompt, candidate) is not None for candidate in free)
-        return 1 - len(free) / len(self._candidates), none_idle
+        shares = [share + ((not free) - share) * weight for share, free in zip(self._busy, idle, strict=True)]
+        none_idle = all(self._obstacle(self._prompt, each) is not None for each in compress(self._candidates, idle))
+        return shares, none_idle
 
     def table(self) -> list[Score]:
         rows = []
-        for candidate, uncached in zip(self._candidates, self._uncached, strict=True):
+        for candidate, uncached, factor in zip(self._candidates, self._uncached, self._factors, strict=True):
             ttft_s = expected_ttft_s(self._prompt, candidate, uncached)
-            lost_s = self._others_s(candidate.load, uncached)
+            lost_s = self._others_s(candidate.load, uncached, factor)
             obstacle = self._obstacle(self._prompt, candidate)
             rows.append(Score(candidate, uncached, ttft_s, obstacle, lost_s, ttft_s + lost_s))
         return rows
@@ -206,7 +218,7 @@ class EachCandidate:
         found: list[Score] = []
         prompt, now = self._prompt, self._prompt.now
         least = limit = inf
-        for candidate, uncached in zip(self._candidates, self._uncached, strict=True):
+        for candidate, uncached, factor in zip(self._candidates, self._uncached, self._factors, strict=True):
             load = candidate.load
             if load.queued_prefill_tokens and load.busy_until - now > limit:
                 continue
@@ -215,7 +227,7 @@ class EachCandidate:
             ttft_s = expected_ttft_s(prompt, candidate, uncached)
             if ttft_s > limit:
                 continue
-            lost_s = self._others_s(load, uncached)
+            lost_s = self._others_s(load, uncached, factor)
             cost_s = ttft_s + lost_s
             if cost_s < least:
                 least, limit = cost_s, cost_limit(cost_s)

@@ -243,6 +243,20 @@ def test_a_busy_cluster_with_an_idle_replica_computes_anew() -> None:
     assert chosen(policy, [candidate("r0"), candidate("r1", 62, queued_prefill_tokens=2000)]) == "r0"
 
 
+def test_a_copy_costs_less_on_a_replica_that_is_seldom_busy() -> None:
+    """There it delays fewer of those who come. Else one that met many popular prefixes would keep them all."""
+    policy, busy = ExpectedTtft(), {"queued_prefill_tokens": 2000}
+    for number in range(300):
+        seldom = candidate("r0", **busy) if number % 2 else candidate("r0")
+        seen = [seldom, candidate("r1", **busy), candidate("r2", 62, **busy)]
+        policy.decide(replace(PROMPT, now=float(number)), seen, Random(0))
+
+    now = [candidate("r0"), candidate("r1"), candidate("r2", 62)]
+    seldom_s, often_s, holder_s = (row.others_s for row in policy.consider(PROMPT, now, Random(0)).table())
+
+    assert holder_s < seldom_s < often_s / 5
+
+
 def test_a_replica_that_takes_nothing_is_no_idle_one() -> None:
     """A draining replica has no queue, but nobody who comes can go there."""
     busy = [candidate(f"b{index}", queued_prefill_tokens=2000) for index in range(7)]
