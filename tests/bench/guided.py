@@ -145,9 +145,10 @@ def library_words() -> list[str]:
 def follow(guide: Guide, tokens: Sequence[int], size: int) -> Iterator[tuple[float, float]]:
     """Fill a mask before each token, and accept it; the microseconds of either."""
     words = np.empty(-(-size // 32), dtype=np.int32)
+    address = words.ctypes.data
     for token in tokens:
         started = time.thread_time_ns()
-        guide.fill(words)
+        guide.fill(words, address)
         filled = time.thread_time_ns()
         guide.accept((token,))
         yield (filled - started) / 1e3, (time.thread_time_ns() - filled) / 1e3

@@ -417,7 +417,7 @@ class FollowingGuide:
     def accept(self, token_ids: Sequence[int]) -> None:
         self.followed += token_ids
 
-    def fill(self, words: np.ndarray) -> None:
+    def fill(self, words: np.ndarray, address: int) -> None:
         self.filled_after.append(len(self.followed))
         words[:] = -1
 

@@ -277,7 +277,7 @@ def test_the_state_behind_any_token_follows_from_the_tokens(guides: GuideCompile
     def mask(guide: Any) -> list[int] | None:
         words = np.zeros(4096 // 32, dtype=np.int32)
         if guide.active and not guide.ended:
-            guide.fill(words)
+            guide.fill(words, words.ctypes.data)
             return list(words)
         return None
 
