@@ -39,6 +39,8 @@ class ChatTemplate:
         self._templates: Mapping[str, str] = {"default": template} if isinstance(template, str) else template or {}
         self._special_tokens = special_tokens
         self._compiled: dict[str, Template] = {}
+        #: OpenAI's newer name of the system's role: many templates leave messages of roles out that they do not know.
+        self._developer = "developer" if "developer" in self.source else "system"
 
     @property
     def source(self) -> str:
@@ -53,6 +55,9 @@ class ChatTemplate:
                 "continue_final_message cannot be combined with add_generation_prompt", param="messages"
             )
         messages = [_shown(each) for each in conversation.messages]
+        for message in messages:
+            if message["role"] == "developer":
+                message["role"] = self._developer
         tools = list(conversation.tools) if conversation.tools else None
         options = {"add_generation_prompt": conversation.add_generation_prompt, **self._special_tokens}
         arguments = conversation.template_arguments

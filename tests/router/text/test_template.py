@@ -55,6 +55,15 @@ def test_a_prompt_is_the_one_that_transformers_renders(template, chat):
     assert ours.render(chat) == wanted
 
 
+def test_templates_that_know_no_developer_get_a_system_message():
+    """Many leave out what they do not know, and then the model would never see its instructions."""
+    chat = TemplateInput([{"role": "developer", "content": "Be brief."}])
+    known = "{% if messages[0].role in ('system', 'developer') %}{{ messages[0].role }}{% endif %}"
+
+    assert ChatTemplate("{{ messages[0].role }}", {}).render(chat) == "system"
+    assert ChatTemplate(known, {}).render(chat) == "developer"
+
+
 def test_tools_take_the_template_made_for_them():
     """Some models ship two."""
     template = ChatTemplate({"default": "plain", "tool_use": "tools"}, {})
