@@ -52,8 +52,11 @@ class Asked(NamedTuple):
     param: str
 
 
-def requested(fields: Mapping[str, Any]) -> Asked | None:
-    """What these `FIELDS` of a body ask for; absent ones may be missing or None. Raises InvalidRequest."""
+def requested(fields: Mapping[str, Any], at: str = "response_format") -> Asked | None:
+    """What these `FIELDS` of a body ask for; absent ones may be missing or None. Raises InvalidRequest.
+
+    `at`: where the body holds its `response_format`; elsewhere a schema stands in it directly.
+    """
     asked: list[Asked] = []
 
     def ask(kind: ConstraintKind, source: str, param: str) -> None:
@@ -61,7 +64,7 @@ def requested(fields: Mapping[str, Any]) -> Asked | None:
 
     whitespace = fields.get("guided_whitespace_pattern")
     if (response_format := fields.get("response_format")) is not None:
-        _ask_response_format(response_format, ask)
+        _ask_response_format(response_format, ask, at)
     if (structured := fields.get("structured_outputs")) is not None:
         _ask_structured(structured, "structured_outputs.", ask)
     guided = {name.removeprefix("guided_"): fields[name] for name in FIELDS[2:6] if fields.get(name) is not None}
@@ -72,25 +75,25 @@ def requested(fields: Mapping[str, Any]) -> Asked | None:
     return asked[0] if asked else None
 
 
-def _ask_response_format(form: Any, ask: Callable[[ConstraintKind, str, str], None]) -> None:
+def _ask_response_format(form: Any, ask: Callable[[ConstraintKind, str, str], None], at: str) -> None:
     kind = form.get("type") if isinstance(form, dict) else None
     match kind:
         case "text":
             return
         case "json_object":
-            ask("json_object", "", "response_format")
+            ask("json_object", "", at)
         case "json_schema":
             given = form.get("json_schema")
-            param = "response_format.json_schema"
+            param = f"{at}.json_schema" if at == "response_format" else at
             if not isinstance(given, dict):
                 raise InvalidRequest.field(param, "expected an object with a 'schema'")
             lenient = given.get("strict") is False
             ask("json_schema", _schema(given.get("schema"), f"{param}.schema", lenient=lenient), f"{param}.schema")
         case "structural_tag":
-            ask("structural_tag", _encoded(form), "response_format")
+            ask("structural_tag", _encoded(form), at)
         case _:
             raise InvalidRequest.field(
-                "response_format.type", f"{kind!r} is not one of text, json_object, json_schema and structural_tag"
+                f"{at}.type", f"{kind!r} is not one of text, json_object, json_schema and structural_tag"
             )
 
 
@@ -155,11 +158,13 @@ def tool_calls(
     shape: CallShape | None,
     *,
     parallel: bool = True,
+    otherwise: Constraint | None = None,
 ) -> Asked | None:
     """What `tool_choice` and strict tools demand of models that write calls so; None: nothing. Raises InvalidRequest.
 
     "required" and a named tool allow calls only. Otherwise text is free, and the calls in it follow the schemas if one
-    of the tools is strict. The schemas of other tools may have keywords that are not supported; these are ignored.
+    of the tools is strict; with `otherwise`, an answer consists of calls or matches that. The schemas of other tools
+    may have keywords that are not supported; these are ignored.
     """
     functions = [tool["function"] for tool in tools]
     forced = tool_choice == "required" or isinstance(tool_choice, Mapping)
@@ -172,7 +177,12 @@ def tool_calls(
         parallel = False
     elif tool_choice == "required" and not functions:
         raise InvalidRequest.field("tool_choice", "'required' needs 'tools'")
-    elif not forced and (tool_choice == "none" or not any(each.get("strict") is True for each in functions)):
+    text = _form(otherwise) if otherwise is not None and not forced else None
+    if not forced and (
+        tool_choice == "none"
+        or (text is None and otherwise is not None)
+        or (text is None and not any(each.get("strict") is True for each in functions))
+    ):
         return None
     if shape is None:
         if not forced:
@@ -181,13 +191,25 @@ def tool_calls(
             "tool_choice", "only 'auto' and 'none' are supported, as it is not known how this model writes calls"
         )
     try:
-        form = shape.answers(functions, forced=forced, parallel=parallel)
+        form = shape.answers(functions, forced=forced, parallel=parallel, text=text)
         source = _encoded({"type": "structural_tag", "format": form})
     except (Unguidable, RecursionError) as error:
         param = "tool_choice" if forced else "tools"
         what = error if isinstance(error, Unguidable) else "a schema is nested too deeply"
         raise InvalidRequest.field(param, f"{what}") from error
     return Asked(Constraint(kind="structural_tag", source=source), "tools")
+
+
+def _form(constraint: Constraint) -> dict[str, Any] | None:
+    """A constraint as the format of a structural tag; None: it has none."""
+    match constraint.kind:
+        case "json_schema":
+            return {"type": "json_schema", "json_schema": msgspec.json.decode(constraint.source)}
+        case "json_object":
+            return {"type": "json_schema", "json_schema": {"type": "object"}}
+        case "regex":
+            return {"type": "regex", "pattern": constraint.source}
+    return None
 
 
 # The check

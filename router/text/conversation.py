@@ -136,6 +136,21 @@ class ToolChoice(msgspec.Struct, frozen=True):
     mode: Literal["auto", "none", "required"] = "auto"
     name: str | None = None
     parallel: bool = True  #: several calls in one answer
+    allowed: Sequence[str] = ()  #: the prompt shows all tools, but only these may be called; empty: all
+
+
+def allowed_names(given: Sequence[Any]) -> list[str]:
+    """The names of the tools that a choice allows, in the shape of chats or of Responses. Raises InvalidRequest."""
+    names = []
+    for each in given:
+        match each:
+            case {"function": {"name": str(name)}} | {"name": str(name)}:
+                names.append(name)
+            case _:
+                raise InvalidRequest("field 'tool_choice': each allowed tool needs a 'name'", param="tool_choice")
+    if not names:
+        raise InvalidRequest("field 'tool_choice': no tool is allowed; use 'none'", param="tool_choice")
+    return names
 
 
 class Reasoning(msgspec.Struct, frozen=True):
@@ -165,6 +180,7 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     reasoning: Reasoning = Reasoning()
     #: Fields that ask for structured output, as chat completions name them.
     output: Mapping[str, Any] = {}
+    output_at: str = "response_format"  #: the field of the body that holds the format, for errors
     session: str | None = None  #: requests of one session prefer one replica
     mark: CacheMark | None = None  #: keep the whole prompt
     add_generation_prompt: bool = True
@@ -184,6 +200,18 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
             continue_final_message=self.continue_final_message,
             template_arguments={**self.reasoning.template_arguments(), **self.template_arguments},
         )
+
+    def callable_tools(self) -> list[Tool]:
+        """The tools that the answer may call. Raises InvalidRequest."""
+        choice = self.tool_choice
+        known = {tool.name for tool in self.tools}
+        if unknown := [name for name in choice.allowed if name not in known]:
+            raise InvalidRequest(
+                f"field 'tool_choice': there is no tool {unknown[0]!r} in 'tools'", param="tool_choice"
+            )
+        if choice.mode == "none":
+            return []
+        return [tool for tool in self.tools if not choice.allowed or tool.name in choice.allowed]
 
     def marks(self) -> list[tuple[int, CacheMark]]:
         """Every mark with the index of its message; -1: up to the tools."""

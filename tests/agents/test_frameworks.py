@@ -42,8 +42,8 @@ def test_openai_agents(engine: Engine, api: str) -> None:
             engine.play(call("weather", city="Ulm"), ANSWER)
             must = agents.ModelSettings(tool_choice="required")
             forced = await agents.Runner.run(agents.Agent(tools=tools, model_settings=must, **given), QUESTION)
-            engine.play(FOX)
-            typed = await agents.Runner.run(agents.Agent(output_type=Fox, **given), "Who?")
+            engine.play(call("weather", city="Ulm"), FOX)
+            typed = await agents.Runner.run(agents.Agent(tools=tools, output_type=Fox, **given), "Who?")
             return [each.final_output for each in (whole, streamed, forced, typed)]
 
     assert asyncio.run(answers()) == [ANSWER, ANSWER, ANSWER, IDA]

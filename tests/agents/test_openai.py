@@ -7,7 +7,7 @@ import httpx
 import pytest
 from openai import OpenAI, pydantic_function_tool
 
-from .scripted import NAME, Engine
+from .scripted import NAME, Engine, call
 from .tasks import ANSWER, CITIES, FOX, FUNCTION, LOOP, QUESTION, TOOL, Fox, weather
 
 
@@ -50,6 +50,29 @@ def test_parse_makes_an_object_and_typed_arguments(client: OpenAI, engine: Engin
     assert fox.choices[0].message.parsed == Fox(name="Ida", age=3)
     [made] = called.choices[0].message.tool_calls or []
     assert made.function.parsed_arguments == Fox(name="Ida", age=3)
+
+
+def test_an_agent_with_a_schema_may_still_call_its_tools(client: OpenAI, engine: Engine) -> None:
+    """The schema is for the answer. Chats and Responses, whole and streamed."""
+    engine.play(call("weather", city="Ulm"), FOX)
+    messages: list = [{"role": "user", "content": QUESTION}]
+    given: dict = {"model": NAME, "messages": messages, "tools": [TOOL], "response_format": Fox}
+    with client.chat.completions.stream(**given) as stream:
+        called = stream.get_final_completion().choices[0].message
+    [made] = called.tool_calls or []
+    messages += [called.model_dump(exclude_none=True, exclude={"parsed"})]
+    messages += [{"role": "tool", "tool_call_id": made.id, "content": "7 degrees"}]
+    fox = client.chat.completions.parse(**{**given, "tools": [{**TOOL, "function": {**FUNCTION, "strict": True}}]})
+
+    items: list = [{"role": "user", "content": QUESTION}]
+    asked: dict = {"model": NAME, "input": items, "tools": [{"type": "function", **FUNCTION}], "text_format": Fox}
+    with client.responses.stream(**asked) as events:
+        events.until_done()
+        items += [each.model_dump(exclude_none=True) for each in events.get_final_response().output]
+    items.append({"type": "function_call_output", "call_id": items[-1]["call_id"], "output": "7 degrees"})
+
+    assert json.loads(made.function.arguments) == {"city": "Ulm"}
+    assert fox.choices[0].message.parsed == client.responses.parse(**asked).output_parsed == Fox(name="Ida", age=3)
 
 
 def test_responses_loop_over_tools_created_and_streamed(client: OpenAI, engine: Engine) -> None:

@@ -10,7 +10,7 @@ from ....replica.messages import PositionLogprobs, TokenLogprob
 from ...errors import InvalidRequest
 from ...text import conversation as typed
 from ...text.answer import Ending, TextDelta, TokenAt
-from ...text.conversation import CacheMark, Conversation, Message, Tool, ToolCall, ToolChoice
+from ...text.conversation import CacheMark, Conversation, Message, Tool, ToolCall, ToolChoice, allowed_names
 from ...text.encoder_threads import Sender
 from ...text.parsers.deltas import Content, Delta, Reasoning, ToolCallArguments, ToolCallStart
 from ..front import Front, Served
@@ -123,9 +123,13 @@ def _tool_choice(body: ChatBody) -> ToolChoice:
             return ToolChoice(given, None, parallel)
         case {"type": "function", "function": {"name": str(name)}}:
             return ToolChoice("required", name, parallel)
+        case {"type": "allowed_tools", "allowed_tools": {"mode": ("auto" | "required") as mode, "tools": list(tools)}}:
+            return ToolChoice(mode, None, parallel, allowed_names(tools))
         case _:
             raise InvalidRequest.field(
-                "tool_choice", "expected auto, none, required or {'type': 'function', 'function': {'name': ...}}"
+                "tool_choice",
+                "expected auto, none, required, {'type': 'function', 'function': {'name': ...}} "
+                "or {'type': 'allowed_tools', 'allowed_tools': {'mode': ..., 'tools': [...]}}",
             )
 
 

@@ -226,16 +226,21 @@ def conversation(body: CountBody, settings: RouterSettings) -> Conversation:
     if choice is not None and choice.type != "auto":
         mode = "none" if choice.type == "none" else "required"
     thinking = None if body.thinking is None else body.thinking.type != "disabled"
+    last = messages[-1] if messages else None
+    prefilled = last is not None and last.role == "assistant" and not last.tool_calls and bool(last.content)
     return Conversation(
         messages=messages,
+        add_generation_prompt=not prefilled,
+        continue_final_message=prefilled,
         tools=list(_tools(body.tools or (), settings)),
         tool_choice=ToolChoice(
             mode,
-            choice.name if choice and choice.type == "tool" else None,
+            (choice.name or "") if choice and choice.type == "tool" else None,
             not (choice and choice.disable_parallel_tool_use),
         ),
         reasoning=Reasoning(thinking, output.effort),
         output=_output(body.output_format or output.format),
+        output_at="output_format" if body.output_format else "output_config.format",
         session=body.metadata.user_id if body.metadata else None,
         mark=_mark(body.cache_control, "cache_control", settings),
         template_arguments=body.chat_template_kwargs or {},

@@ -13,7 +13,17 @@ from msgspec import Meta
 
 from ...errors import InvalidRequest, RouterError
 from ...text.answer import Block, TextDelta
-from ...text.conversation import Conversation, Message, Reasoning, Tool, ToolCall, ToolChoice, function_tool, merged
+from ...text.conversation import (
+    Conversation,
+    Message,
+    Reasoning,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    allowed_names,
+    function_tool,
+    merged,
+)
 from ...text.encoder_threads import Sender
 from ..front import Front, Served
 from ..generation import Job, RunningChoice
@@ -205,6 +215,7 @@ def conversation(body: ResponsesBody) -> Conversation:
         tool_choice=_tool_choice(body),
         reasoning=Reasoning(effort=reasoning.effort),
         output=_output(body),
+        output_at="text.format",
         session=body.prompt_cache_key if isinstance(body.prompt_cache_key, str) else None,
         mark=mark(body.cache_control, "cache_control"),
         template_arguments=body.chat_template_kwargs or {},
@@ -284,8 +295,13 @@ def _tool_choice(body: ResponsesBody) -> ToolChoice:
     match shown_choice(body.tool_choice):
         case {"type": "function" | "custom", "name": str(name)}:
             return ToolChoice("required", name, parallel)
-        case ("auto" | "none" | "required" as mode) | {"mode": ("auto" | "required" as mode)}:
+        case "auto" | "none" | "required" as mode:
             return ToolChoice(mode, None, parallel)
+        case {"mode": ("auto" | "required") as mode, "tools": list(tools)}:
+            own = [each for each in tools if not isinstance(each, dict) or each.get("type") in ("function", "custom")]
+            if tools and not own:
+                return ToolChoice("none", None, parallel)
+            return ToolChoice(mode, None, parallel, allowed_names(own))
         case _:
             raise InvalidRequest.field("tool_choice", "expected auto, none, required or a tool")
 

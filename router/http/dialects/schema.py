@@ -241,7 +241,7 @@ HARMLESS = {"modalities": ["text"], "function_call": "none"}
 EXPECTED = {
     "cache_control.ttl": "give seconds above 0, or one of '5m' and '1h'",
     "cache_control.type": "the only value is 'ephemeral'",
-    "role": "one of system, developer, user, assistant, tool and function",
+    "role": "one of system, user, assistant and, in OpenAI's APIs, developer, in chats also tool and function",
 }
 
 #: `Expected ... - at `$.logit_bias[...]``; for the keys of maps, `at `key` in `$.logit_bias``.

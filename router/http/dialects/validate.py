@@ -246,10 +246,12 @@ async def conversation_job(
     if thoughts is not None:
         tail = text.decode(token_ids[-TAIL_TOKENS:])
     opened = thoughts is not None and thoughts.opened_by(tail)
-    asked = requested_output(body, conversation.output)
+    asked = requested_output(body, conversation.output, conversation.output_at)
     calls: Asked | None = None
-    if _guides_calls(conversation):
+    if _guides_calls(conversation, asked):
         calls = await text.prepare(lambda: _calls(served, conversation, asked), sender)
+        if calls is not None and asked is not None:
+            await text.constraints.check(asked)  # so that an error names its field
     guided = _guided(served, conversation, asked, calls, tail)
     found = job(
         front,
@@ -280,7 +282,7 @@ def _parsing(
     `opened`: the answer begins inside of reasoning.
     """
     calls, thoughts, choice = served.calls, served.thoughts, conversation.tool_choice
-    shown = () if calls is None or choice.mode == "none" else conversation.tools
+    shown = conversation.callable_tools() if calls is not None and conversation.tools else ()
     if thoughts is None and not shown:
         return None
     tools = {tool.name: tool.parameters for tool in shown}
@@ -317,12 +319,12 @@ def decoded_arguments(arguments: Any, param: str) -> Any:
         raise InvalidRequest.field(param, "'arguments' is not valid JSON") from error
 
 
-def requested_output(body: Body, fields: Mapping[str, Any]) -> Asked | None:
+def requested_output(body: Body, fields: Mapping[str, Any], at: str = "response_format") -> Asked | None:
     """What the answer must match, by the fields that all bodies have and by `fields`. Raises InvalidRequest."""
     given = _output_fields(body)
     if not fields and given == _NO_OUTPUT_FIELDS:
         return None
-    return requested({**dict(zip(_OUTPUT_FIELDS, given, strict=True)), **fields})
+    return requested({**dict(zip(_OUTPUT_FIELDS, given, strict=True)), **fields}, at)
 
 
 def _guided(
@@ -343,25 +345,26 @@ def _guided(
     return guiding._replace(constraint=msgspec.structs.replace(guiding.constraint, opener=opening, after=after))
 
 
-def _guides_calls(conversation: Conversation) -> bool:
+def _guides_calls(conversation: Conversation, asked: Asked | None) -> bool:
     """Whether the tools may ask something of the answer."""
     return conversation.tool_choice.mode == "required" or any(
-        tool.definition["function"].get("strict") is True for tool in conversation.tools
+        asked is not None or tool.definition["function"].get("strict") is True for tool in conversation.tools
     )
 
 
 def _calls(served: Served, conversation: Conversation, asked: Asked | None) -> Asked | None:
     """What the tools ask of the answer: calls, if these are required, or else that calls follow strict schemas.
 
-    Another constraint, `asked`, applies if no calls are required.
+    If no calls are required, an answer without any must match `asked`; None: `asked` alone applies.
     """
     choice = conversation.tool_choice
-    if choice.mode != "required" and (asked is not None or not conversation.tools):
+    definitions = [tool.definition for tool in conversation.callable_tools()]
+    if choice.mode != "required" and not definitions:
         return None
     shape = None if served.calls is None else shape_of(served.calls.shapes, served.text.templates)
     wanted = choice.mode if choice.name is None else {"function": {"name": choice.name}}
-    definitions = [tool.definition for tool in conversation.tools]
-    return tool_calls(definitions, wanted, shape, parallel=choice.parallel)
+    otherwise = None if asked is None else asked.constraint
+    return tool_calls(definitions, wanted, shape, parallel=choice.parallel, otherwise=otherwise)
 
 
 def check_token_ids(token_ids: Collection[int], vocab_size: int, param: str) -> None:

@@ -43,8 +43,11 @@ class CallShape:
     before: Form | None = None  #: what may precede calls or text
     text: Form | None = None  #: an answer without calls, if it has no trigger
 
-    def answers(self, functions: Sequence[Function], *, forced: bool, parallel: bool) -> Form:
-        """The format of answers that may call these. `forced`: they call, and say nothing else. Raises Unguidable."""
+    def answers(self, functions: Sequence[Function], *, forced: bool, parallel: bool, text: Form | None = None) -> Form:
+        """The format of answers that may call these. `forced`: they call, and say nothing else. Raises Unguidable.
+
+        `text`: what an answer without calls must be; None: any text.
+        """
         one = [self.call(each) for each in functions]
         once = not (parallel and self.parallel)
         calls: Form = {
@@ -56,10 +59,13 @@ class CallShape:
         }
         if self.opener:
             calls = _tag(self.opener, calls, self.closer)
-        if self.trigger and not forced:
+        if text is not None and self.text is not None and self.text["type"] == "tag":
+            text = {**self.text, "content": text}
+        if self.trigger and not forced and text is None:
             tags = [calls] if self.opener else one
             return {"type": "triggered_tags", "triggers": [self.trigger], "tags": tags, "stop_after_first": once}
-        form = calls if forced or self.text is None else _or(calls, self.text)
+        text = text or self.text
+        form = calls if forced or text is None else _or(calls, text)
         return form if self.before is None else _sequence(self.before, form)
 
 

@@ -171,6 +171,23 @@ def test_strict_tools_guide_calls_and_leave_text_free() -> None:
     assert tool_calls([strict], "none", SHAPE) is None
 
 
+def test_with_tools_an_answer_is_calls_or_what_was_asked_for() -> None:
+    """Agents ask for both: the model looks something up, and then answers by the schema."""
+    wanted = requested({"guided_json": {**SCHEMA, "required": ["b"], "additionalProperties": False}})
+    assert wanted is not None
+    asked = tool_calls([WEATHER], "auto", SHAPE, otherwise=wanted.constraint)
+
+    assert allows(asked, CALL)
+    assert allows(asked, '{"b": 1}')
+    assert not allows(asked, "It is sunny.")
+    assert not allows(asked, CALL.replace("city", "town"))
+    assert not allows(asked, f'{{"b": 1}}{CALL}')
+    assert allows(tool_calls([WEATHER], "auto", SHAPE, otherwise=Constraint(kind="json_object", source="")), "{}")
+    assert allows(tool_calls([WEATHER], "auto", SHAPE, otherwise=Constraint(kind="regex", source="a+")), "aa")
+    for choice, kind in (("none", "json_object"), ("auto", "grammar")):
+        assert tool_calls([WEATHER], choice, SHAPE, otherwise=Constraint(kind=kind, source="")) is None  # it alone
+
+
 def test_a_schema_that_is_nested_without_end_is_refused() -> None:
     """By name, not by a crash."""
     schema: dict[str, Any] = {}

@@ -419,6 +419,29 @@ async def test_a_required_call_constrains_the_answer(agent: AsyncOpenAI, backend
         )
 
 
+async def test_only_allowed_tools_are_called(agent: AsyncOpenAI, backend: FakeBackend, text_model: TextModel):
+    """The prompt shows all of them, so that it stays cached whatever is allowed."""
+    backend.script = reply(list(text_model.encode_now([CALL], special_tokens=False)[0]))
+    clock = {"type": "function", "function": {"name": "clock"}}
+    given = {"model": "demo", "messages": MESSAGES, "tools": [WEATHER, clock]}
+
+    def only(name: str, mode: str) -> dict:
+        allowed = {"mode": mode, "tools": [{"type": "function", "function": {"name": name}}]}
+        return {"type": "allowed_tools", "allowed_tools": allowed}
+
+    choices = (only("weather", "auto"), only("clock", "auto"), only("clock", "required"))
+    answers = [await agent.chat.completions.create(**given, tool_choice=choice) for choice in choices]
+
+    assert [bool(answer.choices[0].message.tool_calls) for answer in answers] == [True, False, False]
+    assert len({request.token_ids for request in backend.requests}) == 1
+    source = backend.requests[-1].constraint.source
+    assert "clock" in source
+    assert "weather" not in source
+    for wrong in (only("other", "auto"), {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [5]}}):
+        with pytest.raises(openai.BadRequestError, match="'tool_choice'"):
+            await agent.chat.completions.create(**given, tool_choice=wrong)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_what_an_engine_told_apart_is_shown_as_it_is(
     client: httpx.AsyncClient, front: Front, backend: FakeBackend, settings: RouterSettings, stream: bool

@@ -94,6 +94,18 @@ async def test_anthropics_client_streams_reasoning_and_calls(claude: "AsyncAnthr
         assert message.stop_reason == "tool_use"
 
 
+async def test_the_answer_continues_a_message_of_the_assistant(client, backend: FakeBackend, text_model: TextModel):
+    """Callers begin answers with `{`; but what ends with a call is no beginning."""
+    call = [{"type": "tool_use", "id": "t1", "name": "weather", "input": {}}]
+    for content in ("Once upon", call):
+        messages = [*ASKED["messages"], {"role": "assistant", "content": content}]
+        await client.post(PATH, json=ASKED | {"messages": messages})
+
+    begun, called = [text_model.decode(token_array(request.token_ids)) for request in backend.requests]
+    assert begun.endswith("assistant\nOnce upon")
+    assert called.endswith("assistant\n")
+
+
 async def test_a_stop_sequence_is_named(client: httpx.AsyncClient):
     """It is the only way to tell which of several it was."""
     message = (await client.post(PATH, json=ASKED | {"stop_sequences": ["zebra", " an owl"]})).json()
@@ -246,6 +258,8 @@ def test_blocks_become_turns():
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
         ({"tools": [{"input_schema": {}}]}, "tools[0].name"),
         ({"tool_choice": {"type": "perhaps"}}, "tool_choice.type"),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": 5}}}, "output_config.format.schema"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
     ],
 )

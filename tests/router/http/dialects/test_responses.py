@@ -146,6 +146,19 @@ def test_items_become_turns_behind_one_system_message():
     assert (made.session, made.tool_choice.mode, made.tool_choice.name) == ("session-1", "required", "weather")
 
 
+def test_allowed_tools_are_those_that_may_be_called():
+    """Tools of OpenAI's servers among them count for nothing."""
+
+    def callable_names(*tools: dict) -> list[str]:
+        choice = {"type": "allowed_tools", "mode": "auto", "tools": tools}
+        body = {"input": "Go", "tools": [TOOL, CUSTOM], "tool_choice": choice}
+        return [tool.name for tool in conversation(RESPONSES.decoder.decode(json.dumps(body))).callable_tools()]
+
+    custom, search = {"type": "custom", "name": "apply_patch"}, {"type": "web_search"}
+    assert callable_names(custom, search) == ["apply_patch"]
+    assert callable_names(search) == []
+
+
 @pytest.mark.parametrize(
     ("changes", "param"),
     [
@@ -157,6 +170,9 @@ def test_items_become_turns_behind_one_system_message():
         ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tool_choice": "perhaps"}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice"),
+        ({"text": {"format": {"type": "yaml"}}}, "text.format.type"),
+        ({"text": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "text.format.schema"),
         ({"chat_template_kwargs": {"add_generation_prompt": False}}, "chat_template_kwargs.add_generation_prompt"),
     ],
 )

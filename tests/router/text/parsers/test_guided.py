@@ -150,6 +150,14 @@ def calls_in(
     return [(name, json.loads(each)) for name, each in zip(names, arguments, strict=True)]
 
 
+def allowed(form: Mapping[str, Any], family: str, text: str) -> bool:
+    """Whether an answer may be this text."""
+    matcher, alphabet = matcher_of(form, family)
+    pieces = re.split(f"({'|'.join(map(re.escape, alphabet.ids))})", text) if alphabet.ids else [text]
+    tokens = [id for each in pieces for id in ([alphabet.ids[each]] if each in alphabet.ids else each.encode())]
+    return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
+
+
 def check(calls: Sequence[tuple[str, Any]], functions: Sequence[Mapping[str, Any]]) -> None:
     import jsonschema  # not at the top: every process of a run collects this file, and one runs it
 
@@ -189,12 +197,19 @@ def test_strict_tools_leave_text_free_and_guide_calls(family: str, shape: CallSh
     called = shape.answers([SOME], forced=True, parallel=False)
     for seed in range(4):
         check(calls_in(family, written(form, family, seed), [SOME], only=False), [SOME])
-        matcher, alphabet = matcher_of(form, family)
-        text = written(called, family, seed)
-        pieces = re.split(f"({'|'.join(map(re.escape, alphabet.ids))})", text) if alphabet.ids else [text]
-        tokens = [id for each in pieces for id in ([alphabet.ids[each]] if each in alphabet.ids else each.encode())]
-        assert matcher.try_consume_tokens(tokens) == len(tokens)
-        assert matcher.is_accepting()
+        assert allowed(form, family, written(called, family, seed))
+
+
+@pytest.mark.parametrize(("family", "shape"), SHAPES, ids=NAMES)
+def test_an_answer_without_calls_is_what_was_asked_for(family: str, shape: CallShape) -> None:
+    """With harmony, on the channel of answers."""
+    wanted = {"type": "json_schema", "json_schema": {"const": {"a": 1}}}
+    form = shape.answers([SOME], forced=False, parallel=True, text=wanted)
+    said = ("<|channel|>final<|message|>" if family == "harmony" else "") + '{"a":1}'
+
+    assert allowed(form, family, said)
+    assert not allowed(form, family, said.replace("1", "2"))
+    assert allowed(form, family, written(shape.answers([SOME], forced=True, parallel=False), family, 0))
 
 
 @pytest.mark.parametrize(
