@@ -30,7 +30,7 @@ def explain(
     raw: Annotated[bool, option("no chat template: the prompt of a completion")] = False,
     asked_model: ServedModel = None,
     body: Annotated[
-        str | None, option("JSON body of a chat or completion request, instead of a prompt", metavar="FILE")
+        str | None, option("JSON body of a request (of any API), instead of a prompt", metavar="FILE")
     ] = None,
     diff: Annotated[
         tuple[str, str] | None, option("two such files: where their prompts begin to differ", metavar="FILE")

@@ -34,7 +34,7 @@ from .dialects.completions import COMPLETION, Completion, CompletionBody
 from .dialects.dialect import BodyType, Dialect, StreamWriter, WholeWriter
 from .dialects.embeddings import EmbeddingBuilder, EmbeddingsBody, EmbeddingsResponse
 from .dialects.embeddings import job as embeddings_job
-from .dialects.responses import RESPONSES, Response, items_of, shown_item
+from .dialects.responses import RESPONSES, Response, ResponsesBody, items_of, shown_item
 from .dialects.schema import (
     ENCODER,
     MAX_IGNORED,
@@ -146,10 +146,25 @@ class DeletedResponse(msgspec.Struct, frozen=True):
     deleted: bool = True
 
 
+class _ToolKind(msgspec.Struct):
+    """Tells a tool of Messages from one of chats."""
+
+    input_schema: msgspec.Raw | UnsetType = UNSET
+
+
 class _Kind(msgspec.Struct):
-    """Tells a chat's body from a completion's."""
+    """Tells the bodies of dialects apart. Messages without a system prompt and tools pass for a chat."""
 
     messages: msgspec.Raw | UnsetType = UNSET
+    input: msgspec.Raw | UnsetType = UNSET
+    system: msgspec.Raw | UnsetType = UNSET
+    tools: list[_ToolKind] | None = None
+
+    def dialect(self) -> Dialect[Any]:
+        if self.messages is UNSET:
+            return COMPLETION if self.input is UNSET else RESPONSES
+        anthropic = self.system is not UNSET or any(tool.input_schema is not UNSET for tool in self.tools or ())
+        return messages.MESSAGES if anthropic else CHAT
 
 
 class Tokenized(msgspec.Struct, frozen=True):
@@ -169,7 +184,7 @@ class DetokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class DiffBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Two completion or chat bodies."""
+    """Two bodies of requests."""
 
     a: msgspec.Raw
     b: msgspec.Raw
@@ -358,7 +373,7 @@ class Explained(Explanation, frozen=True, kw_only=True):
 
 
 async def explain(front: Front, exchange: Exchange) -> None:
-    """Report the routing decision for a completion or chat body; nothing is generated."""
+    """Report the routing decision for a request of any dialect; nothing is generated."""
     caller = Caller(front, exchange)
     caller.check()
     job, salt = await _job(front, caller, exchange, exchange.request.body)
@@ -405,9 +420,8 @@ async def explain_diff(front: Front, exchange: Exchange) -> None:
 
 
 async def _job(front: Front, caller: Caller, exchange: Exchange, data: bytes) -> tuple[Job, bytes]:
-    """What a completion or chat body requests, and the salt of its cached blocks."""
-    kind = await decoded(front, caller, exchange, _KIND, part=data)
-    dialect: Dialect[Any] = COMPLETION if kind.messages is UNSET else CHAT
+    """What a body of any dialect requests, and the salt of its cached blocks."""
+    dialect = (await decoded(front, caller, exchange, _KIND, part=data)).dialect()
     body = await decoded(front, caller, exchange, dialect.decoder, lenient=True, unknown=dialect.unknown, part=data)
     sender = caller.sender(body.cache_salt)
     return await dialect.job(front, await front.served(body.model), body, sender), sender.salt
@@ -643,7 +657,14 @@ ENDPOINTS = (
     Endpoint("POST", "/tokenize", tokenize, "text or chat to token ids", Tokenized, (TokenizeBody,)),
     Endpoint("POST", "/detokenize", detokenize, "token ids to text", Detokenized, (DetokenizeBody,)),
     Endpoint("GET", "/tokenizer_info", tokenizer_info, "special tokens and chat template of the model"),
-    Endpoint("POST", "/explain", explain, "the routing decision for a body", Explained, (CompletionBody, ChatBody)),
+    Endpoint(
+        "POST",
+        "/explain",
+        explain,
+        "the routing decision for a body",
+        Explained,
+        (CompletionBody, ChatBody, ResponsesBody, messages.MessagesBody),
+    ),
     Endpoint("POST", "/explain/diff", explain_diff, "where the prompts of two bodies differ", Diff, (DiffBody,)),
     Endpoint(
         "POST",

@@ -83,12 +83,24 @@ async def test_tokenize_wants_one_of_prompt_and_messages(client: httpx.AsyncClie
 
 
 async def test_explain_generates_nothing(client: httpx.AsyncClient, backend: FakeBackend):
-    """It takes the very body that would be sent, of either kind."""
-    for body in ({"messages": MESSAGES}, {"prompt": "hi"}):
+    """It takes the very body that would be sent, of any API."""
+    system, tool = "You tell stories.", {"name": "look", "input_schema": {"type": "object"}}
+    claude = {"messages": MESSAGES, "max_tokens": 9}
+    lengths = []
+    for body in (
+        {"prompt": "hi"},
+        {"messages": MESSAGES},
+        claude | {"system": system},
+        claude | {"tools": [tool]},
+        {"input": "hi"},
+    ):
         response = await client.post("/explain", json=body)
 
         assert (response.status_code, response.json()["chosen"]) == (200, "r0")
-        assert response.json()["prompt_tokens"] > 0
+        lengths.append(response.json()["prompt_tokens"])
+    _, chat, with_system, with_tools, response_ = lengths
+    assert with_system > chat
+    assert min(chat, with_tools, response_) > 0
     assert backend.requests == []
 
 
