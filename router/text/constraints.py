@@ -158,13 +158,15 @@ def tool_calls(
     shape: CallShape | None,
     *,
     parallel: bool = True,
+    restricted: bool = False,
     otherwise: Constraint | None = None,
 ) -> Asked | None:
     """What `tool_choice` and strict tools demand of models that write calls so; None: nothing. Raises InvalidRequest.
 
     "required" and a named tool allow calls only. Otherwise text is free, and the calls in it follow the schemas if one
-    of the tools is strict; with `otherwise`, an answer consists of calls or matches that. The schemas of other tools
-    may have keywords that are not supported; these are ignored.
+    of the tools is strict, or if the model sees more tools than these (`restricted`); with `otherwise`, an answer
+    consists of calls or matches that. The schemas of other tools may have keywords that are not supported; these are
+    ignored.
     """
     functions = [tool["function"] for tool in tools]
     forced = tool_choice == "required" or isinstance(tool_choice, Mapping)
@@ -181,7 +183,7 @@ def tool_calls(
     if not forced and (
         tool_choice == "none"
         or (text is None and otherwise is not None)
-        or (text is None and not any(each.get("strict") is True for each in functions))
+        or (text is None and not restricted and not any(each.get("strict") is True for each in functions))
     ):
         return None
     if shape is None:

@@ -347,9 +347,10 @@ def _guided(
 
 def _guides_calls(conversation: Conversation, asked: Asked | None) -> bool:
     """Whether the tools may ask something of the answer."""
-    return conversation.tool_choice.mode == "required" or any(
-        asked is not None or tool.definition["function"].get("strict") is True for tool in conversation.tools
-    )
+    choice, tools = conversation.tool_choice, conversation.tools
+    if choice.mode == "required" or choice.allowed or (asked is not None and tools):
+        return True
+    return any(tool.definition["function"].get("strict") is True for tool in tools)
 
 
 def _calls(served: Served, conversation: Conversation, asked: Asked | None) -> Asked | None:
@@ -364,7 +365,8 @@ def _calls(served: Served, conversation: Conversation, asked: Asked | None) -> A
     shape = None if served.calls is None else shape_of(served.calls.shapes, served.text.templates)
     wanted = choice.mode if choice.name is None else {"function": {"name": choice.name}}
     otherwise = None if asked is None else asked.constraint
-    return tool_calls(definitions, wanted, shape, parallel=choice.parallel, otherwise=otherwise)
+    restricted = bool(choice.allowed)
+    return tool_calls(definitions, wanted, shape, parallel=choice.parallel, restricted=restricted, otherwise=otherwise)
 
 
 def check_token_ids(token_ids: Collection[int], vocab_size: int, param: str) -> None:
