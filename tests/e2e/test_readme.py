@@ -124,6 +124,17 @@ def test_a_schema_is_filled_as_a_stream(cluster: Serving) -> None:
 
 
 @pytest.mark.cluster
+def test_the_explained_prompt_is_as_long_as_shown(cluster: Serving) -> None:
+    """The demo model's vocabulary changes, and with it every number of tokens."""
+    [(prompt, times)] = re.findall(r"the prompt is `(.+)` (\d+) times", README)
+    messages = [{"role": "user", "content": prompt * int(times)}]
+
+    found = cluster.post("/explain", {"messages": messages})
+
+    assert f"{found['prompt_tokens']} tokens in {found['prompt_blocks']} full blocks" in README
+
+
+@pytest.mark.cluster
 def test_the_subscriber_snippet_prints_what_a_replica_holds(cluster: Serving, tmp_path: Path) -> None:
     """A subscriber that comes late is told the present state first."""
     (snippet,) = [code for code in python if "follow_sync" in code]
