@@ -174,8 +174,9 @@ async def job(front: Front, served: Served, body: ResponsesBody, sender: Sender)
         raise InvalidRequest.field("prompt", "this server stores no prompts; send it as 'instructions'")
     if body.background:
         raise InvalidRequest.field("background", "this server stores no responses to return later")
-    if body.top_logprobs:
-        raise InvalidRequest.field("top_logprobs", "not supported here; use chat completions")
+    for name, asks in (("top_logprobs", bool(body.top_logprobs)), ("include", "logprobs" in str(body.include))):
+        if asks:
+            raise InvalidRequest.field(name, "responses have no logprobs here; use chat completions")
     if body.n not in (None, 1):
         raise InvalidRequest.field("n", "a response has one choice")
     return await conversation_job(
