@@ -167,8 +167,9 @@ def case_of(rng: Random) -> Case:
             )
             return Case(*chat(f"Which {rng.randrange(1000)}?", structured_outputs=wanted), said="")
         case 3:
-            choice = rng.choice(["any", "named"])
-            return Case(*asked(rng, tools=True, choice=choice), said="", tools="hermes")
+            choice = rng.choice(["any", "named", ""])
+            output = None if choice else NESTED  # calls, or an answer by the schema
+            return Case(*asked(rng, output=output, tools=True, choice=choice), said="", tools="hermes")
         case 4:
             return Case(*asked(rng), said=f"<think>{PROSE}</think>{PROSE}", reasoning="think")
         case _:
