@@ -203,15 +203,14 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
 
     def callable_tools(self) -> list[Tool]:
         """The tools that the answer may call. Raises InvalidRequest."""
-        choice = self.tool_choice
-        known = {tool.name for tool in self.tools}
-        if unknown := [name for name in choice.allowed if name not in known]:
+        choice, allowed = self.tool_choice, set(self.tool_choice.allowed)  # either may have thousands
+        if unknown := allowed.difference([tool.name for tool in self.tools]):
             raise InvalidRequest(
-                f"field 'tool_choice': there is no tool {unknown[0]!r} in 'tools'", param="tool_choice"
+                f"field 'tool_choice': there is no tool {min(unknown)!r} in 'tools'", param="tool_choice"
             )
         if choice.mode == "none":
             return []
-        return [tool for tool in self.tools if not choice.allowed or tool.name in choice.allowed]
+        return [tool for tool in self.tools if not allowed or tool.name in allowed]
 
     def marks(self) -> list[tuple[int, CacheMark]]:
         """Every mark with the index of its message; -1: up to the tools."""
