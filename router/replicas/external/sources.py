@@ -4,6 +4,7 @@
 """
 
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -44,10 +45,25 @@ class EngineFile:
         return [(EngineAddress(each) if isinstance(each, str) else each).check() for each in listed]
 
 
+def addresses_of(host: str, port: int) -> set[str]:
+    """Those of a name in DNS; none if it is unknown."""
+    try:
+        return {str(each[4][0]) for each in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+    except OSError:
+        return set()
+
+
 class EngineName:
     """One engine at each address of a host name."""
 
-    def __init__(self, address: Address, events: str, replay: str) -> None:
+    def __init__(
+        self,
+        address: Address,
+        events: str,
+        replay: str,
+        resolve: Callable[[str, int], set[str]] = addresses_of,
+    ) -> None:
+        self._resolve = resolve
         self.name = address.url
         self._address = address
         self._ports = events, replay
@@ -56,11 +72,7 @@ class EngineName:
     def read(self) -> list[EngineAddress] | None:
         """A name without an address lists no engines. Where event sockets have its name, each engine's host is put."""
         about = self._address
-        try:
-            found = socket.getaddrinfo(about.host, about.port, type=socket.SOCK_STREAM)
-        except OSError:
-            found = []
-        hosts = sorted({str(each[4][0]) for each in found})
+        hosts = sorted(self._resolve(about.host, about.port))
         if hosts == self._seen:
             return None
         self._seen = hosts

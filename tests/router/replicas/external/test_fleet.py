@@ -102,3 +102,22 @@ def test_a_name_stands_for_its_addresses() -> None:
 
     assert source.read() == [EngineAddress("http://127.0.0.1:81", "tcp://127.0.0.1:5557")]
     assert source.read() is None
+
+
+def test_engines_follow_the_addresses_of_their_name() -> None:
+    """Pods come and go. Each is an engine with event sockets of its own; one that stays keeps its name."""
+    known = [{"10.0.0.1", "10.0.0.2"}, {"fd00::3", "10.0.0.2"}, set[str]()]
+    answers = iter(known)
+    name = Address.of("dns+http://vllm.default.svc:8000")
+    source = EngineName(name, "tcp://vllm.default.svc:5557", "", lambda host, port: next(answers))
+    fleet, seen = Fleet(), []
+    for _ in known:
+        fleet.replace(source.read() or [], source.name)
+        seen.append({engine.name: (engine.address.url, engine.address.events) for engine in fleet.engines.values()})
+
+    second = ("http://10.0.0.2:8000", "tcp://10.0.0.2:5557")
+    assert seen == [
+        {"b0": ("http://10.0.0.1:8000", "tcp://10.0.0.1:5557"), "b1": second},
+        {"b1": second, "b2": ("http://[fd00::3]:8000", "tcp://[fd00::3]:5557")},
+        {},
+    ]
