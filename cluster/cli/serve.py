@@ -23,6 +23,7 @@ from .. import local_ray
 from ..client import get_json, is_ready
 from ..config import Settings, state_folder
 from ..control.autoscale import most_ranks
+from ..control.compiled_kernels import begin_to_compile
 from ..control.control_messages import CONTROLLER, SUPERVISOR, ClusterStatus, ModelSpec
 from ..devices import settle
 from ..errors import ClusterError, RayLost, StartFailed
@@ -118,6 +119,8 @@ class ServeRun:
         """Serve the models in these folders until a signal; returns the exit code."""
         self._register()
         self._handle_signals()
+        models = zip(self._settings.each_model, folders, strict=True)
+        self._compilers = [begin_to_compile(each, folder) for each, folder in models if folder is not None]
         try:
             self._start_ray()
             self._start(folders)

@@ -4,7 +4,6 @@ Imported by the driver, run in the actors: torch and the HTTP server are importe
 """
 
 import asyncio
-import contextlib
 import logging
 import os
 import secrets
@@ -29,6 +28,7 @@ from ..config import ClusterSettings
 from ..logs import RequestLog
 from ..model_source import find_model
 from .actors import Router, describe, node_address
+from .compiled_kernels import prepare_torch
 from .control_messages import Listening, Models, ModelSpec, RankSpec
 from .rank_groups import socket_folder
 
@@ -148,36 +148,6 @@ def share_of_memory(cache: KvCacheSettings, cluster: ClusterSettings, ranks: int
     if cluster.ray_address and cluster.cpus_per_rank:
         ranks = min(ranks, int(cores / cluster.cpus_per_rank))
     return msgspec.structs.replace(cache, cpu_memory_utilization=cache.cpu_memory_utilization / max(1, ranks))
-
-
-#: Variables that torch reads when it is imported.
-#:
-#: Large pages: a killed process frees its memory before it closes its sockets, and only then routers notice its end.
-#: With 844 MB in small pages that took 130 to 220 ms after SIGKILL on two busy cores, 65 ms with the KV pool in large
-#: ones.
-#:
-#: The two caches are oneDNN's and torch's own of what was compiled for a shape, 1,024 entries each by default. Steps
-#: have all kinds of row counts, so they fill: 0.55 MB an entry for a layer of 4,096 x 256, and a replica of the demo
-#: model grew from 0.6 to 1.3 GB in 3,300 requests. With 64 entries 700 requests took the same CPU time (33.4 and
-#: 33.3 s); 128 leaves room for models with more kinds of layers.
-TORCH_ENVIRONMENT = {
-    "THP_MEM_ALLOC_ENABLE": "1",
-    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
-    "LRU_CACHE_CAPACITY": "128",
-}
-
-
-def prepare_torch() -> None:
-    """Set variables that libraries of kernels read when they are imported, unless the operator has set them."""
-    variables = dict(TORCH_ENVIRONMENT)
-    with contextlib.suppress(RuntimeError):  # a container's user may have no home
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        variables["NUMBA_CACHE_DIR"] = str(cache / "homing" / "kernels")
-        variables["TRITON_CACHE_DIR"] = str(cache / "homing" / "triton")
-        variables["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"] = str(cache / "homing" / "flash-attn-4")
-        variables["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] = "1"
-    for name, value in variables.items():
-        os.environ.setdefault(name, value)
 
 
 async def make_router(models: Models, wanted: Listening, membership: SetMembership, seat: int) -> Router:

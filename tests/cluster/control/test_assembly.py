@@ -9,14 +9,13 @@ import pytest
 
 from homing.cluster.config import ClusterSettings, load_settings
 from homing.cluster.control.assembly import (
-    TORCH_ENVIRONMENT,
     make_router,
     on_process_exit,
-    prepare_torch,
     share_of_gpu,
     share_of_memory,
 )
 from homing.cluster.control.autoscale import most_ranks
+from homing.cluster.control.compiled_kernels import TORCH_ENVIRONMENT, prepare_torch
 from homing.cluster.control.control_messages import Listening, ModelSpec
 from homing.kvcache.config import KvCacheSettings
 from homing.router.control import CountInFlight, MeasureDemand, SetMembership
@@ -24,12 +23,12 @@ from homing.router.control import CountInFlight, MeasureDemand, SetMembership
 NEEDS_PIDFD = pytest.mark.skipif(sys.platform != "linux", reason="needs pidfd_open")
 PATIENCE_S = 120
 #: Runs a packed layer over 400 row counts, as steps do, and prints by how many MB the process grew.
-PREPARED = "import os; from homing.cluster.control.assembly import prepare_torch as p; p(); "
+PREPARED = "import os; from homing.cluster.control.compiled_kernels import prepare_torch as p; p(); "
 
 GROWTH = """
 import sys
 if sys.argv[1] == "prepared":
-    from homing.cluster.control.assembly import prepare_torch
+    from homing.cluster.control.compiled_kernels import prepare_torch
     prepare_torch()
 import psutil, torch
 from homing.replica.models.layers import Linear

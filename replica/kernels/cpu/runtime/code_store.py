@@ -23,7 +23,7 @@ SUFFIX = ".kernel"
 DIGEST_BYTES = 32
 #: A model has about ten, of 20 to 60 KB; the oldest files are deleted first.
 MOST_FILES = 256
-LOCK = "lock"
+LOCK = ".lock"
 #: Compiling one kernel takes a second; a process that was stopped meanwhile must not delay every start.
 LOCK_TIMEOUT_S, LOCK_RETRY_S = 20.0, 0.02
 WRITABLE_BY_OTHERS = 0o022
@@ -47,14 +47,14 @@ class CodeStore:
     lock_timeout_s: float = LOCK_TIMEOUT_S
 
     @contextmanager
-    def lock(self) -> Iterator[None]:
-        """Hold the folder's lock while compiling: ranks start together, and all but the first load what it stored.
+    def lock(self, key: str) -> Iterator[None]:
+        """Hold a kernel's lock while compiling it: ranks start together, and all but the first load what it stored.
 
         Without the lock, after the timeout or where it cannot be had, each process compiles.
         """
         with ExitStack() as held:
             try:
-                file = held.enter_context((self.folder / LOCK).open("ab"))
+                file = held.enter_context(self._path(key).with_suffix(LOCK).open("ab"))
                 self._wait_for(file.fileno())
             except OSError as error:
                 log.warning("kernels_not_locked folder=%s reason=%s", self.folder, error)
@@ -100,6 +100,7 @@ class CodeStore:
             by_age = sorted(self.folder.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime)
             for path in by_age[:-MOST_FILES]:
                 path.unlink(missing_ok=True)
+                path.with_suffix(LOCK).unlink(missing_ok=True)
         except OSError as error:
             log.warning("kernel_not_kept folder=%s reason=%s", self.folder, error)
 

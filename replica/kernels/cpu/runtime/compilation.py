@@ -92,10 +92,10 @@ def load_or_compile(function: Callable[..., None], store: CodeStore | None, sign
     team_functions()  # stored code calls them by name
     if store is None:
         return _compile(function, signature)
-    key = f"{_fingerprint()} {signature} {description(function)}"
+    key = key_of(function, signature)
     stored = store.get(key)
     if stored is None:
-        with during("waiting for kernels that another process compiles"), store.lock():
+        with during("waiting for kernels that another process compiles"), store.lock(key):
             stored = store.get(key)
             if stored is None:
                 compiled = _compile(function, signature)
@@ -105,6 +105,11 @@ def load_or_compile(function: Callable[..., None], store: CodeStore | None, sign
     rtsys.initialize(context)  # defines the functions that generated code may call
     library = context.codegen().unserialize_library((stored.library, "object", (stored.code, stored.bitcode)))
     return StoredKernel(library.get_pointer_to_function(stored.symbol), library)
+
+
+def key_of(function: Callable[..., None], signature: Any = KERNEL_ENTRY) -> str:
+    """All that a kernel's machine code depends on."""
+    return f"{_fingerprint()} {signature} {description(function)}"
 
 
 def description(value: Any) -> str:

@@ -62,7 +62,7 @@ def test_turns_are_taken_one_after_the_other(store):
 
     def start() -> None:
         together.wait()
-        with store.lock():  # a lock belongs to the file that was opened, so threads stand for processes
+        with store.lock("norm"):  # a lock belongs to the file that was opened, so threads stand for processes
             if store.get("norm") is None:
                 compiled.append(threading.get_ident())
                 store.put("norm", CODE)
@@ -77,16 +77,18 @@ def test_turns_are_taken_one_after_the_other(store):
 
 
 def test_who_waits_for_one_that_hangs_goes_on(store):
-    """A process that was stopped in its turn costs the next one its patience, once."""
+    """A process that was stopped in its turn costs the next one its patience, once; other kernels have other locks."""
     waiting = CodeStore(store.folder, lock_timeout_s=0.05)
 
-    with store.lock(), waiting.lock():
-        assert waiting.lock_timeout_s == 0.0
+    with store.lock("norm"), waiting.lock("gather"):
+        assert waiting.lock_timeout_s == 0.05
+        with waiting.lock("norm"):
+            assert waiting.lock_timeout_s == 0.0
 
 
 def test_without_a_lock_everybody_compiles(tmp_path, caplog):
     """A folder that cannot be written; the start goes on."""
-    with CodeStore(tmp_path / "gone").lock():
+    with CodeStore(tmp_path / "gone").lock("norm"):
         assert "kernels_not_locked" in caplog.text
 
 

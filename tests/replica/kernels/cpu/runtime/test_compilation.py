@@ -15,7 +15,7 @@ from homing.replica.kernels.cpu.pointwise import _add_rms_norm as norm
 from homing.replica.kernels.cpu.pointwise import _silu_mul as activation
 from homing.replica.kernels.cpu.runtime import compilation
 from homing.replica.kernels.cpu.runtime.code_store import DIGEST_BYTES, CodeStore, MachineCode
-from homing.replica.kernels.cpu.runtime.compilation import StoredKernel, description, load_or_compile
+from homing.replica.kernels.cpu.runtime.compilation import StoredKernel, description, key_of, load_or_compile
 from homing.replica.kernels.cpu.runtime.scalars import storage_of
 from homing.replica.kernels.cpu.runtime.thread_team import run
 from homing.replica.kernels.cpu.runtime.vectors import NATIVE, WIDENED
@@ -58,7 +58,7 @@ def test_who_waited_takes_what_was_compiled_meanwhile(tmp_path):
     store, source = CodeStore(tmp_path), source_of(activation, FLOAT32)
     kernels, waits = [], threading.Thread(target=lambda: kernels.append(load_or_compile(source, CodeStore(tmp_path))))
 
-    with store.lock():
+    with store.lock(key_of(source)):
         waits.start()
         fill_as_another_would(store, source)
     waits.join()

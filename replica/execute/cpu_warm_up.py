@@ -1,0 +1,60 @@
+"""Compiles the kernels that a model needs on this processor and stores them for its ranks, which find them compiled.
+
+    python -m homing.replica.execute.cpu_warm_up FOLDER DTYPE BLOCK_SIZE DONE
+
+`homing serve` starts it beside Ray. It reads config.json alone: what a model of transformers needs in other sizes, its
+ranks compile. At its end it makes the file DONE.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+
+from ..kernels.base import PagedRows
+from ..kernels.choice import compiled_problem
+from ..kernels.cpu.cpu_kernels import CompiledKernels
+from ..load.preflight import ModelConfig, multiplies_bfloat16, read_config
+from ..models.base import AttentionRule, Rotary
+from ..models.layers import Linear
+from ..models.spec import auto_dtype
+
+#: Tokens of a step.
+TOKENS = 2
+
+
+def main(folder: str, dtype: str, block_size: str, done: str) -> None:
+    config = read_config(Path(folder))
+    stored = config.dtype or config.torch_dtype
+    name = auto_dtype(stored, cuda=False, multiplies_bfloat16=multiplies_bfloat16()) if dtype == "auto" else dtype
+    if compiled_problem(getattr(torch, name)) is None:
+        launch_all(config, getattr(torch, name), int(block_size))
+    Path(done).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    Path(done).touch()
+
+
+def launch_all(config: ModelConfig, dtype: torch.dtype, block_size: int) -> None:
+    """Launch each kernel once, those first that compile longest: ranks begin with the others."""
+    heads = config.num_attention_heads or 1
+    kv_heads, dim = config.num_key_value_heads or heads, config.head_dim or (config.hidden_size or 0) // heads
+    kernels, places = CompiledKernels(), torch.arange(TOKENS)
+    q, lengths = torch.zeros(TOKENS, heads, dim, dtype=dtype), torch.ones(TOKENS, dtype=torch.int32)
+    keys, values = torch.zeros(2, TOKENS, block_size, kv_heads, dim, dtype=dtype)
+    rows, rule = PagedRows(keys, values, torch.zeros(TOKENS, 1, dtype=torch.int32), lengths), AttentionRule(1.0)
+    kernels.decode(q, rows, None, rule, torch.empty_like(q))
+    kernels.prefill(q, rows, torch.arange(TOKENS + 1, dtype=torch.int32), rule, torch.empty_like(q))
+    x = torch.zeros(TOKENS, 2 * dim, dtype=dtype)
+    Linear(torch.zeros(32, 2 * dim, dtype=dtype))(x)
+    cos, sin = kernels.rotary_table(places, torch.zeros(dim // 2), dtype)
+    norm = x[0, :dim] if config.model_type.startswith("qwen3") else None
+    qkv = torch.zeros(TOKENS, (heads + 2 * kv_heads) * dim, dtype=dtype)
+    kernels.rotate_and_store(qkv, Rotary(cos, sin, norm, norm, 1e-6), places, keys, values)
+    for delta in (None, x):
+        kernels.add_rms_norm(x, delta, x[0], 1e-6)
+    kernels.silu_mul(x)
+    kernels.take(x, places)
+    kernels.mask(torch.zeros(TOKENS, 32), places, torch.zeros(TOKENS, 1, dtype=torch.int32))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,47 @@
+"""What is compiled ahead is all that a model's steps need."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+#: Runs the steps of a model whose kernels were compiled ahead; one that is made then is an error.
+STEPS = """
+import sys
+from pathlib import Path
+
+from homing.replica.config import ReplicaSettings
+from homing.replica.engine.step_plan import PlanRow, plan_of_rows
+from homing.replica.execute.runner import ModelRunner
+from homing.replica.kernels.cpu.runtime import compilation
+from homing.replica.execute.cpu_warm_up import main
+
+folder, done = sys.argv[1:]
+main(folder, "bfloat16", "8", done)
+made, make = [], compilation.load_or_compile
+compilation.load_or_compile = lambda function, *rest: made.append(function.__name__) or make(function, *rest)
+runner = ModelRunner(ReplicaSettings(dtype="bfloat16", device="cpu"), Path(folder), 8)
+runner.allocate_kv(20)
+for step in range(3):
+    runner.forward(plan_of_rows(step, [PlanRow([4] * 20, 0, [1, 2, 3]), PlanRow([5], 9, [4, 5])]))
+    runner.forward(plan_of_rows(step, [PlanRow([5], 20, [1, 2, 3])]))
+print("made late:", *made)
+"""
+
+
+def test_no_step_of_a_model_compiles_what_was_compiled_ahead(checkpoint, tmp_path: Path) -> None:
+    """Prompts and decodes, recorded or not, with norms of queries and keys."""
+    done = tmp_path / "done"
+
+    ran = subprocess.run(
+        [sys.executable, "-c", STEPS, str(checkpoint("qwen3")), str(done)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.strip() == "made late:"
+    assert done.exists()
