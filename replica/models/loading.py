@@ -19,6 +19,7 @@ from ..parallel.rank_group import RankGroup
 from ..progress import report
 from .base import Model
 from .checkpoint import Checkpoint
+from .fp8 import ScaledProduct
 from .layers import Int8Linear, Linear, int8_problem
 from .native import NativeModel, native_problem
 from .spec import auto_dtype
@@ -42,7 +43,7 @@ def load_model(settings: ReplicaSettings, model_dir: Path, group: RankGroup | No
         unlike = names_problem(config, weights.names)
         if unlike is not None:
             raise WeightsUnlike(f"{model_dir}: {unlike}")
-        product = scaled_mm if device.type == "cuda" and weights.quantized else None
+        product = scaled_product(device, dtype) if weights.quantized else None
         return NativeModel(config, weights, eos, dtype, device, group, _linear(settings, device), product)
     if settings.model_provider == "native":
         raise UnsupportedModel(f"the native decoder cannot run {model_dir.name}: {problem}; use model_provider: auto")
@@ -95,6 +96,11 @@ def _linear(settings: ReplicaSettings, device: torch.device) -> type[Linear | In
     if reason is not None:
         raise UnsupportedModel(f"quantization: int8 cannot be used: {reason}; use quantization: none")
     return Int8Linear
+
+
+def scaled_product(device: torch.device, dtype: torch.dtype) -> ScaledProduct | None:
+    """What multiplies weights in 8 bits; None: they are dequantized. In float32 nobody expects rounded activations."""
+    return scaled_mm if device.type == "cuda" and dtype != torch.float32 else None
 
 
 def weights_dtype(settings: ReplicaSettings, config: Any, device: torch.device) -> torch.dtype:

@@ -14,7 +14,7 @@ from homing.replica.execute.runner import ModelRunner
 from homing.replica.kernels.base import TorchKernels
 from homing.replica.models.checkpoint import Checkpoint
 from homing.replica.models.fp8 import BLOCK, DTYPE, ScaledLinears, ScaledWeight, joined
-from homing.replica.models.loading import read_config
+from homing.replica.models.loading import read_config, scaled_product
 from homing.replica.models.native import NativeModel
 from homing.replica.parallel.rank_group import RankGroup
 
@@ -114,6 +114,16 @@ def test_torch_s_own_function_is_called_as_it_wants_to_be():
     wanted = x.double() @ exact(weight).T
     assert float((linear(x).double() - wanted).norm() / wanted.norm()) < 0.04
     assert linears.linear([weight_of(256, 256, by_row=False)], None) is None
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "product"),
+    [("cuda", torch.bfloat16, scaled_mm), ("cuda", torch.float32, None), ("cpu", torch.bfloat16, None)],
+    ids=str,
+)
+def test_weights_are_dequantized_on_a_cpu_and_for_float32(device, dtype, product):
+    """Where products in 8 bits would be slower, or less exact than was asked for."""
+    assert scaled_product(torch.device(device), dtype) is product
 
 
 def test_a_shape_is_tried_once():
