@@ -119,7 +119,7 @@ def test_torch_s_own_function_is_called_as_it_wants_to_be():
 @pytest.mark.parametrize(
     ("device", "dtype", "product"),
     [("cuda", torch.bfloat16, scaled_mm), ("cuda", torch.float32, None), ("cpu", torch.bfloat16, None)],
-    ids=str,
+    ids=["used", "too inexact", "cpu"],
 )
 def test_weights_are_dequantized_on_a_cpu_and_for_float32(device, dtype, product):
     """Where products in 8 bits would be slower, or less exact than was asked for."""
@@ -157,7 +157,7 @@ def swaps_scales(a, b, scale_a, recipe_a, scale_b, recipe_b, *, output_dtype):
         (Device(), [weight_of(48, 32), None], "only some"),
         (Device(), [weight_of(48, 32), "weights of torch.float8_e5m2"], "float8_e5m2"),
     ],
-    ids=str,
+    ids=["refused", "wrong", "sizes", "mixed scales", "cut blocks", "one unscaled", "other type"],
 )
 def test_what_cannot_be_multiplied_is_dequantized_and_logged_once(product, parts, said, caplog):
     """Wrong products would be wrong answers, and a missing one would end the replica."""
