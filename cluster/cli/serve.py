@@ -9,9 +9,8 @@ import secrets
 import shutil
 import signal
 import sys
-import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, NoReturn, TextIO
@@ -101,6 +100,40 @@ class Interrupted(KeyboardInterrupt):
     """A signal asked for the end while Ray was starting, which cannot be done in order."""
 
 
+class StopSignals:
+    """SIGINT, SIGTERM and the end of the terminal (SIGHUP) as requests to stop.
+
+    The handler runs in the main thread between any two of its instructions. So it takes no lock, as `threading.Event`
+    does: it might wait for its own thread.
+    """
+
+    def __init__(self, first: Callable[[], None], second: Callable[[], object]) -> None:
+        """`first` and `second` are called in the handler, for the first request and for later ones."""
+        self.number = 0  #: of the first signal; 0: there was none
+        self._first, self._second = first, second
+
+    def catch(self) -> None:
+        """From now on. Call it in the main thread, and again when somebody else has taken a signal over."""
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            # Under nohup the end of the terminal changes nothing. SIGINT is obeyed even so: shells ignore it for what
+            # they start in the background.
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._on_signal)
+
+    def wait(self, seconds: float) -> bool:
+        """Wait so long, unless there was a signal before; whether there was one."""
+        if not self.number:
+            time.sleep(seconds)
+        return bool(self.number)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the signature of signal
+        if self.number:
+            self._second()
+            return
+        self.number = number
+        self._first()
+
+
 class ServeRun:
     """One `homing serve`: Ray, and on it the supervisor and the controller, which start everything else."""
 
@@ -112,13 +145,12 @@ class ServeRun:
         self._entry = msgspec.structs.replace(entry, run_dir=str(self._folder) if self._folder else None)
         self._ray: dict[str, psutil.Process] = {}  #: processes of a local Ray, without which nothing can go on
         self._starting_ray = False
-        self._stopping = threading.Event()
-        self._signal = 0  #: that asked for the end
+        self._signals = StopSignals(self._asked_to_stop, self._kill_all)
 
     def run(self, folders: Sequence[Path | None], *, detached: bool, quiet: bool) -> int:
         """Serve the models in these folders until a signal; returns the exit code."""
         self._register()
-        self._handle_signals()
+        self._signals.catch()
         models = zip(self._settings.each_model, folders, strict=True)
         self._compilers = [begin_to_compile(each, folder) for each, folder in models if folder is not None]
         try:
@@ -128,7 +160,7 @@ class ServeRun:
             chats = folders[0] is None or has_chat_template(text_folder(first, folders[0]))
             code = self._serve(detached=detached, quiet=quiet, chats=chats)
         except Interrupted:
-            self._end_now(128 + self._signal)
+            self._end_now(128 + self._signals.number)
         except RayLost as error:
             print(f"homing: {error}", file=sys.stderr)
             self._end_now(error.exit_code)
@@ -158,8 +190,8 @@ class ServeRun:
         self._starting_ray = True
         local_ray.start_local(self._settings, self._folder) if self._folder else local_ray.join(self._settings)
         self._starting_ray = False
-        self._handle_signals()  # Ray takes over SIGTERM when it starts
-        if self._stopping.is_set():  # where Ray has caught what the signal raised
+        self._signals.catch()  # Ray takes over SIGTERM when it starts
+        if self._signals.number:  # where Ray has caught what the signal raised
             raise Interrupted
         if self._folder:
             self._ray = local_ray.local_processes()
@@ -178,37 +210,27 @@ class ServeRun:
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)  # Ray may still remove files in it
 
-    def _handle_signals(self) -> None:
-        """The first signal is a request to stop, the end of the terminal (SIGHUP) too; the second ends all at once."""
+    def _asked_to_stop(self) -> None:
+        if self._starting_ray:
+            self._console.farewell("stopping: Ray was still starting")
+            raise Interrupted
 
-        def on_signal(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - the signature of signal
-            if self._stopping.is_set():
-                local_ray.kill_children()
-                self._registry.remove(self._entry.name)
-                print("killed", file=sys.stderr)
-                os._exit(130)
-            self._signal = number
-            self._stopping.set()
-            if self._starting_ray:
-                self._console.farewell("stopping: Ray was still starting")
-                raise Interrupted
-
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            # Under nohup the end of the terminal changes nothing. SIGINT is obeyed even so: shells ignore it for what
-            # they start in the background.
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, on_signal)
+    def _kill_all(self) -> NoReturn:
+        local_ray.kill_children()
+        self._registry.remove(self._entry.name)
+        print("killed", file=sys.stderr)
+        os._exit(130)
 
     def _serve(self, *, detached: bool, quiet: bool, chats: bool) -> int:
         try:
             status = self._until_ready()
             if status is None:
-                return 128 + self._signal
+                return 128 + self._signals.number
             self._register(phase="ready", url=status.url or "", router_urls=status.router_urls)
             self._console.last_notice = max((notice.seq for notice in status.notices), default=0)
             self._console.banner(status, self._settings, detached=detached, chats=chats)
             requests = LogTail(self._registry.log_folder(self._entry.name)) if self._folder else None
-            while not self._stopping.wait(POLL_S):
+            while not self._signals.wait(POLL_S):
                 if self._ray:
                     local_ray.reap_orphans({process.pid for process in self._ray.values()})
                 if requests is not None and not (detached or quiet):
@@ -264,7 +286,7 @@ class ServeRun:
 
     def _until_ready(self) -> ClusterStatus | None:
         """Wait until all replicas serve and the router listens; None: stopped meanwhile. Raises StartFailed."""
-        while not self._stopping.wait(POLL_S):
+        while not self._signals.wait(POLL_S):
             status = self._status()
             if status is None:
                 break
@@ -306,7 +328,7 @@ class ServeRun:
             deadline = time.monotonic() + STATUS_TIMEOUT_S
             while not ray.wait([asked], timeout=POLL_S)[0]:
                 self._check_ray()
-                if self._stopping.is_set():
+                if self._signals.number:
                     return None
                 if time.monotonic() > deadline:
                     raise ClusterError(f"the controller has not answered for {STATUS_TIMEOUT_S:g} s")

@@ -1,11 +1,17 @@
-"""What `homing serve` settles before it starts anything."""
+"""What `homing serve` settles before it starts anything, and how it is asked to stop."""
 
+import signal
+import sys
+from collections.abc import Iterator
 from hashlib import sha256
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
+from homing.cluster.cli.serve import StopSignals
 from homing.cluster.config import Settings
 from homing.cluster.errors import SettingsError
 from homing.cluster.preflight import with_files
@@ -61,3 +67,35 @@ def test_the_chat_template_is_named_by_its_whole_path(tmp_path: Path, monkeypatc
 
     assert with_files(settings).router.chat_template == str(tmp_path / "own.jinja")
     assert with_files(Settings()) == Settings()
+
+
+def test_a_signal_at_any_moment_asks_for_the_end() -> None:
+    """A handler that took a lock which the main thread held would wait for ever, and `homing serve` with it."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    kept, traced = {number: signal.getsignal(number) for number in numbers}, sys.gettrace()
+    asked: list[str] = []
+    try:
+        for moment in count(1):
+            signals = StopSignals(lambda: asked.append("first"), lambda: asked.append("second"))
+            signals.catch()
+            moments = count(1)
+
+            def trace(*_: object, at: int = moment, moments: Iterator[int] = moments) -> Any:
+                if next(moments) == at:
+                    signal.raise_signal(signal.SIGTERM)
+                return trace
+
+            sys.settrace(trace)
+            stopped = signals.wait(0.0001)
+            sys.settrace(traced)
+            if next(moments) <= moment:
+                break
+            assert stopped or signals.wait(0)
+            signal.raise_signal(signal.SIGHUP)
+            assert (signals.number, asked) == (signal.SIGTERM, ["first", "second"])
+            asked.clear()
+        assert moment > 3, "the wait was not interrupted at each of its steps"
+    finally:
+        sys.settrace(traced)
+        for number, handler in kept.items():
+            signal.signal(number, handler)
