@@ -135,7 +135,7 @@ def test_a_session_of_claude_code(engine: Engine, http: httpx.Client) -> None:
 def test_what_claude_code_asks_beside(engine: Engine, http: httpx.Client) -> None:
     """Tokens are counted as they are billed, the server answers HEAD, and refusals have their own words."""
     engine.play("Hello.")
-    body = body_of([{"role": "user", "content": FIRST}], 0)
+    body = body_of([{"role": "user", "content": "What is beside?"}], 0)  # the session's prompts stay uncached
     left_out = ("max_tokens", "stream", "temperature", "metadata", "context_management")
     counted = {key: value for key, value in body.items() if key not in left_out}
 
