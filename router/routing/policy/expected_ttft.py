@@ -116,10 +116,15 @@ class ExpectedTtft(Policy):
         reason = partial(_why_least, chosen, each)
         return Decision(self.name, prompt, chosen, lambda: each().table(), reason), rated
 
+    def leave(self, replica: str) -> None:
+        """Shares are by place, and places change: all start again from the mean, here as well as in `_weights`."""
+        del replica
+        self._busy = [_mean(self._busy)]
+
     def _weights(self, candidates: int) -> Weights:
         busy = self._busy
-        if len(busy) != candidates:  # some joined or left: all start again from the mean
-            busy = [sum(map(float, busy)) / max(1, len(busy))] * candidates
+        if len(busy) != candidates:  # some joined or left
+            busy = [_mean(busy)] * candidates
         running = min(RUNNING, self._ttft_s / self._answer_s) if self._answer_s else RUNNING
         return Weights(busy, min(self._all_busy, BUSY_LIMIT), running)
 
@@ -269,6 +274,10 @@ def _why_least(chosen: Score | None, each: Callable[[], EachCandidate], usable: 
     if any(row.uncached_tokens > chosen.uncached_tokens for row in equals):
         return "as soon as others, with the least to compute"
     return "equal expected time; fewest requests, then fewest occupied blocks, then at random"
+
+
+def _mean(shares: "Sequence[float] | Numbers") -> float:
+    return sum(map(float, shares)) / max(1, len(shares))
 
 
 class LeastLoaded(ExpectedTtft):

@@ -257,6 +257,20 @@ def test_a_copy_costs_less_on_a_replica_that_is_seldom_busy() -> None:
     assert holder_s < seldom_s < often_s / 5
 
 
+def test_what_was_seen_of_a_replica_is_not_taken_for_another_s() -> None:
+    """A replica that is rebuilt leaves and joins between two decisions: there are as many, in other places."""
+    policy, busy = ExpectedTtft(), {"queued_prefill_tokens": 2000}
+    for number in range(300):
+        seen = [candidate("r0", **busy if number % 2 else {}), candidate("r1", 62, **busy), candidate("r2", **busy)]
+        policy.decide(replace(PROMPT, now=float(number)), seen, Random(0))
+
+    policy.leave("r0")
+    now = [candidate("r1"), candidate("r2"), candidate("r0", 62)]
+    rows = policy.consider(PROMPT, now, Random(0)).table()
+
+    assert rows[0].others_s == rows[1].others_s > 0
+
+
 def test_a_replica_that_takes_nothing_is_no_idle_one() -> None:
     """A draining replica has no queue, but nobody who comes can go there."""
     busy = [candidate(f"b{index}", queued_prefill_tokens=2000) for index in range(7)]
