@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ... import __version__
+from ...replica.kernels.cpu.runtime.code_store import open_store
 from ..config import Settings
 
 #: Variables that torch reads when it is imported.
@@ -51,7 +52,7 @@ def begin_to_compile(settings: Settings, model_dir: Path) -> subprocess.Popen[by
     """Start a process that compiles what ranks on this machine's CPUs will need; None: there is nothing to compile.
 
     A first start spends 8 CPU seconds on it: these begin while Ray starts. Ranks wait for single kernels, and compile
-    what this process does not know, or all where it fails.
+    what this process does not know, or all where it fails. Where kernels cannot be kept, none are compiled ahead.
     """
     replica, environment = settings.replica, _environment() | os.environ | {"OMP_NUM_THREADS": "1"}
     folder = environment.get("NUMBA_CACHE_DIR")
@@ -60,8 +61,8 @@ def begin_to_compile(settings: Settings, model_dir: Path) -> subprocess.Popen[by
     wanted = replica.dtype, str(settings.kvcache.block_size)
     made_of = __version__, version("numba"), (model_dir / "config.json").read_bytes(), *wanted
     done = Path(folder) / f"{sha256(repr(made_of).encode()).hexdigest()[:16]}.complete"
-    if done.exists():
+    if open_store(done.parent) is None or done.exists():
         return None
-    command = [sys.executable, "-m", "homing.replica.execute.cpu_warm_up", str(model_dir), *wanted, str(done)]
+    command = [sys.executable, "-P", "-m", "homing.replica.execute.cpu_warm_up", str(model_dir), *wanted, str(done)]
     nowhere = subprocess.DEVNULL
     return subprocess.Popen(command, env=environment, stdin=nowhere, stdout=nowhere, stderr=nowhere)

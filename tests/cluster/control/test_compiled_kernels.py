@@ -19,8 +19,12 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.cluster
-def test_a_first_start_begins_to_compile_and_a_later_one_does_not(cache: Path) -> None:
-    """It would cost each start two seconds to find that all is there."""
+def test_a_first_start_begins_to_compile_and_a_later_one_does_not(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would cost each start two seconds to find that all is there. Modules of the working directory are not run."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "torch.py").write_text("raise SystemExit(3)")
     process = begin_to_compile(NOTHING, demo_model_path())
     assert process is not None
 
@@ -36,3 +40,11 @@ def test_a_first_start_begins_to_compile_and_a_later_one_does_not(cache: Path) -
 def test_nothing_is_compiled_for_ranks_that_need_none(changes: dict[str, object]) -> None:
     """GPUs have kernels of their own, and other engines, too."""
     assert begin_to_compile(replaced(Settings(), **changes), demo_model_path()) is None
+
+
+def test_nothing_is_compiled_where_kernels_cannot_be_kept(cache: Path) -> None:
+    """Each start would compile them again, beside ranks that do the same."""
+    cache.mkdir()
+    cache.chmod(0o777)  # others could write code that we would run
+
+    assert begin_to_compile(NOTHING, demo_model_path()) is None
