@@ -278,22 +278,29 @@ async def create_response(front: Front, exchange: Exchange) -> None:
     caller = Caller(front, exchange)
     caller.check()
     body = await decoded(front, caller, exchange, RESPONSES.decoder, lenient=True, unknown=RESPONSES.unknown)
-    store, tenant, previous = front.responses, caller.tenant.digest, body.previous_response_id
+    store, tenant = front.responses, caller.tenant.digest
     if store is None:
         await _generate(RESPONSES, front, exchange, caller, body)
         return
-    given = items_of(body)
-    if previous is not None:
-        history = await store.history(tenant, previous)
-        if history is None:
-            raise PreviousResponseNotFound(previous)
-        body.input, body.previous_response_id = [*history, *given], None
+    given, previous = items_of(body), body.previous_response_id
+    await _put_history(front, caller, body)
 
     def keep(response_id: str, made: bytes) -> None:
         store.put(tenant, response_id, Turn(given, made, previous))
 
     kept = None if body.store is False else keep
     await _generate(RESPONSES, front, exchange, caller, body, lambda builder: builder.continues(previous, kept))
+
+
+async def _put_history(front: Front, caller: Caller, body: ResponsesBody) -> None:
+    """Put what a response continues before its input, where responses are stored. Raises PreviousResponseNotFound."""
+    previous = body.previous_response_id
+    if front.responses is None or previous is None:
+        return
+    history = await front.responses.history(caller.tenant.digest, previous)
+    if history is None:
+        raise PreviousResponseNotFound(previous)
+    body.input, body.previous_response_id = [*history, *items_of(body)], None
 
 
 async def _stored(front: Front, exchange: Exchange) -> tuple[str, Turn]:
@@ -423,6 +430,8 @@ async def _job(front: Front, caller: Caller, exchange: Exchange, data: bytes) ->
     """What a body of any dialect requests, and the salt of its cached blocks."""
     dialect = (await decoded(front, caller, exchange, _KIND, part=data)).dialect()
     body = await decoded(front, caller, exchange, dialect.decoder, lenient=True, unknown=dialect.unknown, part=data)
+    if dialect is RESPONSES:
+        await _put_history(front, caller, body)
     sender = caller.sender(body.cache_salt)
     return await dialect.job(front, await front.served(body.model), body, sender), sender.salt
 

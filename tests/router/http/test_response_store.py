@@ -57,7 +57,9 @@ async def test_a_conversation_goes_on_by_id(
     made = Response.model_validate(body["response"] if stream else body)
 
     second = await client.post(PATH, json={"input": "And then?", "previous_response_id": made.id})
-    third = await client.post(PATH, json={"input": "Why?", "previous_response_id": second.json()["id"]})
+    last = {"input": "Why?", "previous_response_id": second.json()["id"]}
+    third = await client.post(PATH, json=last)
+    explained = (await client.post("/explain", json=last)).json()
     whole = [
         {"role": "user", "content": "Tell me a story."},
         {"role": "assistant", "content": ANSWER},
@@ -70,6 +72,7 @@ async def test_a_conversation_goes_on_by_id(
     assert made.model_dump()["store"] is True
     assert second.json()["previous_response_id"] == made.id
     assert third.status_code == 200
+    assert explained["prompt_tokens"] == len(token_array(backend.requests[2].token_ids)), explained
     assert backend.requests[2].token_ids == backend.requests[3].token_ids
     assert len(token_array(backend.requests[1].token_ids)) < len(token_array(backend.requests[2].token_ids))
 
