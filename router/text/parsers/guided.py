@@ -18,6 +18,10 @@ from .formats import json_value, types_of
 Form = dict[str, Any]
 Function = Mapping[str, Any]  #: `name`, `parameters`, `strict`
 
+#: Of what guides an answer. OpenAI's limit for all names and values of a schema is 120,000 characters.
+MAX_SOURCE_CHARACTERS = 128 * 1024
+#: Of a tool whose parameters are written one by one: their order, and references, take the square of their number.
+MOST_PARAMETERS = 128
 #: Keywords of a tool's schema that only JSON's guide knows.
 _OF_OBJECTS = frozenset("anyOf oneOf allOf not if minProperties dependentRequired patternProperties".split())
 #: Keywords that say nothing of what is valid.
@@ -48,7 +52,13 @@ class CallShape:
 
         `text`: what an answer without calls must be; None: any text.
         """
-        one = [self.call(each) for each in functions]
+        one: list[Form] = []
+        room = MAX_SOURCE_CHARACTERS
+        for each in functions:  # a short tool may have a long form
+            one.append(self.call(each))
+            room -= len(msgspec.json.encode(one[-1]).decode())
+            if room < 0:
+                raise Unguidable(f"what would guide calls of them is longer than {MAX_SOURCE_CHARACTERS} characters")
         once = not (parallel and self.parallel)
         calls: Form = {
             "type": "tags_with_separator",
@@ -189,6 +199,10 @@ def _each_parameter(function: Function) -> Iterable[_Parameter]:
     unknown = [name for name in required if not isinstance(name, str) or name not in properties]
     if unknown:
         raise Unguidable(f"required parameter {unknown[0]!r} is not among its properties")
+    if len(properties) > MOST_PARAMETERS or len(msgspec.json.encode(parameters)) > MAX_SOURCE_CHARACTERS:
+        raise Unguidable(
+            f"more than {MOST_PARAMETERS} parameters, or longer ones, cannot be guided in this model's format"
+        )
     for name in properties:
         yield _Parameter(function, name, resolved(properties[name], parameters), name in required)
 

@@ -17,7 +17,7 @@ from homing.replica.messages import Constraint
 from homing.replica.messages.grammar import grammar_of, new_matcher
 from homing.router.text.parsers.deltas import Content, Reasoning, ToolCallArguments, ToolCallStart
 from homing.router.text.parsers.families import TOOL_FAMILIES, choose_reasoning, choose_tools
-from homing.router.text.parsers.guided import CallShape, Unguidable, shape_of
+from homing.router.text.parsers.guided import PYTHONIC, QWEN3_CODER, CallShape, Unguidable, shape_of
 from homing.router.text.parsers.parser import AnswerParser
 
 PROPERTIES: dict[str, Any] = {
@@ -246,6 +246,22 @@ def test_parameters_that_are_no_schema_make_a_format_or_a_refusal(parameters: di
     for _, shape in SHAPES:
         with contextlib.suppress(Unguidable):
             json.dumps(shape.answers([tool], forced=True, parallel=True))
+
+
+@pytest.mark.parametrize(("count", "message"), [(128, "longer than 131072"), (1000, "more than 128 parameters")])
+def test_what_guides_calls_of_a_short_tool_is_never_gigabytes(count: int, message: str) -> None:
+    """Any one of the optional parameters may be the first, and each that refers to others carries them all."""
+    names = [f"p{place}" for place in range(count)]
+    any_first = {"type": "object", "properties": {key: {} for key in names}}
+    shared = {
+        **any_first,
+        "properties": {key: {"$ref": "#/$defs/a"} for key in names},
+        "$defs": {"a": {"type": "null"}},
+    }
+
+    for parameters, (shape,) in ((any_first, PYTHONIC), (shared, QWEN3_CODER)):
+        with pytest.raises(Unguidable, match=message):
+            shape.answers([{"name": "f", "parameters": parameters}], forced=True, parallel=True)
 
 
 def test_the_template_chooses_among_a_familys_shapes() -> None:
