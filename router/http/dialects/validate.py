@@ -3,6 +3,7 @@
 Pure, but for the check of constraints. Every refusal names the field. What only one dialect checks is in its module.
 """
 
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
@@ -26,6 +27,8 @@ from ..front import Front, Served
 from ..generation import SEED_MASK, EncodedPrompt, Job, PinRequest
 from . import pins
 from .schema import Body, CacheControl
+
+log = logging.getLogger(__name__)
 
 _OUTPUT_FIELDS = [name for name in FIELDS if name != "response_format"]
 _output_fields = attrgetter(*_OUTPUT_FIELDS)
@@ -248,10 +251,12 @@ async def conversation_job(
     opened = thoughts is not None and thoughts.opened_by(tail)
     asked = requested_output(body, conversation.output, conversation.output_at)
     calls: Asked | None = None
-    if _guides_calls(conversation, asked):
+    if _asks_for_calls(conversation):
         calls = await text.prepare(lambda: _calls(served, conversation, asked), sender)
-        if calls is not None and asked is not None:
-            await text.constraints.check(asked)  # so that an error names its field
+    if asked is not None and conversation.tools:
+        await text.constraints.check(asked)  # so that an error names its field
+        if calls is None:
+            calls = await _calls_besides(served, conversation, asked, sender)
     guided = _guided(served, conversation, asked, calls, tail)
     found = job(
         front,
@@ -345,12 +350,27 @@ def _guided(
     return guiding._replace(constraint=msgspec.structs.replace(guiding.constraint, opener=opening, after=after))
 
 
-def _guides_calls(conversation: Conversation, asked: Asked | None) -> bool:
-    """Whether the tools may ask something of the answer."""
+def _asks_for_calls(conversation: Conversation) -> bool:
+    """Whether tools ask something of an answer, whatever else it must match."""
     choice, tools = conversation.tool_choice, conversation.tools
-    if choice.mode == "required" or choice.allowed or (asked is not None and tools):
+    if choice.mode == "required" or choice.allowed:
         return True
     return any(tool.definition["function"].get("strict") is True for tool in tools)
+
+
+async def _calls_besides(served: Served, conversation: Conversation, asked: Asked, sender: Sender) -> Asked | None:
+    """What guides an answer that may be calls, or must match `asked`; None: `asked` alone.
+
+    Nobody asked for valid calls: tools whose calls cannot be guided are no reason to refuse the request.
+    """
+    try:
+        calls = await served.text.prepare(lambda: _calls(served, conversation, asked), sender)
+        if calls is not None:
+            await served.text.constraints.check(calls)
+        return calls
+    except InvalidRequest as error:
+        log.debug("calls_not_guided reason=%r", error.message)
+        return None
 
 
 def _calls(served: Served, conversation: Conversation, asked: Asked | None) -> Asked | None:

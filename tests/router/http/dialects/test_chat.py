@@ -442,6 +442,27 @@ async def test_only_allowed_tools_are_called(agent: AsyncOpenAI, backend: FakeBa
             await agent.chat.completions.create(**given, tool_choice=wrong)
 
 
+async def test_tools_that_cannot_be_guided_are_no_reason_to_refuse_a_schema(agent: AsyncOpenAI, backend: FakeBackend):
+    """Agents bring dozens of tools whose schemas were not written for this server; nobody asked for valid calls."""
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
+    given = {"model": "demo", "messages": MESSAGES, "response_format": schema}
+    ahead = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=a)a"}}}
+    unknown = {"type": "object", "properties": {"a": {"$ref": "#/$defs/none"}}}
+
+    def tool(parameters: dict, **more: bool) -> dict:
+        return {"type": "function", "function": {"name": "f", "parameters": parameters, **more}}
+
+    for parameters in (ahead, unknown):
+        await agent.chat.completions.create(**given, tools=[tool(parameters)])
+        with pytest.raises(openai.BadRequestError, match="'tools'"):
+            await agent.chat.completions.create(**given, tools=[tool(parameters, strict=True)])
+    refused = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"not": {}}}}
+    with pytest.raises(openai.BadRequestError, match=r"'response_format\.json_schema\.schema'"):
+        await agent.chat.completions.create(**given | {"response_format": refused}, tools=[tool(ahead)])
+
+    assert [request.constraint.kind for request in backend.requests] == ["json_schema", "json_schema"]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_what_an_engine_told_apart_is_shown_as_it_is(
     client: httpx.AsyncClient, front: Front, backend: FakeBackend, settings: RouterSettings, stream: bool
