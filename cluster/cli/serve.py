@@ -8,6 +8,7 @@ import os
 import secrets
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -145,15 +146,16 @@ class ServeRun:
         self._entry = msgspec.structs.replace(entry, run_dir=str(self._folder) if self._folder else None)
         self._ray: dict[str, psutil.Process] = {}  #: processes of a local Ray, without which nothing can go on
         self._starting_ray = False
+        self._compilers: list[subprocess.Popen[bytes] | None] = []
         self._signals = StopSignals(self._asked_to_stop, self._kill_all)
 
     def run(self, folders: Sequence[Path | None], *, detached: bool, quiet: bool) -> int:
         """Serve the models in these folders until a signal; returns the exit code."""
         self._register()
         self._signals.catch()
-        models = zip(self._settings.each_model, folders, strict=True)
-        self._compilers = [begin_to_compile(each, folder) for each, folder in models if folder is not None]
         try:
+            models = zip(self._settings.each_model, folders, strict=True)
+            self._compilers = [begin_to_compile(each, folder) for each, folder in models if folder is not None]
             self._start_ray()
             self._start(folders)
             first = self._settings.each_model[0].replica
@@ -178,6 +180,7 @@ class ServeRun:
     def _end_now(self, code: int) -> NoReturn:
         """End without Ray's own shutdown, which hangs or crashes when one of its processes is missing."""
         self._console.close()
+        self._end_compilers()
         wait_gone(local_ray.children(), LAST_WORDS_S if self._ray else 0)
         local_ray.kill_children()
         self._registry.remove(self._entry.name)  # and the folder
@@ -206,9 +209,16 @@ class ServeRun:
 
     def _leave(self) -> None:
         self._console.close()
+        self._end_compilers()
         local_ray.leave(self._settings.cluster.stop_timeout_s / 4)
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)  # Ray may still remove files in it
+
+    def _end_compilers(self) -> None:
+        """Nobody needs what they have not compiled by now."""
+        for process in filter(None, self._compilers):
+            process.kill()
+            process.wait()
 
     def _asked_to_stop(self) -> None:
         if self._starting_ray:
