@@ -147,8 +147,9 @@ def start_replica(
         )
         requests = RequestSocket(host, ipc_dir, epoch, keys)
         stack.callback(requests.close)
-        # KV that is computed or kept in 8 bits differs from other KV of the same dtype.
-        kinds = (spec.dtype, settings.quantization.replace("none", ""), spec.products, spec.kv_dtype)
+        # KV that is computed or kept in 8 bits differs from other KV of the same dtype. Not what is computed with FP8
+        # weights: whether products are in 8 bits depends on the GPU, and a cluster may have several kinds.
+        kinds = (spec.dtype, settings.quantization.replace("none", ""), spec.kv_dtype)
         kv_dtype = " ".join(filter(None, kinds))
         description = ReplicaDescription(
             replica_id=replica_id,

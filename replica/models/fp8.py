@@ -95,10 +95,6 @@ class ScaledLinears:
         self._tried: dict[tuple[int, int, bool], str | None] = {}
         self._refused: set[str] = set()
 
-    @property
-    def used(self) -> bool:
-        return None in self._tried.values()
-
     def linear(self, parts: Sequence[ScaledWeight | str | None], bias: torch.Tensor | None) -> ScaledLinear | None:
         """The linear of joined weights; None: they are dequantized, or the checkpoint has all in another type."""
         if not any(parts):

@@ -331,7 +331,6 @@ class NativeModel:
             dtype_bytes=dtype.itemsize,
             hidden_size=config.hidden_size,
             query_heads=config.num_attention_heads // share.ranks,
-            products="fp8" if scaled is not None and scaled.used else "",
         )
 
     def forward(

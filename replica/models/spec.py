@@ -33,7 +33,6 @@ class ModelSpec:
     hidden_size: int = 0  #: of the last hidden states, which become embeddings; 0: the model does not show them
     query_heads: int = 0  #: of this rank; 0: not known before a step
     kv_dtype: str = ""
-    products: str = ""  #: fp8: of activations in 8 bits
 
     def with_kv(self, kind: str) -> "ModelSpec":
         """With KV as the setting `kv_cache_dtype` says."""

@@ -135,7 +135,6 @@ def test_a_shape_is_tried_once():
         assert linears.linear([weight_of(48, 32, seed=seed)], None) is not None
 
     assert len(device.calls) == 3  # for three numbers of rows
-    assert linears.used
 
 
 def refuses(*_arguments, **_options):
@@ -169,7 +168,6 @@ def test_what_cannot_be_multiplied_is_dequantized_and_logged_once(product, parts
     (record,) = caplog.records
     assert said in record.getMessage()
     assert record.getMessage().endswith("dequantized'")
-    assert not linears.used
 
 
 def test_weights_without_scales_are_no_reason_for_a_warning(caplog):
@@ -233,7 +231,6 @@ def test_a_model_runs_on_its_8_bits(kind, checkpoint, tmp_path):
     assert len(device.calls) - tried == 8  # four of each layer
     assert set(device.calls) == {BLOCKS if kind == "block" else ROWS}
     assert 0 < float((found - wanted).norm() / wanted.norm()) < 0.1
-    assert runner.spec.products == "fp8"
 
 
 @pytest.mark.parametrize("kind", ["tensor", "row", "block"])
