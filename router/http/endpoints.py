@@ -363,8 +363,9 @@ async def count_tokens(front: Front, exchange: Exchange) -> None:
     body = await decoded(front, caller, exchange, _COUNT, lenient=True, unknown=messages.unknown)
     served = await front.served(body.model)
     sender = caller.sender(body.cache_salt)
-    chat = lambda: messages.conversation(body, front.settings).template_input()  # noqa: E731 - made where it is rendered
-    tokens = await served.text.encode_chat(chat, sender=sender)
+    tokens = await served.text.encode_chat(
+        lambda: messages.conversation(body, front.settings).template_input(), sender=sender
+    )
     caller.charge([len(tokens)])
     respond(exchange, messages.TokenCount(len(tokens)))
 
