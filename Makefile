@@ -57,7 +57,7 @@ test-fast: $(VENV)/.dev ## Run the tests of the pure code in a minute: no cluste
 test-slow: $(VENV)/.dev ## Run the slow tests
 	@$(BIN)/pytest -m "slow and not gpu" $(ARGS)
 
-test-nightly: $(VENV)/.dev ## Run the property tests with 20 times as many examples (an hour)
+test-nightly: $(VENV)/.dev ## Run the property tests with 40 times as many examples (an hour)
 	@$(BIN)/pytest -m "not gpu and not cluster and property" --hypothesis-profile=nightly $(PYTEST_JOBS) --timeout=7200 $(ARGS)
 
 coverage: $(VENV)/.dev ## Run the tests and print how much of each folder they execute

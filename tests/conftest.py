@@ -28,7 +28,7 @@ if not any(Path("/dev", name).exists() for name in ("nvidiactl", "dxg", "kfd")):
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, whoever imports it first
 
 #: How many examples property tests try, by Hypothesis profile (`--hypothesis-profile`), as a factor.
-FACTORS = {"fast": 0.1, "default size": 1.0, "nightly": 20.0}
+FACTORS = {"fast": 0.1, "default size": 0.5, "nightly": 20.0}
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -37,6 +37,8 @@ from .console import Console, program, runs
 from .daemon import detach as start_in_background
 
 POLL_S = 0.2
+#: Between two questions to the controller of a cluster that serves, as each costs both of them milliseconds of CPU.
+ASK_S = 1.0
 #: For routers to end their streams with an error.
 LAST_WORDS_S = 1.5
 STATUS_TIMEOUT_S = 60.0
@@ -240,11 +242,16 @@ class ServeRun:
             self._console.last_notice = max((notice.seq for notice in status.notices), default=0)
             self._console.banner(status, self._settings, detached=detached, chats=chats)
             requests = LogTail(self._registry.log_folder(self._entry.name)) if self._folder else None
+            asked_at = time.monotonic()
             while not self._signals.wait(POLL_S):
+                self._check_ray()
                 if self._ray:
                     local_ray.reap_orphans({process.pid for process in self._ray.values()})
                 if requests is not None and not (detached or quiet):
                     self._console.answered(requests.read(REQUESTS))
+                if time.monotonic() < asked_at + ASK_S:
+                    continue
+                asked_at = time.monotonic()
                 if status := self._status():
                     self._console.happened(status.notices)
                     models = ", ".join(runs(each.name, each.source) for each in status.models)

@@ -15,6 +15,7 @@ import pytest
 from homing.cluster.registry import wait_gone
 from homing.replica.demo import demo_model_path
 
+from .parent_death import end_with_us
 from .running import (
     HOMING,
     LONG_PROMPTS,
@@ -66,11 +67,22 @@ def test_two_ranks_answer_like_one_and_ctrl_c_leaves_nothing(cluster: Serving, t
     assert "Traceback" not in "".join(running.output)
 
 
+def hear_hangups() -> None:
+    """In a child, before it is another program. Tests that `nohup` started ignore SIGHUP, and so would it."""
+    end_with_us()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 def test_a_signal_to_the_whole_group_with_nobody_reading_leaves_nothing(tmp_path: Path) -> None:
     """`timeout`, supervisors and shells signal groups, and a terminal that closes dies from both ends (SIGHUP)."""
     command = [*HOMING, "serve", "--port", "0", "--replicas", "1"]
     with subprocess.Popen(
-        command, env=environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, process_group=0
+        command,
+        env=environment(tmp_path),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        process_group=0,
+        preexec_fn=hear_hangups,
     ) as process:
         note = until(lambda: ready_note(tmp_path, process), "it serves")
         below = psutil.Process(process.pid).children(recursive=True)

@@ -74,6 +74,7 @@ def test_a_signal_at_any_moment_asks_for_the_end() -> None:
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     kept, traced = {number: signal.getsignal(number) for number in numbers}, sys.gettrace()
     asked: list[str] = []
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has it ignored
     try:
         for moment in count(1):
             signals = StopSignals(lambda: asked.append("first"), lambda: asked.append("second"))
