@@ -13,7 +13,7 @@ ARGS ?=
 JOBS ?= 2
 PYTEST_JOBS = --numprocesses=$(JOBS) --dist=loadfile --durations=20
 # The folders whose tests need no model, kernel or cluster are the others.
-SLOW_FOLDERS := replica gpu e2e demo_model bench cluster/lab agents
+SLOW_FOLDERS := replica router/text gpu e2e demo_model bench cluster/lab agents
 # Not quiet: torch and Ray take minutes to download, and pip's progress bars show it.
 PIP_INSTALL := $(BIN)/pip install --disable-pip-version-check --constraint constraints.txt $(PIP_FLAGS)
 
