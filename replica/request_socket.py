@@ -40,7 +40,6 @@ class RequestSocket:
 
     def __init__(self, host: str, ipc_dir: Path | None, epoch: int, keys: ServerKeys | None = None) -> None:
         """Bind. Raises StartupError."""
-        self.malformed = 0
         self._decode = msgspec.msgpack.Decoder(Request).decode
         self._encode = msgspec.msgpack.Encoder().encode
         self._context = zmq.Context()
@@ -84,7 +83,6 @@ class RequestSocket:
                     raise ValueError(f"{len(frames)} frames instead of identity and payload")
                 yield frames[0].decode(), self._decode(frames[1])
             except (msgspec.DecodeError, UnicodeDecodeError, ValueError, RecursionError) as error:
-                self.malformed += 1
                 log.warning("request_malformed router=%r frames=%d error=%s", frames[0], len(frames), error)
 
     def send(self, source: str, reply: Reply) -> SendResult:

@@ -299,11 +299,6 @@ class ReplicaServer(RankServer):
     def check(self) -> None:
         self._ask(self._engine.scheduler.check)
 
-    @property
-    def malformed_requests(self) -> int:
-        """Frames that were unreadable and dropped."""
-        return self._requests.malformed
-
     def _ask(self, question: Callable[[], T]) -> T:
         """Run `question` in the engine's thread between two steps."""
         answer: Future[T] = Future()

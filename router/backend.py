@@ -251,7 +251,6 @@ class RouterCounters(msgspec.Struct, kw_only=True):
     held: int = 0  #: requests that waited in the router at least once
     continued: int = 0  #: times a request continued at another replica
     duplicate_tokens: int = 0  #: delivered twice by replicas and dropped
-    unknown_outputs: int = 0  #: outputs for requests that are over, such as cancelled ones
     malformed_frames: int = 0  #: of replicas' replies
     malformed_events: int = 0
     unsent: int = 0  #: messages that a full or lost connection did not take

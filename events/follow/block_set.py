@@ -18,13 +18,11 @@ class Digest(NamedTuple):
 class CacheMirror:
     """The set of resident blocks with their parents. Storing twice or removing what is not there changes nothing."""
 
-    __slots__ = ("_parents", "_xor", "unknown_removals")
+    __slots__ = ("_parents", "_xor")
 
     def __init__(self) -> None:
         self._parents: dict[int, int | None] = {}
         self._xor = 0
-        #: removals of blocks that were not held: harmless, but a sign of drift
-        self.unknown_removals = 0
 
     def __len__(self) -> int:
         return len(self._parents)
@@ -57,11 +55,9 @@ class CacheMirror:
     def remove(self, hashes: Iterable[int]) -> None:
         parents, xor = self._parents, self._xor
         for block in hashes:
-            if block not in parents:
-                self.unknown_removals += 1
-                continue
-            del parents[block]
-            xor ^= block
+            if block in parents:
+                del parents[block]
+                xor ^= block
         self._xor = xor
 
     def clear(self) -> None:

@@ -125,10 +125,6 @@ class EventFeed:
         self._replay: SocketReader | None = None
         self._snapshot: SocketReader | None = None
         self._timer: asyncio.TimerHandle | None = None
-        #: messages that could not be read, and were dropped
-        self.malformed_messages = 0
-        #: connections that did not come about because of the keys
-        self.refused_connections = 0
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Connect and ask. Call in the loop's thread, once. Raises EndpointUnusable."""
@@ -215,7 +211,6 @@ class EventFeed:
         try:
             handle(frames)
         except MalformedFrame as error:
-            self.malformed_messages += 1
             log.warning("event_message_malformed endpoint=%s error=%s", self._endpoints.events, error)
             self._sink.malformed(error)
 
@@ -251,7 +246,6 @@ class EventFeed:
         if self._handshakes.refusal is not None and self._readers:
             why = self._handshakes.refusal
             error = KeysRefused(self._endpoints.events, f"{why}; {_NO_KEYS}" if self._keyless else why)
-            self.refused_connections += 1
             log.warning("event_stream_refused error=%s", error)
             self._sink.refused(error)
 

@@ -72,15 +72,13 @@ class UncountedResidency:
 class CountedResidency:
     """The publisher announces every copy. A block is held while any medium and group has a copy of it."""
 
-    __slots__ = ("_copies", "_held", "_xor", "unknown_removals")
+    __slots__ = ("_copies", "_held", "_xor")
 
     def __init__(self) -> None:
         #: by medium and group: block -> copies, no zeros. There are few media and groups.
         self._copies: dict[tuple[str | None, int | None], dict[int, int]] = {}
         self._held = 0
         self._xor = 0
-        #: removals of blocks that were not held: harmless, but a sign of drift
-        self.unknown_removals = 0
 
     @property
     def digest(self) -> Digest:
@@ -126,7 +124,6 @@ class CountedResidency:
         copies = self._copies.get((medium, group), {})
         count = copies.get(block, 0)
         if count == 0:
-            self.unknown_removals += 1
             return False
         if count > 1:
             copies[block] = count - 1

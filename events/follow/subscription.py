@@ -116,14 +116,8 @@ class Counters:
     """Totals of faults that were noticed and repaired."""
 
     gaps: int = 0  #: holes noticed
-    stale_batches: int = 0  #: duplicates, late ones, and those of former incarnations
-    replays: int = 0  #: requests made
     snapshots: int = 0  #: requests made
-    digest_mismatches: int = 0  #: heartbeats that proved us wrong
-    postponed_snapshots: int = 0  #: not asked for at once, because the last one had been disproved, too
     overruns: int = 0  #: times the buffer was full and was emptied
-    new_epochs: int = 0
-    unreachable_holes: int = 0  #: given up by starting from an empty set (publishers without snapshots)
 
 
 class Cursor(NamedTuple):
@@ -275,7 +269,6 @@ class Subscription:
 
     def _take(self, epoch: int | None, seq: int, batch: Batch) -> None:
         if epoch in self._retired:
-            self.counters.stale_batches += 1
             return
         if epoch != self.cursor.epoch:
             self._enter(epoch)
@@ -284,9 +277,7 @@ class Subscription:
         expected = self.cursor.expected
         if expected is not None and seq < expected:
             if epoch is not None or batch.ts <= self._last_ts:
-                self.counters.stale_batches += 1
                 return
-            self.counters.new_epochs += 1
             self._begin()
             self._take(epoch, seq, batch)
             return
@@ -358,7 +349,6 @@ class Subscription:
         if not self._reach.replay or expected is None:
             self._give_up_replay()
             return
-        self.counters.replays += 1
         self._attempts += 1
         self._waiting, self._waited_ticks = _Waiting.REPLAY, 0
         self._asked_at, self._asked_to = expected, self._known_seq()
@@ -381,7 +371,6 @@ class Subscription:
             return
         self._waiting = _Waiting.NOTHING
         if self._known_seq() >= (self.cursor.expected or 0):
-            self.counters.unreachable_holes += 1
             self._restart_at(min(self._buffer, default=self._known_seq() + 1))
             self._advance()
 
@@ -444,7 +433,6 @@ class Subscription:
             return
         self._disproofs = self._pause_ticks = 0
         if self.cursor.epoch is not None:
-            self.counters.new_epochs += 1
             self._retired[self.cursor.epoch] = _RETIRED_TICKS
         self.cursor = Cursor(epoch, None)
         if self._reach.snapshot:
@@ -465,7 +453,6 @@ class Subscription:
         if self._residency.digest == (beat.blocks, beat.digest):
             self._disproofs = self._pause_ticks = 0
             return
-        self.counters.digest_mismatches += 1
         if not self._pause_ticks:
             self._disprove()
 
@@ -482,7 +469,6 @@ class Subscription:
         if not pause_ticks:
             self._ask_snapshot()
             return
-        self.counters.postponed_snapshots += 1
         self._pause_ticks = pause_ticks
 
     def _note_message(self) -> None:

@@ -116,19 +116,6 @@ class EventPublisher:
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
         self._sockets: _Sockets | None = None
-        #: requests that could not be read, and were dropped
-        self.malformed_requests = 0
-
-    @property
-    def lost_batches(self) -> int:
-        """Batches that were numbered but never sent, because the queue was full."""
-        return self._mailbox.lost_batches
-
-    @property
-    def refused_clients(self) -> int:
-        """Connections that were turned away because their CURVE key is not known."""
-        authenticator = self._sockets.authenticator if self._sockets is not None else None
-        return authenticator.refused_clients if authenticator is not None else 0
 
     def start(self) -> EventEndpoints:
         """Bind, start the thread, say where. Raises EndpointUnusable. May be called once."""
@@ -245,7 +232,6 @@ class EventPublisher:
                     identity, body = read_request(frames)
                     sender.start(identity, answer(body))
                 except MalformedFrame as error:
-                    self.malformed_requests += 1
                     log.warning("request_malformed epoch=%x error=%s", self._epoch, error)
             sender.advance(time.monotonic())
 

@@ -30,8 +30,6 @@ class SnapshotSender:
         self._open: dict[bytes, Iterator[list[bytes]]] = {}
         self._stuck: dict[bytes, list[bytes]] = {}
         self._stuck_since: dict[bytes, float] = {}
-        #: readers whose answer was given up because they did not read
-        self.stalled_readers = 0
 
     def __bool__(self) -> bool:
         return bool(self._open)
@@ -55,7 +53,6 @@ class SnapshotSender:
         for identity in list(self._open):
             finished = self._finished(identity)
             if not finished and now_s - self._stuck_since.setdefault(identity, now_s) >= STALL_S:
-                self.stalled_readers += 1
                 log.warning("reader_stalled identity=%s after_s=%g", identity.hex(), STALL_S)
                 finished = True
             if finished:

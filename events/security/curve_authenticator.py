@@ -1,8 +1,8 @@
 """Decides which clients may connect to a CURVE-protected socket: answers ZeroMQ's authentication requests.
 
 The protocol is ZAP (RFC 27). `judge` is the pure decision. `CurveAuthenticator` owns the socket that libzmq asks: one
-per context, driven by the thread that owns the other sockets of that context. A client with an unknown key is refused,
-counted and logged with its public key, so that an operator can add it.
+per context, driven by the thread that owns the other sockets of that context. A client with an unknown key is refused
+and logged with its public key, so that an operator can add it.
 """
 
 import logging
@@ -47,8 +47,6 @@ class CurveAuthenticator:
         self.socket = context.socket(zmq.ROUTER)
         self.socket.linger = 0
         self.socket.bind(_ADDRESS)
-        #: clients whose key is not known
-        self.refused_clients = 0
 
     def answer(self) -> None:
         """Answer all waiting requests; never blocks."""
@@ -65,7 +63,6 @@ class CurveAuthenticator:
                 known = frozenset()
             verdict = judge(frames[border:], known)
             if not verdict.accepted:
-                self.refused_clients += 1
                 log.warning("client_refused address=%s key=%s reason=unknown", verdict.address, verdict.key.decode())
             self.socket.send_multipart([*frames[:border], *verdict.reply], zmq.NOBLOCK)
 

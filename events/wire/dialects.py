@@ -2,7 +2,7 @@
 
 Understands our own and vLLM's map form, the older positional form (an array, tag first) of vLLM and SGLang, hashes as
 ints (signed or not) or bytes, and batches as array or map. Unknown keys are ignored; events of an unknown type are
-counted and logged, and change nothing. Knows nothing of order or gaps (subscription.py).
+skipped and logged. Knows nothing of order or gaps (subscription.py).
 
 A well-formed message of ours takes a typed path; anything else is decoded freely and read field by field.
 """
@@ -103,9 +103,9 @@ def snapshot_pairs(blocks: Iterable[SnapshotBlock]) -> Iterable[tuple[int, int |
 
 
 class BatchDecoder:
-    """Decodes the payloads of one publisher and counts what it could not use."""
+    """Decodes the payloads of one publisher. Events of an unknown type are skipped and logged once per type."""
 
-    __slots__ = ("_kinds", "_typed", "_unknown_types", "sparse_tokens", "unknown_events")
+    __slots__ = ("_kinds", "_typed", "_unknown_types")
 
     def __init__(self, *, token_ids: bool = False) -> None:
         """`token_ids`: hand them on (routers of our own replicas do without: a third of the cost)."""
@@ -119,11 +119,7 @@ class BatchDecoder:
             "BlockRemoved": _RemovedMap,
             "AllBlocksCleared": _ClearedMap,
         }
-        #: events of an unknown type: logged once per type, and skipped
-        self.unknown_events = 0
         self._unknown_types: set[str] = set()
-        #: stored events whose token ids are not one block for each hash: handed on without token ids
-        self.sparse_tokens = 0
 
     def decode(self, payload: bytes) -> Batch:
         """One batch. Raises MalformedFrame, never anything else."""
@@ -141,8 +137,7 @@ class BatchDecoder:
                 if isinstance(event, _TokensMap):
                     tokens, kind, window = event.token_ids, event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window
                 if tokens and len(tokens) != len(event.block_hashes) * event.block_size:
-                    self.sparse_tokens += 1
-                    tokens = ()
+                    tokens = ()  # other cache groups announce fewer tokens: the hashes are usable without them
                 return Stored(
                     event.parent_block_hash,
                     event.block_hashes,
@@ -175,7 +170,6 @@ class BatchDecoder:
         """One event of any form as our own map form; None: its type is unknown."""
         tag, fields = _tag_and_fields(raw)
         if tag not in self._kinds:
-            self.unknown_events += 1
             if tag not in self._unknown_types and len(self._unknown_types) < _LOGGED_TYPES:
                 self._unknown_types.add(tag)
                 log.warning("event_type_unknown type=%.64r", tag)

@@ -196,7 +196,6 @@ class RequestFlow:
     def on_reply(self, replica: str, reply: TokenBatch | TextOutput | Refused, now: float) -> list[Instruction]:
         loads = self.placement.loads
         if replica not in loads:
-            self.counters.unknown_outputs += 1
             return []
         loads.heard(replica, now)
         if replica in self.warm_ups and not isinstance(reply, TextOutput):
@@ -484,11 +483,9 @@ class RequestFlow:
         return self._move(request, error, now)
 
     def _sent_to(self, replica: str, wire_id: int) -> RequestState | None:
+        """The request that this output is for; None if it is over, for example cancelled, or runs elsewhere now."""
         request = self._by_wire.get(wire_id)
-        if request is not None and request.replica == replica:
-            return request
-        self.counters.unknown_outputs += 1
-        return None
+        return request if request is not None and request.replica == replica else None
 
     # Moving and ending
 

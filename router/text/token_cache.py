@@ -25,7 +25,6 @@ class TokenCache:
         self._capacity = capacity_bytes
         self._entries: OrderedDict[Key, bytes] = OrderedDict()
         self.used_bytes = 0
-        self.miss_tokens = 0
 
     def get(self, key: Key) -> bytes | None:
         """The ids of a segment; None if they are not cached."""
@@ -36,7 +35,6 @@ class TokenCache:
 
     def put(self, key: Key, ids: bytes) -> None:
         """Add a segment that was just tokenized."""
-        self.miss_tokens += len(ids) // 4
         cost = _cost(key, ids)
         if cost > self._capacity or key in self._entries:
             return

@@ -65,8 +65,6 @@ class ExternalBlocks:
         self._ranks: set[int] = set()  #: that have announced anything
         self._on_gpu: dict[int, int] = {}  #: key -> ranks and groups that hold it in GPU memory, no zeros
         self.unplaced: Counter[str] = Counter()  #: blocks that were announced and could not be hashed, by reason
-        self.unknown_removals = 0
-        self.other_ranks = 0  #: blocks that other ranks than `rank` announced
 
     def __len__(self) -> int:
         """Blocks in the index."""
@@ -78,7 +76,6 @@ class ExternalBlocks:
         Raises ParityMismatch when the blocks of the main group have another size: no prompt could ever match.
         """
         if self._is_of_another_rank(rank):
-            self.other_ranks += len(event.hashes)
             return []
         if not event.hashes:
             return []
@@ -106,11 +103,9 @@ class ExternalBlocks:
         gone: list[int] = []
         for handle in handles:
             left = copies.get(handle, 0) - 1
-            if left < 0:
-                self.unknown_removals += 1
-            elif left:
+            if left > 0:
                 copies[handle] = left
-            else:
+            elif left == 0:  # below: a removal of what we never heard of
                 del copies[handle]
                 gone.append(handle)
         return self._drop(place, gone)

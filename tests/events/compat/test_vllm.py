@@ -242,4 +242,3 @@ async def test_our_reader_holds_what_vllms_pool_has_cached(tmp_path: Path) -> No
     feed.close()
     engine.close()
     assert not sink.errors
-    assert feed.subscription.residents.unknown_removals == 0

@@ -174,10 +174,9 @@ def test_the_next_batch_is_applied_at_once(live: Subscription) -> None:
     assert live.on_batch(7, 5, batch) == [Apply(5, 1.0, batch.events)]
 
 
-def test_a_duplicate_is_counted_and_ignored(live: Subscription) -> None:
+def test_a_duplicate_is_ignored(live: Subscription) -> None:
     """Applied twice, a removal of one copy would become two."""
     assert live.on_batch(7, 4, stored(9)) == []
-    assert live.counters.stale_batches == 1
 
 
 def test_a_hole_is_replayed_and_what_waited_is_applied_behind_it(live: Subscription) -> None:
@@ -192,13 +191,12 @@ def test_a_hole_is_replayed_and_what_waited_is_applied_behind_it(live: Subscript
 
 def test_a_hole_out_of_the_replays_reach_is_closed_by_a_snapshot(live: Subscription) -> None:
     """History is bounded; a reader must not ask it again and again for what it has lost."""
-    live.on_batch(7, 9, stored(3))
+    assert live.on_batch(7, 9, stored(3)) == [RequestReplay(5), SetStatus(FeedStatus.SYNCING)]
 
     assert live.on_replay_end() == [RequestSnapshot()]
     out = live.on_chunk(snapshot(8, 1, 2))
     assert [type(i) for i in out] == [Reset, Apply, SetStatus]
     assert live.cursor.expected == 10
-    assert live.counters.replays == 1
 
 
 def test_a_lost_last_batch_is_found_by_the_heartbeat(live: Subscription) -> None:
@@ -222,7 +220,6 @@ def test_a_batch_that_lags_behind_its_heartbeat_is_no_hole(live: Subscription) -
 def test_a_heartbeat_that_disproves_us_leads_to_a_snapshot(live: Subscription) -> None:
     """Drift must not last, whatever caused it."""
     assert live.on_heartbeat(beat(4, 1, 2)) == [Disproved(1, 0), RequestSnapshot(), SetStatus(FeedStatus.SYNCING)]
-    assert live.counters.digest_mismatches == 1
 
 
 def test_a_publisher_that_never_agrees_is_asked_less_and_less_often() -> None:
@@ -241,7 +238,6 @@ def test_a_publisher_that_never_agrees_is_asked_less_and_less_often() -> None:
         reader.check()
 
     assert asked_at == [0, 4, 12, 28, 48, 68, 88]
-    assert reader.counters.postponed_snapshots == 7
 
 
 def test_while_a_snapshot_is_postponed_batches_go_on_and_nothing_is_trusted(live: Subscription) -> None:
@@ -278,7 +274,6 @@ def test_another_epoch_is_learnt_from_its_snapshot(live: Subscription) -> None:
     out = live.on_chunk(snapshot(0, 40, epoch=8))
 
     assert [type(i) for i in out] == [Reset, Apply, SetStatus]
-    assert live.counters.new_epochs == 1
 
 
 def test_late_messages_of_the_former_epoch_are_ignored(live: Subscription) -> None:

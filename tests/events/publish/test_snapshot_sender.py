@@ -72,7 +72,6 @@ def test_a_slow_reader_gets_every_part_in_order(router: "zmq.Socket[bytes]", rea
     got += read_all(slow)
 
     assert got == [b"%d" % number for number in range(50)]
-    assert transfers.stalled_readers == 0
 
 
 def test_readers_that_never_read_are_given_up_and_make_room(router: "zmq.Socket[bytes]", reader: Reader) -> None:
@@ -93,7 +92,6 @@ def test_readers_that_never_read_are_given_up_and_make_room(router: "zmq.Socket[
     transfers.advance(STALL_S)
 
     assert read_all(late)[0] == b"0"
-    assert transfers.stalled_readers == 256
 
 
 def test_a_reader_that_asks_again_gets_a_whole_answer_and_new_patience(

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -9,9 +10,8 @@ import pytest
 from tokenizers import Tokenizer, normalizers
 
 import homing
-from homing.router.text import tokenizer
 from homing.router.text.encoder import ExactEncoder, TokenIds
-from homing.router.text.export import TokenizerParts
+from homing.router.text.export import TokenizerParts, load_parts
 from homing.router.text.tokenizer import TextModel
 
 DEMO = Path(homing.__file__).parent / "replica" / "demo" / "model"
@@ -25,8 +25,9 @@ def text_model() -> Iterator[TextModel]:
     model.close()
 
 
+@cache
 def demo_parts() -> TokenizerParts:
-    return tokenizer.load_parts(DEMO)
+    return load_parts(DEMO)
 
 
 def slow_parts() -> TokenizerParts:
