@@ -71,7 +71,7 @@ def check_vocabulary(folder: Path) -> None:
 def load_parts(folder: Path) -> TokenizerParts:
     """The tokenizer of a local folder. Blocks for seconds. Raises TokenizerUnavailable."""
     check_vocabulary(folder)
-    command = [sys.executable, "-m", "homing.router.text.export", str(folder)]
+    command = [sys.executable, "-P", "-m", "homing.router.text.export", str(folder)]
     try:
         done = subprocess.run(command, capture_output=True, timeout=TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

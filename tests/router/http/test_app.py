@@ -1,6 +1,7 @@
 """Properties of the smaller endpoints and of what passes every request."""
 
 import asyncio
+from typing import Any
 
 import httpx
 import pytest
@@ -80,6 +81,26 @@ async def test_tokenize_wants_one_of_prompt_and_messages(client: httpx.AsyncClie
         assert (await client.post("/tokenize", json=body)).json()["error"]["param"] == "prompt"
     response = await client.post("/detokenize", json={"tokens": [99999]})
     assert response.json()["error"]["param"] == "tokens"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": MESSAGES, "prompt": "hi"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}),
+        ("/v1/messages", {"messages": MESSAGES, "system": "You tell stories.", "max_completion_tokens": 9}),
+        ("/v1/messages", {"messages": MESSAGES, "system": "You tell stories."}),
+        ("/v1/responses", {"input": "hi", "prompt": "hi"}),
+        ("/v1/responses", {"input": ["hi", "ho"]}),
+        ("/v1/completions", {"prompt": "hi", "system": "You tell stories."}),
+    ],
+)
+async def test_explain_refuses_what_the_endpoint_of_the_body_refuses(client: httpx.AsyncClient, path: str, body: Any):
+    """With the same field and message: the explanation of a body that cannot be sent would mislead."""
+    refused, explained = [(await client.post(where, json=body)) for where in (path, "/explain")]
+
+    assert (refused.status_code, explained.status_code) == (400, 400)
+    assert refused.json()["error"]["message"] == explained.json()["error"]["message"]
 
 
 async def test_explain_generates_nothing(client: httpx.AsyncClient, backend: FakeBackend):
