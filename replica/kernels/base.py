@@ -109,6 +109,12 @@ class TorchKernels:
         angles = positions[:, None].float() * frequencies
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
+    def embed(
+        self, table: torch.Tensor, ids: torch.Tensor, positions: torch.Tensor, frequencies: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What a decoder begins with: the rows of `table` [N, F] at `ids` [T], and the rotary table in its dtype."""
+        return self.take(table, ids), *self.rotary_table(positions, frequencies, table.dtype)
+
     def plan_decode(self, rows: PagedRows, heads: int, window: int | None) -> Any:  # noqa: ARG002
         """A plan that the `decode` calls of all layers with KV and queries of these shapes share in one step."""
         return None

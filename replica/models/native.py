@@ -353,8 +353,8 @@ class NativeModel:
         self, ids: torch.Tensor, positions: torch.Tensor, attend: QkvAttend, at: torch.Tensor | None
     ) -> torch.Tensor:
         """The last hidden states [len(at), hidden], normalized; the same on every rank."""
-        x, delta = self._kernels.take(self._embedding, ids), None
-        cos, sin = self._kernels.rotary_table(positions, self._frequencies, x.dtype)
+        x, cos, sin = self._kernels.embed(self._embedding, ids, positions, self._frequencies)
+        delta = None
         for index, layer in enumerate(self._layers):
             x, normed = self._kernels.add_rms_norm(x, delta, layer.input_norm, self._epsilon)
             rotary = Rotary(cos, sin, layer.q_norm, layer.k_norm, self._epsilon)

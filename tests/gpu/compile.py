@@ -179,7 +179,7 @@ def launch_pointwise(heads: int, kv_heads: int, dim: int, page: int, dtype: torc
     slots = torch.zeros(tokens, dtype=torch.int64)
     pointwise.rotate_and_store(qkv, Rotary(wave, wave, weight, weight, 1e-6), slots, pages, pages.clone())
     pointwise.write_slots(torch.empty(36, 80, 1024, dtype=dtype), slots[:4], torch.empty(36, 4, 1024, dtype=dtype))
-    pointwise.rotary_table(slots, torch.empty(dim // 2), dtype)
+    pointwise.embed(x, slots, slots, torch.empty(dim // 2))
     pointwise.decode_rows(slots, slots, slots.int(), torch.zeros(65, 641, dtype=torch.int32), page)
     pointwise.rotate_and_store(qkv, Rotary(wave, wave, None, None, 1e-6), slots, pages, pages.clone())
 

@@ -50,19 +50,17 @@ class Launches(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        if name == "embedding":
-            self.found.append((name, 2 * out.nbytes))
-        elif name not in FREE:
+        if name not in FREE:
             self.found.append((name, _bytes((*args, out))))
         return out
 
     def kernel(self, jit: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         """In place of `JITFunction.run`."""
-        self.found.append((jit.__name__, 0 if jit.__name__ in ATTENTION else _bytes(args)))
+        self.found.append((jit.__name__, 0 if jit.__name__ in PARTLY_READ else _bytes(args)))
 
 
 #: Kernels whose tensors are pools and tables, of which they read a part: the caller knows how much.
-ATTENTION = ("_decode", "_plan", "_decode_rows", "_rotate_and_store")
+PARTLY_READ = ("_decode", "_plan", "_decode_rows", "_rotate_and_store", "_embed")
 
 
 def _bytes(values: Any) -> int:

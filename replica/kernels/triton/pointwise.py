@@ -52,26 +52,35 @@ def _decode_rows(
         tl.store(tables + row * to_row + i, tl.load(table + i, mask=there, other=0), mask=there)
 
 
-def rotary_table(
-    positions: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    tokens, half = len(positions), len(frequencies)
-    cos, sin = (torch.empty(tokens, half, dtype=dtype, device=positions.device) for _ in range(2))
+def embed(
+    table: torch.Tensor, ids: torch.Tensor, positions: torch.Tensor, frequencies: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    tokens, features, half = len(ids), table.shape[1], len(frequencies)
+    x, cos, sin = (torch.empty(tokens, width, dtype=table.dtype, device=ids.device) for width in (features, half, half))
     if tokens:
-        _rotary_table[(tokens,)](
-            positions, frequencies, cos, sin, HALF=half, HALF_PAD=triton.next_power_of_2(half), num_warps=2
-        )
-    return cos, sin
+        _embed[(tokens, triton.cdiv(features, BLOCK))](
+            table, ids, positions, frequencies, x, cos, sin, table.stride(0), FEATURES=features, HALF=half,
+            HALF_PAD=triton.next_power_of_2(half), BLOCK=BLOCK,
+        )  # fmt: skip
+    return x, cos, sin
 
 
 @triton.jit
-def _rotary_table(positions, frequencies, cos, sin, HALF: tl.constexpr, HALF_PAD: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, HALF_PAD)
-    angle = tl.load(positions + row).to(tl.float32) * tl.load(frequencies + i, mask=i < HALF, other=0.0)
-    kind = cos.dtype.element_ty
-    tl.store(cos + row * HALF + i, tl.cos(angle).to(kind), mask=i < HALF)
-    tl.store(sin + row * HALF + i, tl.sin(angle).to(kind), mask=i < HALF)
+def _embed(
+    table, ids, positions, frequencies, x, cos, sin, table_row, FEATURES: tl.constexpr, HALF: tl.constexpr,
+    HALF_PAD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A block of one token's embedding; the first block's program also computes its waves."""
+    token = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    source = table + tl.load(ids + token) * table_row
+    tl.store(x + token * FEATURES + i, tl.load(source + i, mask=i < FEATURES), mask=i < FEATURES)
+    if tl.program_id(1) == 0:
+        wave = tl.arange(0, HALF_PAD)
+        angle = tl.load(positions + token).to(tl.float32) * tl.load(frequencies + wave, mask=wave < HALF, other=0.0)
+        kind = cos.dtype.element_ty
+        tl.store(cos + token * HALF + wave, tl.cos(angle).to(kind), mask=wave < HALF)
+        tl.store(sin + token * HALF + wave, tl.sin(angle).to(kind), mask=wave < HALF)
 
 
 def add_rms_norm(

@@ -1,12 +1,14 @@
 """The sampler of `replica/engine/sampler.py` on the device: same random numbers per (seed, position), same tokens.
 
-Four launches of a program for each row and block of the vocabulary, each of which reads the logits once and none of
-which sorts: the blocks' maxima; a histogram of the scaled logits; the floor of top-k and top-p, for which the logits in
-the buckets where it may lie are collected; the draw. What follows from all blocks of a row is done by the last program
-to arrive. Sums are in float64, as in the sampler.
+Three launches of a program for each row and block of the vocabulary, each of which reads the logits once and none of
+which sorts: the blocks' maxima; a histogram of the scaled logits; the draw. For the latter, each program sums the
+weights of its block that are kept for certain, and collects the logits in the buckets where the floor of top-k or top-p
+may lie. The last program of a row to arrive finds the floor among them, and draws. Sums are in float64, as in the
+sampler.
 
 Scaled logits are at most 0, so their bits without the sign, their `depth`, are ordered. A token more than
-`BUCKETS / PER_NAT` below the greatest weighs less than 1e-13 of it; where top-k or top-p reach that far, they keep all.
+`BUCKETS / PER_NAT` below the greatest weighs less than 1e-13 of it; where top-k or top-p reach that far, they keep all,
+but no block is chosen for such tokens.
 Rows with more than ENTRIES different logits where the floor may lie are bisected bit by bit.
 """
 
@@ -40,30 +42,26 @@ def sample(logits: torch.Tensor, inputs: SamplingInputs, out: torch.Tensor) -> N
         return
     blocks, levels = triton.cdiv(vocab, BLOCK), levels_of(vocab)
     device, stride, grid = logits.device, logits.stride(0), (rows, blocks)
-    maxima, greatest, floors = (logits.new_empty(rows, width) for width in (blocks, 1, 1))
+    maxima, greatest = (logits.new_empty(rows, width) for width in (blocks, 1))
     places = torch.empty(rows, blocks, dtype=torch.int32, device=device)
     counts = torch.empty(rows, BUCKETS, dtype=torch.int32, device=device)
     weights = torch.empty(rows, BUCKETS, dtype=torch.float64, device=device)
-    entries = torch.empty(rows, 2, ENTRIES, dtype=torch.int32, device=device)
-    #: Entries collected, programs that have collected, programs that have summed.
-    arrived = torch.empty(rows, 3, dtype=torch.int32, device=device)
+    #: Depth, number of tokens, block.
+    entries = torch.empty(rows, 3, ENTRIES, dtype=torch.int32, device=device)
+    #: Entries collected, programs that have collected.
+    arrived = torch.empty(rows, 2, dtype=torch.int32, device=device)
     sums = torch.empty(rows, blocks, dtype=torch.float64, device=device)
     filters = inputs.rows, inputs.temperatures, inputs.top_ks, inputs.top_ps
     buckets = {"BUCKETS": BUCKETS, "PER_NAT": PER_NAT, "BLOCK": BLOCK}
     _maxima[grid](logits, maxima, places, counts, weights, arrived, vocab, stride, BUCKETS=BUCKETS, BLOCK=BLOCK)
     _histogram[grid](
-        logits, maxima, places, greatest, floors, counts, weights, out, inputs.last_tokens, vocab, stride, blocks,
-        *filters, inputs.min_ps, BLOCKS_PAD=triton.next_power_of_2(blocks), GREEDY=GREEDY_BELOW, NONE=NO_TOKEN,
-        num_warps=8, **buckets,
-    )  # fmt: skip
-    _find_floor[grid](
-        logits, greatest, floors, counts, weights, entries, arrived, vocab, stride, *filters,
-        ENTRIES=ENTRIES, num_warps=8, **buckets,
+        logits, maxima, places, greatest, counts, weights, out, inputs.last_tokens, vocab, stride, blocks, *filters,
+        BLOCKS_PAD=triton.next_power_of_2(blocks), GREEDY=GREEDY_BELOW, NONE=NO_TOKEN, num_warps=8, **buckets,
     )  # fmt: skip
     _draw[grid](
-        logits, greatest, floors, sums, arrived, out, inputs.last_tokens, vocab, stride, inputs.rows,
-        inputs.temperatures, inputs.seeds, inputs.prompts, inputs.lengths, LOW=min(LOW_LEVELS, levels),
-        HIGH=max(0, levels - LOW_LEVELS), FAN=FAN_OUT, BLOCK=BLOCK,
+        logits, greatest, counts, weights, entries, sums, arrived, out, inputs.last_tokens, vocab, stride, *filters,
+        inputs.min_ps, inputs.seeds, inputs.prompts, inputs.lengths, ENTRIES=ENTRIES, LOW=min(LOW_LEVELS, levels),
+        HIGH=max(0, levels - LOW_LEVELS), FAN=FAN_OUT, num_warps=8, **buckets,
     )  # fmt: skip
 
 
@@ -105,8 +103,7 @@ def _maxima(
         bucket = row * BUCKETS + tl.arange(0, BUCKETS)
         tl.store(counts + bucket, tl.zeros([BUCKETS], tl.int32))
         tl.store(weights + bucket, tl.zeros([BUCKETS], tl.float64))
-        number = tl.arange(0, 4)
-        tl.store(arrived + row * 3 + number, tl.zeros([4], tl.int32), mask=number < 3)
+        tl.store(arrived + row * 2 + tl.arange(0, 2), tl.zeros([2], tl.int32))
 
 
 @triton.jit
@@ -155,10 +152,15 @@ def _limits(top_k, vocab):
 
 
 @triton.jit
+def _filters(top_k, top_p, vocab):
+    return _limits(top_k, vocab) | (top_p < 1.0)
+
+
+@triton.jit
 def _histogram(
-    logits, maxima, places, greatest, floors, counts, weights, out, last_tokens, vocab, stride, blocks, slots,
-    temperatures, top_ks, top_ps, min_ps, BLOCKS_PAD: tl.constexpr, GREEDY: tl.constexpr, NONE: tl.constexpr,
-    BUCKETS: tl.constexpr, PER_NAT: tl.constexpr, BLOCK: tl.constexpr,
+    logits, maxima, places, greatest, counts, weights, out, last_tokens, vocab, stride, blocks, slots, temperatures,
+    top_ks, top_ps, BLOCKS_PAD: tl.constexpr, GREEDY: tl.constexpr, NONE: tl.constexpr, BUCKETS: tl.constexpr,
+    PER_NAT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The tokens of rows that need no draw; of rows with top-k or top-p, each bucket's number and weight of tokens."""
     row = tl.program_id(0).to(tl.int64)
@@ -178,11 +180,9 @@ def _histogram(
         tl.store(out + row, token, mask=certain)
         tl.store(last_tokens + slot, token, mask=certain)
         tl.store(greatest + row, tl.where(certain, float("inf"), top))
-        min_p = tl.load(min_ps + slot)
-        tl.store(floors + row, tl.where(min_p > 0.0, tl.log(tl.where(min_p > 0.0, min_p, 1.0)), -float("inf")))
     if certain:
         return
-    if (_limits(tl.load(top_ks + slot), vocab) == 0) & (tl.load(top_ps + slot) >= 1.0):
+    if not _filters(tl.load(top_ks + slot), tl.load(top_ps + slot), vocab):
         return
     i = block * BLOCK + tl.arange(0, BLOCK)
     scaled = _scaled(logits, row, i, i < vocab, stride, temperature, top)
@@ -197,81 +197,114 @@ def _histogram(
 
 
 @triton.jit
-def _find_floor(
-    logits, greatest, floors, counts, weights, entries, arrived, vocab, stride, slots, temperatures, top_ks, top_ps,
-    ENTRIES: tl.constexpr, BUCKETS: tl.constexpr, PER_NAT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Collect each different logit of the buckets in which a floor may lie; the row's last program finds it there."""
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + row)
-    block = tl.program_id(1)
-    top = tl.load(greatest + row)
-    top_k = tl.load(top_ks + slot)
-    top_p = tl.load(top_ps + slot)
-    if (top == float("inf")) | ((_limits(top_k, vocab) == 0) & (top_p >= 1.0)):
-        return
-    temperature = tl.load(temperatures + slot)
+def _near(counts, weights, row, top_k, top_p, vocab, BUCKETS: tl.constexpr):
+    """The buckets in which the floors of top-k and top-p may lie, and what those before them hold.
+
+    Whether top-k has one, its bucket, the tokens and the weight before; the weight that top-k keeps, all of its bucket
+    included; whether top-p has one, the first and the last bucket, and the weight before.
+    """
+    last = BUCKETS - 1
     bucket = tl.arange(0, BUCKETS)
     count = tl.load(counts + row * BUCKETS + bucket)
     weight = tl.load(weights + row * BUCKETS + bucket)
-    last = BUCKETS - 1
     k_bucket = tl.where(_limits(top_k, vocab), tl.sum((tl.cumsum(count, 0) < top_k).to(tl.int32), 0), last)
     has_k = k_bucket < last
+    shallower = tl.sum(tl.where(bucket < k_bucket, count, 0), 0)
     before = tl.sum(tl.where(bucket < k_bucket, weight, 0.0), 0)
     within = tl.where(has_k, before + tl.sum(tl.where(bucket == k_bucket, weight, 0.0), 0), tl.sum(weight, 0))
     # Where top-p may lie, as the weight that top-k keeps may be anything between; a little more for rounding.
     upto = tl.cumsum(weight, 0)
     p_first = tl.sum((upto < top_p * tl.where(has_k, before, within) * (1 - 1e-12)).to(tl.int32), 0)
     p_last = tl.minimum(tl.sum((upto < top_p * within * (1 + 1e-12)).to(tl.int32), 0), last - 1)
-    has_p = (p_first < last) & (top_p < 1.0)
+    nearer = tl.sum(tl.where(bucket < p_first, weight, 0.0), 0)
+    return has_k, k_bucket, shallower, before, within, (p_first < last) & (top_p < 1.0), p_first, p_last, nearer
 
-    i = block * BLOCK + tl.arange(0, BLOCK)
-    scaled = _scaled(logits, row, i, i < vocab, stride, temperature, top)
+
+@triton.jit
+def _collect(scaled, weight, near, entries, sums, collected, block, ENTRIES: tl.constexpr, BUCKETS: tl.constexpr,
+             PER_NAT: tl.constexpr):  # fmt: skip
+    """Sum the block's weights before all buckets in which a floor may lie; each different logit in them is an entry."""
+    has_k, k_bucket, _, _, _, has_p, p_first, p_last, _ = near
     mine = _bucket(scaled, BUCKETS, PER_NAT)
+    before = tl.minimum(tl.where(has_k, k_bucket, BUCKETS - 1), tl.where(has_p, p_first, BUCKETS - 1))
+    tl.store(sums + block, tl.sum(tl.where(mine < before, weight, 0.0), 0))
     wanted = (has_k & (mine == k_bucket)) | (has_p & (mine >= p_first) & (mine <= p_last))
     none = tl.full([], 0x7FFFFFFF, tl.int32)
     left = tl.where(wanted, tl.abs(scaled).to(tl.int32, bitcast=True), none)
     least = tl.min(left, 0)
-    depths = entries + row * 2 * ENTRIES
-    numbers = depths + ENTRIES
     place = tl.full([], 0, tl.int32)
     while (least < none) & (place < ENTRIES):  # a round for each different logit: in bfloat16 there are few
-        place = tl.atomic_add(arrived + row * 3, 1, sem="relaxed")
-        tl.store(depths + place, least, mask=place < ENTRIES)
-        tl.store(numbers + place, tl.sum((left == least).to(tl.int32), 0), mask=place < ENTRIES)
+        place = tl.atomic_add(collected, 1, sem="relaxed")
+        tl.store(entries + place, least, mask=place < ENTRIES)
+        tl.store(entries + ENTRIES + place, tl.sum((left == least).to(tl.int32), 0), mask=place < ENTRIES)
+        tl.store(entries + 2 * ENTRIES + place, block, mask=place < ENTRIES)
         left = tl.where(left == least, none, left)
         least = tl.min(left, 0)
 
-    tl.debug_barrier()
-    if tl.atomic_add(arrived + row * 3 + 1, 1) < tl.num_programs(1) - 1:
-        return
-    collected = tl.atomic_add(arrived + row * 3, 0)
+
+@triton.jit
+def _depth_of_entries(entries, count, near, top_k, top_p, ENTRIES: tl.constexpr, BUCKETS: tl.constexpr,
+                      PER_NAT: tl.constexpr):  # fmt: skip
+    """The depth of the last token that top-k and top-p keep; that of +inf if they keep all."""
+    has_k, k_bucket, shallower, before, within, has_p, p_first, p_last, nearer = near
     depth = tl.full([], 0x7F800000, tl.int32)
+    entry, number, minus = _entries(entries, count, ENTRIES)
+    bucket = _bucket(minus, BUCKETS, PER_NAT)
+    weight = number * tl.exp(minus).to(tl.float64)
+    if has_k:
+        of_k = bucket == k_bucket
+        depth = _least_entry(entry, tl.where(of_k, number, 0).to(tl.float64), (top_k - shallower).to(tl.float64))
+        within = before + tl.sum(tl.where(of_k & (entry <= depth), weight, 0.0), 0)
+    if has_p:
+        of_p = (bucket >= p_first) & (bucket <= p_last)
+        depth = tl.minimum(depth, _least_entry(entry, tl.where(of_p, weight, 0.0), top_p * within - nearer))
+    return depth
+
+
+@triton.jit
+def _entries(entries, count, ENTRIES: tl.constexpr):
+    """Their depths, numbers of tokens (0 beyond the last entry) and scaled logits. Other programs wrote them."""
+    e = tl.arange(0, ENTRIES)
+    entry = tl.load(entries + e, mask=e < count, other=0x7FFFFFFF, cache_modifier=".cg")
+    number = tl.load(entries + ENTRIES + e, mask=e < count, other=0, cache_modifier=".cg")
+    return entry, number, tl.where(e < count, -entry.to(tl.float32, bitcast=True), 0.0)
+
+
+@triton.jit
+def _depth_by_bits(logits, row, top_k, top_p, vocab, stride, temperature, greatest, BLOCK: tl.constexpr):
+    """As `_depth_of_entries`, where there are too many entries."""
+    depth = tl.full([], 0x7F800000, tl.int32)
+    if _limits(top_k, vocab):
+        depth = _depth_that_holds(logits, row, top_k.to(tl.float64), vocab, stride, temperature, greatest, False, BLOCK)
+    if top_p < 1.0:
+        kept = _held(logits, row, depth, vocab, stride, temperature, greatest, True, BLOCK)
+        held = _depth_that_holds(logits, row, kept * top_p, vocab, stride, temperature, greatest, True, BLOCK)
+        depth = tl.minimum(depth, held)
+    return depth
+
+
+@triton.jit
+def _settle(
+    logits, row, near, entries, sums, collected, top_k, top_p, floor, vocab, stride, temperature, greatest,
+    ENTRIES: tl.constexpr, BUCKETS: tl.constexpr, PER_NAT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The floor of all filters, given that of min-p; completes the blocks' sums."""
     if collected > ENTRIES:
-        if has_k:
-            depth = _depth_that_holds(logits, row, top_k.to(tl.float64), vocab, stride, temperature, top, False, BLOCK)
-        if top_p < 1.0:
-            kept = _held(logits, row, depth, vocab, stride, temperature, top, True, BLOCK)
-            held = _depth_that_holds(logits, row, kept * top_p, vocab, stride, temperature, top, True, BLOCK)
-            depth = tl.minimum(depth, held)
+        depth = _depth_by_bits(logits, row, top_k, top_p, vocab, stride, temperature, greatest, BLOCK)
+        floor = tl.maximum(floor, -depth.to(tl.float32, bitcast=True))
+        for block in range(tl.num_programs(1)):
+            i = block * BLOCK + tl.arange(0, BLOCK)
+            scaled = _scaled(logits, row, i, i < vocab, stride, temperature, greatest)
+            tl.store(sums + block, tl.sum(_weights(scaled, i, vocab, floor), 0))
     else:
+        depth = _depth_of_entries(entries, collected, near, top_k, top_p, ENTRIES, BUCKETS, PER_NAT)
+        floor = tl.maximum(floor, -depth.to(tl.float32, bitcast=True))
         e = tl.arange(0, ENTRIES)
-        entry = tl.load(depths + e, mask=e < collected, other=0x7FFFFFFF, cache_modifier=".cg")
-        number = tl.load(numbers + e, mask=e < collected, other=0, cache_modifier=".cg")
-        minus = tl.where(e < collected, -entry.to(tl.float32, bitcast=True), 0.0)
-        its = _bucket(minus, BUCKETS, PER_NAT)
-        weighs = number * tl.exp(minus).to(tl.float64)
-        if has_k:
-            shallower = tl.sum(tl.where(bucket < k_bucket, count, 0), 0)
-            of_k = its == k_bucket
-            depth = _least_entry(entry, tl.where(of_k, number, 0).to(tl.float64), (top_k - shallower).to(tl.float64))
-            within = before + tl.sum(tl.where(of_k & (entry <= depth), weighs, 0.0), 0)
-        if has_p:
-            nearer = tl.sum(tl.where(bucket < p_first, weight, 0.0), 0)
-            of_p = (its >= p_first) & (its <= p_last)
-            held = _least_entry(entry, tl.where(of_p, weighs, 0.0), top_p * within - nearer)
-            depth = tl.minimum(depth, held)
-    tl.store(floors + row, tl.maximum(tl.load(floors + row), -depth.to(tl.float32, bitcast=True)))
+        _, number, minus = _entries(entries, collected, ENTRIES)
+        its_block = tl.load(entries + 2 * ENTRIES + e, mask=e < collected, other=0, cache_modifier=".cg")
+        weight = number * tl.exp(minus).to(tl.float64)
+        tl.atomic_add(sums + its_block, weight, mask=(e < collected) & (minus >= floor), sem="relaxed")
+    return floor
 
 
 @triton.jit
@@ -288,9 +321,8 @@ def _least_entry(entries, values, wanted):
 
 
 @triton.jit
-def _weights(logits, row, i, vocab, stride, temperature, greatest, floor):
+def _weights(scaled, i, vocab, floor):
     """The weight of each token in the draw, float64; 0 for tokens that are filtered out."""
-    scaled = _scaled(logits, row, i, i < vocab, stride, temperature, greatest)
     return tl.where((i < vocab) & (scaled >= floor), tl.exp(scaled), 0.0).to(tl.float64)
 
 
@@ -321,10 +353,11 @@ def _members(chosen, FAN: tl.constexpr, SPAN: tl.constexpr):
 
 @triton.jit
 def _draw(
-    logits, greatest, floors, sums, arrived, out, last_tokens, vocab, stride, slots, temperatures, seeds, prompts,
-    lengths, LOW: tl.constexpr, HIGH: tl.constexpr, FAN: tl.constexpr, BLOCK: tl.constexpr,
+    logits, greatest, counts, weights, entries, sums, arrived, out, last_tokens, vocab, stride, slots, temperatures,
+    top_ks, top_ps, min_ps, seeds, prompts, lengths, ENTRIES: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
+    FAN: tl.constexpr, BUCKETS: tl.constexpr, PER_NAT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sum the block's weights. The last program of a row chooses from the top level down: a block, then inside it."""
+    """Sum the block's weights, and collect where a floor may lie; the row's last program finds it, and draws."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     block = tl.program_id(1)
@@ -333,22 +366,41 @@ def _draw(
     if top == float("inf"):
         return
     temperature = tl.load(temperatures + slot)
-    floor = tl.load(floors + row)
+    top_k = tl.load(top_ks + slot)
+    top_p = tl.load(top_ps + slot)
+    min_p = tl.load(min_ps + slot)
+    floor = tl.where(min_p > 0.0, tl.log(tl.where(min_p > 0.0, min_p, 1.0)), -float("inf"))
+    entries += row * 3 * ENTRIES
+    sums += row * blocks
+    arrived += row * 2
     i = block * BLOCK + tl.arange(0, BLOCK)
-    tl.store(sums + row * blocks + block, tl.sum(_weights(logits, row, i, vocab, stride, temperature, top, floor), 0))
-    tl.debug_barrier()
-    if tl.atomic_add(arrived + row * 3 + 2, 1) < blocks - 1:
+    scaled = _scaled(logits, row, i, i < vocab, stride, temperature, top)
+    weight = _weights(scaled, i, vocab, floor)
+    if _filters(top_k, top_p, vocab):
+        near = _near(counts, weights, row, top_k, top_p, vocab, BUCKETS)
+        _collect(scaled, weight, near, entries, sums, arrived, block, ENTRIES, BUCKETS, PER_NAT)
+    else:
+        tl.store(sums + block, tl.sum(weight, 0))
+    tl.debug_barrier()  # all threads have written before one of them says so
+    if tl.atomic_add(arrived + 1, 1) < blocks - 1:
         return
+    if _filters(top_k, top_p, vocab):
+        near = _near(counts, weights, row, top_k, top_p, vocab, BUCKETS)
+        floor = _settle(
+            logits, row, near, entries, sums, tl.atomic_add(arrived, 0), top_k, top_p, floor, vocab, stride,
+            temperature, top, ENTRIES, BUCKETS, PER_NAT, BLOCK,
+        )  # fmt: skip
+        tl.debug_barrier()
     seed = tl.load(seeds + slot)
     position = tl.maximum(tl.load(lengths + slot).to(tl.int64) - tl.load(prompts + slot), 0)
     chosen = tl.full([], 0, tl.int32)
     for level in tl.static_range(HIGH):
         i = _members(chosen, FAN, FAN ** (HIGH - 1 - level))
-        each = tl.load(sums + row * blocks + i, mask=i < blocks, other=0.0, cache_modifier=".cg")
+        each = tl.load(sums + i, mask=i < blocks, other=0.0, cache_modifier=".cg")
         chosen = chosen * FAN + _pick(tl.sum(each, 1), _uniform(seed, position, level))
     for level in tl.static_range(LOW):
         i = _members(chosen, FAN, FAN ** (LOW - 1 - level))
-        weights = tl.sum(_weights(logits, row, i, vocab, stride, temperature, top, floor), 1)
-        chosen = chosen * FAN + _pick(weights, _uniform(seed, position, HIGH + level))
+        weight = _weights(_scaled(logits, row, i, i < vocab, stride, temperature, top), i, vocab, floor)
+        chosen = chosen * FAN + _pick(tl.sum(weight, 1), _uniform(seed, position, HIGH + level))
     tl.store(out + row, chosen.to(tl.int64))
     tl.store(last_tokens + slot, chosen.to(tl.int64))

@@ -12,7 +12,7 @@ from ...models.spec import ModelSpec
 from ..base import PagedRows, TorchKernels
 from .decode import DecodePlan, decode, plan_decode
 from .experts import expert_products
-from .pointwise import add_rms_norm, decode_rows, rotary_table, rotate_and_store, round_rows, silu_mul, write_slots
+from .pointwise import add_rms_norm, decode_rows, embed, rotate_and_store, round_rows, silu_mul, write_slots
 from .prefill import prefill
 from .sampling import mask, sample
 from .warm_up import launches
@@ -30,7 +30,7 @@ class TritonKernels(TorchKernels):
 
     plan_decode = staticmethod(plan_decode)
     decode_rows = staticmethod(decode_rows)
-    rotary_table = staticmethod(rotary_table)
+    embed = staticmethod(embed)
     add_rms_norm = staticmethod(add_rms_norm)
     rotate_and_store = staticmethod(rotate_and_store)
     round_rows = staticmethod(round_rows)

@@ -28,14 +28,16 @@ def test_taken_rows_equal_the_table(implementation, dtype, places, device):
 
 
 @pytest.mark.parametrize(("implementation", "dtype"), PAIRS)
-def test_rotary_tables_equal_float64(implementation, dtype, device):
-    """Also at late positions, whose angles are many turns; angles are rounded to float32 first, as models do."""
+def test_a_decoder_begins_with_embeddings_and_rotary_tables(implementation, dtype, device):
+    """Tables also at late positions, whose angles are many turns, rounded to float32 first, as in models."""
     positions = torch.tensor([0, 1, 17, 4095, 131071], device=device)
     frequencies = 1 / 500000 ** (torch.arange(0, 96, 2, device=device).float() / 96)
     angles = (positions[:, None].float() * frequencies).double()
+    table, ids = torch.randn(7, 1500, device=device).to(dtype), torch.tensor([6, 0, 2, 6, 1], device=device)
 
-    cos, sin = implementation().rotary_table(positions, frequencies, dtype)
+    x, cos, sin = implementation().embed(table, ids, positions, frequencies)
 
+    assert torch.equal(x, table[ids])
     tolerance = {torch.float32: 2e-7, torch.float16: 5e-4, torch.bfloat16: 4e-3}[dtype]
     torch.testing.assert_close(cos.double(), angles.cos(), rtol=0, atol=tolerance)
     torch.testing.assert_close(sin.double(), angles.sin(), rtol=0, atol=tolerance)

@@ -195,7 +195,8 @@ BOTH = {"top_k": 300, "top_p": 0.9}
 
 @pytest.mark.parametrize(
     ("shape", "kind"),
-    [("equal", BOTH), ("rounded", BOTH), ("rounded", {"top_p": 0.99}), ("far", BOTH), ("near", BOTH), ("steep", BOTH)],
+    [(shape, BOTH) for shape in ("equal", "rounded", "far", "near", "steep")]
+    + [("rounded", {"top_p": 0.99}), ("far", {"top_k": 4400})],
     ids=str,
 )
 def test_a_floor_is_found_wherever_it_lies(shape, kind, device):

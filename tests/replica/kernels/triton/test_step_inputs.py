@@ -29,18 +29,6 @@ def test_rows_are_read_from_the_table_and_go_on(rows, device):
         assert found[0][1][rows.index(2)] == 0, "a token that could not be drawn"
 
 
-def test_waves_are_those_of_the_definition(device):
-    """At positions where an angle has a thousand turns, too."""
-    positions = torch.tensor([0, 1, 17, 40_000], device=device)
-    frequencies = 10_000.0 ** -(torch.arange(24, device=device) / 24)
-
-    for dtype in (torch.float32, torch.bfloat16):
-        got = TritonKernels().rotary_table(positions, frequencies, dtype)
-        wanted = TorchKernels().rotary_table(positions, frequencies, dtype)
-        for mine, other in zip(got, wanted, strict=True):
-            torch.testing.assert_close(mine, other, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
-
-
 def test_slots_are_written_in_every_layer(device):
     """And no others: a copy of KV must not touch a neighbour's."""
     generator = torch.Generator().manual_seed(5)
