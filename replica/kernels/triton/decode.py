@@ -326,6 +326,49 @@ def _merge(
     return summed / tl.maximum(total, 1.0)  # the likeliest chunk weighs 1
 
 
+@triton.jit
+def _rows_of_span(span, rows, first_chunk, shared, own_chunks, PACK: tl.constexpr):
+    """The first row's place, the number of rows, the keys that its pack shares, and their first chunk and number."""
+    place = span
+    members = 1
+    begin = 0
+    shared_before = own_chunks
+    shared_chunks = 0
+    if PACK > 1:
+        pack = tl.where(span < rows, span // PACK, span - rows)
+        place = tl.where(span < rows, span, pack * PACK)
+        members = tl.where(span < rows, 1, tl.minimum(PACK, rows - place))
+        begin = tl.load(shared + pack)
+        shared_before = tl.load(first_chunk + rows + pack)
+        shared_chunks = tl.load(first_chunk + rows + pack + 1) - shared_before
+    return place, members, begin, shared_before, shared_chunks
+
+
+@triton.jit
+def _merge_completed(
+    partial, weights, out, progress, first_chunk, order, place, members, head, own_chunks, shared_before,
+    shared_chunks, out_row, out_head, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PACK: tl.constexpr,
+    FLAT: tl.constexpr, MERGED: tl.constexpr, DV: tl.constexpr,
+):  # fmt: skip
+    """Count a chunk of the `members` rows from `place` on; merge each row of which it was the last one."""
+    for each in tl.range(place, place + members, num_stages=1):
+        own_before = tl.load(first_chunk + each)
+        count = tl.load(first_chunk + each + 1) - own_before + shared_chunks
+        completed = progress + 1 + each * KV_HEADS + head
+        if tl.atomic_add(completed, 1, sem="acq_rel", scope="gpu") == count - 1:
+            merged = _merge(
+                partial, weights, own_chunks + (shared_before - own_chunks) * PACK + each % PACK, own_before,
+                shared_chunks, PACK, count, head * GROUP, KV_HEADS * GROUP, FLAT, MERGED, DV, GROUP * DV,
+            )  # fmt: skip
+            e = tl.arange(0, FLAT)
+            target = each
+            if PACK > 1:
+                target = tl.load(order + each)
+            out_at = target * out_row + (head * GROUP + e // DV) * out_head + e % DV
+            tl.store(out + out_at, merged.to(out.dtype.element_ty), mask=e < GROUP * DV)
+            tl.store(completed, 0)
+
+
 @triton.jit(do_not_specialize=["rows", "window", "table_row"], do_not_specialize_on_alignment=["tables", "seq_lens"])
 def _decode(
     q, keys, values, tables, seq_lens, first_chunk, progress, order, shared, partial, weights, out, rows, scale, window,
@@ -353,20 +396,12 @@ def _decode(
         span = row_of(first_chunk, chunk, spans, 1, 0)
         chunks_before = tl.load(first_chunk + span)
         chunks = tl.load(first_chunk + span + 1) - chunks_before
-        place = span  # of the first row
-        members = 1
-        begin = 0
-        shared_before = own_chunks
-        shared_chunks = 0
+        place, members, begin, shared_before, shared_chunks = _rows_of_span(
+            span, rows, first_chunk, shared, own_chunks, PACK
+        )
         row = span
         in_order = span + g // GROUP
         if PACK > 1:
-            pack = tl.where(span < rows, span // PACK, span - rows)
-            place = tl.where(span < rows, span, pack * PACK)
-            members = tl.where(span < rows, 1, tl.minimum(PACK, rows - place))
-            begin = tl.load(shared + pack)
-            shared_before = tl.load(first_chunk + rows + pack)
-            shared_chunks = tl.load(first_chunk + rows + pack + 1) - shared_before
             row = tl.load(order + place)
             in_order = tl.load(order + place + g // GROUP, mask=g < GROUP * members, other=0)
         length = tl.load(seq_lens + row)
@@ -397,22 +432,10 @@ def _decode(
             tl.store(partial + at[:, None] * DV + dv[None, :], mean, mask=real)
             tl.store(weights + at, weight, mask=g < GROUP * members)
             tl.debug_barrier()  # all threads have written before one of them says so
-            for each in tl.range(place, place + members, num_stages=1):
-                own_before = tl.load(first_chunk + each)
-                count = tl.load(first_chunk + each + 1) - own_before + shared_chunks
-                completed = progress + 1 + each * KV_HEADS + head
-                if tl.atomic_add(completed, 1, sem="acq_rel", scope="gpu") == count - 1:
-                    merged = _merge(
-                        partial, weights, own_chunks + (shared_before - own_chunks) * PACK + each % PACK, own_before,
-                        shared_chunks, PACK, count, head * GROUP, KV_HEADS * GROUP, FLAT, MERGED, DV, GROUP * DV,
-                    )  # fmt: skip
-                    e = tl.arange(0, FLAT)
-                    target = each
-                    if PACK > 1:
-                        target = tl.load(order + each)
-                    out_at = target * out_row + (head * GROUP + e // DV) * out_head + e % DV
-                    tl.store(out + out_at, merged.to(out.dtype.element_ty), mask=e < GROUP * DV)
-                    tl.store(completed, 0)
+            _merge_completed(
+                partial, weights, out, progress, first_chunk, order, place, members, head, own_chunks, shared_before,
+                shared_chunks, out_row, out_head, KV_HEADS, GROUP, PACK, FLAT, MERGED, DV,
+            )  # fmt: skip
         item = tl.atomic_add(progress, 1, sem="relaxed")
     if item == items + tl.num_programs(0) - 1:  # every program has taken one too many: the next launch starts afresh
         tl.store(progress, 0)

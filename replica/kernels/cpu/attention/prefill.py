@@ -144,15 +144,10 @@ def _cost(tile, queries, length, group, window):
     return last + 1 - max(np.int64(0), first + 1 - window) + QUERIES
 
 
-def _attend(storage: Storage, sizes: Sizes, dot: Dot):
+def _tile_ends(storage: Storage, sizes: Sizes):
+    """What begins a tile of queries, and what ends it."""
     kind, narrow, size, value_dim = storage.kind, storage.narrow, storage.size, sizes.value_dim
-    group, numbers, key_words, width = sizes.group, sizes.numbers, sizes.key_words, sizes.width
-    key_size, value_size, bits = key_words * WORD, value_dim * size, np.uint16 if numbers == 2 else np.uint32
-    tile_size, scores_at = sizes.tile, sizes.tile * TILES
-    values_at = scores_at + BLOCK * QUERIES * WORD
-    rescale_at = values_at + BLOCK // numbers * width * WORD
-    keys_at = rescale_at + QUERIES * WORD
-    add_block = _add_block(storage, sizes, dot)
+    group, key_words, width = sizes.group, sizes.key_words, sizes.width
 
     @njit(error_model="numpy")
     def begin_tile(own, query, query_step, tile, queries, length):
@@ -172,6 +167,26 @@ def _attend(storage: Storage, sizes: Sizes, dot: Dot):
                 lanes[word, lane] = given[word]
         for i in range(QUERIES * width):
             sums[i] = np.float32(0)
+
+    @njit(error_model="numpy")
+    def end_tile(own, found, found_step, tile, queries):
+        sums = carray(pointer(own + QUERIES * key_words * WORD), (QUERIES, width), np.float32)
+        totals = carray(pointer(own + QUERIES * (key_words + width + 1) * WORD), (QUERIES,), np.float32)
+        for lane in range(min(QUERIES, queries * group - tile * QUERIES)):
+            number = tile * QUERIES + lane
+            token, head = number // group, number % group
+            out = carray(pointer(found + token * found_step + head * value_dim * size), (value_dim,), kind)
+            inverse = np.float32(1) / totals[lane]
+            for i in range(value_dim):
+                out[i] = narrow(sums[lane, i] * inverse)
+
+    return begin_tile, end_tile
+
+
+def _block_copies(sizes: Sizes):
+    """What copies a block's values, and its keys."""
+    numbers, key_words, width, value_dim = sizes.numbers, sizes.key_words, sizes.width, sizes.value_dim
+    bits = np.uint16 if numbers == 2 else np.uint32
 
     @njit(error_model="numpy")
     def gather(values, step, blocks, page, first, tokens, ordered):
@@ -203,17 +218,18 @@ def _attend(storage: Storage, sizes: Sizes, dot: Dot):
             for word in range(key_words):
                 words[token, word] = given[word]
 
-    @njit(error_model="numpy")
-    def end_tile(own, found, found_step, tile, queries):
-        sums = carray(pointer(own + QUERIES * key_words * WORD), (QUERIES, width), np.float32)
-        totals = carray(pointer(own + QUERIES * (key_words + width + 1) * WORD), (QUERIES,), np.float32)
-        for lane in range(min(QUERIES, queries * group - tile * QUERIES)):
-            number = tile * QUERIES + lane
-            token, head = number // group, number % group
-            out = carray(pointer(found + token * found_step + head * value_dim * size), (value_dim,), kind)
-            inverse = np.float32(1) / totals[lane]
-            for i in range(value_dim):
-                out[i] = narrow(sums[lane, i] * inverse)
+    return gather, copy
+
+
+def _attend(storage: Storage, sizes: Sizes, dot: Dot):
+    key_size, value_size, group = sizes.key_words * WORD, sizes.value_dim * storage.size, sizes.group
+    tile_size, scores_at = sizes.tile, sizes.tile * TILES
+    values_at = scores_at + BLOCK * QUERIES * WORD
+    rescale_at = values_at + BLOCK // sizes.numbers * sizes.width * WORD
+    keys_at = rescale_at + QUERIES * WORD
+    begin_tile, end_tile = _tile_ends(storage, sizes)
+    gather, copy = _block_copies(sizes)
+    add_block = _add_block(storage, sizes, dot)
 
     @njit(error_model="numpy")
     def attend(tiles, places, pages, shape, row, scale):
