@@ -14,6 +14,8 @@ short ones cost. Pure: durations come in by parameter.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations_with_replacement, starmap
+from operator import add, mul
 from typing import NamedTuple
 
 import msgspec
@@ -119,8 +121,10 @@ _ROUNDED = 1.001
 _WIDTH = 5
 SUMS = _WIDTH * (_WIDTH + 1) // 2
 _PLACES = [[0] * _WIDTH for _ in range(_WIDTH)]
-for _place, (_i, _j) in enumerate((i, j) for i in range(_WIDTH) for j in range(i, _WIDTH)):
+for _place, (_i, _j) in enumerate(combinations_with_replacement(range(_WIDTH), 2)):
     _PLACES[_i][_j] = _PLACES[_j][_i] = _place
+#: The places of each product of two parts, and of their squares.
+_PRODUCTS = [(_PLACES[i][j], _PLACES[i][i], _PLACES[j][j]) for i in range(_WIDTH) for j in range(i)]
 _PROMPT, _TOKEN, _PAIR, _CONTEXT, _ONE = range(_WIDTH)
 
 
@@ -157,9 +161,8 @@ class PrefillSums:
             return
         most = max(seconds, SHORTEST_S)
         row = (work.prompts / most, work.tokens / most, work.pairs / most, work.context / most, seconds / most)
-        squares = [row[i] * row[j] for i in range(_WIDTH) for j in range(i, _WIDTH)]
-        fading = self.fading
-        self.values = [fading * old + square for old, square in zip(self.values, squares, strict=True)]
+        kept = self.values if self.fading == 1 else [self.fading * old for old in self.values]
+        self.values = list(map(add, kept, starmap(mul, combinations_with_replacement(row, 2))))
 
 
 def steps_of(sums: Sequence[float]) -> float:
@@ -171,9 +174,7 @@ def are_possible(sums: Sequence[float]) -> bool:
     """Whether steps can have these sums: of squares and products, none beyond what any hardware computes."""
     if not all(value == 0 or _LEAST < value < _MOST for value in sums):
         return False
-    squares = [sums[_PLACES[part][part]] for part in range(_WIDTH)]
-    pairs = [(i, j) for i in range(_WIDTH) for j in range(i)]
-    return all(sums[_PLACES[i][j]] ** 2 <= squares[i] * squares[j] * _ROUNDED for i, j in pairs)
+    return all(sums[both] * sums[both] <= sums[one] * sums[other] * _ROUNDED for both, one, other in _PRODUCTS)
 
 
 def fit(sums: Sequence[float], tokens_per_s: float) -> PrefillCost:

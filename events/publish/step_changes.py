@@ -40,6 +40,8 @@ def arrange(step: Step) -> Step:
 
     A reset makes everything before it void. The result is at most [reset, removal, stores…, removal].
     """
+    if len(step) < 2:
+        return step
     reset = max((i for i, change in enumerate(step) if isinstance(change, AllCleared)), default=None)
     head: Step = [] if reset is None else [AllCleared()]
     rest = step if reset is None else step[reset + 1 :]

@@ -6,7 +6,7 @@ unusual step.
 
 from dataclasses import dataclass, field
 
-from ...events.load_report import FADING, PrefillSums, fit
+from ...events.load_report import FADING, PrefillSums, fit, steps_of
 from ...events.wire.messages import PrefillCost, PrefillWork
 
 #: A step with fewer prompt tokens measures the fixed cost of a step, not the prefill rate: after a prefix hit of nearly
@@ -16,6 +16,8 @@ MIN_PREFILL_TOKENS = 32
 PREFILL_MEMORY_TOKENS = 8192.0
 #: Weight of a new decode step: half of the estimate comes from the last 14 steps. Not tuned.
 DECODE_WEIGHT = 0.05
+#: One new step for so many that the cost was fitted to changes it by little, and a fit takes 20 µs of a step.
+REFIT_SHARE = 16
 
 
 @dataclass(slots=True)
@@ -25,6 +27,7 @@ class SmoothedRates:
     _recent: PrefillSums = field(default_factory=lambda: PrefillSums(FADING))
     _since_start: PrefillSums = field(default_factory=PrefillSums)
     _cost: PrefillCost | None = None
+    _unfitted: int = 0  #: prefills since the last fit
 
     def __post_init__(self) -> None:
         # Both are divided by.
@@ -33,9 +36,10 @@ class SmoothedRates:
 
     @property
     def prefill_cost(self) -> PrefillCost:
-        cost = self._cost
-        if cost is None:
-            cost = self._cost = fit(self._recent.values, self.prefill_tokens_per_s)
+        cost, sums = self._cost, self._recent.values
+        if cost is None or self._unfitted * REFIT_SHARE > steps_of(sums):
+            cost = self._cost = fit(sums, self.prefill_tokens_per_s)
+            self._unfitted = 0
         return cost
 
     @property
@@ -63,4 +67,4 @@ class SmoothedRates:
         """Learn the cost by parts from a prefill that took this long by itself."""
         self._recent.observe(work, seconds)
         self._since_start.observe(work, seconds)
-        self._cost = None
+        self._unfitted += 1

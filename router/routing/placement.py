@@ -16,7 +16,7 @@ from .policy.base import LIVE, Candidate, Candidates, Decision, Policy, Prompt, 
 from .policy.explain import explanation_of
 from .prefix_index import PrefixIndex, ReplicaBlocks
 from .replica_load import LoadBook, Pending
-from .reservations import FirstBlocks, Reservations, common_prefix
+from .reservations import CountsByBlock, Reservations, common_prefix
 
 #: An engine that is not ours may announce what it has computed for a request after the request's last token, as events
 #: have a way of their own. A lost one is noticed and asked for within a second (events/follow/subscription.py).
@@ -36,7 +36,7 @@ class Placement:
         #: by request that such an engine has computed and not announced: where, the last block, how long that counts
         self._unannounced: dict[int, tuple[str, int, float]] = {}
         self._in_flight: dict[str, dict[int, Sequence[int]]] = {}  #: by replica and request: the prompt's blocks
-        self._first_blocks = FirstBlocks()  #: of those
+        self._at_first_block = CountsByBlock[str]()  #: replicas of those
         #: how far the events of each joined replica can be trusted; `trust` changes it
         self.feeds: dict[str, FeedState] = {}
         self._doubted: set[str] = set()  #: those whose feed is not live
@@ -153,7 +153,8 @@ class Placement:
         views = self.loads.views(now)
         used: dict[str, int] | None = None
         if self.loads.crowded:
-            used = {replica: self._used_blocks(replica, keys) for replica in self._first_blocks.replicas(keys)}
+            near = self._at_first_block.of(keys[0]) if len(keys) else ()
+            used = {replica: self._used_blocks(replica, keys) for replica in near}
         one_by_one = self._orders or self.hit_rules or not self.policy.prefers_columns
         if not one_by_one and (columns := self.loads.columns(now)) is not None:
             from .load_columns import CandidateColumns
@@ -233,7 +234,7 @@ class Placement:
             order.sent(request_id, keys, found)
         self._in_flight[chosen.replica_id][request_id] = keys
         if len(keys):
-            self._first_blocks.add(keys, chosen.replica_id)
+            self._at_first_block.add(keys[0], chosen.replica_id)
         self.policy.booked(chosen.replica_id, request_id, decision.prompt)
 
     def started(self, replica: str, request_id: int) -> None:
@@ -257,7 +258,7 @@ class Placement:
         """The request is in flight no longer. Returns its blocks; none if it, or the replica, is gone already."""
         keys = self._in_flight.get(replica, {}).pop(request_id, ())
         if len(keys):
-            self._first_blocks.remove(keys, replica)
+            self._at_first_block.remove(keys[0], replica)
         return keys
 
     def finished(self, tokens: int) -> None:
@@ -271,7 +272,7 @@ class Placement:
         for order in self._orders.values():
             order.check()
         prompts = [(keys, name) for name, chains in self._in_flight.items() for keys in chains.values() if len(keys)]
-        self._first_blocks.check(prompts)
+        self._at_first_block.check([(keys[0], name) for keys, name in prompts])
         doubted = {replica for replica, feed in self.feeds.items() if feed is not LIVE}
         assert self._doubted == doubted, f"{self._doubted} are noted as not live, {doubted} are not"
         assert tuple(self.feeds) == self.loads.replicas() == tuple(self.index.places), "replicas or their order differ"

@@ -10,6 +10,7 @@ request, and inherits its blocks when it ends first.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import repeat
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -27,33 +28,36 @@ class _Reservation(msgspec.Struct, eq=False):
     over: bool = False
 
 
-class FirstBlocks:
-    """On which replicas there are prompts with which first block: no other one has anything of such a prompt."""
+Kind = TypeVar("Kind", str, int)
+
+
+class CountsByBlock(Generic[Kind]):
+    """How many prompts there are of each kind, by one of their blocks: of other prompts nobody asks."""
 
     def __init__(self) -> None:
-        self._prompts: dict[int, dict[str, int]] = {}  #: how many, by first block and replica
+        self._counts: dict[int, dict[Kind, int]] = {}
 
-    def add(self, keys: Sequence[int], replica: str) -> None:
-        by_replica = self._prompts.setdefault(keys[0], {})
-        by_replica[replica] = by_replica.get(replica, 0) + 1
+    def add(self, block: int, kind: Kind) -> None:
+        counts = self._counts.setdefault(block, {})
+        counts[kind] = counts.get(kind, 0) + 1
 
-    def remove(self, keys: Sequence[int], replica: str) -> None:
-        by_replica = self._prompts[keys[0]]
-        by_replica[replica] -= 1
-        if not by_replica[replica]:
-            del by_replica[replica]
-            if not by_replica:
-                del self._prompts[keys[0]]
+    def remove(self, block: int, kind: Kind) -> None:
+        counts = self._counts[block]
+        counts[kind] -= 1
+        if not counts[kind]:
+            del counts[kind]
+            if not counts:
+                del self._counts[block]
 
-    def replicas(self, keys: Sequence[int]) -> Iterable[str]:
-        return self._prompts.get(keys[0], ()) if len(keys) else ()
+    def of(self, block: int) -> Iterable[Kind]:
+        return self._counts.get(block, ())
 
-    def check(self, prompts: Iterable[tuple[Sequence[int], str]]) -> None:
-        """`prompts`: all that there are, with their replicas."""
-        expected = FirstBlocks()
-        for keys, replica in prompts:
-            expected.add(keys, replica)
-        assert self._prompts == expected._prompts, f"{self._prompts} is noted of {expected._prompts}"
+    def check(self, prompts: Iterable[tuple[int, Kind]]) -> None:
+        """`prompts`: all that there are, a block and the kind of each."""
+        expected = CountsByBlock[Kind]()
+        for block, kind in prompts:
+            expected.add(block, kind)
+        assert self._counts == expected._counts, f"{self._counts} is noted of {expected._counts}"
 
 
 class Reservations:
@@ -61,7 +65,10 @@ class Reservations:
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._first_blocks = FirstBlocks()
+        #: A reservation can extend a prompt only if that shares its first expected block: by a chain's first block the
+        #: places at which reservations begin, and by the block there their replicas.
+        self._starts = CountsByBlock[int]()
+        self._replicas = CountsByBlock[str]()
         self._expected: dict[str, dict[int, _Reservation]] = {}
         self._by_request: dict[int, _Reservation] = {}  # in the order of expiry, as the timeout is one for all
 
@@ -71,7 +78,8 @@ class Reservations:
         mine = _Reservation(request_id, replica, hashes, start, now + self._timeout_s)
         self._by_request[request_id] = mine
         if start < len(hashes):
-            self._first_blocks.add(hashes, replica)
+            self._starts.add(hashes[0], start)
+            self._replicas.add(hashes[start], replica)
         self._enter(mine)
 
     def _enter(self, mine: _Reservation) -> None:
@@ -88,15 +96,20 @@ class Reservations:
         if gone is None:
             return
         gone.over = True
-        if gone.start < len(gone.chain):
-            self._first_blocks.remove(gone.chain, gone.replica)
+        self._uncount(gone)
         expected = self._expected[gone.replica]
         for block in gone.chain[gone.start :]:
             if expected.get(block) is gone:
                 del expected[block]
-        for follower in gone.followers.values():
+        followers, gone.followers = gone.followers, {}  # which may follow each other: no garbage in circles
+        for follower in followers.values():
             if not follower.over:
                 self._enter(follower)
+
+    def _uncount(self, gone: _Reservation) -> None:
+        if gone.start < len(gone.chain):
+            self._starts.remove(gone.chain[0], gone.start)
+            self._replicas.remove(gone.chain[gone.start], gone.replica)
 
     def expire(self, now: float) -> int:
         """Forget what is overdue; says how many requests that concerned."""
@@ -115,8 +128,7 @@ class Reservations:
         for gone in [each for each in self._by_request.values() if each.replica == replica]:
             del self._by_request[gone.request_id]
             gone.over = True
-            if gone.start < len(gone.chain):
-                self._first_blocks.remove(gone.chain, replica)
+            self._uncount(gone)
 
     def extend(self, held: Mapping[str, int], hashes: Sequence[int]) -> dict[str, int]:
         """Longest prefix that each replica holds or is expected to hold, given what it `held` for sure."""
@@ -125,7 +137,9 @@ class Reservations:
     def extended(self, held: Callable[[str], int | None], hashes: Sequence[int]) -> dict[str, int]:
         """The same, only where it is longer than what is held; None: not of interest."""
         found, end = {}, len(hashes)
-        for replica in self._first_blocks.replicas(hashes):
+        starts = self._starts.of(hashes[0]) if end else ()
+        near = [replica for start in starts if start < end for replica in self._replicas.of(hashes[start])]
+        for replica in near:  # twice, perhaps
             before = position = held(replica)
             if position is None:
                 continue
@@ -145,8 +159,9 @@ class Reservations:
             assert held.request_id == request_id, f"request {held.request_id} stands under {request_id}"
             assert not held.over, f"request {request_id} is over and has a reservation"
             wanted.setdefault(held.replica, set()).update(held.chain[held.start :])
-        alive = self._by_request.values()
-        self._first_blocks.check([(each.chain, each.replica) for each in alive if each.start < len(each.chain)])
+        alive = [each for each in self._by_request.values() if each.start < len(each.chain)]
+        self._starts.check([(each.chain[0], each.start) for each in alive])
+        self._replicas.check([(each.chain[each.start], each.replica) for each in alive])
         for replica, expected in self._expected.items():
             assert expected.keys() == wanted.get(replica, set()), f"{replica}: expected blocks differ from those wanted"
             strays = [block for block, owner in expected.items() if owner.over or owner.replica != replica]

@@ -144,11 +144,14 @@ def simulate(order: Order, settings: Settings, out: TextIO, err: TextIO) -> int:
     """Run the command. Raises ClusterError."""
     if order.plot is not None:
         check_plot_path(order.plot)
+    gc.disable()  # a run leaves no circles, and each full collection would walk all caches
     try:
         with _prepared(_calibrated(order), settings) as ready, progress(err) as show:
             outcome = _run(ready, show)
     except TraceError as error:
         raise SettingsError(str(error)) from error
+    finally:
+        gc.enable()
     print(f"{outcome.heading}\n\n{table(outcome)}", file=out)
     if order.json is not None:
         found = {"workload": outcome.heading, "results": [asdict(result) for result in outcome.results]}

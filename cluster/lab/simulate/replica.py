@@ -107,8 +107,7 @@ class Work:
     needed_blocks: int = 0  #: free blocks that it takes, as of its arrival
     predicted: int | None = None  #: cached tokens that the router foresaw
     regret_tokens: int = 0  #: cached tokens of the best holder, at the decision, beyond those here
-    decoding_since: int = -1  #: decode clock at which `generated` was `generated_then`
-    generated_then: int = 0
+    ahead: int = 0  #: while it decodes: tokens generated, less the decode clock
 
 
 @dataclass(slots=True, frozen=True)
@@ -269,8 +268,10 @@ class SimulatedReplica:
         )
 
     def _running_generated(self) -> list[int]:
-        lengths = [self._generated(work).bit_length() for work in self._decoding.values()]
-        lengths += [work.generated.bit_length() for work in self._prefilling]
+        clock = self._clock
+        lengths = [(work.ahead + clock).bit_length() for work in self._decoding.values()]
+        if self._prefilling:
+            lengths += [work.generated.bit_length() for work in self._prefilling]
         counts = [0] * (1 + max(lengths, default=-1))
         for length in lengths:
             counts[length] += 1
@@ -302,7 +303,7 @@ class SimulatedReplica:
 
     def _begin(self, now: float) -> None:
         self._since = now
-        self._rows = rows = self._plan()
+        self._rows = rows = self._plan() if self._waiting or self._prefilling else []
         decoding = len(self._decoding)
         if rows:
             seconds = self._model.prefill_s(sum([tokens for _, tokens in rows]))
@@ -415,9 +416,9 @@ class SimulatedReplica:
             if work.generated >= work.arrival.output_tokens:
                 self._finish(work, finished)
                 continue
-            work.decoding_since, work.generated_then = self._clock, work.generated
+            work.ahead = work.generated - self._clock
             self._decoding[work.request_id] = work
-            self._context_base += work.arrival.tokens + work.generated - self._clock
+            self._context_base += work.arrival.tokens + work.ahead
             self._set_milestone(work)
 
     def _commit(self, work: Work, computed: int) -> None:
@@ -433,14 +434,13 @@ class SimulatedReplica:
     # Decode
 
     def _generated(self, work: Work) -> int:
-        return work.generated_then + self._clock - work.decoding_since
+        return work.ahead + self._clock
 
     def _set_milestone(self, work: Work) -> None:
         """At the answer's end, or when the token to be drawn finds no place in its blocks."""
         room = len(work.blocks) * self.limits.block_tokens - work.arrival.tokens
         until = min(work.arrival.output_tokens, room + 1)
-        at = work.decoding_since + until - work.generated_then
-        heappush(self._milestones, (at, next(self._order), work.request_id))
+        heappush(self._milestones, (until - work.ahead, next(self._order), work.request_id))
 
     def _pass(self, steps: int, finished: list[Work]) -> None:
         """Every decoding request draws so many tokens."""
@@ -496,7 +496,7 @@ class SimulatedReplica:
     def _leave_decoding(self, work: Work) -> None:
         work.generated = self._generated(work)
         del self._decoding[work.request_id]
-        self._context_base -= work.arrival.tokens + work.generated_then - work.decoding_since
+        self._context_base -= work.arrival.tokens + work.ahead
 
     def _finish(self, work: Work, finished: list[Work]) -> None:
         self.cache.release(work.blocks)
