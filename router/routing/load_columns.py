@@ -12,16 +12,43 @@ import numpy as np
 import numpy.typing as npt
 
 from ..backend import FeedState
-from .policy.base import LIVE, QUEUE_AHEAD, STALE, UNCERTAIN, Candidate, ManyCandidates
+from .policy.base import LIVE, NEGLIGIBLE, QUEUE_AHEAD, STALE, UNCERTAIN, Candidate, ManyCandidates
+from .prefix_index import End, most_common
 from .replica_load import ReplicaLoad
 
 Numbers = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
+Lengths = npt.NDArray[np.int64]
+#: Up to so many replicas are put in their places one by one.
+_FEW = 8
+
+
+def lengths_of(ends: Sequence[End], bit_numbers: "array[int]") -> Lengths:
+    """`PrefixIndex.lengths`. Most prefixes end at the same block: only the others cost anything."""
+    size = max(bits.bit_length() for _, bits in ends) // 8 + 1
+    common = most_common(ends)
+    found = np.empty(8 * size, np.int64)
+    found.fill(common[0])
+    for end in ends:
+        length, bits = end
+        if end is common:
+            continue
+        if bits.bit_count() > _FEW:
+            octets = np.frombuffer(bits.to_bytes(size, "little"), np.uint8)
+            found[np.unpackbits(octets, bitorder="little").view(np.bool_)] = length
+            continue
+        while bits:
+            highest = bits.bit_length() - 1
+            found[highest] = length
+            bits ^= 1 << highest
+    return found.take(np.frombuffer(bit_numbers, np.int64))
 
 
 def _numbers(load: ReplicaLoad) -> tuple[float, ...]:
     """In the order of the attributes of `LoadColumns`."""
     cost = load.prefill_cost
+    uncertain = UNCERTAIN * max(1, load.total_blocks - load.free_blocks)
+    excess = load.requests + 1 - load.max_running_requests
     return (
         cost.prompt_s,
         cost.token_s,
@@ -37,11 +64,14 @@ def _numbers(load: ReplicaLoad) -> tuple[float, ...]:
         load.free_blocks,
         load.free_blocks - load.cached_free_blocks,
         load.occupied_blocks,
-        UNCERTAIN * max(1, load.total_blocks - load.free_blocks),
+        uncertain,
         load.max_batched_tokens,
-        load.requests + 1 - load.max_running_requests,
-        load.waiting >= QUEUE_AHEAD,
-        load.draining or load.warming or load.silent,
+        excess,
+        queues := load.waiting >= QUEUE_AHEAD,
+        barred := load.draining or load.warming or load.silent,
+        -np.inf if excess > 0 or queues or barred else load.spare_blocks - NEGLIGIBLE * uncertain,
+        load.decode_step_s if load.running else 0.0,
+        load.queued_prefill_tokens > 0,
     )
 
 
@@ -72,10 +102,13 @@ class LoadColumns:
             self.excess_requests,  #: with one more, beyond the slots
             self.queues,  #: so many wait that a full replica is saturated
             self.barred,  #: takes no new requests at all
+            self.room,  #: where it exceeds a prompt's blocks, nothing is in that prompt's way
+            self.running_step_s,  #: a decode step where something runs
+            self.has_queue,
         ) = self._table
 
-    def put(self, place: int, load: ReplicaLoad) -> None:
-        self._table[:, place] = _numbers(load)
+    def put(self, places: Sequence[int], loads: Sequence[ReplicaLoad]) -> None:
+        self._table[:, places] = np.array([_numbers(load) for load in loads]).T
 
     def check(self, place: int, load: ReplicaLoad) -> None:
         noted = tuple(self._table[:, place].tolist())
@@ -91,19 +124,23 @@ class CandidateColumns(ManyCandidates):
         places: Mapping[str, int],
         views: Sequence[ReplicaLoad],
         doubted: Mapping[int, FeedState],
-        held: "array[int]",
-        expected: "array[int]",
+        held: Lengths,
+        extended: Mapping[str, int],
         used: Mapping[str, int] | None,
         excluded: Collection[int],
     ) -> None:
-        """`doubted`: feeds that are not live. `used`: None where nobody needs it; replicas left out have none."""
+        """`doubted`: feeds that are not live. `extended`: expected prefixes longer than `held`. `used`: None where it
+        does not matter; replicas left out have none.
+        """
         self.loads = loads  #: as of the decision: it changes later
         self.places = places
         self.excluded = excluded
         self.stale = [place for place, feed in doubted.items() if feed is STALE]
-        self.held = np.frombuffer(held, np.int64)
-        self.expected = np.frombuffer(expected, np.int64)
-        self.used: npt.NDArray[np.int64] | None = None
+        self.held = self.expected = held
+        if extended:
+            self.expected = held.copy()
+            self.expected[[places[replica] for replica in extended]] = list(extended.values())
+        self.used: Lengths | None = None
         self._views = views
         self._doubted = doubted
         if used is not None:
@@ -113,6 +150,8 @@ class CandidateColumns(ManyCandidates):
             # Requests ahead take what is free, and evict what it holds; of a prompt its last blocks first.
             room = np.maximum(loads.spare_blocks, 0).astype(np.int64)
             self.expected = np.minimum(self.expected, self.used + room)
+        #: where a part of the prefix is still being computed
+        self.ahead = [place for place in map(places.__getitem__, extended) if self.expected[place] > held[place]]
 
     def __len__(self) -> int:
         return len(self._views)

@@ -5,7 +5,7 @@ Pure: hashes and times come in. Knows no flow of requests and no tokens; `homing
 replicas.
 """
 
-from collections.abc import Callable, Collection, Iterable, MutableSequence, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableSequence, Sequence
 from random import Random
 
 from ...events.wire.messages import LoadReport
@@ -15,7 +15,7 @@ from .eviction_order import EvictionOrder
 from .policy.base import LIVE, Candidate, Candidates, Decision, Policy, Prompt, SlowerBlocks
 from .policy.explain import explanation_of
 from .prefix_index import PrefixIndex, ReplicaBlocks
-from .replica_load import LoadBook, Pending
+from .replica_load import LoadBook, Pending, ReplicaLoad
 from .reservations import CountsByBlock, Reservations, common_prefix
 
 #: An engine that is not ours may announce what it has computed for a request after the request's last token, as events
@@ -142,6 +142,30 @@ class Placement:
 
         `usable`: blocks before the prompt's last token, which is always computed; None: all.
         """
+        views = self.loads.views(now)
+        used: dict[str, int] | None = None
+        if self.loads.crowded:
+            near = self._at_first_block.of(keys[0]) if len(keys) else ()
+            used = {replica: self._used_blocks(replica, keys) for replica in near}
+        one_by_one = self._orders or self.hit_rules or not self.policy.prefers_columns
+        if not one_by_one and (columns := self.loads.columns(now)) is not None:
+            from .load_columns import CandidateColumns, lengths_of
+
+            held, places = lengths_of(self.index.ends(keys), self.index.bit_numbers), self.index.places
+            extended = self.reservations.extended(lambda replica: int(held[places[replica]]), keys)
+            doubted = {places[replica]: self.feeds[replica] for replica in self._doubted}
+            barred = [places[replica] for replica in excluded if replica in places]
+            return CandidateColumns(columns, places, views, doubted, held, extended, used, barred)
+        return self._each_candidate(keys, excluded, views, used, usable)
+
+    def _each_candidate(
+        self,
+        keys: Sequence[int],
+        excluded: Collection[str],
+        views: Sequence[ReplicaLoad],
+        used: Mapping[str, int] | None,
+        usable: int | None,
+    ) -> list[Candidate]:
         held, places = self.index.lengths(keys), self.index.places
         slower = self._apply_hit_rules(held, keys[:usable])
         expected = held[:]
@@ -150,18 +174,6 @@ class Placement:
         extended = self.reservations.extended(lambda replica: expected[places[replica]], keys)
         for replica, blocks in extended.items():
             expected[places[replica]] = blocks
-        views = self.loads.views(now)
-        used: dict[str, int] | None = None
-        if self.loads.crowded:
-            near = self._at_first_block.of(keys[0]) if len(keys) else ()
-            used = {replica: self._used_blocks(replica, keys) for replica in near}
-        one_by_one = self._orders or self.hit_rules or not self.policy.prefers_columns
-        if not one_by_one and (columns := self.loads.columns(now)) is not None:
-            from .load_columns import CandidateColumns
-
-            doubted = {places[replica]: self.feeds[replica] for replica in self._doubted}
-            barred = [places[replica] for replica in excluded if replica in places]
-            return CandidateColumns(columns, places, views, doubted, held, expected, used, barred)
         if used is not None:
             # Requests ahead take what is free, and evict what it holds; of a prompt its last blocks first.
             for place, (replica, load) in enumerate(zip(places, views, strict=True)):

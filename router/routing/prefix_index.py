@@ -31,7 +31,7 @@ PROBES = 64
 STRETCH = 512
 
 #: Where a prefix ends, in blocks, and the bits of the replicas whose prefix ends there.
-_End = tuple[int, int]
+End = tuple[int, int]
 
 
 class PrefixIndex:
@@ -43,6 +43,7 @@ class PrefixIndex:
         self._bits: dict[str, int] = {}
         #: each replica's place in the order of joining
         self.places: dict[str, int] = {}
+        self.bit_numbers = array("q")  #: by place
         #: replicas with their bits and places, by the place of the bit
         self._names: dict[int, tuple[str, int, int]] = {}
         #: sets of several replicas, each as the one object that blocks share: of 512 replicas it takes 96 bytes
@@ -82,6 +83,7 @@ class PrefixIndex:
     def _number(self) -> None:
         self.places = {replica: place for place, replica in enumerate(self._bits)}
         self._names = {bit.bit_length(): (name, bit, self.places[name]) for name, bit in self._bits.items()}
+        self.bit_numbers = array("q", [bit.bit_length() - 1 for bit in self._bits.values()])
 
     def add(self, replica: str, hashes: Iterable[int]) -> None:
         """The replica holds these blocks now; those that it held already stay as they are."""
@@ -142,14 +144,15 @@ class PrefixIndex:
 
     def lengths(self, hashes: Sequence[int]) -> "array[int]":
         """The same in the order of joining: cheaper if there are hundreds of replicas."""
-        return self._spread(self._ends(hashes))
+        return self._spread(self.ends(hashes))
 
     def longest(self, hashes: Sequence[int], replica: str) -> tuple[int, int]:
         """The longest prefix that any replica holds, and that of this one."""
-        bit, ends = self._bits[replica], self._ends(hashes)
+        bit, ends = self._bits[replica], self.ends(hashes)
         return max([place for place, holders in ends if holders]), max([end for end, held in ends if held & bit])
 
-    def _ends(self, hashes: Sequence[int]) -> list[_End]:
+    def ends(self, hashes: Sequence[int]) -> list[End]:
+        """Where prefixes end, each time with the replicas whose prefix ends there; every replica's does somewhere."""
         holding = self._holders.get(hashes[0], 0) if hashes else 0
         if not holding:
             return [(0, self._known)]
@@ -174,7 +177,7 @@ class PrefixIndex:
             before = held
         return True
 
-    def _bisect(self, hashes: Sequence[int], holding: int) -> list[_End]:
+    def _bisect(self, hashes: Sequence[int], holding: int) -> list[End]:
         """The ends for replicas that hold the first block, by halving wherever the set of holders shrinks."""
         get = self._holders.get
         ends = []
@@ -194,7 +197,7 @@ class PrefixIndex:
             ends.append((high, holders & ~left))
         return ends
 
-    def _walk(self, hashes: Sequence[int], holding: int) -> list[_End]:
+    def _walk(self, hashes: Sequence[int], holding: int) -> list[End]:
         """The ends for replicas that hold the first block, block by block.
 
         Most neighbours have the same set, which is mostly the same object: those are passed over without a step of
@@ -217,9 +220,9 @@ class PrefixIndex:
         ends.append((len(hashes), holding))
         return ends
 
-    def _spread(self, ends: list[_End]) -> "array[int]":
+    def _spread(self, ends: list[End]) -> "array[int]":
         """By place. Most replicas end at one block: only the others cost a step each."""
-        common = max(ends, key=_replicas)
+        common = most_common(ends)
         found = array("q", common[:1]) * len(self._bits)
         names = self._names
         for end in ends:
@@ -311,5 +314,6 @@ class ReplicaBlocks:
         self._index.reset(self._replica, (block for block, _ in blocks))
 
 
-def _replicas(end: _End) -> int:
-    return end[1].bit_count()
+def most_common(ends: Sequence[End]) -> End:
+    """That of the most replicas."""
+    return max(ends, key=lambda end: end[1].bit_count())

@@ -26,6 +26,7 @@ class Pair:
     def __init__(self, policy: str, seed: int) -> None:
         self.rng = Random(seed)
         self.now, self.last_id = 0.0, 0
+        self.free = self.rng.choice([(0, 20, 60, 300, 900, 1000), (900, 1000)])  # the second: nobody is ever full
         self.routers = [
             Placement(
                 make_policy(policy),
@@ -81,8 +82,8 @@ class Pair:
                 router.report(name, report, self.now)
 
     def loaded(self) -> LoadReport:
-        rng, total = self.rng, 1000
-        free = rng.choice([0, 20, 60, 300, 900, total])
+        rng = self.rng
+        free = rng.choice(self.free)
         running = rng.choice([0, 0, 3, 8])
         return report_of(
             step=rng.randrange(1000),
