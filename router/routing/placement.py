@@ -149,10 +149,10 @@ class Placement:
             used = {replica: self._used_blocks(replica, keys) for replica in near}
         one_by_one = self._orders or self.hit_rules or not self.policy.prefers_columns
         if not one_by_one and (columns := self.loads.columns(now)) is not None:
-            from .load_columns import CandidateColumns, lengths_of
+            from .load_columns import CandidateColumns
 
-            held, places = lengths_of(self.index.ends(keys), self.index.bit_numbers), self.index.places
-            extended = self.reservations.extended(lambda replica: int(held[places[replica]]), keys)
+            held, places = self.index.lengths(keys), self.index.places
+            extended = self.reservations.extended(lambda replica: held[places[replica]], keys)
             doubted = {places[replica]: self.feeds[replica] for replica in self._doubted}
             barred = [places[replica] for replica in excluded if replica in places]
             return CandidateColumns(columns, places, views, doubted, held, extended, used, barred)

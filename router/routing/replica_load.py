@@ -282,13 +282,12 @@ class LoadBook:
             self._listen(now)
         for replica, entry in self._outdated.items():
             view = self._views[entry.place] = _view(entry, self._is_silent(entry, now))
+            if self._columns is not None:
+                self._columns.put(entry.place, view)
             if view.spare_blocks < CROWDED * view.total_blocks:
                 self.crowded.add(replica)
             else:
                 self.crowded.discard(replica)
-        if self._outdated and self._columns is not None:
-            places = [entry.place for entry in self._outdated.values()]
-            self._columns.put(places, [self._views[place] for place in places])
         self._outdated.clear()
 
     def _listen(self, now: float) -> None:

@@ -6,7 +6,7 @@ A block is named by an int that stands for its whole prefix, as the wire hash do
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
-from itertools import count
+from itertools import accumulate, count
 from math import exp, log
 from random import Random
 
@@ -100,12 +100,12 @@ def conversations(chats: Chats) -> Iterator[Arrival]:
     rng = Random(chats.seed)
     names = count(chats.assistants * 1_000_000)
     systems = [range(n * 1_000_000, n * 1_000_000 + chats.system_tokens) for n in range(chats.assistants)]
-    weights = [1 / (rank + 1) for rank in range(chats.assistants)]
+    weights = list(accumulate([1 / (rank + 1) for rank in range(chats.assistants)]))
     due: list[tuple[float, int, _Chat]] = []
     opens_s = 0.0
     for _ in range(chats.requests):
         while not due or opens_s <= due[0][0]:
-            assistant = rng.choices(range(chats.assistants), weights)[0]
+            assistant = rng.choices(range(chats.assistants), cum_weights=weights)[0]
             shared = list(systems[assistant][: chats.system_tokens // chats.block_tokens])
             heappush(due, (opens_s, next(names), _Chat(f"chat{next(names)}", chats.system_tokens, shared)))
             opens_s += rng.expovariate(chats.rate_per_s / chats.turns)
