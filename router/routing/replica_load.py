@@ -259,9 +259,9 @@ class LoadBook:
         return self._views[self._replicas[replica].place]
 
     def views(self, now: float) -> list[ReplicaLoad]:
-        """All views, in the order of joining."""
+        """All views, in the order of joining. The list changes with the next one that is asked for."""
         self._renew(now)
-        return self._views.copy()
+        return self._views
 
     def columns(self, now: float) -> "LoadColumns | None":
         """All views as columns; None while there are few."""

@@ -26,7 +26,7 @@ def explanation_of(decision: Decision) -> Explanation:
 
 def _explained(row: Score, chosen: Score | None, why: str) -> ReplicaScore:
     candidate, load = row.candidate, row.candidate.load
-    is_chosen = chosen is not None and candidate is chosen.candidate
+    is_chosen = chosen is not None and candidate.replica_id == chosen.candidate.replica_id
     return ReplicaScore(
         replica_id=candidate.replica_id,
         feed=candidate.feed,

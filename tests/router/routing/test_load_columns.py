@@ -64,6 +64,7 @@ class Pair:
 
         assert isinstance(columns, ManyCandidates) == bool(columns)
         assert list(columns) == list(each)
+        assert self.routers[0].explain(prompt, columns) == self.routers[1].explain(prompt, each)
         assert decisions[0].row == decisions[1].row
         assert known_tokens(prompt, columns) == known_tokens(prompt, each)
         if (chosen := decisions[0].chosen) is None:
