@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import count
 from operator import attrgetter
+from typing import NamedTuple
 
 from ....events.load_report import PrefillSpan, work_of
 from ....events.publish.step_changes import AllCleared, Change, RemovedBlocks, StoredBlocks
@@ -110,16 +111,14 @@ class Work:
     ahead: int = 0  #: while it decodes: tokens generated, less the decode clock
 
 
-@dataclass(slots=True, frozen=True)
-class _Found:
+class _Found(NamedTuple):
     """What the cache has of a prompt."""
 
     match: PrefixMatch  #: whole blocks, without that of the last token
     tokens: int  #: which need not be computed
 
 
-@dataclass(slots=True, frozen=True)
-class Progress:
+class Progress(NamedTuple):
     first: Sequence[Work]  #: these have their first token
     finished: Sequence[Work]
     changes: Sequence[Change]  #: in the cache
