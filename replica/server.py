@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
 from secrets import randbits
@@ -35,8 +35,11 @@ from .engine.engine import Engine, StepResult
 from .engine.overlapped import OverlappedEngine
 from .engine.prompt_lookup import CPU_STEP_TOKENS, CUDA_STEP_TOKENS, PromptLookup
 from .engine.request import RequestKey
+from .engine.scheduler import SchedulerLimits
+from .engine.throughput import SmoothedRates
 from .errors import EngineBroken, ReplicaError, RequestError
 from .execute.gpu_runner import GpuRunner, RunnerLoader, load_runner
+from .execute.runner import ModelRunner
 from .kernels.choice import choose_kernels
 from .load.cpu_threads import ThreadTuner, thread_choice
 from .load.fingerprint import cache_identity, parity
@@ -50,6 +53,7 @@ from .messages import (
     Generate,
     ModelLimits,
     NextEvictions,
+    Parity,
     Refused,
     ReplicaDescription,
     Reply,
@@ -57,8 +61,9 @@ from .messages import (
     ResetCache,
     TokenBatch,
 )
+from .models.spec import ModelSpec
 from .parallel.step_broadcast import RankPlace
-from .parallel.worker import load_rank_0
+from .parallel.worker import RankGroupExecutor, load_rank_0
 from .rank_server import RankServer
 from .request_socket import RequestSocket, SendResult
 from .structured.guide import Guide, GuideCompiler
@@ -95,90 +100,149 @@ def start_replica(
     `place`: rank 0's place among several ranks; None: one rank. `keys`: encrypt what routers and subscribers get.
     Raises StartupError, PoolTooSmall, RankLost or EndpointUnusable, with nothing left behind.
     """
-    block_size, epoch = kvcache.block_size, randbits(63)
+    epoch, block_size = randbits(63), kvcache.block_size
     with ExitStack() as stack:
         threads = ThreadTuner(thread_choice(settings), torch.set_num_threads)
-        threads.apply()
-        threads.update()
-        runner, executor, worker_pids = load_rank_0(settings, model_dir, block_size, place, load_runner)
-        stack.callback(executor.close)
-        threads.update()
-        spec = runner.spec
-        num_blocks = number_of_blocks(kvcache, settings, spec, executor, runner.device)
-        limits = resolve_limits(settings, spec, runner.device, num_blocks=num_blocks, block_size=block_size)
-        text_dir = Path(settings.tokenizer or model_dir)
-        if settings.tokenizer:
-            check_vocabulary_size(text_dir, spec.vocab_size)
-        guides = GuideCompiler(text_dir, spec.vocab_size, spec.eos_token_ids)
+        model = _load_model(settings, kvcache, model_dir, place, load_runner, threads, stack)
+        guides = GuideCompiler(_text_dir(settings, model_dir), model.spec.vocab_size, model.spec.eos_token_ids)
         stack.callback(guides.close)
-        executor.allocate_kv(num_blocks)
-        rates = measure_rates(executor, limits, block_size)
-
-        medium = "GPU" if runner.device.type == "cuda" else "CPU"
         publisher = EventPublisher(
-            events, host=host, block_size=block_size, epoch=epoch, medium=medium, ipc_dir=ipc_dir, keys=keys
+            events,
+            host=host,
+            block_size=block_size,
+            epoch=epoch,
+            medium="GPU" if model.runner.device.type == "cuda" else "CPU",
+            ipc_dir=ipc_dir,
+            keys=keys,
         )
         stack.callback(publisher.close)
         event_endpoints = publisher.start()
-        cache = PrefixCache(
-            num_blocks,
-            block_size,
-            policy=eviction_policy(kvcache.eviction),
-            listener=publisher,
-            enabled=kvcache.prefix_caching,
-            partial_block_reuse=kvcache.partial_block_reuse,
-            pin_limits=PinLimits(kvcache.pin_tenant_share, kvcache.pin_total_share),
-        )
         hasher = BlockHasher(block_size, cluster_seed, kvcache.hash_algorithm)
-        kind: type[Engine] = OverlappedEngine if isinstance(runner, GpuRunner) else Engine
-        drafted = CUDA_STEP_TOKENS if runner.device.type == "cuda" else CPU_STEP_TOKENS
-        guesses = settings.num_speculative_tokens
-        engine = kind(
-            limits=replace(limits, drafted_step_tokens=drafted),
-            vocab_size=spec.vocab_size,
-            eos_token_ids=spec.eos_token_ids,
-            cache=cache,
-            hasher=hasher,
-            executor=executor,
-            rates=rates,
-            epoch=epoch,
-            drafter=PromptLookup(guesses) if guesses else None,
-            mask=mask_of(runner.device),
-        )
+        cache = _prefix_cache(kvcache, model.num_blocks, publisher)
+        engine = _engine(model, cache, hasher, epoch, settings.num_speculative_tokens)
         requests = RequestSocket(host, ipc_dir, epoch, keys)
         stack.callback(requests.close)
-        # KV that is computed or kept in 8 bits differs from other KV of the same dtype. Not what is computed with FP8
-        # weights: whether products are in 8 bits depends on the GPU, and a cluster may have several kinds.
-        kinds = (spec.dtype, settings.quantization.replace("none", ""), spec.kv_dtype)
-        kv_dtype = " ".join(filter(None, kinds))
         description = ReplicaDescription(
             replica_id=replica_id,
             epoch=epoch,
             request_endpoint=requests.endpoint,
             event_endpoints=event_endpoints,
-            parity=parity(text_dir, cache_identity(model_dir, kv_dtype, kvcache), hasher),
-            model=ModelLimits(
-                name=settings.model,
-                path=str(model_dir),
-                vocab_size=spec.vocab_size,
-                max_model_len=limits.max_model_len,
-                eos_token_ids=spec.eos_token_ids,
-                embedding_size=spec.hidden_size,
-                tokenizer=settings.tokenizer,
-            ),
-            num_blocks=num_blocks,
-            max_running_requests=limits.max_running_requests,
-            max_batched_tokens=limits.max_batched_tokens,
-            tensor_parallel_size=1 + len(worker_pids),
-            prefill_tokens_per_s=rates.prefill_tokens_per_s,
-            decode_step_s=rates.decode_step_s,
+            parity=_parity(settings, kvcache, model_dir, model.spec, hasher),
+            model=_model_limits(settings, model_dir, model),
+            num_blocks=model.num_blocks,
+            max_running_requests=model.limits.max_running_requests,
+            max_batched_tokens=model.limits.max_batched_tokens,
+            tensor_parallel_size=1 + len(model.worker_pids),
+            prefill_tokens_per_s=model.rates.prefill_tokens_per_s,
+            decode_step_s=model.rates.decode_step_s,
             node=node,
-            pids=(os.getpid(), *worker_pids),
+            pids=(os.getpid(), *model.worker_pids),
         )
         publisher.report(engine.load())
-        log.info("replica_ready replica=%s blocks=%d", replica_id, num_blocks)
+        log.info("replica_ready replica=%s blocks=%d", replica_id, model.num_blocks)
         idle_ms = int(events.heartbeat_interval_s * 1000)
         return ReplicaServer(description, engine, cache, publisher, requests, threads, guides, idle_ms, stack.pop_all())
+
+
+@dataclass(slots=True, frozen=True)
+class _LoadedModel:
+    """A model on all its ranks, its KV blocks allocated and its speed measured."""
+
+    runner: ModelRunner  #: rank 0's
+    executor: ModelRunner | RankGroupExecutor
+    worker_pids: tuple[int, ...]
+    num_blocks: int
+    limits: SchedulerLimits
+    rates: SmoothedRates
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.runner.spec
+
+
+def _load_model(
+    settings: ReplicaSettings,
+    kvcache: KvCacheSettings,
+    model_dir: Path,
+    place: RankPlace | None,
+    load_runner: RunnerLoader,
+    threads: ThreadTuner,
+    stack: ExitStack,
+) -> _LoadedModel:
+    """`stack` closes the executor."""
+    block_size = kvcache.block_size
+    threads.apply()
+    threads.update()
+    runner, executor, worker_pids = load_rank_0(settings, model_dir, block_size, place, load_runner)
+    stack.callback(executor.close)
+    threads.update()
+    spec, device = runner.spec, runner.device
+    num_blocks = number_of_blocks(kvcache, settings, spec, executor, device)
+    limits = resolve_limits(settings, spec, device, num_blocks=num_blocks, block_size=block_size)
+    if settings.tokenizer:
+        check_vocabulary_size(Path(settings.tokenizer), spec.vocab_size)
+    executor.allocate_kv(num_blocks)
+    rates = measure_rates(executor, limits, block_size)
+    return _LoadedModel(runner, executor, worker_pids, num_blocks, limits, rates)
+
+
+def _text_dir(settings: ReplicaSettings, model_dir: Path) -> Path:
+    """The folder with the tokenizer."""
+    return Path(settings.tokenizer or model_dir)
+
+
+def _prefix_cache(kvcache: KvCacheSettings, num_blocks: int, publisher: EventPublisher) -> PrefixCache:
+    return PrefixCache(
+        num_blocks,
+        kvcache.block_size,
+        policy=eviction_policy(kvcache.eviction),
+        listener=publisher,
+        enabled=kvcache.prefix_caching,
+        partial_block_reuse=kvcache.partial_block_reuse,
+        pin_limits=PinLimits(kvcache.pin_tenant_share, kvcache.pin_total_share),
+    )
+
+
+def _engine(model: _LoadedModel, cache: PrefixCache, hasher: BlockHasher, epoch: int, guesses: int) -> Engine:
+    """`guesses`: the most tokens that are proposed for a request in one step."""
+    device, spec = model.runner.device, model.spec
+    kind: type[Engine] = OverlappedEngine if isinstance(model.runner, GpuRunner) else Engine
+    drafted = CUDA_STEP_TOKENS if device.type == "cuda" else CPU_STEP_TOKENS
+    return kind(
+        limits=replace(model.limits, drafted_step_tokens=drafted),
+        vocab_size=spec.vocab_size,
+        eos_token_ids=spec.eos_token_ids,
+        cache=cache,
+        hasher=hasher,
+        executor=model.executor,
+        rates=model.rates,
+        epoch=epoch,
+        drafter=PromptLookup(guesses) if guesses else None,
+        mask=mask_of(device),
+    )
+
+
+def _parity(
+    settings: ReplicaSettings, kvcache: KvCacheSettings, model_dir: Path, spec: ModelSpec, hasher: BlockHasher
+) -> Parity:
+    # KV that is computed or kept in 8 bits differs from other KV of the same dtype. Not what is computed with FP8
+    # weights: whether products are in 8 bits depends on the GPU, and a cluster may have several kinds.
+    kinds = (spec.dtype, settings.quantization.replace("none", ""), spec.kv_dtype)
+    kv_dtype = " ".join(filter(None, kinds))
+    return parity(_text_dir(settings, model_dir), cache_identity(model_dir, kv_dtype, kvcache), hasher)
+
+
+def _model_limits(settings: ReplicaSettings, model_dir: Path, model: _LoadedModel) -> ModelLimits:
+    spec = model.spec
+    return ModelLimits(
+        name=settings.model,
+        path=str(model_dir),
+        vocab_size=spec.vocab_size,
+        max_model_len=model.limits.max_model_len,
+        eos_token_ids=spec.eos_token_ids,
+        embedding_size=spec.hidden_size,
+        tokenizer=settings.tokenizer,
+    )
 
 
 def mask_of(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:

@@ -330,17 +330,15 @@ class RouterMetrics(Collector):
 
     def _samples(self) -> Samples:
         """Totals of all models and replicas, and gauges of those in the view."""
-        models = self._models.items()
         all_models, replicas = (self._view.models, self._view.replicas) if self._view is not None else ((), ())
         routed: dict[Labels, ModelView] = {(each.name,): each for each in all_models}
         views: dict[Labels, ReplicaView] = {(each.model, each.replica_id): each for each in replicas}
-        present: dict[Labels, LoadReport] = {
-            (name, replica): report
-            for name, model in models
-            for replica, report in model.reports.items()
-            if (name, replica) in views
-        }
-        made: Samples = {
+        copied = {family.name: self._copied(family, routed, views) for family in FAMILIES if family.field}
+        return {**self._request_samples(), **self._replica_samples(views), **copied}
+
+    def _request_samples(self) -> Samples:
+        models = self._models.items()
+        return {
             "homing_http_requests": {(path, str(status)): count for (path, status), count in self._requests.items()},
             "homing_http_request_duration_seconds": {(path,): each for path, each in self._durations.items()},
             "homing_time_to_first_token_seconds": {(name,): model.ttft for name, model in models},
@@ -363,6 +361,16 @@ class RouterMetrics(Collector):
                 for name, totals in self._totals.items()
                 for result in ("exact", "low", "high")
             },
+        }
+
+    def _replica_samples(self, views: Mapping[Labels, ReplicaView]) -> Samples:
+        present = {
+            (name, replica): report
+            for name, model in self._models.items()
+            for replica, report in model.reports.items()
+            if (name, replica) in views
+        }
+        return {
             "homing_kv_cache_usage_ratio": {
                 key: 1 - report.free_blocks / max(report.total_blocks, 1) for key, report in present.items()
             },
@@ -378,26 +386,27 @@ class RouterMetrics(Collector):
             "homing_pinned_blocks": {key: report.pinned_blocks for key, report in present.items()},
             "homing_replica_state": {(*key, each.state): 1 for key, each in views.items()},
             "homing_events_gaps": {
-                (name, replica): count for name, model in models for replica, count in model.gaps.items()
+                (name, replica): count for name, model in self._models.items() for replica, count in model.gaps.items()
             },
         }
-        for name, kind, labels, _, field in FAMILIES:
-            if not field:
-                continue
-            if labels == _TENANT:
-                made[name] = {(each.tenant,): getattr(each, field) for each in self._limiters}
-            elif kind == "gauge":
-                shown_by: Mapping[Labels, ModelView | ReplicaView] = routed if labels == _MODEL else views
-                made[name] = {key: getattr(each, field) for key, each in shown_by.items()}
-            elif labels == _MODEL:
-                made[name] = {(model,): totals[field] for model, totals in self._totals.items()}
-            else:
-                made[name] = {
-                    (model, replica): getattr(report.counters, field) + about.earlier.get(replica, Counter())[field]
-                    for model, about in models
-                    for replica, report in about.reports.items()
-                }
-        return made
+
+    def _copied(
+        self, family: Family, routed: Mapping[Labels, ModelView], views: Mapping[Labels, ReplicaView]
+    ) -> Mapping[Labels, float]:
+        """The samples of a metric whose values are copied from a field."""
+        field = family.field
+        if family.labels == _TENANT:
+            return {(each.tenant,): getattr(each, field) for each in self._limiters}
+        if family.kind == "gauge":
+            shown_by: Mapping[Labels, ModelView | ReplicaView] = routed if family.labels == _MODEL else views
+            return {key: getattr(each, field) for key, each in shown_by.items()}
+        if family.labels == _MODEL:
+            return {(model,): totals[field] for model, totals in self._totals.items()}
+        return {
+            (model, replica): getattr(report.counters, field) + about.earlier.get(replica, Counter())[field]
+            for model, about in self._models.items()
+            for replica, report in about.reports.items()
+        }
 
     def render(self) -> bytes:
         """Everything in Prometheus' text format."""

@@ -79,19 +79,11 @@ def job(
     longest, context = max([len(prompt.token_ids) for prompt in prompts]), served.limits.max_model_len
     if longest >= context:
         raise PromptTooLong(longest, context, param=prompt_param)
-    if wanted is not None and wanted > context - longest:
-        raise ContextTooLong(
-            f"the prompt has {longest} tokens and the request asks for {wanted} more; "
-            f"the model's context is {context} tokens",
-            param=wanted_param,
-        )
     if wanted is None:
         max_tokens = min(settings.default_max_tokens or usual or context, context - longest)
     else:
-        max_tokens = max(wanted, 1)
-    stops: tuple[str, ...] = ()
-    if body.stop:
-        stops = (body.stop,) if isinstance(body.stop, str) else tuple([stop for stop in body.stop if stop])
+        max_tokens = _output_limit(wanted, longest, context, wanted_param)
+    stops = _stops(body)
     made = Job(
         served=served,
         prompts=prompts,
@@ -109,6 +101,23 @@ def job(
     )
     # One comparison for all fields that nearly no request has: each of them alone would cost as much.
     return made if _token_fields(body) == _NO_TOKEN_FIELDS else _with_token_fields(made, body)
+
+
+def _output_limit(wanted: int, prompt_tokens: int, context: int, param: str) -> int:
+    """The tokens to generate if the body names a limit. Raises ContextTooLong."""
+    if wanted > context - prompt_tokens:
+        raise ContextTooLong(
+            f"the prompt has {prompt_tokens} tokens and the request asks for {wanted} more; "
+            f"the model's context is {context} tokens",
+            param=param,
+        )
+    return max(wanted, 1)
+
+
+def _stops(body: Body) -> tuple[str, ...]:
+    if not body.stop:
+        return ()
+    return (body.stop,) if isinstance(body.stop, str) else tuple([stop for stop in body.stop if stop])
 
 
 def _sampling(
@@ -225,20 +234,10 @@ async def conversation_job(
 
     `clamp`: an output limit beyond the model's context is lowered to it. Raises as `job` does, and TemplateRefusal.
     """
-    made: list[tuple[Conversation, TemplateInput]] = []
-
-    def render() -> TemplateInput:
-        conversation = make()
-        made.append((conversation, conversation.template_input()))
-        return made[0][1]
-
     text = served.text
-    context: int | None = served.limits.max_model_len
     if body.truncate_prompt_tokens is not None:
-        sender, context = sender.unlimited(), None
-    token_ids = await text.encode_chat(render, sender=sender, context=context, param=prompt_param)
-    [(conversation, rendered)] = made
-    token_ids = truncated(token_ids, body, served.limits.max_model_len)
+        sender = sender.unlimited()
+    conversation, rendered, token_ids = await _encoded(served, body, sender, make, prompt_param)
     kept: tuple[PinRequest, ...] = ()
     if conversation.mark is not None or conversation.marks():
         kept = await pins.requested(text, conversation, rendered, token_ids, sender, front.settings)
@@ -249,15 +248,7 @@ async def conversation_job(
     if thoughts is not None:
         tail = text.decode(token_ids[-TAIL_TOKENS:])
     opened = thoughts is not None and thoughts.opened_by(tail)
-    asked = requested_output(body, conversation.output, conversation.output_at)
-    calls: Asked | None = None
-    if _asks_for_calls(conversation):
-        calls = await text.prepare(lambda: _calls(served, conversation, asked), sender)
-    if asked is not None and conversation.tools:
-        await text.constraints.check(asked)  # so that an error names its field
-        if calls is None:
-            calls = await _calls_besides(served, conversation, asked, sender)
-    guided = _guided(served, conversation, asked, calls, tail)
+    guided = await _requested_guidance(served, body, conversation, sender, tail)
     found = job(
         front,
         served,
@@ -277,6 +268,40 @@ async def conversation_job(
     parser, markers = parsing or (None, ())
     session = bounded(conversation.session) if conversation.session else None
     return msgspec.structs.replace(found, session=session, parser=parser, markers=markers)
+
+
+async def _encoded(
+    served: Served, body: Body, sender: Sender, make: Callable[[], Conversation], prompt_param: str
+) -> tuple[Conversation, TemplateInput, TokenIds]:
+    """The conversation, what the template gets of it, and its prompt, truncated if the body says so."""
+    made: list[tuple[Conversation, TemplateInput]] = []
+
+    def render() -> TemplateInput:
+        conversation = make()
+        made.append((conversation, conversation.template_input()))
+        return made[0][1]
+
+    most = served.limits.max_model_len
+    context = most if body.truncate_prompt_tokens is None else None
+    token_ids = await served.text.encode_chat(render, sender=sender, context=context, param=prompt_param)
+    [(conversation, rendered)] = made
+    return conversation, rendered, truncated(token_ids, body, most)
+
+
+async def _requested_guidance(
+    served: Served, body: Body, conversation: Conversation, sender: Sender, tail: str
+) -> Asked | None:
+    """What the answer must match, by the body's output format and the tools. Raises InvalidRequest."""
+    text = served.text
+    asked = requested_output(body, conversation.output, conversation.output_at)
+    calls: Asked | None = None
+    if _asks_for_calls(conversation):
+        calls = await text.prepare(lambda: _calls(served, conversation, asked), sender)
+    if asked is not None and conversation.tools:
+        await text.constraints.check(asked)  # so that an error names its field
+        if calls is None:
+            calls = await _calls_besides(served, conversation, asked, sender)
+    return _guided(served, conversation, asked, calls, tail)
 
 
 def _parsing(
