@@ -244,7 +244,7 @@ class PrefixIndex:
     def _put_group(self, found: "array[int]", position: int, replicas: int) -> None:
         import numpy as np  # takes 15 MB: only with so many replicas
 
-        octets = np.frombuffer(replicas.to_bytes(replicas.bit_length() // 8 + 1, "little"), np.uint8)
+        octets = np.frombuffer(replicas.to_bytes((replicas.bit_length() + 7) // 8, "little"), np.uint8)
         bits = np.unpackbits(octets, bitorder="little").view(np.bool_)
         places = np.frombuffer(self._places_of_bits, np.int64)[: len(bits)][bits]
         np.frombuffer(found, np.int64)[places] = position

@@ -2,11 +2,12 @@
 
 import tracemalloc
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from homing.router.routing.prefix_index import MAX_SHARED_SETS, STRETCH, PrefixIndex
+from homing.router.routing.prefix_index import GROUP, MAX_SHARED_SETS, STRETCH, PrefixIndex
 
 #: Two replicas promise that what they hold is prefix-closed, two do not.
 CLOSED = {"r0": True, "r1": True, "r2": False, "r3": False}
@@ -149,6 +150,18 @@ def test_bisection_finds_what_a_walk_finds(ends: list[int]) -> None:
             index.add(f"r{number}", chain[:end])
 
     assert jumping.match(chain) == walking.match(chain) == {f"r{number}": end for number, end in enumerate(ends)}
+
+
+@pytest.mark.parametrize("last", range(1, 9), ids=str)
+def test_a_large_group_of_any_last_replica_ends_where_it_does(last: int) -> None:
+    """Its bits are taken from whole octets, of which the last may be full."""
+    chain, ends = list(range(1000, 1008)), [3] * (2 * GROUP + last) + [5] * (GROUP + 1)
+    index = PrefixIndex()
+    for number, end in enumerate(ends):
+        index.join(f"r{number}", 100, closed=True)
+        index.add(f"r{number}", chain[:end])
+
+    assert index.match(chain) == {f"r{number}": end for number, end in enumerate(ends)}
 
 
 @given(st.integers(0, 3), st.booleans())
