@@ -59,7 +59,8 @@ class TextOptions(msgspec.Struct, forbid_unknown_fields=True):
 class ReasoningOptions(msgspec.Struct, forbid_unknown_fields=True):
     """The field `reasoning`."""
 
-    effort: str | None = None
+    #: Those of OpenAI's type, as the answer repeats it.
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     # Ignored: reasoning is returned whole.
     summary: Any = None
     generate_summary: Any = None

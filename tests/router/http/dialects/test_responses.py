@@ -173,6 +173,7 @@ def test_allowed_tools_are_those_that_may_be_called():
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tool_choice": "perhaps"}, "tool_choice"),
         ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice"),
+        ({"reasoning": {"effort": ""}}, "reasoning.effort"),
         ({"text": {"format": {"type": "yaml"}}}, "text.format.type"),
         ({"text": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "text.format.schema"),
         ({"chat_template_kwargs": {"add_generation_prompt": False}}, "chat_template_kwargs.add_generation_prompt"),
