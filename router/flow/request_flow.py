@@ -198,7 +198,7 @@ class RequestFlow:
         if replica not in loads:
             return []
         loads.heard(replica, now)
-        if replica in self.warm_ups and not isinstance(reply, TextOutput):
+        if replica in self.warm_ups:
             return self.warm_ups.on_reply(replica, reply)
         sent = len(self._by_wire)
         match reply:

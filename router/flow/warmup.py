@@ -13,7 +13,7 @@ from functools import partial
 
 from ...kvcache.hashing import TOKEN_BYTES
 from ...replica.messages import Abort, Generate, Refused, SamplingParams, TokenBatch
-from ..backend import RouterCounters, WarmUpProgress
+from ..backend import RouterCounters, TextOutput, WarmUpProgress
 from ..routing.placement import Placement
 from .hot_prefixes import HotPrefix, HotPrefixes
 from .request_state import Instruction, Send
@@ -71,12 +71,13 @@ class CacheWarmup:
         self._by_replica[replica] = _WarmUp(deque(prefixes), WarmUpProgress(done_tokens=0, planned_tokens=planned))
         return self._send_next(replica)
 
-    def on_reply(self, replica: str, reply: TokenBatch | Refused) -> list[Instruction]:
+    def on_reply(self, replica: str, reply: TokenBatch | TextOutput | Refused) -> list[Instruction]:
         """Send the next prefix once the present one is computed or refused; other replies are late and ignored."""
         warm_up = self._by_replica[replica]
         if isinstance(reply, Refused):
             return self._send_next(replica) if reply.request_id == warm_up.wire_id else []
-        done = next((each for each in reply.outputs if each.request_id == warm_up.wire_id and each.finish_reason), None)
+        outputs = [reply] if isinstance(reply, TextOutput) else reply.outputs
+        done = next((each for each in outputs if each.request_id == warm_up.wire_id and each.finish_reason), None)
         if done is None or warm_up.computing is None:
             return []
         tokens, progress = len(warm_up.computing.tokens) // TOKEN_BYTES, warm_up.progress

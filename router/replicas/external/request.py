@@ -93,6 +93,8 @@ class ExternalRequest:
             self.cached_tokens = piece.cached_tokens
         if piece.error is not None:
             self._refuse(piece.error)
+        elif piece.finish_reason == "abort":
+            self._refuse("it aborted the answer")
         elif piece.done:
             self.end(None)
         elif piece.token_ids or piece.text or piece.deltas or piece.finish_reason:

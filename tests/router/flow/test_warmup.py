@@ -5,7 +5,7 @@ from random import Random
 
 from homing.kvcache.hashing import join_hashes, token_bytes, wire_hashes
 from homing.replica.messages import Abort, Generate, Refused, TokenBatch, TokenOutput
-from homing.router.backend import RouterCounters, WarmUpProgress
+from homing.router.backend import RouterCounters, TextOutput, WarmUpProgress
 from homing.router.flow.hot_prefixes import HotPrefixes
 from homing.router.flow.request_state import Instruction, Send
 from homing.router.flow.warmup import LAST_PRIORITY, CacheWarmup
@@ -71,6 +71,19 @@ def test_each_prefix_is_computed_for_one_token_behind_everybody() -> None:
     assert (request.sampling.max_tokens, request.priority) == (1, LAST_PRIORITY)
     assert world.answer(1) is not None
     assert world.warm_ups.progress("new") == WarmUpProgress(done_tokens=8 * BLOCK, planned_tokens=24 * BLOCK)
+
+
+def test_an_engine_that_tells_no_ids_is_warmed_up_too() -> None:
+    """SGLang answers with text."""
+    world = World(16, 8)
+    world.begin()
+
+    told = sent(world.warm_ups.on_reply("new", TextOutput(1, "", 0)))
+    ended = sent(world.warm_ups.on_reply("new", TextOutput(1, "a", 1, "length", cached_tokens=0)))
+
+    assert told is None
+    assert ended is not None
+    assert world.counters.warm_up_requests == 1
 
 
 def test_it_ends_when_all_are_computed() -> None:

@@ -45,6 +45,7 @@ class Behaviour:
     ranks: int = 1  #: of data parallelism, as far as its metrics show
     refusal: tuple[int, str] | None = None  #: status and words for every completion
     break_after: int | None = None  #: tokens, then the connection is cut
+    memory_tokens: int | None = None  #: after so many, memory is out: an error ends the stream, 500 every later one
     healthy: bool = True
     stores: bool = True  #: the prompts that it answers, with their events
     hung: bool = False  #: neither requests nor replays are answered
@@ -290,6 +291,10 @@ class FakeEngine:
             if place == self.behaves.break_after:
                 writer.transport.abort()
                 raise ConnectionResetError
+            if place == self.behaves.memory_tokens:
+                self.behaves.refusal, self.behaves.healthy = (500, "CUDA out of memory"), False
+                await self._event(writer, {"error": {"message": "CUDA out of memory", "code": 500}})
+                break
             token = token_at(seed, len(prompt) + place)
             choice: dict[str, Any] = {"index": 0, "text": f"<{token}>", "logprobs": None, "stop_reason": None}
             choice["finish_reason"] = "length" if place == count - 1 else None
@@ -302,8 +307,9 @@ class FakeEngine:
             usage = {"prompt_tokens": len(prompt), "completion_tokens": place + 1}
             await self._event(writer, {"choices": [choice], "usage": usage})
             await asyncio.sleep(self.behaves.token_s)
-        usage = {"completion_tokens": count, "prompt_tokens_details": {"cached_tokens": cached}}
-        await self._event(writer, {"choices": [], "usage": usage})
+        else:
+            usage = {"completion_tokens": count, "prompt_tokens_details": {"cached_tokens": cached}}
+            await self._event(writer, {"choices": [], "usage": usage})
         self._chunk(writer, b"data: [DONE]\n\n")
         self._chunk(writer, b"")
 

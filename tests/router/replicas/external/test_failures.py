@@ -3,6 +3,7 @@
 from homing.router.replicas.external.external_replica import HEALTH_INTERVAL_S
 
 from ...fakes import request_of, until
+from .fakes import answer
 from .test_external_replica import BLOCKS, PROMPT, Cluster, cluster, pair, tokens
 
 __all__ = ["cluster", "pair"]  # fixtures
@@ -69,6 +70,27 @@ async def test_a_dead_event_port_leaves_an_engine_in_routing_without_credit(pair
 
     assert row.uncached_tokens == len(PROMPT)
     assert pair.replica(home).state == "serving"
+
+
+async def test_an_engine_that_runs_out_of_memory_costs_no_answer_and_keeps_no_credit(pair: Cluster) -> None:
+    """vLLM ends its streams with an error, answers 500, and its process ends; it comes back with an empty cache."""
+    home = await hold(pair)
+    engine, other = pair.engines[home], next(name for name in pair.engines if name != home)
+    engine.behaves.memory_tokens = 3
+
+    served, deltas = await pair.ask(seed=4)
+    refused, answered = await pair.ask(seed=5)
+    await until(lambda: pair.replica(home).state == "joining")
+    await engine.stop()
+    engine.behaves.memory_tokens, engine.behaves.refusal, engine.behaves.healthy = None, None, True
+    await engine.start()
+    await pair.live(home)
+
+    assert (served, refused) == (other, other)
+    assert (tokens(deltas), tokens(answered)) == (answer(PROMPT, 4, 8), answer(PROMPT, 5, 8))
+    assert pair.engines[other].bodies[0]["prompt"] == [*PROMPT, *answer(PROMPT, 4, 3)]
+    assert pair.service.view().counters.failed == 0
+    assert (held_at(pair, home), held_at(pair, other)) == (0, BLOCKS)
 
 
 async def test_event_ports_that_nobody_binds_are_stale_and_not_live(cluster: Cluster) -> None:

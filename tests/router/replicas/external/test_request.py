@@ -155,6 +155,16 @@ def test_a_status_says_whose_fault_it_is(desk: Desk, status: int, retry: bool) -
     assert "no room" in desk.refusals[0].message
 
 
+def test_an_answer_that_the_engine_aborts_may_continue_elsewhere(desk: Desk) -> None:
+    """Nobody here asked for that: the engine gave up."""
+    request = request_at(desk)
+
+    request.body(event([5]) + event([6], "abort") + DONE)
+
+    assert desk.outputs == [TokenOutput(4, 0, [5])]
+    assert [(each.reason, each.retry) for each in desk.refusals] == [("internal", True)]
+
+
 def test_a_chat_is_told_apart_by_the_engine(desk: Desk) -> None:
     """Each chunk as it comes: the second chunk of a call does not begin it again."""
     request = request_at(desk)
