@@ -73,7 +73,8 @@ class TextOutput(msgspec.Struct, frozen=True, array_like=True):
     num_tokens: int  #: that the text stands for, as far as the engine reports it
     finish_reason: FinishReason | None = None
     cached_tokens: int | None = None
-    deltas: Sequence[Delta] | None = None  #: `text` with reasoning and calls, if the engine told them apart
+    #: `text` with reasoning and calls, if the engine told them apart; empty: nothing but `text`
+    deltas: Sequence[Delta] | None = None
 
 
 class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,7 +83,7 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int]
     text: str | None = None  #: instead of ids, from an engine that reports none
     text_tokens: int = 0  #: that the text stands for
-    deltas: Sequence[Delta] | None = None  #: of the text, with reasoning and calls, if the engine told them apart
+    deltas: Sequence[Delta] | None = None  #: as in `TextOutput`
     logprobs: list[PositionLogprobs] | None = None  #: one per token, if asked for
     prompt_logprobs: list[PositionLogprobs | None] | None = None  #: on the first delta only, if asked for
     finish_reason: FinishReason | None = None

@@ -205,7 +205,7 @@ class RequestFlow:
             case TokenBatch(outputs=outputs):
                 instructions = self._on_outputs(replica, outputs, now)
             case TextOutput():
-                instructions = self._on_output(replica, reply, now)
+                instructions = self._on_text(replica, reply, now)
             case Refused():
                 instructions = self._on_refused(replica, reply, now)
             case _:
@@ -446,6 +446,20 @@ class RequestFlow:
             delta = TokenDelta(token_ids=output.token_ids, logprobs=output.logprobs)
             instructions.append(Deliver(request.request_id, delta, request.replica))
         return instructions
+
+    def _on_text(self, replica: str, output: TextOutput, now: float) -> list[Instruction]:
+        """The same for an engine's text, which comes one piece at a time."""
+        request = self._by_wire.get(output.request_id)
+        if (
+            request is None
+            or request.phase is not STREAMING
+            or output.finish_reason is not None
+            or request.replica != replica
+        ):
+            return self._on_output(replica, output, now)
+        request.generated += output.num_tokens
+        delta = TokenDelta(token_ids=[], text=output.text, text_tokens=output.num_tokens, deltas=output.deltas)
+        return [Deliver(request.request_id, delta, request.replica)]
 
     def _on_output(self, replica: str, output: TokenOutput | TextOutput, now: float) -> list[Instruction]:
         request = self._sent_to(replica, output.request_id)

@@ -16,7 +16,7 @@ from ..backend import GenerationRequest, TokenDelta, TokenStream
 from ..errors import RequestFailed, RouterError, Superseded
 from ..text.answer import AnswerText, Block, Ending, TextDelta, TokenAnswerText, TokenAt, found_by, told_apart
 from ..text.conversation import Conversation
-from ..text.parsers.deltas import Reasoning, ToolCallStart
+from ..text.parsers.deltas import Content, Reasoning, ToolCallStart
 from ..text.parsers.parser import AnswerParser
 from .caller import Caller
 from .errors import fail
@@ -158,7 +158,7 @@ class RunningChoice(msgspec.Struct, eq=False):
             else:
                 self.generated += len(delta.token_ids) + delta.text_tokens
                 shown = self.answer.push(delta)
-                if self.parser is not None or delta.deltas is not None:
+                if delta.deltas or (self.parser is not None if delta.deltas is None else self.calls):
                     shown = self._parsed(shown, delta)
             self.ending = shown.ending
             if shown.ending:
@@ -172,7 +172,7 @@ class RunningChoice(msgspec.Struct, eq=False):
             generation.crash(error)
 
     def _parsed(self, shown: TextDelta, delta: TokenDelta) -> TextDelta:
-        found = found_by(self.parser, shown) if delta.deltas is None else delta.deltas
+        found = found_by(self.parser, shown) if delta.deltas is None else delta.deltas or [Content(shown.text)]
         shown = told_apart(shown, found, calls=self.calls > 0)
         if shown.deltas:
             self.calls += sum([type(each) is ToolCallStart for each in shown.deltas])

@@ -122,7 +122,8 @@ class ExternalRequest:
 
     def _text(self, piece: Piece) -> TextOutput:
         """Token counts of text come from the usage beside it; without usage a piece of text counts as one token."""
-        self._calls += sum([isinstance(each, ToolCallStart) for each in piece.deltas or ()])
+        if piece.deltas:
+            self._calls += sum([isinstance(each, ToolCallStart) for each in piece.deltas])
         counted = piece.completion_tokens
         generated = self.generated + bool(piece.text or piece.deltas) if counted is None else counted
         fresh, self.generated = max(0, generated - self.generated), max(generated, self.generated)

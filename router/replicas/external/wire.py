@@ -192,7 +192,7 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
     """The content of one event of an answer."""
 
     text: str = ""
-    deltas: list[Delta] | None = None  #: of a chat: text, reasoning and calls
+    deltas: Sequence[Delta] | None = None  #: of a chat: text, reasoning and calls; empty: nothing but `text`
     token_ids: list[int] | None = None  #: None: the engine does not report them
     logprobs: list[PositionLogprobs] | None = None
     finish_reason: FinishReason | None = None
@@ -214,7 +214,7 @@ def read_piece(data: bytes, calls: int = 0) -> Piece:
     choice = chunk.choices[0] if chunk.choices else _NO_CHOICE
     deltas = _deltas(choice.delta, calls) if choice.delta else None
     return Piece(
-        text=choice.text if deltas is None else "".join([each.text for each in deltas if isinstance(each, Content)]),
+        text=choice.delta.content or "" if choice.delta else choice.text,
         deltas=deltas,
         token_ids=choice.token_ids,
         logprobs=_positions(choice.logprobs) if choice.logprobs else None,
@@ -224,10 +224,13 @@ def read_piece(data: bytes, calls: int = 0) -> Piece:
     )
 
 
-def _deltas(message: _Message, calls: int) -> list[Delta]:
+def _deltas(message: _Message, calls: int) -> Sequence[Delta]:
     """A call begins with the first chunk that has its index."""
+    thought = message.reasoning or message.reasoning_content
+    if not thought and not message.tool_calls:
+        return ()
     found: list[Delta] = []
-    if thought := message.reasoning or message.reasoning_content:
+    if thought:
         found.append(Reasoning(thought))
     if message.content:
         found.append(Content(message.content))

@@ -24,7 +24,7 @@ from homing.router.server import RouterServer
 from homing.router.text.answer import TokenAt
 from homing.router.text.encoder import TokenIds
 from homing.router.text.encoder_threads import NOBODY
-from homing.router.text.parsers.deltas import Content, Reasoning, ToolCallArguments, ToolCallStart
+from homing.router.text.parsers.deltas import Reasoning, ToolCallArguments, ToolCallStart
 from homing.router.text.template import TemplateInput
 from homing.router.text.tokenizer import TextModel
 
@@ -469,16 +469,11 @@ async def test_what_an_engine_told_apart_is_shown_as_it_is(
 ):
     """With `engine_chat: engine` it gets the chat as it came, but for one whose answer is wanted as token ids."""
     front.settings = msgspec.structs.replace(settings, engine_chat="engine")
-    told = [[Reasoning("hm")], [Content("Hi <think>")], [ToolCallStart(0, "c", "f"), ToolCallArguments(0, "{}")], []]
+    calls = [ToolCallStart(0, "c", "f"), ToolCallArguments(0, "{}")]
+    told = [("", [Reasoning("hm")]), ("Hi <think>", ()), ("", calls), ("", ())]
     backend.script = lambda _: [
-        TokenDelta(
-            token_ids=[],
-            text="".join(part.text for part in each if isinstance(part, Content)),
-            text_tokens=1,
-            deltas=each,
-            finish_reason=None if each else "stop",
-        )
-        for each in told
+        TokenDelta(token_ids=[], text=text, text_tokens=1, deltas=deltas, finish_reason="stop" if last else None)
+        for (text, deltas), last in zip(told, [False, False, False, True], strict=True)
     ]
     body = {"messages": MESSAGES, "tools": [WEATHER], "stop": "x", "max_tokens": 9, "stream": stream}
 

@@ -9,7 +9,7 @@ from homing.kvcache.hashing import token_bytes
 from homing.replica.messages import Generate, Refused, SamplingParams, TokenOutput
 from homing.router.backend import TextOutput
 from homing.router.replicas.external.request import ExternalRequest
-from homing.router.text.parsers.deltas import Content, Reasoning, ToolCallArguments, ToolCallStart
+from homing.router.text.parsers.deltas import Reasoning, ToolCallArguments, ToolCallStart
 
 EOS = 2
 
@@ -180,7 +180,7 @@ def test_a_chat_is_told_apart_by_the_engine(desk: Desk) -> None:
 
     assert [each.deltas for each in desk.outputs if isinstance(each, TextOutput)] == [
         [Reasoning("hm")],
-        [Content("Hi")],
+        (),
         [ToolCallStart(0, "c", "f"), ToolCallArguments(0, "{")],
         [ToolCallArguments(0, "}")],
     ]

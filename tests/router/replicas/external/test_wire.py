@@ -60,7 +60,7 @@ def test_reasoning_and_calls_of_a_chat_are_the_engines() -> None:
     def deltas(delta: dict[str, Any], calls: int = 0) -> Any:
         return read_piece(json.dumps({"choices": [{"delta": delta}]}).encode(), calls).deltas
 
-    assert deltas({"role": "assistant", "content": ""}) == []
+    assert deltas({"role": "assistant", "content": "a"}) == ()
     assert deltas({"reasoning": "a", "content": "b"}) == [Reasoning("a"), Content("b")]
     assert deltas({"reasoning_content": "a"}) == [Reasoning("a")]
     assert deltas({"tool_calls": [call]}, 1) == [ToolCallStart(1, "c1", "f"), ToolCallArguments(1, "{")]
