@@ -190,8 +190,10 @@ class LogTail:
     def _appended(self, path: Path) -> list[str]:
         try:
             with path.open("rb") as file:
-                inode = os.fstat(file.fileno()).st_ino
-                begin = self._places.get(inode, 0)
+                about = os.fstat(file.fileno())
+                inode, begin = about.st_ino, self._places.get(about.st_ino, 0)
+                if begin > about.st_size:  # that of a file which was removed by rotation: the number is used again
+                    begin = 0
                 file.seek(begin)
                 whole, newline, _ = file.read().rpartition(b"\n")  # the rest is still being written
         except FileNotFoundError:

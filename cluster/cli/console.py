@@ -89,7 +89,8 @@ class Console:
         for line in lines:
             if not has_room(self._out):
                 return  # a supervisor must not wait; `homing logs requests` has them all
-            self.line(f"{line.time[11:19]} {request_line(line.text)}")
+            if line.time:  # else its beginning is missing
+                self.line(f"{line.time[11:19]} {request_line(line.text)}")
 
     def banner(self, status: ClusterStatus, settings: Settings, *, detached: bool, chats: bool = True) -> None:
         """`chats`: the first model has a chat template; without one, chats are refused."""

@@ -118,6 +118,17 @@ def test_a_tail_reads_what_is_added_also_to_new_and_rotated_files(tmp_path: Path
     assert (first, second) == (["a", "b"], ["c"])
 
 
+def test_a_tail_reads_a_new_file_from_its_beginning_though_its_inode_was_that_of_another(tmp_path: Path) -> None:
+    """The second rotation removes a file, and the next one may get its inode: the tail went on amid a line of it."""
+    path = tmp_path / "r0.log"
+    path.write_text("2026-11-01 10:00:00.000 INFO    a long line of the old file\n")
+    tail = LogTail(tmp_path)
+
+    path.write_text("2026-11-01 10:00:01.000 INFO    new\n")  # keeps the inode
+
+    assert [line.text for line in tail.read(None)] == ["2026-11-01 10:00:01.000 INFO    new"]
+
+
 def test_logs_may_be_lines_of_json(tmp_path: Path) -> None:
     """For programs that collect logs: a traceback is one field, and `homing logs` knows the time of each line."""
     keep_log(str(tmp_path), "r0", "json")
