@@ -353,7 +353,7 @@ class Fleet:
         """Drain one outdated group when enough others serve; those that do not serve need no drain."""
         outdated = [group for group in self.groups.values() if self._outdated(group)]
         for group in outdated:
-            if group.phase is not GroupPhase.READY and (group.leaving or self.fallback is None):
+            if group.phase is not GroupPhase.READY and (group.leaving or group.version != self.fallback):
                 self._retire(group, _why_replaced(group), now)
         ready = self._in(GroupPhase.READY)
         enough = len(ready) > self.wanted if self.settings.surge else len(self.groups) <= self.wanted <= len(ready)

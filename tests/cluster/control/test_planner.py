@@ -274,6 +274,22 @@ def test_an_update_is_abandoned_when_its_first_replica_fails(fleet: Fleet) -> No
     assert (fleet.version, fleet.abandoned, fleet.settled) == (1, "the weights are torn", True)
 
 
+def test_an_update_takes_the_place_of_one_whose_replica_does_not_start(fleet: Fleet) -> None:
+    """Such as one that asked for a GPU which no node has: its replica would keep the room until start_timeout_s."""
+    bring_up(fleet)
+    fleet.update(2)
+    fleet.reconcile(1)
+    fleet.update(3)
+
+    actions = fleet.reconcile(2)
+    started = [(each.replica_id, each.version) for each in actions if isinstance(each, StartRankGroup)]
+    advance_quietly(fleet, 3)
+
+    assert [each.replica_id for each in actions if isinstance(each, KillRankGroup)] == ["r2"]
+    assert [version for _, version in started] == [3]
+    assert (fleet.version, fleet.settled, {group.version for group in fleet.groups.values()}) == (3, True, {3})
+
+
 def test_an_update_goes_on_when_a_later_replica_fails(fleet: Fleet) -> None:
     """The settings have proved themselves: this is a fault like any other."""
     bring_up(fleet)
