@@ -1,4 +1,7 @@
-"""Scaling to zero and back, as clients see it: requests that come while there is no replica are held and answered."""
+"""Scaling to zero and back, as clients see it: requests that come while there is no replica are held and answered.
+
+Of replicas with an external engine: their processes have to come and go with them. The controller knows no difference.
+"""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -6,17 +9,21 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
+from ..cluster.engine_program import engine_python
+from .engines import engines
 from .running import Serving, serving, until
 
 pytestmark = pytest.mark.cluster
 
-STORY = {"prompt": "A long story about a fox.", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+STORY = {"prompt": "A long story about a fox.", "max_tokens": 40, "temperature": 0, "seed": 5, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
 def resting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     """A cluster of its own that may lose its only replica: no other test could live with that."""
-    flags = ("--replicas", "1", "--autoscale", "0:2", "--scale-down-after-s", "3")
+    python = engine_python(tmp_path_factory.mktemp("env"))
+    flags = ["--engine", "vllm", "--engine-python", str(python)]
+    flags += ["--replicas", "1", "--autoscale", "0:2", "--scale-down-after-s", "3"]
     with serving(tmp_path_factory.mktemp("state"), *flags) as cluster:
         yield cluster
 
@@ -31,6 +38,7 @@ def test_held_requests_start_the_replica_that_answers_them(resting: Serving) -> 
     """The first to come after a rest waits for a start, and is told nothing of it; more than one is no overload."""
     text = resting.post("/v1/completions", STORY)["choices"][0]["text"]
     until(lambda: None if resting.replicas() else True, "the cluster is at rest")
+    until(lambda: None if engines(resting, "engine_program.py") else True, "its engine has ended")
     ready = httpx.get(f"{resting.url}/ready", trust_env=False).status_code
 
     with ThreadPoolExecutor(2) as pool:
