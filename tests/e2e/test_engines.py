@@ -98,14 +98,28 @@ def test_an_engine_ends_with_its_actor(cluster: Serving) -> None:
 
 
 def test_an_update_and_a_scale_under_load_fail_and_change_no_answer(cluster: Serving, args: str) -> None:
-    """All engines are replaced by ones with other arguments, one by one; then one more comes and goes."""
+    """All engines are replaced by ones with other arguments, one by one; then one more comes and goes.
+
+    The new ones are filled with the prompt before they get requests; what leaves is drained; an engine that finds no
+    GPU to run on says so, and the old ones serve.
+    """
     before = engines(cluster, PROGRAM).keys()
     with Load(cluster) as load:
-        updated = homing(cluster.state, "update", "--engine-args", f"{args} --fake-token-s 0.001")
+        homing(cluster.state, "update", "--gpus-per-rank", "1", "--no-wait")
+        until(lambda: [each for each in cluster.cluster()["absent"] if "1 GPU" in each["reason"]] or None, "it is told")
+        words = ("--gpus-per-rank", "0", "--device", "cpu", "--engine-args", f"{args} --fake-token-s 0.001")
+        updated = homing(cluster.state, "update", *words)
+        known = cluster.serving(2).keys()
         scaled = homing(cluster.state, "scale", "3")
-        lowered = homing(cluster.state, "scale", "2")
+        (added,) = cluster.serving(3).keys() - known
+        drained = homing(cluster.state, "drain", added)
 
-    assert [done.stderr for done in (updated, scaled, lowered) if done.returncode] == []
+    assert [done.stderr for done in (updated, scaled, drained) if done.returncode] == []
+    assert updated.stdout.count("replica_warmed") == updated.stdout.count("replica_drained") == 2
+    assert f"replica_warmed replica={added}" in scaled.stdout
+    assert f"replica_drained replica={added}" in drained.stdout
+    assert cluster.cluster()["counters"]["warm_up_requests"] > 0
+    assert cluster.cluster()["counters"]["failed"] == 0
     assert load.wrong == []
     assert load.answers > 0
     until(lambda: None if before & engines(cluster, PROGRAM).keys() else True, "the old engines have ended")
