@@ -40,8 +40,8 @@ from ..replica_load import ReplicaLoad
 from .base import Candidate, Decision, ManyCandidates, Policy, Prompt, Score, expected_ttft_s
 
 if TYPE_CHECKING:
+    from ..among_many import Fleet
     from ..load_columns import Numbers
-    from .among_many import Fleet
 
 #: Estimates closer than this are equal: half a millisecond is below the jitter of any step. Not tuned by measurement.
 TIE_S = 0.0005
@@ -105,7 +105,7 @@ class ExpectedTtft(Policy):
         weights = self._weights(len(candidates))
         each = partial(EachCandidate, prompt, candidates, weights, self.obstacle, sees_cache=self.sees_cache)
         if not isinstance(candidates, list) and isinstance(candidates, ManyCandidates):
-            from .among_many import Fleet  # numpy takes 15 MB: only where it pays
+            from ..among_many import Fleet  # numpy takes 15 MB: only where it pays
 
             rated: EachCandidate | Fleet = Fleet(
                 prompt, candidates, weights, holds=self.holds_requests, sees_cache=self.sees_cache

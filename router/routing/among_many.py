@@ -11,9 +11,9 @@ from random import Random
 import numpy as np
 import numpy.typing as npt
 
-from ..load_columns import CandidateColumns, Flags, Numbers
-from .base import NEGLIGIBLE, ManyCandidates, Prompt, Score, expected_ttft_s
-from .expected_ttft import BUSY_LIMIT, EVICTED, Weights, cost_limit
+from .load_columns import CandidateColumns, Flags, Numbers
+from .policy.base import NEGLIGIBLE, ManyCandidates, Prompt, Score, expected_ttft_s
+from .policy.expected_ttft import BUSY_LIMIT, EVICTED, Weights, cost_limit
 
 Places = npt.NDArray[np.intp]
 #: `array.min` takes half as long again for hundreds of numbers.
