@@ -155,7 +155,8 @@ class Placement:
             extended = self.reservations.extended(lambda replica: held[places[replica]], keys)
             doubted = {places[replica]: self.feeds[replica] for replica in self._doubted}
             barred = [places[replica] for replica in excluded if replica in places]
-            return CandidateColumns(columns, places, views, doubted, held, extended, used, barred)
+            # A copy, as the table of a decision is computed when somebody looks at it, after later changes.
+            return CandidateColumns(columns, places, views.copy(), doubted, held, extended, used, barred)
         return self._each_candidate(keys, excluded, views, used, usable)
 
     def _each_candidate(

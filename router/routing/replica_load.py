@@ -259,7 +259,7 @@ class LoadBook:
         return self._views[self._replicas[replica].place]
 
     def views(self, now: float) -> list[ReplicaLoad]:
-        """All views, in the order of joining. The list changes with the next one that is asked for."""
+        """All views, in the order of joining; the list changes with later calls, joins and leaves."""
         self._renew(now)
         return self._views
 

@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from homing.events.wire.messages import LoadReport, PrefillCost
-from homing.router.backend import FeedState
+from homing.router.backend import Explanation, FeedState
 from homing.router.routing.placement import Placement, known_tokens, regret_tokens
-from homing.router.routing.policy.base import ManyCandidates, Prompt
+from homing.router.routing.policy.base import Decision, ManyCandidates, Prompt
+from homing.router.routing.policy.explain import explanation_of
 from homing.router.routing.policy.registry import make_policy
 from homing.router.routing.replica_load import LoadBook
 from homing.router.routing.reservations import Reservations
@@ -26,7 +27,9 @@ class Pair:
     def __init__(self, policy: str, seed: int) -> None:
         self.rng = Random(seed)
         self.now, self.last_id = 0.0, 0
-        self.free = self.rng.choice([(0, 20, 60, 300, 900, 1000), (900, 1000)])  # the second: nobody is ever full
+        #: In half of the runs nobody is ever full, by blocks or by requests that wait.
+        self.free, self.waiting = self.rng.choice([((0, 20, 60, 300, 900, 1000), (0, 0, 2, 5)), ((900, 1000), (0, 2))])
+        self.past: list[tuple[list[Decision], Explanation]] = []
         self.routers = [
             Placement(
                 make_policy(policy),
@@ -71,10 +74,16 @@ class Pair:
             return
         assert regret_tokens(prompt, columns, decisions[0]) == regret_tokens(prompt, each, decisions[1])
         assert decisions[0].table() == decisions[1].table()
+        self.past.append((decisions, explanation_of(decisions[0])))
         self.last_id += 1
         for router, decision in zip(self.routers, decisions, strict=True):
             router.book(self.last_id, decision, prompt.hashes, self.now)
         self.in_flight.append((chosen.replica_id, self.last_id))
+
+    def look_back(self) -> None:
+        """A decision is explained when somebody asks, by what was known when it was taken."""
+        for decisions, explanation in self.past:
+            assert [explanation_of(each) for each in decisions] == [explanation] * 2
 
     def report(self) -> None:
         name, report = self.rng.choice(NAMES), self.loaded()
@@ -90,7 +99,7 @@ class Pair:
             step=rng.randrange(1000),
             ts=self.now,
             running=running,
-            waiting=rng.choice([0, 0, 2, 5]),
+            waiting=rng.choice(self.waiting),
             queued_prefill_tokens=rng.choice([0, 0, 700]),
             free_blocks=free,
             cached_free_blocks=rng.randint(0, free),
@@ -138,5 +147,6 @@ def test_columns_lead_to_the_same_decision_as_candidates_one_by_one(policy: str,
     for _ in range(40):
         pair.step()
 
+    pair.look_back()
     for router in pair.routers:
         router.check()
