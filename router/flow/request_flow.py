@@ -455,6 +455,7 @@ class RequestFlow:
             or request.phase is not STREAMING
             or output.finish_reason is not None
             or request.replica != replica
+            or not request.text_only
         ):
             return self._on_output(replica, output, now)
         request.generated += output.num_tokens
