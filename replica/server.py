@@ -104,8 +104,6 @@ def start_replica(
     with ExitStack() as stack:
         threads = ThreadTuner(thread_choice(settings), torch.set_num_threads)
         model = _load_model(settings, kvcache, model_dir, place, load_runner, threads, stack)
-        guides = GuideCompiler(_text_dir(settings, model_dir), model.spec.vocab_size, model.spec.eos_token_ids)
-        stack.callback(guides.close)
         publisher = EventPublisher(
             events,
             host=host,
@@ -141,7 +139,9 @@ def start_replica(
         publisher.report(engine.load())
         log.info("replica_ready replica=%s blocks=%d", replica_id, model.num_blocks)
         idle_ms = int(events.heartbeat_interval_s * 1000)
-        return ReplicaServer(description, engine, cache, publisher, requests, threads, guides, idle_ms, stack.pop_all())
+        return ReplicaServer(
+            description, engine, cache, publisher, requests, threads, model.guides, idle_ms, stack.pop_all()
+        )
 
 
 @dataclass(slots=True, frozen=True)
@@ -154,6 +154,7 @@ class _LoadedModel:
     num_blocks: int
     limits: SchedulerLimits
     rates: SmoothedRates
+    guides: GuideCompiler
 
     @property
     def spec(self) -> ModelSpec:
@@ -169,7 +170,7 @@ def _load_model(
     threads: ThreadTuner,
     stack: ExitStack,
 ) -> _LoadedModel:
-    """`stack` closes the executor."""
+    """`stack` closes what is opened."""
     block_size = kvcache.block_size
     threads.apply()
     threads.update()
@@ -181,9 +182,11 @@ def _load_model(
     limits = resolve_limits(settings, spec, device, num_blocks=num_blocks, block_size=block_size)
     if settings.tokenizer:
         check_vocabulary_size(Path(settings.tokenizer), spec.vocab_size)
+    guides = GuideCompiler(_text_dir(settings, model_dir), spec.vocab_size, spec.eos_token_ids)  # reads it meanwhile
+    stack.callback(guides.close)
     executor.allocate_kv(num_blocks)
     rates = measure_rates(executor, limits, block_size)
-    return _LoadedModel(runner, executor, worker_pids, num_blocks, limits, rates)
+    return _LoadedModel(runner, executor, worker_pids, num_blocks, limits, rates, guides)
 
 
 def _text_dir(settings: ReplicaSettings, model_dir: Path) -> Path:
