@@ -12,8 +12,8 @@ ARGS ?=
 # Processes that run tests, a file at a time; files that share one cluster run in one of them.
 JOBS ?= 2
 PYTEST_JOBS = --numprocesses=$(JOBS) --dist=loadfile --durations=20
-# The folders whose tests need no model, kernel or cluster are the others.
-SLOW_FOLDERS := replica router/text gpu e2e demo_model bench cluster/lab agents
+# The folders whose tests need no model, kernel or cluster are the others; three files compare with transformers.
+SLOW := replica gpu e2e demo_model bench cluster/lab agents $(addprefix router/text/test_,tokenizer.py template.py encoder.py)
 # Not quiet: torch and Ray take minutes to download, and pip's progress bars show it.
 PIP_INSTALL := $(BIN)/pip install --disable-pip-version-check --constraint constraints.txt $(PIP_FLAGS)
 
@@ -52,7 +52,7 @@ test: $(VENV)/.dev ## Run all tests that need no GPU, in JOBS processes (ORDER=N
 # Many of them wait for sockets and timers: a third process uses that time.
 test-fast: JOBS = 3
 test-fast: $(VENV)/.dev ## Run the tests of the pure code in a minute: no clusters, no kernels, no models
-	@$(BIN)/pytest -m "not gpu and not slow and not cluster" --hypothesis-profile=fast $(PYTEST_JOBS) $(SLOW_FOLDERS:%=--ignore=tests/%) $(ARGS)
+	@$(BIN)/pytest -m "not gpu and not slow and not cluster" --hypothesis-profile=fast $(PYTEST_JOBS) $(SLOW:%=--ignore=tests/%) $(ARGS)
 
 test-slow: $(VENV)/.dev ## Run the slow tests
 	@$(BIN)/pytest -m "slow and not gpu" $(ARGS)
