@@ -57,8 +57,8 @@ class Fleet:
         busy = loads.has_queue
         if not self._roomy:
             busy = np.maximum(busy, loads.spare_blocks + self._used <= self._prompt.blocks)
-        idle = busy if self.obstructed is None else busy + self.obstructed
-        return shares + (busy - shares) * weight, bool(_min(idle) > 0)
+        taken = busy if self.obstructed is None else busy + self.obstructed
+        return shares + (busy - shares) * weight, bool(_min(taken) > 0)
 
     def choose(self, preferred: str | None, rng: Random) -> Score | None:
         """The best candidate; among those that count as equal to it the one that `expected_ttft.py` takes."""

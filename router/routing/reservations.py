@@ -28,35 +28,35 @@ class _Reservation(msgspec.Struct, eq=False):
     over: bool = False
 
 
-Kind = TypeVar("Kind", str, int)
+Label = TypeVar("Label", str, int)
 
 
-class CountsByBlock(Generic[Kind]):
-    """How many prompts there are of each kind, by one of their blocks: of other prompts nobody asks."""
+class CountsByBlock(Generic[Label]):
+    """How often each label stands at a block. A block without any has no entry."""
 
     def __init__(self) -> None:
-        self._counts: dict[int, dict[Kind, int]] = {}
+        self._counts: dict[int, dict[Label, int]] = {}
 
-    def add(self, block: int, kind: Kind) -> None:
+    def add(self, block: int, label: Label) -> None:
         counts = self._counts.setdefault(block, {})
-        counts[kind] = counts.get(kind, 0) + 1
+        counts[label] = counts.get(label, 0) + 1
 
-    def remove(self, block: int, kind: Kind) -> None:
+    def remove(self, block: int, label: Label) -> None:
         counts = self._counts[block]
-        counts[kind] -= 1
-        if not counts[kind]:
-            del counts[kind]
+        counts[label] -= 1
+        if not counts[label]:
+            del counts[label]
             if not counts:
                 del self._counts[block]
 
-    def of(self, block: int) -> Iterable[Kind]:
+    def of(self, block: int) -> Iterable[Label]:
         return self._counts.get(block, ())
 
-    def check(self, prompts: Iterable[tuple[int, Kind]]) -> None:
-        """`prompts`: all that there are, a block and the kind of each."""
-        expected = CountsByBlock[Kind]()
-        for block, kind in prompts:
-            expected.add(block, kind)
+    def check(self, prompts: Iterable[tuple[int, Label]]) -> None:
+        """`prompts`: all that there are, a block and the label of each."""
+        expected = CountsByBlock[Label]()
+        for block, label in prompts:
+            expected.add(block, label)
         assert self._counts == expected._counts, f"{self._counts} is noted of {expected._counts}"
 
 
@@ -127,7 +127,7 @@ class Reservations:
         self._expected.pop(replica, None)
         for gone in [each for each in self._by_request.values() if each.replica == replica]:
             del self._by_request[gone.request_id]
-            gone.over = True
+            gone.over, gone.followers = True, {}
             self._uncount(gone)
 
     def extend(self, held: Mapping[str, int], hashes: Sequence[int]) -> dict[str, int]:
@@ -139,7 +139,7 @@ class Reservations:
         found, end = {}, len(hashes)
         starts = self._starts.of(hashes[0]) if end else ()
         near = [replica for start in starts if start < end for replica in self._replicas.of(hashes[start])]
-        for replica in near:  # twice, perhaps
+        for replica in near:  # a replica may come twice, with the same result
             before = position = held(replica)
             if position is None:
                 continue

@@ -144,7 +144,7 @@ def simulate(order: Order, settings: Settings, out: TextIO, err: TextIO) -> int:
     """Run the command. Raises ClusterError."""
     if order.plot is not None:
         check_plot_path(order.plot)
-    gc.disable()  # a run leaves no circles, and each full collection would walk all caches
+    gc.disable()  # while it runs, a simulation makes no circles, and each search would walk all caches
     try:
         with _prepared(_calibrated(order), settings) as ready, progress(err) as show:
             outcome = _run(ready, show)
@@ -369,7 +369,7 @@ def _compare(policies: Sequence[str], staged: Staged, show: ShowProgress) -> lis
 
 
 def _one(setup: Setup, staged: Staged, show: ShowProgress, total: int) -> Result:
-    gc.collect()
+    gc.collect()  # the run before, which is one large circle
     shown = partial(show, setup.policy, total)
     return run(setup, staged.arrivals(), staged.faults, cpu_s=time.process_time, show=shown)
 
