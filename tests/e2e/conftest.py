@@ -7,7 +7,7 @@ import pytest
 from .running import Serving, serving
 
 
-@pytest.fixture(scope="package")  # not of the session: an idle cluster takes a tenth of a core from the other tests
+@pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     """Two CPU replicas of the demo model behind one router."""
     with serving(tmp_path_factory.mktemp("state"), "--replicas", "2") as running:
