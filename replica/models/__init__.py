@@ -1,5 +1,5 @@
-"""Models behind one contract (`base.Model`): our decoder for the common families, transformers' code for the rest.
+"""Models behind one interface (`base.Model`): our decoder for the common families, transformers' code for the rest.
 
-Imported by `execute`; `kernels` and `attention` may import `base` and `spec` alone. Must not know requests, the KV pool
-or attention backends. `spec` needs no torch.
+Imported by `execute`; `kernels` and `attention` may import only `base` and `spec`. Must not depend on requests, the KV
+pool or attention backends. `spec` needs no torch.
 """

@@ -1,4 +1,4 @@
-"""The contract between the runner, models and attention; every provider of models implements `Model`."""
+"""The interfaces between the runner, models and attention; every model provider implements `Model`."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,17 +10,17 @@ from .spec import ModelSpec
 
 @dataclass(slots=True, frozen=True, eq=False)
 class AttentionRule:
-    """How one layer scores its keys, beyond being causal."""
+    """How one layer's causal attention scores its keys."""
 
     scale: float
-    window: int | None = None  #: a token sees the last `window` tokens, itself included
+    window: int | None = None  #: number of last tokens that a token sees, including itself; None: all
     softcap: float | None = None  #: scores become softcap * tanh(score / softcap)
-    sinks: torch.Tensor | None = None  #: [heads] scores that take part in the softmax and weigh nothing
+    sinks: torch.Tensor | None = None  #: [heads] scores that add to the softmax denominator and have no value
 
 
 @dataclass(slots=True, frozen=True, eq=False)
 class Rotary:
-    """Normalization (in models that have it) and rotation of a step's queries and keys."""
+    """How a step's queries and keys are rotated and, in models that do so, normalized."""
 
     cos: torch.Tensor  #: [T, D / 2], float32 or of the activations' dtype
     sin: torch.Tensor
@@ -30,7 +30,7 @@ class Rotary:
 
 
 class Attend(Protocol):
-    """Attention of one layer over the paged KV: stores this step's keys and values, then attends to all stored ones."""
+    """One layer's attention over paged KV: stores this step's keys and values, then attends to all stored ones."""
 
     def __call__(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: AttentionRule
@@ -39,25 +39,25 @@ class Attend(Protocol):
 
 
 class QkvAttend(Attend, Protocol):
-    """`Attend` that can also normalize and rotate, in one kernel with the store."""
+    """An `Attend` that can also normalize and rotate, in the same kernel as the store."""
 
     def from_qkv(self, layer: int, qkv: torch.Tensor, rotary: Rotary, rule: AttentionRule) -> torch.Tensor:
-        """From the joined projection [T, (heads + 2 kv_heads) * D] to [T, heads, D]."""
+        """Attention from the fused projection `qkv` [T, (heads + 2 kv_heads) * D]; returns [T, heads, D]."""
 
 
 class Model(Protocol):
     """A loaded model, or one rank's share of it."""
 
     spec: ModelSpec
-    #: Why its steps cannot be captured in a graph; None: no reason is known.
+    #: The reason why its steps cannot be captured in a graph; None: no known reason.
     uncapturable: str | None
 
     def forward(
         self, ids: torch.Tensor, positions: torch.Tensor, attend: QkvAttend, logits_at: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Logits [len(logits_at), vocab] of the flat tokens `ids` [T] at `positions` [T]; None: of all of them.
+        """Logits [len(logits_at), vocab] for the flat tokens `ids` [T] at `positions` [T]; None on ranks other than 0.
 
-        Calls `attend` once per layer, in order. None on ranks other than 0. Runs in inference mode.
+        `logits_at` are indices into `ids`; None: all. Calls `attend` once per layer, in order. Runs in inference mode.
         """
 
     def forward_hidden(
@@ -68,7 +68,7 @@ class Model(Protocol):
         logits_at: torch.Tensor,
         hidden_at: torch.Tensor,
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """As `forward`, with the last hidden states [len(hidden_at), hidden_size], normalized as for the logits.
+        """As `forward`, and the last hidden states [len(hidden_at), hidden_size], normalized as for the logits.
 
-        Other ranks may call `forward`: every rank has the hidden states, so that none are sent.
+        Other ranks may call `forward` instead: every rank computes all hidden states, so none are sent.
         """

@@ -1,6 +1,6 @@
-"""Reads the weights of a Hugging Face folder: one rank's part of each tensor, in one dtype on one device.
+"""Reads the weights of a Hugging Face folder: one rank's part of each tensor, in one dtype, on one device.
 
-FP8 weights are dequantized by their scales as they are read.
+FP8 weights are dequantized as they are read, unless they are read with their scales.
 """
 
 from collections.abc import Collection
@@ -18,14 +18,14 @@ from .fp8 import BLOCK, DTYPE, ScaledWeight
 
 #: Rows (outputs) or columns (inputs) of a linear layer's weight.
 ROWS, COLUMNS = 0, 1
-#: Rows that are dequantized at once, which bounds the memory for their float32 values.
+#: Rows to dequantize at once, which bounds the memory for their float32 values.
 _ROWS_AT_ONCE = 1024
 
 
 class Checkpoint:
     """All tensors of a Hugging Face folder by name, converted to one dtype and device when read.
 
-    From `*.safetensors`, sharded or not; memory-mapped, so that a rank's share costs only its own bytes.
+    Reads `*.safetensors`, sharded or not. Files are memory-mapped, so a rank reads only the bytes of its share.
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
@@ -38,7 +38,7 @@ class Checkpoint:
             file: Any = safe_open(path, framework="pt")
             self._file_of.update(dict.fromkeys(file.keys(), file))
         self._scalings = check_quantization(folder, tensors_in(folder))
-        #: Of all tensors but the scales of weights.
+        #: Names of all tensors except weight scales.
         self.names: Collection[str] = self._file_of.keys() - {each.scales for each in self._scalings.values()}
 
     @property
@@ -52,14 +52,14 @@ class Checkpoint:
         return self._read(name, ...)
 
     def share(self, name: str, dim: int, index: int, parts: int) -> torch.Tensor:
-        """The `index`-th of `parts` equal parts along `dim` (0 or 1), which must divide."""
+        """The `index`-th of `parts` equal parts along `dim` (0 or 1); `parts` must divide its size."""
         size = self._slice(name).get_shape()[dim]
         assert size % parts == 0, f"{name}: {size} along {dim} does not divide into {parts} parts"
         width = size // parts
         return self.span(name, dim, index * width, (index + 1) * width)
 
     def scaled(self, name: str, dim: int, index: int, parts: int) -> ScaledWeight | str | None:
-        """As `share`, in 8 bits; or why it must be dequantized; None: the checkpoint has it in another type."""
+        """As `share`, but kept in FP8; a reason (str) if it must be dequantized; None if it is not quantized."""
         scaling, shape = self._scalings.get(name), self._slice(name).get_shape()
         if scaling is None:
             return None
@@ -70,7 +70,7 @@ class Checkpoint:
         if numbers.dtype != DTYPE:
             return f"weights of {numbers.dtype}"
         scales = self._slice(scaling.scales)[...].float()
-        if scaling.block[1] == shape[1] and scaling.block[0] in (1, shape[0]):  # of a row, or of the whole matrix
+        if scaling.block[1] == shape[1] and scaling.block[0] in (1, shape[0]):  # one scale per row or matrix
             scales = scales.reshape(-1, 1).expand(shape[0], 1)[at[0]]
         elif scaling.block != (BLOCK, BLOCK):
             return "blocks of {} by {}".format(*scaling.block)
@@ -101,9 +101,9 @@ class Checkpoint:
 def dequantized(
     weight: torch.Tensor, scales: torch.Tensor, scaling: Scaling, first: tuple[int, int], dtype: torch.dtype
 ) -> torch.Tensor:
-    """The part of a matrix that begins at row and column `first`, multiplied by its scales in float32.
+    """The part of a matrix that starts at row and column `first`, multiplied by its scales in float32.
 
-    Or all matrices of a stack, each by its own scales if there are as many.
+    `weight` may be a stack of matrices; each then uses its own scales if there is one set per matrix.
     """
     if weight.dim() == 3:
         own = scales if scales.dim() and len(scales) == len(weight) else [scales] * len(weight)
@@ -119,7 +119,7 @@ def dequantized(
 
 
 class LazyTensor:
-    """A tensor that transformers takes as one of its own slices of a file: `[...]` reads it."""
+    """A tensor that is read when indexed with `[...]`, like the safetensors slices that transformers expects."""
 
     def __init__(self, checkpoint: Checkpoint, name: str) -> None:
         self._checkpoint, self._name = checkpoint, name

@@ -1,8 +1,8 @@
-"""Linears whose weights stay in 8 bits, as their checkpoint has them: torch's `scaled_mm` multiplies them on CUDA.
+"""Linears that keep their checkpoint's FP8 weights, multiplied on CUDA by torch's `scaled_mm`.
 
-Activations are rounded to 8 bits, too: by token, or by token and 128 features where weights have a scale for each block
-of 128 by 128. Each shape of weight is tried at load: where the device, its libraries or the shape do not allow such a
-product, or it is wrong, the weight is dequantized, and the log says why. Not run on a GPU.
+Activations are rounded to FP8 as well, with one scale per token, or per token and 128 features if the weight has one
+scale per 128 by 128 block. Each weight shape is tried at load. If the device, its libraries or the shape do not support
+the product, or its result is wrong, the weight is dequantized and the reason is logged. Not run on a GPU.
 """
 
 import logging
@@ -18,11 +18,12 @@ from ..kernels.base import TorchKernels
 log = logging.getLogger(__name__)
 
 DTYPE = torch.float8_e4m3fn
-#: Rows and columns of the only blocks that `scaled_mm` multiplies by a scale each.
+#: Rows and columns of a block with its own scale: the only size that `scaled_mm` supports.
 BLOCK = 128
-#: Rows of the products that are tried: of decodes, and of a prompt.
+#: Row counts to try: those of decodes, and of a prompt.
 TRIED_ROWS = (1, 3, 40)
-#: Most of a product's norm that rounding its activations to 8 bits may change; it is about 0.026 for normal numbers.
+#: Largest accepted error of a product, relative to its norm. Rounding normally distributed activations to FP8 gives
+#: about 0.026.
 MOST_ERROR = 0.06
 
 #: `torch.nn.functional.scaled_mm`.
@@ -31,17 +32,17 @@ ScaledProduct = Callable[..., torch.Tensor]
 
 @dataclass(slots=True, frozen=True)
 class ScaledWeight:
-    """A weight in 8 bits, or a rank's part of it, and the factors of its numbers."""
+    """An FP8 weight, or a rank's part of it, and its scales."""
 
     numbers: torch.Tensor  #: [outputs, inputs] E4M3
-    scales: torch.Tensor  #: float32 [outputs, 1], or of each block [ceil(outputs / BLOCK), ceil(inputs / BLOCK)]
+    scales: torch.Tensor  #: float32 [outputs, 1], or per block [ceil(outputs / BLOCK), ceil(inputs / BLOCK)]
 
     @property
     def by_row(self) -> bool:
         return len(self.scales) == len(self.numbers)
 
     def exact(self) -> torch.Tensor:
-        """The weight in float32."""
+        """The dequantized weight in float32."""
         if self.by_row:
             return self.numbers.float() * self.scales
         rows, columns = (torch.arange(size, device=self.scales.device) // BLOCK for size in self.numbers.shape)
@@ -49,21 +50,19 @@ class ScaledWeight:
 
 
 def joined(parts: Sequence[ScaledWeight | str | None]) -> ScaledWeight | str:
-    """Weights of the same inputs as one, or why they cannot be: a text stands for one that must be dequantized."""
+    """Weights with the same inputs fused into one, or the reason why not. A str part must itself be dequantized."""
     weights = [each for each in parts if isinstance(each, ScaledWeight)]
     if len(weights) < len(parts):
-        return next(
-            (each for each in parts if isinstance(each, str)), "only some of linears that are joined have scales"
-        )
+        return next((each for each in parts if isinstance(each, str)), "only some of the fused linears have scales")
     if len({each.by_row for each in weights}) > 1:
-        return "linears that are joined have scales of rows and of blocks"
+        return "the fused linears mix scales of rows and of blocks"
     if not weights[0].by_row and any(len(each.numbers) % BLOCK for each in weights[:-1]):
-        return f"linears that are joined end within blocks of {BLOCK} rows"
+        return f"the fused linears end within blocks of {BLOCK} rows"
     return ScaledWeight(torch.cat([each.numbers for each in weights]), torch.cat([each.scales for each in weights]))
 
 
 class ScaledLinear:
-    """y = x W^T + b."""
+    """y = x W^T + b, with x rounded to FP8."""
 
     __slots__ = ("_bias", "_features", "_kernels", "_numbers", "_product", "_recipes", "_scales", "out_features")
 
@@ -78,7 +77,7 @@ class ScaledLinear:
             self._scales = weight.scales.t()
         else:
             self._features, self._recipes = BLOCK, (ScalingType.BlockWise1x128, ScalingType.BlockWise128x128)
-            self._scales = F.pad(weight.scales, (0, -weight.scales.shape[1] % 4)).t()  # columns start at 16 bytes
+            self._scales = F.pad(weight.scales, (0, -weight.scales.shape[1] % 4)).t()  # columns must be 16-byte aligned
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         rounded, scales = self._kernels.round_rows(x, self._features)
@@ -88,7 +87,7 @@ class ScaledLinear:
 
 
 class ScaledLinears:
-    """Makes the linears of one model; tries each shape of weight once."""
+    """Makes the FP8 linears of one model; tries each weight shape once."""
 
     def __init__(self, kernels: TorchKernels, dtype: torch.dtype, product: ScaledProduct) -> None:
         self._kernels, self._dtype, self._product = kernels, dtype, product
@@ -96,7 +95,7 @@ class ScaledLinears:
         self._refused: set[str] = set()
 
     def linear(self, parts: Sequence[ScaledWeight | str | None], bias: torch.Tensor | None) -> ScaledLinear | None:
-        """The linear of joined weights; None: they are dequantized, or the checkpoint has all in another type."""
+        """The linear of the fused weights; None: they must be dequantized, or none of them is quantized."""
         if not any(parts):
             return None
         weight = joined(parts)
@@ -116,14 +115,14 @@ class ScaledLinears:
         return None
 
     def refuse(self, reason: str) -> None:
-        """Log why a weight is dequantized, once."""
+        """Log once why weights are dequantized."""
         if reason not in self._refused:
             self._refused.add(reason)
             log.warning("fp8_product_unusable reason=%r", f"{reason}: dequantized")
 
 
 def _problem(linear: ScaledLinear, weight: ScaledWeight, dtype: torch.dtype) -> str | None:
-    """Why the products of a weight cannot be used, or None."""
+    """The reason why a linear's products cannot be used, or None."""
     generator, exact = torch.Generator().manual_seed(0), weight.exact()
     for rows in TRIED_ROWS:
         x = torch.randn(rows, exact.shape[1], generator=generator).to(exact.device, dtype)

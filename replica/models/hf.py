@@ -1,11 +1,11 @@
-"""Any causal model of transformers, with its own modelling code and our paged attention.
+"""Runs any causal transformers model with its own modelling code and our paged attention.
 
 The model calls our attention through transformers' AttentionInterface: once per layer, with queries and keys already
-rotated and without a mask (an attention implementation that has no mask function gets none). A model that needs more is
-refused while it loads, with the reason: a trial step must make exactly one call per layer, and no argument or
-configuration may ask for an operation that is not computed here.
+rotated and without a mask (transformers passes none to an implementation that has no mask function). A model that needs
+more is refused with a reason while it loads: a trial step must make exactly one call per layer, and no argument or
+configuration may require an operation that is not implemented here.
 
-Each module has an attribute with the step's attention, because a few models drop extra keyword arguments.
+The step's attention is an attribute of each module, because a few models drop extra keyword arguments.
 """
 
 import copy
@@ -31,16 +31,16 @@ from .tensor_names import mismatch
 
 IMPLEMENTATION = "homing_paged"
 _SLOT = "homing_slot"
-#: Appended to the reasons of refusals.
-NEEDED = "docs/models.md says what is served: attention through transformers' AttentionInterface, without a mask"
+#: Appended to error messages.
+NEEDED = "docs/models.md lists what is supported: attention through transformers' AttentionInterface, without a mask"
 
-#: Rope kinds whose frequencies are fixed at load. longrope and dynamic compute them from the longest position of the
-#: whole packed batch, so one long request would change every other's.
+#: Rope types whose frequencies are fixed at load. longrope and dynamic compute them from the longest position in the
+#: whole packed batch, so one long request would change the results of all others.
 ROPE_KINDS = (*FIXED_KINDS, "yarn", "proportional")
 
 LAYER_KINDS = ("full_attention", "sliding_attention", "attention", "full", "sliding")
 
-#: Arguments that models pass and that change nothing in causal inference with explicit positions.
+#: Arguments that models pass but that have no effect on causal inference with explicit positions.
 HARMLESS = frozenset(("dropout", "is_causal", "position_ids", "cache_position", "logits_to_keep"))
 
 
@@ -49,12 +49,12 @@ class Slot:
     """The current step's attention, shared by all modules of one model."""
 
     attend: Attend | None = None
-    rules: dict[int, AttentionRule] = field(default_factory=dict)  #: per layer, filled by the trial step
+    rules: dict[int, AttentionRule] = field(default_factory=dict)  #: by layer, filled by the trial step
 
 
 @dataclass(slots=True)
 class Trial:
-    """An `Attend` that returns zeros and records the calls of a trial step."""
+    """An `Attend` for the trial step that returns zeros and records its calls."""
 
     calls: list[int] = field(default_factory=list)
     shapes: dict[int, KvShape] = field(default_factory=dict)
@@ -76,7 +76,7 @@ def paged_attention(
     attention_mask: torch.Tensor | None,
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention function: query [1, heads, T, D] and so on; returns [1, T, heads, D] and no weights."""
+    """The attention that transformers calls: query, key and value [1, heads, T, D] to [1, T, heads, D], no weights."""
     slot: Slot = getattr(module, _SLOT)
     assert slot.attend is not None, "attention was called outside a step"
     layer: int = module.layer_idx  # type: ignore[assignment]
@@ -97,7 +97,7 @@ def paged_attention(
 
 
 def _refuse_arguments(module: torch.nn.Module, mask: torch.Tensor | None, arguments: dict[str, Any]) -> None:
-    """Raise UnsupportedModel when the model passes a mask, or an argument whose meaning is not known here."""
+    """Raise UnsupportedModel if the model passes a mask, asks for non-causal attention or passes unknown arguments."""
     known = HARMLESS | {"scaling", "sliding_window", "softcap", "s_aux"}
     asked = {name for name, value in arguments.items() if value is not None and value is not False}
     unknown = sorted(asked - known)
@@ -111,7 +111,7 @@ def _refuse_arguments(module: torch.nn.Module, mask: torch.Tensor | None, argume
 
 
 def rope_kinds(parameters: Any) -> set[str]:
-    """All rope types in a configuration's `rope_parameters`, which some models give per kind of layer."""
+    """All rope types in a configuration's `rope_parameters`, which in some models are nested by kind of layer."""
     if not isinstance(parameters, dict):
         return set()
     kinds = {parameters["rope_type"]} if "rope_type" in parameters else set()
@@ -119,14 +119,14 @@ def rope_kinds(parameters: Any) -> set[str]:
 
 
 def adapter_problem(config: Any) -> str | None:
-    """Why a model of this configuration cannot run here, as far as the configuration tells, or None."""
+    """The reason, if the configuration shows one, why a model cannot run here, or None."""
     unfixed = sorted(rope_kinds(getattr(config, "rope_parameters", None)) - set(ROPE_KINDS))
     if unfixed:
-        return f"rope type {', '.join(unfixed)} changes its frequencies with the batch, or is not known"
+        return f"rope type {', '.join(unfixed)} has frequencies that depend on the batch, or is not known"
     kinds = set(getattr(config, "layer_types", None) or ()) - set(LAYER_KINDS)
     chunk = getattr(config, "attention_chunk_size", None)
     if chunk is not None and chunk >= config.max_position_embeddings:
-        kinds.discard("chunked_attention")  # with one chunk it is full attention
+        kinds.discard("chunked_attention")  # a single chunk is full attention
     if kinds:
         return f"layers of kind {', '.join(sorted(kinds))} need more than causal attention over paged KV"
     if getattr(config, "is_encoder_decoder", False):
@@ -135,7 +135,7 @@ def adapter_problem(config: Any) -> str | None:
 
 
 def _load(config: Any, folder: Path, dtype: torch.dtype) -> Any:
-    """transformers' model with the weights of the folder, on the CPU. Raises ModelError."""
+    """The transformers model with the folder's weights, on the CPU. Raises ModelError."""
     AttentionInterface.register(IMPLEMENTATION, paged_attention)
     try:
         loader, source = _source(config, folder, dtype)
@@ -157,7 +157,7 @@ def _load(config: Any, folder: Path, dtype: torch.dtype) -> Any:
 
 
 def _source(config: Any, folder: Path, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
-    """The class that loads the model, and from what: the folder, or FP8 weights dequantized as it asks for them."""
+    """The loading class and its arguments: the folder, or for FP8 checkpoints tensors that are dequantized lazily."""
     whole: dict[str, Any] = {"pretrained_model_name_or_path": folder}
     if declared(config.to_dict()).get("quant_method") == MXFP4:
         return AutoModelForCausalLM, whole | {"quantization_config": Mxfp4Config(dequantize=True)}
@@ -175,12 +175,12 @@ def _source(config: Any, folder: Path, dtype: torch.dtype) -> tuple[Any, dict[st
 
 
 class PackedLinear(torch.nn.Module):
-    """A linear layer of transformers' model with our product of its weight."""
+    """Replaces a transformers model's linear layer with our product."""
 
     def __init__(self, linear: torch.nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        # Models and this module ask for its shape and dtype alone; the numbers are packed.
+        # Only its shape and dtype are used, by models and this module; the packed weight is in `_product`.
         self.weight = torch.nn.Parameter(torch.empty_like(linear.weight, device="meta"), requires_grad=False)
         self.bias = linear.bias
         self._product = Linear(linear.weight.detach(), None if linear.bias is None else linear.bias.detach())
@@ -190,7 +190,7 @@ class PackedLinear(torch.nn.Module):
 
 
 class KernelNorm(torch.nn.Module):
-    """A root mean square norm of transformers' model in our kernel."""
+    """Replaces a transformers model's RMS norm with our kernel."""
 
     def __init__(self, weight: torch.Tensor, epsilon: float, kernels: TorchKernels) -> None:
         super().__init__()
@@ -203,11 +203,11 @@ class KernelNorm(torch.nn.Module):
 
 
 def _use_our_kernels(model: torch.nn.Module, kernels: TorchKernels) -> None:
-    """Replace linears and norms one by one, so that no more than one weight is there twice."""
+    """Replace linears and norms one at a time, so that at most one weight is in memory twice."""
     with torch.inference_mode():
         for parent in list(model.modules()):
             for name, child in list(parent.named_children()):
-                if type(child) is torch.nn.Linear:  # not what only derives from it
+                if type(child) is torch.nn.Linear:  # subclasses may compute something else
                     setattr(parent, name, PackedLinear(child))
                 elif (weight := rms_norm_weight(child)) is not None:
                     setattr(parent, name, KernelNorm(weight, _epsilon(child), kernels))
@@ -218,9 +218,9 @@ def _epsilon(module: torch.nn.Module) -> Any:
 
 
 def rms_norm_weight(module: torch.nn.Module) -> torch.Tensor | None:
-    """The weight with which a module is a root mean square norm over the last dimension, or None if it is none.
+    """The RMS norm weight with which a module is equivalent to such a norm over the last dimension, or None.
 
-    Its own, or 1 + its own as in Gemma. Found out by trying it in float32: modules differ in little else.
+    It is the module's weight, or 1 + the weight as in Gemma. Found by a trial in float32: little else sets norms apart.
     """
     parameters, epsilon = dict(module.named_parameters()), _epsilon(module)
     weight = parameters.get("weight")
@@ -230,7 +230,7 @@ def rms_norm_weight(module: torch.nn.Module) -> torch.Tensor | None:
     try:
         found = copy.deepcopy(module).float()(x)
         rounds_once = module(x.to(weight.dtype)).dtype == weight.dtype
-    except (RuntimeError, TypeError, ValueError):  # it takes other arguments, or another shape
+    except (RuntimeError, TypeError, ValueError):  # it needs other arguments or shapes
         return None
     for factors in (weight.float(), 1 + weight.float()):
         close = torch.allclose(found, F.rms_norm(x, (len(weight),), factors, epsilon), rtol=1e-5, atol=1e-6)
@@ -240,15 +240,15 @@ def rms_norm_weight(module: torch.nn.Module) -> torch.Tensor | None:
 
 
 class TransformersModel:
-    """A causal model of transformers on one rank."""
+    """A causal transformers model on one rank."""
 
-    #: Unknown: only a trial capture can tell.
+    #: Not known in advance: only a trial capture can tell.
     uncapturable: str | None = None
 
     def __init__(
         self, config: Any, folder: Path, eos_token_ids: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Load the model and try one step. Raises ModelError, which names what the model needs beyond our attention."""
+        """Load the model and run a trial step. Raises ModelError that names what our attention lacks for the model."""
         problem = adapter_problem(config)
         if problem:
             raise UnsupportedModel(f"transformers' {config.model_type} cannot run on paged attention: {problem}")
@@ -259,7 +259,7 @@ class TransformersModel:
         self._slot = Slot()
         for module in self._model.modules():
             setattr(module, _SLOT, self._slot)
-        #: Of the step that was run last, if it was asked for.
+        #: The last step's hidden states [1, T, hidden], if a hook was registered for them.
         self._hidden: torch.Tensor | None = None
         hook = self._model.base_model.register_forward_hook(self._keep_hidden)
         trial = self._try_one_step(config, device)
@@ -308,7 +308,7 @@ class TransformersModel:
         return logits if self._keeps_logits or logits_at is None else logits[logits_at]
 
     def _try_one_step(self, config: Any, device: torch.device) -> Trial:
-        """Run two tokens and refuse a model that does not call attention exactly once per layer, in order."""
+        """Run two tokens. Raises UnsupportedModel unless attention is called exactly once per layer, in order."""
         trial = Trial()
         ids = torch.tensor([0, 1], device=device)
         try:
@@ -323,8 +323,8 @@ class TransformersModel:
                 f"{config.model_type} has {config.num_hidden_layers} layers and called paged attention for layers "
                 f"{trial.calls}; only models with one such call per layer can be served; {NEEDED}"
             )
-        # A layer that the configuration calls sliding must pass its window to attention, or it would see too much.
+        # A layer that the configuration calls sliding must pass its window, otherwise it would see too many tokens.
         for layer, kind in enumerate(getattr(config, "layer_types", None) or ()):
             if kind.startswith("sliding") and self._slot.rules[layer].window is None:
-                raise UnsupportedModel(f"{config.model_type}: layer {layer} slides, but names no window to attention")
+                raise UnsupportedModel(f"{config.model_type}: sliding layer {layer} passes no window to attention")
         return trial

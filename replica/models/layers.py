@@ -1,9 +1,9 @@
 """Linear layers on flat [tokens, features] activations.
 
-On a CPU a `Linear` packs its weight for the product that reads it fastest: in bfloat16 our compiled kernel, where the
-processor multiplies bfloat16, else oneDNN (measured on an AMD EPYC core, 1.5 to 2.5 times faster steps than `F.linear`,
-float32, batch 1 to 8). Without such instructions a bfloat16 weight is packed for both: the kernel is faster for one or
-two rows.
+On CPUs, `Linear` packs its weight for the fastest product. For bfloat16 that is our compiled kernel if the processor
+multiplies bfloat16; otherwise it is oneDNN (steps 1.5 to 2.5 times as fast as with `F.linear`, measured on an AMD EPYC
+core, float32, batch 1 to 8). Without such instructions, a bfloat16 weight is packed for both, because the kernel is
+faster for one or two rows.
 """
 
 import functools
@@ -19,12 +19,12 @@ logger = logging.getLogger(__name__)
 
 Product = Callable[[torch.Tensor], torch.Tensor]
 
-#: Rows up to which a product is bound by reading the weight: with three rows oneDNN was about as fast as products in
-#: float32 (on one and two cores of an AMD EPYC), with four faster.
+#: The most rows with which a product is bound by reading the weight. On one and two cores of an AMD EPYC, oneDNN was
+#: about as fast as products in float32 with three rows, and faster with four.
 FEW_ROWS = 2
-#: Represents an activation of 0 in unsigned 8 bits.
+#: The uint8 value that represents an activation of 0.
 _ZERO_POINT = 128
-#: The least scale, also for rows of zeros.
+#: Lower bound on row maxima, so that rows of zeros have a scale.
 TINY = 1e-12
 
 
@@ -38,9 +38,9 @@ def _packs(dtype: torch.dtype) -> bool:
 
 
 def packing_problem(dtype: torch.dtype) -> str | None:
-    """Why oneDNN packed linears cannot be used for this dtype, or None.
+    """The reason why oneDNN's packed linears cannot be used for this dtype, or None.
 
-    They are private operators of torch (its inductor uses them), so a small case is tried first.
+    They are private torch operators (used by its inductor), so a small product is tried first.
     """
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(rows, 32, generator=generator).to(dtype) for rows in (3, 24))
@@ -62,7 +62,7 @@ def _pack(weight: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _compiles(dtype: torch.dtype) -> bool:
-    """Whether a compiled kernel computes products of this dtype; compiles it."""
+    """Whether our compiled kernel supports products of this dtype; compiles it if so."""
     if dtype != torch.bfloat16 or compiled_problem() is not None:
         return False
     from ..kernels.cpu.linear.product import compiled  # needs numba
@@ -73,7 +73,7 @@ def _compiles(dtype: torch.dtype) -> bool:
 
 
 class Linear:
-    """y = x W^T + b. Where the processor does not multiply bfloat16, a bfloat16 weight on CPU takes twice its bytes."""
+    """y = x W^T + b. On CPUs that cannot multiply bfloat16, a bfloat16 weight takes twice its bytes."""
 
     __slots__ = ("_of_few", "_of_many", "out_features")
 
@@ -86,7 +86,7 @@ class Linear:
 
 
 def _products(weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[Product, Product]:
-    """The products of a weight with up to `FEW_ROWS` rows and with more."""
+    """Two products of a weight: for up to `FEW_ROWS` rows, and for more."""
     if weight.device.type != "cpu":
         return (_plain(weight, bias),) * 2
     if weight.shape[1] % 2 or not _compiles(weight.dtype):
@@ -110,7 +110,7 @@ def _plain(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
 
 
 def int8_problem() -> str | None:
-    """Why 8-bit linears cannot be used here, or None. Private operators of torch, tried like the packed ones."""
+    """The reason why 8-bit linears cannot be used here, or None. They are private torch operators, so one is tried."""
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(rows, 64, generator=generator) for rows in (3, 32))
     try:
@@ -122,10 +122,10 @@ def int8_problem() -> str | None:
 
 
 class Int8Linear:
-    """y = x W^T + b with both in 8 bits: weights scaled by output, activations by token.
+    """y = x W^T + b with x and W in 8 bits: one scale per output for weights, one per token for activations.
 
-    A token's result then does not depend on the rest of the batch. Measured on an AMD EPYC core with
-    avx512_vnni, 16 rows: 1.5 times as fast as packed bfloat16, 3.5 times as float32, at an error of 0.012 of the norm.
+    With a scale per token, a result does not depend on the rest of the batch. Measured with 16 rows on an AMD EPYC core
+    with avx512_vnni: 1.5 times as fast as packed bfloat16, 3.5 times as float32, with an error of 0.012 of the norm.
     """
 
     __slots__ = ("_bias", "_packed", "_scales", "_zeros", "out_features")

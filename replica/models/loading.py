@@ -1,4 +1,4 @@
-"""Selects the provider and the dtype of a folder's model, and reads the values that both providers need."""
+"""Selects the provider and dtype for a model folder, and reads the values that both providers need."""
 
 import contextlib
 import importlib
@@ -31,7 +31,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def load_model(settings: ReplicaSettings, model_dir: Path, group: RankGroup | None, *, device: torch.device) -> Model:
-    """Load with the native decoder where it can run the model, else through transformers. Raises ModelError."""
+    """Load with the native decoder if it can run the model, else through transformers. Raises ModelError."""
     config = read_config(model_dir)
     dtype = weights_dtype(settings, config, device)
     eos = eos_token_ids(model_dir, config)
@@ -48,34 +48,34 @@ def load_model(settings: ReplicaSettings, model_dir: Path, group: RankGroup | No
     if settings.model_provider == "native":
         raise UnsupportedModel(f"the native decoder cannot run {model_dir.name}: {problem}; use model_provider: auto")
     if settings.quantization != "none":
-        raise UnsupportedModel(f"quantization: {settings.quantization} is for the native decoder alone ({problem})")
+        raise UnsupportedModel(f"quantization: {settings.quantization} requires the native decoder ({problem})")
     if group is not None and group.size > 1:
         raise TensorParallelUnsupported(
             f"models of the transformers provider run on one rank ({problem}); set tensor_parallel_size: 1"
         )
     logger.info("model_provider provider=transformers reason=%r dtype=%s", problem, dtype)
     report("reading the weights")
-    from .hf import TransformersModel  # imports transformers' modelling code, which the native provider does not need
+    from .hf import TransformersModel  # imports modelling code that the native provider does not need
 
     return TransformersModel(config, model_dir, eos, dtype, device)
 
 
 def read_config(model_dir: Path) -> Any:
-    """The model's configuration, with transformers' defaults and old spellings converted. Raises UnsupportedModel."""
+    """The model's configuration with transformers' defaults; old spellings are converted. Raises UnsupportedModel."""
     _import_validators()
     from transformers import AutoConfig
 
     try:
         return AutoConfig.from_pretrained(model_dir, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
-        raise UnsupportedModel(f"{model_dir} has no configuration that transformers reads: {error}") from error
+        raise UnsupportedModel(f"{model_dir} has no configuration that transformers can read: {error}") from error
 
 
 def _import_validators() -> None:
-    """Import transformers' validators of configurations without its activations, which are for modelling code.
+    """Import transformers' configuration validators without its activations, which only modelling code needs.
 
-    They import `torch._dynamo`, DTensor and sympy: a third of the CPU time until a replica serves. Without the table of
-    activations the validators skip one check; `native_problem` and the modelling code make it themselves.
+    The activations import `torch._dynamo`, DTensor and sympy: a third of a replica's CPU time before it serves. Without
+    the table of activations the validators skip one check, which `native_problem` and the modelling code make anyway.
     """
     name = "transformers.activations"
     if name in sys.modules:
@@ -83,7 +83,7 @@ def _import_validators() -> None:
     sys.modules[name] = stand_in = ModuleType(name)
     stand_in.ACT2FN = {}  # type: ignore[attr-defined]
     try:
-        with contextlib.suppress(ImportError):  # a version of transformers that needs more: it gets everything
+        with contextlib.suppress(ImportError):  # this transformers version needs more: it will import everything
             importlib.import_module("transformers.utils.type_validators")
     finally:
         del sys.modules[name]
@@ -99,12 +99,12 @@ def _linear(settings: ReplicaSettings, device: torch.device) -> type[Linear | In
 
 
 def scaled_product(device: torch.device, dtype: torch.dtype) -> ScaledProduct | None:
-    """What multiplies weights in 8 bits; None: they are dequantized. In float32 nobody expects rounded activations."""
+    """The product for FP8 weights; None: dequantize. With float32, users do not expect rounded activations."""
     return scaled_mm if device.type == "cuda" and dtype != torch.float32 else None
 
 
 def weights_dtype(settings: ReplicaSettings, config: Any, device: torch.device) -> torch.dtype:
-    """The dtype of the settings, or what `auto` gives on this device."""
+    """The dtype from the settings, or the one that `auto` selects for this device."""
     if settings.dtype != "auto":
         return DTYPES[settings.dtype]
     stored = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
@@ -113,9 +113,9 @@ def weights_dtype(settings: ReplicaSettings, config: Any, device: torch.device) 
 
 
 def eos_token_ids(model_dir: Path, config: Any) -> tuple[int, ...]:
-    """The ids that end an answer, from the generation configuration if it has them, else from the model's.
+    """The token ids that end an answer, from the generation configuration if set there, else from the model's.
 
-    Ids outside of the vocabulary can neither be drawn nor banned, and are ignored.
+    Ids outside the vocabulary can be neither drawn nor banned, so they are ignored.
     """
     path = model_dir / "generation_config.json"
     generation = msgspec.json.decode(path.read_bytes()) if path.exists() else {}

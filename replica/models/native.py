@@ -1,8 +1,8 @@
-"""Own decoder for Llama, Mistral, Qwen2, Qwen3 and their mixtures of experts, from their Hugging Face folders.
+"""Our own decoder for Llama, Mistral, Qwen2, Qwen3 and their mixtures of experts, loaded from Hugging Face folders.
 
-Flat [T, hidden] activations, fused q|k|v and gate|up, one rank's share of heads and features. Tests compare it with
-transformers' own models. It refuses models that it cannot compute (`native_problem`); the transformers provider runs
-those.
+It works on flat [T, hidden] activations with fused q|k|v and gate|up projections, and holds one rank's share of heads
+and features. Tests compare it with transformers' models. Models that it cannot run (`native_problem`) are left to the
+transformers provider.
 """
 
 import math
@@ -26,12 +26,12 @@ from .tensor_names import is_mixture
 
 AnyLinear = Linear | Int8Linear | ScaledLinear
 
-#: Kinds whose frequencies are fixed at load. Those of longrope and dynamic depend on the batch's longest position.
+#: Rope types with frequencies fixed at load. Those of longrope and dynamic depend on the batch's longest position.
 FIXED_KINDS = ("default", "linear", "llama3")
 
 
 def native_problem(config: Any) -> str | None:
-    """Why this decoder cannot run a model of this (transformers) configuration, or None."""
+    """The reason why this decoder cannot run a model of this (transformers) configuration, or None."""
     if config.model_type not in FAMILIES:
         return f"model type {config.model_type!r} is not one of {', '.join(FAMILIES)}"
     if config.hidden_act != "silu":
@@ -45,7 +45,7 @@ def native_problem(config: Any) -> str | None:
 
 
 def layer_windows(config: Any) -> list[int | None]:
-    """Each layer's sliding window, as transformers' model of the family applies it."""
+    """Each layer's sliding window in tokens, as transformers' model of the family applies it; None: no window."""
     count, window = config.num_hidden_layers, getattr(config, "sliding_window", None) or None
     if config.model_type in ("mistral", "mixtral", "qwen3_moe"):
         return [window] * count
@@ -54,7 +54,7 @@ def layer_windows(config: Any) -> list[int | None]:
 
 
 def inverse_frequencies(parameters: Mapping[str, Any], head_dim: int) -> torch.Tensor:
-    """[head_dim / 2] float32, from a Hugging Face configuration's `rope_parameters`; `rope_type` in FIXED_KINDS."""
+    """Rotary frequencies [head_dim / 2] float32 from Hugging Face `rope_parameters` with a type in FIXED_KINDS."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
     frequencies: torch.Tensor = 1.0 / (parameters["rope_theta"] ** exponents)
     kind = parameters["rope_type"]
@@ -62,7 +62,7 @@ def inverse_frequencies(parameters: Mapping[str, Any], head_dim: int) -> torch.T
     if kind == "linear":
         return torch.div(frequencies, parameters["factor"])
     if kind == "llama3":
-        # Long wavelengths are slowed by `factor`, short ones kept, those between blended (as Llama 3.1 was released).
+        # Long wavelengths are slowed by `factor`, short ones kept, those in between blended (as in Llama 3.1).
         low, high, factor = (parameters[name] for name in ("low_freq_factor", "high_freq_factor", "factor"))
         wavelengths = 2 * math.pi / frequencies
         keep = ((parameters["original_max_position_embeddings"] / wavelengths - low) / (high - low)).clamp(0, 1)
@@ -72,12 +72,12 @@ def inverse_frequencies(parameters: Mapping[str, Any], head_dim: int) -> torch.T
 
 @dataclass(slots=True, frozen=True)
 class Share:
-    """The part of the weights that one rank holds. With fewer KV heads than ranks, neighbouring ranks share one."""
+    """The part of the weights that one rank holds. With fewer KV heads than ranks, neighbouring ranks share a head."""
 
     rank: int
     ranks: int
     kv_heads: int
-    kv_index: int  #: which of `kv_parts` equal parts of the KV heads
+    kv_index: int  #: index of its part among the `kv_parts` equal parts of the KV heads
     kv_parts: int
 
     @classmethod
@@ -93,7 +93,7 @@ class Share:
 
 @dataclass(slots=True, frozen=True)
 class GatedMlp:
-    """down(silu(gate(x)) * up(x)), of one rank's share of the features; the results must be summed over ranks."""
+    """down(silu(gate(x)) * up(x)) for one rank's share of the features; results must be summed over ranks."""
 
     gate_up: AnyLinear
     down: AnyLinear
@@ -104,7 +104,7 @@ class GatedMlp:
 
 @dataclass(slots=True, frozen=True)
 class SeparateExperts:
-    """Each expert runs on its tokens alone: how many these are is read back, so a CUDA graph cannot hold it."""
+    """Runs each expert on its own tokens. Reads their number back to the host, so a CUDA graph cannot capture it."""
 
     experts: list[GatedMlp]
 
@@ -112,7 +112,7 @@ class SeparateExperts:
         self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, kernels: TorchKernels
     ) -> torch.Tensor:
         total, per_token = torch.zeros_like(x), chosen.shape[1]
-        # Tokens sorted by expert: [experts' tokens one after the other] of the flat choices.
+        # Indices of the flat choices, sorted by expert.
         order = chosen.flatten().argsort(stable=True)
         tokens, shares = order // per_token, weights.flatten()[order, None]
         first = 0
@@ -128,7 +128,7 @@ class SeparateExperts:
 
 @dataclass(slots=True, frozen=True)
 class JoinedExperts:
-    """All experts in three launches whose shapes do not depend on the data: a CUDA graph can hold them."""
+    """Runs all experts in three launches whose shapes do not depend on the data, so a CUDA graph can capture them."""
 
     gate_up: torch.Tensor  #: [experts, 2 * features, hidden]
     down: torch.Tensor  #: [experts, hidden, features]
@@ -142,19 +142,19 @@ class JoinedExperts:
         firsts = torch.searchsorted(ordered, experts, out_int32=True)
         features = kernels.silu_mul(kernels.expert_products(x, self.gate_up, firsts, order // per_token))
         found = kernels.expert_products(features, self.down, firsts)
-        # In the order of the choices again, so that their sum does not depend on which product ends first.
+        # Restore the order of the choices, so that their sum does not depend on which product finishes first.
         choices = torch.empty_like(found).index_copy_(0, order, found).view(tokens, per_token, -1)
         return torch.einsum("tkh,tk->th", choices.float(), weights).to(x.dtype)
 
 
 @dataclass(slots=True, frozen=True)
 class Mixture:
-    """The weighted sum of each token's likeliest experts and, in some families, a shared expert for all tokens."""
+    """The weighted sum of each token's likeliest experts plus, in some families, an expert shared by all tokens."""
 
     router: torch.Tensor  #: [experts, hidden]
     experts: SeparateExperts | JoinedExperts
     per_token: int
-    normalized: bool  #: the weights of a token's experts sum to 1
+    normalized: bool  #: whether the weights of a token's experts are scaled to sum to 1
     shared: GatedMlp | None
     shared_gate: torch.Tensor | None  #: [1, hidden]
 
@@ -250,7 +250,7 @@ class _LayerReader:
         return self._norm(name) if f"{self._prefix}{name}.weight" in self._checkpoint else None
 
     def _by_outputs(self, parts: list[tuple[str, tuple[int, int]]]) -> AnyLinear:
-        """Linears of the same input fused into one; each is cut to its share before they are joined."""
+        """Linears with the same input fused into one; each is cut to this rank's share first."""
         biased = f"{self._prefix}{parts[0][0]}.bias" in self._checkpoint
         bias = self._joined(parts, "bias") if biased else None
         scaled = self._in_8_bits([(f"{self._prefix}{n}.weight", ROWS, *part) for n, part in parts], bias)
@@ -268,14 +268,14 @@ class _LayerReader:
         return self._in_8_bits([part], bias) or self._linear(self._checkpoint.share(*part), bias)
 
     def _in_8_bits(self, parts: Sequence[tuple[str, int, int, int]], bias: torch.Tensor | None) -> ScaledLinear | None:
-        """The linear of these shares of weights if the checkpoint has them in 8 bits and they can be multiplied so."""
+        """An FP8 linear of these weight shares, or None if the checkpoint or the product does not allow it."""
         if self._scaled is None:
             return None
         return self._scaled.linear([self._checkpoint.scaled(*part) for part in parts], bias)
 
 
 class NativeModel:
-    """A decoder, or one rank's share of it. Each rank holds the whole embedding and a part of the vocabulary's head."""
+    """A decoder, or one rank's share of it. Each rank holds the whole embedding and its part of the output head."""
 
     def __init__(
         self,
@@ -288,9 +288,9 @@ class NativeModel:
         linear: type[Linear | Int8Linear] = Linear,
         product: ScaledProduct | None = None,
     ) -> None:
-        """`config`: as transformers reads it, with `native_problem(config) is None`; the checkpoint has its tensors.
+        """`config`: as transformers reads it, with `native_problem(config) is None`; `checkpoint` has its tensors.
 
-        `product`: multiplies the weights that the checkpoint has in 8 bits; None: they are dequantized.
+        `product`: multiplies the checkpoint's FP8 weights; None: they are dequantized.
         Raises TensorParallelUnsupported.
         """
         self._group = group
@@ -302,17 +302,17 @@ class NativeModel:
         self._frequencies = inverse_frequencies(config.rope_parameters, head_dim).to(device)
         self._embedding = checkpoint.whole("model.embed_tokens.weight")
         self._norm = checkpoint.whole("model.norm.weight")
-        # This rank's part of the vocabulary; parts are equally long, the last ones padded with zeros.
+        # This rank's part of the vocabulary. All parts are equally long; the last ones are padded with zeros.
         width = -(-len(self._embedding) // share.ranks)
         start = share.rank * width
         if config.tie_word_embeddings:
             head = self._embedding[start : start + width]
         else:
             head = checkpoint.span("lm_head.weight", ROWS, start, start + width)
-        # A tied head is the embedding itself, in one memory where a linear does not pack its weight.
+        # A tied head is the embedding itself and shares its memory unless the linear packs its weight.
         self._head = Linear(F.pad(head, (0, 0, 0, width - len(head))) if len(head) < width else head)
         scaled = ScaledLinears(self._kernels, dtype, product) if product is not None else None
-        joins_experts = device.type != "cpu"  # where the weights of each linear are packed
+        joins_experts = device.type != "cpu"  # on CPUs, each linear packs its weight
         self._layers = [
             _LayerReader(config, checkpoint, share, index, linear, joins_experts, scaled).read(
                 AttentionRule(head_dim**-0.5, window)
@@ -321,7 +321,7 @@ class NativeModel:
         ]
         mixtures = [layer.feedforward for layer in self._layers if isinstance(layer.feedforward, Mixture)]
         separate = any(isinstance(mixture.experts, SeparateExperts) for mixture in mixtures)
-        self.uncapturable = "how many tokens an expert takes is read back" if separate else None
+        self.uncapturable = "the number of tokens per expert is read back" if separate else None
         self.spec = ModelSpec(
             kv_shapes=(KvShape(share.kv_heads, head_dim, head_dim),) * len(self._layers),
             vocab_size=len(self._embedding),
@@ -352,7 +352,7 @@ class NativeModel:
     def _hidden(
         self, ids: torch.Tensor, positions: torch.Tensor, attend: QkvAttend, at: torch.Tensor | None
     ) -> torch.Tensor:
-        """The last hidden states [len(at), hidden], normalized; the same on every rank."""
+        """The normalized last hidden states [len(at), hidden], the same on every rank; `at` None: of all tokens."""
         x, cos, sin = self._kernels.embed(self._embedding, ids, positions, self._frequencies)
         delta = None
         for index, layer in enumerate(self._layers):

@@ -1,12 +1,12 @@
-"""The names of the tensors that the native decoder reads, and what a checkpoint may have besides. Pure; no torch."""
+"""Names of the tensors that the native decoder reads, and of those that it may ignore. Pure; no torch."""
 
 from collections.abc import Collection, Iterator
 from typing import Any
 
 from ..load.weight_files import listed
 
-#: Last parts of names that change nothing here: tables that models compute themselves, and the scales of activations
-#: and KV in 8 bits, which are not rounded here.
+#: Last name parts of tensors that are ignored without loss: tables that models compute themselves, and scales for
+#: quantized activations and KV, which we do not quantize with them.
 _HARMLESS = frozenset(
     ("inv_freq", "input_scale", "input_scale_ub", "output_scale", "q_scale", "k_scale", "v_scale", "prob_scale")
 )
@@ -14,7 +14,7 @@ _HEAD = "lm_head.weight"
 
 
 def names_problem(config: Any, names: Collection[str]) -> str | None:
-    """What is wrong with the tensors of a checkpoint, for a native model of this (transformers) configuration."""
+    """The mismatch between a checkpoint's tensors and a native model of this (transformers) configuration, or None."""
     needed = set(needed_names(config))
     unused = needed.symmetric_difference(names) - needed
     if config.tie_word_embeddings:
@@ -23,7 +23,7 @@ def names_problem(config: Any, names: Collection[str]) -> str | None:
 
 
 def mismatch(missing: Collection[str], unused: Collection[str]) -> str | None:
-    """What to say of tensors that a checkpoint lacks and of those that the model does not read, or None."""
+    """A message about tensors that the checkpoint lacks and tensors that the model does not read, or None."""
     unused = [name for name in unused if name.rpartition(".")[2] not in _HARMLESS]
     parts = [f"the checkpoint lacks {listed(missing)}"] if missing else []
     if unused:
@@ -32,7 +32,7 @@ def mismatch(missing: Collection[str], unused: Collection[str]) -> str | None:
 
 
 def needed_names(config: Any) -> Iterator[str]:
-    """Every tensor that a model of this configuration needs."""
+    """Names of all tensors that a model of this configuration needs."""
     yield from ("model.embed_tokens.weight", "model.norm.weight")
     if not config.tie_word_embeddings:
         yield _HEAD
@@ -74,7 +74,7 @@ def _linear(name: str, biased: bool) -> tuple[str, ...]:
 
 
 def is_mixture(config: Any, layer: int) -> bool:
-    """Whether a layer has experts, as transformers' model of the family decides it."""
+    """Whether a layer has experts, by the same rule as transformers' model of the family."""
     if config.model_type == "mixtral":
         return True
     if config.model_type not in ("qwen2_moe", "qwen3_moe") or layer in config.mlp_only_layers:

@@ -645,7 +645,7 @@ def test_experts_that_run_on_what_chose_them_are_not_captured(checkpoint, prompt
 
     assert ahead == answers(Engine, runner_of(ModelRunner, folder, 14), prompts, 14)
     assert not graphs.captured
-    assert "graphs_unusable reason='how many tokens an expert takes is read back'" in caplog.text
+    assert "graphs_unusable reason='the number of tokens per expert is read back'" in caplog.text
 
 
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
