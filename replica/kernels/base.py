@@ -1,8 +1,8 @@
-"""The operations of a decoder step on a device: paged attention, the small operations around it, and the sampler.
+"""The device operations of a decoder step: paged attention, the small operations around it, and the sampler.
 
-All arguments are tensors of fixed shape, so that a CUDA graph can capture a whole step of kernels. `TorchKernels`
-defines what each method computes, in plain torch, and runs where no compiled kernel can; kernels for one kind of device
-override its methods. Tests hold all implementations to float64.
+All arguments are tensors of fixed shape, so that a CUDA graph can capture a whole step. `TorchKernels` defines in plain
+torch what each method computes and is the fallback where no compiled kernel works; kernels for a particular kind of
+device override its methods. Tests compare all implementations with float64.
 """
 
 from dataclasses import dataclass
@@ -19,64 +19,64 @@ from ..messages import SamplingParams
 from ..models.base import AttentionRule, Rotary
 from ..models.spec import ModelSpec
 
-#: Queries of a prefill in one product: 64 and 128 were equally fast on an AMD EPYC, 256 a tenth slower.
+#: Prefill queries per matrix product. On an AMD EPYC, 64 and 128 were equally fast and 256 was a tenth slower.
 TILE = 128
-#: The greatest number in 8 bits (E4M3).
+#: Largest finite FP8 (E4M3) number.
 FP8_MOST = 448.0
-#: The least scale of numbers in 8 bits, also for zeros.
+#: Lower bound of an FP8 scale, so that all-zero features have one too.
 LEAST_SCALE = 1e-12
-#: Scales of that many rows start at 16 bytes, as cuBLAS needs them.
+#: `round_rows` pads to a multiple of this many rows, so that each column of scales is 16-byte aligned for cuBLAS.
 ROUNDED_ROWS = 4
-#: In place of a token id, in tensors.
+#: Stands for "no token" in tensors of token ids.
 NO_TOKEN = -1
 
 
 @dataclass(slots=True, frozen=True)
 class PagedRows:
-    """The KV of one layer, and the part of it that each row of a step sees. Of the queries' dtype, or 8 bits."""
+    """One layer's KV and the part of it that each row of a step sees. KV has the queries' dtype or is FP8."""
 
     keys: torch.Tensor  #: [pages, page, kv_heads, Dk]
     values: torch.Tensor  #: [pages, page, kv_heads, Dv]
-    tables: torch.Tensor  #: [rows, longest] int32 pages in order; entries beyond a row's length are not read
-    seq_lens: torch.Tensor  #: [rows] int32 tokens, this step's included; 0: a padding row
+    tables: torch.Tensor  #: [rows, longest] int32 page numbers in order; entries beyond a row's length are not read
+    seq_lens: torch.Tensor  #: [rows] int32 number of tokens, including this step's; 0: a padding row
 
 
 @dataclass(slots=True, frozen=True)
 class SamplingInputs:
-    """The slots of the rows, and by slot the sampling parameters as in `messages.SamplingParams`."""
+    """The slot of each row; all other tensors are indexed by slot, with parameters as in `messages.SamplingParams`."""
 
-    rows: torch.Tensor  #: int64 the slot of each row
-    temperatures: torch.Tensor  #: float32; below `sampler.GREEDY_BELOW` the likeliest token is drawn
-    top_ks: torch.Tensor  #: int32, 0: all
+    rows: torch.Tensor  #: [rows] int64 slots
+    temperatures: torch.Tensor  #: float32; below `sampler.GREEDY_BELOW` the likeliest token is chosen
+    top_ks: torch.Tensor  #: int32; 0: no limit
     top_ps: torch.Tensor  #: float64
     min_ps: torch.Tensor  #: float32
-    seeds: torch.Tensor  #: int64, the bits of a uint64
-    prompts: torch.Tensor  #: int64 tokens of the prompt
-    lengths: torch.Tensor  #: int32 or int64 tokens before this one
-    last_tokens: torch.Tensor  #: int64, to which the sampler writes
+    seeds: torch.Tensor  #: int64 that holds the bits of a uint64
+    prompts: torch.Tensor  #: int64 number of prompt tokens
+    lengths: torch.Tensor  #: int32 or int64 number of tokens before this one
+    last_tokens: torch.Tensor  #: int64; the sampler writes the drawn tokens here
 
 
 @dataclass(slots=True, frozen=True)
 class DecodeRows:
-    """What a step of decodes computes, by row."""
+    """Inputs of a decode step, one entry per row."""
 
     token_ids: torch.Tensor  #: int64
     positions: torch.Tensor  #: int64
-    slots: torch.Tensor  #: int64 where the token's KV is written; 0 for padding rows
-    tables: torch.Tensor  #: [rows, pages] int32; entries beyond a row's length hold anything
-    seq_lens: torch.Tensor  #: int32 this step's token included; 0 for padding rows
+    slots: torch.Tensor  #: int64 KV slots that the tokens are written to; 0 for padding rows
+    tables: torch.Tensor  #: [rows, pages] int32; entries beyond a row's length are undefined
+    seq_lens: torch.Tensor  #: int32 number of tokens, including this step's; 0 for padding rows
 
 
 class TorchKernels:
-    """On any device. A parameter `out` is overwritten; other arguments change only where it says so.
+    """Plain torch on any device. `out` parameters are overwritten; other arguments change only where documented.
 
-    `prefill` and `sample` read values back to the host, the other methods do not.
+    Only `prefill` and `sample` read values back to the host.
     """
 
     name: ClassVar[str] = "torch"
 
     def warm_up(self, spec: ModelSpec, block_size: int, device: torch.device) -> None:
-        """Compile what all steps of this model need, where something is compiled at its first use."""
+        """Compile what every step of this model needs and what would otherwise be compiled on first use."""
 
     def decode_rows(
         self,
@@ -86,9 +86,9 @@ class TorchKernels:
         block_tables: torch.Tensor,
         block_size: int,
     ) -> DecodeRows:
-        """The next step of the requests in these slots, 0 for padding rows; adds its tokens to `seq_lens`.
+        """Inputs of the next decode step of the requests in slots `rows`; counts its tokens in `seq_lens`.
 
-        rows [R] int64; of each slot last_tokens int64 (below 0 if there was none), seq_lens int32, block_tables int32.
+        rows [R] int64, 0 for padding. By slot: last_tokens int64 (negative: none), seq_lens and block_tables int32.
         """
         starts = seq_lens[rows]
         lengths = torch.where(rows > 0, starts + 1, 0).int()
@@ -99,7 +99,7 @@ class TorchKernels:
         return DecodeRows(last_tokens[rows].clamp(min=0), positions, slots, tables, lengths)
 
     def take(self, table: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """The rows of `table` [N, F] at `places` [T] int64, each of which is below N: [T, F]."""
+        """Rows of `table` [N, F] at the indices `places` [T] int64, all below N; returns [T, F]."""
         return F.embedding(places, table)
 
     def rotary_table(
@@ -112,17 +112,17 @@ class TorchKernels:
     def embed(
         self, table: torch.Tensor, ids: torch.Tensor, positions: torch.Tensor, frequencies: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What a decoder begins with: the rows of `table` [N, F] at `ids` [T], and the rotary table in its dtype."""
+        """A decoder's first inputs: rows of `table` [N, F] at `ids` [T], and the rotary table in its dtype."""
         return self.take(table, ids), *self.rotary_table(positions, frequencies, table.dtype)
 
     def plan_decode(self, rows: PagedRows, heads: int, window: int | None) -> Any:  # noqa: ARG002
-        """A plan that the `decode` calls of all layers with KV and queries of these shapes share in one step."""
+        """A plan that one step's `decode` calls share in all layers whose KV and queries have these shapes."""
         return None
 
     def decode(self, q: torch.Tensor, rows: PagedRows, plan: Any, rule: AttentionRule, out: torch.Tensor) -> None:  # noqa: ARG002
-        """Attention of rows with one query each, their last token: q [rows, heads, Dk], out [rows, heads, Dv].
+        """Attention for rows with one query each, for their last token: q [rows, heads, Dk], out [rows, heads, Dv].
 
-        A padding row's output is zero.
+        The output of padding rows is zero.
         """
         size, device = rows.keys.shape[1], q.device
         positions = torch.arange(rows.tables.shape[1] * size, device=device)
@@ -132,7 +132,7 @@ class TorchKernels:
         if rule.window is not None:
             seen &= positions > last - rule.window
         heads = q.shape[1]
-        # [rows, heads, tokens, D]; what is not seen may be NaN.
+        # [rows, heads, tokens, D]. Tokens that the row does not see may be NaN, so they are zeroed.
         keys, values = (
             pages[tables].flatten(1, 2).to(q.dtype).where(seen[:, :, None, None], 0).transpose(1, 2).float()
             for pages in (rows.keys, rows.values)
@@ -146,9 +146,9 @@ class TorchKernels:
     def prefill(
         self, q: torch.Tensor, rows: PagedRows, first_queries: torch.Tensor, rule: AttentionRule, out: torch.Tensor
     ) -> None:
-        """Causal attention of rows whose queries are their last tokens; q [T, heads, Dk], out [T, heads, Dv].
+        """Causal attention for rows whose queries are their last tokens: q [T, heads, Dk], out [T, heads, Dv].
 
-        Row i has queries `first_queries[i]` up to `first_queries[i + 1]` (int32 [rows + 1]), none for a padding row.
+        Row i has queries `first_queries[i]` up to `first_queries[i + 1]` (int32 [rows + 1]); padding rows have none.
         """
         lengths = rows.seq_lens.tolist()
         for row, ((first, stop), length) in enumerate(zip(pairwise(first_queries.tolist()), lengths, strict=True)):
@@ -166,9 +166,9 @@ class TorchKernels:
     def add_rms_norm(
         self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, epsilon: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sum x + delta, and the sum scaled to a root mean square of 1 times `weight`; all [T, features].
+        """The sum x + delta, and its RMS norm: the sum scaled to a root mean square of 1, times `weight`.
 
-        Without `delta` the first result is x itself.
+        All are [T, features]. Without `delta` the first result is x itself.
         """
         summed = x if delta is None else x + delta
         return summed, _rms_norm(summed, weight, epsilon)
@@ -176,9 +176,9 @@ class TorchKernels:
     def rotate_and_store(
         self, qkv: torch.Tensor, rotary: Rotary, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
-        """Normalize and rotate queries and keys, store keys and values in their slots; the queries [T, heads, D].
+        """Normalize and rotate queries and keys, store keys and values in their slots; returns queries [T, heads, D].
 
-        qkv [T, (heads + 2 kv_heads) * D]; slots int64 [T], negative slots are skipped; keys, values as in `PagedRows`.
+        qkv [T, (heads + 2 kv_heads) * D]; slots [T] int64, negative ones are skipped; keys, values as in `PagedRows`.
         """
         kv_heads, dim = keys.shape[2:]
         split = qkv.unflatten(1, (-1, dim))
@@ -194,18 +194,18 @@ class TorchKernels:
         return _rotate(q, cos, sin)
 
     def write_slots(self, stack: torch.Tensor, slots: torch.Tensor, values: torch.Tensor) -> None:
-        """Set stack[:, slots] of [layers, S, features] to values [layers, slots, features]; slots int64, all unlike."""
+        """Set stack[:, slots] of [layers, S, features] to values [layers, slots, features]; slots distinct int64."""
         stack.index_copy_(1, slots, values)
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """silu(gate) * up of [T, 2 * F]."""
+        """silu(gate) * up, the two halves of gate_up [T, 2 * F]; returns [T, F]."""
         gate, up = gate_up.chunk(2, -1)
         return F.silu(gate) * up
 
     def round_rows(self, x: torch.Tensor, features: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [T, F] in 8 bits, of a multiple of `ROUNDED_ROWS` rows, and the scales [rows, ceil(F / features)] float32.
+        """x [T, F] in FP8, padded to a multiple of `ROUNDED_ROWS` rows, and scales [rows, ceil(F / features)] float32.
 
-        Each scale, of so many features of a row, makes the greatest of them `FP8_MOST`. Scales lie column by column.
+        Each scale applies to `features` features of a row and maps the largest to `FP8_MOST`. Scales are column-major.
         """
         padded = F.pad(x.float(), (0, -x.shape[1] % features, 0, -len(x) % ROUNDED_ROWS)).unflatten(1, (-1, features))
         scales = padded.abs().amax(2).clamp(min=LEAST_SCALE * FP8_MOST) / FP8_MOST
@@ -215,17 +215,17 @@ class TorchKernels:
     def expert_products(
         self, x: torch.Tensor, weights: torch.Tensor, firsts: torch.Tensor, rows: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """x[rows] times the transposed weights of each choice's expert: [choices, outputs].
+        """Products of x[rows] and the transposed weight of each choice's expert: [choices, outputs].
 
-        weights [experts, outputs, inputs]; expert e has choices `firsts[e]` up to `firsts[e + 1]` (int32 [experts + 1],
-        from 0); `rows` [choices] int64, None: choice i is of row i.
+        weights [experts, outputs, inputs]. Expert e has choices `firsts[e]` up to `firsts[e + 1]` (int32 [experts + 1],
+        from 0). rows [choices] int64 is the row of x that made each choice; None: choice i is row i's.
         """
         count = len(x if rows is None else rows)
         expert = torch.searchsorted(firsts, torch.arange(count, dtype=firsts.dtype, device=x.device), right=True) - 1
         return torch.bmm(weights[expert], (x if rows is None else x[rows])[:, :, None])[:, :, 0]
 
     def mask(self, logits: torch.Tensor, rows: torch.Tensor, bits: torch.Tensor) -> None:
-        """Set what `bits` does not allow in `rows` of `logits` to -inf, in place, as `logit_edits.mask_logits`."""
+        """Set the logits that `bits` does not allow to -inf, in place, as `logit_edits.mask_logits` does."""
         mask_logits(logits, rows, bits)
 
     def sample(self, logits: torch.Tensor, inputs: SamplingInputs, out: torch.Tensor) -> None:
@@ -248,21 +248,21 @@ class TorchKernels:
 
 
 class TorchCpuKernels(TorchKernels):
-    """Decodes row by row: on a CPU 1.7 to 5 times as fast as over tables padded to the longest row."""
+    """Plain torch that decodes row by row: on a CPU 1.7 to 5 times as fast as padding to the longest row."""
 
     def decode(self, q: torch.Tensor, rows: PagedRows, plan: Any, rule: AttentionRule, out: torch.Tensor) -> None:  # noqa: ARG002
         self.prefill(q, rows, torch.arange(len(q) + 1), rule, out)
 
 
 def as_stored(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Keys or values in the dtype of KV. In 8 bits all beyond the greatest number become it, but infinities NaN."""
+    """Keys or values as stored in KV of `dtype`. For FP8, finite numbers are clamped and infinities become NaN."""
     if dtype != torch.float8_e4m3fn:
         return x
     return torch.where(x.isfinite(), x.clamp(-FP8_MOST, FP8_MOST), nan).to(dtype)
 
 
 def as_moved(pages: torch.Tensor) -> torch.Tensor:
-    """The same memory, as numbers that torch can copy by an index: it cannot for some of 8 bits."""
+    """A view that torch can copy by index: 8-bit dtypes as uint8, because torch lacks this for some of them."""
     return pages.view(torch.uint8) if pages.dtype.itemsize == 1 else pages
 
 
@@ -280,9 +280,9 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 def _attend_tile(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rule: AttentionRule, out: torch.Tensor
 ) -> None:
-    """Attention of the queries [Q, heads, Dk] of the last tokens of `keys` [K, kv_heads, Dk] into `out`.
+    """Attend from the last tokens of `keys` [K, kv_heads, Dk], whose queries are q [Q, heads, Dk]; writes to `out`.
 
-    Scores and weights have the queries' dtype. The query heads of one KV head are the rows of one product.
+    Scores and weights have the queries' dtype. One product computes all query heads of a KV head.
     """
     count, (length, kv_heads, _) = len(q), keys.shape
     before = length - count
@@ -292,7 +292,7 @@ def _attend_tile(
     scores = torch.bmm(queries.flatten(1, 2), keys.permute(1, 2, 0)).view(*queries.shape[:3], length - first)
     hidden = None
     if count > 1:
-        # Without a window only the tile's own keys can be hidden: those after each query.
+        # Without a window, only the tile's own keys can be hidden: those after each query.
         start = before if rule.window is None else first
         distance = torch.arange(before, length, device=q.device)[:, None] - torch.arange(start, length, device=q.device)
         hidden = distance < 0 if rule.window is None else (distance < 0) | (distance >= rule.window)
@@ -303,7 +303,7 @@ def _attend_tile(
 
 
 def _cap_and_hide(scores: torch.Tensor, hidden: torch.Tensor | None, softcap: float | None) -> None:
-    """Cap the scores where the rule asks for it, and hide keys, in place; `hidden` covers the last keys."""
+    """Apply the softcap, if any, and hide keys, in place; `hidden` covers only the last keys."""
     if softcap is not None:
         scores.div_(softcap).tanh_().mul_(softcap)
     if hidden is not None:
@@ -311,7 +311,7 @@ def _cap_and_hide(scores: torch.Tensor, hidden: torch.Tensor | None, softcap: fl
 
 
 def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Softmax of scores [..., heads, Q, K] over the keys; sinks [heads] take part in it."""
+    """Softmax of scores [..., heads, Q, K] over the keys; `sinks` [heads] add to its denominator."""
     if sinks is None:
         return torch.softmax(scores, -1)
     column = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
@@ -319,10 +319,10 @@ def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
 
 
 def weighted_sum(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """weights [B, Q, K] @ values [B, K, D], where a weight of 0 hides any value, NaN included. Waits for the device.
+    """weights [B, Q, K] @ values [B, K, D], where a weight of 0 hides any value, even NaN. Waits for the device.
 
-    A page may hold what an earlier request left there, and a token whose numbers are out of range may follow a prefix
-    that other requests share: neither may reach a token that does not see it.
+    A page may contain an earlier request's leftovers, and a token with NaN or infinite values may follow a prefix that
+    other requests share. Neither may affect a token that does not see it.
     """
     found = torch.bmm(weights, values)  # reads strided values; @ would copy them
     if isfinite(float(found.sum(dtype=torch.float32))):

@@ -1,4 +1,4 @@
-"""The choice of kernels: Triton on CUDA, compiled by numba on a CPU, plain torch where these cannot be used."""
+"""Chooses the kernels: Triton on CUDA, numba on CPUs, and plain torch where neither can be used."""
 
 import functools
 import importlib.util
@@ -13,19 +13,19 @@ from .toolchain import REMEDY, launcher_problem
 
 log = logging.getLogger(__name__)
 
-#: The dtypes of kernels that are compiled for a CPU.
+#: Dtypes that the CPU kernels support.
 COMPILED_DTYPES = (torch.bfloat16, torch.float32)
 
 
 def triton_problem(device: torch.device, installed: bool) -> str | None:
-    """Why Triton kernels cannot serve `device`, or None."""
+    """The reason why Triton kernels cannot run on `device`, or None."""
     if device.type != "cuda":
         return f"Triton kernels run on cuda, not on {device.type}"
     return None if installed else "Triton is not installed: pip install triton"
 
 
 def compiled_problem(dtype: torch.dtype = torch.float32) -> str | None:
-    """Why kernels of this dtype cannot be compiled for this machine's CPU, or None."""
+    """The reason why kernels for this dtype cannot be compiled on this machine's CPU, or None."""
     if dtype not in COMPILED_DTYPES:
         names = ", ".join(str(each).removeprefix("torch.") for each in COMPILED_DTYPES)
         return f"dtype {str(dtype).removeprefix('torch.')} is not one of {names}"
@@ -46,7 +46,7 @@ def _machine_problem() -> str | None:
 
 
 def choose_kernels(device: torch.device, dtype: torch.dtype) -> TorchKernels:
-    """Kernels for activations and KV of `dtype` on `device`; logs why not better ones."""
+    """The best kernels for activations and KV of `dtype` on `device`; logs why better ones cannot be used."""
     on_cpu = device.type == "cpu"
     installed = importlib.util.find_spec("triton") is not None
     problem = compiled_problem(dtype) if on_cpu else triton_problem(device, installed)
@@ -66,7 +66,7 @@ def choose_kernels(device: torch.device, dtype: torch.dtype) -> TorchKernels:
 
 @functools.cache
 def _probe(device: torch.device) -> None:
-    """Launch a small kernel once per process: what the machine lacks shows here and not after minutes of loading."""
+    """Launch a small kernel once per process, so that a broken setup fails here and not after minutes of loading."""
     from .triton.pointwise import silu_mul
 
     def launch() -> None:
@@ -77,7 +77,7 @@ def _probe(device: torch.device) -> None:
 
 
 def check_launch(launch: Callable[[], None]) -> None:
-    """Raise StartupError with the remedy if this first launch of a kernel fails."""
+    """Call `launch`, the first kernel launch. If it fails, raise StartupError with the remedy."""
     try:
         launch()
     except Exception as error:
