@@ -1,4 +1,4 @@
-"""The choice of an attention backend. It is pure: facts in, a name and the reasons against better backends out."""
+"""Chooses the attention backend. `choose` is pure: it maps facts to a name and the reasons against better backends."""
 
 import importlib.util
 import logging
@@ -17,9 +17,9 @@ from .paged import KvPool, PagedAttention
 logger = logging.getLogger(__name__)
 
 Name = Literal["flash4", "flash3", "flash2", "triton", "cpu-compiled", "cpu-scratch", "reference"]
-#: Best first. The last one works everywhere.
+#: Best first; the last one works everywhere.
 NAMES: tuple[Name, ...] = get_args(Name)
-#: What FlashAttention's kernels are built for.
+#: Dtypes and the largest head dim that FlashAttention's kernels support.
 FLASH_DTYPES = ("bfloat16", "float16")
 FLASH_MAX_DIM = 256
 
@@ -29,13 +29,13 @@ class Facts:
     device: str
     capability: tuple[int, int]  #: of a CUDA device, else (0, 0)
     dtype: str
-    head_dims: tuple[int, ...]  #: of keys and values, all that occur
-    installed: frozenset[str]  #: of triton, flash_attn, flash_attn_3, flash_attn_4
-    compiled_problem: str | None  #: why kernels of this dtype cannot be compiled for the CPU
+    head_dims: tuple[int, ...]  #: all that occur, of keys and of values
+    installed: frozenset[str]  #: subset of triton, flash_attn, flash_attn_3, flash_attn_4
+    compiled_problem: str | None  #: why the CPU kernels cannot be compiled for this dtype, or None
 
 
 def problems(name: Name, facts: Facts) -> list[str]:
-    """All reasons why a backend cannot be used; empty: it can."""
+    """All reasons why a backend cannot be used; empty if it can."""
     if name == "reference":
         return []
     device = "cpu" if name.startswith("cpu") else "cuda"
@@ -44,7 +44,7 @@ def problems(name: Name, facts: Facts) -> list[str]:
     if device == "cpu":
         return [facts.compiled_problem] if name == "cpu-compiled" and facts.compiled_problem else []
     least = {"flash4": (9, 0), "flash3": (9, 0), "flash2": (8, 0)}.get(name, (7, 5))
-    # Where FlashAttention prefills, the Triton kernels decode; they also do what a library lacks.
+    # With FlashAttention for prefill, the Triton kernels still decode and handle what the library does not support.
     found = [] if "triton" in facts.installed else ["triton is not installed"]
     if facts.capability < least:
         needed, present = (".".join(map(str, each)) for each in (least, facts.capability))
@@ -52,7 +52,7 @@ def problems(name: Name, facts: Facts) -> list[str]:
     if name == "triton":
         return found
     if name == "flash3" and facts.capability >= (10, 0):
-        found.append("FlashAttention 3 is built for compute capability 9.0 alone")
+        found.append("FlashAttention 3 supports only compute capability 9.0")
     if name == "flash4" and facts.capability >= (12, 0):
         found.append("flash-attn-4 has no paged KV for compute capability 12.0")
     package = {"flash4": "flash_attn_4", "flash2": "flash_attn"}.get(name, "flash_attn_3")
@@ -61,15 +61,15 @@ def problems(name: Name, facts: Facts) -> list[str]:
     if facts.dtype not in FLASH_DTYPES:
         found.append(f"dtype {facts.dtype} is not one of {', '.join(FLASH_DTYPES)}")
     if name == "flash4" and facts.capability >= (10, 0) and (between := [d for d in facts.head_dims if 128 < d < 256]):
-        found.append(f"head dims {between} are neither up to 128 nor 256, which compute capability 10.0 needs")
+        found.append(f"head dims {between} are not supported on compute capability 10.0, only up to 128 and 256")
     wrong = sorted({dim for dim in facts.head_dims if dim > FLASH_MAX_DIM or dim % 8})
     if wrong:
-        found.append(f"head dims {wrong} are above {FLASH_MAX_DIM} or no multiples of 8")
+        found.append(f"head dims {wrong} are above {FLASH_MAX_DIM} or not multiples of 8")
     return found
 
 
 def fp8_kv_problem(capability: tuple[int, int] | None, dtype: str) -> str | None:
-    """Why kernels for weights of `dtype` cannot read KV in 8 bits, or None; `capability`: of a CUDA device."""
+    """The reason why FP8 KV cannot be used with weights of `dtype`, or None; `capability` None: not a CUDA device."""
     if capability is None:
         return None
     if capability < (8, 9):
@@ -78,7 +78,7 @@ def fp8_kv_problem(capability: tuple[int, int] | None, dtype: str) -> str | None
 
 
 def choose(facts: Facts) -> tuple[Name, dict[Name, list[str]]]:
-    """The first backend without problems, and the problems of each better one."""
+    """The best backend without problems, and the problems of each better one."""
     refused: dict[Name, list[str]] = {}
     for name in NAMES:
         found = problems(name, facts)
@@ -89,7 +89,7 @@ def choose(facts: Facts) -> tuple[Name, dict[Name, list[str]]]:
 
 
 def choose_attention(pool: KvPool, device: torch.device, wanted: str = "auto") -> PagedAttention:
-    """The wanted backend, or the best; logs why better ones cannot be used. Raises StartupError."""
+    """The wanted backend, or with "auto" the best usable one; logs why better ones are not. Raises StartupError."""
     facts = _facts_of(pool, device)
     if wanted == "auto":
         chosen, refused = choose(facts)
@@ -116,10 +116,10 @@ def choose_attention(pool: KvPool, device: torch.device, wanted: str = "auto") -
 
 
 def _facts_of(pool: KvPool, device: torch.device) -> Facts:
-    """The facts of this process, device and pool. Looks for optional packages without importing them."""
+    """The facts about this process, device and pool. Detects optional packages without importing them."""
     dtype = pool.keys[0].dtype
     installed = {"triton"} if importlib.util.find_spec("triton") else set()
-    # By distribution: flash-attn-4 installs into flash_attn, too.
+    # By distribution, because flash-attn-4 also installs into flash_attn.
     names = {"flash-attn": "flash_attn", "flash-attn-4": "flash_attn_4"}
     installed |= {names[name] for name in names if _has_distribution(name)}
     if any(importlib.util.find_spec(name.split(".")[0]) for name in FLASH3_MODULES):

@@ -1,11 +1,11 @@
-"""Attention by FlashAttention where it is installed. Not run on a GPU yet.
+"""Attention through FlashAttention, if it is installed. Not run on a GPU yet.
 
-flash-attn-4, the version in Python whose kernels are compiled at their first use, prefills and decodes on our pages.
-Where it cannot split a row's keys (compute capability 9.0), and beside the others, our kernels decode.
+flash-attn-4, the Python version whose kernels are compiled on first use, prefills and decodes directly on our pages.
+Our kernels decode where it cannot split a row's keys (compute capability 9.0), and with all other versions.
 
-flash-attn 2 takes paged KV only in pages of 256 tokens, so its call without pages gets keys and values gathered from
-our pages: two copies of the KV bytes, beside work that grows with the square of a prompt. FlashAttention 3 takes any
-page size.
+flash-attn 2 supports paged KV only in pages of 256 tokens, so its unpaged call gets keys and values gathered from our
+pages. That adds two copies of the KV bytes to work that grows with the square of the prompt. FlashAttention 3 supports
+any page size.
 """
 
 import importlib
@@ -19,15 +19,15 @@ from ..kernels.base import PagedRows, TorchKernels
 from ..models.base import AttentionRule
 from .paged import KvPool, PagedAttention, PagedStep, to_device
 
-#: Module names of FlashAttention 3, which depend on how it was installed.
+#: Possible module names of FlashAttention 3, depending on how it was installed.
 FLASH3_MODULES = ("flash_attn_interface", "flash_attn_3.flash_attn_interface")
 
-#: One library's causal attention [T, heads, D] of rows whose queries are their last tokens.
+#: A library's causal attention for rows whose queries are their last tokens; returns [T, heads, D].
 Prefill = Callable[[torch.Tensor, PagedRows, PagedStep, AttentionRule], torch.Tensor]
 
 
 class FlashAttention(PagedAttention):
-    """`PagedAttention` whose prefill is a library's. Rules that the library does not support use our kernels."""
+    """`PagedAttention` that prefills with a library. Our kernels handle rules that the library does not support."""
 
     def __init__(self, pool: KvPool, kernels: TorchKernels, prefill: Prefill) -> None:
         super().__init__(pool, kernels)
@@ -43,28 +43,28 @@ class FlashAttention(PagedAttention):
 
 
 class Flash4Attention(PagedAttention):
-    """`PagedAttention` whose prefill and decode are `flash_attn.cute.flash_attn_varlen_func` on our pages.
+    """`PagedAttention` that prefills and decodes with `flash_attn.cute.flash_attn_varlen_func` on our pages.
 
-    Layers whose keys and values differ in size use our kernels. Arguments and shapes are those of 4.0.0b36.
+    Our kernels handle layers whose keys and values differ in size. Arguments and shapes match version 4.0.0b36.
     """
 
-    #: It has kernels of their own for prompts whose tokens times queries per KV head fit one or two tiles.
+    #: The library has separate kernels for prompts whose tokens times queries per KV head fit one or two tiles.
     kernel_lengths = tuple(2**power for power in range(1, 10))
 
     def __init__(self, pool: KvPool, kernels: TorchKernels, call: Callable[..., Any], *, splits: bool) -> None:
-        """`splits`: whether `call` can split a row's keys, without which one program per KV head decodes the row."""
+        """`splits`: whether `call` can split a row's keys; if not, it decodes a row with one program per KV head."""
         super().__init__(pool, kernels)
         self._call = call
         self._splits = splits
-        #: 0, 1, 2, ...: where the queries of rows with one each start.
+        #: 0, 1, 2, ...: each row's first query if all rows have one query.
         self._firsts = torch.arange(1, dtype=torch.int32)
 
     def _decode(self, q: torch.Tensor, rows: PagedRows, rule: AttentionRule, out: torch.Tensor) -> None:
-        plain = rule.softcap is None and rule.sinks is None  # which our kernels do not have
+        plain = rule.softcap is None and rule.sinks is None  # our kernels do not support either
         if rows.keys.shape[3] != rows.values.shape[3] or (plain and not self._splits):
             super()._decode(q, rows, rule, out)
             return
-        if len(self._firsts) <= len(q):  # only before captures, whose first runs are the largest
+        if len(self._firsts) <= len(q):  # only before a capture: the largest is run first
             self._firsts = torch.arange(2 * len(q) + 1, dtype=torch.int32, device=q.device)
         self._attend(q, rows, self._firsts[: len(q) + 1], 1, rule, out)
         out.masked_fill_((rows.seq_lens == 0)[:, None, None], 0)  # padding rows
@@ -97,23 +97,23 @@ class Flash4Attention(PagedAttention):
             max_seqlen_q=longest,
             softmax_scale=rule.scale,
             causal=True,
-            window_size=(None, None) if rule.window is None else (rule.window - 1, 0),  # without the token itself
+            window_size=(None, None) if rule.window is None else (rule.window - 1, 0),  # excludes the token itself
             softcap=rule.softcap or 0.0,
             learnable_sink=rule.sinks,
-            num_splits=0 if longest == 1 and self._splits else 1,  # 0: as many parts of a row's keys as fill the device
+            num_splits=0 if longest == 1 and self._splits else 1,  # 0: as many as fill the device
         )
         out.copy_(found[0] if isinstance(found, tuple) else found)
 
 
 class flash2:  # noqa: N801 - called like the other libraries' functions
-    """`flash_attn.flash_attn_varlen_func` on gathered keys and values; where they are is computed once per step."""
+    """`flash_attn.flash_attn_varlen_func` on gathered keys and values; their slots are computed once per step."""
 
     def __init__(self, call: Callable[..., torch.Tensor]) -> None:
         self._call = call
         self._step: PagedStep | None = None
 
     def __call__(self, q: torch.Tensor, rows: PagedRows, step: PagedStep, rule: AttentionRule) -> torch.Tensor:
-        if step is not self._step:  # held, so that no other step can have its identity
+        if step is not self._step:  # `_step` keeps it alive, so no other step can have its id
             self._step = step
             self._slots, self._first_keys = _places(rows, step.kv_lens)
         return self._call(
@@ -147,9 +147,9 @@ def flash3(call: Callable[..., torch.Tensor]) -> Prefill:
 
 
 def _places(rows: PagedRows, kv_lens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The slots of all rows' tokens joined [sum(kv_lens)], and where each row starts (int32 [rows + 1]).
+    """The slots of all rows' tokens, concatenated [sum(kv_lens)], and the start of each row (int32 [rows + 1]).
 
-    Waits for nothing: a copy from pageable memory would wait for all steps launched before.
+    Does not synchronize: a copy from pageable memory would wait for all steps launched before.
     """
     device, size, total = rows.tables.device, rows.keys.shape[1], sum(kv_lens)
     first = to_device(np.cumsum([0, *kv_lens]), device)
@@ -159,7 +159,7 @@ def _places(rows: PagedRows, kv_lens: list[int]) -> tuple[torch.Tensor, torch.Te
 
 
 def _rule_arguments(rule: AttentionRule) -> dict[str, Any]:
-    window = (-1, -1) if rule.window is None else (rule.window - 1, 0)  # theirs does not count the token itself
+    window = (-1, -1) if rule.window is None else (rule.window - 1, 0)  # excludes the token itself
     return {"softmax_scale": rule.scale, "causal": True, "window_size": window, "softcap": rule.softcap or 0.0}
 
 

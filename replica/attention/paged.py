@@ -1,9 +1,9 @@
-"""Paged attention by kernels that read keys and values in their pages: a step's batch, the pool of KV, the attention.
+"""A step's batch, the KV pool, and attention with kernels that read keys and values directly from their pages.
 
 A step's rows may decode, prefill or both.
 
 A step of any shape starts with `begin`, from lengths on the host. A captured decode step starts with `begin_decode`,
-from tensors alone: a replay of the step reads what they hold then.
+from tensors only: a replay reads their current contents.
 """
 
 import contextlib
@@ -25,9 +25,9 @@ from ..models.spec import ModelSpec
 
 
 def to_device(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """Copy without waiting: from fresh pinned memory on CUDA, which torch keeps until the copy has run.
+    """Copy without waiting: on CUDA through fresh pinned memory, which torch keeps until the copy has run.
 
-    From pageable memory a copy of more than 64 KiB would wait for all steps launched before it. On CPU: the array.
+    From pageable memory, a copy of more than 64 KiB would wait for all steps launched before it. CPUs share the array.
     """
     tensor = torch.from_numpy(values)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
@@ -35,7 +35,7 @@ def to_device(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
 
 @dataclass(slots=True, frozen=True)
 class Batch:
-    """A `RaggedBatch` on the device. Lengths stay on the host: they control Python code, not kernels."""
+    """A `RaggedBatch` on the device. `q_lens` and `kv_lens` stay on the host: they control Python code, not kernels."""
 
     token_ids: torch.Tensor  #: [T] int64
     positions: torch.Tensor  #: [T] int64
@@ -63,9 +63,9 @@ class Batch:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor of zeros; on a CPU its memory is taken page by page when it is first written.
+    """A tensor of zeros; on CPUs the system allocates its memory page by page on first write.
 
-    torch.zeros writes them all: 1.7 s of CPU time for 512 MiB on a virtual machine, at each start of a replica.
+    torch.zeros writes all of it: 1.7 s of CPU time for 512 MiB on a virtual machine, at every replica start.
     """
     if device.type != "cpu" or not hasattr(mmap, "MAP_PRIVATE"):
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -79,9 +79,9 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 class KvPool:
     """Keys and values of all blocks, per layer: [blocks, block_size, kv_heads, dim], zeroed.
 
-    Zeroed, because plain torch reads slots that it then hides, and is slow where they hold NaN
-    (`kernels.base.weighted_sum`). All tensors of one shape are slices of one tensor, so that a copy over all layers is
-    one gather and one scatter instead of four kernels for each layer.
+    Zeroed because plain torch also reads slots that it then hides, and is slow if they contain NaN
+    (`kernels.base.weighted_sum`). All tensors of the same shape are slices of one tensor, so that a copy over all
+    layers is one gather and one scatter instead of four kernels per layer.
     """
 
     __slots__ = ("_flat_keys", "_flat_values", "_stacks", "block_size", "keys", "num_blocks", "values")
@@ -115,7 +115,7 @@ class KvPool:
             flat[layer].index_copy_(0, slots, as_moved(as_stored(new, pages.dtype)))
 
     def copy(self, slots: torch.Tensor, kernels: TorchKernels) -> None:
-        """Copy the KV of slots [2, C], sources and targets, in all layers; reads all before it writes any."""
+        """Copy KV from slots[0] to slots[1] (slots [2, C]) in all layers; reads all sources before it writes."""
         sources, targets = slots.unbind(0)
         for stack in self._stacks:
             kernels.write_slots(stack, targets, stack.index_select(1, sources))
@@ -123,7 +123,7 @@ class KvPool:
 
 @dataclass(slots=True, frozen=True)
 class PagedStep:
-    """A step as the kernels take it: first `decodes` rows of one token, then rows of any number of tokens."""
+    """A step in the form that kernels expect: first `decodes` rows of one token, then rows of any number of tokens."""
 
     slots: torch.Tensor  #: [T] int64
     tables: torch.Tensor
@@ -136,22 +136,22 @@ class PagedStep:
 
 @dataclass(slots=True, frozen=True)
 class MixedStep:
-    """A padded step: both kinds of attention run over all tokens, and each token takes the result of its own."""
+    """A padded step: decode and prefill attention both run over all tokens, and each token keeps the right result."""
 
     slots: torch.Tensor  #: [T] int64
     tables: torch.Tensor  #: [T, pages]
-    seq_lens: torch.Tensor  #: [T] int32, 0 for tokens that are no decodes
+    seq_lens: torch.Tensor  #: [T] int32, 0 for tokens that do not decode
     prompts: PagedStep
-    of_prompts: torch.Tensor  #: [T] bool
+    of_prompts: torch.Tensor  #: [T] bool: whether the token belongs to a prompt
 
 
 class PagedAttention:
-    """`models.base.QkvAttend` over kernels.
+    """`models.base.QkvAttend` on top of kernels.
 
-    The contents of slots that a token does not see, NaN included, do not change its result.
+    A token's result does not depend on the contents of slots that it does not see, even if they are NaN.
     """
 
-    #: Lengths of prompts that together need every kernel that is compiled at its first use and that no graph needs.
+    #: Prompt lengths that together use every kernel that is compiled on first use and is not part of a graph.
     kernel_lengths: ClassVar[tuple[int, ...]] = ()
 
     def __init__(self, pool: KvPool, kernels: TorchKernels) -> None:
@@ -162,7 +162,7 @@ class PagedAttention:
         self._plans: dict[Any, Any] = {}
 
     def begin(self, batch: Batch) -> None:
-        """Start a step. Leading rows of one token decode; one token after a longer row is a short prefill."""
+        """Start a step. Leading rows of one token decode; a row of one token after a longer row is a short prefill."""
         decodes = next((row for row, count in enumerate(batch.q_lens) if count > 1), len(batch.q_lens))
         rest = batch.q_lens[decodes:]
         firsts = np.asarray([0, *accumulate(rest)], dtype=np.int32)
@@ -171,15 +171,15 @@ class PagedAttention:
         self._start(PagedStep(batch.slots, batch.block_tables, batch.seq_lens, decodes, first, rest, lengths))
 
     def begin_decode(self, slots: torch.Tensor, tables: torch.Tensor, seq_lens: torch.Tensor) -> None:
-        """Start a step in which all rows decode; nothing is read on the host.
+        """Start a step in which all rows decode, without reading anything back to the host.
 
-        Padding rows have a length of 0 and write into the null block.
+        Padding rows have length 0 and write to the null block.
         """
         self._start(PagedStep(slots, tables, seq_lens, len(seq_lens), None, [], []))
 
     @property
     def mixes(self) -> bool:
-        """Whether `begin_mixed` may be called: other backends read lengths on the host."""
+        """Whether `begin_mixed` may be called. Subclasses do not support it, because they read lengths on the host."""
         return type(self) is PagedAttention
 
     @property
@@ -197,10 +197,10 @@ class PagedAttention:
         first_queries: torch.Tensor,
         of_prompts: torch.Tensor,
     ) -> None:
-        """Start a step of decodes, prompts and padding; nothing is read on the host.
+        """Start a step of decodes, prompts and padding, without reading anything back to the host.
 
-        slots, tables, seq_lens, of_prompts: of each token; seq_lens are 0 for what is no decode. The others are of
-        prompts, whose queries follow those of the decodes; for these the first row stands, which reads the null block.
+        slots, tables, seq_lens and of_prompts have one entry per token; seq_lens are 0 for tokens that do not decode.
+        The others have one row per prompt, after a first row that covers all decode tokens and reads the null block.
         """
         prompts = PagedStep(slots, prompt_tables, prompt_lens, 0, first_queries, [], [])
         self._step, self._mixed = None, MixedStep(slots, tables, seq_lens, prompts, of_prompts)
@@ -235,7 +235,7 @@ class PagedAttention:
             self._prefill(q, rows, step.prompts, rule, out)
             decoded = torch.empty_like(out)
             self._decode(q, PagedRows(keys, values, step.tables, step.seq_lens), rule, decoded)
-            return torch.where(step.of_prompts[:, None, None], out, decoded)  # which are 0 for padding
+            return torch.where(step.of_prompts[:, None, None], out, decoded)  # padding decodes to 0
         split = step.decodes
         if split:
             rows = PagedRows(keys, values, step.tables[:split], step.seq_lens[:split])

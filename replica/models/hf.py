@@ -220,7 +220,7 @@ def _epsilon(module: torch.nn.Module) -> Any:
 def rms_norm_weight(module: torch.nn.Module) -> torch.Tensor | None:
     """The RMS norm weight with which a module is equivalent to such a norm over the last dimension, or None.
 
-    It is the module's weight, or 1 + the weight as in Gemma. Found by a trial in float32: little else sets norms apart.
+    It is the module's weight, or 1 + the weight as in Gemma. Found by a trial in float32: little else identifies norms.
     """
     parameters, epsilon = dict(module.named_parameters()), _epsilon(module)
     weight = parameters.get("weight")
