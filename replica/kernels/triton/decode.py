@@ -1,13 +1,13 @@
-"""Decode attention over pages: split-KV by a plan that is computed on the device, so that one launch fits any lengths.
+"""Decode attention over pages: split-KV with a plan that is computed on the device, so one launch fits any lengths.
 
-A plan sorts rows by their pages and packs neighbours, as many as fill a matrix product with their query heads. What a
-pack's rows share at their beginning is a span of keys that is read once for all of them; each row's other keys are a
-span of its own. All spans are cut into equal chunks, as long as the step's work can still be dealt evenly.
+The plan sorts rows by their pages and packs as many neighbours as fill a matrix product with their query heads. The
+prefix that a pack's rows share is one span of keys, read once for all of them; each row's remaining keys are a span of
+their own. Spans are cut into equal chunks, the longest with which the step's work can still be distributed evenly.
 
-A fixed number of programs takes pairs of a chunk and a KV head from a counter, so that whoever had short ones takes
-more of them; the program that completes the last chunk of a row and head merges its chunks, in their order. So one row
-of 32k tokens among many short ones keeps every multiprocessor busy, the host does not need the lengths, and equal steps
-give equal bits. Which chunks a row has, and with them its rounding, depends on the step's other rows.
+A fixed number of programs takes pairs of a chunk and a KV head from a counter, so programs with short chunks take more
+of them. The program that completes the last chunk of a row and head merges the chunks in order. So one row of 32k
+tokens among many short ones keeps every multiprocessor busy, the host does not need the lengths, and equal steps give
+equal bits. A row's chunks, and with them its rounding, depend on the other rows of the step.
 """
 
 from dataclasses import dataclass
@@ -20,21 +20,21 @@ from ..base import PagedRows
 from .pages import dot, key_tile, pages_of, row_of, upcasts, value_tile
 
 LOG2E = 1.4426950408889634
-#: Where there are no multiprocessors.
+#: Number of programs on devices other than CUDA.
 _OTHER_PROGRAMS = 6
-#: Rows that the plan kernel reads at a time: a constant, as a size that followed the rows would be compiled anew.
+#: Rows that the plan kernel reads per iteration. Constant, because each new size would compile the kernel again.
 PLAN_ROWS = 256
-#: Most chunks of a program whose chunks all have the tenth of its work that the plan wants at least, in whole tiles.
+#: Most chunks per program if each is at least a tenth of the program's work, which the plan ensures, in whole tiles.
 MOST_SHARES = 19
-#: Rows that a program sorts, and those that it compares them with at a time.
+#: Rows that a program of `_sort` places, and rows that it compares them with per iteration.
 SORTED, COMPARED = 16, 64
-#: Of a multiprocessor; a program's warps get them by eights.
+#: Registers of a multiprocessor; a thread gets a multiple of eight.
 REGISTERS = 65536
-#: Numbers that a merge reads at a time.
+#: Numbers that a merge reads per iteration.
 MERGED = 2048
-#: Matrix rows of a product at least, which the query heads of several rows may fill.
+#: Fewest matrix rows of a product; the query heads of several rows may fill them.
 LEAST_ROWS = 16
-#: Keys that rows must share before they are read once: below, the additional chunks cost more. Not measured.
+#: Fewest keys that rows must share to be read once; with fewer, the additional chunks cost more. Not measured.
 LEAST_SHARED = 128
 #: More keys than any row has.
 NOTHING = 1 << 30
@@ -42,19 +42,19 @@ NOTHING = 1 << 30
 
 @dataclass(slots=True, frozen=True)
 class Tiles:
-    """Keys per step of the inner loop, and how a program processes them."""
+    """Keys per iteration of the inner loop, and a program's resources."""
 
     keys: int
     stages: int
-    programs: int  #: of a multiprocessor, among which its registers are divided
-    shared: int  #: most bytes of shared memory of a program
+    programs: int  #: per multiprocessor; its registers are divided among them
+    shared: int  #: upper bound on a program's shared memory in bytes
     warps: int = 4
 
 
 def tiles_for(dtype: torch.dtype, dim: int) -> Tiles:
-    """Tiles with two buffers of keys and values, or in large rows of float32 one, that do not spill.
+    """Tiles that do not spill, with two buffers of keys and values, or one for large rows of float32.
 
-    Chosen by cross-compilation (tests/gpu/compile.py); not run. Two of the stages are for the pages' numbers.
+    Chosen by cross-compilation (tests/gpu/compile.py); not run. Two of the stages load page numbers.
     """
     if dtype == torch.float32:
         if dim > 64:
@@ -66,23 +66,23 @@ def tiles_for(dtype: torch.dtype, dim: int) -> Tiles:
 
 
 def resident(tiles: Tiles, shared: int) -> int:
-    """How many programs a multiprocessor with this many bytes of shared memory holds, which keeps 1 KB of each."""
+    """Programs that a multiprocessor with `shared` bytes of shared memory runs at once; it reserves 1 KB for each."""
     return min(tiles.programs, shared // (tiles.shared + 1024))
 
 
 @dataclass(slots=True, frozen=True)
 class DecodePlan:
-    """Chunks of a step. Span i has chunks `first_chunk[i]` up to `first_chunk[i + 1]`, equal but for a tile.
+    """The chunks of a step. Span i has chunks `first_chunk[i]` up to `first_chunk[i + 1]`, equal to within a tile.
 
-    The first spans are the rows' own, in the order of `order`; the others are those that a pack of rows shares.
+    The first spans are the rows' own, ordered by `order`; the others are the packs' shared spans.
     """
 
     first_chunk: torch.Tensor  #: [rows + packs + 1] int32
-    #: [1 + rows * KV heads] int32 zeros, as a launch leaves them: pairs taken; chunks completed of each row and head
+    #: [1 + rows * KV heads] int32: pairs taken; chunks completed per row and head. Zero before and after a launch
     progress: torch.Tensor
     order: torch.Tensor  #: [rows] int32
-    shared: torch.Tensor  #: [packs] int32 keys
-    pack: int  #: rows; 1: there are no packs, and the rows' order is their own
+    shared: torch.Tensor  #: [packs] int32 number of shared keys
+    pack: int  #: rows per pack; 1: no packs, and `order` is not used
     tiles: Tiles
     programs: int
     most_chunks: int
@@ -90,7 +90,7 @@ class DecodePlan:
 
 
 def programs_of(device: torch.device, tiles: Tiles) -> int:
-    """As many programs as the device runs at once."""
+    """The number of programs that the device runs at once."""
     if device.type != "cuda":
         return _OTHER_PROGRAMS
     about = torch.cuda.get_device_properties(device)
@@ -105,9 +105,9 @@ def plan_decode(
     programs: int | None = None,
     least_shared: int = LEAST_SHARED,
 ) -> DecodePlan:
-    """Split the keys of rows into chunks; no length is read back. `heads` are those of the queries.
+    """Split the rows' keys into chunks without reading lengths back. `heads` is the number of query heads.
 
-    Rows of layers with a window share nothing: each sees other keys.
+    Rows share no keys in layers with a window, because each row sees different ones.
     """
     count, device = len(rows.seq_lens), rows.seq_lens.device
     page, kv_heads, key_dim = rows.keys.shape[1:]
@@ -154,9 +154,9 @@ def decode(q: torch.Tensor, rows: PagedRows, plan: DecodePlan, scale: float, out
 def _sort(
     tables, seq_lens, table_row, order, arrived, rows, PAGE: tl.constexpr, SORTED: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Order rows by their pages 0, 1, 3, 7 and so on: the more pages rows share, the closer they are. Padding is last.
+    """Sort rows by their pages 0, 1, 3, 7 and so on, so that rows that share more pages are closer. Padding is last.
 
-    Each program counts, for some rows, those that come before them. `arrived` is set to 0 for `_plan`.
+    Each program counts, for SORTED rows, the rows that precede them. Sets `arrived` to 0 for `_plan`.
     """
     if tl.program_id(0) == 0:
         tl.store(arrived, 0)
@@ -177,7 +177,7 @@ def _sort(
 
 @triton.jit
 def _page_at(tables, seq_lens, table_row, i, rows, column, PAGE: tl.constexpr):
-    """A page of each of the rows `i`; -1 where it is not full, and the greatest number for padding rows."""
+    """The page of rows `i` in this column; -1 if it is not full, and the greatest int32 for padding rows."""
     length = tl.load(seq_lens + i, mask=i < rows, other=0)
     page = tl.load(tables + i * table_row + column, mask=(i < rows) & (column < length // PAGE), other=-1)
     return tl.where(length > 0, page, 2147483647)
@@ -185,7 +185,7 @@ def _page_at(tables, seq_lens, table_row, i, rows, column, PAGE: tl.constexpr):
 
 @triton.jit
 def _shared_keys(tables, seq_lens, table_row, order, rows, PAGE: tl.constexpr, PACK: tl.constexpr, BLOCK: tl.constexpr):
-    """How many keys at the beginning all rows of this program's pack share: whole pages, and never a row's last key."""
+    """The number of leading keys that all rows of this program's pack share: whole pages, never a row's last key."""
     first = tl.program_id(0) * PACK
     leader = tl.load(order + first)
     most = tl.load(seq_lens + leader)
@@ -211,17 +211,17 @@ def _plan(
     tables, seq_lens, table_row, first_chunk, progress, order, shared, rows, window, least, PAGE: tl.constexpr,
     PACK: tl.constexpr, PROGRAMS: tl.constexpr, KV_HEADS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each program finds what a pack shares. The last one cuts all spans into chunks, and sums their numbers.
+    """Each program finds the keys that a pack shares. The last one cuts all spans into chunks and sums their numbers.
 
-    They are the longest with which no program of the attention has a tenth more work than it must. If programs take n
-    chunks of at most c tiles each in any order, whoever is idle first, the last one ends after at most c times
-    n / programs, rounded up, and after at most c more than an equal share. Lengths are in tiles.
+    Chunks are the longest with which no attention program has more than a tenth of additional work. If idle programs
+    take n chunks of at most c tiles in any order, the last one finishes after at most c * ceil(n / programs) tiles, and
+    after at most c more than an equal share. Lengths are in tiles.
     """
     spans = rows
     if PACK > 1:
         keys = _shared_keys(tables, seq_lens, table_row, order, rows, PAGE, PACK, BLOCK)
         tl.store(shared + tl.program_id(0), tl.where(keys >= least, keys, 0))
-        tl.debug_barrier()  # all threads have written before one of them says so
+        tl.debug_barrier()  # all threads must have written before one reports it
         if tl.atomic_add(progress, 1, sem="acq_rel", scope="gpu") < tl.num_programs(0) - 1:
             return
         spans += tl.num_programs(0)
@@ -242,7 +242,7 @@ def _plan(
     for start in range(0, spans, BLOCK):
         i = start + tl.arange(0, BLOCK)
         chunks = (_tiles(seq_lens, order, shared, i, rows, spans, window, PACK, TILE) + size - 1) // size
-        chunks = tl.where(i < rows, tl.maximum(chunks, 1), chunks)  # a padding row's writes its zeros
+        chunks = tl.where(i < rows, tl.maximum(chunks, 1), chunks)  # a padding row needs one to write its zeros
         upto = before + tl.cumsum(chunks, 0)
         tl.store(first_chunk + i, upto - chunks, mask=i < spans)
         before += tl.sum(chunks, 0)
@@ -254,7 +254,7 @@ def _plan(
 
 @triton.jit
 def _tiles(seq_lens, order, shared, i, rows, spans, window, PACK: tl.constexpr, TILE: tl.constexpr):
-    """The number of tiles of each of the spans `i`; 0 beyond the last one."""
+    """The number of tiles of spans `i`; 0 beyond the last one."""
     row = i
     if PACK > 1:
         row = tl.load(order + i, mask=i < rows, other=0)
@@ -273,9 +273,9 @@ def _attend_chunk(
     DK: tl.constexpr, DK_PAD: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, PAGE: tl.constexpr,
     TILE: tl.constexpr, UPCASTS: tl.constexpr,
 ):  # fmt: skip
-    """Softmax over keys `start` up to `end` in base 2: the weighted values, and log2 of the weights' sum.
+    """Softmax over keys `start` up to `end` in base 2: the weighted mean of values, and log2 of the weights' sum.
 
-    Zeros if there are no keys.
+    The mean is zero if there are no keys.
     """
     greatest = tl.full([GROUP_PAD], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_PAD], tl.float32)
@@ -294,7 +294,7 @@ def _attend_chunk(
         value = value_tile(values, page, token, there, v_page, v_token, DV, DV_PAD, PAGE).to(query.dtype)
         summed = summed * kept[:, None] + dot(weights.to(value.dtype), value, UPCASTS)
         greatest = highest
-    total = tl.maximum(total, 1.0)  # the likeliest key weighs 1, so only a chunk without keys has less
+    total = tl.maximum(total, 1.0)  # the key with the highest score weighs 1, so only a chunk without keys has less
     return summed / total[:, None], greatest + tl.log2(total)
 
 
@@ -303,9 +303,9 @@ def _merge(
     partial, weights, places, place, turn, step, count, heads, HEADS: tl.constexpr, FLAT: tl.constexpr,
     MERGED: tl.constexpr, DV: tl.constexpr, REAL: tl.constexpr,
 ):  # fmt: skip
-    """The mean of `count` chunks by their weights: [FLAT], the heads of a group side by side.
+    """The weighted mean of `count` chunks: [FLAT], a group's heads side by side.
 
-    The first `turn` are at `places`, `step` apart, the others from `place` on. Read from L2: other programs wrote them.
+    The first `turn` are at `places`, `step` apart, the rest from `place` on. Read from L2: other programs wrote them.
     """
     e = tl.arange(0, FLAT)
     greatest = tl.full([FLAT], float("-inf"), tl.float32)
@@ -317,18 +317,18 @@ def _merge(
         at = tl.where(some < turn, places + some * step, place + some - turn) * HEADS + heads
         weight = tl.load(weights + at + (e // DV)[None, :], mask=there, other=float("-inf"), cache_modifier=".cg")
         mean = tl.load(partial + at * DV + e[None, :], mask=there, other=0.0, cache_modifier=".cg")
-        highest = tl.maximum(tl.maximum(greatest, tl.max(weight, 0)), -1e30)  # beyond the heads there are none
+        highest = tl.maximum(tl.maximum(greatest, tl.max(weight, 0)), -1e30)  # there are no weights beyond the heads
         kept = tl.exp2(greatest - highest)
         share = tl.exp2(weight - highest[None, :])
         summed = summed * kept + tl.sum(share * mean, 0)
         total = total * kept + tl.sum(share, 0)
         greatest = highest
-    return summed / tl.maximum(total, 1.0)  # the likeliest chunk weighs 1
+    return summed / tl.maximum(total, 1.0)  # the chunk with the greatest weight has share 1
 
 
 @triton.jit
 def _rows_of_span(span, rows, first_chunk, shared, own_chunks, PACK: tl.constexpr):
-    """The first row's place, the number of rows, the keys that its pack shares, and their first chunk and number."""
+    """A span's first row (in plan order) and row count; its pack's shared keys, first shared chunk and chunk count."""
     place = span
     members = 1
     begin = 0
@@ -350,7 +350,7 @@ def _merge_completed(
     shared_chunks, out_row, out_head, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PACK: tl.constexpr,
     FLAT: tl.constexpr, MERGED: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
-    """Count a chunk of the `members` rows from `place` on; merge each row of which it was the last one."""
+    """Count a completed chunk for the `members` rows from `place` on, and merge each row that is now complete."""
     for each in tl.range(place, place + members, num_stages=1):
         own_before = tl.load(first_chunk + each)
         count = tl.load(first_chunk + each + 1) - own_before + shared_chunks
@@ -377,9 +377,9 @@ def _decode(
     DK_PAD: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, FLAT: tl.constexpr, MERGED: tl.constexpr,
     PAGE: tl.constexpr, TILE: tl.constexpr, UPCASTS: tl.constexpr,
 ):  # fmt: skip
-    """Take pairs of a chunk and a KV head until there are none; the query heads of a group are matrix rows.
+    """Take pairs of a chunk and a KV head until none is left; a group's query heads are the matrix rows.
 
-    A row is known by its place in the plan's order.
+    Rows are identified by their place in the plan's order.
     """
     spans = rows
     if PACK > 1:
@@ -431,11 +431,11 @@ def _decode(
             at = slot * (KV_HEADS * GROUP) + heads
             tl.store(partial + at[:, None] * DV + dv[None, :], mean, mask=real)
             tl.store(weights + at, weight, mask=g < GROUP * members)
-            tl.debug_barrier()  # all threads have written before one of them says so
+            tl.debug_barrier()  # all threads must have written before one reports it
             _merge_completed(
                 partial, weights, out, progress, first_chunk, order, place, members, head, own_chunks, shared_before,
                 shared_chunks, out_row, out_head, KV_HEADS, GROUP, PACK, FLAT, MERGED, DV,
             )  # fmt: skip
         item = tl.atomic_add(progress, 1, sem="relaxed")
-    if item == items + tl.num_programs(0) - 1:  # every program has taken one too many: the next launch starts afresh
+    if item == items + tl.num_programs(0) - 1:  # every program took one too many; the last resets the count
         tl.store(progress, 0)

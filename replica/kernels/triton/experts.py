@@ -1,7 +1,7 @@
-"""Products of tokens with the experts that they chose, for all experts in one launch and without reading back.
+"""Products of tokens with their chosen experts, for all experts in one launch and without reading back to the host.
 
-Choices are sorted by expert on the device. The grid is an upper bound on the tiles of ROWS choices of one expert; a
-program finds its expert by a search over the experts' first tiles. Weights are read once for each tile.
+Choices are sorted by expert on the device. A tile is up to ROWS choices of one expert, and the grid is an upper bound
+on their number; a program finds its expert by searching the experts' first tiles. Each tile reads the weights once.
 """
 
 import torch
@@ -10,9 +10,9 @@ import triton.language as tl
 
 from .pages import dot, row_of, upcasts
 
-#: Outputs and inputs of one step of a tile. Cross-compiled without spills; not run.
+#: Outputs of a program, and inputs per iteration. Cross-compiled without spills; not run.
 OUTPUTS, INPUTS = 64, 64
-#: Choices per tile: few where each expert has few, as then reading the weights takes the time.
+#: Choices per tile. FEW is for few choices per expert, when reading the weights dominates.
 FEW, MANY = 16, 64
 
 

@@ -1,4 +1,4 @@
-"""Helpers that the attention kernels share: tiles of keys and values by block table, matrix products, row searches."""
+"""Helpers shared by the attention kernels: loading keys and values by block table, matrix products, row search."""
 
 import torch
 import triton
@@ -10,13 +10,13 @@ FP8_MOST = tl.constexpr(base.FP8_MOST)
 
 
 def upcasts(x: torch.Tensor) -> bool:
-    """Whether `dot` must widen operands: Triton's interpreter (on a CPU) takes bfloat16 for integers in a product."""
+    """Whether `dot` must widen its operands: Triton's CPU interpreter multiplies bfloat16 as if they were integers."""
     return x.device.type == "cpu" and x.dtype == torch.bfloat16
 
 
 @triton.jit
 def dot(a, b, UPCASTS: tl.constexpr):
-    """a @ b summed in float32; float32 operands are not rounded to tf32."""
+    """a @ b, accumulated in float32; float32 operands are not rounded to tf32."""
     if UPCASTS:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     return tl.dot(a, b, input_precision="ieee")
@@ -24,7 +24,7 @@ def dot(a, b, UPCASTS: tl.constexpr):
 
 @triton.jit
 def stored(x, pages):
-    """As `base.as_stored`, for a pointer to KV."""
+    """x as stored at `pages`, a pointer to KV; like `base.as_stored`."""
     kind = pages.dtype.element_ty
     if kind == tl.float8e4nv:
         wide = x.to(tl.float32)
@@ -35,7 +35,7 @@ def stored(x, pages):
 
 @triton.jit
 def pages_of(table, token, there, PAGE: tl.constexpr):
-    """The page of each token, which keys and values share."""
+    """The page number of each token, the same for keys and values."""
     return tl.load(table + token // PAGE, mask=there, other=0).to(tl.int64)
 
 
@@ -43,7 +43,7 @@ def pages_of(table, token, there, PAGE: tl.constexpr):
 def key_tile(
     keys, page, token, there, page_stride, token_stride, DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGE: tl.constexpr
 ):
-    """Keys of one head, [DIM_PAD, tokens]; zeros for tokens that are not there."""
+    """Keys of one head, [DIM_PAD, tokens]; zeros where `there` is false."""
     d = tl.arange(0, DIM_PAD)
     at = page * page_stride + (token % PAGE) * token_stride
     return tl.load(keys + at[None, :] + d[:, None], mask=there[None, :] & (d[:, None] < DIM), other=0.0)
@@ -53,7 +53,7 @@ def key_tile(
 def value_tile(
     values, page, token, there, page_stride, token_stride, DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGE: tl.constexpr
 ):
-    """Values of one head, [tokens, DIM_PAD]; zeros for tokens that are not there."""
+    """Values of one head, [tokens, DIM_PAD]; zeros where `there` is false."""
     d = tl.arange(0, DIM_PAD)
     at = page * page_stride + (token % PAGE) * token_stride
     return tl.load(values + at[:, None] + d[None, :], mask=there[:, None] & (d[None, :] < DIM), other=0.0)
@@ -61,11 +61,11 @@ def value_tile(
 
 @triton.jit
 def row_of(firsts, item, rows, GROUP: tl.constexpr, QUERIES: tl.constexpr):
-    """The last row whose first item is not after `item`: skips rows without items.
+    """The row that contains `item`: the last one that starts at or before it, so rows without items are skipped.
 
-    Row i's first item is `firsts[i]`, or with QUERIES its first tile: `firsts[i] * GROUP // QUERIES + i`.
+    Row i starts at item `firsts[i]`. With QUERIES > 0 items are tiles: it starts at `firsts[i] * GROUP // QUERIES + i`.
     """
-    low = item * 0  # of the types that they have after a step
+    low = item * 0  # a tensor, so that both types stay the same in the loop
     high = low + rows
     while high - low > 1:
         middle = (low + high) // 2

@@ -1,4 +1,4 @@
-"""The small operations around the matrix products: a step's inputs, norm, rotation and KV store, activation."""
+"""The small operations around the matrix products: step inputs, norm, rotation and KV store, activation."""
 
 import torch
 import triton
@@ -8,9 +8,9 @@ from ...models.base import Rotary
 from ..base import FP8_MOST, LEAST_SCALE, ROUNDED_ROWS, DecodeRows
 from .pages import stored
 
-#: Features per program of an activation.
+#: Elements per program or iteration.
 BLOCK = 1024
-#: Heads per program of a rotation. Not measured.
+#: Heads per program of `_rotate_and_store`. Not measured.
 HEADS_PER_PROGRAM = 4
 
 
@@ -34,7 +34,7 @@ def _decode_rows(
     rows, last_tokens, seq_lens, block_tables, token_ids, positions, slots, tables, lengths, from_row, to_row,
     SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row: copies as much of its block table as the step reads."""
+    """One row. Copies only the entries of its block table that the step reads."""
     row = tl.program_id(0)
     slot = tl.load(rows + row)
     start = tl.load(seq_lens + slot)
@@ -42,7 +42,7 @@ def _decode_rows(
     tl.store(token_ids + row, tl.maximum(tl.load(last_tokens + slot), 0))
     tl.store(positions + row, start.to(tl.int64))
     tl.store(lengths + row, length)
-    tl.store(seq_lens + slot, length)  # of padding rows all write 0
+    tl.store(seq_lens + slot, length)  # padding rows share slot 0, and all write 0
     table = block_tables + slot * from_row
     block = tl.load(table + start // SIZE).to(tl.int64)
     tl.store(slots + row, tl.where(slot > 0, block * SIZE + start % SIZE, 0))
@@ -70,7 +70,7 @@ def _embed(
     table, ids, positions, frequencies, x, cos, sin, table_row, FEATURES: tl.constexpr, HALF: tl.constexpr,
     HALF_PAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A block of one token's embedding; the first block's program also computes its waves."""
+    """A block of one token's embedding; the first block's program also computes the token's cos and sin."""
     token = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     source = table + tl.load(ids + token) * table_row
@@ -113,7 +113,7 @@ def _add_rms_norm(
         value += tl.load(delta + row * delta_row + i, mask=there, other=0.0).to(tl.float32)
         rounded = value.to(kind)
         tl.store(summed + row * FEATURES + i, rounded, mask=there)
-        value = rounded.to(tl.float32)  # the norm of what the next layer will see
+        value = rounded.to(tl.float32)  # normalize the rounded sum, which the next layer gets
     inverse = 1.0 / tl.sqrt_rn(tl.sum(value * value, 0) / FEATURES + epsilon)
     scaled = value * inverse * tl.load(weight + i, mask=there, other=0.0).to(tl.float32)
     tl.store(normed + row * FEATURES + i, scaled.to(kind), mask=there)
@@ -142,7 +142,7 @@ def _rotate_and_store(
     v_token, v_head, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF_PAD: tl.constexpr,
     PAGE: tl.constexpr, NORMS: tl.constexpr, BATCH: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of one token: each as two halves, which rotate with each other."""
+    """BATCH heads of one token; element i of a head's first half rotates with element i of the second."""
     HALF: tl.constexpr = DIM // 2
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BATCH + tl.arange(0, BATCH)
@@ -183,14 +183,14 @@ def _rotate_and_store(
 
 @triton.jit
 def _norm_weights(q_norm, k_norm, is_query, turns, i, there):
-    """Each head's norm weights; 1 for values, which are not normed."""
+    """Each head's norm weights; 1 for values, which are not normalized."""
     query = tl.load(q_norm + i[None, :], mask=there & is_query[:, None], other=1.0).to(tl.float32)
     key = tl.load(k_norm + i[None, :], mask=there & turns & (is_query == 0)[:, None], other=1.0).to(tl.float32)
     return query * key
 
 
 def write_slots(stack: torch.Tensor, slots: torch.Tensor, values: torch.Tensor) -> None:
-    """In one launch; torch splits a stack of more than 2 GiB into one for each layer."""
+    """Copy in one launch; for stacks over 2 GiB torch would need one launch per layer."""
     layers, count, features = values.shape
     if count:
         _write_slots[(count, layers)](stack, slots, values, features, *stack.stride()[:2], BLOCK=BLOCK)
@@ -246,7 +246,7 @@ def _round_rows(
     x, rounded, scales, count, rows, every, features, x_row, MOST: tl.constexpr, LEAST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Features of one row that have a scale; of rows beyond the last one zeros."""
+    """The features of one row that share a scale; padding rows are zeros."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     i = part * features + tl.arange(0, BLOCK)

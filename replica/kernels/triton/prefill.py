@@ -1,8 +1,8 @@
 """Prefill attention over pages: rows of different lengths in one launch, with or without a cached prefix.
 
-Keys and values were stored before, so a program reads pages only. Each processes consecutive queries of one row and one
-KV head: tokens in order, and of each token all heads of the group, so that a short row fills tiles and reads its keys
-once. The grid is an upper bound that needs no row's length on the host.
+Keys and values are already stored, so programs read only pages. A program processes consecutive queries of one row and
+KV head: tokens in order, with all heads of the group for each token, so that short rows fill tiles and read their keys
+once. The grid is an upper bound, so the host does not need the rows' lengths.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from .pages import dot, key_tile, pages_of, row_of, upcasts, value_tile
 
 @dataclass(slots=True, frozen=True)
 class Tiles:
-    """Queries and keys per tile, and how a program processes them."""
+    """Queries and keys per tile, and a program's warps and pipeline stages."""
 
     queries: int
     keys: int
@@ -27,10 +27,10 @@ class Tiles:
 
 
 def tiles_for(dtype: torch.dtype, dim: int) -> Tiles:
-    """Tiles that neither spill registers nor exceed the shared memory of any GPU from sm_80 on (99 KB on sm_86).
+    """Tiles that neither spill registers nor exceed the shared memory of any GPU since sm_80 (99 KB on sm_86).
 
-    Chosen by cross-compilation (tests/gpu/compile.py); not run. float32 is multiplied without tensor cores, which holds
-    whole rows of both operands in registers.
+    Chosen by cross-compilation (tests/gpu/compile.py); not run. float32 products do not use tensor cores and hold whole
+    rows of both operands in registers.
     """
     if dtype == torch.float32:
         return Tiles(16, 16, 4, 1) if dim > 128 else Tiles(16, 16 if dim > 64 else 32, 4, 2)
@@ -68,7 +68,7 @@ def _attend_tiles(
     v_page, v_token, MASKED: tl.constexpr, DK: tl.constexpr, DK_PAD: tl.constexpr, DV: tl.constexpr,
     DV_PAD: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, UPCASTS: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax in base 2 over keys `start` up to `end`; fully visible tiles need no mask."""
+    """Online softmax in base 2 over keys `start` up to `end`. Not MASKED: every query sees every key."""
     for at in range(start, end, TILE):
         token = at + tl.arange(0, TILE)
         there = token < end
@@ -81,12 +81,12 @@ def _attend_tiles(
                 seen = seen & (token[None, :] > positions[:, None] - window)
             scores = tl.where(seen, scores, float("-inf"))
         highest = tl.maximum(greatest, tl.max(scores, 1))
-        finite = tl.where(highest == float("-inf"), 0.0, highest)  # a query may see nothing of a tile, nor before it
+        finite = tl.where(highest == float("-inf"), 0.0, highest)  # no key visible so far
         weights = tl.exp2(scores - finite[:, None])
         kept = tl.exp2(greatest - finite)
         total = total * kept + tl.sum(weights, 1)
         value = value_tile(values, page, token, there, v_page, v_token, DV, DV_PAD, PAGE).to(query.dtype)
-        if MASKED:  # 0 * NaN is NaN, but NaN may only reach queries that see it
+        if MASKED:  # 0 * NaN is NaN, but NaN may only affect queries that see it
             odd = tl.max(tl.where(tl.abs(value.to(tl.float32)) < float("inf"), 0, 1), 1)
             value = tl.where(odd[:, None] > 0, tl.zeros_like(value), value)
             reached = tl.max(tl.where(seen & (odd[None, :] > 0), 1, 0), 1)
@@ -130,7 +130,7 @@ def _prefill(
     total = tl.zeros([QUERIES], tl.float32)
     summed = tl.zeros([QUERIES, DV_PAD], tl.float32)
     start = 0
-    whole = (lowest + 1) // TILE * TILE  # below it every query sees every key
+    whole = (lowest + 1) // TILE * TILE  # every query sees all keys before `whole`
     if window > 0:
         start = tl.maximum(lowest - window + 1, 0) // TILE * TILE
         whole = start

@@ -1,15 +1,14 @@
 """The sampler of `replica/engine/sampler.py` on the device: same random numbers per (seed, position), same tokens.
 
-Three launches of a program for each row and block of the vocabulary, each of which reads the logits once and none of
-which sorts: the blocks' maxima; a histogram of the scaled logits; the draw. For the latter, each program sums the
-weights of its block that are kept for certain, and collects the logits in the buckets where the floor of top-k or top-p
-may lie. The last program of a row to arrive finds the floor among them, and draws. Sums are in float64, as in the
-sampler.
+Three launches with one program per row and vocabulary block; each reads the logits once and none sorts. They compute
+the blocks' maxima, a histogram of the scaled logits, and the draw. In the draw, each program sums the weights of its
+block that are certain to be kept, and collects the logits in the buckets that may contain the floor of top-k or top-p.
+The row's last program to finish that finds the floor among them and draws. Sums are in float64, as in the sampler.
 
-Scaled logits are at most 0, so their bits without the sign, their `depth`, are ordered. A token more than
-`BUCKETS / PER_NAT` below the greatest weighs less than 1e-13 of it; where top-k or top-p reach that far, they keep all,
-but no block is chosen for such tokens.
-Rows with more than ENTRIES different logits where the floor may lie are bisected bit by bit.
+Scaled logits are at most 0, so their bits without the sign, called `depth`, are ordered. A token more than
+`BUCKETS / PER_NAT` below the greatest has less than 1e-13 of its weight. Top-k and top-p that reach that far keep all
+tokens, but no block is chosen because of such tokens.
+Rows with more than ENTRIES different logits in those buckets find the floor by bisecting the bits of the depth.
 """
 
 import torch
@@ -19,17 +18,17 @@ import triton.language as tl
 from ...engine.sampler import FAN_OUT, GREEDY_BELOW
 from ..base import NO_TOKEN, SamplingInputs
 
-#: Levels of the choice within one program, whose sums need no memory.
+#: Levels of the draw within one block, which need no sums in memory.
 LOW_LEVELS = 3
 BLOCK = FAN_OUT**LOW_LEVELS
-#: Of the histogram, and how many of them a difference of 1 takes.
+#: Buckets of the histogram, and buckets per difference of 1 between scaled logits.
 BUCKETS, PER_NAT = 2048, 64
-#: Different logits of one row that are collected, counted by block.
+#: Most entries per row. An entry is one distinct logit of one block and its number of tokens.
 ENTRIES = 1024
 
 
 def levels_of(vocab: int) -> int:
-    """The number of steps that choose one of `vocab` tokens."""
+    """The number of `FAN_OUT`-way choices that select one of `vocab` tokens."""
     levels = 1
     while FAN_OUT**levels < vocab:
         levels += 1
@@ -46,9 +45,9 @@ def sample(logits: torch.Tensor, inputs: SamplingInputs, out: torch.Tensor) -> N
     places = torch.empty(rows, blocks, dtype=torch.int32, device=device)
     counts = torch.empty(rows, BUCKETS, dtype=torch.int32, device=device)
     weights = torch.empty(rows, BUCKETS, dtype=torch.float64, device=device)
-    #: Depth, number of tokens, block.
+    #: By entry: depth, number of tokens, block.
     entries = torch.empty(rows, 3, ENTRIES, dtype=torch.int32, device=device)
-    #: Entries collected, programs that have collected.
+    #: By row: number of entries collected, number of programs that have finished collecting.
     arrived = torch.empty(rows, 2, dtype=torch.int32, device=device)
     sums = torch.empty(rows, blocks, dtype=torch.float64, device=device)
     filters = inputs.rows, inputs.temperatures, inputs.top_ks, inputs.top_ps
@@ -75,7 +74,7 @@ def mask(logits: torch.Tensor, rows: torch.Tensor, bits: torch.Tensor) -> None:
 
 @triton.jit
 def _mask(logits, rows, bits, vocab, stride, words, WORDS: tl.constexpr):
-    """A block of one row: it reads an eighth of a byte for each token, and writes only what is not allowed."""
+    """A block of one row. Reads one bit per token and writes only the logits of forbidden tokens."""
     place = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + place)
     word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
@@ -90,13 +89,13 @@ def _mask(logits, rows, bits, vocab, stride, words, WORDS: tl.constexpr):
 def _maxima(
     logits, maxima, places, counts, weights, arrived, vocab, stride, BUCKETS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Each block's greatest logit and its place. The first program of a row also clears what later launches add to."""
+    """Each block's greatest logit and its token. A row's first program also zeroes what later launches add to."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     i = block * BLOCK + tl.arange(0, BLOCK)
     values = tl.load(logits + row * stride + i, mask=i < vocab, other=-float("inf"))
     at = row * tl.num_programs(1) + block
-    values = tl.where(values != values, float("inf"), values)  # a maximum would ignore NaN
+    values = tl.where(values != values, float("inf"), values)  # `max` would ignore NaN
     tl.store(maxima + at, tl.max(values, 0))
     tl.store(places + at, block * BLOCK + tl.argmax(values, 0))
     if block == 0:
@@ -115,7 +114,7 @@ def _scaled(logits, row, i, there, stride, temperature, greatest):
 
 @triton.jit
 def _held(logits, row, depth, vocab, stride, temperature, greatest, BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr):
-    """The number or weight of the tokens within `depth` (the bits of a scaled logit without its sign)."""
+    """The number of tokens with at most this depth (scaled logit bits without the sign), or their total weight."""
     held = tl.zeros([BLOCK], tl.float64)
     for start in range(0, vocab, BLOCK):
         i = start + tl.arange(0, BLOCK)
@@ -130,7 +129,7 @@ def _held(logits, row, depth, vocab, stride, temperature, greatest, BY_WEIGHT: t
 def _depth_that_holds(
     logits, row, wanted, vocab, stride, temperature, greatest, BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The least depth that holds at least `wanted`; the greatest is that of +inf (all tokens)."""
+    """The least depth for which `_held` is at least `wanted`; at most the bits of +inf (all tokens)."""
     low = tl.full([], 0, tl.int32)
     high = tl.full([], 0x7F800000, tl.int32)
     for _ in range(31):
@@ -162,7 +161,7 @@ def _histogram(
     top_ks, top_ps, BLOCKS_PAD: tl.constexpr, GREEDY: tl.constexpr, NONE: tl.constexpr, BUCKETS: tl.constexpr,
     PER_NAT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The tokens of rows that need no draw; of rows with top-k or top-p, each bucket's number and weight of tokens."""
+    """Writes the tokens of rows that need no draw; for top-k or top-p rows, counts and weighs each bucket's tokens."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     block = tl.program_id(1)
@@ -192,16 +191,16 @@ def _histogram(
     at = row * BUCKETS + bucket
     tl.atomic_add(counts + at, tl.full([BLOCK], 1, tl.int32), mask=near, sem="relaxed")
     tl.atomic_add(weights + at, weight, mask=near, sem="relaxed")
-    far = tl.sum(tl.where(near, 0.0, weight), 0)  # one sum, as most tokens may be here
+    far = tl.sum(tl.where(near, 0.0, weight), 0)  # one atomic for all, as most tokens may be in this bucket
     tl.atomic_add(weights + row * BUCKETS + BUCKETS - 1, far, sem="relaxed")
 
 
 @triton.jit
 def _near(counts, weights, row, top_k, top_p, vocab, BUCKETS: tl.constexpr):
-    """The buckets in which the floors of top-k and top-p may lie, and what those before them hold.
+    """The buckets that may contain the floors of top-k and top-p, and the totals of the buckets before them.
 
-    Whether top-k has one, its bucket, the tokens and the weight before; the weight that top-k keeps, all of its bucket
-    included; whether top-p has one, the first and the last bucket, and the weight before.
+    Returns for top-k: whether it has a floor, its bucket, tokens and weight before it, and the weight up to and with
+    it; for top-p: whether it has a floor, its first and last possible bucket, and the weight before the first.
     """
     last = BUCKETS - 1
     bucket = tl.arange(0, BUCKETS)
@@ -212,7 +211,7 @@ def _near(counts, weights, row, top_k, top_p, vocab, BUCKETS: tl.constexpr):
     shallower = tl.sum(tl.where(bucket < k_bucket, count, 0), 0)
     before = tl.sum(tl.where(bucket < k_bucket, weight, 0.0), 0)
     within = tl.where(has_k, before + tl.sum(tl.where(bucket == k_bucket, weight, 0.0), 0), tl.sum(weight, 0))
-    # Where top-p may lie, as the weight that top-k keeps may be anything between; a little more for rounding.
+    # A range of buckets for top-p: top-k keeps a weight between `before` and `within`. 1e-12 allows for rounding.
     upto = tl.cumsum(weight, 0)
     p_first = tl.sum((upto < top_p * tl.where(has_k, before, within) * (1 - 1e-12)).to(tl.int32), 0)
     p_last = tl.minimum(tl.sum((upto < top_p * within * (1 + 1e-12)).to(tl.int32), 0), last - 1)
@@ -223,7 +222,7 @@ def _near(counts, weights, row, top_k, top_p, vocab, BUCKETS: tl.constexpr):
 @triton.jit
 def _collect(scaled, weight, near, entries, sums, collected, block, ENTRIES: tl.constexpr, BUCKETS: tl.constexpr,
              PER_NAT: tl.constexpr):  # fmt: skip
-    """Sum the block's weights before all buckets in which a floor may lie; each different logit in them is an entry."""
+    """Sum the block's weights before all buckets that may contain a floor; add their distinct logits as entries."""
     has_k, k_bucket, _, _, _, has_p, p_first, p_last, _ = near
     mine = _bucket(scaled, BUCKETS, PER_NAT)
     before = tl.minimum(tl.where(has_k, k_bucket, BUCKETS - 1), tl.where(has_p, p_first, BUCKETS - 1))
@@ -233,7 +232,7 @@ def _collect(scaled, weight, near, entries, sums, collected, block, ENTRIES: tl.
     left = tl.where(wanted, tl.abs(scaled).to(tl.int32, bitcast=True), none)
     least = tl.min(left, 0)
     place = tl.full([], 0, tl.int32)
-    while (least < none) & (place < ENTRIES):  # a round for each different logit: in bfloat16 there are few
+    while (least < none) & (place < ENTRIES):  # one iteration per distinct logit: bfloat16 has few
         place = tl.atomic_add(collected, 1, sem="relaxed")
         tl.store(entries + place, least, mask=place < ENTRIES)
         tl.store(entries + ENTRIES + place, tl.sum((left == least).to(tl.int32), 0), mask=place < ENTRIES)
@@ -245,7 +244,7 @@ def _collect(scaled, weight, near, entries, sums, collected, block, ENTRIES: tl.
 @triton.jit
 def _depth_of_entries(entries, count, near, top_k, top_p, ENTRIES: tl.constexpr, BUCKETS: tl.constexpr,
                       PER_NAT: tl.constexpr):  # fmt: skip
-    """The depth of the last token that top-k and top-p keep; that of +inf if they keep all."""
+    """The depth of the last token that top-k and top-p keep; the bits of +inf if they keep all."""
     has_k, k_bucket, shallower, before, within, has_p, p_first, p_last, nearer = near
     depth = tl.full([], 0x7F800000, tl.int32)
     entry, number, minus = _entries(entries, count, ENTRIES)
@@ -263,7 +262,7 @@ def _depth_of_entries(entries, count, near, top_k, top_p, ENTRIES: tl.constexpr,
 
 @triton.jit
 def _entries(entries, count, ENTRIES: tl.constexpr):
-    """Their depths, numbers of tokens (0 beyond the last entry) and scaled logits. Other programs wrote them."""
+    """Depths, token counts (0 beyond the last entry) and scaled logits. Loaded with `.cg`: other programs wrote them."""
     e = tl.arange(0, ENTRIES)
     entry = tl.load(entries + e, mask=e < count, other=0x7FFFFFFF, cache_modifier=".cg")
     number = tl.load(entries + ENTRIES + e, mask=e < count, other=0, cache_modifier=".cg")
@@ -272,7 +271,7 @@ def _entries(entries, count, ENTRIES: tl.constexpr):
 
 @triton.jit
 def _depth_by_bits(logits, row, top_k, top_p, vocab, stride, temperature, greatest, BLOCK: tl.constexpr):
-    """As `_depth_of_entries`, where there are too many entries."""
+    """Like `_depth_of_entries`, but for rows with too many entries: reads the logits again."""
     depth = tl.full([], 0x7F800000, tl.int32)
     if _limits(top_k, vocab):
         depth = _depth_that_holds(logits, row, top_k.to(tl.float64), vocab, stride, temperature, greatest, False, BLOCK)
@@ -288,7 +287,7 @@ def _settle(
     logits, row, near, entries, sums, collected, top_k, top_p, floor, vocab, stride, temperature, greatest,
     ENTRIES: tl.constexpr, BUCKETS: tl.constexpr, PER_NAT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The floor of all filters, given that of min-p; completes the blocks' sums."""
+    """The floor of all filters, given the one of min-p as `floor`; completes the blocks' sums."""
     if collected > ENTRIES:
         depth = _depth_by_bits(logits, row, top_k, top_p, vocab, stride, temperature, greatest, BLOCK)
         floor = tl.maximum(floor, -depth.to(tl.float32, bitcast=True))
@@ -309,7 +308,7 @@ def _settle(
 
 @triton.jit
 def _least_entry(entries, values, wanted):
-    """The least entry such that the values of all entries up to it sum to `wanted`; +inf's bits if there is none."""
+    """The least depth up to which entries' values sum to at least `wanted`; the bits of +inf if there is none."""
     low = tl.full([], 0, tl.int32)
     high = tl.full([], 0x7F800000, tl.int32)
     for _ in range(31):
@@ -322,13 +321,13 @@ def _least_entry(entries, values, wanted):
 
 @triton.jit
 def _weights(scaled, i, vocab, floor):
-    """The weight of each token in the draw, float64; 0 for tokens that are filtered out."""
+    """The weight of each token in the draw, float64; 0 for filtered tokens."""
     return tl.where((i < vocab) & (scaled >= floor), tl.exp(scaled), 0.0).to(tl.float64)
 
 
 @triton.jit
 def _uniform(seed, position, number):
-    """A float64 in [0, 1) with 53 random bits: the `number`-th of (seed, position), as `philox.uniforms`."""
+    """A float64 in [0, 1) with 53 random bits: number `number` of (seed, position), as in `philox.uniforms`."""
     zero = tl.full([], 0, tl.uint32)
     low = (position & 0xFFFFFFFF).to(tl.uint32)
     high = ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
@@ -338,7 +337,7 @@ def _uniform(seed, position, number):
 
 @triton.jit
 def _pick(weights, point):
-    """The group that contains the point; the last one of positive weight if rounding puts it at the end."""
+    """The index whose share of the total contains `point`; the last positive one if rounding moves it to the end."""
     upto = tl.cumsum(weights, 0)
     total = tl.max(upto, 0)
     found = tl.sum((upto <= total * point).to(tl.int32), 0)
@@ -347,7 +346,7 @@ def _pick(weights, point):
 
 @triton.jit
 def _members(chosen, FAN: tl.constexpr, SPAN: tl.constexpr):
-    """[FAN, SPAN]: the members of each of the groups in the chosen one."""
+    """Indices [FAN, SPAN] of the members of each group within the chosen one."""
     return (chosen * FAN + tl.arange(0, FAN)[:, None]) * SPAN + tl.arange(0, SPAN)[None, :]
 
 
@@ -357,7 +356,7 @@ def _draw(
     top_ks, top_ps, min_ps, seeds, prompts, lengths, ENTRIES: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
     FAN: tl.constexpr, BUCKETS: tl.constexpr, PER_NAT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sum the block's weights, and collect where a floor may lie; the row's last program finds it, and draws."""
+    """Sum the block's weights and collect floor candidates; the row's last program finds the floor and draws."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     block = tl.program_id(1)
@@ -381,7 +380,7 @@ def _draw(
         _collect(scaled, weight, near, entries, sums, arrived, block, ENTRIES, BUCKETS, PER_NAT)
     else:
         tl.store(sums + block, tl.sum(weight, 0))
-    tl.debug_barrier()  # all threads have written before one of them says so
+    tl.debug_barrier()  # all threads must have written before one reports it
     if tl.atomic_add(arrived + 1, 1) < blocks - 1:
         return
     if _filters(top_k, top_p, vocab):

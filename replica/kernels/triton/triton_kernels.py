@@ -1,4 +1,4 @@
-"""All Triton kernels in one class. Rules without a kernel (softcap, sinks) are computed by plain torch."""
+"""All Triton kernels in one class. Plain torch computes rules that have no kernel (softcap, sinks)."""
 
 import logging
 import time
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class TritonKernels(TorchKernels):
-    """On CUDA, and in Triton's interpreter."""
+    """Triton kernels, for CUDA and Triton's interpreter."""
 
     name: ClassVar[str] = "triton"
 
@@ -41,7 +41,7 @@ class TritonKernels(TorchKernels):
     sample = staticmethod(sample)
 
     def warm_up(self, spec: ModelSpec, block_size: int, device: torch.device) -> None:
-        """Launch each kernel once, in threads: most of a compilation is in code that needs no interpreter lock."""
+        """Launch each kernel once, in parallel threads: compilation mostly runs without the interpreter lock."""
         started = time.perf_counter()
         calls = launches(spec, block_size, device)
         with ThreadPoolExecutor(len(calls)) as pool:
@@ -69,5 +69,5 @@ class TritonKernels(TorchKernels):
         has_kernel = rule.softcap is None and rule.sinks is None
         if not has_kernel and not self._warned:
             self._warned = True
-            log.warning("attention_rule_slow reason='softcap and sinks have no kernel, plain torch computes them'")
+            log.warning("attention_rule_slow reason='no kernel for softcap and sinks: computed by plain torch'")
         return has_kernel

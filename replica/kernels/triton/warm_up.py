@@ -1,6 +1,6 @@
-"""The attention and sampling kernels that all steps of a model need, launched once so that Triton compiles them.
+"""Launches once the attention and sampling kernels that every step of a model needs, so that Triton compiles them.
 
-Each has one variant for all steps (tests/gpu/compile.py counts them), so small tensors of the model's shapes suffice.
+Each has one variant for all steps (tests/gpu/compile.py counts them), so small tensors with the model's dims suffice.
 """
 
 from collections.abc import Callable
@@ -13,12 +13,12 @@ from ..base import PagedRows, SamplingInputs
 from . import decode, prefill, sampling
 
 ROWS = 2
-#: Kernels for larger head dims may not fit a GPU, and layers with a softcap or sinks would not even use them.
+#: Largest head dim to compile: larger kernels may not fit a GPU, and layers with softcap or sinks do not use them.
 MOST_DIM = 256
 
 
 def launches(spec: ModelSpec, block_size: int, device: torch.device) -> list[Callable[[], None]]:
-    """Calls that share no kernel, the slowest compilation first, so that they can run in threads of their own."""
+    """Calls that share no kernel, slowest compilation first, so that each can run in its own thread."""
     dtype = getattr(torch, spec.dtype)
     found: list[Callable[[], None]] = []
     if spec.query_heads:
