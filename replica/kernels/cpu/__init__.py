@@ -1,4 +1,4 @@
-"""Kernels that numba compiles for the CPU, collected in `cpu_kernels`.
+"""CPU kernels, compiled by numba and collected in `cpu_kernels`.
 
 Imported by `kernels.choice`, `models.layers` (products) and `execute` (call recording). `runtime.processor` needs no
 torch.

@@ -1,4 +1,4 @@
-"""All kernels that are compiled for the CPU, in one class. Sampling and some prefills are plain torch."""
+"""All compiled CPU kernels in one class. Sampling and some prefills use plain torch."""
 
 from typing import Any, ClassVar
 
@@ -12,7 +12,7 @@ from .attention.prefill import fits, prefill
 
 
 class CompiledKernels(TorchCpuKernels):
-    """For tensors in float32 and bfloat16."""
+    """Compiled kernels for float32 and bfloat16 tensors."""
 
     name: ClassVar[str] = "compiled"
 

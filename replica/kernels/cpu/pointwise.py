@@ -1,6 +1,6 @@
 """The small operations around the matrix products: row gathering, norm, rotation and KV store, activation, masks.
 
-torch has them all, but its operations cannot be recorded (runtime/call_recording.py).
+torch has all of them, but recorded steps would call its operations one by one (runtime/call_recording.py).
 """
 
 import functools
@@ -77,7 +77,7 @@ def _add_rms_norm(storage: Storage, adds: bool):
                 for i in range(features):
                     row[i] = narrow(widen(x[i]) + widen(delta[i]))
             for i in range(features):
-                value = widen(row[i])  # the rounded sum, which the next layer gets
+                value = widen(row[i])  # normalize the rounded sum, which the next layer gets
                 squares += value * value
             inverse = np.float32(1) / math.sqrt(squares / np.float32(features) + epsilon)
             normed = carray(pointer(given[4] + token * features * size), (features,), kind)
@@ -111,7 +111,7 @@ def _silu_mul(storage: Storage):
             out = carray(pointer(given[1] + token * features * size), (features,), kind)
             for i in range(features):
                 wide = widen(gates[i])
-                gate = LEAST if wide < LEAST else wide  # below, `exponential` is no longer exp
+                gate = LEAST if wide < LEAST else wide  # below it, `exponential` is clamped
                 out[i] = narrow(gate / (np.float32(1) + exponential(-gate)) * widen(ups[i]))
 
     return silu_mul
@@ -120,7 +120,7 @@ def _silu_mul(storage: Storage):
 def mask(logits: torch.Tensor, rows: torch.Tensor, bits: torch.Tensor) -> None:
     count, words = bits.shape
     numbers = count, words, logits.shape[1], logits.stride(0)
-    run(_mask(), (logits, rows, bits), numbers, threads_for(bits.nbytes))  # a row of 131,000 tokens is for one thread
+    run(_mask(), (logits, rows, bits), numbers, threads_for(bits.nbytes))  # one thread for a row of 131,000 tokens
 
 
 @functools.cache
@@ -134,7 +134,7 @@ def _mask():
         first, stop = share(given[3] * words, number, threads)
         for place in range(first, stop):
             word = bits[place]
-            if word == -1:  # most words allow all of their tokens, or none
+            if word == -1:  # most words allow either all of their tokens or none
                 continue
             row, start = place // words, place % words * 32
             width = min(32, vocab - start)
@@ -186,7 +186,7 @@ def rotate_and_store(
     kv_heads, dim = keys.shape[2:]
     tokens, heads = len(qkv), qkv.shape[1] // dim - 2 * kv_heads
     queries = torch.empty(tokens, heads, dim, dtype=qkv.dtype)
-    # For a model without norms the kernel does not read their arguments.
+    # Without norms, the kernel does not read their arguments.
     tensors = qkv, rotary.cos, rotary.sin, slots, keys, values, queries, *(norms or (qkv, qkv))
     counts = tokens, heads, kv_heads, qkv.stride(0), rotary.cos.stride(0), rotary.sin.stride(0)
     compiled = _rotate_and_store(storage, table, dim, bool(norms))
@@ -201,7 +201,7 @@ def _rotate_and_store(storage: Storage, table: Storage, dim: int, norms: bool):
 
     @njit(fastmath=FAST_MATH, error_model="numpy")
     def rotate(source, target, cos, sin, norm, epsilon):
-        """Normalize and rotate one head, pairs (i, i + dim / 2)."""
+        """Normalize and rotate one head, in pairs (i, i + dim / 2)."""
         inverse = np.float32(1)
         if norms:
             squares = np.float32(0)

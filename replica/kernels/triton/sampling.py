@@ -262,7 +262,7 @@ def _depth_of_entries(entries, count, near, top_k, top_p, ENTRIES: tl.constexpr,
 
 @triton.jit
 def _entries(entries, count, ENTRIES: tl.constexpr):
-    """Depths, token counts (0 beyond the last entry) and scaled logits. Loaded with `.cg`: other programs wrote them."""
+    """Depths, token counts (0 beyond the last entry) and scaled logits. Loads use `.cg`: other programs wrote them."""
     e = tl.arange(0, ENTRIES)
     entry = tl.load(entries + e, mask=e < count, other=0x7FFFFFFF, cache_modifier=".cg")
     number = tl.load(entries + ENTRIES + e, mask=e < count, other=0, cache_modifier=".cg")

@@ -1,11 +1,11 @@
-"""Attention of rows with one query each, over keys and values in their pages.
+"""Attention for rows with one query each, over paged keys and values.
 
-The unit of work is a row, a KV head with all query heads of its group, and a part of the row's tokens. Where parts
-begin depends on the row alone. Each leaves its sums and the state of its softmax, and the thread that completes the
-last part of a row merges them in order: a row's result depends neither on the other rows nor on the threads.
+A unit of work is a row, a KV head with all query heads of its group, and a part of the row's tokens. Part boundaries
+depend only on the row. Each unit stores its sums and softmax state, and the thread that completes a row's last part
+merges them in order, so a row's result depends neither on the other rows nor on the threads.
 
-Threads take units in the order of the KV heads, then of the parts: rows that share a prompt then find its keys and
-values in the cache of the core.
+Units are ordered by KV head, then by part, so that rows that share a prompt find its keys and values in the core's
+cache.
 """
 
 import functools
@@ -23,7 +23,7 @@ from ..runtime.vectors import LANES, WORD, Dot, dot
 from .decode_loops import PART, Loops, Sizes, fills_vectors, loops_of_pairs, plain_loops
 from .prefill_loops import LOWEST
 
-#: Words of a query's softmax: its greatest score, and the sum of its weights.
+#: Words of a query's softmax state: its greatest score and the sum of its weights.
 STATE = 2
 #: Bytes of a cache line.
 LINE = 64
@@ -31,7 +31,7 @@ LINE = 64
 
 def decode(q: torch.Tensor, rows: PagedRows, rule: AttentionRule, out: torch.Tensor) -> None:
     storage = storage_of(q.dtype, rows.keys.dtype, rows.values.dtype, out.dtype)
-    q = q.flatten(1).unflatten(1, q.shape[1:])  # transformers' models pass heads that are not contiguous
+    q = q.flatten(1).unflatten(1, q.shape[1:])  # contiguous heads, unlike those that transformers models pass
     page, kv_heads, key_dim = rows.keys.shape[1:]
     sizes = Sizes(key_dim, rows.values.shape[3], q.shape[1] // kv_heads)
     longest = rows.tables.shape[1] * page
@@ -40,7 +40,7 @@ def decode(q: torch.Tensor, rows: PagedRows, rule: AttentionRule, out: torch.Ten
     threads = threads_for(len(q) * seen * kv_heads * (key_dim + sizes.value_dim) * storage.size)
     scores = torch.empty(threads, sizes.group * PART, dtype=torch.float32)
     found = torch.empty(len(q), kv_heads, parts, sizes.group * (STATE + sizes.value_dim), dtype=torch.float32)
-    with torch._C._DisableTorchDispatch():  # not for a recorded step to repeat: the kernel leaves zeros
+    with torch._C._DisableTorchDispatch():  # keep it out of recorded steps: the kernel resets it to zeros
         complete = torch.zeros(len(q) * kv_heads, dtype=torch.int32)
     sinks = found if rule.sinks is None else rule.sinks.float()
     tensors = q, rows.keys, rows.values, rows.tables, rows.seq_lens, out, scores, found, complete, sinks
@@ -96,7 +96,7 @@ def _compiled(storage: Storage, sizes: Sizes, pairs: Dot | None):
 
 @njit(error_model="numpy")
 def _extent(length, window, align):
-    """Of a row: the first token it sees, the aligned one before it, and its parts: one, if it has no tokens."""
+    """A row's first visible token, the aligned token at or before it, and the number of parts (at least one)."""
     first = max(np.int64(0), length - window) if window else np.int64(0)
     begin = first - first % align
     return first, begin, max(np.int64(1), (length - begin + PART - 1) // PART)
@@ -108,14 +108,14 @@ def _attend(storage: Storage, sizes: Sizes, loops: Loops):
 
     @njit(error_model="numpy")
     def prefetch(start, step, tokens, dim):
-        """A page, while the one before it is computed: the processor does not foresee where it is."""
+        """Prefetch the next page during the current one: the processor cannot predict its address."""
         for token in range(tokens):
             for line in range(0, dim * size, LINE):
                 prefetch_line(start + token * step + line)
 
     @njit(fastmath=FAST_MATH, error_model="numpy")
     def attend(query, scores, found, pages, part, rule):
-        """Attention to tokens `first` up to `end`; `begin` is the aligned token before them."""
+        """Attend to tokens `first` up to `end`; `begin` is the aligned token at or before `first`."""
         table, page, keys, values, (key_step, value_step) = pages
         begin, first, end = part
         scale, softcap = rule
@@ -145,7 +145,7 @@ def _attend(storage: Storage, sizes: Sizes, loops: Loops):
 
 @njit(fastmath=FAST_MATH, error_model="numpy")
 def _weigh(scores, group, count, softcap, states):
-    """Replace the scores of `count` visible tokens by their weights, and write the state of each head of the group."""
+    """Replace the scores of `count` visible tokens with their weights, and write the state of each head."""
     for head in range(group):
         row = carray(pointer(scores + head * PART * WORD), (count,), np.float32)
         state = carray(pointer(states + head * STATE * WORD), (STATE,), np.float32)
@@ -168,9 +168,9 @@ def _merge(sizes: Sizes, loops: Loops):
 
     @njit(fastmath=FAST_MATH, error_model="numpy")
     def merge(found, parts, sinks, out):
-        """Merge a row's parts into the first and store it. A sink (float32) is a token without a value; 0: none."""
+        """Merge a row's parts into the first and store it. `sinks`: address of the heads' float32 sinks; 0: none."""
         for head in range(group):
-            # Of part i: its state at `words * i`.
+            # Part i has its state at `words * i`.
             states = carray(pointer(found + head * STATE * WORD), (parts * words,), np.float32)
             top, total = np.float32(LOWEST), np.float32(0)
             if sinks:

@@ -1,6 +1,6 @@
-"""The innermost loops of decode attention: scores and weighted sums of the tokens of one page. Knows no tables.
+"""The innermost loops of decode attention: scores and weighted sums for one page's tokens. Independent of block tables.
 
-All addresses and counts are int64. Scores and weights of a query head are `PART` words apart.
+All addresses and counts are int64. The scores and weights of consecutive query heads are `PART` words apart.
 """
 
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ from ..runtime import vectors as v
 from ..runtime.scalars import FAST_MATH, Storage, pointer
 from ..runtime.vectors import FLOAT, FLOATS, HALF, INT64, LANES, WORD, WORDS, Dot
 
-#: Tokens of one softmax, whole vectors: their scores and keys fit a core's cache, and many threads find work in a row.
+#: Tokens per softmax, in whole vectors: their scores and keys fit a core's cache, and a row has work for many threads.
 PART = 512
-#: Numbers in one vector of words.
+#: bfloat16 numbers in one vector of words.
 CHUNK = 2 * LANES
-#: Vectors of sums in one loop: half of AVX-512's registers.
+#: Most vectors of sums in one loop: half of AVX-512's registers.
 MOST_SUMS = 16
 
 
@@ -28,30 +28,30 @@ MOST_SUMS = 16
 class Sizes:
     key_dim: int
     value_dim: int
-    group: int  #: query heads of a KV head
+    group: int  #: query heads per KV head
 
 
 @dataclass(slots=True, frozen=True)
 class Loops:
     """Loops over all query heads of one KV head."""
 
-    align: int  #: the first token of `score` is a multiple of it
-    #: (keys, step, tokens, queries, scale, scores) of keys `step` bytes apart. May write scores up to the next multiple
-    #: of `align`, of tokens in the same page.
+    align: int  #: the first token that `score` gets is a multiple of this
+    #: (keys, step, tokens, queries, scale, scores): score keys that are `step` bytes apart. May write scores up to the
+    #: next multiple of `align`, for tokens in the same page.
     score: Any
     #: (values, step, tokens, weights, sums): add the weighted values to each query's sums, which are float32.
     add: Any
-    #: (sums, out): store the sums, which only `add` knows the order of, as numbers of the storage.
+    #: (sums, out): store the sums in the storage's type. Their order is private to `add` and `store`.
     store: Any
 
 
 def fills_vectors(storage: Storage, key_dim: int, value_dim: int, page: int) -> bool:
-    """Whether `loops_of_pairs` supports these sizes: heads of whole vectors, pages of whole vectors of tokens."""
+    """Whether `loops_of_pairs` supports these: bfloat16, heads of whole vectors, pages of whole vectors of tokens."""
     return storage.kind is np.uint16 and not (key_dim % CHUNK or value_dim % CHUNK or page % LANES)
 
 
 def plain_loops(storage: Storage, sizes: Sizes) -> Loops:
-    """For all sizes and processors, four tokens at a time."""
+    """Loops for all sizes and processors, four tokens at a time."""
     kind, narrow, count = storage.kind, storage.narrow, sizes.group * sizes.value_dim
 
     @njit(error_model="numpy")
@@ -130,7 +130,7 @@ def _plain_add(storage: Storage, sizes: Sizes) -> Any:
 
 
 def loops_of_pairs(storage: Storage, sizes: Sizes, dot: Dot) -> Loops:
-    """By instructions that multiply pairs of numbers, a vector of tokens at a time."""
+    """Loops with instructions that multiply pairs of numbers, `LANES` tokens at a time."""
     kind, narrow, key_dim, value_dim, group = storage.kind, storage.narrow, sizes.key_dim, sizes.value_dim, sizes.group
     chunks = value_dim // CHUNK
     heads_at_once = _greatest_divisor(group, MOST_SUMS // 4)
@@ -169,9 +169,9 @@ def _greatest_divisor(number: int, limit: int) -> int:
 
 
 def _scores_of(dot: Dot, dim: int) -> Any:
-    """(keys, step, query, scale, scores): the scores of `LANES` keys, `step` bytes apart, with one query.
+    """A function (keys, step, query, scale, scores) that scores `LANES` keys, `step` bytes apart, for one query.
 
-    All but `scale`, a float32, are int64. Writes `LANES` float32.
+    All are int64 except `scale`, a float32. Writes `LANES` float32 to `scores`.
     """
 
     @intrinsic
@@ -196,7 +196,7 @@ def _scores_of(dot: Dot, dim: int) -> Any:
 
 
 def _totals(builder: Any, vectors: list[Any]) -> Any:
-    """The sum of each of `LANES` vectors: adds and merges pairs of vectors until one is left."""
+    """The sums of `LANES` vectors, one per lane: adds and merges pairs of vectors until one is left."""
     width = 1
     while len(vectors) > 1:
         lanes = range(0, LANES, 2 * width)
@@ -210,10 +210,10 @@ def _totals(builder: Any, vectors: list[Any]) -> Any:
 
 
 def _sums_of(heads: int, chunks: int) -> Any:
-    """(values, step, tokens, weights, weights_step, sums, sums_step): add weighted values to the sums of some heads.
+    """A function (values, step, tokens, weights, weights_step, sums, sums_step) that adds weighted values to sums.
 
-    All are int64. Reads `chunks` chunks of each of `tokens` values, `step` bytes apart. Weights and sums are float32;
-    the sums of each chunk are first those of its even numbers, then those of its odd ones.
+    It adds to the sums of `heads` heads. All are int64. Reads `chunks` chunks of each of `tokens` values, `step` bytes
+    apart. Weights and sums are float32. Each chunk's sums are first those of its even numbers, then of its odd ones.
     """
     assert heads * chunks * 2 <= MOST_SUMS, f"{heads} heads of {chunks} chunks"
 

@@ -1,9 +1,9 @@
-"""Attention of rows with several queries, over keys and values in their pages.
+"""Attention for rows with several queries, over paged keys and values.
 
-A tile of queries, with all heads of a group side by side, iterates over the keys in blocks with a running softmax, so
-that the scores of a whole row are never in memory. Blocks start at the same tokens for every query: a query's result
-depends neither on the others of its step nor on how its prompt was split. A thread processes several consecutive tiles
-together, which share a block's reordered values and copied keys.
+A tile of queries, with all heads of a group side by side, iterates over blocks of keys with a running softmax, so the
+scores of a whole row are never in memory. Blocks start at the same tokens for every query, so a query's result depends
+neither on other queries of the step nor on how its prompt was split. A thread processes several consecutive tiles
+together, and they share a block's reordered values and copied keys.
 """
 
 import functools
@@ -23,13 +23,13 @@ from ..runtime.thread_team import run, threads_for
 from ..runtime.vectors import SINGLE, WORD, Dot, dot
 from .prefill_loops import KEYS, LOWEST, QUERIES, scores_of, sums_of, weights_of
 
-#: Tokens of a block. 64 and 256 were as fast on a Zen 4.
+#: Tokens per block. 64 and 256 were equally fast on a Zen 4.
 BLOCK = 128
-#: Tiles of queries that share a block.
+#: Query tiles that share a block.
 TILES = 8
-#: Words of a query's state: its greatest score, its weights' sum, its last token.
+#: Words of a query's state: its greatest score, the sum of its weights, its last visible token.
 STATE = 3
-#: Stands for no window: no row has as many tokens.
+#: The window of layers without one: more tokens than any row has.
 NO_WINDOW = 1 << 30
 
 
@@ -38,7 +38,7 @@ class Sizes:
     key_dim: int
     value_dim: int
     group: int
-    numbers: int  #: in a word
+    numbers: int  #: numbers per word: 1 float32 or 2 bfloat16
 
     @property
     def key_words(self) -> int:
@@ -46,33 +46,33 @@ class Sizes:
 
     @property
     def width(self) -> int:
-        """A query's sums, padded to whole vectors."""
+        """Length of a query's sums: `value_dim`, padded to whole vectors."""
         return -(-self.value_dim // OUTPUTS) * OUTPUTS
 
     @property
     def tile(self) -> int:
-        """Of one tile: queries, sums and state."""
+        """Bytes of one tile: its queries, sums and state."""
         return QUERIES * (self.key_words + self.width + STATE) * WORD
 
     @property
     def scratch(self) -> int:
-        """The tiles, and a block's scores, values, factors and keys."""
+        """Bytes of the tiles, and of a block's scores, values, rescaling factors and keys."""
         block = BLOCK * (QUERIES + self.key_words) + BLOCK // self.numbers * self.width + QUERIES
         return TILES * self.tile + block * WORD
 
 
 def fits(q: torch.Tensor, rule: AttentionRule) -> bool:
-    """Whether `prefill` supports the rule and the head dim: queries must be whole words."""
+    """Whether `prefill` supports the rule and the head dim; each head of a query must fill whole words."""
     return rule.softcap is None and rule.sinks is None and q.shape[-1] * q.itemsize % WORD == 0
 
 
 def prefill(
     q: torch.Tensor, rows: PagedRows, first_queries: torch.Tensor, rule: AttentionRule, out: torch.Tensor
 ) -> None:
-    """As `base.TorchKernels.prefill`, if it `fits`."""
+    """`base.TorchKernels.prefill` for arguments for which `fits` is true."""
     assert rule.scale > 0, f"a scale of {rule.scale}: the greatest score would not have the greatest weight"
     storage = storage_of(q.dtype, rows.keys.dtype, rows.values.dtype, out.dtype)
-    q = q.flatten(1).unflatten(1, q.shape[1:])  # transformers' models pass heads that are not contiguous
+    q = q.flatten(1).unflatten(1, q.shape[1:])  # contiguous heads, unlike those that transformers models pass
     page, kv_heads, key_dim = rows.keys.shape[1:]
     sizes = Sizes(key_dim, rows.values.shape[3], q.shape[1] // kv_heads, WORD // storage.size)
     longest = rows.tables.shape[1] * page
@@ -131,7 +131,7 @@ def tiles_of(queries, group):
 
 @njit(error_model="numpy")
 def _ends(tile, queries, length, group):
-    """The tokens of the tile's first and last query."""
+    """Token positions of the tile's first and last query."""
     before = length - queries
     last = min((tile + 1) * QUERIES - 1, queries * group - 1)
     return before + tile * QUERIES // group, before + last // group
@@ -139,19 +139,19 @@ def _ends(tile, queries, length, group):
 
 @njit(error_model="numpy")
 def _cost(tile, queries, length, group, window):
-    """The cost of a tile in keys. Its fixed cost counts as `QUERIES` keys."""
+    """The estimated cost of a tile in keys, with a fixed cost of `QUERIES` keys."""
     first, last = _ends(tile, queries, length, group)
     return last + 1 - max(np.int64(0), first + 1 - window) + QUERIES
 
 
 def _tile_ends(storage: Storage, sizes: Sizes):
-    """What begins a tile of queries, and what ends it."""
+    """The functions that set up a tile of queries and store its results."""
     kind, narrow, size, value_dim = storage.kind, storage.narrow, storage.size, sizes.value_dim
     group, key_words, width = sizes.group, sizes.key_words, sizes.width
 
     @njit(error_model="numpy")
     def begin_tile(own, query, query_step, tile, queries, length):
-        """Copy the queries into lanes, repeating the last one, and reset sums and state."""
+        """Copy queries into lanes, padded with the last query, and reset sums and state."""
         lanes = carray(pointer(own), (key_words, QUERIES), np.uint32)
         sums = carray(pointer(own + QUERIES * key_words * WORD), (QUERIES * width,), np.float32)
         state = own + QUERIES * (key_words + width) * WORD
@@ -184,13 +184,13 @@ def _tile_ends(storage: Storage, sizes: Sizes):
 
 
 def _block_copies(sizes: Sizes):
-    """What copies a block's values, and its keys."""
+    """The functions that copy a block's values and keys."""
     numbers, key_words, width, value_dim = sizes.numbers, sizes.key_words, sizes.width, sizes.value_dim
     bits = np.uint16 if numbers == 2 else np.uint32
 
     @njit(error_model="numpy")
     def gather(values, step, blocks, page, first, tokens, ordered):
-        """Copy values as words of consecutive tokens, from token `first` on; pad with zeros to whole `KEYS`."""
+        """Copy values from token `first` on, consecutive tokens in one word; pad with zeros to a multiple of `KEYS`."""
         words = carray(pointer(ordered), (BLOCK // numbers, width), np.uint32)
         for word in range((tokens + numbers - 1) // numbers):
             token = first + word * numbers
@@ -211,7 +211,7 @@ def _block_copies(sizes: Sizes):
 
     @njit(error_model="numpy")
     def copy(keys, step, blocks, page, first, tokens, copied):
-        """Copy the keys of `tokens` tokens from `first` on. The memory behind them is never visible."""
+        """Copy the keys of `tokens` tokens from `first` on. What follows them in `copied` is never visible."""
         words = carray(pointer(copied), (BLOCK, key_words), np.uint32)
         for token in range(tokens):
             given = carray(pointer(keys + _slot(blocks, page, first + token) * step), (key_words,), np.uint32)
@@ -269,7 +269,7 @@ def _add_block(storage: Storage, sizes: Sizes, dot: Dot):
 
     @njit(error_model="numpy")
     def are_finite(ordered, count):
-        """Whether the first `count` values contain neither NaN nor infinity."""
+        """Whether the values of the first `count` tokens contain neither NaN nor infinity."""
         words = carray(pointer(ordered), (BLOCK // numbers, width), np.uint32)
         odd = np.uint32(0)
         for word in range(count // numbers):
@@ -280,7 +280,7 @@ def _add_block(storage: Storage, sizes: Sizes, dot: Dot):
 
     @njit(error_model="numpy")
     def add_visible(scores, ordered, block, count, rescale, tile_sums, state, window):
-        """As `prefill_loops.sums_of`, key by key: values that a query does not see are not even multiplied by 0."""
+        """Like `prefill_loops.sums_of`, but skips the keys that a query does not see, as 0 * NaN would be NaN."""
         weights = carray(pointer(scores), (BLOCK // numbers, QUERIES, numbers), kind)
         values = carray(pointer(ordered), (BLOCK // numbers, width, numbers), kind)
         rescales = carray(pointer(rescale), (QUERIES,), np.float32)
@@ -296,7 +296,7 @@ def _add_block(storage: Storage, sizes: Sizes, dot: Dot):
                 for i in range(value_dim):
                     sums[lane, i] += weight * widen(values[word, i, part])
 
-    @njit(fastmath=False, error_model="numpy")  # the kernel's fast math would remove the rounding by addition
+    @njit(fastmath=False, error_model="numpy")  # fast math would remove `power`'s rounding by addition
     def add_block(tile, held, block, visible, lanes, scale):
         scores, keys, ordered, rescale = held
         first, last, window = visible

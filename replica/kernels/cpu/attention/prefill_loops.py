@@ -1,7 +1,7 @@
-"""The innermost loops of prefill attention, with a query in each lane, in LLVM's instructions. Knows no pages.
+"""The innermost loops of prefill attention, with one query per lane, as LLVM instructions. Independent of pages.
 
-The scores of `QUERIES` queries with one key are adjacent: the running softmax over all keys is then computed lane by
-lane, and no query's result depends on the others.
+The scores of `QUERIES` queries for one key are adjacent, so the running softmax over all keys is computed per lane and
+no query's result depends on the others.
 """
 
 from collections.abc import Sequence
@@ -15,26 +15,26 @@ from ..linear.tile import OUTPUTS, ROWS, VECTORS, products
 from ..runtime import vectors as v
 from ..runtime.vectors import FLOAT, FLOATS, INT32, INT64, LANES, WORD, WORDS, Dot
 
-#: Queries of a tile, in the lanes of some vectors.
+#: Queries per tile, one per lane of `VECTORS` vectors.
 QUERIES = OUTPUTS
-#: Keys of one product.
+#: Keys per product.
 KEYS = ROWS
-#: Less than any score: stands for the scores of hidden keys, and for the greatest score before the first key.
+#: Less than any score: the score of hidden keys, and the greatest score before the first key.
 LOWEST = -3e38
-#: The polynomial of 2^x for x from -0.5 to 0.5, with a relative error of 2e-9. Exact at 0, as unchanged sums are
-#: multiplied with it.
+#: A polynomial for 2^x with x from -0.5 to 0.5, with a relative error of 2e-9. Exact at 0, because sums are multiplied
+#: by 2^0 when the greatest score does not change.
 COEFFICIENTS = 1.0, 6.931472029e-01, 2.402264791e-01, 5.550332471e-02, 9.618437361e-03, 1.339887462e-03, 1.535336139e-04
-#: Added to a float32, leaves the nearest whole number in the low bits.
+#: Adding it to a float32 leaves the nearest integer in the low bits.
 ROUNDER = 1.5 * 2**23
-#: Smaller exponents count as this one: float32's exponents end there.
+#: Smaller exponents are raised to this one, the least of normal float32 numbers.
 LEAST_POWER = -126.0
 MANTISSA_BITS = 23
 
 
 def scores_of(dot: Dot, words: int) -> Any:
-    """(keys, step, queries, scores): the scores of `KEYS` keys of `words` words, `step` bytes apart.
+    """A function (keys, step, queries, scores) that scores `KEYS` keys of `words` words, `step` bytes apart.
 
-    All are int64. At `queries` are, for each word, the words of all queries. Writes float32 [KEYS, QUERIES].
+    All are int64. `queries` holds the words of all queries for each word. Writes float32 [KEYS, QUERIES] to `scores`.
     """
 
     @intrinsic
@@ -54,11 +54,11 @@ def scores_of(dot: Dot, words: int) -> Any:
 
 
 def sums_of(dot: Dot, words: int) -> Any:
-    """(weights, values, count, rescale, sums, step): rescale the sums of `ROWS` queries and add weighted values.
+    """A function (weights, values, count, rescale, sums, step) that rescales `ROWS` queries' sums and adds to them.
 
-    All are int64. At `weights` are `count` times the words of `QUERIES` queries, at `values` `count` times `words`
-    words, of which `OUTPUTS` are read; at `rescale` a float32 factor for each query's sums, which are `step` bytes
-    apart.
+    It adds weighted values. All are int64. `weights` holds `count` times the words of `QUERIES` queries, `values`
+    `count` times `words` words, of which it reads `OUTPUTS`, and `rescale` a float32 factor per query. The queries'
+    sums are `step` bytes apart.
     """
 
     @intrinsic
@@ -86,13 +86,13 @@ def sums_of(dot: Dot, words: int) -> Any:
 
 
 def weights_of(numbers: int, masked: bool) -> Any:
-    """(scores, count, scale, state, rescale, first, window): replace the scores of `count` keys by their weights.
+    """A function (scores, count, scale, state, rescale, first, window) that turns `count` keys' scores into weights.
 
-    A weight is 2^(score * scale) divided by that of the greatest score. All but `scale`, a positive float32, are int64.
-    At `state` are, for each query, its greatest score so far, times scale, and the sum of its weights, both float32,
-    which are updated, and its last key as int32. The factor for all earlier weights is written to `rescale`. A word
-    holds the weights of `numbers` consecutive keys. If `masked`, the scores' first key is number `first`, and a query
-    sees the `window` keys up to its last; else it sees all.
+    A weight is 2^(score * scale) divided by that of the greatest score. All are int64 except `scale`, a positive
+    float32. For each query, `state` holds its greatest score so far times scale and the sum of its weights, both
+    float32 and updated, and its last key as int32. `rescale` receives the factor for all earlier weights. A word holds
+    the weights of `numbers` consecutive keys. If `masked`, the first key is number `first`, and a query sees the
+    `window` keys up to its last; otherwise it sees all keys.
     """
 
     @intrinsic
@@ -139,7 +139,7 @@ def weights_of(numbers: int, masked: bool) -> Any:
 
 
 class _Scores:
-    """A block's scores. `visible`: for each vector of queries, the key before the visible ones and the last of them."""
+    """A block's scores. `visible`: per vector of queries, the key before the first visible one, and the last."""
 
     def __init__(self, builder: Any, start: Any, first: Any, visible: list[tuple[Any, Any]] | None) -> None:
         self._builder, self._start, self._first, self._visible = builder, start, first, visible
@@ -149,7 +149,7 @@ class _Scores:
         return v.words_after(self._builder, self._builder.add(self._start, offset), vector * LANES)
 
     def greatest(self, number: Any, before: Sequence[Any]) -> list[Any]:
-        """The greatest scores of `KEYS` keys and of those before, by a tree of independent comparisons."""
+        """The greatest of `before` and the scores of `KEYS` keys, by a tree of independent comparisons."""
         first = self._builder.mul(number, _int(KEYS))
         keys = [self._builder.add(first, _int(key)) for key in range(KEYS)]
         found = [self._or_hidden(key, self._read(key), LOWEST) for key in keys]
@@ -158,7 +158,7 @@ class _Scores:
         return _greater(self._builder, found[0], before)
 
     def weights(self, key: Any, factor: Any, negative_tops: Sequence[Any]) -> list[Any]:
-        """2^(score * factor + negative_top) of each query."""
+        """2^(score * factor + negative_top) for each query."""
         scores = zip(self._read(key), negative_tops, strict=True)
         exponents = [v.multiply_add(self._builder, negative, score, factor) for score, negative in scores]
         return self._or_hidden(key, [self.power(exponent) for exponent in exponents], 0.0)
@@ -190,9 +190,9 @@ class _Scores:
 
 
 def _words(builder: Any, weights: Sequence[Sequence[Any]]) -> list[Any]:
-    """One key's weights as they are, or two keys' rounded to bfloat16, ties up. Weights are not negative.
+    """One key's weights unchanged, or two keys' weights rounded to bfloat16, ties up. Weights are not negative.
 
-    NaN stays NaN if its low 16 bits are zero, as they are in bfloat16 inputs and in NaN that processors produce.
+    NaN stays NaN if its low 16 bits are zero, which holds for bfloat16 inputs and for NaN produced by processors.
     """
     bits = [[builder.bitcast(each, WORDS) for each in of_key] for of_key in weights]
     if len(bits) == 1:

@@ -1,9 +1,9 @@
-"""Products with a bfloat16 weight, which is read once for any number of rows, as one sequential stream in large pages.
+"""Products with a bfloat16 weight, read once for any number of rows, as one sequential stream from large pages.
 
 Measured on two cores of an AMD EPYC (avx512_bf16) with 200 MB of weights, alternating with oneDNN's packed products:
 one row 6.3 ms (oneDNN 9.9), 8 rows 6.4 (10.2), 64 rows 30.1 (33.7), 512 rows 245 (257). Prefetching the weight gains
-nothing up to 8 rows. Beyond, where arithmetic takes as long as reading, it does: 16 rows 9.2 ms (13.0 without), 24 rows
-13.2 (16.6), 32 rows 16.5 (18.3).
+nothing up to 8 rows. With more rows, arithmetic takes as long as reading and prefetching helps: 16 rows 9.2 ms (13.0
+without), 24 rows 13.2 (16.6), 32 rows 16.5 (18.3).
 """
 
 import functools
@@ -27,7 +27,7 @@ LARGE_PAGE_BYTES = 2 << 20
 
 @functools.cache
 def _has_large_pages() -> bool:
-    """Whether the system provides large pages on request; logs once why not."""
+    """Whether the system provides large pages on request; if not, logs the reason once."""
     try:
         _map(LARGE_PAGE_BYTES)
     except (AttributeError, OSError) as error:
@@ -43,7 +43,7 @@ def _map(size: int) -> mmap.mmap:
 
 
 def in_large_pages(weight: torch.Tensor) -> torch.Tensor:
-    """A copy of a weight: in large pages if the system has them and the weight fills at least half of one."""
+    """A copy of a weight, in large pages if the system has them and the weight fills at least half of one."""
     if weight.nbytes < LARGE_PAGE_BYTES // 2 or not _has_large_pages():
         return weight.clone(memory_format=torch.contiguous_format)
     whole = torch.frombuffer(_map(weight.nbytes + 2 * LARGE_PAGE_BYTES), dtype=torch.uint8)
@@ -56,7 +56,7 @@ class Packed:
     """A weight in the order in which the kernel reads it."""
 
     weight: torch.Tensor  #: [outputs / 32, features / 2, 32, 2]
-    bias: torch.Tensor  #: [outputs], float32, zeros where there is none; outputs as many as `weight` has
+    bias: torch.Tensor  #: float32, zeros if there is none; one entry per output, padding included
     outputs: int
 
 
@@ -74,9 +74,9 @@ def pack(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Packed:
 
 
 def product(x: torch.Tensor, packed: Packed) -> torch.Tensor:
-    """x W^T + b of x [T, features]. Summed in float32, in the same order for any T, and rounded once.
+    """x W^T + b for x [T, features]. Summed in float32, in the same order for any T, and rounded once.
 
-    If the outputs do not fill whole blocks, the rows of the result are not contiguous: a copy could not be recorded.
+    The result's rows are not contiguous if the outputs do not fill whole blocks: a copy would be a torch operation.
     """
     tokens, features = x.shape
     blocks, pairs = packed.weight.shape[:2]
@@ -91,10 +91,10 @@ def product(x: torch.Tensor, packed: Packed) -> torch.Tensor:
 
 @functools.cache
 def compiled(dot: Dot):
-    """The kernel. A thread multiplies all rows with one block of outputs before the next: the block stays in its cache.
+    """The kernel. A thread multiplies all rows by one block of weights before the next, to keep the block in cache.
 
-    Each tile of rows prefetches a part of the next block. So the first tile of a block, which is bound by memory,
-    overlaps with the others, which are bound by arithmetic. With a single tile it costs a little and gains nothing.
+    Each tile of rows prefetches a part of the next block. So the memory-bound first tile of a block overlaps with the
+    other tiles, which are bound by arithmetic. With a single tile, prefetching costs a little and gains nothing.
     """
     multiply, multiply_and_prefetch = tile(dot, prefetches=False), tile(dot, prefetches=True)
 

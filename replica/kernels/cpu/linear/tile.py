@@ -1,4 +1,4 @@
-"""The innermost loop of a product in bfloat16, in LLVM's instructions. Knows no tensors and no threads."""
+"""The innermost loop of a bfloat16 product, as LLVM instructions. Does not depend on tensors or threads."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,18 +10,18 @@ from numba.extending import intrinsic
 from ..runtime import vectors as v
 from ..runtime.vectors import FLOATS, HALF, INT32, INT64, LANES, WORD, WORDS, Dot
 
-#: Vectors of outputs in one tile: with `ROWS` rows these are 16 independent sums, which hide the products' latency.
+#: Vectors of outputs per tile. With `ROWS` rows that is 16 independent sums, which hide the products' latency.
 VECTORS = 2
 OUTPUTS = LANES * VECTORS
 ROWS = 8
 
 
 def tile(dot: Dot, prefetches: bool) -> Any:
-    """(rows, x, x_step, weights, pairs, bias, y, y_step, ahead, ahead_step): up to `ROWS` rows of `OUTPUTS` outputs.
+    """A function (rows, x, x_step, weights, pairs, bias, y, y_step, ahead, ahead_step) for `rows` rows of a product.
 
-    All are int64: addresses, and distances of rows in bytes. At `weights` are, for each of `pairs` pairs of features,
-    the words of all outputs; at `bias` a float32 for each output. With `prefetches` each pair also prefetches one cache
-    line from `ahead` on, `ahead_step` bytes apart.
+    It computes up to `ROWS` rows of `OUTPUTS` outputs. All arguments are int64: addresses, and row strides in bytes.
+    `weights` holds the words of all outputs for each of `pairs` feature pairs; `bias` a float32 per output. With
+    `prefetches`, each pair also prefetches one cache line, starting at `ahead` and `ahead_step` bytes apart.
     """
 
     @intrinsic
@@ -59,10 +59,10 @@ def products(
     sums: Sequence[Any],
     ahead: Sequence[Any] = (),
 ) -> list[Any]:
-    """Add the products of `count` words of each row, `row_step` words apart, to sums: `VECTORS` of each row.
+    """Add the products of `count` words of each row, `row_step` words apart, to `sums`, `VECTORS` per row.
 
-    At `weights` are, for each word, the words of all outputs, `weights_step` words apart. If `ahead` is an address and
-    a step in bytes, each word also prefetches one cache line from there.
+    For each word, `weights` holds the words of all outputs, `weights_step` words apart. If `ahead` is given as an
+    address and a step in bytes, each word also prefetches one cache line from there.
     """
 
     def at(start: Any, number: Any, words: int) -> Any:

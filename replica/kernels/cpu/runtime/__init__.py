@@ -1,1 +1,1 @@
-"""The base of all CPU kernels: compilation, the code store, the thread team, call recording, LLVM helpers."""
+"""What all CPU kernels build on: compilation, the code store, the thread team, call recording, LLVM helpers."""

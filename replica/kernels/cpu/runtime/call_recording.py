@@ -1,8 +1,8 @@
-"""Records the operations of a step once and repeats them without the Python code that asked for them.
+"""Records the operations of a step once and repeats them without the Python code that issued them.
 
-What a CUDA graph is on a GPU. A step of one row is hundreds of operations of some microseconds each, and Python needs
-longer than that to prepare one. Compiled kernels that follow each other are one call. Operations of torch are called
-one by one, on the same tensors as when they were recorded; views of tensors are made only then.
+The CPU counterpart of a CUDA graph. A step of one row is hundreds of operations of a few microseconds each, and Python
+takes longer than that to prepare one. Consecutive compiled kernels become one call. torch operations are called one by
+one, on the same tensors as in the recording; views are created only while recording.
 """
 
 import weakref
@@ -19,18 +19,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .thread_team import join_calls, observing_calls, run_calls
 
-#: Bytes of the smallest piece of memory that an arena gives out.
+#: Bytes of the smallest piece of memory that an arena allocates.
 SMALLEST_PIECE = 4096
 
 
 class NotRecorded(Exception):  # noqa: N818
-    """A step depends on numbers in a way that cannot be repeated; the message names the operation."""
+    """A step cannot be repeated, for example because its shapes depend on data. The message names the cause."""
 
 
 class Arena:
-    """Memory that all recorded steps share, as they run one at a time. It stays as long as the arena.
+    """Memory that all recorded steps share, because they run one at a time. It is freed with the arena.
 
-    In pieces of a power of two, so that steps of different sizes reuse each other's.
+    Pieces have power-of-two sizes, so that steps of different sizes can reuse each other's.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Arena:
         self._free: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor whose memory is reused when its last view is gone."""
+        """A tensor whose memory is reused once its last view is garbage-collected."""
         length = prod(shape) * dtype.itemsize
         size = max(SMALLEST_PIECE, 1 << (length - 1).bit_length())
         free = self._free[size]
@@ -59,26 +59,26 @@ class Arena:
         return address_of_storage(tensor) in self._pieces
 
     def unowned(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same tensor, without keeping its memory from being reused."""
+        """The same tensor, but one that does not prevent reuse of its memory."""
         piece = self._pieces[tensor.untyped_storage().data_ptr()]
         return piece.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def address_of_storage(tensor: torch.Tensor) -> int | None:
-    """None: a weight that oneDNN packed, which has none."""
+    """The address of the tensor's memory; None for weights packed by oneDNN, which have none."""
     return None if tensor.is_mkldnn else tensor.untyped_storage().data_ptr()
 
 
 @dataclass(slots=True, frozen=True)
 class CallRecording:
-    parts: list[bytes | Callable[[], object]]  #: calls of kernels, and operations of torch
+    parts: list[bytes | Callable[[], object]]  #: joined kernel calls (bytes), and torch operations
     threads: int
     arena: Arena
-    kept: list[torch.Tensor]  #: the tensors outside of the arena that the kernels read and write
+    kept: list[torch.Tensor]  #: keeps alive the tensors outside the arena that kernels use
     result: torch.Tensor
 
     def run(self) -> torch.Tensor:
-        """The step's result on the present contents of its tensors. The arena's next step overwrites it."""
+        """Repeat the step on the current contents of its tensors. The arena's next step overwrites the result."""
         for part in self.parts:
             if isinstance(part, bytes):
                 run_calls(part, self.threads)
@@ -88,9 +88,9 @@ class CallRecording:
 
 
 def record(arena: Arena, step: Callable[[], torch.Tensor]) -> CallRecording:
-    """Run a step and record its operations. Tensors that the step does not create itself must keep their addresses.
+    """Run a step and record its operations. Tensors that the step does not create must keep their addresses.
 
-    Raises NotRecorded, after a part of the step has run.
+    Raises NotRecorded, possibly after a part of the step has run.
     """
     recorder = _Recorder(arena)
     with observing_calls(recorder.add), recorder:
@@ -101,18 +101,18 @@ def record(arena: Arena, step: Callable[[], torch.Tensor]) -> CallRecording:
 
 
 aten = torch.ops.aten
-#: Operations that read numbers on the host, or whose result has as many elements as the numbers say. torch marks most
-#: of them; not these, which it composes of others.
+#: Operations that read values on the host, or whose result's shape depends on values. torch tags most of them, but not
+#: these, which it composes of others.
 _READ_BACK = (aten.resolve_conj.default, aten.resolve_neg.default, aten.lift_fresh.default)  # tolist, numpy, tensor
 _COMPOSED = ("where.default", "nonzero_numpy", "argwhere", "bincount", "masked_select", "repeat_interleave")
 _EMPTY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
 
 
 def refuse_unrepeatable(func: Any, args: Any) -> None:
-    """Raise NotRecorded for an operation whose result has another shape with other numbers, or goes to the host."""
+    """Raise NotRecorded for an operation whose result's shape depends on values, or that reads values on the host."""
     tensors = [each for each in pytree.tree_leaves(args) if isinstance(each, torch.Tensor)]
     unfixed = torch.Tag.dynamic_output_shape in func.tags
-    if func is aten.index.Tensor:  # only with a mask
+    if func is aten.index.Tensor:  # data-dependent only with a mask
         unfixed = any(each.dtype in (torch.bool, torch.uint8) for each in tensors[1:])
     composed = any(str(func).startswith(f"aten.{name}") for name in _COMPOSED)
     if unfixed or composed or func in _READ_BACK or torch.Tag.data_dependent_output in func.tags:
@@ -121,7 +121,7 @@ def refuse_unrepeatable(func: Any, args: Any) -> None:
 
 @cache
 def writing_variant(func: Any) -> Any:
-    """The form of an operation that writes its one result into a given tensor, or None."""
+    """The overload of an operation that writes its only result to a given tensor, or None."""
 
     def signature(each: Any) -> list[tuple[str, str]]:
         return [(given.name, str(given.type)) for given in each._schema.arguments if not given.kwarg_only]
@@ -135,11 +135,11 @@ def writing_variant(func: Any) -> Any:
 
 
 class _Recorder(TorchDispatchMode):
-    """Gives a step's tensors memory of the arena, and refuses operations that cannot be repeated."""
+    """Allocates a step's tensors in the arena, and refuses operations that cannot be repeated."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Else torch imports its compiler at the first call, which takes 1.5 s of CPU. Nothing is compiled here."""
+        """Without this, torch imports its compiler at the first call. That takes 1.5 s of CPU and compiles nothing."""
         return False
 
     def __init__(self, arena: Arena) -> None:
@@ -184,13 +184,13 @@ class _Recorder(TorchDispatchMode):
         return type(found)(held) if isinstance(found, tuple | list) else held[0]
 
     def _unowned(self, arguments: Any) -> Any:
-        """Arguments of an operation, without keeping their memory from being reused."""
+        """Arguments of an operation, in a form that does not prevent reuse of their memory."""
         return pytree.tree_map_only(
             torch.Tensor, lambda each: self._arena.unowned(each) if self._arena.holds(each) else each, arguments
         )
 
     def _again(self, func: Any, args: Any, kwargs: Any, targets: list[torch.Tensor]) -> Callable[[], object]:
-        """The operation with results where they are now: written there by it if it can do so, else copied."""
+        """A call that repeats the operation and puts its results in `targets`, directly if possible, else by a copy."""
         args, kwargs = self._unowned(args), self._unowned(kwargs)
         into = writing_variant(func)
         if into is not None:

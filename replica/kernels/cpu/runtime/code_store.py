@@ -1,7 +1,7 @@
-"""A folder with the machine code of kernels, each stored under a key that states all that it was compiled from.
+"""A folder with the machine code of kernels, each stored under a key that contains everything it was compiled from.
 
-Loaded code runs as part of this program, so the folder has to belong to this user alone. Files may be deleted at any
-time: a file that cannot be read or written costs one compilation and a line in the log. Knows no numba.
+Loaded code runs as part of this program, so only this user may be able to write to the folder. Files may be deleted at
+any time: a file that cannot be read or written costs one compilation and a log line. Does not depend on numba.
 """
 
 import fcntl
@@ -21,36 +21,36 @@ log = logging.getLogger(__name__)
 
 SUFFIX = ".kernel"
 DIGEST_BYTES = 32
-#: A model has about ten, of 20 to 60 KB; the oldest files are deleted first.
+#: A model has about ten files of 20 to 60 KB. Beyond the limit, the oldest files are deleted.
 MOST_FILES = 256
 LOCK = ".lock"
-#: Compiling one kernel takes a second; a process that was stopped meanwhile must not delay every start.
+#: Compiling a kernel takes a second. A process that was suspended while compiling must not delay every start.
 LOCK_TIMEOUT_S, LOCK_RETRY_S = 20.0, 0.02
 WRITABLE_BY_OTHERS = 0o022
 
 
 class MachineCode(msgspec.Struct, frozen=True):
-    """One kernel as LLVM compiled it."""
+    """One kernel's compiled code."""
 
     symbol: str  #: the function to call
-    library: str  #: numba's name of it
+    library: str  #: numba's name for the library
     code: bytes  #: an object file
-    bitcode: bytes  #: for code that inlines it
+    bitcode: bytes  #: for code that inlines the kernel
 
 
 @dataclass(slots=True)
 class CodeStore:
-    """The folder of one user on one machine, which its processes share."""
+    """One user's folder on one machine, shared by that user's processes."""
 
     folder: Path
-    #: How long to wait for another process's lock; 0 after one timeout.
+    #: How long to wait for another process's lock; set to 0 after the first timeout.
     lock_timeout_s: float = LOCK_TIMEOUT_S
 
     @contextmanager
     def lock(self, key: str) -> Iterator[None]:
         """Hold a kernel's lock while compiling it: ranks start together, and all but the first load what it stored.
 
-        Without the lock, after the timeout or where it cannot be had, each process compiles.
+        After the timeout, or if locking fails, the process continues without the lock and compiles for itself.
         """
         with ExitStack() as held:
             try:
@@ -75,7 +75,7 @@ class CodeStore:
         path = self._path(key)
         try:
             with path.open("rb") as file:
-                if os.fstat(file.fileno()).st_uid != os.geteuid():  # written while others could write to the folder
+                if os.fstat(file.fileno()).st_uid != os.geteuid():  # possible if others could once write to the folder
                     log.warning("kernel_not_ours file=%s", path)
                     return None
                 content = file.read()
@@ -91,7 +91,7 @@ class CodeStore:
         return msgspec.msgpack.decode(data, type=MachineCode)
 
     def put(self, key: str, code: MachineCode) -> None:
-        """Store the code, completely or not at all, and delete the oldest files beyond `MOST_FILES`."""
+        """Store the code atomically, and delete the oldest files beyond `MOST_FILES`."""
         data = msgspec.msgpack.encode(code)
         try:
             with NamedTemporaryFile(dir=self.folder, delete=False) as file:
@@ -109,7 +109,7 @@ class CodeStore:
 
 
 def open_store(folder: Path) -> CodeStore | None:
-    """The store in this folder, which is created; None, with a line in the log, where it is not safe or impossible."""
+    """The store in this folder, which is created if missing; None, with a log line, if that fails or is not safe."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         status = folder.stat()
@@ -117,6 +117,6 @@ def open_store(folder: Path) -> CodeStore | None:
         log.warning("kernels_not_kept folder=%s reason=%s", folder, error)
         return None
     if status.st_uid != os.geteuid() or status.st_mode & WRITABLE_BY_OTHERS:
-        log.warning("kernels_not_kept folder=%s reason='others could write into it: chmod 700'", folder)
+        log.warning("kernels_not_kept folder=%s reason='other users may write to it: chmod 700'", folder)
         return None
     return CodeStore(folder)

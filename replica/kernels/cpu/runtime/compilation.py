@@ -1,9 +1,9 @@
-"""Compiles a kernel's source by numba, or loads the machine code that an earlier process stored.
+"""Compiles a kernel with numba, or loads the machine code that an earlier process stored.
 
-Compiling a model's kernels keeps a core busy for 4 s, loading them takes some milliseconds, and every rank needs them
-before it serves. They are stored in numba's own cache folder (NUMBA_CACHE_DIR), and not at all where that is not set.
-numba's `cache=True` does not work here: kernels close over other compiled functions, which numba takes for new ones in
-every process.
+Compiling a model's kernels keeps a core busy for 4 s, loading them takes a few milliseconds, and every rank needs them
+before it serves. They are stored in numba's cache folder (NUMBA_CACHE_DIR), or not at all if that is not set. numba's
+own `cache=True` does not work here: kernels close over other compiled functions, which numba considers new in every
+process.
 """
 
 import ctypes
@@ -30,32 +30,32 @@ from ....progress import during
 from .code_store import CodeStore, MachineCode, open_store
 from .scalars import FAST_MATH
 
-#: The folder of all CPU kernels (`replica/kernels/cpu`): sources outside of it are not part of the fingerprint.
+#: The folder of all CPU kernels (`replica/kernels/cpu`). Sources outside it are not part of the fingerprint.
 KERNELS = Path(__file__).resolve().parents[1]
 
-#: A kernel's parameters: the address of its arguments, the thread's number, and the number of threads.
+#: A kernel's signature: the address of its arguments, the thread number, the number of threads.
 KERNEL_ENTRY = types.void(types.voidptr, types.int64, types.int64)
-#: The parameter of the function that each thread of a team runs.
+#: The signature of the function that each thread of a team runs.
 THREAD_ENTRY = types.void(types.voidptr)
 
 
 @functools.cache
 def openmp() -> ctypes.CDLL:
-    """The OpenMP library that torch computes with. Raises OSError where that is another than GNU's."""
+    """The OpenMP library that torch uses. Raises OSError if it is not GNU's."""
     whole = ctypes.CDLL(None)
-    if hasattr(whole, "GOMP_parallel"):  # one that was preloaded
+    if hasattr(whole, "GOMP_parallel"):  # a preloaded library
         return whole
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
     if not hasattr(library, "GOMP_parallel"):
-        raise OSError("torch computes without GNU OpenMP")
+        raise OSError("torch does not use GNU OpenMP")
     return library
 
 
 @functools.cache
 def team_functions() -> tuple[Any, Any, Any]:
-    """What compiled code calls in a team of threads: its int32 number (from 0), their int32 count, and a barrier.
+    """Functions for code in a team of threads: the thread's number (int32, from 0), their count (int32), a barrier.
 
-    By name: code that is stored for other processes must not contain addresses of this one.
+    They are called by name: code that is stored for other processes must not contain this process's addresses.
     """
 
     def named(name: str, result: Any) -> Any:
@@ -66,12 +66,12 @@ def team_functions() -> tuple[Any, Any, Any]:
     return (*counts, named("GOMP_barrier", types.void))
 
 
-#: Of the kernels that this process compiles.
+#: Numbers the kernels that this process compiles.
 _numbers = itertools.count(1)
 
 
 class Kernel(Protocol):
-    """Machine code, and the address that threads call."""
+    """A compiled kernel and the address that threads call."""
 
     @property
     def address(self) -> int: ...
@@ -80,11 +80,11 @@ class Kernel(Protocol):
 @dataclass(slots=True, frozen=True)
 class StoredKernel:
     address: int
-    library: Any  #: numba's; the code exists as long as it does
+    library: Any  #: numba's code library, which keeps the code alive
 
 
 def kernel(function: Callable[..., None], signature: Any = KERNEL_ENTRY) -> Kernel:
-    """A decorator that makes a kernel of a function."""
+    """Decorator that compiles a function to a kernel, or loads its stored code."""
     return load_or_compile(function, _store(), signature)
 
 
@@ -95,25 +95,25 @@ def load_or_compile(function: Callable[..., None], store: CodeStore | None, sign
     key = key_of(function, signature)
     stored = store.get(key)
     if stored is None:
-        with during("waiting for kernels that another process compiles"), store.lock(key):
+        with during("waiting for another process to compile kernels"), store.lock(key):
             stored = store.get(key)
             if stored is None:
                 compiled = _compile(function, signature)
                 store.put(key, _machine_code(compiled))
                 return compiled
     context = cpu_target.target_context
-    rtsys.initialize(context)  # defines the functions that generated code may call
+    rtsys.initialize(context)  # defines functions that generated code may call
     library = context.codegen().unserialize_library((stored.library, "object", (stored.code, stored.bitcode)))
     return StoredKernel(library.get_pointer_to_function(stored.symbol), library)
 
 
 def key_of(function: Callable[..., None], signature: Any = KERNEL_ENTRY) -> str:
-    """All that a kernel's machine code depends on."""
+    """A text with everything that a kernel's machine code depends on."""
     return f"{_fingerprint()} {signature} {description(function)}"
 
 
 def description(value: Any) -> str:
-    """All that code is specialized for, as text that is the same in every process: for functions, their closures.
+    """A text, the same in every process, of what code is specialized for. For a function, that is its closure.
 
     Raises TypeError for values of unknown types. `_fingerprint` covers module-level functions and constants.
     """
@@ -162,10 +162,10 @@ def _compile(function: Callable[..., None], signature: Any) -> Kernel:
 
 
 def _name_by_content(value: Any) -> None:
-    """Give a function and what it closes over names that state what they were specialized for.
+    """Rename a function and the functions that it closes over, by a digest of what they are specialized for.
 
-    numba tells functions of equal names apart by a number that each process counts from 0. So two processes may store
-    different functions under one symbol; where both are loaded, the linker takes the first for either.
+    numba distinguishes functions with equal names by a number that each process counts from 0. So two processes may
+    store different functions under one symbol; if both are loaded, the linker uses the first for both.
     """
     if isinstance(value, Dispatcher):
         _name_by_content(value.py_func)
@@ -177,7 +177,7 @@ def _name_by_content(value: Any) -> None:
 
 
 def _machine_code(compiled: Any) -> MachineCode:
-    # numba's own caches use the same functions, which have no public names.
+    # numba's own caches use the same functions; there are no public ones.
     library = compiled._library
     assert not library.has_dynamic_globals, f"{compiled.native_name}: its code holds addresses of this process"
     name, _, (code, bitcode) = library.serialize_using_object_code()

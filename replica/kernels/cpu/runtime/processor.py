@@ -1,4 +1,4 @@
-"""The capabilities of this machine's processor. Knows no torch and no numba, as preflight checks use it."""
+"""The capabilities of this machine's processor. Needs neither torch nor numba, because preflight checks use it."""
 
 import functools
 
@@ -7,15 +7,15 @@ import llvmlite.binding as llvm
 
 @functools.cache
 def multiplies_bfloat16() -> bool:
-    """Whether the processor has AVX-512's instructions for products of bfloat16."""
+    """Whether the processor has AVX-512's instructions for bfloat16 products."""
     return bool(_features().get("avx512bf16"))
 
 
 @functools.cache
 def beats_packed() -> bool:
-    """Whether our products of bfloat16 are faster than oneDNN's for any number of rows; else only for one or two.
+    """Whether our bfloat16 products are faster than oneDNN's for any number of rows; if not, only for one or two.
 
-    Not measured: processors without such instructions, and those with AMX, for which oneDNN has kernels of its own.
+    Not measured on processors without such instructions, nor on those with AMX, for which oneDNN has its own kernels.
     """
     return multiplies_bfloat16() and not _features().get("amx-bf16")
 
@@ -24,5 +24,5 @@ def beats_packed() -> bool:
 def _features() -> dict[str, bool]:
     try:
         return dict(llvm.get_host_cpu_features())
-    except RuntimeError:  # LLVM cannot tell, on some systems
+    except RuntimeError:  # on some systems LLVM cannot tell
         return {}

@@ -1,4 +1,4 @@
-"""Scalars in compiled kernels: bfloat16 as bits, addresses, exponentials, counters. Knows no tensors."""
+"""Scalars in compiled kernels: bfloat16 as bits, addresses, exponentials, counters. Does not depend on tensors."""
 
 import functools
 from collections.abc import Callable
@@ -14,23 +14,23 @@ from numba.extending import intrinsic
 
 from .vectors import INT32, prefetch
 
-#: Sums may be taken in any order, or no loop over features would use vector registers. NaN and infinity keep their
+#: Allows sums in any order; otherwise no loop over features would use vector registers. NaN and infinity keep their
 #: meaning.
 FAST_MATH = {"reassoc", "contract", "nsz", "arcp"}
 HIGH_BITS, ROUNDING = np.uint32(16), np.uint32(0x7FFF)
 
-#: exp as in Cephes' expf: log2(e), ln 2 in two parts, and the polynomial's coefficients.
+#: Constants of Cephes' expf: log2(e), ln 2 in two parts, and the polynomial's coefficients.
 LOG2_E, LN2_HIGH, LN2_LOW = np.float32(1.44269504), np.float32(0.693359375), np.float32(-2.12194440e-4)
 P0, P1, P2 = np.float32(1.9875691500e-4), np.float32(1.3981999507e-3), np.float32(8.3334519073e-3)
 P3, P4, P5 = np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float32(5.0000001201e-1)
 HALF, ONE = np.float32(0.5), np.float32(1.0)
-#: Beyond these the power of two would leave float32's exponents.
+#: Arguments of `exponential` are clamped to these: beyond them, the power of two would exceed float32's exponents.
 LEAST, GREATEST = np.float32(-87.0), np.float32(88.0)
 
 
 @dataclass(slots=True, frozen=True)
 class Storage:
-    """The representation of one dtype in memory, and conversions to float32 and back."""
+    """How a dtype is represented in memory, with conversions to float32 and back."""
 
     kind: Any  #: numpy's type
     widen: Callable[[Any], Any]
@@ -84,7 +84,7 @@ def prefetch_line(_, _address):
 
 @intrinsic
 def count_up(_, _address):
-    """The int32 at an address, which becomes one more; a thread that reads a count sees what was written before it."""
+    """Add 1 to the int32 at an address; returns the old value. Writes before an add are visible after a later one."""
 
     def generate(_context, builder, _signature, arguments):
         place = builder.inttoptr(arguments[0], INT32.as_pointer())
@@ -95,7 +95,7 @@ def count_up(_, _address):
 
 @functools.cache
 def storage_of(*dtypes: torch.dtype) -> Storage:
-    """The storage of tensors that must share one dtype: a kernel would access memory beside a tensor of another."""
+    """The storage of tensors that must share a dtype: with another one, a kernel would access memory out of bounds."""
     assert len(set(dtypes)) == 1, f"tensors of different dtypes: {dtypes}"
     if dtypes[0] == torch.bfloat16:
         return Storage(np.uint16, _from_bfloat16, _to_bfloat16)
@@ -105,7 +105,7 @@ def storage_of(*dtypes: torch.dtype) -> Storage:
 
 @njit(fastmath=FAST_MATH, error_model="numpy")
 def exponential(x):
-    """exp(x) of a float32, to a few units in the last place. LLVM vectorizes it, unlike a call of libm."""
+    """exp(x) of a float32, to a few units in the last place. Unlike a libm call, LLVM can vectorize it."""
     x = LEAST if x < LEAST else x  # not min(), so that NaN stays NaN
     x = GREATEST if x > GREATEST else x
     power = np.float32(np.floor(x * LOG2_E + HALF))
@@ -122,7 +122,7 @@ def _from_bfloat16(bits):
 
 @njit(error_model="numpy")
 def _to_bfloat16(value):
-    """To the nearest, ties to even."""
+    """Round to nearest, ties to even."""
     bits = bits_of(value)
     return np.uint16(np.uint32(bits + ROUNDING + ((bits >> HIGH_BITS) & np.uint32(1))) >> HIGH_BITS)
 

@@ -1,11 +1,11 @@
 """Runs compiled kernels on torch's own threads.
 
-torch's OpenMP keeps a team of threads spinning between operations; a second pool beside it would find no free core. So
-kernels run through the entry of that library that compilers use for `#pragma omp parallel`: one call, or many that the
-team makes one after the other without returning to Python.
+torch's OpenMP library keeps a team of threads spinning between operations, so a second pool would find no free core.
+Kernels therefore run through the library's entry point that compilers use for `#pragma omp parallel`: one call, or many
+that the team makes in sequence without returning to Python.
 
-Calls are stored in 64-bit words: first their number; then for each the kernel's address, its threads, the number of its
-arguments, and the arguments.
+Calls are stored as 64-bit words: first the number of calls; then, for each, the kernel's address, its number of
+threads, its number of arguments, and the arguments.
 """
 
 import ctypes
@@ -27,14 +27,14 @@ from .compilation import THREAD_ENTRY, Kernel, kernel, openmp, team_functions
 from .scalars import address_of, pointer
 from .vectors import INT64
 
-#: Bytes that a thread should have to move, or waking it costs more than it saves. Not tuned.
+#: Fewest bytes that a thread should move; with fewer, waking it costs more than it saves. Not tuned.
 BYTES_PER_THREAD = 16384
-#: Words of a call before its arguments.
+#: Words of a call that precede its arguments.
 HEAD = 3
 _WORD = 8
 _ONE_CALL = struct.pack("q", 1)
 
-#: Receives each call: its words, the tensors whose addresses they contain, and its threads.
+#: Receives each call: its words, the tensors whose addresses they contain, and its number of threads.
 CallObserver = Callable[[bytes, Sequence[torch.Tensor], int], None]
 
 _observer: ContextVar[CallObserver | None] = ContextVar("observer", default=None)
@@ -45,7 +45,7 @@ def threads_for(work_bytes: int) -> int:
 
 
 def run(kernel: Kernel, tensors: Sequence[torch.Tensor], numbers: Sequence[int | float], threads: int) -> None:
-    """Call a kernel in that many threads of the calling thread's team, and wait for all of them.
+    """Call a kernel in `threads` threads of the calling thread's team, and wait for all of them.
 
     Its arguments are 8 bytes each: the tensors' addresses, then the numbers as int64 or float64.
     """
@@ -59,12 +59,12 @@ def run(kernel: Kernel, tensors: Sequence[torch.Tensor], numbers: Sequence[int |
 
 
 def run_calls(calls: bytes, threads: int) -> None:
-    """Make the calls of `join_calls`, each in its own number of threads, of which `threads` is the largest."""
+    """Make the calls from `join_calls`, each with its own number of threads; `threads` is the largest."""
     _parallel()(calls, threads, 0)
 
 
 def join_calls(calls: Sequence[bytes]) -> bytes:
-    """Calls in the form that `run_calls` takes."""
+    """The calls in the form that `run_calls` expects."""
     return struct.pack("q", len(calls)) + b"".join(calls)
 
 
@@ -79,7 +79,7 @@ def observing_calls(observer: CallObserver) -> Iterator[None]:
 
 @njit(error_model="numpy")
 def share(count, number, threads):
-    """The part of `count` equal items that thread `number` processes: first item, and the end."""
+    """The range of `count` equal items that thread `number` processes: first item, and end (exclusive)."""
     return count * number // threads, count * (number + 1) // threads
 
 
@@ -90,7 +90,7 @@ def _format(addresses: int, *kinds: type) -> str:
 
 @functools.cache
 def _parallel() -> Any:
-    """Makes calls in a team of threads. Calls by several threads start when the call before is complete."""
+    """A function that makes calls in a team of threads, with a barrier between two if either has several threads."""
     entry = openmp().GOMP_parallel
     entry.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
     entry.restype = None

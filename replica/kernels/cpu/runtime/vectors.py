@@ -1,7 +1,7 @@
-"""Vectors and bfloat16 in LLVM's instructions, for loops that numba cannot express. Knows no tensors.
+"""Vectors and bfloat16 as LLVM instructions, for loops that numba cannot express. Does not depend on tensors.
 
-Numba has no vectors and no bfloat16, and LLVM does not select the instruction for pairs by itself (AVX-512's
-VDPBF16PS). A word of 32 bits holds two consecutive numbers, the first in its low half.
+Numba supports neither vectors nor bfloat16, and LLVM does not select the instruction for pairs (AVX-512's VDPBF16PS) by
+itself. A 32-bit word holds two consecutive bfloat16 numbers, the first in its low half.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,15 +13,15 @@ from numba.core import cgutils
 
 from .processor import multiplies_bfloat16
 
-LANES = 16  #: Words of a vector register.
-WORD = 4  #: Bytes: of a pair of numbers, and of a float32.
+LANES = 16  #: Words per vector register.
+WORD = 4  #: Bytes of a pair of bfloat16 numbers, and of a float32.
 HALF = 2  #: Bytes of a bfloat16.
 
 INT16, INT32, INT64, FLOAT = *(ir.IntType(bits) for bits in (16, 32, 64)), ir.FloatType()
 FLOATS, WORDS, HALVES = (ir.VectorType(kind, LANES) for kind in (FLOAT, INT32, INT16))
 
 
-class _BFloat(ir.Type):  # type: ignore[misc]  # which llvmlite has no stubs for
+class _BFloat(ir.Type):  # type: ignore[misc]  # llvmlite has no type stubs
     """LLVM's bfloat, which llvmlite does not define."""
 
     def _to_string(self) -> str:
@@ -39,9 +39,9 @@ PAIRS = ir.VectorType(_BFloat(), 2 * LANES)
 
 @dataclass(slots=True, frozen=True)
 class Dot:
-    """How an instruction set multiplies pairs."""
+    """How an instruction set multiplies and adds words."""
 
-    factor: Callable[[Any, Any], Any]  #: (builder, words) -> what `add` multiplies with
+    factor: Callable[[Any, Any], Any]  #: (builder, words) -> the factor that `add` expects
     add: Callable[[Any, Any, Any, Any], Any]  #: (builder, sums, words, factor) -> sums of float32
 
 
@@ -55,12 +55,12 @@ def _add_pairs(builder: Any, sums: Any, words: Any, factor: Any) -> Any:
     return builder.call(function, [sums, builder.bitcast(words, PAIRS), factor])
 
 
-#: For processors with AVX-512's bfloat16: a pair's products and their sum in one instruction.
+#: For processors with AVX-512's bfloat16 instructions: multiplies and adds a pair in one instruction.
 NATIVE = Dot(_as_pairs, _add_pairs)
 
 
 def widen_pairs(builder: Any, words: Any) -> tuple[Any, Any]:
-    """Both halves as float32: a bfloat16 is the high half of a float32."""
+    """The low and high halves of words as float32; a bfloat16 is the high half of a float32."""
     low = builder.shl(words, ir.Constant(WORDS, [16] * LANES))
     high = builder.and_(words, ir.Constant(WORDS, [0xFFFF0000] * LANES))
     return builder.bitcast(low, FLOATS), builder.bitcast(high, FLOATS)
@@ -76,7 +76,7 @@ def _add_wide(builder: Any, sums: Any, words: Any, factor: Any) -> Any:
     return sums
 
 
-#: For every other processor: products in float32.
+#: For all other processors: products in float32.
 WIDENED = Dot(widen_pairs, _add_wide)
 
 
@@ -88,7 +88,7 @@ def _add_floats(builder: Any, sums: Any, words: Any, factor: Any) -> Any:
     return multiply_add(builder, sums, builder.bitcast(words, FLOATS), factor)
 
 
-#: For words that are one float32.
+#: For words that hold one float32.
 SINGLE = Dot(_as_floats, _add_floats)
 
 
@@ -117,7 +117,7 @@ def to_bfloat16(builder: Any, exact: Any) -> Any:
 def loop(
     builder: Any, count: Any, initial: Sequence[Any], body: Callable[[Any, Sequence[Any]], Sequence[Any]]
 ) -> list[Any]:
-    """The values after `count` iterations, at least one: `body` computes the next values from a number and values."""
+    """The values after `count` (at least 1) iterations of `body`, which maps a number and values to the next values."""
     before, block, after = builder.basic_block, *(builder.append_basic_block(name) for name in ("loop", "after"))
     builder.branch(block)
     builder.position_at_end(block)
