@@ -60,7 +60,7 @@ class Flash4Attention(PagedAttention):
         self._firsts = torch.arange(1, dtype=torch.int32)
 
     def _decode(self, q: torch.Tensor, rows: PagedRows, rule: AttentionRule, out: torch.Tensor) -> None:
-        plain = rule.softcap is None and rule.sinks is None  # our kernels do not support either
+        plain = rule.softcap is None and rule.sinks is None  # our kernels support neither
         if rows.keys.shape[3] != rows.values.shape[3] or (plain and not self._splits):
             super()._decode(q, rows, rule, out)
             return

@@ -136,7 +136,7 @@ class PagedStep:
 
 @dataclass(slots=True, frozen=True)
 class MixedStep:
-    """A padded step: decode and prefill attention both run over all tokens, and each token keeps the right result."""
+    """A padded step: decode and prefill attention both run over all tokens, and each token keeps its own result."""
 
     slots: torch.Tensor  #: [T] int64
     tables: torch.Tensor  #: [T, pages]

@@ -86,7 +86,7 @@ class TorchKernels:
         block_tables: torch.Tensor,
         block_size: int,
     ) -> DecodeRows:
-        """Inputs of the next decode step of the requests in slots `rows`; counts its tokens in `seq_lens`.
+        """Inputs of the next decode step of the requests in slots `rows`; adds the step's tokens to `seq_lens`.
 
         rows [R] int64, 0 for padding. By slot: last_tokens int64 (negative: none), seq_lens and block_tables int32.
         """
@@ -280,7 +280,7 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 def _attend_tile(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rule: AttentionRule, out: torch.Tensor
 ) -> None:
-    """Attend from the last tokens of `keys` [K, kv_heads, Dk], whose queries are q [Q, heads, Dk]; writes to `out`.
+    """Attention for queries [Q, heads, Dk] of the last tokens of `keys` [K, kv_heads, Dk], written to `out`.
 
     Scores and weights have the queries' dtype. One product computes all query heads of a KV head.
     """

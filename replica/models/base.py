@@ -13,7 +13,7 @@ class AttentionRule:
     """How one layer's causal attention scores its keys."""
 
     scale: float
-    window: int | None = None  #: number of last tokens that a token sees, including itself; None: all
+    window: int | None = None  #: a token sees this many last tokens, including itself; None: all
     softcap: float | None = None  #: scores become softcap * tanh(score / softcap)
     sinks: torch.Tensor | None = None  #: [heads] scores that add to the softmax denominator and have no value
 

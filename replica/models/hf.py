@@ -76,7 +76,7 @@ def paged_attention(
     attention_mask: torch.Tensor | None,
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention that transformers calls: query, key and value [1, heads, T, D] to [1, T, heads, D], no weights."""
+    """The function that transformers calls: query [1, heads, T, D], key, value; returns [1, T, heads, D] and None."""
     slot: Slot = getattr(module, _SLOT)
     assert slot.attend is not None, "attention was called outside a step"
     layer: int = module.layer_idx  # type: ignore[assignment]

@@ -1,9 +1,9 @@
 """Linear layers on flat [tokens, features] activations.
 
-On CPUs, `Linear` packs its weight for the fastest product. For bfloat16 that is our compiled kernel if the processor
-multiplies bfloat16; otherwise it is oneDNN (steps 1.5 to 2.5 times as fast as with `F.linear`, measured on an AMD EPYC
-core, float32, batch 1 to 8). Without such instructions, a bfloat16 weight is packed for both, because the kernel is
-faster for one or two rows.
+On CPUs, `Linear` packs its weight for the fastest product. For bfloat16 that is our compiled kernel where it beats
+oneDNN (`processor.beats_packed`); otherwise it is oneDNN (steps 1.5 to 2.5 times as fast as with `F.linear`, measured
+on an AMD EPYC core, float32, batch 1 to 8). Where our kernel is faster only for one or two rows, a bfloat16 weight is
+packed for both.
 """
 
 import functools
@@ -73,7 +73,7 @@ def _compiles(dtype: torch.dtype) -> bool:
 
 
 class Linear:
-    """y = x W^T + b. On CPUs that cannot multiply bfloat16, a bfloat16 weight takes twice its bytes."""
+    """y = x W^T + b. On CPUs where oneDNN is faster for many rows, a bfloat16 weight takes twice its bytes."""
 
     __slots__ = ("_of_few", "_of_many", "out_features")
 

@@ -236,7 +236,7 @@ class _LayerReader:
         if not self._joins_experts:
             return SeparateExperts([self._mlp(prefix, gate, up, down) for prefix in prefixes])
         if self._scaled is not None:
-            self._scaled.refuse("experts have no product in 8 bits")
+            self._scaled.refuse("there is no FP8 product for experts")
         own = (self._share.rank, self._share.ranks)
         return JoinedExperts(
             torch.stack([self._joined([(p + gate, own), (p + up, own)], "weight") for p in prefixes]),

@@ -81,7 +81,7 @@ def _attend_tiles(
                 seen = seen & (token[None, :] > positions[:, None] - window)
             scores = tl.where(seen, scores, float("-inf"))
         highest = tl.maximum(greatest, tl.max(scores, 1))
-        finite = tl.where(highest == float("-inf"), 0.0, highest)  # no key visible so far
+        finite = tl.where(highest == float("-inf"), 0.0, highest)  # -inf: no key is visible yet
         weights = tl.exp2(scores - finite[:, None])
         kept = tl.exp2(greatest - finite)
         total = total * kept + tl.sum(weights, 1)

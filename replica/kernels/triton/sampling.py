@@ -89,7 +89,7 @@ def _mask(logits, rows, bits, vocab, stride, words, WORDS: tl.constexpr):
 def _maxima(
     logits, maxima, places, counts, weights, arrived, vocab, stride, BUCKETS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Each block's greatest logit and its token. A row's first program also zeroes what later launches add to."""
+    """Find each block's greatest logit and token. A row's first program also clears the totals of later launches."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     i = block * BLOCK + tl.arange(0, BLOCK)
@@ -161,7 +161,7 @@ def _histogram(
     top_ks, top_ps, BLOCKS_PAD: tl.constexpr, GREEDY: tl.constexpr, NONE: tl.constexpr, BUCKETS: tl.constexpr,
     PER_NAT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Writes the tokens of rows that need no draw; for top-k or top-p rows, counts and weighs each bucket's tokens."""
+    """Write the tokens of rows that need no draw; for top-k or top-p rows, count and weigh each bucket's tokens."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     block = tl.program_id(1)

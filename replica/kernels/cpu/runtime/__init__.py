@@ -1,1 +1,1 @@
-"""What all CPU kernels build on: compilation, the code store, the thread team, call recording, LLVM helpers."""
+"""The foundation of all CPU kernels: compilation, the code store, the thread team, call recording, LLVM helpers."""

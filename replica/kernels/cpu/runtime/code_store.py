@@ -117,6 +117,6 @@ def open_store(folder: Path) -> CodeStore | None:
         log.warning("kernels_not_kept folder=%s reason=%s", folder, error)
         return None
     if status.st_uid != os.geteuid() or status.st_mode & WRITABLE_BY_OTHERS:
-        log.warning("kernels_not_kept folder=%s reason='other users may write to it: chmod 700'", folder)
+        log.warning("kernels_not_kept folder=%s reason='other users can write to it: chmod 700'", folder)
         return None
     return CodeStore(folder)
