@@ -1,4 +1,4 @@
-"""Where a request goes: which replica holds which prefix, its load, what a prefill costs, and the policies.
+"""Chooses a replica for each request: held prefixes, load and prefill cost of every replica, and the policies.
 
-Pure state. Imported by `flow`, `replicas` and the simulator. Must not import these, `http`, sockets or clocks.
+Pure state. Imported by `flow`, `replicas` and the simulator; must not import them, `http`, sockets or clocks.
 """

@@ -1,8 +1,8 @@
-"""The decision of expected_ttft.py among hundreds of candidates: the same one, by operations on columns.
+"""The decision of expected_ttft.py for hundreds of candidates, computed with array operations on columns.
 
-Every number is computed by the same operations in the same order as there, so both are equal to the last bit. The wait
-for memory or a slot, which takes an exponential function, is the exception: where there may be one, costs are lower
-bounds at first, and computed as there for those that may still be among the best, the lowest first.
+The same operations run in the same order, so both give equal numbers to the last bit. The exception is the wait for
+memory or a slot, which needs an exponential function: where a request may have to wait, costs start as lower bounds,
+and those that may still be among the best are computed as in expected_ttft.py, lowest bound first.
 """
 
 from collections.abc import Sequence
@@ -16,12 +16,12 @@ from .policy.base import NEGLIGIBLE, ManyCandidates, Prompt, Score, expected_ttf
 from .policy.expected_ttft import BUSY_LIMIT, EVICTED, Weights, cost_limit
 
 Places = npt.NDArray[np.intp]
-#: `array.min` takes half as long again for hundreds of numbers.
+#: `array.min` takes 50 % longer for hundreds of numbers.
 _min = np.minimum.reduce
 
 
 class Fleet:
-    """As `EachCandidate`. `holds`: a replica with a full queue gets no requests."""
+    """The counterpart of `EachCandidate`. `holds`: whether a replica with a full queue gets no requests."""
 
     def __init__(
         self, prompt: Prompt, candidates: ManyCandidates, weights: Weights, *, holds: bool, sees_cache: bool
@@ -32,12 +32,12 @@ class Fleet:
         self._weights = weights
         self._sees_cache = sees_cache
         self._used = 0 if candidates.used is None else candidates.used
-        #: No replica is full or takes nothing, as is usual: that saves a third of the operations.
-        self._roomy = float(_min(candidates.loads.room)) > prompt.blocks + 1  # far beyond any rounding
+        #: Every replica takes requests and has room, as is usual: a third of the operations can be skipped.
+        self._roomy = float(_min(candidates.loads.room)) > prompt.blocks + 1  # 1 is far above any rounding error
         self.obstructed = self._obstructed(holds)
 
     def _obstructed(self, holds: bool) -> Flags | None:
-        """Who cannot be chosen; None: nobody is so."""
+        """Flags of the candidates that cannot be chosen; None if every candidate can."""
         loads, candidates = self._candidates.loads, self._candidates
         if self._roomy and not candidates.excluded:
             return None
@@ -52,7 +52,7 @@ class Fleet:
         return found
 
     def busy(self, weight: float) -> tuple[Numbers, bool]:
-        """The busy shares with this decision counted in, and whether no idle replica can be chosen."""
+        """The busy shares including this decision, and whether no idle replica can be chosen."""
         loads, shares = self._candidates.loads, np.asarray(self._weights.busy)
         busy = loads.has_queue
         if not self._roomy:
@@ -61,7 +61,7 @@ class Fleet:
         return shares + (busy - shares) * weight, bool(_min(taken) > 0)
 
     def choose(self, preferred: str | None, rng: Random) -> Score | None:
-        """The best candidate; among those that count as equal to it the one that `expected_ttft.py` takes."""
+        """The best candidate, with ties broken as in `expected_ttft.py`; None if all have an obstacle."""
         uncached = self._uncached()
         prefill_s = self._prefill_s(uncached)
         ttft_s, waits = self._ttft_s(uncached, prefill_s)
@@ -89,7 +89,7 @@ class Fleet:
         return seconds
 
     def _ttft_s(self, uncached: Numbers, prefill_s: Numbers) -> tuple[Numbers, Flags | None]:
-        """Seconds until the first token, without the wait for memory or a slot, and where there may be one."""
+        """Seconds until the first token without any wait for memory or a slot; flags of replicas that may add one."""
         prompt, candidates, loads = self._prompt, self._candidates, self._candidates.loads
         seconds = prefill_s + np.maximum(loads.busy_until - prompt.now, 0.0)
         steps = 0.5 + np.ceil((loads.queued + uncached) / loads.max_batched_tokens)
@@ -108,14 +108,14 @@ class Fleet:
         prompt, loads, least = self._prompt, self._candidates.loads, float(_min(uncached))
         slower_s = loads.answer_tokens * (loads.decode_step_s - _min(loads.decode_step_s))
         answers_s: Numbers = weights.running * (loads.running * prefill_s + slower_s)
-        if least == float(self._prompt.tokens):  # all compute all of it
+        if least == float(self._prompt.tokens):  # no replica has any of it cached
             return answers_s
         factor = weights.all_busy / (1 - np.minimum(weights.busy, BUSY_LIMIT))
         factor += EVICTED * (loads.unused_blocks * prompt.block_size <= uncached)
-        return answers_s + factor * (prefill_s - self._prefill_s(least))  # nothing more where that is the least
+        return answers_s + factor * (prefill_s - self._prefill_s(least))  # the last term is 0 for the best holder
 
     def _equals(self, uncached: Numbers, ttft_s: Numbers, waits: Flags | None, others_s: Numbers) -> Places:
-        """The candidates without an obstacle that cost no more than the best, within the estimate's error."""
+        """The candidates without an obstacle whose cost equals the least within the estimate's error."""
         cost_s = ttft_s + others_s
         if self.obstructed is not None:
             cost_s[self.obstructed] = np.inf

@@ -1,9 +1,9 @@
-"""What an engine evicts for the requests ahead of another one. Pure state: its blocks and requests come in.
+"""Predicts which blocks an external engine evicts for requests ahead of a new one. Pure: blocks and requests come in.
 
-For engines that are not ours. The order is that of vLLM 0.32 (`v1/core/block_pool.py`), and of SGLang's `lru` as far as
-prompts share no blocks: memory without a cached block first, then the blocks that no request uses by the time when one
-last did, and of a prompt its end first. Requests start in the order in which they were sent. What other clients of the
-engine use is known only when they store it. Of engines that announce nothing, this is all that is known.
+The order is that of vLLM 0.32 (`v1/core/block_pool.py`), and of SGLang's `lru` as long as prompts share no blocks:
+memory without a cached block first, then the blocks that no request uses, least recently used first, and the last
+blocks of a prompt before its first. Requests start in the order in which they were sent. Blocks used by other clients
+of the engine are known only once they are stored. For engines that announce nothing, no other knowledge exists.
 """
 
 from collections import Counter, OrderedDict
@@ -12,7 +12,7 @@ from itertools import filterfalse, islice
 
 import msgspec
 
-#: Blocks remembered of an engine that announces nothing. Not tuned.
+#: Blocks remembered for an engine that announces nothing. Not tuned.
 MOST_REMEMBERED = 65_536
 
 
@@ -20,24 +20,24 @@ class _Sent(msgspec.Struct):
     """A request at the engine."""
 
     chain: Sequence[int]  #: hashes of the prompt's full blocks
-    has: int  #: of them, those that it uses already
+    has: int  #: number of leading blocks that it already uses
 
 
 class EvictionOrder:
-    """The cached blocks of one engine, the first to be evicted first."""
+    """One engine's cached blocks in order of eviction."""
 
     def __init__(self, total_blocks: int) -> None:
-        self._room = total_blocks - 1  # vLLM keeps one for itself
+        self._room = total_blocks - 1  # vLLM reserves one block
         self._blocks: OrderedDict[int, None] = OrderedDict()
         self._in_use: Counter[int] = Counter()
         self._sent: dict[int, _Sent] = {}
-        self._coming: dict[int, _Sent] = {}  #: those that have not stored all of their prompt
+        self._coming: dict[int, _Sent] = {}  #: requests that have not stored their whole prompt yet
 
     def __contains__(self, block: object) -> bool:
         return block in self._blocks
 
     def surplus(self) -> list[int]:
-        """The blocks for which there is no memory."""
+        """The idle blocks that exceed the engine's memory or MOST_REMEMBERED, in order of eviction."""
         idle = filterfalse(self._in_use.__contains__, self._blocks)
         return list(islice(idle, max(0, len(self._blocks) - min(self._room, MOST_REMEMBERED))))
 
@@ -49,17 +49,17 @@ class EvictionOrder:
             self._blocks.pop(block, None)
 
     def reset(self, blocks: Iterable[int]) -> None:
-        """The engine holds exactly these."""
+        """The engine holds exactly these blocks."""
         self._blocks.clear()
         self.stored(blocks)
 
     def sent(self, request_id: int, chain: Sequence[int], cached: int) -> None:
-        """A request goes to the engine, which will find the first `cached` blocks of its prompt."""
+        """A request is sent to the engine, which has the first `cached` blocks of its prompt in cache."""
         self._in_use.update(chain[:cached])
         self._sent[request_id] = self._coming[request_id] = _Sent(chain, cached)
 
     def ended(self, request_id: int) -> None:
-        """The request has left the engine; harmless when repeated."""
+        """The request has left the engine. Idempotent."""
         self._coming.pop(request_id, None)
         if (sent := self._sent.pop(request_id, None)) is None:
             return
@@ -72,7 +72,7 @@ class EvictionOrder:
                 blocks.move_to_end(block)
 
     def kept(self, chain: Sequence[int], held: int) -> int:
-        """How many of a prompt's first `held` blocks are left when all requests that were sent have started."""
+        """How many of a prompt's first `held` blocks remain cached once all requests sent so far have started."""
         if not self._coming or not held:
             return held
         missing = self._taken() - (self._room - len(self._blocks) - len(self._sent) + len(self._coming))
@@ -82,10 +82,10 @@ class EvictionOrder:
         return next((place for place, block in enumerate(chain[:held]) if block in gone), held)
 
     def _taken(self) -> int:
-        """Blocks that requests on the way will take: what they store, and one for the rest of the prompt."""
+        """Blocks that requests which are still storing will take: the rest of their full blocks, and a partial one."""
         taken = 0
         for request_id, sent in list(self._coming.items()):
-            if not taken:  # the engine is not further than here
+            if not taken:  # requests start in order: behind one that still needs blocks, none has started
                 start = sent.has
                 while sent.has < len(sent.chain) and sent.chain[sent.has] in self._blocks:
                     sent.has += 1
@@ -100,4 +100,4 @@ class EvictionOrder:
         """Assert that the tables agree."""
         used = Counter(block for sent in self._sent.values() for block in sent.chain[: sent.has])
         assert used == self._in_use, "blocks in use are not those of the requests"
-        assert self._coming.keys() <= self._sent.keys(), "a request that has left is on the way"
+        assert self._coming.keys() <= self._sent.keys(), "a request that has left still counts as storing"

@@ -1,7 +1,7 @@
-"""The loads of hundreds of replicas as columns of numbers, and the candidates of one decision among them.
+"""Replica loads as columns, one array per attribute, and the candidates of one decision over them.
 
-Pure. A decision then takes some operations on arrays instead of a loop in Python; `Candidate`s are made where somebody
-looks at them. Costs are in the policies.
+Pure. With hundreds of replicas a decision is then a few array operations instead of a Python loop; `Candidate`s are
+created on access. Costs are computed in the policies.
 """
 
 from array import array
@@ -21,7 +21,7 @@ Lengths = npt.NDArray[np.int64]
 
 
 def _numbers(load: ReplicaLoad) -> tuple[float, ...]:
-    """In the order of the attributes of `LoadColumns`."""
+    """One replica's value for each column, in the order of the attributes of `LoadColumns`."""
     cost = load.prefill_cost
     uncertain = UNCERTAIN * max(1, load.total_blocks - load.free_blocks)
     excess = load.requests + 1 - load.max_running_requests
@@ -52,19 +52,19 @@ def _numbers(load: ReplicaLoad) -> tuple[float, ...]:
 
 
 class LoadColumns:
-    """A number of each replica in each column; integers are exact, as they are far below 2 ** 53."""
+    """One array per load attribute, with one float per replica. Integers are exact: they are far below 2 ** 53."""
 
     def __init__(self, names: Sequence[str], loads: Sequence[ReplicaLoad]) -> None:
         self.names = names
-        self.ranks = np.argsort(np.argsort(names))  #: places in the order of names
-        #: A number is written to an array ten times as fast as to numpy's view of it.
+        self.ranks = np.argsort(np.argsort(names))  #: each replica's position among the sorted names
+        #: Writing a number to an `array` is ten times as fast as writing it to numpy's view of it.
         self._columns = [array("d", column) for column in zip(*map(_numbers, loads), strict=True)]
         (
             self.prompt_s,
             self.token_s,
             self.pair_s,
             self.context_s,
-            self.busy_until,  #: long past where nothing is queued
+            self.busy_until,  #: -inf where nothing is queued
             self.queued,
             self.running,
             self.requests,
@@ -76,11 +76,11 @@ class LoadColumns:
             self.occupied_blocks,
             self.uncertain_blocks,
             self.max_batched_tokens,
-            self.excess_requests,  #: with one more, beyond the slots
-            self.queues,  #: so many wait that a full replica is saturated
-            self.barred,  #: takes no new requests at all
-            self.room,  #: where it exceeds a prompt's blocks, nothing is in that prompt's way
-            self.running_step_s,  #: a decode step where something runs
+            self.excess_requests,  #: requests beyond the slots if one more is sent; at most 0 while a slot is free
+            self.queues,  #: 1 if so many requests wait that a full replica counts as saturated
+            self.barred,  #: 1 if the replica takes no new requests
+            self.room,  #: a prompt with fewer blocks than this has no obstacle and need not wait for memory or a slot
+            self.running_step_s,  #: duration of a decode step; 0 where nothing runs
             self.has_queue,
         ) = map(np.frombuffer, self._columns)
 
@@ -90,11 +90,11 @@ class LoadColumns:
 
     def check(self, place: int, load: ReplicaLoad) -> None:
         noted = tuple([column[place] for column in self._columns])
-        assert noted == _numbers(load), f"{noted} is noted of replica {place}, which has {_numbers(load)}"
+        assert noted == _numbers(load), f"{noted} is recorded for replica {place}, which has {_numbers(load)}"
 
 
 class CandidateColumns(ManyCandidates):
-    """All joined replicas as they stand for one prompt, by their place in the order of joining."""
+    """All joined replicas as candidates for one prompt, indexed by place in the order of joining."""
 
     def __init__(
         self,
@@ -107,10 +107,10 @@ class CandidateColumns(ManyCandidates):
         used: Mapping[str, int] | None,
         excluded: Collection[int],
     ) -> None:
-        """`doubted`: feeds that are not live. `extended`: expected prefixes longer than `held`. `used`: None where it
-        does not matter; replicas left out have none.
+        """`doubted`: feeds that are not live, by place. `extended`: expected prefixes longer than `held`. `used`: see
+        `Candidate.used_blocks`, 0 for replicas that are missing; None if no replica's memory is short.
         """
-        self.loads = loads  #: as of the decision: it changes later
+        self.loads = loads  #: valid only during the decision, as it changes later
         self.places = places
         self.excluded = excluded
         self.stale = [place for place, feed in doubted.items() if feed is STALE]
@@ -125,10 +125,10 @@ class CandidateColumns(ManyCandidates):
             self.used = np.zeros(len(views), np.int64)
             for replica, blocks in used.items():
                 self.used[places[replica]] = blocks
-            # Requests ahead take what is free, and evict what it holds; of a prompt its last blocks first.
+            # Requests ahead take free blocks and evict what these cache, starting with a prompt's last blocks.
             room = np.maximum(loads.spare_blocks, 0).astype(np.int64)
             self.expected = np.minimum(self.expected, self.used + room)
-        #: where a part of the prefix is still being computed
+        #: places of replicas where part of the prefix is still being computed
         self.ahead = [place for place in map(places.__getitem__, extended) if self.expected[place] > held[place]]
 
     def __len__(self) -> int:

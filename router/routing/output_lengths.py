@@ -1,21 +1,21 @@
-"""How many tokens requests generate, learned from those that finished.
+"""How many tokens requests generate, learned from finished requests.
 
-Pure: lengths come in, expectations go out. Knows no replicas and no prompts.
+Pure: lengths in, expectations out. Independent of replicas and prompts.
 
-Lengths are counted in buckets of powers of two, each count fading with every later request, so the distribution follows
-the traffic. What a request still generates depends on what it has generated: answers differ so much in length that one
-which is long already will most likely go on for long.
+Lengths are counted in buckets of powers of two. Each count decays with every later request, so the distribution follows
+the traffic. The expected remaining length depends on the tokens generated so far: answer lengths vary so widely that an
+answer that is already long will probably continue for long.
 """
 
 from collections.abc import Sequence
 
-#: What a request is assumed to generate before any has finished; later it counts like this many finished requests.
-#: Not measured.
+#: Assumed length while no request has finished; afterwards it weighs as much as PRIOR_REQUESTS finished requests. Not
+#: measured.
 TYPICAL_TOKENS = 128
 PRIOR_REQUESTS = 4.0
-#: Share of its weight that a finished request keeps with every later one: the last 500 count. Not tuned.
+#: Share of its weight that a finished request keeps with each later one: a memory of about 500 requests. Not tuned.
 FADING = 0.998
-#: Answers of 2^30 tokens and more count as that long.
+#: Answers of 2^29 tokens and more share the last bucket.
 _BUCKETS = 31
 
 
@@ -30,12 +30,12 @@ class OutputLengths:
     def __init__(self) -> None:
         self._counts = [0.0] * _BUCKETS
         self._sums = [0.0] * _BUCKETS  #: tokens of the requests in each bucket
-        self._weight = 1.0  #: of the next request: it grows, instead of all others fading
-        self._longest = 0  #: the last bucket that has had a request
+        self._weight = 1.0  #: weight of the next request; it grows, which is cheaper than scaling down all others
+        self._longest = 0  #: the highest bucket that has received a request
         self._remaining: list[float] | None = None
 
     def finished(self, tokens: int) -> None:
-        """A request ended by itself after so many tokens."""
+        """Count a request that ended by itself after this many tokens."""
         bucket = bucket_of(tokens)
         self._longest = max(self._longest, bucket)
         self._counts[bucket] += self._weight
@@ -48,15 +48,15 @@ class OutputLengths:
             self._weight = 1.0
 
     def remaining(self) -> Sequence[float]:
-        """Tokens that a request still generates in the mean, by the bucket of what it has generated; above 0."""
+        """Mean number of tokens still to come, by the bucket of the tokens generated so far; always above 0."""
         if self._remaining is None:
             self._remaining = self._conditional()
         return self._remaining
 
     def ends_per_step(self, generated: Sequence[int], running: int) -> float:
-        """Running requests that end in a decode step, in the mean. `generated`: how many are in each bucket.
+        """Mean number of running requests that end in a decode step. `generated`: number of requests in each bucket.
 
-        Those that are in no bucket count as new ones.
+        Running requests that no bucket counts are taken as new.
         """
         remaining = self.remaining()
         ends, counted = 0.0, 0
@@ -67,13 +67,13 @@ class OutputLengths:
         return ends + max(0, running - counted) / remaining[0]
 
     def _conditional(self) -> list[float]:
-        """For a request in a bucket: half of the answers of its own bucket, and all longer ones, are longer than it.
+        """Mean remaining tokens by bucket, assuming that a request is in the middle of its bucket.
 
-        What an answer of its own bucket still adds is a quarter of the bucket's width in the mean.
+        Half of that bucket's answers are longer, by a quarter of its width on average; all in longer buckets are, too.
         """
         prior = PRIOR_REQUESTS * self._weight
         found = [float(TYPICAL_TOKENS)] * _BUCKETS
-        count = total = 0.0  # of the longer buckets
+        count = total = 0.0  # over all longer buckets
         for bucket in reversed(range(self._longest + 1)):
             width = (1 << bucket) // 2
             at = 1.5 * width

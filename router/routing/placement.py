@@ -1,8 +1,7 @@
-"""What one router knows of its replicas when it places a request: what each holds and will hold, its load, and how
-far its events can be trusted. Asks the policy and books its decision.
+"""One router's state for placing requests: each replica's held and expected blocks, its load and its feed's state.
 
-Pure: hashes and times come in. Knows no flow of requests and no tokens; `homing simulate` runs this code over modelled
-replicas.
+Calls the policy and books its decisions. Pure: hashes and times are arguments. Independent of the request flow and of
+tokens; `homing simulate` runs this code over modelled replicas.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableSequence, Sequence
@@ -18,13 +17,13 @@ from .prefix_index import PrefixIndex, ReplicaBlocks
 from .replica_load import LoadBook, Pending, ReplicaLoad
 from .reservations import CountsByBlock, Reservations, common_prefix
 
-#: An engine that is not ours may announce what it has computed for a request after the request's last token, as events
-#: have a way of their own. A lost one is noticed and asked for within a second (events/follow/subscription.py).
+#: An external engine may announce a request's blocks after its last token, as events travel separately. A lost event is
+#: detected and requested again within a second (events/follow/subscription.py).
 ANNOUNCED_WITHIN_S = 1.0
 
 
 class Placement:
-    """Index, reservations, loads and feeds of the joined replicas, kept in step with each other."""
+    """Index, reservations, loads and feeds of the joined replicas, kept consistent with each other."""
 
     def __init__(self, policy: Policy, *, loads: LoadBook, reservations: Reservations, rng: Random) -> None:
         self.index = PrefixIndex()
@@ -32,16 +31,16 @@ class Placement:
         self.loads = loads
         self.reservations = reservations
         self._rng = rng
-        self._orders: dict[str, EvictionOrder] = {}  #: of engines that are not ours
-        #: by request that such an engine has computed and not announced: where, the last block, how long that counts
+        self._orders: dict[str, EvictionOrder] = {}  #: for external engines only
+        #: requests whose blocks an external engine has computed but not announced: replica, last block, expiry time
         self._unannounced: dict[int, tuple[str, int, float]] = {}
         self._in_flight: dict[str, dict[int, Sequence[int]]] = {}  #: by replica and request: the prompt's blocks
-        self._at_first_block = CountsByBlock[str]()  #: replicas of those
-        #: how far the events of each joined replica can be trusted; `trust` changes it
+        self._at_first_block = CountsByBlock[str]()  #: for each first block of those prompts, their replicas
+        #: how far each joined replica's events can be trusted; changed by `trust`
         self.feeds: dict[str, FeedState] = {}
-        self._doubted: set[str] = set()  #: those whose feed is not live
-        #: of engines with rules of their own (router/replicas/external/hit_rules.py): the leading blocks of a prompt
-        #: that are cached, and which of them are in slower memory; None: those of the index, all in GPU memory
+        self._doubted: set[str] = set()  #: replicas whose feed is not live
+        #: for engines with rules of their own (router/replicas/external/hit_rules.py): the number of a prompt's leading
+        #: blocks that are cached, and those of them in slower memory. None: the index applies, all in GPU memory
         self.hit_rules: dict[str, Callable[[Sequence[int]], tuple[int, SlowerBlocks] | None]] = {}
 
     def __contains__(self, replica: object) -> bool:
@@ -53,8 +52,8 @@ class Placement:
     # Replicas
 
     def join(self, description: ReplicaDescription, now: float) -> None:
-        """A replica can be sent requests; its events are not followed yet."""
-        # Engines that are not ours do not promise to keep a block's parents.
+        """Add a replica that can take requests but whose events are not followed yet."""
+        # External engines do not guarantee that a cached block's parents are cached.
         self.index.join(description.replica_id, description.num_blocks, closed=not description.foreign)
         self.loads.join(description, now)
         self.policy.join(description)
@@ -64,7 +63,7 @@ class Placement:
         self.trust(description.replica_id, FeedState.SYNCING)
 
     def leave(self, replica: str) -> None:
-        """A replica is gone, with all that it held and would have held."""
+        """Remove a replica with its held and expected blocks."""
         self._announced(replica, everything=True)
         self.index.leave(replica)
         self.loads.leave(replica)
@@ -78,7 +77,7 @@ class Placement:
         del self.feeds[replica], self._in_flight[replica]
 
     def trust(self, replica: str, feed: FeedState) -> None:
-        """How far the events of a joined replica can be trusted."""
+        """Set how far a joined replica's events can be trusted."""
         self.feeds[replica] = feed
         (self._doubted.discard if feed is LIVE else self._doubted.add)(replica)
 
@@ -87,7 +86,7 @@ class Placement:
         self.policy.report(replica, report)
 
     def blocks_of(self, replica: str) -> ReplicaBlocks:
-        """Where the subscription that follows the replica stores its blocks: the index, and a policy's own books."""
+        """The store for the replica's subscription: the index, and the policy if it tracks blocks itself."""
         if type(self.policy).stored is Policy.stored:
             return ReplicaBlocks(self.index, replica)
         return _ObservedBlocks(self.index, replica, self.policy)
@@ -106,7 +105,7 @@ class Placement:
         self.policy.removed(replica, blocks)
 
     def computed(self, replica: str, chain: Sequence[int]) -> None:
-        """An engine that announces nothing has computed a prompt, and evicted what it probably has no memory for."""
+        """An engine without events has computed a prompt; drop the blocks for which it probably has no memory left."""
         order = self._orders[replica]
         self.stored(replica, [block for block in chain if block not in order])
         self.removed(replica, order.surplus())
@@ -119,14 +118,14 @@ class Placement:
         self.policy.reset(replica, blocks)
 
     def _announced(self, replica: str, *, everything: bool = False) -> None:
-        """The engine has announced more: such blocks are held, or evicted again, and no longer expected."""
+        """Release requests whose last block the engine has announced: their blocks are no longer just expected."""
         for request_id, (where, block, _) in tuple(self._unannounced.items()):
             if where == replica and (everything or block in self._orders[replica]):
                 del self._unannounced[request_id]
                 self.reservations.release(request_id)
 
     def expire(self, now: float) -> None:
-        """Drop what is expected for too long."""
+        """Drop expected blocks that are overdue."""
         self.reservations.expire(now)
         for request_id, (_, _, until) in tuple(self._unannounced.items()):
             if until <= now:
@@ -138,9 +137,9 @@ class Placement:
     def candidates(
         self, keys: Sequence[int], excluded: Collection[str], now: float, *, usable: int | None = None
     ) -> Candidates:
-        """Every joined replica as it stands for a prompt whose full blocks are `keys`.
+        """Every joined replica as a candidate for the prompt whose full blocks are `keys`.
 
-        `usable`: blocks before the prompt's last token, which is always computed; None: all.
+        `usable`: number of blocks before the prompt's last token, which is always computed; None: all.
         """
         views = self.loads.views(now)
         used: dict[str, int] | None = None
@@ -155,7 +154,7 @@ class Placement:
             extended = self.reservations.extended(lambda replica: held[places[replica]], keys)
             doubted = {places[replica]: self.feeds[replica] for replica in self._doubted}
             barred = [places[replica] for replica in excluded if replica in places]
-            # A copy, as the table of a decision is computed when somebody looks at it, after later changes.
+            # A copy, because a decision's table may be computed after later changes.
             return CandidateColumns(columns, places, views.copy(), doubted, held, extended, used, barred)
         return self._each_candidate(keys, excluded, views, used, usable)
 
@@ -176,7 +175,7 @@ class Placement:
         for replica, blocks in extended.items():
             expected[places[replica]] = blocks
         if used is not None:
-            # Requests ahead take what is free, and evict what it holds; of a prompt its last blocks first.
+            # Requests ahead take free blocks and evict what these cache, starting with a prompt's last blocks.
             for place, (replica, load) in enumerate(zip(places, views, strict=True)):
                 expected[place] = min(expected[place], used.get(replica, 0) + max(0, load.spare_blocks))
         return [
@@ -194,7 +193,7 @@ class Placement:
         ]
 
     def _apply_hit_rules(self, held: MutableSequence[int], keys: Sequence[int]) -> dict[str, SlowerBlocks]:
-        """Put what such engines would find into `held`; returns what of it they have to load."""
+        """Write the hits of engines in `hit_rules` to `held`; returns the blocks that each must load."""
         slower: dict[str, SlowerBlocks] = {}
         for replica, hit_of in self.hit_rules.items():
             if (hit := hit_of(keys)) is not None:
@@ -202,7 +201,7 @@ class Placement:
         return slower
 
     def _used_blocks(self, replica: str, keys: Sequence[int]) -> int:
-        """How many leading blocks of a prompt the requests in flight there use."""
+        """Number of the prompt's leading blocks that requests in flight there use."""
         chains = self._in_flight[replica]
         if not chains or not len(keys):
             return 0
@@ -218,22 +217,22 @@ class Placement:
         return self.policy.decide(prompt, candidates, self._rng)
 
     def rank(self, prompt: Prompt) -> float:
-        """The place of a request that begins to wait, among its tenant's: the lowest goes first."""
+        """Sort key of a request that starts waiting, among its tenant's requests: the lowest goes first."""
         held = self.index.lengths(prompt.hashes)
         self._apply_hit_rules(held, prompt.hashes)
         uncached = max(1, prompt.tokens - max(held, default=0) * prompt.block_size)
-        # Any replica's cost will do: it only weighs one prompt against another.
+        # Any replica's cost will do: the key only compares prompts with each other.
         costs = [self.loads.view(replica, prompt.now).prefill_cost for replica in self.loads.replicas()[:1]]
         return self.policy.rank(
             prompt, uncached, sum([cost.seconds(prompt.tokens - uncached, uncached) for cost in costs])
         )
 
     def explain(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Explanation:
-        """The table of the decision that `decide` would take. Changes nothing."""
+        """The table of the decision that `decide` would take. Changes no state."""
         return explanation_of(self.policy.consider(prompt, candidates, Random(0)))
 
     def book(self, request_id: int, decision: Decision, keys: Sequence[int], now: float) -> None:
-        """The request goes to the chosen replica: its blocks are expected there, its uncached tokens are load."""
+        """Book a request on the chosen replica: its blocks become expected, its uncached tokens count as load."""
         chosen = decision.chosen
         assert chosen is not None, "a decision without a replica cannot be booked"
         uncached = decision.uncached_tokens
@@ -255,7 +254,7 @@ class Placement:
         self.policy.started(replica, request_id)
 
     def ended(self, replica: str, request_id: int, computed_at: float | None = None) -> None:
-        """The request has left the replica, which has computed all of its prompt, or perhaps not (None)."""
+        """The request has left the replica. `computed_at`: when all of its prompt was computed; None: perhaps never."""
         chain = self._forget(replica, request_id)
         order = self._orders.get(replica)
         if order is not None and computed_at is not None and len(chain) and chain[-1] not in order:
@@ -268,14 +267,14 @@ class Placement:
         self.policy.ended(replica, request_id)
 
     def _forget(self, replica: str, request_id: int) -> Sequence[int]:
-        """The request is in flight no longer. Returns its blocks; none if it, or the replica, is gone already."""
+        """Drop a request in flight and return its blocks; none if it or the replica is already gone."""
         keys = self._in_flight.get(replica, {}).pop(request_id, ())
         if len(keys):
             self._at_first_block.remove(keys[0], replica)
         return keys
 
     def finished(self, tokens: int) -> None:
-        """A request ended by itself after generating so many tokens, over all its replicas."""
+        """A request ended by itself after generating this many tokens on all its replicas together."""
         self.loads.finished(tokens)
 
     def check(self) -> None:
@@ -287,12 +286,12 @@ class Placement:
         prompts = [(keys, name) for name, chains in self._in_flight.items() for keys in chains.values() if len(keys)]
         self._at_first_block.check([(keys[0], name) for keys, name in prompts])
         doubted = {replica for replica, feed in self.feeds.items() if feed is not LIVE}
-        assert self._doubted == doubted, f"{self._doubted} are noted as not live, {doubted} are not"
+        assert self._doubted == doubted, f"{self._doubted} are recorded as not live, but {doubted} are not live"
         assert tuple(self.feeds) == self.loads.replicas() == tuple(self.index.places), "replicas or their order differ"
 
 
 def regret_tokens(prompt: Prompt, candidates: Candidates, decision: Decision) -> int:
-    """Tokens that the chosen replica computes and the best holder would not have."""
+    """Tokens that the chosen replica computes but the best holder with a live feed would not have had to."""
     assert decision.chosen is not None, "nothing was chosen"
     if isinstance(candidates, list):
         best = max([each.expected_blocks if each.feed is LIVE else 0 for each in candidates])
@@ -303,7 +302,7 @@ def regret_tokens(prompt: Prompt, candidates: Candidates, decision: Decision) ->
 
 
 def known_tokens(prompt: Prompt, candidates: Candidates) -> int:
-    """The longest prefix that some replica holds or will hold: all of the prompt, if those are all its full blocks."""
+    """Tokens of the longest prefix that any replica holds or will hold; all tokens if that covers every full block."""
     if isinstance(candidates, list):
         blocks = max([max(each.held_blocks, each.expected_blocks) for each in candidates], default=0)
     else:
@@ -312,7 +311,7 @@ def known_tokens(prompt: Prompt, candidates: Candidates) -> int:
 
 
 class _ObservedBlocks(ReplicaBlocks):
-    """One replica's blocks in the index, whose changes the policy sees too."""
+    """One replica's blocks in the index; also passes their changes to the policy."""
 
     def __init__(self, index: PrefixIndex, replica: str, policy: Policy) -> None:
         super().__init__(index, replica)

@@ -1,12 +1,12 @@
 """Prefill cost of each replica, fitted to the measurements of all replicas of the model.
 
-Pure: sums and times come in. Knows nothing of queues, nor of where a request should go.
+Pure: sums and times are arguments. Independent of queues and of the choice of a replica.
 
-Replicas on one kind of machine cost the same, but the steps of a single one cover only what it happened to compute:
-they say little about a prompt ten times as long, and a replica that seemed slow for a moment gets no requests, so it is
-not measured again. So a replica's cost is the parts that fit the steps of all replicas, times a factor of its own: how
-much longer its steps took. As its evidence becomes thin or old, the factor goes to 1; then the replica is tried again,
-and its new steps count for more than its old ones.
+Replicas on the same kind of machine cost the same, but a single replica's steps cover only the prompts that it happened
+to compute. They say little about a prompt ten times as long, and a replica that briefly seemed slow gets no requests,
+so it is not measured again. Therefore a replica's cost is a common cost, fitted to the steps of all replicas, times its
+own factor: how much longer its steps took. As a replica's evidence becomes thin or old, its factor approaches 1; it
+then gets requests again, and its new steps count for more than its old ones.
 """
 
 from dataclasses import dataclass
@@ -15,30 +15,30 @@ from math import exp, inf, log
 from ...events.load_report import FADING, SUMS, are_possible, fit, scaled, slowness, steps_of
 from ...events.wire.messages import PrefillCost
 
-#: A report of more steps than this counts as this many, by their mean.
+#: A report of more steps than this counts as this many steps with the same mean.
 _MEMORY_STEPS = 1 / (1 - FADING)
-#: Seconds by which a replica's evidence may be older than the newest until it has lost 63 % of its weight. Not tuned.
+#: Evidence this many seconds older than the newest replica's has lost 63 % of its weight. Not tuned.
 MEMORY_S = 60.0
-#: The prior "as fast as the others" weighs as much as so many steps. Not tuned.
+#: Weight, in steps, of the prior that a replica is as fast as the others. Not tuned.
 DRAW_STEPS = 3.0
-#: Random difference of a replica's steps from the others', as a logarithm; a factor well below it counts as 1.
-#: Not tuned.
+#: Random deviation of a replica's steps from the others', as a logarithm; factors well within it count as 1. Not tuned.
 ALIKE = 0.25
-#: Iterations per fit: parts and factors depend on each other. Each fit starts from the last one's factors.
+#: Iterations per fit, because the common cost and the factors depend on each other. Each fit starts from the previous
+#: factors.
 ROUNDS = 2
 
 
 @dataclass(slots=True)
 class _Member:
-    moved_at: float  #: when its sums changed last
+    moved_at: float  #: when its sums last changed
     tokens_per_s: float
-    totals: list[float]  #: as reported last, since its start
-    recent: list[float]  #: the same, faded
+    totals: list[float]  #: sums since its start, as last reported
+    recent: list[float]  #: sums with older steps decayed
     factor: float = 1.0
 
 
 class CostPool:
-    """Evidence of all replicas that report any."""
+    """The step measurements of all replicas that report them, and the costs fitted to these."""
 
     def __init__(self) -> None:
         self._members: dict[str, _Member] = {}
@@ -48,9 +48,9 @@ class CostPool:
         self._members.pop(replica, None)
 
     def report(self, replica: str, totals: list[float], tokens_per_s: float, now: float) -> None:
-        """Sums of all its steps since its start, and its plain rate."""
+        """Add a replica's report: the sums of all its steps since its start, and its mean rate."""
         if len(totals) != SUMS or not 0 < tokens_per_s < inf:
-            return  # of a version with other sums, or nonsense: its own reported cost is used
+            return  # another version's sums, or invalid: the cost that the replica reports itself is used
         member = self._members.get(replica)
         if member is not None and totals == member.totals:
             return
@@ -68,7 +68,7 @@ class CostPool:
         self._changed = True
 
     def costs(self) -> dict[str, PrefillCost]:
-        """By replica that reported; empty when nothing was learned since the last call."""
+        """Fitted cost of each replica that reported; empty if nothing changed since the last call."""
         if not self._changed or not self._members:
             return {}
         self._changed = False
@@ -84,13 +84,13 @@ class CostPool:
         return {name: shape.times(member.factor) for name, member in self._members.items()}
 
     def _shape(self, evidence: dict[str, list[float]]) -> PrefillCost:
-        """The parts that fit all steps, each as if on a replica of factor 1."""
+        """The cost fitted to all steps, each scaled to a replica of factor 1."""
         alike = [scaled(evidence[name], member.factor) for name, member in self._members.items()]
         rate = sum([member.tokens_per_s * member.factor for member in self._members.values()]) / len(alike)
         return fit([sum(each) for each in zip(*alike, strict=True)], rate)
 
 
 def _trusted(slowness: float, steps: float) -> float:
-    """The factor, drawn towards 1 as far as so few steps justify."""
+    """The replica's factor: its slowness, drawn towards 1 if it is close to 1 or few steps support it."""
     apart = log(slowness)
     return exp(apart * apart * apart / (apart * apart + ALIKE * ALIKE) * steps / (steps + DRAW_STEPS))

@@ -1,13 +1,13 @@
-"""Which replicas hold which blocks, and how long a prefix of a prompt each of them holds.
+"""Which replicas hold which blocks, and how long a prefix of a prompt each replica holds.
 
-Pure state: no sockets, no clock, no tokens. Knows neither load nor expected blocks (reservations.py). Blocks are named
-by their wire hash: as a hash names its whole prefix, one flat dict serves for the tree. This is the router's only copy
-of what replicas hold; subscriptions change it through `ReplicaBlocks`.
+Pure state: no sockets, no clock, no tokens. Independent of load and of expected blocks (reservations.py). Blocks are
+identified by their wire hash. A hash identifies its whole prefix, so one flat dict replaces a tree. The router has no
+other copy of what replicas hold; subscriptions change this one through `ReplicaBlocks`.
 
-A replica's prefix ends at its first missing block. Our own replicas keep what they hold prefix-closed
-(kvcache/prefix_cache.py asserts it, and heartbeats prove that the index holds the same), so a held block implies all
-before it, and the end is found by bisection. A replica that does not promise it (`closed=False`, foreign engines) is
-walked block by block, which is exact wherever a hole came from.
+A replica's prefix ends at its first missing block. Our own replicas hold prefix-closed sets (kvcache/prefix_cache.py
+asserts it, and heartbeats prove that the index holds the same), so a held block implies all blocks before it, and
+bisection finds the end. For replicas without that guarantee (`closed=False`, external engines) the lookup goes block by
+block, which is exact whatever caused a hole.
 """
 
 import logging
@@ -22,49 +22,49 @@ from ...events.follow.block_set import Digest
 
 log = logging.getLogger(__name__)
 
-#: Sets of replicas that are kept once for all their blocks. One more and they are all forgotten: blocks that have them
-#: keep them, later ones get copies, which costs memory and nothing else.
+#: Number of interned replica sets. Beyond it the intern table is cleared: existing blocks keep their sets, later blocks
+#: get copies, which costs only memory.
 MAX_SHARED_SETS = 4096
-#: Places at which a prompt is sampled to decide whether bisection pays: it does if two neighbours have equal sets.
+#: Positions at which a prompt is sampled to decide whether bisection pays: it does if two neighbours have equal sets.
 PROBES = 64
 #: Blocks that a walk reads at once.
 STRETCH = 512
-#: With more replicas whose prefixes end at one block, numpy puts them in their places faster than a loop.
+#: If more replicas than this share the end of their prefix, numpy writes their lengths faster than a loop.
 GROUP = 24
 
-#: Where a prefix ends, in blocks, and the bits of the replicas whose prefix ends there.
+#: The length of a prefix in blocks, and the bits of the replicas whose prefix has this length.
 _End = tuple[int, int]
 
 
 class PrefixIndex:
-    """Block hash to set of replicas; a set is an int with one bit per replica."""
+    """Maps block hashes to sets of replicas; a set is an int with one bit per replica."""
 
     def __init__(self) -> None:
-        #: no entry is 0: a block without a holder has none
+        #: sets are never empty: a block without holders has no entry
         self._holders: dict[int, int] = {}
         self._bits: dict[str, int] = {}
         #: each replica's place in the order of joining
         self.places: dict[str, int] = {}
-        self._places_of_bits = array("q")  #: the same by the number of the bit
-        #: replicas with their bits and places, by the place of the bit
+        self._places_of_bits = array("q")  #: the same places, by bit number counted from 0
+        #: each replica's name, bit and place, by `bit.bit_length()`
         self._names: dict[int, tuple[str, int, int]] = {}
-        #: sets of several replicas, each as the one object that blocks share: of 512 replicas it takes 96 bytes
+        #: interned sets of several replicas, shared by blocks: a set of 512 replicas takes 96 bytes
         self._shared: dict[int, int] = {}
         #: bits of all replicas
         self._known = 0
         #: bits of the replicas whose residency is prefix-closed
         self._closed = 0
         self._counts: dict[str, int] = {}
-        #: by replica: XOR of the blocks that it holds, as heartbeats carry it
+        #: by replica: XOR of the hashes of its blocks, as in heartbeats
         self._xors: dict[str, int] = {}
         self._capacity: dict[str, int] = {}
-        #: blocks announced beyond a replica's own capacity, and not taken: memory stays bounded whatever it says
+        #: blocks ignored because a replica announced more than its capacity: bounds memory whatever replicas announce
         self.dropped = 0
 
     def join(self, replica: str, capacity: int, *, closed: bool) -> None:
-        """Let a replica hold up to `capacity` blocks. `closed`: with a block it always holds the blocks before it."""
+        """Add a replica of at most `capacity` blocks. `closed`: the set of its blocks is always prefix-closed."""
         assert replica not in self._bits, f"{replica} has joined the index already"
-        bit = ~self._known & (self._known + 1)  # lowest free one, so that masks stay small
+        bit = ~self._known & (self._known + 1)  # the lowest free bit, so that masks stay small
         self._known |= bit
         self._bits[replica] = bit
         self._number()
@@ -74,7 +74,7 @@ class PrefixIndex:
             self._closed |= bit
 
     def leave(self, replica: str) -> None:
-        """Forget a replica and all that it holds."""
+        """Remove a replica and all its blocks."""
         self.clear(replica)
         bit = self._bits.pop(replica)
         self._known ^= bit
@@ -85,12 +85,12 @@ class PrefixIndex:
     def _number(self) -> None:
         self.places = {replica: place for place, replica in enumerate(self._bits)}
         self._names = {bit.bit_length(): (name, bit, self.places[name]) for name, bit in self._bits.items()}
-        self._places_of_bits = array("q", [0]) * (self._known.bit_length() + 7)  # of whole octets
+        self._places_of_bits = array("q", [0]) * (self._known.bit_length() + 7)  # rounded up to whole octets
         for number, (_, _, place) in self._names.items():
             self._places_of_bits[number - 1] = place
 
     def add(self, replica: str, hashes: Iterable[int]) -> None:
-        """The replica holds these blocks now; those that it held already stay as they are."""
+        """Add blocks to those that the replica holds; blocks that it already holds are ignored."""
         bit, holders, share = self._bits[replica], self._holders, self._shares()
         room = before = self._capacity[replica] - self._counts[replica]
         digest = self._xors[replica]
@@ -110,7 +110,7 @@ class PrefixIndex:
         self._xors[replica] = digest
 
     def remove(self, replica: str, hashes: Iterable[int]) -> None:
-        """The replica holds these blocks no longer; unknown ones are ignored."""
+        """Remove blocks that the replica no longer holds; blocks that it did not hold are ignored."""
         bit, holders, share, gone = self._bits[replica], self._holders, self._shares(), 0
         digest = self._xors[replica]
         for block in hashes:
@@ -127,7 +127,7 @@ class PrefixIndex:
         self._xors[replica] = digest
 
     def clear(self, replica: str) -> None:
-        """The replica holds nothing. Walks the whole index: 50 ns a block, and rare."""
+        """Remove all blocks of the replica. Walks the whole index, at 50 ns per block; rare."""
         if self._counts[replica]:
             bit, share = self._bits[replica], self._shares()
             self._holders = {
@@ -138,7 +138,7 @@ class PrefixIndex:
             self._counts[replica] = self._xors[replica] = 0
 
     def reset(self, replica: str, hashes: Iterable[int]) -> None:
-        """The replica holds exactly these blocks."""
+        """Replace the replica's blocks with exactly these."""
         self.clear(replica)
         self.add(replica, hashes)
 
@@ -147,11 +147,11 @@ class PrefixIndex:
         return dict(zip(self._bits, self.lengths(hashes), strict=True))
 
     def lengths(self, hashes: Sequence[int]) -> "array[int]":
-        """The same in the order of joining: cheaper if there are hundreds of replicas."""
+        """Like `match`, as an array in the order of joining, which is cheaper with hundreds of replicas."""
         return self._spread(self._ends(hashes))
 
     def longest(self, hashes: Sequence[int], replica: str) -> tuple[int, int]:
-        """The longest prefix that any replica holds, and that of this one."""
+        """The longest prefix that any replica holds, and the longest that this one holds, in blocks."""
         bit, ends = self._bits[replica], self._ends(hashes)
         return max([place for place, holders in ends if holders]), max([end for end, held in ends if held & bit])
 
@@ -170,7 +170,7 @@ class PrefixIndex:
         return ends
 
     def _crowded(self, hashes: Sequence[int], holding: int) -> bool:
-        """Whether prefixes end so close to each other that halving would read most blocks, too."""
+        """Whether prefixes end so close together that bisection would read most blocks anyway."""
         get, before = self._holders.get, holding
         step = len(hashes) // PROBES
         for block in hashes[step::step]:
@@ -181,10 +181,10 @@ class PrefixIndex:
         return True
 
     def _bisect(self, hashes: Sequence[int], holding: int) -> list[_End]:
-        """The ends for replicas that hold the first block, by halving wherever the set of holders shrinks."""
+        """The ends of replicas that hold the first block, found by bisecting wherever the set of holders shrinks."""
         get = self._holders.get
         ends = []
-        # No replica holds anything behind the last block, so the end of a span needs no special case.
+        # (low, holders at low, high, holders at high): behind the last block there are none, so no case is special.
         spans = [(0, holding, len(hashes), 0)]
         while spans:
             low, holders, high, left = spans.pop()
@@ -201,10 +201,10 @@ class PrefixIndex:
         return ends
 
     def _walk(self, hashes: Sequence[int], holding: int) -> list[_End]:
-        """The ends for replicas that hold the first block, block by block.
+        """The ends of replicas that hold the first block, found block by block.
 
-        Most neighbours have the same set, which is mostly the same object: those are passed over without a step of
-        the interpreter. Equal sets that are two objects cost a step.
+        Most neighbours have the same set, usually the same object, and are skipped without an interpreter iteration.
+        Equal sets that are distinct objects cost one iteration.
         """
         get = self._holders.get
         ends = []
@@ -224,7 +224,7 @@ class PrefixIndex:
         return ends
 
     def _spread(self, ends: list[_End]) -> "array[int]":
-        """By place. Most replicas end at one block, and others in groups: only the rest costs a step each."""
+        """Prefix lengths by place. Most replicas share one end and others form groups; a loop handles only the rest."""
         common = max(ends, key=_replicas)
         found = array("q", common[:1]) * len(self._bits)
         names = self._names
@@ -242,7 +242,7 @@ class PrefixIndex:
         return found
 
     def _put_group(self, found: "array[int]", position: int, replicas: int) -> None:
-        import numpy as np  # takes 15 MB: only with so many replicas
+        import numpy as np  # not at the top: it takes 15 MB, and small fleets never get here
 
         octets = np.frombuffer(replicas.to_bytes((replicas.bit_length() + 7) // 8, "little"), np.uint8)
         bits = np.unpackbits(octets, bitorder="little").view(np.bool_)
@@ -253,7 +253,7 @@ class PrefixIndex:
         return bool(self._holders.get(block, 0) & self._bits[replica])
 
     def holders(self, hashes: Iterable[int]) -> dict[str, int]:
-        """How many of these blocks each replica holds; replicas that hold none are left out."""
+        """The number of these blocks that each replica holds; replicas that hold none are left out."""
         found: dict[str, int] = {}
         for mask, blocks in Counter(map(self._holders.get, hashes, repeat(0))).items():
             replicas = mask or 0
@@ -273,7 +273,7 @@ class PrefixIndex:
         return Digest(self._counts[replica], self._xors[replica])
 
     def unique(self) -> dict[str, int]:
-        """By replica: blocks that no other one holds. Walks the whole index, and is rare."""
+        """By replica: the number of blocks that only it holds. Walks the whole index; rare."""
         holders = Counter(self._holders.values())
         return {replica: holders[bit] for replica, bit in self._bits.items()}
 
@@ -283,30 +283,30 @@ class PrefixIndex:
     def check(self) -> None:
         known = sum(self._bits.values())
         assert known.bit_count() == len(self._bits), f"replicas share a bit: {self._bits}"
-        assert known == self._known, f"{self._known:#x} is noted of the bits {known:#x}"
+        assert known == self._known, f"{self._known:#x} is recorded, but the bits are {known:#x}"
         places = {replica: place for place, replica in enumerate(self._bits)}
         names = {bit.bit_length(): (replica, bit, places[replica]) for replica, bit in self._bits.items()}
-        assert (self._names, self.places) == (names, places), "a bit or a place has two names"
-        assert not self._closed & ~known, f"{self._closed:#x} names replicas that left"
+        assert (self._names, self.places) == (names, places), "the tables of bits or places are out of date"
+        assert not self._closed & ~known, f"{self._closed:#x} contains replicas that left"
         strays = [mask for mask in self._holders.values() if not mask or mask & ~known]
-        assert not strays, f"{len(strays)} masks are empty or name replicas that left"
+        assert not strays, f"{len(strays)} masks are empty or contain replicas that left"
         for replica, bit in self._bits.items():
             held = [block for block, mask in self._holders.items() if mask & bit]
             digest = Digest(len(held), reduce(xor, held, 0))
-            assert digest == self.digest(replica), f"{replica}: noted {self.digest(replica)}, holds {digest}"
+            assert digest == self.digest(replica), f"{replica}: recorded {self.digest(replica)}, holds {digest}"
             assert len(held) <= self._capacity[replica], f"{replica} holds {len(held)} of {self._capacity[replica]}"
 
     def _shares(self) -> Callable[[int, int], int]:
-        """Interns sets of several replicas: call the result with the set as key and as value."""
+        """A function that interns sets of several replicas: pass the set as key and as value."""
         if len(self._shared) > MAX_SHARED_SETS:
             self._shared = {}
         return self._shared.setdefault
 
 
 class ReplicaBlocks:
-    """One replica's blocks in the index: what its subscription changes, so that they are stored nowhere else.
+    """One replica's blocks in the index. Its subscription changes them here and stores no copy.
 
-    See `ResidentBlocks` (events/follow/residency.py).
+    Implements `ResidentBlocks` (events/follow/residency.py).
     """
 
     def __init__(self, index: PrefixIndex, replica: str) -> None:

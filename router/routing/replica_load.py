@@ -1,12 +1,12 @@
 """Load of each replica: its last report, plus the requests sent to it since that report.
 
-Pure state: the time comes in. Knows nothing of prefixes or of where a request should go.
+Pure state: the time is an argument. Independent of prefixes and of the choice of a replica.
 
 A report names the highest request id that it includes (`accepted`), so that no request is counted twice or missed
-between dispatch and report. Requests of other routers show in the next report, within a step.
+between dispatch and report. Requests of other routers appear in the next report, within a step.
 
-A replica reports nothing during a step, which may take most of a second. So its queue is kept as the time at which it
-will be empty.
+A replica sends no report during a step, which may take most of a second. The length of its queue is therefore stored as
+the time at which it will be empty.
 """
 
 from dataclasses import dataclass, field
@@ -23,16 +23,16 @@ from .prefill_costs import CostPool
 if TYPE_CHECKING:
     from .load_columns import LoadColumns
 
-#: A replica without progress for so many of its longest possible steps is stuck. Not tuned: a step's length is
-#: estimated, and other processes may take most of the machine.
+#: A replica without progress for this many of its longest possible steps is stuck. Not tuned: the length of a step is
+#: an estimate, and other processes may take most of the machine.
 STALLED_STEPS = 4
-#: Seconds between two fits of the pooled prefill costs: they change slowly, and each fit voids all views.
+#: Seconds between two fits of the pooled prefill costs: they change slowly, and each fit invalidates all views.
 PRICED_EVERY_S = 1.0
 
-#: With less than this share of its blocks to spare a replica is crowded; few prompts are that long. Not tuned.
+#: A replica with less than this share of its blocks to spare is crowded; few prompts are longer. Not tuned.
 CROWDED = 0.5
 
-#: From so many replicas on loads are kept as columns, too: with fewer, numpy's calls cost more than they save.
+#: From this many replicas on, loads are also stored as columns; with fewer, numpy's calls cost more than they save.
 MANY = 32
 
 #: Why a replica takes no new requests: it is about to leave, or its cache is being filled.
@@ -40,24 +40,24 @@ Rest = Literal["draining", "warming"]
 
 
 class Pending(msgspec.Struct, frozen=True, gc=False):
-    """A request sent to a replica that no report includes yet."""
+    """A dispatched request that no report includes yet."""
 
     uncached_tokens: int
-    blocks: int  #: free ones that it takes
-    prefill_s: float  #: to compute those tokens there
+    blocks: int  #: free blocks that it will take
+    prefill_s: float  #: seconds to compute `uncached_tokens` there
 
 
 class ReplicaLoad(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """One replica's load as policies see it."""
 
     running: int
-    waiting: int  #: reported, and on the way
-    queued_prefill_tokens: int  #: reported, and on the way
-    busy_until: float  #: when those are computed, by the router's clock; past or not, if there are none
+    waiting: int  #: reported and pending requests
+    queued_prefill_tokens: int  #: of reported and pending requests
+    busy_until: float  #: time on the router's clock when those are computed; meaningless if there are none
     decode_context_tokens: int
-    free_blocks: int  #: allocatable, less what is on the way
+    free_blocks: int  #: allocatable blocks, less those that pending requests need
     cached_free_blocks: int
-    spare_blocks: int  #: free ones that no waiting request and none on the way needs; below 0, so many are missing
+    spare_blocks: int  #: free blocks, less those that waiting and pending requests need; below 0: a shortage
     total_blocks: int
     prefill_tokens_per_s: float
     decode_step_s: float
@@ -68,9 +68,9 @@ class ReplicaLoad(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     warming: bool = False
     silent: bool = False
     pinned_blocks: int = 0
-    #: running requests that end in a decode step, in the mean, by what they have generated
+    #: mean number of running requests that end per decode step, given how much they have generated
     ends_per_step: float = 1 / TYPICAL_TOKENS
-    answer_tokens: float = TYPICAL_TOKENS  #: that a new request generates, in the mean
+    answer_tokens: float = TYPICAL_TOKENS  #: mean number of tokens that a new request generates
 
     @property
     def requests(self) -> int:
@@ -86,11 +86,11 @@ class ReplicaLoad(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 class _Replica:
     description: ReplicaDescription
     heard_at: float
-    moved_at: float  #: when its engine last made progress: publishers repeat the last report until it does
+    moved_at: float  #: when its engine last made progress; until it does, its publisher repeats the last report
     report: LoadReport | None = None
-    cost: PrefillCost | None = None  #: from the pool of all measurements; None: it has sent no sums
+    cost: PrefillCost | None = None  #: fitted to the measurements of all replicas; None: it has sent no sums
     rest: Rest | None = None
-    pending: dict[int, Pending] = field(default_factory=dict)  # ids rise, so insertion order is their order
+    pending: dict[int, Pending] = field(default_factory=dict)  # in order of ids, because ids rise
     pending_tokens: int = 0
     busy_until: float = 0.0
     pending_blocks: int = 0
@@ -102,22 +102,22 @@ class _Replica:
 
 
 class LoadBook:
-    """Loads of all joined replicas, as one router knows them."""
+    """Loads of all joined replicas, as one router sees them."""
 
     def __init__(self, router_id: str, silence_s: float, many: int = MANY) -> None:
         self._router_id = router_id
         self._many = many
         self._silence_s = silence_s
         self._replicas: dict[str, _Replica] = {}
-        #: In the order of joining; those of `_outdated` are not valid. Most requests change one replica and read all.
+        #: In the order of joining. Updated lazily (`_outdated`), as most requests change one replica and read all.
         self._views: list[ReplicaLoad] = []
         self._outdated: dict[str, _Replica] = {}
         self._columns: LoadColumns | None = None
-        self._oldest_move = inf  #: no replica's last progress is older
+        self._oldest_move = inf  #: lower bound of all replicas' `moved_at`
         self._any_silent = False
         self._pool = CostPool()
         self._lengths = OutputLengths()
-        #: Replicas whose memory is short, as of their last view: a decision looks closer while there are any.
+        #: Replicas short of memory, as of their last view. While there are any, candidates have `used_blocks`.
         self.crowded: set[str] = set()
         self._priced_at = -inf
 
@@ -125,7 +125,7 @@ class LoadBook:
         return replica in self._replicas
 
     def join(self, description: ReplicaDescription, now: float) -> None:
-        """A replica joins. Until its first report it counts as idle, with the rates of its warm-up."""
+        """Add a replica. Until its first report it counts as idle, with the rates measured at its warm-up."""
         assert description.replica_id not in self._replicas, f"{description.replica_id} has joined already"
         entry = _Replica(description, heard_at=now, moved_at=now, place=len(self._views))
         self._replicas[description.replica_id] = self._outdated[description.replica_id] = entry
@@ -150,7 +150,7 @@ class LoadBook:
         return self._replicas[replica].description
 
     def report(self, replica: str, report: LoadReport, now: float) -> None:
-        """The replica's own word; what it has accepted is on the way no longer."""
+        """Take a replica's report; requests that it has accepted are no longer pending."""
         entry = self._replicas[replica]
         before, entry.report = entry.report, report
         if before is None or (report.step, report.ts) != (before.step, before.ts):
@@ -158,7 +158,7 @@ class LoadBook:
         entry.heard_at = now
         self._outdated[replica] = entry
         entry.waiting_blocks = _waiting_blocks(report)
-        # Where nothing runs yet, what waits is about to.
+        # If nothing runs yet, the waiting requests are about to.
         running = max(1, report.running or report.waiting)
         entry.ends_per_step = self._lengths.ends_per_step(report.running_generated, running)
         entry.answer_tokens = self._lengths.remaining()[0]
@@ -178,7 +178,7 @@ class LoadBook:
             entry.busy_until = now + _queued_s(entry, report) + on_the_way_s
 
     def heard(self, replica: str, now: float) -> None:
-        """Tokens are a sign of life too."""
+        """Tokens arrived, which prove that the replica makes progress."""
         entry = self._replicas[replica]
         entry.heard_at = entry.moved_at = now
 
@@ -192,19 +192,19 @@ class LoadBook:
         entry.in_flight.add(request_id)
 
     def uncached_tokens(self, replica: str, request_id: int) -> int:
-        """Of a request on its way; 0 of one that was not dispatched here, as those that warm a replica up."""
+        """Uncached tokens of a pending request; 0 for requests not dispatched here, such as those of a warm-up."""
         sent = self._replicas[replica].pending.get(request_id)
         return 0 if sent is None else sent.uncached_tokens
 
     def started(self, replica: str, request_id: int) -> None:
-        """The request's first token arrived: it is prefilled, whatever the last report says."""
+        """The request's first token arrived, so it is no longer pending, whatever the last report says."""
         self._arrive(replica, request_id)
 
     def ended(self, replica: str, request_id: int) -> None:
-        """The request has left the replica. Does nothing if it, or the replica, is gone already."""
+        """The request has left the replica. Does nothing if the request or the replica is already gone."""
         entry = self._replicas.get(replica)
         if entry is not None:
-            if (sent := self._arrive(replica, request_id)) is not None:  # no report will include it to correct this
+            if (sent := self._arrive(replica, request_id)) is not None:  # no later report will correct this
                 entry.busy_until -= sent.prefill_s
             entry.in_flight.discard(request_id)
 
@@ -218,7 +218,7 @@ class LoadBook:
         return sent
 
     def finished(self, tokens: int) -> None:
-        """A request ended by itself after generating so many tokens."""
+        """A request ended by itself after generating this many tokens."""
         self._lengths.finished(tokens)
 
     def rest(self, replica: str, rest: Rest | None) -> None:
@@ -235,9 +235,9 @@ class LoadBook:
         return now - self._replicas[replica].heard_at
 
     def stalled(self, now: float) -> list[str]:
-        """Replicas that have requests of ours and made no progress for longer than their steps can take.
+        """Replicas that have requests of this router and made no progress for longer than their steps can take.
 
-        None while no replica makes progress: then this router has been late, or there is nowhere else to send requests.
+        Empty while no replica makes progress: then this router itself is late, or no other replica could take requests.
         """
         if all(now - entry.moved_at > self._silence_s for entry in self._replicas.values()):
             return []
@@ -248,34 +248,34 @@ class LoadBook:
         return age_s > self._silence_s and age_s > STALLED_STEPS * _longest_step_s(entry)
 
     def _is_silent(self, entry: _Replica, now: float) -> bool:
-        # A replica with recent progress is neither silent nor stuck, and nearly all have some.
+        # Fast path for nearly all replicas: with recent progress, a replica is neither silent nor stuck.
         if now - entry.moved_at <= self._silence_s:
             return False
         return now - entry.heard_at > self._silence_s or self._is_stuck(entry, now)
 
     def view(self, replica: str, now: float) -> ReplicaLoad:
-        """The load for a decision made now."""
+        """One replica's load for a decision at time `now`."""
         self._renew(now)
         return self._views[self._replicas[replica].place]
 
     def views(self, now: float) -> list[ReplicaLoad]:
-        """All views, in the order of joining; the list changes with later calls, joins and leaves."""
+        """All views, in the order of joining. Later calls, joins and leaves change the returned list."""
         self._renew(now)
         return self._views
 
     def columns(self, now: float) -> "LoadColumns | None":
-        """All views as columns; None while there are few."""
+        """All views as columns; None with fewer than `many` replicas."""
         if len(self._views) < self._many:
             return None
         self._renew(now)
         if self._columns is None:
-            from .load_columns import LoadColumns  # numpy takes 15 MB: only where it pays
+            from .load_columns import LoadColumns  # not at the top: numpy takes 15 MB
 
             self._columns = LoadColumns(self.replicas(), self._views)
         return self._columns
 
     def _renew(self, now: float) -> None:
-        """Bring all views up to date: there may be hundreds, and most have not changed."""
+        """Recompute the outdated views. There may be hundreds of views, and most have not changed."""
         if now - self._priced_at >= PRICED_EVERY_S:
             self._price(now)
         if self._any_silent or now - self._oldest_move > self._silence_s:
@@ -291,7 +291,7 @@ class LoadBook:
         self._outdated.clear()
 
     def _listen(self, now: float) -> None:
-        """Notice who has fallen silent, or was heard again."""
+        """Mark replicas that became silent, or are no longer silent, as outdated."""
         self._oldest_move = min([entry.moved_at for entry in self._replicas.values()], default=inf)
         silent = [self._is_silent(entry, now) for entry in self._replicas.values()]
         self._any_silent = any(silent)
@@ -308,16 +308,16 @@ class LoadBook:
     def check(self) -> None:
         for replica, entry in self._replicas.items():
             stray = set(entry.pending) - entry.in_flight
-            assert not stray, f"{replica}: {len(stray)} requests on the way are not in flight"
+            assert not stray, f"{replica}: {len(stray)} pending requests are not in flight"
             ids = list(entry.pending)
-            assert ids == sorted(ids), f"{replica}: request ids do not rise: {ids}"
+            assert ids == sorted(ids), f"{replica}: request ids are not ascending: {ids}"
             tokens = sum(sent.uncached_tokens for sent in entry.pending.values())
             assert tokens == entry.pending_tokens, f"{replica}: {entry.pending_tokens} of {tokens} tokens are counted"
             blocks = sum(sent.blocks for sent in entry.pending.values())
             assert blocks == entry.pending_blocks, f"{replica}: {entry.pending_blocks} of {blocks} blocks are counted"
             view = self._views[entry.place]
             fresh = view if replica in self._outdated else _view(entry, view.silent)
-            assert view == fresh, f"{replica}: {view} is out of date, it is {fresh}"
+            assert view == fresh, f"{replica}: {view} is out of date, it should be {fresh}"
             if self._columns is not None and replica not in self._outdated:
                 self._columns.check(entry.place, view)
 
@@ -350,13 +350,13 @@ def _view(entry: _Replica, silent: bool) -> ReplicaLoad:
 
 
 def _decode_step_s(about: ReplicaDescription, report: LoadReport) -> float:
-    """As reported; where nothing runs, those steps are over, and the replica is as fast as at its warm-up again."""
+    """The reported duration; if nothing runs, at most that of the warm-up, as the reported steps are over."""
     last, first = report.decode_step_s, about.decode_step_s
     return min(last, first) if last and first and not report.running else last or first
 
 
 def _waiting_blocks(report: LoadReport) -> int:
-    """What the waiting requests need, as if they were like the running ones if the replica does not say."""
+    """Blocks that waiting requests need; if not reported, estimated from the mean of the running requests."""
     if report.waiting_blocks is not None:
         return max(0, report.waiting_blocks)
     used = max(0, report.total_blocks - report.free_blocks)
@@ -364,7 +364,7 @@ def _waiting_blocks(report: LoadReport) -> int:
 
 
 def _longest_step_s(entry: _Replica) -> float:
-    """A step of a full token budget, by the slower of the rates measured at its start and those it reports."""
+    """Seconds of a step with a full token budget, by the slower of the rates measured at start and those reported."""
     about, report = entry.description, entry.report
     rates = [about.prefill_tokens_per_s, report.prefill_tokens_per_s if report else 0.0]
     steps = [about.decode_step_s, report.decode_step_s if report else 0.0]

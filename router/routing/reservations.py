@@ -1,11 +1,11 @@
-"""Blocks that requests under way will leave on their replica, from dispatch until the request ends there.
+"""Blocks that requests in flight are expected to leave on their replica, from dispatch until the request ends there.
 
-Pure state: the time comes in. Without reservations a burst of requests with one prefix would scatter, as its first
-block is announced only after it was computed. Knows neither load nor held blocks (prefix_index.py): a held block may be
-expected, too, and is not evicted while its request runs.
+Pure state: the time is an argument. Without reservations, a burst of requests with a common prefix would scatter,
+because the prefix is announced only after it is computed. Independent of load and of held blocks (prefix_index.py): a
+held block may also be expected, and is not evicted while its request runs.
 
-A block is entered once, by the first request that expects it. Another request that expects it as well follows that
-request, and inherits its blocks when it ends first.
+Each block is entered once, by the first request that expects it. Every other request that expects the block is a
+follower of that request, and takes over the block if that request ends first.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,14 +16,14 @@ import msgspec
 
 
 class _Reservation(msgspec.Struct, eq=False):
-    """What one request will leave on its replica."""
+    """The blocks that one request will leave on its replica."""
 
     request_id: int
     replica: str
     chain: Sequence[int]  #: hashes of the whole prompt
-    start: int  #: place in it of the first block that was not held at dispatch
+    start: int  #: index in `chain` of the first block that was not held at dispatch
     expires: float
-    #: by request: who expects some of the same blocks. One entry each, or their number doubles with every release
+    #: requests that expect some of the same blocks. By id, so once each: a list would double with every release
     followers: dict[int, "_Reservation"] = {}
     over: bool = False
 
@@ -32,7 +32,7 @@ Label = TypeVar("Label", str, int)
 
 
 class CountsByBlock(Generic[Label]):
-    """How often each label stands at a block. A block without any has no entry."""
+    """Counts labels per block. A block without labels has no entry."""
 
     def __init__(self) -> None:
         self._counts: dict[int, dict[Label, int]] = {}
@@ -53,27 +53,27 @@ class CountsByBlock(Generic[Label]):
         return self._counts.get(block, ())
 
     def check(self, prompts: Iterable[tuple[int, Label]]) -> None:
-        """`prompts`: all that there are, a block and the label of each."""
+        """Assert that exactly these (block, label) pairs are counted."""
         expected = CountsByBlock[Label]()
         for block, label in prompts:
             expected.add(block, label)
-        assert self._counts == expected._counts, f"{self._counts} is noted of {expected._counts}"
+        assert self._counts == expected._counts, f"{self._counts} is recorded instead of {expected._counts}"
 
 
 class Reservations:
-    """Expected blocks by replica."""
+    """The expected blocks of each replica."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        #: A reservation can extend a prompt only if that shares its first expected block: by a chain's first block the
-        #: places at which reservations begin, and by the block there their replicas.
+        #: A reservation can extend a prompt only if the prompt contains its first expected block. Hence two tables: by
+        #: a chain's first block, the indices where reservations start; by the block at that index, their replicas.
         self._starts = CountsByBlock[int]()
         self._replicas = CountsByBlock[str]()
         self._expected: dict[str, dict[int, _Reservation]] = {}
-        self._by_request: dict[int, _Reservation] = {}  # in the order of expiry, as the timeout is one for all
+        self._by_request: dict[int, _Reservation] = {}  # in order of expiry, as all have the same timeout
 
     def reserve(self, request_id: int, replica: str, hashes: Sequence[int], start: int, now: float) -> None:
-        """Request `request_id`, whose prompt has these hashes, will compute those from `start` on at `replica`."""
+        """Request `request_id`, with these prompt hashes, will compute the blocks from `start` on at `replica`."""
         assert request_id not in self._by_request, f"request {request_id} has a reservation already"
         mine = _Reservation(request_id, replica, hashes, start, now + self._timeout_s)
         self._by_request[request_id] = mine
@@ -91,7 +91,7 @@ class Reservations:
             owner.followers[mine.request_id] = mine
 
     def release(self, request_id: int) -> None:
-        """The request is over, or has left its replica; harmless when it has no reservation."""
+        """Drop a request that ended or left its replica; does nothing if it has no reservation."""
         gone = self._by_request.pop(request_id, None)
         if gone is None:
             return
@@ -101,7 +101,7 @@ class Reservations:
         for block in gone.chain[gone.start :]:
             if expected.get(block) is gone:
                 del expected[block]
-        followers, gone.followers = gone.followers, {}  # which may follow each other: no garbage in circles
+        followers, gone.followers = gone.followers, {}  # followers may refer to each other: leave no reference cycle
         for follower in followers.values():
             if not follower.over:
                 self._enter(follower)
@@ -112,7 +112,7 @@ class Reservations:
             self._replicas.remove(gone.chain[gone.start], gone.replica)
 
     def expire(self, now: float) -> int:
-        """Forget what is overdue; says how many requests that concerned."""
+        """Drop overdue reservations; returns their number."""
         overdue = []
         for request_id, reservation in self._by_request.items():
             if reservation.expires > now:
@@ -123,7 +123,7 @@ class Reservations:
         return len(overdue)
 
     def leave(self, replica: str) -> None:
-        """The replica is gone, and with it all that was expected there."""
+        """Drop all reservations at a replica that left."""
         self._expected.pop(replica, None)
         for gone in [each for each in self._by_request.values() if each.replica == replica]:
             del self._by_request[gone.request_id]
@@ -131,11 +131,11 @@ class Reservations:
             self._uncount(gone)
 
     def extend(self, held: Mapping[str, int], hashes: Sequence[int]) -> dict[str, int]:
-        """Longest prefix that each replica holds or is expected to hold, given what it `held` for sure."""
+        """Longest prefix that each replica holds or is expected to hold, given the prefix that it certainly `held`."""
         return {**held, **self.extended(held.get, hashes)}
 
     def extended(self, held: Callable[[str], int | None], hashes: Sequence[int]) -> dict[str, int]:
-        """The same, only where it is longer than what is held; None: not of interest."""
+        """The same, only where it is longer than the held prefix. Replicas for which `held` is None are skipped."""
         found, end = {}, len(hashes)
         starts = self._starts.of(hashes[0]) if end else ()
         near = [replica for start in starts if start < end for replica in self._replicas.of(hashes[start])]
@@ -156,7 +156,7 @@ class Reservations:
     def check(self) -> None:
         wanted: dict[str, set[int]] = {}
         for request_id, held in self._by_request.items():
-            assert held.request_id == request_id, f"request {held.request_id} stands under {request_id}"
+            assert held.request_id == request_id, f"request {held.request_id} is stored under {request_id}"
             assert not held.over, f"request {request_id} is over and has a reservation"
             wanted.setdefault(held.replica, set()).update(held.chain[held.start :])
         alive = [each for each in self._by_request.values() if each.start < len(each.chain)]
@@ -165,11 +165,11 @@ class Reservations:
         for replica, expected in self._expected.items():
             assert expected.keys() == wanted.get(replica, set()), f"{replica}: expected blocks differ from those wanted"
             strays = [block for block, owner in expected.items() if owner.over or owner.replica != replica]
-            assert not strays, f"{replica}: {len(strays)} blocks are expected of no request"
+            assert not strays, f"{replica}: {len(strays)} expected blocks belong to no request"
 
 
 def common_prefix(one: Sequence[int], other: Sequence[int], same: int) -> int:
-    """Length of the common prefix of two chains that agree at place `same`, and so at all before it."""
+    """Length of the common prefix of two chains that agree at index `same`, and hence at all before it."""
     low, high = same, min(len(one), len(other))
     while high - low > 1:
         middle = (low + high) // 2

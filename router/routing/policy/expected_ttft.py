@@ -1,30 +1,28 @@
-"""Least expected time to first token, with cached prefixes and the cost to other requests counted.
+"""Chooses the replica with the least expected time to first token, counting cached prefixes and the cost to others.
 
-The cost of a replica is the expected TTFT there (base.py) plus the time that the choice takes from later requests:
-recomputing what another replica holds delays everyone who comes after. A queue that is busy a share b of the time turns
-a second of extra work into 1 / (1 - b) seconds in all; a request that comes while a replica is idle goes there and
-loses nothing. With b of that very replica, and a, the share of the time in which no replica is idle, the second term is
+A replica's cost is the expected TTFT there (base.py) plus the time that the choice costs later requests: recomputing
+blocks that another replica holds delays all later requests. If a queue is busy for a share b of the time, one second of
+extra work delays requests by 1 / (1 - b) seconds in total; a request that arrives while some replica is idle goes there
+and loses nothing. With b of the replica in question, and a the share of the time in which no replica is idle, the
+second term is
 
     (time to prefill this prompt here - time with the longest prefix that any replica holds) * a / (1 - b)
 
-Without it a loaded cluster becomes unstable: queues make holders look bad, so prefixes are recomputed, which makes
-queues. With b instead of a, prompts queue at holders beside idle replicas. With the mean b of all replicas, one that
-happens to hold many popular prefixes keeps them, as copies seem to cost as much where there is more time for them.
+Without this term a loaded cluster becomes unstable: queues make holders unattractive, so prefixes are recomputed, which
+makes more queues. With b in place of a, prompts queue at holders while other replicas are idle. With the mean b of all
+replicas, a replica that happens to hold many popular prefixes keeps them: copies seem as expensive on idler replicas.
 
-Where a replica has no unused memory left, what is computed there a second time evicts as much that may be asked for
-again: then EVICTED is added to the factor. Without that, copies of shared prefixes fill the memory until nothing else
-stays cached.
+If a replica has no unused memory, recomputing a prefix there evicts as many blocks that may be needed again. EVICTED is
+then added to the factor; without it, copies of shared prefixes fill the memory until nothing else stays cached.
 
-Answers count, too: all that run on a replica wait while a prefill is computed there, and this one will run at that
-replica's pace instead of the fastest one's. Both are weighed with the mean time to a first token over the mean time to
-a last one: so a choice that changes both by the same share costs nothing in sum. Where answers are short, the weight is
-limited to RUNNING.
+Answers count too: every running answer on a replica waits while a prefill is computed there, and the new answer will
+run at that replica's pace instead of the fastest one's. Both are weighted by the mean time to first token over the mean
+time to last token, so a choice that shifts both by the same share has no net cost. The weight is at most RUNNING, which
+matters when answers are short.
 
-Replicas whose cost lies within the estimate's own error of the least count as equal. Among them the least uncached
-tokens win, then the session's replica, then the fewest requests, then the fewest occupied blocks, then a random draw:
-never the position in a list.
-
-With hundreds of replicas most have no chance: among_many.py takes the same decision by operations on columns.
+Replicas whose cost exceeds the least by no more than the estimate's own error count as equal. Ties go to the fewest
+uncached tokens, then the session's replica, the fewest requests, the fewest occupied blocks and finally a random draw,
+never to a position in a list. For hundreds of replicas, among_many.py takes the same decision with array operations.
 """
 
 from collections import OrderedDict
@@ -43,57 +41,58 @@ if TYPE_CHECKING:
     from ..among_many import Fleet
     from ..load_columns import Numbers
 
-#: Estimates closer than this are equal: half a millisecond is below the jitter of any step. Not tuned by measurement.
+#: Costs count as equal within TIE_S plus TIE_RATIO of the least: half a millisecond is below the jitter of any step.
+#: Not tuned by measurement.
 TIE_S = 0.0005
 TIE_RATIO = 0.05
-#: Upper limit of both: an error in what the prompt itself takes is the same on all replicas. Simulated in seven cells
-#: of docs/simulate.md: 0.7 % less mean TTFT than without the limit, the same p99.
+#: Limit of the proportional part: an error in the prompt's own cost is the same on all replicas. Simulated in seven
+#: cells of docs/simulate.md: 0.7 % less mean TTFT than without the limit, the same p99.
 TIE_MOST_S = 0.05
 #: Decisions over which the busy shares are averaged (an older one has lost 63 % of its weight). Not tuned.
 BUSY_MEMORY = 100
-#: A share of 1 would make extra work cost infinitely much; an average over so many decisions cannot resolve more.
+#: Limit of busy shares: 1 would make extra work infinitely expensive, and the average resolves no more than this.
 #: Simulated in three cells of docs/simulate.md at 95 % of capacity: 0.95 gave 18, 1 and -3 % more mean TTFT.
 BUSY_LIMIT = 1 - 1 / BUSY_MEMORY
-#: Share of what a new block evicts that is asked for again, and computed again. Simulated on the cells `tune` of
+#: Share of evicted tokens that are needed again and recomputed. Simulated on the cells `tune` of
 #: tests/bench/routing_grid.py and on 13 of agents at 85 and 95 % of capacity: geometric means of mean TTFT there were
 #: 1.19, 0.65, 0.84, 0.59 and 0.63 s with 0, 0.3, 0.5, 0.8 and 1.5.
 EVICTED = 0.8
-#: Most that a second of an answer counts beside a second until a first token. Simulated on 16 cells of
+#: Highest weight of a second of an answer relative to a second of TTFT. Simulated on 16 cells of
 #: tests/bench/routing_grid.py, 600 requests each, as a constant of 0, 0.03 and 0.1: geometric means over the best
 #: peer's were 0.957, 0.946 and 0.967 for mean TTFT, 0.971, 0.956 and 1.038 for its p99, 1.059, 1.005 and 0.967 for the
 #: time to the last token.
 RUNNING = 0.03
-#: Mean times between two decisions that one of them may stand for: after a silence it says little. Not tuned.
+#: A decision's weight in the averages is limited to this many mean gaps: after a pause it says little. Not tuned.
 MOST_GAPS = 5.0
 SESSIONS_KEPT = 65_536
 
 
 @dataclass(slots=True, frozen=True)
 class Weights:
-    """What a decision counts beside the time to a first token, by how busy the replicas have been."""
+    """Weights of the costs besides TTFT, learned from recent decisions."""
 
-    #: by candidate: how often it has prefills queued, or no room, when a request comes (b)
+    #: by candidate: how often it has prefills queued, or no room, when a request arrives (b)
     busy: "Sequence[float] | Numbers"
-    all_busy: float  #: how often all are so (a)
-    running: float  #: of a second of an answer
+    all_busy: float  #: how often no usable candidate is idle when a request arrives (a)
+    running: float  #: of a second of an answer, relative to a second of TTFT
 
 
 class ExpectedTtft(Policy):
-    """Least expected time to first token, cached prefixes and the cost to other requests counted."""
+    """Least expected time to first token, counting cached prefixes and the cost to other requests."""
 
     name = "expected-ttft"
     prefers_columns = True
-    #: False: every prompt counts as uncached everywhere.
+    #: If False, every prompt counts as uncached on every replica.
     sees_cache = True
 
     def __init__(self, sessions_kept: int = SESSIONS_KEPT) -> None:
-        #: As in `Weights`, averaged over recent decisions.
+        #: See `Weights`; averages over recent decisions.
         self._busy: Sequence[float] | Numbers = ()
         self._all_busy = 0.0
-        self._ttft_s = self._answer_s = 0.0  #: expected times to a first and a last token, averaged over decisions
+        self._ttft_s = self._answer_s = 0.0  #: mean expected times to first and last token over recent decisions
         self._sessions_kept = sessions_kept
-        self._decided_at = self._gap_s = 0.0  #: time of the last decision, and the mean time between two
-        #: The replica, which may be gone, that each of the most recent sessions was sent to last.
+        self._decided_at = self._gap_s = 0.0  #: time of the last decision, and the mean time between decisions
+        #: The last replica of each of the most recent sessions; it may have left.
         self._sessions: OrderedDict[str | None, str] = OrderedDict()
 
     def consider(self, prompt: Prompt, candidates: Sequence[Candidate], rng: Random) -> Decision:
@@ -105,7 +104,7 @@ class ExpectedTtft(Policy):
         weights = self._weights(len(candidates))
         each = partial(EachCandidate, prompt, candidates, weights, self.obstacle, sees_cache=self.sees_cache)
         if not isinstance(candidates, list) and isinstance(candidates, ManyCandidates):
-            from ..among_many import Fleet  # numpy takes 15 MB: only where it pays
+            from ..among_many import Fleet  # not at the top: numpy takes 15 MB, and small fleets need none
 
             rated: EachCandidate | Fleet = Fleet(
                 prompt, candidates, weights, holds=self.holds_requests, sees_cache=self.sees_cache
@@ -117,7 +116,7 @@ class ExpectedTtft(Policy):
         return Decision(self.name, prompt, chosen, lambda: each().table(), reason), rated
 
     def leave(self, replica: str) -> None:
-        """Shares are by place, and places change: all start again from the mean, here as well as in `_weights`."""
+        """Reset all busy shares to their mean, as `_weights` does: they are stored by place, and places change."""
         del replica
         self._busy = [_mean(self._busy)]
 
@@ -147,7 +146,7 @@ class ExpectedTtft(Policy):
         return decision
 
     def _weight(self, now: float) -> float:
-        """Of what a decision sees, by the time since the last one: requests that come at once see each other only."""
+        """Weight of a decision in the averages, by the time since the last: a burst of requests sees only itself."""
         gap_s = max(0.0, now - self._decided_at)
         self._decided_at = now
         self._gap_s += (gap_s - self._gap_s) / BUSY_MEMORY
@@ -155,7 +154,7 @@ class ExpectedTtft(Policy):
 
 
 class EachCandidate:
-    """What a prompt would cost on each candidate. `obstacle`: why one cannot be chosen."""
+    """Costs of a prompt on each candidate. `obstacle` says why a candidate cannot be chosen."""
 
     def __init__(
         self,
@@ -173,11 +172,11 @@ class EachCandidate:
         self._factors = [weights.all_busy / (1 - min(share, BUSY_LIMIT)) for share in self._busy]
         total = prompt.tokens
         self._uncached = [each.uncached_tokens(prompt) if sees_cache else total for each in candidates]
-        least = min(self._uncached, default=0)  # what the best holder would have to compute
+        least = min(self._uncached, default=0)  # tokens that the best holder would have to compute
         pace_s = min([each.load.decode_step_s for each in candidates], default=0.0)
 
         def others_s(load: ReplicaLoad, uncached: int, factor: float) -> float:
-            """Seconds that others lose if so many tokens have to be computed there; `factor`: for one of extra work."""
+            """Seconds that others lose if `uncached` tokens are computed there; `factor`: per second of extra work."""
             cost = load.prefill_cost
             prefill_s = cost.seconds(total - uncached, uncached)
             slower_s = load.answer_tokens * (load.decode_step_s - pace_s)
@@ -196,8 +195,8 @@ class EachCandidate:
         return _first(equals, preferred, rng) if equals else None
 
     def busy(self, weight: float) -> tuple[list[float], bool]:
-        """The busy shares with this decision counted in, and whether no idle candidate can be chosen."""
-        # Without room for the prompt a replica is as busy: extra work delays all that holds its memory.
+        """The busy shares including this decision, and whether no idle candidate can be chosen."""
+        # A replica without room for the prompt counts as busy: extra work delays all requests that occupy its memory.
         idle = [
             not each.load.queued_prefill_tokens and each.load.spare_blocks + each.used_blocks > self._prompt.blocks
             for each in self._candidates
@@ -216,9 +215,9 @@ class EachCandidate:
         return rows
 
     def equals(self) -> list[Score]:
-        """The candidates without an obstacle that cost no more than the best, within the estimate's error.
+        """The candidates without an obstacle whose cost equals the least within the estimate's error.
 
-        A candidate whose queue alone, or whose TTFT, takes longer than the best cost so far is skipped early.
+        A candidate is skipped early if its queue alone, or its TTFT, exceeds the limit found so far.
         """
         found: list[Score] = []
         prompt, now = self._prompt, self._prompt.now
@@ -242,7 +241,7 @@ class EachCandidate:
 
 
 def cost_limit(least: float) -> float:
-    """Costs up to this one count as equal to the least."""
+    """The highest cost that counts as equal to the least."""
     return least + min(least * TIE_RATIO, TIE_MOST_S) + TIE_S
 
 
@@ -254,7 +253,7 @@ def _first(equals: Sequence[Score], preferred: str | None, rng: Random) -> Score
     tied = _least(tied, [row.candidate.load.occupied_blocks for row in tied])
     if len(tied) == 1:
         return tied[0]
-    # Sorted, so that a draw does not depend on the order of the list either.
+    # Sorted, so that the random draw does not depend on the order of the list.
     return rng.choice(sorted(tied, key=lambda row: row.candidate.replica_id))
 
 
@@ -270,10 +269,10 @@ def _why_least(chosen: Score | None, each: Callable[[], EachCandidate], usable: 
         return "the only replica that can take it"
     if len(equals) == 1:
         soonest = min([row.ttft_s for row in usable])
-        return "least expected time to first token" if chosen.ttft_s <= soonest else "least time lost in all"
+        return "least expected time to first token" if chosen.ttft_s <= soonest else "least total time lost"
     if any(row.uncached_tokens > chosen.uncached_tokens for row in equals):
-        return "as soon as others, with the least to compute"
-    return "equal expected time; fewest requests, then fewest occupied blocks, then at random"
+        return "equal expected cost, fewest uncached tokens"
+    return "equal expected cost; fewest requests, then fewest occupied blocks, then at random"
 
 
 def _mean(shares: "Sequence[float] | Numbers") -> float:
@@ -281,7 +280,7 @@ def _mean(shares: "Sequence[float] | Numbers") -> float:
 
 
 class LeastLoaded(ExpectedTtft):
-    """The same as if nothing were cached: without any overlap of prompts both take the same decision."""
+    """`ExpectedTtft` without the cache: when prompts share no prefix, both policies decide alike."""
 
     name = "least-loaded"
     sees_cache = False

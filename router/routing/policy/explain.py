@@ -1,11 +1,11 @@
-"""A decision as a table for people: what was counted for each replica, and why it was or was not chosen."""
+"""A decision as a table for people: what counted for each replica, and why it was or was not chosen."""
 
 from ...backend import Explanation, ReplicaScore
 from .base import Decision, Score
 
 
 def explanation_of(decision: Decision) -> Explanation:
-    """The table of a decision, computed anew over all candidates."""
+    """The table of a decision, recomputed for all candidates."""
     rows, chosen = decision.table(), decision.row
     if chosen is not None:
         why = decision.reason([row for row in rows if row.obstacle is None])
@@ -47,7 +47,7 @@ def _explained(row: Score, chosen: Score | None, why: str) -> ReplicaScore:
 
 def _behind(row: Score, chosen: Score | None) -> str:
     if chosen is None or row.cost_s <= chosen.cost_s:
-        return "as good, not taken"
+        return "equally good, not chosen"
     if row.ttft_s <= chosen.ttft_s:
         return f"sooner, but others lose {(row.others_s - chosen.others_s) * 1000:.1f} ms"
     return f"{(row.ttft_s - chosen.ttft_s) * 1000:.1f} ms later"

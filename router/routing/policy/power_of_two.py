@@ -7,7 +7,7 @@ from .base import Candidate, Decision, Policy, Prompt
 
 
 class PowerOfTwo(Policy):
-    """The replica with fewer requests of two drawn at random."""
+    """Draws two replicas at random and takes the one with fewer requests."""
 
     name = "power-of-two"
 

@@ -1,7 +1,7 @@
 """Consistent hashing of the prompt's head, with bounded loads (Mirrokni, Thorup and Zadimoghaddam, 2018).
 
-Keeps no state and needs no events: routers that share nothing agree. Each prefix has an order of replicas of its own
-(rendezvous hashing); a replica that joins or leaves moves only its share of the prefixes.
+Keeps no state and needs no events: routers that share nothing agree. Each prefix orders the replicas in its own way
+(rendezvous hashing), so a replica that joins or leaves moves only its share of the prefixes.
 """
 
 from collections.abc import Sequence
@@ -11,14 +11,14 @@ from random import Random
 
 from .base import Candidate, Decision, Policy, Prompt
 
-#: Tokens of the head: prompts that differ later share a replica. Not tuned.
+#: Tokens of the head. Prompts that differ only after it share a replica. Not tuned.
 HEAD_TOKENS = 1024
-#: A replica takes at most this many times the mean number of requests; the rest goes to the next in order. Not tuned.
+#: A replica takes at most this multiple of the mean number of requests; the rest go to the next in order. Not tuned.
 BOUND = 1.25
 
 
 class PrefixHash(Policy):
-    """The first replica in the order of the prompt's first blocks that has not reached its bound."""
+    """Chooses the first replica below its bound, in the order given by the prompt's first blocks."""
 
     name = "prefix-hash"
 
@@ -28,7 +28,7 @@ class PrefixHash(Policy):
             return self.choose(prompt, candidates, None, "")
         bound = ceil(BOUND * (1 + sum(each.load.requests for each in usable)) / len(usable))
         below = [each for each in usable if each.load.requests < bound]
-        # A hash names all blocks before it. A prompt without a full block has none: its order is that of the names.
+        # A hash identifies all blocks before it. A prompt without a full block has none; only names order its replicas.
         head = prompt.hashes[: max(1, HEAD_TOKENS // prompt.block_size)]
         key = int(head[-1]).to_bytes(8, "big", signed=False) if len(head) else b""
 

@@ -1,6 +1,6 @@
-"""The policies there are, by the name under which settings, simulator, `--help` and benchmarks know them.
+"""All policies by the name that settings, simulator, `--help` and benchmarks use.
 
-Found in the modules of this folder and of `peers/`: each names its policies in `POLICIES`. Adding one is adding a file.
+Each module of this folder and of `peers/` lists its policies in `POLICIES`. To add a policy, add a file.
 """
 
 from importlib import import_module
@@ -11,7 +11,7 @@ from .base import Policy
 
 _NAMES = [found.name for found in walk_packages(package.__path__, f"{package.__name__}.") if found.name != __name__]
 
-#: In the order of module names, those of this folder before those of `peers/`.
+#: In order of module names, this folder before `peers/`.
 REGISTRY: dict[str, type[Policy]] = {
     policy.name: policy
     for name in sorted(_NAMES, key=lambda name: (name.count("."), name))
@@ -20,10 +20,10 @@ REGISTRY: dict[str, type[Policy]] = {
 
 
 def policy_names() -> tuple[str, ...]:
-    """All values of the setting `policy`."""
+    """All valid values of the setting `policy`."""
     return tuple(REGISTRY)
 
 
 def make_policy(name: str) -> Policy:
-    """A new policy of that name, one of `policy_names()`."""
+    """A new policy with this name, which is one of `policy_names()`."""
     return REGISTRY[name]()

@@ -1,4 +1,4 @@
-"""Each replica in turn."""
+"""Round robin."""
 
 from collections.abc import Sequence
 from random import Random
@@ -7,7 +7,7 @@ from .base import Candidate, Decision, Policy, Prompt
 
 
 class RoundRobin(Policy):
-    """Each in turn, in the order of names; load and cache do not matter."""
+    """Each replica in turn, in order of names, regardless of load and cache."""
 
     name = "round-robin"
 

@@ -1,5 +1,5 @@
-"""Policies of other routers, from their documentation and sources of November 2026.
+"""Policies of other routers, reimplemented from their documentation and sources as of November 2026.
 
-For comparison in `homing simulate` and on a real cluster (`homing serve --policy sglang`). Each keeps the books that
-its original keeps; facts and versions: docs/simulate.md. Same rules for imports as `policy`.
+For comparison in `homing simulate` and on a real cluster (`homing serve --policy sglang`). Each keeps the same state as
+its original; see docs/simulate.md for facts and versions. The import rules are those of `policy`.
 """

@@ -1,4 +1,4 @@
-"""What the policies of other routers have in common: none holds a request back, and each counts its own requests."""
+"""The base class of other routers' policies: none holds requests back, and each counts its own requests."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from ..base import Candidate, Decision, Policy, Prompt
 
 
 class Peer(Policy):
-    """Counts the requests that this router sent to each replica and that are not over."""
+    """Counts this router's requests in flight at each replica."""
 
     holds_requests = False
     predicts_hits = False
@@ -32,7 +32,7 @@ class Peer(Policy):
             self._in_flight[replica].discard(request_id)
 
     def requests(self, candidate: Candidate) -> int:
-        """Of this router, there and on the way."""
+        """Number of this router's requests in flight at the candidate."""
         return len(self._in_flight[candidate.replica_id])
 
     def consider(self, prompt: Prompt, candidates: Sequence[Candidate], rng: Random) -> Decision:
@@ -44,16 +44,16 @@ class Peer(Policy):
 
     @abstractmethod
     def pick(self, prompt: Prompt, usable: Sequence[Candidate], rng: Random) -> tuple[Candidate, str]:
-        """One of the usable candidates, at least one, in the order in which they joined; and why."""
+        """Choose one of the `usable` candidates, and say why. There is at least one; they are in order of joining."""
 
 
 def least(usable: Sequence[Candidate], costs: Sequence[float], rng: Random) -> Candidate:
-    """The candidate of the lowest cost, ties at random."""
+    """The candidate with the lowest cost; ties are broken at random."""
     lowest = min(costs)
     tied = [candidate for candidate, cost in zip(usable, costs, strict=True) if cost == lowest]
     return tied[0] if len(tied) == 1 else rng.choice(tied)
 
 
 def text_hashes(prompt: Prompt) -> Sequence[int]:
-    """The prompt's blocks for a router that knows the text only, no tenants and no adapters."""
+    """The prompt's block hashes for a router that sees only text, without tenants and adapters."""
     return prompt.hashes if prompt.text_hashes is None else prompt.text_hashes

@@ -1,4 +1,4 @@
-"""Dynamo's KV router (1.6): lowest cost in blocks, from events and its own books of prefill and active blocks."""
+"""Dynamo's KV router (1.6): lowest cost in blocks, from events and its own counts of prefill and active blocks."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -13,22 +13,22 @@ from .base import Peer, least
 
 @dataclass(slots=True)
 class _Books:
-    """What it notes of one replica."""
+    """The state that Dynamo keeps for one replica."""
 
     requests: dict[int, Sequence[int]] = field(default_factory=dict)  #: blocks of each request in flight
-    prefill: dict[int, int] = field(default_factory=dict)  #: tokens of each request before its first token
-    prefill_tokens: int = 0
-    active: Counter[int] = field(default_factory=Counter)  #: requests that use each block
-    heard: int = 0  #: number of the last change, as the event stream counts
-    watermark: int = 0  #: changes numbered up to this are taken for old ones
+    prefill: dict[int, int] = field(default_factory=dict)  #: uncached tokens of each request before its first token
+    prefill_tokens: int = 0  #: the sum of `prefill`
+    active: Counter[int] = field(default_factory=Counter)  #: number of requests that use each block
+    heard: int = 0  #: number of the last change in the event stream
+    watermark: int = 0  #: changes with numbers up to this one are taken for old and ignored
 
 
 class Dynamo(Peer):
     """cost = scale * max(0, (active prefill tokens + prompt) / block - credit * overlap) + decode blocks if sent there.
 
-    Prefill is booked less the overlap until the first token; active blocks are counted once per hash. The expiry of
-    requests after 300 s is left out. When an engine restarts, what was indexed stays, and its events are ignored until
-    their numbers have passed the old ones, as measured on 1.6.1.
+    Prefill counts without the overlap and until the first token; active blocks count once per hash. Dynamo's expiry of
+    requests after 300 s is left out. When an engine restarts, its indexed blocks stay and its events are ignored until
+    their numbers exceed the old ones, as measured on 1.6.1.
     """
 
     name = "dynamo"
@@ -39,7 +39,7 @@ class Dynamo(Peer):
         super().__init__()
         self._index = PrefixIndex()
         self._books: dict[str, _Books] = {}
-        self._overlaps: dict[str, int] = {}  # of the prompt considered last: `booked` follows `decide` at once
+        self._overlaps: dict[str, int] = {}  # of the last prompt considered; `booked` follows `decide` directly
 
     def join(self, description: ReplicaDescription) -> None:
         super().join(description)
@@ -65,7 +65,7 @@ class Dynamo(Peer):
         raw = (books.prefill_tokens + prompt.tokens - prompt.generated) / prompt.block_size
         active = books.active
         fresh = sum([block not in active for block in prompt.hashes]) if active else len(prompt.hashes)
-        # Each request has one block more, which is partial.
+        # Each request has one more block, which is partial.
         decode = len(active) + len(books.requests) + fresh + 1
         return self.prefill_load_scale * max(0.0, raw - credit) + decode
 
@@ -110,31 +110,31 @@ class Dynamo(Peer):
 
 
 class DynamoScale8(Dynamo):
-    """The same with `prefill_load_scale` 8: prefill weighs more than resident blocks."""
+    """Dynamo with `prefill_load_scale` 8: prefill outweighs resident blocks."""
 
     name = "dynamo-scale8"
     prefill_load_scale = 8.0
 
 
 class DynamoScale16(Dynamo):
-    """The same with `prefill_load_scale` 16."""
+    """Dynamo with `prefill_load_scale` 16."""
 
     name = "dynamo-scale16"
     prefill_load_scale = 16.0
 
 
 class DynamoScale64(Dynamo):
-    """The same with `prefill_load_scale` 64: resident blocks only break ties."""
+    """Dynamo with `prefill_load_scale` 64: resident blocks only break ties."""
 
     name = "dynamo-scale64"
     prefill_load_scale = 64.0
 
 
 class DynamoWspt(DynamoScale8):
-    """The same with a queue in the router, as `--router-queue-threshold 4 --router-queue-policy wspt`.
+    """`DynamoScale8` with a queue in the router, as with `--router-queue-threshold 4 --router-queue-policy wspt`.
 
-    While every replica has more prompt tokens booked than four of its steps take, requests wait in the router. Those
-    with the fewest uncached tokens go first, which is Smith's rule for requests of equal weight.
+    While every replica has more prompt tokens booked than four of its steps can take, requests wait in the router. The
+    one with the fewest uncached tokens goes first, which is Smith's rule for requests of equal weight.
     """
 
     name = "dynamo-wspt"
@@ -151,7 +151,7 @@ class DynamoWspt(DynamoScale8):
 
 
 class DynamoCredit4(Dynamo):
-    """The same with an overlap credit of 4: a hit makes up for a queue."""
+    """Dynamo with an overlap credit of 4: a hit compensates for a queue."""
 
     name = "dynamo-credit4"
     overlap_credit = 4.0

@@ -1,4 +1,4 @@
-"""llm-d's weighted scorers: prefix 3, queue 2, KV utilisation 2; a deployment may choose other weights."""
+"""llm-d's weighted scorers: prefix 3, queue 2, KV utilisation 2. Deployments may choose other weights."""
 
 from collections.abc import Sequence
 from random import Random
@@ -16,14 +16,14 @@ SPECULATIVE_S = 2.0
 
 
 class LlmD(Peer):
-    """The highest sum of the scores wins, ties at random.
+    """Chooses the highest sum of scores; ties are broken at random.
 
-    Prefix: share of the prompt's blocks held, by events and, for two seconds, by what was just sent there. Queue: from
-    0 at the longest waiting queue to 1 at the shortest. KV utilisation: the free share. Both as last reported.
+    Prefix: the share of the prompt's blocks held, by events and, for two seconds, by requests just sent there. Queue:
+    from 0 for the longest waiting queue to 1 for the shortest. KV utilisation: the free share. Both as last reported.
     """
 
     name = "llm-d"
-    notices_restarts = True  # not known; taken to notice
+    notices_restarts = True  # an assumption
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What most proxies offer: in turn, at random, fewest requests, consistent hashing."""
+"""The policies that most proxies offer: round robin, random, fewest requests, consistent hashing."""
 
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -36,7 +36,7 @@ class AtRandom(Peer):
 
 
 class LeastRequests(Peer):
-    """Fewest requests in flight, ties at random: what most proxies call least-loaded."""
+    """Fewest requests in flight, ties broken at random; most proxies call it least-loaded."""
 
     name = "least-requests"
 
@@ -45,7 +45,7 @@ class LeastRequests(Peer):
 
 
 class ConsistentHash(Peer):
-    """By the prompt's head: rendezvous hashing of its first two blocks (1,024 tokens of a Mooncake trace)."""
+    """Rendezvous hashing of the prompt's first two blocks (1,024 tokens of a Mooncake trace)."""
 
     name = "hash"
     head_blocks = 2

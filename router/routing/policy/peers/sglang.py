@@ -1,4 +1,4 @@
-"""sglang-router's `cache_aware` (0.3.2): its own tree of what it sent where, and two thresholds."""
+"""sglang-router's `cache_aware` (0.3.2): a tree of the prompts that it sent to each replica, and two thresholds."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -12,25 +12,25 @@ CACHE_THRESHOLD = 0.3
 BALANCE_ABS = 64
 BALANCE_REL = 1.5
 EVICT_EVERY_S = 120.0
-#: 2^26 characters for each replica, taken here as 4 characters a token.
+#: 2^26 characters per replica, at an assumed 4 characters per token.
 TREE_TOKENS = 67_108_864 // 4
-#: Ours, not the original's: bounds the tree where blocks are small, to about 30 MB for each replica. With blocks of 64
-#: tokens and more it changes nothing.
+#: Not in the original: bounds the tree to about 30 MB per replica if blocks are small. Has no effect with blocks of at
+#: least 64 tokens.
 TREE_BLOCKS = 262_144
 
 
 class SglangCacheAware(Peer):
-    """Out of balance (max - min > 64 and max > 1.5 min requests in flight): the shortest queue.
+    """If out of balance (max - min > 64 and max > 1.5 min requests in flight), takes the shortest queue.
 
-    Else the first holder of the longest match, if that is more than 0.3 of the prompt; else the shortest queue. It sees
-    no evictions; its own tree is cut every 120 s.
+    Otherwise takes the first holder of the longest match if that covers more than 0.3 of the prompt, else the shortest
+    queue. It sees no evictions; its own tree is trimmed every 120 s.
     """
 
     name = "sglang"
 
     def __init__(self) -> None:
         super().__init__()
-        self._first: dict[int, str] = {}  # the replica that a block was entered for first: kept until it is cut there
+        self._first: dict[int, str] = {}  # the first replica that each block was entered for, until it is trimmed there
         self._held: dict[str, OrderedDict[int, None]] = {}
         self._evicted_s = 0.0
 
@@ -65,12 +65,12 @@ class SglangCacheAware(Peer):
             for candidate in usable:
                 if candidate.replica_id == holder:
                     return candidate, "first holder of the longest match"
-        return shortest, "shortest queue: no match that is long enough"
+        return shortest, "shortest queue: no match is long enough"
 
     def booked(self, replica: str, request_id: int, prompt: Prompt) -> None:
         super().booked(replica, request_id, prompt)
         held = self._held[replica]
-        for block in reversed(text_hashes(prompt)):  # the tail is the oldest of them: leaves are evicted first
+        for block in reversed(text_hashes(prompt)):  # the tail becomes the oldest, as leaves are evicted first
             held[block] = None
             held.move_to_end(block)
             self._first.setdefault(block, replica)

@@ -1,4 +1,4 @@
-"""Routers that weigh queued prompt tokens: vllm-router's `kv_aware`, llm-d's token load, and the plainest such rule."""
+"""Policies based on queued prompt tokens: vllm-router's `kv_aware`, llm-d's token load, and the simplest such rule."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -10,15 +10,15 @@ from .base import Peer, least
 
 
 class TokenLoad(Peer):
-    """Counts the uncached prompt tokens that this router sent to each replica and whose first token is not there."""
+    """Counts the uncached prompt tokens of this router's requests at each replica that wait for their first token."""
 
-    notices_restarts = True  # not known; taken to notice
+    notices_restarts = True  # an assumption
 
     def __init__(self) -> None:
         super().__init__()
         self._queued: dict[str, dict[int, int]] = {}
         self._tokens: dict[str, int] = {}
-        self._uncached: dict[str, int] = {}  # of the prompt considered last: `booked` follows `decide` at once
+        self._uncached: dict[str, int] = {}  # of the last prompt considered; `booked` follows `decide` directly
 
     def join(self, description: ReplicaDescription) -> None:
         super().join(description)
@@ -36,7 +36,7 @@ class TokenLoad(Peer):
 
     @abstractmethod
     def cost(self, candidate: Candidate, queued: int, uncached: int) -> float:
-        """Of this prompt, of which `uncached` tokens would be computed behind `queued` ones."""
+        """The cost of a prompt whose `uncached` tokens would be computed after `queued` ones."""
 
     def booked(self, replica: str, request_id: int, prompt: Prompt) -> None:
         super().booked(replica, request_id, prompt)
@@ -62,7 +62,7 @@ class KvAware(TokenLoad):
 
 
 class QueueAndMisses(TokenLoad):
-    """Queued prompt tokens, and the own uncached ones twice."""
+    """Queued prompt tokens plus twice the prompt's own uncached tokens."""
 
     name = "queue-2-misses"
 
@@ -71,10 +71,10 @@ class QueueAndMisses(TokenLoad):
 
 
 class LlmDTokenLoad(TokenLoad):
-    """llm-d 0.10's baseline: replicas that hold 80 % of the prompt first, among them the fewest queued tokens.
+    """llm-d 0.10's baseline: the fewest queued tokens among replicas that hold 80 % of the prompt, else among all.
 
-    All replicas count if the best holder's first token would come more than 18 s later than the best of all, by queued
-    and own tokens over the peak prefill rate: here the rate of the replica's warm-up.
+    All replicas also count if the best holder's first token would come more than 18 s later than the best overall. This
+    time is estimated as queued plus own tokens over the peak prefill rate, here the rate of the replica's warm-up.
     """
 
     name = "llm-d-token-load"
@@ -109,7 +109,7 @@ class LlmDTokenLoad(TokenLoad):
 
 
 class LlmDSticky(LlmDTokenLoad):
-    """The same with a penalty of one second."""
+    """`LlmDTokenLoad` with a penalty of one second."""
 
     name = "llm-d-sticky"
     most_penalty_s = 1.0
