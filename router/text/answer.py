@@ -1,4 +1,4 @@
-"""One answer as it grows: token deltas in; text that is safe to show, and the tokens behind it, out.
+"""Turns the token deltas of one answer into text that is safe to show, together with the tokens behind that text.
 
 Pure state: incremental decoding, stop strings, and alignment of logprobs with text. Independent of streams and HTTP.
 """
@@ -24,45 +24,45 @@ class TokenAt:
 
     token_id: int
     offset: int
-    logprobs: PositionLogprobs | None  #: None: the first token of a prompt, or none were requested
+    logprobs: PositionLogprobs | None  #: None for the first token of a prompt, or if none were requested
 
 
 class TextDelta(msgspec.Struct, frozen=True, gc=False):
-    """What can be shown next."""
+    """The next part of an answer that can be shown."""
 
-    text: str  #: of the answer itself
+    text: str  #: content of the answer, without reasoning and calls
     ending: Ending | None = None
-    #: The tokens whose text begins in what has been shown so far; empty if no logprobs were requested.
+    #: New tokens whose text begins within the text shown so far; empty if no logprobs were requested.
     tokens: Sequence[TokenAt] = ()
-    #: Everything in order, `text` included, if a parser found reasoning or calls; empty: there is nothing but `text`.
+    #: All parts in order, including `text`, if a parser found reasoning or calls; empty if there is only `text`.
     deltas: Sequence[Delta] = ()
 
 
 class AnswerText:
     """Turns the deltas of one token stream into text.
 
-    The token that ended the answer (`stop_token_id`) has no text and no logprobs; nor has anything from the start of a
-    stop string on.
+    The token that ended the answer (`stop_token_id`) gets no text and no logprobs; the same holds for everything from
+    the start of a stop string.
     """
 
     __slots__ = ("_decoded", "_detokenizer", "_pending", "_show_stop", "_shown", "_stops")
 
     def __init__(self, detokenizer: Detokenizer, stops: Sequence[str] = (), *, show_stop: bool = False) -> None:
-        """`show_stop`: the text includes what ended it."""
+        """`show_stop`: whether the text includes the stop string or stop token."""
         self._detokenizer = detokenizer
         self._stops = StopFinder(stops, show_stop=show_stop) if stops else None
         self._show_stop = show_stop
-        self._decoded = 0  #: characters that the detokenizer returned
-        self._shown = 0  #: characters shown
+        self._decoded = 0  #: number of characters that the detokenizer has returned
+        self._shown = 0  #: number of characters shown
         self._pending: list[TokenAt] = []  #: tokens whose text is held back
 
     @property
     def stopped_by(self) -> str | None:
-        """The stop string that ended the answer."""
+        """The stop string that ended the answer; None if none did."""
         return self._stops.stopped_by if self._stops is not None else None
 
     def push(self, delta: TokenDelta) -> TextDelta:
-        """The text that `delta` completes. Not to be called after an ending."""
+        """The text that `delta` completes. Must not be called after an ending."""
         ids = delta.token_ids if delta.stop_token_id is None else delta.token_ids[:-1]
         if delta.text is not None:
             text = delta.text
@@ -87,7 +87,7 @@ class AnswerText:
         return TextDelta(text, ending, self._release(everything=bool(ending) and not stopped) if self._pending else ())
 
     def _push_scored(self, ids: Sequence[int], logprobs: Sequence[PositionLogprobs | None]) -> str:
-        """The text of tokens with logprobs. A token is shown together with the start of its text."""
+        """The text of tokens with logprobs. Each token is released together with the start of its text."""
         parts: list[str] = []
         for token_id, position in zip(ids, logprobs, strict=False):
             self._pending.append(TokenAt(token_id, self._decoded, position))
@@ -102,7 +102,7 @@ class AnswerText:
 
 
 class TokenAnswerText(AnswerText):
-    """The same, and tokens come with the text although there are no logprobs of them."""
+    """Like `AnswerText`, but tokens accompany the text even without logprobs."""
 
     __slots__ = ()
 
@@ -113,7 +113,7 @@ class TokenAnswerText(AnswerText):
 
 
 class Block(msgspec.Struct):
-    """A part of an answer that is all text, all reasoning, or one tool call, whose text is its arguments."""
+    """A part of an answer: only text, only reasoning, or one tool call, whose text is its arguments."""
 
     kind: Literal["text", "reasoning", "tool_call"]
     parts: list[str]
@@ -126,7 +126,7 @@ class Block(msgspec.Struct):
 
 
 def extend(blocks: list[Block], shown: TextDelta) -> None:
-    """Add what is shown next to the blocks of an answer."""
+    """Append a delta to the blocks of an answer."""
     for delta in shown.deltas or (Content(shown.text),):
         match delta:
             case ToolCallStart(_, call_id, name):
@@ -143,14 +143,14 @@ def extend(blocks: list[Block], shown: TextDelta) -> None:
 
 
 def found_by(parser: AnswerParser | None, shown: TextDelta) -> list[Delta]:
-    """What the parser finds in the text that is shown next; without one it is all content."""
+    """The deltas that the parser finds in newly shown text; without a parser, all text is content."""
     if parser is None:
         return [Content(shown.text)]
     return (parser.feed(shown.text) if shown.text else []) + (parser.finish() if shown.ending else [])
 
 
 def told_apart(shown: TextDelta, found: Sequence[Delta], *, calls: bool) -> TextDelta:
-    """The same with reasoning and calls told from the answer's text. `calls`: there were calls before."""
+    """`shown` with reasoning and calls separated from the content. `calls`: whether there were calls before."""
     ending = shown.ending
     if ending == "stop" and (calls or any(type(each) is ToolCallStart for each in found)):
         ending = "tool_calls"
@@ -162,32 +162,32 @@ def told_apart(shown: TextDelta, found: Sequence[Delta], *, calls: bool) -> Text
 class StopFinder:
     """Finds stop strings in text that arrives in pieces.
 
-    A stop string takes effect as soon as the text contains one, however the text is divided; the text is cut before it.
+    A stop string takes effect as soon as the text contains it, however the text is divided; the text is cut before it.
     Text is held back only while it may be the beginning of a stop string.
     """
 
     __slots__ = ("_held", "_show_stop", "_stops", "stopped_by")
 
     def __init__(self, stops: Sequence[str], *, show_stop: bool = False) -> None:
-        """`stops` are not empty strings. `show_stop`: the text is cut behind the one that is found."""
+        """`stops`: non-empty strings. `show_stop`: whether the text is cut after a stop string instead of before it."""
         self._stops = stops
         self._show_stop = show_stop
         self._held = ""
-        self.stopped_by: str | None = None  #: once set, no more text comes
+        self.stopped_by: str | None = None  #: the stop string found; once set, no more text is returned
 
     def push(self, text: str) -> str:
         """The text that can be shown now."""
         if self.stopped_by is not None or not text:
             return ""
-        # A match ends in the new text: otherwise it would have been found before.
+        # Any match ends in the new text, or it would have been found earlier.
         text = self._held + text
-        # The stop string that is complete first wins; of those that end together, the longest.
+        # The stop string that ends first wins; among those that end at the same place, the longest.
         found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
             end, start, self.stopped_by = min(found)
             self._held = ""
             return text[: end if self._show_stop else start]
-        # Hold the longest end of the text that begins a stop string.
+        # Hold back the longest suffix of the text that is the beginning of a stop string.
         longest = 0
         for stop in self._stops:
             for length in range(min(len(stop) - 1, len(text)), longest, -1):
@@ -199,6 +199,6 @@ class StopFinder:
         return text[:cut]
 
     def flush(self) -> str:
-        """At the end of the answer: the held text, which did not become a stop string."""
+        """The held text at the end of the answer, as it did not become a stop string."""
         held, self._held = self._held, ""
         return held

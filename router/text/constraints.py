@@ -1,9 +1,9 @@
-"""From the fields of a request that ask for structured output to a checked `Constraint`.
+"""Turns the request fields that ask for structured output into a checked `Constraint`.
 
 `requested` and `tool_calls` are pure. `ConstraintChecker` compiles a constraint against an alphabet of single bytes,
-which finds nearly everything that a replica's compiler would refuse, without a vocabulary. What it costs is bounded by
-the size and nesting of the source, by llguidance's own limits and by a deadline; a thread cannot be stopped, so one
-that is over the deadline goes on until those limits end it.
+which finds nearly everything that a replica's compiler would refuse, without a vocabulary. The cost is bounded by the
+size and nesting of the source, by llguidance's own limits and by a deadline. A thread cannot be stopped, so one that
+exceeds the deadline runs until those limits stop it.
 """
 
 import asyncio
@@ -32,9 +32,9 @@ FIELDS = (
     "guided_grammar",
     "guided_whitespace_pattern",
 )
-#: Brackets in brackets. A level of a schema takes two; a compiler's stack is finite.
+#: Most brackets open at once, as a compiler's stack is finite. One level of a schema takes two.
 MAX_NESTING = 100
-#: Usual schemas take 1 to 30 ms. Measured: 2,000 optional properties take 0.35 s.
+#: Typical schemas take 1 to 30 ms. Measured: 2,000 optional properties take 0.35 s.
 DEADLINE_S = 2.0
 CHECKS_KEPT = 1024
 CHECK_THREADS = 2
@@ -44,16 +44,16 @@ _BRACKET = re.compile(r"[\[\](){}]")
 
 
 class Asked(NamedTuple):
-    """A constraint, and the field that asks for it."""
+    """A constraint and the field that asks for it."""
 
     constraint: Constraint
     param: str
 
 
 def requested(fields: Mapping[str, Any], at: str = "response_format") -> Asked | None:
-    """What these `FIELDS` of a body ask for; absent ones may be missing or None. Raises InvalidRequest.
+    """The constraint that these `FIELDS` of a body ask for; absent ones may be missing or None. Raises InvalidRequest.
 
-    `at`: where the body holds its `response_format`; elsewhere a schema stands in it directly.
+    `at`: the field that holds the format. If that is not `response_format`, it contains the schema directly.
     """
     asked: list[Asked] = []
 
@@ -109,7 +109,7 @@ def _ask_structured(form: Any, prefix: str, ask: Callable[[ConstraintKind, str, 
             ask("json_object", "", param)
         elif name in ("regex", "grammar"):
             if not isinstance(value, str) or not value:
-                raise InvalidRequest.field(param, "expected a text")
+                raise InvalidRequest.field(param, "expected a non-empty string")
             ask("regex" if name == "regex" else "grammar", value, param)
         elif name == "choice":
             ask("choice", _encoded(value), param)
@@ -119,7 +119,7 @@ def _ask_structured(form: Any, prefix: str, ask: Callable[[ConstraintKind, str, 
             raise InvalidRequest(f"field {param!r} is unknown", param=param)
 
 
-#: Options of vLLM's compilers that have no counterpart, or are read elsewhere.
+#: Options of vLLM's compilers that have no counterpart here, or are read elsewhere.
 _IGNORED = frozenset(
     "whitespace_pattern disable_fallback disable_any_whitespace disable_additional_properties _backend "
     "_backend_was_auto".split()
@@ -131,10 +131,10 @@ def _encoded(value: Any) -> str:
 
 
 def _schema(schema: Any, param: str, *, lenient: bool = False, whitespace: Any = None) -> str:
-    """A schema as JSON. `lenient`: ignore keywords that are not supported."""
+    """A schema as JSON. `lenient`: whether to ignore unsupported keywords."""
     if isinstance(schema, str):
         if len(schema) > MAX_SOURCE_CHARACTERS:
-            raise InvalidRequest.field(param, f"it has {len(schema)} characters, the limit is {MAX_SOURCE_CHARACTERS}")
+            raise InvalidRequest.field(param, f"has {len(schema)} characters; the limit is {MAX_SOURCE_CHARACTERS}")
         try:
             schema = msgspec.json.decode(schema)
         except (msgspec.DecodeError, RecursionError) as error:
@@ -159,12 +159,12 @@ def tool_calls(
     restricted: bool = False,
     otherwise: Constraint | None = None,
 ) -> Asked | None:
-    """What `tool_choice` and strict tools demand of models that write calls so; None: nothing. Raises InvalidRequest.
+    """The constraint that `tool_choice` and strict tools require, for calls in this `shape`. Raises InvalidRequest.
 
-    "required" and a named tool allow calls only. Otherwise text is free, and the calls in it follow the schemas if one
-    of the tools is strict, or if the model sees more tools than these (`restricted`); with `otherwise`, an answer
-    consists of calls or matches that. The schemas of other tools may have keywords that are not supported; these are
-    ignored.
+    None if nothing is required. "required" and a named tool allow only calls. Otherwise text is free, and the calls in
+    it follow the schemas if any tool is strict, or if the model sees more tools than these (`restricted`). With
+    `otherwise`, an answer either consists of calls or matches that constraint. Unsupported keywords in the schemas of
+    tools that are not strict are ignored.
     """
     functions = [tool["function"] for tool in tools]
     forced = tool_choice == "required" or isinstance(tool_choice, Mapping)
@@ -188,7 +188,7 @@ def tool_calls(
         if not forced:
             return None
         raise InvalidRequest.field(
-            "tool_choice", "only 'auto' and 'none' are supported, as it is not known how this model writes calls"
+            "tool_choice", "only 'auto' and 'none' are supported, because this model's tool call format is unknown"
         )
     try:
         form = shape.answers(functions, forced=forced, parallel=parallel, text=text)
@@ -201,7 +201,7 @@ def tool_calls(
 
 
 def _form(constraint: Constraint) -> dict[str, Any] | None:
-    """A constraint as the format of a structural tag; None: it has none."""
+    """A constraint as the format of a structural tag; None if that cannot express it."""
     match constraint.kind:
         case "json_schema":
             return {"type": "json_schema", "json_schema": msgspec.json.decode(constraint.source)}
@@ -216,7 +216,7 @@ def _form(constraint: Constraint) -> dict[str, Any] | None:
 
 
 def nesting(source: str) -> int:
-    """The most brackets that are open at once, outside of quoted texts."""
+    """The most brackets that are open at once, outside quoted strings."""
     depth = deepest = 0
     for bracket in _BRACKET.findall(_STRING.sub("", source)):
         depth = depth + 1 if bracket in "[({" else max(0, depth - 1)
@@ -225,18 +225,18 @@ def nesting(source: str) -> int:
 
 
 def compile_problem(constraint: Constraint) -> str | None:
-    """Why a constraint cannot be compiled, or None. Takes as long as llguidance's limits allow."""
+    """Why a constraint cannot be compiled; None if it can. Only llguidance's limits bound its duration."""
     try:
         new_matcher(_byte_tokenizer(), grammar_of(constraint))
     except GrammarError as error:
         return str(error)
-    except ValueError as error:  # of llguidance, on arguments that it cannot even read
+    except ValueError as error:  # from llguidance, for arguments that it cannot parse
         return str(error)[:300]
     return None
 
 
 class _Bytes:
-    """An alphabet in the form that llguidance asks for."""
+    """A vocabulary of single bytes, in the form that llguidance expects."""
 
     tokens = (*(bytes([each]) for each in range(256)), b"<end>")
     eos_token_id = 256
@@ -254,14 +254,14 @@ def _byte_tokenizer() -> Any:
 
 
 class ConstraintChecker:
-    """Checks constraints in threads of its own, and remembers the outcomes. To be used on one event loop."""
+    """Checks constraints in its own threads and caches the results. Must be used on one event loop."""
 
     def __init__(
         self, *, deadline_s: float = DEADLINE_S, problem: Callable[[Constraint], str | None] = compile_problem
     ) -> None:
         self._deadline_s = deadline_s
         self._problem = problem
-        #: By digest of the source, as a source may be long; the one used last is at the end.
+        #: Results by kind and digest of the source, which may be long; most recently used last.
         self._known: OrderedDict[tuple[str, bytes], str | None] = OrderedDict()
         self._pool = ThreadPoolExecutor(CHECK_THREADS, thread_name_prefix="constraint")
 
@@ -269,7 +269,7 @@ class ConstraintChecker:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def check(self, asked: Asked) -> Constraint:
-        """The constraint, if replicas can serve it. Raises InvalidRequest, and QueueFull if no thread is free."""
+        """The constraint if replicas can serve it. Raises InvalidRequest, or QueueFull if no thread is free in time."""
         constraint, param = asked
         problem = await self._find(constraint)
         if problem is not None:
@@ -279,7 +279,7 @@ class ConstraintChecker:
     async def _find(self, constraint: Constraint) -> str | None:
         source = constraint.source
         if len(source) > MAX_SOURCE_CHARACTERS:
-            return f"it has {len(source)} characters, the limit is {MAX_SOURCE_CHARACTERS}"
+            return f"it has {len(source)} characters; the limit is {MAX_SOURCE_CHARACTERS}"
         key = constraint.kind, sha256(source.encode(errors="surrogatepass")).digest()
         if key in self._known:
             self._known.move_to_end(key)
@@ -292,12 +292,12 @@ class ConstraintChecker:
         except TimeoutError:
             if work.cancel():
                 raise QueueFull(CHECK_THREADS) from None
-            return self._remember(key, self._too_complex())  # until its thread has an answer
+            return self._remember(key, self._too_complex())  # replaced when the thread finishes
 
     def _judged(self, constraint: Constraint) -> str | None:
-        """In a thread. By its own time: a machine that is busy with other things says nothing about the source."""
+        """Runs in a thread and measures that thread's CPU time, which does not depend on other load of the machine."""
         if (deep := nesting(constraint.source)) > MAX_NESTING:
-            return f"it is nested {deep} levels deep, the limit is {MAX_NESTING}"
+            return f"it is nested {deep} levels deep; the limit is {MAX_NESTING}"
         begun = time.thread_time()
         problem = self._problem(constraint)
         return self._too_complex() if time.thread_time() - begun > self._deadline_s else problem

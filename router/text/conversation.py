@@ -1,6 +1,6 @@
-"""A conversation in the terms of no API: what every dialect maps its requests to. Pure types.
+"""API-independent conversations, to which every dialect maps its requests. Pure types.
 
-`http.dialects` makes them; `template_input` is what the model's chat template renders of them.
+`http.dialects` creates them; the model's chat template renders their `template_input`.
 """
 
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -13,7 +13,7 @@ import msgspec
 from ..errors import InvalidRequest
 from .template import TemplateInput
 
-#: Arguments of transformers' `apply_chat_template` that a caller must not set through the template's arguments.
+#: Arguments of transformers' `apply_chat_template` that callers must not set through template arguments.
 _RESERVED = frozenset(
     "self conversation messages tools documents chat_template add_generation_prompt continue_final_message tokenize "
     "padding truncation max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs".split()
@@ -21,19 +21,19 @@ _RESERVED = frozenset(
 
 
 class CacheMark(msgspec.Struct, frozen=True, gc=False):
-    """Keep the prompt up to this place in the cache."""
+    """A request to keep the prompt in the cache up to this place."""
 
     param: str  #: the field that asks for it, for errors
-    ttl_s: float | None = None  #: None: the setting's
-    end: int | None = None  #: in characters of the message's content; None: behind the whole message
+    ttl_s: float | None = None  #: None: as set in the configuration
+    end: int | None = None  #: in characters of the message's content; None: the end of the whole message
 
     def moved(self, by: int) -> "CacheMark":
-        """The mark in a content that has so many more characters in front."""
+        """The mark after `by` characters were inserted in front of the content."""
         return self if self.end is None else msgspec.structs.replace(self, end=max(0, self.end + by))
 
 
 class ToolCall(msgspec.Struct, frozen=True):
-    """A call that the model made in an earlier turn."""
+    """A tool call that the model made in an earlier turn."""
 
     name: str
     arguments: Any  #: decoded JSON, an object unless the model wrote something else
@@ -41,18 +41,18 @@ class ToolCall(msgspec.Struct, frozen=True):
 
 
 class Message(msgspec.Struct, frozen=True):
-    """One turn. The parts of its content are joined, with nothing between, as templates that know parts do."""
+    """One turn. The parts of its content are joined without a separator, as in templates that support parts."""
 
     role: str
     content: str | None = None
     name: str | None = None
     reasoning: str | None = None
     tool_calls: Sequence[ToolCall] = ()
-    tool_call_id: str | None = None  #: of the call whose result this is
+    tool_call_id: str | None = None  #: id of the call whose result this message is
     marks: Sequence[CacheMark] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """The message as templates read it; absent fields are left out."""
+        """The message in the form that templates read, without absent fields."""
         message: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.name is not None:
             message["name"] = self.name
@@ -73,7 +73,7 @@ class Message(msgspec.Struct, frozen=True):
 
 
 def merged(messages: Iterable[Message], roles: Container[str], between: str) -> list[Message]:
-    """Consecutive messages of one of these roles as one: templates want the roles to alternate."""
+    """Join consecutive messages of the same role, for these `roles`: templates expect alternating roles."""
     made: list[Message] = []
     for role, group in groupby(messages, attrgetter("role")):
         same = list(group)
@@ -84,11 +84,11 @@ def merged(messages: Iterable[Message], roles: Container[str], between: str) -> 
 def _joined(messages: Sequence[Message], between: str) -> Message:
     texts: list[str] = []
     marks: list[CacheMark] = []
-    characters = 0  # of the texts, and of `between` behind each
+    characters = 0  # in `texts`, with `between` after each
     for message in messages:
         end = characters + len(message.content or "")
         for mark in message.marks:
-            # A mark behind a whole message is one inside of the joined message.
+            # A mark at the end of a message that is not the last becomes a mark inside the joined message.
             inside = mark.end is None and message is not messages[-1]
             marks.append(msgspec.structs.replace(mark, end=end) if inside else mark.moved(characters))
         if message.content is not None:
@@ -107,12 +107,12 @@ class Tool(msgspec.Struct, frozen=True):
     """A function that the model may call."""
 
     name: str
-    definition: Mapping[str, Any]  #: as templates read it: `{"type": "function", "function": {"name": ...}}`
-    mark: CacheMark | None = None  #: keep the prompt up to the tools
+    definition: Mapping[str, Any]  #: in the form that templates read: `{"type": "function", "function": {"name": ...}}`
+    mark: CacheMark | None = None  #: asks to keep the prompt up to the end of the tools
 
     @property
     def parameters(self) -> Mapping[str, Any] | None:
-        """The JSON schema of the arguments."""
+        """The JSON schema of the arguments; None if there is none."""
         found: Mapping[str, Any] | None = self.definition["function"].get("parameters")
         return found
 
@@ -120,7 +120,7 @@ class Tool(msgspec.Struct, frozen=True):
 def function_tool(
     name: str, description: str | None, parameters: Mapping[str, Any] | None, *, strict: bool = False
 ) -> Tool:
-    """A tool of an API whose definitions have another shape than those of templates."""
+    """A tool from an API whose definitions differ in shape from those of templates."""
     function: dict[str, Any] = {"name": name}
     if description is not None:
         function["description"] = description
@@ -131,16 +131,16 @@ def function_tool(
 
 
 class ToolChoice(msgspec.Struct, frozen=True):
-    """Whether the model may or must call a tool; `name`: this one, under `required`."""
+    """Whether the model may or must call a tool."""
 
     mode: Literal["auto", "none", "required"] = "auto"
-    name: str | None = None
-    parallel: bool = True  #: several calls in one answer
+    name: str | None = None  #: the tool to call, with mode "required"; None: any
+    parallel: bool = True  #: whether one answer may have several calls
     allowed: Sequence[str] = ()  #: the prompt shows all tools, but only these may be called; empty: all
 
 
 def allowed_names(given: Sequence[Any]) -> list[str]:
-    """The names of the tools that a choice allows, in the shape of chats or of Responses. Raises InvalidRequest."""
+    """Names of the tools that a choice allows, in the shape of chat completions or Responses. Raises InvalidRequest."""
     names = []
     for each in given:
         match each:
@@ -154,7 +154,7 @@ def allowed_names(given: Sequence[Any]) -> list[str]:
 
 
 class Reasoning(msgspec.Struct, frozen=True):
-    """What a request says of reasoning; templates that know the words follow them. None: as the model is used to."""
+    """A request's reasoning options, for templates that support them. None: the model's default."""
 
     enabled: bool | None = None
     effort: str | None = None
@@ -172,7 +172,7 @@ class Reasoning(msgspec.Struct, frozen=True):
 
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that a chat request says beside its sampling parameters."""
+    """Everything in a chat request except its sampling parameters."""
 
     messages: Sequence[Message]
     tools: Sequence[Tool] = ()
@@ -182,13 +182,13 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     output: Mapping[str, Any] = {}
     output_at: str = "response_format"  #: the field of the body that holds the format, for errors
     session: str | None = None  #: requests of one session prefer one replica
-    mark: CacheMark | None = None  #: keep the whole prompt
+    mark: CacheMark | None = None  #: asks to keep the whole prompt
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     template_arguments: Mapping[str, Any] = {}
 
     def template_input(self) -> TemplateInput:
-        """What the chat template renders. With `tool_choice` none it does not see the tools. Raises InvalidRequest."""
+        """The input of the chat template, without tools if `tool_choice` is none. Raises InvalidRequest."""
         if self.template_arguments and (reserved := _RESERVED.intersection(self.template_arguments)):
             name = f"chat_template_kwargs.{min(reserved)}"
             raise InvalidRequest(f"field {name!r} may not be set", param=name)
@@ -203,7 +203,7 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
 
     def callable_tools(self) -> list[Tool]:
         """The tools that the answer may call. Raises InvalidRequest."""
-        choice, allowed = self.tool_choice, set(self.tool_choice.allowed)  # either may have thousands
+        choice, allowed = self.tool_choice, set(self.tool_choice.allowed)  # a set, as both lists may have thousands
         if unknown := allowed.difference([tool.name for tool in self.tools]):
             raise InvalidRequest(
                 f"field 'tool_choice': there is no tool {min(unknown)!r} in 'tools'", param="tool_choice"
@@ -213,7 +213,7 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
         return [tool for tool in self.tools if not allowed or tool.name in allowed]
 
     def marks(self) -> list[tuple[int, CacheMark]]:
-        """Every mark with the index of its message; -1: up to the tools."""
+        """Every mark with the index of its message; -1 for marks of tools."""
         marks = [(-1, tool.mark) for tool in self.tools if tool.mark is not None]
         for index, message in enumerate(self.messages):
             if message.marks:

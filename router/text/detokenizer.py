@@ -1,8 +1,8 @@
-"""Ids to text, piece by piece: no delta ends inside a character, and the deltas joined are the whole text.
+"""Decodes ids to text incrementally: no delta ends inside a character, and the joined deltas are the whole text.
 
-Also the table of the bytes that each id stands for. It is exact for byte-level tokenizers (Llama 3, Qwen, GPT), where
-the text of ids is the concatenation of their pieces. For the others (sentencepiece style) pieces are good names for
-logprobs; text comes from the tokenizer's own decoder.
+Also builds the table of each id's bytes. It is exact for byte-level tokenizers (Llama 3, Qwen, GPT), where the text of
+ids is the concatenation of their pieces. For others (sentencepiece style) the pieces serve only as names for logprobs;
+text comes from the tokenizer's own decoder.
 """
 
 import re
@@ -12,11 +12,11 @@ from typing import Any
 
 _Utf8 = getincrementaldecoder("utf-8")
 
-#: What decoders write for bytes that are not UTF-8.
+#: Written by decoders in place of bytes that are not UTF-8.
 REPLACEMENT = "\ufffd"
-#: A character has at most four bytes: what is still broken after this many held tokens stays broken.
+#: A character has at most four bytes, so one that is incomplete after this many held tokens is invalid.
 MAX_HELD_TOKENS = 4
-#: What sentencepiece writes for a space, and for a byte that has no token of its own.
+#: Written by sentencepiece for a space, and for a byte without a token of its own.
 _SPACE_MARK = "\u2581"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -24,20 +24,20 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 class ByteDetokenizer:
     """For byte-level tokenizers: bytes from a table, then an incremental UTF-8 decoder.
 
-    Python's `replace` and the Rust decoder's lossy form agree on invalid bytes: one replacement character for each
-    maximal part of a character.
+    Python's `replace` handler and the Rust decoder's lossy mode agree on invalid bytes: both write one replacement
+    character for each maximal part of a character.
     """
 
     __slots__ = ("_pieces", "_utf8")
 
     def __init__(self, pieces: Mapping[int, bytes]) -> None:
-        """`pieces`: what each id stands for; ids without an entry, such as special tokens, have no text."""
+        """`pieces`: the bytes of each id; ids without an entry, such as special tokens, have no text."""
         self._pieces = pieces
-        #: Created for the first divided character; most answers have none.
+        #: Created at the first character that spans two calls; most answers have none.
         self._utf8: BufferedIncrementalDecoder | None = None
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that these ids complete; the beginning of a character is held back until it is complete."""
+        """The text that these ids complete. An incomplete character is held back."""
         pieces = self._pieces
         if len(token_ids) == 1:
             data = pieces.get(token_ids[0], b"")
@@ -45,7 +45,7 @@ class ByteDetokenizer:
             data = b"".join([pieces.get(each, b"") for each in token_ids])
         if self._utf8 is None or not self._utf8.buffer:
             try:
-                return data.decode()  # nearly always: the incremental decoder takes five times as long
+                return data.decode()  # the usual case; the incremental decoder takes five times as long
             except UnicodeDecodeError:
                 pass
         if self._utf8 is None:
@@ -53,25 +53,25 @@ class ByteDetokenizer:
         return self._utf8.decode(data)
 
     def flush(self) -> str:
-        """At the end of the answer: what is still held, as replacement characters."""
+        """The held bytes as replacement characters, at the end of the answer."""
         return "" if self._utf8 is None else self._utf8.decode(b"", final=True)
 
 
 class WindowDetokenizer:
-    """For any other tokenizer: decodes the last few ids again with each new one and returns what was added.
+    """For all other tokenizers: decodes the last few ids again with each new id and returns the added text.
 
-    The window starts with ids whose text was returned already, because the text of an id may depend on the ids before
-    it (a leading space). Equal to the whole decode as long as the ids form valid UTF-8; otherwise the number of
-    replacement characters may differ, since byte-fallback decoders judge a run of byte tokens as one.
+    The window starts with ids whose text was already returned, because the text of an id may depend on the ids before
+    it (a leading space). The result equals decoding all ids at once if they form valid UTF-8; otherwise the number of
+    replacement characters may differ, because byte-fallback decoders treat a run of byte tokens as a unit.
     """
 
     __slots__ = ("_decode", "_ids", "_shown", "_unfinished")
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self._decode = decode
-        self._ids: list[int] = []  #: the window: `_shown` ids whose text was returned, then held ones
+        self._ids: list[int] = []  #: the window: `_shown` ids whose text was returned, then held ids
         self._shown = 0
-        self._unfinished = 0  #: ids held because they end inside a character, not because a space is stripped
+        self._unfinished = 0  #: number of ids held because they end inside a character, not because of a stripped space
 
     def push(self, token_ids: Sequence[int]) -> str:
         parts = []
@@ -94,19 +94,19 @@ class WindowDetokenizer:
         return self._advance(patient=False)
 
 
-#: Decodes one answer, piece by piece.
+#: Decodes one answer incrementally.
 Detokenizer = ByteDetokenizer | WindowDetokenizer
 
 
 def is_byte_level(backend: Any) -> bool:
-    """Whether the text of ids is the concatenation of their pieces; `backend` is a `tokenizers.Tokenizer`."""
+    """Whether the text of ids is the concatenation of their pieces. `backend`: a `tokenizers.Tokenizer`."""
     from tokenizers.decoders import ByteLevel
 
     return isinstance(backend.decoder, ByteLevel)
 
 
 def piece_table(backend: Any) -> list[bytes]:
-    """The bytes of every id of a `tokenizers.Tokenizer`; empty for ids without an entry."""
+    """The bytes of every id of a `tokenizers.Tokenizer`, by id; empty for unused ids."""
     vocabulary: dict[str, int] = backend.get_vocab(with_added_tokens=True)
     table = [b""] * (max(vocabulary.values(), default=-1) + 1)
     alphabet = byte_alphabet()
@@ -117,13 +117,13 @@ def piece_table(backend: Any) -> list[bytes]:
             table[token_id] = bytes.fromhex(match[1]) if match else token.replace(_SPACE_MARK, " ").encode()
         elif alphabet.keys() >= set(token):
             table[token_id] = bytes([alphabet[character] for character in token])
-        else:  # an added token stands for itself
+        else:  # an added token is plain text
             table[token_id] = token.encode()
     return table
 
 
 def byte_alphabet() -> dict[str, int]:
-    """The character that stands for each byte in byte-level BPE vocabularies (GPT-2's `bytes_to_unicode`, inverted)."""
+    """Maps each character of byte-level BPE vocabularies to its byte (GPT-2's `bytes_to_unicode`, inverted)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}

@@ -1,7 +1,7 @@
-"""Texts to token ids: `fastokens` where it gives the same ids as `tokenizers`, else `tokenizers`.
+"""Encodes texts to token ids with `fastokens` if it gives the same ids as `tokenizers`, otherwise with `tokenizers`.
 
-`tokenizers` is what transformers uses, so its ids are right by definition; `fastokens` takes a fortieth of its time.
-Whether both agree is checked when a tokenizer is loaded (`difference`).
+transformers uses `tokenizers`, so its ids are right by definition; `fastokens` takes a fortieth of its time. Loading a
+tokenizer checks whether both agree (`difference`).
 """
 
 import logging
@@ -18,13 +18,13 @@ log = logging.getLogger(__name__)
 
 TokenIds: TypeAlias = "array[int]"
 
-#: Ids are copied in parts, between which other threads get the interpreter's lock.
+#: Ids are copied in parts of this size, so that other threads can take the GIL in between.
 COPIED_BYTES = 1024 * 1024
-#: Characters that `tokenizers` takes at once, at up to 3 µs each, in a call that nothing can interrupt. No model that
-#: needs it has a context of as many tokens.
+#: Most characters in one call of `tokenizers`, which takes up to 3 µs each and cannot be interrupted. No model that
+#: needs this encoder has a context of that many tokens.
 SLOW_CHARACTERS = 2_000_000
-#: Texts with which both are compared at load, in addition to those of the vocabulary. Each has been a difference
-#: between two tokenizers somewhere: contractions by case folding, blanks before words and line ends, composed and
+#: Texts for comparing both encoders at load, in addition to texts from the vocabulary. Each has exposed a difference
+#: between two tokenizers somewhere: contractions under case folding, blanks before words and line ends, composed and
 #: invalid characters, runs.
 HARD_TEXTS = (
     "",
@@ -45,28 +45,28 @@ HARD_TEXTS = (
 
 
 class TooManyTokens(Exception):  # noqa: N818 - never leaves the package
-    """A text has this many tokens, and that is too many."""
+    """A text has too many tokens."""
 
     def __init__(self, tokens: int, *, at_least: bool = False) -> None:
-        """`at_least`: it may have more."""
+        """`at_least`: whether `tokens` is only a lower bound."""
         super().__init__(tokens)
         self.tokens, self.at_least = tokens, at_least
 
 
 class ExactEncoder:
-    """`tokenizers`. Calls release the GIL; several threads may make them at once."""
+    """`tokenizers`. Calls release the GIL and may run in several threads at once."""
 
     name = "tokenizers"
-    inline_characters = 1024  #: so many are encoded sooner than a thread takes over: about 0.2 ms
-    short_characters = 32 * 1024  #: so many are encoded in at most 0.1 s, whatever they are
-    most_characters: int | None = SLOW_CHARACTERS  #: longer texts may not be given
+    inline_characters = 1024  #: encoding up to this many is faster than switching to a thread: about 0.2 ms
+    short_characters = 32 * 1024  #: encoding up to this many takes at most 0.1 s, whatever the text
+    most_characters: int | None = SLOW_CHARACTERS  #: longer texts must not be passed to `encode`
 
     def __init__(self, backend: Any) -> None:
         """`backend`: a `tokenizers.Tokenizer` that neither truncates nor pads."""
         self._backend = backend
 
     def encode(self, texts: Sequence[str], *, special_tokens: bool, most: int | None = None) -> list[TokenIds]:
-        """Ids of each text; `special_tokens` adds those of the post-processor (such as a leading BOS).
+        """Ids of each text. `special_tokens`: add the post-processor's, such as a leading BOS.
 
         Raises TooManyTokens for a text with more than `most` tokens.
         """
@@ -75,7 +75,7 @@ class ExactEncoder:
 
 
 class FastEncoder:
-    """`fastokens`. Calls release the GIL. Its caches hold words, at most 96 MiB per thread that encodes."""
+    """`fastokens`. Calls release the GIL. Its caches hold words and take at most 96 MiB per encoding thread."""
 
     name = "fastokens"
     #: The worst text, one long word, takes 0.13 µs per character; English takes 0.01.
@@ -84,8 +84,8 @@ class FastEncoder:
     most_characters: int | None = None
 
     def __init__(self, tokenizer_json: str, exact: ExactEncoder) -> None:
-        """`exact` encodes what fastokens refuses. Raises ValueError for a tokenizer that fastokens does not cover."""
-        # One thread per text: a second one that waits for a processor would delay the text, here up to the whole loop.
+        """`exact` encodes texts that fastokens refuses. Raises ValueError for a tokenizer that it does not support."""
+        # One thread per text: if a second one waited for a CPU, it would delay the text, or even the whole event loop.
         os.environ.setdefault("FASTOKENS_BPE_THREADS", "1")
         # Not at the top: the package must stay light.
         from fastokens import Tokenizer
@@ -102,7 +102,7 @@ class FastEncoder:
             data, ends = self._tokenizer.encode_batch_flat(list(texts), add_special_tokens=special_tokens)
         except (KeyboardInterrupt, SystemExit, TooManyTokens):
             raise
-        except BaseException as error:  # a pattern that needs more than its engine may use; a panic is no Exception
+        except BaseException as error:  # a regex beyond its engine's limits; a Rust panic is not an Exception
             log.warning("fast_tokenizer_refused error=%r", str(error))
             return self._exact.encode(texts, special_tokens=special_tokens, most=most)
         found, ids = [], memoryview(data)
@@ -115,7 +115,7 @@ class FastEncoder:
         return found
 
     def _count(self, texts: Sequence[str], special_tokens: bool, most: int) -> None:
-        """Raise TooManyTokens. Beforehand, as the bytes of too many ids are copied while the GIL is held."""
+        """Raise TooManyTokens early, because `encode` copies the bytes of all ids while the GIL is held."""
         for text in texts:
             if (tokens := len(self._tokenizer.encode(text, add_special_tokens=special_tokens))) > most:
                 raise TooManyTokens(tokens)
@@ -125,7 +125,7 @@ Encoder = ExactEncoder | FastEncoder
 
 
 def _ids(encodings: Sequence[Any], most: int | None) -> list[TokenIds]:
-    """The ids of encodings; they become Python objects, for which the GIL is held, only where they are not too many."""
+    """The ids of encodings. Converting them to Python objects holds the GIL, so their number is checked first."""
     for encoding in encodings:
         if most is not None and len(encoding) > most:
             raise TooManyTokens(len(encoding))
@@ -133,20 +133,20 @@ def _ids(encodings: Sequence[Any], most: int | None) -> list[TokenIds]:
 
 
 def choose_encoder(tokenizer_json: str, layout: TokenizerLayout, backend: Any) -> tuple[Encoder, str]:
-    """The encoder for a `tokenizers.Tokenizer` and its JSON; and why it is not the fast one, or nothing."""
+    """The encoder for a `tokenizers.Tokenizer` and its JSON, and why it is not the fast one (empty if it is)."""
     exact = ExactEncoder(backend)
     try:
         fast = FastEncoder(tokenizer_json, exact)
         reason = difference(fast, exact, check_texts(layout))
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # a library that does not fit must not prevent a start; a panic is no Exception
+    except BaseException as error:  # an unsuitable library must not prevent a start; a Rust panic is not an Exception
         return exact, str(error)
     return (exact, reason) if reason else (fast, "")
 
 
 def difference(one: Encoder, other: Encoder, texts: Sequence[str]) -> str:
-    """How the ids of two encoders differ; empty: they are equal for all these texts."""
+    """How the ids of two encoders differ; empty if they are equal for all these texts."""
     for special_tokens in (False, True):
         pairs = [each.encode(texts, special_tokens=special_tokens) for each in (one, other)]
         for text, first, second in zip(texts, *pairs, strict=True):
@@ -157,9 +157,9 @@ def difference(one: Encoder, other: Encoder, texts: Sequence[str]) -> str:
 
 
 def check_texts(layout: TokenizerLayout) -> list[str]:
-    """The texts to compare encoders with: `HARD_TEXTS`, a sample of all characters, and what the vocabulary suggests.
+    """Texts for comparing encoders: `HARD_TEXTS`, a sample of all characters, and texts made from the vocabulary.
 
-    About 40,000 characters, which `tokenizers` encodes in 0.03 s. The same for the same tokenizer.
+    About 40,000 characters, which `tokenizers` encodes in 0.03 s. Deterministic for a given tokenizer.
     """
     random, added = Random(1), [each["content"] for each in layout.added_tokens]
     words = [each if isinstance(each, str) else each[0] for each in layout.model.vocab]
@@ -168,7 +168,7 @@ def check_texts(layout: TokenizerLayout) -> list[str]:
 
 
 def _sample_of_characters() -> Iterator[str]:
-    """Libraries know different versions of Unicode, which classifies whole blocks anew."""
+    """Characters from all of Unicode: libraries use different versions of it, which reclassify whole blocks."""
     points = [*range(0x20, 0x3000, 7), *range(0x3000, 0x20000, 67), *range(0x20000, 0x110000, 4099)]
     characters = [chr(point) for point in points if not 0xD800 <= point < 0xE000]
     yield "".join(characters)
@@ -176,7 +176,7 @@ def _sample_of_characters() -> Iterator[str]:
 
 
 def _around(tokens: Sequence[str]) -> Iterator[str]:
-    """Added tokens beside blanks, words, each other and themselves, whole and cut."""
+    """Added tokens next to blanks, words, each other and themselves, whole and truncated."""
     for token in tokens:
         yield f"{token} a {token}a{token}{token} \n{token}\n {token[:-1]} {token.upper()} <{token}> 1{token}'s  {token}"
     yield "".join(tokens)

@@ -1,7 +1,7 @@
-"""Encoding long texts off the event loop, so that no tenant's texts delay another tenant's small ones.
+"""Encodes long texts off the event loop, so that no tenant's texts delay another tenant's short ones.
 
-One thread is for short texts and one for long ones. Each does one job at a time, and tenants take turns: a short text
-waits for the running one and for at most one of every other tenant. What a client sent that has left is not begun.
+One thread handles short texts and another one long texts. Each runs one job at a time, and tenants take turns: a short
+text waits for the running job and for at most one job of every other tenant. Jobs of clients that left are dropped.
 """
 
 import asyncio
@@ -18,15 +18,15 @@ from ..errors import DeadlineExceeded
 
 Result = TypeVar("Result")
 
-#: After a text with more characters the thread is replaced: libraries keep buffers per thread, 500 MB after a few texts
-#: of 8 MB.
+#: After a text with more characters its thread is replaced, because libraries keep buffers per thread: 500 MB after a
+#: few texts of 8 MB.
 HUGE_CHARACTERS = 1_000_000
 
 
 class Client(Protocol):
-    """Who waits for the result."""
+    """The client that waits for a result."""
 
-    gone: bool  #: it has left
+    gone: bool  #: whether it has disconnected
 
 
 def _any_length(_at_least: Sequence[int]) -> None:
@@ -34,20 +34,20 @@ def _any_length(_at_least: Sequence[int]) -> None:
 
 
 class Sender(msgspec.Struct, frozen=True):
-    """Whose texts are encoded, and what is known of them before."""
+    """The sender of texts to encode, and the limits of its request."""
 
     tenant: bytes = b""  #: tenants take turns
-    salt: bytes = b""  #: senders with equal ones share cached ids
-    body_bytes: int = 0  #: about as many characters as a chat's prompt has
-    objects: int = 0  #: at most so many objects are in the body
-    most_tokens: int | None = None  #: of each prompt; None: no limit
-    #: Raises a RouterError if prompts of at least so many tokens may not begin now. Called on the event loop.
+    salt: bytes = b""  #: senders with the same salt share cached ids
+    body_bytes: int = 0  #: size of the body, an estimate of the characters in a chat's prompt
+    objects: int = 0  #: upper bound of the number of objects in the body
+    most_tokens: int | None = None  #: limit for each prompt; None: no limit
+    #: Raises a RouterError if prompts of at least these lengths may not start now. Called on the event loop.
     check: Callable[[Sequence[int]], None] = _any_length
     client: Client | None = None
     timeout_s: float = 600.0
 
     def unlimited(self) -> "Sender":
-        """The same for a prompt that is cut to length after it was encoded."""
+        """The same sender without limits, for a prompt that is truncated after encoding."""
         return msgspec.structs.replace(self, most_tokens=None, check=_any_length)
 
 
@@ -67,12 +67,12 @@ class _Job:
 
 
 class _Lane:
-    """One thread and its queue. Used on the event loop's thread only."""
+    """One thread and its queue. Must be used only on the event loop's thread."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._pool = self._new_pool()
-        self._waiting: OrderedDict[bytes, deque[_Job]] = OrderedDict()  # the tenant whose turn it is comes first
+        self._waiting: OrderedDict[bytes, deque[_Job]] = OrderedDict()  # in order of the tenants' turns
         self._busy = self._closed = False
 
     def put(self, job: _Job) -> None:
@@ -80,7 +80,7 @@ class _Lane:
         self._begin()
 
     def call(self, work: Callable[[], object]) -> None:
-        """Do this in the thread now, and wait for it."""
+        """Run `work` in the thread and wait for it."""
         self._pool.submit(work).result()
 
     def close(self) -> None:
@@ -102,7 +102,7 @@ class _Lane:
             done.add_done_callback(partial(self._end, job))
 
     def _take(self) -> _Job:
-        """The next job; its tenant goes to the end."""
+        """The next job; its tenant moves to the end of the order."""
         tenant, jobs = self._waiting.popitem(last=False)
         job = jobs.popleft()
         if jobs:
@@ -126,22 +126,22 @@ class _Lane:
 
 
 class EncoderThreads:
-    """The two threads of one tokenizer. Used on one event loop."""
+    """The two threads of one tokenizer. Must be used on one event loop."""
 
     def __init__(self, short_characters: int) -> None:
-        """Texts with more characters are long."""
+        """`short_characters`: texts with more characters are long."""
         self._short_characters = short_characters
         self._short, self._long = _Lane("encode-short"), _Lane("encode-long")
 
     def prepare(self, work: Callable[[], object]) -> None:
-        """Do `work` once in every thread: a thread's first text is slow. Blocks."""
+        """Run `work` once in every thread, because a thread's first text is slow. Blocks."""
         for lane in (self._short, self._long):
             lane.call(work)
 
     async def run(self, work: Callable[[], Result], characters: int, sender: Sender) -> Result:
-        """What `work` returns, in the sender's turn. Is cancelled if the client has left by then.
+        """The result of `work`, run in the sender's turn. Raises CancelledError if the client has left before that.
 
-        Raises DeadlineExceeded after the sender's time; a job that runs then ends later, for nobody.
+        Raises DeadlineExceeded after the sender's `timeout_s`; a job already running finishes, its result is dropped.
         """
         loop = asyncio.get_running_loop()
         job = _Job(work, characters, sender, loop.create_future())
@@ -155,6 +155,6 @@ class EncoderThreads:
             timer.cancel()
 
     def close(self) -> None:
-        """End the threads, after what they do now."""
+        """Stop the threads after their current jobs."""
         for lane in (self._short, self._long):
             lane.close()

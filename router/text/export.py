@@ -1,8 +1,8 @@
 """Reads a model's tokenizer as transformers builds it, in a separate process.
 
-transformers may build a tokenizer that differs from `tokenizer.json` (some classes are rebuilt from their vocabulary),
-so only transformers itself knows the right one. But it takes memory and a second of CPU (with torch 270 MB and five
-seconds) that a router cannot use. So a child process loads it and prints the result, which the router keeps.
+transformers may build a tokenizer that differs from `tokenizer.json`, as some classes are rebuilt from their
+vocabulary, so only transformers itself gives the right one. But it costs memory and a second of CPU time (with torch,
+270 MB and five seconds) that a router should not spend. So a child process loads it and prints the result.
 """
 
 import subprocess
@@ -14,33 +14,33 @@ import msgspec
 
 from ..errors import TokenizerUnavailable
 
-#: Importing torch and reading a large vocabulary takes seconds, and far longer on a machine under load.
+#: Importing torch and reading a large vocabulary takes seconds, and far longer on a busy machine.
 TIMEOUT_S = 300.0
-#: Files with a vocabulary; a folder that transformers can read has at least one of them.
+#: Vocabulary files. A folder that transformers can read has at least one of them.
 VOCABULARIES = (
     "tokenizer.json tokenizer.model vocab.json vocab.txt spiece.model sentencepiece.bpe.model tekken.json *.tiktoken"
 ).split()
 
 
 class TokenizerParts(msgspec.Struct, frozen=True):
-    """All that the text side needs of a tokenizer of transformers."""
+    """The parts of a transformers tokenizer that the text side needs."""
 
-    tokenizer: str  #: the `tokenizers` object, as JSON
+    tokenizer: str  #: the `tokenizers` object as JSON
     special_ids: list[int]
-    special_tokens: dict[str, str]  #: by role (`bos_token`), as chat templates get them
+    special_tokens: dict[str, str]  #: by role, such as `bos_token`; passed to chat templates
     chat_template: str | dict[str, str] | None
 
 
 class ModelLayout(msgspec.Struct, frozen=True):
-    """The model of a tokenizer, without its merges: most of the JSON, which takes 0.2 s as Python objects."""
+    """The model part of a tokenizer, without merges: these are most of the JSON and would take 0.2 s to decode."""
 
     type: str
-    vocab: dict[str, int] | list[Any] = []  #: a list of pairs in unigram models
+    vocab: dict[str, int] | list[Any] = []  #: a list of pairs for unigram models
     byte_fallback: bool | None = None
 
 
 class TokenizerLayout(msgspec.Struct, frozen=True):
-    """The parts of a `tokenizers` object, as its JSON names them."""
+    """The parts of a `tokenizers` object, under the names of its JSON."""
 
     model: ModelLayout
     added_tokens: list[dict[str, Any]] = []
@@ -49,12 +49,12 @@ class TokenizerLayout(msgspec.Struct, frozen=True):
 
 
 def layout_of(tokenizer: str) -> TokenizerLayout:
-    """Of a `tokenizers` object as JSON."""
+    """Decode the layout of a `tokenizers` object from its JSON."""
     return msgspec.json.decode(tokenizer, type=TokenizerLayout)
 
 
 def check_vocabulary(folder: Path) -> None:
-    """Raise TokenizerUnavailable if there is none: transformers would build a tokenizer with no words."""
+    """Raise TokenizerUnavailable if there is no vocabulary: transformers would build a tokenizer without words."""
     if not folder.is_dir():
         raise TokenizerUnavailable(f"cannot read a tokenizer from {folder}: no such folder")
     if not any(path.stat().st_size for pattern in VOCABULARIES for path in folder.glob(pattern)):
@@ -69,7 +69,7 @@ def check_vocabulary(folder: Path) -> None:
 
 
 def load_parts(folder: Path) -> TokenizerParts:
-    """The tokenizer of a local folder. Blocks for seconds. Raises TokenizerUnavailable."""
+    """Load the tokenizer of a local folder. Blocks for seconds. Raises TokenizerUnavailable."""
     check_vocabulary(folder)
     command = [sys.executable, "-P", "-m", "homing.router.text.export", str(folder)]
     try:
@@ -83,8 +83,8 @@ def load_parts(folder: Path) -> TokenizerParts:
 
 
 def main() -> int:
-    """In the child process: print the parts of a folder's tokenizer as JSON; on failure one line to stderr."""
-    # Tokenizers do not need torch, and importing it takes four of five seconds: transformers must not find it.
+    """In the child process: print the parts of a folder's tokenizer as JSON, or on failure one line to stderr."""
+    # Hide torch from transformers: tokenizers do not need it, and importing it takes four of five seconds.
     sys.modules["torch"] = None  # type: ignore[assignment]
     try:
         # Not at the top: the router imports this module.
@@ -100,7 +100,7 @@ def main() -> int:
             special_tokens=special,
             chat_template=tokenizer.chat_template,
         )
-    except Exception as error:  # whatever it is, the parent process reports it by this one line
+    except Exception as error:  # the parent process reports any error with this one line
         message = " ".join(str(error).split())
         print(message or type(error).__name__, file=sys.stderr)
         return 1

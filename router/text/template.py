@@ -1,8 +1,8 @@
 """A model's chat template: a conversation in, prompt text out.
 
-Compiled by transformers, whose sandbox protects against hostile templates; that module needs no torch. Its
-`render_jinja_template` first copies all that a template sees, because callers may pass objects of any type. What comes
-from JSON needs no copy, which for an agent's tools would take longer than the template.
+Compiled by transformers, whose sandbox protects against hostile templates; that module does not need torch. Its
+`render_jinja_template` first copies everything that a template sees, because callers may pass objects of any type. Data
+from JSON needs no copy, which would take longer than the template itself for an agent's tools.
 """
 
 import contextlib
@@ -16,14 +16,14 @@ from ..errors import TemplateRefusal
 if TYPE_CHECKING:
     from jinja2 import Template
 
-#: How deep tools, calls and arguments may be nested: comparing or encoding more may exceed Python's limit.
+#: Limit for the nesting of tools, calls and arguments: comparing or encoding deeper ones may exceed Python's limit.
 MAX_DEPTH = 256
-#: One message as templates read it: `role`, `content` (one text) and, optionally, tool calls and the like.
+#: One message in the form that templates read: `role`, `content` (one string) and optional keys such as tool calls.
 Message = dict[str, Any]
 
 
 class TemplateInput(msgspec.Struct, frozen=True):
-    """What every API dialect makes of its messages: the input of the chat template."""
+    """The input of the chat template, which every API dialect makes from its messages."""
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] | None = None
@@ -33,13 +33,13 @@ class TemplateInput(msgspec.Struct, frozen=True):
 
 
 class ChatTemplate:
-    """The template of one model. Some models have several by name, of which `tool_use` is for calls with tools."""
+    """The template of one model. Some models have several named ones; `tool_use` is for conversations with tools."""
 
     def __init__(self, template: str | Mapping[str, str] | None, special_tokens: Mapping[str, str]) -> None:
         self._templates: Mapping[str, str] = {"default": template} if isinstance(template, str) else template or {}
         self._special_tokens = special_tokens
         self._compiled: dict[str, Template] = {}
-        #: OpenAI's newer name of the system's role: many templates leave messages of roles out that they do not know.
+        #: The role to use for OpenAI's `developer`, its newer name for `system`: many templates drop unknown roles.
         self._developer = "developer" if "developer" in self.source else "system"
 
     @property
@@ -48,7 +48,7 @@ class ChatTemplate:
         return "\n".join(self._templates.values())
 
     def render(self, conversation: TemplateInput) -> str:
-        """The prompt of the conversation. Raises TemplateRefusal."""
+        """The prompt for the conversation. Raises TemplateRefusal."""
         template = self._choose(conversation)
         if conversation.continue_final_message and conversation.add_generation_prompt:
             raise TemplateRefusal(
@@ -81,13 +81,13 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import _compile_jinja_template
 
         compiled: Template = _compile_jinja_template(template)
-        # Jinja chains dictionaries, and each prompt would copy the chain: half of the time of a plain chat.
+        # Jinja uses a chain of dicts, and every prompt would copy it: half of the time of a plain chat.
         compiled.globals = dict(compiled.globals)
         self._compiled[template] = compiled
         return compiled
 
     def prepare(self) -> None:
-        """Import the renderer and compile the template, for which the first chat would block the event loop."""
+        """Import the renderer and compile the template now, or the first chat would block the event loop for it."""
         with contextlib.suppress(TemplateRefusal):
             self.render(TemplateInput([{"role": "user", "content": "hi"}]))
 
@@ -103,7 +103,7 @@ class ChatTemplate:
 
 
 def _render_open(template: str, values: Mapping[str, Any]) -> str:
-    """The prompt of a conversation whose last message the answer continues."""
+    """The prompt for a conversation whose last message the answer continues."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     conversation = {"conversations": [values["messages"]], "chat_template": template, "continue_final_message": True}
@@ -113,7 +113,7 @@ def _render_open(template: str, values: Mapping[str, Any]) -> str:
 
 
 def _too_deep(values: list[Any]) -> bool:
-    """Level by level: it takes a tenth of the time of a copy, and nothing for a plain chat."""
+    """Whether values are nested deeper than MAX_DEPTH. Level by level, in a tenth of the time of a copy."""
     for _ in range(MAX_DEPTH):
         lists = [each.values() if isinstance(each, dict) else each for each in values if each]
         values = [inner for each in lists for inner in each if type(inner) is dict or type(inner) is list]
@@ -123,6 +123,6 @@ def _too_deep(values: list[Any]) -> bool:
 
 
 def _shown(message: Message) -> Message:
-    """What templates see: not `content: null` of OpenAI's clients, which they would print; reasoning by both names."""
+    """A message as templates see it: without nulls, which they would print, and with reasoning under both names."""
     shown = {key: value for key, value in message.items() if value is not None}
     return {"thinking": shown["reasoning_content"], **shown} if "reasoning_content" in shown else shown

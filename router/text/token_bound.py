@@ -1,8 +1,8 @@
-"""How few tokens a text can have, without encoding it: what is too long by this bound need not be tokenized.
+"""A lower bound of a text's number of tokens, so that a text that is certainly too long need not be tokenized.
 
-Pure. A token stands for a limited number of characters if nothing of a text is dropped, replaced by one unknown token,
-or swallowed as blanks around an added token. So there is a bound for the tokenizers of nearly all language models
-(byte-level BPE; sentencepiece's BPE with byte tokens), and none for others.
+Pure. A token covers a limited number of characters, provided that no part of a text is dropped, replaced by a single
+unknown token, or absorbed as blanks around an added token. So the tokenizers of nearly all language models have a bound
+(byte-level BPE; sentencepiece's BPE with byte tokens), and others have none.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,14 +13,14 @@ from .export import TokenizerLayout
 
 Part = Mapping[str, Any]
 
-#: Composed characters stand for at most two characters per byte of theirs; the test looks at all of them.
+#: NFC composes at most two characters per byte of its result; the test checks all composed characters.
 NFC_CHARACTERS_PER_BYTE = 2
-#: Steps that keep every character, and split or add at most.
+#: Steps that keep every character: they only split text or add characters.
 _KEEPING = {"ByteLevel", "Digits", "Metaspace"}
 
 
 def characters_per_token(layout: TokenizerLayout) -> int | None:
-    """So many characters of a text become at least one token; None: no limit is known."""
+    """The most characters of a text that one token can cover; None if no limit is known."""
     model, added = layout.model, layout.added_tokens
     per_byte = _normalized(layout.normalizer)
     if model.type != "BPE" or per_byte is None or any(token["lstrip"] or token["rstrip"] for token in added):
@@ -40,7 +40,7 @@ def characters_per_token(layout: TokenizerLayout) -> int | None:
 
 
 def fewest_tokens(text: str, characters: int | None) -> int:
-    """A text has at least so many tokens, by what `characters_per_token` returned."""
+    """The least number of tokens of a text. `characters`: the result of `characters_per_token`."""
     return 0 if characters is None else -(-len(text) // characters)
 
 
@@ -57,7 +57,7 @@ def _keeps(split: Part) -> bool:
 
 
 def _normalized(normalizer: Part | None) -> int | None:
-    """So many characters become at least one byte; None: no limit is known."""
+    """The most characters that normalization turns into one byte; None if no limit is known."""
     most = 1
     for step in _steps(normalizer, "normalizers"):
         match step:

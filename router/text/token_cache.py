@@ -1,8 +1,7 @@
-"""Token ids of text segments that occurred before, so that only the new part of a conversation is tokenized.
+"""Caches the token ids of text segments, so that only the new part of a conversation is tokenized.
 
-`Cutter` cuts texts into segments; `TokenCache` holds their ids, bounded in bytes, least recently used out first. Pure.
-Entries are separate for each tenant: otherwise the time that a prompt takes would tell one tenant what another has
-sent.
+`Cutter` cuts texts into segments; `TokenCache` holds their ids, bounded in bytes, and evicts the least recently used
+first. Pure. Each tenant has its own entries; otherwise timing would reveal to one tenant what another has sent.
 """
 
 import re
@@ -12,14 +11,14 @@ from typing import Any
 
 import msgspec
 
-#: Of an entry in addition to its text and ids: two objects, a key, a place in the dict.
+#: Memory of an entry besides its text and ids: two objects, a key and a slot in the dict.
 ENTRY_BYTES = 400
 
 Key = tuple[bytes, str]
 
 
 class TokenCache:
-    """Segment of a tenant to ids (uint32 LE). `capacity_bytes` 0 keeps nothing."""
+    """Maps (tenant, segment) to ids (uint32 LE). With a `capacity_bytes` of 0 it keeps nothing."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self._capacity = capacity_bytes
@@ -34,7 +33,7 @@ class TokenCache:
         return ids
 
     def put(self, key: Key, ids: bytes) -> None:
-        """Add a segment that was just tokenized."""
+        """Add a newly tokenized segment."""
         cost = _cost(key, ids)
         if cost > self._capacity or key in self._entries:
             return
@@ -49,22 +48,22 @@ class TokenCache:
 
 def _cost(key: Key, ids: bytes) -> int:
     tenant, text = key
-    width = 1 if text.isascii() else 4  # at most: CPython takes 1, 2 or 4 bytes a character
+    width = 1 if text.isascii() else 4  # upper bound: CPython uses 1, 2 or 4 bytes per character
     return ENTRY_BYTES + len(tenant) + width * len(text) + len(ids)
 
 
 class Cutter:
-    """Cuts texts so that the ids of the segments, concatenated, are the ids of the whole text.
+    """Cuts texts so that the concatenated ids of the segments are the ids of the whole text.
 
-    A `tokenizers` tokenizer takes out its added tokens first, leftmost and longest, and treats each stretch between
-    them on its own. So a text may be cut at added tokens, except where something looks further: a token that includes
-    blanks around it (no cut there), a token that must be a separate word, or a metaspace that marks only the beginning
-    of a text (no cut at all). `safe` False: every text is one segment.
+    A `tokenizers` tokenizer first extracts its added tokens, leftmost and longest first, and then handles each stretch
+    between them independently. So a text may be cut at added tokens, unless something depends on more context: a token
+    that absorbs the blanks around it (no cut there), a token that must be a separate word, or a metaspace that marks
+    only the beginning of a text (no cuts at all). If `safe` is False, every text is one segment.
     """
 
     def __init__(self, tokenizer_json: str) -> None:
         layout: Mapping[str, Any] = msgspec.json.decode(tokenizer_json)
-        # Tokens that are matched before normalization; the others are found later, within a stretch.
+        # Only tokens that are matched before normalization; the others are found later, within a stretch.
         tokens = [token for token in layout.get("added_tokens") or () if not token["normalized"]]
         self._plain = {token["content"] for token in tokens if not (token["lstrip"] or token["rstrip"])}
         words = any(token["single_word"] for token in layout.get("added_tokens") or ())
@@ -73,7 +72,7 @@ class Cutter:
         self._tokens = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     def cut(self, text: str) -> list[str]:
-        """Segments of `text`, none empty; each except perhaps the first begins with an added token."""
+        """Non-empty segments of `text`; all except perhaps the first begin with an added token."""
         if not self.safe:
             return [text] if text else []
         return [segment for segment in self._segments(text) if segment]
@@ -88,7 +87,7 @@ class Cutter:
 
 
 def _marks_beginning(pre_tokenizer: Mapping[str, Any] | None) -> bool:
-    """Whether any step treats the first word of a text differently from the others."""
+    """Whether any step treats the first word of a text differently from later words."""
     if pre_tokenizer is None:
         return False
     if pre_tokenizer["type"] == "Sequence":

@@ -1,12 +1,12 @@
 """The text side of one model: its tokenizer and chat template, loaded from a Hugging Face folder.
 
-Ids equal those of transformers (`apply_chat_template(tokenize=True)`, `tokenizer(text)`): the tokenizer is the one that
-transformers builds (`export.py`), and transformers' renderer renders the template. Independent of HTTP and blocks.
+Ids equal those of transformers (`apply_chat_template(tokenize=True)`, `tokenizer(text)`), because transformers builds
+the tokenizer (`export.py`) and renders the template. Independent of HTTP and blocks.
 
-Short texts are encoded in place, because a hop to a thread costs more than they do; long ones off the event loop
-(`encoder_threads.py`), unless it is known without encoding that they are too long (`token_bound.py`). With a tokenizer
-that only the slow encoder covers, a chat's prompt is cut into segments, and segments that occurred before are not
-encoded again (`token_cache.py`); the fast one takes less time than looking them up.
+Short texts are encoded in place, because switching to a thread costs more than encoding them. Long texts are encoded
+off the event loop (`encoder_threads.py`), unless they are too long by a bound known without encoding
+(`token_bound.py`). If only the slow encoder supports the tokenizer, a chat's prompt is cut into segments, and segments
+seen before are not encoded again (`token_cache.py`); the fast encoder takes less time than looking them up.
 """
 
 import logging
@@ -33,18 +33,18 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-#: Longer chats are not cut into segments: cutting happens on the event loop, at up to 0.1 µs per character.
+#: Longer chats are not cut into segments, because cutting runs on the event loop at up to 0.1 µs per character.
 CUT_CHARACTERS = 128 * 1024
-#: Bodies with more are prepared off the event loop: a message, block or tool takes 3 to 10 µs.
+#: Bodies with more objects are prepared off the event loop: a message, block or tool takes 3 to 10 µs.
 INLINE_OBJECTS = 1000
-#: Of a prompt for no model's context, which is longer than any: ids take memory, and time of everybody.
+#: Limit for texts that need not fit a model's context; above any context. Ids take memory, and time from all requests.
 MOST_TOKENS = 1_000_000
-#: More ids are decoded off the event loop: at 0.15 µs each.
+#: More ids than this are decoded off the event loop, at 0.15 µs each.
 INLINE_IDS = 4096
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True):
-    """What the model's `generation_config.json` says of sampling, for requests that say nothing."""
+    """Sampling parameters of the model's `generation_config.json`, for requests that do not set them."""
 
     temperature: Annotated[float, Meta(ge=0)] = 1.0
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
@@ -54,7 +54,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
 
 
 class TextModel:
-    """Encodes, renders and decodes for one model. Built by `load`; to be used on one event loop."""
+    """Encodes, renders and decodes for one model. Created by `load`; must be used on one event loop."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class TextModel:
         cache_bytes: int,
         choose: Callable[[str, TokenizerLayout, Any], tuple[Encoder, str]] = choose_encoder,
     ) -> None:
-        """`cache_bytes`: memory for the ids of chat segments; 0 caches none. Blocks for a tenth of a second."""
+        """`cache_bytes`: memory for the ids of chat segments; 0 disables the cache. Blocks for a tenth of a second."""
         # Not at the top: the package must stay light.
         from tokenizers import Tokenizer
 
@@ -71,9 +71,9 @@ class TextModel:
         self._backend.no_truncation()
         self._backend.no_padding()
         self._template = ChatTemplate(parts.chat_template, parts.special_tokens)
-        self.model_type = ""  #: of the configuration
+        self.model_type = ""  #: from the model's configuration
         self.sampling_defaults = SamplingDefaults()
-        #: How `tokenizer_config.json` names special tokens and the chat template.
+        #: Tokenizer class, special tokens and chat template under the keys of `tokenizer_config.json`.
         self.info: dict[str, Any] = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             **parts.special_tokens,
@@ -92,16 +92,16 @@ class TextModel:
         self._pieces = piece_table(self._backend)
         self._byte_level = is_byte_level(self._backend)
         self._special = special = frozenset(parts.special_ids)
-        #: The same for answers, in which special tokens have no text.
+        #: The pieces for answers, in which special tokens have no text.
         self._texts = {each: piece for each, piece in enumerate(self._pieces) if each not in special}
-        #: The same with some special tokens, by their ids: of the model's parsers, so there are few.
+        #: `_texts` plus the given special tokens. Only the markers of the model's parsers occur, so entries are few.
         self._marked_texts: dict[frozenset[int], dict[int, bytes]] = {}
 
     @classmethod
     def load(cls, folder: Path, *, cache_bytes: int, chat_template: str = "") -> "TextModel":
-        """Read the tokenizer of a local folder. Blocks for seconds. Raises TokenizerUnavailable.
+        """Load the tokenizer of a local folder. Blocks for seconds. Raises TokenizerUnavailable.
 
-        `chat_template`: a file with the template to use instead of the folder's.
+        `chat_template`: path of a template to use instead of the folder's.
         """
         parts = load_parts(folder)
         if chat_template:
@@ -115,7 +115,7 @@ class TextModel:
         return model
 
     def describe(self, model_dir: Path) -> None:
-        """Take what requests need to know of the model from its folder."""
+        """Read the model type and the sampling defaults from the model's folder."""
         self.model_type = _model_type(model_dir)
         self.sampling_defaults = sampling_defaults(model_dir)
 
@@ -125,13 +125,13 @@ class TextModel:
 
     @property
     def templates(self) -> str:
-        """All chat templates of the model, joined: they show how it writes tool calls and reasoning."""
+        """All chat templates of the model, joined. They reveal how the model writes tool calls and reasoning."""
         return self._template.source
 
     # Text to ids
 
     def encode_now(self, texts: Sequence[str], *, special_tokens: bool) -> list[TokenIds]:
-        """Ids of each text, in place; `special_tokens` adds those of the post-processor (such as a leading BOS)."""
+        """Ids of each text, encoded in place. `special_tokens`: add the post-processor's, such as a leading BOS."""
         return self._encoder.encode(texts, special_tokens=special_tokens)
 
     async def encode(
@@ -143,10 +143,10 @@ class TextModel:
         context: int | None = None,
         param: str | None = None,
     ) -> list[TokenIds]:
-        """Ids of each text; long ones off the event loop.
+        """Ids of each text. Long texts are encoded off the event loop.
 
-        `context`: of the model, in tokens; None: MOST_TOKENS. `param`: the field with the texts. Raises PromptTooLong,
-        PromptOverLimit and RateLimited, where possible before anything is encoded; InvalidRequest; DeadlineExceeded.
+        `context`: in tokens; None: the limit is MOST_TOKENS. `param`: the field with the texts. Raises InvalidRequest,
+        DeadlineExceeded and, where possible before encoding, PromptTooLong, PromptOverLimit and RateLimited.
         """
         characters = sum(map(len, texts))
         if characters > self._encoder.inline_characters:
@@ -158,7 +158,7 @@ class TextModel:
         return await self._run(work, characters, sender, context, param)
 
     def encode_chat_now(self, conversation: TemplateInput, *, salt: bytes = b"") -> TokenIds:
-        """As `encode_chat`, in place."""
+        """Like `encode_chat`, but in place."""
         if self._cutter is None:
             return self._encode_chat(conversation, MOST_TOKENS, None)
         segments, known, missing = self._recall(self._cutter, self._template.render(conversation), salt)
@@ -172,12 +172,12 @@ class TextModel:
         context: int | None = None,
         param: str | None = None,
     ) -> TokenIds:
-        """Ids of the rendered conversation; long ones are rendered and encoded off the event loop.
+        """Ids of the rendered conversation. Long conversations are rendered and encoded off the event loop.
 
-        The template writes special tokens itself, so none are added. What senders with other salts have sent does not
-        affect even the time that this takes. Raises TemplateRefusal, and what `encode` raises.
+        The template writes special tokens itself, so none are added. Even the duration does not depend on texts of
+        senders with other salts. Raises TemplateRefusal, and the errors of `encode`.
 
-        `conversation`: or what makes it, which is called where it is rendered.
+        `conversation` may be a function that returns it; the thread that renders the template calls it.
         """
         if self._cutter is None or sender.body_bytes > CUT_CHARACTERS:
             work = partial(self._encode_chat, conversation, _most(sender, context), param)
@@ -192,9 +192,9 @@ class TextModel:
         return ids
 
     async def prepare(self, work: Callable[[], Result], sender: Sender) -> Result:
-        """What `work` makes of the objects in the sender's body; for many objects off the event loop.
+        """The result of `work`, which handles the objects of the sender's body: off the event loop if they are many.
 
-        Is cancelled if the client has left. Raises DeadlineExceeded.
+        Raises DeadlineExceeded, and CancelledError if the client has left.
         """
         return work() if sender.objects <= INLINE_OBJECTS else await self._threads.run(work, sender.body_bytes, sender)
 
@@ -211,7 +211,7 @@ class TextModel:
             raise AssertionError(f"{error.tokens} tokens are neither too many for {context} nor for {sender}") from None
 
     def _encode(self, texts: Sequence[str], *, special_tokens: bool, most: int, param: str | None) -> list[TokenIds]:
-        """In any thread. Raises TooManyTokens, and InvalidRequest for texts that would take too long."""
+        """Runs in any thread. Raises TooManyTokens, and InvalidRequest for texts that would take too long."""
         longest = self._encoder.most_characters
         for text in texts:
             if (fewest := fewest_tokens(text, self._bound)) > most:
@@ -223,7 +223,7 @@ class TextModel:
     def _encode_chat(
         self, conversation: TemplateInput | Callable[[], TemplateInput], most: int, param: str | None
     ) -> TokenIds:
-        """In any thread."""
+        """Runs in any thread."""
         return self._encode([self._render(conversation)], special_tokens=False, most=most, param=param)[0]
 
     def _render(self, conversation: TemplateInput | Callable[[], TemplateInput]) -> str:
@@ -231,7 +231,7 @@ class TextModel:
         return self._template.render(made)
 
     def _recall(self, cutter: Cutter, prompt: str, salt: bytes) -> tuple[list[str], dict[str, bytes], list[str]]:
-        """The prompt's segments, the ids of those that are cached, and those that are not."""
+        """The prompt's segments, the ids of the cached ones, and the segments that are not cached."""
         segments = cutter.cut(prompt)
         found = {segment: self.cache.get((salt, segment)) for segment in segments}
         known = {segment: ids for segment, ids in found.items() if ids is not None}
@@ -258,18 +258,18 @@ class TextModel:
         return text
 
     async def decode_long(self, token_ids: Sequence[int], sender: Sender = NOBODY) -> str:
-        """As `decode`; many ids off the event loop. Is cancelled if the client has left. Raises DeadlineExceeded."""
+        """Like `decode`, but off the event loop for many ids. Raises as `prepare` does."""
         if len(token_ids) <= INLINE_IDS:
             return self.decode(token_ids)
-        # Unlike `decode`, it releases the GIL.
+        # Unlike `decode`, `decode_batch` releases the GIL.
         work = partial(self._backend.decode_batch, [token_ids], skip_special_tokens=False)
         texts: list[str] = await self._threads.run(work, sender.body_bytes, sender)
         return texts[0]
 
     def detokenizer(self, markers: Sequence[str] = (), *, special: bool = False) -> Detokenizer:
-        """A new incremental decoder; special tokens have no text, except these markers of reasoning and tool calls.
+        """A new incremental decoder. Special tokens have no text, except the given markers of reasoning and tool calls.
 
-        `special`: all special tokens have their names as text.
+        `special`: every special token is shown by name.
         """
         if special:
             return (
@@ -292,36 +292,36 @@ class TextModel:
         return texts
 
     def piece(self, token_id: int) -> bytes:
-        """The bytes that this token stands for (its name, if it is a special token); empty for an unknown id."""
+        """The bytes of this token (its name if it is a special token); empty for an unknown id."""
         return self._pieces[token_id] if 0 <= token_id < len(self._pieces) else b""
 
     def joined(self, token_ids: Sequence[int]) -> str:
-        """About the text of many ids of this vocabulary, in a quarter of the time that `decode` takes."""
+        """The approximate text of many valid ids, in a quarter of the time of `decode`."""
         return b"".join(map(self._pieces.__getitem__, token_ids)).decode(errors="replace")
 
     def piece_names(self, token_ids: Sequence[int]) -> list[str]:
-        """The vocabulary's own spelling of each id."""
+        """The vocabulary's own spelling of each id; empty for an unknown id."""
         return [self._backend.id_to_token(token_id) or "" for token_id in token_ids]
 
 
 def _most(sender: Sender, context: int | None) -> int:
-    """The tokens that a prompt may have."""
+    """The maximum number of tokens of a prompt."""
     most = MOST_TOKENS if context is None else context - 1
     return most if sender.most_tokens is None else min(most, sender.most_tokens)
 
 
 def _check_context(tokens: int, context: int | None, param: str | None, *, at_least: bool = False) -> None:
-    """Raise PromptTooLong if this many tokens leave no room in the model's context; without one, InvalidRequest."""
+    """Raise PromptTooLong if this many tokens leave no room in `context`; if that is None, InvalidRequest."""
     if context is not None and tokens >= context:
         raise PromptTooLong(tokens, context, param=param, at_least=at_least)
     if context is None and tokens > MOST_TOKENS:
         raise InvalidRequest(
-            f"the prompt has {'at least ' * at_least}{tokens} tokens; the maximum here is {MOST_TOKENS}", param=param
+            f"the prompt has {'at least ' * at_least}{tokens} tokens; the limit is {MOST_TOKENS}", param=param
         )
 
 
 def _model_type(folder: Path) -> str:
-    """The `model_type` of a model's configuration; empty if there is none."""
+    """The `model_type` in a model's configuration; empty if there is none."""
     try:
         config = msgspec.json.decode((folder / "config.json").read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
@@ -330,7 +330,7 @@ def _model_type(folder: Path) -> str:
 
 
 def sampling_defaults(folder: Path) -> SamplingDefaults:
-    """Those of a model's folder; none if there is no such file or it cannot be used."""
+    """Sampling defaults from a model's `generation_config.json`; the usual ones if it is missing or unusable."""
     file = folder / "generation_config.json"
     try:
         given = msgspec.json.decode(file.read_bytes(), type=dict[str, Any])

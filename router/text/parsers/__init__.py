@@ -1,4 +1,4 @@
-"""What a model writes as text, taken apart: content, reasoning and tool calls, while the text arrives.
+"""Splits a model's text into content, reasoning and tool calls while it arrives.
 
-Imported by `http`. Pure state: must not import the other folders of the router, a tokenizer, HTTP, sockets or clocks.
+Imported by `http`. Pure state: must not import other folders of the router, a tokenizer, HTTP, sockets or clocks.
 """

@@ -1,4 +1,4 @@
-"""The calls of one answer: reads the text and writes the deltas of calls."""
+"""Reads an answer's text and writes its deltas, with the bookkeeping of tool calls."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -8,33 +8,33 @@ import msgspec
 from .deltas import Content, Delta, Reasoning, ToolCallArguments, ToolCallStart
 from .scanner import Malformed, Scanner, Steps
 
-#: Makes the id of a call from its index. It must be the same whenever the answer is parsed: a stream that continues
-#: after its replica died parses its text again.
+#: Makes the id of a call from its index. It must return the same id whenever the answer is parsed: a stream that
+#: continues after its replica died parses its text again.
 MakeId = Callable[[int], str]
-#: By the name of each tool of the request, the JSON schema of its parameters.
+#: The JSON schema of each tool's parameters, by the tool's name.
 Tools = Mapping[str, Mapping[str, Any] | None]
 
 
 class CallScanner(Scanner):
-    """A scanner that also knows the tools of the request and collects deltas.
+    """A scanner that also has the request's tools and collects deltas.
 
-    `start` commits to a call: before it, text that turns out to be no call can be given back as text; after it, what
-    was passed on stays.
+    `start` commits to a call. Before it, text that turns out not to be a call can still become content; after it,
+    deltas already written cannot be taken back.
     """
 
     __slots__ = ("_id_length", "_make_id", "_muted", "_parallel", "name", "open", "out", "started", "tools")
 
     def __init__(self, tools: Tools, make_id: MakeId, *, parallel: bool, id_length: int = 0) -> None:
-        """`id_length`: how many characters of an id, from its end, the family takes; 0: all."""
+        """`id_length`: generated ids keep only this many of their last characters; 0: all."""
         super().__init__()
         self.tools = tools
         self.out: list[Delta] = []
-        self.open = False  #: between `start` and `end`
-        self.name = ""  #: of the call that is open
+        self.open = False  #: whether a call has started but not ended
+        self.name = ""  #: tool of the open call
         self._make_id = make_id
         self._id_length = id_length
         self._parallel = parallel
-        self.started = 0  #: how many calls have begun
+        self.started = 0  #: number of calls started
         self._muted = False
 
     def content(self, text: str) -> None:
@@ -44,14 +44,14 @@ class CallScanner(Scanner):
         self.out.append(Reasoning(text))
 
     def known(self, *ends: str) -> Steps[str]:
-        """Consume and return the name of a known tool before one of these ends. It is not held if it cannot be one."""
+        """Consume and return a known tool's name that one of these ends follows. Fails as soon as no name can match."""
         names = {name + end: name for name in self.tools for end in ends}
         found = yield from self.expect(*names)
         self.at -= len(found) - len(names[found])
         return names[found]
 
     def start(self, name: Any, call_id: str | None = None) -> None:
-        """Begin a call; `call_id` if the model itself wrote one. Raises `Malformed` for an unknown tool."""
+        """Start a call. `call_id`: the id that the model wrote, if any. Raises `Malformed` for an unknown tool."""
         if not isinstance(name, str) or name not in self.tools:
             raise Malformed
         self.forget()
@@ -63,17 +63,17 @@ class CallScanner(Scanner):
             self.out.append(ToolCallStart(index, call_id or self._make_id(index)[-self._id_length :], name))
 
     def arguments(self, text: str) -> None:
-        """Pass on the next piece of the open call's arguments."""
+        """Write the next piece of the open call's arguments."""
         if not self._muted:
             self.out.append(ToolCallArguments(self.started - 1, text))
 
     def end(self) -> None:
-        """The open call is complete."""
+        """End the open call."""
         self.open = False
         self.forget()
 
     def schema_of(self, parameter: str) -> Mapping[str, Any]:
-        """The schema of a parameter of the open call; empty if none is known."""
+        """The schema of one of the open call's parameters; empty if unknown."""
         root = self.tools[self.name]
         properties: Any = root.get("properties") if root is not None else None
         found = properties.get(parameter) if isinstance(properties, Mapping) else None
@@ -81,7 +81,7 @@ class CallScanner(Scanner):
 
 
 def resolved(schema: Any, root: Mapping[str, Any], depth: int = 8) -> Mapping[str, Any]:
-    """A schema with its references to parts of `root` followed, as far as its type depends on them."""
+    """A schema with its references into `root` resolved, as far as its type depends on them."""
     if not isinstance(schema, Mapping):
         return {}
     given = schema.get("$ref")
@@ -101,7 +101,7 @@ def resolved(schema: Any, root: Mapping[str, Any], depth: int = 8) -> Mapping[st
 
 
 def string(text: str) -> str:
-    """The text of a JSON string."""
+    """Decode a JSON string. Raises `Malformed` if `text` is not one."""
     try:
         found = msgspec.json.decode(text, type=str)
     except msgspec.MsgspecError as error:  # a DecodeError or a ValidationError
@@ -110,5 +110,5 @@ def string(text: str) -> str:
 
 
 def quoted(text: str) -> str:
-    """A JSON string."""
+    """Encode `text` as a JSON string."""
     return msgspec.json.encode(text).decode()  # json.dumps takes four times as long

@@ -1,4 +1,4 @@
-"""What a parser returns: the parts of an answer, in the order in which the model wrote them."""
+"""The output of a parser: parts of an answer, in the order in which the model wrote them."""
 
 import msgspec
 
@@ -10,7 +10,7 @@ class Content(msgspec.Struct, frozen=True, gc=False):
 
 
 class Reasoning(msgspec.Struct, frozen=True, gc=False):
-    """Text that the model wrote before it answered."""
+    """Text of the model's reasoning."""
 
     text: str
 

@@ -1,4 +1,4 @@
-"""The families of models: how each writes tool calls and reasoning, and which of them a model belongs to."""
+"""Model families: how each writes tool calls and reasoning, and how to recognise a model's family."""
 
 import difflib
 from collections.abc import Callable, Iterable
@@ -11,7 +11,7 @@ from .guided import CallShape
 from .harmony import MARKERS
 from .scanner import Steps
 
-#: Settings that name no family.
+#: Values of the settings that are not families.
 AUTO, NONE = "auto", "none"
 
 
@@ -20,31 +20,31 @@ class ToolFamily:
     """How a family of models writes tool calls."""
 
     name: str
-    shapes: tuple[CallShape, ...]  #: what its calls look like, by template; the last one is for all others
-    #: Reads one call or one list of calls, from its opener on; None: `harmony` reads the whole answer.
+    shapes: tuple[CallShape, ...]  #: formats of calls, chosen by template; the last is for all other templates
+    #: Reads one call or one list of calls, starting at its opener; None: `harmony` reads the whole answer.
     read: Callable[[CallScanner], Steps[None]] | None = None
-    #: What opens a call or a list of calls, wherever it stands.
+    #: Literals that open a call or a list of calls anywhere in the text.
     openers: tuple[str, ...] = ()
-    #: What ends a call: swallowed after arguments that broke.
+    #: Literals that end a call; dropped after malformed arguments.
     closers: tuple[str, ...] = ()
-    #: What opens a call only where the content begins.
+    #: Literals that open a call only at the beginning of the content.
     bare: tuple[str, ...] = ()
     #: Other literals of the format that may be special tokens.
     others: tuple[str, ...] = ()
     #: Whether a call also ends reasoning that the model left open.
     ends_reasoning: bool = False
-    #: How many characters the template admits in a call's id; 0: any number.
+    #: Length in characters that the template requires of a call's id; 0: any.
     id_length: int = 0
-    #: Names in other servers.
+    #: The family's names in other servers.
     aliases: tuple[str, ...] = ()
-    #: The family of a model whose template contains all parts of one of these...
+    #: A model belongs to the family if its template contains all parts of one of these...
     templates: tuple[tuple[str, ...], ...] = ()
-    #: ... or, where there is no template, of a model of one of these types.
+    #: ... or if it has no template and one of these types.
     model_types: tuple[str, ...] = ()
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """The literals of the format: the detokenizer must not skip those that are special tokens."""
+        """The literals of the format. The detokenizer must not skip those that are special tokens."""
         return (*self.openers, *self.closers, *self.others)
 
 
@@ -56,17 +56,17 @@ class ReasoningFamily:
     opener: str
     closer: str
     markers: tuple[str, ...]
-    answer: str = ""  #: what begins the answer behind the reasoning; empty: nothing but the closer
-    reply: str = ""  #: what begins a whole reply of the model, where its prompt ends with that
+    answer: str = ""  #: literal that begins the answer after the reasoning; empty: the answer follows the closer
+    reply: str = ""  #: literal that begins a whole reply, and with which prompts usually end
     aliases: tuple[str, ...] = ()
     templates: tuple[tuple[str, ...], ...] = ()
     model_types: tuple[str, ...] = ()
 
     def guided_from(self, prompt: str, *, calls: bool, may_open: bool) -> tuple[str, str]:
-        """The opener and the end of what precedes the guided part of an answer; each may be empty.
+        """The opener and the end marker of the unguided part that precedes an answer's guided part; each may be empty.
 
-        With an opener, only an answer that begins with it has such a part. `prompt`: its end. `calls`: calls are
-        guided, whose shape describes a whole reply. `may_open`: the model may reason although the prompt does not.
+        With an opener, only answers that begin with it have an unguided part. `prompt`: the end of the prompt. `calls`:
+        calls are guided; their shape describes a whole reply. `may_open`: the model may start reasoning by itself.
         """
         opened = self.opened_by(prompt)
         if self.answer:
@@ -79,11 +79,11 @@ class ReasoningFamily:
         return (self.opener, self.closer) if may_open and not closed else ("", "")
 
     def opened_by(self, prompt: str) -> bool:
-        """Whether a prompt ends with an opener, so that the answer begins inside of reasoning."""
+        """Whether a prompt ends with the opener, so that the answer begins inside reasoning."""
         return prompt.rstrip().endswith(self.opener)
 
 
-#: In the order in which templates are tried: what is special comes before what is common.
+#: In the order in which templates are tried: specific ones before common ones.
 TOOL_FAMILIES = (
     ToolFamily(
         "harmony",
@@ -207,11 +207,11 @@ Family = TypeVar("Family", bound=ToolFamily | ReasoningFamily)
 
 
 class UnknownFamily(ValueError):  # noqa: N818 - says what is wrong with the setting
-    """A setting names no family; the message has the nearest spelling."""
+    """A setting names an unknown family; the message suggests the nearest spelling."""
 
 
 def choose_tools(template: str, model_type: str, setting: str = AUTO) -> ToolFamily | None:
-    """The family by its name, or by the template (all of a model's templates, joined), or by the type of the model.
+    """The tool family named by `setting`, else found by the model's templates (joined), else by its type.
 
     None: tool calls stay text. Raises UnknownFamily.
     """
@@ -219,7 +219,7 @@ def choose_tools(template: str, model_type: str, setting: str = AUTO) -> ToolFam
 
 
 def choose_reasoning(template: str, model_type: str, setting: str = AUTO) -> ReasoningFamily | None:
-    """The same for reasoning. None: reasoning stays in the content."""
+    """Like `choose_tools`, for reasoning. None: reasoning stays in the content."""
     return _choose(REASONING_FAMILIES, "--reasoning-parser", template, model_type, setting)
 
 

@@ -1,12 +1,12 @@
-"""The formats in which models write tool calls. Each reader is a generator that reads from an opener on.
+"""Readers for the formats in which models write tool calls. Each is a generator that starts at an opener.
 
-It calls `start` when a call's name is known, `arguments` with pieces of the JSON text of its arguments, and `end`. JSON
-is passed on as the model wrote it. XML and Python have no JSON text: it is built from the schema's types, parameter by
-parameter.
+It calls `start` when a call's name is known, `arguments` with pieces of the arguments' JSON text, and `end`. JSON is
+passed on as the model wrote it. For XML and Python, the JSON text is built parameter by parameter, from the types in
+the schema.
 
-Sources: the models' chat templates, as vLLM has them in `examples/tool_chat_template_*.jinja` (hermes, llama3.1_json,
-llama4_pythonic, mistral, deepseekv3, deepseekv31, qwen3coder) and as Qwen3 and GLM-4.5 have them; vLLM's `tool_parsers`
-with their tests (mistral: version 11); the docstrings of SGLang's `function_call` (deepseek, glm4_moe, kimik2).
+Sources: the models' chat templates, from vLLM's `examples/tool_chat_template_*.jinja` (hermes, llama3.1_json,
+llama4_pythonic, mistral, deepseekv3, deepseekv31, qwen3coder) and from Qwen3 and GLM-4.5; vLLM's `tool_parsers` with
+their tests (mistral: version 11); the docstrings of SGLang's `function_call` (deepseek, glm4_moe, kimik2).
 """
 
 import ast
@@ -22,7 +22,7 @@ import msgspec
 from .calls import CallScanner, quoted, string
 from .scanner import Ended, Malformed, Markers, Steps
 
-#: An object without a marker is a call only if it has no other keys. Otherwise it is an answer in JSON.
+#: An object without a marker is a call only if it has no other keys; otherwise it is an answer in JSON.
 _CALL_KEYS = {"name", "arguments", "parameters", "type", "id"}
 _XML_END = Markers("\n</parameter>", "</parameter>")
 _GLM_END = Markers("</arg_value>")
@@ -37,7 +37,7 @@ _JSON_TYPES = {
     list: "array",
     dict: "object",
 }
-#: What Python's parser raises for text that it does not take.
+#: Exceptions that Python's parser raises for invalid text.
 _PARSER_ERRORS = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)
 
 
@@ -87,7 +87,7 @@ def mistral(p: CallScanner) -> Steps[None]:
 
 
 def deepseek(p: CallScanner) -> Steps[None]:
-    """V3: `function<sep>NAME`, then the arguments as a block of Markdown; V3.1: `NAME<sep>{...}`."""
+    """V3: `function<sep>NAME`, then the arguments as a Markdown code block; V3.1: `NAME<sep>{...}`."""
     separator = "<｜tool▁sep｜>"
 
     def head() -> Steps[None]:
@@ -100,7 +100,7 @@ def deepseek(p: CallScanner) -> Steps[None]:
 
 
 def kimi(p: CallScanner) -> Steps[None]:
-    """`functions.NAME:INDEX<|tool_call_argument_begin|>{...}`. Its template shows ids as they were written: kept."""
+    """`functions.NAME:INDEX<|tool_call_argument_begin|>{...}`. Keeps the written id, as its template repeats ids."""
     separator = "<|tool_call_argument_begin|>"
 
     def head() -> Steps[None]:
@@ -115,7 +115,7 @@ def kimi(p: CallScanner) -> Steps[None]:
 
 
 def _section(p: CallScanner, opener: str, begin: str, head: Callable[[], Steps[None]], *ends: str) -> Steps[None]:
-    """Calls, each between `begin` and `ends`, all after one `opener`, which may be missing. `head`: up to arguments."""
+    """Calls, each between `begin` and `ends`, after an optional `opener`. `head` reads a call up to its arguments."""
     if (yield from p.optional(opener, begin)) != begin:
         yield from p.space()
         yield from p.expect(begin)
@@ -132,7 +132,7 @@ def _section(p: CallScanner, opener: str, begin: str, head: Callable[[], Steps[N
 
 
 def qwen3_coder(p: CallScanner) -> Steps[None]:
-    """`<function=NAME>`, then `<parameter=KEY>` with a value between line feeds; `<tool_call>` may be left out."""
+    """`<function=NAME>`, then `<parameter=KEY>` with a value between line feeds; `<tool_call>` is optional."""
     if (yield from p.optional("<tool_call>", "<function=")) == "<tool_call>":
         yield from p.space()
         yield from p.expect("<function=")
@@ -154,7 +154,7 @@ def qwen3_coder(p: CallScanner) -> Steps[None]:
 
 
 def glm(p: CallScanner) -> Steps[None]:
-    """`<tool_call>NAME`, then pairs of `<arg_key>` and `<arg_value>`; white space between them up to 4.6."""
+    """`<tool_call>NAME`, then pairs of `<arg_key>` and `<arg_value>`, with white space between them up to GLM-4.6."""
     yield from p.optional("<tool_call>")
     yield from p.space()
     p.start((yield from p.known("\n", "<arg_key>", "</tool_call>")))
@@ -174,7 +174,7 @@ def glm(p: CallScanner) -> Steps[None]:
 
 
 def pythonic(p: CallScanner) -> Steps[None]:
-    """`[NAME(key=value, ...), ...]` with Python's literals. A call is passed on when its parenthesis closes."""
+    """`[NAME(key=value, ...), ...]` with Python literals. A call is passed on when its parenthesis closes."""
     if (yield from p.optional("[", "<|python_start|>")) != "[":
         yield from p.space()
         yield from p.expect("[")
@@ -191,7 +191,7 @@ def pythonic(p: CallScanner) -> Steps[None]:
 
 
 def _json_call(p: CallScanner, *, only_call_keys: bool = False) -> Steps[None]:
-    """An object with `name` and `arguments` (or `parameters`), keys in any order, after its first brace.
+    """The rest, after the brace, of an object with `name` and `arguments` (or `parameters`) and keys in any order.
 
     A call without arguments gets `{}`.
     """
@@ -230,7 +230,7 @@ def _json_call(p: CallScanner, *, only_call_keys: bool = False) -> Steps[None]:
 
 
 def _parameter(p: CallScanner, before: str, key: str, end: Markers) -> Steps[None]:
-    """Pass on one parameter, whose text ends at `end`: strings as they arrive, other values when they are complete."""
+    """Pass on one parameter, whose text ends at `end`: strings as they arrive, other values when complete."""
     schema = p.schema_of(key)
     before += quoted(key) + ": "
     parts: list[str] = []
@@ -250,7 +250,7 @@ def _parameter(p: CallScanner, before: str, key: str, end: Markers) -> Steps[Non
 
 
 def types_of(schema: Mapping[str, Any]) -> set[str]:
-    """The JSON types that a schema admits; empty if it names none, and all behind a reference."""
+    """The JSON types that a schema allows: empty if it names none, all if it has an unresolved reference."""
     found: set[str] = set()
     left: list[Any] = [schema]
     while left:
@@ -269,10 +269,10 @@ def types_of(schema: Mapping[str, Any]) -> set[str]:
 
 
 def json_value(schema: Mapping[str, Any], text: str) -> str:
-    """The JSON text of a value that was written without quotes: of a type of the schema if it can be, else a string."""
+    """The JSON text of a value that was written without quotes: of the schema's types if possible, else a string."""
     types, bare = types_of(schema), text.strip()
     found = _type_of(bare)
-    if found is None:  # True, None, {'a': 1}: some templates show Python's text of a value
+    if found is None:  # True, None, {'a': 1}: some templates show values as Python
         with warnings.catch_warnings(), suppress(*_PARSER_ERRORS):
             warnings.simplefilter("ignore")
             bare = json.dumps(ast.literal_eval(bare), ensure_ascii=False, allow_nan=False)
@@ -291,23 +291,23 @@ def _type_of(text: str) -> str | None:
 
 
 def _python_arguments(text: str) -> str:
-    """The JSON object of the arguments between these parentheses."""
+    """The arguments in `text`, which includes the parentheses, as a JSON object. Raises Malformed."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of escapes that Python does not know
+            warnings.simplefilter("ignore")  # about invalid escape sequences
             call = ast.parse("f" + text, mode="eval").body
         if not isinstance(call, ast.Call) or call.args or not all(each.arg for each in call.keywords):
             raise Malformed
         values = {each.arg: _literal(each.value) for each in call.keywords}
         found = json.dumps(values, ensure_ascii=False, allow_nan=False)
-        found.encode()  # a lone surrogate is no text
+        found.encode()  # refuses lone surrogates
     except _PARSER_ERRORS as error:
         raise Malformed from error
     return found
 
 
 def _literal(node: ast.expr) -> Any:
-    """The value of a Python literal, in which JSON's `true`, `false` and `null` may stand as well."""
+    """The value of a Python literal, which may also contain JSON's `true`, `false` and `null`."""
     match node:
         case ast.Name(id=name) if name in _JSON_NAMES:
             return _JSON_NAMES[name]

@@ -1,8 +1,8 @@
-"""What the calls of a family look like, as the format of a structural tag, so that an answer can be guided along it.
+"""Structural tags that guide an answer to tool calls in the format of a model family.
 
-The mirror image of `formats`: what a shape allows, the family's parser reads as a call of that tool whose arguments are
-valid. JSON is guided by the tool's whole schema. Where parameters are written one by one (XML, Python), each one is
-guided by its own schema, in an order of our choice, and no others are allowed. Pure.
+The counterpart of `formats`: the family's parser reads every text that a shape allows as a call of that tool with valid
+arguments. JSON arguments are guided by the tool's whole schema. In formats that write parameters one by one (XML,
+Python), each parameter is guided by its own schema, in an order of our choice, and no others are allowed. Pure.
 """
 
 import keyword
@@ -18,47 +18,47 @@ from .formats import json_value, types_of
 Form = dict[str, Any]
 Function = Mapping[str, Any]  #: `name`, `parameters`, `strict`
 
-#: Of what guides an answer. OpenAI's limit for all names and values of a schema is 120,000 characters.
+#: Longest source of a constraint. OpenAI's limit for all names and values of a schema is 120,000 characters.
 MAX_SOURCE_CHARACTERS = 128 * 1024
-#: Of a tool whose parameters are written one by one: their order, and references, take the square of their number.
+#: Limit for formats that write parameters one by one: their order, and references, cost the square of their number.
 MOST_PARAMETERS = 128
-#: Keywords of a tool's schema that only JSON's guide knows.
+#: Keywords of a tool's schema that only JSON formats can enforce.
 _OF_OBJECTS = frozenset("anyOf oneOf allOf not if minProperties dependentRequired patternProperties".split())
-#: Keywords that say nothing of what is valid.
+#: Keywords that do not restrict the valid values beyond their types.
 _NOTES = frozenset("type anyOf description title default examples".split())
 
 
 class Unguidable(ValueError):  # noqa: N818 - says what is wrong with the tool
-    """A tool whose calls this family's format cannot be guided to."""
+    """A tool whose calls cannot be guided in this family's format."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallShape:
-    """How a family writes calls: `opener`, calls with `separator` between, `closer`."""
+    """How a family writes calls: `opener`, then calls divided by `separator`, then `closer`."""
 
     call: Callable[[Function], Form]
-    #: What begins a call or a list of calls amid text; empty: an answer is calls or `text`.
+    #: Literal that begins a call or a list of calls within text; empty: an answer is either calls or `text`.
     trigger: str = ""
     opener: str = ""
     closer: str = ""
     separator: str = ""
     parallel: bool = True  #: whether an answer may have several calls
-    template: str = ""  #: the shape is that of models whose template contains this
-    before: Form | None = None  #: what may precede calls or text
-    text: Form | None = None  #: an answer without calls, if it has no trigger
+    template: str = ""  #: the shape applies to models whose template contains this
+    before: Form | None = None  #: format of the text that may precede calls or `text`
+    text: Form | None = None  #: format of an answer without calls, if there is no trigger
 
     def answers(self, functions: Sequence[Function], *, forced: bool, parallel: bool, text: Form | None = None) -> Form:
-        """The format of answers that may call these. `forced`: they call, and say nothing else. Raises Unguidable.
+        """The format of answers that may call these functions. Raises Unguidable.
 
-        `text`: what an answer without calls must be; None: any text.
+        `forced`: answers must consist of calls. `text`: format of an answer without calls; None: any text.
         """
         one: list[Form] = []
         room = MAX_SOURCE_CHARACTERS
-        for each in functions:  # a short tool may have a long form
+        for each in functions:  # checked one by one, as a short tool may have a long form
             one.append(self.call(each))
             room -= len(msgspec.json.encode(one[-1]).decode())
             if room < 0:
-                raise Unguidable(f"what would guide calls of them is longer than {MAX_SOURCE_CHARACTERS} characters")
+                raise Unguidable(f"the format of their calls is longer than {MAX_SOURCE_CHARACTERS} characters")
         once = not (parallel and self.parallel)
         calls: Form = {
             "type": "tags_with_separator",
@@ -80,7 +80,7 @@ class CallShape:
 
 
 def shape_of(shapes: Sequence[CallShape], template: str) -> CallShape:
-    """The shape that this template shows; the last one is for all others."""
+    """The first shape whose `template` this template contains, otherwise the last shape."""
     return next((each for each in shapes if each.template in template), shapes[-1])
 
 
@@ -106,7 +106,7 @@ def json_object(begin: str, end: str, arguments: str = "arguments") -> Callable[
 
 
 def named_json(begin: str, middle: str, end: str = "", call_id: Form | None = None) -> Callable[[Function], Form]:
-    """`begin`, the name, an id where the format has one, `middle`, the arguments as JSON, `end`."""
+    """`begin`, the name, an id if the format has one, `middle`, the arguments as JSON, `end`."""
 
     def call(function: Function) -> Form:
         content = _json(_parameters(function), function)
@@ -118,9 +118,9 @@ def named_json(begin: str, middle: str, end: str = "", call_id: Form | None = No
 
 
 def xml(begin: str, key: str, value: str, value_end: str, end: str, *, forbidden: str) -> Callable[[Function], Form]:
-    """Parameters between tags: strings as they are, other values as JSON. In `begin`, {} is the name.
+    """Parameters between tags: strings as they are, other values as JSON. In `begin`, {} stands for the tool's name.
 
-    `key`: before a parameter's name; `value`: between it and the value. `forbidden`: what no name may contain.
+    `key` precedes a parameter's name, `value` divides it from the value. `forbidden` must not occur in names.
     """
 
     def call(function: Function) -> Form:
@@ -138,7 +138,7 @@ def xml(begin: str, key: str, value: str, value_end: str, end: str, *, forbidden
 
 
 def python(function: Function) -> Form:
-    """`NAME(key=value, ...)` with JSON's values, which the parser takes for Python's."""
+    """`NAME(key=value, ...)` with JSON values, which the parser accepts as Python."""
     required: list[Form] = []
     others: list[Form] = []
     for parameter in _each_parameter(function):
@@ -152,7 +152,7 @@ def python(function: Function) -> Form:
         parts = [required[0], *(_sequence(comma, each) for each in required[1:])]
         parts += [_optional(_sequence(comma, each)) for each in others]
     elif others:
-        # Without required parameters, any one may be the first.
+        # Without required parameters, any parameter may be the first.
         comma = _const(", ")
         later = [_optional(_sequence(comma, each)) for each in others]
         parts = [_optional(_or(*(_sequence(each, *later[place + 1 :]) for place, each in enumerate(others))))]
@@ -177,7 +177,7 @@ class _Parameter:
         return self.function.get("strict") is True
 
     def json(self) -> Form:
-        """Its value as JSON."""
+        """The format of its value as JSON."""
         given = _parameters(self.function)["properties"][self.name]
         if isinstance(given, Mapping) and "$ref" in str(given):
             root = _moved(_parameters(self.function), "#/$defs/root")
@@ -189,26 +189,26 @@ class _Parameter:
 def _each_parameter(function: Function) -> Iterable[_Parameter]:
     parameters = _parameters(function)
     if "$ref" in parameters:
-        raise Unguidable("its parameters are a reference, which cannot be guided in this model's format")
+        raise Unguidable("its parameters are a '$ref', which cannot be guided in this model's format")
     odd = sorted(_OF_OBJECTS.intersection(parameters))
     properties, required = parameters.get("properties") or {}, parameters.get("required") or []
     if not isinstance(properties, Mapping) or not isinstance(required, list):
-        raise Unguidable("its parameters are no JSON schema")
+        raise Unguidable("its parameters are not a JSON schema")
     if odd and (function.get("strict") is True or not properties):
         raise Unguidable(f"the keyword {odd[0]!r} of its parameters cannot be guided in this model's format")
     unknown = [name for name in required if not isinstance(name, str) or name not in properties]
     if unknown:
-        raise Unguidable(f"required parameter {unknown[0]!r} is not among its properties")
+        raise Unguidable(f"required parameter {unknown[0]!r} is not among the properties")
     if len(properties) > MOST_PARAMETERS or len(msgspec.json.encode(parameters)) > MAX_SOURCE_CHARACTERS:
         raise Unguidable(
-            f"more than {MOST_PARAMETERS} parameters, or longer ones, cannot be guided in this model's format"
+            f"more than {MOST_PARAMETERS} parameters, or larger schemas, cannot be guided in this model's format"
         )
     for name in properties:
         yield _Parameter(function, name, resolved(properties[name], parameters), name in required)
 
 
 def _xml_parameter(parameter: _Parameter, begin: str, end: str) -> Form:
-    """A value between its tags. The parser takes what stands there for JSON only if the schema admits no text."""
+    """A value between its tags. The parser reads the value as JSON only if the schema does not allow strings."""
     schema, name, marker = parameter.schema, parameter.name, end.strip()
     types, values, unfit = types_of(schema), _values(schema), ""
     if types and "string" not in types:
@@ -226,15 +226,15 @@ def _xml_parameter(parameter: _Parameter, begin: str, end: str) -> Form:
     if unfit and parameter.strict:
         raise Unguidable(f"the keyword {unfit!r} of parameter {name!r} cannot be guided in this model's format")
     least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-    if least or most != "":  # the end marker must not be part of the value
+    if least or most != "":  # without `<`, as the value must not contain the end marker
         return _tag(begin, _regex(f"[^<]{{{least},{most}}}"), end)
-    # The parser ends the text at the first marker, with or without the line feed before it.
+    # For the parser, the first marker ends the text, with or without a line feed before it.
     text, after = _tag(begin, {"type": "any_text"}, marker), end.partition(marker)[2]
     return _sequence(text, _const(after)) if after else text
 
 
 def _values(schema: Mapping[str, Any]) -> list[Any] | None:
-    """All values that are valid, if the schema lists them."""
+    """All valid values if the schema lists them, otherwise None."""
     if "const" in schema:
         return [schema["const"]]
     if isinstance(schema.get("enum"), list):
@@ -251,12 +251,12 @@ def _branches(schema: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
 
 
 def _read(schema: Mapping[str, Any], text: str) -> Any:
-    """What the parser makes of a value."""
+    """The value that the parser reads from `text`."""
     return text if types_of(schema) <= {"string"} else msgspec.json.decode(json_value(schema, text))
 
 
 def _by_types_alone(schema: Mapping[str, Any]) -> bool:
-    """Whether any value of the right type is valid."""
+    """Whether every value of the right type is valid."""
     if set(schema) - _NOTES or types_of(schema) & {"object", "array"}:
         return False
     return all(map(_by_types_alone, _branches(schema, "anyOf")))
@@ -268,7 +268,7 @@ def _parameters(function: Function) -> Mapping[str, Any]:
 
 
 def _moved(schema: Any, path: str) -> Any:
-    """A schema that is now at `path`: its references to its own parts follow."""
+    """A copy of a schema to be placed at `path`, with references to its own parts adjusted."""
     if isinstance(schema, list):
         return [_moved(each, path) for each in schema]
     if not isinstance(schema, Mapping):
@@ -285,7 +285,7 @@ def _moved(schema: Any, path: str) -> Any:
 
 
 def _json(schema: Mapping[str, Any] | bool, function: Function) -> Form:
-    """Keywords that cannot be guided are refused in a strict tool, and ignored in another."""
+    """Guide JSON by a schema. Unsupported keywords are refused in strict tools and ignored in others."""
     if not isinstance(schema, Mapping):
         schema = {}
     lenient = {} if function.get("strict") is True else {"x-guidance": {"lenient": True}}
@@ -317,7 +317,7 @@ def _optional(content: Form) -> Form:
 
 
 _CHANNEL, _NEXT = "<|channel|>", "<|end|><|start|>assistant"
-#: A call ends with a token that ends the answer, so there is one.
+#: Calls end with a token that ends the answer, so an answer has at most one.
 HARMONY = (
     CallShape(
         named_json(f"{_CHANNEL}commentary to=functions.", " <|constrain|>json<|message|>"),
@@ -333,7 +333,7 @@ HARMONY = (
 )
 _KIMI_ID = _regex("[0-9]{1,3}")
 HERMES = (CallShape(json_object("<tool_call>\n", "\n</tool_call>"), "<tool_call>", separator="\n"),)
-#: Where only the first character tells calls from text.
+#: Text for formats in which only the first character distinguishes calls from text.
 _TEXT = _optional(_sequence(_regex(r"[^\s\[{<]"), {"type": "any_text"}))
 LLAMA3 = (CallShape(json_object("", "", "parameters"), separator="; ", text=_TEXT),)
 PYTHONIC = (CallShape(python, "", "[", "]", ", ", text=_TEXT),)

@@ -3,11 +3,11 @@
     <|channel|>analysis<|message|>REASONING<|end|><|start|>assistant<|channel|>commentary to=functions.NAME
     <|constrain|>json<|message|>{...}<|call|>
 
-(one line). The recipient may also stand before `<|channel|>`. Text on `final`, and on `commentary` without a recipient
-(a preamble), is content. What is addressed to anything but a tool of the request stays text, header included.
+(one line). The recipient may also precede `<|channel|>`. Text on `final`, and on `commentary` without a recipient (a
+preamble), is content. A message to a recipient that is not a tool of the request stays text, including its header.
 
-Source: `docs/format.md` of openai/harmony. Its package `openai-harmony` reads token ids and needs its own vocabulary,
-which it downloads; here is the text.
+Source: `docs/format.md` of openai/harmony. Its package `openai-harmony` is not used: it reads token ids and downloads
+its own vocabulary, while parsers get text.
 """
 
 import re
@@ -22,7 +22,7 @@ _RECIPIENT = re.compile(r"to=(?:functions\.)?([^\s<]+)")
 
 
 def harmony(p: CallScanner, *, in_reasoning: bool, reasoning: bool) -> Steps[None]:
-    """A whole answer. `in_reasoning`: the prompt has opened `analysis`; `reasoning`: it is told from content."""
+    """Read a whole answer. `in_reasoning`: the prompt opened `analysis`. `reasoning`: separate it from the content."""
     sink = p.reasoning if in_reasoning and reasoning else p.content
     while True:
         found = yield from p.stream(_ENDS, sink)

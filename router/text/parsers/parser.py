@@ -1,4 +1,4 @@
-"""The parser of one answer: feeds a format's reader and keeps what is not a call as text."""
+"""The parser of one answer: feeds text to its format's reader and keeps text that is not a call."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -10,14 +10,14 @@ from .families import ReasoningFamily, ToolFamily
 from .harmony import harmony
 from .scanner import Ended, Malformed, Markers, Steps
 
-#: Made once for each pair of families: that takes longer than parsing a short answer.
+#: Cached for each set of arguments: creating one takes longer than parsing a short answer.
 _markers = cache(Markers)
 
 
 class AnswerParser:
-    """Takes one answer apart while its text arrives.
+    """Splits one answer into deltas while its text arrives.
 
-    However the text is cut, the deltas are the same but for where neighbours of one kind are divided.
+    The division of the text into pieces affects only where adjacent deltas of one kind are divided.
     """
 
     def __init__(
@@ -30,10 +30,10 @@ class AnswerParser:
         starts_in_reasoning: bool = False,
         parallel: bool = True,
     ) -> None:
-        """`tools`: those that may be called; without any, calls are not looked for.
+        """`tools`: the tools that may be called; if empty, calls stay text.
 
-        `starts_in_reasoning`: the prompt ends inside of reasoning. `parallel`: whether more than the first call is
-        returned; the others are dropped, as vLLM does.
+        `starts_in_reasoning`: whether the prompt ends inside reasoning. `parallel`: whether all calls are returned; if
+        not, all but the first are dropped, as in vLLM.
         """
         self._scanner = CallScanner(
             tools if calls is not None else {},
@@ -50,7 +50,7 @@ class AnswerParser:
         self._advance = run.__next__
 
     def feed(self, text: str) -> list[Delta]:
-        """What this text completes."""
+        """The deltas that this text completes."""
         scanner = self._scanner
         scanner.text = scanner.text + text if scanner.text else text
         self._advance()
@@ -58,7 +58,7 @@ class AnswerParser:
         return found
 
     def finish(self) -> list[Delta]:
-        """What was held back. No more text comes; called once."""
+        """The deltas from held text, at the end of the answer. Must be called at most once."""
         self._scanner.closed = True
         with suppress(StopIteration):
             self._advance()
@@ -87,7 +87,7 @@ class AnswerParser:
                 thinking = False
 
     def _begin(self, *, thinking: bool, after_reasoning: bool = False) -> Steps[None]:
-        """The beginning of the reasoning or of the content. Templates write line feeds on both sides of `</think>`."""
+        """Read the beginning of the reasoning or content. Templates write line feeds on both sides of `</think>`."""
         p = self._scanner
         if thinking or after_reasoning:
             yield from p.space("\n")
@@ -97,7 +97,7 @@ class AnswerParser:
             yield from self._call(p.content)
 
     def _call(self, sink: Callable[[str], None]) -> Steps[bool]:
-        """What an opener begins. Whether there was a call; else its first character has become text."""
+        """Read a call from its opener. Returns whether there was one; if not, its first character has become text."""
         p, before = self._scanner, self._scanner.started
         assert self._family is not None
         assert self._family.read is not None
@@ -106,7 +106,7 @@ class AnswerParser:
             yield from self._family.read(p)
         except Malformed as error:
             if not p.open and p.text:
-                # Back to the opener, or to the end of the last complete call. What follows may hold a call.
+                # Go back to the opener or to the end of the last complete call: the text after it may contain a call.
                 give = p.content if p.started > before else sink
                 first = len(p.text) - len(p.text.lstrip()) + 1
                 give(p.text[:first])

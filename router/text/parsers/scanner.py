@@ -1,8 +1,8 @@
-"""Reads text that arrives in pieces: literals, markers that may be cut, and nested values.
+"""Reads text that arrives in pieces: literals, markers that may be split, and nested values.
 
-Every method that may need more text is a generator. It yields while the text does not decide yet, and is resumed when
-more has arrived or the text has ended. So a format reads like its grammar, and where the text is cut makes no
-difference.
+Every method that may need more text is a generator. It yields while the text is ambiguous, and is resumed when more has
+arrived or the text has ended. So a format's code reads like its grammar, and the result does not depend on where the
+text is split.
 """
 
 import re
@@ -12,30 +12,30 @@ from typing import TypeVar
 T = TypeVar("T")
 Steps = Generator[None, None, T]
 
-#: White space before a marker belongs to the marker, up to this many characters: a model that writes nothing but line
-#: feeds must not make the parser hold and search all of them.
+#: Most white space characters before a marker that belong to it. Without a limit, a model that writes only line feeds
+#: would make the parser hold and search all of them.
 MAX_SPACE = 8
-#: Outside of a string: quotes, brackets, and `<`, which stands in no value and begins the marker that ends a call.
+#: Outside strings: quotes, brackets, and `<`, which occurs in no value and begins the marker that ends a call.
 _OUTSIDE = {quotes: re.compile(rf"[{quotes}\[\](){{}}<]") for quotes in ('"', "\"'")}
 _INSIDE = {quote: re.compile(rf"[{quote}\\]") for quote in "\"'"}
 _SCALAR_END = re.compile(r"[\s,\]})<]")
 
 
 class Malformed(Exception):  # noqa: N818 - control flow inside this folder
-    """The text does not continue as the format demands."""
+    """The text violates the format."""
 
 
 class Ended(Malformed):
-    """The text has ended before it could."""
+    """The text ended too early."""
 
 
 class Markers:
-    """Finds the first of several markers, or the beginning of one at the end of the text."""
+    """Finds the first of several markers, or the beginning of a marker at the end of the text."""
 
     __slots__ = ("_firsts", "_lead", "_search")
 
     def __init__(self, *markers: str, lead: str = "") -> None:
-        """`lead`: a regular expression of the characters that belong to a marker that follows them."""
+        """`lead`: a regular expression for characters that belong to the marker if they directly precede it."""
         partial = "|".join(re.escape(marker[:length]) for marker in markers for length in range(len(marker) - 1, 0, -1))
         space = f"{lead}{{0,{MAX_SPACE}}}" if lead else ""
         whole = "|".join(map(re.escape, markers))
@@ -44,7 +44,7 @@ class Markers:
         self._lead = bool(lead and markers)
 
     def find(self, text: str, at: int) -> re.Match[str] | None:
-        """The match, whose group 1 is the marker if it is complete; None if all of the text lies before any marker."""
+        """The match, whose group 1 is the marker if it is complete; None if no marker begins in the text."""
         if self._lead and text[-1:].isspace():
             return self._search(text, at)
         for first in self._firsts:
@@ -54,23 +54,23 @@ class Markers:
 
 
 class Scanner:
-    """The text that has arrived and is not consumed. Who raises `Malformed` has consumed only what it passed on."""
+    """Text that has arrived and is not consumed. When `Malformed` is raised, only emitted text has been consumed."""
 
     __slots__ = ("at", "closed", "text")
 
     def __init__(self) -> None:
         self.text = ""
-        self.at = 0  #: what lies before it is consumed, but kept until `forget`
-        self.closed = False  #: no more text comes
+        self.at = 0  #: end of the consumed text, which is kept until `forget`
+        self.closed = False  #: whether the text has ended
 
     def forget(self) -> None:
-        """Drop what is consumed: there is no way back to it."""
+        """Drop the consumed text, so that it can no longer be given back."""
         self.text, self.at = self.text[self.at :], 0
 
     def stream(self, markers: Markers, emit: Callable[[str], None]) -> Steps[str | None]:
-        """Pass text on up to a marker, which is consumed and returned; None at the end of the text.
+        """Emit the text up to a marker, then consume and return the marker; None at the end of the text.
 
-        The marker and its lead are kept until `forget`. Held back is only what may be the beginning of a marker.
+        The marker and its lead are kept until `forget`. Only a possible beginning of a marker is held back.
         """
         while True:
             text, start = self.text, self.at
@@ -90,7 +90,7 @@ class Scanner:
             yield
 
     def space(self, characters: str | None = None) -> Steps[None]:
-        """Skip white space, or these characters."""
+        """Skip white space, or only these characters."""
         while True:
             rest = self.text[self.at :].lstrip(characters)
             self.at = len(self.text) - len(rest)
@@ -99,7 +99,7 @@ class Scanner:
             yield
 
     def choose(self, *literals: str) -> Steps[str | None]:
-        """Consume the one of these that comes next; None if none does. None of them begins with another."""
+        """Consume and return the literal that comes next; None if none does. No literal may be a prefix of another."""
         while True:
             for literal in literals:
                 if self.text.startswith(literal, self.at):
@@ -111,7 +111,7 @@ class Scanner:
             yield
 
     def expect(self, *literals: str) -> Steps[str]:
-        """Consume the one of these that comes next."""
+        """Consume and return the literal that comes next. Raises Malformed if none does."""
         found = yield from self.choose(*literals)
         if found is not None:
             return found
@@ -119,7 +119,7 @@ class Scanner:
         raise Ended if any(literal.startswith(rest) for literal in literals) else Malformed
 
     def optional(self, *literals: str) -> Steps[str | None]:
-        """Consume the one of these that comes next, with white space before it; nothing if none does."""
+        """Consume the literal that comes next, with white space before it, and return it; None if none does."""
         while True:
             rest = self.text[self.at :]
             found = rest.lstrip()
@@ -133,7 +133,7 @@ class Scanner:
             yield
 
     def until(self, *ends: str, most: int = 256) -> Steps[str]:
-        """Consume and return the text before the first of these ends, at most `most` characters."""
+        """Consume and return the text before the first of these ends, which must come within `most` characters."""
         while True:
             window = self.text[self.at : self.at + most]
             places = [place for end in ends if (place := window.find(end)) >= 0]
@@ -147,9 +147,9 @@ class Scanner:
             yield
 
     def value(self, emit: Callable[[str], None] | None = None, quotes: str = '"') -> Steps[str]:
-        """Consume one JSON value (with both quotes: a Python one) and return its text. Only its end is looked for.
+        """Consume one JSON value (Python if `quotes` has both quotes) and return its text; only its end is checked.
 
-        With `emit`, its text is passed on as it arrives instead, also that of a value that then breaks.
+        With `emit`, its text is emitted as it arrives instead, even if the value then turns out to be malformed.
         """
         while len(self.text) <= self.at:
             if self.closed:
