@@ -3,7 +3,7 @@
 The order is that of vLLM 0.32 (`v1/core/block_pool.py`), and of SGLang's `lru` as long as prompts share no blocks:
 memory without a cached block first, then the blocks that no request uses, least recently used first, and the last
 blocks of a prompt before its first. Requests start in the order in which they were sent. Blocks used by other clients
-of the engine are known only once they are stored. For engines that announce nothing, no other knowledge exists.
+of the engine are known only once they are stored. For engines that announce nothing, this prediction is all there is.
 """
 
 from collections import Counter, OrderedDict

@@ -175,7 +175,7 @@ class Placement:
         for replica, blocks in extended.items():
             expected[places[replica]] = blocks
         if used is not None:
-            # Requests ahead take free blocks and evict what these cache, starting with a prompt's last blocks.
+            # Requests ahead take the free blocks and evict what is cached in them, a prompt's last blocks first.
             for place, (replica, load) in enumerate(zip(places, views, strict=True)):
                 expected[place] = min(expected[place], used.get(replica, 0) + max(0, load.spare_blocks))
         return [

@@ -184,7 +184,7 @@ class PrefixIndex:
         """The ends of replicas that hold the first block, found by bisecting wherever the set of holders shrinks."""
         get = self._holders.get
         ends = []
-        # (low, holders at low, high, holders at high): behind the last block there are none, so no case is special.
+        # (low, holders at low, high, holders at high). The end has no holders, so it needs no special case.
         spans = [(0, holding, len(hashes), 0)]
         while spans:
             low, holders, high, left = spans.pop()

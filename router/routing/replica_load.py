@@ -29,7 +29,7 @@ STALLED_STEPS = 4
 #: Seconds between two fits of the pooled prefill costs: they change slowly, and each fit invalidates all views.
 PRICED_EVERY_S = 1.0
 
-#: A replica with less than this share of its blocks to spare is crowded; few prompts are longer. Not tuned.
+#: A replica with less than this share of its blocks to spare is crowded; few prompts need as many. Not tuned.
 CROWDED = 0.5
 
 #: From this many replicas on, loads are also stored as columns; with fewer, numpy's calls cost more than they save.

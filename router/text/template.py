@@ -113,7 +113,7 @@ def _render_open(template: str, values: Mapping[str, Any]) -> str:
 
 
 def _too_deep(values: list[Any]) -> bool:
-    """Whether values are nested deeper than MAX_DEPTH. Level by level, in a tenth of the time of a copy."""
+    """Whether values are nested deeper than MAX_DEPTH. Takes a tenth of the time of a copy, for a plain chat none."""
     for _ in range(MAX_DEPTH):
         lists = [each.values() if isinstance(each, dict) else each for each in values if each]
         values = [inner for each in lists for inner in each if type(inner) is dict or type(inner) is list]

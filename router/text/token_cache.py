@@ -55,7 +55,7 @@ def _cost(key: Key, ids: bytes) -> int:
 class Cutter:
     """Cuts texts so that the concatenated ids of the segments are the ids of the whole text.
 
-    A `tokenizers` tokenizer first extracts its added tokens, leftmost and longest first, and then handles each stretch
+    A `tokenizers` tokenizer first extracts its added tokens (leftmost-longest match) and then handles each stretch
     between them independently. So a text may be cut at added tokens, unless something depends on more context: a token
     that absorbs the blanks around it (no cut there), a token that must be a separate word, or a metaspace that marks
     only the beginning of a text (no cuts at all). If `safe` is False, every text is one segment.

@@ -37,7 +37,7 @@ Result = TypeVar("Result")
 CUT_CHARACTERS = 128 * 1024
 #: Bodies with more objects are prepared off the event loop: a message, block or tool takes 3 to 10 µs.
 INLINE_OBJECTS = 1000
-#: Limit for texts that need not fit a model's context; above any context. Ids take memory, and time from all requests.
+#: Limit for texts that need not fit a model's context, larger than any. Ids take memory, and time from all requests.
 MOST_TOKENS = 1_000_000
 #: More ids than this are decoded off the event loop, at 0.15 µs each.
 INLINE_IDS = 4096
