@@ -1,8 +1,8 @@
-"""What the flow of one model's requests shows to people who watch. Pure: reads the flow's state, changes nothing.
+"""Builds the live page's view of one model's request flow. Pure: reads the flow's state, changes nothing.
 
-The recent prompts are shown as a tree of prefixes, by how many requests went through each. A hash names its whole
-prefix, so prompts with a hash in common have all before it in common, too. Like `hottest` it tells prefixes apart in
-steps of several blocks.
+Recent prompts are shown as a tree of prefixes with the number of requests that used each. A hash identifies its whole
+prefix, so prompts that share a hash also share every block before it. Like `HotPrefixes.hottest`, the tree
+distinguishes prefixes in steps of several blocks.
 """
 
 from collections import Counter
@@ -17,20 +17,20 @@ from .recent_requests import MAX_TRACE_ID
 from .request_flow import RequestFlow
 from .request_state import RequestState
 
-#: Running requests that are shown, the oldest first: those are the ones to worry about.
+#: Running requests to show, oldest first: a stuck request is among the oldest.
 MAX_RUNNING = 24
-#: Nodes that are shown.
+#: Tree nodes to show.
 MAX_NODES = 40
-#: Steps of prompts that are looked at, the newest prompts first: this takes about 2 ms on a 2.5 GHz core.
+#: Prompt steps to examine, newest prompts first; this takes about 2 ms on a 2.5 GHz core.
 MAX_STEPS = 2048
 
 
 def activity_of(
     flow: RequestFlow, model: str, block_size: int, next_evictions: Mapping[str, Sequence[int]]
 ) -> ModelActivity:
-    """The flow's requests, decisions and prefixes as they are now.
+    """The flow's current requests, decisions and prefixes.
 
-    `next_evictions`: by replica, what it would evict next.
+    `next_evictions`: wire hashes of the blocks that each replica would evict next.
     """
     prompts = flow.hot_prefixes
     doomed = {replica: frozenset(hashes) for replica, hashes in next_evictions.items()}
@@ -47,18 +47,18 @@ def activity_of(
 
 
 class TreeNode(msgspec.Struct, frozen=True, gc=False):
-    """Blocks that follow each other, all of them in the same prompts."""
+    """Consecutive blocks that all occur in the same prompts."""
 
-    parent: int | None  #: place of its parent in the list
-    start: int  #: blocks before it
+    parent: int | None  #: index of the parent in the list; None: the node starts a prompt
+    start: int  #: number of blocks before the node
     hashes: Sequence[int]
     requests: int
 
 
 def hot_tree(prompts: Iterable[Sequence[int]], step: int) -> list[TreeNode]:
-    """The nodes with the most requests, parents before their children; of equals, those of the newest prompts first.
+    """The nodes with the most requests, parents before children; ties go to the newest prompts.
 
-    `prompts`: hashes of all full blocks, the newest prompt first. `step`: blocks.
+    `prompts`: each prompt's hashes of full blocks, newest prompt first. `step`: number of blocks in a step.
     """
     marked = []
     left = MAX_STEPS
@@ -69,14 +69,14 @@ def hot_tree(prompts: Iterable[Sequence[int]], step: int) -> list[TreeNode]:
         if not left:
             break
     requests = Counter(chain.from_iterable(names for _, names in marked))
-    found: dict[int, tuple[int | None, TreeNode]] = {}  #: by the name of the first step: its parent's name, and itself
+    found: dict[int, tuple[int | None, TreeNode]] = {}  #: first step's name -> (parent's name, node)
     for hashes, names in marked:
         parent, start = None, 0
         for count, run in groupby(names, requests.__getitem__):
             first, end = names[start], start + len(list(run))
             found.setdefault(first, (parent, TreeNode(None, start * step, hashes[start * step : end * step], count)))
             parent, start = first, end
-    # A child has fewer requests than its parent, so that a parent comes first.
+    # A child has fewer requests than its parent, so the parent sorts first.
     hottest = sorted(found.items(), key=lambda each: -each[1][1].requests)[:MAX_NODES]
     places = {name: place for place, (name, _) in enumerate(hottest)}
     return [

@@ -1,38 +1,38 @@
-"""Block hashes of prompts, without hashing again what earlier prompts began with.
+"""Cache of prompts' block hashes: a prefix that an earlier prompt had is not hashed block by block again.
 
-A prompt is cut into spans of blocks. One digest names a span together with everything before it, and under that name
-the hashes of its blocks are kept: the next turn of a conversation then costs one digest a span, a twelfth of hashing
-its blocks. Pure state, bounded in bytes; the least recently used span is dropped first. Tenants have different roots
-and therefore no span in common: the time that a prompt takes reveals nothing about other tenants' prompts.
+A prompt is cut into spans of blocks. The digest of a span and everything before it is the key under which the hashes of
+the span's blocks are cached. The next turn of a conversation then costs one digest per span, a twelfth of hashing its
+blocks. Pure state, bounded in bytes; the least recently used span is evicted first. Tenants have different roots and so
+share no spans: the time a prompt takes reveals nothing about other tenants' prompts.
 """
 
 from collections import OrderedDict
 
 from ...kvcache.hashing import HASH_BYTES, TOKEN_BYTES, BlockHash, BlockHasher, join_hashes, tenant_root
 
-#: Long enough to save most of the work, short enough that a prompt of some hundred tokens has one.
+#: Long enough to save most of the work, short enough that a prompt of a few hundred tokens fills one.
 SPAN_BLOCKS = 32
-#: Of a span beside its hashes: two objects and a place in the dict.
+#: Overhead of a cached span besides its hashes: two objects and a dict entry.
 ENTRY_BYTES = 200
-#: Spans of 4 million tokens at 16 tokens a block.
+#: Room for the spans of 4 million tokens at 16 tokens per block.
 CAPACITY_BYTES = 6 * 2**20
-#: Roots of tenants that are kept; when there are more, all are dropped together.
+#: Maximum number of cached tenant roots; when it is reached, all are dropped at once.
 ROOTS_KEPT = 4096
 
 
 class BlockHashCache:
-    """Block hashes under one hasher and one model's root."""
+    """Cached block hashes for one hasher and one model root."""
 
     def __init__(self, hasher: BlockHasher, model_root: BlockHash, capacity_bytes: int = CAPACITY_BYTES) -> None:
         self._hasher = hasher
         self._model_root = model_root
         self._roots: dict[bytes, BlockHash] = {}  #: by salt
         self._span_bytes = SPAN_BLOCKS * hasher.block_size * TOKEN_BYTES
-        self._capacity = capacity_bytes // (SPAN_BLOCKS * HASH_BYTES + ENTRY_BYTES)  #: spans
+        self._capacity = capacity_bytes // (SPAN_BLOCKS * HASH_BYTES + ENTRY_BYTES)  #: in spans
         self._spans: OrderedDict[bytes, bytes] = OrderedDict()
 
     def root(self, salt: bytes) -> BlockHash:
-        """Root of a tenant's block hashes. Deriving it costs as much as hashing ten blocks."""
+        """Root of the block hashes under this salt. Deriving one costs as much as hashing ten blocks."""
         root = self._roots.get(salt)
         if root is None:
             if len(self._roots) >= ROOTS_KEPT:
@@ -41,7 +41,7 @@ class BlockHashCache:
         return root
 
     def hashes(self, root: BlockHash, tokens: bytes) -> bytes:
-        """Hashes of the full blocks of `tokens` (uint32 LE) under `root`, as one bytes field."""
+        """Hashes of the full blocks of `tokens` (uint32 LE) under `root`, concatenated."""
         size, whole = self._span_bytes, len(tokens) // self._span_bytes * self._span_bytes
         parts: list[bytes] = []
         name, parent = bytes(root), root

@@ -1,14 +1,14 @@
-"""The queue of waiting requests: lower priority values first, then tenants by their shares, then by rank.
+"""The queue of waiting requests: lower priority values first, then tenants by fair share, then by rank.
 
-Pure state: names of requests and of tenants, no time. Knows nothing of replicas, deadlines or the requests' contents.
+Pure state: names of requests and tenants. Independent of time, replicas, deadlines and the requests' contents.
 
-Within a priority each tenant has a lane in order of the ranks that its requests came with. Next is the lane that was
-served least, in work divided by weight. An empty lane that gets a request starts level with the lane served last, so
-that an idle tenant saves nothing up. (This is start-time fair queueing; Goyal, Vin and Cheng, 1996.) Hence, while two
-tenants wait, their work divided by weight differs by at most one request of each, however many either queues. The first
-request of a tenant that had none waits for at most one request of every other tenant.
+Within a priority, each tenant has a lane, sorted by rank. The lane with the least served work divided by weight goes
+next. When an empty lane gets a request, it starts level with the lane served last, so an idle tenant accumulates no
+credit. (This is start-time fair queueing; Goyal, Vin and Cheng, 1996.) Hence, while two tenants have requests waiting,
+their work divided by weight differs by at most one request of each, no matter how many either has queued. The first
+request of a previously idle tenant waits for at most one request of every other tenant.
 
-A request that was served before and lost its replica goes before all lanes of its priority: it has had its turn.
+A request that lost its replica goes ahead of all lanes of its priority: its tenant was already charged for it.
 """
 
 from bisect import bisect_left, insort
@@ -16,35 +16,35 @@ from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from heapq import heappop, heappush, heapreplace
 
-#: Tenants of a priority that have lanes of their own; further ones share lanes, by the first byte of their names. Where
-#: any key is accepted, clients with ever new keys would otherwise fill the memory and, as newcomers go first, starve
-#: the others.
+#: Tenants with a lane of their own, per priority; further tenants share lanes by the first byte of their names. Where
+#: any key is accepted, clients that keep inventing keys would otherwise exhaust memory and, since new lanes go first,
+#: starve the others.
 MAX_OWN_LANES = 1024
 
 
-#: What orders the requests of one tenant: its own order, and within that a rank; lower goes first.
+#: Sort key within one tenant's lane: the tenant's own order, then the policy's rank; lower goes first.
 Rank = tuple[int, float]
 
 
 @dataclass(slots=True, eq=False)
 class _Lane:
-    """One tenant's requests of one priority."""
+    """One tenant's requests at one priority."""
 
     tenant: bytes
     weight: float
-    served: float  #: work over weight, on the level's scale
-    names: list[tuple[Rank, int]] = field(default_factory=list)  #: rank and name, sorted
-    queued: bool = False  #: it is in the heap
+    served: float  #: served work divided by weight, on the level's scale
+    names: list[tuple[Rank, int]] = field(default_factory=list)  #: sorted pairs of rank and name
+    queued: bool = False  #: whether the lane is in the level's heap
 
 
 @dataclass(slots=True, eq=False)
 class _Level:
-    """One priority, while requests of it wait."""
+    """The waiting requests of one priority; exists only while there are any."""
 
     priority: int
-    served: float = 0.0  #: of the lane served last, at that time; no waiting lane was served less
+    served: float = 0.0  #: `served` of the lane served last, before that work; no waiting lane has less
     lanes: dict[bytes, _Lane] = field(default_factory=dict)
-    heap: list[tuple[float, int, _Lane]] = field(default_factory=list)  # a lane's key may lag behind its service
+    heap: list[tuple[float, int, _Lane]] = field(default_factory=list)  # a key may be lower than its lane's `served`
     resumed: "OrderedDict[int, None]" = field(default_factory=OrderedDict)
     entered: int = 0  #: breaks ties by arrival
     size: int = 0
@@ -52,7 +52,7 @@ class _Level:
     def lane(self, tenant: bytes, weight: float) -> _Lane:
         """The tenant's lane, ready for another request."""
         if tenant not in self.lanes and len(self.lanes) >= MAX_OWN_LANES:
-            # A lane that would start anew with the same values can be dropped.
+            # A lane can be dropped if a new one would start with the same values.
             self.lanes = {name: lane for name, lane in self.lanes.items() if lane.queued or lane.served > self.served}
             if len(self.lanes) >= MAX_OWN_LANES:
                 tenant = tenant[:1]
@@ -69,7 +69,7 @@ class _Level:
         return lane
 
     def first(self) -> _Lane:
-        """The lane to be served next. There is one."""
+        """The lane to serve next. At least one lane must have a request."""
         while True:
             key, entered, lane = self.heap[0]
             if not lane.names:
@@ -87,8 +87,8 @@ class FairQueue:
     def __init__(self) -> None:
         self._levels: dict[int, _Level] = {}
         self._priorities: list[int] = []  # sorted
-        self._places: dict[int, tuple[_Level, _Lane | None, Rank]] = {}  # with the rank; no lane: resumed
-        self._waiting: Counter[bytes] = Counter()  # by tenant, resumed ones aside
+        self._places: dict[int, tuple[_Level, _Lane | None, Rank]] = {}  # no lane: a resumed request
+        self._waiting: Counter[bytes] = Counter()  # requests by lane name, without resumed ones
 
     def __len__(self) -> int:
         return len(self._places)
@@ -98,7 +98,7 @@ class FairQueue:
         return sum(len(level.lanes) for level in self._levels.values())
 
     def push(self, name: int, *, priority: int, tenant: bytes, weight: float, rank: Rank) -> None:
-        """Add a request. Of one tenant's the lowest rank goes first; of equal ones the lowest name."""
+        """Add a request. Within a tenant the lowest rank goes first; ties go to the lowest name."""
         level = self._level(priority)
         lane = level.lane(tenant, weight)
         insort(lane.names, (rank, name))
@@ -106,7 +106,7 @@ class FairQueue:
         self._enter(name, level, lane, rank)
 
     def resume(self, name: int, *, priority: int) -> None:
-        """Add a request that was served before, ahead of all others of its priority."""
+        """Add a request that was served before; it goes ahead of all lanes of its priority."""
         level = self._level(priority)
         level.resumed[name] = None
         self._enter(name, level, None, (0, 0.0))
@@ -118,7 +118,7 @@ class FairQueue:
         return next(iter(level.resumed)) if level.resumed else level.first().names[0][1]
 
     def take(self, work: float) -> None:
-        """Remove the head, which is served and costs this much work."""
+        """Remove the head, which is being served, and charge its lane for `work`."""
         name = self.head()
         assert name is not None, "the queue is empty"
         level, lane, _ = self._places[name]
@@ -128,14 +128,14 @@ class FairQueue:
         self.discard(name)
 
     def charge(self, *, priority: int, tenant: bytes, work: float) -> None:
-        """Charge a tenant for more work that a served request has caused."""
+        """Charge a tenant for additional work of a request that was served earlier."""
         level = self._levels.get(priority)
         lane = level.lanes.get(tenant) if level is not None else None
         if lane is not None:
             lane.served += work / lane.weight
 
     def discard(self, name: int) -> None:
-        """Remove a request. Harmless when it is not in the queue."""
+        """Remove a request. Does nothing if it is not in the queue."""
         place = self._places.pop(name, None)
         if place is None:
             return
@@ -153,9 +153,9 @@ class FairQueue:
             self._priorities.remove(level.priority)
 
     def crowded_out_by(self, tenant: bytes) -> int | None:
-        """The request to drop when the queue is full and `tenant` has a new one: the last of the tenant with the most.
+        """The request to drop when the queue is full and `tenant` adds one: the last of the tenant with the most.
 
-        None: `tenant` itself has the most, or would have.
+        None if, with the new request, no other tenant would have more than `tenant`.
         """
         most, count = max(self._waiting.items(), key=lambda item: item[1], default=(tenant, 0))
         if count <= self._waiting[tenant] + 1:

@@ -1,12 +1,12 @@
-"""The prefixes that clients send most often, with their token ids: the content for the caches of new replicas.
+"""The prefixes that clients send most often, with their token ids: used to fill the caches of new replicas.
 
-The prefix index knows only block hashes, and no KV can be computed from a hash. So the last prompts are kept whole,
-bounded in bytes; which prefixes are hot is computed on request, which is rare. Pure state without a clock: the oldest
-prompts are dropped when the memory is full. Knows no replica.
+The prefix index has only block hashes, from which no KV can be computed. So the last prompts are kept whole, bounded in
+bytes, and the hot prefixes are computed on demand, which is rare. Pure state without a clock, independent of replicas:
+when the memory is full, the oldest prompts are dropped.
 
-Blocks go by their wire hash, which names a whole prefix: a request for a block is a request for all blocks before it.
-So along a prompt the request counts only fall, and the blocks with at least a given count are a prefix of it. Tenants
-have roots of their own and therefore no block in common.
+Blocks are identified by wire hash, which covers the whole prefix: a request for a block is a request for all blocks
+before it. So request counts never rise along a prompt, and its blocks with at least a given count form a prefix of it.
+Tenants have different roots and therefore share no blocks.
 """
 
 from bisect import bisect_left
@@ -18,40 +18,40 @@ import msgspec
 
 from ...kvcache.hashing import HASH_BYTES, TOKEN_BYTES, BlockHash, wire_hashes
 
-#: Of a prompt beside its tokens and hashes: three objects and a place in the queue.
+#: Overhead of a kept prompt besides its tokens and hashes: three objects and a deque entry.
 ENTRY_BYTES = 250
-#: A prompt that was sent once may never come again: a block is hot from its second request on.
+#: A block is hot from its second request on: a prompt sent once may never come again.
 MIN_REQUESTS = 2
-#: Prefixes are told apart in steps of so many tokens: computing fewer costs less than the warm-up request itself.
+#: Prefixes are distinguished in steps of this many tokens: computing fewer costs less than the warm-up request itself.
 STEP_TOKENS = 128
 
 
 class HotPrefix(msgspec.Struct, frozen=True, gc=False):
-    """The beginning of a prompt, in whole blocks, and how often it was sent."""
+    """A prompt, or a prefix of it in whole blocks, and how often it was sent."""
 
     root: BlockHash
     tokens: bytes
     hashes: bytes
-    requests: int = 1  #: kept prompts that begin with it
+    requests: int = 1  #: number of kept prompts that start with it
 
     @property
     def size(self) -> int:
-        """Bytes, as a kept prompt."""
+        """Memory that it takes as a kept prompt, in bytes."""
         return len(self.tokens) + len(self.hashes) + ENTRY_BYTES
 
 
 class HotPrefixes:
-    """The last prompts, all hashed in the same way."""
+    """The most recent prompts, all hashed in the same way."""
 
     def __init__(self, block_size: int, capacity_bytes: int) -> None:
-        self.step = max(1, STEP_TOKENS // block_size)  #: blocks
+        self.step = max(1, STEP_TOKENS // block_size)  #: in blocks
         self._block_bytes = block_size * TOKEN_BYTES
         self._capacity = capacity_bytes
         self._prompts: deque[HotPrefix] = deque()
         self._bytes = 0
 
     def add(self, root: BlockHash, tokens: bytes, hashes: bytes) -> None:
-        """Add a request's prompt; `hashes` are those of its full blocks."""
+        """Keep a request's prompt. `hashes`: those of its full blocks. Ignores prompts of less than a step."""
         prompt = HotPrefix(root, tokens, hashes)
         if len(hashes) < self.step * HASH_BYTES or prompt.size > self._capacity:
             return
@@ -61,29 +61,29 @@ class HotPrefixes:
             self._bytes -= self._prompts.popleft().size
 
     def newest(self) -> Iterator[Sequence[int]]:
-        """The block hashes of each prompt, as the index names them; the newest prompt first."""
+        """The wire hashes of each prompt's blocks, newest prompt first."""
         return (wire_hashes(prompt.hashes) for prompt in reversed(self._prompts))
 
     def clear(self) -> None:
-        """Drop all prompts: blocks are hashed in another way from now on."""
+        """Drop all prompts; needed when the way blocks are hashed changes."""
         self._prompts.clear()
         self._bytes = 0
 
     def hottest(self, max_blocks: int, *, held: Callable[[int], bool], kept: Callable[[int], bool]) -> list[HotPrefix]:
-        """The prefixes with the most requests, in classes of half the count each, newest prompt first within a class.
+        """The prefixes with the most requests, at most `max_blocks` blocks in total.
 
-        Together at most `max_blocks` blocks, shared ones counted once. Blocks that are `held` already cost nothing; a
-        prefix that consists of them is left out. So are blocks that no replica has `kept`: they were not hot enough.
+        Ordered in classes whose minimum request counts halve, newest prompt first within a class. Shared blocks count
+        once, `held` ones cost nothing. A prefix ends before a block that is not `kept` by any replica (not hot enough).
         """
         step = self.step
         marks = [(wire_hashes(prompt.hashes)[step - 1 :: step], prompt) for prompt in reversed(self._prompts)]
         requests = Counter(chain.from_iterable(names for names, _ in marks))
-        # Most prompts drop out here: no other begins like them, or a newer one begins in the same way.
+        # Most prompts are dropped here: no other has the same prefix, or a newer one does.
         hot: dict[tuple[int, ...], HotPrefix] = {}
         for names, prompt in marks:
             if depth := bisect_left(names, True, key=lambda name: requests[name] < MIN_REQUESTS):
                 hot.setdefault(names[:depth], prompt)
-        found, covered, left = [], set[int](), max_blocks // step  #: `left`: steps that may still be chosen
+        found, covered, left = [], set[int](), max_blocks // step  #: `left`: number of steps that still fit
         for least in _classes(max(requests.values(), default=0)):
             for names, prompt in hot.items():
                 if not left or requests[names[0]] < least:
@@ -108,7 +108,7 @@ class HotPrefixes:
 
 
 def _classes(most: int) -> Iterator[int]:
-    """The least number of requests of each class, falling."""
+    """The lowest request count of each class, in descending order."""
     while most >= MIN_REQUESTS:
         least = max(MIN_REQUESTS, most // 2)
         yield least

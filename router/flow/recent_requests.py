@@ -1,7 +1,7 @@
-"""The last requests that were placed, with the decision's table, and the last that failed: for people who watch.
+"""The most recently placed requests with their decisions, and the most recent failures, for the live page.
 
-Pure and bounded. The table of a decision is computed when somebody looks at it: until then a decision costs a place in
-a dictionary. Holds no prompt.
+Pure and bounded. A decision's table is computed when it is first read; until then a decision costs only a dictionary
+entry. Keeps no prompts of finished requests.
 """
 
 from collections import OrderedDict, deque
@@ -16,16 +16,16 @@ from ..routing.policy.base import Decision
 from ..routing.policy.explain import explanation_of
 from .request_state import RequestId, RequestState
 
-#: Requests that are kept. Beside a decision there is a hash for each block of the prompt.
+#: Requests to keep. A kept decision also holds one hash per prompt block.
 MAX_PLACED = 16
 MAX_FAILED = 16
-#: Characters of an error, and of an id that a client chose.
+#: Maximum characters of an error message and of a client's request id.
 MAX_REASON = 300
 MAX_TRACE_ID = 64
 
 
 class _Progress(msgspec.Struct, frozen=True, gc=False):
-    """What has come of a request."""
+    """How far a request has got, or its outcome."""
 
     state: str
     ttft_s: float | None
@@ -41,12 +41,12 @@ class _Placed(msgspec.Struct, eq=False):
     at: float
     trace_id: str
     tenant: bytes
-    decision: Decision | Explanation  #: the table, once somebody has looked at it
-    request: RequestState | _Progress  #: only the latter when the request is over, as the former holds the prompt
+    decision: Decision | Explanation  #: an Explanation once it has been read
+    request: RequestState | _Progress  #: a _Progress once the request is over, as the RequestState holds the prompt
 
 
 class RecentRequests:
-    """Of one model, in one router."""
+    """Recent requests of one model in one router."""
 
     def __init__(self) -> None:
         self._placed: OrderedDict[RequestId, _Placed] = OrderedDict()  #: oldest decision first
@@ -55,7 +55,7 @@ class RecentRequests:
         self._failures = count(1)
 
     def placed(self, request: RequestState, decision: Decision, now: float) -> None:
-        """The request is sent to the replica of this decision."""
+        """Record a decision by which the request is sent to a replica."""
         kept, name = self._placed, request.request_id
         about = request.request
         kept[name] = _Placed(next(self._decisions), now, about.trace_id, about.tenant, decision, request)
@@ -64,13 +64,13 @@ class RecentRequests:
             kept.popitem(last=False)
 
     def ended(self, request: RequestState) -> None:
-        """The request is over."""
+        """Release the state of a finished request and keep only its outcome."""
         placed = self._placed.get(request.request_id)
         if placed is not None:
             placed.request = _progress(request)
 
     def add_failure(self, request: RequestState, error: RouterError, now: float) -> None:
-        """The request failed with this error."""
+        """Record a request that failed with `error`."""
         failed = FailedRequest(
             number=next(self._failures),
             at=now,
@@ -83,11 +83,11 @@ class RecentRequests:
         self._failed.appendleft(failed)
 
     def routed(self) -> list[RoutedRequest]:
-        """The newest decision first."""
+        """The placed requests, newest decision first."""
         return [_routed(placed) for placed in reversed(self._placed.values())]
 
     def failed(self) -> list[FailedRequest]:
-        """The newest first."""
+        """The failed requests, newest first."""
         return list(self._failed)
 
     def check(self) -> None:

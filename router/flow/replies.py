@@ -1,4 +1,4 @@
-"""What a replica's reply means for one request. Changes the request's progress and counters, never its phase."""
+"""Applies a replica's reply to one request. Changes the request's progress and the counters, never its phase."""
 
 from ...replica.messages import Refused, TokenOutput
 from ..backend import RouterCounters, TextOutput, TokenDelta
@@ -9,12 +9,12 @@ from .request_state import RequestState
 def delta_of(
     request: RequestState, output: TokenOutput | TextOutput, block_size: int, counters: RouterCounters
 ) -> TokenDelta:
-    """The new tokens or text. Tokens that an earlier replica delivered already are dropped and counted.
+    """Convert an output to a delta of its new tokens or text. Tokens already delivered are dropped and counted.
 
-    The caller has made sure that no token is missing between the request's progress and this output.
+    The caller guarantees that no token is missing between the request's progress and this output.
     """
     cached = output.cached_tokens if request.delivered_cached_tokens is None else None
-    if cached is not None:  # the first report only: a continuation finds its own blocks in a cache
+    if cached is not None:  # only the first report counts: a continuation may find its own blocks cached
         request.delivered_cached_tokens = cached
         if cached < request.predicted_cached_tokens:
             counters.predictions_high += 1
@@ -72,7 +72,7 @@ def refusal_error(request: RequestState, refused: Refused, max_model_len: int) -
 
 
 def nothing_left(request: RequestState, max_model_len: int) -> bool:
-    """Whether all tokens have arrived, so that a lost replica has only failed to send the finish reason."""
+    """Whether all tokens have arrived, so that only the finish reason was lost with the replica."""
     if request.generated >= request.request.sampling.max_tokens:
         return True
     return request.generated > 0 and request.prompt_tokens + request.generated >= max_model_len

@@ -1,15 +1,15 @@
-"""The flow of requests: from submission over one replica, or several in turn, to the last token.
+"""The flow of requests: from submission through one or more replicas to the last token.
 
-Pure core: requests and replies in, instructions out; the time comes in. No sockets, no asyncio, no HTTP. Owns every
-request that is not over, and decides with `Placement`, which whoever follows the replicas keeps up to date.
+Pure core: requests, replies and the current time in, instructions out. No sockets, no asyncio, no HTTP. Owns every
+unfinished request and chooses replicas with `Placement`, which the replica handles keep up to date.
 
     submit ──▶ queue ──place──▶ sent ──TokenOutput──▶ … ──finish reason──▶ over
                  ▲                │ refused with retry, replica lost, message not sent
                  └────────────────┘ continues with prompt + generated ids, at most `retries` times
 
-request_state.py has the phases and their transitions as a table. A request waits in the queue (fair_queue.py: priority,
-then tenants' shares, then the policy's rank) while no replica can take it; a request that continues does not wait for
-its tenant's turn again. Every accepted request ends in exactly one `Ended`.
+request_state.py lists the phases and their transitions in a table. While no replica can take a request, it waits in the
+queue (fair_queue.py: ordered by priority, then tenant share, then the policy's rank); a continued request does not wait
+for its tenant's share again. Every accepted request ends in exactly one `Ended`.
 """
 
 import logging
@@ -71,16 +71,16 @@ from .warmup import CacheWarmup
 
 log = logging.getLogger(__name__)
 
-#: Stale entries that the heap of deadlines may have beside as many as there are requests.
+#: The deadline heap is rebuilt when it has more than twice as many entries as there are requests, plus this many.
 SPARE_DEADLINES = 1024
-#: No replica is warmed up while prompts wait so long for their turn at all others. Of 0.02 to 0.5 s and no limit, this
-#: gave the least mean TTFT where two modelled replicas get a third under different loads (docs/simulate.md).
+#: No replica is warmed up while a prompt would wait this long at every other replica. Of 0.02 to 0.5 s and no limit,
+#: this gave the lowest mean TTFT when a third replica joins two simulated ones at several loads (docs/simulate.md).
 PRESSING_WAIT_S = 0.5
 
 
 @dataclass(slots=True, frozen=True)
 class ServedModel:
-    """The model that is served: how its blocks are hashed, and its limits."""
+    """The served model's limits and how its blocks are hashed."""
 
     hasher: BlockHasher
     root: BlockHash
@@ -88,9 +88,9 @@ class ServedModel:
 
 
 class RequestFlow:
-    """All requests of one model's replicas in one router that are not over.
+    """One router's unfinished requests for one model.
 
-    Until `adopt` it knows no model, and `submit` and `explain` raise NoReplica.
+    There is no model until `adopt` is called; until then `submit` and `explain` raise NoReplica.
     """
 
     def __init__(
@@ -110,13 +110,13 @@ class RequestFlow:
         self._requests: dict[RequestId, RequestState] = {}
         self._by_wire: dict[int, RequestState] = {}
         self._queue = FairQueue()
-        self._deadlines: list[tuple[float, RequestId]] = []  # heap; entries of requests that are over are skipped
+        self._deadlines: list[tuple[float, RequestId]] = []  # heap; entries of finished requests are skipped
         self._request_ids = count(1)
 
     # Replicas
 
     def adopt(self, model: ServedModel) -> None:
-        """Serve this model, or hash its blocks in another way, from now on. No replica may be joined."""
+        """Switch to this model, or to another way of hashing its blocks. No replica may be joined at that time."""
         assert not len(self.placement), f"{len(self.placement)} replicas hash blocks in another way"
         self.model = model
         self._hash_cache = BlockHashCache(model.hasher, model.root)
@@ -127,29 +127,29 @@ class RequestFlow:
             self._hash_blocks(request, self._hash_cache)
 
     def join(self, description: ReplicaDescription, now: float, rest: Rest | None = None) -> list[Instruction]:
-        """A replica can be sent requests, unless `rest` says why not; its events are not followed yet."""
+        """Add a connected replica. `rest`: why it gets no requests for now. Its events are not followed yet."""
         self.placement.join(description, now)
         self.placement.loads.rest(description.replica_id, rest)
         self.counters.replicas_joined += 1
         return self.pump(now)
 
     def rest(self, replica: str, rest: Rest | None, now: float) -> list[Instruction]:
-        """Send the replica no new requests, for this reason; None: send them. Running requests are not affected."""
+        """Stop sending new requests to the replica for this reason; None: resume. Running requests continue."""
         self.placement.loads.rest(replica, rest)
         stopped = [] if rest == "warming" else self.warm_ups.stop(replica)
         return stopped + self.pump(now)
 
     def warm_up(self, replica: str, share: float, now: float) -> list[Instruction]:
-        """Fill a share of this replica's cache with hot prefixes, unless requests need the replica at once."""
+        """Fill a share of this replica's cache with hot prefixes, unless requests need the replica right now."""
         return [] if self.is_pressed(now) else self.warm_ups.begin(replica, share, now)
 
     def report(self, replica: str, report: LoadReport, now: float) -> list[Instruction]:
-        """A replica reported its load: it may have room for waiting requests."""
+        """Record a load report, then place waiting requests: the replica may have room for them."""
         self.placement.report(replica, report, now)
         return self.pump(now)
 
     def replica_lost(self, replica: str, now: float) -> tuple[list[int], list[Instruction]]:
-        """Its requests continue elsewhere. Returns their wire ids too, in case the replica turns out to be alive."""
+        """Move a lost replica's requests elsewhere. Also returns their wire ids, to abort if the replica is alive."""
         self.warm_ups.drop(replica)
         self.placement.leave(replica)
         self.counters.replicas_lost += 1
@@ -163,7 +163,7 @@ class RequestFlow:
     # Requests
 
     def submit(self, request: GenerationRequest, now: float) -> tuple[RequestId, list[Instruction]]:
-        """Accept a request. Raises NoReplica, PromptTooLong or QueueFull, and then nothing has changed."""
+        """Accept a request. Raises NoReplica, PromptTooLong or QueueFull and then changes nothing."""
         state = self._new_request(request, now)
         instructions: list[Instruction] = []
         if (held := len(self._queue)) >= self._settings.max_waiting_requests:
@@ -189,7 +189,7 @@ class RequestFlow:
         return request_id, instructions
 
     def cancel(self, request_id: RequestId, now: float) -> list[Instruction]:
-        """The reader left. Harmless when the request is over."""
+        """Cancel a request whose reader left. Does nothing if the request is over."""
         request = self._requests.get(request_id)
         return [] if request is None else [*self._abort(request), self._cancel(request), *self.pump(now)]
 
@@ -224,7 +224,7 @@ class RequestFlow:
         return self._move(request, ReplicaLost(f"replica {replica} cannot be reached"), now) + self.pump(now)
 
     def pump(self, now: float) -> list[Instruction]:
-        """Place waiting requests in order, until the first that no replica can take."""
+        """Place waiting requests in queue order, up to the first one that no replica can take."""
         instructions: list[Instruction] = []
         while (name := self._queue.head()) is not None:
             request = self._requests[RequestId(name)]
@@ -238,7 +238,7 @@ class RequestFlow:
         return instructions
 
     def expire(self, now: float) -> list[Instruction]:
-        """End overdue requests, drop overdue reservations, and move requests away from stalled replicas."""
+        """Fail overdue requests, drop overdue reservations, and move requests away from stalled replicas."""
         self.placement.expire(now)
         if len(self._deadlines) > 2 * len(self._requests) + SPARE_DEADLINES:
             self._deadlines = [(request.deadline, request.request_id) for request in self._requests.values()]
@@ -257,12 +257,12 @@ class RequestFlow:
         return [done for each in requests for done in (*self._abort(each), self._fail(each, error()))]
 
     def fail_waiting(self, error: Callable[[], RouterError]) -> list[Instruction]:
-        """End every request in the queue, as no replica will come for it."""
+        """Fail every queued request because no replica will become available for it."""
         waiting = [request for request in self._requests.values() if request.phase is WAITING]
         return [self._fail(request, error()) for request in waiting]
 
     def supersede(self) -> list[Instruction]:
-        """Newer replicas have permanently replaced ours. Requests without a token have not failed: they may restart."""
+        """End all requests: newer replicas have replaced ours. Those without a token are cancelled and may restart."""
         begun = [request for request in self._requests.values() if request.generated]
         instructions = [done for each in begun for done in (*self._abort(each), self._fail(each, Superseded()))]
         for request in list(self._requests.values()):
@@ -270,7 +270,7 @@ class RequestFlow:
         return instructions
 
     def explain(self, request: GenerationRequest, now: float) -> Explanation:
-        """The table of the decision that `submit` would take now. Raises NoReplica or PromptTooLong."""
+        """Explain the decision that `submit` would make now. Raises NoReplica or PromptTooLong."""
         prompt, candidates = self._situation(self._new_request(request, now), now)
         table = self.placement.explain(prompt, candidates)
         for row, each in enumerate(table.replicas):
@@ -279,10 +279,10 @@ class RequestFlow:
                 table.replicas[row] = msgspec.structs.replace(each, why=why)
         return table
 
-    # What others look at
+    # Views
 
     def is_pressed(self, now: float) -> bool:
-        """Whether another replica could take requests at once: they wait here, or at every replica in routing."""
+        """Whether requests need another replica now: some wait here, or prompts wait too long at every active one."""
         return bool(self._queue) or all(
             view.queued_prefill_tokens and view.busy_until - now > PRESSING_WAIT_S
             for view in self.placement.loads.views(now)
@@ -290,7 +290,7 @@ class RequestFlow:
         )
 
     def oldest(self, most: int) -> list[RequestState]:
-        """Up to so many requests that are not over."""
+        """Up to `most` unfinished requests, oldest first."""
         return list(islice(self._requests.values(), most))
 
     @property
@@ -299,7 +299,7 @@ class RequestFlow:
 
     @property
     def waiting_tokens(self) -> int:
-        """Tokens of the requests in the queue: their prompts, and what other replicas generated for them."""
+        """Tokens of all queued requests: their prompts plus the tokens already generated for them."""
         return sum([len(each.tokens) // 4 for each in self._requests.values() if each.phase is WAITING])
 
     @property
@@ -308,7 +308,7 @@ class RequestFlow:
 
     @property
     def deadlines(self) -> int:
-        """Entries that wait for their time, those of requests that are over included."""
+        """Number of entries in the deadline heap, including those of finished requests."""
         return len(self._deadlines)
 
     def phase_of(self, request_id: RequestId) -> Phase:
@@ -316,7 +316,7 @@ class RequestFlow:
         return Phase.OVER if request is None else request.phase
 
     def replica_of(self, request_id: RequestId) -> str | None:
-        """Where the request runs or ran last; None when it was never sent, or is over."""
+        """The replica that the request is on or was last on; None if it was never sent or is over."""
         request = self._requests.get(request_id)
         return request.replica if request else None
 
@@ -365,7 +365,7 @@ class RequestFlow:
         return state
 
     def _hash_blocks(self, request: RequestState, cache: BlockHashCache) -> None:
-        """Before each placement: everything generated so far is part of what the replica gets."""
+        """Append the tokens generated so far to the prompt and hash its blocks; needed before each placement."""
         if request.new_tokens:
             request.tokens += token_bytes(request.new_tokens)
             request.new_tokens = []
@@ -373,7 +373,7 @@ class RequestFlow:
         request.keys = wire_hashes(request.hashes)
 
     def _situation(self, request: RequestState, now: float) -> tuple[Prompt, Candidates]:
-        # A replica that scores or averages the prompt's own tokens computes all of them, whatever it holds.
+        # Prompt logprobs and mean pooling need every prompt token to be computed, so the cache does not help.
         scores_prompt = request.request.sampling.prompt_logprobs is not None and not request.generated
         embedding = request.request.embedding
         hashes = () if scores_prompt or (embedding and embedding.pooling == "mean") else request.keys
@@ -393,12 +393,12 @@ class RequestFlow:
         )
 
     def _place(self, request: RequestState, now: float) -> Send | None:
-        """Choose a replica and book the request there; None: no replica can take it now."""
+        """Choose a replica and reserve its capacity; None if no replica can take the request now."""
         prompt, candidates = self._situation(request, now)
         decision = self.placement.decide(prompt, candidates)
         chosen = decision.chosen
         if chosen is None:
-            request.excluded.clear()  # replicas that refused it may be asked again by then; `retries` limits how often
+            request.excluded.clear()  # replicas that refused it may be tried again later; `retries` limits how often
             return None
         if request.queue_s is None:
             request.queue_s = now - request.arrived
@@ -427,7 +427,7 @@ class RequestFlow:
     # Replies
 
     def _on_outputs(self, replica: str, outputs: Sequence[TokenOutput], now: float) -> list[Instruction]:
-        """A step's outputs. Nearly all are the next tokens of a streaming request, which this loop handles itself."""
+        """Process a step's outputs. The loop inlines the common case: the next tokens of a streaming request."""
         instructions: list[Instruction] = []
         by_wire = self._by_wire
         for output in outputs:
@@ -448,7 +448,7 @@ class RequestFlow:
         return instructions
 
     def _on_text(self, replica: str, output: TextOutput, now: float) -> list[Instruction]:
-        """The same for an engine's text, which comes one piece at a time."""
+        """Process one piece of text from an external engine, with the same shortcut as `_on_outputs`."""
         request = self._by_wire.get(output.request_id)
         if (
             request is None
@@ -498,14 +498,14 @@ class RequestFlow:
         return self._move(request, error, now)
 
     def _sent_to(self, replica: str, wire_id: int) -> RequestState | None:
-        """The request that this output is for; None if it is over, for example cancelled, or runs elsewhere now."""
+        """The request that an output belongs to; None if it is over (such as cancelled) or has moved elsewhere."""
         request = self._by_wire.get(wire_id)
         return request if request is not None and request.replica == replica else None
 
     # Moving and ending
 
     def _move(self, request: RequestState, error: RouterError, now: float) -> list[Instruction]:
-        """Continue at another replica; fail with `error` when no retry is left."""
+        """Continue the request on another replica, or fail it with `error` if no retry is left."""
         if nothing_left(request, self._max_model_len):
             return self._finish(request, TokenDelta(token_ids=[], finish_reason="length"), now)
         if not self._may_move(request):
@@ -525,7 +525,7 @@ class RequestFlow:
         return not request.text_only and request.continuations < self._settings.retries
 
     def _move_stuck(self, replica: str, now: float) -> list[Instruction]:
-        """A replica is stuck and may recover: move the requests that can continue elsewhere; the others wait for it."""
+        """Move requests off a stuck replica. Those that cannot continue elsewhere stay, as it may recover."""
         stuck = [each for each in self._by_wire.values() if each.replica == replica and self._may_move(each)]
         if stuck:
             log.warning("replica_stalled replica=%s requests=%d", replica, len(stuck))
@@ -557,13 +557,13 @@ class RequestFlow:
         return Ended(request, error)
 
     def _abort(self, request: RequestState) -> list[Instruction]:
-        """What tells a request's replica to stop; nothing while it waits."""
+        """The message that stops the request on its replica; none while the request is queued."""
         if not request.on_replica or request.replica is None:
             return []
         return [Send(request.replica, Abort(request_ids=[request.wire_id]))]
 
     def _end(self, request: RequestState, event: Event, outcome: Outcome, computed_at: float | None = None) -> None:
-        """Remove a request, wherever it is. `computed_at`: when its replica had computed all of it, if it has."""
+        """Remove a request from the queue or its replica. `computed_at`: when the replica finished it; None: never."""
         if request.phase is WAITING:
             self._queue.discard(request.request_id)
         else:
@@ -585,7 +585,7 @@ class RequestFlow:
 def _generate(request: RequestState) -> Generate:
     about, sampling = request.request, request.request.sampling
     if request.generated and sampling.prompt_logprobs is not None:
-        # They went out with the first delta; asking again would keep the request from using the cache.
+        # The first delta already delivered them; asking again would keep the request from using the cache.
         sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
     return Generate(
         request_id=request.wire_id,

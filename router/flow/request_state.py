@@ -1,6 +1,6 @@
-"""One request inside the router: its state, the allowed transitions, and what the flow asks its caller to do with it.
+"""One request inside the router: its state, its allowed transitions, and the instructions that the flow returns for it.
 
-Pure: no clock, no sockets, no queue. `TRANSITIONS` is the only place where a request changes its phase.
+Pure: no clock, no sockets, no queue. A request's phase changes only as `TRANSITIONS` allows.
 """
 
 from enum import StrEnum
@@ -13,21 +13,21 @@ from ...replica.messages import Request
 from ..backend import GenerationRequest, TokenDelta
 from ..errors import RouterError
 
-#: Identifies a request inside this router for its whole life. Its wire id changes with every replica.
+#: Identifies a request inside this router for its whole life. The wire id, in contrast, is new for each placement.
 RequestId = NewType("RequestId", int)
 
 
 class Phase(StrEnum):
-    """Where a request is."""
+    """Where a request is in its life."""
 
-    NEW = "new"  #: accepted, neither queued nor sent
+    NEW = "new"  #: created, neither queued nor sent yet
     WAITING = "waiting"  #: in the router's queue
-    SENT = "sent"  #: on a replica that has produced nothing for it yet
-    STREAMING = "streaming"  #: on a replica that produces its tokens
+    SENT = "sent"  #: on a replica, without output so far
+    STREAMING = "streaming"  #: on a replica that has started to produce output
     OVER = "over"
 
 
-#: `Phase.SENT` takes a tenth of a microsecond in Python 3.11, a global name nearly nothing.
+#: Aliases for speed: in Python 3.11 `Phase.SENT` takes a tenth of a microsecond, a global name nearly nothing.
 WAITING, SENT, STREAMING = Phase.WAITING, Phase.SENT, Phase.STREAMING
 
 Outcome = Literal["finished", "failed", "cancelled"]
@@ -35,7 +35,7 @@ Event = Literal["queue", "send", "start", "move", "finish", "fail", "cancel"]
 
 
 class Transition(NamedTuple):
-    """One allowed change of a request's phase."""
+    """An allowed phase change."""
 
     before: Phase
     event: Event
@@ -59,43 +59,43 @@ TRANSITIONS = (
     Transition(Phase.SENT, "cancel", Phase.OVER, "its client left, or its model was replaced"),
     Transition(Phase.STREAMING, "cancel", Phase.OVER, "its client left"),
 )
-#: By event, as this is looked up a few times for each request.
+#: The same table by event, for fast lookup: each request needs it a few times.
 _NEXT: dict[Event, dict[Phase, Phase]] = {
     event: {each.before: each.after for each in TRANSITIONS if each.event == event} for event in get_args(Event)
 }
 
 
 class RequestState(msgspec.Struct, eq=False):
-    """A request, and what is known of it."""
+    """A request's mutable state."""
 
     request_id: RequestId
     request: GenerationRequest
     arrived: float
     deadline: float
     root: BlockHash
-    tokens: bytes  #: the prompt, and what was generated until the last placement, uint32 LE
+    tokens: bytes  #: prompt and tokens generated before the last placement, uint32 LE
     prompt_tokens: int
     phase: Phase = Phase.NEW
     new_tokens: list[int] = []  #: generated since the last placement
     generated: int = 0
-    hashes: bytes = b""  #: of all full blocks of `tokens` as they were at the last placement
-    keys: tuple[int, ...] = ()  #: the same blocks as the prefix index names them
-    wire_id: int = 0  #: on its replica; valid while SENT or STREAMING
-    replica: str | None = None  #: where it runs or ran last
-    text_only: bool = False  #: a part of the answer came as text without token ids: no other replica can continue it
+    hashes: bytes = b""  #: block hashes of all full blocks of `tokens`
+    keys: tuple[int, ...] = ()  #: wire hashes of the same blocks, the keys of the prefix index
+    wire_id: int = 0  #: id on the replica; valid while SENT or STREAMING
+    replica: str | None = None  #: current or last replica; None: never sent
+    text_only: bool = False  #: some output came as text without token ids, so no other replica can continue it
     continuations: int = 0
-    excluded: set[str] = set()  #: replicas that refused it since it was last found unplaceable
+    excluded: set[str] = set()  #: replicas that refused it; cleared when no replica can take it
     predicted_cached_tokens: int = 0
     delivered_cached_tokens: int | None = None
-    known_tokens: int = 0  #: of the prompt, by the first placement; only of requests of a session
+    known_tokens: int = 0  #: see `TokenDelta.known_tokens`; set at placement, only for requests with a session
     regret_tokens: int = 0
-    uncached_tokens: int = 0  #: to compute, by the last placement
-    queue_s: float | None = None  #: from arrival until it was first sent
+    uncached_tokens: int = 0  #: tokens to compute, as estimated at the last placement
+    queue_s: float | None = None  #: seconds from arrival to first dispatch
     ttft_s: float | None = None
     outcome: Outcome | None = None  #: None until it is over
 
     def advance(self, event: Event) -> None:
-        """Change the phase as `TRANSITIONS` says; a transition that is not in the table is an AssertionError."""
+        """Change the phase as `TRANSITIONS` says. A transition that is not in the table is an AssertionError."""
         after = _NEXT[event].get(self.phase)
         assert after is not None, f"request {self.request_id}: no transition {event!r} from phase {self.phase.value!r}"
         self.phase = after
@@ -106,7 +106,7 @@ class RequestState(msgspec.Struct, eq=False):
 
 
 class Send(msgspec.Struct, frozen=True, gc=False):
-    """Send this message to that replica. If that fails, call `RequestFlow.unsendable`."""
+    """Send `message` to `replica`; on failure call `RequestFlow.unsendable`."""
 
     replica: str
     message: Request
@@ -117,14 +117,14 @@ class Deliver(msgspec.Struct, frozen=True, gc=False):
 
     request_id: RequestId
     delta: TokenDelta
-    replica: str | None  #: that produced it; the request may be over by the time the delta is handed on
+    replica: str | None  #: producer of the delta; kept here because the request may be over when the delta is delivered
 
 
 class Ended(msgspec.Struct, frozen=True, gc=False):
     """The request is over; its last delta has been delivered."""
 
     request: RequestState
-    error: RouterError | None = None  #: for the reader; None: it finished, or its reader left
+    error: RouterError | None = None  #: error for the reader; None: the request finished or its reader left
 
 
 Instruction = Send | Deliver | Ended

@@ -1,6 +1,6 @@
-"""One request's deltas, from the service that puts them in to the sink that takes them.
+"""The stream of one request's deltas between the service that produces them and the sink that consumes them.
 
-Hands deltas over at once, in the caller's stack; keeps them while there is no sink. Knows neither replicas nor HTTP.
+Calls the sink synchronously and buffers deltas until there is one. Independent of replicas and HTTP.
 """
 
 from collections.abc import Callable
@@ -21,12 +21,12 @@ class RequestStream:
         replica_of: Callable[[RequestId], str | None],
         cancel: Callable[[RequestId], None],
     ) -> None:
-        """`replica_of` returns the replica that a request is on, `cancel` stops a request."""
+        """`replica_of` returns the replica that a request is on; `cancel` stops a request."""
         self._request_id = request_id
         self._replica_of = replica_of
         self._cancel = cancel
-        self._replica: str | None = None  #: that produced the last delta
-        self._kept: list[TokenDelta] | None = None  #: until there is a sink
+        self._replica: str | None = None  #: the replica that produced the last delta
+        self._kept: list[TokenDelta] | None = None  #: deltas that arrived before there was a sink
         self._sink: TokenSink | None = None
         self._over = self._cancelled = False
         self._error: RouterError | None = None
@@ -61,7 +61,7 @@ class RequestStream:
             self._kept = [*(self._kept or ()), delta]
 
     def end(self, replica_id: str | None, error: RouterError | None = None) -> None:
-        """No more deltas follow. Those put in before are still handed over, also before an error."""
+        """End the stream. Buffered deltas are still delivered, before the error if there is one."""
         self._over, self._error, self._replica = True, error, replica_id
         sink, self._sink = self._sink, None
         if error is not None and sink is not None:

@@ -1,8 +1,8 @@
 """Fills the caches of new replicas with the hottest prefixes before they take requests.
 
-Sends each such replica one request at a time, for one token, with the lowest priority, and counts it apart from
-clients' requests: a warm-up that ends early wastes at most one prefill. Pure state. The request flow decides when a
-warm-up may begin and when it must end; hot_prefixes.py decides what is hot.
+Each such replica gets one request at a time, for one token and at the lowest priority, so a warm-up that is cut short
+wastes at most one prefill. Warm-up requests are counted separately from clients' requests. Pure state. The request flow
+decides when a warm-up may start and when it must stop; hot_prefixes.py decides which prefixes are hot.
 """
 
 import logging
@@ -20,17 +20,17 @@ from .request_state import Instruction, Send
 
 log = logging.getLogger(__name__)
 
-#: Below any priority that a client may ask for.
+#: Lower than any priority that a client may request.
 LAST_PRIORITY = 2**31 - 1
 _ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0)
 
 
 @dataclass(slots=True)
 class _WarmUp:
-    prefixes: deque[HotPrefix]  #: still to be sent
+    prefixes: deque[HotPrefix]  #: prefixes not sent yet
     progress: WarmUpProgress
-    wire_id: int = 0  #: of the request that the replica computes
-    computing: HotPrefix | None = None
+    wire_id: int = 0  #: wire id of the current request
+    computing: HotPrefix | None = None  #: prefix of the current request
 
 
 class CacheWarmup:
@@ -39,7 +39,7 @@ class CacheWarmup:
     def __init__(
         self, placement: Placement, hot_prefixes: HotPrefixes, counters: RouterCounters, wire_ids: Iterator[int]
     ) -> None:
-        """`wire_ids` are shared with clients' requests: replicas expect rising ids."""
+        """`wire_ids` is shared with clients' requests: replicas expect increasing ids."""
         self._placement = placement
         self._hot_prefixes = hot_prefixes
         self._counters = counters
@@ -57,7 +57,7 @@ class CacheWarmup:
         return tuple(self._by_replica)
 
     def begin(self, replica: str, share: float, now: float) -> list[Instruction]:
-        """Fill this share of the replica's cache. Does nothing unless it is out of routing for that purpose."""
+        """Start filling this share (0 to 1) of the replica's cache. Does nothing unless the replica is `warming`."""
         placement = self._placement
         if replica in self._by_replica or replica not in placement or not placement.loads.view(replica, now).warming:
             return []
@@ -72,7 +72,7 @@ class CacheWarmup:
         return self._send_next(replica)
 
     def on_reply(self, replica: str, reply: TokenBatch | TextOutput | Refused) -> list[Instruction]:
-        """Send the next prefix once the present one is computed or refused; other replies are late and ignored."""
+        """Send the next prefix once the current one is computed or refused. Ignores late replies to earlier ones."""
         warm_up = self._by_replica[replica]
         if isinstance(reply, Refused):
             return self._send_next(replica) if reply.request_id == warm_up.wire_id else []
@@ -89,7 +89,7 @@ class CacheWarmup:
         return self._send_next(replica)
 
     def stop(self, replica: str) -> list[Instruction]:
-        """End the warm-up before it is complete. Harmless when there is none."""
+        """Abort the replica's warm-up. Does nothing if there is none."""
         if replica not in self._by_replica:
             return []
         log.info("warm_up_cut replica=%s progress=%s", replica, self.progress(replica))
@@ -98,7 +98,7 @@ class CacheWarmup:
         return [Send(replica, Abort(request_ids=[wire_id]))]
 
     def drop(self, replica: str) -> None:
-        """The same where the replica cannot be reached, so that nothing is sent."""
+        """End the warm-up without sending an Abort, for a replica that cannot be reached."""
         if self._by_replica.pop(replica, None) is not None:
             self._counters.warm_ups_cut += 1
 
