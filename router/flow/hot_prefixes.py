@@ -1,8 +1,7 @@
 """The prefixes that clients send most often, with their token ids: used to fill the caches of new replicas.
 
-The prefix index has only block hashes, from which no KV can be computed. So the last prompts are kept whole, bounded in
-bytes, and the hot prefixes are computed on demand, which is rare. Pure state without a clock, independent of replicas:
-when the memory is full, the oldest prompts are dropped.
+The prefix index has only block hashes, from which no KV can be computed. So the last prompts are kept whole, up to a
+limit in bytes. Hot prefixes are computed on demand, which is rare. Pure state: no clock, no replicas.
 
 Blocks are identified by wire hash, which covers the whole prefix: a request for a block is a request for all blocks
 before it. So request counts never rise along a prompt, and its blocks with at least a given count form a prefix of it.
@@ -73,7 +72,8 @@ class HotPrefixes:
         """The prefixes with the most requests, at most `max_blocks` blocks in total.
 
         Ordered in classes whose minimum request counts halve, newest prompt first within a class. Shared blocks count
-        once, `held` ones cost nothing. A prefix ends before a block that is not `kept` by any replica (not hot enough).
+        once; blocks that are `held` already cost nothing, and a prefix of only such blocks is left out. A prefix ends
+        before the first block that no replica has `kept`: the rest was not hot enough.
         """
         step = self.step
         marks = [(wire_hashes(prompt.hashes)[step - 1 :: step], prompt) for prompt in reversed(self._prompts)]

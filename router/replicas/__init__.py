@@ -1,5 +1,5 @@
-"""The replicas that a router knows: membership, connections, event feeds, and several versions of a model side by side.
+"""A router's replicas: membership, connections, event feeds, and coexisting versions of a model.
 
 Connects `flow` and `routing` with sockets and timers. Imported by `router.server`, `cluster.control.assembly` and
-`cluster.cli.route`. Must not import `http`, nor `text` beyond digests.
+`cluster.cli.route`. Must not import `http`, nor anything of `text` beyond digests.
 """

@@ -1,7 +1,7 @@
-"""Which replicas may join: what router and replica must agree on, compared field by field.
+"""Decides which replicas may join by comparing, field by field, what router and replica must agree on.
 
 Pure apart from reading the tokenizer's files. A replica that tokenizes or hashes differently would have a hit rate
-of zero without any visible error, so it is refused, and the error names the field.
+of zero without any visible error, so it is refused with an error that names the field.
 """
 
 from collections.abc import Sequence
@@ -20,12 +20,12 @@ def text_digests(folder: Path) -> TextDigests:
 
 
 def text_source(folder: Path, model_dir: Path | None = None) -> TextSource:
-    """The tokenizer and the template in a folder as they are now. `model_dir`: the model's, if that is another one."""
+    """The folder's tokenizer and template with their current digests. `model_dir`: the model's folder, if different."""
     return TextSource(str(folder), text_digests(folder), str(model_dir or folder))
 
 
 def own_parity(digests: TextDigests, cache: KvCacheSettings, cluster_seed: int, model_root: BlockHash) -> Parity:
-    """The router's side. `model_root` is the first replica's: the router has no weights to derive it from."""
+    """The router's own parity values. `model_root` is the first replica's: the router has no weights to derive it."""
     hasher = BlockHasher(cache.block_size, cluster_seed, cache.hash_algorithm)
     return Parity(
         tokenizer_digest=digests.tokenizer,
@@ -38,7 +38,7 @@ def own_parity(digests: TextDigests, cache: KvCacheSettings, cluster_seed: int, 
 
 
 def compare(ours: Parity, theirs: Parity, replica_id: str) -> None:
-    """Raises ParityMismatch for the first field that differs."""
+    """Raise ParityMismatch for the first field that differs."""
     for field in Parity.__struct_fields__:
         mine, other = getattr(ours, field), getattr(theirs, field)
         if mine != other:
@@ -47,7 +47,7 @@ def compare(ours: Parity, theirs: Parity, replica_id: str) -> None:
 
 
 def changes(known: dict[str, int], wanted: Sequence[ReplicaDescription]) -> tuple[list[str], list[ReplicaDescription]]:
-    """Which of the known replicas, by their epochs, a full view loses, and which join; a rebuilt one is in both."""
+    """The known replicas that `wanted` lacks, and those that join. A replica with a new epoch is in both lists."""
     epochs = {replica.replica_id: replica.epoch for replica in wanted}
     lost = [replica for replica, epoch in known.items() if epochs.get(replica) != epoch]
     return lost, [replica for replica in wanted if known.get(replica.replica_id) != replica.epoch]

@@ -1,10 +1,10 @@
-"""The models that a router serves, and several versions of one model side by side while it is being replaced.
+"""The models that a router serves, with several coexisting versions of a model while it is being replaced.
 
-A *version* here is a `RouterService`: replicas that hash blocks alike, with an index, a queue and a flow of their own.
-A request belongs to the version that it was tokenized for, from its first token to its last. A model has one version;
-while it, or its block size, is being replaced, it has more. New requests are then distributed by how many replicas of
-each version take any. Replicas of a version that is being replaced drain until no request is held for them either.
-Settings versions that hash blocks alike share a service; models never do. Knows no HTTP and no Ray.
+A *version* here is a `RouterService`: replicas that hash blocks alike, with their own index, queue and flow. A request
+stays with the version it was tokenized for from its first token to its last. A model normally has one version; while
+the model or its block size is being replaced, it has several, and new requests are distributed in proportion to each
+version's number of accepting replicas. A replaced version's replicas drain until no request is held for them either.
+Settings versions that hash blocks alike share a service; models never do. Independent of HTTP and Ray.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ from .service import RouterService
 
 log = logging.getLogger(__name__)
 
-#: When a client may ask again for a model that an operator has turned off.
+#: Retry-After for a model that an operator has turned off.
 OFF_RETRY_S = 30.0
 
 
@@ -49,7 +49,7 @@ OFF_RETRY_S = 30.0
 class _Version:
     model: "_Model"
     service: RouterService
-    parity: Parity  #: of its first replica
+    parity: Parity  #: parity of its first replica
     members: tuple[Member, ...] = ()
 
     @property
@@ -58,11 +58,11 @@ class _Version:
 
     @property
     def is_replaced(self) -> bool:
-        """Whether only other versions take new requests. What this one holds must end before its replicas do."""
+        """Whether only other versions accept new requests. Held requests must end before this version's replicas do."""
         return not self.takers and any(each.takers for each in self.model.versions)
 
     def resting(self) -> dict[str, Rest]:
-        """Replicas that get nothing more. Of a replaced version, draining ones still get what it holds."""
+        """Replicas that get no requests. A replaced version's draining replicas still get the requests it holds."""
         return {
             member.description.replica_id: member.rest
             for member in self.members
@@ -72,27 +72,27 @@ class _Version:
 
 @dataclass(slots=True)
 class _Model:
-    name: str  #: as requests call it
-    versions: list[_Version] = field(default_factory=list)  #: the oldest first
-    off: bool = False  #: no replica of it is wanted, and no request changes that
-    leaving: bool = False  #: it is no longer served; its last requests end
+    name: str  #: the name that requests use
+    versions: list[_Version] = field(default_factory=list)  #: oldest first
+    off: bool = False  #: scaled to zero by an operator; requests do not start a replica
+    leaving: bool = False  #: no longer served; its last requests are finishing
     counters: RouterCounters = field(default_factory=RouterCounters)
 
     def limits(self) -> ModelLimits | None:
-        """Of the newest version that takes requests; None until a replica was let in."""
+        """Limits of the newest version that accepts requests; None until a replica was accepted."""
         takers = [version for version in self.versions if version.takers] or self.versions
         return takers[-1].service.model() if takers else None
 
     def turned_off(self) -> NoReplica:
-        """The error for requests while no replica is wanted."""
+        """The error for requests while the model is turned off."""
         return NoReplica(
-            f"{self.name!r} was scaled to no replica; an operator starts some with: homing scale N",
+            f"{self.name!r} is scaled to zero replicas; an operator can start some with: homing scale N",
             retry_after_s=OFF_RETRY_S,
         )
 
 
 class ModelVersions:
-    """A `Backend` of the models that are served, each of one or, during an update, several versions."""
+    """A `Backend` for all served models, each with one version or, during an update, several."""
 
     def __init__(
         self,
@@ -103,13 +103,13 @@ class ModelVersions:
         policy: str,
         rng: Random | None = None,
     ) -> None:
-        """`make` gets a version's first replica and its model's counters. `names` are the models to be served."""
+        """`make` builds a version's service from its first replica and its model's counters. `names`: served models."""
         self._make = make
         self._router_id = router_id
         self._policy = policy
         self._rng = rng or Random()
         self._models = {name: _Model(name) for name in names}
-        self._by_settings: dict[int, _Version] = {}  #: by the number of the settings' version
+        self._by_settings: dict[int, _Version] = {}  #: by settings version number
         self._membership_number = 0
         self._missing: tuple[AbsentReplica, ...] = ()
 
@@ -174,7 +174,7 @@ class ModelVersions:
         return WarmUpEnded()
 
     def _in_flight(self, replica_id: str, version: _Version) -> int:
-        """Requests that were sent there and are not over, and held ones that no other version can take."""
+        """Number of unfinished requests on the replica, plus held requests that no other version can take."""
         held = version.service.waiting if version.is_replaced and _lists(version, replica_id) else 0
         return version.service.in_flight(replica_id) + held
 
@@ -191,7 +191,7 @@ class ModelVersions:
                 continue
             serving = [each for each in view.replicas if each.model == model.name and each.state == "serving"]
             demands[model.name] = Demand(
-                # Before a model's first replica one is wanted, to learn the model from.
+                # Until the first replica joins, report demand for one: the model's limits come from it.
                 held_requests=model.waiting if model.max_model_len is not None else 1,
                 held_tokens=sum(version.service.waiting_tokens for version in self._models[model.name].versions),
                 queued_tokens=sum(replica.queued_prefill_tokens for replica in serving),
@@ -203,10 +203,10 @@ class ModelVersions:
         return demands
 
     def _version_of(self, member: Member) -> _Version:
-        """The version for the member's settings, which may be a new one."""
+        """The version for the member's settings, created if there is none."""
         if member.version not in self._by_settings:
             name, parity = member.description.model.name, member.description.parity
-            # A router that starts finds the last replicas of models that are leaving.
+            # A newly started router may be told of the last replicas of a model that is leaving.
             model = self._models.setdefault(name, _Model(name, leaving=True))
             known = [each for each in model.versions if each.parity == parity]
             if not known:
@@ -218,7 +218,7 @@ class ModelVersions:
         return self._by_settings[member.version]
 
     def _turn_away(self, model: _Model) -> None:
-        """End held requests for a model whose replicas will not come."""
+        """End held requests, and refuse later ones, for a model that is turned off or leaving; else allow waiting."""
         refusal: Callable[[], RouterError] | None = model.turned_off if model.off else None
         if model.leaving:
             refusal = partial(ModelNotFound, model.name, tuple(self._served))
@@ -226,7 +226,7 @@ class ModelVersions:
             version.service.turn_away(refusal)
 
     def _retire(self, model: _Model) -> None:
-        """End versions without replicas. The last one stays: it holds requests until replicas come."""
+        """Close versions without replicas. The last one stays, unless the model is leaving, to hold requests."""
         gone = [each for each in model.versions if not each.members]
         if len(gone) == len(model.versions) and not model.leaving:
             gone = gone[:-1]
@@ -280,7 +280,7 @@ class ModelVersions:
                 if shown[name] or not model.leaving
             ],
             counters=total(model.counters for model in self._models.values()),
-            # A draining replica that still gets what was held is shown as draining.
+            # A draining replica that still gets held requests reports "serving"; show it as draining.
             replicas=[
                 msgspec.structs.replace(replica, state="draining")
                 if replica.state == "serving" and replica.replica_id in draining
@@ -315,7 +315,7 @@ class ModelVersions:
         return {name: model for name, model in self._models.items() if not model.leaving}
 
     def _named(self, name: str | None) -> _Model:
-        """The model of this name; None: the only one."""
+        """The served model with this name; None: the only one."""
         served = self._served
         if name is None:
             if len(served) > 1:

@@ -1,7 +1,7 @@
-"""One of our own replicas: its request connection and its event feed.
+"""One of homing's own replicas: its request connection and its event feed.
 
-It joins routing when its connection stands and leaves it when the connection is lost. As long as the membership lists
-the replica, the connection is tried again.
+It joins routing when its connection is established and leaves when the connection is lost. As long as the membership
+lists the replica, a lost connection is retried.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class OwnReplica(ReplicaHandle):
-    """A replica that was let in. It is the sink of its own link and feed."""
+    """A replica that passed the parity check. It is the sink of its own link and feed."""
 
     def __init__(
         self, description: ReplicaDescription, flow: RequestFlow, context: ServiceContext, rest: Rest | None = None
@@ -41,14 +41,14 @@ class OwnReplica(ReplicaHandle):
         super().__init__(description, flow, context, rest)
         self._link: ReplicaLink | None = None
         self._reopening: asyncio.TimerHandle | None = None
-        self._orphans: list[int] = []  #: wire ids of requests that moved away when the connection was lost
+        self._orphans: list[int] = []  #: wire ids of requests that moved elsewhere; aborted on reconnection
         self._handshakes = Handshakes()
-        self._resets: dict[int, asyncio.Future[ResetOutcome]] = {}  #: that have not been answered, by number
+        self._resets: dict[int, asyncio.Future[ResetOutcome]] = {}  #: unanswered resets by `ask_id`
         self._last_reset = 0
 
     @property
     def refused_replica(self) -> RefusedReplica | None:
-        """Why the connection is refused, by it or by us: that lasts until an operator changes the keys."""
+        """Why either side refuses the connection; permanent until an operator changes the keys."""
         refusal = self._handshakes.refusal
         if refusal is None:
             return None
@@ -60,7 +60,7 @@ class OwnReplica(ReplicaHandle):
         )
 
     def open(self) -> None:
-        """Connect; `connected` or `lost` follows."""
+        """Connect. A call of `connected` or `lost` follows."""
         self._reopening = None
         context = self._context
         self._link = ReplicaLink(
@@ -101,7 +101,7 @@ class OwnReplica(ReplicaHandle):
     # From the link
 
     def connected(self) -> None:
-        """Requests can be sent: join, and follow the events."""
+        """The connection is established: join routing and follow the events."""
         log.info("replica_joined replica=%s blocks=%d", self.replica_id, self.description.num_blocks)
         if self._orphans:
             self.send(Abort(request_ids=self._orphans))
@@ -109,7 +109,7 @@ class OwnReplica(ReplicaHandle):
         self._join()
 
     def lost(self) -> None:
-        """The connection is gone: its requests move to other replicas, and it is tried again."""
+        """The connection is lost: move its requests to other replicas and retry it."""
         self._link = None
         if self._handshakes.refusal is not None:
             self._flow.counters.refused_connections += 1
@@ -119,7 +119,7 @@ class OwnReplica(ReplicaHandle):
         self._context.run(instructions)
 
     def reply(self, reply: Reply) -> None:
-        """Tokens, a refusal, or the answer to a question."""
+        """Handle tokens, a refusal, or the answer to a question."""
         match reply:
             case CacheReset(ask_id=ask_id, done=done):
                 self._settle_reset(ask_id, "empty" if done else "in use")
@@ -130,12 +130,12 @@ class OwnReplica(ReplicaHandle):
                 self._context.run(self._flow.on_reply(self.replica_id, reply, self._context.clock()))
 
     def unreadable(self, reason: str) -> None:
-        """A reply was dropped. The gap in its requests' tokens shows with their next output."""
+        """A reply was dropped. The gap in its requests' tokens is detected at their next output."""
         self._flow.counters.malformed_frames += 1
         log.warning("reply_malformed replica=%s reason=%s", self.replica_id, reason)
 
     def told(self, instruction: Apply | Reset) -> None:
-        """The feed has changed the index already, through the `blocks` that it was given."""
+        """Nothing to do: the feed updates the index itself, through the `blocks` passed to it."""
 
     def _new_feed(self) -> EventFeed:
         context, endpoints = self._context, self.description.event_endpoints

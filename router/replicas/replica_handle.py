@@ -1,7 +1,7 @@
-"""A replica of the membership as the router handles it: in routing or not, its events followed or not.
+"""The router's handle on a replica of the membership: whether it is in routing and whether its events are followed.
 
-The common half of `OwnReplica` and `ExternalReplica`, which know how requests get there and what events mean. Acts on
-sockets and timers; decisions are made by the request flow, and what is known of the replica is kept in `Placement`.
+Base class of `OwnReplica` and `ExternalReplica`, which implement how requests are sent and how events are interpreted.
+Works with sockets and timers; decisions are made by the request flow, and `Placement` keeps the replica's state.
 """
 
 import asyncio
@@ -25,12 +25,12 @@ from .request_link import RequestContext
 
 log = logging.getLogger(__name__)
 
-#: Between the loss of a replica and the next attempt to reach it.
+#: Delay before an unreachable replica is tried again.
 REOPEN_S = 0.5
-#: Replicas answer a reset between two steps.
+#: Timeout for a cache reset. Replicas answer between two steps.
 RESET_TIMEOUT_S = 30.0
 
-#: The outcome of a cache reset; "silent": the replica has not answered.
+#: The outcome of a cache reset; "silent": no answer within the timeout.
 ResetOutcome = Literal["empty", "in use", "lost", "silent"]
 
 
@@ -38,31 +38,31 @@ class Observer(Protocol):
     """Observes requests and replicas for metrics. Called on the service's loop; must not block."""
 
     def request_finished(self, request: RequestState) -> None:
-        """Once per accepted request, when it is over; it does not change any more."""
+        """Called once per accepted request, when it is over and its state is final."""
 
     def load_reported(self, replica_id: str, report: LoadReport) -> None:
-        """A replica reported its load and totals."""
+        """Called for each load report, which also carries the replica's totals."""
 
     def events_gap(self, replica_id: str) -> None:
-        """A gap in a replica's event stream was noticed; it is being closed."""
+        """Called when a gap in a replica's event stream was detected; the feed is recovering it."""
 
 
 @dataclass(slots=True, frozen=True)
 class ServiceContext:
-    """What the handles of one service share."""
+    """State and resources shared by all handles of a service."""
 
     loop: asyncio.AbstractEventLoop
     zmq: RequestContext
     router_id: str
     heartbeat_interval_s: float
     clock: Callable[[], float]
-    keys: KeyPair | None  #: of this router, for replicas that encrypt
+    keys: KeyPair | None  #: this router's CURVE keys, for replicas that encrypt
     observer: Observer | None
-    run: Callable[[list[Instruction]], None]  #: carries the request flow's instructions out
+    run: Callable[[list[Instruction]], None]  #: executes the request flow's instructions
 
 
 class ReplicaHandle(ABC):
-    """A replica that the membership lists. With `told` of the subclass it is its feed's sink."""
+    """A replica that the membership lists. Together with the subclass's `told` it is its own feed's sink."""
 
     def __init__(
         self, description: ReplicaDescription, flow: RequestFlow, context: ServiceContext, rest: Rest | None = None
@@ -74,9 +74,9 @@ class ReplicaHandle(ABC):
         self._context = context
         self._rest = rest
         self._feed: EventFeed | None = None
-        #: As of its last answer, first the block that goes first; None: there was none.
+        #: Wire hashes from the replica's last answer, next block to evict first; None: no answer yet.
         self.next_evictions: tuple[int, ...] | None = None
-        self._gaps = 0  #: gaps in the event stream that were reported to the observer
+        self._gaps = 0  #: number of event stream gaps reported to the observer so far
 
     @property
     def replica_id(self) -> str:
@@ -89,27 +89,27 @@ class ReplicaHandle(ABC):
     @property
     @abstractmethod
     def refused_replica(self) -> RefusedReplica | None:
-        """Why it is refused; None: it is not."""
+        """Why the replica is refused; None: it is not."""
 
     @abstractmethod
     def open(self) -> None:
-        """Reach it, now and for as long as the membership lists it."""
+        """Connect to the replica, and reconnect for as long as the membership lists it."""
 
     @abstractmethod
     def send(self, message: Request) -> bool:
-        """Send a message. False: the connection does not take it now."""
+        """Send a message. Returns False if the connection cannot take it now."""
 
     @abstractmethod
     def reset_cache(self) -> Awaitable[ResetOutcome]:
-        """Have it forget its cached blocks. The answer comes within RESET_TIMEOUT_S in any case."""
+        """Make the replica drop its cached blocks. Completes within RESET_TIMEOUT_S in any case."""
 
     @abstractmethod
     def ask_next_evictions(self) -> None:
-        """Have it say which blocks it would evict next; `next_evictions` gets the answer."""
+        """Ask which blocks the replica would evict next; the answer is stored in `next_evictions`."""
 
     @abstractmethod
     def leave(self) -> list[Instruction]:
-        """The membership lists it no longer. Returns what its requests need, for the caller to carry out."""
+        """Close the handle: the membership no longer lists the replica. The caller executes the instructions."""
 
     def set_rest(self, rest: Rest | None) -> list[Instruction]:
         if rest == self._rest:
@@ -119,10 +119,10 @@ class ReplicaHandle(ABC):
 
     @abstractmethod
     def _new_feed(self) -> EventFeed | None:
-        """What follows its events; None: it publishes none, and load alone decides."""
+        """A feed that follows the replica's events; None: it publishes none and is scored by load alone."""
 
     def _join(self) -> None:
-        """It can be sent requests, and its events are followed."""
+        """Add the replica to routing and start following its events."""
         self.joined = True
         instructions = self._flow.join(self.description, self._context.clock(), self._rest)
         feed = self._new_feed()
@@ -138,7 +138,7 @@ class ReplicaHandle(ABC):
         self._context.run(instructions)
 
     def _depart(self, reason: str) -> tuple[list[int], list[Instruction]]:
-        """It cannot be sent requests any more. Returns the wire ids of its requests, and what they need now."""
+        """Take the replica out of routing. Returns its requests' wire ids and the instructions to execute."""
         if self._feed is not None:
             self._feed.close()
             self._feed = None
@@ -152,12 +152,12 @@ class ReplicaHandle(ABC):
     # From the feed
 
     def refused(self, error: KeysRefused) -> None:
-        """The event stream does not accept our keys; without it, load alone decides."""
+        """The event publisher rejects our keys. Without events the replica is scored by load alone."""
         self._flow.counters.refused_connections += 1
         log.warning("feed_refused replica=%s reason=%s", self.replica_id, error)
 
     def load(self, report: LoadReport) -> None:
-        """The replica's load."""
+        """Process the replica's load report."""
         observer = self._context.observer
         if observer is not None:
             observer.load_reported(self.replica_id, report)
@@ -172,6 +172,6 @@ class ReplicaHandle(ABC):
         self._placement.trust(self.replica_id, status)
 
     def malformed(self, error: EventError) -> None:
-        """An event message was dropped; the feed closes the gap."""
+        """An event message was dropped. The feed recovers the gap."""
         self._flow.counters.malformed_events += 1
         log.warning("event_malformed replica=%s reason=%s", self.replica_id, error)

@@ -1,12 +1,12 @@
 """The request connection to one replica: a ZeroMQ DEALER socket in an event loop.
 
-Encodes and decodes messages, and reports when the connection stands and when it is lost. Decides nothing and never
-waits: `send` returns False for a message that the connection does not take at once.
+Encodes and decodes messages, and reports when the connection is established and when it is lost. Makes no decisions and
+never blocks: `send` returns False for a message that the connection cannot take at once.
 
 A link lasts for one connection. `immediate` keeps messages from queueing for an absent peer, and reconnecting is off:
-a request that was sent to a dead process must not reach its successor on the same address. A loss is noticed by the
-socket monitor (a killed process closes its sockets at once) and by ZMTP heartbeats (a frozen process or host). libzmq
-answers heartbeats in its own thread, so that a long step does not look like a death.
+a request sent to a dead process must not reach its successor on the same address. A loss is detected by the socket
+monitor (a killed process closes its sockets at once) and by ZMTP heartbeats (a frozen process or host). libzmq answers
+heartbeats in its own thread, so a long step does not look like a crash.
 """
 
 import asyncio
@@ -24,10 +24,10 @@ from ...replica.messages import Reply, Request
 log = logging.getLogger(__name__)
 
 SEND_HIGH_WATER_MARK = 10_000
-#: A larger frame ends the connection. The largest answers are logprobs of a whole prompt.
+#: A larger frame closes the connection. The largest replies are a whole prompt's logprobs.
 MAX_REPLY_BYTES = 1024 * 1024 * 1024
-#: A peer that answers no ping for so long is lost: a frozen replica stays in use for at most the sum of both, 0.95 s.
-#: libzmq's thread answers without Python's lock, so that a busy replica answers too: with 1 s no replica was given up
+#: A peer that answers no ping within the timeout is lost, so a frozen replica stays in use for at most the sum of both,
+#: 0.95 s. libzmq's thread answers without Python's GIL, so a busy replica answers too: with 1 s, no replica was dropped
 #: by mistake at a load average of 60 on two cores. Shorter times were not tried: a virtual machine's own pauses reach
 #: hundreds of milliseconds.
 PING_INTERVAL_MS = 250
@@ -47,13 +47,13 @@ class LinkSink(Protocol):
         """Messages can be sent from now on."""
 
     def lost(self) -> None:
-        """The connection is gone, or could not be made; called once, and last."""
+        """The connection was lost or could not be established. Called once, as the last callback."""
 
     def reply(self, reply: Reply) -> None:
-        """A reply of the replica."""
+        """The replica sent a reply."""
 
     def unreadable(self, reason: str) -> None:
-        """A message was dropped."""
+        """A reply could not be decoded and was dropped."""
 
 
 class ReplicaLink:
@@ -71,9 +71,9 @@ class ReplicaLink:
         keys: KeyPair | None = None,
         curve_key: str = "",
     ) -> None:
-        """`handshakes` remembers the connections to this replica across several links.
+        """`handshakes` keeps the connection history of this replica across several links.
 
-        `keys` are ours, `curve_key` is the replica's public key; empty: nothing is encrypted.
+        `keys` is the router's key pair; `curve_key` is the replica's public key, empty for no encryption.
         """
         self._endpoint = endpoint
         self._sink = sink
@@ -96,18 +96,18 @@ class ReplicaLink:
             loop.call_soon(self._lose)
 
     def send(self, message: Request) -> bool:
-        """Hand a message to the connection. False: it does not take it now, or the message cannot be encoded."""
+        """Send a message. Returns False if the connection cannot take it now or the message cannot be encoded."""
         if self._closed or not self._connected:
             return False
         try:
             payload = _encoder.encode(message)
-        except (OverflowError, ValueError) as error:  # raised from here, it would drop other requests' messages
+        except (OverflowError, ValueError) as error:  # an exception here would drop other requests' messages
             log.error("message_unsendable endpoint=%s error=%s", self._endpoint, error)
             return False
         return self._readers[0].send((payload,))
 
     def close(self) -> None:
-        """Close the sockets; sent messages still leave. No callback comes after this. Harmless when repeated."""
+        """Close the sockets; queued messages still get 200 ms to leave. No callbacks follow. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -131,7 +131,7 @@ class ReplicaLink:
                 self._connected = True
                 self._sink.connected()
             case Connection.LOST:
-                self._readers[0].drain()  # the replica's last replies count
+                self._readers[0].drain()  # deliver the replica's last replies first
                 self._lose()
 
     def _lose(self) -> None:
@@ -143,12 +143,12 @@ class ReplicaLink:
 def _request_socket(context: RequestContext, router_id: str) -> RequestSocket:
     sock = context.socket(zmq.DEALER)
     sock.identity = router_id.encode()
-    sock.linger = 200  # ms: an Abort that was just sent still leaves when the router stops
+    sock.linger = 200  # ms; an Abort sent just before the router stops still gets out
     sock.immediate = True
     sock.reconnect_ivl = -1
     sock.set(zmq.SNDHWM, SEND_HIGH_WATER_MARK)
     sock.set(zmq.MAXMSGSIZE, MAX_REPLY_BYTES)
-    sock.set(zmq.RCVHWM, 0)  # the replica must never wait for us; one step's tokens are small
+    sock.set(zmq.RCVHWM, 0)  # unlimited: the replica must never wait for the router; a step's tokens are small
     sock.set(zmq.HEARTBEAT_IVL, PING_INTERVAL_MS)
     sock.set(zmq.HEARTBEAT_TIMEOUT, PING_TIMEOUT_MS)
     return sock

@@ -1,7 +1,7 @@
-"""The routing side of one model in an event loop: `Backend` for the HTTP front, membership for the controller.
+"""The routing side of one model in an event loop: a `Backend` for the HTTP front and membership for the controller.
 
-Carries out the request flow's instructions, and keeps connections and timers. Knows no HTTP, no tokenizer and no Ray.
-Everything happens in the thread of one loop.
+Executes the request flow's instructions and owns connections and timers. Independent of HTTP, tokenizers and Ray.
+Everything runs in the thread of one event loop.
 """
 
 import asyncio
@@ -60,15 +60,15 @@ from .replica_handle import Observer, ServiceContext
 
 log = logging.getLogger(__name__)
 
-#: How often deadlines, reservations and silent replicas are checked.
+#: Interval of checks for deadlines, reservations and silent replicas.
 TICK_S = 0.05
-#: A snapshot takes milliseconds; a publisher that has not sent one by then will not soon.
+#: How long `exact` waits for event feeds. A snapshot takes milliseconds; after this time it is unlikely to come soon.
 EXACT_PATIENCE_S = 10.0
 POLL_S = 0.005
 
 
 class RouterService:
-    """A `Backend` of one model. Runs from its construction, which needs a running event loop, until `close`."""
+    """A `Backend` for one model. Runs from construction, which needs a running event loop, until `close`."""
 
     def __init__(
         self,
@@ -86,16 +86,16 @@ class RouterService:
         clock: Callable[[], float] = time.monotonic,
         rng: Random | None = None,
     ) -> None:
-        """`model_dir` is the folder of the router's own tokenizer; None: where the first replica says the model is.
+        """`model_dir` is the folder of the router's own tokenizer; None: the folder that the first replica reports.
 
-        `follows_events` False: replicas publish none, so there is nothing to wait for. `keys` are this router's CURVE
-        keys, for replicas that encrypt. `external` is what external engines must match; without it, those of the
-        membership were started and examined by the cluster. `counters` are shared with other services of the process.
+        `follows_events` is False if replicas publish no events, so there is nothing to wait for. `keys` are this
+        router's CURVE keys, for replicas that encrypt. `external` is what external engines must match; if None, the
+        cluster started and checked them itself. `counters` are shared with the process's other services.
         """
         self.counters = counters or RouterCounters()
         self._cache = cache
         self._model_dir = model_dir
-        self._digests: dict[Path, TextDigests] = {}  #: of what requests are tokenized with, by folder
+        self._digests: dict[Path, TextDigests] = {}  #: tokenizer and template digests by folder
         self._external = external
         self._placement = Placement(
             make_policy(settings.policy),
@@ -109,14 +109,14 @@ class RouterService:
         self._refused: dict[str, RefusedReplica] = {}
         self._silent: set[str] = set()
         self._streams: dict[RequestId, RequestStream] = {}
-        self._closed: Callable[[], RouterError] | None = None  #: what later requests get
-        self._refusal: Callable[[], RouterError] | None = None  #: of requests that would wait
+        self._closed: Callable[[], RouterError] | None = None  #: error for requests after closing; None: open
+        self._refusal: Callable[[], RouterError] | None = None  #: error for requests that would wait; None: they wait
         self._follows_events = follows_events
         self._exact = not follows_events
         self._first_replica_at: float | None = None
         self._todo: deque[Instruction] = deque()
-        self._outbox: list[Send] = []  #: of this turn of the loop, in order
-        self._running = False  #: instructions are being carried out
+        self._outbox: list[Send] = []  #: messages of the current loop iteration, in order
+        self._running = False  #: whether `_run` is executing instructions
         self._context = ServiceContext(
             loop=asyncio.get_running_loop(),
             zmq=zmq.Context(),
@@ -130,12 +130,12 @@ class RouterService:
         self._timer = self._context.loop.call_later(TICK_S, self._on_tick)
 
     def supersede(self) -> None:
-        """Close, as newer replicas have replaced ours: requests end with `Superseded`, later ones too."""
+        """Close because newer replicas have replaced ours: current and later requests end with `Superseded`."""
         self._run(self._flow.supersede())
         self._close(Superseded)
 
     def close(self) -> None:
-        """End every request with `RouterClosed` and close all sockets. Harmless when repeated."""
+        """End every request with `RouterClosed` and close all sockets. Idempotent."""
         self._close(_shutting_down)
 
     def _close(self, error: Callable[[], RouterError]) -> None:
@@ -154,7 +154,7 @@ class RouterService:
     def apply_membership(
         self, replicas: Sequence[ReplicaDescription], cluster_seed: int, resting: Mapping[str, Rest] | None = None
     ) -> None:
-        """All replicas that are there, and why some of them get no new requests.
+        """Serve with exactly these replicas. `resting`: why some of them get no new requests, by replica id.
 
         Idempotent. A new epoch means that the replica was lost and rebuilt.
         """
@@ -164,7 +164,7 @@ class RouterService:
         known = {name: replica.description.epoch for name, replica in self._replicas.items()}
         known |= {name: refused.epoch for name, refused in self._refused.items()}
         if cluster_seed != self._cluster_seed:
-            known = dict.fromkeys(known, -1)  # with another seed every block has another hash
+            known = dict.fromkeys(known, -1)  # rejoin all: every block hash depends on the seed
             self._cluster_seed = cluster_seed
         gone, joined = changes(known, replicas)
         instructions: list[Instruction] = []
@@ -185,13 +185,13 @@ class RouterService:
         return self._placement.loads.in_flight(replica_id) if replica_id in self._placement else 0
 
     async def until_joined(self, replica_id: str) -> str:
-        """Returns once it can be sent requests and its events are followed: empty, or why it is refused."""
+        """Wait until the replica accepts requests and its events are followed. Returns a refusal; empty: none."""
         while True:
             if replica_id in self._refused:
                 return self._refused[replica_id].message
             replica = self._replicas.get(replica_id)
             if replica is None:
-                return ""  # it left meanwhile, or this router does not know it yet
+                return ""  # it has left, or this router has not been told of it yet
             if (refused := replica.refused_replica) is not None:
                 return refused.message
             if replica.joined and (replica.feed_state == FeedState.LIVE or not self._follows_events):
@@ -199,14 +199,14 @@ class RouterService:
             await asyncio.sleep(POLL_S)
 
     async def warm_up(self, replica_id: str, share: float) -> bool:
-        """Fill a share of its cache with hot prefixes, until that is done. False: requests need the replica at once."""
+        """Fill a share of the replica's cache with hot prefixes and wait for the end. False: requests need it now."""
         self._run(self._flow.warm_up(replica_id, share, self._context.clock()))
         while replica_id in self._flow.warm_ups:  # noqa: ASYNC110 - a warm-up ends for many reasons
             await asyncio.sleep(POLL_S)
         return not self._flow.is_pressed(self._context.clock())
 
     def turn_away(self, refusal: Callable[[], RouterError] | None) -> None:
-        """End with this error, now and from now on, requests that would wait; None: let them wait."""
+        """End waiting requests with this error, now and whenever one would wait; None: let them wait."""
         self._refusal = refusal
         self._refuse_waiting()
 
@@ -223,13 +223,13 @@ class RouterService:
         return self._flow.waiting_tokens
 
     def unique_blocks(self) -> dict[str, int]:
-        """By replica: blocks that no other one holds, as far as is known here. Walks the whole index."""
+        """Number of indexed blocks that only this replica holds, by replica. Walks the whole index."""
         return self._placement.index.unique()
 
     # For the HTTP front
 
     def choose(self, model: str | None) -> "RouterService":
-        """Itself. Raises ModelNotFound for a model of another name."""
+        """Return this service. Raises ModelNotFound if `model` is another name than the served model's."""
         limits = self.model()
         if model is not None and limits is not None and model != limits.name:
             raise ModelNotFound(model, [limits.name])
@@ -259,9 +259,9 @@ class RouterService:
         return [] if source is None else [source]
 
     def exact(self) -> bool:
-        """Whether the index has been exact for every replica at once, since the start; later gaps do not count.
+        """Whether the index was ever exact for all replicas at the same time; later gaps do not count.
 
-        After EXACT_PATIENCE_S the replicas whose events do not arrive are no longer waited for: their load decides.
+        After EXACT_PATIENCE_S, also True if events of some replicas are missing: those are scored by load alone.
         """
         if self._exact or not self._replicas:
             return self._exact
@@ -275,7 +275,7 @@ class RouterService:
         return self._exact
 
     async def until_exact(self) -> None:
-        while not self.exact():  # noqa: ASYNC110 - exactness depends on time too: no event would be set
+        while not self.exact():  # noqa: ASYNC110 - exactness also depends on time, which sets no event
             await asyncio.sleep(POLL_S)
 
     def generate(self, request: GenerationRequest) -> RequestStream:
@@ -293,7 +293,7 @@ class RouterService:
         return stream
 
     def explain(self, request: GenerationRequest) -> Explanation:
-        """The table of the decision that `generate` would take now. Raises NoReplica or PromptTooLong."""
+        """Explain the decision that `generate` would make now. Raises NoReplica or PromptTooLong."""
         self._check_open()
         return self._flow.explain(request, self._context.clock())
 
@@ -317,7 +317,7 @@ class RouterService:
         return msgspec.structs.replace(view, models=models)
 
     def activity(self) -> list[ModelActivity]:
-        """See `Backend`. Empty until a replica was let in."""
+        """See `Backend`. Empty until a replica was accepted."""
         served = self._flow.model
         if served is None:
             return []
@@ -328,10 +328,10 @@ class RouterService:
         return [activity_of(self._flow, served.limits.name, self._cache.block_size, next_evictions)]
 
     async def reset_caches(self, model: str | None = None) -> list[str]:
-        """Have every replica forget its cached blocks; returns their ids.
+        """Make every replica drop its cached blocks; returns the replica ids.
 
-        No replica is asked while requests of this router run. Raises ModelNotFound, NoReplica, CacheInUse or
-        ReplicaLost.
+        Raises CacheInUse, without asking any replica, while requests of this router run. Also raises ModelNotFound,
+        NoReplica or ReplicaLost.
         """
         self.choose(model)
         self._check_open()
@@ -343,7 +343,7 @@ class RouterService:
         answers = await asyncio.gather(*(replica.reset_cache() for replica in replicas))
         outcomes = {replica.replica_id: answer for replica, answer in zip(replicas, answers, strict=True)}
         if busy := [name for name, outcome in outcomes.items() if outcome == "in use"]:
-            raise CacheInUse(f"requests are running on {', '.join(busy)}: the other caches were reset, these were not")
+            raise CacheInUse(f"requests are running on {', '.join(busy)}: only the other replicas' caches were reset")
         if unknown := [name for name, outcome in outcomes.items() if outcome != "empty"]:
             raise ReplicaLost(f"{', '.join(unknown)} did not say whether the cache was reset")
         return list(outcomes)
@@ -381,7 +381,7 @@ class RouterService:
         replica.open()
 
     def _examine(self, description: ReplicaDescription, cluster_seed: int) -> ServedModel:
-        """The model as this replica serves it: it must hash blocks as the others do. Raises ParityMismatch."""
+        """Check that the replica hashes blocks like the others and return the model. Raises ParityMismatch."""
         present = self._flow.model if self._replicas else None
         root = present.root if present is not None else BlockHash(description.parity.model_root)
         ours = own_parity(self._digests_of(description.model), self._cache, cluster_seed, root)
@@ -397,10 +397,10 @@ class RouterService:
         self._run(self._flow.cancel(request_id, self._context.clock()))
 
     def _run(self, instructions: list[Instruction]) -> None:
-        """Carry out instructions, and what follows from them, strictly in order.
+        """Execute instructions, and those that result from them, strictly in order.
 
-        A sink may cancel while this runs: what follows from that waits its turn, as requests must leave in the order
-        of their wire ids.
+        A sink may cancel a request while this runs. The resulting instructions are queued, because requests must be
+        sent in the order of their wire ids.
         """
         self._todo.extend(instructions)
         if self._running:
@@ -409,11 +409,11 @@ class RouterService:
         try:
             while self._todo:
                 instruction = self._todo.popleft()
-                if isinstance(instruction, Deliver):  # nearly always
+                if isinstance(instruction, Deliver):  # by far the most frequent
                     if (stream := self._streams.get(instruction.request_id)) is not None:
                         stream.put(instruction.delta, instruction.replica)
                 elif isinstance(instruction, Send):
-                    # When the loop comes round: a turn's messages together wake ZeroMQ's thread once, not once each.
+                    # Sent in the next loop iteration: a batch wakes ZeroMQ's thread once instead of once per message.
                     if not self._outbox:
                         self._context.loop.call_soon(self._send_out)
                     self._outbox.append(instruction)

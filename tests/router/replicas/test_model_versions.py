@@ -434,7 +434,7 @@ def test_a_model_that_was_turned_off_refuses_and_others_do_not(two: World) -> No
 
     two.turn_off("fox")
 
-    with pytest.raises(NoReplica, match=r"'fox' was scaled to no replica; .* homing scale") as refused:
+    with pytest.raises(NoReplica, match=r"'fox' is scaled to zero replicas; .* homing scale") as refused:
         two.models.choose("fox")
     assert refused.value.retry_after_s == OFF_RETRY_S
     assert two.services[0].refusal is not None
@@ -450,7 +450,7 @@ def test_a_model_that_was_never_started_and_is_off_says_so(world: World) -> None
     """Not that its first replica is about to come."""
     world.turn_off("fox")
 
-    with pytest.raises(NoReplica, match="was scaled to no replica"):
+    with pytest.raises(NoReplica, match="is scaled to zero replicas"):
         world.models.choose(None)
 
 
