@@ -1,4 +1,4 @@
-"""The external engines that the settings list, described as replicas. Pure: settings in, descriptions out."""
+"""Describes the external engines in the settings as replicas. Pure: settings in, descriptions out."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,23 +12,23 @@ from ...errors import BackendsInvalid
 from .http_client import Address
 from .load import UNKNOWN_BLOCKS, UNKNOWN_DECODE_STEP_S, UNKNOWN_PREFILL_TOKENS_PER_S
 
-#: The size of an engine's steps is not known; only decode interference is estimated with it. vLLM's default on GPUs.
+#: Assumed step size, as engines do not report it: vLLM's default on GPUs. Used only to estimate decode interference.
 TYPICAL_BATCHED_TOKENS = 8192
 
 
 @dataclass(slots=True, frozen=True)
 class Backend:
-    """One external engine: its server, and where it publishes events (empty: nowhere)."""
+    """One external engine: its server and its event addresses (empty: it publishes none)."""
 
     replica_id: str
     address: Address
     events: str
     replay: str
-    rank: int | None = None  #: of an engine with several data-parallel ranks: this one of them
+    rank: int | None = None  #: data-parallel rank that this replica is; None: the engine has a single one
 
 
 def backends(settings: RouterSettings) -> list[Backend]:
-    """The engines that the settings list, named b0, b1, … in that order. Raises BackendsInvalid."""
+    """The engines in the settings, named b0, b1, … in that order. Raises BackendsInvalid."""
     urls = _items(settings.backend)
     if "" in urls:
         raise BackendsInvalid("backend: an address between two commas is empty")
@@ -41,12 +41,12 @@ def backends(settings: RouterSettings) -> list[Backend]:
 
 
 def foreign_root(model: str) -> BlockHash:
-    """Root of the block hashes of a model whose weights are not known here: its name stands for them."""
+    """Root of the block hashes of an external engine's model, from its name, as the weights are unknown here."""
     return BlockHash(sha256(canonical(b"homing-foreign", model.encode())).digest()[:HASH_BYTES])
 
 
 def describe(backend: Backend, parity: Parity, limits: ModelLimits, *, max_running_requests: int) -> ReplicaDescription:
-    """The engine as a replica, as far as it is known before it is probed."""
+    """Describe the engine as a replica, with defaults for what only probing can tell."""
     return ReplicaDescription(
         replica_id=backend.replica_id,
         epoch=0,
@@ -82,7 +82,7 @@ def _endpoints(name: str, text: str, count: int) -> Sequence[str]:
 
 
 def check_endpoint(name: str, endpoint: str) -> None:
-    """Raises BackendsInvalid for what is neither empty nor an address to connect to."""
+    """Raise BackendsInvalid unless `endpoint` is empty or an address to connect to."""
     if endpoint and not endpoint.startswith(("tcp://", "ipc://")):
         raise BackendsInvalid(f"{name}: {endpoint!r} is not a ZeroMQ address such as tcp://10.0.0.1:5557")
     if "*" in endpoint:

@@ -1,17 +1,17 @@
-"""What an external engine holds, under our hashes: its cache events in, keys of the prefix index out.
+"""Translates an external engine's blocks to our hashes: its cache events in, prefix index keys out.
 
-Pure state: no sockets, no clock. An external engine hashes blocks in its own way. So a block is identified by our hash
-of its content (tokens, extra keys and adapter, under the chain before it), its *key*. The engine's own hash, its
-*handle*, is the same in every medium and group of layers, and is known until the last copy is removed. Engines announce
-every copy and every removal of one: copies are counted by data-parallel rank, medium and group.
+Pure state: no sockets, no clock. An external engine hashes blocks in its own way. So we identify a block by our own
+hash of its content (tokens, extra keys and adapter, chained to the block before), its *key*. The engine's hash, its
+*handle*, is the same in every medium and layer group and stays known until the last copy is removed. Engines announce
+every added and every removed copy, so copies are counted per data-parallel rank, medium and group.
 
-A block with unknown content cannot be hashed, nor can any block behind it. Either its parent was never announced (the
-stream began in the middle, or its batch was lost for good), or its tokens are not one block for each handle: groups of
-sliding windows skip blocks, and vLLM's offloading connector announces copies in CPU memory by their handles alone.
-Those are credited once another group or medium has announced the content of the handle. All others are counted.
+A block with unknown content cannot be hashed, and neither can its successors. Content is unknown if the parent was
+never announced (we subscribed late, or its batch was lost for good) or if there are not exactly one block's tokens per
+handle: sliding-window groups skip blocks, and vLLM's offloading connector announces copies in CPU memory by handle
+only. Such copies are credited once another group or medium announces the handle's content; the rest are only counted.
 
-`hit` applies the engine's rules (hit_rules.py). The index holds what is in GPU memory, and answers alone for an engine
-of which only that is known: one rank, one group of full attention, no other medium.
+`hit` applies the engine's rules (hit_rules.py). The index holds only the blocks in GPU memory, and is sufficient for an
+engine with one rank, one full-attention group and no other medium.
 """
 
 from collections import Counter
@@ -26,14 +26,14 @@ from ....kvcache.hashing import HASH_BYTES, BlockHash, BlockHasher, tenant_root,
 from ...errors import ParityMismatch
 from .hit_rules import GPU, GroupRule, HeldBlocks, Hit, longest_hit
 
-#: Marks a `cache_salt` as ours: a tenant's root, which comes back in the extra keys of a chain's first block.
+#: Prefix of our `cache_salt` values. The rest is a tenant's root; engines return it in a chain's first extra keys.
 SALT_PREFIX = "homing-"
 _FULL_ATTENTION = GroupRule()
 _ONE_GROUP = {0: _FULL_ATTENTION}
 
 
 class Place(NamedTuple):
-    """Where an engine has copies."""
+    """A part of an engine that can hold copies of blocks."""
 
     rank: int
     medium: str
@@ -41,39 +41,39 @@ class Place(NamedTuple):
 
 
 def cache_salt(root: bytes) -> str:
-    """The salt that separates a tenant's blocks from others' in the engine's own cache."""
+    """The `cache_salt` that separates a tenant's blocks from other tenants' in the engine's own cache."""
     return SALT_PREFIX + root.hex()
 
 
 class ExternalBlocks:
-    """The blocks of one engine under our hashes. `stored`, `removed` and `cleared` return what changes in the index."""
+    """One engine's blocks under our hashes. `stored`, `removed` and `cleared` return the changes for the index."""
 
     def __init__(self, replica: str, hasher: BlockHasher, model_root: BlockHash, rank: int | None = None) -> None:
-        """`rank`: the one data-parallel rank that requests are sent to; None: the engine chooses among those it has."""
+        """`rank`: the data-parallel rank that requests are sent to; None: the engine chooses the rank."""
         self._replica = replica
         self._hasher = hasher
         self._model_root = model_root
         self._rank = rank
-        #: by place: handle -> copies, no zeros
+        #: by place: handle -> number of copies, never zero
         self._copies: dict[Place, dict[int, int]] = {}
-        #: by place: key -> handles that lead to it, no zeros
+        #: by place: key -> number of handles with that key, never zero
         self._held: dict[Place, dict[int, int]] = {}
-        #: of handles with a copy and a known content; whole hashes, as later blocks are hashed from them
+        #: handle -> full hash (successors are chained to it), for handles with a copy and known content
         self._hashes: dict[int, BlockHash] = {}
-        self._rules: dict[int, GroupRule] = {}
-        self._sizes: dict[tuple[int, str], int] = {}  #: by group and medium: of blocks that are not as long as ours
-        self._ranks: set[int] = set()  #: that have announced anything
-        self._on_gpu: dict[int, int] = {}  #: key -> ranks and groups that hold it in GPU memory, no zeros
-        self.unplaced: Counter[str] = Counter()  #: blocks that were announced and could not be hashed, by reason
+        self._rules: dict[int, GroupRule] = {}  #: by group
+        self._sizes: dict[tuple[int, str], int] = {}  #: block sizes that differ from ours, by group and medium
+        self._ranks: set[int] = set()  #: ranks that have announced anything
+        self._on_gpu: dict[int, int] = {}  #: key -> number of ranks and groups with it in GPU memory, never zero
+        self.unplaced: Counter[str] = Counter()  #: announced blocks that could not be hashed, by reason
 
     def __len__(self) -> int:
-        """Blocks in the index."""
+        """Number of blocks in the index."""
         return len(self._on_gpu)
 
     def stored(self, event: Stored, rank: int | None = None) -> list[int]:
-        """Add a copy of each block; returns the keys that are new in the index.
+        """Add a copy of each block; returns the keys to add to the index.
 
-        Raises ParityMismatch when the blocks of the main group have another size: no prompt could ever match.
+        Raises ParityMismatch if the main group's block size differs from ours: no prompt could ever match.
         """
         if self._is_of_another_rank(rank):
             return []
@@ -95,7 +95,7 @@ class ExternalBlocks:
     def removed(
         self, handles: Sequence[int], medium: str | None = None, group: int | None = None, rank: int | None = None
     ) -> list[int]:
-        """Drop a copy of each block; returns the keys that leave the index."""
+        """Remove a copy of each block; returns the keys to remove from the index."""
         if self._is_of_another_rank(rank):
             return []
         place = Place(rank or 0, _medium(medium), group or 0)
@@ -105,13 +105,13 @@ class ExternalBlocks:
             left = copies.get(handle, 0) - 1
             if left > 0:
                 copies[handle] = left
-            elif left == 0:  # below: a removal of what we never heard of
+            elif left == 0:  # negative: the removal of a block that we never heard of
                 del copies[handle]
                 gone.append(handle)
         return self._drop(place, gone)
 
     def cleared(self, rank: int | None = None) -> list[int]:
-        """A rank holds nothing any more, in any medium; returns the keys that leave the index."""
+        """Remove a rank's blocks in all media; returns the keys to remove from the index."""
         if self._is_of_another_rank(rank):
             return []
         gone: list[int] = []
@@ -120,7 +120,7 @@ class ExternalBlocks:
         return gone
 
     def forget(self) -> None:
-        """What the engine holds, and how, is unknown: its stream begins anew."""
+        """Forget the engine's blocks and group rules, because its event stream restarts."""
         self._copies.clear()
         self._held.clear()
         self._hashes.clear()
@@ -130,9 +130,9 @@ class ExternalBlocks:
         self._on_gpu.clear()
 
     def hit(self, keys: Sequence[int]) -> Hit | None:
-        """The prefix that the engine would find by its own rules; None: the index knows it as well.
+        """The prefix that the engine would find cached by its own rules; None: the index gives the same result.
 
-        Where the engine chooses the rank, only what each of them has is sure.
+        If the engine chooses the rank, only the shortest hit over all ranks is certain.
         """
         only_gpu = all(place.medium == GPU for place in self._held)
         if only_gpu and len(self._ranks) < 2 and self._rules in ({}, _ONE_GROUP):
@@ -158,7 +158,7 @@ class ExternalBlocks:
         return self._rank is not None and rank is not None and rank != self._rank
 
     def _learn(self, event: Stored, place: Place) -> None:
-        """Note the rule of the event's group, and the size of its blocks. 0 is a placeholder: the size is not told."""
+        """Record the rule and block size of the event's group. Size 0 is a placeholder for "not reported"."""
         size, ours = event.block_size, self._hasher.block_size
         kind = event.kind or _FULL_ATTENTION.kind
         if size not in (0, ours):
@@ -170,7 +170,7 @@ class ExternalBlocks:
             self._rules.setdefault(place.group, GroupRule(kind, event.window or 0))
 
     def _identify(self, event: Stored) -> list[int]:
-        """Note the content of the event's blocks, as far as it is known; returns keys that copies gain by that."""
+        """Record known contents of the event's blocks; returns index keys for existing copies that this identifies."""
         fresh: list[int] = []
         for handle, block in zip(event.hashes, self._contents(event), strict=False):
             if handle not in self._hashes:
@@ -181,7 +181,7 @@ class ExternalBlocks:
         return fresh
 
     def _hold(self, place: Place, keys: Sequence[int]) -> list[int]:
-        """The place has one more handle for each key; returns the keys that the index has to hold now."""
+        """Count one more handle per key at this place; returns the keys to add to the index."""
         if not keys:
             return []
         held, fresh = self._held.setdefault(place, {}), []
@@ -195,7 +195,7 @@ class ExternalBlocks:
         return fresh
 
     def _drop(self, place: Place, handles: Iterable[int]) -> list[int]:
-        """The place has no copy of these handles any more; returns the keys that the index has to drop."""
+        """The place lost its last copy of these handles; returns the keys to remove from the index."""
         held, others = self._held.get(place, {}), [each for at, each in self._copies.items() if at != place]
         gone: list[int] = []
         for handle in handles:
@@ -211,7 +211,7 @@ class ExternalBlocks:
         return gone
 
     def _contents(self, event: Stored) -> list[BlockHash]:
-        """Our hashes of the event's blocks, each at its end; empty when they cannot be computed."""
+        """Our hash at the end of each of the event's blocks; empty if they are known already or cannot be computed."""
         known = sum(handle in self._hashes for handle in event.hashes)
         if known == len(event.hashes):
             return []
@@ -229,13 +229,13 @@ class ExternalBlocks:
             self.unplaced["no_parent"] += len(event.hashes) - known
             return []
         factor = event.block_size // size
-        if factor > 1 and extras:  # which of our blocks the keys belong to is not known
+        if factor > 1 and extras:  # unknown which of our blocks the extra keys belong to
             self.unplaced["extra_keys"] += len(event.hashes) - known
             return []
         return self._hasher.chain(parent, tokens, extras)[factor - 1 :: factor]
 
     def check(self) -> None:
-        """Assert that the tables agree."""
+        """Assert that the tables are consistent."""
         for place, copies in self._copies.items():
             assert all(count > 0 for count in copies.values()), f"{place}: a count of zero was kept"
             counts = Counter(wire_hash(self._hashes[handle]) for handle in copies if handle in self._hashes)
@@ -247,7 +247,7 @@ class ExternalBlocks:
 
 
 def _take(counts: dict[int, int], key: int) -> bool:
-    """Count one less; whether it was the last."""
+    """Decrement a count; returns whether it was the last."""
     left = counts[key] - 1
     if left:
         counts[key] = left
@@ -261,7 +261,7 @@ def _medium(name: str | None) -> str:
 
 
 def _tokens(event: Stored) -> bytes:
-    """Empty when they are not one block for each hash, or not token ids at all."""
+    """The event's tokens as bytes; empty if they are not one block per hash or not valid token ids."""
     if not event.block_size or len(event.token_ids) != len(event.hashes) * event.block_size:
         return b""
     try:
@@ -271,7 +271,7 @@ def _tokens(event: Stored) -> bytes:
 
 
 def _extras(event: Stored) -> tuple[Mapping[int, bytes], BlockHash | None]:
-    """What distinguishes blocks of equal tokens, by the place of the block, and the root if its salt is ours."""
+    """Extra keys that distinguish blocks with equal tokens, by block index, and the root if the salt is ours."""
     extras: dict[int, bytes] = {}
     root: BlockHash | None = None
     for index, keys in enumerate(event.extra_keys or ()):

@@ -1,7 +1,7 @@
-"""What an external engine says of itself: kind, version, model, limits, block size, ranks and event sockets.
+"""Finds out an external engine's kind, version, model, limits, block size, ranks and event sockets.
 
-`discover` asks; what it returns says what was found and what was not. Engines do not say over HTTP where they publish
-events, except SGLang, and vLLM in its development mode: elsewhere the usual ports are tried.
+The result of `discover` also tells what was not found. Of all engines, only SGLang, and vLLM in its development mode,
+report over HTTP where they publish events; for others the usual ports are tried.
 """
 
 from collections.abc import Iterator
@@ -19,23 +19,23 @@ from .http_client import Address, BackendUnreachableError, Client
 from .load import EngineMetrics, metric_ranks, read_metrics
 from .probe import PROBE_TIMEOUT_S, Card, read_cards
 
-#: Ports of vLLM's and SGLang's documentation, to which data-parallel ranks add their number.
+#: Ports in vLLM's and SGLang's documentation. Data-parallel ranks add their number.
 EVENTS_PORT = 5557
 REPLAY_PORT = 5558
 ENDPOINT_TIMEOUT_S = 1.0
-#: No message of the probed socket is read.
+#: Small, as no message of a probed socket is read.
 MAX_FRAME_BYTES = 1024
 
 
 class EngineAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An engine as it is listed: its server and, where they are not found by themselves, its event sockets."""
+    """A listed engine: its server's URL and, unless they are to be discovered, its event sockets."""
 
     url: str
     events: str = ""
     replay: str = ""
 
     def check(self) -> "EngineAddress":
-        """Itself, with its URL in one spelling. Raises BackendsInvalid."""
+        """Return a copy with the URL normalized. Raises BackendsInvalid."""
         for name, endpoint in (("events", self.events), ("replay", self.replay)):
             check_endpoint(name, endpoint)
         return msgspec.structs.replace(self, url=Address.of(self.url).url)
@@ -43,7 +43,7 @@ class EngineAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class FoundEngine:
-    """An engine that answered. Empty, 0 or None: it does not say."""
+    """An engine that answered. Empty or None: not reported."""
 
     address: EngineAddress
     kind: str
@@ -51,12 +51,12 @@ class FoundEngine:
     cards: tuple[Card, ...]
     model_path: str
     block_size: int | None
-    ranks: tuple[int, ...]  #: of data parallelism; empty: it has one
-    events: str  #: of rank 0
-    replay: str
+    ranks: tuple[int, ...]  #: data-parallel ranks; empty: a single one
+    events: str  #: event address of rank 0
+    replay: str  #: replay address of rank 0
 
     def backends(self, name: str) -> list[Backend]:
-        """The replicas that it is for a router: one for each rank, as each has a cache of its own."""
+        """The engine's replicas as the router sees them: one per rank, as each rank has its own cache."""
         address = Address.of(self.address.url)
         if not self.ranks:
             return [Backend(name, address, self.events, self.replay)]
@@ -82,14 +82,14 @@ class FoundEngine:
         if not self.kind:
             yield "kind and version: /version and /server_info do not answer"
         if not self.block_size:
-            yield "block size: /metrics does not report it; give --block-size"
+            yield "block size: /metrics does not report it; set --block-size"
         if not self.events:
             yield f"events: routing by load and by what was sent there (approximate). Start it with {EVENT_FLAGS}"
         elif not self.replay:
             yield f"replay: lost and earlier events remain unknown. Start it with {EVENT_FLAGS}"
 
 
-#: For vLLM and SGLang alike.
+#: The same for vLLM and SGLang.
 EVENT_FLAGS = (
     '--kv-events-config \'{"enable_kv_cache_events": true, "publisher": "zmq", '
     f'"endpoint": "tcp://*:{EVENTS_PORT}", "replay_endpoint": "tcp://*:{REPLAY_PORT}"}}\''
@@ -97,16 +97,16 @@ EVENT_FLAGS = (
 
 
 def of_rank(endpoint: str, rank: int) -> str:
-    """Where a rank publishes, given where rank 0 does: vLLM and SGLang add the rank to the port."""
+    """A rank's address, given that of rank 0: vLLM and SGLang add the rank to the port."""
     head, colon, port = endpoint.rpartition(":")
     return f"{head}{colon}{int(port) + rank}" if port.isdigit() else endpoint
 
 
 async def discover(client: Client, address: EngineAddress, *, try_ports: bool) -> FoundEngine:
-    """Ask an engine. Raises BackendUnreachableError.
+    """Query an engine over HTTP. Raises BackendUnreachableError.
 
-    `try_ports`: look for event sockets at the usual ports of its host. Not where several engines share a host: another
-    one's events would be taken for this one's.
+    `try_ports`: look for event sockets at the usual ports of its host. Do not set it if several engines share a host:
+    another engine's events could be mistaken for this one's.
     """
     cards = await read_cards(client)
     if cards is None:
@@ -142,7 +142,7 @@ def _sizes(count: object) -> tuple[int, ...]:
 
 
 def _event_sockets(server: dict[str, Any], host: str) -> tuple[str, str]:
-    """Events and replay as its configuration names them; empty where it does not."""
+    """The event and replay addresses in the engine's configuration; empty where it names none."""
     config = server.get("kv_events_config")
     inner = server.get("vllm_config")
     if config is None and isinstance(inner, dict):
@@ -158,7 +158,7 @@ def _event_sockets(server: dict[str, Any], host: str) -> tuple[str, str]:
 
 
 def _reachable(endpoint: object, host: str) -> str:
-    """The address of a socket that an engine binds, as others connect to it; empty where it is none."""
+    """Turn the address that an engine binds into one to connect to; empty if it is not a usable address."""
     if not isinstance(endpoint, str):
         return ""
     shown = f"[{host}]" if ":" in host else host
@@ -175,13 +175,13 @@ async def _usual_ports(host: str, ranks: int) -> tuple[str, str]:
     events = f"tcp://{shown}:{EVENTS_PORT}"
     if not await _accepts(events, zmq.SUB):
         return "", ""
-    # With several ranks the port behind the first publishes the second one's events.
+    # With several ranks, the port after rank 0's is the event port of rank 1.
     replay = f"tcp://{shown}:{REPLAY_PORT if ranks == 1 else EVENTS_PORT + ranks}"
     return events, replay if await _accepts(replay, zmq.DEALER) else ""
 
 
 async def _accepts(endpoint: str, kind: int) -> bool:
-    """Whether a ZeroMQ socket that fits this kind answers there: peers tell their types in the handshake."""
+    """Whether a ZeroMQ socket compatible with this type answers there. The handshake tells the peer's type."""
     context = zmq.asyncio.Context()
     socket = context.socket(kind)
     try:
@@ -204,7 +204,7 @@ async def _text(client: Client, path: str) -> str:
 
 
 async def _json(client: Client, path: str) -> dict[str, Any]:
-    """Empty where the engine has no such path."""
+    """The answer's JSON object; empty if the path does not exist or returns something else."""
     try:
         content = msgspec.json.decode(await _text(client, path) or "{}")
     except msgspec.DecodeError:

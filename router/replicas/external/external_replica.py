@@ -1,8 +1,8 @@
-"""An external engine of the membership: requests to it over HTTP, its events, and its load as far as it is known.
+"""The handle on an external engine: its HTTP requests, its events, and an estimate of its load.
 
-The counterpart of `OwnReplica`; every decision is made in the pure parts beside it. An engine is let in when it answers
-and matches this router (probe.py), is out of routing while it does not answer, and comes back with an unknown cache:
-its event stream is followed anew.
+The counterpart of `OwnReplica`; all decisions are made in the pure modules of this folder. An engine joins routing when
+it answers and matches this router (probe.py) and leaves routing while it does not answer. When it returns, its cache
+content is unknown, so its event stream is followed from the start again.
 """
 
 import asyncio
@@ -42,19 +42,19 @@ from .wire import chat_body, completion_body
 
 log = logging.getLogger(__name__)
 
-#: Between two health checks of an engine.
+#: Interval between health checks of an engine.
 HEALTH_INTERVAL_S = 1.0
-#: A busy engine may be slow to answer; one that has sent tokens since is healthy.
+#: A busy engine may be slow to answer; it counts as healthy if it has sent tokens within this time.
 HEALTH_TIMEOUT_S = 5.0
 IDLE_CONNECTIONS = 32
-#: vLLM's, in its development mode, and SGLang's.
+#: The paths of vLLM (in its development mode) and of SGLang.
 RESET_PATHS = ("/reset_prefix_cache", "/flush_cache")
-#: vLLM publishes under a topic of the operator's choice, by default none: every topic is taken.
+#: Subscribes to every topic: vLLM's topic is the operator's choice, by default empty.
 ANY_TOPIC = b""
 
 
 class ExternalReplica(ReplicaHandle):
-    """An engine that is not ours. It is the sink of its own feed."""
+    """A replica served by an external engine. It is the sink of its own feed."""
 
     def __init__(
         self,
@@ -73,13 +73,13 @@ class ExternalReplica(ReplicaHandle):
         self._open_root = tenant_root(model.root)
         self._eos = frozenset(model.limits.eos_token_ids)
         self._load = ExternalLoad(description)
-        self._model = ""  #: the engine's name of the model
+        self._model = ""  #: the model's name at the engine
         self._calls: dict[int, tuple[ExternalRequest, Call]] = {}
         self._watching: asyncio.Task[None] | None = None
-        self._doubt = asyncio.Event()  #: a request failed, or its events: check the engine's health at once
-        self._restarted = False  #: perhaps, as its stream broke off: check what it serves as well
+        self._doubt = asyncio.Event()  #: set when a request or the event feed fails: check the health at once
+        self._restarted = False  #: the event stream broke off, so the engine may have restarted: probe it again
         self._refusal: ParityMismatch | None = None
-        self.trouble = ""  #: why it cannot be reached; empty while it can
+        self.trouble = ""  #: why the engine cannot be reached; empty while it can
         self._unplaced_logged = False
 
     @property
@@ -109,24 +109,24 @@ class ExternalReplica(ReplicaHandle):
                     self._hang_up(request_id)
                 return True
             case ResetCache() | AskNextEvictions():
-                return False  # `reset_cache` asks over HTTP, and there is no way to ask the other
+                return False  # `reset_cache` uses HTTP; engines offer no way to ask for their next evictions
             case _:
                 assert_never(message)
 
     async def reset_cache(self) -> ResetOutcome:
-        """Have the engine forget its cached blocks, as far as its server offers that."""
+        """Make the engine drop its cached blocks, if its server has an endpoint for that."""
         for path in RESET_PATHS:
             try:
                 answer = await self._client.ask("POST", path, timeout_s=RESET_TIMEOUT_S)
             except BackendUnreachableError:
                 return "lost"
             if answer.status == 200:
-                self._forget_blocks()  # vLLM announces it with its next step, before which a request may be placed
+                self._forget_blocks()  # vLLM announces it only with its next step, and requests may be placed earlier
                 return "empty"
         return "silent"
 
     def ask_next_evictions(self) -> None:
-        """Its server has no such endpoint: no answer will come."""
+        """Do nothing: engines have no such endpoint."""
 
     def leave(self) -> list[Instruction]:
         if self._watching is not None:
@@ -154,12 +154,12 @@ class ExternalReplica(ReplicaHandle):
         found = await probe(self._client, self.replica_id, self._terms, rank)
         if not await same_chats(self._client, self._terms):
             log.warning(
-                "backend_chats_differ replica=%s: its chat template is another; hits are guesses", self.replica_id
+                "backend_chats_differ replica=%s: its chat template differs; hits are estimates", self.replica_id
             )
         return found
 
     async def _serve(self, model: str, metrics: EngineMetrics) -> None:
-        """Route to the engine until it is unhealthy."""
+        """Keep the engine in routing until it is unhealthy."""
         self._refusal, self.trouble, self._model = None, "", model
         self._load.begin(metrics)
         self.description = self._load.description
@@ -176,7 +176,7 @@ class ExternalReplica(ReplicaHandle):
             self._context.run(self._drop("health"))
 
     async def _until_unhealthy(self) -> str:
-        """Returns what is wrong. An engine that was refused meanwhile is watched until it goes away."""
+        """Wait until the engine is unhealthy and return the reason. A refused engine is watched until it disappears."""
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(HEALTH_INTERVAL_S):
@@ -262,7 +262,7 @@ class ExternalReplica(ReplicaHandle):
         return True
 
     def _hang_up(self, request_id: int) -> None:
-        """An engine stops when the connection is closed."""
+        """Close a request's connection, which makes the engine stop computing it."""
         if request_id in self._calls:
             request, call = self._calls.pop(request_id)
             call.close()
@@ -292,14 +292,14 @@ class ExternalReplica(ReplicaHandle):
         self._context.run(self._flow.on_reply(self.replica_id, reply, now))
 
     def _report(self) -> None:
-        """Report the engine's load, as a replica of ours does itself."""
+        """Report the engine's load on its behalf; our own replicas send such reports themselves."""
         if self.joined:
             self.load(self._load.report(self._context.clock(), cached_blocks=len(self._blocks)))
 
     # From the feed
 
     def status(self, status: FeedStatus) -> None:
-        """A stream that breaks off may be that of an engine that restarts, with another model perhaps."""
+        """If the event stream breaks off, the engine may be restarting, perhaps with another model: check it."""
         if self.feed_state is FeedState.LIVE and status is not FeedState.LIVE:
             self._restarted = True
             self._doubt.set()
@@ -307,7 +307,7 @@ class ExternalReplica(ReplicaHandle):
 
     def told(self, instruction: Apply | Reset) -> None:
         if isinstance(instruction, Reset):
-            # External engines have no snapshots: what they hold is unknown until they store it anew.
+            # External engines send no snapshots: their content is unknown until they store it again.
             assert not instruction.blocks, f"a snapshot of {len(instruction.blocks)} blocks of an external engine"
             self._forget_blocks()
             return
@@ -337,7 +337,7 @@ class ExternalReplica(ReplicaHandle):
 
 
 def _joined(events: Sequence[CacheEvent]) -> list[CacheEvent]:
-    """vLLM announces each removal on its own: here, those of one place that follow each other are one event."""
+    """Merge consecutive removals at the same place into one event: vLLM announces each removal separately."""
     joined: list[CacheEvent] = []
     place: tuple[str | None, int | None] | None = None
     run: list[int] = []
@@ -354,13 +354,13 @@ def _joined(events: Sequence[CacheEvent]) -> list[CacheEvent]:
 
 
 def _objection(generate: Generate) -> tuple[str, bool] | None:
-    """Why an engine cannot do it, and whether a replica of another kind might."""
+    """Why an external engine cannot run the request, and whether another replica might; None: it can."""
     if generate.sampling.prompt_logprobs is not None:
         return "this replica does not return logprobs of the prompt (echo)", False
-    if generate.sampling.bad_words and not generate.chat:  # engines want texts and cut them into tokens themselves
-        return "this replica takes no bad_words", False
+    if generate.sampling.bad_words and not generate.chat:  # engines expect text and tokenize it themselves
+        return "this replica does not support bad_words", False
     if generate.embedding is not None:
-        return "this replica makes no embeddings", True
+        return "this replica does not support embeddings", True
     if generate.constraint is not None and len(generate.token_ids) // 4 > generate.prompt_tokens:
-        return "this replica cannot continue a constrained answer: its grammar would begin anew", True
+        return "this replica cannot continue a constrained answer: its grammar would start over", True
     return None

@@ -1,6 +1,6 @@
-"""The engines that a router is to use, from flags, a file, names in DNS and admins, and what is known of each.
+"""The external engines that a router uses, from flags, a file, DNS names and admins, and what was found out about each.
 
-Pure state: lists come in, replicas come out. An engine has one name for as long as it is listed; names are not reused.
+Pure state: lists in, replicas out. An engine keeps its name for as long as it is listed; names are not reused.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,7 +12,7 @@ from .addresses import Backend
 from .discovery import EngineAddress, FoundEngine
 from .http_client import Address
 
-#: Who lists an engine when an admin does.
+#: The source of engines that admins add over the API.
 ADMINS = "api"
 
 
@@ -20,9 +20,9 @@ ADMINS = "api"
 class Engine:
     name: str
     address: EngineAddress
-    source: str  #: who lists it
+    source: str  #: see `EngineView.source`
     found: FoundEngine | None = None
-    trouble: str = ""  #: why nothing is known of it
+    trouble: str = ""  #: why the engine could not be queried
 
     def view(self) -> EngineView:
         found = self.found
@@ -53,7 +53,7 @@ class Fleet:
         return engine
 
     def remove(self, url: str) -> Engine:
-        """Raises EngineNotFound and BackendsInvalid."""
+        """Remove an engine from the list. Raises EngineNotFound and BackendsInvalid."""
         wanted = Address.of(url).url
         for engine in self.engines.values():
             if engine.address.url == wanted:
@@ -61,7 +61,7 @@ class Fleet:
         raise EngineNotFound(wanted)
 
     def replace(self, addresses: Sequence[EngineAddress], source: str) -> bool:
-        """A source lists exactly these; says whether that changes anything. Raises BackendsInvalid."""
+        """Replace a source's list; returns whether that changes anything. Raises BackendsInvalid."""
         checked = {address.url: address for address in (each.check() for each in addresses)}
         if len(checked) < len(addresses):
             raise BackendsInvalid("a server is named twice")
@@ -79,7 +79,7 @@ class Fleet:
         return [engine for engine in self.engines.values() if engine.found is None]
 
     def backends(self) -> Iterable[Backend]:
-        """The replicas of the engines that have answered."""
+        """The replicas of all engines that have answered."""
         for engine in self.engines.values():
             if engine.found is not None:
                 yield from engine.found.backends(engine.name)

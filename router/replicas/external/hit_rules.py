@@ -1,14 +1,14 @@
-"""How much of a prompt an external engine takes from its caches, by its own rules. Pure: blocks in, lengths out.
+"""How much of a prompt an external engine finds in its caches, by its own rules. Pure: blocks in, lengths out.
 
-An engine with several kinds of layers keeps a group of blocks for each kind, and a hit must be one for every group:
+An engine with several kinds of layers keeps a group of blocks for each kind. A hit must be valid for every group:
 
     full attention     every block of the prefix
     sliding window     the blocks of the last window before the hit's end (or all from the start, if the hit is shorter)
-    Mamba              the one block at the hit's end, which holds the state there
+    Mamba              the single block at the hit's end, which holds the state at that point
 
-What has left the GPU may lie in slower memory. Engines take from there what continues the hit in faster memory; the
-same rules hold. The rules are those of vLLM 0.33 (`single_type_kv_cache_manager.py`, `OffloadingConnector`) and, for
-one group, of SGLang's hierarchical cache. A group of another kind counts as full attention, which never credits more.
+Engines extend a hit with blocks that left the GPU for slower memory, by the same rules. They are those of vLLM 0.33
+(`single_type_kv_cache_manager.py`, `OffloadingConnector`) and, for one group, of SGLang's hierarchical cache. A group
+of any other kind counts as full attention, which never gives a longer hit.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -18,42 +18,42 @@ from operator import not_
 from typing import NamedTuple
 
 GPU = "GPU"
-#: Media by their usual speed; those with other names come last.
+#: Media by typical speed; unknown media come last.
 _SPEED = {GPU: 0, "CPU": 1, "DISK": 2, "STORAGE": 2}
 
 
 class Hit(NamedTuple):
-    """A prefix that an engine need not compute."""
+    """A prefix that an engine does not have to compute."""
 
     blocks: int
-    slower: tuple[tuple[str, int], ...] = ()  #: of `blocks`, those that must be loaded first: medium and number
+    slower: tuple[tuple[str, int], ...] = ()  #: part of `blocks` to load from slower memory: medium and number
 
 
 @dataclass(slots=True, frozen=True)
 class GroupRule:
-    """The rule of one group of layers."""
+    """The hit rule of one group of layers."""
 
     kind: str = "full_attention"
-    window: int = 0  #: tokens, of a sliding window
+    window: int = 0  #: tokens in a sliding window
 
 
 def rank_of_medium(medium: str) -> tuple[int, str]:
-    """Sorts media from fast to slow."""
+    """Sort key that orders media from fast to slow."""
     return _SPEED.get(medium, len(_SPEED)), medium
 
 
 @dataclass(slots=True, frozen=True)
 class HeldBlocks:
-    """What one group holds."""
+    """The blocks that one group holds."""
 
     rule: GroupRule
-    media: Mapping[str, Collection[int]]  #: by medium: the blocks, each by the key at its end
-    #: by medium, the tokens of a block where those are others than the router's; if no multiple, nothing is credited
+    media: Mapping[str, Collection[int]]  #: by medium: keys of the blocks, each the key at the block's end
+    #: by medium: tokens per block if different from the router's; unless it is a multiple of that, there is no hit
     sizes: Mapping[str, int] = field(default_factory=dict)
 
 
 def longest_hit(keys: Sequence[int], block_size: int, groups: Sequence[HeldBlocks]) -> Hit:
-    """The prefix of a prompt with these `keys` that an engine with these groups has, from fast to slow memory."""
+    """The longest prefix of a prompt with these `keys` that all groups hold, looked up from fast to slow memory."""
     media = sorted({medium for group in groups for medium in group.media} | {GPU}, key=rank_of_medium)
     blocks, slower = 0, []
     for place, medium in enumerate(media):
@@ -67,7 +67,7 @@ def longest_hit(keys: Sequence[int], block_size: int, groups: Sequence[HeldBlock
 def _in_medium(
     keys: Sequence[int], block_size: int, groups: Sequence[HeldBlocks], media: Sequence[str], before: int
 ) -> int:
-    """The hit with the last of these media, given that of the faster ones; shortened until every group agrees."""
+    """The hit length with the last of `media`, given that of the faster ones; shortened until every group agrees."""
     hit = len(keys)
     while True:
         start = hit
@@ -105,7 +105,7 @@ def _last_state(total: int, has: Callable[[int], bool]) -> int:
 
 
 def _last_window(total: int, window_blocks: int, has: Callable[[int], bool]) -> int:
-    """The longest hit with `window_blocks` held blocks in a row before its end, or with all blocks from the start."""
+    """The longest hit whose last `window_blocks` blocks are held, or, if shorter than that, all of its blocks."""
     run = 0
     for place in reversed(range(total)):
         run = run + 1 if has(place) else 0

@@ -1,7 +1,7 @@
-"""An HTTP/1.1 client in callbacks: one request per connection, whose answer is handed over as it arrives.
+"""A callback-based HTTP/1.1 client: one request at a time per connection, with answers passed on as they arrive.
 
-A thin layer over httptools' parser: no task per piece, no redirects, no proxies. An engine stops a request when its
-connection is closed. Connections whose answers are complete serve the next request soon after.
+A thin layer over httptools' parser: no task per piece, no redirects, no proxies. Closing a connection makes the engine
+stop its request. A connection with a complete answer is kept for a short time to serve the next request.
 """
 
 import asyncio
@@ -16,25 +16,25 @@ import httptools
 from ...errors import BackendsInvalid
 
 CONNECT_TIMEOUT_S = 5.0
-#: Servers close idle connections, uvicorn's after 5 s: a request must not meet that.
+#: How long idle connections are reused. Servers close them (uvicorn after 5 s), which must not coincide with a request.
 KEPT_S = 2.0
-#: Limit for answers that are not streams of tokens: lists of models, metrics, errors.
+#: Limit for answers other than token streams: model lists, metrics, errors.
 MAX_ANSWER_BYTES = 16 * 1024 * 1024
 
 
 @dataclass(slots=True, frozen=True)
 class Address:
-    """Where a server is."""
+    """A server's address."""
 
-    url: str  #: without a slash at its end
+    url: str  #: without a trailing slash
     host: str
     port: int
-    path: str  #: before every path
+    path: str  #: prefix of every request path
     tls: bool
 
     @classmethod
     def of(cls, url: str) -> "Address":
-        """Of `http://host:port/path`; `/v1` at its end may be there. Raises BackendsInvalid."""
+        """Parse `http://host:port/path`, with or without a trailing `/v1`. Raises BackendsInvalid."""
         name, plain = url[:4] if url.startswith("dns+") else "", url.removeprefix("dns+")
         parts = urlsplit(plain if "://" in plain else f"http://{plain}")
         try:
@@ -50,20 +50,20 @@ class Address:
 
 
 class AnswerSink(Protocol):
-    """Takes an answer. All calls come from the loop's thread."""
+    """Receives an answer. All calls come from the loop's thread."""
 
     def head(self, status: int) -> None:
-        """The answer begins."""
+        """The answer starts."""
 
     def body(self, data: bytes) -> None:
-        """A piece of its body."""
+        """A piece of the body arrived."""
 
     def end(self, broken: str | None) -> None:
-        """The answer is over; `broken` says why it is not complete. Called once, and last; never after `close`."""
+        """The answer is over; `broken`: why it is incomplete. Called once, as the last call; never after `close`."""
 
 
 class Call(asyncio.Protocol):
-    """One running request. Starts at once; after `close` the sink is not called."""
+    """One request. It starts on construction; after `close` the sink is not called."""
 
     def __init__(self, client: "Client", request: bytes, sink: AnswerSink) -> None:
         self._client = client
@@ -72,8 +72,8 @@ class Call(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport | None = None
         self._connecting: asyncio.Task[None] | None = None
-        self._may_repeat = False  #: on a connection that the server may have closed meanwhile, and nothing was heard
-        self._over = self._reusable = False  #: the answer is complete, and its connection can take the next request
+        self._may_repeat = False  #: no answer yet on a reused connection, which the server may have closed meanwhile
+        self._over = self._reusable = False  #: the answer is complete; its connection can be reused
         if (idle := client.take_idle()) is None:
             self._connect()
         else:
@@ -93,7 +93,7 @@ class Call(asyncio.Protocol):
             self._finish(f"no connection to {address.url}: {error or type(error).__name__}")
 
     def close(self) -> None:
-        """Close the connection. The sink is not called any more. Harmless when repeated."""
+        """Close the connection. The sink is not called any more. Idempotent."""
         self._sink = None
         if self._connecting is not None:
             self._connecting.cancel()
@@ -103,7 +103,7 @@ class Call(asyncio.Protocol):
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # Not asserted: uvloop's transports are asyncio's by their methods alone.
+        # Cast, not asserted: uvloop's transports do not inherit from asyncio's.
         self._transport = cast(asyncio.Transport, transport)
         if self._sink is None:
             self._transport.abort()
@@ -151,7 +151,7 @@ class Call(asyncio.Protocol):
 
 
 class _Idle(asyncio.Protocol):
-    """Of a connection without a request: whatever the server says now ends it."""
+    """The protocol of an idle connection: any data from the server closes it."""
 
     def __init__(self, transport: asyncio.Transport, since: float) -> None:
         self.transport = transport
@@ -164,22 +164,22 @@ class _Idle(asyncio.Protocol):
 
 @dataclass(slots=True, frozen=True)
 class Answer:
-    """A whole answer."""
+    """A complete answer."""
 
     status: int
     body: bytes
 
 
 class BackendUnreachableError(Exception):
-    """No complete answer arrived."""
+    """The server did not send a complete answer."""
 
 
 class NoAnswerError(BackendUnreachableError):
-    """The server accepted the request and has not answered in time."""
+    """The server did not answer within the timeout."""
 
 
 class _Whole:
-    """Collects an answer."""
+    """An `AnswerSink` that collects a complete answer."""
 
     def __init__(self, done: "asyncio.Future[Answer]") -> None:
         self._done = done
@@ -199,7 +199,7 @@ class _Whole:
         if self._done.done():
             return
         if broken is None and self._bytes > MAX_ANSWER_BYTES:
-            broken = f"an answer of {self._bytes} bytes"
+            broken = f"the answer is too large: {self._bytes} bytes"
         if broken is not None:
             self._done.set_exception(BackendUnreachableError(broken))
         else:
@@ -207,16 +207,16 @@ class _Whole:
 
 
 class Client:
-    """Sends requests to one server. Who has it keep connections has to close it."""
+    """Sends requests to one server. If it keeps idle connections (`most_idle`), it must be closed."""
 
     def __init__(
         self, address: Address, *, loop: asyncio.AbstractEventLoop, api_key: str = "", most_idle: int = 0
     ) -> None:
-        """`most_idle`: connections that may wait for the next request."""
+        """`most_idle`: maximum number of idle connections kept for later requests."""
         self.address = address
         self.loop = loop
         self._most_idle = most_idle
-        self._idle: list[_Idle] = []  #: the one that was in use last is the last
+        self._idle: list[_Idle] = []  #: most recently used last
         bearer = f"authorization: Bearer {api_key}\r\n" if api_key else ""
         close = "" if most_idle else "connection: close\r\n"
         self._head = f"host: {address.host}:{address.port}\r\n{close}accept: */*\r\n{bearer}"
@@ -229,7 +229,7 @@ class Client:
         self._idle.clear()
 
     def keep(self, transport: asyncio.Transport) -> bool:
-        """A call needs the connection no longer. Returns whether it is kept."""
+        """Take back a connection that a call no longer needs. Returns whether it is kept."""
         if len(self._idle) >= self._most_idle or transport.is_closing():
             return False
         idle = _Idle(transport, self.loop.time())
@@ -238,7 +238,7 @@ class Client:
         return True
 
     def take_idle(self) -> asyncio.Transport | None:
-        """A connection for the next call."""
+        """A reusable connection for the next call; None: there is none."""
         while self._idle:
             idle = self._idle.pop()
             if self.loop.time() - idle.since < KEPT_S and not idle.transport.is_closing():
@@ -249,7 +249,7 @@ class Client:
     def call(
         self, method: str, path: str, body: bytes, sink: AnswerSink, headers: Iterable[tuple[str, str]] = ()
     ) -> Call:
-        """`headers`: further ones; those with empty values are left out."""
+        """Start a request. `headers`: additional headers; those with empty values are left out."""
         named = "".join([f"{name}: {value}\r\n" for name, value in headers if value])
         head = (
             f"{method} {self.address.path}{path} HTTP/1.1\r\n{self._head}{named}"
@@ -258,7 +258,7 @@ class Client:
         return Call(self, head.encode() + body, sink)
 
     async def ask(self, method: str, path: str, body: bytes = b"", *, timeout_s: float) -> Answer:
-        """The whole answer. Raises BackendUnreachableError."""
+        """Send a request and wait for the complete answer. Raises BackendUnreachableError."""
         done: asyncio.Future[Answer] = self.loop.create_future()
         call = self.call(method, path, body, _Whole(done))
         try:

@@ -1,8 +1,8 @@
-"""The load and the speed of an external engine, reported as our own replicas report theirs.
+"""Estimates an external engine's load and speed, in the form of our own replicas' load reports.
 
-Pure: requests, times and texts come in, reports come out. An engine publishes at most a few numbers in `/metrics`, read
-now and then; the rest is counted from what was sent to it and what came back. Requests without a token yet are counted
-by the router itself (router/routing/replica_load.py).
+Pure: requests, times and texts in, reports out. An engine publishes only a few numbers in `/metrics`, which are read
+periodically; the rest is derived from the requests sent to it and their answers. Requests without a first token are
+counted by the router itself (router/routing/replica_load.py).
 """
 
 import re
@@ -26,43 +26,43 @@ _RUNNING = frozenset({"vllm:num_requests_running", "sglang:num_running_reqs"})
 _WAITING = frozenset({"vllm:num_requests_waiting", "sglang:num_queue_reqs"})
 _USAGE = frozenset({"vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage"})
 
-#: Blocks of an engine that does not report how many it has; limits the index, not the engine.
+#: Block count assumed for an engine that does not report one; limits the index, not the engine.
 UNKNOWN_BLOCKS = 1 << 20
-#: Before the first observation; small enough that no engine is preferred for being unknown. Not measured.
+#: Rates before the first observation; low enough that no engine is preferred for being unknown. Not measured.
 UNKNOWN_PREFILL_TOKENS_PER_S = 2000.0
 UNKNOWN_DECODE_STEP_S = 0.03
-#: A first token behind fewer prompt tokens measures the fixed cost of a step and the way there. Not tuned.
+#: With fewer prompt tokens, the time to the first token measures only a step's fixed cost and the network. Not tuned.
 MIN_PREFILL_TOKENS = 64
-#: First tokens of which the median counts: an engine that compiles something for seconds must not look slow for long
-#: (seen with vLLM 0.32: 4 s for the first request with logprobs). Not tuned.
+#: Prefill speed is the median over this many measurements, so that an engine that compiles something for seconds (seen
+#: with vLLM 0.32: 4 s for the first request with logprobs) does not look slow for long. Not tuned.
 PREFILL_OBSERVATIONS = 15
-#: Prompts after which a time measured ends although others wait: part of them is computed by then. Not tuned.
+#: A measurement ends after this many prompts even if others wait, which are partly computed by then. Not tuned.
 MOST_PROMPTS = 8
-#: Nothing that comes over a network is faster.
+#: Lower bound of measured times: nothing that comes over a network is faster.
 CLOCK_S = 1e-6
-#: Gaps between tokens of which the median counts: some have a prompt of another client in them, and last seconds. The
-#: first ones are guesses, so that one such gap decides nothing. Not tuned.
+#: Decode speed is the median over this many gaps between tokens: some gaps contain another client's prefill and last
+#: seconds. The first entries are guesses, so that a single such gap has little effect. Not tuned.
 DECODE_OBSERVATIONS = 31
 DECODE_GUESSES = 2
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class EngineMetrics:
-    """What an engine reports in `/metrics`, summed over its data-parallel ranks. None: it does not report it."""
+    """Values from an engine's `/metrics`, summed over its data-parallel ranks. None: not reported."""
 
     running: int | None = None
     waiting: int | None = None
-    kv_usage: float | None = None  #: share of its KV memory that is in use, 0 to 1; of the fullest rank
+    kv_usage: float | None = None  #: share of KV memory in use, 0 to 1; that of the fullest rank
     num_blocks: int | None = None
     block_size: int | None = None
 
 
 @dataclass(slots=True)
 class Pace:
-    """Rates of one engine, learned from when its tokens arrive.
+    """One engine's rates, learned from the arrival times of its tokens.
 
-    Network and the engine's own queue count as part of its speed, as clients experience it. Our own replicas measure
-    their steps themselves (replica/engine/throughput.py).
+    They include network delay and the engine's own queue, as clients experience them. Our own replicas measure their
+    steps themselves (replica/engine/throughput.py).
     """
 
     prefill_tokens_per_s: float = UNKNOWN_PREFILL_TOKENS_PER_S
@@ -76,14 +76,14 @@ class Pace:
         return median(self._steps_s)
 
     def first_token(self, tokens: int, seconds: float) -> None:
-        """The engine took `seconds` for prompts with `tokens` uncached tokens, until their first tokens arrived."""
+        """Record that the first tokens of prompts with `tokens` uncached tokens took `seconds` to arrive."""
         if tokens < MIN_PREFILL_TOKENS or seconds <= 0:
             return
         self._seconds_per_token.append(max(seconds, CLOCK_S) / tokens)
         self.prefill_tokens_per_s = 1 / median(self._seconds_per_token)
 
     def next_tokens(self, tokens: int, seconds: float) -> None:
-        """`tokens` tokens of one request arrived `seconds` after those before."""
+        """Record that `tokens` tokens of one request arrived `seconds` after the previous ones."""
         if tokens < 1 or seconds <= 0:
             return
         self._steps_s.append(max(seconds, CLOCK_S) / tokens)
@@ -91,41 +91,41 @@ class Pace:
 
 @dataclass(slots=True)
 class _Prefills:
-    """Prompts whose first tokens came while the engine had some of ours without one all the time.
+    """One measurement over consecutive prompts, during which the engine always had some of ours to prefill.
 
-    Each on its own would be mismeasured: of a prompt that waits behind another one, or shares its steps, part of the
-    other one was computed before it came.
+    Prompts cannot be timed separately: one that waits behind another, or shares its steps, arrived when part of the
+    other was already computed.
     """
 
     since: float
     prompts: int = 0
-    tokens: int = 0  #: uncached ones
+    tokens: int = 0  #: uncached tokens of these prompts
 
 
 class ExternalLoad:
-    """The load of one engine."""
+    """Tracks the load of one engine."""
 
     def __init__(self, description: ReplicaDescription) -> None:
         self.description = description
         self.pace = Pace()
-        self._prefilling: _Prefills | None = None  #: None: a request left before its first token
-        #: Such times as steps: a router fits those of all its engines together. The speed of one alone is guessed
-        #: from few requests, and prefixes would follow every moment in which it has to share its machine.
+        self._prefilling: _Prefills | None = None  #: None: discarded, as a request ended before its first token
+        #: The measurements, reported like a replica's steps: the router fits all its engines' together. One engine's
+        #: alone are few, so routing would react to every moment in which the engine shares its machine.
         self._measured = PrefillSums()
         self._metrics = EngineMetrics()
-        self._others = 0  #: requests of other clients of the engine
-        self._used: dict[int, int] = {}  #: blocks of our requests that its KV usage includes
-        self._freed = 0  #: of them, those that it has no longer, or that the router counts itself
+        self._others = 0  #: requests of the engine's other clients
+        self._used: dict[int, int] = {}  #: our requests' blocks that the last reported KV usage includes
+        self._freed = 0  #: of these, blocks that were freed since, or that the router counts itself
         self._waiting: dict[int, ExternalRequest] = {}
         self._running: dict[int, ExternalRequest] = {}
-        self._ended: dict[int, ExternalRequest] = {}  #: since the engine was last asked for its metrics
+        self._ended: dict[int, ExternalRequest] = {}  #: requests that ended since the last metrics query was sent
         self._heard_at = 0.0
-        self._started_at = -inf  #: when the last first token came
+        self._started_at = -inf  #: when a request's first token last arrived
         self._reports = 0
         self._counters = CacheCounters()
 
     def begin(self, metrics: EngineMetrics) -> None:
-        """The engine was let in: none of our requests runs there."""
+        """Start over with an engine that has just joined and runs none of our requests."""
         self._waiting.clear()
         self._running.clear()
         self._ended.clear()
@@ -138,7 +138,7 @@ class ExternalLoad:
         )
 
     def asks(self) -> None:
-        """Its metrics are asked for: the answer counts what ends until it is read as in flight."""
+        """Note that metrics are being queried: the answer may still count requests that end before it arrives."""
         self._ended.clear()
 
     def look(self, metrics: EngineMetrics) -> None:
@@ -156,7 +156,7 @@ class ExternalLoad:
         self._waiting[request.request_id] = request
 
     def heard(self, request: ExternalRequest, now: float) -> bool:
-        """Tokens of the request arrived. Returns whether they are its first."""
+        """Record that tokens of the request arrived. Returns whether they are its first."""
         before, request.heard_at = request.heard_at, now
         self._heard_at = now
         if request.request_id in self._running:
@@ -181,7 +181,7 @@ class ExternalLoad:
         self._prefilling = _Prefills(now)
 
     def ended(self, request: ExternalRequest) -> None:
-        """The request has left the engine; harmless when repeated."""
+        """Record that the request has left the engine. Idempotent."""
         if self._waiting.pop(request.request_id, None) is not None:
             self._prefilling = None
         if self._running.pop(request.request_id, None) is not None:
@@ -195,7 +195,7 @@ class ExternalLoad:
     def report(self, now: float, *, cached_blocks: int) -> LoadReport:
         self._reports += 1
         total = self.description.num_blocks
-        # Usage is up to a second old: with what has ended since, a small cache would look full, and be avoided.
+        # Usage is up to a second old: without what ended since, a small cache would look full and be avoided.
         free = min(total, total - round(total * (self._metrics.kv_usage or 0.0)) + self._freed)
         return LoadReport(
             epoch=self.description.epoch,
@@ -230,15 +230,15 @@ class ExternalLoad:
 
 
 def metric_ranks(metrics: str) -> tuple[int, ...]:
-    """The data-parallel ranks that vLLM's metrics are labelled with."""
+    """The data-parallel ranks in the labels of vLLM's metrics."""
     found = {dict(_LABEL.findall(sample["labels"] or "")).get("engine", "") for sample in _SAMPLE.finditer(metrics)}
     return tuple(sorted(int(rank) for rank in found if rank.isdecimal()))
 
 
 def read_metrics(metrics: str, rank: int | None = None) -> EngineMetrics:
-    """Parse Prometheus' text form with vLLM's or SGLang's names. Values that are not numbers count as missing.
+    """Parse Prometheus text with vLLM's or SGLang's metric names. Values that are not numbers count as missing.
 
-    `rank`: that of one data-parallel rank; None: of all together.
+    `rank`: only this data-parallel rank; None: all ranks together.
     """
     running: list[float] = []
     waiting: list[float] = []

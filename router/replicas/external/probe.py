@@ -1,7 +1,7 @@
-"""Whether an engine may join: it must serve the right model, with the same tokens and blocks of the router's size.
+"""Decides whether an engine may join: it must serve the right model with the router's tokenization and block size.
 
-`examine` decides, purely; `probe` asks. A difference is an error that names the field, since it would otherwise show
-only as wrong answers or as a hit rate of zero. What an engine does not report cannot be compared and is accepted.
+`examine` is the pure decision; `probe` queries the engine. A difference is an error that names the field; otherwise it
+would show only as wrong answers or a hit rate of zero. Values that an engine does not report are accepted.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from .load import EngineMetrics, read_metrics
 Read = TypeVar("Read")
 
 PROBE_TIMEOUT_S = 10.0
-#: Its token ids differ between tokenizers: letters of several scripts, digits, white space, no special tokens.
+#: A text whose token ids differ between tokenizers: several scripts, digits, white space, no special tokens.
 CANARY = "The quick brown fox jumps over 13 lazy dogs.\n\n  Größe, naïve, 東京, привет \t{'a': [1, 22, 333]}"
 
 CANARY_CHAT = [{"role": "user", "content": CANARY}]
@@ -26,19 +26,19 @@ CANARY_CHAT = [{"role": "user", "content": CANARY}]
 
 @dataclass(slots=True, frozen=True)
 class ExternalTerms:
-    """What every external engine must match."""
+    """The requirements for external engines."""
 
-    model_names: tuple[str, ...]  #: any of these is the served model
+    model_names: tuple[str, ...]  #: accepted names of the served model
     max_model_len: int
     block_size: int
-    canary_ids: tuple[int, ...] | None  #: of `CANARY`, by the router's tokenizer; None: compared already
+    canary_ids: tuple[int, ...] | None  #: the router's token ids of `CANARY`; None: not compared here
     max_running_requests: int
     api_key: str = ""
-    chat_ids: tuple[int, ...] = ()  #: of a chat that says `CANARY`, by the router's template; empty: not compared
+    chat_ids: tuple[int, ...] = ()  #: the router's token ids of `CANARY_CHAT`, with its template; empty: not compared
 
 
 def started_terms(description: ReplicaDescription) -> ExternalTerms:
-    """For an engine that was started, and whose tokens and blocks were compared, by the one who describes it."""
+    """Terms for an engine that the cluster started, whose tokenizer and block size it has already compared."""
     return ExternalTerms(
         model_names=(description.model.name,),
         max_model_len=description.model.max_model_len,
@@ -71,12 +71,12 @@ def examine(
     canary_ids: Sequence[int] | None,
     block_size: int | None,
 ) -> str:
-    """The engine's name of the model. None: the engine does not report it. Raises ParityMismatch."""
+    """Return the model's name at the engine. Arguments are None if not reported. Raises ParityMismatch."""
     card = next((card for card in cards if {card.id, card.root} & set(terms.model_names)), None)
     if card is None:
         offered = ", ".join(card.id for card in cards) or "none"
         raise ParityMismatch(
-            replica, "model", " or ".join(terms.model_names), offered, remedy="name the backend's by --backend-model"
+            replica, "model", " or ".join(terms.model_names), offered, remedy="pass its name with --backend-model"
         )
     if card.max_model_len is not None and card.max_model_len < terms.max_model_len:
         remedy = f"start homing with --max-model-len {card.max_model_len}"
@@ -93,7 +93,7 @@ def examine(
 async def probe(
     client: Client, replica: str, terms: ExternalTerms, rank: int | None = None
 ) -> tuple[str, EngineMetrics]:
-    """The engine's name of the model, and its metrics. Raises BackendUnreachableError or ParityMismatch."""
+    """Query the model's name at the engine and the metrics. Raises BackendUnreachableError or ParityMismatch."""
     health = await client.ask("GET", "/health", timeout_s=PROBE_TIMEOUT_S)
     if health.status != 200:
         raise BackendUnreachableError(f"{client.address.url}/health answers {health.status}")
@@ -107,26 +107,26 @@ async def probe(
 
 
 async def same_chats(client: Client, terms: ExternalTerms) -> bool:
-    """Whether the engine renders chats as this router does, as far as it says. Raises BackendUnreachableError."""
+    """Whether the engine renders chats like this router; True if it cannot tell. Raises BackendUnreachableError."""
     asked = msgspec.json.encode({"messages": CANARY_CHAT, "add_generation_prompt": True})
     tokens = await _read(client, "POST", "/tokenize", asked, _Tokens) if terms.chat_ids else None
     return tokens is None or tuple(tokens.tokens) == terms.chat_ids
 
 
 async def read_cards(client: Client) -> list[Card] | None:
-    """The models that the engine offers; None where it does not say. Raises BackendUnreachableError."""
+    """The models that the engine offers; None: not reported. Raises BackendUnreachableError."""
     cards = await _read(client, "GET", "/v1/models", b"", _Cards)
     return None if cards is None else cards.data
 
 
 async def ask_metrics(client: Client, timeout_s: float, rank: int | None = None) -> EngineMetrics:
-    """The engine's `/metrics`; empty where there are none. Raises BackendUnreachableError."""
+    """The engine's `/metrics`; empty if it has none. Raises BackendUnreachableError."""
     answer = await client.ask("GET", "/metrics", timeout_s=timeout_s)
     return read_metrics(answer.body.decode(errors="replace"), rank) if answer.status == 200 else EngineMetrics()
 
 
 async def _read(client: Client, method: str, path: str, body: bytes, kind: type[Read]) -> Read | None:
-    """None where the server has no such path, or the answer is of another form."""
+    """Query and decode JSON; None if the server has no such path or the answer has another form."""
     answer = await client.ask(method, path, body, timeout_s=PROBE_TIMEOUT_S)
     if answer.status != 200:
         return None

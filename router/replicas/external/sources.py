@@ -1,6 +1,6 @@
-"""Lists of engines that change while the router runs: a file, and a name in DNS.
+"""Engine lists that can change while the router runs: a file and a DNS name.
 
-`read` blocks, and returns None where nothing has changed since the last call.
+`read` blocks; it returns None if nothing has changed since the last call.
 """
 
 import socket
@@ -13,7 +13,7 @@ from ...errors import BackendsInvalid
 from .discovery import EngineAddress
 from .http_client import Address
 
-#: Before a URL whose host stands for all the addresses that it has, as that of a headless Service of Kubernetes does.
+#: Prefix of a URL that lists an engine at every address of its host, such as that of a headless Kubernetes Service.
 NAME_PREFIX = "dns+"
 
 
@@ -30,7 +30,7 @@ class EngineFile:
         self._seen = b""
 
     def read(self) -> list[EngineAddress] | None:
-        """Raises BackendsInvalid."""
+        """The engines in the file; None: unchanged. Raises BackendsInvalid."""
         try:
             content = self._path.read_bytes()
         except OSError as error:
@@ -46,7 +46,7 @@ class EngineFile:
 
 
 def addresses_of(host: str, port: int) -> set[str]:
-    """Those of a name in DNS; none if it is unknown."""
+    """The IP addresses of a host name; empty if it is unknown."""
     try:
         return {str(each[4][0]) for each in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
     except OSError:
@@ -70,7 +70,7 @@ class EngineName:
         self._seen: list[str] = []
 
     def read(self) -> list[EngineAddress] | None:
-        """A name without an address lists no engines. Where event sockets have its name, each engine's host is put."""
+        """One engine per address of the name; None: unchanged. The name in event addresses is replaced likewise."""
         about = self._address
         hosts = sorted(self._resolve(about.host, about.port))
         if hosts == self._seen:

@@ -240,7 +240,7 @@ async def test_an_engine_is_asked_for_no_embeddings(pair: Cluster) -> None:
     """It would answer with text; a replica of ours may take the request."""
     asked = msgspec.structs.replace(request_of(PROMPT), embedding=EmbeddingParams("last"))
 
-    with pytest.raises(RouterError, match="makes no embeddings"):
+    with pytest.raises(RouterError, match="does not support embeddings"):
         await anext(Reading(pair.service.generate(asked)))
 
     assert not any(engine.bodies for engine in pair.engines.values())
