@@ -1,4 +1,4 @@
-"""Who sends a request and what they may use: API keys, rate limits, usage shared between router processes.
+"""Callers and their limits: API keys, tenants, rate limits, and usage shared between router processes.
 
-Imported by `http` and `metrics`. Must not know routing or HTTP.
+Imported by `http` and `metrics`. Must not depend on routing or HTTP.
 """

@@ -1,9 +1,9 @@
-"""API keys, the tenants that hold them, and which tenants share cached blocks.
+"""API keys, the tenants that own them, and which tenants share cached blocks.
 
-Pure, except for `read_tenants`, which reads the file. `rate_limits.py` counts what tenants use.
+Pure, except for `read_tenants`, which reads the keys file. `rate_limits.py` tracks the tenants' usage.
 
-Without a file every key is a tenant of its own, and callers without a key are one more. With a file only its keys are
-accepted. It holds sha256 digests, so whoever reads it cannot make requests in a tenant's name.
+Without a keys file, every key is a separate tenant, and all callers without a key are one more. With a file, only its
+keys are accepted. It contains sha256 digests, so reading it does not allow anyone to act as a tenant.
 """
 
 from dataclasses import dataclass
@@ -23,59 +23,59 @@ from .rate_limits import TenantLimits
 
 Struct = TypeVar("Struct", bound=msgspec.Struct)
 UNLIMITED = TenantLimits()
-#: The tenant with the key of the setting `api_key`.
+#: Name of the tenant whose key is the setting `api_key`.
 OWN_TENANT = "api-key"
-#: Bytes of a tenant's digest and of a cache salt.
+#: Length of a tenant's digest and of a cache salt.
 DIGEST_BYTES = 16
-#: Longer keys of unnamed tenants are not cached: a key may fill an HTTP head of 64 KiB, and thousands are cached.
+#: Longer keys of unnamed tenants are not cached: a key can fill an HTTP head of 64 KiB, and thousands are cached.
 REMEMBERED_CHARACTERS = 256
-#: Digests are found by their first bytes and then compared whole, in constant time.
+#: Digests are looked up by their first bytes, then compared in full in constant time.
 _BUCKET_BYTES = 4
 
 
 @dataclass(slots=True, frozen=True)
 class Tenant:
-    """A caller to whom budgets and limits apply."""
+    """A caller, the unit to which budgets and limits apply."""
 
-    digest: bytes  #: 16 bytes; stands for the tenant wherever its name or key must not appear
-    sharing: bytes  #: a digest; tenants with equal ones share cached blocks; empty: callers without a key
-    admin: bool  #: may do what affects all tenants, such as resetting the caches
-    name: str = ""  #: as in the file; empty without one
+    digest: bytes  #: 16 bytes; identifies the tenant where its name or key must not appear
+    sharing: bytes  #: a digest; tenants with the same one share cached blocks; empty: callers without a key
+    admin: bool  #: whether it may do what affects all tenants, such as resetting the caches
+    name: str = ""  #: name in the keys file; empty without a file
     limits: TenantLimits = UNLIMITED
 
     @property
     def label(self) -> str:
-        """For logs: the name, or what distinguishes an unnamed caller from others."""
+        """The name for logs; for unnamed callers the start of their digest."""
         return self.name or self.digest[:4].hex()
 
     def cache_salt(self, narrowed_by: str | None) -> bytes:
-        """Requests share cached blocks only under equal salts. A caller can narrow its own further."""
+        """The salt of the caller's requests. Only equal salts share cached blocks; `narrowed_by` restricts further."""
         if not self.sharing and not narrowed_by:
             return b""
         return _digest(b"homing-salt", self.sharing, (narrowed_by or "").encode())
 
 
 class KeyEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One key of the file."""
+    """One key in the keys file."""
 
-    key_sha256: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$")]  #: hex, of the key's UTF-8 bytes
+    key_sha256: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$")]  #: hex digest of the key's UTF-8 bytes
     tenant: Annotated[str, Meta(min_length=1)]
-    group: Annotated[str, Meta(min_length=1)] | None = None  #: tenants of one group share cached blocks
+    group: Annotated[str, Meta(min_length=1)] | None = None  #: tenants of the same group share cached blocks
     admin: bool = False
 
 
 class KeysFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The content of the file."""
+    """The content of the keys file."""
 
     keys: list[KeyEntry]
-    tenants: dict[str, Any] = {}  #: `TenantLimits`, converted one by one: msgspec's errors do not name keys of maps
+    tenants: dict[str, Any] = {}  #: `TenantLimits`, converted individually: msgspec's errors do not name dict keys
 
 
 class Tenants:
-    """All tenants that are accepted."""
+    """All accepted tenants."""
 
     def __init__(self, keys: KeysFile | None = None) -> None:
-        """None: every key is a tenant, and all of them are admins. Raises KeysFileInvalid."""
+        """`keys` None: every key is a tenant and an admin. Raises KeysFileInvalid."""
         self._buckets: dict[bytes, list[tuple[bytes, Tenant]]] | None = None
         if keys is None:
             return
@@ -89,12 +89,12 @@ class Tenants:
             self._buckets.setdefault(digest[:_BUCKET_BYTES], []).append((digest, tenant))
 
     def named(self) -> list[Tenant]:
-        """The tenants of the file, each once; none without a file."""
+        """The tenants in the keys file, without duplicates; empty without a file."""
         known = [tenant for bucket in (self._buckets or {}).values() for _, tenant in bucket]
         return list({tenant.digest: tenant for tenant in known}.values())
 
     def of(self, authorization: str | None) -> Tenant:
-        """The tenant with the key of this Authorization header. Raises MissingKey and UnknownKey."""
+        """The tenant that owns the key in this Authorization header. Raises MissingKey or UnknownKey."""
         key = (authorization or "").removeprefix("Bearer ").strip()
         if self._buckets is None:
             return _remembered(key) if len(key) <= REMEMBERED_CHARACTERS else _unnamed(key)
@@ -108,7 +108,7 @@ class Tenants:
 
 
 def read_tenants(path: str, api_key: str = "") -> Tenants:
-    """The tenants of a YAML file, and the one with `api_key`; without either, every key is a tenant.
+    """The tenants in a YAML file, plus the one with `api_key`; if both are empty, every key is a tenant.
 
     Raises KeysFileInvalid.
     """
@@ -129,7 +129,7 @@ def read_tenants(path: str, api_key: str = "") -> Tenants:
 
 
 def tenants_of(content: Any, own: KeyEntry | None = None) -> Tenants:
-    """The tenants of a file's content, and of one more key. Raises KeysFileInvalid, which names the entry."""
+    """The tenants in a keys file's content, plus those of `own`. Raises KeysFileInvalid, which names the entry."""
     keys = _converted(content, KeysFile, "")
     return Tenants(msgspec.structs.replace(keys, keys=[*keys.keys, own]) if own else keys)
 

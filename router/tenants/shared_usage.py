@@ -1,10 +1,10 @@
-"""Usage of tenants that several router processes share: one file, mapped by all of them.
+"""Tenants' usage shared between router processes, in one file that all of them map into memory.
 
-`rate_limits.py` says what the numbers mean. The processes share a port, so they run on one machine and have the same
+`rate_limits.py` explains the numbers. The processes share a port, so they run on one machine and have the same
 monotonic clock. A record is a tenant's digest followed by doubles, initially 0: the used part of both rates, each with
-its time, and the number of running requests of each router. A record is locked for each change, so the limits hold
-exactly, however unevenly the kernel distributes connections and whichever router dies. The kernel releases the locks of
-a process that dies.
+its time, and the number of running requests per router. A record is locked for each change, so the limits hold exactly,
+no matter how unevenly the kernel distributes connections or which router dies. The kernel releases the locks of a
+process that dies.
 """
 
 import fcntl
@@ -19,15 +19,15 @@ from .api_keys import DIGEST_BYTES
 from .rate_limits import UsageRecord
 
 _DOUBLE = calcsize("d")
-#: Numbers of the two rates, which precede those of the routers.
+#: Doubles for the two rates, which precede the per-router numbers.
 _RATES = 4
 
 
 class SharedUsage:
-    """The records as router `seat` of `seats` sees them."""
+    """The shared file as used by router number `seat` of `seats`."""
 
     def __init__(self, path: Path, *, seat: int, seats: int) -> None:
-        """Creates the file if it does not exist. Raises OSError."""
+        """Open the file; create it if it does not exist. Raises OSError."""
         assert 0 <= seat < seats, f"router {seat} of {seats}"
         self._path = path
         self._record_bytes = DIGEST_BYTES + (_RATES + seats) * _DOUBLE
@@ -35,7 +35,7 @@ class SharedUsage:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
     def records(self, tenants: Sequence[bytes]) -> dict[bytes, UsageRecord]:
-        """The records of the tenants with these digests. Clears what an earlier process of this seat was running."""
+        """Records by tenant digest, added where missing. Resets running requests of this seat's previous process."""
         with _Lock(self._file, 0, 0):
             content = os.pread(self._file, os.fstat(self._file).st_size, 0)
             places = {content[at : at + DIGEST_BYTES]: at for at in range(0, len(content), self._record_bytes)}
@@ -49,7 +49,7 @@ class SharedUsage:
         return {tenant: self._record(shared, places[tenant]) for tenant in tenants}
 
     def close(self) -> None:
-        """Remove the file at the end of the cluster; processes that have it open keep it. A crash leaves it behind."""
+        """Delete the file. Other processes that have it open can still use it; after a crash the file remains."""
         os.close(self._file)
         self._path.unlink(missing_ok=True)
 
@@ -62,7 +62,7 @@ class SharedUsage:
 
 
 class _Lock(AbstractContextManager[None]):
-    """A part of the file, locked by one process at a time; a length of 0 means everything from there on."""
+    """An exclusive lock between processes on a part of the file; length 0 extends to the end of the file."""
 
     __slots__ = ("_file", "_length", "_start")
 
