@@ -1,6 +1,6 @@
-"""What a router's page and `homing top` show beyond `ClusterView`: requests, decisions, prefixes and evictions.
+"""Data that a router's live page and `homing top` show besides `ClusterView`: requests, decisions, prefixes, evictions.
 
-Types alone. None of them holds a prompt or a part of one: prefixes are shown by hashes and lengths.
+Types only. None of them contains prompt text or tokens: prefixes are shown by hash and length.
 """
 
 import msgspec
@@ -9,26 +9,26 @@ from .backend import Explanation
 
 
 class PrefixNode(msgspec.Struct, frozen=True, kw_only=True):
-    """A stretch of the tree of recent prompts: its blocks follow each other, and the same requests went through all."""
+    """A node in the prefix tree of recent prompts: consecutive blocks that occur in the same requests."""
 
-    parent: int | None  #: place of its parent in the list
-    last_hash: int  #: of its last block, as the index names it; stands for the whole prefix
-    start: int  #: blocks of the prefix before it
+    parent: int | None  #: index of the parent in the list; None: the node starts a prompt
+    last_hash: int  #: wire hash of its last block, which identifies the whole prefix
+    start: int  #: number of blocks in the prefix before the node
     blocks: int
-    requests: int  #: of the recent ones, that begin with it
-    held: dict[str, int]  #: by replica: how many of these blocks it holds; those that hold none are left out
-    evicted_next: dict[str, int]  #: by replica: how many of them are among the next that it would evict
+    requests: int  #: number of recent requests with this prefix
+    held: dict[str, int]  #: number of these blocks that a replica holds, by replica, without zeros
+    evicted_next: dict[str, int]  #: number of these blocks that a replica would evict next, by replica, without zeros
 
 
 class RoutedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The last decision for a request, and what came of it. Times are seconds of the router's clock."""
+    """The last decision for a request and the request's progress. Times are seconds of the router's clock."""
 
-    number: int  #: rises with each decision of this model in this router
+    number: int  #: increases with each decision of this model in this router
     at: float
     trace_id: str
     tenant: bytes
     explanation: Explanation
-    state: str  #: a `Phase`, or the outcome of a request that is over
+    state: str  #: the request's `Phase`, or its outcome if it is over
     ttft_s: float | None
     cached_tokens: int | None
     generated_tokens: int
@@ -36,7 +36,7 @@ class RoutedRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunningRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that is not over."""
+    """An unfinished request."""
 
     arrived: float
     trace_id: str
@@ -51,17 +51,17 @@ class RunningRequest(msgspec.Struct, frozen=True, kw_only=True):
 class FailedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request that ended with an error."""
 
-    number: int  #: rises
+    number: int  #: increases with each failure
     at: float
     trace_id: str
     tenant: bytes
     replica: str | None
-    status: int  #: the HTTP status of that error
+    status: int  #: the error's HTTP status
     reason: str
 
 
 class ModelActivity(msgspec.Struct, frozen=True, kw_only=True):
-    """One version of a model, as the router sees it now. Every list has a limit."""
+    """The current activity of one version of a model. The length of every list is limited."""
 
     model: str
     block_size: int
@@ -69,4 +69,4 @@ class ModelActivity(msgspec.Struct, frozen=True, kw_only=True):
     routed: list[RoutedRequest]  #: newest first
     running: list[RunningRequest]  #: oldest first
     failed: list[FailedRequest]  #: newest first
-    next_evictions: dict[str, tuple[int, ...]]  #: by replica: what it would evict next, as of its last answer
+    next_evictions: dict[str, tuple[int, ...]]  #: wire hashes that each replica would evict next, by its last answer

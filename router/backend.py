@@ -1,6 +1,6 @@
-"""The interface between the HTTP front and the routing side. The front is tested with a fake of it.
+"""The interface between the HTTP front and the routing side; the front's tests use a fake of it.
 
-Types alone: no sockets, no HTTP, no tokenizer. `ModelVersions` and `RouterService` (router/replicas) implement it.
+Types only: no sockets, no HTTP, no tokenizer. `ModelVersions` and `RouterService` (router/replicas) implement it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, frozen=True)
 class TextDigests:
-    """Which tokenizer and chat template a folder has."""
+    """Digests that identify a folder's tokenizer and chat template."""
 
     tokenizer: str
     template: str
@@ -37,11 +37,11 @@ class TextDigests:
 
 @dataclass(slots=True, frozen=True)
 class TextSource:
-    """Where a tokenizer and a chat template are, and which they are: the folder may get others later."""
+    """The folder of a tokenizer and a chat template, with their digests, as its content may change later."""
 
     path: str
     digests: TextDigests
-    model_path: str = ""  #: where the model's configuration is; empty: `path`
+    model_path: str = ""  #: folder of the model's configuration; empty: `path`
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,29 +51,29 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     traceparent: str = ""  #: W3C trace context, for engines that trace
     token_ids: bytes  #: the prompt, uint32 LE, at least one token
     sampling: SamplingParams  #: fully resolved
-    salt: bytes = b""  #: requests share cached blocks only under the same salt
-    session: str | None = None  #: requests of one session prefer one replica
-    priority: int = 0  #: lower goes first, among all tenants' requests
-    own_order: int = 0  #: likewise among the requests of its tenant that wait in the router
-    tenant: bytes = b""  #: shares the queue with other tenants by weight
-    weight: float = 1.0  #: the tenant's share in the queue
+    salt: bytes = b""  #: only requests with the same salt share cached blocks
+    session: str | None = None  #: requests of the same session prefer the same replica
+    priority: int = 0  #: across all tenants; lower goes first
+    own_order: int = 0  #: among the tenant's own waiting requests; lower goes first
+    tenant: bytes = b""  #: the tenant's digest; tenants share the queue by weight
+    weight: float = 1.0  #: the tenant's relative share of the queue
     deadline: float | None = None  #: monotonic seconds; None: `request_timeout_s` from now
-    tokens_per_delta: int = 1  #: after the first token, deltas may wait until they hold so many
-    pins: tuple[Pin, ...] = ()  #: prefixes of the prompt to keep where it runs
-    constraint: Constraint | None = None  #: what the answer must match; checked already
-    chat: bytes = b""  #: the same as a JSON chat, for an external engine's own template and parsers; empty: ids only
-    embedding: EmbeddingParams | None = None  #: no tokens are generated: the only delta has the prompt's vector
+    tokens_per_delta: int = 1  #: after the first token, deltas may be held back until they have this many tokens
+    pins: tuple[Pin, ...] = ()  #: prefixes of the prompt to keep cached on the replica
+    constraint: Constraint | None = None  #: what the answer must match; already validated
+    chat: bytes = b""  #: the prompt as a JSON chat, for an external engine's own template and parsers; empty: ids only
+    embedding: EmbeddingParams | None = None  #: set: generate no tokens; the only delta has the prompt's vector
 
 
 class TextOutput(msgspec.Struct, frozen=True, array_like=True):
-    """Output of an engine that reports no token ids. Such a request cannot continue at another replica."""
+    """Output of an engine that reports no token ids. Such a request cannot continue on another replica."""
 
     request_id: int
     text: str
-    num_tokens: int  #: that the text stands for, as far as the engine reports it
+    num_tokens: int  #: tokens in the text, estimated if the engine does not report it
     finish_reason: FinishReason | None = None
     cached_tokens: int | None = None
-    #: `text` with reasoning and calls, if the engine told them apart; empty: nothing but `text`
+    #: `text` split into text, reasoning and tool calls, if the engine parsed them; empty: only `text`
     deltas: Sequence[Delta] | None = None
 
 
@@ -81,72 +81,72 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
     """What one engine step added to a request. Only the last delta has a `finish_reason`."""
 
     token_ids: list[int]
-    text: str | None = None  #: instead of ids, from an engine that reports none
-    text_tokens: int = 0  #: that the text stands for
-    deltas: Sequence[Delta] | None = None  #: as in `TextOutput`
-    logprobs: list[PositionLogprobs] | None = None  #: one per token, if asked for
-    prompt_logprobs: list[PositionLogprobs | None] | None = None  #: on the first delta only, if asked for
+    text: str | None = None  #: text instead of ids, from an engine that reports no ids
+    text_tokens: int = 0  #: number of tokens in `text`
+    deltas: Sequence[Delta] | None = None  #: see `TextOutput.deltas`
+    logprobs: list[PositionLogprobs] | None = None  #: one per token, if requested
+    prompt_logprobs: list[PositionLogprobs | None] | None = None  #: only on the first delta, if requested
     finish_reason: FinishReason | None = None
-    #: prompt tokens taken from the cache; on the first delta, with external engines on the last
+    #: prompt tokens found in the cache; set on the first delta, with external engines on the last
     cached_tokens: int | None = None
-    queue_s: float | None = None  #: from its arrival until it was first sent; only set beside `cached_tokens`
-    predicted_cached_tokens: int | None = None  #: what the decision expected of `cached_tokens`; only set beside it
-    stop_token_id: int | None = None  #: the last token is this stop id (it is part of `token_ids`)
-    pinned_tokens: int | None = None  #: how far the prompt is pinned; only on the first delta of a request with pins
+    queue_s: float | None = None  #: seconds from arrival to first dispatch; set together with `cached_tokens`
+    predicted_cached_tokens: int | None = None  #: the decision's prediction of `cached_tokens`; set together with it
+    stop_token_id: int | None = None  #: the stop id that ended the answer; also the last of `token_ids`
+    pinned_tokens: int | None = None  #: length of the prompt's pinned prefix; only on the first delta, if it has pins
     embedding: bytes | None = None  #: float32 LE
-    #: on the first delta of a request of a session: the prompt's longest prefix that some replica had or was to have
+    #: with a session, on the first delta: longest prefix of the prompt that any replica held or was expected to hold
     known_tokens: int = 0
 
 
 class TokenSink(Protocol):
-    """Takes a request's deltas. Called on the service's loop, amid the work for other requests: it must not raise."""
+    """Receives a request's deltas. Called on the service's loop while it also serves other requests; must not raise."""
 
     def delta(self, delta: TokenDelta) -> None:
-        """The next delta, in order; the last one has a `finish_reason`."""
+        """Receive the next delta, in order; the last one has a `finish_reason`."""
 
     def failed(self, error: RouterError) -> None:
-        """The request failed; nothing follows."""
+        """The request failed. No call follows."""
 
 
 class TokenStream(Protocol):
-    """Deltas of one request, which its one sink gets as they arrive."""
+    """One request's deltas, which its single sink receives as they arrive."""
 
     @property
     def replica_id(self) -> str | None:
-        """Where the request runs or ran last; None while the router holds it."""
+        """The replica that the request is on or was last on; None while the router holds it."""
 
     def listen(self, sink: TokenSink) -> None:
-        """Hand over all deltas, from the first on, as they arrive. Call it once. After `cancel` there are none."""
+        """Pass all deltas to the sink, from the first one on, as they arrive. Call once. `cancel` ends the calls."""
 
     def cancel(self) -> None:
-        """Stop the request and free its blocks. Idempotent, and harmless after the end."""
+        """Stop the request and free its blocks. Idempotent; does nothing after the end."""
 
 
-#: How far a replica's events can be trusted; "syncing", "live" or "stale" in JSON.
+#: How far a replica's events can be trusted; "syncing", "live", "approximate" or "stale" in JSON.
 FeedState = FeedStatus
 
 
 class ReplicaScore(msgspec.Struct, frozen=True, kw_only=True):
-    """One row of a decision's table."""
+    """One replica's row in a decision's table."""
 
     replica_id: str
     feed: FeedState
     eligible: bool  #: not draining, silent or saturated
     held_blocks: int  #: longest prefix of the prompt that the replica holds, according to its events
-    expected_blocks: int  #: the same with the blocks that running requests will leave there
-    slower_blocks: dict[str, int] = {}  #: of `held_blocks`, those in slower memory than the GPU's, by medium
-    uncached_tokens: int  #: of this prompt, as counted in the score
-    queued_prefill_tokens: int  #: uncached tokens ahead of it
+    expected_blocks: int  #: the same, including blocks that running requests are expected to store
+    slower_blocks: dict[str, int] = {}  #: the part of `held_blocks` in memory slower than the GPU's, by medium
+    uncached_tokens: int  #: of this prompt, as used in the score
+    queued_prefill_tokens: int  #: uncached tokens queued ahead of it
     running: int
     waiting: int
     expected_ttft_s: float | None  #: None: the policy does not estimate it
-    others_s: float = 0.0  #: seconds that other prompts lose if this one is computed here
+    others_s: float = 0.0  #: delay of other prompts, in seconds, if this one is computed here
     chosen: bool
-    why: str  #: in words
+    why: str  #: the reason in words
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
-    """A decision and its reasons. Rows are in the order in which replicas joined, which never decides."""
+    """A decision and its reasons. Rows are in the order in which replicas joined, which does not affect decisions."""
 
     policy: str
     chosen: str | None  #: None: the request would be held
@@ -157,12 +157,12 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     replicas: list[ReplicaScore]
 
 
-#: joining: no load report yet; warming: it gets no requests before its cache holds the hottest prefixes.
+#: joining: no load report yet; warming: gets no requests until its cache holds the hottest prefixes.
 ReplicaState = Literal["joining", "warming", "serving", "draining", "silent"]
 
 
 class WarmUpProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """How much of a replica's warm-up is done, in prompt tokens. Tokens that prefixes share count for each of them."""
+    """Progress of a replica's warm-up in prompt tokens. Tokens shared by several prefixes count for each of them."""
 
     done_tokens: int
     planned_tokens: int
@@ -178,9 +178,9 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     feed: FeedState
     model: str
     num_blocks: int
-    indexed_blocks: int = 0  #: blocks of it in the router's index
-    expected_blocks: int = 0  #: blocks expected there from running requests
-    in_flight: int = 0  #: this router's requests there
+    indexed_blocks: int = 0  #: its blocks in the router's index
+    expected_blocks: int = 0  #: blocks that running requests are expected to store
+    in_flight: int = 0  #: this router's unfinished requests on it
     running: int = 0
     waiting: int = 0
     queued_prefill_tokens: int = 0
@@ -191,87 +191,87 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     report_age_s: float | None = None  #: None: no report yet
     pids: tuple[int, ...] = ()
     pinned_blocks: int = 0
-    event_endpoints: EventEndpoints | None = None  #: where it publishes its events
-    url: str | None = None  #: of an external engine's server; None: a replica of ours
+    event_endpoints: EventEndpoints | None = None  #: addresses where it publishes its events
+    url: str | None = None  #: an external engine's server; None: one of homing's own replicas
     trouble: str = ""  #: why that server cannot be reached
-    approximate: bool = False  #: it publishes no events: `indexed_blocks` are those of what was sent there
-    unplaced_blocks: int = 0  #: blocks that it announced with unknown content: not credited
-    warm_up: WarmUpProgress | None = None  #: by this router; None: there is no warm-up
+    approximate: bool = False  #: it publishes no events: `indexed_blocks` counts the blocks of prompts sent to it
+    unplaced_blocks: int = 0  #: blocks announced with unknown content, which are not credited
+    warm_up: WarmUpProgress | None = None  #: the warm-up by this router; None: there is none
 
 
 class AbsentReplica(msgspec.Struct, frozen=True, kw_only=True):
-    """A replica that is wanted and does not serve, as the controller reports it."""
+    """A replica that should exist but does not serve, as reported by the controller."""
 
     replica_id: str
-    model: str  #: as requests call it
+    model: str  #: the name that requests use
     state: Literal["starting", "rebuilding"]
-    reason: str  #: why it was lost, and what it waits for
+    reason: str  #: why it was lost and what it is waiting for
     since: float  #: seconds since 1970
 
 
 class EngineView(msgspec.Struct, frozen=True, kw_only=True):
-    """An external engine that the router is to use, and what was found out about it."""
+    """A listed external engine and what was found out about it."""
 
     name: str
     url: str
-    source: str  #: who lists it: `flags`, `api`, a file, or a name in DNS
+    source: str  #: where it is listed: `flags`, `api`, a file, or a DNS name
     summary: str  #: kind, version, model, limits and event sockets; empty: it has not answered
-    replicas: list[str]  #: one for each of its data-parallel ranks
+    replicas: list[str]  #: ids of its replicas, one per data-parallel rank
     missing: list[str]  #: what was not found, and what to do about it
-    trouble: str  #: why nothing is known of it
+    trouble: str  #: why it could not be queried
 
 
 class EngineList(Protocol):
-    """The engines of a router that is in front of external ones."""
+    """The list of external engines behind a router."""
 
     def views(self) -> list[EngineView]: ...
     async def add(self, url: str, events: str, replay: str) -> EngineView:
-        """List one more. Raises BackendsInvalid."""
+        """Add an engine. Raises BackendsInvalid."""
 
     def remove(self, url: str) -> EngineView:
-        """Requests that run there continue elsewhere. Raises EngineNotFound and BackendsInvalid."""
+        """Remove an engine. Its requests continue elsewhere. Raises EngineNotFound or BackendsInvalid."""
 
 
 class RefusedReplica(msgspec.Struct, frozen=True, kw_only=True):
-    """A replica that was refused, and why."""
+    """A refused replica and the reason."""
 
     replica_id: str
     epoch: int
-    field: str  #: of `Parity`, or `curve_keys`; for external engines also `model`, `tokenizer`, `max_model_len`
+    field: str  #: a field of `Parity`, or `curve_keys`; for external engines also `model`, `tokenizer`, `max_model_len`
     message: str
 
 
 class RouterCounters(msgspec.Struct, kw_only=True):
-    """Totals of one model since the router's start; plain numbers that metrics read."""
+    """Totals of one model since the router's start, as plain numbers that metrics read."""
 
     requests: int = 0  #: accepted by `generate`
     finished: int = 0  #: ended with a finish reason
     failed: int = 0  #: ended with an error
     cancelled: int = 0
-    rejected: int = 0  #: QueueFull, PromptTooLong and NoReplica
-    held: int = 0  #: requests that waited in the router at least once
-    continued: int = 0  #: times a request continued at another replica
-    duplicate_tokens: int = 0  #: delivered twice by replicas and dropped
-    malformed_frames: int = 0  #: of replicas' replies
+    rejected: int = 0  #: refused by `generate` with QueueFull or PromptTooLong
+    held: int = 0  #: requests that waited in the router on arrival
+    continued: int = 0  #: number of times that a request continued on another replica
+    duplicate_tokens: int = 0  #: tokens delivered twice by replicas and dropped
+    malformed_frames: int = 0  #: replies that could not be decoded
     malformed_events: int = 0
-    unsent: int = 0  #: messages that a full or lost connection did not take
+    unsent: int = 0  #: messages that a full or lost connection did not accept
     replicas_joined: int = 0
     replicas_lost: int = 0
     replicas_refused: int = 0
     refused_connections: int = 0  #: connections to replicas that failed because CURVE keys do not match
-    predicted_cached_tokens: int = 0  #: of finished requests
-    delivered_cached_tokens: int = 0
-    regret_tokens: int = 0  #: best hit forgone, summed over decisions
-    predictions_exact: int = 0  #: the first output had the predicted cached tokens, or a partial block more
-    predictions_low: int = 0  #: a whole block or more beyond what was predicted
-    predictions_high: int = 0  #: fewer than predicted
-    warm_up_requests: int = 0  #: for the caches of new replicas; not counted anywhere else
+    predicted_cached_tokens: int = 0  #: for finished requests
+    delivered_cached_tokens: int = 0  #: likewise
+    regret_tokens: int = 0  #: cached tokens forgone against the best replica, summed over decisions
+    predictions_exact: int = 0  #: reported cached tokens were as predicted, or less than a block more
+    predictions_low: int = 0  #: a whole block or more above the prediction
+    predictions_high: int = 0  #: below the prediction
+    warm_up_requests: int = 0  #: completed warm-up requests; not counted anywhere else
     warm_up_tokens: int = 0  #: prompt tokens that replicas computed for them
-    warm_ups_cut: int = 0  #: that ended early: requests waited, or the time was over
+    warm_ups_cut: int = 0  #: warm-ups that were ended before they were complete
 
 
 def total(counters: Iterable[RouterCounters]) -> RouterCounters:
-    """The sum over several models."""
+    """Sum the counters of several models."""
     each = list(counters)
     return RouterCounters(
         **{field: sum(getattr(one, field) for one in each) for field in RouterCounters.__struct_fields__}
@@ -281,16 +281,16 @@ def total(counters: Iterable[RouterCounters]) -> RouterCounters:
 class ModelView(msgspec.Struct, frozen=True, kw_only=True):
     """One model as the router sees it now."""
 
-    name: str  #: as requests call it
+    name: str  #: the name that requests use
     max_model_len: int | None  #: None: no replica has joined yet
-    serving: int  #: replicas
+    serving: int  #: number of serving replicas
     waiting: int  #: requests held by the router
     in_flight: int  #: requests sent to replicas
     counters: RouterCounters
 
 
 class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
-    """What /cluster shows."""
+    """The content of /cluster."""
 
     router_id: str
     policy: str
@@ -298,15 +298,15 @@ class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
     in_flight: int  #: requests sent to replicas
     models: list[ModelView]
     replicas: list[ReplicaView]
-    absent: list[AbsentReplica] = []  #: those that should be in `replicas` and are not
+    absent: list[AbsentReplica] = []  #: replicas that should exist but are not in `replicas`
     refused: list[RefusedReplica]
-    counters: RouterCounters  #: of all models together
+    counters: RouterCounters  #: the sum over all models
 
 
 def model_view(
     name: str, limits: ModelLimits | None, views: Sequence[ClusterView], counters: RouterCounters
 ) -> ModelView:
-    """The model whose replicas these views show."""
+    """Summarize the model whose replicas are in `views`."""
     return ModelView(
         name=name,
         max_model_len=limits.max_model_len if limits else None,
@@ -318,55 +318,55 @@ def model_view(
 
 
 class ModelBackend(Protocol):
-    """Takes requests for one model. All methods are called on the service's event loop."""
+    """Accepts requests for one model. All methods are called on the service's event loop."""
 
     def model(self) -> ModelLimits | None:
-        """Limits of the model, and the name under which it is served; None until a replica joined."""
+        """The model's limits and served name; None until a replica has joined."""
 
     def text(self) -> TextSource | None:
-        """What its requests are tokenized with; None until a replica joined."""
+        """The tokenizer and template for its requests; None until a replica has joined."""
 
     def generate(self, request: GenerationRequest) -> TokenStream:
         """Accept a request. Raises `NoReplica` (503), `QueueFull` (429) or `PromptTooLong` (400)."""
 
     def explain(self, request: GenerationRequest) -> Explanation:
-        """The table of the decision that `generate` would take now; changes nothing. Raises `NoReplica`."""
+        """Explain the decision that `generate` would make now; no side effects. Raises NoReplica or PromptTooLong."""
 
 
 class Backend(Protocol):
     """The routing side as the HTTP front sees it. All methods are called on the service's event loop."""
 
     def choose(self, model: str | None) -> ModelBackend:
-        """The backend for the next request to the model of this name; None: the only one.
+        """The backend for the next request to this model; None: the only one.
 
-        Use it for the whole request: the prompt is tokenized for the model that it returns.
+        Use it for the whole request, because the prompt must be tokenized for the version that it serves.
 
-        Raises `ModelNotFound` (404), `InvalidRequest` where there are several and none is named, and `NoReplica`.
+        Raises `ModelNotFound` (404), `InvalidRequest` if `model` is None and there are several, or `NoReplica`.
         """
 
     def models(self) -> list[ModelLimits]:
-        """Of every model that has had a replica, so that prompts can be tokenized for it."""
+        """The limits of every model that has had a replica, so that prompts can be tokenized for it."""
 
     def texts(self) -> list[TextSource]:
-        """What the requests of all models, and of old versions that are being replaced, are tokenized with."""
+        """The tokenizers and templates of all models, including versions that are being replaced."""
 
     def exact(self) -> bool:
-        """Whether the index has been exact for every replica at once, since the start."""
+        """Whether the index was, at any time since the start, exact for all replicas at once."""
 
     def view(self) -> ClusterView:
         """The cluster as the router sees it now."""
 
     def activity(self) -> "list[ModelActivity]":
-        """Requests, decisions and prefixes of each model. Takes milliseconds: only for people who watch.
+        """Requests, decisions and prefixes of each model. Takes milliseconds, so only for interactive views.
 
-        Asks the replicas which blocks they would evict next; their answers are part of later calls.
+        Asks the replicas which blocks they would evict next; a later call returns their answers.
         """
 
     def end_requests(self) -> None:
-        """End every running request with `RouterClosed`. Harmless when repeated."""
+        """End every running request with `RouterClosed`. Idempotent."""
 
     async def reset_caches(self, model: str | None = None) -> list[str]:
-        """Have every replica (of this model) forget its cached blocks; returns their ids.
+        """Make every replica (of this model) drop its cached blocks; returns the replica ids.
 
         Raises `ModelNotFound`, `NoReplica`, `CacheInUse` (409) or `ReplicaLost`.
         """

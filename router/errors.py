@@ -1,7 +1,7 @@
-"""Errors of the router. Their text can be shown to a client; each class has the HTTP status of a response to it.
+"""The router's errors. Their messages can be shown to clients; each class has the HTTP status for the response.
 
-4xx: the caller's fault. 503: not now. 500: a failed request, a fault of this process, or an error of the operator.
-`http_status`, `error_type`, `code` and `param` become OpenAI's error object in `http/errors.py`.
+4xx: the caller's fault. 503: not possible now. 500: a failed request, a fault of this process or an operator's mistake.
+`http/errors.py` turns `http_status`, `error_type`, `code` and `param` into OpenAI's error object.
 """
 # ruff: noqa: N818 - these names say what happened to a request; clients read them in docs and logs without "Error".
 
@@ -22,7 +22,7 @@ _ERROR_TYPES = {
 
 
 class RouterError(Exception):
-    """Base class. A subclass that names no status or code inherits its parent's."""
+    """Base class. A subclass inherits its parent's status and code unless it gives its own."""
 
     http_status: ClassVar[int] = 500
     error_type: ClassVar[str] = "server_error"
@@ -36,7 +36,7 @@ class RouterError(Exception):
             cls.code = code
 
     def __init__(self, message: str, *, param: str | None = None, retry_after_s: float | None = None) -> None:
-        """`param`: name of the offending field. `retry_after_s`: when another attempt may succeed."""
+        """`param`: name of the offending field. `retry_after_s`: seconds after which a retry may succeed."""
         super().__init__(message)
         self.message = message
         self.param = param
@@ -48,7 +48,7 @@ class InvalidRequest(RouterError, status=400, code="invalid_value"):
 
     @classmethod
     def field(cls, param: str, reason: str) -> Self:
-        """With the name of the field before the reason."""
+        """An error whose message starts with the name of the field."""
         return cls(f"field {param!r}: {reason}", param=param)
 
 
@@ -57,7 +57,7 @@ class InvalidJson(InvalidRequest, code="invalid_json"):
 
 
 class PreviousResponseNotFound(InvalidRequest, code="previous_response_not_found"):
-    """The conversation that a response is to continue is not stored, or no longer."""
+    """The response that a request wants to continue is not stored (any more)."""
 
     def __init__(self, response_id: str) -> None:
         super().__init__(f"previous response {response_id!r} not found", param="previous_response_id")
@@ -72,14 +72,14 @@ class TemplateRefusal(InvalidRequest, code="invalid_messages"):
 
 
 class ThreadUnsupported(InvalidRequest, code="thread_unsupported_request"):
-    """A request of Messages relies on messages that the server would keep; its clients then send all of them."""
+    """A Messages request relies on messages stored by the server. Clients then resend the whole conversation."""
 
     def __init__(self) -> None:
-        super().__init__("thread: this server keeps no messages; send the whole conversation", param="thread")
+        super().__init__("thread: this server stores no messages; send the whole conversation", param="thread")
 
 
 class PromptOverLimit(InvalidRequest, code="prompt_over_limit"):
-    """The prompt is longer than its tenant may send."""
+    """The prompt exceeds its tenant's limit."""
 
     def __init__(self, prompt_tokens: int, most: int, *, at_least: bool = False) -> None:
         super().__init__(
@@ -94,7 +94,7 @@ class PromptTooLong(RouterError, status=400, code="context_length_exceeded"):
     def __init__(
         self, prompt_tokens: int, max_model_len: int, *, param: str | None = None, at_least: bool = False
     ) -> None:
-        """`at_least`: it may have more."""
+        """`at_least`: `prompt_tokens` is a lower bound."""
         super().__init__(
             f"the prompt has {'at least ' * at_least}{prompt_tokens} tokens; "
             f"the model's context is {max_model_len} tokens and must also hold at least one generated token",
@@ -111,11 +111,11 @@ class MalformedRequest(RouterError, status=400, code="malformed_http"):
 
 
 class MissingKey(RouterError, status=401, code="missing_api_key"):
-    """The server accepts only the API keys of its keys file, and the request has none."""
+    """The server requires an API key, and the request has none."""
 
 
 class UnknownKey(RouterError, status=401, code="invalid_api_key"):
-    """The API key is not in the keys file."""
+    """The API key is not among the accepted ones."""
 
 
 class NotAllowed(RouterError, status=403, code="not_allowed"):
@@ -169,7 +169,7 @@ class BodyTooLarge(RouterError, status=413, code="body_too_large"):
 
 
 class NotJson(RouterError, status=415, code="unsupported_media_type"):
-    """A body of another type, or a request that a web page could send without asking the server first."""
+    """The body is not declared as JSON, so a web page could have sent it without a CORS preflight request."""
 
 
 class HeadTooLarge(RouterError, status=431, code="head_too_large"):
@@ -184,17 +184,17 @@ class QueueFull(RouterError, status=429, code="queue_full"):
 
 
 class TooManyBodies(RouterError, status=429, code="too_many_bodies"):
-    """Large bodies are more than the server has memory for; this is the largest of the client with the most."""
+    """Large bodies together exceed the server's memory limit; rejects the largest of the client with the most."""
 
     def __init__(self, most: int) -> None:
         super().__init__(f"{most} bytes of large bodies are being received; try again in 1 s", retry_after_s=1.0)
 
 
 class TooManyViewers(RouterError, status=429, code="too_many_viewers"):
-    """The live page has as many viewers as the server lets in."""
+    """The live page has reached its maximum number of viewers."""
 
     def __init__(self, most: int) -> None:
-        super().__init__(f"{most} viewers watch already; try again in 10 s", retry_after_s=10.0)
+        super().__init__(f"{most} viewers are connected already; try again in 10 s", retry_after_s=10.0)
 
 
 class RateLimited(RouterError, status=429, code="rate_limit_exceeded"):
@@ -208,11 +208,11 @@ class RateLimited(RouterError, status=429, code="rate_limit_exceeded"):
 
 
 class RequestFailed(RouterError, code="request_failed"):
-    """An accepted request failed: at a replica, or because its token stream is inconsistent."""
+    """An accepted request failed, either at a replica or because its token stream was inconsistent."""
 
 
 class ReplicaLost(RequestFailed, status=502, code="replica_lost"):
-    """The replica is gone, and no retry is left."""
+    """The replica was lost, and no retry is left."""
 
 
 class DeadlineExceeded(RequestFailed, status=504, code="deadline_exceeded"):
@@ -220,7 +220,7 @@ class DeadlineExceeded(RequestFailed, status=504, code="deadline_exceeded"):
 
 
 class NoReplica(RouterError, status=503, code="no_replica"):
-    """No replica can serve the request now, and it cannot wait."""
+    """No replica can serve the request now, and it cannot be held."""
 
 
 class RouterClosed(RouterError, status=503, code="shutting_down"):
@@ -242,7 +242,7 @@ class TokenizerUnavailable(RouterError, status=503, code="tokenizer_unavailable"
 
 
 class KeysFileInvalid(RouterError, code="keys_file_invalid"):
-    """The file of API keys cannot be read or has a wrong entry; the message names file and entry."""
+    """The keys file cannot be read or has an invalid entry; the message names the file and the entry."""
 
 
 class BackendsInvalid(RouterError, status=400, code="backends_invalid"):
@@ -261,14 +261,14 @@ class TlsUnusable(RouterError, code="tls_unusable"):
 
 
 class TracingUnavailable(RouterError, code="tracing_unavailable"):
-    """The settings ask for OpenTelemetry, and it is not installed."""
+    """The settings require OpenTelemetry, which is not installed."""
 
     def __init__(self, cause: ImportError) -> None:
         super().__init__(f"otlp_endpoint needs OpenTelemetry: pip install 'homing[otel]' ({cause})")
 
 
 class ParityMismatch(RouterError, code="parity_mismatch"):
-    """A replica hashes or tokenizes differently from the router, so that its cache would never be hit."""
+    """A replica hashes or tokenizes differently from the router, so its cache would never be hit."""
 
     def __init__(self, replica_id: str, field: str, ours: object, theirs: object, *, remedy: str = "") -> None:
         difference = f"its {field} is {theirs!r}, the router's is {ours!r}"

@@ -1,7 +1,7 @@
-"""Prometheus metrics of the router: plain numbers, rendered on request.
+"""The router's Prometheus metrics: plain numbers, rendered on request.
 
-The table `FAMILIES` is the one in docs/metrics.md (a test compares them). Load reports carry the totals of replicas; a
-rebuilt replica starts at zero under a new epoch, and the totals here continue.
+`FAMILIES` has the same rows as the table in docs/metrics.md (a test compares them). Load reports carry the replicas'
+totals. A rebuilt replica starts at zero under a new epoch, but the totals here continue.
 """
 
 from bisect import bisect_left
@@ -22,7 +22,7 @@ from .tenants.rate_limits import RateLimiter
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-#: Seconds; from a cached prompt on an idle GPU to a long queue on a CPU.
+#: Bucket bounds in seconds; TTFT ranges from a cached prompt on an idle GPU to a long queue on a CPU.
 TTFT_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5, 10, 20, 40, 80, 160)
 ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.4, 0.8, 2, 5)
 DURATION_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
@@ -36,9 +36,9 @@ _TENANT, _MODEL, _REPLICA = ("tenant",), ("model",), ("model", "replica")
 
 
 class Family(NamedTuple):
-    """One metric. `field`: of the limiter, view or counters that its values are copied from; empty: see `_samples`.
+    """One metric. `field`: name of the limiter, view or counter field with its values; empty: see `_samples`.
 
-    Prometheus appends `_total` to the names of counters.
+    Prometheus appends `_total` to counter names.
     """
 
     name: str
@@ -57,28 +57,28 @@ FAMILIES = (
     *_families(
         "histogram",
         ("endpoint",),
-        ("homing_http_request_duration_seconds", "From the arrival of a request to the end of its response."),
+        ("homing_http_request_duration_seconds", "Seconds from a request's arrival to the end of its response."),
     ),
     *_families(
         "histogram",
         _MODEL,
-        ("homing_time_to_first_token_seconds", "From the arrival of a request to its first token, per choice."),
-        ("homing_inter_token_latency_seconds", "Between one token delta of a choice and the next."),
+        ("homing_time_to_first_token_seconds", "Seconds from a request's arrival to its first token, per choice."),
+        ("homing_inter_token_latency_seconds", "Seconds between consecutive token deltas of a choice."),
     ),
     *_families(
         "counter",
         _MODEL,
         ("homing_prompt_tokens", "Prompt tokens of HTTP requests."),
-        ("homing_completion_tokens", "Tokens generated for them."),
+        ("homing_completion_tokens", "Generated tokens of HTTP requests."),
         ("homing_routing_requests", "Sequences accepted for routing.", "requests"),
         ("homing_routing_failed", "Sequences that ended with an error.", "failed"),
         ("homing_routing_cancelled", "Sequences cancelled by the HTTP server or client.", "cancelled"),
-        ("homing_routing_rejected", "Sequences refused: queue full, prompt too long, no replica.", "rejected"),
+        ("homing_routing_rejected", "Sequences refused: queue full or prompt too long.", "rejected"),
         ("homing_routing_held", "Sequences that waited in the router at least once.", "held"),
-        ("homing_routing_continuations", "Times a sequence continued at another replica.", "continued"),
-        ("homing_routing_duplicate_tokens", "Tokens that replicas delivered twice, dropped.", "duplicate_tokens"),
-        ("homing_routing_malformed_frames", "Replies of replicas that did not decode.", "malformed_frames"),
-        ("homing_events_malformed", "Event messages that did not decode.", "malformed_events"),
+        ("homing_routing_continuations", "Times a sequence continued on another replica.", "continued"),
+        ("homing_routing_duplicate_tokens", "Tokens delivered twice by replicas and dropped.", "duplicate_tokens"),
+        ("homing_routing_malformed_frames", "Replies from replicas that could not be decoded.", "malformed_frames"),
+        ("homing_events_malformed", "Event messages that could not be decoded.", "malformed_events"),
         ("homing_replicas_joined", "Replicas that joined.", "replicas_joined"),
         ("homing_replicas_lost", "Replicas that left or were lost.", "replicas_lost"),
         ("homing_replicas_refused", "Replicas refused for a parity mismatch.", "replicas_refused"),
@@ -91,40 +91,40 @@ FAMILIES = (
         ("homing_routing_delivered_cached_tokens", "Cached tokens that replicas reported.", "delivered_cached_tokens"),
         (
             "homing_routing_regret_tokens",
-            "Cached tokens of the best holder not used, summed over decisions.",
+            "Cached tokens that the best replica had and the chosen one did not, over all decisions.",
             "regret_tokens",
         ),
         (
             "homing_warm_up_requests",
-            "Requests that the router sent to fill the caches of new replicas.",
+            "Requests completed to fill the caches of new replicas.",
             "warm_up_requests",
         ),
-        ("homing_warm_up_tokens", "Prompt tokens that replicas computed for them.", "warm_up_tokens"),
+        ("homing_warm_up_tokens", "Prompt tokens that replicas computed for warm-ups.", "warm_up_tokens"),
         ("homing_warm_ups_cut", "Warm-ups ended before they were complete.", "warm_ups_cut"),
     ),
     *_families(
         "counter",
         _TENANT,
-        ("homing_tenant_requests", "Requests of a tenant that were accepted.", "requests"),
-        ("homing_tenant_prompt_tokens", "Tokens of their prompts.", "prompt_tokens"),
-        ("homing_tenant_completion_tokens", "Tokens generated for them.", "generated_tokens"),
+        ("homing_tenant_requests", "Accepted requests of a tenant.", "requests"),
+        ("homing_tenant_prompt_tokens", "Prompt tokens of a tenant's requests.", "prompt_tokens"),
+        ("homing_tenant_completion_tokens", "Generated tokens of a tenant's requests.", "generated_tokens"),
     ),
     *_families(
         "counter", ("tenant", "limit"), ("homing_tenant_refusals", "Requests refused, by the limit they reached.")
     ),
-    *_families("gauge", _TENANT, ("homing_tenant_running", "Requests that have not ended.", "running")),
+    *_families("gauge", _TENANT, ("homing_tenant_running", "Unfinished requests of a tenant.", "running")),
     *_families(
         "counter",
         (),
         ("homing_client_disconnects", "Clients that left before their response ended."),
         ("homing_streams_broken", "Streams that ended in an error event."),
-        ("homing_fields_ignored", "Unknown fields in the bodies of requests."),
-        ("homing_billing_lines_dropped", "System prompts of Claude Code without their changing first line."),
+        ("homing_fields_ignored", "Unknown fields in request bodies."),
+        ("homing_billing_lines_dropped", "Claude Code system prompts whose changing first line was removed."),
     ),
     *_families(
         "counter",
         ("reason",),
-        ("homing_clients_cut", "Clients disconnected: they did not read, or had too many connections."),
+        ("homing_clients_cut", "Clients disconnected because they did not read or had too many connections."),
     ),
     *_families(
         "gauge",
@@ -135,13 +135,13 @@ FAMILIES = (
         ("homing_kv_cache_usage_ratio", "Share of KV blocks in use by requests or pinned."),
         ("homing_pinned_blocks", "Blocks kept by pins."),
         ("homing_index_blocks", "Blocks of a replica in the router's index.", "indexed_blocks"),
-        ("homing_index_approximate", "1: no events; the index has what was sent there.", "approximate"),
+        ("homing_index_approximate", "1: no events; prompts sent there count as cached.", "approximate"),
     ),
     *_families(
         "gauge",
         _MODEL,
         ("homing_router_requests_held", "Requests held by the router.", "waiting"),
-        ("homing_router_requests_in_flight", "Requests sent to replicas that have not ended.", "in_flight"),
+        ("homing_router_requests_in_flight", "Requests sent to replicas and not ended yet.", "in_flight"),
         ("homing_replicas_serving", "Replicas of a model that accept requests.", "serving"),
     ),
     *_families(
@@ -150,17 +150,17 @@ FAMILIES = (
         ("homing_replica_state", "1 for the current state of a replica."),
         (
             "homing_kv_blocks",
-            "Blocks: free, cached (idle, may be evicted), referenced (in use, or pinned).",
+            "Blocks by state: free, cached (idle, may be evicted) or referenced (in use or pinned).",
         ),
     ),
     *_families(
         "counter",
         _REPLICA,
         ("homing_prefix_cache_queries_tokens", "Prompt tokens looked up in prefix caches.", "query_tokens"),
-        ("homing_prefix_cache_hits_tokens", "Prompt tokens found there.", "hit_tokens"),
+        ("homing_prefix_cache_hits_tokens", "Prompt tokens found in prefix caches.", "hit_tokens"),
         (
             "homing_prefix_cache_partial_hits_tokens",
-            "Of those found, tokens copied from a block that differs after them.",
+            "Hit tokens copied from a block whose later tokens differ.",
             "partial_hit_tokens",
         ),
         ("homing_prefix_cache_evicted_tokens", "Cached tokens evicted.", "evicted_tokens"),
@@ -180,7 +180,7 @@ FAMILIES = (
 
 
 class Histogram:
-    """Counts values by bucket in a plain list; the client library's locks cost 2 us per value."""
+    """A histogram in a plain list, as the client library's locks cost 2 us per value."""
 
     __slots__ = ("_bounds", "_counts", "_sum")
 
@@ -194,30 +194,30 @@ class Histogram:
         self._sum += value
 
     def total(self) -> tuple[int, float]:
-        """How many values there were, and their sum."""
+        """The number of observed values and their sum."""
         return sum(self._counts), self._sum
 
     def sample(self) -> tuple[list[tuple[str, float]], float]:
-        """Cumulative buckets, as Prometheus wants them, and the sum."""
+        """The cumulative buckets in Prometheus' form, and the sum."""
         names = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
         return list(zip(names, accumulate(self._counts), strict=True)), self._sum
 
 
 class ModelMetrics:
-    """Records what happens with one model; the `Observer` of the model's services."""
+    """Records one model's metrics; the `Observer` of the model's services."""
 
     def __init__(self) -> None:
         self.ttft = Histogram(TTFT_BUCKETS)
         self.itl = Histogram(ITL_BUCKETS)
-        #: Takes the seconds from a request's arrival to a choice's first token.
+        #: Argument: seconds from a request's arrival to a choice's first token.
         self.first_token = self.ttft.observe
-        #: Takes the seconds between two token deltas of a choice.
+        #: Argument: seconds between two token deltas of a choice.
         self.inter_token = self.itl.observe
         self.prompt_tokens = 0
         self.completion_tokens = 0
         self.outcomes = dict.fromkeys(("finished", "failed", "cancelled"), 0)
         # By replica:
-        self.reports: dict[str, LoadReport] = {}  #: the last ones
+        self.reports: dict[str, LoadReport] = {}  #: the last report
         self.earlier: dict[str, Counter[str]] = {}  #: totals of earlier epochs
         self.gaps: Counter[str] = Counter()
 
@@ -231,7 +231,7 @@ class ModelMetrics:
         self.outcomes[request.outcome] += 1
 
     def load_reported(self, replica_id: str, report: LoadReport) -> None:
-        """See `Observer`. Reports come in order, with every step of every replica, so rendering does the work."""
+        """See `Observer`. Called very often, so rendering does most of the work. Reports arrive in order."""
         last = self.reports.get(replica_id)
         if last is not None and last.epoch != report.epoch:
             self.earlier.setdefault(replica_id, Counter()).update(msgspec.structs.asdict(last.counters))
@@ -241,20 +241,20 @@ class ModelMetrics:
         self.gaps[replica_id] += 1
 
 
-#: Values of a metric's labels, in the order of their names.
+#: A metric's label values, in the order of its label names.
 Labels = tuple[str, ...]
 #: The samples of several metrics, by the metric's name.
 Samples = dict[str, Mapping[Labels, float | Histogram]]
 
 
 class RouterMetrics(Collector):
-    """All metrics of one router process. Methods may be called from one thread; rendering from any."""
+    """All metrics of one router process. `render` may be called from any thread, other methods from a single one."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
-        self._requests: Counter[tuple[str, int]] = Counter()  #: by endpoint and status
+        self._requests: Counter[tuple[str, int]] = Counter()  #: HTTP requests by endpoint and status
         self._durations: dict[str, Histogram] = {}
         self._models: dict[str, ModelMetrics] = {}
         self._limiters: Sequence[RateLimiter] = ()
@@ -266,18 +266,18 @@ class RouterMetrics(Collector):
         self._totals: dict[str, Counter[str]] = {}  #: by model: the fields of `RouterCounters`
 
     def of(self, model: str) -> ModelMetrics:
-        """The recorder for this model."""
+        """The recorder for this model, created if there is none."""
         found = self._models.get(model)
         if found is None:
             found = self._models[model] = ModelMetrics()
         return found
 
     def watch_tenants(self, limiters: Sequence[RateLimiter]) -> None:
-        """Export what these count: the tenants of the keys file, so that unknown callers cannot add labels."""
+        """Export these limiters: only those of the keys file's tenants, so that unknown callers cannot add labels."""
         self._limiters = limiters
 
     def http_request(self, endpoint: str, status: int, duration_s: float) -> None:
-        """Count an HTTP request at its end; status 499: its client left."""
+        """Count an HTTP request at its end; status 499 means that its client left."""
         self._requests[endpoint, status] += 1
         histogram = self._durations.get(endpoint)
         if histogram is None:
@@ -310,7 +310,7 @@ class RouterMetrics(Collector):
         self.streams_broken += 1
 
     def observe_cluster(self, view: ClusterView) -> None:
-        """Take over gauges and totals of the routing side; to be called before each rendering."""
+        """Update gauges and totals from the routing side; call before each rendering."""
         self._view = view
         for model in view.models:
             seen = msgspec.structs.asdict(self._seen.get(model.name, RouterCounters()))
@@ -320,7 +320,7 @@ class RouterMetrics(Collector):
             self._seen[model.name] = msgspec.structs.replace(model.counters)
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics, in the order of the table; see prometheus_client."""
+        """All metrics in the order of `FAMILIES`; see `prometheus_client.registry.Collector`."""
         samples = self._samples()
         for family in FAMILIES:
             metric = _KINDS[family.kind](family.name, family.help, labels=family.labels)
@@ -329,7 +329,7 @@ class RouterMetrics(Collector):
             yield metric
 
     def _samples(self) -> Samples:
-        """Totals of all models and replicas, and gauges of those in the view."""
+        """Totals of all models and replicas ever seen, and gauges of those in the current view."""
         all_models, replicas = (self._view.models, self._view.replicas) if self._view is not None else ((), ())
         routed: dict[Labels, ModelView] = {(each.name,): each for each in all_models}
         views: dict[Labels, ReplicaView] = {(each.model, each.replica_id): each for each in replicas}
@@ -393,7 +393,7 @@ class RouterMetrics(Collector):
     def _copied(
         self, family: Family, routed: Mapping[Labels, ModelView], views: Mapping[Labels, ReplicaView]
     ) -> Mapping[Labels, float]:
-        """The samples of a metric whose values are copied from a field."""
+        """The samples of a metric with a `field`."""
         field = family.field
         if family.labels == _TENANT:
             return {(each.tenant,): getattr(each, field) for each in self._limiters}
@@ -409,5 +409,5 @@ class RouterMetrics(Collector):
         }
 
     def render(self) -> bytes:
-        """Everything in Prometheus' text format."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)

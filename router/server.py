@@ -1,6 +1,6 @@
 """The HTTP server of a router, built from settings and a `Backend`.
 
-Owns the listening sockets, the text models and the access log. Independent of routing and of signals.
+Owns the listening sockets, the text models and the access log. Independent of routing and signals.
 """
 
 import asyncio
@@ -26,15 +26,15 @@ from .tenants.shared_usage import SharedUsage
 
 log = logging.getLogger(__name__)
 
-#: Seconds that running responses get when the server stops; longer ones end with an error. The controller waits 5 s for
-#: a router.
+#: Seconds that running responses have to finish when the server stops; then they end with an error. Less than the 5 s
+#: that the controller waits for a router.
 GRACE_S = 4.0
-#: Young objects before a collection. The hot path creates no cycles, so collections only cost time.
+#: Young objects that trigger a garbage collection. The hot path creates no cycles, so collections only cost time.
 GC_YOUNG = 50_000
 
 
 def tls_context(settings: RouterSettings) -> ssl.SSLContext | None:
-    """The TLS context of the settings; None: plain HTTP. Raises TlsUnusable."""
+    """The TLS context from the settings; None: plain HTTP. Raises TlsUnusable."""
     if not settings.tls_cert_file:
         if settings.tls_key_file:
             raise TlsUnusable("tls_key_file is set without tls_cert_file")
@@ -49,7 +49,7 @@ def tls_context(settings: RouterSettings) -> ssl.SSLContext | None:
 
 
 def settle() -> None:
-    """After loading: keep the garbage collector from scanning what was loaded, and from running often."""
+    """Exclude everything loaded so far from garbage collection and make collections rare. Call after loading."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(GC_YOUNG, 20, 20)
@@ -69,9 +69,9 @@ class RouterServer:
         access: Writable | None = None,
         grace_s: float = GRACE_S,
     ) -> None:
-        """`usage`: of tenants, if other routers serve them as well; closed with the server.
+        """`usage`: the tenants' usage, if shared with other routers; closed with the server.
 
-        `access`: gets the access log instead of standard error; closed with the server.
+        `access`: receives the access log instead of standard error; closed with the server.
         """
         self.metrics = metrics or RouterMetrics()
         self.front = Front(
@@ -106,7 +106,7 @@ class RouterServer:
         self._http: list[HttpServer] = []
 
     async def start(self, host: str, port: int, *, shared: bool = False) -> int:
-        """Also serve there from now on. Returns the bound port (a free one if `port` is 0).
+        """Start serving at this address, in addition to earlier ones. Returns the bound port; 0 binds any free one.
 
         `shared`: other processes may listen on the same port. Raises AddressInUse.
         """
@@ -117,14 +117,14 @@ class RouterServer:
         return bound
 
     async def load_text(self, folder: Path, model_dir: Path | None = None) -> None:
-        """Load the tokenizer in this folder before its first replica joins. Raises RouterError.
+        """Load the tokenizer in this folder ahead of the first replica. Raises RouterError.
 
-        `model_dir`: the model's folder, if that is another one.
+        `model_dir`: the model's folder, if different.
         """
         await self.front.texts.get(await asyncio.to_thread(text_source, folder, model_dir))
 
     async def stop(self) -> None:
-        """Accept no more connections, let responses end within the grace, close everything. May be called twice."""
+        """Stop accepting connections, let responses finish within the grace period, close everything. Idempotent."""
         self.front.live.close()
         await asyncio.gather(*(http.stop(self._grace_s, self.front.backend.end_requests) for http in self._http))
         self._open.close()
