@@ -1,4 +1,4 @@
-"""Settings of the router and its HTTP server; `cluster/config.py` joins them with those of other packages."""
+"""Settings of the router and its HTTP server; `cluster/config.py` combines them with those of other packages."""
 
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     PolicyName = str
     ToolParserName = str
     ReasoningParserName = str
-else:  # the values are found at run time: a policy is a file in routing/policy
+else:  # the values are known only at run time: each policy is a file in routing/policy
     PolicyName = Literal[policy_names()]
     ToolParserName, ReasoningParserName = (
         Literal[(AUTO, NONE, *(name for each in families for name in (each.name, *each.aliases)))]
@@ -30,8 +30,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     model_aliases: Annotated[
         str,
         Meta(
-            description="more names for the model, separated by commas; with several models ALIAS=NAME says of which; "
-            "empty: none"
+            description="more names for the model, separated by commas; with several models, as ALIAS=NAME; empty: none"
         ),
     ] = ""
     policy: Annotated[
@@ -42,35 +41,35 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         str,
         Meta(
             description="URLs of OpenAI-compatible servers (vLLM, SGLang) to use instead of homing's own replicas, "
-            "separated by commas; dns+http://NAME:PORT: all addresses of a name, such as a headless Service of "
-            "Kubernetes; empty: none",
+            "separated by commas; dns+http://NAME:PORT: all addresses of a name, such as a headless Kubernetes "
+            "Service; empty: none",
             extra={"repeatable": True},
         ),
     ] = ""
     engines: Annotated[
         str,
         Meta(
-            description="YAML file with more of those servers, read again when it changes: a list of URLs, or of maps "
-            "with url, events and replay; empty: none"
+            description="YAML file with more such servers, reread when it changes: a list of URLs, or of maps with "
+            "url, events and replay; empty: none"
         ),
     ] = ""
     events: Annotated[
         str,
         Meta(
-            description="addresses of those servers' KV events, such as tcp://10.0.0.1:5557, one for each server in "
-            "the same order; empty: looked for at the server and at the usual ports",
+            description="addresses of those servers' KV events, such as tcp://10.0.0.1:5557, one per server in the "
+            "same order; empty: discovered from the server or at the usual ports",
             extra={"repeatable": True},
         ),
     ] = ""
     replay: Annotated[
         str,
         Meta(
-            description="addresses at which those servers replay past events, likewise",
+            description="addresses where those servers replay past events; same form as `events`",
             extra={"repeatable": True},
         ),
     ] = ""
     backend_model: Annotated[
-        str, Meta(description="the model's name at those servers; empty: the name given here, or its last part")
+        str, Meta(description="the model's name at those servers; empty: MODEL, its last part, or served_model_name")
     ] = ""
     backend_key_file: Annotated[
         str, Meta(description="file with the API key for those servers; empty: they need none")
@@ -78,12 +77,12 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     engine_chat: Annotated[
         Literal["auto", "engine", "tokens"],
         Meta(
-            description="chats go to external engines as chats, which they render and parse themselves (engine), or as "
-            "token ids, which homing makes and parses (tokens); auto: engine with `homing route`, else tokens"
+            description="how chats are sent to external engines: as chats, which they render and parse (engine), or as "
+            "token ids, which homing renders and parses (tokens); auto: engine with `homing route`, else tokens"
         ),
     ] = "auto"
     backend_max_requests: Annotated[
-        int, Meta(ge=1, description="concurrent requests at each of those servers; more wait in the router")
+        int, Meta(ge=1, description="maximum concurrent requests at each of those servers; more wait in the router")
     ] = 256
     api_keys_file: Annotated[
         str, Meta(description="YAML file of the accepted API keys; empty: any key is accepted, and each is a tenant")
@@ -91,30 +90,30 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     api_key: Annotated[
         str,
         Meta(
-            description="the one API key that is accepted, beside those of api_keys_file; other users of the machine "
-            "see flags, so set it as HOMING_API_KEY; empty: none"
+            description="the only accepted API key besides those in api_keys_file; set it as HOMING_API_KEY, because "
+            "other users of the machine can see flags; empty: none"
         ),
     ] = ""
     default_max_tokens: Annotated[
         int,
         Meta(
             ge=0,
-            description="output limit of a request that sets none; 0: of a completion 512, of a chat what the context "
-            "leaves",
+            description="output limit of requests without one; 0: 512 for completions, the rest of the context for "
+            "chats",
         ),
     ] = 0
     generation_config: Annotated[
         bool,
         Meta(
-            description="sample as the model's generation_config.json says where a request says nothing: temperature, "
-            "top_p, top_k, min_p and repetition_penalty"
+            description="use the model's generation_config.json for sampling parameters that a request does not set: "
+            "temperature, top_p, top_k, min_p and repetition_penalty"
         ),
     ] = True
     max_body_bytes: Annotated[int, Meta(ge=1024, description="largest HTTP body")] = 8 * 1024 * 1024
     tool_call_parser: Annotated[
         ToolParserName,
         Meta(
-            description="how the model writes tool calls; auto: as its chat template or type tells; none: calls "
+            description="format of the model's tool calls; auto: detected from its chat template or type; none: calls "
             "stay text",
             extra={"allowed": "auto, none, or a family in docs/api.md"},
         ),
@@ -122,37 +121,37 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     reasoning_parser: Annotated[
         ReasoningParserName,
         Meta(
-            description="how the model marks reasoning, likewise; none: reasoning stays in the text",
+            description="format of the model's reasoning; auto: as for tool calls; none: reasoning stays in the text",
             extra={"allowed": "auto, none, or a family in docs/api.md"},
         ),
     ] = AUTO
     embedding_pooling: Annotated[
         Pooling,
         Meta(
-            description="what an embedding is where its request says nothing: the hidden state of the last token, "
-            "which alone has read the whole text, or the mean of all"
+            description="default pooling of embeddings: the hidden state of the last token, the only one that has "
+            "attended to the whole text, or the mean over all tokens"
         ),
     ] = "last"
     strict_fields: Annotated[
         bool,
-        Meta(description="refuse requests with unknown fields; otherwise these are ignored and named in a header"),
+        Meta(description="refuse requests with unknown fields; otherwise they are ignored and listed in a header"),
     ] = False
     drop_billing_line: Annotated[
         bool,
         Meta(
-            description="remove the line with which Claude Code begins a system prompt and which differs in every "
-            "request, so that what follows it can be cached"
+            description="remove the first line of Claude Code's system prompts, which differs in every request, so "
+            "that the rest can be cached"
         ),
     ] = True
     response_store: Annotated[
         str,
         Meta(
-            description="SQLite file that keeps responses of /v1/responses for previous_response_id; the router "
-            "processes of one machine share it; empty: nothing is stored"
+            description="SQLite file that stores responses of /v1/responses for previous_response_id, shared by the "
+            "router processes of one machine; empty: nothing is stored"
         ),
     ] = ""
-    response_store_count: Annotated[int, Meta(ge=1, description="stored responses to keep")] = 100_000
-    response_store_bytes: Annotated[int, Meta(ge=1024, description="bytes of stored responses to keep")] = 1024**3
+    response_store_count: Annotated[int, Meta(ge=1, description="maximum number of stored responses")] = 100_000
+    response_store_bytes: Annotated[int, Meta(ge=1024, description="maximum bytes of stored responses")] = 1024**3
     response_store_age_s: Annotated[float, Meta(gt=0, description="seconds to keep a stored response")] = 2_592_000.0
     chat_template: Annotated[
         str, Meta(description="file with a chat template to use instead of the model's own; empty: the model's own")
@@ -161,14 +160,14 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         int,
         Meta(
             ge=0,
-            description="memory for token ids of earlier chat messages, for tokenizers without fastokens; 0: keep none",
+            description="memory for cached token ids of chat messages, for tokenizers without fastokens; 0: no cache",
         ),
     ] = 32 * 1024 * 1024
     max_choices: Annotated[
-        int, Meta(ge=1, le=1024, description="maximum of n (and of prompts times n) in one HTTP request")
+        int, Meta(ge=1, le=1024, description="maximum n (and maximum of prompts times n) in one HTTP request")
     ] = 128
     max_waiting_requests: Annotated[
-        int, Meta(ge=1, description="requests held while no replica can accept them; more get 429")
+        int, Meta(ge=1, description="maximum requests held while no replica can accept them; more get 429")
     ] = 4096
     request_timeout_s: Annotated[float, Meta(gt=0, description="a request that takes longer ends with an error")] = (
         600.0
@@ -177,7 +176,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         float, Meta(gt=0, description="a replica that has not reported for this long gets no new requests")
     ] = 3.0
     reservation_timeout_s: Annotated[
-        float, Meta(gt=0, description="blocks expected at dispatch are no longer expected after this time")
+        float, Meta(gt=0, description="time after which blocks expected at dispatch no longer count")
     ] = 30.0
     retries: Annotated[
         int, Meta(ge=0, le=16, description="maximum number of continuations of a request on other replicas")
@@ -202,18 +201,18 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         str,
         Meta(
             description="file for one line per request; -: the log that `homing logs requests` prints (standard error "
-            "in a joined Ray cluster and with --backend); empty: none"
+            "in a joined Ray cluster or with --backend); empty: none"
         ),
     ] = "-"
     otlp_endpoint: Annotated[
         str,
         Meta(
-            description="URL of an OpenTelemetry collector's traces (http://127.0.0.1:4318/v1/traces), which gets one "
-            "span per request; needs homing[otel]; empty: none"
+            description="URL for traces of an OpenTelemetry collector (http://127.0.0.1:4318/v1/traces), which gets "
+            "one span per request; needs homing[otel]; empty: none"
         ),
     ] = ""
     cors_origins: Annotated[
-        str, Meta(description="origins, separated by commas, whose web pages may call the server; *: all; empty: none")
+        str, Meta(description="origins of web pages that may call the server, separated by commas; *: all; empty: none")
     ] = ""
     tls_cert_file: Annotated[
         str, Meta(description="PEM file with the server's certificate chain; empty: plain HTTP")
@@ -221,12 +220,10 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     tls_key_file: Annotated[
         str, Meta(description="PEM file with the certificate's key; empty: the key is in tls_cert_file")
     ] = ""
-    read_timeout_s: Annotated[float, Meta(gt=0, description="time within which a request must arrive completely")] = (
-        60.0
-    )
+    read_timeout_s: Annotated[float, Meta(gt=0, description="time limit for receiving a complete HTTP request")] = 60.0
     stall_timeout_s: Annotated[
-        float, Meta(gt=0, description="a client that reads nothing of its response for this long is disconnected")
+        float, Meta(gt=0, description="time after which a client that reads nothing of its response is disconnected")
     ] = 30.0
     max_unsent_bytes: Annotated[
-        int, Meta(ge=64 * 1024, description="a client that leaves more of its response unread is disconnected")
+        int, Meta(ge=64 * 1024, description="unread bytes of a response beyond which the client is disconnected")
     ] = 1024 * 1024
