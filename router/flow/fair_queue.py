@@ -8,7 +8,7 @@ credit. (This is start-time fair queueing; Goyal, Vin and Cheng, 1996.) Hence, w
 their work divided by weight differs by at most one request of each, no matter how many either has queued. The first
 request of a previously idle tenant waits for at most one request of every other tenant.
 
-A request that lost its replica goes ahead of all lanes of its priority: its tenant was already charged for it.
+A request that lost its replica goes ahead of all lanes of its priority, because it was already served once.
 """
 
 from bisect import bisect_left, insort
