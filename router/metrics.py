@@ -74,7 +74,7 @@ FAMILIES = (
         ("homing_routing_failed", "Sequences that ended with an error.", "failed"),
         ("homing_routing_cancelled", "Sequences cancelled by the HTTP server or client.", "cancelled"),
         ("homing_routing_rejected", "Sequences refused: queue full or prompt too long.", "rejected"),
-        ("homing_routing_held", "Sequences that waited in the router at least once.", "held"),
+        ("homing_routing_held", "Sequences that had to wait in the router on arrival.", "held"),
         ("homing_routing_continuations", "Times a sequence continued on another replica.", "continued"),
         ("homing_routing_duplicate_tokens", "Tokens delivered twice by replicas and dropped.", "duplicate_tokens"),
         ("homing_routing_malformed_frames", "Replies from replicas that could not be decoded.", "malformed_frames"),
