@@ -55,7 +55,7 @@ class _Level:
             # A lane can be dropped if a new one would start with the same values.
             self.lanes = {name: lane for name, lane in self.lanes.items() if lane.queued or lane.served > self.served}
             if len(self.lanes) >= MAX_OWN_LANES:
-                tenant = tenant[:1]
+                tenant, weight = tenant[:1], 1.0
         lane = self.lanes.get(tenant)
         if lane is None:
             lane = self.lanes[tenant] = _Lane(tenant, weight, self.served)
@@ -67,6 +67,10 @@ class _Level:
             self.entered += 1
             heappush(self.heap, (lane.served, self.entered, lane))
         return lane
+
+    def lane_of(self, tenant: bytes) -> _Lane | None:
+        """The lane that the tenant's requests are in, its own or a shared one; None if there is neither."""
+        return self.lanes.get(tenant) or self.lanes.get(tenant[:1])
 
     def first(self) -> _Lane:
         """The lane to serve next. At least one lane must have a request."""
@@ -130,7 +134,7 @@ class FairQueue:
     def charge(self, *, priority: int, tenant: bytes, work: float) -> None:
         """Charge a tenant for additional work of a request that was served earlier."""
         level = self._levels.get(priority)
-        lane = level.lanes.get(tenant) if level is not None else None
+        lane = level.lane_of(tenant) if level is not None else None
         if lane is not None:
             lane.served += work / lane.weight
 
@@ -158,7 +162,7 @@ class FairQueue:
         None if, with the new request, no other tenant would have more than `tenant`.
         """
         most, count = max(self._waiting.items(), key=lambda item: item[1], default=(tenant, 0))
-        if count <= self._waiting[tenant] + 1:
+        if count <= (self._waiting[tenant] or self._waiting[tenant[:1]]) + 1:
             return None
         lanes = (self._levels[priority].lanes.get(most) for priority in reversed(self._priorities))
         return next(lane.names[-1][1] for lane in lanes if lane is not None and lane.names)

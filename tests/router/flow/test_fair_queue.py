@@ -150,6 +150,26 @@ def test_endless_newcomers_neither_starve_others_nor_fill_the_memory() -> None:
     assert served > 1
 
 
+def test_tenants_that_share_a_lane_are_charged_and_give_way_like_one() -> None:
+    """With more tenants than lanes, those that share one get no free work and no more places than one tenant."""
+    queue = FairQueue()
+    for name in range(MAX_OWN_LANES):
+        push(queue, name, sha256(b"%d" % name).digest())
+    first, second, third = (b"\x00shared" + end for end in (b"1", b"2", b"3"))
+    for name in range(5000, 5004):
+        push(queue, name, (first, second)[name % 2])
+    queue.check()
+
+    assert queue.crowded_out_by(sha256(b"0").digest()) == 5003
+    assert queue.crowded_out_by(third) is None
+    queue.charge(priority=0, tenant=first, work=2.0)
+    order = []
+    while (name := queue.head()) is not None:
+        order.append(name)
+        queue.take(1.0)
+    assert order[-4:] == [5000, 5001, 5002, 5003]
+
+
 class FairQueueMachine(RuleBasedStateMachine):
     """Against a plain list: order by priority, resumed ones first, a tenant's by its own order; nothing lost."""
 
