@@ -1,6 +1,6 @@
-"""From requests to endpoints: assigns request ids, runs handlers, and turns every error into a response.
+"""Passes requests to endpoints: assigns request ids, runs handlers, and turns every error into a response.
 
-Also records metrics, writes the access log, and answers CORS preflights. No exception leaves it: what is not a
+Also records metrics, writes the access log, and answers CORS preflights. No exception escapes: anything but a
 `RouterError` is logged with its traceback and becomes a 500.
 """
 
@@ -23,14 +23,14 @@ from .tracing import RequestSpans
 
 log = logging.getLogger(__name__)
 
-#: What homing's own commands call themselves: their polling would fill the access log.
+#: User agent of homing's own commands, which are not logged: their polling would fill the access log.
 OWN_AGENT = "homing"
-#: Characters of a path in an error.
+#: Maximum number of characters of a path in an error message.
 MAX_SHOWN = 100
 
 
 class App:
-    """Serves every request of one front; the `Handler` of its HTTP server."""
+    """The `Handler` of an HTTP server: serves every request with the state of one `Front`."""
 
     def __init__(self, front: Front, access: AccessLog | None = None, spans: RequestSpans | None = None) -> None:
         self._front = front
@@ -77,7 +77,7 @@ class App:
             task.add_done_callback(self._running.discard)
 
     def _restart(self, exchange: Exchange) -> None:
-        """Call the endpoint again, in a later turn of the loop: the caller is in the middle of replacing the model."""
+        """Call the endpoint again, in a later iteration of the event loop: the caller is still replacing the model."""
         log.info("request_begins_anew request_id=%s", exchange.id)
         asyncio.get_running_loop().call_soon(self._call_endpoint, exchange)
 
@@ -110,25 +110,25 @@ class App:
 
 
 def _require_json(request: Request) -> None:
-    """Raise NotJson for what any web page could send to this server: browsers ask only before they send JSON."""
+    """Raise NotJson for a POST that any web page could send: without JSON, browsers send no CORS preflight."""
     if request.method != "POST":
         return
     given = request.headers.get("content-type")
     if given == JSON:
         return
     if given is None and "origin" not in request.headers:
-        return  # no browser: a POST of a page names its origin
+        return  # not a browser: a POST from a web page has an Origin header
     kind = (given or "").partition(";")[0].strip().lower()
     if kind != JSON:
         raise NotJson(f"content-type {kind!r}: expected {JSON!r}")
 
 
 def start(work: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
-    """Run `work` until it first waits, then let a task do the rest. None: it is done.
+    """Run `work` up to its first wait, and the rest in a task. Returns None if it finished without waiting.
 
-    Most requests never wait, and a task with its turn of the loop costs as much as parsing a request. Python 3.12 has
-    this as eager tasks. Before its first wait the coroutine has no current task. The caller keeps a reference to the
-    task.
+    Most requests never wait, and scheduling a task costs as much as parsing a request. Python 3.12 has eager tasks for
+    this. Until its first wait, the coroutine runs without a current task. The caller must keep a reference to the
+    returned task.
     """
     try:
         awaited = work.send(None)
@@ -143,12 +143,12 @@ async def _finish(work: Coroutine[Any, Any, None], awaited: Any) -> None:
 
 @coroutine
 def _remainder(work: Coroutine[Any, Any, None], awaited: Any) -> Generator[Any, Any, None]:
-    """Forward what `work` waits for to the task, and the results to `work`."""
+    """Hand the futures that `work` awaits to the surrounding task, and their results back to `work`."""
     while True:
         thrown: BaseException | None = None
         try:
             sent = yield awaited
-        except BaseException as error:  # a cancellation belongs to the work
+        except BaseException as error:  # a cancellation too is raised inside `work`
             thrown = error
         try:
             awaited = work.send(sent) if thrown is None else work.throw(thrown)

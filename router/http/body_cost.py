@@ -1,25 +1,25 @@
-"""What it costs to decode a JSON body, estimated without decoding it, so that a body can be refused before.
+"""Estimates the cost of decoding a JSON body without decoding it, so that a costly body can be refused beforehand.
 
-Decoders hold the interpreter until they are done: one call is one pause of the event loop. Pure.
+A decoder holds the GIL until it returns, so each call blocks the event loop for its whole duration. Pure.
 
-One unit is about 25 ns. Measured with msgspec 0.21 on two shared cores: a number in a list takes 10 to 50 ns, a text 20
-to 80, an entry of an object 70 to 260, a list or object 45 to 150, an escape in a text 5 to 13, a byte of text 0.5 to
-1.4.
+One unit is about 25 ns. Measured with msgspec 0.21 on two shared cores: a number in a list takes 10 to 50 ns, a string
+20 to 80, an object entry 70 to 260, a list or object 45 to 150, an escape in a string 5 to 13, a byte of a string 0.5
+to 1.4.
 """
 
 import re
 from collections.abc import Iterator, Sequence
 
-#: Units: at most 20 ms, if nothing but bytes and values of the dearest kinds is in the body.
+#: In units: at most 20 ms, even if the body holds only bytes and values of the most expensive kinds.
 MAX_COST = 400_000
 ENTRY_COST = 5
 CONTAINER_COST = 6
 BYTES_PER_UNIT = 32
 ESCAPES_PER_UNIT = 2
-#: What one step of `costs` reads: 1 to 2 ms.
+#: Bytes that one step of `costs` reads, in 1 to 2 ms.
 SLICE_BYTES = 256 * 1024
 
-#: What is searched for the name of a field, at either end of what was read.
+#: Bytes searched for the name of a field, at either end of the part of the body that was read.
 SEARCHED_BYTES = 64 * 1024
 
 _SEPARATORS = b',:[{"\\'
@@ -27,14 +27,14 @@ _OTHERS = bytes(set(range(256)) - set(_SEPARATORS))
 
 
 def cost_at_most(body: bytes) -> int:
-    """An upper bound, of one pass: separators count even inside of texts."""
+    """An upper bound of the cost, found in one pass: it counts separators even inside strings."""
     separators = body.translate(None, _OTHERS)
     texts = separators.count(b'"') + separators.count(b"\\") // ESCAPES_PER_UNIT
     return len(body) // BYTES_PER_UNIT + texts + _structure(separators)
 
 
 def costs(body: bytes) -> Iterator[tuple[int, int]]:
-    """Where each slice of `body` ends, and the cost up to there. Separators inside of texts do not count."""
+    """The end of each slice of `body`, and the cost up to there. Separators inside strings do not count."""
     total, start, inside = 0, 0, False
     while start < len(body):
         end = _after_escape(body, start, start + SLICE_BYTES)
@@ -46,7 +46,7 @@ def costs(body: bytes) -> Iterator[tuple[int, int]]:
             if escapes:
                 separators = piece.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _OTHERS)
             pieces = separators.split(b'"')
-            total += len(pieces) - 1  # two quotes of a text
+            total += len(pieces) - 1  # the quotes, two per string
             separators = b"".join(pieces[int(inside) :: 2])
             inside ^= len(pieces) % 2 == 0
         elif inside:
@@ -62,14 +62,14 @@ def _structure(separators: bytes) -> int:
 
 
 def _after_escape(body: bytes, start: int, end: int) -> int:
-    """Where a slice that begins at `start` ends, so that none ends inside of an escape."""
+    """`end`, moved by one byte if a slice from `start` would otherwise end inside an escape."""
     piece = body[start:end]
     backslashes = len(piece) - len(piece.rstrip(b"\\"))
     return end + backslashes % 2
 
 
 def dearest_field(body: bytes, fields: Sequence[str]) -> str | None:
-    """The field in which `body` ends or was cut: the last of `fields` that its end or else its beginning names."""
+    """The field in which `body` ends or was cut: the last of `fields` named near its end, or else near its start."""
     names = "|".join(map(re.escape, fields))
     for part in (body[-SEARCHED_BYTES:], body[:SEARCHED_BYTES]):
         found: list[bytes] = re.findall(rf'"({names})"\s*:\s*[\[{{"]'.encode(), part)

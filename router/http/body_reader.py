@@ -1,4 +1,4 @@
-"""Reads long bodies step by step: their cost first, then their values. Short ones need none of this."""
+"""Reads long bodies step by step: estimates their cost, then decodes them. Short bodies do not need it."""
 
 from collections.abc import Generator, Sequence
 from typing import TypeVar
@@ -10,14 +10,14 @@ from .turns import Turns
 
 Result = TypeVar("Result")
 
-#: Bodies up to this size are read in place: at most 0.5 ms for each of the steps.
+#: Bodies up to this size are decoded immediately: each step takes at most 0.5 ms.
 INLINE_BYTES = 16 * 1024
 #: The cost of bodies up to this size is not estimated: no decoder takes more than 8 ms.
 UNMEASURED_BYTES = 256 * 1024
 
 
 class BodyReader:
-    """Gives the bodies of all tenants their turns."""
+    """Reads the bodies of all tenants, which take turns on the event loop."""
 
     def __init__(self, turns: Turns) -> None:
         self._turns = turns
@@ -29,9 +29,9 @@ class BodyReader:
         tenant: bytes,
         fields: Sequence[str],
     ) -> Result:
-        """What the steps make of the body. Raises InvalidRequest and ClientGoneError.
+        """Check the body's cost, run `steps`, and return their result. Raises InvalidRequest and ClientGoneError.
 
-        `fields`: those that a body may have, for the error of one that is too costly.
+        `fields`: names of the fields that a body may have; the error for a body that is too costly names one of them.
         """
         data = exchange.request.body
         if len(data) > UNMEASURED_BYTES:
@@ -43,7 +43,7 @@ class BodyReader:
             except StopIteration as done:
                 result: Result = done.value
                 break
-        await self.turn(exchange, tenant)  # what follows is another step
+        await self.turn(exchange, tenant)  # what the caller does next is another step
         return result
 
     async def _check_cost(self, exchange: Exchange, tenant: bytes, fields: Sequence[str]) -> None:
@@ -62,7 +62,7 @@ class BodyReader:
             await self.turn(exchange, tenant)
 
     async def turn(self, exchange: Exchange, tenant: bytes) -> None:
-        """Wait for a turn of the loop. Raises ClientGoneError."""
+        """Wait for this tenant's turn. Raises ClientGoneError."""
         await self._turns.next(tenant)
         if exchange.gone:
             raise ClientGoneError
@@ -71,7 +71,7 @@ class BodyReader:
 def _too_costly(field: str | None) -> InvalidRequest:
     where = f"field {field!r}: " if field else ""
     return InvalidRequest(
-        f"{where}the body has too many values: the maximum is {MAX_COST}, where a text counts 3, an entry of "
-        "an object 5 more, a list or an object 6, and 2 escapes or 32 bytes 1",
+        f"{where}the body has too many values: the maximum is {MAX_COST}, where a string counts 3, an object entry "
+        "5 more, a list or an object 6, and 2 escapes or 32 bytes count 1",
         param=field,
     )

@@ -11,29 +11,29 @@ from .front import Front
 from .protocol.exchange import Exchange
 
 REQUEST_ID = "x-request-id"
-#: Of OpenCode, Codex, Claude Code, pi and others; the first that a request has counts.
+#: Headers in which OpenCode, Codex, Claude Code, pi and others name the session; the first one present counts.
 SESSION_HEADERS = (
     *("x-session-affinity", "x-correlation-id", "x-claude-code-session-id", "session_id", "session-id"),
     *("x-session-id", "x-opencode-session", "x-affinity"),
 )
-#: The agent within a session, and the one that started it: of Claude Code, Codex (threads) and OpenCode.
+#: Headers of Claude Code, Codex (threads) and OpenCode that name the agent in a session, and the agent's parent.
 AGENT_HEADERS = ("x-claude-code-agent-id", "thread-id", "thread_id")
 PARENT_HEADERS = ("x-claude-code-parent-agent-id", "x-codex-parent-thread-id", "x-parent-session-id")
-#: The router remembers tens of thousands of sessions, and an HTTP head may have 64 KB.
+#: Longer names are hashed: the router remembers tens of thousands of sessions, and an HTTP head may have 64 KB.
 MAX_SESSION_CHARS = 64
 _MARKS = frozenset((*SESSION_HEADERS, *AGENT_HEADERS, *PARENT_HEADERS))
-#: Objects of shorter bodies need not be counted.
+#: The JSON objects of bodies up to this size are not counted.
 FEW_OBJECTS_BYTES = 16 * 1024
 _PRINTABLE = re.compile(r"[\x21-\x7e]{1,256}")
 
 
 def request_id(given: str | None, random_bits: Callable[[int], int]) -> str:
-    """The client's id; a new one if that is absent or unfit for a header and a log line."""
+    """The client's request id, or a new one if it is absent or unfit for a header and a log line."""
     return given if given and _PRINTABLE.fullmatch(given) else f"{random_bits(64):016x}"
 
 
 def named_by(headers: Mapping[str, str], names: Sequence[str] = SESSION_HEADERS) -> str | None:
-    """What the first of these headers names: by default the conversation that the request belongs to."""
+    """The `bounded` value of the first of these headers that is present; by default, the request's session."""
     for name in names:
         if value := headers.get(name):
             return bounded(value)
@@ -41,7 +41,7 @@ def named_by(headers: Mapping[str, str], names: Sequence[str] = SESSION_HEADERS)
 
 
 def bounded(session: str) -> str:
-    """A session's name; a digest of it if it is long."""
+    """The name of a session, or its SHA-256 in hex if it is longer than `MAX_SESSION_CHARS`."""
     return session if len(session) <= MAX_SESSION_CHARS else sha256(session.encode()).hexdigest()
 
 
@@ -51,9 +51,9 @@ def tenant_of(front: Front, headers: Mapping[str, str]) -> Tenant:
 
 
 class Caller:
-    """Charges the request to its tenant: `begin`, then one of `undo` and `end`, which do nothing without `begin`.
+    """Charges the request to its tenant: `begin`, then either `undo` or `end`, which do nothing without `begin`.
 
-    Each step updates the rate-limit headers of the response. Tenants without limits are not counted.
+    Every step but `end` updates the rate-limit headers of the response. Only tenants in the keys file are charged.
     """
 
     __slots__ = (
@@ -76,15 +76,15 @@ class Caller:
         self._now = front.monotonic
         self._timeout_s = front.settings.request_timeout_s
         self._charged: Sequence[int] | None = None
-        self._notes: list[tuple[str, str]] = []  #: headers of the response beside the limits
+        self._notes: list[tuple[str, str]] = []  #: response headers besides the rate limits
 
     def note(self, header: str, names: Sequence[str]) -> None:
-        """Put names that the client sent into a header of the response."""
+        """Add a response header that lists names from the request; names unfit for a header are left out."""
         self._notes.append((header, ", ".join([each for each in names if _PRINTABLE.fullmatch(each)])))
         self._exchange.extra_headers = [*self._exchange.extra_headers, self._notes[-1]]
 
     def sender(self, narrowed_by: str | None = None) -> Sender:
-        """Whose prompts are tokenized. `narrowed_by`: see `Tenant.cache_salt`."""
+        """The caller as the encoder threads see it. `narrowed_by`: see `Tenant.cache_salt`."""
         tenant, exchange = self.tenant, self._exchange
         body = exchange.request.body
         return Sender(
@@ -99,7 +99,7 @@ class Caller:
         )
 
     def check(self, prompts: Sequence[int] = ()) -> None:
-        """Raise RateLimited or PromptOverLimit if a request with prompts of at least so many tokens could not begin."""
+        """Raise RateLimited or PromptOverLimit if a request with prompts of at least these lengths could not begin."""
         if self._limiter is not None:
             now = self._show_limits(self._limiter)
             self._limiter.check(prompts, now, at_least=True)
@@ -119,7 +119,7 @@ class Caller:
             self._show_limits(self._limiter)
 
     def end(self, generated_tokens: int) -> None:
-        """Charge what was generated; the request is over."""
+        """Charge the generated tokens of a request that has ended."""
         if self._limiter is not None and self._charged is not None:
             self._charged = None
             self._limiter.end(generated_tokens, self._now())
@@ -130,7 +130,7 @@ class Caller:
         self.end(0)
 
     def _show_limits(self, limiter: RateLimiter) -> float:
-        """Put the current state of the tenant's rates in OpenAI's headers. Returns the time."""
+        """Set OpenAI's rate-limit headers to the tenant's current state. Returns the monotonic time."""
         now, headers = self._now(), list(self._notes)
         for name, status in limiter.status(now).items():
             headers += [

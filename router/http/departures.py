@@ -1,8 +1,8 @@
-"""Where a prompt departs from what is known: what to change in a client so that more comes from the cache.
+"""Finds where a prompt departs from known prefixes, which shows what to change in a client for more cache hits.
 
-Known are the last prompt of each agent of a session (`SessionPrompts`), by tokens, and what replicas hold, by blocks.
-Of other sessions nothing else counts: an answer by tokens would let callers who share a cache guess each other's
-prompts. Pure, but for the memory.
+Known are the last prompt of each agent in a session (`SessionPrompts`), token by token, and the prefixes that replicas
+hold, in whole blocks. Prompts of other sessions are never compared by token: callers who share a cache could guess each
+other's prompts from the answers. Pure, except for the memory.
 """
 
 from collections import OrderedDict
@@ -13,36 +13,36 @@ import msgspec
 from ..text.conversation import Conversation
 from ..text.tokenizer import TextModel
 
-#: Memory for the prompts of sessions, in each router process.
+#: Memory for the prompts of all sessions, per router process.
 MAX_BYTES = 64 * 1024 * 1024
-#: Of a token: four for its id, and for its part of the conversation at most this. Measured: 4 where that is text, 14
-#: where it is definitions of tools.
+#: Bytes of conversation that are assumed per token, besides four for its id. Measured: 4 for text, 14 for tool
+#: definitions.
 TEXT_BYTES = 14
-#: A prompt ends with what begins the answer, which the next one may show otherwise: not worth a word.
+#: Tokens at a prompt's end that `continues` ignores: they open the answer, and may differ in the next prompt.
 TAIL_TOKENS = 16
 SHOWN_TOKENS = 8
 SHOWN_IN_BLOCK = 24
 SHOWN_CHARACTERS = 60
-#: Of longer prompts the place of a block is not looked for: that takes 40 ns a token.
+#: Blocks of longer prompts are not located in the conversation, which takes 40 ns per token.
 MAX_PLACED_TOKENS = 64 * 1024
 
-#: The salt of the tenant's cache, the session, and the agent in it.
+#: The cache salt, the session, and the agent within the session.
 SessionKey = tuple[bytes, str, str | None]
-#: The token ids (uint32 LE), and the conversation that they were made of, if it was one.
+#: A prompt's token ids (uint32 LE), and the conversation that it was rendered from; None: it was no chat.
 Known = tuple[bytes, Conversation | None]
 
 
 class Departure(msgspec.Struct, frozen=True):
-    """The first token that differs."""
+    """The first token in which a prompt differs from a known prefix."""
 
-    token: int  #: its place in the prompt, from 0
-    at: str | None  #: tools, system, messages[k], or template (what it writes by itself); None: of no conversation
-    text: str  #: from this token on
-    instead_of: str | None = None  #: what stood there in the other prompt; None: not known
-    exact: bool = True  #: False: the first token of the first block that differs
+    token: int  #: its index in the prompt
+    at: str | None  #: tools, system, messages[k], or template (text that the template adds); None: no chat, or too long
+    text: str  #: the prompt from this token on, abridged
+    instead_of: str | None = None  #: the other prompt from this token on; None: unknown
+    exact: bool = True  #: False: `token` is the first token of the first block that differs
 
     def header(self) -> str:
-        """Without spaces, as `name=value;...`; texts are percent-encoded."""
+        """The header value: `name=value;...` without spaces; texts are percent-encoded."""
         parts = [f"token={self.token}", "" if self.exact else "exact=no", f"at={self.at}" if self.at else ""]
         parts += [f"text={_quoted(self.text)}"]
         parts += [] if self.instead_of is None else [f"instead-of={_quoted(self.instead_of)}"]
@@ -54,7 +54,7 @@ def _quoted(text: str) -> str:
 
 
 class SessionPrompts:
-    """The last prompt of each session, bounded in bytes, least recently used out first. Only for one event loop."""
+    """The last prompt of each agent in a session, bounded in bytes; drops the oldest first. Not thread-safe."""
 
     def __init__(self, capacity_bytes: int = MAX_BYTES) -> None:
         self._capacity = capacity_bytes
@@ -65,11 +65,11 @@ class SessionPrompts:
         return len(self._known)
 
     def get(self, key: SessionKey) -> Known | None:
-        """The last prompt."""
+        """The last prompt; None if there is none."""
         return self._known.get(key)
 
     def put(self, key: SessionKey, prompt: Known) -> Known | None:
-        """Keep this prompt and return the one before."""
+        """Store a prompt and return the previous one."""
         before = self._known.pop(key, None)
         self._known[key] = prompt
         self.used_bytes += _cost(prompt[0]) - (_cost(before[0]) if before is not None else 0)
@@ -84,7 +84,7 @@ def _cost(token_ids: bytes) -> int:
 
 
 def common_tokens(one: bytes, other: bytes) -> int:
-    """How many tokens two prompts have in common at their beginning."""
+    """The length in tokens of the common prefix of two prompts."""
     low, high = 0, min(len(one), len(other)) // 4
     while low < high:
         middle = (low + high + 1) // 2
@@ -96,25 +96,25 @@ def common_tokens(one: bytes, other: bytes) -> int:
 
 
 def continues(before: Known, new: Known) -> bool:
-    """Whether the new prompt begins with the one before: a few memory copies."""
+    """Whether the new prompt begins with the previous one, less its `TAIL_TOKENS`. Costs a few memory copies."""
     return new[0].startswith(before[0][: -4 * TAIL_TOKENS])
 
 
 def from_longest(before: Known | None, new: Known, held_tokens: int, text: TextModel) -> Departure | None:
-    """Where a prompt leaves its longest known prefix: what it shares with the one before, or what a replica holds."""
+    """Where a prompt departs from its longest known prefix: shared with the previous prompt or held by a replica."""
     if before is not None and common_tokens(before[0], new[0]) >= held_tokens:
         return between(before, new, text)
     return in_blocks(new, held_tokens, text)
 
 
 def header(before: Known | None, new: Known, text: TextModel, held_tokens: int) -> str | None:
-    """The same for a response header; None: there is no departure, or nothing was known."""
+    """`from_longest` as a response header; None: there is no departure, or no prefix was known."""
     found = from_longest(before, new, held_tokens, text) if before is not None or held_tokens else None
     return None if found is None else found.header()
 
 
 def between(known: Known, new: Known, text: TextModel) -> Departure | None:
-    """Where the second prompt departs from the first. None: it does not, one of them begins with the other."""
+    """Where the second prompt departs from the first; None: one is a prefix of the other."""
     token = common_tokens(known[0], new[0])
     if 4 * token == min(len(known[0]), len(new[0])):
         return None
@@ -123,7 +123,7 @@ def between(known: Known, new: Known, text: TextModel) -> Departure | None:
 
 
 def place_between(one: Conversation, other: Conversation) -> str:
-    """The first part of a conversation that differs."""
+    """The first part in which two conversations differ, as in `Departure.at`."""
     if [each.definition for each in one.tools] != [each.definition for each in other.tools]:
         return "tools"
     index = 0
@@ -136,7 +136,7 @@ def place_between(one: Conversation, other: Conversation) -> str:
 
 
 def in_blocks(new: Known, held_tokens: int, text: TextModel) -> Departure | None:
-    """Where a prompt leaves what is held, of which only whole blocks are known."""
+    """Where a prompt departs from the prefix that a replica holds, of which only whole blocks are known."""
     token_ids, conversation = new
     if 4 * held_tokens >= len(token_ids):
         return None
@@ -149,7 +149,7 @@ def in_blocks(new: Known, held_tokens: int, text: TextModel) -> Departure | None
 
 
 def place_in(conversation: Conversation, rendered: str, character: int) -> str:
-    """The part of a conversation in which a character of its rendered prompt lies, by where the parts begin there."""
+    """The part of a conversation that contains a character of its rendered prompt, by where the parts start."""
     place, start = "template", 0
     tools = [at for tool in conversation.tools if (at := rendered.find(f'"{tool.name}"')) >= 0]
     parts = [(min(tools), "tools")] if tools else []

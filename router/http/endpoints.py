@@ -1,4 +1,4 @@
-"""The table of all endpoints, its OpenAPI document, and the endpoints that are not part of a larger module."""
+"""The table of all endpoints with their handlers, and the OpenAPI document made from it."""
 
 import re
 from collections.abc import Callable, Coroutine, Iterable, Mapping
@@ -55,13 +55,13 @@ from .response_store import Turn
 
 MODELS = "/v1/models"
 RESPONSES_PATH = "/v1/responses"
-#: Token ids are written in steps of so many: 4 ms with their names.
+#: Token ids that one step of a /tokenize response encodes: 4 ms with their names.
 IDS_AT_ONCE = 16 * 1024
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
-    """One served model; `max_model_len` is vLLM's addition."""
+    """One served model; `max_model_len` is vLLM's extension of OpenAI's schema."""
 
     id: str
     object: Literal["model"] = "model"
@@ -90,32 +90,32 @@ class Version(msgspec.Struct):
 
 
 class Load(msgspec.Struct):
-    """GET /load: requests that run or wait."""
+    """GET /load: the number of running and waiting requests."""
 
     server_load: int
 
 
 class Ready(Status):
-    """GET /ready: how many replicas serve, in all and of each model."""
+    """GET /ready: the number of serving replicas, in total and per model."""
 
     replicas: int
     models: dict[str, int]
 
 
 class ResetBody(msgspec.Struct, forbid_unknown_fields=True):
-    """POST /reset_prefix_cache: the model whose caches to reset; without one, those of all models."""
+    """POST /reset_prefix_cache: the model whose caches to empty; null: all models."""
 
     model: str | None = None
 
 
 class Emptied(Status):
-    """POST /reset_prefix_cache: the replicas whose caches are empty now."""
+    """POST /reset_prefix_cache: the replicas whose caches were emptied."""
 
     replicas: list[str]
 
 
 class EngineBody(msgspec.Struct, forbid_unknown_fields=True):
-    """POST and DELETE /engines: an engine by the URL of its server; event sockets where they are not found."""
+    """POST and DELETE /engines: the URL of an engine's server; its event sockets, if they cannot be discovered."""
 
     url: str
     events: str = ""
@@ -147,13 +147,13 @@ class DeletedResponse(msgspec.Struct, frozen=True):
 
 
 class _ToolKind(msgspec.Struct):
-    """Tells a tool of Messages from one of chats."""
+    """The field that distinguishes a Messages tool from a chat tool."""
 
     input_schema: msgspec.Raw | UnsetType = UNSET
 
 
 class _Kind(msgspec.Struct):
-    """Tells the bodies of dialects apart. Messages without a system prompt and tools pass for a chat."""
+    """The fields that identify a body's dialect. Messages without a system prompt and tools are read as a chat."""
 
     messages: msgspec.Raw | UnsetType = UNSET
     input: msgspec.Raw | UnsetType = UNSET
@@ -177,21 +177,21 @@ class Tokenized(msgspec.Struct, frozen=True):
 
 
 class DetokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Token ids."""
+    """POST /detokenize: the token ids of a text."""
 
     model: str | None = None
     tokens: list[NonNegative]
 
 
 class DiffBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Two bodies of requests."""
+    """POST /explain/diff: two request bodies, of any dialects."""
 
     a: msgspec.Raw
     b: msgspec.Raw
 
 
 class Detokenized(msgspec.Struct, frozen=True):
-    """Their text."""
+    """The text of the given token ids."""
 
     prompt: str
 
@@ -220,10 +220,10 @@ async def decoded(
     unknown: Callable[[Decoded], Iterable[tuple[str, str]]] | None = None,
     part: bytes | None = None,
 ) -> Decoded:
-    """A request's body, or a part of it; long ones take turns with those of others.
+    """Decode a request's body, or `part` of it. Long bodies are decoded in turns, fairly among tenants.
 
-    Unknown fields are refused or, if it is `lenient` and the setting allows, ignored; `unknown` finds those that
-    `decoder` takes. Raises InvalidRequest.
+    Unknown fields are refused or, if `lenient` and the setting `strict_fields` is off, ignored and reported in a
+    header. `unknown` finds those that `decoder` accepts. Raises InvalidRequest and ClientGoneError.
     """
     data = exchange.request.body if part is None else part
     lenient = lenient and not front.settings.strict_fields
@@ -259,7 +259,7 @@ async def _generate(
     body: BodyType,
     prepare: Callable[[Any], None] | None = None,
 ) -> None:
-    """`prepare` gets the builder of the response before anything is generated."""
+    """Generate the response to `body`. `prepare` is called with its builder before anything is generated."""
     served = await front.served(body.model)
     sender = caller.sender(body.cache_salt)
     job = await dialect.job(front, served, body, sender)
@@ -274,7 +274,7 @@ async def _generate(
 
 
 async def create_response(front: Front, exchange: Exchange) -> None:
-    """A response, which is stored unless the request says `store: false`, if there is a store."""
+    """Generate a response. If there is a store, keep it unless the request says `store: false`."""
     caller = Caller(front, exchange)
     caller.check()
     body = await decoded(front, caller, exchange, RESPONSES.decoder, lenient=True, unknown=RESPONSES.unknown)
@@ -293,7 +293,7 @@ async def create_response(front: Front, exchange: Exchange) -> None:
 
 
 async def _put_history(front: Front, caller: Caller, body: ResponsesBody) -> None:
-    """Put what a response continues before its input, where responses are stored. Raises PreviousResponseNotFound."""
+    """If responses are stored, prepend the continued conversation to the input. Raises PreviousResponseNotFound."""
     previous = body.previous_response_id
     if front.responses is None or previous is None:
         return
@@ -304,7 +304,7 @@ async def _put_history(front: Front, caller: Caller, body: ResponsesBody) -> Non
 
 
 async def _stored(front: Front, exchange: Exchange) -> tuple[str, Turn]:
-    """The response that a path names. Raises ResponseNotFound."""
+    """The id and the stored response that the path names. Raises ResponseNotFound."""
     tenant = Caller(front, exchange).tenant.digest
     response_id = _response_id(exchange)
     turn = await front.responses.get(tenant, response_id) if front.responses is not None else None
@@ -322,7 +322,7 @@ async def stored_response(front: Front, exchange: Exchange) -> None:
 
 
 async def stored_items(front: Front, exchange: Exchange) -> None:
-    """The input items of a stored response, the last one first, as OpenAI lists them; in one page."""
+    """List the input items of a stored response on one page, last item first, as OpenAI does."""
     response_id, turn = await _stored(front, exchange)
     items = [
         shown_item(item, f"{response_id.removeprefix('resp_')}{index:04x}") for index, item in enumerate(turn.input)
@@ -339,7 +339,7 @@ async def delete_response(front: Front, exchange: Exchange) -> None:
 
 
 def _departure(front: Front, job: Job, key: SessionKey) -> Callable[[int], str | None] | None:
-    """Remember the prompt of a session. Returns what makes the header of its departure, if it has one."""
+    """Remember a session's prompt. Returns what makes the departure header; None: it continues the previous one."""
     new = token_bytes(job.prompts[0].token_ids), job.conversation
     before = front.session_prompts.put(key, new)
     if before is not None and continues(before, new):
@@ -357,7 +357,7 @@ async def embeddings(front: Front, exchange: Exchange) -> None:
 
 
 async def count_tokens(front: Front, exchange: Exchange) -> None:
-    """The tokens of the prompt that a message's request would have."""
+    """Count the prompt tokens of a Messages request."""
     caller = Caller(front, exchange)
     caller.check()
     body = await decoded(front, caller, exchange, _COUNT, lenient=True, unknown=messages.unknown)
@@ -371,12 +371,12 @@ async def count_tokens(front: Front, exchange: Exchange) -> None:
 
 
 class Explained(Explanation, frozen=True, kw_only=True):
-    """A decision, whose request it is as the client named it, and where the prompt leaves what is known."""
+    """A decision, the session and agents that the client named, and where the prompt departs from known prefixes."""
 
     session: str | None = None
-    agent: str | None = None  #: in the session
+    agent: str | None = None  #: within the session
     parent: str | None = None  #: the agent that started it
-    #: from the longest known prefix: of the last prompt of the session's agent, or of what a replica holds
+    #: from the longest known prefix, shared with the agent's last prompt in the session or held by a replica
     departure: Departure | None = None
 
 
@@ -408,11 +408,11 @@ async def explain(front: Front, exchange: Exchange) -> None:
 
 
 class Diff(msgspec.Struct, frozen=True):
-    """How long their prompts are, how much they have in common, and where the second departs from the first."""
+    """The lengths of two prompts and of their common prefix in tokens, and where the second departs from the first."""
 
     tokens: tuple[int, int]
     common_tokens: int
-    departure: Departure | None  #: None: one of them begins with the other
+    departure: Departure | None  #: None: one prompt is a prefix of the other
 
 
 async def explain_diff(front: Front, exchange: Exchange) -> None:
@@ -428,7 +428,7 @@ async def explain_diff(front: Front, exchange: Exchange) -> None:
 
 
 async def _job(front: Front, caller: Caller, exchange: Exchange, data: bytes) -> tuple[Job, bytes]:
-    """What a body of any dialect requests, and the salt of its cached blocks."""
+    """The job that a body of any dialect requests, and the salt of its cached blocks."""
     dialect = (await decoded(front, caller, exchange, _KIND, part=data)).dialect()
     body = await decoded(front, caller, exchange, dialect.decoder, lenient=True, unknown=dialect.unknown, part=data)
     if dialect is RESPONSES:
@@ -438,7 +438,7 @@ async def _job(front: Front, caller: Caller, exchange: Exchange, data: bytes) ->
 
 
 async def tokenize(front: Front, exchange: Exchange) -> None:
-    """The token ids of a text or a chat; this and `detokenize` have vLLM's shapes."""
+    """Return the token ids of a text or a chat. The bodies of this and of `detokenize` are vLLM's."""
     caller = Caller(front, exchange)
     caller.check()
     body = await decoded(front, caller, exchange, _TOKENIZE)
@@ -450,7 +450,7 @@ async def tokenize(front: Front, exchange: Exchange) -> None:
         special_tokens = body.add_special_tokens is not False
         [tokens] = await served.text.encode([body.prompt], special_tokens=special_tokens, sender=sender, param="prompt")
     else:
-        made = lambda: conversation(body).template_input()  # noqa: E731 - made where it is rendered
+        made = lambda: conversation(body).template_input()  # noqa: E731 - built in the thread that renders it
         tokens = await served.text.encode_chat(made, sender=sender, param="messages")
     caller.charge([len(tokens)])
     ids: list[bytes] = []
@@ -463,7 +463,7 @@ async def tokenize(front: Front, exchange: Exchange) -> None:
         ids += comma, ENCODER.encode(part.tolist())[1:-1]
         if body.return_token_strs:
             names += comma, ENCODER.encode(served.text.piece_names(part))[1:-1]
-    # As `Tokenized` is encoded.
+    # The same bytes as an encoded `Tokenized`.
     head = b'{"count":%d,"max_model_len":%d,"tokens":[' % (len(tokens), served.limits.max_model_len)
     tail = [b'],"token_strs":[', *names, b"]}"] if body.return_token_strs else [b'],"token_strs":null}']
     exchange.respond(b"".join([head, *ids, *tail]))
@@ -484,7 +484,7 @@ def _card(front: Front, limits: ModelLimits) -> ModelCard:
 
 
 async def models(front: Front, exchange: Exchange) -> None:
-    """The models that have had a replica, and after them their aliases."""
+    """List the models that have had a replica, followed by their aliases."""
     Caller(front, exchange)
     cards = {limits.name: _card(front, limits) for limits in front.backend.models()}
     only = next(iter(cards)) if len(cards) == 1 else None
@@ -505,7 +505,7 @@ async def model(front: Front, exchange: Exchange) -> None:
 
 
 async def reset_prefix_cache(front: Front, exchange: Exchange) -> None:
-    """Empty the caches of all replicas, or of one model's; 409 while requests run. For admins only."""
+    """Empty the caches of all replicas, or of one model's replicas; 409 while requests run. For admins only."""
     caller = Caller(front, exchange)
     if not caller.tenant.admin:
         raise NotAllowed("a reset empties the caches of all tenants; it requires a key with 'admin: true'")
@@ -514,15 +514,15 @@ async def reset_prefix_cache(front: Front, exchange: Exchange) -> None:
 
 
 async def _engine_list(front: Front, exchange: Exchange) -> tuple[EngineList, Caller]:
-    """For admins only. Raises NotAllowed and UnknownPath."""
+    """The list of engines and the caller, who must be an admin. Raises NotAllowed and UnknownPath."""
     caller = Caller(front, exchange)
     if not caller.tenant.admin:
-        raise NotAllowed("the list of engines is that of all tenants; it requires a key with 'admin: true'")
+        raise NotAllowed("the list of engines is shared by all tenants; it requires a key with 'admin: true'")
     if not front.tenants.named() and front.settings.host not in LOOPBACK:
-        # Engines get prompts and the key of `backend_key_file`: strangers must not name any.
-        raise NotAllowed("without API keys, engines can be listed only where the router listens on loopback")
+        # Engines receive prompts and the key in `backend_key_file`, so strangers must not be able to add one.
+        raise NotAllowed("without API keys, the list of engines is only available if the router listens on loopback")
     if front.engines is None:
-        raise UnknownPath("this router has replicas of its own; engines are listed by homing route")
+        raise UnknownPath("this router has its own replicas; only 'homing route' has a list of engines")
     return front.engines, caller
 
 
@@ -547,7 +547,7 @@ async def health(_front: Front, exchange: Exchange) -> None:
 
 
 async def ready(front: Front, exchange: Exchange) -> None:
-    """503 only if no model can be served: the outage of one must not make a load balancer remove the others."""
+    """503 until index and tokenizers are ready, and while no model has a serving replica; one such model is enough."""
     serving = {view.name: view.serving for view in front.backend.view().models}
     if not any(serving.get(limits.name) for limits in front.backend.models()):
         raise NoReplica("no replica can serve now", retry_after_s=1.0)
@@ -568,7 +568,7 @@ async def load(front: Front, exchange: Exchange) -> None:
 
 
 async def tokenizer_info(front: Front, exchange: Exchange) -> None:
-    """What clients need to know of the tokenizer of the only model; the names are those of `tokenizer_config.json`."""
+    """Return properties of the only model's tokenizer, with the names that `tokenizer_config.json` uses."""
     Caller(front, exchange)
     served = await front.served(None)
     respond(exchange, {**served.text.info, "model_max_length": served.limits.max_model_len})
@@ -588,13 +588,13 @@ async def cluster(front: Front, exchange: Exchange) -> None:
 
 
 async def live_page(_front: Front, exchange: Exchange) -> None:
-    """The page, which asks `/live` for what it shows: it holds nothing itself, and needs no key."""
+    """Return the live page. It holds no data, so it needs no key; its script reads `/live`."""
     body, headers = page()
     exchange.respond(body, content_type="text/html; charset=utf-8", headers=headers)
 
 
 async def live(front: Front, exchange: Exchange) -> None:
-    """A stream of what the page shows, until the client leaves. For admins only: it shows requests of all tenants."""
+    """Stream the live page's data until the client leaves. For admins only: it shows all tenants' requests."""
     if not Caller(front, exchange).tenant.admin:
         raise NotAllowed("this shows the requests of all tenants; it requires a key with 'admin: true'")
     if exchange.request.method == "HEAD":
@@ -607,36 +607,36 @@ async def openapi(_front: Front, exchange: Exchange) -> None:
     exchange.respond(openapi_document())
 
 
-#: Responds to an exchange, now or later. The caller turns what it raises into a response.
+#: Responds to an exchange, immediately or later. The caller turns its exceptions into responses.
 Handler = Callable[[Front, Exchange], Coroutine[Any, Any, None]]
 _REFERENCE = "#/components/schemas/{name}"
 
 
 @dataclass(slots=True, frozen=True)
 class Endpoint:
-    """One method of one path. `{model}` at its end matches anything; so does `{id}`."""
+    """One method of one path. `{model}` and `{id}` in the path match any text."""
 
     method: str
     path: str
     handler: Handler
     summary: str
-    response: type | None = None  #: of a JSON response
-    bodies: tuple[type, ...] = ()  #: a request has one of them
+    response: type | None = None  #: type of a JSON response
+    bodies: tuple[type, ...] = ()  #: alternative types of the request's body
     body_required: bool = True
     media: str = JSON
-    error_body: Callable[[RouterError], bytes] | None = None  #: None: OpenAI's
-    errors: type = ErrorBody  #: of the body of an error
+    error_body: Callable[[RouterError], bytes] | None = None  #: encodes errors; None: OpenAI's format
+    errors: type = ErrorBody  #: type of an error's body
     streams: bool = False  #: the response is a stream of events if the body has `"stream": true`
 
 
 def _generating(path: str, dialect: Dialect[Any], what: str, response: type) -> Endpoint:
-    """The endpoint of a dialect."""
+    """The endpoint that generates responses in a dialect."""
     handler, bodies = partial(generate, dialect), (dialect.decoder.type,)
     return Endpoint("POST", path, handler, f"{what}, streamed or whole", response, bodies, streams=True)
 
 
 def _as_anthropic(endpoint: Endpoint) -> Endpoint:
-    """The same with the errors of Anthropic's API."""
+    """The same endpoint with errors in the format of Anthropic's API."""
     return replace(endpoint, error_body=messages.messages_error_body, errors=messages.MessagesError)
 
 
@@ -648,8 +648,8 @@ ENDPOINTS = (
     _generating("/v1/chat/completions", CHAT, "chat", ChatCompletion),
     replace(_generating(RESPONSES_PATH, RESPONSES, "response", Response), handler=create_response),
     Endpoint("GET", f"{RESPONSES_PATH}/{{id}}", stored_response, "a stored response", Response),
-    Endpoint("DELETE", f"{RESPONSES_PATH}/{{id}}", delete_response, "forget a stored response", DeletedResponse),
-    Endpoint("GET", f"{RESPONSES_PATH}/{{id}}/input_items", stored_items, "its input items", ItemList),
+    Endpoint("DELETE", f"{RESPONSES_PATH}/{{id}}", delete_response, "delete a stored response", DeletedResponse),
+    Endpoint("GET", f"{RESPONSES_PATH}/{{id}}/input_items", stored_items, "a stored response's input items", ItemList),
     _as_anthropic(
         _generating("/v1/messages", messages.MESSAGES, "message in Anthropic's API", messages.MessageResponse)
     ),
@@ -658,12 +658,12 @@ ENDPOINTS = (
             "POST",
             "/v1/messages/count_tokens",
             count_tokens,
-            "how many tokens such a message's prompt has",
+            "the number of prompt tokens of a message",
             messages.TokenCount,
             (messages.CountBody,),
         )
     ),
-    Endpoint("POST", "/v1/embeddings", embeddings, "vectors of texts", EmbeddingsResponse, (EmbeddingsBody,)),
+    Endpoint("POST", "/v1/embeddings", embeddings, "embedding vectors of texts", EmbeddingsResponse, (EmbeddingsBody,)),
     Endpoint("POST", "/tokenize", tokenize, "text or chat to token ids", Tokenized, (TokenizeBody,)),
     Endpoint("POST", "/detokenize", detokenize, "token ids to text", Detokenized, (DetokenizeBody,)),
     Endpoint("GET", "/tokenizer_info", tokenizer_info, "special tokens and chat template of the model"),
@@ -671,7 +671,7 @@ ENDPOINTS = (
         "POST",
         "/explain",
         explain,
-        "the routing decision for a body",
+        "the routing decision for a request body",
         Explained,
         (CompletionBody, ChatBody, ResponsesBody, messages.MessagesBody),
     ),
@@ -680,22 +680,22 @@ ENDPOINTS = (
         "POST",
         "/reset_prefix_cache",
         reset_prefix_cache,
-        "empty the caches of all replicas, or of a model's",
+        "empty the caches of all replicas, or of one model's replicas",
         Emptied,
         (ResetBody,),
         body_required=False,
     ),
     Endpoint("GET", "/", live_page, "a page that shows the cluster live", media="text/html"),
-    Endpoint("GET", "/live", live, "what that page shows, as events without an end", media="text/event-stream"),
+    Endpoint("GET", "/live", live, "the live page's data, as an endless event stream", media="text/event-stream"),
     Endpoint("GET", "/engines", engines, "the external engines of this router", Engines),
-    Endpoint("POST", "/engines", add_engine, "route to one more engine", EngineView, (EngineBody,)),
-    Endpoint("DELETE", "/engines", remove_engine, "route to an engine no longer", EngineView, (EngineBody,)),
+    Endpoint("POST", "/engines", add_engine, "add an external engine", EngineView, (EngineBody,)),
+    Endpoint("DELETE", "/engines", remove_engine, "remove an external engine", EngineView, (EngineBody,)),
     Endpoint("GET", "/cluster", cluster, "the cluster as the router sees it", ClusterView),
     Endpoint("GET", "/health", health, "the process responds", Status),
     Endpoint("GET", "/ping", ping, "the process responds", media="text/plain"),
     Endpoint("POST", "/ping", ping, "the process responds", media="text/plain"),
-    Endpoint("GET", "/load", load, "how many requests run or wait", Load),
-    Endpoint("GET", "/ready", ready, "a request for some model would be served now", Ready),
+    Endpoint("GET", "/load", load, "the number of running and waiting requests", Load),
+    Endpoint("GET", "/ready", ready, "at least one model can be served now", Ready),
     Endpoint("GET", "/metrics", metrics, "metrics for Prometheus", media="text/plain"),
     Endpoint("GET", "/version", version, "the package's version", Version),
     Endpoint("GET", "/openapi.json", openapi, "this document"),
@@ -706,7 +706,7 @@ ENDPOINTS = (
 def openapi_document() -> bytes:
     """The endpoints as an OpenAPI 3.1 document.
 
-    Rules that involve two fields, the model or the settings are not part of it; errors state them.
+    Rules that involve two fields, the model or the settings are not part of it; error messages state them.
     """
     types = [*(kind for each in ENDPOINTS for kind in each.bodies), *(each.response for each in ENDPOINTS)]
     _, components = msgspec.json.schema_components(
@@ -762,12 +762,12 @@ _ERROR_BODIES = {each.path: each.error_body for each in ENDPOINTS if each.error_
 
 
 def takes_large_bodies(path: str) -> bool:
-    """Whether the requests of a path may carry prompts."""
+    """Whether requests to this path may carry prompts, and thus bodies above `SMALL_BODY_BYTES`."""
     return path in _LARGE
 
 
 def label(path: str) -> str:
-    """The path in metrics: one of the table, or `other`, so that unknown paths cannot add labels."""
+    """The metrics label of a path: a path of the table, or `other`, so that unknown paths cannot add labels."""
     if path.startswith(f"{MODELS}/"):
         return MODELS
     if path.startswith(f"{RESPONSES_PATH}/"):
@@ -776,7 +776,7 @@ def label(path: str) -> str:
 
 
 def _row(path: str) -> str:
-    """The path of the table that a request's path matches; itself, if none with a name in it does."""
+    """The path in the table that a request's path matches; the path itself if it matches none with a parameter."""
     if path.startswith(f"{MODELS}/"):
         return f"{MODELS}/{{model}}"
     if path.startswith(f"{RESPONSES_PATH}/"):
@@ -786,7 +786,7 @@ def _row(path: str) -> str:
 
 
 def error_body_of(path: str) -> Callable[[RouterError], bytes] | None:
-    """What makes the error bodies of an endpoint; None: OpenAI's."""
+    """The function that encodes an endpoint's errors; None: OpenAI's format."""
     return _ERROR_BODIES.get(path)
 
 

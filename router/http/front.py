@@ -1,4 +1,4 @@
-"""What the endpoints share: settings, backend, tokenizers, tenants, metrics and clocks. Independent of HTTP."""
+"""The state that all endpoints share: settings, backend, tokenizers, tenants, metrics, clocks. Independent of HTTP."""
 
 import asyncio
 import logging
@@ -29,12 +29,12 @@ from .turns import Turns
 
 log = logging.getLogger(__name__)
 
-#: The usage records of the tenants with these digests.
+#: Returns the usage records of the tenants with these digests, by digest.
 UsageRecords = Callable[[Sequence[bytes]], Mapping[bytes, UsageRecord]]
 
 
 class TextModels:
-    """Loads the text side of each served model once, off the event loop; concurrent callers wait for the same load."""
+    """Loads the `TextModel` of each source once, off the event loop; concurrent callers wait for the same load."""
 
     def __init__(self, load: Callable[[Path], TextModel]) -> None:
         self._load = load
@@ -42,7 +42,7 @@ class TextModels:
         self._kept: frozenset[TextSource] = frozenset()
 
     async def get(self, source: TextSource) -> TextModel:
-        """The text side from this source. Raises TokenizerUnavailable; the next call then tries again."""
+        """The `TextModel` from this source. Raises TokenizerUnavailable; the next call then tries again."""
         loading = self._loading.get(source)
         if loading is None:
             loading = self._loading[source] = asyncio.ensure_future(asyncio.to_thread(self._load_source, source))
@@ -61,10 +61,10 @@ class TextModels:
         return loading is not None and loading.done()
 
     def keep(self, sources: Iterable[TextSource]) -> None:
-        """Forget the sources of the previous call that are not among these.
+        """Forget the sources of the previous call that are not in `sources`.
 
-        Running requests keep the text side that they use; its threads end with the last of them. A text side that was
-        loaded before its first replica joined stays.
+        Running requests keep the `TextModel` that they use; its threads exit after the last of them. A `TextModel` that
+        was loaded before its first replica joined is kept.
         """
         kept = frozenset(sources)
         for gone in self._kept - kept:
@@ -80,7 +80,7 @@ class TextModels:
             log.info("tokenizer_loaded path=%s", source.path)
 
     async def close(self) -> None:
-        """Wait for running loads, and end all threads."""
+        """Wait for running loads, and stop all tokenizer threads."""
         for model in await asyncio.gather(*self._loading.values(), return_exceptions=True):
             if isinstance(model, TextModel):
                 model.close()
@@ -93,14 +93,14 @@ class Served(msgspec.Struct, frozen=True, gc=False):
     limits: ModelLimits
     text: TextModel
     metrics: ModelMetrics
-    backend: ModelBackend  #: takes the requests that were tokenized with `text`
-    calls: ToolFamily | None = None  #: how it writes tool calls; None: as text
-    thoughts: ReasoningFamily | None = None  #: how it marks reasoning
-    defaults: SamplingDefaults = SamplingDefaults()  #: of requests that say nothing
+    backend: ModelBackend  #: accepts the requests that were tokenized with `text`
+    calls: ToolFamily | None = None  #: the format of tool calls; None: they are returned as text
+    thoughts: ReasoningFamily | None = None  #: the markers of reasoning; None: it is returned as text
+    defaults: SamplingDefaults = SamplingDefaults()  #: for sampling fields that a request does not set
 
 
 class Front:
-    """Shared by all requests of one server."""
+    """The state that all requests to one server share."""
 
     def __init__(
         self,
@@ -115,13 +115,13 @@ class Front:
         wall: Callable[[], float] = time.time,
         random_bits: Callable[[int], int] | None = None,
     ) -> None:
-        """`usage`: records that several routers share.
+        """`usage`: looks up the records that several routers share.
 
-        `random_bits` makes ids and seeds, which are not secret: asking the system for each costs a system call.
+        `random_bits` makes ids and seeds. They are not secret, so the default saves a system call for each.
         """
         self.settings = settings
         self.backend = backend
-        self.engines: EngineList | None = None  #: of a router in front of external engines
+        self.engines: EngineList | None = None  #: set only if the router is in front of external engines
         self.metrics = metrics
         self.texts = texts or TextModels(
             partial(TextModel.load, cache_bytes=settings.token_cache_bytes, chat_template=settings.chat_template)
@@ -129,7 +129,7 @@ class Front:
         self.tenants = tenants or Tenants()
         named = self.tenants.named()
         records = usage([tenant.digest for tenant in named]) if usage is not None else {}
-        #: Of the tenants in the keys file, by digest.
+        #: Rate limiters of the tenants in the keys file, by digest.
         self.limiters = {
             tenant.digest: RateLimiter(tenant.name, tenant.limits, records.get(tenant.digest)) for tenant in named
         }
@@ -148,8 +148,8 @@ class Front:
             self.responses = ResponseStore(settings.response_store, bounds, wall)
         self._clock_offset_s = wall() - monotonic()
         self.live = LiveFeed(lambda: items_of(self.situation()), wall=wall)
-        self._served: dict[str, Served] = {}  #: by name, as of the last request
-        #: The model of each alias; None: the only one.
+        self._served: dict[str, Served] = {}  #: by model name, as of the last request
+        #: The model of each alias; None: the only model.
         self.aliases: dict[str, str | None] = {
             alias.strip(): name.strip() or None
             for alias, _, name in (each.partition("=") for each in settings.model_aliases.split(","))
@@ -163,7 +163,7 @@ class Front:
         return self.backend.choose(name)
 
     async def served(self, name: str | None) -> Served:
-        """The model that a client calls `name`. Raises ModelNotFound, NoReplica and TokenizerUnavailable."""
+        """The model with this name or alias. Raises ModelNotFound, NoReplica and TokenizerUnavailable."""
         backend = self.model_named(name)
         limits = backend.model()
         if limits is None:
@@ -171,7 +171,7 @@ class Front:
         served = self._served.get(limits.name)
         if served is None or served.limits is not limits or served.backend is not backend:
             source = backend.text()
-            assert source is not None, f"{limits.name!r} has limits and no text"
+            assert source is not None, f"{limits.name!r} has limits but no text source"
             text, metrics = await self.texts.get(source), self.metrics.of(limits.name)
             shown = text.templates, text.model_type
             calls = choose_tools(*shown, self.settings.tool_call_parser)
@@ -181,7 +181,7 @@ class Front:
         return served
 
     def situation(self) -> Situation:
-        """What the live page shows."""
+        """The state that the live page shows."""
         view = self.backend.view()
         return Situation(
             version=__version__,

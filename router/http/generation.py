@@ -1,7 +1,7 @@
 """The running choices of one HTTP request: opens their token streams, collects their text, and closes all streams.
 
-Sits between `Backend` and the response writers of a dialect. Everything runs in callbacks: a token costs neither a turn
-of the event loop nor a task.
+Sits between `Backend` and the response writers of a dialect. Everything runs in callbacks: a token costs neither an
+iteration of the event loop nor a task.
 """
 
 import logging
@@ -34,7 +34,7 @@ _DISCARDED = TextDelta("", "length")
 
 
 class PinRequest(msgspec.Struct, frozen=True, gc=False):
-    """Keep the first tokens of a prompt."""
+    """A request to keep the first `num_tokens` tokens of a prompt cached for `ttl_s` seconds."""
 
     num_tokens: int
     ttl_s: float
@@ -49,7 +49,7 @@ class EncodedPrompt(msgspec.Struct, frozen=True, gc=False):
 
 
 class Job(msgspec.Struct, frozen=True, gc=False):
-    """Everything that one HTTP request wants generated; the same for all dialects."""
+    """Everything that one HTTP request asks to generate, in the form that all dialects share."""
 
     served: Served
     prompts: Sequence[EncodedPrompt]
@@ -63,15 +63,15 @@ class Job(msgspec.Struct, frozen=True, gc=False):
     #: Makes the parser of one choice, if its text may hold reasoning or tool calls.
     parser: Callable[[], AnswerParser] | None = None
     markers: Sequence[str] = ()  #: special tokens that the parser needs to see
-    session: str | None = None  #: that the body names; one that a header names comes first
-    constraint: Constraint | None = None  #: what each choice must match; checked already
-    chat: bytes = b""  #: for an external engine's own chat endpoint; empty: it gets token ids
-    conversation: Conversation | None = None  #: that the prompt was made of
+    session: str | None = None  #: named in the body; a session named in a header takes precedence
+    constraint: Constraint | None = None  #: what each choice must match; already checked
+    chat: bytes = b""  #: JSON for an external engine's own chat endpoint; empty: the engine gets token ids
+    conversation: Conversation | None = None  #: the conversation that the prompt was rendered from
     show_special: bool = False  #: special tokens are part of the text
-    show_stop: bool = False  #: so are the stop string or stop token that ends it
-    keep_tokens: bool = False  #: report token ids although no logprobs are requested
-    embedding: EmbeddingParams | None = None  #: no tokens are generated, but the vectors of the prompts
-    discard: bool = False  #: `max_tokens: 0`: one token is generated to score the prompt, and not shown
+    show_stop: bool = False  #: the stop string or stop token that ends the text is part of it
+    keep_tokens: bool = False  #: report token ids even if no logprobs are requested
+    embedding: EmbeddingParams | None = None  #: compute the prompts' vectors instead of generating tokens
+    discard: bool = False  #: `max_tokens: 0`: one token is generated to score the prompt, but not shown
 
 
 def generation_request(
@@ -82,7 +82,7 @@ def generation_request(
     deadline: float | None = None,
     traceparent: str = "",
 ) -> GenerationRequest:
-    """Choice `index` of a prompt, as the backend takes it. It draws with seed + index; only choice 0 carries pins."""
+    """The backend's request for choice `index` of a prompt. Its seed is seed + index; only choice 0 carries pins."""
     sampling, tenant = job.sampling, caller.tenant
     return GenerationRequest(
         trace_id=caller.request_id,
@@ -91,7 +91,7 @@ def generation_request(
         sampling=msgspec.structs.replace(sampling, seed=(sampling.seed + index) & SEED_MASK) if index else sampling,
         salt=job.salt,
         session=caller.session or job.session,
-        # A tenant may go behind the others, but before them only if that was granted.
+        # Any tenant may queue behind the others, but ahead of them only if its limits allow it.
         priority=job.priority if tenant.limits.global_priority else max(0, job.priority),
         own_order=job.priority,
         tenant=tenant.digest,
@@ -125,14 +125,14 @@ class RunningChoice(msgspec.Struct, eq=False):
     parser: AnswerParser | None = None
     calls: int = 0  #: tool calls so far
     reasoning_tokens: int = 0
-    blocks: list[Block] = []  #: the answer so far, of a response that is not streamed
-    tokens: list[TokenAt] = []  #: its tokens, if logprobs were requested
+    blocks: list[Block] = []  #: the answer so far, if the response is not streamed
+    tokens: list[TokenAt] = []  #: the answer's tokens, if logprobs or token ids were requested
     embedding: bytes | None = None  #: the prompt's vector, float32 LE
-    known: int = 0  #: tokens of the prompt
+    known: int = 0  #: prompt tokens that some replica held or was expected to hold; only counted in a session
 
     @property
     def text(self) -> str:
-        """The text of a response that is not streamed, without reasoning and calls."""
+        """The answer's text without reasoning and calls; empty if the response is streamed."""
         return "".join([block.text for block in self.blocks if block.kind == "text"])
 
     def delta(self, delta: TokenDelta) -> None:
@@ -168,7 +168,7 @@ class RunningChoice(msgspec.Struct, eq=False):
                 generation.choice_ended()
         except RouterError as error:
             generation.abort(error)
-        except Exception as error:  # raised further, it would interrupt the delivery of other requests' tokens
+        except Exception as error:  # if it propagated, it would interrupt the delivery of other requests' tokens
             generation.crash(error)
 
     def _parsed(self, shown: TextDelta, delta: TokenDelta) -> TextDelta:
@@ -201,7 +201,7 @@ class Generation:
         writer: "StreamWriter | WholeWriter",
         departure: Callable[[int], str | None] | None = None,
     ) -> None:
-        """`departure`: from how many tokens of the prompt were known, the header that says where it departs."""
+        """`departure`: returns the departure header, given the number of known prompt tokens."""
         self.front = front
         self.job = job
         self.metrics = job.served.metrics
@@ -215,7 +215,7 @@ class Generation:
         self._ttft_s: float | None = None
 
     def begin(self) -> None:
-        """Send all choices to the backend. Raises its refusals, those of the rate limits, and ClientGoneError."""
+        """Send all choices to the backend. Raises the errors of backend and rate limiter, and ClientGoneError."""
         exchange, job, served = self._exchange, self.job, self.job.served
         if exchange.gone:
             raise ClientGoneError
@@ -249,7 +249,7 @@ class Generation:
             self._ttft_s = ttft_s
 
     def choice_ended(self) -> None:
-        """Finish the response after the last choice; before, stop choices that ended by a stop string."""
+        """Finish the response after the last choice; until then, cancel streams of choices that hit a stop string."""
         self.left -= 1
         if self.left:
             for choice in self.choices:
@@ -261,7 +261,7 @@ class Generation:
         self.choices = []
 
     def fail(self, error: RouterError) -> None:
-        """A choice failed, and with it the response. A request without tokens restarts if its model was replaced."""
+        """Abort because a choice failed; if its model was replaced before the first token, restart the request."""
         if self.over:
             return
         if isinstance(error, Superseded) and all(choice.last_token_at is None for choice in self.choices):
@@ -274,7 +274,7 @@ class Generation:
             self.abort(error)
 
     def abort(self, error: RouterError) -> None:
-        """End the response with an error; also if only its last part could not be made."""
+        """End the response with an error, even if all choices have ended and only its last part could not be built."""
         if not self.over:
             self._close()
         if not self.writer.fail(self, error):
@@ -291,9 +291,9 @@ class Generation:
         self.choices = []
 
     def _close(self) -> None:
-        """Close all streams, whatever ended the response, and account for their tokens.
+        """Close all streams and account for their tokens, whatever ended the response.
 
-        Then the caller empties `choices`: without the reference cycle the garbage collector has nothing to do.
+        The caller then empties `choices`: this breaks a reference cycle, so the garbage collector has nothing to do.
         """
         self.over = True
         self._cancel()
@@ -329,11 +329,11 @@ class Generation:
         )
 
     def summary(self) -> GenerationSummary:
-        """What the request used, so far or in all."""
+        """The request's token counts and times: so far, or final once it has ended."""
         return self._exchange.summary or self._summary()
 
     def headers(self) -> Headers:
-        """Response headers: the replicas, the tokens found in their caches and, if requested, the pinned tokens."""
+        """Response headers: replicas, cached tokens and, where they apply, pinned tokens and the prompt's departure."""
         summary = self.summary()
         headers: list[tuple[str, object]] = [("x-homing-cached-tokens", summary.cached_tokens)]
         pinned = [choice.pinned for choice in self.choices if choice.pinned is not None]

@@ -1,7 +1,7 @@
-"""Responses that clients may ask for again: an SQLite file, bounded in number, bytes and age.
+"""Stores responses for later requests in an SQLite file that is bounded in count, bytes and age.
 
-All work runs in one thread of its own, in order, off the event loop. Several router processes of a machine may share
-the file. A response belongs to a tenant; nobody else can find it.
+All work runs in sequence in one dedicated thread, off the event loop. Several router processes on a machine may share
+the file. A response belongs to a tenant and is invisible to all others.
 """
 
 import asyncio
@@ -30,17 +30,17 @@ CREATE TABLE IF NOT EXISTS responses (
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS by_age ON responses (created, bytes);
 """
-#: Responses in one conversation: each is read for the next one.
+#: Maximum number of responses in one conversation: all of them are read to continue it.
 MAX_TURNS = 1000
-#: Another router process may be committing what was just answered.
+#: Pause before a missing response is looked up again: another router process may still be committing it.
 RETRY_S = 0.1
 BUSY_S = 5.0
-#: Writes between two looks at the bounds.
+#: Writes between two checks of the bounds.
 WRITES_PER_SWEEP = 16
 
 
 class StoreBounds(NamedTuple):
-    """What is kept; the oldest go first."""
+    """The limits of the store: number of responses, bytes and seconds. The oldest responses are deleted first."""
 
     responses: int
     bytes: int
@@ -48,7 +48,7 @@ class StoreBounds(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """A stored response: the input items of its request, its body as JSON, and the response before it."""
+    """A stored response: the input items of its request, its JSON body, and the id of the previous response."""
 
     input: list[Item]
     body: bytes
@@ -56,7 +56,7 @@ class Turn(NamedTuple):
 
 
 class ResponseStore:
-    """Opens `path` at its first use. `wall`: seconds since 1970. Methods are called on the event loop."""
+    """Opens `path` on first use. `wall`: seconds since 1970. Methods are called on the event loop."""
 
     def __init__(self, path: str, bounds: StoreBounds, wall: Callable[[], float] = time.time) -> None:
         self._path = path
@@ -67,7 +67,7 @@ class ResponseStore:
         self._writes = 0
 
     def put(self, tenant: bytes, response_id: str, turn: Turn) -> "Future[None]":
-        """Keep a response. Not awaited: whoever asks this store for it later waits for the write."""
+        """Store a response. Need not be awaited: later calls to this store run after the write."""
         done = self._pool.submit(self._put, tenant, response_id, turn, self._wall())
         done.add_done_callback(_log_failure)
         return done
@@ -77,11 +77,11 @@ class ResponseStore:
         return await self._found(lambda: self._get(tenant, response_id))
 
     async def history(self, tenant: bytes, response_id: str) -> list[Item] | None:
-        """All items of a conversation up to this response; None if a response of it is gone. Raises RouterError."""
+        """All items of a conversation up to and with this response; None if one of it is gone. Raises RouterError."""
         return await self._found(lambda: self._history(tenant, response_id))
 
     async def delete(self, tenant: bytes, response_id: str) -> bool:
-        """Forget a response; whether there was one. Raises RouterError."""
+        """Delete a response. Returns whether it existed. Raises RouterError."""
         return await self._run(lambda: self._delete(tenant, response_id))
 
     def close(self) -> None:
@@ -100,13 +100,13 @@ class ResponseStore:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._pool, work)
         except sqlite3.Error as error:
-            raise RouterError(f"the store of responses failed: {error}") from error
+            raise RouterError(f"the response store failed: {error}") from error
 
     # In the thread
 
     def _open(self) -> sqlite3.Connection:
         if self._file is None:
-            # What users wrote is nobody else's business; SQLite gives the files beside it the same rights.
+            # Users' texts are private. SQLite gives the WAL files next to it the same permissions.
             with contextlib.suppress(OSError):
                 os.close(os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600))
             file = sqlite3.connect(self._path, timeout=BUSY_S, isolation_level=None)
@@ -129,7 +129,7 @@ class ResponseStore:
             self._sweep()
 
     def _sweep(self) -> None:
-        """Delete what is too old, and the oldest beyond the bounds."""
+        """Delete responses that are too old, then the oldest ones beyond the other bounds."""
         file, bounds = self._open(), self._bounds
         file.execute("DELETE FROM responses WHERE created < ?", (self._wall() - bounds.age_s,))
         count = size = 0

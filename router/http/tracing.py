@@ -1,9 +1,9 @@
 """OpenTelemetry: one span per POST request, sent to a collector over OTLP/HTTP.
 
 A span continues the trace that the request's `traceparent` header names (W3C Trace Context) and has the phases of a
-generation as attributes: seconds in the router's queue, until the first token behind it, and of decoding. Names follow
-OpenTelemetry's conventions where these have one (`http.*`, `gen_ai.*`). Spans leave in a thread of the SDK, from a
-bounded queue; a collector that is gone costs spans, not requests. Needs the extra `homing[otel]`.
+generation as attributes: seconds in the router's queue, from there to the first token, and of decoding. Names follow
+OpenTelemetry's conventions where these have one (`http.*`, `gen_ai.*`). A thread of the SDK sends spans from a bounded
+queue; if the collector is down, spans are lost but no requests. Needs the extra `homing[otel]`.
 """
 
 import time
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
 SERVER_ERRORS = 500
-#: For one batch of spans, with retries; the router waits for the last one when it stops.
+#: Time limit for sending one batch of spans, with retries; a stopping router waits for its last batch.
 EXPORT_S = 2.0
 
 
 class RequestSpans:
-    """Begins and ends the spans of one router."""
+    """Starts and ends the spans of one router."""
 
     def __init__(self, endpoint: str) -> None:
         """`endpoint`: URL of the collector's traces, such as http://127.0.0.1:4318/v1/traces.
@@ -42,7 +42,7 @@ class RequestSpans:
         self._context = TraceContextTextMapPropagator()
 
     def begin(self, exchange: Exchange) -> None:
-        """Give the exchange a span, and its `traceparent` for whoever the request is passed on to."""
+        """Start the span of an exchange, and set the `traceparent` that is passed on with its request."""
         from opentelemetry.trace import SpanKind, set_span_in_context
 
         request = exchange.request
@@ -71,7 +71,7 @@ class RequestSpans:
         span.end()
 
     def close(self) -> None:
-        """Send what is left; takes up to EXPORT_S."""
+        """Send the remaining spans; takes up to EXPORT_S."""
         self._provider.shutdown()
 
 

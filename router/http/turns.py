@@ -1,7 +1,7 @@
-"""Turns of the event loop for long steps, such as decoding a body of megabytes.
+"""Schedules long steps on the event loop, such as decoding a body of megabytes.
 
-A step cannot be interrupted. So one of them runs in each turn of the loop, and the loop then has at least as much time
-for everything else as the step took. Tenants take turns, so that nobody's bodies delay those of another.
+A step cannot be interrupted. So each iteration of the event loop runs one, and the loop then has at least as much time
+for everything else as the step took. Tenants take turns, so that none can hold up the others' bodies.
 """
 
 import asyncio
@@ -9,21 +9,21 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 
-#: Steps may follow each other for so long, and are then not followed by a pause.
+#: Steps that take less time than this in total may run back to back, without a pause after them.
 SHORT_S = 0.001
 
 
 class Turns:
-    """To be used on one event loop. Nothing waits while nobody else does."""
+    """The turns on one event loop. While no turn is in progress, `next` does not wait."""
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._monotonic = monotonic
         self._lanes: OrderedDict[bytes, deque[asyncio.Future[None]]] = OrderedDict()
-        self._taken = False  #: the current turn
+        self._taken = False  #: a turn is in progress
         self._since = 0.0
 
     async def next(self, tenant: bytes) -> None:
-        """Wait for a turn; the step is what the caller does until it next waits."""
+        """Wait for a turn; the step is the caller's work until it next waits."""
         loop = asyncio.get_running_loop()
         if not self._taken:
             self._taken, self._since = True, self._monotonic()
@@ -50,7 +50,7 @@ class Turns:
             if lane:
                 self._lanes[tenant] = lane
             if not turn.done():
-                turn.set_result(None)  # its step runs in the next turn of the loop, before `_over`
+                turn.set_result(None)  # its step runs in the loop's next iteration, before `_over`
                 self._since = self._monotonic()
                 asyncio.get_running_loop().call_soon(self._over)
                 return
