@@ -94,7 +94,7 @@ def test_the_page_asks_for_a_key_and_comes_back_after_a_restart(tab: Tab, tmp_pa
         tab.until(f"{text('refused')} === 'this API key is unknown'")
         enter(tab, "right")
         tab.until(f"{STATUS} === 'live'")
-        assert tab.ask(text("replicas")) == "There is no replica yet."
+        assert tab.ask(text("replicas")) == "No replicas yet."
 
     tab.until(f"/trying again in \\d+ s/.test({STATUS})")
     assert tab.ask("document.getElementById('main').className") == "stale"

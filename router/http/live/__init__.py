@@ -1,4 +1,4 @@
-"""The live page: `view` decides what it shows, `feed` sends that to viewers, and `page.html` draws it.
+"""The live page: `view` selects its data, `feed` sends them to viewers, and `page.html` draws them.
 
-The page is one file without a build step or anything from elsewhere; `homing top` reads the same stream.
+The page is one file without a build step or external resources; `homing top` reads the same stream.
 """

@@ -1,8 +1,8 @@
 """Sends the live page's documents to its viewers, as server-sent events.
 
-They are computed once for all viewers, at most once a second, and not at all while there is none. The more that costs,
-the longer the pause after it, so that watching never takes more than a hundredth of a core. A viewer that does not read
-is disconnected by the HTTP server, like any other client (`max_unsent_bytes`, `stall_timeout_s`).
+They are computed once for all viewers, at most once a second, and not at all without viewers. The pause after each
+computation grows with its cost, so that viewers never cost more than a hundredth of a core. The HTTP server disconnects
+a viewer that does not read, like any other client (`max_unsent_bytes`, `stall_timeout_s`).
 """
 
 import asyncio
@@ -17,13 +17,13 @@ from .view import Items, frame
 log = logging.getLogger(__name__)
 
 INTERVAL_S = 1.0
-#: Share of a core. Below 1 %, as the sockets' part is not measured.
+#: Maximum share of a core. Below 1 %, because the cost of writing to sockets is not measured.
 MAX_SHARE = 0.006
 MAX_VIEWERS = 100
 
 
 def pause_s(cost_s: float) -> float:
-    """Until the next frame, if this one took so much CPU time."""
+    """Seconds until the next frame, after one that took `cost_s` of CPU time."""
     return max(INTERVAL_S, cost_s / MAX_SHARE)
 
 
@@ -37,12 +37,12 @@ class LiveFeed:
         wall: Callable[[], float] = time.time,
         pause: Callable[[float], float] = pause_s,
     ) -> None:
-        """`items` computes the documents as they are now."""
+        """`items` computes the current documents."""
         self._items = items
         self._wall = wall
         self._pause = pause
         self._viewers: set[Exchange] = set()
-        self._shown: Items = {}  #: what every viewer has
+        self._shown: Items = {}  #: the documents that every viewer has
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
 
@@ -50,7 +50,7 @@ class LiveFeed:
         return len(self._viewers)
 
     def join(self, exchange: Exchange) -> None:
-        """Begin a stream that lasts until the viewer leaves or `close`. Raises TooManyViewers and RouterClosed."""
+        """Start a stream that lasts until the viewer leaves or `close`. Raises TooManyViewers and RouterClosed."""
         if self._closed:
             raise RouterClosed("the server is shutting down")
         if len(self._viewers) >= MAX_VIEWERS:
@@ -67,14 +67,14 @@ class LiveFeed:
             self._timer = asyncio.get_running_loop().call_later(self._pause(0.0), self._tick)
 
     def close(self) -> None:
-        """End all streams, now and later ones."""
+        """End all streams, and refuse new ones."""
         self._closed = True
         for viewer in list(self._viewers):
             viewer.end()
             self._leave(viewer)
 
     def _viewer_left(self, viewer: Exchange) -> None:
-        """A stream without an end has no other: in metrics and log this is no client that left too early."""
+        """Record a success in metrics and log: an endless stream can only end when its viewer leaves."""
         viewer.status, viewer.gone = 200, False
         self._leave(viewer)
 
@@ -93,7 +93,7 @@ class LiveFeed:
             self._shown = shown
             for viewer in list(self._viewers):
                 viewer.send(sent)  # calls `_leave` for one that does not read
-        except Exception:  # a fault here must not end the page of everybody
+        except Exception:  # a fault here must not end all viewers' streams
             log.exception("live_view_failed viewers=%d", len(self._viewers))
         if self._viewers:
             later = self._pause(time.thread_time() - began)

@@ -1,4 +1,4 @@
-"""The page itself, and the headers that keep anything but its own script and style from running in it."""
+"""The live page's HTML, and the headers that forbid any script and style but its own."""
 
 import re
 from base64 import b64encode

@@ -1,10 +1,10 @@
-"""What the live page shows, as small JSON documents by name, and the difference between two moments of them.
+"""The live page's data as small named JSON documents, and the difference between two states of them.
 
-Pure: values in, bytes out. Names and documents are an interface between this file, `page.html` and `homing top` of the
-same version, and no other. A document is sent when it differs from what was sent before, so nothing in it may change
-with time alone: moments are absolute, in seconds since 1970.
+Pure: values in, bytes out. Names and documents are a private interface between this file, `page.html` and `homing top`
+of the same version. A document is sent only when it has changed, so its times must be absolute (seconds since 1970).
 
-Holds no prompt: ids that clients chose, tenants' names, hashes and lengths are shown to admins only (endpoints.py).
+Documents hold no prompts, but ids that clients chose, tenants' names, hashes and lengths, so endpoints.py serves them
+to admins only.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,13 +19,13 @@ from ...backend import ClusterView, Explanation, ModelView, ReplicaScore, Replic
 #: The encoded documents by name.
 Items = dict[str, bytes]
 
-#: Candidates of a decision that are shown: the chosen one, and the best of the others.
+#: Maximum number of candidates shown for a decision: the chosen one, and the best of the others.
 MAX_CANDIDATES = 16
-#: Replicas that are shown, so that a frame stays below a megabyte; the page says how many are left out.
+#: Maximum number of replicas shown, so that a frame stays below a megabyte; the page says how many are left out.
 MAX_REPLICAS = 256
-#: Hex digits of a block's hash: enough to recognize it, as `homing watch --hash` takes the first ones.
+#: Hex digits shown of a block hash: enough to identify it, because `homing watch --hash` accepts a prefix.
 HASH_DIGITS = 12
-#: A replica reports five times a second; its last report is old after so many seconds.
+#: Age at which a replica's last report is shown as old; replicas report five times a second.
 OLD_REPORT_S = 2.0
 
 _encode = msgspec.json.Encoder().encode
@@ -38,26 +38,26 @@ class ModelTotals(msgspec.Struct, frozen=True):
     completion_tokens: int
     ttft_count: int
     ttft_sum_s: float
-    reports: Mapping[str, LoadReport]  #: the last one of each replica
-    gaps: Mapping[str, int]  #: in the event stream of each replica
+    reports: Mapping[str, LoadReport]  #: last load report, by replica
+    gaps: Mapping[str, int]  #: gaps in the event stream, by replica
 
 
 class Situation(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that the page shows, as it is at one moment."""
+    """A snapshot of everything that the page shows."""
 
     version: str
     started_at: int  #: seconds since 1970
-    clock_offset_s: float  #: from the router's clock to seconds since 1970
+    clock_offset_s: float  #: added to times of the router's clock: seconds since 1970
     cluster: ClusterView
     activities: Sequence[ModelActivity]
     totals: Mapping[str, ModelTotals]  #: by model
     responses: Mapping[int, int]  #: HTTP responses by status
     streams_broken: int
-    tenants: Mapping[bytes, str]  #: names by digest, of tenants that have one
+    tenants: Mapping[bytes, str]  #: names of the tenants in the keys file, by digest
 
 
 def items_of(now: Situation) -> Items:
-    """All documents."""
+    """All documents by name, encoded."""
     documents: dict[str, Any] = {"router": _router(now)}
     documents |= {f"model/{model.name}": _model(model, now.totals[model.name]) for model in now.cluster.models}
     for replica in now.cluster.replicas[:MAX_REPLICAS]:
@@ -69,7 +69,7 @@ def items_of(now: Situation) -> Items:
 
 
 def frame(before: Items, after: Items, wall_s: float) -> bytes:
-    """An event of the stream that turns the documents `before` into those `after`; from `{}` it holds all."""
+    """The server-sent event that turns the documents `before` into `after`; if `before` is empty, it holds all."""
     changed = [b"%b:%b" % (_encode(name), value) for name, value in after.items() if before.get(name) != value]
     gone = [name for name in before if name not in after]
     return b'data: {"now":%.3f,"all":%b,"set":{%b},"gone":%b}\n\n' % (
@@ -122,7 +122,7 @@ def _replica(view: ReplicaView, totals: ModelTotals | None) -> dict[str, Any]:
 
 
 def _blocks(report: LoadReport) -> dict[str, int]:
-    """Blocks by state; the four add up to all. Pinned ones may be in use."""
+    """Number of blocks by state; the four add up to the total. Pinned blocks may be in use."""
     busy = report.total_blocks - report.free_blocks
     pinned = min(report.pinned_blocks, busy)
     return {
@@ -134,7 +134,7 @@ def _blocks(report: LoadReport) -> dict[str, int]:
 
 
 def _activity(now: Situation, activity: ModelActivity) -> Iterator[tuple[str, str, Any]]:
-    """Kind, name and document of each."""
+    """The kind, name and content of each document about one model's activity."""
     nodes = [_prefix(node, activity.block_size) for node in activity.prefixes]
     yield "tree", "", {**_fields(activity, "model block_size"), "nodes": nodes}
     for replica, hashes in activity.next_evictions.items():
@@ -169,7 +169,7 @@ def _routed(now: Situation, routed: RoutedRequest) -> dict[str, Any]:
 
 
 def _best(table: Explanation) -> list[ReplicaScore]:
-    """The chosen row first where rows must be left out, then those that would have been next."""
+    """The rows to show; if some must be left out, the chosen one and then the best of the others."""
     if len(table.replicas) <= MAX_CANDIDATES:
         return table.replicas
 
@@ -211,7 +211,7 @@ def _failed(now: Situation, failed: FailedRequest) -> dict[str, Any]:
 
 
 def _fields(source: object, names: str) -> dict[str, Any]:
-    """What is shown as it is, by its own name."""
+    """The attributes of `source` with these space-separated names."""
     return {name: getattr(source, name) for name in names.split()}
 
 

@@ -13,7 +13,7 @@ from .exchange import Exchange, GenerationSummary
 
 log = logging.getLogger(__name__)
 
-#: Maximum time and number of buffered lines.
+#: Maximum age and number of buffered lines.
 FLUSH_S = 0.25
 FLUSH_LINES = 256
 
@@ -25,7 +25,7 @@ class Writable(Protocol):
 
 
 class AccessLog:
-    """Writes to `stream`, on the loop's thread. The caller closes the stream, after `flush`."""
+    """Writes lines to `stream`, on the event loop's thread. The caller closes the stream after `flush`."""
 
     def __init__(self, stream: Writable, wall: Callable[[], float] = time.time) -> None:
         self._stream = stream
@@ -74,11 +74,11 @@ def line(exchange: Exchange, duration_s: float, now: float) -> str:
 
 
 def _conversation(summary: GenerationSummary) -> str:
-    """The fields that say whose request it is, as far as the client did."""
+    """The session and agents of a request, as far as the client named them."""
     named = (("session", summary.session), ("agent", summary.agent), ("parent", summary.parent))
     return "".join([f" {name}={_safe(value)}" for name, value in named if value])
 
 
 def _safe(text: str) -> str:
-    """A text from outside must not begin another line or field."""
+    """Escape a client's text, so that it cannot start another line or field."""
     return text if text.isascii() and text.isprintable() and " " not in text else ascii(text).replace(" ", "%20")

@@ -1,15 +1,15 @@
 """HTTP/1.1 on one connection: an asyncio protocol over httptools' parser, with limits on what a client may use.
 
-Parses, frames, orders pipelined requests and disconnects clients that stall; the handler interprets requests. Written
-for this server because a request costs more than twice as much on an ASGI server (docs/benchmarks.md).
+Parses requests, frames responses, answers pipelined requests in sequence and disconnects stalled clients; the handler
+interprets requests. Written because a request costs more than twice as much on an ASGI server (docs/benchmarks.md).
 
     idle ──first byte──▶ reading ──whole request──▶ answering ──end──▶ idle
                             │ malformed, too large, too slow               │ `connection: close`
                             └──▶ refused ──▶ lingering ──▶ closed ◀────────┘
 
 A client that closes its sending side counts as gone, because it cannot be distinguished from one that died. After a
-refusal in the middle of a request the rest is read and dropped for a moment: closing at once would reset the connection
-before the client has read the response.
+refusal in the middle of a request, the rest is read and dropped for `LINGER_S`: closing immediately would reset the
+connection before the client has read the response.
 """
 
 import asyncio
@@ -30,20 +30,20 @@ if TYPE_CHECKING:
 
 #: A head larger than this is refused; browsers and proxies stay below 16 KB.
 MAX_HEAD_BYTES = 64 * 1024
-#: Pipelined requests that may wait behind the current one; then reading pauses.
+#: Reading pauses when this many pipelined requests wait behind the current one.
 MAX_PIPELINED = 32
 #: How long the rest of a refused request is read and dropped.
 LINGER_S = 2.0
 #: How long a connection may be idle.
 KEEP_ALIVE_S = 75.0
-#: Lines of a head or of trailers; clients and proxies send fewer than 50.
+#: Maximum number of lines in a head or in trailers; clients and proxies send fewer than 50.
 MAX_HEADER_LINES = 256
-#: So many chunks of a body may have any size; after that their mean size counts.
+#: Chunks of a body that may have any size; from the next one on, the mean size must be `MIN_CHUNK_BYTES` or more.
 FREE_CHUNKS = 16 * 1024
 MIN_CHUNK_BYTES = 64
-#: Bodies up to this size are not counted, and every path takes them.
+#: Bodies up to this size are accepted on every path and not counted as held memory.
 SMALL_BODY_BYTES = 64 * 1024
-#: What is parsed at once; then the loop has its turn if that caused many events, as tiny requests and chunks do.
+#: Bytes parsed at once. After `MAX_EVENTS` parser events (tiny requests and chunks cause many), the event loop runs.
 SLICE_BYTES = 8 * 1024
 MAX_EVENTS = 256
 EVENTS_OF_REQUEST = 16
@@ -52,7 +52,7 @@ HIGH_WATER_BYTES = 64 * 1024
 LAST_CHUNK = b"0\r\n\r\n"
 
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n" for status in HTTPStatus}
-#: Names of headers that most requests carry, as clients write them.
+#: Names of common headers as clients write them, and in lower case.
 _KNOWN_NAMES = {
     written.encode(): name
     for name in (
@@ -71,7 +71,7 @@ class Handler(Protocol):
         """Create the exchange of a request; its response may have been sent on return."""
 
     def refuse(self, request: Request, wire: "HttpConnection", error: RouterError) -> None:
-        """Respond with `error` to an incomplete or malformed request, of which `request` is what is known."""
+        """Respond with `error` to an incomplete or malformed request; `request` holds what is known of it."""
 
     def admit(self, path: str, headers: Mapping[str, str]) -> None:
         """Raise a RouterError if the request may not have a body of more than `SMALL_BODY_BYTES`."""
@@ -80,32 +80,32 @@ class Handler(Protocol):
         """Headers that every response to this request carries."""
 
     def cut(self, reason: str) -> None:
-        """Count a client that was disconnected by the server."""
+        """Count a client that the server disconnected."""
 
 
 class HttpConnection(asyncio.Protocol):
-    """One client. All calls come from the loop's thread."""
+    """The connection of one client. Used on the event loop's thread only."""
 
     def __init__(self, server: "HttpServer", clock: Callable[[], float]) -> None:
         self._server = server
         self._settings = server.settings
         self._handler = server.handler
         self._clock = clock
-        self._exchange: Exchange | None = None  #: the current one
+        self._exchange: Exchange | None = None  #: the current exchange
         self._waiting: deque[Request] = deque()  #: pipelined behind it
         self._advancing = self._paused_reading = self._closing = False
         self._continue_due = False
-        self._lingers_until: float | None = None  #: after a refusal; what arrives until then is dropped
-        self.client = ""  #: its address
-        self.held_bytes = 0  #: of large bodies that are not decoded
-        self._since = clock()  #: when it became idle, or when the first byte of a request arrived
+        self._lingers_until: float | None = None  #: set by a refusal: data is dropped until then
+        self.client = ""  #: the client's address
+        self.held_bytes = 0  #: bytes of large bodies that are not yet decoded
+        self._since = clock()  #: when the connection became idle, or the first byte of a request arrived
         self._reading = False
-        self._unparsed = b""  #: for the next turn of the loop
-        self._events = 0  #: in this turn
+        self._unparsed = b""  #: received bytes for the loop's next iteration
+        self._events = 0  #: parser events in this iteration
         self._chunked = False
-        self._behind = False  #: the loop holds more than HIGH_WATER_BYTES unsent bytes
-        self._sent = 0  #: bytes handed to the loop
-        self._taken, self._taken_at = 0, self._since  #: bytes that the client accepted, and when
+        self._behind = False  #: the transport holds more than HIGH_WATER_BYTES unsent bytes
+        self._sent = 0  #: bytes handed to the transport
+        self._taken, self._taken_at = 0, self._since  #: bytes that the client accepted, and when it last did
         self._renew()
 
     def _renew(self) -> None:
@@ -116,7 +116,7 @@ class HttpConnection(asyncio.Protocol):
     def _reset(self) -> None:
         self._url = b""
         self._headers: dict[str, str] = {}
-        self._fields = self._headers  #: where the next field goes
+        self._fields = self._headers  #: receives the next field: of the head, or of trailers
         self._fields_bytes = 0
         self._body: list[bytes] = []
         self._body_bytes = 0
@@ -126,7 +126,7 @@ class HttpConnection(asyncio.Protocol):
     # asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's is none by inheritance
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's transport does not inherit from it
         self._transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
         peer = transport.get_extra_info("peername")
         self.client = peer[0] if isinstance(peer, tuple) else ""
@@ -157,7 +157,7 @@ class HttpConnection(asyncio.Protocol):
             self._parse_slices(data)
 
     def _parse_slices(self, data: bytes) -> None:
-        """Parse as much as causes `MAX_EVENTS`; the rest in later turns of the loop."""
+        """Parse slices up to `MAX_EVENTS` parser events, and the rest in later iterations of the event loop."""
         self._events = start = 0
         while start < len(data) and self._events < MAX_EVENTS:
             self._parse(data[start : start + SLICE_BYTES])
@@ -185,7 +185,7 @@ class HttpConnection(asyncio.Protocol):
             self._ignore_upgrade(data[upgrade.args[0] :])
             return
         except httptools.HttpParserError as error:
-            raised = error.__context__ or error.__cause__  # by a callback
+            raised = error.__context__ or error.__cause__  # raised by one of our callbacks
             if not isinstance(raised, RouterError):
                 raised = MalformedRequest(f"the request is not HTTP/1.1: {error}")
             self.refuse(raised)
@@ -211,7 +211,7 @@ class HttpConnection(asyncio.Protocol):
         headers[key] = text if key not in headers else f"{headers[key]},{text}"
 
     def on_headers_complete(self) -> None:
-        """An exception ends the parsing."""
+        """Check the head. An exception ends the parsing."""
         self._in_head, self._head_bytes = False, 0
         if self._fields_bytes + len(self._url) > MAX_HEAD_BYTES:
             raise _head_too_large()
@@ -226,14 +226,14 @@ class HttpConnection(asyncio.Protocol):
             self._invite()
 
     def on_chunk_header(self) -> None:
-        """A chunk's content follows or, after the last chunk, trailers, which are limited like a head and ignored."""
+        """A chunk's content follows or, after the last chunk, trailers, which have a head's limits and are ignored."""
         self._in_head, self._head_bytes, self._fields = True, 0, {}
         self._events += 1
         self._chunks += 1
         if self._chunks > FREE_CHUNKS and self._body_bytes < self._chunks * MIN_CHUNK_BYTES:
             raise MalformedRequest(
-                f"the body comes in {self._chunks} chunks of less than {MIN_CHUNK_BYTES} bytes on average; "
-                f"the maximum is {FREE_CHUNKS}"
+                f"the body has {self._chunks} chunks of less than {MIN_CHUNK_BYTES} bytes on average; "
+                f"the maximum for such small chunks is {FREE_CHUNKS}"
             )
 
     def on_body(self, body: bytes) -> None:
@@ -273,17 +273,17 @@ class HttpConnection(asyncio.Protocol):
             self._transport.pause_reading()
 
     def _ignore_upgrade(self, rest: bytes) -> None:
-        """Ignore a proposal of another protocol, as RFC 9110 allows. `rest` is what follows the head.
+        """Ignore an offer to upgrade to another protocol, as RFC 9110 allows. `rest`: the bytes after the head.
 
-        Java's client proposes HTTP/2 to every server. The parser assumes that the body belongs to the other protocol,
-        so it parses the head again without the proposal.
+        Java's client offers HTTP/2 to every server. The parser assumes that the body belongs to the other protocol, so
+        a new parser reads the head again without the offer.
         """
         method = self._parser.get_method()
         if method == b"CONNECT":
             self.close()
             return
         fields = [f"{name}: {value}" for name, value in self._headers.items() if name not in _PROPOSAL]
-        # The same version: an HTTP/1.0 client cannot read chunks.
+        # Keep the version: an HTTP/1.0 client cannot read chunks.
         lines = [f" HTTP/{self._parser.get_http_version()}", *fields, "", ""]
         head = method + b" " + self._url + "\r\n".join(lines).encode("latin-1")
         self._renew()
@@ -317,7 +317,7 @@ class HttpConnection(asyncio.Protocol):
             self._write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def send_head(self, exchange: Exchange, headers: Headers, length: int | None) -> None:
-        """Send status line and headers, together with what follows: chunks, if there is no `length`."""
+        """Prepare status line and headers, to be sent with the first data. Without a `length`, chunks follow."""
         assert exchange.status is not None, "a head needs a status"
         request = exchange.request
         self._chunked = length is None and not request.http_1_0
@@ -343,7 +343,7 @@ class HttpConnection(asyncio.Protocol):
         self._write(head if self._bodiless else head + data)
 
     def send_chunk(self, data: bytes, last: bytes = b"") -> None:
-        """Send a part of a stream, never empty; `last` follows it if the stream is chunked."""
+        """Send a non-empty part of a stream; `last` is appended if the stream is chunked."""
         if self._chunked:
             data = b"%x\r\n%b\r\n%b" % (len(data), data, last)
         if self._head:
@@ -351,7 +351,7 @@ class HttpConnection(asyncio.Protocol):
         self._write(data)
 
     def end_stream(self, data: bytes) -> None:
-        """Send its last part together with the end: each write costs a system call."""
+        """Send the last part together with the end of the stream: each write costs a system call."""
         if data:
             self.send_chunk(data, LAST_CHUNK)
         elif self._chunked:
@@ -373,7 +373,7 @@ class HttpConnection(asyncio.Protocol):
         transport = self._transport
         if transport.is_closing():
             return
-        # Without counting this piece: a response in one piece may have any size.
+        # This piece itself does not count: a response in one piece may have any size.
         if self._behind and transport.get_write_buffer_size() > self._settings.max_unsent_bytes:
             self._cut("unsent")
             return
@@ -384,12 +384,12 @@ class HttpConnection(asyncio.Protocol):
 
     @property
     def since(self) -> float:
-        """When it became idle, or when the first byte of a request arrived."""
+        """When the connection became idle, or when the first byte of a request arrived."""
         return self._since
 
     @property
     def waits(self) -> bool:
-        """Nothing is being answered."""
+        """Whether no request is being answered."""
         return self._exchange is None
 
     @property
@@ -397,13 +397,13 @@ class HttpConnection(asyncio.Protocol):
         return self._reading and self._lingers_until is None and bool(self.held_bytes)
 
     def release_body(self) -> None:
-        """The bodies that have arrived are decoded, or not needed."""
+        """Stop counting the received bodies: they are decoded, or no longer needed."""
         if self.held_bytes:
             self._server.hold(self, -self.held_bytes)
             self.held_bytes = 0
 
     def refuse(self, error: RouterError) -> None:
-        """Respond with an error to the request that is being received, and drop what still arrives."""
+        """Respond with an error to the request that is being received, and drop the rest of it."""
         self._body.clear()
         self.release_body()
         self._lingers_until = self._clock() + LINGER_S
@@ -420,7 +420,7 @@ class HttpConnection(asyncio.Protocol):
             exchange.client_left()
 
     def _cut(self, reason: str) -> None:
-        """Disconnect a client and discard what was not sent to it."""
+        """Disconnect a client and discard its unsent data."""
         self._handler.cut(reason)
         self._transport.abort()
         self._leave()
@@ -453,7 +453,7 @@ class HttpConnection(asyncio.Protocol):
 
 
 def _path(url: bytes) -> str:
-    """The decoded path of a target such as `/path?query` or `http://host/path`; `*` is returned as it is."""
+    """The decoded path of a target such as `/path?query` or `http://host/path`; `*` is returned unchanged."""
     if url and not url.startswith(b"/"):
         with suppress(httptools.HttpParserInvalidURLError):
             url = httptools.parse_url(url).path or b"/"

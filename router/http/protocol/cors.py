@@ -21,7 +21,7 @@ class CorsPolicy:
 
     @classmethod
     def of(cls, setting: str) -> "CorsPolicy | None":
-        """From origins separated by commas; `*` allows every page, an empty text disables CORS."""
+        """Parse origins separated by commas; `*` allows every page. None: the setting is empty, which disables CORS."""
         origins = frozenset(each for part in setting.split(",") if (each := part.strip().rstrip("/")))
         return cls(origins) if origins else None
 

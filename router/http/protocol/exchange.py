@@ -1,7 +1,7 @@
 """One request and its response, as endpoints see them. Sockets and framing are in `connection.py`.
 
-An exchange ends once: with a whole response, at the end of a stream, or because the client left. What is sent after
-that is dropped, so that endpoints need not watch the client.
+An exchange ends once: with a whole response, at the end of a stream, or because the client left. Anything sent after
+that is dropped, so endpoints need not check whether the client is still connected.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -27,7 +27,7 @@ class ClientGoneError(Exception):
 
 
 class Request(msgspec.Struct, frozen=True, gc=False):
-    """What the client sent."""
+    """A request as the client sent it."""
 
     method: str
     path: str  #: decoded, without the query
@@ -38,7 +38,7 @@ class Request(msgspec.Struct, frozen=True, gc=False):
 
 
 class GenerationSummary(msgspec.Struct):
-    """What the access log reports of a generation."""
+    """The figures of one generation, for usage, access log and spans."""
 
     tenant: str
     replicas: str
@@ -48,9 +48,9 @@ class GenerationSummary(msgspec.Struct):
     output_tokens: int
     ttft_s: float | None
     reasoning_tokens: int = 0  #: of `output_tokens`
-    pinned_tokens: int = 0  #: of the prompts, as they are kept now
-    queue_s: float | None = None  #: from its arrival until a replica was sent its first choice; None: none was
-    session: str | None = None  #: the conversation, and the agent in it with the one that started it
+    pinned_tokens: int = 0  #: prompt tokens that are now pinned
+    queue_s: float | None = None  #: from arrival until the first choice was sent to a replica; None: it was not
+    session: str | None = None  #: the conversation; then the agent within it, and the agent that started that one
     agent: str | None = None
     parent: str | None = None
 
@@ -68,12 +68,12 @@ class Exchange(msgspec.Struct, eq=False):
     gone: bool = False  #: the client left before the end
     on_gone: Callable[[], None] | None = None  #: called once, when the client leaves
     summary: GenerationSummary | None = None
-    extra_headers: Headers = ()  #: headers that the response carries, whatever it is
-    #: Makes the body of an error response, where it is not OpenAI's.
+    extra_headers: Headers = ()  #: sent with every response, errors included
+    #: Encodes the body of an error response; None: OpenAI's format.
     error_body: Callable[[RouterError], bytes] | None = None
     call_endpoint: Callable[["Exchange"], None] | None = None  #: calls the endpoint again
     span: Any = None  #: OpenTelemetry's, if requests are traced
-    traceparent: str = ""  #: the trace context for whoever the request is passed on to
+    traceparent: str = ""  #: W3C trace context that is passed on with the request
 
     def respond(self, body: bytes, *, status: int = 200, content_type: str = JSON, headers: Headers = ()) -> None:
         if self.over:
@@ -92,7 +92,7 @@ class Exchange(msgspec.Struct, eq=False):
         self.wire.send_head(self, [*fixed, *headers, *self.extra_headers], None)
 
     def send(self, data: bytes) -> None:
-        """Send a part of the stream; never empty."""
+        """Send a non-empty part of the stream."""
         if not self.over:
             self.wire.send_chunk(data)
 
@@ -103,7 +103,7 @@ class Exchange(msgspec.Struct, eq=False):
             self._finish()
 
     def restart(self) -> None:
-        """Process the request as if it had just arrived, because its model was replaced. Harmless after the end."""
+        """Process the request as if it had just arrived, because its model was replaced. Does nothing after the end."""
         if self.over:
             return
         assert self.status is None, f"restart after a response with status {self.status}"
@@ -112,7 +112,7 @@ class Exchange(msgspec.Struct, eq=False):
         self.call_endpoint(self)
 
     def client_left(self) -> None:
-        """The client closed the connection. Harmless after the end."""
+        """End the exchange because the client closed the connection. Does nothing after the end."""
         if self.over:
             return
         self.over = self.gone = True

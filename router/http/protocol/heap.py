@@ -1,4 +1,4 @@
-"""Gives memory back to the system that large bodies took: glibc keeps what was freed, for ever if nothing else asks."""
+"""Returns the memory of large bodies to the system: glibc may keep freed memory forever."""
 
 import ctypes
 

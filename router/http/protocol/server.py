@@ -21,17 +21,17 @@ from .connection import Handler, HttpConnection
 log = logging.getLogger(__name__)
 
 BACKLOG = 2048
-#: Interval of checking connections and renewing the Date header.
+#: Interval at which connections are checked and the Date header is renewed.
 WATCH_S = 1.0
-#: Bytes of large bodies that are held at once, until they are decoded.
+#: Maximum number of bytes of large bodies that are held until they are decoded.
 MAX_HELD_BYTES = 128 * 1024 * 1024
-#: Connections of all clients; one client has at most half of them. Fewer if there are not enough descriptors.
+#: Maximum number of connections; one client may have half of them. Lower if there are too few file descriptors.
 MAX_CONNECTIONS = 16 * 1024
-#: Share of the descriptors that connections leave to everything else.
+#: One in this many file descriptors is kept for purposes other than connections.
 RESERVED = 4
-#: How often memory is returned to the system, at most; only after large bodies.
+#: Minimum interval between returns of memory to the system, which only follow large bodies.
 TRIM_S = 2.0
-#: Time for the error responses of a stopping server to be sent.
+#: How long a stopping server waits for its error responses to be sent.
 FLUSH_S = 0.5
 
 
@@ -50,7 +50,7 @@ def listening_socket(host: str, port: int, *, shared: bool = False) -> socket.so
         bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         bound.setblocking(False)
         bound.bind((host, port))
-        # Listening here, not in the loop: two servers may bind one free port under SO_REUSEADDR, but only one listens.
+        # Listen here, not in the loop: with SO_REUSEADDR, two servers can bind one free port, but only one can listen.
         bound.listen(BACKLOG)
     except OSError as error:
         bound.close()
@@ -59,7 +59,7 @@ def listening_socket(host: str, port: int, *, shared: bool = False) -> socket.so
 
 
 class HttpServer:
-    """Accepts connections from `start` to `stop`, both on the loop that serves."""
+    """Accepts connections from `start` to `stop`, which both run on the event loop that serves."""
 
     def __init__(
         self,
@@ -71,11 +71,11 @@ class HttpServer:
         max_connections: int | None = None,
         max_held_bytes: int = MAX_HELD_BYTES,
     ) -> None:
-        """`max_connections`: None: `MAX_CONNECTIONS`, or three quarters of the process's descriptors."""
+        """`max_connections`: None: `MAX_CONNECTIONS`, or three quarters of the process's file descriptors if fewer."""
         descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._max_connections = max_connections or min(MAX_CONNECTIONS, descriptors - descriptors // RESERVED)
         self._max_held_bytes = max_held_bytes
-        self._by_client: Counter[str] = Counter()  #: connections
+        self._by_client: Counter[str] = Counter()  #: number of connections by client address
         self._held_bytes = 0
         self._trim_due = False
         self._trimmed_at = clock()
@@ -104,9 +104,9 @@ class HttpServer:
         return chosen
 
     async def stop(self, grace_s: float, end_requests: Callable[[], None] = lambda: None) -> None:
-        """Accept no more connections, let responses end within the grace, abort the rest. May be called twice.
+        """Accept no more connections, let responses finish within `grace_s`, and abort the rest. Idempotent.
 
-        `end_requests` ends the remaining responses with an error, which their clients still receive.
+        `end_requests` ends the remaining responses with an error; clients have `FLUSH_S` to receive it.
         """
         server, self._server = self._server, None
         if server is None:
@@ -136,7 +136,7 @@ class HttpServer:
             await self._no_connection.wait()
 
     def opened(self, connection: HttpConnection) -> None:
-        """Admit a connection. Where there are too many, one that answers nothing gives way, or else the new one."""
+        """Admit a connection. If there are too many, abort the one idle for longest, or the new one if all are busy."""
         self.connections.add(connection)
         self._by_client[connection.client] += 1
         if len(self.connections) > self._max_connections:
@@ -151,7 +151,7 @@ class HttpServer:
         victim.abort()
 
     def closed(self, connection: HttpConnection) -> None:
-        """Remove a connection, which has released what it held."""
+        """Remove a connection that has released its bodies."""
         if connection in self.connections:
             self.connections.remove(connection)
             self._by_client[connection.client] -= 1
@@ -161,10 +161,10 @@ class HttpServer:
             self._no_connection.set()
 
     def hold(self, connection: HttpConnection, amount: int) -> None:
-        """Count bytes of a large body; negative: they are no longer held.
+        """Count bytes of a large body; a negative `amount` releases them.
 
-        If they are too many, the largest body of the client with the most is refused. Raises TooManyBodies if that is
-        the body of this connection.
+        Above the maximum, the client that holds the most bytes has its largest incomplete body refused. Raises
+        TooManyBodies if that is the body of this connection.
         """
         self._held_bytes += amount
         self._trim_due = True
