@@ -1,4 +1,4 @@
-"""What Responses and Messages share: an answer is a sequence of blocks, each of which begins, grows and ends."""
+"""The common part of Responses and Messages: an answer is a sequence of blocks that begin, grow and end."""
 
 from abc import abstractmethod
 from collections.abc import Iterator
@@ -9,11 +9,11 @@ from .dialect import ResponseBuilder
 
 
 class BlockBuilder(ResponseBuilder):
-    """Finds where blocks begin and end; a dialect makes the events. There is one choice."""
+    """Finds where blocks begin and end; the dialect's subclass makes the events. For responses with one choice."""
 
     def __init__(self) -> None:
         self._blocks: list[Block] = []
-        self._open = False  #: the last block may grow
+        self._open = False  #: the last block may still grow
 
     @abstractmethod
     def opened(self, index: int, block: Block) -> bytes:
@@ -21,14 +21,14 @@ class BlockBuilder(ResponseBuilder):
 
     @abstractmethod
     def grown(self, index: int, block: Block, text: str) -> bytes:
-        """The event of the next text of a block."""
+        """The event of a block's next piece of text."""
 
     @abstractmethod
     def closed(self, index: int, block: Block, *, cut: bool) -> bytes:
-        """The events that end a block; `cut`: the limit of tokens did."""
+        """The events that end a block; `cut`: the token limit ended it."""
 
     def block_events(self, shown: TextDelta) -> Iterator[bytes]:
-        """The events of what is shown next."""
+        """The events of the answer's next delta."""
         for delta in shown.deltas or (Content(shown.text),):
             text, begins = "", False
             match delta:

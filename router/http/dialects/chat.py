@@ -49,7 +49,7 @@ class ChatBody(Body, kw_only=True, forbid_unknown_fields=True):
 
 
 async def job(front: Front, served: Served, body: ChatBody, sender: Sender) -> Job:
-    """What `body` requests. Raises InvalidRequest and its subclasses, which name the field."""
+    """The job that `body` requests. Raises InvalidRequest and its subclasses, which name the field."""
     if body.max_tokens == 0:
         raise InvalidRequest.field("max_tokens", "expected int >= 1")
     if body.top_logprobs and not body.logprobs:
@@ -69,13 +69,13 @@ async def job(front: Front, served: Served, body: ChatBody, sender: Sender) -> J
     return engine_chat(made, body) if front.settings.engine_chat == "engine" else made
 
 
-#: What an engine's own chat endpoint gets as it was given; sampling and limits are those that were resolved here.
+#: Fields that an engine's own chat endpoint gets unchanged; sampling parameters and limits are resolved here.
 _PASSED = (
     "messages tools tool_choice parallel_tool_calls response_format structured_outputs reasoning_effort "
     "chat_template_kwargs add_generation_prompt continue_final_message stop bad_words skip_special_tokens "
     "include_stop_str_in_output"
 ).split()
-#: What needs the prompt or the answer as token ids, or has another name at engines.
+#: Fields that need the prompt or the answer as token ids, or that have another name in engines.
 _NEEDS_IDS = (
     "logprobs prompt_logprobs logprob_token_ids return_token_ids truncate_prompt_tokens cache_control guided_json "
     "guided_regex guided_choice guided_grammar guided_whitespace_pattern"
@@ -83,19 +83,19 @@ _NEEDS_IDS = (
 
 
 def engine_chat(made: Job, body: ChatBody) -> Job:
-    """The job as a chat for an external engine's own endpoint, unless it asks for something that needs token ids."""
+    """Add the chat for an external engine's own endpoint to a job, unless the body needs token ids."""
     if any(getattr(body, name) for name in _NEEDS_IDS) or (made.conversation and made.conversation.marks()):
         return made
     passed = {name: value for name in _PASSED if (value := getattr(body, name)) is not None}
     return msgspec.structs.replace(made, chat=msgspec.json.encode(passed), stops=())
 
 
-#: What most chats say of tools and reasoning.
+#: Tool choice and reasoning of most chats, made only once.
 _AUTO, _USUAL = ToolChoice(), typed.Reasoning()
 
 
 def conversation(body: ChatBody | TokenizeBody) -> Conversation:
-    """The conversation of a body. Raises InvalidRequest."""
+    """The conversation in a body. Raises InvalidRequest."""
     continues = bool(body.continue_final_message)
     if continues and body.add_generation_prompt:
         raise InvalidRequest.field("continue_final_message", "cannot be combined with 'add_generation_prompt'")
@@ -134,7 +134,7 @@ def _tool_choice(body: ChatBody) -> ToolChoice:
 
 
 def _tool(given: Mapping[str, Any], param: str) -> Tool:
-    """A tool as it was given: templates print definitions whole."""
+    """A tool with its definition unchanged, because templates print all of it."""
     function = given.get("function")
     if not isinstance(function, dict):
         raise InvalidRequest.field(f"{param}.function", "expected an object")
@@ -149,7 +149,7 @@ def _tool(given: Mapping[str, Any], param: str) -> Tool:
 
 def _message(body: MessageBody, index: int) -> Message:
     if body.content is None and body.role in ("user", "system", "developer"):
-        param = f"messages[{index}].content"  # templates would write null as a word
+        param = f"messages[{index}].content"  # templates would print null as text
         raise InvalidRequest.field(param, f"is required in a message of the role {body.role}")
     return Message(
         body.role,
@@ -164,7 +164,7 @@ def _message(body: MessageBody, index: int) -> Message:
 
 def _marks(body: MessageBody, index: int) -> Iterator[CacheMark]:
     if isinstance(body.content, list):
-        end = 0  # all parts have a text: `MessageBody.text` has looked
+        end = 0  # every part has a text: `MessageBody.text` has checked
         for place, part in enumerate(body.content):
             end += len(part["text"])
             given = part.get("cache_control")
@@ -179,7 +179,7 @@ def _marks(body: MessageBody, index: int) -> Iterator[CacheMark]:
 
 
 def _tool_call(call: Mapping[str, Any], param: str) -> ToolCall:
-    """A call of an earlier turn: templates expect its arguments as an object."""
+    """A tool call of an earlier turn. Templates expect its arguments as an object."""
     function = call.get("function")
     if not isinstance(function, dict):
         raise InvalidRequest.field(param, "each call needs a 'function'")
@@ -211,7 +211,7 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
 
 
 class CallFunction(msgspec.Struct, frozen=True):
-    """What is called, or what a chunk adds to it."""
+    """The name and arguments of a call, or what a chunk adds to them."""
 
     name: str | UnsetType = UNSET
     arguments: str | UnsetType = UNSET
@@ -235,7 +235,7 @@ class ChunkToolCall(msgspec.Struct, frozen=True):
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
-    """The assistant's message. Its content is null if there are only calls."""
+    """The assistant's message. Its content is null if it consists only of calls."""
 
     content: str | None
     role: Literal["assistant"] = "assistant"
@@ -299,7 +299,7 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatBuilder(ChunkBuilder):
-    """The bodies of one chat response."""
+    """Builds the bodies of one chat response."""
 
     whole_type, chunk_type = ChatCompletion, ChatChunk
 

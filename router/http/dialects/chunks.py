@@ -1,4 +1,4 @@
-"""What chat completions and text completions share: bodies with choices, streams of unnamed chunks, and `[DONE]`."""
+"""The common part of chat and text completions: bodies with choices, streams of unnamed chunks, and `[DONE]`."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from ..protocol.exchange import GenerationSummary
 from .dialect import MARK, ResponseBuilder
 from .schema import ENCODER, Body, PromptLogprobs, Usage, prompt_logprobs, usage, usage_of
 
-#: What a chunk has under `usage`: counts, a null (they come later), or nothing (they were not requested).
+#: `usage` of a chunk: counts, null (they come later), or absent (they were not requested).
 ChunkUsage = Usage | UnsetType | None
 
 encode = ENCODER.encode  # bound once: it runs for each token
@@ -24,7 +24,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class ChunkBuilder(ResponseBuilder):
-    """The bodies of one response with `id`, `created`, `model`, `choices` and `usage`."""
+    """Builds the bodies of one response with `id`, `created`, `model`, `choices` and `usage`."""
 
     whole_type: type[msgspec.Struct]
     chunk_type: type[msgspec.Struct]
@@ -38,7 +38,7 @@ class ChunkBuilder(ResponseBuilder):
         self._prompt_logprobs = body.prompt_logprobs
         self._include_usage = bool(options and options.include_usage)
         self._continuous_usage = bool(options and options.continuous_usage_stats and options.include_usage is not False)
-        #: By choice: what precedes and follows the text in a chunk with nothing but text.
+        #: By choice: the bytes before and after the text in a chunk that is only text.
         self._templates: dict[int, tuple[bytes, bytes]] = {}
 
     @abstractmethod
@@ -46,15 +46,15 @@ class ChunkBuilder(ResponseBuilder):
         """The choices of a body that is not streamed."""
 
     def extras(self, choices: Sequence[RunningChoice]) -> dict[str, Any]:  # noqa: ARG002
-        """More fields of such a body."""
+        """Additional fields of a body that is not streamed."""
         return {}
 
     @abstractmethod
     def parts(self, choice: RunningChoice, shown: TextDelta, *, first: bool) -> Sequence[object]:
-        """What a choice shows next, one part for each chunk."""
+        """The next delta of a choice, as one part for each chunk."""
 
     def _ids(self, choice: RunningChoice, tokens: Sequence[TokenAt]) -> list[int] | UnsetType:
-        """The ids of these tokens, and of the one that ended the answer, if ids were requested."""
+        """The ids of these tokens and of the token that ended the answer, if ids were requested."""
         if not self._token_ids:
             return UNSET
         last = [] if choice.stop_token_id is None else [choice.stop_token_id]
@@ -64,7 +64,7 @@ class ChunkBuilder(ResponseBuilder):
         return list(choice.prompt.token_ids) if self._token_ids else UNSET
 
     def _scores(self, choice: RunningChoice) -> PromptLogprobs | UnsetType:
-        """The prompt's logprobs, if they were requested by this name."""
+        """The field `prompt_logprobs`, if it was requested."""
         if self._prompt_logprobs is None:
             return UNSET
         name = self._model_text.piece
@@ -75,13 +75,13 @@ class ChunkBuilder(ResponseBuilder):
         return ENCODER.encode(self.whole_type(**common, choices=self.choices(choices), usage=usage_of(used)))
 
     def text(self, choice: RunningChoice, text: str) -> bytes:
-        """Encode a chunk once and cut it at its text: encoding each chunk anew takes 2 us."""
+        """Put the text into a chunk that was encoded once: encoding every chunk would take 2 us each."""
         before, after = self._templates.get(choice.index) or self._template(choice)
         return before + encode(text) + after
 
     def _template(self, choice: RunningChoice) -> tuple[bytes, bytes]:
         before, _, after = self.events(choice, TextDelta(MARK), first=False).partition(ENCODER.encode(MARK))
-        if not self._continuous_usage:  # counts differ from chunk to chunk
+        if not self._continuous_usage:  # otherwise counts differ from chunk to chunk
             self._templates[choice.index] = before, after
         return before, after
 
@@ -98,5 +98,5 @@ class ChunkBuilder(ResponseBuilder):
         return b"data: " + error_body(error) + b"\n\n"
 
     def _chunk(self, parts: Sequence[object], counts: ChunkUsage) -> bytes:
-        """One event. The one with the usage of the request has no parts."""
+        """One event. The event with the request's total usage has no parts."""
         return b"data: " + ENCODER.encode(self.chunk_type(**self._common, choices=parts, usage=counts)) + b"\n\n"

@@ -25,7 +25,7 @@ from .schema import Body, NonNegative, PromptLogprobs, finite
 #: A prompt as text or token ids, or several of them; `prompts` tells them apart, because msgspec can decode only one
 #: array type in a union.
 PromptField = str | list[str | int | list[int]]
-#: A completion without an output limit: models that only continue a text often never end one.
+#: Output limit of a completion that sets none: models that only continue a text often never stop.
 USUAL_MAX_TOKENS = 512
 
 
@@ -33,14 +33,14 @@ class CompletionBody(Body, kw_only=True, forbid_unknown_fields=True):
     """The request body."""
 
     prompt: PromptField
-    best_of: NonNegative | None = None  #: 0: as without it
+    best_of: NonNegative | None = None  #: 0: same as null
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     suffix: str | None = None
 
 
 async def job(front: Front, served: Served, body: CompletionBody, sender: Sender) -> Job:
-    """What `body` requests. Raises InvalidRequest and its subclasses, which name the field."""
+    """The job that `body` requests. Raises InvalidRequest and its subclasses, which name the field."""
     kept, scored = body.n or 1, body.logprobs
     best_of = body.best_of or None
     if best_of is not None and best_of < kept:
@@ -50,7 +50,7 @@ async def job(front: Front, served: Served, body: CompletionBody, sender: Sender
             raise InvalidRequest.field(
                 "best_of", "cannot be streamed, because the best choices are only known at the end"
             )
-        scored = scored or 0  # the best are found by their logprobs
+        scored = scored or 0  # choices are ranked by their logprobs
     if body.suffix:
         raise InvalidRequest.field("suffix", "insertion is not supported")
     if body.max_tokens == 0 and not body.echo:
@@ -70,7 +70,7 @@ async def job(front: Front, served: Served, body: CompletionBody, sender: Sender
         whole = encoded
         encoded = [validate.truncated(each, body, served.limits.max_model_len) for each in whole]
         if encoded != whole:
-            texts = []  # they are longer than what is left
+            texts = []  # they no longer match the truncated ids
     if not all(encoded):
         raise InvalidRequest.field("prompt", "a prompt has no tokens")
     output = {"response_format": body.response_format} if body.response_format else {}
@@ -119,7 +119,7 @@ def prompts(field: PromptField, vocab_size: int, param: str) -> list[str] | list
 
 
 def _prompt_ids(ids: list[Any], vocab_size: int, param: str) -> TokenIds:
-    """As an array: it takes a tenth of a list's memory, and its constructor checks the elements."""
+    """The ids as an array, which takes a tenth of a list's memory and whose constructor checks the elements."""
     try:
         made = array("I", ids)
     except TypeError:
@@ -168,7 +168,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompletionBuilder(ChunkBuilder):
-    """The bodies of one completion. With `echo` the prompt precedes the generated text."""
+    """Builds the bodies of one completion. With `echo`, the prompt precedes the generated text."""
 
     whole_type = chunk_type = Completion
 
@@ -204,7 +204,7 @@ class CompletionBuilder(ChunkBuilder):
         )
 
     def _echoed(self, prompt: EncodedPrompt) -> str:
-        """The prompt's text, if it is to be echoed; special tokens among its ids are shown, as their names are."""
+        """The prompt's text if it is to be echoed, else empty; special tokens among given ids are shown by name."""
         if not self._echo:
             return ""
         return self._model_text.decode(prompt.token_ids) if prompt.text is None else prompt.text
@@ -212,9 +212,9 @@ class CompletionBuilder(ChunkBuilder):
     def _echoed_tokens(
         self, prompt: EncodedPrompt, text: str, logprobs: Sequence[PositionLogprobs | None]
     ) -> list[TokenAt]:
-        """The prompt's tokens with the offsets of their text; none if an engine reported no logprobs of them.
+        """The prompt's tokens with the offsets of their text; empty if an engine reported no logprobs for them.
 
-        Special tokens that the tokenizer added around `text` have no room in it.
+        Special tokens that the tokenizer added around `text` are not part of it: their offsets are at its ends.
         """
         detokenizer, ends = self._model_text.detokenizer(special=True), [0]
         parts = [detokenizer.push([token_id]) for token_id in prompt.token_ids]
@@ -227,7 +227,7 @@ class CompletionBuilder(ChunkBuilder):
         ]
 
     def _best(self, choices: Sequence[RunningChoice]) -> Sequence[RunningChoice]:
-        """The `n` best of each prompt's choices, best first; all of them in order if no more were generated."""
+        """The `n` best of each prompt's choices, best first; all choices in order if no more were generated."""
         if self._drawn == self._kept:
             return choices
         by_prompt = [choices[start : start + self._drawn] for start in range(0, len(choices), self._drawn)]
@@ -265,7 +265,7 @@ def _mean_logprob(choice: RunningChoice) -> float:
 
 
 def unique_name(piece: bytes) -> str:
-    """A token as text; parts of characters as `bytes:\\xe2\\x80`, so that different tokens keep different names."""
+    """A token as text; partial characters as `bytes:\\xe2\\x80`, so that different tokens keep different names."""
     try:
         return piece.decode()
     except UnicodeDecodeError:

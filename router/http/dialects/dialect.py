@@ -22,12 +22,12 @@ from .schema import ENCODER, Body
 
 BodyType = TypeVar("BodyType", bound=Body)
 
-#: Stands for the text while the template of an event is made; no model, id or name can contain it.
+#: Placeholder for the text while the template of an event is made; no model, id or name can contain it.
 MARK = "\ue000"
 
 
 class WholeBuilder(ABC):
-    """The body of a response that is not streamed, in the types of a dialect."""
+    """Builds the body of a response that is not streamed, in the types of a dialect."""
 
     @abstractmethod
     def whole(self, choices: Sequence[RunningChoice], used: GenerationSummary) -> bytes:
@@ -35,26 +35,26 @@ class WholeBuilder(ABC):
 
 
 class ResponseBuilder(WholeBuilder):
-    """The body of one response, or its events.
+    """Builds the body of one response, or its events.
 
-    Events are bytes of server-sent events (JSON has no line breaks), several at once or none.
+    Events are encoded as server-sent events (JSON has no line breaks); a method returns one, several or none.
     """
 
     @abstractmethod
     def text(self, choice: RunningChoice, text: str) -> bytes:
-        """The event of nothing but text: most of a stream. Not the first of its choice."""
+        """The event of a delta that is only text, as most are. Never called for a choice's first delta."""
 
     @abstractmethod
     def events(self, choice: RunningChoice, shown: TextDelta, *, first: bool) -> bytes:
-        """The events of anything else that a choice shows next."""
+        """The events of any other delta of a choice."""
 
     @abstractmethod
     def end(self, choices: Sequence[RunningChoice], used: GenerationSummary) -> bytes:
-        """The last events, after a good end of all choices."""
+        """The last events, after all choices have ended without an error."""
 
     @abstractmethod
     def error(self, error: RouterError) -> bytes:
-        """The last event of a stream that breaks."""
+        """The last event of a stream that fails."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -62,11 +62,11 @@ class Dialect(Generic[BodyType]):
     """How the bodies of one endpoint become jobs, and the results of jobs become bodies."""
 
     decoder: "msgspec.json.Decoder[BodyType]"
-    #: Encodes and checks everything that a body requests. Raises InvalidRequest and what `TextModel.encode` raises.
+    #: Checks a body and encodes its prompts. Raises InvalidRequest and the errors of `TextModel.encode`.
     job: Callable[[Front, Served, BodyType, Sender], Awaitable[Job]]
     #: Arguments: model, body, random id of the response, seconds since 1970.
     builder: Callable[[Served, BodyType, str, int], ResponseBuilder]
-    #: Unknown keys of the body that its type does not find: the path of the object that has one, and its name.
+    #: Finds unknown keys that the body's type accepts: yields the path of the object that has one, and the key.
     unknown: Callable[[BodyType], Iterable[tuple[str, str]]] | None = None
 
 
@@ -78,7 +78,7 @@ class WholeWriter:
         self._builder = builder
 
     def add(self, choice: RunningChoice, shown: TextDelta, *, first: bool) -> None:  # noqa: ARG002
-        """Take what a choice shows next; `first`: it showed nothing before."""
+        """Add the next delta of a choice; `first`: it is the choice's first."""
         blocks = choice.blocks
         if shown.deltas:
             extend(blocks, shown)
@@ -90,20 +90,20 @@ class WholeWriter:
             choice.tokens += shown.tokens
 
     def end(self, generation: Generation) -> None:
-        """Finish the response: every choice has ended well."""
+        """Finish the response after every choice has ended without an error."""
         body = self._builder.whole(generation.choices, generation.summary())
         self._exchange.respond(body, headers=generation.headers())
 
     def fail(self, generation: Generation, error: RouterError) -> bool:  # noqa: ARG002
-        """Report the error. False: nothing was sent yet, so an ordinary error response is still possible."""
+        """Report the error. Returns False if nothing was sent, so that an ordinary error response is still possible."""
         return False
 
 
 class StreamWriter:
-    """Sends events as choices grow, the dialect's last ones only after a good end. The head goes with the first event.
+    """Sends events as choices grow, and the last ones only after a successful end. The first event carries the head.
 
-    A stream that breaks before its first event is an ordinary error response; later it ends with an error event, so
-    that a client can tell it from a complete one.
+    A failure before the first event becomes an ordinary error response. After it, the stream ends with an error event,
+    so that a client can distinguish it from a complete one.
     """
 
     def __init__(self, exchange: Exchange, builder: ResponseBuilder) -> None:
@@ -111,7 +111,7 @@ class StreamWriter:
         self._builder = builder
         self._text, self._send = builder.text, exchange.send  # bound once: they run for each token
         self._begun = False
-        self._last = b""  #: the events that end the last choice, which go with those of `end`
+        self._last = b""  #: the events that end the last choice, sent together with those of `end`
 
     def add(self, choice: RunningChoice, shown: TextDelta, *, first: bool) -> None:
         if first or shown.ending or shown.tokens or shown.deltas:
@@ -138,5 +138,5 @@ class StreamWriter:
 
 
 def named_event(name: str, value: object) -> bytes:
-    """A server-sent event with a name."""
+    """A server-sent event with a name and a JSON value."""
     return b"event: %b\ndata: %b\n\n" % (name.encode(), ENCODER.encode(value))

@@ -19,7 +19,7 @@ from .completions import PromptField, prompts
 from .dialect import WholeBuilder
 from .schema import ENCODER, Positive
 
-#: Texts of one request, as in OpenAI's API.
+#: Maximum number of inputs in one request, as in OpenAI's API.
 MAX_INPUTS = 2048
 
 
@@ -30,7 +30,7 @@ class EmbeddingsBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     input: PromptField
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Positive | None = None
-    pooling: Pooling | None = None  #: None: the setting's
+    pooling: Pooling | None = None  #: None: as the setting says
     cache_salt: Annotated[str, Meta(min_length=1)] | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     timeout: Annotated[float, Meta(gt=0)] | None = None
@@ -38,7 +38,7 @@ class EmbeddingsBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 async def job(front: Front, served: Served, body: EmbeddingsBody, sender: Sender) -> Job:
-    """What `body` requests. Raises InvalidRequest and its subclasses, which name the field."""
+    """The job that `body` requests. Raises InvalidRequest and its subclasses, which name the field."""
     limits = served.limits
     if not limits.embedding_size:
         raise InvalidRequest.field("model", f"the replicas of {limits.name!r} make no embeddings")
@@ -72,7 +72,7 @@ async def job(front: Front, served: Served, body: EmbeddingsBody, sender: Sender
 
 
 class Embedding(msgspec.Struct, frozen=True):
-    """The vector of one input: numbers, or the Base64 of their float32 in little-endian order."""
+    """The vector of one input: a list of numbers, or Base64 of float32 in little-endian order."""
 
     index: int
     embedding: list[float] | str
@@ -80,7 +80,7 @@ class Embedding(msgspec.Struct, frozen=True):
 
 
 class EmbeddingsUsage(msgspec.Struct, frozen=True):
-    """Tokens of all inputs."""
+    """The number of tokens of all inputs."""
 
     prompt_tokens: int
     total_tokens: int
@@ -96,7 +96,7 @@ class EmbeddingsResponse(msgspec.Struct, frozen=True):
 
 
 class EmbeddingBuilder(WholeBuilder):
-    """The body of one response."""
+    """Builds the body of one response."""
 
     def __init__(self, served: Served, body: EmbeddingsBody) -> None:
         self._model = served.limits.name

@@ -1,6 +1,6 @@
 """The dialect of POST /v1/messages: Anthropic's Messages, as Claude Code speaks them, with its errors.
 
-Stateless, as the API is. Tools that Anthropic's servers run and unknown betas are ignored.
+Stateless, like the API. Tools that Anthropic's servers run are ignored, and so are unknown betas.
 """
 
 import re
@@ -33,7 +33,7 @@ from .dialect import MARK, Dialect, named_event
 from .schema import ENCODER, Body, CacheControl, converted, known_keys, unknown_keys
 from .validate import conversation_job
 
-#: Anthropic's name of an error, by HTTP status.
+#: Anthropic's error types by HTTP status.
 _ERROR_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -44,19 +44,19 @@ _ERROR_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-#: With what Claude Code begins a system prompt; the line differs in every request.
+#: The first line of Claude Code's system prompts; it differs in every request.
 BILLING_LINE = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
 
 
 class Mark(CacheControl, forbid_unknown_fields=False):
-    """`cache_control`, with whatever else a client's version says in it."""
+    """`cache_control` with any additional keys, because these depend on the client's version."""
 
 
 class ThinkingOptions(msgspec.Struct, forbid_unknown_fields=True):
     """The field `thinking`."""
 
     type: Literal["enabled", "adaptive", "disabled"]
-    budget_tokens: Any = None  #: ignored: the model's template knows no budget
+    budget_tokens: Any = None  #: ignored: chat templates have no such setting
     display: Any = None  #: ignored: reasoning is returned whole
 
 
@@ -90,7 +90,7 @@ class MessageParam(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class CountBody(Body, kw_only=True, forbid_unknown_fields=True):
-    """A request of which the tokens are to be counted."""
+    """The body of a request to count tokens, and the fields that it shares with `MessagesBody`."""
 
     messages: Annotated[list[MessageParam], Meta(min_length=1)]
     system: str | list[dict[str, Any]] | None = None
@@ -102,7 +102,7 @@ class CountBody(Body, kw_only=True, forbid_unknown_fields=True):
     metadata: Metadata | None = None
     cache_control: Mark | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    # Ignored: what Anthropic's servers do besides generating.
+    # Ignored: they concern what Anthropic's servers do besides generating.
     context_management: Any = None
     container: Any = None
     mcp_servers: Any = None
@@ -173,8 +173,8 @@ def unknown(body: CountBody) -> Iterator[tuple[str, str]]:
 
 
 async def job(front: Front, served: Served, body: MessagesBody, sender: Sender) -> Job:
-    """What `body` requests. Raises InvalidRequest and its subclasses, which name the field."""
-    if body.thread is not None:  # ignored, the next request would bring nothing but its newest message
+    """The job that `body` requests. Raises InvalidRequest and its subclasses, which name the field."""
+    if body.thread is not None:  # if it were ignored, the next request would contain only its newest message
         raise ThreadUnsupported
     if not body.max_tokens:
         raise InvalidRequest("max_tokens: a number of at least 1 is required", param="max_tokens")
@@ -205,7 +205,7 @@ def has_billing_line(body: CountBody) -> bool:
 
 
 def conversation(body: CountBody, settings: RouterSettings) -> Conversation:
-    """The conversation of a body. Raises InvalidRequest."""
+    """The conversation in a body. Raises InvalidRequest."""
     messages: list[Message] = []
     if body.system:
         system = _Collector("system", settings)
@@ -248,14 +248,14 @@ def conversation(body: CountBody, settings: RouterSettings) -> Conversation:
 
 
 class _Collector:
-    """Turns the content blocks of one message into messages: results of tools are messages of their own."""
+    """Turns the content blocks of one message into messages; each tool result becomes a message of its own."""
 
     def __init__(self, role: str, settings: RouterSettings) -> None:
         self.texts: list[str] = []
         self.marks: list[CacheMark] = []
         self._role = role
         self._settings = settings
-        self._characters = 0  #: of the texts, and a line break behind each
+        self._characters = 0  #: length of the texts, with a line break after each
         self._calls: list[ToolCall] = []
         self._thoughts: list[str] = []
 
@@ -278,7 +278,7 @@ class _Collector:
         yield from self._flush()
 
     def add(self, content: str | list[dict[str, Any]], param: str) -> None:
-        """Collect texts and marks of a content that is all text."""
+        """Collect texts and marks of content that holds only text."""
         if isinstance(content, str):
             self._add_text(content)
             return
@@ -302,7 +302,7 @@ class _Collector:
                 raise InvalidRequest(f"{param}.type: only text is supported", param=f"{param}.type")
             case kind if not isinstance(kind, str):
                 raise InvalidRequest(f"{param}.type: a type is required", param=f"{param}.type")
-            case _:  # redacted thinking, and what Anthropic's own tools wrote
+            case _:  # redacted thinking, and blocks of Anthropic's own tools
                 return
         if (mark := self._block_mark(block, param)) is not None:
             text_only = not self._calls
@@ -331,7 +331,7 @@ class _Collector:
 
 
 def _mark(control: CacheControl | None, param: str, settings: RouterSettings) -> CacheMark | None:
-    """A mark whose time is lowered to what the server allows: these clients cannot be told another."""
+    """A mark with its time lowered to the server's maximum, because users cannot change what these clients send."""
     if control is None:
         return None
     seconds = control.seconds
@@ -341,7 +341,7 @@ def _mark(control: CacheControl | None, param: str, settings: RouterSettings) ->
 def _tools(given: Sequence[dict[str, Any]], settings: RouterSettings) -> Iterator[Tool]:
     for index, tool in enumerate(given):
         if tool.get("type") not in (None, "custom"):
-            continue  # Anthropic's servers run it
+            continue  # a tool that Anthropic's servers run
         each = converted(tool, _ToolParam, f"tools[{index}]")
         made = function_tool(each.name, each.description, each.input_schema, strict=bool(each.strict))
         mark = _mark(each.cache_control, f"tools[{index}].cache_control", settings)
@@ -358,7 +358,7 @@ def _output(form: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 class MessagesUsage(msgspec.Struct, frozen=True):
-    """Tokens of a message. `input_tokens` excludes those that were read from the cache and those that are kept now."""
+    """Tokens of a message. `input_tokens` excludes tokens that were read from the cache or are now pinned."""
 
     input_tokens: int
     cache_creation_input_tokens: int
@@ -367,7 +367,7 @@ class MessagesUsage(msgspec.Struct, frozen=True):
 
 
 class MessageResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to a request, complete or as a stream begins."""
+    """The response to a request: complete, or as it is at the start of a stream."""
 
     id: str
     type: Literal["message"] = "message"
@@ -386,7 +386,7 @@ class TokenCount(msgspec.Struct, frozen=True):
 
 
 class MessagesErrorDetail(msgspec.Struct, frozen=True):
-    """What is wrong."""
+    """The type and text of an error."""
 
     type: str
     message: str
@@ -401,12 +401,12 @@ class MessagesError(msgspec.Struct, frozen=True):
 
 
 def error_of(error: RouterError) -> MessagesError:
-    """An error in Anthropic's envelope, with the words that its clients look for."""
+    """An error in Anthropic's format, with the words that Anthropic's clients look for."""
     status, message = error.http_status, error.message
     kind = _ERROR_TYPES.get(status) or ("api_error" if status >= 500 else "invalid_request_error")
     if isinstance(error, PromptTooLong | ContextTooLong):
         message = f"prompt is too long: {message}"
-    # Anthropic's client goes on without a thread if it finds these.
+    # With these details, Anthropic's client continues without a thread.
     details = {"error_code": error.code, "unsupported": ["thread"]} if isinstance(error, ThreadUnsupported) else UNSET
     return MessagesError(MessagesErrorDetail(kind, message, details))
 
@@ -421,13 +421,13 @@ def _usage(prompt_tokens: int, cached_tokens: int, pinned_tokens: int, output_to
 
 
 class MessagesBuilder(BlockBuilder):
-    """The body or the events of one message."""
+    """Builds the body or the events of one message."""
 
     def __init__(self, served: Served, body: MessagesBody, response_id: str, created: int) -> None:  # noqa: ARG002
         super().__init__()
         self._id = response_id
         self._model = served.limits.name
-        self._text: tuple[bytes, bytes] | None = None  #: around the text of a delta, while a text block is open
+        self._text: tuple[bytes, bytes] | None = None  #: bytes around a delta's text; None: no text block is open
 
     def whole(self, choices: Sequence[RunningChoice], used: GenerationSummary) -> bytes:
         [choice] = choices
@@ -485,24 +485,24 @@ class MessagesBuilder(BlockBuilder):
         return signed + _event("content_block_stop", index=index)
 
     def _signature(self, index: int) -> str:
-        """Clients drop thinking without one. Nothing depends on it: the thinking itself comes back."""
+        """A signature that is never checked: clients drop thinking without one, and send the thinking itself back."""
         return f"{self._id}{index:02x}"
 
     def _shown(self, index: int, block: Block) -> dict[str, Any]:
-        """A block of a whole message."""
+        """A content block of a complete message."""
         if block.kind == "text":
             return {"type": "text", "text": block.text}
         if block.kind == "reasoning":
             return {"type": "thinking", "thinking": block.text, "signature": self._signature(index)}
         try:
             given = msgspec.json.decode(block.text or "{}", type=dict[str, Any])
-        except msgspec.MsgspecError:  # cut by the limit of tokens
+        except msgspec.MsgspecError:  # cut off by the token limit
             given = {}
         return {"type": "tool_use", "id": block.id, "name": block.name, "input": given}
 
 
 def _empty(block: Block) -> dict[str, Any]:
-    """A block as it begins."""
+    """A content block at its start, still empty."""
     if block.kind == "text":
         return {"type": "text", "text": ""}
     if block.kind == "reasoning":

@@ -1,6 +1,6 @@
 """`cache_control`: which prefixes of a prompt to keep in the cache, and for how long, as in Anthropic's API.
 
-Turns marks into numbers of tokens. Whether a pin fits the tenant's budget is decided by the replica.
+Turns marks into prefix lengths in tokens. The replica decides whether a pin fits the tenant's budget.
 """
 
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ from ...text.template import TemplateInput
 from ...text.tokenizer import TextModel
 from ..generation import PinRequest
 
-#: Places that one chat may mark; the same number as Anthropic's.
+#: Maximum number of marks in one chat, as in Anthropic's API.
 MAX_MARKS = 4
 
 
 def ttl_s(mark: CacheMark, settings: RouterSettings) -> float:
-    """How long to keep the prefix. Raises InvalidRequest above the setting's maximum."""
+    """Seconds to keep the marked prefix. Raises InvalidRequest above the setting's maximum."""
     if mark.ttl_s is None:
         return min(settings.pin_ttl_s, settings.pin_max_ttl_s)
     if mark.ttl_s > settings.pin_max_ttl_s:
@@ -30,7 +30,7 @@ def ttl_s(mark: CacheMark, settings: RouterSettings) -> float:
 
 
 def whole_prompt(mark: CacheMark | None, settings: RouterSettings, token_ids: Sequence[int]) -> tuple[PinRequest, ...]:
-    """The pin of a mark beside the prompt: all of it."""
+    """The pin for a mark outside the prompt, which covers all of it; empty without a mark."""
     return () if mark is None else (PinRequest(len(token_ids), ttl_s(mark, settings)),)
 
 
@@ -42,7 +42,7 @@ async def requested(
     sender: Sender,
     settings: RouterSettings,
 ) -> tuple[PinRequest, ...]:
-    """The pins of a chat, of whose conversation `rendered` and `token_ids` were made. Raises InvalidRequest."""
+    """The pins of a chat; `rendered` and `token_ids` are made from `conversation`. Raises InvalidRequest."""
     marks = [(message, mark, ttl_s(mark, settings)) for message, mark in conversation.marks()]
     if len(marks) > MAX_MARKS:
         raise InvalidRequest.field("messages", f"at most {MAX_MARKS} places with 'cache_control'")
@@ -56,11 +56,11 @@ async def requested(
 async def _tokens_up_to(
     text: TextModel, rendered: TemplateInput, message: int, mark: CacheMark, token_ids: Sequence[int], sender: Sender
 ) -> int:
-    """Tokens that the whole prompt and the conversation cut at the mark have in common.
+    """The number of leading tokens that the whole prompt shares with the conversation cut at the mark.
 
-    The end of a cut conversation may be rendered or tokenized differently from its middle, so the common prefix counts.
-    Some templates refuse a conversation that ends there, such as after a system message or after the tools: then a
-    user's question is appended.
+    The place of the cut may be rendered or tokenized differently at a prompt's end than in its middle, so only the
+    common prefix counts. Some templates refuse a conversation that ends there, such as after a system message or the
+    tools; then a user message is appended.
     """
     if mark.end is None and message == len(rendered.messages) - 1:
         return len(token_ids)

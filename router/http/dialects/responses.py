@@ -1,8 +1,8 @@
 """The dialect of POST /v1/responses: OpenAI's Responses, as Codex speaks them.
 
-Without state: every request brings its whole conversation here, also one that continues a stored response, whose items
-`stored_responses` puts before its own. The shapes are those of OpenAI's
-published schema and of Open Responses (openresponses.org).
+Stateless: every body that arrives here holds its whole conversation. If it continues a stored response, `endpoints.py`
+has already prepended the stored items. The shapes are those of OpenAI's published schema and of Open Responses
+(openresponses.org).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,14 +33,14 @@ from .dialect import Dialect, named_event
 from .schema import ENCODER, Body, Positive, converted, known_keys, unknown_keys
 from .validate import conversation_job, decoded_arguments, mark
 
-#: Between the name of a namespace and that of its tool, where a model calls it.
+#: Joins the names of a namespace and its tool to the name by which the model calls the tool.
 SEPARATOR = "__"
-#: The one parameter with which a model calls a custom tool, whose input is free text.
+#: The only parameter of a custom tool as the model sees it: the tool's input, which is free text.
 INPUT = "input"
 
 
 class TextFormat(msgspec.Struct, forbid_unknown_fields=True, rename={"schema_": "schema"}):
-    """`text.format`: what the answer's text must be."""
+    """`text.format`: the required format of the answer's text."""
 
     type: str
     name: str | None = None
@@ -59,7 +59,7 @@ class TextOptions(msgspec.Struct, forbid_unknown_fields=True):
 class ReasoningOptions(msgspec.Struct, forbid_unknown_fields=True):
     """The field `reasoning`."""
 
-    #: Those of OpenAI's type, as the answer repeats it.
+    #: The values of OpenAI's type, because the response repeats the field.
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     # Ignored: reasoning is returned whole.
     summary: Any = None
@@ -84,7 +84,7 @@ class ResponsesBody(Body, kw_only=True, forbid_unknown_fields=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     prompt: Any = None
-    # Ignored: what they ask for is returned always, or concerns what OpenAI's servers do besides generating.
+    # Ignored: what they request is always returned, or they concern what OpenAI's servers do besides generating.
     include: Any = None
     client_metadata: Any = None
     truncation: Any = None
@@ -105,7 +105,7 @@ class _FunctionCall(msgspec.Struct):
     call_id: str
     name: str
     arguments: str = ""
-    input: str = ""  #: of a custom tool
+    input: str = ""  #: only of a custom tool
     namespace: str | None = None
 
 
@@ -165,8 +165,8 @@ def unknown(body: ResponsesBody) -> Iterator[tuple[str, str]]:
 
 
 async def job(front: Front, served: Served, body: ResponsesBody, sender: Sender) -> Job:
-    """What `body` requests. Raises InvalidRequest and its subclasses, which name the field."""
-    for name in ("previous_response_id", "conversation"):  # a stored one is part of the input by now
+    """The job that `body` requests. Raises InvalidRequest and its subclasses, which name the field."""
+    for name in ("previous_response_id", "conversation"):  # `endpoints.py` replaces stored ids
         if getattr(body, name) is not None:
             raise InvalidRequest.field(
                 name, "this server stores no responses (setting response_store); send the whole conversation as 'input'"
@@ -194,9 +194,9 @@ async def job(front: Front, served: Served, body: ResponsesBody, sender: Sender)
 
 
 def conversation(body: ResponsesBody) -> Conversation:
-    """The conversation of a body. Raises InvalidRequest.
+    """The conversation in a body. Raises InvalidRequest.
 
-    Everything from system and developer goes into one leading message: chat templates know no developer, and many
+    All system and developer messages become one leading message: chat templates have no developer role, and many
     refuse a system message that is not the first.
     """
     heads = [body.instructions] if body.instructions else []
@@ -225,7 +225,7 @@ def conversation(body: ResponsesBody) -> Conversation:
 
 
 def items_of(body: ResponsesBody) -> list[dict[str, Any]]:
-    """The input as items."""
+    """The input as a list of items."""
     return [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
 
 
@@ -271,9 +271,9 @@ def _text(content: str | list[dict[str, Any]], param: str) -> str:
 
 
 def tools(given: Sequence[dict[str, Any]], param: str = "tools", namespace: str = "") -> Iterator[Tool]:
-    """The functions that the model may call; tools that a server would run (`web_search`) are skipped.
+    """The functions that the model may call; tools that OpenAI's servers run (`web_search`) are skipped.
 
-    A custom tool is a function with one text as its input; the tools of a namespace are functions with a longer name.
+    A custom tool becomes a function with one string parameter; a namespace's tools become functions with a prefix.
     """
     for index, tool in enumerate(given):
         place = f"{param}[{index}]"
@@ -309,7 +309,7 @@ def _tool_choice(body: ResponsesBody) -> ToolChoice:
 
 
 def shown_choice(given: str | dict[str, Any] | None) -> Any:
-    """The choice that applies: one of a tool that this server does not run asks for nothing."""
+    """The tool choice in effect: choosing a tool that this server does not run means `auto`."""
     match given:
         case None | "":
             return "auto"
@@ -333,14 +333,14 @@ def _output(body: ResponsesBody) -> dict[str, Any]:
 
 
 class InputTokensDetails(msgspec.Struct, frozen=True):
-    """How much of the input was in a replica's cache, and how much of the rest is kept there now."""
+    """Input tokens that were in a replica's cache, and the others that are now pinned there."""
 
     cached_tokens: int
     cache_write_tokens: int
 
 
 class OutputTokensDetails(msgspec.Struct, frozen=True):
-    """How much of the output is reasoning."""
+    """Output tokens that are reasoning."""
 
     reasoning_tokens: int
 
@@ -369,12 +369,12 @@ class ResponseError(msgspec.Struct, frozen=True):
 
 
 class Response(msgspec.Struct, frozen=True, kw_only=True):
-    """A response, complete or in progress. It repeats what the request set."""
+    """A response, complete or in progress. It repeats the request's settings."""
 
     id: str
     object: Literal["response"] = "response"
     created_at: int
-    completed_at: None = None  #: not known when a stream begins, and not worth a clock
+    completed_at: None = None  #: unknown when a stream begins; later not worth reading a clock
     status: Literal["in_progress", "completed", "incomplete", "failed"]
     error: ResponseError | None = None
     incomplete_details: Incomplete | None = None
@@ -405,16 +405,16 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResponsesBuilder(BlockBuilder):
-    """The body or the numbered events of one response."""
+    """Builds the body or the numbered events of one response."""
 
     def __init__(self, served: Served, body: ResponsesBody, response_id: str, created: int) -> None:
         super().__init__()
         self._id = response_id
         self._sequence = 0
-        self._before_text = b""  #: the event of a text delta up to its number; only while a text block is open
+        self._before_text = b""  #: a text delta's event up to its number; empty: no text block is open
         self._keep: Callable[[str, bytes], object] | None = None
         given = body.tools or []
-        #: By the name that the model uses: type, namespace and name of tools that are not plain functions.
+        #: Type, namespace and name of tools that are not plain functions, by the name that the model uses.
         self._special = dict(_special_tools(given))
         written = body.text.format if body.text else None
         reasoning = body.reasoning or ReasoningOptions()
@@ -440,7 +440,7 @@ class ResponsesBuilder(BlockBuilder):
         )
 
     def continues(self, previous: str | None, keep: Callable[[str, bytes], object] | None) -> None:
-        """`previous`: the response before this one. `keep` gets the id and the body of the whole response."""
+        """Set the id of the previous response, and `keep`, which gets the id and the body of the complete response."""
         self._keep = keep
         self._response = msgspec.structs.replace(self._response, previous_response_id=previous, store=keep is not None)
 
@@ -547,7 +547,7 @@ class ResponsesBuilder(BlockBuilder):
         return events + self._event("response.output_item.done", output_index=index, item=item)
 
     def _is_custom(self, block: Block) -> bool:
-        """Its input is a text inside of the arguments, which is only known when they are complete."""
+        """Whether the block calls a custom tool, whose input can only be extracted from complete arguments."""
         return self._special.get(block.name, ("function",))[0] == "custom"
 
     def _place(self, index: int) -> dict[str, Any]:
@@ -583,7 +583,7 @@ def _part(kind: Literal["text", "reasoning", "tool_call"], text: str) -> dict[st
 
 
 def _custom_input(arguments: str) -> str:
-    """The input of a custom tool; what the model wrote, if that is not the object it was asked for."""
+    """The input in a custom tool's arguments; the arguments as written if they are not the expected object."""
     try:
         found = msgspec.json.decode(arguments, type=dict[str, Any]).get(INPUT)
     except msgspec.MsgspecError:
@@ -602,7 +602,7 @@ def _special_tools(given: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, tu
 
 
 def shown_item(item: dict[str, Any], number: str) -> dict[str, Any]:
-    """A stored input item as it is listed: with a type, an id, and content in parts."""
+    """A stored input item as listings show it: with a type, an id, and content in parts."""
     kind = item.get("type") or "message"
     shown = {"id": f"{'msg' if kind == 'message' else 'item'}_{number}", "type": kind, **item}
     if kind == "message" and isinstance(item.get("content"), str):
@@ -614,7 +614,7 @@ def shown_item(item: dict[str, Any], number: str) -> dict[str, Any]:
 
 
 def _shown_format(form: TextFormat | None) -> dict[str, Any]:
-    """The format as responses repeat it: what is absent stays so, but a schema has a name."""
+    """The format as responses repeat it: absent fields stay absent, but a schema always has a name."""
     if form is None:
         return {"type": "text"}
     given = {key: value for key, value in msgspec.to_builtins(form).items() if value is not None}
@@ -622,7 +622,7 @@ def _shown_format(form: TextFormat | None) -> dict[str, Any]:
 
 
 def _shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """A tool as responses repeat it: a function's optional fields are null, a namespace has a description."""
+    """A tool as responses repeat it: a function's absent fields are null, a namespace always has a description."""
     match tool.get("type"):
         case "function":
             return {"description": None, "parameters": None, "strict": None} | tool

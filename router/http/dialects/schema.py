@@ -1,4 +1,4 @@
-"""Types that several request and response bodies share, and the decoding of request bodies with errors by field.
+"""Types that request and response bodies share, and the decoding of request bodies with errors that name the field.
 
 Request types reject unknown fields and wrong types by name; an explicit null counts as absent. The range of a single
 field is part of its type; what involves two fields, the model or the settings is checked in `validate.py`.
@@ -25,9 +25,9 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 _NAMED_S = {"5m": 300.0, "1h": 3600.0}
 ENCODER = msgspec.json.Encoder()
-#: Unknown fields of one body that are ignored; each of them costs checking the body again.
+#: Maximum number of unknown fields ignored in one body; each costs another check of the body.
 MAX_IGNORED = 32
-#: In larger maps the wrong entry is not looked for.
+#: Larger maps are not searched for the invalid entry.
 MAX_SEARCHED = 10_000
 #: JSON has no infinity. Tokens that cannot be sampled get this logprob, as in vLLM.
 LOWEST_LOGPROB = -9999.0
@@ -42,19 +42,19 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class CacheControl(msgspec.Struct, forbid_unknown_fields=True):
-    """Keep the prompt up to this place in the cache; `ttl` in seconds, or one of Anthropic's two names."""
+    """A mark to keep the prompt up to this place in the cache; `ttl` in seconds, or one of Anthropic's two names."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | Annotated[float, Meta(gt=0)] | None = None
 
     @property
     def seconds(self) -> float | None:
-        """None: the setting's."""
+        """How long to keep it; None: as the setting says."""
         return _NAMED_S[self.ttl] if isinstance(self.ttl, str) else self.ttl
 
 
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Request fields that completions and chats share."""
+    """Request fields that all dialects of generation share."""
 
     model: str | None = None
     stream: bool | None = None
@@ -93,7 +93,7 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     guided_whitespace_pattern: Any = None
     cache_salt: Annotated[str, Meta(min_length=1)] | None = None
     cache_control: CacheControl | None = None
-    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None  #: messages to replicas hold 64 bits
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None  #: replica messages have 64 bits for it
     timeout: Annotated[float, Meta(gt=0)] | None = None
     # Ignored: they concern billing, storage or models of other kinds.
     user: Any = None
@@ -124,7 +124,7 @@ class MessageBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True
     def text(self, index: int) -> str | None:
         """The content of message `index` as one text. Raises InvalidRequest.
 
-        Parts are joined with nothing between, as templates that support parts do.
+        Parts are joined without a separator, as in templates that support parts.
         """
         if not isinstance(self.content, list):
             return self.content
@@ -141,7 +141,7 @@ class MessageBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A prompt, or messages."""
+    """POST /tokenize: a prompt, or messages."""
 
     model: str | None = None
     prompt: str | None = None
@@ -155,13 +155,13 @@ class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
-    """How much of the prompts was in a replica's cache."""
+    """Prompt tokens that were in a replica's cache."""
 
     cached_tokens: int
 
 
 class CompletionTokensDetails(msgspec.Struct, frozen=True):
-    """How much of what was generated is reasoning."""
+    """Generated tokens that are reasoning."""
 
     reasoning_tokens: int
 
@@ -192,19 +192,19 @@ def finite(logprob: float) -> float:
 
 
 class NamedLogprob(msgspec.Struct, frozen=True):
-    """One token of `prompt_logprobs`, in vLLM's shape; the rank is 1 for the likeliest, and null if it is unknown."""
+    """One token of `prompt_logprobs`, as in vLLM; the rank is 1 for the most likely token, and null if unknown."""
 
     logprob: float
     rank: int | None
     decoded_token: str
 
 
-#: By position and token id; the first token has none.
+#: Logprobs by token id for each position; null for the first token.
 PromptLogprobs = list[dict[int, NamedLogprob] | None]
 
 
 def prompt_logprobs(positions: Sequence[PositionLogprobs | None], name: Callable[[int], str]) -> PromptLogprobs:
-    """The field of this name. `name`: the text of a token."""
+    """The response field of this name. `name`: returns the text of a token."""
     found: PromptLogprobs = []
     for position in positions:
         if position is None:
@@ -231,20 +231,20 @@ _NOT_YET = {
     "searching the web": "web_search_options",
     "beam search": "use_beam_search",
 }
-#: Fields that other servers support and this one does not yet, with what they request.
+#: Fields that other servers support and this one does not yet, and what they request.
 NOT_YET = {name: what for what, names in _NOT_YET.items() for name in names.split()}
 
-#: Values of such fields that request nothing, besides null, false and empty lists.
+#: Values of unsupported fields that request nothing, besides null, false and empty lists.
 HARMLESS = {"modalities": ["text"], "function_call": "none"}
 
-#: The allowed values of fields for which msgspec's error does not list them, by the end of the field's path.
+#: Allowed values of fields whose msgspec error does not list them, by the end of the field's path.
 EXPECTED = {
     "cache_control.ttl": "give seconds above 0, or one of '5m' and '1h'",
     "cache_control.type": "the only value is 'ephemeral'",
     "role": "one of system, user, assistant and, in OpenAI's APIs, developer, in chats also tool and function",
 }
 
-#: `Expected ... - at `$.logit_bias[...]``; for the keys of maps, `at `key` in `$.logit_bias``.
+#: msgspec's errors: `Expected ... - at `$.logit_bias[...]``; for the keys of maps, `at `key` in `$.logit_bias``.
 _PATH = re.compile(r"`\$\.?([^`]*)`$")
 _BIAS = "`$.logit_bias"
 _STEP = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
@@ -252,7 +252,7 @@ _FIELD_OF_OBJECT = re.compile(r"Object (contains unknown|missing required) field
 
 
 class UnknownField(InvalidRequest):
-    """A field that an object of the body does not have here."""
+    """A field that this server does not know."""
 
     def __init__(self, where: str, name: str) -> None:
         """`where`: the path of the object that has the field `name`; empty for the body."""
@@ -275,7 +275,7 @@ class UnsupportedField(UnknownField):
 
 
 def exhaust(steps: Generator[None, None, Result]) -> Result:
-    """What the steps return, made at once."""
+    """Run all steps without a pause, and return their result."""
     while True:
         try:
             next(steps)
@@ -287,10 +287,10 @@ def exhaust(steps: Generator[None, None, Result]) -> Result:
 def decoding(
     data: bytes, decoder: "msgspec.json.Decoder[Decoded]", *, lenient: bool = False
 ) -> Generator[None, None, tuple[Decoded, list[str]]]:
-    """A body as a typed struct, and the unknown fields that are ignored if it is `lenient`.
+    """Decode a body. Returns a typed struct and, if `lenient`, the names of unknown fields that were ignored.
 
-    Yields before each step but the first; a step reads the body once. A field that other servers support is refused
-    even so: its request would be served wrongly. Raises InvalidRequest, which names the field, and InvalidJson.
+    Yields before each step but the first; a step reads the body once. Even if `lenient`, a field in `NOT_YET` that
+    requests something is refused, or it would be served wrongly. Raises InvalidRequest with the field, and InvalidJson.
     """
     data = data.removeprefix(BOM_UTF8)  # written by clients on Windows; RFC 8259 allows readers to ignore it
     try:
@@ -303,7 +303,7 @@ def decoding(
     try:
         body = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        # The wrong field came before the place where the JSON is malformed.
+        # The invalid field came before the place where the JSON is malformed.
         raise InvalidJson(f"the body is not valid JSON: {error}") from error
     ignored: list[str] = []
     rounded = 0
@@ -327,12 +327,12 @@ def decoding(
 
 
 def _is_harmless(body: dict[str, Any], name: str) -> bool:
-    """Whether the value of a field that is not supported requests nothing."""
+    """Whether the value of an unsupported field requests nothing."""
     return body[name] in (None, False, [], HARMLESS.get(name))
 
 
 def _wrong_bias(body: dict[str, Any]) -> InvalidRequest:
-    """The refusal of the first wrong entry of `logit_bias`: msgspec names neither its key nor its value."""
+    """The error for the first invalid entry of `logit_bias`: msgspec names neither its key nor its value."""
     given = body["logit_bias"]
     if isinstance(given, dict) and len(given) > MAX_SEARCHED:
         given = None
@@ -346,7 +346,7 @@ def _wrong_bias(body: dict[str, Any]) -> InvalidRequest:
 
 
 def _remove(body: Any, error: UnknownField) -> None:
-    """Remove the field that `error` is about. Raises it if the body is too strange to find the field."""
+    """Remove the field that `error` names. Raises `error` if the field cannot be found."""
     try:
         del _at(body, _STEP.findall(error.where))[error.name]
     except (KeyError, IndexError, TypeError):
@@ -354,7 +354,7 @@ def _remove(body: Any, error: UnknownField) -> None:
 
 
 def _made_integer(body: Any, where: str) -> bool:
-    """Whether the number at this place is integral, as `1.0` is: some languages know no other. It becomes an int."""
+    """Convert an integral number like `1.0` (some languages have no ints) to an int. Returns whether it was one."""
     try:
         *steps, (key, index) = _STEP.findall(where)
         holder, last = _at(body, steps), int(index) if index else key
@@ -368,13 +368,13 @@ def _made_integer(body: Any, where: str) -> bool:
 
 
 def _at(body: Any, steps: Iterable[tuple[str, str]]) -> Any:
-    """The value inside of `body` at the end of a path: keys of objects, or places in lists."""
+    """The value in `body` at the end of a path of object keys and list indexes."""
     for key, index in steps:
         body = body[int(index) if index else key]
     return body
 
 
-#: By type, the keys that an object of a list has besides its type; of types that are not named, any.
+#: The keys that objects in a list may have, by their type; objects of other types may have any.
 KnownKeys = Mapping[str, frozenset[str]]
 
 
@@ -385,7 +385,7 @@ def known_keys(**by_type: str) -> KnownKeys:
 def unknown_keys(
     given: Iterable[Mapping[str, Any]], known: KnownKeys, where: str, default: str = ""
 ) -> Iterator[tuple[str, str]]:
-    """The path and the name of each unknown key in a list of objects. `default`: the type of those that name none."""
+    """The path and the name of each unknown key in a list of objects. `default`: the type of objects without one."""
     for index, each in enumerate(given):
         kind = each.get("type") or default
         keys = known.get(kind) if isinstance(kind, str) else None
@@ -402,7 +402,7 @@ def converted(given: Any, kind: type[Decoded], param: str) -> Decoded:
 
 
 def from_msgspec(error: msgspec.ValidationError, within: str = "") -> InvalidRequest:
-    """A decoder's error about a body, or about its field `within`, with the name of the field."""
+    """Convert a decoder's error about a body, or about its field `within`, to an error that names the field."""
     text = str(error)
     path = _PATH.search(text)
     where = ".".join(filter(None, (within, path[1] if path else "")))

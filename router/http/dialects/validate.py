@@ -1,6 +1,6 @@
-"""From a decoded body and its encoded prompts to a `Job`: limits that involve two fields, the model or the settings.
+"""Makes a `Job` from a decoded body and its prompts; checks limits that involve two fields, the model or the settings.
 
-Pure, but for the check of constraints. Every refusal names the field. What only one dialect checks is in its module.
+Pure, except for encoding and the check of constraints. Errors name the field. Checks of one dialect are in its module.
 """
 
 import logging
@@ -39,7 +39,7 @@ _TOKEN_FIELDS = (
 ).split()
 _token_fields = attrgetter(*_TOKEN_FIELDS)
 _NO_TOKEN_FIELDS = (None,) * len(_TOKEN_FIELDS)
-#: The longest opener of reasoning has fewer, with the white space behind it.
+#: Tokens of a prompt's end that are searched for an opener of reasoning; the longest has fewer, with trailing space.
 TAIL_TOKENS = 16
 #: Tokens delivered together if the response is not streamed. When a replica dies, at most this many are lost and
 #: generated again.
@@ -63,11 +63,11 @@ def job(
     constraint: Constraint | None = None,
     conversation: Conversation | None = None,
 ) -> Job:
-    """What the body requests of these prompts.
+    """The job that the body requests for these prompts.
 
     `wanted`: the requested output limit, from the field `wanted_param`; 0 generates a token that is not shown.
-    `usual`: the limit without one and without a setting; None: the model's context. `best_of`: choices per prompt, if
-    not `n`. `logprobs`: alternatives per token; None: not even the token's own.
+    `usual`: the limit if neither body nor settings have one; None: the model's context. `best_of`: choices per prompt,
+    if not `n`. `logprobs`: alternatives per token; None: no logprobs at all.
     Raises InvalidRequest, PromptTooLong and ContextTooLong.
     """
     settings = front.settings
@@ -99,12 +99,12 @@ def job(
         conversation=conversation,
         discard=wanted == 0,
     )
-    # One comparison for all fields that nearly no request has: each of them alone would cost as much.
+    # One comparison for all the rare fields: a check of each alone would cost as much.
     return made if _token_fields(body) == _NO_TOKEN_FIELDS else _with_token_fields(made, body)
 
 
 def _output_limit(wanted: int, prompt_tokens: int, context: int, param: str) -> int:
-    """The tokens to generate if the body names a limit. Raises ContextTooLong."""
+    """The number of tokens to generate if the body sets a limit. Raises ContextTooLong."""
     if wanted > context - prompt_tokens:
         raise ContextTooLong(
             f"the prompt has {prompt_tokens} tokens and the request asks for {wanted} more; "
@@ -123,7 +123,7 @@ def _stops(body: Body) -> tuple[str, ...]:
 def _sampling(
     front: Front, served: Served, body: Body, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None
 ) -> SamplingParams:
-    """How tokens are drawn: as the body says, else as the model's own configuration does. Raises InvalidRequest."""
+    """Sampling parameters from the body, with defaults from the model's configuration. Raises InvalidRequest."""
     defaults, top_k, min_tokens, seed = served.defaults, body.top_k, body.min_tokens or 0, body.seed
     if min_tokens > max_tokens:
         raise InvalidRequest.field("min_tokens", f"{min_tokens} exceeds the output limit of {max_tokens}")
@@ -159,13 +159,13 @@ def _sampling(
 
 
 def check_choices(settings: RouterSettings, count: int, prompts: int, param: str) -> None:
-    """Raise InvalidRequest if `count` choices of so many prompts are too many."""
+    """Raise InvalidRequest if `count` choices for each of `prompts` prompts are too many."""
     if count * prompts > settings.max_choices:
         raise InvalidRequest.field(param, f"at most {settings.max_choices} choices in one request")
 
 
 def _with_token_fields(job: Job, body: Body) -> Job:
-    """What the fields about single tokens ask for. Raises InvalidRequest."""
+    """Apply the body's rare fields about single tokens to a job. Raises InvalidRequest."""
     served, sampling = job.served, job.sampling
     if body.prompt_logprobs is not None and body.stream:
         raise InvalidRequest.field("prompt_logprobs", "cannot be streamed")
@@ -189,7 +189,7 @@ def _with_token_fields(job: Job, body: Body) -> Job:
 
 
 def _bad_words(served: Served, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """The tokens of each word at the beginning of a text, and behind a blank."""
+    """The token ids of each word, both at the beginning of a text and after a space."""
     spellings = [spelling for word in words for spelling in (word, f" {word.lstrip()}")]
     encoded = served.text.encode_now(spellings, special_tokens=False)
     return tuple(dict.fromkeys([tuple(ids) for ids in encoded if ids]))
@@ -200,7 +200,7 @@ def _most(*counts: int | None) -> int | None:
 
 
 def truncated(token_ids: TokenIds, body: Body, max_model_len: int) -> TokenIds:
-    """The ids of a prompt without those beyond `truncate_prompt_tokens`. Raises InvalidRequest."""
+    """The ids of a prompt, cut to `truncate_prompt_tokens` of them. Raises InvalidRequest."""
     wanted = body.truncate_prompt_tokens
     if wanted is None:
         return token_ids
@@ -208,7 +208,7 @@ def truncated(token_ids: TokenIds, body: Body, max_model_len: int) -> TokenIds:
         raise InvalidRequest.field(
             "truncate_prompt_tokens", f"{wanted} is not between 1 and the context of {max_model_len} tokens"
         )
-    # The shortest answer has one token.
+    # Leave room for the shortest answer, which has one token.
     kept = max_model_len - 1 if wanted == -1 else wanted
     if len(token_ids) <= kept:
         return token_ids
@@ -230,9 +230,9 @@ async def conversation_job(
     logprobs: int | None = None,
     clamp: bool = False,
 ) -> Job:
-    """What a body with a conversation requests. `make`: the conversation; called in a thread if the body is long.
+    """The job that a body with a conversation requests. `make` builds it, in a thread if the body is long.
 
-    `clamp`: an output limit beyond the model's context is lowered to it. Raises as `job` does, and TemplateRefusal.
+    `clamp`: lower an output limit to what the model's context leaves. Raises the errors of `job`, and TemplateRefusal.
     """
     text = served.text
     if body.truncate_prompt_tokens is not None:
@@ -273,7 +273,7 @@ async def conversation_job(
 async def _encoded(
     served: Served, body: Body, sender: Sender, make: Callable[[], Conversation], prompt_param: str
 ) -> tuple[Conversation, TemplateInput, TokenIds]:
-    """The conversation, what the template gets of it, and its prompt, truncated if the body says so."""
+    """The conversation, its template input, and its token ids, truncated if the body says so."""
     made: list[tuple[Conversation, TemplateInput]] = []
 
     def render() -> TemplateInput:
@@ -291,7 +291,7 @@ async def _encoded(
 async def _requested_guidance(
     served: Served, body: Body, conversation: Conversation, sender: Sender, tail: str
 ) -> Asked | None:
-    """What the answer must match, by the body's output format and the tools. Raises InvalidRequest."""
+    """The constraint on the answer from output format and tools. `tail`: the prompt's end. Raises InvalidRequest."""
     text = served.text
     asked = requested_output(body, conversation.output, conversation.output_at)
     calls: Asked | None = None
@@ -307,9 +307,9 @@ async def _requested_guidance(
 def _parsing(
     front: Front, served: Served, conversation: Conversation, *, opened: bool
 ) -> tuple[Callable[[], AnswerParser], Sequence[str]] | None:
-    """What makes the parser of each choice, and the special tokens that it needs; None: all of the answer is text.
+    """A function that makes a choice's parser, and the special tokens that the parser needs; None: answers are text.
 
-    `opened`: the answer begins inside of reasoning.
+    `opened`: the answer begins inside reasoning.
     """
     calls, thoughts, choice = served.calls, served.thoughts, conversation.tool_choice
     shown = conversation.callable_tools() if calls is not None and conversation.tools else ()
@@ -332,12 +332,12 @@ def _parsing(
 
 
 def mark(control: CacheControl | None, param: str) -> CacheMark | None:
-    """The `cache_control` of the field `param`."""
+    """The cache mark that the field `param` requests, if it is set."""
     return None if control is None else CacheMark(param, control.seconds)
 
 
 def decoded_arguments(arguments: Any, param: str) -> Any:
-    """The arguments of an earlier call: APIs send JSON text, templates expect an object. Raises InvalidRequest."""
+    """Decode the arguments of an earlier call: APIs send JSON text, templates expect objects. Raises InvalidRequest."""
     if not isinstance(arguments, str):
         return arguments
     data = arguments.encode()
@@ -350,7 +350,7 @@ def decoded_arguments(arguments: Any, param: str) -> Any:
 
 
 def requested_output(body: Body, fields: Mapping[str, Any], at: str = "response_format") -> Asked | None:
-    """What the answer must match, by the fields that all bodies have and by `fields`. Raises InvalidRequest."""
+    """The output format requested by the fields that all bodies share and by `fields`. Raises InvalidRequest."""
     given = _output_fields(body)
     if not fields and given == _NO_OUTPUT_FIELDS:
         return None
@@ -360,7 +360,7 @@ def requested_output(body: Body, fields: Mapping[str, Any], at: str = "response_
 def _guided(
     served: Served, conversation: Conversation, asked: Asked | None, calls: Asked | None, tail: str
 ) -> Asked | None:
-    """What guides the answer, and where in it that begins. `tail`: the end of the prompt, of a model that reasons."""
+    """The constraint to apply, and where in the answer it begins. `tail`: the prompt's end, if the model reasons."""
     thoughts = served.thoughts
     guiding = asked if calls is None else calls
     if guiding is None or thoughts is None:
@@ -376,7 +376,7 @@ def _guided(
 
 
 def _asks_for_calls(conversation: Conversation) -> bool:
-    """Whether tools ask something of an answer, whatever else it must match."""
+    """Whether the tools constrain the answer, even without an output format."""
     choice, tools = conversation.tool_choice, conversation.tools
     if choice.mode == "required" or choice.allowed:
         return True
@@ -384,9 +384,9 @@ def _asks_for_calls(conversation: Conversation) -> bool:
 
 
 async def _calls_besides(served: Served, conversation: Conversation, asked: Asked, sender: Sender) -> Asked | None:
-    """What guides an answer that may be calls, or must match `asked`; None: `asked` alone.
+    """The constraint on an answer that either calls tools or matches `asked`; None: `asked` alone applies.
 
-    Nobody asked for valid calls: tools whose calls cannot be guided are no reason to refuse the request.
+    The request does not demand valid calls, so tools whose calls cannot be guided are no reason to refuse it.
     """
     try:
         calls = await served.text.prepare(lambda: _calls(served, conversation, asked), sender)
@@ -399,9 +399,9 @@ async def _calls_besides(served: Served, conversation: Conversation, asked: Aske
 
 
 def _calls(served: Served, conversation: Conversation, asked: Asked | None) -> Asked | None:
-    """What the tools ask of the answer: calls, if these are required, or else that calls follow strict schemas.
+    """The constraint on the answer from tools: calls, if they are required, or else that calls match strict schemas.
 
-    If no calls are required, an answer without any must match `asked`; None: `asked` alone applies.
+    If no calls are required, an answer without any must match `asked`. None: only `asked` applies.
     """
     choice = conversation.tool_choice
     definitions = [tool.definition for tool in conversation.callable_tools()]
@@ -422,6 +422,6 @@ def check_token_ids(token_ids: Collection[int], vocab_size: int, param: str) -> 
 
 
 def no_such_token(vocab_size: int, param: str, token_id: int | None = None) -> InvalidRequest:
-    """The refusal of a token id that does not exist."""
+    """The error for a token id that does not exist."""
     which = "" if token_id is None else f"there is no token {token_id}; "
     return InvalidRequest.field(param, f"{which}token ids must be between 0 and {vocab_size - 1}")
