@@ -96,7 +96,7 @@ def common_tokens(one: bytes, other: bytes) -> int:
 
 
 def continues(before: Known, new: Known) -> bool:
-    """Whether the new prompt begins with the previous one, less its `TAIL_TOKENS`. Costs a few memory copies."""
+    """Whether the new prompt begins with the previous one, less `TAIL_TOKENS`. Costs a few memory copies."""
     return new[0].startswith(before[0][: -4 * TAIL_TOKENS])
 
 

@@ -339,7 +339,7 @@ async def delete_response(front: Front, exchange: Exchange) -> None:
 
 
 def _departure(front: Front, job: Job, key: SessionKey) -> Callable[[int], str | None] | None:
-    """Remember a session's prompt. Returns what makes the departure header; None: it continues the previous one."""
+    """Remember a session's prompt. Returns the maker of the departure header; None: it continues the last prompt."""
     new = token_bytes(job.prompts[0].token_ids), job.conversation
     before = front.session_prompts.put(key, new)
     if before is not None and continues(before, new):
@@ -547,7 +547,7 @@ async def health(_front: Front, exchange: Exchange) -> None:
 
 
 async def ready(front: Front, exchange: Exchange) -> None:
-    """503 until index and tokenizers are ready, and while no model has a serving replica; one such model is enough."""
+    """503 until index and tokenizers are ready, and while no model has a serving replica; one model is enough."""
     serving = {view.name: view.serving for view in front.backend.view().models}
     if not any(serving.get(limits.name) for limits in front.backend.models()):
         raise NoReplica("no replica can serve now", retry_after_s=1.0)

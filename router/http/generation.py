@@ -82,7 +82,7 @@ def generation_request(
     deadline: float | None = None,
     traceparent: str = "",
 ) -> GenerationRequest:
-    """The backend's request for choice `index` of a prompt. Its seed is seed + index; only choice 0 carries pins."""
+    """The backend's request for choice `index` of a prompt: seeded with seed + index; only choice 0 carries pins."""
     sampling, tenant = job.sampling, caller.tenant
     return GenerationRequest(
         trace_id=caller.request_id,

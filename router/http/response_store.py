@@ -77,7 +77,7 @@ class ResponseStore:
         return await self._found(lambda: self._get(tenant, response_id))
 
     async def history(self, tenant: bytes, response_id: str) -> list[Item] | None:
-        """All items of a conversation up to and with this response; None if one of it is gone. Raises RouterError."""
+        """All items of the conversation that ends with this response; None if a part is gone. Raises RouterError."""
         return await self._found(lambda: self._history(tenant, response_id))
 
     async def delete(self, tenant: bytes, response_id: str) -> bool:

@@ -17,7 +17,7 @@ class BlockBuilder(ResponseBuilder):
 
     @abstractmethod
     def opened(self, index: int, block: Block) -> bytes:
-        """The events that begin a block; its text follows."""
+        """The events that start a block; its text follows."""
 
     @abstractmethod
     def grown(self, index: int, block: Block, text: str) -> bytes:

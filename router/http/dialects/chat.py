@@ -1,4 +1,4 @@
-"""The dialect of POST /v1/chat/completions: OpenAI's chats."""
+"""The dialect of POST /v1/chat/completions: OpenAI's chat completions."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal

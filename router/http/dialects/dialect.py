@@ -1,8 +1,8 @@
-"""What an API dialect provides, and the two writers that serve every dialect: whole bodies and server-sent events.
+"""The interface of an API dialect, and two writers for all dialects: of whole bodies and of server-sent events.
 
-A dialect is one module with the types of its bodies, a `job` (from a body to the `Job` that all dialects share) and a
-`ResponseBuilder` (from choices to bodies and events). Routing, request flow and engines know no dialect. To add one,
-write the module and list it in `endpoints.py`.
+A dialect is one module with the types of its bodies, a `job` (converts a body to the shared `Job`) and a
+`ResponseBuilder` (turns choices into bodies and events). Routing, request flow and engines do not depend on dialects.
+To add one, write the module and list it in `endpoints.py`.
 """
 
 from abc import ABC, abstractmethod

@@ -1,4 +1,4 @@
-"""The dialect of POST /v1/messages: Anthropic's Messages, as Claude Code speaks them, with its errors.
+"""The dialect of POST /v1/messages: Anthropic's Messages as Claude Code uses them, and Anthropic's errors.
 
 Stateless, like the API. Tools that Anthropic's servers run are ignored, and so are unknown betas.
 """

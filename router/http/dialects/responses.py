@@ -1,4 +1,4 @@
-"""The dialect of POST /v1/responses: OpenAI's Responses, as Codex speaks them.
+"""The dialect of POST /v1/responses: OpenAI's Responses as Codex uses them.
 
 Stateless: every body that arrives here holds its whole conversation. If it continues a stored response, `endpoints.py`
 has already prepended the stored items. The shapes are those of OpenAI's published schema and of Open Responses
@@ -33,7 +33,7 @@ from .dialect import Dialect, named_event
 from .schema import ENCODER, Body, Positive, converted, known_keys, unknown_keys
 from .validate import conversation_job, decoded_arguments, mark
 
-#: Joins the names of a namespace and its tool to the name by which the model calls the tool.
+#: Joins the names of a namespace and its tool into the name by which the model calls the tool.
 SEPARATOR = "__"
 #: The only parameter of a custom tool as the model sees it: the tool's input, which is free text.
 INPUT = "input"
@@ -174,10 +174,10 @@ async def job(front: Front, served: Served, body: ResponsesBody, sender: Sender)
     if body.prompt is not None:
         raise InvalidRequest.field("prompt", "this server stores no prompts; send it as 'instructions'")
     if body.background:
-        raise InvalidRequest.field("background", "this server stores no responses to return later")
+        raise InvalidRequest.field("background", "this server does not run responses in the background")
     for name, asks in (("top_logprobs", bool(body.top_logprobs)), ("include", "logprobs" in str(body.include))):
         if asks:
-            raise InvalidRequest.field(name, "responses have no logprobs here; use chat completions")
+            raise InvalidRequest.field(name, "responses do not include logprobs; use chat completions")
     if body.n not in (None, 1):
         raise InvalidRequest.field("n", "a response has one choice")
     return await conversation_job(
@@ -273,7 +273,7 @@ def _text(content: str | list[dict[str, Any]], param: str) -> str:
 def tools(given: Sequence[dict[str, Any]], param: str = "tools", namespace: str = "") -> Iterator[Tool]:
     """The functions that the model may call; tools that OpenAI's servers run (`web_search`) are skipped.
 
-    A custom tool becomes a function with one string parameter; a namespace's tools become functions with a prefix.
+    A custom tool becomes a function with one string parameter; a namespace's tools get prefixed names.
     """
     for index, tool in enumerate(given):
         place = f"{param}[{index}]"

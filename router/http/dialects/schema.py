@@ -93,7 +93,7 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     guided_whitespace_pattern: Any = None
     cache_salt: Annotated[str, Meta(min_length=1)] | None = None
     cache_control: CacheControl | None = None
-    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None  #: replica messages have 64 bits for it
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None  #: replica messages encode at most 64 bits
     timeout: Annotated[float, Meta(gt=0)] | None = None
     # Ignored: they concern billing, storage or models of other kinds.
     user: Any = None
@@ -155,13 +155,13 @@ class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
-    """Prompt tokens that were in a replica's cache."""
+    """The number of prompt tokens that were in a replica's cache."""
 
     cached_tokens: int
 
 
 class CompletionTokensDetails(msgspec.Struct, frozen=True):
-    """Generated tokens that are reasoning."""
+    """The number of generated tokens that are reasoning."""
 
     reasoning_tokens: int
 
@@ -241,7 +241,7 @@ HARMLESS = {"modalities": ["text"], "function_call": "none"}
 EXPECTED = {
     "cache_control.ttl": "give seconds above 0, or one of '5m' and '1h'",
     "cache_control.type": "the only value is 'ephemeral'",
-    "role": "one of system, user, assistant and, in OpenAI's APIs, developer, in chats also tool and function",
+    "role": "one of system, user and assistant; in OpenAI's APIs also developer, in chats also tool and function",
 }
 
 #: msgspec's errors: `Expected ... - at `$.logit_bias[...]``; for the keys of maps, `at `key` in `$.logit_bias``.

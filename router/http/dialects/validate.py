@@ -66,8 +66,8 @@ def job(
     """The job that the body requests for these prompts.
 
     `wanted`: the requested output limit, from the field `wanted_param`; 0 generates a token that is not shown.
-    `usual`: the limit if neither body nor settings have one; None: the model's context. `best_of`: choices per prompt,
-    if not `n`. `logprobs`: alternatives per token; None: no logprobs at all.
+    `usual`: the limit if neither body nor settings have one; None: the model's context. `best_of`: choices per prompt
+    instead of `n`. `logprobs`: alternatives per token; None: no logprobs at all.
     Raises InvalidRequest, PromptTooLong and ContextTooLong.
     """
     settings = front.settings
@@ -230,7 +230,7 @@ async def conversation_job(
     logprobs: int | None = None,
     clamp: bool = False,
 ) -> Job:
-    """The job that a body with a conversation requests. `make` builds it, in a thread if the body is long.
+    """The job for a body with a conversation, which `make` builds, in a thread if the body is long.
 
     `clamp`: lower an output limit to what the model's context leaves. Raises the errors of `job`, and TemplateRefusal.
     """

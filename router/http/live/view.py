@@ -47,7 +47,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
 
     version: str
     started_at: int  #: seconds since 1970
-    clock_offset_s: float  #: added to times of the router's clock: seconds since 1970
+    clock_offset_s: float  #: seconds since 1970, less the router's clock
     cluster: ClusterView
     activities: Sequence[ModelActivity]
     totals: Mapping[str, ModelTotals]  #: by model

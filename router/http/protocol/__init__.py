@@ -1,1 +1,1 @@
-"""HTTP/1.1: connections, requests and responses, access log, CORS. Imported by `http`; must not know endpoints."""
+"""HTTP/1.1: connections, requests and responses, access log, CORS. Imported by `http`; must not depend on endpoints."""

@@ -121,7 +121,7 @@ class HttpConnection(asyncio.Protocol):
         self._body: list[bytes] = []
         self._body_bytes = 0
         self._lines = self._chunks = 0
-        self._in_head = True  #: or in trailers
+        self._in_head = True  #: the parser is in a head or in trailers
 
     # asyncio
 
@@ -169,7 +169,7 @@ class HttpConnection(asyncio.Protocol):
 
     def _parse_rest(self) -> None:
         if self._transport.is_closing() or self._paused_reading:
-            return  # `_advance` resumes
+            return  # `_advance` resumes parsing
         self._parse_slices(self._unparsed)
         if not self._unparsed and not self._paused_reading:
             self._transport.resume_reading()
@@ -327,7 +327,7 @@ class HttpConnection(asyncio.Protocol):
         lines += [f"{name}: {value}\r\n" for name, value in self._handler.headers_for(request)]
         if self._chunked:
             lines.append("transfer-encoding: chunked\r\n")
-        elif length is not None and exchange.status != HTTPStatus.NO_CONTENT:  # RFC 9110, 8.6
+        elif length is not None and exchange.status != HTTPStatus.NO_CONTENT:  # a 204 has none (RFC 9110, 8.6)
             lines.append(f"content-length: {length}\r\n")
         if ends:
             lines.append("connection: close\r\n")
@@ -380,7 +380,7 @@ class HttpConnection(asyncio.Protocol):
         transport.write(data)
         self._sent += len(data)
 
-    # Ends
+    # Closing
 
     @property
     def since(self) -> float:

@@ -47,12 +47,12 @@ class GenerationSummary(msgspec.Struct):
     cached_tokens: int
     output_tokens: int
     ttft_s: float | None
-    reasoning_tokens: int = 0  #: of `output_tokens`
+    reasoning_tokens: int = 0  #: included in `output_tokens`
     pinned_tokens: int = 0  #: prompt tokens that are now pinned
     queue_s: float | None = None  #: from arrival until the first choice was sent to a replica; None: it was not
-    session: str | None = None  #: the conversation; then the agent within it, and the agent that started that one
-    agent: str | None = None
-    parent: str | None = None
+    session: str | None = None  #: the conversation, as the client named it
+    agent: str | None = None  #: the agent within the session
+    parent: str | None = None  #: the agent that started that agent
 
 
 class Exchange(msgspec.Struct, eq=False):
@@ -72,7 +72,7 @@ class Exchange(msgspec.Struct, eq=False):
     #: Encodes the body of an error response; None: OpenAI's format.
     error_body: Callable[[RouterError], bytes] | None = None
     call_endpoint: Callable[["Exchange"], None] | None = None  #: calls the endpoint again
-    span: Any = None  #: OpenTelemetry's, if requests are traced
+    span: Any = None  #: OpenTelemetry's span, if requests are traced
     traceparent: str = ""  #: W3C trace context that is passed on with the request
 
     def respond(self, body: bytes, *, status: int = 200, content_type: str = JSON, headers: Headers = ()) -> None:
