@@ -547,14 +547,18 @@ async def health(_front: Front, exchange: Exchange) -> None:
 
 
 async def ready(front: Front, exchange: Exchange) -> None:
-    """503 until index and tokenizers are ready, and while no model has a serving replica; one model is enough."""
+    """503 while no model has a serving replica, and after a start until the index is exact and tokenizers are loaded.
+
+    Later changes do not undo the second condition: a load balancer must not drop a router because a model is updated.
+    """
     serving = {view.name: view.serving for view in front.backend.view().models}
     if not any(serving.get(limits.name) for limits in front.backend.models()):
         raise NoReplica("no replica can serve now", retry_after_s=1.0)
-    if not front.backend.exact():
+    if not front.was_ready and not front.backend.exact():
         raise NoReplica("the prefix index is not exact yet", retry_after_s=1.0)
-    if not all(map(front.texts.loaded, front.backend.texts())):
+    if not front.was_ready and not all(map(front.texts.loaded, front.backend.texts())):
         raise NoReplica("the model's tokenizer is still loading", retry_after_s=1.0)
+    front.was_ready = True
     respond(exchange, Ready("ready", sum(serving.values()), serving))
 
 

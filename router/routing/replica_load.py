@@ -54,7 +54,6 @@ class ReplicaLoad(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     waiting: int  #: reported and pending requests
     queued_prefill_tokens: int  #: of reported and pending requests
     busy_until: float  #: time on the router's clock when those are computed; meaningless if there are none
-    decode_context_tokens: int
     free_blocks: int  #: allocatable blocks, less those that pending requests need
     cached_free_blocks: int
     spare_blocks: int  #: free blocks, less those that waiting and pending requests need; below 0: a shortage
@@ -330,7 +329,6 @@ def _view(entry: _Replica, silent: bool) -> ReplicaLoad:
         waiting=report.waiting + len(entry.pending),
         queued_prefill_tokens=report.queued_prefill_tokens + entry.pending_tokens,
         busy_until=entry.busy_until,
-        decode_context_tokens=report.decode_context_tokens,
         free_blocks=free_blocks,
         cached_free_blocks=min(report.cached_free_blocks, free_blocks),
         total_blocks=report.total_blocks,

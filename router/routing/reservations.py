@@ -111,8 +111,8 @@ class Reservations:
             self._starts.remove(gone.chain[0], gone.start)
             self._replicas.remove(gone.chain[gone.start], gone.replica)
 
-    def expire(self, now: float) -> int:
-        """Drop overdue reservations; returns their number."""
+    def expire(self, now: float) -> None:
+        """Drop overdue reservations."""
         overdue = []
         for request_id, reservation in self._by_request.items():
             if reservation.expires > now:
@@ -120,7 +120,6 @@ class Reservations:
             overdue.append(request_id)
         for request_id in overdue:
             self.release(request_id)
-        return len(overdue)
 
     def leave(self, replica: str) -> None:
         """Drop all reservations at a replica that left."""

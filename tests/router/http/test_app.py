@@ -62,6 +62,16 @@ async def test_ready_waits_for_an_exact_index(client: httpx.AsyncClient, backend
     assert (await client.get("/ready")).status_code == 503
 
 
+async def test_a_router_stays_ready_while_a_model_is_added(
+    client: httpx.AsyncClient, backend: FakeBackend, front: Front
+):
+    """Its index is not exact and its tokenizer not loaded yet; the other models are served as before."""
+    assert (await client.get("/ready")).status_code == 200
+    backend.is_exact, front.texts.present = False, False
+
+    assert (await client.get("/ready")).status_code == 200
+
+
 async def test_tokenize_and_detokenize_are_inverse(
     client: httpx.AsyncClient, backend: FakeBackend, text_model: TextModel
 ):

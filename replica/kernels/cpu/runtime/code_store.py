@@ -94,9 +94,11 @@ class CodeStore:
         """Store the code atomically, and delete the oldest files beyond `MOST_FILES`."""
         data = msgspec.msgpack.encode(code)
         try:
-            with NamedTemporaryFile(dir=self.folder, delete=False) as file:
+            with NamedTemporaryFile(dir=self.folder, delete=False) as file, ExitStack() as stack:
+                stack.callback(Path(file.name).unlink, missing_ok=True)
                 file.write(sha256(data).digest() + data)
-            Path(file.name).replace(self._path(key))
+                file.flush()
+                Path(file.name).replace(self._path(key))
             by_age = sorted(self.folder.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime)
             for path in by_age[:-MOST_FILES]:
                 path.unlink(missing_ok=True)

@@ -117,6 +117,18 @@ def test_what_cannot_be_written_is_done_without(tmp_path):
     assert store.get("norm") is None
 
 
+def test_a_file_that_cannot_be_put_in_place_is_not_left_behind(store):
+    """Nothing would ever delete it."""
+    store.put("norm", CODE)
+    (path,) = store.folder.iterdir()
+    path.unlink()
+    path.mkdir()
+
+    store.put("norm", CODE)
+
+    assert list(store.folder.iterdir()) == [path]
+
+
 def test_files_are_bounded(store):
     """Each version of a kernel's source, of numba, and each CPU that a home folder meets leaves its own."""
     for number in range(MOST_FILES + 10):
