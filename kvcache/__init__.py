@@ -1,1 +1,1 @@
-"""Block hashes, block pool, prefix cache. Without torch, zmq or ray, so that the router shares the hashing."""
+"""Block hashes, block pool and prefix cache. Imports no torch, zmq or ray, so that the router can share the hashing."""

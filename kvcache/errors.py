@@ -1,15 +1,15 @@
-"""Errors of the block pool. Running out of blocks is none: `acquire` and `allocate` return None."""
+"""Errors of the KV cache. Running out of blocks is not an error: `acquire` and `allocate` return None."""
 
-# ruff: noqa: N818 - these names say what happened; the suffix "Error" would add nothing.
+# ruff: noqa: N818 - the names already say what went wrong; an "Error" suffix would add nothing.
 
 
 class KvCacheError(Exception):
-    """Base of this package's errors."""
+    """Base class of this package's errors."""
 
 
 class PoolTooSmall(KvCacheError):
-    """Too little KV memory; the operator has to give more, or choose smaller blocks."""
+    """There is too little KV memory; the operator must provide more or choose smaller blocks."""
 
 
 class StaleMatch(KvCacheError):
-    """A prefix match was used after the cache had changed: its blocks may hold another prefix by now."""
+    """A prefix match was used after the cache had changed; its blocks may now hold another prefix."""

@@ -1,13 +1,13 @@
-"""Block hashes: the name of a prefix, computed alike by router and replica.
+"""Block hashes: identifiers of prefixes, computed identically by router and replica.
 
-Pure functions over bytes. Knows nothing of pools, models or sockets.
+Pure functions over bytes that do not depend on pools, models or sockets.
 
-    root    = sha256(canonical encoding of everything under which KV differs)[:16]
+    root    = sha256(canonical encoding of everything other than tokens that KV depends on)[:16]
     h_{-1}  = root
     h_i     = XXH3_128(h_{i-1} ‖ tokens_i as uint32 little-endian ‖ extra_i, seed = cluster_seed)
 
-Only full blocks have a hash. XXH3 (xxhash.com, canonical big-endian digest) is fast but not collision-resistant, so a
-hit is verified against the tokens (`PrefixCache.match`); `sha256` is the slower choice behind the same class.
+Only full blocks have a hash. XXH3 (xxhash.com, canonical big-endian digest) is fast but not collision-resistant, so
+hits are verified against the tokens (`PrefixCache.match`); `sha256` is a slower alternative in the same class.
 """
 
 import sys
@@ -20,7 +20,7 @@ from typing import Literal, NewType, cast
 import msgspec
 import xxhash
 
-#: 16 bytes. Equal hashes under one root mean equal prefixes (up to collisions, which hits are verified against).
+#: 16 bytes. Equal hashes under one root mean equal prefixes, except for collisions, which verifying a hit detects.
 BlockHash = NewType("BlockHash", bytes)
 
 HASH_BYTES = 16
@@ -29,12 +29,12 @@ FORMAT_VERSION = 1
 
 HashAlgorithm = Literal["xxh3_128", "sha256"]
 
-#: Created once: a slice literal in the loop over blocks would be created for each of them, 3 % of its time.
+#: Created once: a slice literal in the loop would create one slice per block, 3 % of the loop's time.
 _HEAD = slice(HASH_BYTES)
 
 
 class CacheIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything of a deployment under which the KV of the same tokens differs."""
+    """The properties of a deployment that change the KV of the same tokens."""
 
     model_fingerprint: bytes  #: digest of the model's configuration and weights index
     kv_dtype: str
@@ -43,12 +43,12 @@ class CacheIdentity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def canonical(*fields: bytes) -> bytes:
-    """Join fields so that no two different lists of fields give the same bytes (each is prefixed by its length)."""
+    """Join fields unambiguously: each is prefixed by its length, so different lists give different bytes."""
     return b"".join(len(field).to_bytes(8, "little") + field for field in fields)
 
 
 def model_root(identity: CacheIdentity) -> BlockHash:
-    """Digest of a deployment: the part of the root that every tenant of one model shares."""
+    """Return the digest of a deployment, from which the roots of all its tenants derive."""
     encoded = canonical(
         b"homing-root",
         FORMAT_VERSION.to_bytes(4, "little"),
@@ -61,12 +61,12 @@ def model_root(identity: CacheIdentity) -> BlockHash:
 
 
 def tenant_root(model: BlockHash, *, salt: bytes = b"", lora_digest: bytes = b"") -> BlockHash:
-    """Root of one tenant's chains: `salt` keeps tenants apart, `lora_digest` is of an adapter's content."""
+    """Return the root of a tenant's chains. `salt` separates tenants; `lora_digest` identifies an adapter's content."""
     return BlockHash(sha256(canonical(b"homing-tenant", model, salt, lora_digest)).digest()[:HASH_BYTES])
 
 
 def token_bytes(token_ids: Iterable[int]) -> bytes:
-    """Token ids as uint32 little-endian, the form in which they are hashed, sent and kept.
+    """Encode token ids as uint32 little-endian, the form in which they are hashed, sent and stored.
 
     Raises OverflowError for an id outside 0 .. 2**32 - 1.
     """
@@ -77,7 +77,7 @@ def token_bytes(token_ids: Iterable[int]) -> bytes:
 
 
 def token_array(data: bytes | memoryview) -> "array[int]":
-    """Inverse of `token_bytes`; can be appended to. Raises ValueError when `data` is no whole number of ids."""
+    """Decode token ids into a growable array. Raises ValueError when `data` is not a whole number of ids."""
     ids = array("I")
     ids.frombytes(data)
     if sys.byteorder == "big":
@@ -86,7 +86,7 @@ def token_array(data: bytes | memoryview) -> "array[int]":
 
 
 class BlockHasher:
-    """Hashes chains of blocks for one cluster (`seed`) and block size."""
+    """Hashes chains of blocks with one cluster's seed and block size."""
 
     __slots__ = ("_seeded", "_split", "_stride", "algorithm", "block_size", "seed")
 
@@ -94,13 +94,13 @@ class BlockHasher:
         self.block_size = block_size
         self.seed = seed
         self.algorithm = algorithm
-        # OpenSSL looks its algorithm up for each new hash object; a copy of one is spared that.
+        # Copied for each block: a new hash object would make OpenSSL look up the algorithm again.
         self._seeded = sha256(seed.to_bytes(8, "little"))
         self._stride = block_size * TOKEN_BYTES
         self._split = Struct(f"{self._stride}s").iter_unpack
 
     def digest(self, data: bytes) -> bytes:
-        """16 bytes of `data` by the cluster's algorithm and seed."""
+        """Return the 16-byte digest of `data` with the cluster's algorithm and seed."""
         if self.algorithm == "xxh3_128":
             return xxhash.xxh3_128_digest(data, self.seed)
         seeded = self._seeded.copy()
@@ -110,16 +110,16 @@ class BlockHasher:
     def chain(
         self, parent: BlockHash, tokens: bytes | memoryview, extras: Mapping[int, bytes] | None = None
     ) -> list[BlockHash]:
-        """Hashes of the full blocks of `tokens` (uint32 LE), which continue the chain at `parent`.
+        """Return the hashes of the full blocks of `tokens` (uint32 LE), which continue the chain after `parent`.
 
-        `extras[i]` holds the digests of multimodal items that overlap the i-th of these blocks. A trailing part of a
+        `extras[i]` holds the digests of the multimodal items that overlap the i-th of these blocks. A trailing partial
         block has no hash.
         """
         full = len(tokens) // self._stride * self._stride
         contents = self._split(tokens[:full])
         if extras:
             contents = ((content + extras.get(index, b""),) for index, (content,) in enumerate(contents))
-        # One loop per algorithm, one cast at the end: a call of a Python function per block would double the cost.
+        # One loop per algorithm and one cast at the end: a Python function call per block would double the cost.
         previous: bytes = parent
         if self.algorithm == "xxh3_128":
             digest, seed = xxhash.xxh3_128_digest, self.seed
@@ -136,23 +136,23 @@ class BlockHasher:
 
 
 def join_hashes(hashes: Sequence[BlockHash]) -> bytes:
-    """Hashes as one bytes field, the form in which a request carries them."""
+    """Join hashes into one bytes field, the form in which a request carries them."""
     return b"".join(hashes)
 
 
 def split_hashes(data: bytes) -> list[BlockHash]:
-    """Inverse of `join_hashes`. Raises ValueError when `data` is no whole number of hashes."""
+    """Inverse of `join_hashes`. Raises ValueError when `data` is not a whole number of hashes."""
     if len(data) % HASH_BYTES:
-        raise ValueError(f"block hashes: {len(data)} bytes are no whole number of {HASH_BYTES}-byte hashes")
+        raise ValueError(f"block hashes: {len(data)} bytes are not a whole number of {HASH_BYTES}-byte hashes")
     return [BlockHash(data[start : start + HASH_BYTES]) for start in range(0, len(data), HASH_BYTES)]
 
 
 def wire_hash(block_hash: bytes) -> int:
-    """The unsigned 64-bit form of a hash on the event stream: its last 8 bytes, big-endian."""
+    """Return a hash as the event stream carries it: its last 8 bytes, as a big-endian unsigned integer."""
     return int.from_bytes(block_hash[-8:], "big")
 
 
 def wire_hashes(joined: bytes) -> tuple[int, ...]:
-    """`wire_hash` of each of the joined 16-byte hashes, in one C call."""
+    """Return the `wire_hash` of each of the joined 16-byte hashes, in one C call."""
     numbers: tuple[int, ...] = unpack(f">{len(joined) // 8}Q", joined)
     return numbers[1::2]

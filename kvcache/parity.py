@@ -1,7 +1,7 @@
-"""Digests that router and replica compare before they trust each other's block hashes. Pure over files and bytes.
+"""Digests that router and replica compare before they rely on equal block hashes. Pure functions of files and bytes.
 
-A router that tokenizes or hashes in another way than the replica would never hit the cache, silently; these digests
-make that a loud refusal at join. Both sides call the functions here, so that they cannot differ.
+If a router tokenizes or hashes differently from the replica, requests silently never hit the cache; with these digests,
+the replica is refused when it joins. Both sides call the functions here, so the digests cannot diverge.
 """
 
 import json
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from .hashing import BlockHash, BlockHasher, canonical, token_bytes
 
-#: Files that decide how text becomes ids; a folder has some of them.
+#: Files that determine how text becomes token ids; a model folder has some of them.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -22,17 +22,17 @@ TOKENIZER_FILES = (
     "tokenizer_config.json",
 )
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
-#: Blocks of the canary prompt: a chain, so that a wrong parent shows as well.
+#: Number of blocks in the canary prompt; more than one, so that it also detects wrong parents.
 CANARY_BLOCKS = 3
 
 
 def tokenizer_digest(folder: Path) -> str:
-    """sha256 hex over the names and bytes of the tokenizer's files."""
+    """Return the hex sha256 of the names and contents of the tokenizer files."""
     return _files_digest(b"tokenizer", folder, TOKENIZER_FILES)
 
 
 def template_digest(folder: Path) -> str:
-    """sha256 hex over the chat template: its own files and the one inside `tokenizer_config.json`."""
+    """Return the hex sha256 of the chat template: its own files and the one inside `tokenizer_config.json`."""
     own, embedded, path = _files_digest(b"template", folder, TEMPLATE_FILES), b"", folder / "tokenizer_config.json"
     if path.is_file():
         embedded = json.dumps(json.loads(path.read_text()).get("chat_template"), sort_keys=True).encode()
@@ -40,7 +40,7 @@ def template_digest(folder: Path) -> str:
 
 
 def canary_hash(hasher: BlockHasher, model_root: BlockHash) -> BlockHash:
-    """Last hash of a fixed prompt: equal only with the same root, seed, algorithm and block size."""
+    """Return the last hash of a fixed prompt: equal only with the same root, seed, algorithm and block size."""
     return hasher.chain(model_root, token_bytes(range(CANARY_BLOCKS * hasher.block_size)))[-1]
 
 

@@ -1,11 +1,11 @@
-"""Pins: prefixes that are kept although no request uses them, until a time and charged to a tenant.
+"""Pins: prefixes that stay cached while no request uses them, until a set time and within a tenant's budget.
 
-Pure state: times come in, no clock. Knows hashes only: neither blocks nor the order in which blocks are given up. The
-cache withholds a pinned block from its eviction policy and hands it over when the pin has ended.
+Pure state: times are parameters, there is no clock. Works on hashes only and does not know blocks or the eviction
+order; the cache withholds a pinned block from its eviction policy and returns it when the pin ends.
 
-A pin is a lease on the last block of a prefix; the blocks before it are kept as long as one after them is. So what is
-pinned is prefix-closed, renewing costs one lookup whatever the length, and ends come children first. Each tenant has
-an account: a block that two tenants pin is charged to both, and is free when neither holds it any more.
+A pin is a lease on the last block of a prefix; an earlier block is kept while any block after it is. The set of pinned
+blocks is therefore prefix-closed, renewing a pin takes one lookup whatever its length, and blocks are freed children
+first. Each tenant has an account: a block that two tenants pin is charged to both and freed when neither pins it.
 """
 
 from collections import Counter
@@ -18,7 +18,7 @@ from .hashing import BlockHash
 
 @dataclass(slots=True, frozen=True)
 class PinLimits:
-    """How much of the pool may be pinned, as shares of it."""
+    """Largest fractions of the pool that may be pinned."""
 
     tenant_share: float = 0.1
     total_share: float = 0.5
@@ -26,22 +26,22 @@ class PinLimits:
 
 @dataclass(slots=True)
 class PinStats:
-    """Totals since the start; a renewal counts as a pin that was set."""
+    """Totals since the start. A renewal counts as `set`."""
 
     set: int = 0
-    refused: int = 0  #: over a budget
+    refused: int = 0  #: would have exceeded a budget
     expired: int = 0
-    broken: int = 0  #: ended early, because a request found no room otherwise
+    broken: int = 0  #: ended early to make room for a request
 
 
 @dataclass(slots=True)
 class _Account:
-    """One tenant's pinned blocks. Dictionaries by hash, which are filled in C; no object for each block."""
+    """One tenant's pinned blocks, as dictionaries by hash, which are filled in C, instead of one object per block."""
 
-    parents: dict[BlockHash, BlockHash | None] = field(default_factory=dict)  #: None: first of its chain
-    #: How many pinned blocks follow a block; those that none follows have no entry.
+    parents: dict[BlockHash, BlockHash | None] = field(default_factory=dict)  #: None for the first block of a chain
+    #: Number of pinned blocks that directly follow a block; no entry for zero.
     followers: dict[BlockHash, int] = field(default_factory=dict)
-    #: When the lease that ends at a block expires; the others are kept for what follows them.
+    #: Expiry time of the lease on a block. Blocks without a lease are kept for the blocks after them.
     leases: dict[BlockHash, float] = field(default_factory=dict)
 
 
@@ -55,9 +55,9 @@ class PinBook:
         self.total_blocks = total_blocks
         self.stats = PinStats()
         self._accounts: dict[bytes, _Account] = {}
-        #: In how many accounts a block stands; exactly the pinned blocks have an entry.
+        #: Number of accounts that hold a block; exactly the pinned blocks have an entry.
         self._holders: dict[BlockHash, int] = {}
-        #: Heap with one entry per lease. A renewal leaves it as it is; the entry is put right when it comes up.
+        #: Heap with one entry per lease. A renewal does not update its entry; that happens when it reaches the top.
         self._leases: list[tuple[float, bytes, BlockHash]] = []
 
     def __len__(self) -> int:
@@ -74,7 +74,7 @@ class PinBook:
         return len(account.parents) if account else 0
 
     def pin(self, tenant: bytes, chain: Sequence[BlockHash], expires_at: float) -> bool:
-        """Keep this prefix, all of it, or renew its pin. False, and nothing has changed: it is over a budget."""
+        """Pin this whole prefix or renew its pin. Return False, with no effect, if this would exceed a budget."""
         if not chain:
             return True
         account = self._accounts.get(tenant) or _Account()
@@ -100,7 +100,7 @@ class PinBook:
         return True
 
     def expire(self, now: float) -> list[BlockHash]:
-        """End the pins that are due. Returns the blocks that are no longer pinned, children before their parents."""
+        """End the pins that are due. Return the blocks that are no longer pinned, children before their parents."""
         freed: list[BlockHash] = []
         while self._leases and self._leases[0][0] <= now:
             if self._soonest_is_exact():
@@ -109,7 +109,7 @@ class PinBook:
         return freed
 
     def break_soonest(self) -> list[BlockHash] | None:
-        """End the pin that would expire first, before its time. The blocks that it frees; None when there is no pin."""
+        """End the pin that would expire first. Return the blocks it frees, or None if there are no pins."""
         if not self._leases:
             return None
         while not self._soonest_is_exact():
@@ -130,7 +130,7 @@ class PinBook:
             self._holders[block_hash] = self._holders.get(block_hash, 0) + 1
 
     def _soonest_is_exact(self) -> bool:
-        """Whether the first entry names its lease's time; one that was renewed goes back with the right one."""
+        """Return whether the top entry has its lease's current expiry time; if not, replace it by one that has."""
         noted, tenant, tip = self._leases[0]
         expires_at = self._accounts[tenant].leases[tip]
         if expires_at == noted:
@@ -168,7 +168,7 @@ class PinBook:
 
 
 def _enter(account: _Account, fresh: Sequence[BlockHash], parent: BlockHash | None) -> None:
-    """Add consecutive blocks that follow `parent`. All in C, as a prompt may have thousands."""
+    """Add consecutive blocks that follow `parent`. All loops run in C, as a prompt may have thousands of blocks."""
     account.parents.update(zip(fresh, [parent, *fresh[:-1]], strict=True))
     account.followers.update(dict.fromkeys(fresh[:-1], 1))
     if parent is not None:
@@ -176,7 +176,7 @@ def _enter(account: _Account, fresh: Sequence[BlockHash], parent: BlockHash | No
 
 
 def _leave(account: _Account, tip: BlockHash) -> list[BlockHash]:
-    """Take out a block and those before it, up to the first that is kept for something else. The tip comes first."""
+    """Remove a block and its ancestors up to the first that another lease keeps. Return them, `tip` first."""
     left: list[BlockHash] = []
     parents, followers, leases = account.parents, account.followers, account.leases
     place: BlockHash | None = tip
@@ -192,9 +192,9 @@ def _leave(account: _Account, tip: BlockHash) -> list[BlockHash]:
 
 def _check_account(account: _Account) -> None:
     followers = Counter(parent for parent in account.parents.values() if parent is not None)
-    assert followers == account.followers, f"{len(account.followers)} blocks are followed, {len(followers)} in truth"
+    assert followers == account.followers, f"{len(account.followers)} blocks listed as parents, {len(followers)} are"
     astray = followers.keys() - account.parents.keys()
-    assert not astray, f"{len(astray)} blocks are not pinned and their followers are"
+    assert not astray, f"{len(astray)} blocks are not pinned although blocks after them are"
     idle = account.parents.keys() - followers.keys() - account.leases.keys()
-    assert not idle, f"{len(idle)} blocks are pinned for nothing"
+    assert not idle, f"{len(idle)} pinned blocks have neither a lease nor a follower"
     assert account.leases.keys() <= account.parents.keys(), "a lease ends at a block that is not pinned"

@@ -1,7 +1,7 @@
-"""KV blocks as records, the states they go through, and those that hold nothing.
+"""Records of the KV blocks, their states, and the pool of free blocks.
 
-Pure bookkeeping: which block is where. Knows nothing of hashes' meaning, of requests or of the KV itself. All records
-are made once, at the start; no operation creates one.
+Pure bookkeeping that does not depend on the meaning of hashes, on requests or on the KV itself. All records are created
+at the start; no operation creates one later.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,16 +13,16 @@ from .hashing import BlockHash
 
 BlockId = NewType("BlockId", int)
 
-#: Hashes of the blocks behind one prefix, as keys, the last to become resident at the end.
+#: Hashes of the blocks that directly follow one prefix, as keys, in the order in which they became resident.
 Siblings = dict[BlockHash, None]
 
 
 class BlockState(Enum):
-    """Where a block stands. docs/kvcache.md has the table of transitions, and the tests hold the cache to it."""
+    """State of a block. docs/kvcache.md has the table of transitions, which the tests check."""
 
-    FREE = "free"  #: holds nothing of use; allocated first
-    LIVE = "live"  #: in the table of at least one request
-    CACHED_FREE = "cached and free"  #: unused, its KV can still be hit; evicted when room is needed
+    FREE = "free"  #: holds no reusable KV; allocated first
+    LIVE = "live"  #: in at least one request's block table
+    CACHED_FREE = "cached and free"  #: unused, but its KV can be hit; evicted when space is needed
 
 
 class Block:
@@ -46,24 +46,24 @@ class Block:
     def __init__(self, block_id: BlockId) -> None:
         self.block_id = block_id
         self.ref_count = 0
-        #: Set exactly while the block is cached; `parent` and `tokens` mean something only then.
+        #: Set exactly while the block is cached; `parent` and `tokens` are valid only then.
         self.block_hash: BlockHash | None = None
-        #: Hash of the block before this one; for the first of a chain, the root.
+        #: Hash of the block before this one, or the root for the first block of a chain.
         self.parent: BlockHash | None = None
         #: Token ids of this block, uint32 little-endian.
         self.tokens = b""
         #: True only while cached, and only for the first block of a chain.
         self.first = False
-        #: What follows this block, kept by `PartialMatcher`; valid only while this copy is the one in the index.
+        #: The blocks that follow this one, maintained by `PartialMatcher`; valid only while this copy is in the index.
         self.children: BlockHash | Siblings | None = None
-        #: The dictionary in which this block's hash stands, if it stands in one.
+        #: The dictionary that contains this block's hash, if any.
         self.siblings: Siblings | None = None
-        #: How many requests went through this prefix after the one that computed it, as far as is known. Kept on the
-        #: copy that is found; a parent has at least as many as its child.
+        #: Known number of requests that used this prefix after the one that computed it. Kept on the copy in the
+        #: index; never smaller than a child's.
         self.hits = 0
-        #: When it fell idle, on the clock of the eviction policy.
+        #: When the block became idle, on the eviction policy's clock.
         self.idle_since = 0
-        #: Neighbours in the `BlockList` that holds this block; outside of one they mean nothing.
+        #: Neighbours in the `BlockList` that holds this block; meaningless otherwise.
         self.older = self
         self.newer = self
 
@@ -79,10 +79,10 @@ class Block:
 
 
 class BlockList:
-    """Doubly linked list through the blocks themselves, oldest first: O(1) at both ends and in the middle.
+    """Intrusive doubly linked list of blocks, oldest first: O(1) at both ends and in the middle.
 
-    A ring around one sentinel, so that no operation asks whether a neighbour exists. The caller ensures that
-    a block is in one list at most.
+    A ring around one sentinel, so that every block has two neighbours. The caller ensures that a block is in at most
+    one list.
     """
 
     __slots__ = ("_sentinel", "_size")
@@ -101,7 +101,7 @@ class BlockList:
             block = block.newer
 
     def extend(self, blocks: Sequence[Block]) -> None:
-        """Put blocks at the newest end; the last of them is then the newest."""
+        """Append blocks at the newest end; the last of them becomes the newest."""
         last = self._sentinel.older
         for block in blocks:
             block.older = last
@@ -112,7 +112,7 @@ class BlockList:
         self._size += len(blocks)
 
     def remove(self, blocks: Sequence[Block]) -> None:
-        """Take blocks out from wherever they stand."""
+        """Remove blocks from any position."""
         for block in blocks:
             older, newer = block.older, block.newer
             older.newer = newer
@@ -120,8 +120,8 @@ class BlockList:
         self._size -= len(blocks)
 
     def take_oldest(self, count: int) -> list[Block]:
-        """Take out the `count` oldest, oldest first. The list must hold that many."""
-        assert count <= self._size, f"{count} blocks asked of a list of {self._size}"
+        """Remove and return the `count` oldest blocks, oldest first. The list must hold that many."""
+        assert count <= self._size, f"{count} blocks requested from a list of {self._size}"
         taken: list[Block] = []
         append = taken.append
         block = self._sentinel
@@ -139,7 +139,7 @@ class BlockList:
         return self._sentinel.newer if self._size else None
 
     def take_older(self, most: int, before: int) -> list[Block]:
-        """Take out those that fell idle earlier than `before`, no more than `most`, oldest first."""
+        """Remove and return at most `most` blocks that became idle before `before`, oldest first."""
         block = self._sentinel.newer
         taken: list[Block] = []
         append = taken.append
@@ -159,21 +159,21 @@ class BlockList:
         for block in self:
             assert block.older is previous, f"{block} does not point back to {previous}"
             previous, seen = block, seen + 1
-        assert self._sentinel.older is previous, "the newest end is not where the list ends"
+        assert self._sentinel.older is previous, "the newest block is not the last one"
         assert seen == self._size, f"{seen} blocks in a list of size {self._size}"
 
 
 class BlockPool:
-    """All block records, and the stack of those that hold nothing of use."""
+    """All block records, and the stack of free blocks."""
 
     __slots__ = ("_free", "blocks")
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 2:
-            raise PoolTooSmall(f"{num_blocks} KV blocks: at least 2 are needed, as block 0 is never given to a request")
-        #: Block 0 is the null block: padding rows of a block table point to it, and no request gets it.
+            raise PoolTooSmall(f"{num_blocks} KV blocks: at least 2 are needed, because block 0 is reserved")
+        #: Block 0 is the null block: the padding of block tables points to it, and it is never allocated.
         self.blocks = tuple(Block(BlockId(block_id)) for block_id in range(num_blocks))
-        # A plain stack: these blocks are never taken from the middle, and a slice moves many at once. Lowest ids first.
+        # A list suffices as stack: no block is taken from the middle, and slices move many at once. Lowest ids on top.
         self._free = list(self.blocks[:0:-1])
 
     def __len__(self) -> int:
@@ -181,7 +181,7 @@ class BlockPool:
 
     def take(self, count: int) -> list[Block]:
         rest = len(self._free) - count
-        assert rest >= 0, f"{count} blocks asked of {len(self._free)} free ones"
+        assert rest >= 0, f"{count} blocks requested, {len(self._free)} are free"
         taken = self._free[rest:]
         del self._free[rest:]
         taken.reverse()
@@ -191,7 +191,7 @@ class BlockPool:
         self._free.extend(blocks)
 
     def check(self) -> None:
-        """Assert that the stack holds free blocks only, each once, and that the null block was never touched."""
+        """Assert that the stack holds only free blocks, each once, and that the null block is unused."""
         for block in self._free:
             assert block.state is BlockState.FREE, f"{block} is on the stack of free blocks"
         distinct = len({block.block_id for block in self._free})

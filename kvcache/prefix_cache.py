@@ -1,19 +1,19 @@
-"""The prefix cache: which blocks hold the KV of which prefix, which requests use them, and which are evicted.
+"""The prefix cache: tracks which block holds which prefix and who uses it, and evicts unused blocks.
 
-Pure synchronous state: no clock, no sockets, no tensors. The caller reports what was computed and gets blocks; the
-cache never reads KV. One caller at a time (the engine's thread).
+Pure synchronous state: no clock, no sockets, no tensors. The caller reports which blocks it has computed and receives
+blocks to fill; the cache never reads KV. Only one thread may call it (the engine's).
 
-A prompt's life here: `match` (look up), `acquire` (share what was found, allocate the rest), `commit` (the KV of these
-blocks is there), `allocate` (more blocks while it decodes), `release`.
+A request calls `match` (look up the prompt), `acquire` (share the blocks found, allocate the others), `commit` (the KV
+of these blocks is computed), `allocate` (more blocks while decoding) and `release`.
 
-What always holds (`check` asserts it):
+Invariants, asserted by `check`:
 
-* Of one hash, either all copies are live, or there is one copy and it is unused.
-* Residency is prefix-closed: with a cached block its parent is cached, too, up to the first of the chain.
-* A pinned block is resident; while unused, the policy does not have it, and it does not count as free.
-* A cached block's parent hash names the very prefix before it. A hit therefore needs to compare one step only, its
-  parent's hash and its own tokens, although hashes may collide. `commit` keeps it so: from the first block on whose
-  hash another prefix has taken, a request's blocks stay private.
+* All copies of a hash are live, or there is exactly one copy and no request uses it.
+* Residency is prefix-closed: if a block is cached, so are its parent and all earlier blocks of its chain.
+* A pinned block is resident. While no request uses it, it is withheld from the policy and does not count as free.
+* A cached block's parent hash identifies its true prefix even though hashes may collide, so verifying a hit takes one
+  comparison per block: its parent's hash and its own tokens. `commit` maintains this: if a block's hash already
+  belongs to another prefix, that block and all later ones of the request stay private.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,37 +31,37 @@ from .pool import Block, BlockId, BlockPool, BlockState
 
 
 class CacheListener(Protocol):
-    """Receives changes of the resident set at once, in the caller's thread. Must not block and must not call back."""
+    """Receives changes to the resident set synchronously, in the caller's thread. Must not block or call the cache."""
 
     def stored(self, parent: BlockHash | None, hashes: Sequence[BlockHash], tokens: bytes) -> None:
-        """Consecutive blocks of one chain became resident; `parent` None: the first of them starts the chain."""
+        """Consecutive blocks of one chain became resident. `parent` is None if they start the chain."""
 
     def removed(self, hashes: Sequence[BlockHash]) -> None:
-        """The last copies of these are gone."""
+        """The last copies of these blocks were evicted."""
 
     def cleared(self) -> None:
-        """Nothing is resident any more."""
+        """The cache was emptied."""
 
 
 @dataclass(slots=True, frozen=True)
 class PrefixMatch:
-    """A look-up's result, to be acquired before anything else is asked of the cache.
+    """The result of a look-up. Acquire it before calling any other method of the cache.
 
-    `PrefixMatch((), 0)` stands for a request that takes nothing from the cache. Without `query_tokens` it is uncounted.
+    `PrefixMatch((), 0)` uses nothing from the cache. A match whose `query_tokens` is 0 is left out of the statistics.
     """
 
     blocks: tuple[Block, ...]
-    tokens: int  #: that `blocks` hold, and those of `partial`
+    tokens: int  #: number of tokens in `blocks` and `partial` together
     query_tokens: int = 0  #: length of the prompt that was looked up
-    collisions: int = 0  #: 1: the walk ended at a hash that names another prefix
-    generation: int = 0  #: of the cache when it looked
+    collisions: int = 0  #: 1 if the match ended at a hash that belongs to another prefix, else 0
+    generation: int = 0  #: the cache's generation at the time of the look-up
     partial: PartialHit | None = None
 
 
 @dataclass(slots=True, frozen=True)
 class CachedBlock:
     block_hash: BlockHash
-    parent: BlockHash | None  #: None: first of its chain
+    parent: BlockHash | None  #: None for the first block of a chain
     tokens: bytes
 
 
@@ -69,15 +69,15 @@ class CachedBlock:
 class CacheStats:
     """Totals since the start."""
 
-    query_tokens: int = 0  #: of prompts whose match was acquired
-    hit_tokens: int = 0  #: of those, taken from the cache
-    partial_hit_tokens: int = 0  #: of those, copied out of a block that then differs
+    query_tokens: int = 0  #: prompt tokens of acquired matches
+    hit_tokens: int = 0  #: the part of `query_tokens` found in the cache
+    partial_hit_tokens: int = 0  #: the part of `hit_tokens` copied from partially matching blocks
     evicted_tokens: int = 0
-    collisions: int = 0  #: look-ups and commits that met a hash which names another prefix
+    collisions: int = 0  #: look-ups and commits that met a hash belonging to another prefix
 
 
 class PrefixCache:
-    """Blocks by the prefix they hold. `num_blocks` counts the null block; `enabled=False` shares nothing."""
+    """Blocks by the prefix they hold. `num_blocks` includes the null block; `enabled=False` turns sharing off."""
 
     def __init__(
         self,
@@ -102,17 +102,17 @@ class PrefixCache:
         self._split = Struct(f"{self._stride}s").iter_unpack
         #: One copy of each resident hash, in the order in which they became resident: parents before children.
         self._index: dict[BlockHash, Block] = {}
-        #: Which of them follow each other.
+        #: The resident blocks by their parent, for partial matches.
         self._followers = PartialMatcher(self._index)
-        #: Further copies, by block id. All copies of a hash that stands here are live.
+        #: Further copies of a hash, by block id. If a hash has an entry, all its copies are live.
         self._twins: dict[BlockHash, dict[BlockId, Block]] = {}
-        #: Live blocks whose hash, or an ancestor's, names another prefix: never shared.
+        #: Live blocks that are never shared, because their hash or an ancestor's belongs to another prefix.
         self._private: dict[BlockId, BlockHash] = {}
         limits = pin_limits or PinLimits()
         self.pins = PinBook(int(limits.tenant_share * self.total_blocks), int(limits.total_share * self.total_blocks))
-        #: Unused pinned blocks: withheld from the policy.
+        #: Unused pinned blocks, withheld from the policy.
         self._kept: dict[BlockHash, Block] = {}
-        #: Counts the moments at which blocks lost their hash: a match of an earlier one may be wrong.
+        #: Increases whenever blocks lose their hash, which makes earlier matches stale.
         self._generation = 0
 
     @property
@@ -121,39 +121,39 @@ class PrefixCache:
 
     @property
     def total_blocks(self) -> int:
-        """Blocks that requests can get: all but the null block."""
+        """Number of blocks available to requests: all but the null block."""
         return len(self._pool.blocks) - 1
 
     @property
     def free_blocks(self) -> int:
-        """Blocks that can be allocated now: free ones, and unused cached ones that are not pinned."""
+        """Number of blocks that can be allocated now: free blocks, and unused cached blocks that are not pinned."""
         return len(self._pool) + len(self._policy)
 
     @property
     def cached_free_blocks(self) -> int:
-        """Those of `free_blocks` that still hold cached KV."""
+        """Number of blocks in `free_blocks` that still hold cached KV."""
         return len(self._policy)
 
     def next_evictions(self, count: int) -> list[BlockHash]:
-        """Up to `count` blocks in the order in which they would be evicted now, once no free block is left."""
+        """Hashes of at most `count` blocks, in the order in which they would be evicted once no block is free."""
         hashes = (block.block_hash for block in islice(self._policy, count))
         return [block_hash for block_hash in hashes if block_hash is not None]
 
     @property
     def pinned_idle_blocks(self) -> int:
-        """Unused pinned blocks: neither live nor free."""
+        """Number of unused pinned blocks, which are neither live nor free."""
         return len(self._kept)
 
     @property
     def usage(self) -> float:
-        """Share of the blocks that are live or pinned, 0 to 1."""
+        """Fraction of the blocks that are live or pinned, 0 to 1."""
         return 1.0 - self.free_blocks / self.total_blocks
 
     def match(self, root: BlockHash, hashes: Sequence[BlockHash], tokens: bytes, num_tokens: int) -> PrefixMatch:
-        """Longest cached prefix of a prompt. Changes nothing; what it saw is counted when it is acquired.
+        """Find the longest cached prefix of a prompt. Has no effect; statistics are updated by `acquire`.
 
-        `hashes` are of the prompt's full blocks, `tokens` its ids (uint32 LE). At least the last of the `num_tokens`
-        tokens is left to compute, as the first answer needs its logits.
+        `hashes` are those of the prompt's full blocks; `tokens` are its ids (uint32 LE). The match always excludes the
+        last of the `num_tokens` tokens: it must be computed, as its logits produce the first token of the answer.
         """
         if not self.enabled:
             return PrefixMatch((), 0)
@@ -179,18 +179,18 @@ class PrefixCache:
         self, root: BlockHash, blocks: Sequence[Block], tokens: bytes, num_tokens: int
     ) -> PartialHit | None:
         start = len(blocks) * self.block_size
-        # One token is left to compute, and the next block as a whole was not found.
+        # The last token must be computed, and a whole block would have matched by its hash.
         end = min(num_tokens, start + self.block_size) - 1
         wanted = tokens[start * TOKEN_BYTES : end * TOKEN_BYTES]
         return self._followers.match(blocks[-1] if blocks else root, wanted) if end > start else None
 
     def _verified(self, root: BlockHash, hashes: Sequence[BlockHash], tokens: bytes, found: list[Block]) -> int:
-        """How many of the blocks found by hash hold this very prefix."""
+        """Count the leading blocks found by hash whose content is really this prefix."""
         count = len(found)
         if not count or not found[0].first:
             return 0
-        # All at once first: two comparisons in C instead of two in Python for each block. Where a first block stands
-        # further on (its root equals the hash before), one parent is missing.
+        # Compare everything at once first: two comparisons in C instead of two in Python per block. A first block at a
+        # later position (its root equals the preceding hash) leaves `parents` one short, so the comparison fails.
         parents = [block.parent for block in found if not block.first]
         held = b"".join([block.tokens for block in found])
         if found[0].parent == root and parents == hashes[: count - 1] and tokens.startswith(held):
@@ -203,26 +203,26 @@ class PrefixCache:
         return count
 
     def acquire(self, match: PrefixMatch, new_blocks: int) -> list[Block] | None:
-        """The block table of a request: the matched blocks, then `new_blocks` more. None, and no effect, without room.
+        """Return a request's block table: the matched blocks, then `new_blocks` more. None, with no effect, if too few.
 
-        With `match.partial` the first of the new blocks is for the caller to fill with its tokens' KV, before anything
-        is written into blocks that were handed out since the look-up: the source is not held, it may even be among
-        the new blocks. Raises StaleMatch when a block lost its hash since the look-up.
+        With `match.partial`, the caller must copy the KV of its tokens into the first new block before it writes to any
+        block handed out since the look-up: the source block is not held and may even be among the new blocks.
+        Raises StaleMatch when any block lost its hash since the look-up.
         """
         if (match.blocks or match.partial) and match.generation != self._generation:
             raise StaleMatch("the cache changed between match and acquire: match again right before acquire")
         assert new_blocks or not match.partial, "a partial hit needs a block to be copied into"
         idle = [block for block in match.blocks if not block.ref_count]
-        # As pins are prefix-closed, the withheld ones come first.
+        # Pins are prefix-closed, so the withheld blocks come first.
         evictable = (place for place, block in enumerate(idle) if block.block_hash not in self._kept)
         kept = next(evictable, len(idle)) if self._kept else 0
         if new_blocks > self.free_blocks - len(idle) + kept:
             return None
         for block in idle[:kept]:
-            assert block.block_hash is not None, f"{block} is withheld but holds nothing"
+            assert block.block_hash is not None, f"{block} is withheld but has no hash"
             del self._kept[block.block_hash]
         del idle[:kept]
-        # Touched before anything is taken, so that a request never evicts its own prefix.
+        # Take the matched blocks out of the policy before evicting, so that a request never evicts its own prefix.
         if idle:
             self._policy.reuse(idle)
         for block in match.blocks:
@@ -237,7 +237,7 @@ class PrefixCache:
         return [*match.blocks, *self._take(new_blocks)]
 
     def allocate(self, count: int) -> list[Block] | None:
-        """`count` more blocks for a running request. None, and no effect, without room."""
+        """Return `count` more blocks for a running request, or None, with no effect, if fewer are available."""
         if count > self.free_blocks:
             return None
         return self._take(count)
@@ -258,7 +258,7 @@ class PrefixCache:
         index, append = self._index, gone.append
         for block in evicted:
             block_hash = block.block_hash
-            assert block_hash is not None, f"{block} was given up but holds nothing"
+            assert block_hash is not None, f"{block} was evicted but has no hash"
             if block.siblings is not None:
                 self._followers.leave(block)
             del index[block_hash]
@@ -274,11 +274,11 @@ class PrefixCache:
     def commit(
         self, blocks: Sequence[Block], start: int, parent: BlockHash, hashes: Sequence[BlockHash], tokens: bytes
     ) -> None:
-        """The KV of these consecutive full blocks is computed: they can be shared, and the listener is notified.
+        """Share these consecutive full blocks, whose KV is now computed, and notify the listener.
 
-        `blocks[0]` is block `start` of its chain and follows `parent` (the root when `start` is 0); `tokens` are the
-        ids of these blocks alone. A request commits its blocks in order and leaves none out; a block that is
-        committed again is passed over.
+        `blocks[0]` is block number `start` of its chain; `parent` is the hash before it (the root when `start` is 0).
+        `tokens` are the ids of these blocks only. A request must commit its blocks in order, without gaps; blocks that
+        are already committed are skipped.
         """
         if not self.enabled or not blocks:
             return
@@ -286,7 +286,7 @@ class PrefixCache:
         assert len(hashes) == count, f"{count} blocks with {len(hashes)} hashes"
         assert len(tokens) == count * self._stride, f"{count} blocks with {len(tokens)} bytes of tokens"
         if self._private:
-            # None when `parent` is the hash of a private block: two prefixes share that hash, so both chains end there.
+            # If `parent` is the hash of a private block, two prefixes have that hash: share no block that follows it.
             ends = start and parent in self._private.values()
             private = (place for place, block in enumerate(blocks) if block.block_id in self._private)
             public = 0 if ends else next(private, len(blocks))
@@ -302,7 +302,7 @@ class PrefixCache:
     def _register(
         self, blocks: Sequence[Block], start: int, parent: BlockHash, hashes: Sequence[BlockHash], tokens: bytes
     ) -> tuple[int, list[int]]:
-        """Enter blocks into the index. How many are shared now, and at which places a copy was resident before."""
+        """Enter blocks into the index. Return the number now shared, and the positions that already had a copy."""
         setdefault = self._index.setdefault
         copies: list[int] = []
         previous = parent
@@ -324,7 +324,7 @@ class PrefixCache:
         return len(blocks), copies
 
     def _register_copy(self, block: Block, block_hash: BlockHash, parent: BlockHash, content: bytes) -> bool:
-        """Enter a block whose hash is resident already. False: another prefix has that hash."""
+        """Enter a block whose hash is already resident. Return False if the hash belongs to another prefix."""
         if block.block_hash is not None:
             assert block.block_hash == block_hash, f"{block} committed again as {block_hash.hex()}"
             return True
@@ -332,8 +332,8 @@ class PrefixCache:
         if (holder.parent, holder.tokens, holder.first) != (parent, content, block.first):
             self.counters.collisions += 1
             return False
-        # Computed again is asked for again. The parent was counted before, as a hit or in the same way, but the policy
-        # may have raised this block's hits since, up to the parent's.
+        # Computing a block again counts as a hit. Its parent has been counted already, as a hit or here; the minimum is
+        # needed because the policy may since have raised this block's hits to the parent's.
         hits = holder.hits + 1 if block.first else min(holder.hits + 1, self._index[parent].hits)
         if holder.ref_count:
             self._twins.setdefault(block_hash, {})[block.block_id] = block
@@ -372,7 +372,7 @@ class PrefixCache:
         hashes: Sequence[BlockHash],
         tokens: bytes,
     ) -> None:
-        """Announce each run of blocks between copies, which were announced before."""
+        """Report each run of newly resident blocks. Positions in `copies` were reported when their first copy came."""
         begin = 0
         for end in chain(copies, (len(blocks),)):
             if begin < end:
@@ -387,7 +387,7 @@ class PrefixCache:
             begin = end + 1
 
     def release(self, blocks: Sequence[Block]) -> None:
-        """A request releases its table (given in order). The tail is freed first, so that roots live longest."""
+        """Release a request's block table (given in order). The tail becomes idle first, so that roots live longest."""
         idle: list[Block] = []
         spare: list[Block] = []
         for block in reversed(blocks):
@@ -410,11 +410,11 @@ class PrefixCache:
         self._pool.give(spare)
 
     def _without_copies(self, idle: list[Block], spare: list[Block]) -> list[Block]:
-        """Those of `idle` that are the last copy; the others go to `spare`, as a live copy serves as well."""
+        """Return the blocks of `idle` that are their hash's last copy; add the redundant others to `spare`."""
         kept: list[Block] = []
         for block in idle:
             block_hash = block.block_hash
-            assert block_hash is not None, f"{block} is idle but holds nothing"
+            assert block_hash is not None, f"{block} is idle but has no hash"
             twins = self._twins.get(block_hash)
             if twins is None:
                 kept.append(block)
@@ -432,10 +432,10 @@ class PrefixCache:
         return kept
 
     def pin(self, tenant: bytes, blocks: Sequence[Block], expires_at: float) -> int | None:
-        """Keep a prefix that is in use now: its blocks are not given up before `expires_at`, whatever room is needed.
+        """Pin a prefix that is in use: its blocks are not evicted before `expires_at`, whatever space is needed.
 
-        `blocks` are the first of a table, in order. How many of them are pinned: those before the first that is not
-        shared (not committed yet, or private). None, and no effect: it would exceed the tenant's or the whole budget.
+        `blocks` are the leading blocks of a block table, in order. Returns the number pinned: those before the first
+        unshared (uncommitted or private) block. Returns None, with no effect, if over the tenant's or total budget.
         """
         chain: list[BlockHash] = []
         for block in blocks:
@@ -446,11 +446,11 @@ class PrefixCache:
         return len(chain) if self.pins.pin(tenant, chain, expires_at) else None
 
     def expire_pins(self, now: float) -> None:
-        """End the pins that are due; their unused blocks can be evicted from now on, as if used just now."""
+        """End the pins that are due. Their unused blocks can then be evicted, and count as used just now."""
         self._unpin(self.pins.expire(now))
 
     def break_pin(self) -> bool:
-        """End the pin that would expire first, so that a request finds room. False: there is none."""
+        """End the pin that would expire first, to make room for a request. Return False if there are no pins."""
         freed = self.pins.break_soonest()
         if freed is None:
             return False
@@ -462,7 +462,7 @@ class PrefixCache:
         self._policy.add([block for block in freed if block is not None])
 
     def _without_pinned(self, idle: list[Block]) -> list[Block]:
-        """Those of `idle` that are not pinned; the others are withheld from the policy."""
+        """Return the blocks of `idle` that are not pinned; withhold the others from the policy."""
         others: list[Block] = []
         for block in idle:
             block_hash = block.block_hash
@@ -473,7 +473,7 @@ class PrefixCache:
         return others
 
     def reset(self) -> bool:
-        """Forget everything, pins included. False, and no effect, while any block is in use."""
+        """Clear the cache, pins included. Return False, with no effect, while any block is in use."""
         if self.free_blocks + len(self._kept) != self.total_blocks:
             return False
         self.pins.clear()
@@ -490,7 +490,7 @@ class PrefixCache:
         return True
 
     def residents(self) -> Iterator[CachedBlock]:
-        """The distinct cached blocks as they are now, parents before their children."""
+        """Iterate over a copy of the distinct cached blocks, parents before their children."""
         return iter(
             [
                 CachedBlock(block_hash, None if block.first else block.parent, block.tokens)
@@ -499,7 +499,7 @@ class PrefixCache:
         )
 
     def check(self) -> None:
-        """Assert every invariant; O(blocks), for tests and for a diagnosis."""
+        """Assert every invariant. O(blocks); for tests and diagnosis."""
         self._pool.check()
         self._policy.check()
         self.pins.check()
@@ -509,13 +509,13 @@ class PrefixCache:
         idle = list(self._policy)
         assert len({block.block_id for block in idle}) == len(idle), "a block is idle twice"
         for block in idle:
-            assert block.state is BlockState.CACHED_FREE, f"{block} can be evicted"
+            assert block.state is BlockState.CACHED_FREE, f"{block} is offered for eviction but not idle"
         live = [block for block in self._pool.blocks if block.ref_count]
         assert all(block.ref_count > 0 for block in live), "a block has a negative reference count"
         accounted = len(live) + self.free_blocks + len(self._kept)
         assert accounted == self.total_blocks, f"{accounted} blocks accounted for, of {self.total_blocks}"
         for block in self._pool.blocks:
-            assert block.block_hash is not None or not block.first, f"{block} starts a chain but holds nothing"
+            assert block.block_hash is not None or not block.first, f"{block} starts a chain but has no hash"
         for block_hash, block in self._index.items():
             pinned_and_idle = block_hash in self.pins and not block.ref_count
             assert pinned_and_idle == (self._kept.get(block_hash) is block), f"{block}: pinned, but not withheld"
@@ -529,7 +529,7 @@ class PrefixCache:
         for block_hash, twins in self._twins.items():
             copies = [self._index[block_hash], *twins.values()]
             assert twins, f"{block_hash.hex()} has an empty set of copies"
-            assert len({copy.block_id for copy in copies}) == len(copies), f"a copy of {block_hash.hex()} stands twice"
+            assert len({copy.block_id for copy in copies}) == len(copies), f"a copy of {block_hash.hex()} occurs twice"
             for copy in copies:
                 assert copy.state is BlockState.LIVE, f"{copy} is a copy that no request uses"
                 assert copy.block_hash == block_hash, f"{copy} is a copy of {block_hash.hex()}"

@@ -1,4 +1,4 @@
-"""How many KV blocks fit into memory. Pure arithmetic: asks no device and knows no model but by its numbers."""
+"""How many KV blocks fit into memory. Pure arithmetic: queries no device and takes a model's dimensions as numbers."""
 
 from dataclasses import dataclass
 
@@ -10,19 +10,19 @@ class MemoryReading:
     """One rank's device memory after it ran its largest steps, in bytes."""
 
     total_bytes: int
-    free_bytes: int  #: unused now; this rank's allocator has returned what it kept for reuse
-    held_bytes: int  #: by this rank for good: weights, tables, graphs
-    peak_bytes: int  #: that the largest step took on top of it, for as long as it ran
+    free_bytes: int  #: unused now, after this rank's allocator returned its cached memory
+    held_bytes: int  #: held permanently by this rank: weights, tables, graphs
+    peak_bytes: int  #: additional temporary memory of the largest step
 
     def share_bytes(self, utilization: float) -> int:
-        """What this rank's KV may take of the memory that it was given; negative when that is too little."""
+        """Return the bytes of this rank's share that are left for KV; negative when the share is too small."""
         return int(self.total_bytes * utilization) - self.held_bytes - self.peak_bytes
 
 
 def kv_heads_per_rank(kv_heads: int, tensor_parallel_size: int) -> int:
-    """KV heads that one rank holds; with more ranks than heads, each head is held by several ranks.
+    """Return the number of KV heads per rank. With more ranks than heads, several ranks hold the same head.
 
-    Raises ValueError when heads and ranks do not divide.
+    Raises ValueError when neither number is a multiple of the other.
     """
     larger, smaller = max(kv_heads, tensor_parallel_size), min(kv_heads, tensor_parallel_size)
     if smaller < 1 or larger % smaller:
@@ -39,24 +39,24 @@ def bytes_per_block(
     layers: int,
     tensor_parallel_size: int = 1,
 ) -> int:
-    """Bytes that one block takes on one rank: keys and values of `block_size` tokens in all layers."""
+    """Return the bytes of one block on one rank: keys and values of `block_size` tokens in all layers."""
     heads = kv_heads_per_rank(kv_heads, tensor_parallel_size)
     return 2 * block_size * heads * head_dim * dtype_bytes * layers
 
 
 def kv_budget_bytes(reading: MemoryReading, utilization: float) -> int:
-    """Bytes of one rank's memory that are left for KV; never negative.
+    """Return the bytes of one rank's memory that are available for KV; never negative.
 
-    No more than its share of the device leaves, so that ranks that start side by side on one device cannot take what is
-    another's, and no more than is free.
+    At most what remains of the rank's share, so that ranks that start together on one device cannot take each other's
+    memory, and at most what is free.
     """
     return max(0, min(reading.share_bytes(utilization), reading.free_bytes - reading.peak_bytes))
 
 
 def host_kv_bytes(free_bytes: int, utilization: float) -> int:
-    """Bytes of a machine's memory for the KV of one rank: at most `utilization` of what is free.
+    """Return the bytes of a machine's memory for the KV of one rank: at most `utilization` of what is free.
 
-    Rounded down to three significant bits, so that replicas have equal pools although they look at different moments.
+    Rounded down to three significant bits, so that replicas that measure at different times get pools of equal size.
     """
     share = int(free_bytes * utilization)
     step = 1 << max(0, share.bit_length() - 3)
@@ -64,14 +64,14 @@ def host_kv_bytes(free_bytes: int, utilization: float) -> int:
 
 
 def blocks_that_fit(kv_bytes: int, block_bytes: int) -> int:
-    """Blocks in `kv_bytes` of one rank, the null block included. All ranks of a replica use the smallest of theirs.
+    """Return how many blocks (null block included) fit into one rank's `kv_bytes`. Replicas use their ranks' minimum.
 
     Raises PoolTooSmall when not even one block besides the null block fits.
     """
     blocks = kv_bytes // block_bytes
     if blocks < 2:
         raise PoolTooSmall(
-            f"{kv_bytes} bytes of KV memory hold {blocks} blocks of {block_bytes} bytes, at least 2 are needed: "
+            f"{kv_bytes} bytes of KV memory hold {blocks} blocks of {block_bytes} bytes, but at least 2 are needed: "
             "raise kv_cache_bytes, free memory or lower block_size"
         )
     return blocks

@@ -1,4 +1,4 @@
-"""Which cached block goes when room is needed: the protocol, and a policy by its name."""
+"""Eviction policies: which cached block to evict when space is needed."""
 
 from typing import Literal
 
@@ -12,7 +12,7 @@ _POLICIES: dict[EvictionName, type[EvictionPolicy]] = {"lru": Lru, "hit-density"
 
 
 def eviction_policy(name: EvictionName) -> EvictionPolicy:
-    """A new policy by the name it has in `KvCacheSettings.eviction`."""
+    """Create the policy that `KvCacheSettings.eviction` calls `name`."""
     return _POLICIES[name]()
 
 

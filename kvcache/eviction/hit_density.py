@@ -1,12 +1,12 @@
-"""Gives up what is least likely to be hit soon, as learned from the traffic itself.
+"""Evicts the block that is least likely to be hit soon, as learned from the traffic.
 
-Idle blocks stand in a few *lanes* by how often they were hit before, in each lane by age. The policy compares the
-oldest block of each lane by the density of hits that `AgeTable` learned, and falls back to the oldest of all where
-the difference is small. So prompts that come once give way to prefixes that came back, for as long as that pays in this
-traffic; where it does not, the order is that of LRU.
+Idle blocks are grouped into a few *lanes* by their number of earlier hits and ordered by age within each lane. The
+policy compares the oldest blocks of all lanes by the hit density that `AgeTable` learned, and evicts the oldest of all
+when the difference is small. One-off prompts are thus evicted before prefixes that came back, as long as that pays off
+in the current traffic; otherwise the order is that of LRU.
 
-Closed under prefixes, because a parent never stands before its child by any of the things compared: its hits, hence its
-lane, are at least the child's; it fell idle no earlier; and density falls neither from lane to lane nor rises with age.
+Residency stays prefix-closed because no criterion puts a parent before its child: its hits, and so its lane, are at
+least the child's; it became idle no earlier; and density neither falls from lane to lane nor rises with age.
 """
 
 from collections import deque
@@ -19,20 +19,20 @@ from ..pool import Block, BlockList
 from .age_table import AGES, EPOCHS_PER_TURNOVER, AgeTable
 from .lru_guard import LruGuard
 
-#: Blocks hit never, once, twice, three times, more often. Three or eight lanes did as well on the traces.
+#: Blocks hit never, once, twice, three times, and more often. Three or eight lanes did as well on the traces.
 LANES = 5
 _MOST = LANES - 1
-#: The oldest block goes unless another's density is below this share of its own. Without it, agents whose working set
-#: just fits lost 0.3 to 0.9 points of hit rate against LRU; with it, at most 0.2, and other traffic gains nearly as
-#: much as before.
+#: The oldest block is evicted unless another's density is below this fraction of its own. Without the rule, agents
+#: whose working set just fits lost 0.3 to 0.9 points of hit rate against LRU; with it, they lose at most 0.2, and other
+#: traffic gains nearly as much as before.
 DECISIVE = 0.8
-#: So that a tiny cache has no epochs of single blocks.
+#: Keeps the epochs of a tiny cache longer than single blocks.
 FEWEST_EPOCH_BLOCKS = 16
 
-#: A moment is an epoch and, in so many lower bits, a number within it.
+#: The policy's clock has the epoch above this bit and a counter of batches within the epoch below it.
 EPOCH_SHIFT = 32
 
-#: The lane that a block was given up from, and the epoch since which it had been idle.
+#: The lane from which a block was evicted, and the epoch in which it had become idle.
 Ghost = tuple[int, int]
 
 _hash_of = attrgetter("block_hash")
@@ -42,18 +42,18 @@ _since_of = itemgetter(1)
 
 
 class HitDensity:
-    """Least hits to expect per block and time goes first."""
+    """Evicts the block with the fewest expected hits per unit of time first."""
 
     def __init__(self, new_guard: Callable[[], LruGuard] = LruGuard) -> None:
         self._new_guard = new_guard
         self._lanes = tuple(BlockList() for _ in range(LANES))
         self._size = 0
-        #: Lane and epoch of blocks that were given up and did not come back yet, to recognize them when they do.
+        #: Lane and epoch of evicted blocks that have not come back yet, to recognize them when they do.
         self._ghosts: dict[BlockHash | None, Ghost] = {}
-        #: Blocks that were given up together, oldest first, whether they came back or not: the order of forgetting. A
-        #: dictionary alone knows the order, too, but finds its first entry only behind the holes of deleted ones.
+        #: Batches of evicted blocks, oldest first, whether they came back or not: the order in which to forget them.
+        #: The order of the dictionary would not do: finding its first entry means skipping all deleted ones.
         self._gone: deque[tuple[Ghost, list[BlockHash | None]]] = deque()
-        #: Blocks in `_gone`: given up and not forgotten yet; at most `memory_limit`.
+        #: Number of blocks in `_gone`: evicted and not forgotten yet; at most `memory_limit`.
         self.remembered = 0
         self.begin(0)
 
@@ -65,7 +65,7 @@ class HitDensity:
         self._ghosts.clear()
         self._gone.clear()
         self.remembered = self._stored = 0
-        #: A moment: the epoch, and in its lower bits what fell idle together.
+        #: The clock for `Block.idle_since`: the epoch, and in the bits below EPOCH_SHIFT the batch.
         self._now = 0
 
     def store(self, blocks: Sequence[Block], parent: Block | None) -> None:
@@ -80,7 +80,7 @@ class HitDensity:
                 self._guard.turnover(self._epoch_blocks * EPOCHS_PER_TURNOVER, self._table.age_of(self._size))
 
     def _recognize(self, blocks: Sequence[Block], parent: Block | None) -> None:
-        """Blocks that were resident before get the hits they had."""
+        """Restore the hits of blocks that were evicted earlier and have now been stored again."""
         forget = self._ghosts.pop
         found = [forget(block.block_hash, None) for block in blocks]
         start = 0
@@ -89,7 +89,7 @@ class HitDensity:
             if ghost is not None:
                 lane, since = ghost
                 before = blocks[start - 1] if start else parent
-                # A ghost may be of another prefix, as hashes may collide.
+                # The minimum is needed because hashes may collide: the ghost may belong to another prefix.
                 hits = lane + 1 if before is None else min(lane + 1, before.hits)
                 for block in blocks[start:end]:
                     block.hits = hits
@@ -135,11 +135,11 @@ class HitDensity:
 
     def discard(self, block: Block) -> None:
         self._size -= 1
-        # Another request computed it again: it would have been hit.
+        # Another request has just computed this block again, which counts as a hit.
         self._leave(min(block.hits, _MOST), block.idle_since >> EPOCH_SHIFT, (block,))
 
     def take(self, count: int) -> list[Block]:
-        assert count <= self._size, f"{count} blocks asked of {self._size} idle ones"
+        assert count <= self._size, f"{count} blocks requested, {self._size} are idle"
         self._size -= count
         taken: list[Block] = []
         while len(taken) < count:
@@ -151,7 +151,7 @@ class HitDensity:
         return taken
 
     def _next_lane(self, heads: Sequence[Block | None]) -> int:
-        """The lane that gives up its oldest block; of equals the one with fewer hits, as it may hold the children."""
+        """Return the lane to evict from. Of equal lanes, the one with fewer hits, as it may hold the children."""
         if not self._guard.learned:
             return min((head.idle_since, lane) for lane, head in enumerate(heads) if head is not None)[1]
         density = self._table.density
@@ -164,13 +164,13 @@ class HitDensity:
         return best[2] if best[0] < DECISIVE * oldest[0] else oldest[2]
 
     def _turn_ends(self, lane: int, heads: Sequence[Block | None]) -> int:
-        """Until which moment blocks of this lane go before another lane is asked: its cohort's, at most."""
+        """Return the time before which blocks of this lane are evicted first; at most the end of its oldest epoch."""
         head = heads[lane]
         assert head is not None, f"lane {lane} is empty"
         end = ((head.idle_since >> EPOCH_SHIFT) + 1) << EPOCH_SHIFT
         if self._guard.learned:
             return end
-        # Of one moment, fewer hits first.
+        # Of blocks that became idle together, those with fewer hits go first.
         others = [other.idle_since + (lane < place) for place, other in enumerate(heads) if other and place != lane]
         return min([end, *others])
 
@@ -184,7 +184,7 @@ class HitDensity:
             ghost, hashes = self._gone.popleft()
             self.remembered -= len(hashes)
             for block_hash in hashes:
-                # Another one: it came back since and was given up again.
+                # A different ghost means that the block came back and was evicted again.
                 if ghosts.get(block_hash) is ghost:
                     del ghosts[block_hash]
 
@@ -195,14 +195,14 @@ class HitDensity:
             blocks.check()
             since = [block.idle_since for block in blocks]
             assert since == sorted(since), "a lane is not ordered by age"
-        assert self._size == sum(map(len, self._lanes)), f"{self._size} idle blocks, not so many in the lanes"
+        assert self._size == sum(map(len, self._lanes)), f"{self._size} idle blocks counted, not as many in the lanes"
         remembered = sum(len(hashes) for _, hashes in self._gone)
         assert remembered == self.remembered, f"{remembered} blocks are remembered, {self.remembered} were counted"
         assert remembered <= self.memory_limit, f"{remembered} blocks are remembered, at most {self.memory_limit}"
         known = {block_hash for _, hashes in self._gone for block_hash in hashes}
         assert self._ghosts.keys() <= known, "a ghost would never be forgotten"
         idle = {block.block_hash for block in self}
-        assert idle.isdisjoint(self._ghosts), "an idle block is remembered as gone"
+        assert idle.isdisjoint(self._ghosts), "an idle block is remembered as evicted"
 
     def __len__(self) -> int:
         return self._size

@@ -1,4 +1,4 @@
-"""Least recently used goes first: the order of vLLM. Learns nothing and remembers nothing of what is gone."""
+"""Evicts the least recently used block first, like vLLM. Learns nothing and keeps no record of evicted blocks."""
 
 from collections.abc import Sequence
 
@@ -6,16 +6,16 @@ from ..pool import Block, BlockList
 
 
 class Lru(BlockList):
-    """Least recently used goes first; of one chain, the tail before the root."""
+    """Evicts the least recently used block first; within one chain, the tail before the root."""
 
     __slots__ = ()
     add, reuse, take = BlockList.extend, BlockList.remove, BlockList.take_oldest
 
     def begin(self, capacity: int) -> None:
-        """Room makes no difference."""
+        """Do nothing: the order does not depend on the capacity."""
 
     def store(self, blocks: Sequence[Block], parent: Block | None) -> None:
-        """Nor does what is in use."""
+        """Do nothing: the order does not depend on blocks in use."""
 
     def discard(self, block: Block) -> None:
         self.remove((block,))

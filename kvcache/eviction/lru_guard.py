@@ -1,35 +1,35 @@
-"""Decides between the learned order and LRU: learning may be misled, and must not cost more than it gains.
+"""Switches between the learned order and LRU, because learning may be misled and must not cost more than it gains.
 
-Pure counting: knows no blocks. What LRU would have hit needs no second cache. LRU keeps the blocks that fell idle last,
-as many as there is room for; the ages of all blocks that wait for a hit are known, whether they are still resident or
-not (age_table.py); so the age at which LRU gives a block up is known, and LRU has every hit at a lower age.
+Pure counting: does not depend on blocks. Knowing what LRU would have hit needs no second cache. LRU keeps the blocks
+that became idle last, as many as fit. The ages of all blocks that wait for a hit are known, resident or not
+(age_table.py), so the age at which LRU evicts a block is known, too, and LRU has every hit at a lower age.
 
-When the learned order has had fewer, LRU is in force for a while, twice as long after each relapse.
+When the learned order has had fewer hits than LRU, LRU is used for a while, twice as long after each relapse.
 """
 
 from math import inf
 
-#: Share of the blocks asked for by which the learned order may be behind. Below it is noise: an age is an eighth of a
-#: turnover, and within it hits are taken to be spread evenly.
+#: Lead or deficit in hits that counts as noise, as a fraction of the blocks looked up: an age is an eighth of a
+#: turnover, and hits are assumed to be spread evenly within it.
 TOLERANCE = 0.008
-#: What counts of the past after a turnover.
+#: Weight that past counts keep after one turnover.
 DECAY = 0.95
-#: Turnovers until the cache is full and gives blocks up: before that there is nothing to compare.
+#: Turnovers until the cache is full and evicts blocks; before that there is nothing to compare.
 WARM_UP = 3
-#: Turnovers of the longest and the shortest rest.
+#: Longest and shortest time for which LRU is used after a relapse, in turnovers.
 LONGEST_REST = 128
 SHORTEST_REST = 8
 
 
 class LruGuard:
-    """Compares hits with those of LRU, a turnover at a time."""
+    """Compares hits with those of LRU, once per turnover."""
 
     def __init__(self) -> None:
-        #: Whether the learned order is in force.
+        #: Whether the learned order is used, rather than LRU.
         self.learned = True
-        #: LRU has given up what waited for more epochs; nothing yet.
+        #: Age in epochs at which LRU would evict a block; infinite before the first turnover.
         self._lru_age = inf
-        #: Hits since the last turnover: ours, and those that LRU would have had.
+        #: Hits since the last turnover: actual ones, and those that LRU would have had.
         self._own_hits = self.lru_hits = 0.0
         self._lead = self._asked = 0.0
         self._rest = SHORTEST_REST
@@ -42,7 +42,7 @@ class LruGuard:
         self.lru_hits += blocks * min(1.0, max(0.0, self._lru_age - age))
 
     def turnover(self, stored: int, lru_age: float) -> None:
-        """`stored` blocks were stored since the last call; LRU would evict what waits for over `lru_age` epochs."""
+        """Compare after `stored` more blocks. LRU would have evicted blocks that wait for over `lru_age` epochs."""
         own, lru = self._own_hits, self.lru_hits
         self._own_hits = self.lru_hits = 0.0
         self._lru_age = lru_age

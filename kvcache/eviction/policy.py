@@ -1,7 +1,7 @@
 """The protocol between the cache and an eviction policy.
 
-A policy sees only cached blocks that no request uses. It does not know the index, the pool or the listener; the cache
-reports what was stored, became idle or was hit, and asks which blocks to evict.
+A policy orders only cached blocks that no request uses. It does not depend on the index, the pool or the listener; the
+cache reports which blocks were stored, became idle or were hit, and asks which blocks to evict.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,34 +11,34 @@ from ..pool import Block
 
 
 class EvictionPolicy(Protocol):
-    """The order in which idle cached blocks are given up.
+    """The order in which idle cached blocks are evicted.
 
-    Blocks come and go in batches, a call costs O(1) per block. A policy must keep residency prefix-closed: while it
-    holds a block, it must not give up that block's parent (`Block.parent` names it). A batch of `add` comes children
-    first, and a parent is never added before its idle children, so that any order that gives up children first will do.
+    Blocks come and go in batches; a call costs O(1) per block. A policy must keep residency prefix-closed: while it
+    holds a block, it must not evict that block's parent (`Block.parent` is its hash). `add` passes children first, and
+    a parent is never added before its idle children, so evicting in the order of addition is always correct.
     `Block.hits` of a parent is never below its child's.
     """
 
     def begin(self, capacity: int) -> None:
-        """Called before anything else, and when all was forgotten: most blocks that there can be."""
+        """Start empty. Called first, and after the cache was cleared. `capacity` is the largest number of blocks."""
 
     def store(self, blocks: Sequence[Block], parent: Block | None) -> None:
-        """These became resident behind `parent`, in the order of their chain, and are in use.
+        """Blocks became resident after `parent`, in the order of their chain, and are in use.
 
-        May raise `hits` of what was resident before, but not above those of the block before.
+        May raise the `hits` of blocks that were resident earlier, but not above those of the preceding block.
         """
 
     def add(self, blocks: Sequence[Block]) -> None:
-        """These became idle, in this order: the tail of a chain first."""
+        """Blocks became idle, in this order: the tail of a chain first."""
 
     def reuse(self, blocks: Sequence[Block]) -> None:
-        """These were hit by a prompt and are no longer idle. Their `hits` does not count that yet."""
+        """Blocks were hit by a prompt and are no longer idle. Their `hits` does not include this hit yet."""
 
     def discard(self, block: Block) -> None:
-        """This idle block is of no use any more (another copy of it took its place)."""
+        """An idle block was replaced by another copy of its hash."""
 
     def take(self, count: int) -> list[Block]:
-        """Give up `count` blocks, the first to go first. There are at least that many."""
+        """Evict and return `count` blocks, in the order of eviction. The policy holds at least that many."""
 
     def check(self) -> None:
         """Assert the policy's own invariants."""
@@ -46,4 +46,4 @@ class EvictionPolicy(Protocol):
     def __len__(self) -> int: ...
 
     def __iter__(self) -> Iterator[Block]:
-        """The idle blocks, in the order in which `take` would give them up now."""
+        """Iterate over the idle blocks in the order in which `take` would evict them now."""

@@ -39,9 +39,9 @@ def test_taking_none_takes_none():
 
 def test_more_than_all_is_a_broken_invariant():
     """The cache asks only for what it counted."""
-    with pytest.raises(AssertionError, match="3 blocks asked of 2"):
+    with pytest.raises(AssertionError, match="3 blocks requested, 2"):
         BlockPool(3).take(3)
-    with pytest.raises(AssertionError, match="1 blocks asked of a list of 0"):
+    with pytest.raises(AssertionError, match="1 blocks requested from a list of 0"):
         BlockList().take_oldest(1)
 
 
