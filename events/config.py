@@ -1,4 +1,4 @@
-"""Settings of the event stream. Joined with the other rooms' in `cluster/config.py`."""
+"""Settings of the event stream. `cluster/config.py` joins them with the other packages' settings."""
 
 from typing import Annotated, Literal
 
@@ -7,22 +7,22 @@ from msgspec import Meta
 
 
 class EventsSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What replicas publish about their cache, and how much of it they keep for late readers."""
+    """What replicas publish about their cache, and how much of it they keep for subscribers that join late."""
 
     publish_events: Annotated[
-        bool, Meta(description="publish cache events; without them routing goes by load alone")
+        bool, Meta(description="publish cache events; without them, requests are routed by load alone")
     ] = True
     hash_format: Annotated[
         Literal["int64", "bytes"], Meta(description="hashes on the stream: last 8 bytes as an int, or all 16 bytes")
     ] = "int64"
-    hash_only: Annotated[bool, Meta(description="publish no token ids: they never leave the replica")] = False
+    hash_only: Annotated[bool, Meta(description="publish no token ids, so that they never leave the replica")] = False
     replay_batches: Annotated[int, Meta(ge=0, description="event batches kept for replay")] = 10_000
     publish_queue_batches: Annotated[
-        int, Meta(ge=1, description="batches waiting to be sent before a gap is declared; the engine never waits")
+        int, Meta(ge=1, description="batches queued for sending; more are lost as a gap, so the engine never waits")
     ] = 10_000
     send_high_water_mark: Annotated[int, Meta(ge=1, description="ZeroMQ messages queued per subscriber")] = 100_000
     events_curve_keys: Annotated[
-        str, Meta(description="folder of CURVE keys (`homing keys DIR` makes one); empty: nothing is encrypted")
+        str, Meta(description="folder of CURVE keys (`homing keys DIR` creates one); empty: no encryption")
     ] = ""
     events_curve_clients: Annotated[
         Literal["listed", "any"], Meta(description="who may connect: keys in the folder's `clients/`, or any key")

@@ -1,15 +1,15 @@
 """Errors of the event stream, by cause."""
-# ruff: noqa: N818 - these names say what was found; the room's base class is the one that ends in Error.
+# ruff: noqa: N818 - the names say what went wrong; only the base class needs the suffix "Error".
 
 from pathlib import Path
 
 
 class EventError(Exception):
-    """Base of this package's errors."""
+    """Base class of this package's errors."""
 
 
 class MalformedFrame(EventError):
-    """A message that does not follow docs/events.md: counted and dropped. `what` names the part, `why` the finding."""
+    """A message violates docs/events.md; it is counted and dropped. `what` is the affected part, `why` the defect."""
 
     def __init__(self, what: str, why: str) -> None:
         super().__init__(f"malformed {what}: {why}")
@@ -17,29 +17,29 @@ class MalformedFrame(EventError):
 
 
 class EndpointUnusable(EventError):
-    """An address that cannot be bound or connected, or must not be bound."""
+    """An address cannot be bound or connected, or must not be bound."""
 
 
 class BadKeys(EventError):
-    """A CURVE key file is missing, unreadable or in the way. The message names the file, never its content."""
+    """A CURVE key file is missing or unreadable, or already exists. The message names the file, never its content."""
 
     def __init__(self, path: Path, why: str) -> None:
         super().__init__(f"CURVE keys {path}: {why}")
 
 
 class KeysRefused(EventError):
-    """The connection fails because the CURVE keys of the two sides do not match."""
+    """A connection failed because the CURVE keys of the two sides do not match."""
 
     def __init__(self, endpoint: str, why: str) -> None:
         super().__init__(f"no connection to {endpoint}: {why}")
 
 
 class PublisherGone(EventError):
-    """The publisher is silent, so its state is unknown. A rebuilt publisher may have other addresses."""
+    """A publisher is silent, so its state is unknown. A restarted publisher may have new addresses."""
 
     def __init__(self, endpoint: str, silent_s: float) -> None:
         super().__init__(
-            f"nothing received from {endpoint} for {silent_s:g} s: the publisher is gone, or has other addresses now "
+            f"nothing received from {endpoint} for {silent_s:g} s: the publisher has stopped or has new addresses "
             "(/cluster lists those of replicas)"
         )
 
@@ -49,4 +49,4 @@ class ClusterUnreachable(EventError):
 
 
 class BadRecord(EventError):
-    """A line that is not one of a recorded stream."""
+    """A line is not valid in a recorded stream."""

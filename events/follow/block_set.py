@@ -1,4 +1,4 @@
-"""The set of blocks that a replica holds, as its events say. Pure state: no sockets, no clock, no block contents."""
+"""The set of blocks that a replica holds, according to its events. Pure state: no sockets, clock or block contents."""
 
 import operator
 from collections.abc import Iterable, Sequence
@@ -9,14 +9,14 @@ from ..wire.cache_events import CacheEvent, fold
 
 
 class Digest(NamedTuple):
-    """Fingerprint of a set of blocks: equal digests mean equal sets (up to 64-bit chance)."""
+    """Fingerprint of a set of blocks: equal digests mean equal sets, except for 64-bit collisions."""
 
     blocks: int
     xor: int
 
 
 class CacheMirror:
-    """The set of resident blocks with their parents. Storing twice or removing what is not there changes nothing."""
+    """The set of resident blocks and their parents. Storing a block twice or removing an absent one has no effect."""
 
     __slots__ = ("_parents", "_xor")
 
@@ -32,12 +32,12 @@ class CacheMirror:
 
     @property
     def parents(self) -> dict[int, int | None]:
-        """Every held block and its parent (None: it starts a prompt). Not to be changed by the caller."""
+        """Every held block and its parent (None if it starts a prompt). The caller must not change it."""
         return self._parents
 
     @property
     def digest(self) -> Digest:
-        """Count and XOR of the held blocks, as a heartbeat carries them."""
+        """Count and XOR of the held blocks, as in a heartbeat."""
         return Digest(len(self._parents), self._xor)
 
     def apply(self, event: CacheEvent) -> None:
@@ -70,6 +70,6 @@ class CacheMirror:
             self.store(parent, (block,))
 
     def check(self) -> None:
-        """Assert that the running XOR is the XOR of what is held."""
+        """Assert that the running XOR is that of the held blocks."""
         xor = reduce(operator.xor, self._parents, 0)
         assert xor == self._xor, f"digest {self._xor:#x}, the held blocks give {xor:#x}"

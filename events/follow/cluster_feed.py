@@ -1,7 +1,7 @@
-"""Follows the replicas of a cluster as they come, go and are rebuilt: one `EventFeed` for each that its router lists.
+"""Follows the replicas of a cluster as they join, leave and restart: one `EventFeed` per replica in /cluster.
 
-Polls /cluster and keeps exactly those feeds; all of them report to one `ClusterSink`, with their source. Reads only
-names, epochs and endpoints of /cluster; how it is requested comes in by parameter.
+Polls /cluster and keeps exactly the feeds it lists. All report to one `ClusterSink`, with their source. Uses only the
+names, epochs and endpoints in /cluster; the function that requests it is a parameter.
 """
 
 import asyncio
@@ -24,13 +24,13 @@ from .subscription import Apply, FeedStatus, Reset
 log = logging.getLogger(__name__)
 
 REFRESH_S = 0.5
-#: Failed requests in a row after which the cluster counts as gone; a rebuilt router answers sooner.
+#: Consecutive failed requests after which the cluster counts as gone; a restarted router answers sooner.
 PATIENCE = 6
 ASK_TIMEOUT_S = 10.0
 
 
 class Source(NamedTuple):
-    """One incarnation of a replica."""
+    """A replica and the epoch of its publisher."""
 
     replica: str
     epoch: int
@@ -40,13 +40,13 @@ class ClusterSink(Protocol):
     """The user of a cluster's streams. All calls come from the loop's thread."""
 
     def joined(self, source: Source, feed: EventFeed) -> None:
-        """This replica is followed from now on."""
+        """The replica is now followed."""
 
     def gone(self, source: Source) -> None:
-        """It is no longer listed, or was rebuilt: everything reported about it is void."""
+        """The replica is no longer listed, or was restarted: everything reported about it is void."""
 
     def told(self, source: Source, instruction: Apply | Reset) -> None:
-        """The next batch, without a gap before it, or the whole set of held blocks."""
+        """Receives the next batch, without a gap before it, or the whole set of held blocks."""
 
     # As in `FeedSink`.
     def status(self, source: Source, status: FeedStatus) -> None: ...
@@ -55,7 +55,7 @@ class ClusterSink(Protocol):
 
 
 def sources(view: Any, only: Collection[str] = ()) -> dict[Source, EventEndpoints]:
-    """The replicas in an answer of /cluster that publish events. Raises ClusterUnreachable for any other answer."""
+    """Return the replicas in a /cluster response that publish events. Raises ClusterUnreachable for other responses."""
     try:
         return {
             Source(replica["replica_id"], replica["epoch"]): msgspec.convert(replica["event_endpoints"], EventEndpoints)
@@ -63,23 +63,23 @@ def sources(view: Any, only: Collection[str] = ()) -> dict[Source, EventEndpoint
             if (replica.get("event_endpoints") or {}).get("events") and (not only or replica["replica_id"] in only)
         }
     except (TypeError, KeyError, AttributeError, msgspec.ValidationError) as error:
-        raise ClusterUnreachable(f"what was answered is no /cluster of homing: {error!r}") from error
+        raise ClusterUnreachable(f"the response is not a homing router's /cluster: {error!r}") from error
 
 
 def ask_router(url: str) -> Any:
-    """The answer of /cluster of the router at `url`. Raises ClusterUnreachable."""
+    """Request /cluster from the router at `url`. Raises ClusterUnreachable."""
     address = f"{url.rstrip('/')}/cluster"
-    # A router is inside, where no proxy is.
+    # Ignore proxy settings: the router is on the internal network.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(address, timeout=ASK_TIMEOUT_S) as answer:
             return json.loads(answer.read())
     except (OSError, ValueError, urllib.error.URLError) as error:
-        raise ClusterUnreachable(f"{address} cannot be asked: {getattr(error, 'reason', error)}") from error
+        raise ClusterUnreachable(f"{address} cannot be requested: {getattr(error, 'reason', error)}") from error
 
 
 class ClusterFeed:
-    """Follows until `run` is cancelled."""
+    """Follows a cluster until `run` is cancelled."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class ClusterFeed:
         keys: KeyPair | None = None,
         refresh_s: float = REFRESH_S,
     ) -> None:
-        """`ask` gives /cluster as JSON; it may block, and raises ClusterUnreachable. `only`: these replicas alone."""
+        """`ask` returns /cluster as JSON; it may block or raise ClusterUnreachable. `only`: names of the replicas."""
         self._ask = ask
         self._sink = sink
         self._only = frozenset(only)
@@ -105,7 +105,7 @@ class ClusterFeed:
         return self._feeds
 
     async def run(self) -> None:
-        """Follow all listed replicas. Raises ClusterUnreachable when the first request fails, or several in a row."""
+        """Follow all listed replicas. Raises ClusterUnreachable when the first request or PATIENCE in a row fail."""
         misses, known = 0, False
         try:
             while True:
@@ -122,7 +122,7 @@ class ClusterFeed:
             self.close()
 
     def adjust(self, wanted: Mapping[Source, EventEndpoints]) -> None:
-        """Follow exactly these. Call in the loop's thread."""
+        """Follow exactly these sources. Call it in the loop's thread."""
         for source in sorted(self._feeds.keys() - wanted.keys()):
             self._feeds.pop(source).close()
             self._sink.gone(source)
@@ -132,13 +132,13 @@ class ClusterFeed:
             feed.start(asyncio.get_running_loop())
 
     def close(self) -> None:
-        """Close all feeds; no callback comes after this."""
+        """Close all feeds; no callback follows."""
         for feed in self._feeds.values():
             feed.close()
         self._feeds.clear()
 
     def _feed(self, source: Source, ends: EventEndpoints) -> EventFeed:
-        ours = bool(ends.state)  # others' publishers have no such socket, announce each copy and choose their topic
+        ours = bool(ends.state)  # other engines lack this socket, announce every copy and choose their own topic
         return EventFeed(
             ends,
             _OneOfMany(self._sink, source),

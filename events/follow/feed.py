@@ -1,7 +1,7 @@
-"""The subscribing side in an event loop: the sockets of one `Subscription`, callbacks to its `FeedSink`.
+"""Runs one `Subscription` in an event loop: its sockets, and the callbacks to its `FeedSink`.
 
-Decides nothing: messages go into the state machine, its instructions come out as requests and callbacks. All of it runs
-in the loop's thread. Tens of feeds share one loop and one ZeroMQ context.
+Makes no decisions: messages go into the state machine, and its instructions become requests and callbacks. Everything
+runs in the loop's thread. Tens of feeds share one loop and one ZeroMQ context.
 """
 
 import asyncio
@@ -50,18 +50,18 @@ log = logging.getLogger(__name__)
 Struct = TypeVar("Struct", bound=msgspec.Struct)
 
 _EVENTS_HIGH_WATER_MARK = 100_000
-#: A larger frame ends the connection: publishers may be others' programs. Ours send parts of snapshots of 200 KiB, and
-#: a step's events of a few megabytes at most.
+#: A larger frame closes the connection, as publishers may be other programs. Ours send snapshot chunks of 200 KiB, and
+#: at most a few megabytes of events per step.
 _MAX_FRAME_BYTES = 256 * 1024 * 1024
-#: Why a publisher that lets in only listed clients does not know our key.
-_NO_KEYS = "no key was given, so an unlisted one was shown: give keys (homing watch: --events-curve-keys DIR)"
+#: Added to a refusal's reason when we connected with a generated key.
+_NO_KEYS = "no key was given, so a new, unlisted one was used: provide keys (homing watch: --events-curve-keys DIR)"
 
 
 class FeedSink(Protocol):
     """The user of a publisher's stream. All calls come from the loop's thread."""
 
     def told(self, instruction: Apply | Reset) -> None:
-        """The next batch, without a hole before it, or the whole set of held blocks."""
+        """Receives the next batch, without a gap before it, or the whole set of held blocks."""
 
     def status(self, status: FeedStatus) -> None: ...
     def load(self, report: LoadReport) -> None: ...
@@ -69,11 +69,11 @@ class FeedSink(Protocol):
         """A message was dropped."""
 
     def refused(self, error: KeysRefused) -> None:
-        """The publisher does not accept our keys; an operator has to correct them."""
+        """The publisher does not accept our keys; an operator must correct them."""
 
 
 class EventFeed:
-    """Follows one publisher. Endpoints that are empty strings are not there: foreign publishers lack some."""
+    """Follows one publisher. An empty endpoint means that the publisher lacks this socket, as other engines' may."""
 
     def __init__(
         self,
@@ -90,13 +90,12 @@ class EventFeed:
         reach: Reach | None = None,
         keys: KeyPair | None = None,
     ) -> None:
-        """`counted`: the publisher announces every copy (vLLM). `token_ids`: hand them on, in snapshots too. `blocks`:
-        where held blocks are stored, unless `counted`; it is changed before the sink is called. None: a set of the
-        feed's own. `residency`: instead of both.
+        """`counted`: the publisher announces every copy (vLLM). `token_ids`: deliver them, in snapshots too. `blocks`:
+        where held blocks are stored, unless `counted`; updated before the sink is called; by default, a set owned by
+        the feed. `residency` replaces both.
 
-        `topic` is a prefix; empty takes everything. A context that is handed in stays the caller's. `keys`: what is
-        shown to a publisher that encrypts; a fresh pair by default, which a publisher that accepts only listed clients
-        refuses.
+        `topic` is a prefix; empty matches everything. The caller keeps ownership of `context`. `keys`: used if the
+        publisher encrypts; by default, a new pair, which a publisher that accepts only listed clients refuses.
         """
         self._endpoints = endpoints
         self._sink = sink
@@ -119,7 +118,7 @@ class EventFeed:
             residency,
         )
         self._loop: asyncio.AbstractEventLoop | None = None
-        #: The first one is the events socket, which is monitored.
+        #: The first is the events socket, which is monitored.
         self._sockets: list[zmq.Socket[bytes]] = []
         self._readers: list[SocketReader] = []
         self._replay: SocketReader | None = None
@@ -127,10 +126,10 @@ class EventFeed:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Connect and ask. Call in the loop's thread, once. Raises EndpointUnusable."""
+        """Connect and request the state. Call it once, in the loop's thread. Raises EndpointUnusable."""
         assert self._loop is None, "a feed starts once"
         if self._keys is not None and not self._endpoints.curve_key:
-            raise EndpointUnusable(f"keys are given for {self._endpoints.events}, which names no CURVE key of its own")
+            raise EndpointUnusable(f"keys were given for {self._endpoints.events}, which has no CURVE key")
         self._loop = loop
         self._context = self._context or zmq.Context()
         try:
@@ -142,11 +141,11 @@ class EventFeed:
         self._timer = loop.call_later(self._tick_s, self._on_tick)
 
     def resync(self) -> None:
-        """Request the full state again, for a user that lost messages."""
+        """Request the full state again, after the feed's user lost messages."""
         self._run(self.subscription.start())
 
     def close(self) -> None:
-        """Give everything back; no callback comes after this. Harmless when repeated, or before `start`."""
+        """Release everything; no callback follows. May be repeated, or called before `start`."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -169,7 +168,7 @@ class EventFeed:
         state.subscribe(HEARTBEAT_TOPIC)
         state.subscribe(LOAD_TOPIC)
         events.set_hwm(_EVENTS_HIGH_WATER_MARK)
-        # Before it connects: a refusal is reported once.
+        # Monitor before connecting: a refusal is reported only once.
         monitor = events.get_monitor_socket(WATCHED)
         self._open(loop, events, ends.events, self._on_event)
         self._replay = self._open(loop, replay, ends.replay, self._on_replay)
@@ -196,7 +195,7 @@ class EventFeed:
         endpoint: str,
         handle: Callable[[Message], None],
     ) -> SocketReader | None:
-        """Connect and read; None where the publisher offers no such socket."""
+        """Connect and read. Returns None if the publisher has no such socket."""
         if not endpoint:
             return None
         sock.ipv6 = endpoint.startswith("tcp://[")
@@ -239,7 +238,7 @@ class EventFeed:
     def _on_monitor(self, frames: Message) -> None:
         if self._handshakes.observe(frames) is not Connection.LOST:
             return
-        # Messages from before the disconnect must not count as received after it.
+        # Handle messages received before the disconnect first: they must not count as received after it.
         for reader in self._readers[:-1]:
             reader.drain()
         self._run(self.subscription.on_disconnect())
@@ -279,7 +278,7 @@ class EventFeed:
                     self._ask(self._snapshot, [b"", msgspec.msgpack.encode(request)])
 
     def _ask(self, reader: SocketReader | None, frames: Message) -> None:
-        """A request that cannot be sent counts as lost: the state machine repeats it."""
+        """Send a request. One that cannot be sent counts as lost; the state machine repeats it."""
         if reader is not None and not reader.send(frames):
             log.debug("event_request_unsent endpoint=%s", self._endpoints.events)
 

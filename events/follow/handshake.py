@@ -1,8 +1,8 @@
-"""Interprets a socket's monitor events: whether the connection stands, and why it was refused. Pure.
+"""Interprets a socket's monitor events: whether it is connected, and why it was refused. Pure.
 
-ZeroMQ reports to a client that the server does not know its key. It does not report that the client has a wrong key of
-the server: the connections just end during the handshake, which also happens once when a process dies at that moment.
-So only several such endings in a row count as a refusal.
+ZeroMQ tells a client that the server does not know its key, but not that the client has the wrong server key: the
+connections just end during the handshake. That also happens when a process dies at that moment, so only several such
+ends in a row count as a refusal.
 """
 
 from enum import Enum
@@ -10,10 +10,10 @@ from enum import Enum
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-#: Connections in a row that ended during the handshake.
+#: Number of connections in a row that must end during the handshake to count as a refusal.
 PATIENCE = 3
 
-#: Events to monitor; EVENT_CLOSED, a connection that could not be made at all, may be added.
+#: Events to monitor. EVENT_CLOSED (a connection could not be made at all) may be added.
 WATCHED = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -22,10 +22,10 @@ WATCHED = (
     | zmq.EVENT_DISCONNECTED
 )
 
-_ABRUPT = "the connection ended during the handshake: it has another key than the one expected, or needs one"
+_ABRUPT = "the connection ended during the handshake: the server has an unexpected key, or requires encryption"
 _REFUSALS: dict[int, str] = {
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it does not know our key",
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "one side encrypts and the other does not, or with another key",
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "the server does not know our key",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "only one side encrypts, or the two sides use different keys",
 }
 
 
@@ -41,11 +41,11 @@ class Handshakes:
 
     def __init__(self) -> None:
         self._abrupt = 0
-        #: why the other side refuses the connection, once that is certain; None otherwise
+        #: reason why the other side refuses the connection, once certain; None otherwise
         self.refusal: str | None = None
 
     def observe(self, frames: list[bytes]) -> Connection | None:
-        """A message of the monitor; None: more follows. `refusal` is up to date when a connection is LOST."""
+        """Process a monitor message. None means no change of state. `refusal` is set before LOST is returned."""
         event = parse_monitor_message(frames)["event"]
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._abrupt, self.refusal = 0, None

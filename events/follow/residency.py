@@ -1,8 +1,8 @@
-"""Which blocks a publisher holds, as its announcements add up. Pure state; two ways of counting.
+"""The blocks that a publisher holds, according to its events. Pure state, with two ways of counting.
 
 Our publishers announce the first copy of a block and the removal of the last: a set. vLLM announces every physical copy
-and every removal of one: reference counts, by medium and group. Both residencies return events with set meaning, so
-that whoever receives those can be a plain set.
+and its removal: reference counts, by medium and group. Both classes return events that a plain set can apply: of the
+removals, only those of last copies.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,7 +15,7 @@ from .block_set import Digest
 
 
 class ResidentBlocks(BlockHolder, Protocol):
-    """A set of blocks that knows its digest: a `CacheMirror`, or the router's index for one replica."""
+    """A set of blocks with a digest: a `CacheMirror`, or the router's index for one replica."""
 
     @property
     def digest(self) -> Digest: ...
@@ -24,22 +24,22 @@ class ResidentBlocks(BlockHolder, Protocol):
 
 
 class Residency(Protocol):
-    """What a `Subscription` needs of the place where held blocks are stored."""
+    """The storage of held blocks, as `Subscription` needs it."""
 
     @property
     def digest(self) -> Digest: ...
     def apply(self, events: Sequence[CacheEvent]) -> Sequence[CacheEvent]:
-        """Apply announcements; returns the events with set meaning that are left of them."""
+        """Apply events. Returns them as events for a plain set, which stores no copies."""
 
     def replace(self, blocks: Iterable[tuple[int, int | None]]) -> object:
         """Hold exactly these `(block, parent)` pairs."""
 
 
 class SetResidency:
-    """The publisher announces first and last copies: its events change `blocks` as they are.
+    """For publishers that announce first and last copies: their events apply to `blocks` unchanged.
 
-    `blocks` is the only copy of what the publisher holds. A router passes its index, so that a held block is stored
-    once per router.
+    `blocks` is the only record of the publisher's blocks. A router passes its index, so that it stores a held block
+    only once.
     """
 
     __slots__ = ("_blocks", "replace")
@@ -59,7 +59,7 @@ class SetResidency:
 
 
 class UncountedResidency:
-    """Holds nothing, and leaves all events as they are: for readers that count copies themselves."""
+    """Stores nothing and returns all events unchanged, for consumers that count copies themselves."""
 
     digest = Digest(0, 0)
 
@@ -70,12 +70,12 @@ class UncountedResidency:
 
 
 class CountedResidency:
-    """The publisher announces every copy. A block is held while any medium and group has a copy of it."""
+    """For publishers that announce every copy. A block is held while any medium and group has a copy of it."""
 
     __slots__ = ("_copies", "_held", "_xor")
 
     def __init__(self) -> None:
-        #: by medium and group: block -> copies, no zeros. There are few media and groups.
+        #: by medium and group: block -> number of copies, never zero. There are few media and groups.
         self._copies: dict[tuple[str | None, int | None], dict[int, int]] = {}
         self._held = 0
         self._xor = 0
@@ -106,7 +106,7 @@ class CountedResidency:
         return left
 
     def replace(self, blocks: Iterable[tuple[int, int | None]]) -> None:
-        """Hold exactly these, one copy each."""
+        """Hold exactly these blocks, one copy each."""
         self._copies.clear()
         self._held = self._xor = 0
         self._add([block for block, _ in blocks], None, None)
@@ -120,7 +120,7 @@ class CountedResidency:
             copies[block] = copies.get(block, 0) + 1
 
     def _take(self, block: int, medium: str | None, group: int | None) -> bool:
-        """Remove one copy; True when it was the block's last."""
+        """Remove one copy. Returns True when it was the block's last."""
         copies = self._copies.get((medium, group), {})
         count = copies.get(block, 0)
         if count == 0:

@@ -1,20 +1,20 @@
 """Follows one publisher's stream: a pure state machine, messages in, instructions out.
 
-No socket, no clock (time is ticks), no knowledge of what the applied events are used for.
+It has no sockets and no clock (time is counted in ticks), and does not depend on how the applied events are used.
 
-`Apply` is returned only for the batch right behind what was applied or reset before it, in one incarnation
-of the publisher. A hole is closed by replay where that reaches, by a snapshot otherwise; batches that arrive meanwhile
-wait in a bounded buffer. A batch that falls out of that buffer is again a hole, and is repaired in the same way.
+`Apply` is returned only for the batch that directly follows the last applied batch or reset, within one epoch of the
+publisher. A gap is closed by a replay if the history reaches back far enough, otherwise by a snapshot. Batches that
+arrive meanwhile wait in a bounded buffer; if it overflows, that is another gap, repaired in the same way.
 
-    SYNCING   a replay or snapshot is on its way or will be asked for, or nothing is known yet
+    SYNCING   a replay or snapshot was requested or will be, or nothing is known yet
     LIVE      every batch up to the newest known one is applied
-    STALE     nothing received for `silent_ticks`, or the connection is gone
+    STALE     nothing was received for `silent_ticks`, or the connection is lost
 
-Publishers without a snapshot socket (vLLM, SGLang) are followed by replay alone: from number 0 at the start and after
-a reconnect; where their history does not reach, from an empty set, which then holds a part of the truth and nothing
-false (`exact` says so). They have no epoch either: a restart shows as
-a sequence number that falls while the time advances. Nor have they heartbeats: while one is quiet it is asked to replay
-what follows. The end of that replay shows that it lives and that no last batch was lost.
+Publishers without a snapshot socket (vLLM, SGLang) are followed by replay alone, from number 0 at the start and after a
+reconnect. If their history does not reach back that far, the set starts empty: it then holds some of the publisher's
+blocks and no others, and `exact` is False. They have no epoch either; a restart shows as a sequence number that falls
+while the time advances. Nor do they send heartbeats: while one is quiet, it is asked for a replay of what follows. The
+end of that replay proves that the publisher is alive and that no final batch was lost.
 """
 
 from collections.abc import Sequence
@@ -30,12 +30,12 @@ from .residency import Residency, SetResidency
 
 
 class FeedStatus(StrEnum):
-    """How far a publisher's stream can be trusted. Only LIVE means: what was applied is what the publisher holds."""
+    """State of a publisher's stream. Only LIVE means that the applied blocks are those that the publisher holds."""
 
     SYNCING = "syncing"
     LIVE = "live"
     STALE = "stale"
-    APPROXIMATE = "approximate"  #: of routers: there is no stream, only a record of what was sent to the engine
+    APPROXIMATE = "approximate"  #: set by routers: there is no stream, only a record of what was sent to the engine
 
 
 @dataclass(slots=True, frozen=True)
@@ -45,22 +45,22 @@ class RequestReplay:
 
 @dataclass(slots=True, frozen=True)
 class RequestSnapshot:
-    """Ask for the whole resident set."""
+    """Request the whole resident set."""
 
 
 @dataclass(slots=True, frozen=True)
 class Apply:
-    """These are the events of batch `seq`, the next in order."""
+    """Apply the events of batch `seq`, the next in order."""
 
     seq: int
     ts: float
     events: Sequence[CacheEvent]
-    rank: int | None = None  #: data-parallel rank that the batch names
+    rank: int | None = None  #: data-parallel rank of the batch
 
 
 @dataclass(slots=True, frozen=True)
 class Reset:
-    """Hold exactly these blocks (parents first), as of `seq`; what was applied before is void."""
+    """Hold exactly these blocks (parents first), as of `seq`, instead of everything applied before."""
 
     epoch: int | None
     seq: int | None
@@ -74,16 +74,16 @@ class SetStatus:
 
 @dataclass(slots=True, frozen=True)
 class PassLoad:
-    """A load report of the present incarnation."""
+    """Pass on a load report that is not from an earlier epoch."""
 
     report: LoadReport
 
 
 @dataclass(slots=True, frozen=True)
 class Disproved:
-    """A heartbeat says that what was applied is not what the publisher holds; a snapshot is asked for after a pause."""
+    """A heartbeat's digest differs from that of the applied blocks; a snapshot is requested after a pause."""
 
-    in_a_row: int  #: snapshots that did not help before this one, and this one
+    in_a_row: int  #: 1 plus the number of preceding snapshots that did not make the digests agree
     pause_ticks: int
 
 
@@ -92,7 +92,7 @@ Instruction = RequestReplay | RequestSnapshot | Apply | Reset | SetStatus | Pass
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Reach:
-    """What a publisher offers, and the reader's time limits."""
+    """The services that a publisher offers, and the subscriber's limits."""
 
     replay: bool = True
     snapshot: bool = True
@@ -101,27 +101,27 @@ class Reach:
     silent_ticks: int = 10
     #: ticks without any message after which a publisher without heartbeats is asked for a replay of what follows
     poll_ticks: int = 3
-    #: ticks without progress after which a request is made again
+    #: ticks without progress after which a request is repeated
     answer_ticks: int = 10
-    #: longest pause before a snapshot is asked for again when the last ones did not make the digests agree
+    #: longest pause between snapshot requests while snapshots do not make the digests agree
     doubt_ticks: int = 600
-    #: replays that may pass without closing a hole
+    #: maximum number of replays requested for one gap
     replay_attempts: int = 3
-    #: batches that wait behind a hole; at 8 blocks each about 10 MB
+    #: batches that may wait behind a gap; about 10 MB at 8 blocks each
     buffer_batches: int = 10_000
 
 
 @dataclass(slots=True)
 class Counters:
-    """Totals of faults that were noticed and repaired."""
+    """Totals of detected and repaired faults."""
 
-    gaps: int = 0  #: holes noticed
-    snapshots: int = 0  #: requests made
+    gaps: int = 0  #: gaps detected
+    snapshots: int = 0  #: snapshots requested
     overruns: int = 0  #: times the buffer was full and was emptied
 
 
 class Cursor(NamedTuple):
-    """Where a reader stands: `expected` is the next number of `epoch`; None before the first position is known."""
+    """A subscriber's position: `expected` is the next number of `epoch`, or None while the position is unknown."""
 
     epoch: int | None = None
     expected: int | None = None
@@ -133,41 +133,41 @@ class _Waiting(Enum):
     SNAPSHOT = 2
 
 
-#: Ticks for which a former incarnation is remembered, so that its late messages are not taken for a newer one. Not for
-#: ever: epochs have no order, so the one that we took for the former might be the one that lives.
+#: Ticks for which an earlier epoch is remembered, so that its late messages are not mistaken for a newer one's. Not
+#: forever: epochs have no order, so the epoch we consider the earlier one might be the live one.
 _RETIRED_TICKS = 20
-#: Ticks that batches on the events socket may lag behind a heartbeat on the state socket before that is a hole.
+#: Ticks by which batches on the events socket may lag behind a heartbeat on the state socket before it counts as a gap.
 _BEAT_GRACE_TICKS = 2
 
 
 class Subscription:
-    """Follows one publisher. Every `on_…` returns what is to be done, in order."""
+    """Follows one publisher. Every `on_…` method returns instructions, to be carried out in order."""
 
     def __init__(self, reach: Reach | None = None, residency: Residency | None = None) -> None:
-        """`residency`: where the held blocks are stored; by default a set of this subscription's own."""
+        """`residency`: where the held blocks are stored; by default, a set owned by this subscription."""
         self._reach = reach or Reach()
         self._residency: Residency = residency or SetResidency(CacheMirror())
-        #: Incarnation and next number.
+        #: Current epoch and next number.
         self.cursor = Cursor()
         self._buffer: dict[int, Batch] = {}
-        self._newest_held = -1  # the newest number held back, even if the buffer has lost it since
+        self._newest_held = -1  # the newest buffered number, even if the buffer was emptied since
         self._waiting = _Waiting.NOTHING
         self._waited_ticks = 0
         self._attempts = 0
-        self._asked_at = 0  # the first number of the replay asked for
-        self._asked_to = -1  # the newest number known then
+        self._asked_at = 0  # the first number of the requested replay
+        self._asked_to = -1  # the newest number known when it was requested
         self._parts: list[SnapshotChunk] = []
-        self._beat: Heartbeat | None = None  # a heartbeat ahead of us, checked when we get there
+        self._beat: Heartbeat | None = None  # a heartbeat ahead of our position, compared when we reach it
         self._beat_ticks = 0
-        self._disproofs = 0  # in a row
-        self._pause_ticks = 0  # left until a disproved set is asked for again; 0: it is not disproved, or asked for
+        self._disproofs = 0  # `Disproved` instructions in a row
+        self._pause_ticks = 0  # ticks left until the next snapshot request after a differing digest; 0: none planned
         self._retired: dict[int, int] = {}  # epoch -> ticks left
         self._last_ts = float("-inf")
         self._quiet_ticks = 0
         self._silent = False
-        self._heard = False  # anything, ever
-        self._answers = False  # requests for replays
-        #: That of the last `SetStatus`; SYNCING before the first.
+        self._heard = False  # whether any message was ever received
+        self._answers = False  # whether the publisher has answered a replay request
+        #: The status in the last `SetStatus`; SYNCING before the first.
         self.status = FeedStatus.SYNCING
         self._out: list[Instruction] = []
         self.exact = True
@@ -175,19 +175,19 @@ class Subscription:
 
     @property
     def digest(self) -> Digest:
-        """Of what the publisher holds, as far as applied."""
+        """Digest of the blocks held according to the applied events."""
         return self._residency.digest
 
     # Messages and time
 
     def start(self) -> list[Instruction]:
-        """Ask for everything: the sockets connect, or the user of this subscription lost messages."""
+        """Request the full state. Call it when the sockets connect, or when the user of this object lost messages."""
         self._begin()
         return self._done()
 
     def on_batch(self, epoch: int | None, seq: int, batch: Batch) -> list[Instruction]:
         self._note_message()
-        # The usual case, at half the cost: where nothing is waited for, nothing waits behind this one either.
+        # Fast path for the usual case, at half the cost: with no request pending, the buffer is empty.
         if self.cursor == (epoch, seq) and self._waiting is _Waiting.NOTHING:
             self._apply(seq, batch)
         else:
@@ -207,7 +207,7 @@ class Subscription:
 
     def on_chunk(self, chunk: SnapshotChunk) -> list[Instruction]:
         self._note_message()
-        # Of an unknown incarnation only while we know none: a late answer must not lead us back to a former one.
+        # Accept another epoch only while we know none: a late answer must not take us back to an earlier epoch.
         expected = self.cursor.epoch is None or chunk.epoch == self.cursor.epoch
         if self._waiting is _Waiting.SNAPSHOT and expected:
             self._waited_ticks = 0
@@ -215,13 +215,13 @@ class Subscription:
         return self._done()
 
     def on_heartbeat(self, beat: Heartbeat) -> list[Instruction]:
-        """Proof of what the publisher holds."""
+        """Compare our blocks with a heartbeat's digest, now or when we reach its position."""
         self._note_message()
         if beat.epoch in self._retired:
             return self._done()
         if beat.epoch != self.cursor.epoch:
             self._enter(beat.epoch)
-        # One at a time: a newer one would postpone the check of the older, for ever under load.
+        # One at a time: if a newer heartbeat replaced an unchecked one, none would ever be checked under load.
         if self._beat is None and self._waiting is not _Waiting.SNAPSHOT:
             self._beat, self._beat_ticks = beat, 0
             self._check_beat()
@@ -258,14 +258,14 @@ class Subscription:
             self._out.append(RequestReplay(expected))
 
     def on_disconnect(self) -> list[Instruction]:
-        """The connection is gone: the state is uncertain until the next message."""
+        """The connection was lost: the state is uncertain until the next message."""
         self._silent = True
         if not self._reach.heartbeats:
-            # Without heartbeats, a restarted publisher cannot be told from the old one.
+            # Without heartbeats, a restarted publisher cannot be distinguished from the old one.
             self._begin()
         return self._done()
 
-    # Batches and holes.
+    # Batches and gaps.
 
     def _take(self, epoch: int | None, seq: int, batch: Batch) -> None:
         if epoch in self._retired:
@@ -302,7 +302,7 @@ class Subscription:
             self._check_beat()
 
     def _advance(self) -> None:
-        """Apply what waited and is next now; if something still waits behind a hole, have the hole closed."""
+        """Apply buffered batches that are next in order. If some remain behind a gap, start to close it."""
         if self.cursor.expected is None and self._waiting is _Waiting.NOTHING and self._buffer:
             self._restart_at(min(self._buffer))
         while self._waiting is not _Waiting.SNAPSHOT and self.cursor.expected in self._buffer:
@@ -317,11 +317,11 @@ class Subscription:
         self._ask_replay()
 
     def _known_seq(self) -> int:
-        """The newest known sequence number; -1 for none."""
+        """Return the newest known sequence number, -1 if none."""
         beat = -1 if self._beat is None or self._beat.seq is None else self._beat.seq
         return max(beat, self._newest_held)
 
-    # Asking and being answered.
+    # Requests and answers.
 
     def _begin(self) -> None:
         self._buffer.clear()
@@ -365,7 +365,7 @@ class Subscription:
             self._give_up_replay()
 
     def _give_up_replay(self) -> None:
-        """The hole is out of a replay's reach."""
+        """Close a gap that replay cannot close: by a snapshot, or by restarting from the empty set."""
         if self._reach.snapshot:
             self._ask_snapshot()
             return
@@ -375,7 +375,7 @@ class Subscription:
             self._advance()
 
     def _restart_at(self, seq: int) -> None:
-        """Continue from the empty set with batch `seq`: earlier blocks are missing, and nothing held is false."""
+        """Continue from the empty set with batch `seq`: earlier blocks are missing, but no wrong ones are held."""
         self._empty()
         self.exact = seq == 0
         self._beat = None
@@ -390,7 +390,7 @@ class Subscription:
         self._out.append(RequestSnapshot())
 
     def _collect(self, chunk: SnapshotChunk) -> None:
-        """Put a part behind the ones we have; a part that does not belong there voids them, and we ask again later."""
+        """Append a chunk to those collected. If it does not follow them, discard them and wait for the next request."""
         last = self._parts[-1] if self._parts else None
         if last is None or (last.epoch, last.seq, last.index + 1) != (chunk.epoch, chunk.seq, chunk.index):
             self._parts.clear()
@@ -413,7 +413,7 @@ class Subscription:
         self._advance()
 
     def _wait_on(self) -> None:
-        """An answer is awaited: ask again when it does not come on."""
+        """Count a tick of waiting for an answer, and repeat the request when there is no progress."""
         self._waited_ticks += 1
         if self._waited_ticks < self._reach.answer_ticks:
             return
@@ -424,23 +424,23 @@ class Subscription:
         else:
             self._give_up_replay()
 
-    # Incarnations, proofs, status.
+    # Epochs, heartbeats and status.
 
     def _enter(self, epoch: int | None) -> None:
-        """A message of another incarnation than ours, and not of a former one."""
+        """Handle a message of an epoch that is neither the current one nor a retired one."""
         if self.cursor.epoch is None and self.cursor.expected in (None, 0):
-            self.cursor = Cursor(epoch, self.cursor.expected)  # the first that we learn of
+            self.cursor = Cursor(epoch, self.cursor.expected)  # the first known epoch
             return
         self._disproofs = self._pause_ticks = 0
         if self.cursor.epoch is not None:
             self._retired[self.cursor.epoch] = _RETIRED_TICKS
         self.cursor = Cursor(epoch, None)
         if self._reach.snapshot:
-            self._empty()  # until the snapshot comes, nothing is a better guess than what its predecessor held
+            self._empty()  # until the snapshot comes, an empty set is a better guess than the old publisher's blocks
         self._begin()
 
     def _check_beat(self) -> None:
-        """Compare with a heartbeat when we stand where it was made; keep one that is ahead of us."""
+        """Compare digests if we are at the heartbeat's position. Keep one that is ahead, drop one that is behind."""
         beat, expected = self._beat, self.cursor.expected
         if beat is None or expected is None:
             return
@@ -457,9 +457,9 @@ class Subscription:
             self._disprove()
 
     def _disprove(self) -> None:
-        """Ask for a snapshot: at once the first time, after ever longer pauses while snapshots do not help.
+        """Request a snapshot: at once the first time, then after longer and longer pauses while snapshots do not help.
 
-        A publisher whose digest never agrees would otherwise send its whole set with every heartbeat.
+        Otherwise, a publisher whose digest never agrees would send its whole set after every heartbeat.
         """
         self._disproofs += 1
         pause_ticks = 0
@@ -477,7 +477,7 @@ class Subscription:
         self._heard = True
 
     def _done(self) -> list[Instruction]:
-        """The instructions collected, with a change of status at their end."""
+        """Return the collected instructions, followed by a status change if there is one."""
         status = self._present_status()
         if status is not self.status:
             self.status = status
@@ -489,18 +489,18 @@ class Subscription:
         if self._silent:
             return FeedStatus.STALE
         if not self._heard and not self._reach.heartbeats and self._reach.replay and self._waiting is _Waiting.NOTHING:
-            return FeedStatus.STALE  # asked for its past, and never heard
+            return FeedStatus.STALE  # a replay was requested, but nothing was ever received
         if self._waiting is not _Waiting.NOTHING or self.cursor.expected is None or self._pause_ticks:
             return FeedStatus.SYNCING
         return FeedStatus.LIVE
 
     def check(self) -> None:
-        """Assert the invariants between two messages."""
+        """Assert the invariants that hold between two messages."""
         expected = self.cursor.expected
         assert len(self._buffer) <= self._reach.buffer_batches, f"{len(self._buffer)} batches wait"
         if expected is not None:
             early = [seq for seq in self._buffer if seq < expected]
             assert not early, f"batches {early} wait, {expected} is next"
         if self._waiting is _Waiting.NOTHING:
-            assert not self._buffer, f"batches {sorted(self._buffer)} wait without a request under way"
+            assert not self._buffer, f"batches {sorted(self._buffer)} wait without a pending request"
         assert not self._out, f"instructions were left behind: {self._out}"

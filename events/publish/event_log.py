@@ -1,8 +1,8 @@
 """A publisher's event log: numbers batches, keeps the last ones for replay, and maintains the set of resident blocks.
 
-Pure: changes in, payloads and snapshots out; the time comes in by parameter. Knows no socket and no thread.
+Pure: changes in, payloads and snapshots out; time is a parameter. Has no sockets or threads.
 
-The set changes when a batch gets its number, so whatever is read between two commits (heartbeat, snapshot, replay) is
+The set changes when a batch gets its number, so anything read between two commits (heartbeat, snapshot, replay) is
 exact at `last_seq`.
 """
 
@@ -32,8 +32,8 @@ from ..wire.messages import (
 )
 from .step_changes import AllCleared, Change, Lost, RemovedBlocks, Step, StoredBlocks, arrange
 
-#: Blocks in one part of a snapshot: about 40 KiB without token ids. Not measured; a publisher keeps sending events
-#: between two parts, so smaller is gentler.
+#: Blocks in one snapshot chunk: about 40 KiB without token ids. Not measured. The publisher sends events between two
+#: chunks, so smaller chunks delay them less.
 SNAPSHOT_CHUNK_BLOCKS = 2048
 
 
@@ -42,13 +42,13 @@ class Sent(NamedTuple):
     payload: bytes
 
 
-#: A resident block: its hash, its parent's hash, its token bytes. A plain tuple, because making one is a third of what
-#: folding a block costs.
+#: A resident block: its hash, its parent's hash and its token bytes. A plain tuple, because creating one is a third of
+#: the cost of storing a block.
 _Resident = tuple[bytes, bytes | None, bytes]
 
 
 class EventLog:
-    """All that a publisher knows about its own stream."""
+    """A publisher's state: its sequence number, history and resident blocks."""
 
     def __init__(self, settings: EventsSettings, *, epoch: int, block_size: int, medium: str) -> None:
         self.epoch = epoch
@@ -58,14 +58,14 @@ class EventLog:
         self._hash_only = settings.hash_only
         self._as_bytes = settings.hash_format == "bytes"
         self._history: deque[Sent] = deque(maxlen=settings.replay_batches)
-        #: by the block's name on the wire
+        #: by wire hash
         self._residents: dict[int, _Resident] = {}
-        #: XOR of these names
+        #: XOR of these wire hashes
         self._xor = 0
         self._encode = msgspec.msgpack.Encoder().encode
 
     def commit(self, step: Step, ts: float) -> Sent:
-        """Number, fold and encode one step."""
+        """Number one step, apply it to the resident blocks and encode it."""
         changes = arrange(step)
         for change in changes:
             self._fold(change)
@@ -74,21 +74,21 @@ class EventLog:
         return sent
 
     def lose(self, lost: Lost) -> None:
-        """Fold what will not be sent and use up its sequence numbers, so that readers notice the gap."""
+        """Apply steps that will not be sent and use up their sequence numbers, so that subscribers notice the gap."""
         for change in lost.changes():
             self._fold(change)
         for _ in range(lost.batches):
             self._next_seq()
 
     def replay(self, since: int) -> Iterator[Sent]:
-        """What is still kept from `since` on, as of now."""
+        """Iterate over a copy of the kept batches from number `since` on."""
         return iter([sent for sent in self._history if sent.seq >= since])
 
     def heartbeat(self, ts: float) -> Heartbeat:
         return Heartbeat(epoch=self.epoch, seq=self.last_seq, blocks=len(self._residents), digest=self._xor, ts=ts)
 
     def snapshot(self, *, token_ids: bool, chunk_blocks: int = SNAPSHOT_CHUNK_BLOCKS) -> Iterator[SnapshotChunk]:
-        """The resident set as of now, whatever is committed while the parts are read; at least one part."""
+        """Iterate over the chunks, at least one, of the present resident set. Later commits do not affect them."""
         blocks = self._parents_first()
         seq = self.last_seq
         starts = range(0, max(len(blocks), 1), chunk_blocks)
@@ -136,7 +136,7 @@ class EventLog:
                 assert_never(change)
 
     def _contents(self, change: StoredBlocks) -> Iterable[bytes]:
-        """Each block's token bytes, where they are kept."""
+        """Return each block's token bytes, empty if they are not kept."""
         _, hashes, tokens = change
         if self._hash_only or not tokens:
             return repeat(b"", len(hashes))
@@ -144,9 +144,9 @@ class EventLog:
         return [content for (content,) in struct.iter_unpack(f"{stride}s", tokens)]
 
     def _parents_first(self) -> list[_Resident]:
-        """The resident blocks, no block before its own parent.
+        """Return the resident blocks, each after its parent.
 
-        Insertion order is nearly that; a parent that went and came back while its child stayed is the exception.
+        Insertion order suffices, unless a parent was removed and stored again while its child stayed.
         """
         ordered: list[_Resident] = []
         done: set[int] = set()
@@ -189,7 +189,7 @@ class EventLog:
         return list(hashes) if self._as_bytes else list(_names(hashes))
 
     def check(self) -> None:
-        """Assert that the digest is that of the resident blocks, and that the history is in order."""
+        """Assert that the digest matches the resident blocks and that the history is in order."""
         digest = reduce(operator.xor, self._residents, 0)
         assert digest == self._xor, f"digest {self._xor:#x}, the resident blocks give {digest:#x}"
         numbers = [sent.seq for sent in self._history]
@@ -197,7 +197,7 @@ class EventLog:
 
 
 def _names(hashes: Sequence[bytes]) -> tuple[int, ...]:
-    """Last 8 bytes of each hash as an unsigned int; one C call for hashes of 16 bytes."""
+    """Return the last 8 bytes of each hash as an unsigned int; one C call for hashes of 16 bytes."""
     joined = b"".join(hashes)
     if len(joined) == 16 * len(hashes):
         names: tuple[int, ...] = struct.unpack(f">{len(joined) // 8}Q", joined)[1::2]
@@ -206,7 +206,7 @@ def _names(hashes: Sequence[bytes]) -> tuple[int, ...]:
 
 
 def _token_ids(tokens: bytes) -> list[int]:
-    """uint32 little-endian to ints. Raises ValueError when `tokens` is no whole number of ids."""
+    """Decode uint32 little-endian. Raises ValueError when `tokens` is not a whole number of ids."""
     ids = array("I")
     ids.frombytes(tokens)
     if sys.byteorder == "big":

@@ -1,10 +1,10 @@
 """The publishing side of the stream: one thread and its four sockets around an `EventLog`.
 
-The engine's thread hands over changes and load reports and never waits: a full mailbox turns into a numbered gap
-(step_changes.py), and a new load report replaces one that was not sent yet. Everything else happens on the publisher's
-thread, which waits in one poll over its sockets and a wake-up pipe.
+The engine's thread submits changes and load reports and never waits: a full mailbox becomes a numbered gap
+(step_changes.py), and a new load report replaces an unsent one. Everything else runs on the publisher's thread, which
+polls its sockets and a wake-up pipe.
 
-Order, sequence numbers and residency are decided by event_log.py.
+event_log.py determines order, sequence numbers and residency.
 """
 
 import logging
@@ -31,13 +31,13 @@ from .step_changes import AllCleared, Lost, Mailbox, RemovedBlocks, Step, Stored
 
 log = logging.getLogger(__name__)
 
-#: Readers send subscriptions and short questions; a larger frame ends the connection that it comes on.
+#: Subscribers send subscriptions and short requests; a larger frame closes its connection.
 MAX_QUESTION_BYTES = 64 * 1024
-#: While a slow reader's answer waits for room, it is tried again this often.
+#: Interval of retrying to send an answer while a slow reader's queue is full.
 _RETRY_S = 0.005
-#: Parts of a snapshot that wait in one reader's socket; with token ids a part is 200 KiB.
+#: Snapshot chunks queued per reader; a chunk with token ids has about 200 KiB.
 _SNAPSHOT_PARTS_QUEUED = 32
-#: Entries sent before requests and heartbeats get their turn.
+#: Mailbox entries sent before requests and heartbeats are handled.
 _ENTRIES_PER_TURN = 256
 
 
@@ -55,7 +55,7 @@ class Waker:
         self._lock = threading.Lock()
 
     def poke(self) -> None:
-        """From any thread, also after `close`."""
+        """Wake the thread. May be called from any thread, even after `close`."""
         if self._poked:
             return
         # The lock keeps a late poke from writing to a descriptor that was closed and reused.
@@ -65,13 +65,13 @@ class Waker:
                 os.write(self._write, b"\0")
 
     def clear(self) -> bool:
-        """By the sleeper, before it looks at what it was woken for: a poke that comes later wakes it again.
+        """Reset the waker. The woken thread calls this before it looks for work, so that a later poke wakes it again.
 
-        False: there was no poke.
+        Returns False if there was no poke.
         """
         if not self._poked:
             return False
-        with self._lock:  # `poke` writes under it, so that the byte is there
+        with self._lock:  # `poke` holds it while writing, so the byte has been written
             self._poked = False
             os.read(self.read, 64)
         return True
@@ -86,7 +86,7 @@ class Waker:
 class EventPublisher:
     """Publishes one replica's cache events, heartbeats and load. `stored` … `report` never block.
 
-    `stored`, `removed`, `cleared` and `flush` belong to one thread (the engine's); `report` and `close` to any.
+    Only one thread (the engine's) may call `stored`, `removed`, `cleared` and `flush`; any may call the other methods.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class EventPublisher:
         self._sockets: _Sockets | None = None
 
     def start(self) -> EventEndpoints:
-        """Bind, start the thread, say where. Raises EndpointUnusable. May be called once."""
+        """Bind, start the thread and return the addresses. May be called only once. Raises EndpointUnusable."""
         assert self._thread is None, "a publisher starts once"
         if self._ipc_dir is None:
             addresses = [tcp_address(self._host)] * len(SOCKET_NAMES)
@@ -131,24 +131,24 @@ class EventPublisher:
         return sockets.endpoints
 
     def stored(self, parent: bytes | None, hashes: Sequence[bytes], tokens: bytes) -> None:
-        """The KV of these consecutive blocks is there. `parent` None: the first of them starts a prompt."""
+        """Consecutive blocks became resident. `parent` is None if the first of them starts a prompt."""
         assert len(tokens) % (4 * len(hashes) or 4) == 0, f"{len(tokens)} token bytes for {len(hashes)} blocks"
         if self._settings.publish_events and hashes:
             self._step.append(StoredBlocks(parent, tuple(hashes), bytes(tokens)))
 
     def removed(self, hashes: Sequence[bytes]) -> None:
-        """The last copies of these blocks are gone."""
+        """The last copies of these blocks were evicted."""
         if self._settings.publish_events and hashes:
             self._step.append(RemovedBlocks(tuple(hashes)))
 
     def cleared(self) -> None:
-        """The cache was reset. Sent at once: an idle engine has no step that would flush it."""
+        """The cache was emptied. Sent at once, because an idle engine has no steps that would flush it."""
         if self._settings.publish_events:
             self._step.append(AllCleared())
             self.flush()
 
     def flush(self) -> None:
-        """End of a step: what was collected becomes one batch. Without changes, none."""
+        """Send the changes collected since the last flush as one batch, if any. Call it at the end of a step."""
         if not self._step:
             return
         step, self._step = self._step, []
@@ -157,13 +157,13 @@ class EventPublisher:
         self._poke()
 
     def report(self, load: LoadReport) -> None:
-        """Send this load now, and again with each heartbeat until the next."""
+        """Send this load report now, and again with each heartbeat until the next report."""
         self._load = load
         self._new_load = True
         self._poke()
 
     def close(self) -> None:
-        """Send what was flushed, stop the thread, give sockets and files back. Harmless when repeated."""
+        """Send what was flushed, stop the thread, and release sockets and files. May be repeated."""
         thread, self._thread = self._thread, None
         if thread is None or self._waker is None:
             return
@@ -178,7 +178,7 @@ class EventPublisher:
         if waker is not None:
             waker.poke()
 
-    # The publisher's thread from here on.
+    # The methods below run on the publisher's thread.
 
     def _run(self, sockets: "_Sockets") -> None:
         assert self._waker is not None, "the thread starts after its waker"
@@ -206,7 +206,7 @@ class EventPublisher:
             sockets.close()
 
     def _send_batches(self, sockets: "_Sockets") -> bool:
-        """Send what waits; True when more may be waiting."""
+        """Send the waiting batches. Returns True when more may be waiting."""
         for _ in range(_ENTRIES_PER_TURN):
             entry = self._mailbox.take()
             if entry is None:
@@ -215,7 +215,7 @@ class EventPublisher:
                 self._log.lose(entry)
                 continue
             seq, payload = self._log.commit(entry, self._clock())
-            # A PUB drops for readers above their mark and never blocks; they see the hole.
+            # A PUB never blocks: it drops messages to readers above their high-water mark, and they see the gap.
             sockets.pub.send_multipart([events_topic(self._epoch), encode_seq(seq), payload], copy=False)
         return True
 
@@ -225,7 +225,7 @@ class EventPublisher:
             sockets.send_state(LOAD_TOPIC, self._load)
 
     def _answer(self, sockets: "_Sockets") -> None:
-        """Take requests in and move answers on."""
+        """Accept requests and continue sending answers."""
         for sender, answer in ((sockets.replays, self._replay), (sockets.snapshots, self._snapshot)):
             for frames in sender.requests():
                 try:
@@ -250,16 +250,16 @@ class EventPublisher:
 
 
 class _Sockets:
-    """The publisher's sockets, on a context of their own: when it ends, every socket, thread and file of it is gone."""
+    """The publisher's sockets, on a separate context: closing it removes all its sockets, threads and files."""
 
     def __init__(self, settings: EventsSettings, addresses: Sequence[str], keys: ServerKeys | None) -> None:
         self._context = zmq.Context()
         self._keys = keys
-        #: None when nothing is encrypted, or every client is accepted
+        #: None when encryption is off or every client is accepted
         self.authenticator = (
             CurveAuthenticator(self._context, keys.allowed) if keys is not None and keys.allowed is not None else None
         )
-        # libzmq leaves the files of a context that ends; a readers' address must not outlive its publisher.
+        # libzmq leaves the files of a closed context, but an address must not outlive its publisher.
         self._files = [Path(a.removeprefix("ipc://")) for a in addresses if a.startswith("ipc://")]
         self.pub = self._socket(zmq.PUB, settings.send_high_water_mark)
         self._state = self._socket(zmq.PUB, 1000)
@@ -290,7 +290,7 @@ class _Sockets:
         return sock
 
     def wait(self, timeout_s: float) -> None:
-        """Until a request, the waker, the timeout, or soon if an answer waits for room."""
+        """Wait for a request, the waker or the timeout; only briefly while an answer is unsent."""
         if self.replays or self.snapshots:
             timeout_s = min(timeout_s, _RETRY_S)
         self.poller.poll(max(0, int(timeout_s * 1000 + 0.999)))

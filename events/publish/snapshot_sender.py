@@ -1,8 +1,8 @@
 """Sends long answers (snapshots, replays) to slow readers, without blocking and without dropping messages.
 
-A ROUTER silently drops what exceeds a reader's high-water mark, as a replay of thousands of batches does. Here each
-answer is an iterator that advances while its reader has room, and is dropped after `STALL_S` without room: readers that
-ask and never read must not keep the publisher busy or others waiting. Knows neither the answers' content nor a clock.
+By default, a ROUTER silently drops messages above a reader's high-water mark, which thousands of replayed batches
+exceed. Here, each answer is an iterator that advances while the reader's queue has room and is dropped after `STALL_S`
+without room: readers that never read must not keep the publisher busy or delay others. No clock; content is opaque.
 """
 
 import logging
@@ -12,17 +12,17 @@ import zmq
 
 log = logging.getLogger(__name__)
 
-#: Readers served at one time; the rest wait in their sockets. More routers than that are not expected.
+#: Readers served at a time; further requests wait in their sockets. More routers than this are not expected.
 _MAX_OPEN = 256
-#: Messages moved for one reader before the next gets its turn.
+#: Messages sent to one reader before the next is served.
 _MESSAGES_PER_TURN = 64
 _REQUESTS_PER_TURN = 64
-#: The answer to a reader that took nothing for this long is dropped; a live reader asks again. Not measured.
+#: Time without progress after which an answer is dropped; a live reader repeats its request. Not measured.
 STALL_S = 5.0
 
 
 class SnapshotSender:
-    """The answers under way on one ROUTER socket. False when there are none."""
+    """The unfinished answers on one ROUTER socket. Its truth value is False when there are none."""
 
     def __init__(self, router: "zmq.Socket[bytes]") -> None:
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -44,12 +44,12 @@ class SnapshotSender:
                 return
 
     def start(self, identity: bytes, answer: Iterator[list[bytes]]) -> None:
-        """Answer this reader; an earlier answer under way is dropped."""
+        """Start an answer to this reader. Drops an unfinished earlier answer to it."""
         self._forget(identity)
         self._open[identity] = answer
 
     def advance(self, now_s: float) -> None:
-        """Move every answer on as far as its reader has room. `now_s`: of any clock that never goes back."""
+        """Send as much of every answer as its reader has room for. `now_s` is the time of any monotonic clock."""
         for identity in list(self._open):
             finished = self._finished(identity)
             if not finished and now_s - self._stuck_since.setdefault(identity, now_s) >= STALL_S:

@@ -1,10 +1,10 @@
-"""What one step changed in the cache, on its way from the engine's thread to the publisher's thread.
+"""The cache changes of one step, passed from the engine's thread to the publisher's thread.
 
-Pure values, and `Mailbox`, the only object that both threads touch: bounded, never blocking.
+Pure values, and `Mailbox`, the only object that both threads use: bounded and never blocking.
 
 When the mailbox is full, further steps are merged into one `Lost` entry. Their batches are never sent (each uses up a
-sequence number, so that readers notice the gap), but their net effect is kept, so that the publisher's own record stays
-exact. A `Lost` entry is bounded by the cache's capacity, however long the publisher's thread is delayed.
+sequence number, so that subscribers notice the gap), but their net effect is kept, so that the publisher's own record
+stays exact. The cache's capacity bounds a `Lost` entry, however long the publisher's thread is delayed.
 """
 
 import threading
@@ -14,7 +14,7 @@ from typing import NamedTuple, assert_never
 
 
 class StoredBlocks(NamedTuple):
-    """Consecutive blocks of one chain. `tokens`: uint32 little-endian of all of them, or empty."""
+    """Consecutive blocks of one chain. `tokens` holds the ids of all of them as uint32 little-endian, or is empty."""
 
     parent: bytes | None
     hashes: tuple[bytes, ...]
@@ -22,13 +22,13 @@ class StoredBlocks(NamedTuple):
 
 
 class RemovedBlocks(NamedTuple):
-    """Blocks whose last copy went."""
+    """Blocks whose last copy was evicted."""
 
     hashes: tuple[bytes, ...]
 
 
 class AllCleared(NamedTuple):
-    """The cache was reset."""
+    """The cache was emptied."""
 
 
 Change = StoredBlocks | RemovedBlocks | AllCleared
@@ -36,9 +36,9 @@ Step = list[Change]
 
 
 def arrange(step: Step) -> Step:
-    """The same net effect with removals coalesced: what was there before goes first, what came in this step last.
+    """Return changes with the same net effect and coalesced removals: older blocks first, blocks of this step last.
 
-    A reset makes everything before it void. The result is at most [reset, removal, stores…, removal].
+    A reset cancels everything before it. The result is at most [reset, removal, stores…, removal].
     """
     if len(step) < 2:
         return step
@@ -47,8 +47,8 @@ def arrange(step: Step) -> Step:
     rest = step if reset is None else step[reset + 1 :]
     if not any(isinstance(change, RemovedBlocks) for change in rest):
         return head + rest
-    before: dict[bytes, None] = {}  # removed, and there before this step
-    after: dict[bytes, None] = {}  # removed, and stored in this step
+    before: dict[bytes, None] = {}  # removed, stored before this step
+    after: dict[bytes, None] = {}  # removed, stored in this step
     stores: Step = []
     stored: set[bytes] = set()
     for change in rest:
@@ -72,12 +72,12 @@ def arrange(step: Step) -> Step:
 
 @dataclass(slots=True)
 class Lost:
-    """Steps that will not be sent, as their net effect."""
+    """The net effect of steps that will not be sent."""
 
-    batches: int = 0  #: sequence numbers they use up
+    batches: int = 0  #: sequence numbers that the steps use up
     cleared: bool = False
-    removed: dict[bytes, None] = field(default_factory=dict)  #: were there before the first of these steps
-    stored: dict[bytes, StoredBlocks] = field(default_factory=dict)  #: one block each, in the order of storing
+    removed: dict[bytes, None] = field(default_factory=dict)  #: blocks resident before the first of these steps
+    stored: dict[bytes, StoredBlocks] = field(default_factory=dict)  #: one block each, in storage order
 
     def add(self, step: Step) -> None:
         self.batches += 1
@@ -91,7 +91,7 @@ class Lost:
                         parent = block
                 case RemovedBlocks(hashes):
                     for block in hashes:
-                        # What these steps stored was not there before them, unless it is in `removed` already.
+                        # A block stored by these steps was not resident before them, unless already in `removed`.
                         if self.stored.pop(block, None) is None:
                             self.removed[block] = None
                 case AllCleared():
@@ -108,7 +108,7 @@ class Lost:
 
 
 class Mailbox:
-    """Steps from one thread to another: `put` never waits, `take` returns None when there is nothing."""
+    """A queue of steps between two threads: `put` never waits, `take` returns None when the queue is empty."""
 
     __slots__ = ("_limit", "_lock", "_queue", "lost_batches")
 
@@ -116,14 +116,14 @@ class Mailbox:
         self._limit = limit
         self._queue: deque[Step | Lost] = deque()
         self._lock = threading.Lock()
-        #: batches that were never sent, in all
+        #: total number of batches that were never sent
         self.lost_batches = 0
 
     def __len__(self) -> int:
         return len(self._queue)
 
     def put(self, step: Step) -> bool:
-        """Hand one step over; False when the queue was full and it was merged into a loss."""
+        """Append one step. Returns False when the queue was full and the step was merged into a `Lost` entry."""
         with self._lock:
             if len(self._queue) < self._limit:
                 self._queue.append(step)

@@ -1,7 +1,7 @@
-"""Subscriber SDK for a whole cluster: `async for record in follow(url)`, and its synchronous twin.
+"""Subscriber SDK for a whole cluster: `async for record in follow(url)`, and its synchronous version.
 
-Every event of every replica, with replica and epoch, across failures and rebuilds. A replica that is gone yields a
-`Cleared` marked `resync`, so that folding the records is enough. A thin shell around `ClusterFeed`.
+Yields every event of every replica, with replica and epoch, across failures and restarts. A replica that leaves yields
+a `Cleared` marked `resync`, so that applying the records suffices. A thin shell around `ClusterFeed`.
 """
 
 import asyncio
@@ -24,13 +24,13 @@ _GONE = StreamEvent(None, None, Cleared(), resync=True)
 
 
 class Inbox:
-    """The `ClusterSink` of a stream: a bounded backlog for each replica, taken from in turn."""
+    """The `ClusterSink` of a stream: one bounded backlog per replica, served in turn."""
 
     def __init__(self, backlog_batches: int, call_soon: Callable[[Callable[[], None]], object]) -> None:
         self._limit = backlog_batches
         self._call_soon = call_soon
         self._arrivals = Arrivals()
-        #: The stream has ended: the consumer gets this error after the waiting records.
+        #: End the stream: the consumer gets this error after the waiting records.
         self.fail = self._arrivals.fail
         self._backlogs: dict[Source, Backlog] = {}
         self._left: deque[Source] = deque()
@@ -54,7 +54,7 @@ class Inbox:
     def malformed(self, source: Source, error: EventError) -> None: ...
 
     async def get(self) -> list[Recorded]:
-        """The next records: of replicas that left, then a batch of each other. Raises the error given to `fail`."""
+        """Return the next records: of replicas that left, then a batch of each other. Raises the error of `fail`."""
         return await self._arrivals.wait_for(self._take)
 
     def _take(self) -> list[Recorded] | None:
@@ -76,10 +76,10 @@ async def follow(
     refresh_s: float = REFRESH_S,
     ask: Callable[[], Any] | None = None,
 ) -> AsyncGenerator[Recorded, None]:
-    """Every event of the replicas (`replicas`: of these alone) behind the router at `url`, from their present state on.
+    """Yield every event of the replicas behind the router at `url`, starting with their present state.
 
-    `refresh_s`: interval of asking the router for its replicas; `ask` replaces the request, for own certificates.
-    Raises ClusterUnreachable when the router stops answering, and KeysRefused. Leaving the loop closes everything.
+    `replicas`: follow only these. `refresh_s`: interval of requesting the list. `ask` replaces that request, for
+    example to trust other certificates. Leaving the loop closes everything. Raises ClusterUnreachable and KeysRefused.
     """
     loop = asyncio.get_running_loop()
     inbox = Inbox(backlog_batches, loop.call_soon)

@@ -1,7 +1,7 @@
-"""One publisher's stream as a plain sequence of events, resync included: what the SDK yields, prints and records.
+"""One publisher's stream as a plain sequence of events, including resyncs: the form that the SDK yields and records.
 
-Pure. A resync (late join, restart, hole out of reach) becomes a `Cleared` followed by the `Stored` of all that is
-held, marked `resync`, so that consumers that fold events need no special case.
+Pure. A resync (late join, restart, or a gap that replay cannot close) becomes a `Cleared` followed by the `Stored` of
+all held blocks, marked `resync`, so that consumers that apply events need no special case.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,16 +16,16 @@ from ..wire.messages import SnapshotBlock
 
 
 class StreamEvent(msgspec.Struct, frozen=True):
-    """An event with its place in the stream."""
+    """An event with its position in the stream."""
 
-    seq: int | None  #: batch number; in a resync the number up to which it is complete (None: before the first)
-    ts: float | None  #: the publisher's time, seconds since 1970; None in a resync
+    seq: int | None  #: batch number; in a resync, the last number it includes (None: before the first batch)
+    ts: float | None  #: the publisher's time in seconds since 1970; None in a resync
     event: CacheEvent
     resync: bool = False
 
 
 def stream_events(instruction: Apply | Reset) -> Iterator[StreamEvent]:
-    """The events of one instruction of a subscription."""
+    """Yield the events of one instruction of a subscription."""
     match instruction:
         case Apply(seq, ts, events):
             for event in events:
@@ -39,7 +39,7 @@ def stream_events(instruction: Apply | Reset) -> Iterator[StreamEvent]:
 
 
 def chains(blocks: Sequence[SnapshotBlock]) -> Iterator[Stored]:
-    """A snapshot as `Stored` events, one for each run of blocks that follow each other."""
+    """Convert a snapshot to `Stored` events, one for each run of consecutive blocks of a chain."""
     run: list[SnapshotBlock] = []
     for block in blocks:
         if run and block.parent != run[-1].block_hash:
@@ -61,7 +61,7 @@ def _chain(run: Sequence[SnapshotBlock]) -> Stored:
 
 
 def describe(replica: str, item: StreamEvent, zone: tzinfo | None = None) -> str:
-    """One readable line: `12:01:02.345 r0 #41 stored 2 blocks after 9f3a1c02… (32 tokens)`. `zone` None: local time."""
+    """Format as a line: `12:01:02.345 r0 #41 stored 2 blocks after 9f3a1c02… (32 tokens)`. `zone` None: local time."""
     time = "--:--:--.---"
     if item.ts is not None:
         time = datetime.fromtimestamp(item.ts, zone).strftime("%H:%M:%S.%f")[:-3]

@@ -1,6 +1,6 @@
-"""A stream as JSON lines, one event a line, and back: `homing watch --json`, recordings, offline tools. Pure.
+"""Converts a stream to JSON lines, one event per line, and back: for `homing watch --json` and recordings. Pure.
 
-Hashes and epochs are 16 hex digits: as numbers, readers that use doubles (JavaScript, jq) would round them.
+Hashes and epochs are written as 16 hex digits: programs that use doubles (JavaScript, jq) would round numbers.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,7 +14,7 @@ from ..wire.cache_events import EVENT_NAMES, CacheEvent
 from .plain_stream import StreamEvent
 
 _KINDS: dict[str, type[CacheEvent]] = dict(zip(EVENT_NAMES, get_args(CacheEvent), strict=True))
-#: Kinds of lines about the stream itself, beside those about blocks.
+#: Kinds of lines about the stream itself rather than about blocks.
 REMARKS = frozenset({"joined", "gone", "status", "malformed", "refused", "rates"})
 
 
@@ -23,7 +23,7 @@ class Recorded(NamedTuple):
 
     replica: str
     item: StreamEvent
-    epoch: int | None = None  #: changes with a rebuild; None: not known
+    epoch: int | None = None  #: changes when the replica restarts; None if unknown
 
 
 class _Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -45,18 +45,18 @@ class _Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def to_line(record: Recorded) -> bytes:
-    """One JSON object without a newline."""
+    """Encode a record as one JSON object, without a newline."""
     return msgspec.json.encode(_line(record))
 
 
 def remark(replica: str, epoch: int, kind: str, **fields: str | float | None) -> bytes:
-    """A line about a replica's stream, in the same shape. `kind` is one of `REMARKS`."""
+    """Encode a line about a replica's stream, of the same shape. `kind` is one of `REMARKS`."""
     assert kind in REMARKS, kind
     return msgspec.json.encode({"replica": replica, "epoch": _hex(epoch), "event": kind, **fields})
 
 
 def from_line(line: bytes | str) -> Recorded | None:
-    """Inverse of `to_line` (extra keys of blocks are not recorded); None for a remark. Raises BadRecord."""
+    """Inverse of `to_line` (which omits `extra_keys`). Returns None for a remark. Raises BadRecord."""
     try:
         raw = msgspec.json.decode(line, type=dict[str, Any])
         if raw.get("event") in REMARKS:
@@ -69,7 +69,7 @@ def from_line(line: bytes | str) -> Recorded | None:
 
 
 def read_lines(lines: Iterable[bytes | str]) -> Iterator[Recorded]:
-    """Records of a file or a pipe; remarks and empty lines are skipped. Raises BadRecord with the line's number."""
+    """Yield the records of a file or pipe, skipping remarks and empty lines. Raises BadRecord with the line number."""
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -82,7 +82,7 @@ def read_lines(lines: Iterable[bytes | str]) -> Iterator[Recorded]:
 
 
 def rebuild(records: Iterable[Recorded]) -> dict[str, CacheMirror]:
-    """What every replica holds after these records."""
+    """Return the blocks that each replica holds after these records."""
     mirrors: dict[str, CacheMirror] = {}
     for record in records:
         mirrors.setdefault(record.replica, CacheMirror()).apply(record.item.event)
@@ -108,7 +108,7 @@ def _line(record: Recorded) -> _Line:
 
 
 def _event(line: _Line) -> CacheEvent:
-    """Raises KeyError for an event type that is not ours."""
+    """Raises KeyError for an unknown event type."""
     kind = _KINDS[line.event]
     fields = {name: getattr(line, name) for name in _recorded_fields(kind)}
     if "hashes" in fields:

@@ -1,9 +1,9 @@
-"""Subscriber SDK for one publisher: `async for item in subscribe(endpoints)` and its synchronous twin.
+"""Subscriber SDK for one publisher: `async for item in subscribe(endpoints)` and its synchronous version.
 
 A thin shell around `EventFeed`; follow_cluster.py follows a whole cluster.
 
-Resyncs happen inside and are yielded as events (plain_stream.py). Leaving the loop closes the sockets; with
-`async for`, wrap the stream in `contextlib.aclosing` so that this happens at once and not at garbage collection.
+Resyncs are automatic and yielded as events (plain_stream.py). Leaving the loop closes the sockets. With `async for`,
+wrap the stream in `contextlib.aclosing`, so that this happens immediately rather than at garbage collection.
 """
 
 import asyncio
@@ -25,30 +25,30 @@ log = logging.getLogger(__name__)
 Item = TypeVar("Item")
 Params = ParamSpec("Params")
 
-#: Batches that may wait for a slow consumer; beyond that they are dropped and it is resynced. Not measured.
+#: Batches that may wait for a slow consumer; if there are more, all are dropped and it is resynced. Not measured.
 BACKLOG_BATCHES = 100_000
-#: A replica that died is rebuilt within a minute or not at all; a cut connection comes back sooner.
+#: Default of `patience_s`: a failed replica restarts within a minute or not at all; a lost connection returns sooner.
 PATIENCE_S = 60.0
 
 
 class Arrivals:
-    """Wakes the one consumer of one or several backlogs, and ends its stream."""
+    """Wakes the single consumer of one or more backlogs, and ends its stream."""
 
     def __init__(self) -> None:
         self._arrived = asyncio.Event()
         self._failure: Exception | None = None
 
     def note(self) -> None:
-        """There is something to take."""
+        """Wake the consumer: an item is waiting."""
         self._arrived.set()
 
     def fail(self, error: Exception) -> None:
-        """The stream has ended: the consumer gets this error after what waits."""
+        """End the stream: the consumer gets this error after the waiting items."""
         self._failure = error
         self._arrived.set()
 
     async def wait_for(self, take: Callable[[], Item | None]) -> Item:
-        """The next that `take` finds. Raises the error given to `fail`."""
+        """Wait until `take` returns an item, and return it. Raises the error given to `fail`."""
         while (found := take()) is None:
             if self._failure is not None:
                 raise self._failure
@@ -66,17 +66,17 @@ class Backlog:
         self._arrivals = arrivals
         self._waiting: deque[Apply | Reset] = deque()
         self._broken = False
-        #: times that the consumer was too slow
+        #: number of times that the consumer was too slow
         self.overruns = 0
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def put(self, instruction: Apply | Reset) -> None:
-        """Append; without room, drop everything and request a resync."""
+        """Append an instruction. If the backlog overflows, drop everything and request a resync."""
         if isinstance(instruction, Reset):
             self._broken = False
-            self._waiting.clear()  # void by now
+            self._waiting.clear()  # the reset supersedes them
         if self._broken:
             return
         self._waiting.append(instruction)
@@ -136,11 +136,11 @@ async def subscribe(
     patience_s: float | None = PATIENCE_S,
     keys: KeyPair | None = None,
 ) -> AsyncGenerator[StreamEvent, None]:
-    """Every event of one publisher, from its present state on, without holes; ends only when it is left.
+    """Yield every event of one publisher, starting with its present state, without gaps. Never ends by itself.
 
-    `counted`, `topic`: for foreign publishers; `keys`: for encrypted ones; as in `EventFeed`. Raises EndpointUnusable,
-    KeysRefused when the publisher does not accept the keys, and PublisherGone after `patience_s` without a message
-    (None: waits for ever), as a publisher that was rebuilt elsewhere has other addresses.
+    `counted`, `topic` (for other engines' publishers) and `keys` (for encrypted ones) are as in `EventFeed`. Raises
+    EndpointUnusable, KeysRefused when the publisher does not accept the keys, and PublisherGone after `patience_s`
+    without a message (None waits forever), because a publisher that was restarted elsewhere has other addresses.
     """
     loop = asyncio.get_running_loop()
     arrivals = Arrivals()
@@ -166,7 +166,7 @@ async def subscribe(
 
 
 def without_loop(stream: Callable[Params, AsyncGenerator[Item, None]]) -> Callable[Params, Iterator[Item]]:
-    """The same stream for programs without an event loop. Messages wait in the sockets while the caller is busy."""
+    """Wrap a stream for programs without an event loop. Messages wait in the sockets while the caller is busy."""
 
     @functools.wraps(stream)
     def iterate(*args: Params.args, **kwargs: Params.kwargs) -> Iterator[Item]:

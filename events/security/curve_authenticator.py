@@ -1,8 +1,8 @@
 """Decides which clients may connect to a CURVE-protected socket: answers ZeroMQ's authentication requests.
 
-The protocol is ZAP (RFC 27). `judge` is the pure decision. `CurveAuthenticator` owns the socket that libzmq asks: one
-per context, driven by the thread that owns the other sockets of that context. A client with an unknown key is refused
-and logged with its public key, so that an operator can add it.
+The protocol is ZAP (RFC 27). `judge` is the pure decision. `CurveAuthenticator` owns the socket to which libzmq sends
+its requests: one per context, used by the thread that owns the context's other sockets. A client with an unknown key is
+refused and logged with its public key, so that an operator can add it.
 """
 
 import logging
@@ -20,16 +20,16 @@ _ADDRESS = "inproc://zeromq.zap.01"
 
 
 class Verdict(NamedTuple):
-    """A client, and whether it is accepted."""
+    """The decision on one client."""
 
     accepted: bool
-    key: bytes  #: its public key, Z85
+    key: bytes  #: the client's public key, Z85
     address: str
-    reply: list[bytes]  #: for libzmq
+    reply: list[bytes]  #: frames to send to libzmq
 
 
 def judge(request: Sequence[bytes], allowed: frozenset[bytes]) -> Verdict:
-    """Decide over `[version, request id, domain, address, identity, mechanism, key]`. Raises MalformedFrame."""
+    """Decide on `[version, request id, domain, address, identity, mechanism, key]`. Raises MalformedFrame."""
     if len(request) != 7 or request[5] != b"CURVE" or len(request[6]) != 32:
         raise MalformedFrame("ZAP request", f"{len(request)} frames of {[len(part) for part in request]} bytes")
     version, request_id, address, key = request[0], request[1], request[3].decode(errors="replace"), request[6]
@@ -49,7 +49,7 @@ class CurveAuthenticator:
         self.socket.bind(_ADDRESS)
 
     def answer(self) -> None:
-        """Answer all waiting requests; never blocks."""
+        """Answer all waiting requests. Never blocks."""
         while True:
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
@@ -58,7 +58,7 @@ class CurveAuthenticator:
             border = frames.index(b"") + 1
             try:
                 known = self._allowed()
-            except BadKeys as error:  # a file that is just being written must not end the engine
+            except BadKeys as error:  # a half-written key file must not crash the engine
                 log.error("client_keys_unreadable error=%s", error)
                 known = frozenset()
             verdict = judge(frames[border:], known)

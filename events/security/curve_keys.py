@@ -1,14 +1,14 @@
-"""CURVE key pairs in files and the list of accepted clients: encryption and authentication of the ZeroMQ sockets.
+"""CURVE key files and the list of accepted clients, for encrypting and authenticating the ZeroMQ sockets.
 
-    FOLDER/server.key           public key of the replicas: for subscribers that pin it
+    FOLDER/server.key           public key of the replicas, for subscribers that pin it
     FOLDER/server.key_secret    key pair of the replicas
     FOLDER/reader.key_secret    key pair of the cluster's own readers: routers, `homing watch`
     FOLDER/clients/NAME.key     public keys of clients that may connect
-    FOLDER/NAME.key_secret      key pairs of further clients, to be handed to them and removed here
+    FOLDER/NAME.key_secret      key pairs of further clients, to be given to them and removed here
 
-Files are CZMQ certificates, which other ZeroMQ tools read, too. Secrets stay in files and in the sockets: they are in
-no setting, no command line, no log, and in no `repr`. Touches only the sockets' key options;
-curve_authenticator.py decides over clients.
+The files are CZMQ certificates, which other ZeroMQ tools can read, too. Secrets stay in files and sockets: no setting,
+command line, log or `repr` contains them. This module only sets the sockets' key options; curve_authenticator.py
+decides which clients are accepted.
 """
 
 import os
@@ -40,10 +40,10 @@ class KeyPair:
 
 @dataclass(slots=True, frozen=True)
 class ServerKeys:
-    """What a replica needs: its own pair, and the clients that may connect."""
+    """A replica's key pair and the clients that may connect to it."""
 
     pair: KeyPair
-    #: public keys of accepted clients, called at each handshake; None: every client is accepted
+    #: returns the public keys of accepted clients, called at each handshake; None accepts every client
     allowed: Callable[[], frozenset[bytes]] | None
 
 
@@ -52,7 +52,7 @@ def new_pair() -> KeyPair:
 
 
 def make_folder(folder: Path) -> None:
-    """Keys for a whole cluster. Raises BadKeys when there are some already: clients hold their other halves."""
+    """Create the keys of a cluster. Raises BadKeys when keys exist, as clients rely on them."""
     pair = new_pair()
     _write(folder / f"{SERVER}.key_secret", _certificate(pair.public, pair.secret), 0o600)
     _write(folder / f"{SERVER}.key", _certificate(pair.public), 0o644)
@@ -60,30 +60,30 @@ def make_folder(folder: Path) -> None:
 
 
 def add_client(folder: Path, name: str) -> Path:
-    """A further client that may connect; returns the file that is for it. Raises BadKeys when the name is taken."""
+    """Create keys for another accepted client. Returns the file to give to it. Raises BadKeys if the name is taken."""
     path, pair = folder / f"{name}.key_secret", new_pair()
     if not _NAME.fullmatch(name):
-        raise BadKeys(path, "a client's name is letters, digits, dots, dashes and underscores")
+        raise BadKeys(path, "a client's name may contain only letters, digits, dots, dashes and underscores")
     _write(path, _certificate(pair.public, pair.secret), 0o600)
     _write(folder / _CLIENTS / f"{name}.key", _certificate(pair.public), 0o644)
     return path
 
 
 def load_pair(path: Path) -> KeyPair:
-    """Both keys of a `.key_secret` file. Raises BadKeys."""
+    """Read both keys of a `.key_secret` file. Raises BadKeys."""
     public, secret = _load(path)
     if secret is None:
-        raise BadKeys(path, "it holds no secret key: give the file that ends in .key_secret")
+        raise BadKeys(path, "it contains no secret key: use the file that ends in .key_secret")
     return KeyPair(public, secret)
 
 
 def load_public(path: Path) -> bytes:
-    """The public key of a `.key` or `.key_secret` file. Raises BadKeys."""
+    """Read the public key of a `.key` or `.key_secret` file. Raises BadKeys."""
     return _load(path)[0]
 
 
 def server_keys(settings: EventsSettings) -> ServerKeys | None:
-    """What a replica needs; None: nothing is encrypted. Raises BadKeys."""
+    """Load the keys of a replica; None if encryption is off. Raises BadKeys."""
     if not settings.events_curve_keys:
         return None
     folder = Path(settings.events_curve_keys).expanduser()
@@ -95,19 +95,19 @@ def server_keys(settings: EventsSettings) -> ServerKeys | None:
 
 
 def reader_keys(settings: EventsSettings) -> KeyPair | None:
-    """What the cluster's own readers show; None: nothing is encrypted. Raises BadKeys."""
+    """Load the key pair of the cluster's own readers; None if encryption is off. Raises BadKeys."""
     if not settings.events_curve_keys:
         return None
     return load_pair(Path(settings.events_curve_keys).expanduser() / f"{READER}.key_secret")
 
 
 def allowed_clients(folder: Path) -> frozenset[bytes]:
-    """Public keys in `clients/` as they are now. Raises BadKeys."""
+    """Read the public keys that are now in `clients/`. Raises BadKeys."""
     return frozenset(load_public(path) for path in sorted((folder / _CLIENTS).glob("*.key")))
 
 
 def protect_server(sock: "zmq.Socket[bytes]", keys: ServerKeys) -> None:
-    """Before `bind`."""
+    """Encrypt a server socket. Call it before `bind`."""
     sock.curve_server = True
     sock.curve_publickey = keys.pair.public
     sock.curve_secretkey = keys.pair.secret
@@ -115,7 +115,7 @@ def protect_server(sock: "zmq.Socket[bytes]", keys: ServerKeys) -> None:
 
 
 def protect_client(sock: "zmq.Socket[bytes]", pair: KeyPair, server: bytes) -> None:
-    """Before `connect`. `server`: public key of the other side."""
+    """Encrypt a client socket. Call it before `connect`. `server` is the public key of the other side."""
     sock.curve_serverkey = server
     sock.curve_publickey = pair.public
     sock.curve_secretkey = pair.secret
@@ -125,8 +125,8 @@ def _load(path: Path) -> tuple[bytes, bytes | None]:
     try:
         public, secret = load_certificate(path)
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or "no such file, or no key in it"
-        raise BadKeys(path, f"{reason} (homing keys makes a folder of keys)") from error
+        reason = getattr(error, "strerror", None) or "the file does not exist or contains no key"
+        raise BadKeys(path, f"{reason} (`homing keys DIR` creates a folder of keys)") from error
     try:
         whole = all(
             len(key) == _TEXT_BYTES and len(z85.decode(key)) == 32 for key in (public, secret) if key is not None
@@ -134,7 +134,7 @@ def _load(path: Path) -> tuple[bytes, bytes | None]:
     except (KeyError, ValueError, OverflowError):
         whole = False
     if not whole:
-        raise BadKeys(path, "a key in it is not 40 characters of Z85")
+        raise BadKeys(path, "it contains a key that is not 40 characters of Z85")
     return public, secret
 
 
@@ -149,10 +149,10 @@ def _certificate(public: bytes, secret: bytes | None = None) -> str:
 def _write(path: Path, text: str, mode: int) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # The mode from the beginning: a secret must not be readable to others for a moment.
+        # Set the mode on creation: a secret must never be readable by others, not even briefly.
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     except FileExistsError as error:
-        raise BadKeys(path, "it exists already, and keys are never overwritten") from error
+        raise BadKeys(path, "it already exists, and keys are never overwritten") from error
     except OSError as error:
         raise BadKeys(path, f"it cannot be written: {error.strerror}") from error
     with os.fdopen(handle, "w") as file:

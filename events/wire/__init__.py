@@ -1,4 +1,4 @@
-"""What travels on the event sockets: message types, frames, the dialects of other engines, the sequence cursor.
+"""The wire format of the event sockets: message types, frames and the dialects of other engines.
 
-Pure values. Imported by every other folder of `events`, by `replica` and `router`; imports no other folder.
+Pure values. Imported by the other folders of `events`, by `replica` and `router`; imports no other folder.
 """

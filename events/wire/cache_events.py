@@ -1,9 +1,9 @@
-"""The internal event types: what one replica's cache reports, in one form for every engine and wire dialect.
+"""The internal event types: a replica's cache changes, in one form for every engine and wire dialect.
 
 An event's tag is its name in recordings. Each `match` over event types ends in `assert_never`, so mypy reports every
-place that a new type has to be added to, and an unknown type raises instead of being taken for a reset.
+place where a new type must be added, and an unknown type raises instead of being mistaken for a reset.
 
-A block is named by the last 8 bytes of its hash as an unsigned int, whatever the wire carries.
+A block is identified by the last 8 bytes of its hash as an unsigned int, whatever form the wire has.
 """
 
 from collections.abc import Sequence
@@ -14,23 +14,23 @@ from msgspec import Meta
 
 from .messages import WireHash
 
-#: The type of a block name in structs that are decoded directly; msgpack has no integer above 64 bits.
+#: A block's identifier in structs that are decoded directly; msgpack has no integers above 64 bits.
 Unsigned = Annotated[int, Meta(ge=0)]
 
 
 class Stored(msgspec.Struct, frozen=True, tag="stored", gc=False):
-    """Consecutive blocks of one chain are cached now."""
+    """Consecutive blocks of one chain are now cached."""
 
-    parent: int | None  #: None: the first block starts a prompt
+    parent: int | None  #: None if the first block starts a prompt
     hashes: Sequence[int]  #: in chain order, unsigned 64 bits
-    token_ids: Sequence[int] = ()  #: of all these blocks; empty when not sent, not asked for or not one block each
+    token_ids: Sequence[int] = ()  #: of all blocks; empty if not sent, not requested or not `block_size` per block
     block_size: int = 0
     medium: str | None = None
     group: int | None = None
     lora_name: str | None = None
     extra_keys: Sequence[object] | None = None
-    kind: str | None = None  #: of the group's layers, such as "full_attention", "sliding_window" or "mamba"
-    window: int | None = None  #: tokens that a sliding window attends to
+    kind: str | None = None  #: kind of the group's layers, such as "full_attention", "sliding_window" or "mamba"
+    window: int | None = None  #: length of the sliding window in tokens
 
 
 class Removed(msgspec.Struct, frozen=True, tag="removed", gc=False):
@@ -42,22 +42,22 @@ class Removed(msgspec.Struct, frozen=True, tag="removed", gc=False):
 
 
 class Cleared(msgspec.Struct, frozen=True, tag="cleared", gc=False):
-    """Nothing is cached any more."""
+    """The cache was emptied."""
 
 
 CacheEvent = Stored | Removed | Cleared
-#: Their names in recordings and for `homing watch --event`.
+#: The event types' names in recordings and for `homing watch --event`.
 EVENT_NAMES: tuple[str, ...] = tuple(kind.__struct_config__.tag for kind in get_args(CacheEvent))
 
 
 class BlockHolder(Protocol):
-    """A set of blocks that events change."""
+    """A set of blocks to which events can be applied."""
 
     def store(self, parent: int | None, hashes: Sequence[int]) -> object:
         """Add a chain of blocks that continues `parent`."""
 
     def remove(self, hashes: Sequence[int]) -> object:
-        """Take blocks out; unknown ones change nothing."""
+        """Remove blocks; unknown ones are ignored."""
 
     def clear(self) -> object: ...
 
@@ -76,7 +76,7 @@ def fold(event: CacheEvent, blocks: BlockHolder) -> None:
 
 
 def wire_name(value: WireHash) -> int:
-    """The name of a block by its hash on the wire: the last 8 bytes as an unsigned int."""
+    """Return a block's identifier from its hash on the wire: the last 8 bytes as an unsigned int."""
     if isinstance(value, bytes):
         return int.from_bytes(value[-8:], "big")
     return value & ((1 << 64) - 1)

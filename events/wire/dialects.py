@@ -1,10 +1,10 @@
-"""Decodes the payloads of event batches, ours and other engines', into the events of `cache_events.py`.
+"""Decodes event batches, ours and other engines', into the events of `cache_events.py`.
 
-Understands our own and vLLM's map form, the older positional form (an array, tag first) of vLLM and SGLang, hashes as
-ints (signed or not) or bytes, and batches as array or map. Unknown keys are ignored; events of an unknown type are
-skipped and logged. Knows nothing of order or gaps (subscription.py).
+Accepts the map form (ours and vLLM's), the older positional form (an array, tag first) of vLLM and SGLang, hashes as
+ints (signed or not) or bytes, and batches as arrays or maps. Unknown keys are ignored; events of an unknown type are
+skipped and logged. Does not check order or gaps (see subscription.py).
 
-A well-formed message of ours takes a typed path; anything else is decoded freely and read field by field.
+Our own well-formed messages take a typed fast path; all others are decoded without a schema and read field by field.
 """
 
 import logging
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class Batch(msgspec.Struct, frozen=True, gc=False):
-    """One message of a stream, normalised."""
+    """One message of a stream, in normalised form."""
 
     ts: float
     events: Sequence[CacheEvent]
@@ -64,8 +64,8 @@ class _TypedBatch(msgspec.Struct, Generic[T], array_like=True, gc=False):
     data_parallel_rank: int | None = None
 
 
-#: Fields behind the tag in the positional form, as vLLM had it up to 0.23; trailing ones may be missing. SGLang's
-#: (up to 0.5.19) is the same up to `medium`; behind that it may put a map with a salt, which names no adapter.
+#: Fields after the tag in the positional form, as in vLLM up to 0.23; trailing ones may be missing. SGLang's form
+#: (up to 0.5.19) is the same up to `medium`; after that it may send a map with a salt, which does not name an adapter.
 _POSITIONS: dict[str, tuple[str, ...]] = {
     "BlockStored": (
         "block_hashes",
@@ -83,7 +83,7 @@ _POSITIONS: dict[str, tuple[str, ...]] = {
     "BlockRemoved": ("block_hashes", "medium", "group_idx"),
     "AllBlocksCleared": (),
 }
-#: Fields that serve as hints only: of another type than this one they count as absent.
+#: Optional fields and their types; a value of any other type counts as absent.
 _HINTS: dict[str, type] = {
     "medium": str,
     "group_idx": int,
@@ -92,23 +92,23 @@ _HINTS: dict[str, type] = {
     "kv_cache_spec_kind": str,
     "kv_cache_spec_sliding_window": int,
 }
-#: Unknown event types that one decoder logs; a publisher could otherwise fill the log with invented ones.
+#: Most unknown event types that one decoder logs; otherwise a publisher could fill the log with invented types.
 _LOGGED_TYPES = 16
 
 
 def snapshot_pairs(blocks: Iterable[SnapshotBlock]) -> Iterable[tuple[int, int | None]]:
-    """`(block, parent)` of each block of a snapshot."""
+    """Yield `(block, parent)` for each block of a snapshot."""
     for block in blocks:
         yield wire_name(block.block_hash), None if block.parent is None else wire_name(block.parent)
 
 
 class BatchDecoder:
-    """Decodes the payloads of one publisher. Events of an unknown type are skipped and logged once per type."""
+    """Decodes one publisher's payloads. Events of an unknown type are skipped and logged once per type."""
 
     __slots__ = ("_kinds", "_typed", "_unknown_types")
 
     def __init__(self, *, token_ids: bool = False) -> None:
-        """`token_ids`: hand them on (routers of our own replicas do without: a third of the cost)."""
+        """`token_ids`: include them in the events. Routers of our own replicas omit them, a third of the cost."""
         self._typed: msgspec.msgpack.Decoder[_TypedBatch[_Event]] = msgspec.msgpack.Decoder(
             _TypedBatch[_TokensMap | _RemovedMap | _ClearedMap]
             if token_ids
@@ -122,7 +122,7 @@ class BatchDecoder:
         self._unknown_types: set[str] = set()
 
     def decode(self, payload: bytes) -> Batch:
-        """One batch. Raises MalformedFrame, never anything else."""
+        """Decode one batch. Raises MalformedFrame and nothing else."""
         try:
             batch = self._typed.decode(payload)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -137,7 +137,7 @@ class BatchDecoder:
                 if isinstance(event, _TokensMap):
                     tokens, kind, window = event.token_ids, event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window
                 if tokens and len(tokens) != len(event.block_hashes) * event.block_size:
-                    tokens = ()  # other cache groups announce fewer tokens: the hashes are usable without them
+                    tokens = ()  # other cache groups send fewer tokens; the hashes are usable without them
                 return Stored(
                     event.parent_block_hash,
                     event.block_hashes,
@@ -161,13 +161,13 @@ class BatchDecoder:
         try:
             raw = msgspec.msgpack.decode(payload)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise MalformedFrame("event batch", f"no msgpack: {error}") from error
+            raise MalformedFrame("event batch", f"not msgpack: {error}") from error
         ts, events, rank = _batch_parts(raw)
         typed = map(self._typed_event, events)
         return Batch(ts, [self._normalise(event) for event in typed if event is not None], rank)
 
     def _typed_event(self, raw: object) -> _Event | None:
-        """One event of any form as our own map form; None: its type is unknown."""
+        """Convert an event of any form to our map form. Returns None if its type is unknown."""
         tag, fields = _tag_and_fields(raw)
         if tag not in self._kinds:
             if tag not in self._unknown_types and len(self._unknown_types) < _LOGGED_TYPES:

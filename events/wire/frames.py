@@ -1,13 +1,13 @@
-"""The frames around a payload: topics, sequence numbers, the end marker. Pure: bytes in, named parts out.
+"""The frames around a payload: topics, sequence numbers and the end marker. Pure: bytes in, named parts out.
 
-Does not look into payloads (see dialects.py) and holds no socket.
+Does not parse payloads (see dialects.py) and has no socket.
 
     events PUB      [topic, seq, payload]
     replay answer   [b"", topic, seq, payload] …, then [b"", topic, END_SEQ, b""]      (vLLM before 0.26: no topic)
 
-Our topic is `kv-events@` and the publisher's epoch in 16 hex digits. A subscription is a prefix, so readers that ask
-for `kv-events` (or for everything) get it, and every frame says of which incarnation it is. Without that, a replay
-from a restarted publisher could be mistaken for the continuation of the old one.
+Our topic is `kv-events@` followed by the publisher's epoch in 16 hex digits. ZeroMQ subscriptions match prefixes, so
+readers that subscribe to `kv-events` (or to everything) receive it. The epoch identifies the publisher's start in every
+frame; without it, a replay from a restarted publisher could be mistaken for the continuation of the old stream.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ _EPOCH_DIGITS = 16
 
 
 class EventFrame(NamedTuple):
-    """One numbered message of the compatible stream. `epoch` is None for foreign publishers."""
+    """One numbered message of the compatible stream. `epoch` is None for other engines' publishers."""
 
     epoch: int | None
     seq: int
@@ -33,13 +33,13 @@ class EventFrame(NamedTuple):
 
 
 def events_topic(epoch: int) -> bytes:
-    """The topic under which a publisher of this epoch (unsigned 64 bits) sends its events."""
+    """Return the topic under which a publisher of this epoch (unsigned 64 bits) sends its events."""
     return _OWN_PREFIX + b"%0*x" % (_EPOCH_DIGITS, epoch)
 
 
-@lru_cache(maxsize=256)  # one topic per publisher: parsing it was a tenth of taking a batch in
+@lru_cache(maxsize=256)  # one topic per publisher; parsing it took a tenth of processing a batch
 def epoch_of(topic: bytes) -> int | None:
-    """The epoch in a topic of ours; None for any other topic."""
+    """Return the epoch in one of our topics; None for any other topic."""
     digits = topic[len(_OWN_PREFIX) :]
     if not topic.startswith(_OWN_PREFIX) or len(digits) != _EPOCH_DIGITS:
         return None
@@ -47,12 +47,12 @@ def epoch_of(topic: bytes) -> int | None:
         epoch = int(digits, 16)
     except ValueError:
         return None
-    # int() also takes signs, blanks and underscores.
+    # int() also accepts signs, blanks and underscores.
     return epoch if events_topic(epoch) == topic else None
 
 
 def encode_seq(seq: int) -> bytes:
-    """A sequence number as it stands on the wire."""
+    """Encode a sequence number for the wire."""
     return seq.to_bytes(SEQ_BYTES, "big")
 
 
@@ -64,14 +64,14 @@ def decode_seq(frame: bytes) -> int:
 
 
 def read_event(frames: Sequence[bytes]) -> EventFrame:
-    """Parts of a message from the events socket. Raises MalformedFrame."""
+    """Parse a message from the events socket. Raises MalformedFrame."""
     if len(frames) != 3:
         raise MalformedFrame("event message", f"{len(frames)} frames instead of topic, seq, payload")
     return EventFrame(epoch_of(frames[0]), decode_seq(frames[1]), frames[2])
 
 
 def read_replay(frames: Sequence[bytes]) -> EventFrame | None:
-    """Parts of one replay answer as a DEALER receives it; None is the end marker. Raises MalformedFrame."""
+    """Parse one replay answer as a DEALER receives it. Returns None for the end marker. Raises MalformedFrame."""
     parts = frames[1:] if frames and not frames[0] and len(frames) > 2 else frames
     if len(parts) not in (2, 3):
         raise MalformedFrame("replay answer", f"{len(frames)} frames")
@@ -82,12 +82,12 @@ def read_replay(frames: Sequence[bytes]) -> EventFrame | None:
 
 
 def replay_request(since: int) -> list[bytes]:
-    """Frames with which a DEALER asks for everything from `since` on."""
+    """Return the frames with which a DEALER requests all messages from number `since` on."""
     return [b"", encode_seq(since)]
 
 
 def read_request(frames: Sequence[bytes]) -> tuple[bytes, bytes]:
-    """Identity and body of a request as a ROUTER receives it, with or without the delimiter. Raises MalformedFrame."""
+    """Return the identity and body of a ROUTER's request, with or without delimiter. Raises MalformedFrame."""
     if len(frames) not in (2, 3):
         raise MalformedFrame("request", f"{len(frames)} frames instead of identity, (empty,) body")
     return frames[0], frames[-1]

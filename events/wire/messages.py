@@ -1,12 +1,12 @@
-"""The messages on the event sockets. Types alone: no sockets, no clock.
+"""The message types of the event sockets. Types only: no sockets, no clock.
 
 Two families:
 
 * the vLLM-compatible stream as vLLM 0.33 sends it (`EventBatch` of `BlockStored | BlockRemoved | AllBlocksCleared`);
-* our additions on sockets of their own, so that older readers never see them: `Heartbeat` and `LoadReport`
+* our additions, on separate sockets so that older readers never see them: `Heartbeat` and `LoadReport`
   (load_report.py) on the state socket, `SnapshotChunk` on the snapshot socket.
 
-The rules of evolution are those of docs/events.md.
+docs/events.md has the rules for changing them.
 """
 
 from typing import Annotated
@@ -18,10 +18,10 @@ from ..load_report import LoadReport as LoadReport
 from ..load_report import PrefillCost as PrefillCost
 from ..load_report import PrefillWork as PrefillWork
 
-#: A block's name on the stream: the last 8 bytes of its hash as an unsigned int, or all of its bytes (`hash_format`).
+#: A block hash on the stream: the last 8 bytes as an unsigned int, or all bytes (setting `hash_format`).
 WireHash = int | bytes
 
-#: A sequence number inside of a payload. The next one must fit the 8 bytes of a frame.
+#: A sequence number inside a payload. The next one must fit into the 8 bytes of a frame.
 SequenceNumber = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 EVENTS_TOPIC = b"kv-events"
@@ -35,16 +35,16 @@ class EventEndpoints(msgspec.Struct, frozen=True, kw_only=True):
     events: str  #: PUB, vLLM-compatible
     replay: str  #: ROUTER, vLLM-compatible
     state: str  #: PUB: heartbeats and load reports
-    snapshot: str  #: ROUTER: the full cached set
-    curve_key: str = ""  #: public CURVE key of all the replica's sockets, 40 characters of Z85; empty: not encrypted
+    snapshot: str  #: ROUTER: the full set of cached blocks
+    curve_key: str = ""  #: public CURVE key of all the replica's sockets, 40 characters of Z85; empty: no encryption
 
 
 class BlockStored(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="BlockStored", omit_defaults=True):
-    """Consecutive blocks of one chain are cached now. The fields without a default are always on the wire."""
+    """Consecutive blocks of one chain are now cached. Fields without a default are always on the wire."""
 
     block_hashes: list[WireHash]
-    parent_block_hash: WireHash | None  #: None: the first of these blocks starts a prompt
-    token_ids: list[int]  #: of all these blocks; empty in hash-only mode
+    parent_block_hash: WireHash | None  #: None if the first of these blocks starts a prompt
+    token_ids: list[int]  #: token ids of all these blocks; empty in hash-only mode
     block_size: int
     lora_id: int | None
     medium: str | None
@@ -55,7 +55,7 @@ class BlockStored(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", t
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="BlockRemoved", omit_defaults=True):
-    """The last copies of these blocks are gone."""
+    """The last copies of these blocks were evicted."""
 
     block_hashes: list[WireHash]
     medium: str | None
@@ -63,7 +63,7 @@ class BlockRemoved(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", 
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="AllBlocksCleared"):
-    """Nothing is cached any more."""
+    """The cache was emptied."""
 
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared
@@ -78,9 +78,9 @@ class EventBatch(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
-    """Proof of what is resident after event `seq`: equal digests mean that a subscriber is exact."""
+    """Digest of the resident blocks after event `seq`: equal digests mean that a subscriber is exact."""
 
-    epoch: int  #: random per publisher start
+    epoch: int  #: random number of this start of the publisher
     seq: SequenceNumber | None  #: last sequence number sent; None before the first
     blocks: int  #: distinct resident blocks
     digest: int  #: XOR of their `wire_hash`es
@@ -88,7 +88,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SnapshotRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Asks for all that is cached."""
+    """Requests the full set of cached blocks."""
 
     token_ids: bool = False
 
@@ -100,7 +100,7 @@ class SnapshotBlock(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SnapshotChunk(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of the cached set as it was after event `seq` of `epoch`; parents come before their children."""
+    """A part of the set of cached blocks after event `seq` of `epoch`; parents come before their children."""
 
     epoch: int
     seq: SequenceNumber | None

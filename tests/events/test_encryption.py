@@ -132,7 +132,7 @@ async def test_a_reader_that_encrypts_does_not_talk_to_a_publisher_that_does_not
 
     follow(with_server_key(plain, new_pair().public), sink, reader)
     await until(lambda: sink.refusals)
-    with pytest.raises(EndpointUnusable, match="names no CURVE key"):
+    with pytest.raises(EndpointUnusable, match="has no CURVE key"):
         follow(plain, sink, reader)
 
 

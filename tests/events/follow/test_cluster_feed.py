@@ -48,7 +48,7 @@ def test_sources_are_the_replicas_that_can_be_heard() -> None:
 @pytest.mark.parametrize("view", [[], None, {}, {"replicas": [{"replica_id": "r0", "event_endpoints": {"events": 3}}]}])
 def test_another_kind_of_answer_is_told(view: Any) -> None:
     """The address may be somebody else's."""
-    with pytest.raises(ClusterUnreachable, match="no /cluster of homing"):
+    with pytest.raises(ClusterUnreachable, match="not a homing router"):
         sources(view)
 
 
@@ -59,7 +59,7 @@ def test_the_router_is_asked_over_http() -> None:
 
     with serving(listing) as url:
         assert sources(ask_router(url)) == sources(ask_router(f"{url}/")) == {Source("r0", 7): ENDS}
-    with pytest.raises(ClusterUnreachable, match="/cluster cannot be asked"):
+    with pytest.raises(ClusterUnreachable, match="/cluster cannot be requested"):
         ask_router(url)
 
 

@@ -201,7 +201,7 @@ def test_a_publisher_refuses_to_listen_on_every_interface(host: str, no_leaks: N
     """The stream carries tenants' token ids and has no password."""
     publisher = EventPublisher(EventsSettings(), host=host, block_size=4, epoch=1, medium="CPU")
 
-    with pytest.raises(EndpointUnusable, match="every interface"):
+    with pytest.raises(EndpointUnusable, match="all interfaces"):
         publisher.start()
 
 

@@ -94,7 +94,7 @@ async def test_a_reader_learns_that_the_publisher_is_gone(make_publisher: Publis
                 seen.append(item)
                 publisher.close()
 
-    with pytest.raises(PublisherGone, match="other addresses"):
+    with pytest.raises(PublisherGone, match="new addresses"):
         await asyncio.wait_for(follow(), 20)
 
     assert seen

@@ -75,9 +75,9 @@ def test_keys_are_never_overwritten(folder: Path) -> None:
     """Others hold their other halves: a second `homing keys` would lock everybody out."""
     before = load_pair(folder / "server.key_secret")
 
-    with pytest.raises(BadKeys, match=r"server\.key_secret: it exists already"):
+    with pytest.raises(BadKeys, match=r"server\.key_secret: it already exists"):
         make_folder(folder)
-    with pytest.raises(BadKeys, match=r"reader\.key_secret: it exists already"):
+    with pytest.raises(BadKeys, match=r"reader\.key_secret: it already exists"):
         add_client(folder, "reader")
 
     assert load_pair(folder / "server.key_secret") == before
@@ -93,11 +93,11 @@ def test_a_clients_name_is_no_path(folder: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        (None, "No such file|no such file"),
-        ("metadata\ncurve\n", "no key in it"),
+        (None, "No such file|does not exist"),
+        ("metadata\ncurve\n", "contains no key"),
         ('curve\n    public-key = "short"\n    secret-key = "short"\n', "not 40 characters"),
         (f'curve\n    public-key = "{"~" * 40}"\n', "not 40 characters"),
-        (f'curve\n    public-key = "{new_pair().public.decode()}"\n', "holds no secret key"),
+        (f'curve\n    public-key = "{new_pair().public.decode()}"\n', "contains no secret key"),
     ],
     ids=["missing", "no key", "too short", "no Z85", "public only"],
 )
