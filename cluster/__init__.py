@@ -1,4 +1,4 @@
-"""Ray: placement, start, healing, scaling; the settings and the command line.
+"""Runs a cluster on Ray: placement, start, recovery and scaling; also the settings and the command line.
 
-The only top-level package that imports Ray. Nothing imports it.
+The only top-level package that imports Ray. No other package imports it.
 """

@@ -1,4 +1,4 @@
-"""HTTP requests of commands to a running cluster's router."""
+"""HTTP requests from commands to a running cluster's router."""
 
 import json
 import ssl
@@ -15,14 +15,14 @@ from .errors import ClusterError, NotRunning, SettingsError
 from .registry import ClusterRegistry
 
 TIMEOUT_S = 10.0
-#: Between two events of a stream.
+#: Longest time between two events of a stream.
 STREAM_TIMEOUT_S = 30.0
-#: Tells the requests of homing's own commands from those of clients.
+#: Distinguishes the requests of homing's own commands from those of clients.
 USER_AGENT = "homing"
 
 
 def router_urls(settings: Settings, url: str | None = None) -> tuple[str, ...]:
-    """`url`, or the cluster's address followed by that of each of several routers. Raises NotRunning."""
+    """Return `url`, or the cluster's URL followed by that of each router if there are several. Raises NotRunning."""
     if url:
         return ((url if "://" in url else f"http://{url}").rstrip("/"),)
     entry = ClusterRegistry(state_folder(settings)).running(settings.cluster.name)
@@ -32,7 +32,7 @@ def router_urls(settings: Settings, url: str | None = None) -> tuple[str, ...]:
 
 
 def read_key(file: str, where: str, standard_input: TextIO | None = None) -> str:
-    """The API key in a file (`-`: standard input); empty without a file. `where` begins an error's message."""
+    """Read the API key in a file (`-`: standard input). Empty without a file. Error messages start with `where`."""
     if not file:
         return ""
     try:
@@ -51,7 +51,7 @@ def get_json(url: str) -> Any:
 
 
 def post_json(url: str, body: Any, *, api_key: str = "") -> Any:
-    """POST `body`. Raises ClusterError, with the router's message when it refuses."""
+    """POST `body`. Raises ClusterError, with the router's message if it rejects the request."""
     headers = {"content-type": "application/json"} | _authorization(api_key)
     return json.loads(_open(urllib.request.Request(url, json.dumps(body).encode(), headers)))
 
@@ -61,7 +61,7 @@ def get_text(url: str) -> str:
 
 
 def follow_events(url: str, api_key: str = "") -> Iterator[dict[str, Any]]:
-    """The data of a stream's events, as they come. Raises ClusterError when it cannot be reached, and at its end."""
+    """Yield the data of a stream's events as they arrive. Raises ClusterError when it is unreachable or has ended."""
     request = urllib.request.Request(url, headers=_authorization(api_key))
     with _response(request, STREAM_TIMEOUT_S) as answer:
         for line in answer:
@@ -90,10 +90,10 @@ def _open(request: urllib.request.Request) -> str:
 
 @contextmanager
 def _response(request: urllib.request.Request, timeout_s: float) -> Iterator[Any]:
-    """The open response. Raises ClusterError, also for what goes wrong while it is read."""
+    """Open a response. Raises ClusterError, also for errors while the body reads it."""
     url = request.full_url
     request.add_header("user-agent", USER_AGENT)
-    # Proxies of the environment must not see requests to the cluster.
+    # Ignore the environment's proxies: they must not see requests to the cluster.
     https = urllib.request.HTTPSHandler(context=ssl_context(url))
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), https)
     try:
@@ -106,12 +106,12 @@ def _response(request: urllib.request.Request, timeout_s: float) -> Iterator[Any
         words = reason.strerror or str(reason) if isinstance(reason, OSError) else str(reason)
         raise ClusterError(
             f"{url} cannot be reached: {words}; "
-            "a router that died is back within seconds; otherwise see the output of homing serve"
+            "a router that crashed restarts within seconds; otherwise see the output of homing serve"
         ) from error
 
 
 def ssl_context(url: str) -> ssl.SSLContext:
-    """Trusts the system's certificates; on this machine any, as certificates name the public address."""
+    """Trust the system's CAs; for this machine, any certificate, as certificates name the public address."""
     context = ssl.create_default_context()
     if urllib.parse.urlsplit(url).hostname in ("127.0.0.1", "::1", "localhost"):
         context.check_hostname = False
@@ -120,7 +120,7 @@ def ssl_context(url: str) -> ssl.SSLContext:
 
 
 def _message(error: urllib.error.HTTPError) -> str | None:
-    """The message of an error in OpenAI's format; None for other formats."""
+    """Return the message of an error in OpenAI's format, None for other formats."""
     try:
         message: str = json.loads(error.read())["error"]["message"]
     except (OSError, ValueError, KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""All settings in one tree, and their four sources: default, file, environment, flag (the last one wins).
+"""All settings in one tree, and their four sources: default, file, environment, flag (later ones take precedence).
 
 A setting is declared once, as a field of its package's struct. Its YAML key, flag, environment variable and row in
 docs/settings.md are derived from the field. This is the only module that reads HOMING_* variables.
@@ -33,21 +33,21 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$", description="name of the cluster on this machine")
     ] = "default"
     replicas: Annotated[
-        int, Meta(ge=0, le=4096, description="number of replicas; 0: as many as the GPUs hold, 2 where there are none")
+        int, Meta(ge=0, le=4096, description="number of replicas; 0: as many as fit on the GPUs, or 2 without GPUs")
     ] = 0
     autoscale: Annotated[
         str,
         Meta(
             pattern=r"^(\d+:\d+)?$",
-            description="MIN:MAX: the number of replicas follows the load between these bounds; with MIN 0 the first "
-            "request waits for a replica to start; empty: the number is fixed",
+            description="MIN:MAX: the number of replicas follows the load between these bounds; with MIN 0, the first "
+            "request waits for a replica to start; empty: a fixed number",
         ),
     ] = ""
     ttft_target_s: Annotated[
-        float, Meta(gt=0, description="autoscaling adds replicas when prompts would wait longer for their first token")
+        float, Meta(gt=0, description="autoscaling adds replicas when the time to first token would exceed this")
     ] = 1.0
     scale_down_after_s: Annotated[
-        float, Meta(gt=0, description="autoscaling removes a replica that was not needed for this long")
+        float, Meta(gt=0, description="autoscaling removes a replica that has not been needed for this long")
     ] = 120.0
     routers: Annotated[
         int, Meta(ge=1, le=64, description="router processes on one port; each follows all replicas")
@@ -68,7 +68,7 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         Meta(
             ge=0,
             description="GPUs that Ray reserves for a rank, which must then use them; a fraction puts several ranks on "
-            "one; 0: one GPU where there are any and `device` is not cpu",
+            "one; 0: one GPU if there are any and `device` is not cpu",
         ),
     ] = 0.0
     start_timeout_s: Annotated[
@@ -82,16 +82,16 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         float,
         Meta(
             gt=0,
-            description="a replica whose step takes longer has failed, as a rank or its device hangs; at least ten "
-            "times what a full step takes at the measured speed",
+            description="a replica whose step takes longer has failed, as a rank or its device hangs; raised to at "
+            "least ten times the duration of a full step at the measured speed",
         ),
     ] = 120.0
     restart_backoff_s: Annotated[
-        float, Meta(gt=0, description="pause before the second restart of a replica; doubles with each failure")
+        float, Meta(gt=0, description="pause before a replica's second restart; doubles with each failure")
     ] = 1.0
     restart_backoff_limit_s: Annotated[float, Meta(gt=0, description="longest pause between two restarts")] = 30.0
     stable_after_s: Annotated[
-        float, Meta(gt=0, description="after serving for this long a replica restarts with the shortest pause again")
+        float, Meta(gt=0, description="after serving for this long, a replica restarts with the shortest pause again")
     ] = 60.0
     drain_timeout_s: Annotated[
         float,
@@ -100,28 +100,28 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     spare_process: Annotated[
         bool,
         Meta(
-            description="with replicas on the CPUs of one machine: keep a process per rank with all imports done, "
-            "so that a replica that died is back in 1 to 2 s instead of 6; takes 280 MB"
+            description="with replicas on the CPUs of one machine: keep one more process per rank, imports done, "
+            "so that a failed replica is back in 1 to 2 s instead of 6; takes 280 MB"
         ),
     ] = True
     surge: Annotated[
         bool,
         Meta(
-            description="an update starts a replica before it drains one; off: it drains first and needs no extra room"
+            description="an update starts a replica before draining one; off: it drains first, without extra capacity"
         ),
     ] = True
     warm_up_s: Annotated[
         float, Meta(gt=0, description="longest cache warm-up of a replica that joins others, before it takes requests")
     ] = 10.0
     stop_timeout_s: Annotated[
-        float, Meta(gt=0, description="time for an orderly shutdown before processes are killed")
+        float, Meta(gt=0, description="time for a graceful shutdown before processes are killed")
     ] = 8.0
     state_dir: Annotated[
         str,
         Meta(description="folder that lists running clusters; empty: $XDG_STATE_HOME/homing or ~/.local/state/homing"),
     ] = ""
     log_format: Annotated[
-        LogFormat, Meta(description="of the log files of replicas, routers and controller; json: one object per line")
+        LogFormat, Meta(description="format of the logs of replicas, routers and controller; json: one object per line")
     ] = "text"
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="debug also shows the output of the Ray actors")
@@ -129,7 +129,7 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All settings, by package. With several models, `models` has complete settings for each of them."""
+    """All settings, by package. With several models, `models` holds the complete settings of each."""
 
     kvcache: KvCacheSettings = KvCacheSettings()
     events: EventsSettings = EventsSettings()
@@ -140,12 +140,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def each_model(self) -> tuple["Settings", ...]:
-        """The settings of each model; at least one."""
+        """The settings of each model, at least one."""
         return self.models or (self,)
 
     @property
     def ranks(self) -> int:
-        """Processes of this model's replicas at the start."""
+        """Number of processes of this model's replicas at the start."""
         return self.cluster.replicas * self.replica.tensor_parallel_size
 
     @property
@@ -185,33 +185,33 @@ class Setting:
 
 @dataclass(slots=True, frozen=True)
 class Given:
-    """A value from one source. `typed`: it comes from YAML; otherwise it is text."""
+    """A value from one source. `typed` is True for YAML values and False for text."""
 
     value: Any
     origin: str
     typed: bool
 
 
-#: The settings of a file's sections, and of each entry of its `models` by name; no entries: there is one model.
+#: The settings in a file's sections, and those of each entry in its `models`, by name. Without entries, one model.
 FileContent = tuple[dict[str, Given], dict[str, dict[str, Given]]]
-#: File keys of the list of models, and of the name of each model.
+#: File keys of the list of models and of each model's name.
 MODELS, MODEL_NAME = "models", "name"
 _ROOM_TYPES = {field.name: field.type for field in msgspec.structs.fields(Settings) if field.name != MODELS}
 ROOMS: tuple[str, ...] = tuple(_ROOM_TYPES)
-#: By field name, which is unique over all packages.
+#: All settings by field name, which is unique across packages.
 SETTINGS: dict[str, Setting] = {
     field.name: Setting(room, field.name, field.type, field.default, get_args(field.type)[1])
     for room, struct in _ROOM_TYPES.items()
     for field in msgspec.structs.fields(struct)
 }
-#: Settings that all models share, besides those of the router.
+#: Settings that all models share, in addition to those of the router.
 SHARED = (
     *("publish_events", "events_curve_keys", "events_curve_clients", "heartbeat_interval_s"),
     *("name", "routers", "ray_address", "state_dir", "log_format", "log_level", "stop_timeout_s"),
 )
 #: All settings that all models share.
 COMMON = frozenset({name for name, setting in SETTINGS.items() if setting.room == "router"} | {*SHARED})
-#: Settings that an update cannot change, as routers that keep running use them, and what to do instead.
+#: Settings that an update cannot change, because routers keep running with them, and what to do instead.
 FIXED: dict[str, str] = {
     **dict.fromkeys(
         (*COMMON, "autoscale", "ttft_target_s", "scale_down_after_s"), "stop it with homing stop and start it again"
@@ -225,7 +225,7 @@ _NAMES = ("model", "served_model_name")
 def load_settings(
     flags: Mapping[str, str] | None = None, environ: Mapping[str, str] | None = None, file: Path | None = None
 ) -> Settings:
-    """Settings from all sources. `flags` maps field names to text. Raises SettingsError for the first mistake."""
+    """Load settings from all sources. `flags` maps field names to text. Raises SettingsError for the first error."""
     environ = os.environ if environ is None else environ
     named = environ.get(VARIABLE_PREFIX + "CONFIG")
     shared, own = _read(file or (Path(named) if named else None))
@@ -240,11 +240,11 @@ def load_settings(
 def changed_settings(
     running: Mapping[str, Settings], flags: Mapping[str, str], file: Path | None
 ) -> dict[str, Settings]:
-    """The settings of running models with the changes that a file and flags ask for, for those that are affected.
+    """Return the settings of the affected running models with the changes in a file and flags applied.
 
-    With several models, flags and a file without `models` apply to the model that `served_model_name` names. New models
-    of the file are returned by `added_settings`. Environment variables do not count: they belong to the shell of this
-    command, not to the cluster. Raises SettingsError for the first mistake.
+    With several models, flags and a file without `models` apply to the model that `served_model_name` names.
+    `added_settings` returns the file's new models. Environment variables are ignored: they belong to the shell of this
+    command, not to the cluster. Raises SettingsError for the first error.
     """
     (shared, own), given, target = _read(file), _from_flags(flags), flags.get("served_model_name")
     if target is not None and target not in running:
@@ -261,16 +261,16 @@ def changed_settings(
 
 
 def added_settings(running: Mapping[str, Settings], file: Path | None) -> dict[str, Settings]:
-    """The settings of models that a file lists and that are not served yet.
+    """Return the settings of the models in a file that are not served yet.
 
-    Settings that all models share are the cluster's, all others the file's. Raises SettingsError for the first mistake.
+    Settings that all models share come from the cluster, others from the file. Raises SettingsError for a first error.
     """
     (shared, models), cluster = _read(file), next(iter(running.values()))
     return {name: _added(cluster, shared | own) for name, own in models.items() if name not in running}
 
 
 def replaced(settings: Settings, **values: Any) -> Settings:
-    """The settings with other values, by field name."""
+    """Return the settings with some values replaced, by field name."""
     rooms: dict[str, dict[str, Any]] = {room: {} for room in ROOMS}
     for name, value in values.items():
         rooms[SETTINGS[name].room][name] = value
@@ -291,7 +291,7 @@ def _added(cluster: Settings, given: Mapping[str, Given]) -> Settings:
 
 def _changed(running: Settings, given: Mapping[str, Given]) -> Settings:
     values = {name: _convert(SETTINGS[name], source) for name, source in given.items()}
-    if not values.get("replicas", 1):  # as many as fit: settled at the start
+    if not values.get("replicas", 1):  # 0 (as many as fit) was resolved at the start
         del values["replicas"]
     for name, value in values.items():
         if value != getattr(getattr(running, SETTINGS[name].room), name) and name in FIXED:
@@ -300,7 +300,7 @@ def _changed(running: Settings, given: Mapping[str, Given]) -> Settings:
 
 
 def state_folder(settings: Settings, environ: Mapping[str, str] | None = None) -> Path:
-    """Folder of this user's registry of running clusters (it need not exist)."""
+    """Return the folder of this user's registry of running clusters, which may not exist yet."""
     environ = os.environ if environ is None else environ
     if settings.cluster.state_dir:
         return Path(settings.cluster.state_dir).expanduser().absolute()
@@ -309,7 +309,7 @@ def state_folder(settings: Settings, environ: Mapping[str, str] | None = None) -
 
 
 def nearest(word: str, words: Iterable[str]) -> str:
-    """`; did you mean X?`, or nothing when no word is near."""
+    """Return `; did you mean X?`, or an empty string when no word is similar."""
     found = difflib.get_close_matches(word, list(words), n=1, cutoff=0.6)
     return f"; did you mean {found[0]}?" if found else ""
 
@@ -378,7 +378,7 @@ def _entry(path: Path, where: str, entry: Any) -> dict[str, Given]:
         if key in COMMON and key != MODEL_NAME:
             raise SettingsError(f"{path}: {where}.{key}: all models share this setting{_section_hint(key)}")
         if name not in SETTINGS:
-            hint = f"; put its settings beside {MODEL_NAME}, without sections" if key in ROOMS else ""
+            hint = f"; put its settings next to {MODEL_NAME}, without sections" if key in ROOMS else ""
             raise SettingsError(
                 f"{path}: {where}.{key}: no such setting{hint or nearest(key, SETTINGS.keys() - COMMON)}"
             )
@@ -404,7 +404,7 @@ def _sections(path: Path, sections: Mapping[Any, Any]) -> dict[str, Given]:
 
 
 def _section_hint(key: str) -> str:
-    return f"; it belongs into section {SETTINGS[key].room!r}" if key in SETTINGS else ""
+    return f"; it belongs in section {SETTINGS[key].room!r}" if key in SETTINGS else ""
 
 
 def _convert(setting: Setting, given: Given) -> Any:

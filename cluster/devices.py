@@ -1,6 +1,6 @@
-"""Which GPUs and how many replicas a model gets where the settings leave it open. Pure: the machines' GPUs come in.
+"""Determines devices and numbers of replicas that the settings leave open. Pure: the machines' GPUs are a parameter.
 
-A rank gets a GPU of its own wherever there are any; only a fraction that was asked for puts two ranks on one.
+If there are GPUs, each rank gets its own; only a fractional `gpus_per_rank` puts several ranks on one.
 """
 
 import msgspec
@@ -11,14 +11,14 @@ from .control.autoscale import terms_of
 from .control.engine_command import for_engine
 from .errors import SettingsError
 
-#: Where there are no GPUs.
+#: Default number of replicas without GPUs.
 CPU_REPLICAS = 2
 
 
 def settle(settings: Settings, gpus: tuple[float, ...]) -> Settings:
-    """The settings with `gpus_per_rank`, `device`, `replicas` and limits filled in; those that are set stay.
+    """Return the settings with `gpus_per_rank`, `device`, `replicas` and limits filled in; those already set stay.
 
-    `gpus`: of each machine. Raises SettingsError for settings that contradict each other.
+    `gpus` is the number of GPUs of each machine. Raises SettingsError for contradictory settings.
     """
     models = [for_engine(_on_device(each, any(gpus))) for each in settings.each_model]
     fixed = sum(each.ranks * each.cluster.gpus_per_rank for each in models)
@@ -34,13 +34,13 @@ def _on_device(settings: Settings, has_gpus: bool) -> Settings:
         raise SettingsError(f"gpus_per_rank {cluster.gpus_per_rank:g} reserves GPUs for device: cpu; unset one of them")
     wants = device == "cuda" or (device == "auto" and has_gpus)
     per_rank = cluster.gpus_per_rank or float(wants)
-    # A rank that has a GPU reserved must use it: falling back to the CPU would take the GPU and be slow.
+    # A rank with a reserved GPU must use it: falling back to the CPU would waste the GPU and be slow.
     settings = replaced(settings, gpus_per_rank=per_rank, device="cuda" if per_rank else device)
     return msgspec.structs.replace(settings, replica=for_device(settings.replica, cuda=per_rank > 0))
 
 
 def _with_replicas(settings: Settings, gpus: tuple[float, ...], share: float) -> Settings:
-    """As many replicas as fit on this share of all GPUs, each on one machine; at least one, and within `autoscale`."""
+    """Set `replicas`, if open, to as many as fit on this share of the GPUs; at least one, and within `autoscale`."""
     cluster = settings.cluster
     if cluster.replicas:
         return settings

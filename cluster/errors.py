@@ -1,27 +1,27 @@
-"""Errors of the cluster, and what causes them.
+"""Errors of the cluster and their causes.
 
     ClusterError
     ├── StartFailed          a replica or the router could not start; carries its own message
-    ├── StopFailed           the cluster did not end in time
-    ├── EngineLost           an engine of another project that a replica runs has ended or hangs
+    ├── StopFailed           the cluster did not stop in time
+    ├── EngineLost           a replica's external engine exited or hangs
     ├── UpdateAbandoned      no replica could start with the changed settings; the old replicas still serve
-    ├── RayLost              a process of the local Ray has ended; everything ends with it
+    ├── RayLost              a process of the local Ray exited, which stops the whole cluster
     ├── NotRunning           no cluster of this name runs on this machine
     └── UserError            the command or its settings are wrong (exit code 2)
         ├── SettingsError      an unknown or malformed setting; names it, its source and the nearest spelling
-        ├── ModelUnavailable   the model was not found here or on the hub, or its folder is damaged
+        ├── ModelUnavailable   the model was not found locally or on the hub, or its folder is damaged
         ├── PortTaken          the router cannot listen on its address
         ├── AlreadyRunning     a cluster of this name already runs on this machine
         ├── DoesNotFit         the settings ask for more GPUs than the machine has
-        ├── NoSuchModel        no such model is served, or several are and none was named
+        ├── NoSuchModel        the model is not served, or several are and the command names none
         ├── NoSuchReplica      no such replica exists
         ├── NoSuchLog          no part of the cluster has this name, or nothing was logged
         ├── LogUnreadable      a line of a request log is malformed; names the line and the field
         └── PlotFailed         unknown suffix, unwritable file, or matplotlib is missing
 
-The command line prints the message and ends with `exit_code`.
+The command line prints the message and exits with `exit_code`.
 """
-# ruff: noqa: N818 - these names say what happened; a user reads them without "Error".
+# ruff: noqa: N818 - the names already say what went wrong; an "Error" suffix would add nothing.
 
 from typing import ClassVar
 

@@ -1,7 +1,7 @@
-"""Settings as flags of commands, derived from `config.SETTINGS`, and the parameters that several commands share.
+"""Command flags for settings, derived from `config.SETTINGS`, and the parameters that several commands share.
 
-A command is a function whose parameters cyclopts turns into arguments and flags. `given: FindCluster` stands for a
-group of settings, of which it gets those that the user gave; `settings_of` makes them settings.
+A command is a function whose parameters cyclopts turns into arguments and flags. A parameter such as
+`given: FindCluster` receives the settings of a group that the user gave; `settings_of` converts them to `Settings`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,15 +14,15 @@ from cyclopts import Parameter
 from .config import SETTINGS, Setting, Settings, load_settings
 from .errors import SettingsError
 
-#: Settings by which a command finds a running cluster.
+#: Settings with which a command finds a running cluster.
 LOOKUP = ("name", "state_dir")
-#: The values given for each setting, in their order, and the file of settings as `config`.
+#: The values given for each setting, in command-line order, and the settings file as `config`.
 Given = Mapping[str, Any]
 NOTHING: Given = MappingProxyType({})
 
 
 def option(text: str, *names: str, **more: Any) -> Parameter:
-    """An argument or flag with this help; `names`: where it is not called as its parameter."""
+    """Declare an argument or flag with this help text. `names` are needed if they differ from the parameter's name."""
     return Parameter(**{"name": names or None, "help": text, "negative": (), "show_default": _shown_default} | more)
 
 
@@ -31,7 +31,7 @@ def _shown_default(value: Any) -> str | None:
 
 
 def group_of(*names: str, file: str = "YAML file of settings") -> Any:
-    """The type of a parameter that holds what was given of these settings; `file`: the help of `--config`."""
+    """Return the type of a parameter that receives the given ones of these settings. `file`: help of `--config`."""
     fields: dict[str, Any] = {"config": Annotated[Path, option(file, metavar="FILE")]}
     fields |= {name: _flag(SETTINGS[name]) for name in names}
     return Annotated[TypedDict("Given", fields, total=False), Parameter(name="*")]  # type: ignore[operator]
@@ -47,12 +47,12 @@ def _flag(setting: Setting) -> Any:
     metavar = "|".join(setting.choices) if setting.choices else setting.bare_type.__name__.upper()
     hyphen = bool((setting.meta.extra or {}).get("arguments"))
     more: dict[str, Any] = {"metavar": metavar, "group": group, "allow_leading_hyphen": hyphen}
-    # A list, as the last of several values counts. What is wrong with a value is said in one place, for files too.
+    # A list, because the last of several values counts. Of str, so that all sources share one validation of values.
     return Annotated[list[str], option(text, *setting.flags, completer=lambda _: completed, **more)]
 
 
 def texts(given: Given) -> dict[str, str]:
-    """The given settings as text by name."""
+    """Return the given settings as text, by name."""
     repeatable = {name for name, setting in SETTINGS.items() if (setting.meta.extra or {}).get("repeatable")}
     return {
         name: ",".join(values) if name in repeatable else str(values[-1])
@@ -62,7 +62,7 @@ def texts(given: Given) -> dict[str, str]:
 
 
 def settings_of(given: Given, model: str | None = None) -> Settings:
-    """The settings of a command; `model`: given without a flag. Raises SettingsError."""
+    """Return a command's settings. `model` is the one given as an argument. Raises SettingsError."""
     return load_settings(with_model(texts(given), model), file=given.get("config"))
 
 
@@ -81,22 +81,22 @@ if TYPE_CHECKING:
 else:
     AllSettings = group_of(*SETTINGS)
     Changes = group_of(
-        *SETTINGS, file="YAML file of changes: settings that it does not name stay the same, new models are started"
+        *SETTINGS, file="YAML file of changes: settings that it omits stay the same; new models are started"
     )
-    _FILE = "YAML file of settings that the cluster was started with"
+    _FILE = "YAML file of settings with which the cluster was started"
     FindCluster = group_of(*LOOKUP, file=_FILE)
     FollowEvents = group_of(*LOOKUP, "events_curve_keys", file=_FILE)
     TextSettings = group_of("model", "tokenizer")
 
-#: Where the command's output goes.
+#: The stream that receives the command's output.
 Out = Annotated[TextIO, Parameter(parse=False)]
 #: The whole command line.
 Words = Annotated[Sequence[str], Parameter(parse=False)]
-Url = Annotated[str | None, option("address of a cluster (default: the one that runs here)", metavar="URL")]
-NoWait = Annotated[bool, option("return at once")]
-Detach = Annotated[bool, option("run in the background; return when it is ready")]
-Quiet = Annotated[bool, option("do not print a line for each request (homing logs requests has them)")]
-Background = Annotated[bool, option("what --detach starts", show=False)]
+Url = Annotated[str | None, option("URL of a cluster (default: the one on this machine)", metavar="URL")]
+NoWait = Annotated[bool, option("return immediately")]
+Detach = Annotated[bool, option("run in the background; return when the cluster is ready")]
+Quiet = Annotated[bool, option("do not print a line for each request (homing logs requests shows them)")]
+Background = Annotated[bool, option("the process that --detach starts", show=False)]
 ServedModel = Annotated[
     str | None,
     option("name of the model, if several are served", SETTINGS["served_model_name"].flag, metavar="NAME"),

@@ -1,6 +1,6 @@
-"""What `homing doctor` examines about this machine: versions, devices, memory, disks, limits and clock, as values.
+"""The facts about this machine that `homing doctor` examines: versions, devices, memory, disks, limits and clock.
 
-Changes nothing and judges nothing; None stands for what cannot be found out.
+Changes nothing and makes no judgement. None means that a fact could not be determined.
 """
 
 import ctypes
@@ -18,9 +18,9 @@ from pathlib import Path
 from ..replica.kernels.toolchain import launcher_problem
 from ..replica.load.free_memory import free_memory_bytes
 
-#: Packages without which nothing can be served.
+#: Packages required for serving.
 PACKAGES = ("ray", "torch", "transformers", "tokenizers", "safetensors", "pyzmq", "msgspec", "xxhash", "httptools")
-#: Ray's token file, unless RAY_AUTH_TOKEN_PATH names another one.
+#: Ray's token file, unless RAY_AUTH_TOKEN_PATH is set.
 DEFAULT_TOKEN = Path.home() / ".ray" / "auth_token"
 #: Larger than the kernel's `struct timex` on every platform.
 TIMEX_BYTES = 512
@@ -29,7 +29,7 @@ CLOCK_UNSYNCHRONIZED = 5
 
 @dataclass(slots=True, frozen=True)
 class DiskInfo:
-    use: str  #: what is stored there
+    use: str  #: what the folder is used for
     folder: str
     free_bytes: int
 
@@ -37,16 +37,16 @@ class DiskInfo:
 @dataclass(slots=True, frozen=True)
 class MachineInfo:
     python: tuple[int, int]
-    packages: Mapping[str, str | None]  #: version by name; None: not installed
+    packages: Mapping[str, str | None]  #: version by name; None if not installed
     memory_bytes: int  #: available
-    gpus_seen: int  #: by nvidia-smi
-    gpus_usable: int  #: by torch
-    launcher_problem: str | None  #: why Triton could not launch kernels on a GPU
+    gpus_seen: int  #: GPUs that nvidia-smi lists and CUDA_VISIBLE_DEVICES does not hide
+    gpus_usable: int  #: GPUs that torch can use
+    launcher_problem: str | None  #: why Triton could not launch kernels on a GPU; None if it could
     disks: tuple[DiskInfo, ...]
     shared_memory_bytes: int | None  #: size of /dev/shm
-    open_files: int  #: hard limit; routers raise their soft one to it
+    open_files: int  #: hard limit on open files; routers raise their soft limit towards it
     clock_synchronized: bool | None
-    token_mode: int | None  #: permissions of Ray's token file; None: there is none
+    token_mode: int | None  #: permissions of Ray's token file; None if it does not exist
 
 
 def inspect_machine(disks: Mapping[str, Path]) -> MachineInfo:
@@ -75,12 +75,12 @@ def _version(package: str) -> str | None:
 
 
 def visible_gpus() -> int:
-    """The driver's GPUs, without those that CUDA_VISIBLE_DEVICES hides from this process and its children."""
+    """Return the number of the driver's GPUs, except those that CUDA_VISIBLE_DEVICES hides from this process."""
     return shown(_gpus_seen(), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def shown(gpus: int, visible: str | None) -> int:
-    """How many of the GPUs CUDA shows under this value of CUDA_VISIBLE_DEVICES (None: not set)."""
+    """Return how many of `gpus` are visible with this value of CUDA_VISIBLE_DEVICES (None: not set)."""
     if visible is None:
         return gpus
     names = [name.strip() for name in visible.split(",")]

@@ -1,7 +1,7 @@
-"""Ray for one `homing serve`: a local cluster that is removed without a trace, or an existing cluster that is joined.
+"""Ray for one `homing serve`: starts a local cluster and removes every trace of it, or joins an existing cluster.
 
-A local Ray keeps everything in one short temporary folder (a Unix socket's path is limited to 107 bytes) and binds to
-loopback. The only module that starts or stops Ray.
+A local Ray keeps everything in one temporary folder with a short path (socket paths are limited to 107 bytes) and binds
+to loopback. This is the only module that starts or stops Ray.
 """
 
 import contextlib
@@ -27,14 +27,14 @@ from .registry import RUN_FOLDER_PREFIX, wait_gone
 
 log = logging.getLogger(__name__)
 
-#: The smallest that Ray accepts; homing sends nothing through the object store.
+#: The smallest size that Ray accepts; homing sends nothing through the object store.
 OBJECT_STORE_BYTES = 80 * 1024 * 1024
-#: For a TCP connection to the head.
+#: Timeout of a TCP connection to the head node.
 CONNECT_TIMEOUT_S = 10.0
-#: For each of Ray's own processes. Ray's default, 30 s, is not enough on two cores at a load average of 15.
+#: Start timeout of each of Ray's processes. Ray's default, 30 s, is too short on two cores at a load average of 15.
 RAY_START_TIMEOUT_S = 120.0
 PR_SET_CHILD_SUBREAPER = 36
-#: For Ray and its children only: no usage statistics, loopback only, CUDA_VISIBLE_DEVICES left alone.
+#: Set for Ray and its children only: no usage statistics, loopback only, CUDA_VISIBLE_DEVICES unchanged.
 RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
@@ -42,51 +42,51 @@ RAY_ENVIRONMENT = {
     "RAY_LOG_TO_DRIVER_EVENT_LEVEL": "ERROR",
     "TOKENIZERS_PARALLELISM": "false",
 }
-#: For Ray on every machine, unless the operator has set them: what happens when memory runs out, and its priority.
+#: Out-of-memory behaviour and priority of Ray's processes on every machine, unless the operator has set them.
 #:
-#: Ray 2.60's memory monitor looks at the whole machine. From 95 % on it kills actors until enough memory would be free:
+#: Ray 2.60's memory monitor measures the whole machine. Above 95 % it kills actors until enough memory would be free:
 #: first those that Ray can restart, which are our controller and supervisor of 0.05 GB each, then the newest. When
-#: another program took the memory, the whole cluster ended. So it is off, and the kernel decides when memory has really
-#: run out. Ray also asks the kernel to take workers before every other process of the machine; without that, the
-#: largest process ends, ours or not. Of ours that is a rank, and a replica is rebuilt.
+#: another program used up the memory, this ended the whole cluster. The monitor is therefore off, and the kernel acts
+#: when memory really runs out. Ray also makes the kernel prefer workers to all other processes; with that off, the
+#: kernel kills the largest process, ours or not. Our largest is a rank, in which case the replica is restarted.
 #:
-#: Ray starts workers at niceness 15: beside a busy process of usual priority, a rank would get 3 % of a core.
+#: Ray starts workers at niceness 15; next to a busy process of normal priority, a rank would get 3 % of a core.
 NODE_ENVIRONMENT = {
     "RAY_memory_monitor_refresh_ms": "0",
     "RAY_worker_oom_score_adjustment": "0",
     "RAY_worker_niceness": "0",
 }
-#: For a local Ray, unless the operator has set it.
+#: Set for a local Ray, unless the operator has set it.
 PATIENCE_ENVIRONMENT = {"RAY_gcs_server_port_wait_time_s": f"{RAY_START_TIMEOUT_S:.0f}"}
 
 
 def run_folder() -> Path:
-    """A new short, private folder for the sockets and files of one local cluster.
+    """Create a private folder with a short path for the sockets and files of one local cluster.
 
-    Ray makes its own folder inside, and the sockets in it, accessible to everybody.
+    Privacy matters because Ray makes its own folder inside it, with its sockets, accessible to every user.
     """
     base = "/tmp" if Path("/tmp").is_dir() else None
     return Path(tempfile.mkdtemp(prefix=RUN_FOLDER_PREFIX, dir=base))
 
 
 def sockets_folder(folder: Path) -> Path:
-    """The folder for sockets and shared files of routers and ranks, created before any of them starts."""
+    """Create the folder for the sockets and shared files of routers and ranks, before any of them starts."""
     sockets = folder / "s"
     sockets.mkdir(mode=0o700, exist_ok=True)
     return sockets
 
 
 def set_local_environment(environ: MutableMapping[str, str]) -> None:
-    """Set what a local Ray reads when it is imported; an operator's own values of those that have a default stay."""
+    """Set the variables that a local Ray reads at import. An operator's values for our defaults are kept."""
     for name, value in (NODE_ENVIRONMENT | PATIENCE_ENVIRONMENT).items():
         environ.setdefault(name, value)
     environ.update(RAY_ENVIRONMENT)
 
 
 def start_local(settings: Settings, folder: Path) -> None:
-    """Start a local Ray in `folder`. Logical CPUs are as many as the ranks need: they only steer placement.
+    """Start a local Ray in `folder`, with at least as many logical CPUs as the ranks need; they affect placement only.
 
-    Raises DoesNotFit, and StartFailed when Ray's processes end or do not start in time, twice.
+    Raises DoesNotFit, and StartFailed when Ray's processes exit or do not start in time twice in a row.
     """
     set_local_environment(os.environ)
     _survive_raylet_exit()
@@ -117,7 +117,7 @@ def start_local(settings: Settings, folder: Path) -> None:
 
 
 def gpus_by_machine() -> tuple[float, ...]:
-    """The GPUs of each machine of the Ray cluster that is connected."""
+    """Return the number of GPUs of each machine in the connected Ray cluster."""
     import ray
 
     return tuple(node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["Alive"])
@@ -133,15 +133,15 @@ def join(settings: Settings) -> None:
 
 @contextlib.contextmanager
 def visit(ray_address: str, name: str, *, ours: bool, token: bool) -> Iterator[None]:
-    """Connect to a Ray cluster while the body runs; `ours`: one that a local `homing serve` started.
+    """Connect to a Ray cluster while the body runs. `ours`: a local `homing serve` started it.
 
-    `token`: the Ray cluster requires one. Raises ClusterError. Ray must not have been imported before: it reads these
-    variables at import.
+    `token`: the Ray cluster requires one. Ray must not have been imported before, as it reads the environment variables
+    at import. Raises ClusterError.
     """
     os.environ.update(RAY_ENVIRONMENT if ours else {"RAY_USAGE_STATS_ENABLED": "0"})
-    if token:  # Ray sends one by itself where it starts or finds a cluster, but not to a given address
+    if token:  # Ray sends a token to a cluster that it started or found, but not to a given address
         os.environ.setdefault("RAY_AUTH_MODE", "token")
-    # Ray prints to `sys.stdout` whatever its settings say.
+    # Ray prints to `sys.stdout` regardless of its settings.
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         _connect(ray_address, name, "reach", debug=False, level=logging.CRITICAL)
         import ray
@@ -165,12 +165,12 @@ def _connect(address: str, name: str, verb: str, *, debug: bool, level: int) -> 
 
 
 def requires_token() -> bool:
-    """Whether the Ray cluster of this process requires a token: Ray sets the variable when it finds one by itself."""
+    """Return whether this process's Ray cluster requires a token: Ray sets the variable when it finds a token file."""
     return os.environ.get("RAY_AUTH_MODE", "").lower() == "token"
 
 
 def make_token_private(token: Path) -> None:
-    """Remove others' rights to the token file; Ray creates it readable by everybody."""
+    """Remove other users' access to the token file, which Ray creates world-readable."""
     if token.is_file() and token.stat().st_uid == os.getuid():
         token.chmod(token.stat().st_mode & 0o700)
 
@@ -183,7 +183,7 @@ def address() -> str:
 
 
 def local_processes() -> dict[str, psutil.Process]:
-    """By Ray's names (raylet, gcs_server), the processes of the local Ray that `start_local` has started."""
+    """Return the processes of the local Ray that `start_local` started, by Ray's names (raylet, gcs_server)."""
     from ray._private import worker
 
     node = worker._global_node
@@ -192,7 +192,7 @@ def local_processes() -> dict[str, psutil.Process]:
 
 
 def leave(timeout_s: float) -> None:
-    """Disconnect. A local Ray ends with this process: wait for all processes below, then kill them."""
+    """Disconnect. A local Ray ends with this process: wait for all descendants, then kill the remaining ones."""
     import ray
 
     ours = children()
@@ -202,21 +202,21 @@ def leave(timeout_s: float) -> None:
 
 
 def silence_native_stderr() -> None:
-    """Discard what libraries write to the descriptor of standard error from now on; Python's own `sys.stderr` stays.
+    """Discard what native code writes to standard error from now on; Python's `sys.stderr` still works.
 
-    At its end Ray's C++ part writes lines there, about calls that nobody waits for any more.
+    When it exits, Ray's C++ part writes messages there about calls that are no longer awaited.
     """
     sys.stderr.flush()
     kept = os.dup(2)
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 2)
-    sys.stderr = open(kept, "w", buffering=1)  # noqa: SIM115 - for the rest of the process
+    sys.stderr = open(kept, "w", buffering=1)  # noqa: SIM115 - used until the process exits
 
 
 def reap_orphans(ours: Collection[int]) -> None:
-    """Take note of processes that have ended after their parent had, and became children of this one.
+    """Reap ended processes whose parents ended before them, so that this process adopted them.
 
-    `ours`: ids of those that others wait for; while one of these is ended, nothing else is reaped.
+    `ours`: ids of processes for which other code waits; while one of these has ended unreaped, nothing else is reaped.
     """
     with contextlib.suppress(ChildProcessError):
         while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
@@ -230,7 +230,7 @@ def children() -> list[psutil.Process]:
 
 
 def kill_children() -> None:
-    for _ in range(20):  # a process that is killed may just have started another
+    for _ in range(20):  # a process may start another one just before it is killed
         below = children()
         if not below:
             return
@@ -241,7 +241,7 @@ def kill_children() -> None:
 
 
 def _check_answers(address: str) -> None:
-    """Fail at once where Ray would retry for over a minute. An address that is not host:port (auto) is not checked."""
+    """Fail at once, where Ray would retry for over a minute. Addresses other than host:port (auto) are not checked."""
     host, _, port = address.rpartition(":")
     if not port.isdigit() or "/" in host:
         return
@@ -255,7 +255,7 @@ def _check_answers(address: str) -> None:
 
 @contextlib.contextmanager
 def _replaced(owner: Any, **attributes: Any) -> Iterator[None]:
-    """Give attributes of Ray's own other values while the body runs, for what Ray 2.60 has no setting for."""
+    """Patch attributes of Ray's modules while the body runs, for behaviour that Ray 2.60 has no setting for."""
     originals = {name: getattr(owner, name) for name in attributes}
     for name, value in attributes.items():
         setattr(owner, name, value)
@@ -267,7 +267,7 @@ def _replaced(owner: Any, **attributes: Any) -> Iterator[None]:
 
 
 def _start_ray(folder: Path, options: dict[str, Any], *, follow_logs: bool) -> None:
-    """Raises StartFailed with what the raylet wrote last; then nothing of this start is left but its folder."""
+    """Start Ray. Raises StartFailed with the raylet's last log lines; only the folder is then left of this start."""
     import ray
 
     started: list[subprocess.Popen[bytes]] = []
@@ -283,13 +283,13 @@ def _start_ray(folder: Path, options: dict[str, Any], *, follow_logs: bool) -> N
 
 def _last_lines(log_file: Path, count: int = 3) -> str:
     try:
-        return " | ".join(log_file.read_text(errors="replace").splitlines()[-count:]) or "its raylet wrote nothing"
+        return " | ".join(log_file.read_text(errors="replace").splitlines()[-count:]) or "the raylet's log is empty"
     except OSError as error:
-        return f"its raylet left no log: {error.strerror}"
+        return f"no raylet log: {error.strerror}"
 
 
 def _end(processes: Collection["subprocess.Popen[bytes]"]) -> None:
-    """Kill what a failed start has left; Ray does not."""
+    """Kill the processes that a failed start left behind; Ray does not."""
     for process in processes:
         below = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
         process.kill()
@@ -300,9 +300,9 @@ def _end(processes: Collection["subprocess.Popen[bytes]"]) -> None:
 
 
 def _own_process_groups(started: list["subprocess.Popen[bytes]"]) -> AbstractContextManager[None]:
-    """Start Ray's processes in process groups of their own: a signal to our group must not end them under the replicas.
+    """Start Ray's processes in separate process groups, so that a signal to ours does not end them before the replicas.
 
-    `timeout`, supervisors and shells signal whole groups. `started`: receives the processes.
+    `timeout`, supervisors and shells signal whole groups. The processes are appended to `started`.
     """
     from ray._private import services
 
@@ -317,9 +317,9 @@ def _own_process_groups(started: list["subprocess.Popen[bytes]"]) -> AbstractCon
 def patient_start(
     started: Collection["subprocess.Popen[bytes]"] = (), timeout_s: float = RAY_START_TIMEOUT_S
 ) -> AbstractContextManager[None]:
-    """Let the raylet take `timeout_s` to start, in place of 30 s. Raises StartFailed after it.
+    """Let the raylet take up to `timeout_s` to start, instead of 30 s.
 
-    Also raised as soon as one of `started`, Ray's processes, has ended.
+    Raises StartFailed after that time, or as soon as one of Ray's processes in `started` has exited.
     """
     from ray._private import services
 
@@ -336,18 +336,18 @@ def patient_start(
                 if ended:
                     words = ended[0].args
                     name = Path(str(words[0] if isinstance(words, list) else words)).name
-                    raise StartFailed(f"Ray's {name} ended with exit code {ended[0].returncode}") from error
+                    raise StartFailed(f"Ray's {name} exited with code {ended[0].returncode}") from error
                 if time.monotonic() > deadline:
-                    raise StartFailed(f"Ray's processes have not started within {timeout_s:g} s") from error
+                    raise StartFailed(f"Ray's processes did not start within {timeout_s:g} s") from error
                 time.sleep(0.1)
 
     return _replaced(services, get_node=wait_for_node)
 
 
 def _without_unused_processes(*, follow_logs: bool) -> AbstractContextManager[None]:
-    """Start neither Ray's autoscaler nor its dashboard, nor what follows log files unless they are followed.
+    """Do not start Ray's autoscaler and dashboard, nor its log monitor unless logs are followed.
 
-    They take a second of CPU each while a cluster starts. The dashboard's process is started also with
+    Each takes a second of CPU time while a cluster starts. Ray starts the dashboard's process even with
     `include_dashboard=False`.
     """
     from ray._private.node import Node
@@ -357,14 +357,14 @@ def _without_unused_processes(*, follow_logs: bool) -> AbstractContextManager[No
 
 
 def _survive_raylet_exit() -> None:
-    """Keep Ray from ending this process as soon as its connection to the raylet breaks. Call before importing Ray.
+    """Keep Ray from ending this process as soon as its connection to the raylet breaks. Call it before importing Ray.
 
-    Ray 2.60 ends a process whose raylet has ended; a driver checks that by its parent process, and the parent of a
-    detached `homing serve` has ended: one in three was killed while it shut down, and left Ray's helpers and folder.
+    Ray 2.60 ends a process whose raylet has ended; a driver checks its parent process instead, and the parent of a
+    detached `homing serve` has ended. One in three was killed during shutdown, leaving Ray's helpers and folder behind.
     """
     os.environ["RAY_RAYLET_PID"] = str(os.getpid())
 
 
 def _adopt_orphans() -> None:
-    """Become the parent of Ray's workers when their raylet dies, so that they can be waited for."""
+    """Adopt Ray's workers when their raylet dies, so that this process can wait for them."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

@@ -1,6 +1,6 @@
-"""The log files of a cluster: one for each of its parts, in the state folder, bounded, and kept after the end.
+"""The log files of a cluster: one per part, in the state folder, bounded, and kept after the cluster ends.
 
-Written by the processes of a local cluster, read by `homing logs`. Knows files and lines, nothing of Ray.
+Written by the processes of a local cluster, read by `homing logs`. Does not depend on Ray.
 """
 
 import logging
@@ -16,21 +16,21 @@ import msgspec
 
 log = logging.getLogger(__name__)
 
-#: Of one file; each part keeps the file before as well.
+#: Maximum size of one file; each part also keeps its previous file.
 FILE_BYTES = 1 << 20
-#: The oldest files beyond these are removed: replicas that come and go have new names.
+#: Maximum number of files; the oldest are removed, because new replicas get new names.
 FILES_KEPT = 64
 FORMAT = "%(asctime)s.%(msecs)03d %(levelname)-7s %(message)s"
 TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
 _TIME = re.compile(r'(?:\{"time":")?(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3})')
-#: The part whose lines are the requests that routers have answered.
+#: The part whose lines are the requests answered by the routers.
 REQUESTS = "requests"
 
 LogFormat = Literal["text", "json"]
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object per line, for programs that collect logs; a traceback is one of its fields."""
+    """Formats records as one JSON object per line, for log collectors. A traceback becomes a field."""
 
     def format(self, record: logging.LogRecord) -> str:
         time = f"{self.formatTime(record, TIME_FORMAT)}.{record.msecs:03.0f}"
@@ -46,7 +46,7 @@ SUFFIX, OLD_SUFFIX = ".log", ".log.1"
 
 
 class LogFile(RotatingFileHandler):
-    """The log of one part, which only its user can read: messages may quote prompts or paths."""
+    """The log of one part. Only its user can read it, as messages may quote prompts or paths."""
 
     def __init__(self, path: Path, form: LogFormat = "text") -> None:
         super().__init__(path, maxBytes=FILE_BYTES, backupCount=1, encoding="utf-8")
@@ -60,10 +60,10 @@ class LogFile(RotatingFileHandler):
 
 
 class RequestLog:
-    """A stream for the access log of a router: each line becomes one of a log file.
+    """A stream that writes a router's access log to a log file.
 
-    Except those of GET: nearly all of them come from `homing status`, `homing watch` and monitoring. Lines come in
-    batches, each of which is one write: a system call per request would cost as much as parsing it.
+    Omits GET requests, nearly all of which come from `homing status`, `homing watch` and monitoring. Lines arrive in
+    batches, each of which is one write: a system call per request would cost as much as parsing the request.
     """
 
     def __init__(self, folder: str, seat: int, form: LogFormat) -> None:
@@ -86,7 +86,7 @@ class RequestLog:
 
     @property
     def _stream(self) -> TextIO:
-        assert self._file.stream is not None, "the file is opened at once, and written until it is closed"
+        assert self._file.stream is not None, "the file is open from creation until `close`"
         return self._file.stream
 
     def _line(self, time: str, line: str) -> str:
@@ -96,9 +96,9 @@ class RequestLog:
 
 
 def keep_log(folder: str | None, part: str, form: LogFormat = "text") -> None:
-    """Also write this process's log lines to the file of `part`. Does nothing without a folder.
+    """Also write this process's log messages to the file of `part`. Does nothing without a folder.
 
-    A folder that cannot be written is reported, and changes nothing else.
+    If the folder is not writable, logs a warning and has no other effect.
     """
     if folder is None:
         return
@@ -128,26 +128,26 @@ def _files(folder: Path) -> list[Path]:
 
 
 class LogLine(msgspec.Struct, frozen=True):
-    time: str  #: empty only where the beginning of a file has been cut off
+    time: str  #: empty only if the beginning of the file is missing
     part: str
-    text: str  #: without its newline, with the lines of a traceback
+    text: str  #: without a final newline; includes the lines of a traceback
 
 
 def parts(folder: Path) -> list[str]:
-    """The parts that have a log, such as controller, router-0 and r0."""
+    """Return the parts that have a log, such as controller, router-0 and r0."""
     if not folder.is_dir():
         return []
     return sorted({path.name.removesuffix(".1").removesuffix(SUFFIX) for path in _files(folder)})
 
 
 def belongs(part: str, wanted: str) -> bool:
-    """Whether `wanted` selects this part: itself, `router` or `requests` of all routers, a replica with its ranks."""
+    """Return whether `wanted` selects this part: its name, its replica's, or `router` or `requests` for all routers."""
     of_all = wanted in ("router", REQUESTS) and part.startswith(f"{wanted}-")
     return part == wanted or part.startswith(f"{wanted}.") or of_all
 
 
 def read_log(folder: Path, selected: Sequence[str]) -> list[LogLine]:
-    """The lines of these parts, in the order of time."""
+    """Return the lines of these parts, ordered by time."""
     found: list[LogLine] = []
     for part in selected:
         for suffix in (OLD_SUFFIX, SUFFIX):
@@ -158,7 +158,7 @@ def read_log(folder: Path, selected: Sequence[str]) -> list[LogLine]:
 
 
 def split(part: str, lines: Iterable[str]) -> Iterator[LogLine]:
-    """Log lines; a line without a time belongs to the one before."""
+    """Split into log lines. A line without a time belongs to the previous one."""
     time, texts = "", list[str]()
     for line in lines:
         if match := _TIME.match(line):
@@ -171,14 +171,14 @@ def split(part: str, lines: Iterable[str]) -> Iterator[LogLine]:
 
 
 class LogTail:
-    """What is appended to the files of a folder after this object was made; follows files that are rotated or new."""
+    """Reads lines appended to a folder's log files since this object's creation; follows rotation and new files."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._places = {path.stat().st_ino: path.stat().st_size for path in _files(folder)} if folder.is_dir() else {}
 
     def read(self, wanted: str | None) -> list[LogLine]:
-        """The new lines of the selected parts (None: all), in the order of time."""
+        """Return the new lines of the selected parts (None: all), ordered by time."""
         found: list[LogLine] = []
         for part in parts(self._folder):
             if wanted is not None and not belongs(part, wanted):
@@ -192,10 +192,10 @@ class LogTail:
             with path.open("rb") as file:
                 about = os.fstat(file.fileno())
                 inode, begin = about.st_ino, self._places.get(about.st_ino, 0)
-                if begin > about.st_size:  # that of a file which was removed by rotation: the number is used again
+                if begin > about.st_size:  # the inode number of a file removed by rotation was reused
                     begin = 0
                 file.seek(begin)
-                whole, newline, _ = file.read().rpartition(b"\n")  # the rest is still being written
+                whole, newline, _ = file.read().rpartition(b"\n")  # the last line may be incomplete
         except FileNotFoundError:
             return []
         self._places[inode] = begin + len(whole) + len(newline)

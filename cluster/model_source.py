@@ -1,6 +1,6 @@
 """Finds a model's files: the demo in the package, a local folder, or a snapshot from the Hugging Face hub.
 
-Loads nothing: imports neither torch nor transformers.
+Loads no model and imports neither torch nor transformers.
 """
 
 import importlib.util
@@ -20,19 +20,19 @@ DEMO = "demo"
 #: Files needed for serving; the hub's other weight formats are not downloaded.
 TEXT_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "*.py"]
 WANTED_FILES = [*TEXT_FILES, "*.safetensors"]
-#: The same weights again, in the format of the model's authors.
+#: Duplicates of the weights in the model authors' own formats.
 UNWANTED_FILES = ["consolidated*", "original/*"]
 
 
 def find_model(settings: ReplicaSettings) -> Path:
-    """The model's local folder, downloaded from the hub when it is not a folder. Raises ModelUnavailable."""
+    """Return the model's local folder, downloading it from the hub if necessary. Raises ModelUnavailable."""
     return _find(settings, WANTED_FILES, checked=settings.engine == "homing")
 
 
 def find_text(settings: ReplicaSettings) -> Path:
-    """The same without weights, for a model that others serve. Where that fails: the folder of the tokenizer, if given.
+    """Like `find_model`, but without weights, for a model that other servers run.
 
-    Raises ModelUnavailable.
+    Falls back to the folder in the `tokenizer` setting. Raises ModelUnavailable.
     """
     try:
         return _find(settings, TEXT_FILES, checked=False)
@@ -62,18 +62,18 @@ def _find(settings: ReplicaSettings, files: list[str], *, checked: bool) -> Path
 
 
 def text_folder(settings: ReplicaSettings, model_dir: Path) -> Path:
-    """The folder of tokenizer and chat template: the model's, unless the settings name another one."""
+    """Return the folder of the tokenizer and chat template: the model's, unless the settings name another one."""
     return Path(settings.tokenizer).expanduser() if settings.tokenizer else model_dir
 
 
 def model_limits(folder: Path, settings: ReplicaSettings, name: str) -> ModelLimits:
-    """The limits of a model that an external engine serves, from its configuration files. Raises ModelUnavailable."""
+    """Read the limits of an external engine's model from its configuration files. Raises ModelUnavailable."""
     config = _json(folder / "config.json")
-    config |= config.get("text_config") or {}  # of models that also accept images
+    config |= config.get("text_config") or {}  # present in models that also accept images
     eos = _json(folder / "generation_config.json").get("eos_token_id", config.get("eos_token_id")) or ()
     longest = settings.max_model_len or config.get("max_position_embeddings")
     if not isinstance(longest, int) or not isinstance(config.get("vocab_size"), int):
-        raise ModelUnavailable(f"{folder}/config.json has no vocab_size or no length: give --max-model-len")
+        raise ModelUnavailable(f"{folder}/config.json lacks vocab_size or the length; give --max-model-len")
     return ModelLimits(
         name=name,
         path=str(folder),
@@ -85,11 +85,11 @@ def model_limits(folder: Path, settings: ReplicaSettings, name: str) -> ModelLim
 
 
 def check_runnable(folder: Path) -> None:
-    """Raise ModelUnavailable for a model whose config.json already says that no replica can run it."""
+    """Raise ModelUnavailable if config.json shows that no replica can run the model."""
     path = folder / "config.json"
     config = _json(path)
     if any(folder.glob("*.gguf")) and not any(folder.glob("*.safetensors")):
-        raise ModelUnavailable(f"{folder} holds GGUF files, which homing cannot read; {ORIGINAL}")
+        raise ModelUnavailable(f"{folder} contains GGUF files, which homing cannot read; {ORIGINAL}")
     problem = method_problem(config)
     if problem:
         raise ModelUnavailable(f"{path}: {problem}")
@@ -97,12 +97,12 @@ def check_runnable(folder: Path) -> None:
     if isinstance(kind, str) and kind not in FAMILIES and kind not in _transformers_types():
         raise ModelUnavailable(
             f"{path}: model_type {kind!r} is unknown to homing and to the installed transformers; "
-            "choose another model (docs/models.md lists those that were tested)"
+            "choose another model (docs/models.md lists the tested ones)"
         )
 
 
 def _transformers_types() -> frozenset[str]:
-    """The model types of the installed transformers; read from its tables, as importing them takes seconds."""
+    """Read the installed transformers' model types from its source tables, as importing them takes seconds."""
     spec = importlib.util.find_spec("transformers")
     folders = [] if spec is None else [Path(each) for each in spec.submodule_search_locations or ()]
     tables = [path.read_text() for each in folders for path in (each / "models" / "auto").glob("*.py")]
@@ -110,14 +110,14 @@ def _transformers_types() -> frozenset[str]:
 
 
 def has_chat_template(folder: Path) -> bool:
-    """Whether the model's files hold a template for chats."""
+    """Return whether the model's files contain a chat template."""
     if (folder / "chat_template.jinja").is_file() or (folder / "chat_template.json").is_file():
         return True
     return bool(_json(folder / "tokenizer_config.json").get("chat_template"))
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """The object in a file; empty where it cannot be read, which others report."""
+    """Return the JSON object in a file; empty if it cannot be read, which other checks report."""
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError):
@@ -126,8 +126,8 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _download(model: str, revision: str | None, files: list[str], *, checked: bool) -> Path:
-    """`checked`: only a model that our own engine can run."""
-    # Imported here: the hub's client takes a while and only this path needs it.
+    """Download a model. `checked`: only if our own engine can run it."""
+    # Imported here, because importing the hub's client is slow and only this path needs it.
     from huggingface_hub import hf_hub_download, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 

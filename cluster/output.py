@@ -1,4 +1,4 @@
-"""What commands print: columns, colours and progress for a person at a terminal, plain lines for everything else."""
+"""The output of commands: columns, colours and progress on a terminal, plain lines elsewhere."""
 
 import io
 import select
@@ -13,12 +13,12 @@ from rich.table import Table
 if TYPE_CHECKING:
     from rich.live import Live
 
-#: Characters of a line where nobody looks at a terminal: nothing is wrapped.
+#: Line width in characters when the output is not a terminal: wide enough never to wrap.
 LINE = 1000
 
 SHOW_EVERY_S = 0.1
 
-#: Shows how much is done of what, of how much in all.
+#: Shows the progress of an activity, called with its name, the total and the number done.
 ShowProgress = Callable[[str, int, int], None]
 
 
@@ -27,28 +27,28 @@ def count(number: int, noun: str) -> str:
 
 
 def name_order(name: str) -> tuple[str, int, str]:
-    """Sort key for names of replicas: each model's together, r9 before r10."""
+    """Sort key for replica names: groups them by model, r9 before r10."""
     return name.rstrip("0123456789"), len(name), name
 
 
 def has_room(out: TextIO) -> bool:
-    """Whether a line can be written at once: not to a pipe that nobody reads, or that nobody will read any more."""
+    """Return whether a line can be written without blocking: False for a pipe that is full or has no reader."""
     try:
         writable = select.poll()
         writable.register(out.fileno(), select.POLLOUT)
-    except OSError:  # no file, but text in memory
+    except OSError:  # an in-memory stream
         return True
     return [events for _, events in writable.poll(0)] == [select.POLLOUT]
 
 
 def console(out: TextIO) -> Console:
-    """Prints text as it is: brackets are no markup, and numbers have no colour."""
+    """Return a console that prints text as it is, without interpreting markup or highlighting numbers."""
     width = None if out.isatty() else LINE
     return Console(file=out, width=width, markup=False, highlight=False, emoji=False)
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[RenderableType]], *, right: Collection[str] = ()) -> Table:
-    """Aligned columns; those in `right` to the right. Without any name of a column there is no header."""
+    """Return a table of aligned columns, right-aligned if in `right`. It has no header if all names are empty."""
     made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=any(columns), header_style="bold")
     for column in columns:
         made.add_column(column, justify="right" if column in right else "left")
@@ -67,7 +67,7 @@ def show(out: TextIO, *parts: RenderableType) -> None:
 
 
 def plain(*parts: RenderableType) -> str:
-    """As lines without colours and without spaces at their ends."""
+    """Render as lines without colours or trailing spaces."""
     out = io.StringIO()
     lines = console(out)
     for part in parts:
@@ -77,7 +77,7 @@ def plain(*parts: RenderableType) -> str:
 
 @contextmanager
 def progress(err: TextIO) -> Iterator[ShowProgress]:
-    """Bars on a terminal, which vanish when all is done; nothing elsewhere."""
+    """Show progress bars on a terminal, removed at the end; nothing elsewhere."""
     if not err.isatty():
         yield lambda *_: None
         return
@@ -101,7 +101,7 @@ def progress(err: TextIO) -> Iterator[ShowProgress]:
 
 
 class Waiting:
-    """What is waited for, in lines with a spinner at the foot of a terminal; nothing elsewhere."""
+    """Shows the pending parts, each on a line with a spinner below the terminal's output; nothing elsewhere."""
 
     def __init__(self, out: TextIO) -> None:
         self._console = console(out)
@@ -109,7 +109,7 @@ class Waiting:
         self._shown: Mapping[str, str] = {}
 
     def show(self, parts: Mapping[str, str]) -> None:
-        """State by part; nothing: all is there."""
+        """Show the state of each pending part. An empty mapping means that none is pending."""
         if not self._console.is_terminal or parts == self._shown:
             return
         from rich.live import Live
@@ -128,7 +128,7 @@ class Waiting:
         self._live.update(lines)
 
     def line(self, text: str) -> None:
-        """Print a line above."""
+        """Print a line above the spinners."""
         if self._live is not None:
             self._console.print(text, soft_wrap=True)
         else:

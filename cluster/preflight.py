@@ -1,7 +1,7 @@
-"""Checks of the settings, the addresses and the model's folder before anything is started.
+"""Checks the settings, addresses and model folder before anything is started.
 
-A mistake that is reported here saves a minute of loading. Checks change nothing; what only a loaded model can tell is
-checked by the replica.
+An error reported here saves a minute of loading. Checks change nothing; those that need a loaded model are done by the
+replica.
 """
 
 import errno
@@ -38,18 +38,18 @@ _REMEDIES = {
 
 
 def exposures(settings: Settings) -> list[str]:
-    """What the settings allow anybody on the network to do; each warning names its remedy."""
+    """Return warnings about what the settings allow anyone on the network to do, each with its remedy."""
     router = settings.router
     if _is_loopback(router.host):
         return []
     if not router.api_keys_file and not router.api_key:
         return [
-            f"anybody who can reach {router.host}:{router.port} can send requests, reset caches and read the cluster's "
-            "state: give --api-keys-file, or keep --host on 127.0.0.1"
+            f"anyone who can reach {router.host}:{router.port} can send requests, reset caches and read the cluster's "
+            "state: set --api-keys-file, or keep --host on 127.0.0.1"
         ]
     if not router.tls_cert_file:
         return [
-            f"API keys and prompts travel to {router.host} unencrypted: give --tls-cert-file, "
+            f"API keys and prompts are sent to {router.host} unencrypted: set --tls-cert-file, "
             "unless a proxy in front encrypts"
         ]
     return []
@@ -104,7 +104,7 @@ def check_bounds(settings: Settings, where: str) -> None:
 
 def check_folder(folder: Path, settings: Settings) -> None:
     """Check that replicas and router can serve the model in this folder. Raises ModelUnavailable and SettingsError."""
-    if settings.replica.engine != "homing":  # which knows best what it can run
+    if settings.replica.engine != "homing":  # an external engine checks itself what it can run
         model_limits(folder, settings.replica, settings.served_name)
         check_tokenizer(text_folder(settings.replica, folder))
         check_python(settings.replica)
@@ -120,13 +120,13 @@ def check_folder(folder: Path, settings: Settings) -> None:
 
 
 def check_python(settings: ReplicaSettings) -> None:
-    """Raises SettingsError when the environment of an external engine does not have it."""
+    """Raises SettingsError when the external engine is not installed in its Python environment."""
     engine, python = settings.engine, settings.engine_python
     if python and not os.access(python, os.X_OK):
-        raise SettingsError(f"engine_python: {python} is no program; name the Python of the environment with {engine}")
+        raise SettingsError(f"engine_python: {python} is not executable; name a Python that has {engine}")
     if not python and importlib.util.find_spec(engine) is None:
         raise SettingsError(
-            f"engine: {engine} is not installed beside homing; name the Python of an environment that has it with "
+            f"engine: {engine} is not installed in homing's environment; name the Python of one that has it with "
             "--engine-python"
         )
 
@@ -152,36 +152,36 @@ def check_keys(settings: EventsSettings) -> None:
 
 
 def prepare(settings: Settings) -> Settings:
-    """Settings as routers and replicas need them: models have names, paths are absolute. Raises SettingsError."""
+    """Complete the settings for routers and replicas: name models, make paths absolute. Raises SettingsError."""
     models = tuple(with_files(each) for each in settings.models)
     return msgspec.structs.replace(with_files(_named(settings)), models=models)
 
 
 def with_files(settings: Settings) -> Settings:
-    """Settings with absolute paths: replicas and routers may run in another folder. Raises SettingsError."""
+    """Check file settings and make paths absolute, as other processes may run elsewhere. Raises SettingsError."""
     check_api_keys(settings)
     settings = with_tokenizer(_absolute(settings, settings.router, "api_keys_file", "chat_template", "response_store"))
     template, store = settings.router.chat_template, Path(settings.router.response_store)
     if template and not Path(template).is_file():
-        raise SettingsError(f"chat_template: there is no file {template}")
+        raise SettingsError(f"chat_template: no such file: {template}")
     if not store.parent.is_dir():
         raise SettingsError(f"response_store: folder {store.parent} does not exist; create it, or choose another file")
     return settings
 
 
 def with_tokenizer(settings: Settings) -> Settings:
-    """Settings with an absolute `tokenizer` and `engine_python`."""
+    """Make `tokenizer` and `engine_python` absolute."""
     return _absolute(settings, settings.replica, "tokenizer", "engine_python")
 
 
 def _absolute(settings: Settings, room: msgspec.Struct, *names: str) -> Settings:
     given = {name: getattr(room, name) for name in names}
-    # Not resolved: the Python of a virtual environment is a link, and is told by its place.
+    # Links are not resolved: a virtual environment's Python is a link, and its location identifies the environment.
     return replaced(settings, **{name: str(Path(path).expanduser().absolute()) for name, path in given.items() if path})
 
 
 def check_api_keys(settings: Settings) -> None:
-    """Raises SettingsError for a file of API keys that is missing or wrong."""
+    """Raises SettingsError for a missing or invalid file of API keys."""
     try:
         read_tenants(settings.router.api_keys_file)
     except KeysFileInvalid as error:
@@ -189,7 +189,7 @@ def check_api_keys(settings: Settings) -> None:
 
 
 def _named(settings: Settings) -> Settings:
-    """Settings with a `served_model_name`: by default the model's own, of a folder its last part."""
+    """Set `served_model_name` if it is empty: to the model's name, or to the last part of a model folder."""
     if settings.served_name or settings.models:
         return settings
     folder = Path(settings.replica.model).expanduser()

@@ -1,8 +1,8 @@
-"""The registry of clusters that this user runs on this machine: one small file per name, written by `homing serve`.
+"""The registry of this user's clusters on this machine: one small file per name, written by `homing serve`.
 
 An entry is valid only while the process that wrote it runs; a stale one is removed together with that process's folder.
-The folder may be any that `--state-dir` names, so nothing is believed or removed unless this user wrote it.
-Knows files and processes, nothing of Ray.
+`--state-dir` may name any folder, so entries and folders that this user did not create are neither trusted nor removed.
+Uses files and processes only; does not depend on Ray.
 """
 
 import errno
@@ -22,16 +22,16 @@ import psutil
 
 from .errors import AlreadyRunning, NotRunning, SettingsError
 
-#: Process ids are reused: the writer of an entry is the process that started within this of the recorded time.
+#: Process ids are reused, so a process counts as an entry's writer only if it started this close to the recorded time.
 START_TOLERANCE_S = 1.0
-#: Begins the name of each folder that a cluster makes for its sockets and files.
+#: Name prefix of the folders that clusters create for their sockets and files.
 RUN_FOLDER_PREFIX = "homing-"
-#: The prefix, and what `tempfile.mkdtemp` appends.
+#: The prefix and the characters that `tempfile.mkdtemp` appends.
 _RUN_FOLDER_NAME = re.compile(re.escape(RUN_FOLDER_PREFIX) + r"[a-z0-9_]{8}")
 
 
 class ProcessMark(msgspec.Struct, frozen=True):
-    """A process, so that another one that has got its number later is not taken for it."""
+    """Identifies a process even if its id is reused later."""
 
     pid: int
     started: float  #: seconds since 1970
@@ -41,7 +41,7 @@ class ProcessMark(msgspec.Struct, frozen=True):
         return cls(process.pid, process.create_time())
 
     def process(self) -> psutil.Process | None:
-        """The process; None when it has ended."""
+        """Return the process, or None if it has ended."""
         try:
             process = psutil.Process(self.pid)
             same = abs(process.create_time() - self.started) < START_TOLERANCE_S
@@ -56,16 +56,16 @@ class RegistryEntry(msgspec.Struct, frozen=True, kw_only=True):
     started: float  #: start time of that process, seconds since 1970
     phase: Literal["starting", "ready", "stopping"]
     url: str | None = None
-    router_urls: tuple[str, ...] = ()  #: of each router, when there are several
+    router_urls: tuple[str, ...] = ()  #: URL of each router, if there are several
     model: str = ""
-    ray_address: str | None = None  #: of the Ray cluster, for Ray's own tools
+    ray_address: str | None = None  #: address of the Ray cluster, for Ray's own tools
     ray_token: bool = False  #: whether that Ray cluster requires a token
     run_dir: str | None = None  #: removed when the cluster ends
-    log: str | None = None  #: of a detached cluster
-    ray: tuple[ProcessMark, ...] = ()  #: processes of a local Ray, with which all others of the cluster end
+    log: str | None = None  #: log file of a detached cluster
+    ray: tuple[ProcessMark, ...] = ()  #: processes of a local Ray; all other processes of the cluster end with them
 
     def process(self) -> psutil.Process | None:
-        """The process that wrote this; None when it has ended."""
+        """Return the process that wrote this entry, or None if it has ended."""
         return ProcessMark(self.pid, self.started).process()
 
 
@@ -74,7 +74,7 @@ class ClusterRegistry:
         self.folder = folder
 
     def make_folder(self) -> None:
-        """Create the folder. It is private: an entry says which process to end and which folder to remove."""
+        """Create the folder. It is private, because entries determine which processes to end and folders to remove."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def path(self, name: str) -> Path:
@@ -84,11 +84,11 @@ class ClusterRegistry:
         return self.folder / f"{name}.log"
 
     def log_folder(self, name: str) -> Path:
-        """Of the logs of the cluster's parts, which outlive it."""
+        """Return the folder for the logs of the cluster's parts, which are kept after it ends."""
         return self.folder / f"{name}.logs"
 
     def read(self, name: str) -> RegistryEntry | None:
-        """The entry, valid or stale; None for a file that is no entry of this name, or that others can write."""
+        """Return the entry, valid or stale; None if the file is not an entry of this name or others can write to it."""
         try:
             entry = msgspec.json.decode(_read_own(self.path(name)), type=RegistryEntry)
         except (OSError, msgspec.DecodeError):
@@ -96,12 +96,12 @@ class ClusterRegistry:
         return entry if entry.name == name else None
 
     def live(self, name: str) -> RegistryEntry | None:
-        """The entry of a cluster that runs; None: there is none."""
+        """Return the entry of a running cluster, or None if it does not run."""
         entry = self.read(name)
         return entry if entry is not None and entry.process() is not None else None
 
     def running(self, name: str) -> RegistryEntry:
-        """The entry of a running cluster. Removes a stale one and raises NotRunning."""
+        """Return the entry of a running cluster. Otherwise, remove a stale entry and raise NotRunning."""
         if entry := self.live(name):
             return entry
         self.remove(name)
@@ -127,7 +127,7 @@ class ClusterRegistry:
             self.path(entry.name).unlink(missing_ok=True)
 
     def remove(self, name: str) -> None:
-        """Remove an entry, with what the process that wrote it left: its Ray and its folder. Other files stay."""
+        """Remove an entry and what its process left behind: its Ray and its folder. Other files stay."""
         entry = self.read(name)
         if entry is None:
             return
@@ -146,7 +146,7 @@ class ClusterRegistry:
                 if old := self.live(entry.name):
                     raise AlreadyRunning(
                         f"cluster {entry.name!r} is running already (pid {old.pid}, {old.url or old.phase}); "
-                        "end it with homing stop, or start another one with --name"
+                        "stop it with homing stop, or start another one with --name"
                     )
                 self.remove(entry.name)
             path = self.path(entry.name)
@@ -164,16 +164,16 @@ class ClusterRegistry:
 
 
 def _read_own(path: Path) -> bytes:
-    """The content of a regular file that only this user can write. Raises OSError; follows no link."""
+    """Read a regular file that only this user can write. Follows no link. Raises OSError."""
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-            raise PermissionError(errno.EPERM, "others can write it", str(path))
+            raise PermissionError(errno.EPERM, "others can write to it", str(path))
         return file.read()
 
 
 def _is_run_folder(folder: Path) -> bool:
-    """Whether this is, by name and owner, a folder that a cluster of this user made; a link to one is not."""
+    """Return whether, by name and owner, one of this user's clusters created this folder. False for a link to one."""
     try:
         found = folder.lstat()
     except OSError:
@@ -183,19 +183,19 @@ def _is_run_folder(folder: Path) -> bool:
 
 
 def describe_running(entries: Sequence[RegistryEntry]) -> str:
-    """Running clusters, each with the flag that selects it."""
+    """List running clusters, each with the flag that selects it."""
     places = [f"at {entry.url}" if entry.url else f"still {entry.phase}" for entry in entries]
     return ", ".join(f"{e.name} {place} (--name {e.name})" for e, place in zip(entries, places, strict=True))
 
 
 def own_entry(name: str, model: str, log: str | None) -> RegistryEntry:
-    """An entry of this process, which is about to start a cluster."""
+    """Return an entry for this process, which is about to start a cluster."""
     started = psutil.Process().create_time()
     return RegistryEntry(name=name, pid=os.getpid(), started=started, phase="starting", model=model, log=log)
 
 
 def kill(processes: Sequence[psutil.Process]) -> None:
-    """Kill those of these processes that belong to this user."""
+    """Kill these processes, except those of other users."""
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             if process.uids().real == os.getuid():
@@ -203,7 +203,7 @@ def kill(processes: Sequence[psutil.Process]) -> None:
 
 
 def wait_gone(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
-    """Wait until these processes have ended; returns those that have not."""
+    """Wait until these processes have ended. Returns those that have not ended in time."""
     deadline = time.monotonic() + timeout_s
     alive = [process for process in processes if is_alive(process)]
     while alive and time.monotonic() < deadline:

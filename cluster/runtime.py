@@ -1,4 +1,4 @@
-"""What every process of a cluster sets up once: its event loop, its log lines, its limits, its garbage collector."""
+"""Set-up of every process of a cluster: event loop, logging, resource limits and garbage collector."""
 
 import asyncio
 import gc
@@ -8,14 +8,14 @@ import sys
 
 log = logging.getLogger(__name__)
 
-#: More than a router's clients and replicas take. A hard limit may be a billion, and some libraries walk all numbers.
+#: More than a router's clients and replicas need. The hard limit may be a billion, which some libraries iterate over.
 OPEN_FILES = 65_536
-#: Two for each of many clients, and some for replicas, logs and Ray.
+#: Limits below this are reported: two files for each of many clients, and some for replicas, logs and Ray.
 FEW_OPEN_FILES = 4096
 
 
 def fast_loop() -> asyncio.AbstractEventLoop:
-    """A new uvloop event loop."""
+    """Return a new uvloop event loop."""
     import uvloop
 
     loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
@@ -23,16 +23,16 @@ def fast_loop() -> asyncio.AbstractEventLoop:
 
 
 def set_up_logging(level: str) -> None:
-    """Write log lines of homing from `level` on, and warnings of all libraries, to standard error."""
+    """Log homing's messages from `level` up, and warnings of all libraries, to standard error."""
     form = "%(asctime)s %(levelname)-7s %(message)s"
     logging.basicConfig(level=logging.WARNING, format=form, datefmt="%H:%M:%S", stream=sys.stderr, force=True)
     logging.getLogger("homing").setLevel(level.upper())
 
 
 def raise_open_files_limit() -> None:
-    """Raise this process's soft limit of open files as far as the hard one allows, up to OPEN_FILES.
+    """Raise this process's soft limit on open files to OPEN_FILES, or to the hard limit if that is lower.
 
-    Each client is a file, and at 1,024, the usual soft limit, one client's idle connections lock out all others.
+    Each connection is a file; with the usual soft limit, 1,024, one client's idle connections lock out all others.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
@@ -43,6 +43,6 @@ def raise_open_files_limit() -> None:
 
 
 def freeze_loaded_objects() -> None:
-    """Exclude all objects that exist now from garbage collection: walking 400,000 of them takes 205 to 240 ms."""
+    """Exclude all existing objects from garbage collection: traversing 400,000 of them takes 205 to 240 ms."""
     gc.collect()
     gc.freeze()

@@ -54,7 +54,7 @@ def test_a_router_that_does_not_answer_is_told_with_a_remedy() -> None:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}/cluster"
 
-        with pytest.raises(ClusterError, match="cannot be reached: Connection refused; a router that died is back"):
+        with pytest.raises(ClusterError, match="cannot be reached: Connection refused; a router that crashed restarts"):
             get_json(url)
 
 

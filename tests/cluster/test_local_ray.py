@@ -85,7 +85,7 @@ def test_a_raylet_that_starts_slowly_is_waited_for_and_one_that_never_does_is_na
         services.get_node("127.0.0.1:1", "node")
     with subprocess.Popen(["/bin/false"]) as ended:
         pass
-    with pytest.raises(StartFailed, match="Ray's false ended with exit code 1"), patient_start([ended]):
+    with pytest.raises(StartFailed, match="Ray's false exited with code 1"), patient_start([ended]):
         services.get_node("127.0.0.1:1", "node")
 
     assert services.get_node is get_node
@@ -115,7 +115,7 @@ print(answers)
 
 @pytest.mark.parametrize(
     ("succeeds", "expected"),
-    [(2, ["start", "start"]), (3, ["start", "start", "no raylet; its raylet left no log: No such file or directory"])],
+    [(2, ["start", "start"]), (3, ["start", "start", "no raylet; no raylet log: No such file or directory"])],
 )
 def test_a_start_that_fails_is_repeated_once(succeeds: int, expected: list[str], tmp_path: Path) -> None:
     """Test runs have met raylets that never registered."""

@@ -68,7 +68,7 @@ def test_gguf_files_are_refused_by_their_name(folder: Path) -> None:
     """Whoever has them has a whole model, and would look for what is missing."""
     (folder / "model.safetensors").rename(folder / "model.Q4_K_M.gguf")
 
-    with pytest.raises(ModelUnavailable, match="holds GGUF files"):
+    with pytest.raises(ModelUnavailable, match="contains GGUF files"):
         check_folder(folder, load_settings({}, {}))
     with pytest.raises(ModelUnavailable, match=r"model\.Q4_K_M\.gguf is a GGUF file"):
         find_model(ReplicaSettings(model=str(folder / "model.Q4_K_M.gguf")))
@@ -170,7 +170,7 @@ def test_an_external_engine_may_run_what_ours_cannot(folder: Path) -> None:
     settings = load_settings({"engine": "vllm", "engine_python": sys.executable}, {})
 
     check_folder(folder, settings)
-    with pytest.raises(SettingsError, match="engine_python: /nowhere is no program"):
+    with pytest.raises(SettingsError, match="engine_python: /nowhere is not executable"):
         check_folder(folder, load_settings({"engine": "vllm", "engine_python": "/nowhere"}, {}))
-    with pytest.raises(SettingsError, match="vllm is not installed beside homing"):
+    with pytest.raises(SettingsError, match="vllm is not installed in homing's environment"):
         check_folder(folder, load_settings({"engine": "vllm"}, {}))
