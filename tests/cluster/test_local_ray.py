@@ -81,7 +81,7 @@ def test_a_raylet_that_starts_slowly_is_waited_for_and_one_that_never_does_is_na
     monkeypatch.setattr(services, "get_node", get_node)
     with patient_start():
         assert services.get_node("127.0.0.1:1", "node") == {"labels": {}}
-    with pytest.raises(StartFailed, match="not started within 0 s"), patient_start(timeout_s=0):
+    with pytest.raises(StartFailed, match="did not start within 0 s"), patient_start(timeout_s=0):
         services.get_node("127.0.0.1:1", "node")
     with subprocess.Popen(["/bin/false"]) as ended:
         pass
