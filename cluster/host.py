@@ -38,7 +38,7 @@ class DiskInfo:
 class MachineInfo:
     python: tuple[int, int]
     packages: Mapping[str, str | None]  #: version by name; None if not installed
-    memory_bytes: int  #: available
+    memory_bytes: int  #: available memory
     gpus_seen: int  #: GPUs that nvidia-smi lists and CUDA_VISIBLE_DEVICES does not hide
     gpus_usable: int  #: GPUs that torch can use
     launcher_problem: str | None  #: why Triton could not launch kernels on a GPU; None if it could

@@ -47,7 +47,7 @@ RAY_ENVIRONMENT = {
 #: Ray 2.60's memory monitor measures the whole machine. Above 95 % it kills actors until enough memory would be free:
 #: first those that Ray can restart, which are our controller and supervisor of 0.05 GB each, then the newest. When
 #: another program used up the memory, this ended the whole cluster. The monitor is therefore off, and the kernel acts
-#: when memory really runs out. Ray also makes the kernel prefer workers to all other processes; with that off, the
+#: when memory really runs out. Ray also makes the kernel kill workers before any other process; with that off, the
 #: kernel kills the largest process, ours or not. Our largest is a rank, in which case the replica is restarted.
 #:
 #: Ray starts workers at niceness 15; next to a busy process of normal priority, a rank would get 3 % of a core.

@@ -132,7 +132,7 @@ def _download(model: str, revision: str | None, files: list[str], *, checked: bo
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        if checked:  # before the weights
+        if checked:  # before the weights are downloaded
             check_runnable(Path(hf_hub_download(model, "config.json", revision=revision)).parent)
         return Path(snapshot_download(model, revision=revision, allow_patterns=files, ignore_patterns=UNWANTED_FILES))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:

@@ -80,7 +80,7 @@ def check_front(settings: RouterSettings) -> None:
 
 
 def check_port(host: str, port: int) -> None:
-    """Raises PortTaken when this address cannot be bound."""
+    """Check that this address can be bound. Raises PortTaken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -120,7 +120,7 @@ def check_folder(folder: Path, settings: Settings) -> None:
 
 
 def check_python(settings: ReplicaSettings) -> None:
-    """Raises SettingsError when the external engine is not installed in its Python environment."""
+    """Check that `engine_python` is executable or, if empty, that the engine is installed. Raises SettingsError."""
     engine, python = settings.engine, settings.engine_python
     if python and not os.access(python, os.X_OK):
         raise SettingsError(f"engine_python: {python} is not executable; name a Python that has {engine}")
@@ -132,7 +132,7 @@ def check_python(settings: ReplicaSettings) -> None:
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Raises ModelUnavailable when the folder has no usable tokenizer."""
+    """Check that the folder has a usable tokenizer. Raises ModelUnavailable."""
     try:
         check_vocabulary(folder)
     except TokenizerUnavailable as error:
@@ -140,7 +140,7 @@ def check_tokenizer(folder: Path) -> None:
 
 
 def check_keys(settings: EventsSettings) -> None:
-    """Raises SettingsError for CURVE keys that would lock out the cluster's own router."""
+    """Check that the CURVE keys do not lock out the cluster's own router. Raises SettingsError."""
     try:
         server, reader = server_keys(settings), reader_keys(settings)
         if server is None or server.allowed is None or reader is None:
@@ -181,7 +181,7 @@ def _absolute(settings: Settings, room: msgspec.Struct, *names: str) -> Settings
 
 
 def check_api_keys(settings: Settings) -> None:
-    """Raises SettingsError for a missing or invalid file of API keys."""
+    """Check the file of API keys. Raises SettingsError if it is missing or invalid."""
     try:
         read_tenants(settings.router.api_keys_file)
     except KeysFileInvalid as error:

@@ -118,7 +118,7 @@ class ClusterRegistry:
 
     @contextmanager
     def claim(self, entry: RegistryEntry) -> Iterator[None]:
-        """Hold the name while the body runs. Raises AlreadyRunning."""
+        """Reserve the entry's name while the body runs. Raises AlreadyRunning, and SettingsError for a foreign file."""
         self.make_folder()
         self._create(entry)
         try:

@@ -86,7 +86,7 @@ class Waker:
 class EventPublisher:
     """Publishes one replica's cache events, heartbeats and load. `stored` … `report` never block.
 
-    Only one thread (the engine's) may call `stored`, `removed`, `cleared` and `flush`; any may call the other methods.
+    Only one thread (the engine's) may call `stored`, `removed`, `cleared` or `flush`; any may call `report` or `close`.
     """
 
     def __init__(

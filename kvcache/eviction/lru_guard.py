@@ -9,7 +9,7 @@ When the learned order has had fewer hits than LRU, LRU is used for a while, twi
 
 from math import inf
 
-#: Lead or deficit in hits that counts as noise, as a fraction of the blocks looked up: an age is an eighth of a
+#: Lead or deficit in hits that counts as noise, as a fraction of the blocks requested: an age is an eighth of a
 #: turnover, and hits are assumed to be spread evenly within it.
 TOLERANCE = 0.008
 #: Weight that past counts keep after one turnover.
