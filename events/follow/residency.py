@@ -1,8 +1,8 @@
 """The blocks that a publisher holds, according to its events. Pure state, with two ways of counting.
 
 Our publishers announce the first copy of a block and the removal of the last: a set. vLLM announces every physical copy
-and its removal: reference counts, by medium and group. Both classes return events that a plain set can apply: of the
-removals, only those of last copies.
+and its removal: reference counts, by medium and group. Either way, a plain set can apply the returned events: of the
+removals, only those of last copies remain.
 """
 
 from collections.abc import Iterable, Sequence
