@@ -1,6 +1,6 @@
-"""The errors of a replica, by whose fault they are. No sockets, no torch."""
+"""A replica's errors, grouped by whose fault they are. No sockets, no torch."""
 
-# ruff: noqa: N818 - these names say what happened; an "Error" at the end would say no more.
+# ruff: noqa: N818 - these names say what happened; an "Error" suffix would add nothing.
 from typing import ClassVar
 
 from .messages import RefusalReason
@@ -34,7 +34,7 @@ class PromptTooLong(RequestError):
 
 
 class Draining(RequestError):
-    """This replica finishes its requests and takes no new ones; another one can take the request."""
+    """This replica is finishing its requests and accepts no new ones; another replica can take the request."""
 
     http_status = 503
     reason = "draining"
@@ -42,19 +42,19 @@ class Draining(RequestError):
 
 
 class NonFiniteLogits(RequestError):
-    """The model's fault: it computed NaN or infinity for this request, from which no token can be drawn."""
+    """The model's fault: it computed NaN or infinity for this request, so no token can be sampled."""
 
 
 class ConstraintFailed(RequestError):
-    """The grammar of this request exceeded its limits in mid-answer, or allowed no token of the vocabulary."""
+    """This request's grammar exceeded its limits mid-answer, or allowed no token of the vocabulary."""
 
 
 class StepFailed(ReplicaError):
-    """A forward pass raised; its requests end with an error, the engine continues."""
+    """A forward pass raised an error: its requests fail, the engine continues."""
 
 
 class EngineBroken(ReplicaError):
-    """Several steps in a row failed: the process must be rebuilt."""
+    """Several steps in a row failed: the replica must be rebuilt."""
 
 
 class RankLost(ReplicaError):
@@ -68,19 +68,19 @@ class StartupError(ReplicaError):
 
 
 class ModelError(StartupError):
-    """A model that cannot be loaded or run; raised while a replica starts, never for a request."""
+    """The model cannot be loaded or run; raised while a replica starts, never for a request."""
 
 
 class WeightsMissing(ModelError):
-    """The folder has no safetensors, or lacks some of those that its index names."""
+    """The model folder has no safetensors files, or lacks some that its index lists."""
 
 
 class WeightsUnlike(ModelError):
-    """The weights lack tensors of the model, or have others that it does not use: they are not this model's."""
+    """The weights belong to another model: tensors are missing, or there are some that the model does not use."""
 
 
 class WeightsTorn(ModelError):
-    """A file of weights is incomplete, as after an interrupted download or on a full disk."""
+    """A weights file is incomplete or damaged, for example by an interrupted download or a full disk."""
 
 
 class UnsupportedModel(ModelError):

@@ -1,32 +1,32 @@
-"""What this process does while it starts, for those who wait for it.
+"""What this process is doing while it starts, shown to users who wait for it.
 
-Loading, compiling and measuring are far apart, and nothing else connects them; what they do is a fact of the process.
+It is module state, because loading, compiling and measuring are far apart in the code and share no object.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-#: Shares are shown in such steps: logs get a line for each.
+#: Percentages are rounded down to a multiple of this, because logs get a line for each.
 STEP_PERCENT = 10
 
 _doing = ""
 
 
 def report(doing: str, done: int = 0, of: int = 0) -> None:
-    """Say what begins; `of`: how much there is to do, where that is known."""
+    """Set the current activity. `done` of `of` units are complete; `of` 0: the total is unknown."""
     global _doing
     percent = 100 * done // of // STEP_PERCENT * STEP_PERCENT if of else 0
     _doing = f"{doing}, {percent} %" if percent else doing
 
 
 def present() -> str:
-    """What was reported last; empty: nothing. Callable from any thread."""
+    """The activity reported last; empty if there is none. Callable from any thread."""
     return _doing
 
 
 @contextmanager
 def during(doing: str) -> Iterator[None]:
-    """Report something that interrupts what was reported before."""
+    """Report an activity that interrupts the current one, which is shown again afterwards."""
     before = _doing
     report(doing)
     try:

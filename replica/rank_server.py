@@ -1,4 +1,4 @@
-"""What one rank of a replica runs, whatever serves it. No torch."""
+"""The interface of what one rank of a replica runs, for our own and external engines. No torch."""
 
 from abc import ABC, abstractmethod
 
@@ -7,22 +7,22 @@ from .messages import ReplicaDescription
 
 
 class RankServer(ABC):
-    """What one rank runs, loaded: a replica's server (rank 0) or a worker. It is created and run in one thread.
+    """The loaded server of one rank: a replica's server (rank 0) or a worker. Created and run in the same thread.
 
-    The defaults are those of a rank that has no requests of its own. All but `run` may be called from other threads.
+    The defaults suit a rank without requests of its own. All methods except `run` may be called from other threads.
     """
 
     description: ReplicaDescription | None  #: of the replica; None on ranks above 0
 
     @abstractmethod
     def run(self) -> None:
-        """Serve until `stop`; raises when it fails."""
+        """Serve until `stop` is called. Raises an error when serving fails."""
 
     @abstractmethod
     def stop(self) -> None:
         """Make `run` return soon."""
 
-    def drain(self) -> None:  # noqa: B027 - there is nothing to do
+    def drain(self) -> None:  # noqa: B027 - workers have nothing to do
         """Accept no new requests. Called on rank 0 only."""
 
     def idle(self) -> bool:
@@ -30,9 +30,9 @@ class RankServer(ABC):
         return True
 
     def residents(self) -> list[CachedBlock]:
-        """The content of this rank's cache, parents first; empty on ranks above 0."""
+        """This rank's cached blocks, parents first; empty on ranks above 0."""
         return []
 
     def step_s(self) -> float:
-        """For how long the step that runs now has run; 0 between steps, and where rank 0 waits for all ranks."""
+        """Seconds since the current step began; 0 between steps, and on workers: rank 0's step waits for all ranks."""
         return 0.0

@@ -1,4 +1,4 @@
-"""The socket between routers and one replica: decodes requests, sends replies without waiting.
+"""The socket between routers and one replica: decodes requests, sends replies without blocking.
 
 One ROUTER socket; a peer's identity is its router's id. Unreadable frames are counted, logged and dropped. `send`
 reports a reply that could not be sent, so that the server can end the requests of a disconnected router.
@@ -20,18 +20,18 @@ from .messages import Reply, Request
 
 log = logging.getLogger(__name__)
 
-#: Replies queued for a router that does not read. There is one a step: a router is dead long before this many.
+#: Replies queued for a router that does not read. Each step sends one: a router that is this far behind is dead.
 HIGH_WATER_MARK = 10_000
-#: A larger frame ends its connection. The largest request by far is a prompt, at five bytes a token with its hashes:
-#: this is a prompt of thirteen million tokens.
+#: A larger frame closes its connection. By far the largest requests are prompts, at five bytes per token including
+#: hashes: this is enough for thirteen million tokens.
 MAX_REQUEST_BYTES = 64 * 1024 * 1024
-#: Messages read before the next step; more wait in the socket, so that a flood of requests never stops the engine.
+#: Most messages read before a step; others wait in the socket, so that a flood of requests cannot stall the engine.
 REQUESTS_PER_TURN = 1024
 
 
 class SendResult(Enum):
     SENT = "sent"
-    GONE = "gone"  #: this router is not connected
+    GONE = "gone"  #: the router is not connected
     FULL = "full"  #: the router stopped reading
 
 
@@ -39,7 +39,7 @@ class RequestSocket:
     """Owned by the engine's thread once the server runs."""
 
     def __init__(self, host: str, ipc_dir: Path | None, epoch: int, keys: ServerKeys | None = None) -> None:
-        """Bind. Raises StartupError."""
+        """Bind the socket. Raises StartupError."""
         self._decode = msgspec.msgpack.Decoder(Request).decode
         self._encode = msgspec.msgpack.Encoder().encode
         self._context = zmq.Context()
@@ -54,7 +54,7 @@ class RequestSocket:
         self._socket.router_mandatory = True
         self._socket.router_handover = True  # a router keeps its identity when it reconnects
         address = ipc_address(ipc_dir, epoch, "requests") if ipc_dir else tcp_address(host)
-        #: Removed on `close`: libzmq leaves the file of an ipc socket behind.
+        #: Removed by `close`: libzmq leaves an ipc socket's file behind.
         self._file = Path(address.removeprefix("ipc://")) if ipc_dir else None
         try:
             self._socket.bind(address)
@@ -68,11 +68,11 @@ class RequestSocket:
         return [self._socket] if self._gate is None else [self._socket, self._gate.socket]
 
     def receive(self) -> Iterator[tuple[str, Request]]:
-        """All waiting requests, without blocking. Also answers routers that authenticate."""
+        """Yield up to REQUESTS_PER_TURN waiting requests without blocking. Also answers routers that authenticate."""
         if self._gate is not None:
             self._gate.answer()
         for _ in range(REQUESTS_PER_TURN):
-            if not int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:  # half the price of an exception
+            if not int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:  # costs half as much as an exception
                 return
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -98,7 +98,7 @@ class RequestSocket:
         return SendResult.SENT
 
     def close(self) -> None:
-        """Wait briefly for queued replies to leave, then free socket and file."""
+        """Wait at most 0.5 s for queued replies to be sent, then close the socket and remove its file."""
         self._socket.close(linger=500)
         if self._gate is not None:
             self._gate.close()

@@ -1,8 +1,8 @@
-"""A replica as a process: sockets and threads around the engine. Decides nothing about requests; knows no Ray.
+"""A replica as a process: sockets and threads around the engine. Does not schedule requests or depend on Ray.
 
 The thread that calls `run` is the engine's thread: it owns the request socket, reads it before each step, polls it when
-idle, and sends one `TokenBatch` per step and router. Other threads reach the engine only through a queue of commands.
-Events go to `EventPublisher`, which sends them from its own thread. No router and no subscriber can delay the engine.
+idle, and sends one `TokenBatch` per step and router. Other threads reach the engine only through a command queue.
+`EventPublisher` sends events from its own thread. Neither routers nor subscribers can delay the engine.
 """
 
 import logging
@@ -70,10 +70,10 @@ from .structured.guide import Guide, GuideCompiler
 
 log = logging.getLogger(__name__)
 
-#: One bad request costs one step; three failed steps without a success between them are no coincidence.
+#: One bad request fails one step; three failed steps without a success in between are not one bad request.
 MAX_FAILURES = 3
 
-#: Longest delay of a report on steps that changed nothing but how far requests have decoded.
+#: Longest delay in seconds of the report on steps that only decoded.
 QUIET_S = 0.05
 
 T = TypeVar("T")
@@ -94,11 +94,11 @@ def start_replica(
     keys: ServerKeys | None = None,
     load_runner: RunnerLoader = load_runner,
 ) -> "ReplicaServer":
-    """Load the model, measure its speed, allocate the KV pool and bind the sockets; blocks until all is ready.
+    """Load the model, allocate the KV pool, measure the speed and bind the sockets; blocks until all is ready.
 
-    `ipc_dir`: a private folder for sockets if all peers of the replica are on its node; None: TCP on `host`.
-    `place`: rank 0's place among several ranks; None: one rank. `keys`: encrypt what routers and subscribers get.
-    Raises StartupError, PoolTooSmall, RankLost or EndpointUnusable, with nothing left behind.
+    `ipc_dir`: a private folder for sockets if all the replica's peers are on its node; None: TCP on `host`.
+    `place`: rank 0's place among several ranks; None: a single rank. `keys`: encrypt traffic with routers and
+    subscribers. Raises StartupError, PoolTooSmall, RankLost or EndpointUnusable and then leaves nothing behind.
     """
     epoch, block_size = randbits(63), kvcache.block_size
     with ExitStack() as stack:
@@ -146,7 +146,7 @@ def start_replica(
 
 @dataclass(slots=True, frozen=True)
 class _LoadedModel:
-    """A model on all its ranks, its KV blocks allocated and its speed measured."""
+    """A model loaded on all its ranks, with its KV blocks allocated and its speed measured."""
 
     runner: ModelRunner  #: rank 0's
     executor: ModelRunner | RankGroupExecutor
@@ -170,7 +170,7 @@ def _load_model(
     threads: ThreadTuner,
     stack: ExitStack,
 ) -> _LoadedModel:
-    """`stack` closes what is opened."""
+    """Load the model, allocate its KV blocks and measure its speed. `stack` closes what this opens."""
     block_size = kvcache.block_size
     threads.apply()
     threads.update()
@@ -182,7 +182,7 @@ def _load_model(
     limits = resolve_limits(settings, spec, device, num_blocks=num_blocks, block_size=block_size)
     if settings.tokenizer:
         check_vocabulary_size(Path(settings.tokenizer), spec.vocab_size)
-    guides = GuideCompiler(_text_dir(settings, model_dir), spec.vocab_size, spec.eos_token_ids)  # reads it meanwhile
+    guides = GuideCompiler(_text_dir(settings, model_dir), spec.vocab_size, spec.eos_token_ids)  # loads in a thread
     stack.callback(guides.close)
     executor.allocate_kv(num_blocks)
     rates = measure_rates(executor, limits, block_size)
@@ -207,7 +207,7 @@ def _prefix_cache(kvcache: KvCacheSettings, num_blocks: int, publisher: EventPub
 
 
 def _engine(model: _LoadedModel, cache: PrefixCache, hasher: BlockHasher, epoch: int, guesses: int) -> Engine:
-    """`guesses`: the most tokens that are proposed for a request in one step."""
+    """Create the engine. `guesses`: most tokens proposed for one request in one step; 0: none."""
     device, spec = model.runner.device, model.spec
     kind: type[Engine] = OverlappedEngine if isinstance(model.runner, GpuRunner) else Engine
     drafted = CUDA_STEP_TOKENS if device.type == "cuda" else CPU_STEP_TOKENS
@@ -228,8 +228,8 @@ def _engine(model: _LoadedModel, cache: PrefixCache, hasher: BlockHasher, epoch:
 def _parity(
     settings: ReplicaSettings, kvcache: KvCacheSettings, model_dir: Path, spec: ModelSpec, hasher: BlockHasher
 ) -> Parity:
-    # KV that is computed or kept in 8 bits differs from other KV of the same dtype. Not what is computed with FP8
-    # weights: whether products are in 8 bits depends on the GPU, and a cluster may have several kinds.
+    # KV computed or stored in 8 bits must not be mixed with other KV of the same dtype. FP8 weights do not count:
+    # whether their products are in 8 bits depends on the GPU, and a cluster may have several kinds.
     kinds = (spec.dtype, settings.quantization.replace("none", ""), spec.kv_dtype)
     kv_dtype = " ".join(filter(None, kinds))
     return parity(_text_dir(settings, model_dir), cache_identity(model_dir, kv_dtype, kvcache), hasher)
@@ -249,21 +249,21 @@ def _model_limits(settings: ReplicaSettings, model_dir: Path, model: _LoadedMode
 
 
 def mask_of(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
-    """What masks logits on this device; compiled now, as a request should not have to wait for that."""
+    """The function that masks logits on this device, compiled now so that no request waits for it."""
     mask = choose_kernels(device, torch.float32).mask
     mask(*(torch.zeros(1, *shape, dtype=dtype, device=device) for shape, dtype in _MASKED))
     return mask
 
 
-#: Shapes and dtypes of one row of logits, its number and its mask.
+#: Shapes and dtypes of one row of logits, its row number and its mask.
 _MASKED = (((32,), torch.float32), ((), torch.int64), ((1,), torch.int32))
 
 
 class ReportThrottle:
-    """Decides after which steps a load report and events are sent at once, by the last load sent.
+    """Decides after which steps the load report and events are sent at once, by comparing with the last load sent.
 
-    The publisher's thread competes with the engine's for the interpreter lock: after each step that cost 0.3 to 1 ms of
-    a token's 11 on two cores. A step that only decoded is therefore reported with a later one, or with a heartbeat.
+    The publisher's thread competes with the engine's for the interpreter lock: publishing after each step cost 0.3 to
+    1 ms of a token's 11 on two cores. A step that only decoded is therefore reported with a later one or a heartbeat.
     """
 
     def __init__(self) -> None:
@@ -271,8 +271,8 @@ class ReportThrottle:
         self._sent_at = 0.0
 
     def due(self, load: LoadReport, now: float) -> bool:
-        """Whether this load, and the events since the last report, should be sent now (seconds, monotonic)."""
-        # What routing depends on, except decoding, which routers predict themselves.
+        """Whether to send this load and the events since the last report. `now`: seconds, monotonic."""
+        # The fields that routing depends on, except decode progress, which routers predict themselves.
         state = (
             load.running,
             load.waiting,
@@ -289,10 +289,10 @@ class ReportThrottle:
 
 
 class ReplicaServer(RankServer):
-    """Rank 0 of one replica, as `start_replica` makes it: ready, and serving while `run` runs.
+    """Rank 0 of one replica, created by `start_replica`: ready to serve, and serving while `run` runs.
 
-    `run` belongs in the thread that started it (load/cpu_threads.py says why); all other methods may be called from any
-    thread. `residents`, `idle`, `drain` and `check` are answered between two steps of `run`.
+    Call `run` in the thread that called `start_replica` (load/cpu_threads.py says why); all other methods may be called
+    from any thread. `residents`, `idle`, `drain` and `check` are executed between two steps of `run`.
     """
 
     def __init__(
@@ -307,12 +307,12 @@ class ReplicaServer(RankServer):
         idle_ms: int,
         resources: ExitStack,
     ) -> None:
-        """`idle_ms`: longest wait of an idle engine. `resources` are closed when `run` ends."""
+        """`idle_ms`: longest wait of an idle engine. `resources` are closed when `run` returns."""
         self.description: ReplicaDescription = description
         self._engine, self._cache, self._publisher, self._requests = engine, cache, publisher, requests
         self._threads = threads
         self._guides = guides
-        #: Requests whose constraints are being compiled, by source and id.
+        #: Requests whose constraints are being compiled, by router and request id.
         self._compiling: dict[RequestKey, Generate] = {}
         self._idle_ms = idle_ms
         self._resources = resources
@@ -331,7 +331,7 @@ class ReplicaServer(RankServer):
 
     def run(self) -> None:
         """Serve until `stop`. Raises EngineBroken or RankLost when the replica must be rebuilt."""
-        self._threads.apply()  # a thread count belongs to its thread, and the replica may have started in another
+        self._threads.apply()  # a thread count is per thread, and the replica may have started in another one
         error: ReplicaError | None = None
         try:
             while not self._stopping.is_set():
@@ -349,7 +349,7 @@ class ReplicaServer(RankServer):
         self._waker.poke()
 
     def drain(self) -> None:
-        """Refuse new requests and finish the present ones; the load report shows when none is left."""
+        """Refuse new requests and finish the running ones; the load report shows when none remain."""
         self._ask(self._engine.drain)
 
     def idle(self) -> bool:
@@ -359,7 +359,7 @@ class ReplicaServer(RankServer):
         return self._ask(lambda: list(self._cache.residents()))
 
     def step_s(self) -> float:
-        """For how long the step that runs now has run; 0 between steps."""
+        """Seconds since the current step began; 0 between steps."""
         since = self._step_since
         return 0.0 if since is None else time.monotonic() - since
 
@@ -378,15 +378,15 @@ class ReplicaServer(RankServer):
 
         with self._lock:
             if self._closed:
-                raise ReplicaError(f"replica {self.description.replica_id} has ended")
+                raise ReplicaError(f"replica {self.description.replica_id} has stopped")
             self._commands.put(command)
         self._waker.poke()
         return answer.result()
 
-    # The engine's thread from here on.
+    # Everything below runs in the engine's thread.
 
     def _turn(self) -> None:
-        """Read requests and commands, then run one step, or wait for work."""
+        """Run commands and read requests, then run one step or wait for work."""
         if self._waker.clear():
             self._run_commands()
         for source, request in self._requests.receive():
@@ -434,9 +434,9 @@ class ReplicaServer(RankServer):
         self._send(source, refused)
 
     def _compile(self, source: str, request: Generate) -> None:
-        """Compile a request's constraint in another thread, and admit it then."""
+        """Compile a request's constraint in another thread, then admit the request."""
         assert request.constraint is not None, f"request {request.request_id} has no constraint"
-        # Bytes that are no whole number of ids are refused by the engine, with all else that is wrong.
+        # A trailing partial id is cut off here; the engine refuses the request when it is admitted.
         whole = len(request.token_ids) // TOKEN_BYTES * TOKEN_BYTES
         generated = token_array(request.token_ids[request.prompt_tokens * TOKEN_BYTES : whole])
         key = RequestKey(source, request.request_id)
@@ -452,7 +452,7 @@ class ReplicaServer(RankServer):
         self._guides.start(request.constraint, generated).add_done_callback(compiled)
 
     def _compiled(self, key: RequestKey, request: Generate, made: "Future[Guide]") -> None:
-        if self._compiling.get(key) is not request:  # it was aborted, or its router is lost
+        if self._compiling.get(key) is not request:  # it was aborted, or its router has disconnected
             return
         del self._compiling[key]
         error = made.exception()
@@ -466,7 +466,7 @@ class ReplicaServer(RankServer):
             self._send(key.source, Refused(request_id=request.request_id, reason="internal", message=message))
 
     def _publish(self, result: StepResult) -> None:
-        """Events go first: a router that sees a request end should soon see its blocks, too."""
+        """Send a step's results. Events go first: a router that sees a request end should soon see its blocks."""
         load = self._engine.load()
         due = self._throttle.due(load, time.monotonic())
         if due:
@@ -480,7 +480,7 @@ class ReplicaServer(RankServer):
             self._publisher.report(load)
 
     def _send(self, source: str, reply: Reply) -> None:
-        """Send a reply. If its router is gone or stopped reading, it has lost tokens: end its requests."""
+        """Send a reply. A router that is gone or has stopped reading has lost tokens: end all its requests."""
         sent = self._requests.send(source, reply)
         if sent is not SendResult.SENT:
             for key in [each for each in self._compiling if each.source == source]:
@@ -489,18 +489,18 @@ class ReplicaServer(RankServer):
             log.warning("router_lost router=%s delivery=%s requests=%d", source, sent.value, ended)
 
     def _refuse_all(self, error: ReplicaError | None) -> None:
-        """Hand all requests back at the end, so that routers retry them elsewhere at once."""
-        message = f"replica {self.description.replica_id} ends: {error or 'it was stopped'}"
+        """Hand all requests back to their routers when `run` ends, so that they are retried elsewhere at once."""
+        message = f"replica {self.description.replica_id} is shutting down: {error or 'it was stopped'}"
         running = [request.key for request in self._engine.scheduler.requests()]
         for source, request_id in (*running, *self._compiling):
             self._requests.send(source, Refused(request_id=request_id, reason="draining", message=message, retry=True))
 
     def _run_commands(self) -> None:
-        while not self._commands.empty():  # no other thread takes commands
+        while not self._commands.empty():  # safe: no other thread takes commands
             self._commands.get()()
 
     def _close(self) -> None:
-        """Answer the last commands and close all resources, last first."""
+        """Run the last commands, then close all resources in reverse order."""
         with self._lock:
             self._closed = True
         self._waker.close()

@@ -424,7 +424,7 @@ def test_a_stopped_replica_sends_its_requests_elsewhere(folder: Path, tmp_path: 
 
         assert (client.refused[1].reason, client.refused[1].retry) == ("draining", True)
         running.thread.join(PATIENCE_S)
-        with pytest.raises(ReplicaError, match="ended"):
+        with pytest.raises(ReplicaError, match="stopped"):
             running.server.residents()
 
 
