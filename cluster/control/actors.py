@@ -1,7 +1,7 @@
-"""The Ray actors that run the ranks of replicas and the routers, each in a thread of its process.
+"""The Ray actors that run replicas' ranks and routers, each in a thread of its process.
 
-Each has a `watch` call that returns when the part has stopped working. When the process is killed the same call fails
-at once, so one open call detects every kind of death.
+Each actor has a `watch` call that returns when its rank or router has stopped working. If the process is killed, the
+same call fails at once, so a single open call detects every kind of death.
 """
 
 import asyncio
@@ -33,15 +33,15 @@ from .control_messages import Failed, Listening, Models, ModelSpec, RankSpec, Re
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-#: The longest duration of a `watch` call: it occupies a thread even when its caller has died.
+#: Longest duration of a `watch` call, because the call occupies a thread even after its caller has died.
 WATCH_S = 10.0
 SPARE_NICENESS = 10
-#: How many times as long as at the measured speed a step may take: beside other work, and behind a long context.
+#: A step may take this many times its duration at the measured speed: other work and long contexts slow it down.
 SLOWEST = 10.0
 
 
 class Router(Protocol):
-    """A running router, on its process' own event loop."""
+    """A running router, on the event loop of its process."""
 
     @property
     def listening(self) -> Listening: ...
@@ -51,8 +51,8 @@ class Router(Protocol):
     async def stop(self) -> None: ...
 
 
-#: Returns a running router, which knows what the members hold before it listens; its arguments are those of
-#: `RouterProcess.start`.
+#: Starts a router, which knows the contents of the members' caches before it listens. Arguments: the models, the
+#: wanted ports, the members and the seat.
 MakeRouter = Callable[[Models, Listening, SetMembership, int], Coroutine[Any, Any, Router]]
 
 
@@ -62,14 +62,14 @@ def node_address() -> str:
 
 
 def step_limit_s(timeout_s: float, description: ReplicaDescription | None) -> float:
-    """When a step counts as hung: a full one of a large model takes minutes on a CPU, and longer beside other work."""
-    if description is None:  # ranks above 0 time no steps
+    """Seconds after which a step counts as hung. A full step of a large model takes minutes on a busy CPU."""
+    if description is None:  # workers do not time their steps
         return timeout_s
     return max(timeout_s, SLOWEST * description.max_batched_tokens / description.prefill_tokens_per_s)
 
 
 class ReplicaRank:
-    """Ray actor: one rank of a replica. Its calls run concurrently, as `watch` waits."""
+    """Ray actor: one rank of a replica. Its calls run concurrently, because `watch` blocks."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class ReplicaRank:
         log_level: str = "warning",
         settle: Callable[[], None] = lambda: None,
     ) -> None:
-        """`settle` is called once, when everything is loaded."""
+        """`settle` is called once, after everything has been loaded."""
         set_up_logging(log_level)
         self._make = make
         self._settle = settle
@@ -92,25 +92,25 @@ class ReplicaRank:
         return os.getpid()
 
     def rendezvous(self, host: str | None) -> Rendezvous:
-        """A free address on this node where the ranks can meet, and a secret that identifies them."""
+        """A free address on this node for rank 0 to listen for the other ranks, and a secret to authenticate them."""
         host = host or node_address()
         with socket.socket() as probe:
             probe.bind((host, 0))
             return Rendezvous(host, probe.getsockname()[1], secrets.token_bytes(SECRET_BYTES))
 
     def prepare(self, prepare: Callable[[ModelSpec], None], spec: ModelSpec) -> None:
-        """Begin, as a spare process, to load what `start` will need, behind everything else that runs here."""
+        """Start loading what `start` will need, in a spare process and at low priority."""
 
         def run() -> None:
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), SPARE_NICENESS)
             prepare(spec)
 
-        # In Linux a thread has a niceness of its own, and an unprivileged one cannot lower it again.
+        # A new thread: on Linux each has its own niceness, and an unprivileged one cannot lower it again.
         threading.Thread(target=run, name="prepare", daemon=True).start()
 
     def start(self, spec: RankSpec) -> Started | Failed:
-        """Load the model and serve. A failure is returned: users need its message, not a traceback through Ray."""
+        """Load the model and serve. A failure is returned, not raised: users need its message, not Ray's traceback."""
         keep_log(
             spec.model.log_dir,
             f"{spec.replica_id}.{spec.rank}" if spec.rank else spec.replica_id,
@@ -127,13 +127,13 @@ class ReplicaRank:
         return self._started
 
     def progress(self) -> str:
-        """What it does while it starts."""
+        """What the rank is doing while it starts; empty if nothing was reported."""
         return present()
 
     def watch(self) -> Failed | None:
-        """Wait until the rank has stopped serving, or does not end its step; None when it still serves after WATCH_S.
+        """Wait until the rank stops serving or its step hangs; None if it still serves after WATCH_S.
 
-        A step waits for good where another rank's device hangs: nccl raises nothing.
+        If another rank's device hangs, a step never ends, because NCCL raises no error.
         """
         if self._ended.wait(WATCH_S):
             return Failed(self._reason)
@@ -163,14 +163,14 @@ class ReplicaRank:
             self._ended.wait(5)
 
     def _live(self, spec: RankSpec, begun: "Future[Started | Failed]") -> None:
-        """Loads and runs in one thread; replica/load/cpu_threads.py states the cost of a second one."""
+        """Load and run in one thread; replica/load/cpu_threads.py states the cost of using two."""
         try:
             server = self._server = self._make(spec)
-            if self._stopping.is_set():  # while it was loading
+            if self._stopping.is_set():  # `stop` was called while it was loading
                 server.stop()
             self._settle()
             started = Started(os.getpid(), node_address(), server.description)
-        except BaseException as error:  # a panic of a Rust library is not an Exception, and `start` waits for a result
+        except BaseException as error:  # a Rust library's panic is not an Exception, and `start` waits for a result
             log.exception("rank_failed_to_start replica=%s rank=%d", spec.replica_id, spec.rank)
             begun.set_result(Failed(describe(error)))
             return
@@ -185,10 +185,10 @@ class ReplicaRank:
 
 
 class RouterProcess:
-    """Ray actor: one router with its HTTP front, on an event loop of its own.
+    """Ray actor: one router with its HTTP server, on an event loop of its own.
 
-    No method may be a coroutine: one is enough for Ray to run all of them on its own single loop, where `watch` would
-    block the rest.
+    No method may be a coroutine: a single one would make Ray run all methods on its own event loop, where `watch`
+    would block the others.
     """
 
     def __init__(self, make_router: MakeRouter, models: Models) -> None:
@@ -202,7 +202,7 @@ class RouterProcess:
         threading.Thread(target=self._loop.run_forever, name="router", daemon=True).start()
 
     def start(self, port: int, direct_port: int, membership: SetMembership, seat: int) -> Listening | Failed:
-        """Listen on `port` (0: any), with these replicas behind, as router number `seat`."""
+        """Listen on `port` (0: any free one) as router number `seat` and route to these replicas."""
         keep_log(self._models[0].log_dir, f"router-{seat}", self._models[0].log_format)
         try:
             wanted = Listening(port, direct_port)
@@ -223,7 +223,7 @@ class RouterProcess:
         return self._do(self._router.ask(question))
 
     def watch(self) -> Failed | None:
-        """Returns when the router was stopped; None when it still serves after WATCH_S."""
+        """Wait until the router is stopped; None if it still serves after WATCH_S."""
         return Failed("stopped") if self._stopped.wait(WATCH_S) else None
 
     def ping(self) -> None:
@@ -239,21 +239,21 @@ class RouterProcess:
 
 
 def describe(error: BaseException) -> str:
-    """An error in one line for a user; errors of other libraries are prefixed by their type."""
+    """An error as one line for a user; errors of other libraries are prefixed with their type."""
     words = " ".join(str(error).split())
     named = type(error).__module__.startswith("homing.")
     return words if named and words else f"{type(error).__name__}: {words}".rstrip(": ")
 
 
 def death(error: BaseException) -> str:
-    """The reason of a failed call in one line; Ray reports a dead process in a paragraph."""
+    """The reason for a failed call as one line; Ray reports a dead process in a paragraph."""
     if isinstance(error, OutOfMemoryError) or "low on memory" in str(error):
         return "Ray's memory monitor killed the process, as its node is low on memory (RAY_memory_usage_threshold)"
     return "the process died" if isinstance(error, RayActorError) else describe(error)
 
 
 async def until_failed(actor: Any) -> str:
-    """Wait until an actor has stopped serving; returns why."""
+    """Wait until an actor stops serving; returns the reason."""
     failed: Failed | None = None
     try:
         while failed is None:
@@ -264,7 +264,7 @@ async def until_failed(actor: Any) -> str:
 
 
 async def until_silent(actor: Any, cluster: ClusterSettings) -> str:
-    """Ping an actor until it does not answer in time; returns that in words. Raises RayError when it has died."""
+    """Ping an actor until it does not answer in time; returns a message for the user. Raises RayError if it died."""
     try:
         while True:
             await asyncio.sleep(cluster.health_interval_s)
@@ -274,7 +274,7 @@ async def until_silent(actor: Any, cluster: ClusterSettings) -> str:
 
 
 async def within(seconds: float, call: Awaitable[Any]) -> None:
-    """Wait for a call that may never return; its process is killed afterwards anyway."""
+    """Wait at most this long for a call that may never return; its process is killed afterwards anyway."""
     try:
         await asyncio.wait_for(call, seconds)
     except (TimeoutError, RayActorError):

@@ -1,6 +1,6 @@
-"""Builds what the actors run, from the settings: a replica's server or worker, and a router.
+"""Builds what the actors run, according to the settings: a replica's server or worker, or a router.
 
-Imported by the driver, run in the actors: torch and the HTTP server are imported only where they are used.
+Imported by the driver but run in the actors, so torch and the HTTP server are imported inside functions.
 """
 
 import asyncio
@@ -40,13 +40,13 @@ if TYPE_CHECKING:
 
 
 def on_process_exit(pid: int, act: Callable[[], None]) -> None:
-    """Call `act` in a thread of its own when this process has ended; never on systems without pidfd_open."""
+    """Call `act` in a new thread when process `pid` exits, at once if it already has; never without pidfd_open."""
     try:
         exited = os.pidfd_open(pid)
     except ProcessLookupError:
         act()
         return
-    except (AttributeError, OSError) as error:  # not Linux, or an old or restricted one
+    except (AttributeError, OSError) as error:  # not Linux, or an old or restricted kernel
         log.info("process_not_watched pid=%d reason=%r", pid, str(error))
         return
 
@@ -63,19 +63,19 @@ def on_process_exit(pid: int, act: Callable[[], None]) -> None:
 
 
 def make_rank(spec: RankSpec) -> RankServer:
-    """The loaded server of a replica (rank 0) or a worker (other ranks); it stops when its node's raylet has ended.
+    """Load a replica's server (rank 0) or a worker (other ranks), which stops when its node's raylet exits.
 
     Ray also ends the process then, but checks only once a second, and streams would stall until it does.
     """
     report("importing libraries")
-    raylet = os.getppid()  # before the model is loaded: an orphan has another parent
+    raylet = os.getppid()  # read before loading: if the raylet died meanwhile, the parent would be another process
     server = _engine_server(spec) if spec.model.runs_external_engine else _rank_server(spec)
     on_process_exit(raylet, server.stop)
     return server
 
 
 def prepare_rank(spec: ModelSpec) -> None:
-    """Import what `make_rank` needs for this model on a CPU: 3 s of CPU time."""
+    """Import what `make_rank` needs for this model on a CPU, which takes 3 s of CPU time."""
     prepare_torch()
     import torch
 
@@ -134,16 +134,16 @@ def _made_socket_folder(spec: RankSpec) -> Path | None:
 
 
 def share_of_gpu(cache: KvCacheSettings, gpus_per_rank: float) -> KvCacheSettings:
-    """The settings of one rank: one that reserves part of a GPU uses that part of its memory."""
+    """The settings for one rank: a rank that reserves a fraction of a GPU uses that fraction of its memory."""
     if not 0 < gpus_per_rank < 1:
         return cache
     return msgspec.structs.replace(cache, gpu_memory_utilization=cache.gpu_memory_utilization * gpus_per_rank)
 
 
 def share_of_memory(cache: KvCacheSettings, cluster: ClusterSettings, ranks: int, cores: int) -> KvCacheSettings:
-    """The settings of one of so many ranks on CPUs: it takes its part of what all on its machine take together.
+    """The settings for one of `ranks` ranks on CPUs, which share `cpu_memory_utilization` of a machine equally.
 
-    In a joined cluster others may be on other machines; as many as have CPUs here may be on this one.
+    In a joined cluster, ranks may be on several machines; at most as many as `cores` has room for are on this one.
     """
     if cluster.ray_address and cluster.cpus_per_rank:
         ranks = min(ranks, int(cores / cluster.cpus_per_rank))
@@ -151,7 +151,7 @@ def share_of_memory(cache: KvCacheSettings, cluster: ClusterSettings, ranks: int
 
 
 async def make_router(models: Models, wanted: Listening, membership: SetMembership, seat: int) -> Router:
-    """Start a router with its HTTP front. It listens once it knows what these replicas hold, as it cannot route before.
+    """Start a router with its HTTP server. It listens only once it knows the contents of these replicas' caches.
 
     Raises AddressInUse.
     """
@@ -178,7 +178,7 @@ async def make_router(models: Models, wanted: Listening, membership: SetMembersh
 
     versions = ModelVersions(make_service, membership.models, router_id=router_id, policy=settings.router.policy)
     accounts, shared, host = None, settings.cluster.routers > 1, settings.router.host
-    if shared:  # one file for each start of a cluster; the routers, which stop together, remove it
+    if shared:  # one file per start of a cluster, removed when the routers stop
         name = sha256(b"homing-accounts" + models[0].seed.to_bytes(8, "big")).hexdigest()[:16]
         file = Path(models[0].run_dir or gettempdir()) / f"homing-{name}.accounts"
         accounts = SharedUsage(file, seat=seat, seats=settings.cluster.routers)
@@ -192,7 +192,7 @@ async def make_router(models: Models, wanted: Listening, membership: SetMembersh
         await versions.until_exact()
     else:
         loading = asyncio.create_task(_load_texts(server, models))
-    # Ray ends this process within a second of its raylet; clients are told before that, and not cut off in silence.
+    # Ray ends this process within a second after its raylet exits. End requests first, so that clients get an error.
     loop = asyncio.get_running_loop()
 
     def end_requests() -> None:
@@ -205,18 +205,18 @@ async def make_router(models: Models, wanted: Listening, membership: SetMembersh
 
 
 def _request_log(model: ModelSpec, seat: int) -> RequestLog | None:
-    """The file for the access log, where it was not given another one and the cluster keeps its logs."""
+    """The access log in the cluster's log folder; None if there is none or `access_log` says otherwise."""
     if model.log_dir is None or model.settings.router.access_log != "-":
         return None
     try:
         return RequestLog(model.log_dir, seat, model.log_format)
-    except OSError as error:  # `keep_log` has said so
+    except OSError as error:  # `keep_log` has logged a warning
         log.info("requests_not_logged reason=%r", str(error))
         return None
 
 
 async def _load_texts(server: "RouterServer", models: Models) -> None:
-    """Load the tokenizers ahead of the first replica, where their folders are known."""
+    """Load the tokenizers whose folders are known before the first replica joins."""
     folders = [(Path(each.text_dir), Path(each.model_dir)) for each in models if each.text_dir and each.model_dir]
     loaded = await asyncio.gather(*(server.load_text(*each) for each in folders), return_exceptions=True)
     for (folder, _), failure in zip(folders, loaded, strict=True):
@@ -225,7 +225,7 @@ async def _load_texts(server: "RouterServer", models: Models) -> None:
 
 
 class HomingRouter:
-    """The models of a cluster behind an HTTP server, as one thing that serves and stops. `make_router` starts it."""
+    """A cluster's models behind an HTTP server. Started by `make_router`."""
 
     def __init__(
         self,
@@ -234,7 +234,7 @@ class HomingRouter:
         listening: Listening,
         loading: "asyncio.Task[None] | None",
     ) -> None:
-        """`loading` loads tokenizers ahead of the first replica; None: there are replicas, and all is loaded."""
+        """`loading`: task that loads tokenizers before the first replica joins; None: they have been loaded."""
         self.listening = listening
         self._models = models
         self._server = server
@@ -248,11 +248,11 @@ class HomingRouter:
         if isinstance(question, SetMembership):
             await self._server.front.load_texts()
             if question.members and not self._settled:
-                self._settled = True  # what is loaded by now stays for the life of the process
+                self._settled = True  # everything loaded so far lives as long as the process
                 settle()
         return answer
 
     async def stop(self) -> None:
-        """Let answers end within the grace, then close everything."""
+        """Give answers the grace period to finish, then close everything."""
         await self._server.stop()
         self._models.close()

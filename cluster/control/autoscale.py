@@ -1,9 +1,9 @@
-"""How many replicas a model should have, from its load. Pure: demand and time in, a number out.
+"""Decides how many replicas a model should have. Pure: demand and time in, a number out.
 
-The measure is time: all tokens that still wait for prefill, divided by the prefill rate of all replicas, is how long a
-new prompt waits for its first token. More replicas are wanted when that stays above the target, fewer when it would
-stay well below it with one less; in between nothing changes, and after each step nothing for a while. A request that
-no replica can take (it is held) counts as overload at once.
+The measure is time: the tokens that wait for prefill divided by the prefill rate of all replicas is how long a new
+prompt waits for its first token. Replicas are added while this stays above the target, and removed while it would stay
+well below it with one replica less. After each change the number stays the same for a while. A request that no replica
+can take, which a router holds, counts as overload at once.
 """
 
 from collections.abc import Sequence
@@ -22,31 +22,31 @@ class ScalingTerms:
     most: int
     target_s: float = 1.0  #: of the expected wait for a first token
     up_after_s: float = 3.0  #: how long overload must last
-    #: how long idleness must last. Tuned with the rest on Mooncake's conversations at ½, 3 and 0.3 times their speed,
-    #: replicas taking 30 s to start: 60 s saves another 18 % of replica time and costs 2.5 times the mean wait.
+    #: how long low load must last. Tuned with the other terms on Mooncake's conversations at ½, 3 and 0.3 times their
+    #: speed, with replicas that take 30 s to start: 60 s saves another 18 % of replica time at 2.5 times the mean wait.
     down_after_s: float = 120.0
-    cool_down_s: float = 20.0  #: between two steps
-    #: one replica less must leave the wait below this share of the target, and the replicas this share busy
+    cool_down_s: float = 20.0  #: between two changes
+    #: with one replica less, the wait must be below this share of the target, and the load below this share of slots
     slack: float = 0.5
 
 
 @dataclass(slots=True)
 class Autoscaler:
-    """Decides for one model; remembers since when the load has been too high or too low."""
+    """Decides for one model; tracks since when the load has been too high or too low."""
 
     terms: ScalingTerms
-    changed_at: float | None = None  #: the last step
-    #: whether all wanted replicas have served once: while the first ones still start, the others are not idle
+    changed_at: float | None = None  #: time of the last change
+    #: whether all wanted replicas have served once; until then, low load does not count: replicas are still starting
     _complete: bool = False
     _over_since: float | None = None
     _under_since: float | None = None
 
     def decide(self, wanted: int, demand: Demand, now: float) -> int:
-        """How many replicas there should be; `wanted` is the number until now."""
+        """How many replicas there should be. `wanted`: the current target."""
         terms = self.terms
         if not terms.least <= wanted <= terms.most:
             return self._step(max(terms.least, min(terms.most, wanted)), now)
-        if not wanted:  # at rest, also while the last replica still drains
+        if not wanted:  # scaled to zero; the last replica may still be draining
             return self._step(1, now) if demand.held_requests and terms.most else 0
         self._complete = self._complete or demand.serving >= wanted
         over = bool(demand.held_requests) or expected_wait_s(demand) > terms.target_s
@@ -66,7 +66,7 @@ class Autoscaler:
         return wanted
 
     def _missing(self, demand: Demand) -> int:
-        """Enough to bring the wait to the target, at most doubling: the load may be gone when they have started."""
+        """Replicas to add to reach the target wait, at most doubling: the load may be gone once they have started."""
         overload = min(2.0, expected_wait_s(demand) / self.terms.target_s)
         return max(1, ceil(demand.serving * overload) - demand.serving)
 
@@ -82,7 +82,7 @@ class Autoscaler:
 
 
 def terms_of(cluster: ClusterSettings) -> ScalingTerms | None:
-    """The terms in the settings; None: the number is fixed. Raises ValueError."""
+    """The scaling terms from the settings; None if the number of replicas is fixed. Raises ValueError."""
     bounds = cluster.autoscale
     if not bounds:
         return None
@@ -95,14 +95,14 @@ def terms_of(cluster: ClusterSettings) -> ScalingTerms | None:
 
 
 def most_ranks(settings: Settings) -> int:
-    """Ranks of a model with as many replicas as it may have."""
+    """A model's number of ranks at its maximum number of replicas."""
     terms = terms_of(settings.cluster)
     replicas = settings.cluster.replicas if terms is None else max(terms.most, settings.cluster.replicas)
     return replicas * settings.replica.tensor_parallel_size
 
 
 def together(views: Sequence[Demand]) -> Demand:
-    """The demand that several routers see: each holds its own requests, and all see the same replicas."""
+    """Combine several routers' demands: each router holds its own requests, but all see the same replicas."""
     assert views, "no router has answered"
     widest = max(views, key=lambda view: (view.serving, view.queued_tokens))
     return msgspec.structs.replace(
@@ -113,7 +113,7 @@ def together(views: Sequence[Demand]) -> Demand:
 
 
 def expected_wait_s(demand: Demand) -> float:
-    """Seconds that a new prompt waits for its turn; infinite if anything waits and no replica serves."""
+    """Seconds that a new prompt waits for prefill; infinite if tokens wait and no replica serves."""
     waiting = demand.queued_tokens + demand.held_tokens
     if demand.prefill_tokens_per_s <= 0:
         return float("inf") if waiting else 0.0

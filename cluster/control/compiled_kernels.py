@@ -1,4 +1,4 @@
-"""Where compiled kernels are kept, and their compilation ahead of a first start. Imports no torch."""
+"""Configures kernel caches, and compiles kernels ahead of a first start. Does not import torch."""
 
 import contextlib
 import os
@@ -13,16 +13,16 @@ from ... import __version__
 from ...replica.kernels.cpu.runtime.code_store import open_store
 from ..config import Settings
 
-#: Variables that torch reads when it is imported.
+#: Environment variables that torch reads when it is imported.
 #:
-#: Large pages: a killed process frees its memory before it closes its sockets, and only then routers notice its end.
-#: With 844 MB in small pages that took 130 to 220 ms after SIGKILL on two busy cores, 65 ms with the KV pool in large
-#: ones.
+#: Large pages: a killed process frees its memory before it closes its sockets, and routers notice its death only then.
+#: With 844 MB in small pages this took 130 to 220 ms after SIGKILL on two busy cores, and 65 ms with the KV pool in
+#: large pages.
 #:
-#: The two caches are oneDNN's and torch's own of what was compiled for a shape, 1,024 entries each by default. Steps
-#: have all kinds of row counts, so they fill: 0.55 MB an entry for a layer of 4,096 x 256, and a replica of the demo
-#: model grew from 0.6 to 1.3 GB in 3,300 requests. With 64 entries 700 requests took the same CPU time (33.4 and
-#: 33.3 s); 128 leaves room for models with more kinds of layers.
+#: The two caches hold what oneDNN and torch compiled for each shape, 1,024 entries each by default. Row counts differ
+#: from step to step, so the caches fill up: 0.55 MB per entry for a layer of 4,096 x 256; a replica of the demo model
+#: grew from 0.6 to 1.3 GB in 3,300 requests. With 64 entries, 700 requests took the same CPU time (33.4 and 33.3 s);
+#: 128 leaves room for models with more kinds of layers.
 TORCH_ENVIRONMENT = {
     "THP_MEM_ALLOC_ENABLE": "1",
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
@@ -31,7 +31,7 @@ TORCH_ENVIRONMENT = {
 
 
 def _environment() -> dict[str, str]:
-    """What libraries of kernels read when they are imported, unless the operator has set it."""
+    """Default variables that torch and kernel libraries read when they are imported."""
     variables = dict(TORCH_ENVIRONMENT)
     with contextlib.suppress(RuntimeError):  # a container's user may have no home
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -43,16 +43,16 @@ def _environment() -> dict[str, str]:
 
 
 def prepare_torch() -> None:
-    """Set variables that libraries of kernels read when they are imported, unless the operator has set them."""
+    """Set the variables that torch and kernel libraries read on import, unless the operator has set them."""
     for name, value in _environment().items():
         os.environ.setdefault(name, value)
 
 
 def begin_to_compile(settings: Settings, model_dir: Path) -> subprocess.Popen[bytes] | None:
-    """Start a process that compiles what ranks on this machine's CPUs will need; None: there is nothing to compile.
+    """Start a process that compiles the kernels for ranks on this machine's CPUs; None if there is nothing to compile.
 
-    A first start spends 8 CPU seconds on it: these begin while Ray starts. Ranks wait for single kernels, and compile
-    what this process does not know, or all where it fails. Where kernels cannot be kept, none are compiled ahead.
+    On a first start this takes 8 CPU seconds, which overlap with the start of Ray. Ranks wait for single kernels, and
+    compile those that this process leaves out or fails on. If kernels cannot be stored, none are compiled ahead.
     """
     replica, environment = settings.replica, _environment() | os.environ | {"OMP_NUM_THREADS": "1"}
     folder = environment.get("NUMBA_CACHE_DIR")

@@ -1,4 +1,4 @@
-"""The messages that the processes of one cluster exchange over Ray. Types only."""
+"""The messages that a cluster's processes exchange over Ray. Types only."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -10,19 +10,19 @@ from ..logs import LogFormat
 #: Names of the two actors in the cluster's namespace.
 SUPERVISOR = "supervisor"
 CONTROLLER = "controller"
-#: What a router may do with a replica: send it requests, only fill its cache, or nothing new.
+#: What a router may do with a replica: send requests, only fill its cache, or start nothing new.
 Role = Literal["serving", "warming", "draining"]
 
 
 @dataclass(slots=True, frozen=True)
 class ModelSpec:
     settings: Settings
-    seed: int  #: 64 random bits; the seed of all block hashes of this cluster
-    model_dir: str | None  #: the model's folder on every node; None: each node finds it by itself
-    run_dir: str | None  #: folder for sockets on a single node; None: several nodes, which use TCP
+    seed: int  #: 64 random bits; seeds all block hashes in this cluster
+    model_dir: str | None  #: the model's folder on every node; None: each node locates it
+    run_dir: str | None  #: socket folder if all processes are on one node; None: several nodes, which use TCP
     host: str | None  #: address to bind; None: each node's own
-    log_dir: str | None = None  #: folder of the log files on a single node; None: Ray keeps the logs
-    all_ranks: int = 1  #: of all models together, with as many replicas as there may be
+    log_dir: str | None = None  #: log folder if all processes are on one node; None: Ray keeps the logs
+    all_ranks: int = 1  #: ranks of all models together, at their maximum number of replicas
 
     @property
     def name(self) -> str:
@@ -38,12 +38,12 @@ class ModelSpec:
 
     @property
     def text_dir(self) -> str | None:
-        """The folder of tokenizer and chat template on every node; None: each node finds it by itself."""
+        """The folder with tokenizer and chat template on every node; None: each node locates it."""
         return self.settings.replica.tokenizer or self.model_dir
 
 
-#: All models of a cluster, at least one. The first one stands for what all share: the settings in `config.COMMON`,
-#: the seed, the run folder and the host.
+#: All models of a cluster, at least one. What they share is read from the first: the settings in `config.COMMON`, the
+#: seed, the run folder and the host.
 Models = tuple[ModelSpec, ...]
 
 
@@ -53,7 +53,7 @@ class Rendezvous:
 
     host: str
     port: int
-    secret: bytes = field(repr=False)  #: known to these ranks only
+    secret: bytes = field(repr=False)  #: known only to the group's ranks
 
 
 @dataclass(slots=True, frozen=True)
@@ -75,15 +75,15 @@ class Started:
 
 @dataclass(slots=True, frozen=True)
 class Listening:
-    """Where a router takes connections, or is to take them (port 0: any free one)."""
+    """The ports on which a router listens or should listen; 0: any free one."""
 
     port: int
-    direct_port: int  #: its own, where it shares `port` with others; else 0
+    direct_port: int  #: the router's own port if routers share `port`; else 0
 
 
 @dataclass(slots=True, frozen=True)
 class Failed:
-    """A part could not start or stopped working, in its own words."""
+    """A process could not start, stopped working or refused an order; the message is for users."""
 
     message: str
 
@@ -91,15 +91,15 @@ class Failed:
 @dataclass(slots=True, frozen=True)
 class ReplicaStatus:
     replica_id: str
-    model: str  #: its name
+    model: str  #: served name
     generation: int
     phase: str
-    reason: str  #: what it waits for, or why it failed
+    reason: str  #: what the replica waits for, or why it failed
     failures: int
     pids: tuple[int, ...]
     blocks: int
     last_error: str
-    version: int = 1  #: of the settings that it was started with
+    version: int = 1  #: settings version that the replica was started with
 
 
 @dataclass(slots=True, frozen=True)
@@ -112,18 +112,18 @@ class Notice:
 @dataclass(slots=True, frozen=True)
 class ModelStatus:
     name: str
-    wanted: int  #: replicas
-    version: int  #: of the settings that they are started with
+    wanted: int  #: number of replicas
+    version: int  #: settings version for new replicas
     settled: bool  #: whether the wanted state is reached
-    abandoned: str  #: why the last update was abandoned
-    source: str = ""  #: the model that runs under this name: a folder, or its name on the hub
+    abandoned: str  #: why the last update was abandoned; empty if it was not
+    source: str = ""  #: the model that runs under this name: a folder or Hugging Face name
 
 
 @dataclass(slots=True, frozen=True)
 class ClusterStatus:
     replicas: tuple[ReplicaStatus, ...]
-    url: str | None  #: where the routers listen; None until all do
-    router_urls: tuple[str, ...]  #: of each router alone, when there are several
+    url: str | None  #: where the routers listen; None until all of them do
+    router_urls: tuple[str, ...]  #: each router's own URL if there are several routers
     router_error: str | None
     notices: tuple[Notice, ...]
     models: tuple[ModelStatus, ...] = ()
