@@ -1,8 +1,8 @@
 """The controller: a Ray actor that carries out the planner's decisions and reports the results to it.
 
-It has rank groups started and watched, keeps the routers running and sends them the members. `fleets.Fleets` decides.
-One event loop; nothing here blocks it for long. When this process dies, Ray starts another one, which takes over what
-runs: the supervisor owns the processes and stores the controller's state.
+It starts and watches rank groups, keeps the routers running and sends them the members. `fleets.Fleets` decides.
+One event loop; nothing here blocks it for long. If this process dies, Ray restarts it and it takes over the running
+processes: the supervisor owns them and stores the controller's state.
 """
 
 import asyncio
@@ -52,29 +52,29 @@ from .supervisor import SupervisorState
 log = logging.getLogger(__name__)
 
 NOTICES_KEPT = 1000
-#: How often the autoscaler decides; its other values were tuned for this.
+#: Interval of the autoscaler's decisions; its other values were tuned for this one.
 AUTOSCALE_LOOK_S = 1.0
-#: Each occupies a thread of every router (supervisor.ROUTER_CALLS), and memberships must not wait for one.
+#: Each warm-up occupies a thread in every router (supervisor.ROUTER_CALLS); memberships must not wait for one.
 WARM_UPS_AT_ONCE = 6
 
 
 class Controller:
-    """Ray actor with async methods. `run` returns only by an error."""
+    """Ray actor with async methods. `run` never returns, but may raise."""
 
     def __init__(self, models: Models) -> None:
         set_up_logging(models[0].settings.cluster.log_level)
         keep_log(models[0].log_dir, "controller", models[0].log_format)
-        #: the settings of replicas; each version belongs to one model
+        #: model settings by version; each version belongs to one model
         self._versions = dict(enumerate(models, start=1))
         self._fleets = Fleets.of([(model.name, model.settings.cluster) for model in models])
         self._errors: dict[str, str] = {}
         self._draining: set[int] = set()  #: generations
         self._notices: deque[Notice] = deque(maxlen=NOTICES_KEPT)
-        #: Numbers keep rising when this actor is restarted.
+        #: Starts from the clock, so that numbers keep rising when this actor is restarted.
         self._last_notice = time.time_ns() // 1000
         self._supervisor: Any = ray.get_actor(SUPERVISOR)
         self._groups = RankGroups(self._supervisor, self)
-        self._scalers: dict[str, Autoscaler] = {}  #: of models with `autoscale`
+        self._scalers: dict[str, Autoscaler] = {}  #: by name, for models with `autoscale`
         self._routers = RouterProcesses(models, notify=self._notice)
         self._began = asyncio.Event()
         self._wake = asyncio.Event()
@@ -85,7 +85,7 @@ class Controller:
         self._stopping = False
 
     async def run(self) -> None:
-        """Build the cluster or take over the running one, and keep it as it is wanted."""
+        """Build the cluster or take over a running one, then keep it in the wanted state."""
         kept: SupervisorState = await self._supervisor.state.remote()
         await self._take_over(kept)
         self._spawn(self._routers.keep(self._supervisor, kept.routers))
@@ -100,7 +100,7 @@ class Controller:
             self._wake.clear()
 
     async def status(self, since: int = 0) -> ClusterStatus:
-        """`since`: number of the last notice that is known."""
+        """The cluster's status. `since`: number of the last notice that the caller has."""
         return ClusterStatus(
             replicas=tuple(self._replica_status(model, group) for model, group in self._fleets.groups()),
             url=self._routers.url,
@@ -122,7 +122,7 @@ class Controller:
         )
 
     async def scale(self, model: str, wanted: int) -> Failed | None:
-        """Change the number of replicas; surplus ones drain, those with the least worth first."""
+        """Change the number of replicas. Surplus replicas drain, those with the least valuable caches first."""
         await self._began.wait()
         await self._weigh()
         fleet = self._fleets.served.get(model)
@@ -142,7 +142,7 @@ class Controller:
         return None
 
     async def update(self, spec: ModelSpec) -> Failed | None:
-        """Replace every replica of this model, one by one, by a replica with these settings."""
+        """Replace this model's replicas one by one with replicas that have these settings."""
         await self._began.wait()
         await self._weigh()
         fleet = self._fleets.served.get(spec.name)
@@ -166,7 +166,7 @@ class Controller:
         return None
 
     async def remove(self, model: str) -> Failed | None:
-        """Stop serving this model: its requests are refused, its replicas drain."""
+        """Stop serving this model: new requests are refused and its replicas drain."""
         await self._began.wait()
         served = self._fleets.served
         if model not in served:
@@ -184,7 +184,7 @@ class Controller:
         return self._models()
 
     async def stop(self) -> None:
-        """End everything; routers first, so that no client sees half a cluster."""
+        """Stop everything; routers first, so that no client sees half a cluster."""
         self._stopping = True
         await self._routers.stop()
         await self._groups.stop()
@@ -247,7 +247,7 @@ class Controller:
                 case StartRankGroup(replica_id, generation, version):
                     spec = self._versions[version]
                     if not self._fleets.by_model[spec.name].groups[replica_id].failures:
-                        self._errors.pop(replica_id, None)  # of another replica that had this name
+                        self._errors.pop(replica_id, None)  # from an earlier replica of this name
                     self._groups.start(RunningRankGroup(replica_id, generation, version, spec))
         self._remember()
 
@@ -261,7 +261,7 @@ class Controller:
             await self._groups.end(generation)
 
     async def _drain(self, order: Drain, published: "asyncio.Task[None] | None") -> None:
-        """Wait until neither the replica nor any router has a request there."""
+        """Wait until neither the replica nor any router has requests for it."""
         loss = next((worth for worth in await self._routers.worths() if worth.replica_id == order.replica_id), None)
         lost = "" if loss is None else f" unique_tokens={loss.unique_tokens} pinned_blocks={loss.pinned_blocks}"
         self._notice("info", f"replica_drains replica={order.replica_id} reason={order.reason!r}{lost}")
@@ -272,7 +272,7 @@ class Controller:
         while await self._routers.in_flight(order.replica_id):  # noqa: ASYNC110 - the routers are other processes
             await asyncio.sleep(DRAIN_POLL_S)
         if order.generation not in self._draining:
-            return  # it died or timed out
+            return  # the replica died or timed out
         self._draining.discard(order.generation)
         if fleet := self._fleets.fleet_of(order.replica_id):
             fleet.drained(order.replica_id, order.generation)
@@ -280,13 +280,13 @@ class Controller:
         self._changed()
 
     async def _warm_up(self, order: WarmUp, published: "asyncio.Task[None] | None") -> None:
-        """Wait until the routers have warmed it up. One that they refuse has failed."""
+        """Wait until the routers have warmed the replica up. If a router refuses it, the replica has failed."""
         if published is not None:
             await published
         async with self._warming:
             group = self._groups.get(order.generation)
             if group is None or not self._fleet_of(group).is_warming(order.replica_id, order.generation):
-                return  # it has ended, or serves already
+                return  # the group has ended or already serves
             fleet, began = self._fleet_of(group), time.monotonic()
             refusal = await self._routers.warm_up(order.replica_id, fleet.settings.warm_up_s)
         if refusal:
@@ -311,7 +311,7 @@ class Controller:
                     await self.scale(model, wanted)
 
     async def _weigh(self) -> None:
-        """Ask the routers what would be lost with each replica, for `Fleet.worths`."""
+        """Update `Fleet.worths` from the routers: what would be lost with each replica's cache."""
         seconds = replica_worths(await self._routers.worths())
         for fleet in self._fleets.by_model.values():
             fleet.worths = seconds
@@ -321,7 +321,7 @@ class Controller:
     def _remember(self) -> None:
         memory = self._versions, self._fleets
         if memory != self._remembered:
-            self._remembered = copy.deepcopy(memory)  # both change
+            self._remembered = copy.deepcopy(memory)  # both are mutable
             self._supervisor.remember.remote(memory)
 
     async def _take_over(self, kept: SupervisorState) -> None:
@@ -371,7 +371,7 @@ class Controller:
         )
 
     def _off(self) -> frozenset[str]:
-        """Models for which no replica is wanted and none is started by a request."""
+        """Models scaled to zero without autoscaling: no request will start a replica for them."""
         return frozenset(
             model
             for model, fleet in self._fleets.served.items()

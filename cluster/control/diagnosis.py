@@ -1,4 +1,4 @@
-"""Why a replica does not serve: what /cluster and `homing status` say about missing replicas. Knows no Ray."""
+"""Explains in /cluster and `homing status` why a replica does not serve. Does not import Ray."""
 
 import asyncio
 import time
@@ -9,19 +9,19 @@ from ...router.backend import AbsentReplica
 from .planner import RankGroup
 
 _PHASES = {"placing": "waiting for a place", "waiting": "waiting before the next attempt"}
-#: Smaller amounts of a resource are requested only because Ray accepts no empty bundle; they are not reported.
+#: Smaller amounts of a resource are not reported: they are requested only because Ray accepts no empty bundle.
 LEAST_AMOUNT = 0.01
-#: How often routers are told who is missing: what a replica waits for changes without a decision of the planner.
+#: Interval in seconds. A timer, because a replica's reason changes without a decision of the planner.
 PUBLISH_INTERVAL_S = 0.2
 
 
 def missing_replicas(
     groups: Iterable[tuple[str, RankGroup]], losses: Mapping[str, str], before: Iterable[AbsentReplica], now: float
 ) -> tuple[AbsentReplica, ...]:
-    """Replicas that are wanted but do not serve, from all rank groups with their models.
+    """Replicas that are wanted but not known to routers. `groups`: all rank groups, each with its model.
 
-    `losses`: why a replica was last lost. `before`: the previous result; a replica keeps the time at which it was first
-    missing. `now`: seconds since 1970.
+    `losses`: why each replica was last lost. `before`: the previous result, from which replicas keep the time since
+    which they are missing. `now`: seconds since 1970.
     """
     since = {replica.replica_id: replica.since for replica in before}
     missing = []
@@ -49,7 +49,7 @@ async def publish_missing(
     publish: Callable[[tuple[AbsentReplica, ...], frozenset[str]], Awaitable[None]],
     wall: Callable[[], float] = time.time,
 ) -> None:
-    """Publish the missing replicas until cancelled. `off`: models for which no replica is wanted."""
+    """Publish the missing replicas until cancelled. `off`: models that are turned off, with no replica wanted."""
     missing: tuple[AbsentReplica, ...] = ()
     while True:
         missing = missing_replicas(groups(), losses, missing, wall())
@@ -65,9 +65,9 @@ class NodeResources:
 
 
 def explain_pending(bundle: Mapping[str, float], world: int, nodes: Sequence[NodeResources]) -> str:
-    """Which resource is missing where: Ray says nothing about a placement group that does not fit.
+    """Say which resource is missing on which node, because Ray does not explain why a placement group does not fit.
 
-    `bundle` is what each of `world` ranks reserves; all of them must be on one node.
+    `bundle`: what each of `world` ranks reserves; all ranks must be on one node.
     """
     needed = {name: amount * world for name, amount in bundle.items() if amount >= LEAST_AMOUNT}
     words = f"no room: {world} × {_amounts(bundle)} needed on one node"
@@ -80,7 +80,7 @@ def explain_pending(bundle: Mapping[str, float], world: int, nodes: Sequence[Nod
 
 
 def _explain_impossible(needed: Mapping[str, float], nodes: Sequence[NodeResources]) -> str:
-    """Why no node could run it, even an idle one."""
+    """Say why the group fits on no node, not even an idle one."""
     most = {name: max([node.total.get(name, 0.0) for node in nodes], default=0.0) for name in needed}
     if short := _lacking(needed, most):
         amounts = _amounts({name: needed[name] for name in short})

@@ -1,6 +1,6 @@
-"""How each kind of external engine is started: settings in, command line and environment out. Pure.
+"""How to start each kind of external engine: settings in, command line and environment out. Pure.
 
-A table with an entry for each kind. What homing's settings say is translated; `engine_args` follow as they are.
+`KINDS` has an entry for each kind. homing's settings are translated to flags; `engine_args` follow unchanged.
 """
 
 import shlex
@@ -15,14 +15,14 @@ import msgspec
 from ..config import SETTINGS, Settings
 from ..errors import SettingsError
 
-#: KV memory on a CPU where the settings say nothing; vLLM itself would take half of a NUMA node.
+#: KV memory on a CPU if it is not set; vLLM's own default is half of a NUMA node's memory.
 CPU_KV_BYTES = 512 * 1024 * 1024
 
-Flags = dict[str, str | float]  #: True: a switch; 0, False and empty: left out
+Flags = dict[str, str | float]  #: True: a switch; 0, False and empty: the flag is left out
 
 
 class EventAddresses(NamedTuple):
-    """ZeroMQ addresses; empty: it publishes nothing."""
+    """ZeroMQ addresses; empty: the engine publishes no events."""
 
     events: str = ""
     replay: str = ""
@@ -30,13 +30,13 @@ class EventAddresses(NamedTuple):
 
 @dataclass(slots=True, frozen=True)
 class EnginePlace:
-    """Where one engine runs, and what it is given there."""
+    """Where one engine runs, and the resources it gets."""
 
     settings: Settings
     model_dir: Path
     host: str
     port: int
-    events: EventAddresses  #: that it binds
+    events: EventAddresses  #: addresses that the engine binds
     cpu_threads: int
 
     @property
@@ -53,7 +53,7 @@ class EnginePlace:
 
     @property
     def memory_share(self) -> float:
-        """Of each GPU; 0 on a CPU."""
+        """Share of each GPU's memory that the engine may use; 0 on a CPU."""
         return (
             0.0
             if self.on_cpu
@@ -62,7 +62,7 @@ class EnginePlace:
 
 
 def vllm_flags(place: EnginePlace) -> Flags:
-    """Names of vLLM 0.32."""
+    """Flags for vLLM 0.32."""
     replica, cache = place.settings.replica, place.settings.kvcache
     return {
         "--block-size": cache.block_size,
@@ -85,7 +85,7 @@ def vllm_flags(place: EnginePlace) -> Flags:
 
 
 def sglang_flags(place: EnginePlace) -> Flags:
-    """Names of SGLang 0.5.23, read in its source; not run."""
+    """Flags for SGLang 0.5.23, from its source code; not tested with a running server."""
     replica, cache = place.settings.replica, place.settings.kvcache
     return {
         "--page-size": cache.block_size,
@@ -107,7 +107,7 @@ def sglang_flags(place: EnginePlace) -> Flags:
 
 
 def _events_config(place: EnginePlace, **more: object) -> str:
-    """Empty: it publishes nothing."""
+    """The JSON value of `--kv-events-config`; empty: no events."""
     if not place.events.events:
         return ""
     ends = {"publisher": "zmq", "endpoint": place.events.events, "replay_endpoint": place.events.replay}
@@ -119,11 +119,11 @@ def _events_config(place: EnginePlace, **more: object) -> str:
 class EngineKind:
     """How one kind of engine is started."""
 
-    module: tuple[str, ...]  #: behind `python -m`
+    module: tuple[str, ...]  #: the words after `python -m`
     model_flag: tuple[str, ...]
     flags: Callable[[EnginePlace], Flags]
     environment: Mapping[str, str]
-    cpu_block_multiple: int = 1  #: on CPUs its blocks are multiples of this, so that ours are rounded up
+    cpu_block_multiple: int = 1  #: the block size on CPUs must be a multiple of this; ours is rounded up
 
 
 KINDS = {
@@ -137,7 +137,7 @@ KINDS = {
     "sglang": EngineKind(("sglang.launch_server",), ("--model-path",), sglang_flags, {}),
 }
 
-#: Arguments that homing gives to engines, which `engine_args` must not repeat, and what to use instead.
+#: Flags that `engine_args` must not contain, with the reason or what to use instead.
 _ASSIGNED = {
     **dict.fromkeys(("--host", "--port", "--kv-events-config", "--enable-metrics"), "homing assigns it"),
     **dict.fromkeys(("--api-key", "--ssl-keyfile", "--ssl-certfile"), "only routers talk to the engine"),
@@ -153,7 +153,7 @@ _ASSIGNED = {
 
 
 def extra_arguments(engine_args: str) -> list[str]:
-    """The words of `engine_args`. Raises SettingsError."""
+    """Split `engine_args` into words. Raises SettingsError."""
     try:
         words = shlex.split(engine_args)
     except ValueError as error:
@@ -178,7 +178,7 @@ _OWN = (
 
 
 def for_engine(settings: Settings) -> Settings:
-    """Settings as the engine takes them. Raises SettingsError for those that contradict each other."""
+    """The settings, adjusted for the engine. Raises SettingsError for those that do not fit it."""
     replica, cluster = settings.replica, settings.cluster
     if replica.engine == "homing":
         if given := replica.engine_python or replica.engine_args:
@@ -212,12 +212,12 @@ def command(place: EnginePlace) -> list[str]:
 
 
 def environment(place: EnginePlace, environ: Mapping[str, str]) -> dict[str, str]:
-    """The engine's: with the GPUs that Ray has assigned to the actor, without what concerns Ray and us."""
+    """The engine's environment: keeps the GPUs that Ray assigned to the actor, drops Ray's and our own variables."""
     kept = {name: value for name, value in environ.items() if not name.startswith(("RAY_", "HOMING_", "PYTHON"))}
     kept |= KINDS[place.settings.replica.engine].environment
     if place.on_cpu:
-        # Engines on one machine would otherwise bind their threads to the same cores.
+        # Otherwise engines on one machine would bind their threads to the same cores.
         kept |= {"OMP_NUM_THREADS": str(place.cpu_threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     else:
-        kept.pop("OMP_NUM_THREADS", None)  # Ray sets it by the CPUs of the actor, often to 1
+        kept.pop("OMP_NUM_THREADS", None)  # Ray sets it to the actor's number of CPUs, often 1
     return kept

@@ -1,10 +1,10 @@
-"""Runs one engine and leaves nothing of it behind. A program of its own, as it must outlive whoever starts it.
+"""Runs one engine and leaves none of its processes behind. A separate program, to outlive the process that starts it.
 
     python -I engine_keeper.py GRACE_S COMMAND...
 
-The engine and all processes below it are ended when it ends, when a byte arrives on standard input (it is asked first,
-and has GRACE_S), or when standard input is closed: then the process that started it has died. Processes whose parents
-have died become children of this one, so that none is missed and none is left as a zombie. Linux only.
+All of the engine's processes are killed when the engine exits, when standard input is closed (the process that started
+this one has died), or GRACE_S seconds after a byte on standard input, upon which the engine is asked to terminate.
+Orphaned descendants become children of this process, so that none is missed or left as a zombie. Linux only.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ class Engine:
         self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent)
 
     def wait(self, timeout_s: float | None, *, watch_input: bool) -> bool:
-        """Until it has ended, the time is over, or there is something on standard input. Returns whether it ended."""
+        """Wait for the engine's exit, the timeout or standard input. Returns whether the engine has exited."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         watched = [self._woken, 0] if watch_input else [self._woken]
         while not self._reap():
@@ -48,7 +48,7 @@ class Engine:
         self._process.terminate()
 
     def end(self) -> str:
-        """Kill all that is left; returns how the engine ended."""
+        """Kill all remaining processes; returns how the engine exited."""
         while True:
             for process in psutil.Process().children(recursive=True):
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -59,7 +59,7 @@ class Engine:
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
     def _reap(self) -> bool:
-        """Take note of all processes that have ended; returns whether the engine is one of them."""
+        """Reap all processes that have exited; returns whether the engine is among them."""
         while self._reap_one(os.WNOHANG):
             pass
         return self._process.returncode is not None
@@ -79,8 +79,8 @@ def _die_with_parent() -> None:
 
 
 def main(grace_s: float, command: list[str]) -> None:
-    # Ray kills the direct children of an actor that it ends. The first process is there for that, and to be waited
-    # for; the second one, which does the work, then finds its input closed.
+    # Ray kills the direct children of an actor that it ends. It may kill the first process, which only waits; the
+    # second one does the work and then finds its standard input closed.
     if worker := os.fork():
         os.waitpid(worker, 0)
         return
