@@ -1,9 +1,9 @@
-"""vLLM or SGLang as a replica: started by the replica's actor on its node, examined, watched and ended.
+"""vLLM or SGLang as a replica: the replica's actor starts, examines, watches and stops it on its node.
 
-`EngineProcess` moves bytes; `EngineServer` is what the actor runs in place of our own engine. Requests do not come
-through here: routers talk to the engine directly, as to one that runs elsewhere (router/replicas/external). A keeper
-between actor and engine (engine_keeper.py) ends all of the engine's processes whatever happens to the actor. How an
-engine is started stands in engine_command.py.
+`EngineProcess` handles the process and its output; `EngineServer` is what the actor runs in place of our own engine.
+Requests do not pass through here: routers talk to the engine directly, as to any other (router/replicas/external). A
+keeper between actor and engine (engine_keeper.py) kills all of the engine's processes, whatever happens to the actor.
+engine_command.py builds the engine's command line.
 """
 
 import asyncio
@@ -52,16 +52,16 @@ from .engine_command import EnginePlace, EventAddresses, command, environment
 log = logging.getLogger(__name__)
 
 KEEPER = Path(__file__).with_name("engine_keeper.py")
-#: For an engine to end by itself; then it is killed.
+#: Time for an engine to exit when asked; then it is killed.
 STOP_GRACE_S = 3.0
-#: For all its processes to end, which takes that long only where the kernel does not let go of one.
+#: Time for all killed processes to exit, which is used up only if one is stuck in the kernel.
 END_S = 10.0
-#: Of `start_timeout_s`: before the controller gives up, which does not know what the engine wrote last.
+#: Share of `start_timeout_s`: fail before the controller does, which cannot report the engine's last output.
 START_SHARE = 0.9
-#: The first request may compile something. Not tuned.
+#: Long, because the first request may compile kernels. Not tuned.
 CANARY_TIMEOUT_S = 120.0
 EVENTS_TIMEOUT_S = 10.0
-#: As readers of events accept.
+#: The same limit as for our event subscribers.
 MAX_FRAME_BYTES = 256 * 1024 * 1024
 HEALTH_TIMEOUT_S = 5.0
 POLL_S = 0.2
@@ -70,7 +70,7 @@ LINE_BYTES = 16 * 1024
 
 
 def last_words(lines: Sequence[str]) -> str:
-    """What an engine wrote last, and the first error that it wrote, in one line for a user."""
+    """The first error that an engine wrote and its last lines, joined to one line for a user."""
     written = [line.strip()[:300] for line in lines if line.strip()]
     telling = [line for line in written if not re.search(r"\b(DEBUG|INFO|WARNING)\b", line)] or written
     errors = [line for line in telling if re.search(r"\b\w*(Error|Exception): ", line)]
@@ -78,7 +78,7 @@ def last_words(lines: Sequence[str]) -> str:
 
 
 class EngineProcess:
-    """A running engine behind its keeper. `ended` is set when no process of it is left."""
+    """A running engine with its keeper. `ended` is set when none of its processes is left."""
 
     def __init__(self, words: Sequence[str], environ: Mapping[str, str], name: str) -> None:
         keeper = [sys.executable, "-I", str(KEEPER), str(STOP_GRACE_S), *words]
@@ -97,7 +97,7 @@ class EngineProcess:
         threading.Thread(target=self._read, name="engine output", daemon=True).start()
 
     def end(self, *, ask: bool) -> None:
-        """Begin to end it; `ask`: it may clean up before. Harmless when repeated."""
+        """Start to end the engine; `ask`: let it clean up first. Harmless when repeated."""
         with self._closing:
             assert self._keeper.stdin is not None
             if self._keeper.stdin.closed:
@@ -106,13 +106,13 @@ class EngineProcess:
                 self._keeper.stdin.write(b"." if ask else b"")
                 self._keeper.stdin.close()
             except BrokenPipeError:
-                pass  # it has ended
+                pass  # the keeper has exited
 
     def _read(self) -> None:
         assert self._keeper.stdout is not None
         with self._keeper.stdout as output:
             for line in iter(lambda: output.readline(LINE_BYTES), b""):
-                # A progress bar overwrites its line.
+                # Keep only the final state of a progress bar, which overwrites its line.
                 text = line.decode(errors="replace").rstrip().rpartition("\r")[2]
                 self.lines.append(text)
                 log.info("%s: %s", self._name, text)
@@ -122,7 +122,7 @@ class EngineProcess:
 
 
 class EngineServer(RankServer):
-    """One engine that is ready to serve. Routers know which requests of theirs are running, and send it no others."""
+    """One engine that is ready to serve. Keeps the default `drain` and `idle`: only routers know its requests."""
 
     def __init__(self, process: EngineProcess, description: ReplicaDescription, settings: Settings) -> None:
         self.description: ReplicaDescription = description
@@ -133,7 +133,7 @@ class EngineServer(RankServer):
         self._stopping = False
 
     def run(self) -> None:
-        """Watch it until it ends. Raises EngineLost unless it was stopped."""
+        """Watch the engine until it exits. Raises EngineLost unless it was stopped."""
         heard_at = time.monotonic()
         try:
             while not self._process.ended.wait(self._interval_s):
@@ -157,16 +157,16 @@ class EngineServer(RankServer):
             return "no good answer from /health"
         if replay := self.description.event_endpoints.replay:
             try:
-                replayed(replay, (1 << 64) - 2)  # nothing is that new: only the end marker comes
+                replayed(replay, (1 << 64) - 2)  # no batch has this number: only the end marker comes
             except (zmq.ZMQError, EventError):
                 return f"no answer from its event publisher at {replay}"
         return ""
 
 
 def start_engine(spec: RankSpec, model_dir: Path, folder: Path | None, node: str) -> EngineServer:
-    """Start an engine on this node and examine it. `folder`: for its sockets; None: TCP.
+    """Start an engine on this node and examine it. `folder`: folder for its sockets; None: TCP.
 
-    Raises StartFailed, ParityMismatch, ModelUnavailable, SettingsError and TokenizerUnavailable; nothing is left then.
+    Raises StartFailed, ParityMismatch, ModelUnavailable, SettingsError or TokenizerUnavailable, leaving nothing behind.
     """
     settings, host = spec.model.settings, spec.model.host or node
     place, ends = _place(spec, model_dir, folder, host)
@@ -185,7 +185,7 @@ def start_engine(spec: RankSpec, model_dir: Path, folder: Path | None, node: str
 
 
 def _place(spec: RankSpec, model_dir: Path, folder: Path | None, host: str) -> tuple[EnginePlace, EventAddresses]:
-    """Where the engine is to run, and where routers reach its events."""
+    """The place where the engine will run, and the addresses at which routers reach its events."""
     settings = spec.model.settings
     port, *event_ports = _free_ports(host, 3)
     binds = ends = EventAddresses()
@@ -197,13 +197,13 @@ def _place(spec: RankSpec, model_dir: Path, folder: Path | None, host: str) -> t
 
 
 def _examined(process: EngineProcess, backend: Backend, spec: RankSpec, model_dir: Path) -> ReplicaDescription:
-    """The engine as a replica, once it is ready and matches what routers assume."""
+    """Wait until the engine is ready and check it; returns its description as a replica."""
     settings = spec.model.settings
     replica, cache, texts = settings.replica, settings.kvcache, text_folder(settings.replica, model_dir)
     limits = model_limits(model_dir, replica, spec.model.name)
     _until_ready(process, backend, settings)
     canary, root = _canary_ids(texts), BlockHash(foreign_root(limits.name))
-    # Two full blocks and a token, as far as the context has room for them.
+    # Two full blocks and one token, or fewer if the context is shorter.
     prompt = list(islice(cycle(canary), min(2 * cache.block_size + 1, limits.max_model_len - 1)))
     card, metrics = asyncio.run(_examine(backend, settings, canary, prompt))
     if backend.replay and cache.prefix_caching:
@@ -221,7 +221,7 @@ def _examined(process: EngineProcess, backend: Backend, spec: RankSpec, model_di
 
 
 def _free_ports(host: str, count: int) -> list[int]:
-    """Free a moment ago; an engine that finds its own taken ends, and is started with others."""
+    """Find free ports. If one is taken before the engine binds it, the engine exits and is restarted with others."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     probes = [socket.socket(family) for _ in range(count)]
     try:
@@ -234,11 +234,11 @@ def _free_ports(host: str, count: int) -> list[int]:
 
 
 def _event_addresses(folder: Path | None, host: str, ports: Sequence[int]) -> tuple[EventAddresses, EventAddresses]:
-    """Where the engine binds its events and their replay, and where routers reach them."""
+    """The addresses that the engine binds for events and replay, and those at which routers reach them."""
     if folder is not None:
         local = EventAddresses(f"ipc://{folder}/events", f"ipc://{folder}/replay")
         return local, local
-    # Engines take an address without * for one to connect to.
+    # Engines bind only TCP addresses with *; they connect to others.
     binds, ends = ([f"tcp://{name}:{port}" for port in ports] for name in ("*", host))
     return EventAddresses(*binds), EventAddresses(*ends)
 
@@ -265,11 +265,11 @@ def _answers_health(url: str, timeout_s: float = HEALTH_TIMEOUT_S) -> bool:
         connection.close()
 
 
-# What the parity check of a router cannot see from outside: whether tokens and blocks are what our hashes assume.
+# Checks beyond a router's parity check: whether the engine's tokens and blocks are those that our hashes assume.
 
 
 def _canary_ids(folder: Path) -> tuple[int, ...]:
-    from tokenizers import Tokenizer  # here: it takes a while to load
+    from tokenizers import Tokenizer  # imported here because it is slow
 
     return tuple(Tokenizer.from_str(load_parts(folder).tokenizer).encode(CANARY, add_special_tokens=False).ids)
 
@@ -277,7 +277,7 @@ def _canary_ids(folder: Path) -> tuple[int, ...]:
 async def _examine(
     backend: Backend, settings: Settings, canary: tuple[int, ...], prompt: Sequence[int]
 ) -> tuple[Card, EngineMetrics]:
-    """Compare model, tokenizer and block size, and have it compute the prompt."""
+    """Compare model, tokenizer and block size with the engine's, and have it compute the prompt. Raises StartFailed."""
     client = Client(backend.address, loop=asyncio.get_running_loop())
     terms = ExternalTerms(
         model_names=(settings.served_name,),
@@ -301,7 +301,7 @@ async def _examine(
 
 
 def _check_blocks(backend: Backend, hasher: BlockHasher, root: BlockHash, prompt: Sequence[int]) -> None:
-    """Check that its events announce the blocks of the canary prompt. Raises StartFailed and ParityMismatch."""
+    """Check that the engine's events announce the prompt's blocks. Raises StartFailed and ParityMismatch."""
     wanted = {wire_hash(each) for each in hasher.chain(tenant_root(root), token_bytes(prompt))}
     deadline = time.monotonic() + EVENTS_TIMEOUT_S
     while True:
@@ -324,7 +324,7 @@ def _check_blocks(backend: Backend, hasher: BlockHasher, root: BlockHash, prompt
 
 
 def replayed(endpoint: str, since: int) -> list[bytes]:
-    """The payloads of all event batches from this number on. Raises zmq.ZMQError and EventError."""
+    """The payloads of all event batches from number `since` on. Raises zmq.ZMQError and EventError."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as sock:
         sock.linger = 0
         sock.maxmsgsize = MAX_FRAME_BYTES

@@ -1,7 +1,7 @@
-"""The fleets of all models together: merges their decisions into an order that routers can follow.
+"""The fleets of all models: merges their decisions into one ordered list of actions.
 
 Each model has its own fleet (planner.py). Fleets share replica names, generations and the routers, which receive the
-members of all models at once. Pure, as the planner is.
+members of all models at once. Pure, like the planner.
 """
 
 import re
@@ -15,7 +15,7 @@ from .planner import Action, Fleet, NameAllocator, Publish, RankGroup
 
 @dataclass(slots=True)
 class Fleets:
-    """The fleets by model name. The fleet of a removed model stays, for late reports about its rank groups."""
+    """The fleets by model name. A removed model's fleet is kept for late reports about its rank groups."""
 
     by_model: dict[str, Fleet]
     names: NameAllocator = field(default_factory=NameAllocator)
@@ -24,7 +24,7 @@ class Fleets:
 
     @classmethod
     def of(cls, models: Sequence[tuple[str, ClusterSettings]]) -> "Fleets":
-        """The fleets at the start, of versions 1, 2, ... With several models, replicas are named after their model."""
+        """The initial fleets, with versions 1, 2, ... If there are several models, replicas are named after them."""
         fleets = cls({})
         for version, (model, settings) in enumerate(models, start=1):
             fleets.add(model, settings, version, named=len(models) > 1)
@@ -35,7 +35,7 @@ class Fleets:
         return {model: fleet for model, fleet in self.by_model.items() if not fleet.leaving}
 
     def add(self, model: str, settings: ClusterSettings, version: int, *, named: bool = True) -> None:
-        """Serve another model. `version` is unique over all models; `named`: its replicas bear its name."""
+        """Serve another model. `version` is unique across models; `named`: replica names start with the model's."""
         if fleet := self.by_model.get(model):
             fleet.settings = settings
             fleet.come_back(settings.replicas, version)
@@ -52,7 +52,7 @@ class Fleets:
         return next((fleet for fleet in self.by_model.values() if replica_id in fleet.groups), None)
 
     def reconcile(self, now: float) -> list[Action]:
-        """What to do now. `Publish` comes first: lost replicas leave routing before anything else happens."""
+        """The actions to take now. `Publish` is first, so that routers drop lost replicas before all else."""
         actions = [action for fleet in self.by_model.values() for action in fleet.reconcile(now)]
         others: list[Action] = [action for action in actions if not isinstance(action, Publish)]
         before, self._published = self._published, tuple(self.served)
@@ -62,17 +62,17 @@ class Fleets:
         return [Publish(tuple(member for fleet in self.by_model.values() for member in fleet.published)), *others]
 
     def next_deadline(self, now: float) -> float | None:
-        """Seconds until `reconcile` must be called again; None: only when something is reported."""
+        """Seconds until `reconcile` must be called again; None: not before an event is reported."""
         ends = [fleet.next_deadline(now) for fleet in self.by_model.values()]
         return min((end for end in ends if end is not None), default=None)
 
     def resume(self, running: Mapping[int, ReplicaDescription], now: float) -> None:
-        """Go on in another process: of the groups those are left that serve, by generation."""
+        """Continue in a new controller process. `running`: descriptions of the groups that survive, by generation."""
         for fleet in self.by_model.values():
             fleet.resume(running, now)
         self.names.taken = {group.replica_id for _, group in self.groups()}
 
 
 def replica_prefix(model: str) -> str:
-    """The prefix of replica names of this model; safe in file names, headers and labels."""
+    """The prefix of this model's replica names; safe in file names, headers and labels."""
     return (re.sub(r"[^A-Za-z0-9_]+", "-", model).strip("-") or "model") + "-"

@@ -1,15 +1,15 @@
-"""What to do next so that a model has the wanted replicas: facts in, actions out. Pure: no Ray, no clock, no sockets.
+"""Decides how to reach a model's wanted replicas: facts in, actions out. Pure: no Ray, no clock, no sockets.
 
-A *rank group* is all ranks of one replica. A dead rank ends its whole group: routers drop the replica first, then the
-other ranks are killed, then the group is started again as a new generation, with growing pauses while it keeps failing.
-A group that is no longer wanted, or whose version is outdated, drains before it ends.
+A *rank group* is all ranks of one replica. A dead rank ends its whole group: first routers drop the replica, then the
+other ranks are killed, then the group restarts as a new generation, with growing pauses while it keeps failing. A group
+that is no longer wanted or has an outdated version drains before it ends.
 
     (none) ─StartRankGroup─▶ PLACING ─placed─▶ STARTING ─ready─▶ WARMING ─warmed─▶ READY ─Drain─▶ DRAINING ─▶ (none)
                                 │                 │                 │                │  a rank died, hung or failed
                                 └───── failed ────┴─────────────────┴────────────────┴──▶ WAITING (pause) ──▶ PLACING
 
-A rolling update starts one group of the new version, then drains one of the old, and so on. While no group of the new
-version has served, a failure of one abandons the update.
+A rolling update starts one group of the new version, then drains one of the old version, and repeats. If a group of the
+new version fails before any has served, the update is abandoned.
 """
 
 from collections.abc import Iterable, Mapping
@@ -31,7 +31,7 @@ class GroupPhase(Enum):
     WAITING = "waiting"
 
 
-#: The phases in which routers know a group, and what they may do with it.
+#: The phases in which routers know a group, with what they may do with it.
 ROLES: dict[GroupPhase, Role] = {
     GroupPhase.WARMING: "warming",
     GroupPhase.READY: "serving",
@@ -46,7 +46,7 @@ class StartRankGroup:
 
     replica_id: str
     generation: int
-    version: int = 1  #: of its settings
+    version: int = 1  #: settings version
 
 
 @dataclass(slots=True, frozen=True)
@@ -56,21 +56,21 @@ class KillRankGroup:
     replica_id: str
     generation: int
     reason: str
-    lost: bool = False  #: it failed; otherwise it was ended on purpose
+    lost: bool = False  #: whether the group failed; otherwise it is ended on purpose
 
 
 @dataclass(slots=True, frozen=True)
 class GiveUp:
-    """An update failed: groups are started with the previous settings again."""
+    """Abandon an update: new groups get the previous settings again."""
 
-    version: int  #: of which no group served
-    back_to: int
+    version: int  #: the abandoned version, of which no group has served
+    back_to: int  #: the version for new groups
     reason: str
 
 
 @dataclass(slots=True, frozen=True)
 class WarmUp:
-    """Have the routers fill its cache; `Fleet.warmed` reports the end."""
+    """Have the routers fill the replica's cache, then call `Fleet.warmed`."""
 
     replica_id: str
     generation: int
@@ -78,7 +78,7 @@ class WarmUp:
 
 @dataclass(slots=True, frozen=True)
 class Drain:
-    """Wait for its running requests; `Fleet.drained` reports the end. Routers send it no new ones."""
+    """Wait for the replica's running requests, then call `Fleet.drained`. Routers send it no new ones."""
 
     replica_id: str
     generation: int
@@ -110,14 +110,14 @@ class RankGroup:
     since: float  #: when the phase began
     version: int = 1
     failures: int = 0  #: in a row
-    reason: str = ""  #: of the last failure, or what it waits for
+    reason: str = ""  #: why it failed last, why it drains or what it waits for
     description: ReplicaDescription | None = None  #: set exactly while routers know it
     leaving: bool = False  #: another group is to replace it
 
 
 @dataclass(slots=True)
 class NameAllocator:
-    """Allocates replica names and generations; the fleets of all models share one, so that both are unique."""
+    """Allocates replica names and generations. All models' fleets share one, so that both are unique."""
 
     generation: int = 0
     taken: set[str] = field(default_factory=set)
@@ -130,43 +130,43 @@ class NameAllocator:
 
 @dataclass(slots=True)
 class Fleet:
-    """All rank groups of one model. Facts are reported by `placed`, `ready`, `warmed`, `drained` and `failed`; those
-    about a generation that is no longer current change nothing."""
+    """All rank groups of one model. Facts are reported by `placed`, `ready`, `warmed`, `drained` and `failed`; reports
+    about an outdated generation are ignored."""
 
     settings: ClusterSettings  #: `warm_up_s` 0: no warm-up
     wanted: int
     names: NameAllocator = field(default_factory=NameAllocator)
-    prefix: str = ""  #: of its replicas' names
+    prefix: str = ""  #: of replica names
     groups: dict[str, RankGroup] = field(default_factory=dict)
-    version: int = 1  #: of the settings for new groups
-    #: the previous version, while no group of `version` has served; None: `version` has served
+    version: int = 1  #: settings version for new groups
+    #: version to return to while no group of `version` has served; None: one has, or there was no update
     fallback: int | None = None
     abandoned: str = ""  #: why the last update was abandoned
-    leaving: bool = False  #: the model is being removed; its groups only finish their requests
-    #: seconds of prefill that would be lost with a replica; 0 for those not listed
+    leaving: bool = False  #: whether the model is being removed; its groups only finish their requests
+    #: seconds of prefill that would be lost with each replica; 0 for those not listed
     worths: dict[str, float] = field(default_factory=dict)
     #: the members in the last `Publish`
     published: tuple[RoutedReplica, ...] = ()
     _dying: list[KillRankGroup] = field(default_factory=list)
     _begun: list[GiveUp | WarmUp | Drain] = field(default_factory=list)
 
-    # Orders of a user or the autoscaler
+    # Orders from a user or the autoscaler
 
     def scale(self, wanted: int) -> None:
-        """Change the number of replicas; a model that is being removed stays at none."""
+        """Change the number of replicas. It stays 0 for a model that is being removed."""
         self.wanted = 0 if self.leaving else wanted
 
     def leave(self) -> None:
         self.leaving, self.wanted = True, 0
 
     def come_back(self, wanted: int, version: int) -> None:
-        """Serve a removed model again, with other settings; its old groups still end."""
-        assert self.leaving, "a model that is served comes back"
+        """Serve a removed model again, with new settings; its old groups still end."""
+        assert self.leaving, "come_back was called for a model that is served"
         self.leaving, self.wanted, self.version = False, wanted, version
         self.fallback, self.abandoned = None, ""
 
     def drain(self, replica_id: str, *, replace: bool, now: float) -> bool:
-        """Drain this replica, for good or to be replaced by another. False: there is no such replica."""
+        """Drain this replica, permanently or after another has replaced it. False: there is no such replica."""
         group = self.groups.get(replica_id)
         if group is None or group.phase is GroupPhase.DRAINING:
             return group is not None
@@ -178,7 +178,7 @@ class Fleet:
         return True
 
     def update(self, version: int) -> None:
-        """Replace all groups, one by one, by groups of this version."""
+        """Replace all groups one by one with groups of this version."""
         if self.fallback is None:
             self.fallback = self.version
         self.version, self.abandoned = version, ""
@@ -195,7 +195,7 @@ class Fleet:
     # Facts
 
     def resume(self, running: Mapping[int, ReplicaDescription], now: float) -> None:
-        """Go on in another process: of the groups those are left that serve, by generation."""
+        """Continue in a new controller process. `running`: descriptions of the groups that survive, by generation."""
         self.groups = {name: group for name, group in self.groups.items() if group.generation in running}
         self.published, self.abandoned, self._dying, self._begun = (), "", [], []
         for group in self.groups.values():
@@ -206,7 +206,7 @@ class Fleet:
                 group.phase, group.reason = GroupPhase.READY, ""
 
     def placed(self, replica_id: str, generation: int, now: float) -> None:
-        """There is room for all its ranks; they start now."""
+        """There is room for all the group's ranks, which start now."""
         if group := self._current(replica_id, generation, GroupPhase.PLACING):
             group.phase, group.since, group.reason = GroupPhase.STARTING, now, "starting its processes"
 
@@ -215,12 +215,12 @@ class Fleet:
             group.reason = reason
 
     def progressed(self, replica_id: str, generation: int, doing: str) -> None:
-        """What it does while it starts."""
+        """Record what the group is doing while it starts."""
         if group := self._current(replica_id, generation, GroupPhase.STARTING):
             group.reason = doing
 
     def ready(self, replica_id: str, generation: int, description: ReplicaDescription, now: float) -> None:
-        """It can serve. While others serve, its cache is warmed up first."""
+        """The group can serve. If other groups serve already, its cache is warmed up first."""
         group = self._current(replica_id, generation, GroupPhase.STARTING)
         if group is None:
             return
@@ -244,7 +244,7 @@ class Fleet:
             self._remove(group, f"drained ({group.reason})")
 
     def failed(self, replica_id: str, generation: int, reason: str, now: float) -> bool:
-        """One of its ranks died or could not start. False: this was known already."""
+        """One of the group's ranks died or could not start. False: this was known already."""
         group = self._current(replica_id, generation, *COMING_UP, *ROLES)
         if group is None:
             return False
@@ -263,9 +263,9 @@ class Fleet:
     # Decisions
 
     def reconcile(self, now: float) -> list[Action]:
-        """What to do now. `Publish` comes first: lost replicas leave routing before anything else happens."""
+        """The actions to take now. `Publish` is first, so that routers drop lost replicas before all else."""
         self._expire(now)
-        if not self._in(GroupPhase.READY):  # warming up would only delay requests
+        if not self._in(GroupPhase.READY):  # requests wait, so warming up would only delay them
             for group in self._in(GroupPhase.WARMING):
                 self.warmed(group.replica_id, group.generation, now)
         surplus = len(self._staying()) - self._room()
@@ -281,7 +281,7 @@ class Fleet:
         return actions + self._start(now)
 
     def next_deadline(self, now: float) -> float | None:
-        """Seconds until `reconcile` must be called again; None: only when a fact is reported."""
+        """Seconds until `reconcile` must be called again; None: not before a fact is reported."""
         limits = self._limits()
         ends = [group.since + limits[group.phase] for group in self._in(*limits)]
         ends += [self._restart_at(group) for group in self._in(GroupPhase.WAITING)]
@@ -304,7 +304,7 @@ class Fleet:
         return group.leaving or group.version != self.version
 
     def _room(self) -> int:
-        """How many groups that do not drain there may be."""
+        """The allowed number of groups that are not draining."""
         return self.wanted + (1 if self.settings.surge and self.wanted and self.rolling else 0)
 
     def _members(self) -> tuple[RoutedReplica, ...]:
@@ -324,7 +324,7 @@ class Fleet:
         limits = self._limits()
         for group in [group for group in self._in(*limits) if now - group.since >= limits[group.phase]]:
             if self.groups.get(group.replica_id) is not group:
-                continue  # an abandoned update has removed it meanwhile
+                continue  # removed by an abandoned update in this loop
             limit = limits[group.phase]
             if group.phase is GroupPhase.WARMING:
                 self.warmed(group.replica_id, group.generation, now)
@@ -340,7 +340,7 @@ class Fleet:
             self.fallback = None
 
     def _abandon_update(self, culprit: RankGroup, reason: str) -> None:
-        assert self.fallback is not None, "nothing to fall back to"
+        assert self.fallback is not None, "no version to fall back to"
         failed, self.version, self.fallback, self.abandoned = self.version, self.fallback, None, reason
         self._begun.append(GiveUp(failed, self.version, reason))
         for group in [group for group in self.groups.values() if group.version == failed]:
@@ -350,7 +350,7 @@ class Fleet:
     # Ending groups
 
     def _roll(self, now: float) -> None:
-        """Drain one outdated group when enough others serve; those that do not serve need no drain."""
+        """Drain one outdated group if enough others serve. Outdated groups that do not serve end at once."""
         outdated = [group for group in self.groups.values() if self._outdated(group)]
         for group in outdated:
             if group.phase is not GroupPhase.READY and (group.leaving or group.version != self.fallback):
@@ -362,7 +362,7 @@ class Fleet:
             self._retire(group, _why_replaced(group), now)
 
     def _merit(self, group: RankGroup) -> tuple[bool, bool, float, int]:
-        """The lowest ends first: those that do not serve, then outdated ones, then the least worth of the cache."""
+        """Sort key; the lowest ends first: not serving, then outdated, then the least cache worth, then the newest."""
         serves = group.phase in ROLES
         return serves, not self._outdated(group), self.worths.get(group.replica_id, 0.0), -group.generation
 
@@ -391,7 +391,7 @@ class Fleet:
         return group.since + restart_pause_s(self.settings, group.failures)
 
     def _missing(self) -> int:
-        """How many new groups to start. During an update groups that still drain take room, too."""
+        """The number of groups to start. During an update, draining groups count too, as they still take room."""
         replacing = any(self._replaced(group) for group in self.groups.values())
         present = len(self.groups) if replacing else len(self._staying())
         current = sum(not self._outdated(group) for group in self._staying())
@@ -406,7 +406,7 @@ class Fleet:
 
 
 def restart_pause_s(cluster: ClusterSettings, failures: int) -> float:
-    """Pause before the next start after so many failures in a row: none after the first, then doubling."""
+    """Seconds to wait before a restart, by failures in a row: none after the first, then doubling."""
     if failures <= 1:
         return 0.0
     return min(cluster.restart_backoff_limit_s, cluster.restart_backoff_s * 2.0 ** min(failures - 2, 32))
@@ -417,7 +417,7 @@ def _why_replaced(group: RankGroup) -> str:
 
 
 def replica_worths(caches: Iterable[CacheWorth]) -> dict[str, float]:
-    """Seconds of prefill that would be lost with each replica: its unique cached tokens by its prefill rate."""
+    """Seconds of prefill that would be lost with each replica: unique cached tokens divided by prefill rate."""
     return {
         each.replica_id: each.unique_tokens / each.prefill_tokens_per_s if each.prefill_tokens_per_s > 0 else 0.0
         for each in caches

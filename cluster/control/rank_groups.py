@@ -1,7 +1,7 @@
-"""The rank groups of a cluster on Ray: places, starts, watches, drains and ends them as the controller orders.
+"""A cluster's rank groups on Ray: places, starts, watches, drains and ends them as the controller orders.
 
-Reports what became of them to a `RankGroupObserver`; decides nothing. Runs on the controller's event loop and never
-blocks it for long. The processes belong to the supervisor, so that they survive the controller.
+Reports the results to a `RankGroupObserver`; makes no decisions. Runs on the controller's event loop and never blocks
+it for long. The supervisor owns the processes, so that they survive the controller.
 """
 
 import asyncio
@@ -27,18 +27,18 @@ from .supervisor import LEAST_CPUS, KeptRankGroup
 
 log = logging.getLogger(__name__)
 
-#: How often a draining replica is asked whether it is idle.
+#: Interval of checks whether a draining replica is idle.
 DRAIN_POLL_S = 0.1
-#: How often a rank group that waits for a place is checked.
+#: Interval of checks whether a rank group has been placed.
 PLACE_POLL_S = 2.0
-#: For a rank to end in order.
+#: Time for a rank to stop gracefully.
 STOP_S = 5.0
-#: How often a rank that starts is asked what it does.
+#: Interval of progress queries to a starting rank 0.
 PROGRESS_POLL_S = 0.5
 
 
 class RankGroupObserver(Protocol):
-    """Learns what becomes of rank groups. Called on the event loop, also for groups that have ended meanwhile."""
+    """Receives rank group events. Called on the event loop, possibly for groups that have already ended."""
 
     def group_placed(self, group: "RunningRankGroup") -> None: ...
     def group_pending(self, group: "RunningRankGroup", reason: str) -> None: ...
@@ -49,12 +49,12 @@ class RankGroupObserver(Protocol):
 
 @dataclass(slots=True)
 class RunningRankGroup:
-    """The Ray side of one generation of a replica."""
+    """The Ray actors and tasks of one generation of a replica."""
 
     replica_id: str
     generation: int
     version: int
-    spec: ModelSpec  #: with the settings of its version
+    spec: ModelSpec  #: with the settings of `version`
     ranks: list[Any] = field(default_factory=list)
     place: PlacementGroup | None = None
     pids: tuple[int, ...] = ()
@@ -72,12 +72,12 @@ class RankGroups:
         return self._groups.get(generation)
 
     def start(self, group: RunningRankGroup) -> None:
-        """Place it and start its ranks; the observer's `group_ready` or `group_failed` follows."""
+        """Place the group and start its ranks; then the observer's `group_ready` or `group_failed` is called."""
         self._groups[group.generation] = group
         group.tasks.append(asyncio.create_task(self._bring_up(group)))
 
     async def adopt(self, kept: KeptRankGroup, spec: ModelSpec) -> ReplicaDescription | None:
-        """Take over a running group; ends it and returns None when it does not serve."""
+        """Take over a running group. If it does not serve, end it and return None."""
         group = RunningRankGroup(kept.replica_id, kept.generation, kept.version, spec, kept.ranks, kept.place)
         self._groups[group.generation] = group
         try:
@@ -95,7 +95,7 @@ class RankGroups:
         return description
 
     async def until_idle(self, generation: int) -> bool:
-        """Stop new requests and wait for the running ones; False when the group ends before."""
+        """Refuse new requests and wait for the running ones; False if the group ends before it is idle."""
         group = self._groups.get(generation)
         if group is None or not group.ranks:
             return False
@@ -114,9 +114,9 @@ class RankGroups:
         for task in group.tasks:
             if task is not asyncio.current_task():
                 task.cancel()
-        if group.spec.runs_external_engine:  # it ends its children, and waits for them, while it is alive
+        if group.spec.runs_external_engine:  # it then waits until the engine's processes have exited
             await asyncio.gather(*(within(STOP_S, rank.stop.remote()) for rank in group.ranks))
-        for rank in group.ranks:  # the supervisor would do it a moment later
+        for rank in group.ranks:  # faster than waiting for the supervisor to do it
             ray.kill(rank, no_restart=True)
         await self._supervisor.end_group.remote(generation)
         if folder := socket_folder(group.spec, group.generation):
@@ -141,7 +141,7 @@ class RankGroups:
             self._starting -= 1
         self._spawn(group, *(self._ping(group, rank) for rank in group.ranks))
         self._observer.group_ready(group, description)
-        if self._starting == 0 and uses_spares(group.spec):  # which would slow down those that start
+        if self._starting == 0 and uses_spares(group.spec):  # spares would slow down groups that still start
             self._supervisor.keep_spares.remote(group.spec)
 
     async def _place(self, group: RunningRankGroup) -> None:
@@ -193,7 +193,7 @@ class RankGroups:
 
 
 def bundle_of(spec: ModelSpec) -> dict[str, float]:
-    """What one rank reserves. On the single node of a local cluster CPUs steer nothing, and must not limit anything."""
+    """The Ray resources that one process reserves. On a single node, CPUs must not limit placement."""
     cluster = spec.settings.cluster
     share = spec.settings.replica.tensor_parallel_size / world_of(spec)
     cpus = 0.0 if spec.run_dir else cluster.cpus_per_rank * share
@@ -202,12 +202,12 @@ def bundle_of(spec: ModelSpec) -> dict[str, float]:
 
 
 def world_of(spec: ModelSpec) -> int:
-    """Processes that a replica has on Ray; an external engine starts those of its ranks itself."""
+    """The number of a replica's Ray actors; an external engine has one and starts its ranks itself."""
     return 1 if spec.runs_external_engine else spec.settings.replica.tensor_parallel_size
 
 
 def uses_spares(spec: ModelSpec) -> bool:
-    """Whether its ranks may take over spare processes: on one machine only, and not where Ray assigns GPUs."""
+    """Whether the model's ranks may use spare processes: only on one machine, and not if Ray assigns GPUs."""
     cluster = spec.settings.cluster
     if spec.runs_external_engine:
         return False
@@ -215,12 +215,12 @@ def uses_spares(spec: ModelSpec) -> bool:
 
 
 def socket_folder(spec: ModelSpec, generation: int) -> Path | None:
-    """Folder of a group's sockets on a single node; None: it uses TCP. Short: a socket's path ends at 107 bytes."""
+    """Folder for a group's sockets; None: it uses TCP. Its name is short: socket paths have at most 107 bytes."""
     return Path(spec.run_dir) / f"g{generation}" if spec.run_dir else None
 
 
 def node_resources() -> list[NodeResources]:
-    # Ray offers free resources by node nowhere else.
+    # A private module, because Ray has no public API for free resources per node.
     from ray._private.state import available_resources_per_node
 
     free = available_resources_per_node()
@@ -231,7 +231,7 @@ def node_resources() -> list[NodeResources]:
 
 
 def _described(group: RunningRankGroup, results: Sequence[Started | Failed | None]) -> ReplicaDescription:
-    """The replica's description, from the ranks' answers. Raises StartFailed."""
+    """Build the replica's description from the ranks' results. Raises StartFailed if a rank has not started."""
     failures = [f"rank {index}: {r.message}" for index, r in enumerate(results) if isinstance(r, Failed)]
     if failures:
         raise StartFailed("; ".join(failures) if len(results) > 1 else failures[0].removeprefix("rank 0: "))

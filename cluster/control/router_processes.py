@@ -1,8 +1,8 @@
-"""The router processes of a cluster: starts them, restarts them, and asks them the controller's questions.
+"""A cluster's router processes: starts and restarts them, and sends them the controller's questions.
 
-All of them listen on one port, where the kernel distributes new connections among them. Each has a port of its own
-too, as metrics are per process. Knows Ray and the router actor, nothing of replicas beyond their descriptions. Runs on
-the controller's event loop.
+All of them listen on one port; the kernel distributes new connections among them. If there are several, each also has
+a port of its own, because metrics are per process. Depends on Ray and the router actor; of replicas, it only passes on
+descriptions. Runs on the controller's event loop.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ from .planner import restart_pause_s
 
 log = logging.getLogger(__name__)
 
-#: A router answers between two steps of its event loop.
+#: Generous: a router answers between two iterations of its event loop.
 ASK_TIMEOUT_S = 10.0
 
 A = TypeVar("A")
@@ -43,37 +43,37 @@ A = TypeVar("A")
 
 @dataclass(slots=True)
 class Seat:
-    """One of the routers, whatever process is in it."""
+    """The place of one router, whichever process currently fills it."""
 
     number: int
-    actor: Any = None  #: set exactly while it listens
+    actor: Any = None  #: set exactly while the router listens
     direct_port: int = 0  #: kept when the process is replaced
     error: str | None = None
-    missing: SetMissing = field(default_factory=SetMissing)  #: what its present process was told
+    missing: SetMissing = field(default_factory=SetMissing)  #: the last `SetMissing` sent to its current process
 
 
 class RouterProcesses:
     def __init__(self, models: Models, *, notify: Callable[[str, str], None]) -> None:
-        self._models = models  #: of those that are started from now on
+        self._models = models  #: for routers started from now on
         common = models[0].settings
         self._supervisor: Any = None
         self._notify = notify
         self._seats = [Seat(number) for number in range(common.cluster.routers)]
         self._port = common.router.port
-        #: Where a free port was asked for, the first router chooses it and the others wait.
+        #: If the setting asks for any free port, the first router chooses it and the others wait.
         self._port_known = asyncio.Event()
-        #: Its number is higher than those of the controller's previous process.
+        #: Numbered from the clock, to be higher than the numbers of the controller's previous process.
         self._membership = _membership(models, (), time.time_ns() // 1000)
         self._stopping = False
 
     @property
     def url(self) -> str | None:
-        """Where all of them listen; None until they do."""
+        """The URL on which all routers listen; None until they all do."""
         return self._address(self._port) if all(seat.actor is not None for seat in self._seats) else None
 
     @property
     def direct_urls(self) -> tuple[str, ...]:
-        """Each router's own address; a router that is alone has none."""
+        """Each router's own URL; empty if there is only one router."""
         return tuple(self._address(seat.direct_port) for seat in self._seats if seat.direct_port)
 
     @property
@@ -81,12 +81,12 @@ class RouterProcesses:
         return next((seat.error for seat in self._seats if seat.error is not None), None)
 
     async def keep(self, supervisor: Any, running: Mapping[int, Any]) -> None:
-        """Keep all of them running until `stop`; `running` ones, by seat, are taken over."""
+        """Keep all routers running until `stop`. `running`: actors to take over, by seat number."""
         self._supervisor = supervisor
         await asyncio.gather(*(self._keep(seat, running.get(seat.number)) for seat in self._seats))
 
     async def publish(self, models: tuple[ModelSpec, ...], members: tuple[Member, ...]) -> None:
-        """Serve these models with these replicas; a router that starts later gets the same."""
+        """Have all routers serve these models with these replicas; routers that start later get the same."""
         membership = self._membership = _membership(models, members, self._membership.number + 1)
         self._models = models
         await asyncio.gather(*(self._send_membership(seat, membership) for seat in self._seats))
@@ -100,14 +100,14 @@ class RouterProcesses:
                 seat.actor.ask.remote(missing)
 
     async def warm_up(self, replica_id: str, timeout_s: float) -> str:
-        """Until every router can send it requests and its cache is warm; returns why a router refuses it, or empty.
+        """Wait until all routers can use the replica and its cache is warm; returns why a router refuses it, or empty.
 
-        Returns sooner when a router needs it at once: that router has let it in by then, and the others will.
+        Returns early if a router needs the replica at once: that router already uses it, and the others will.
         """
         settings = self._models[0].settings
-        share = settings.router.warm_up_share / len(self._seats)  # each fills as much with the prompts that it knows
+        share = settings.router.warm_up_share / len(self._seats)  # routers fill equal parts, with their own prompts
         question = WarmUp(replica_id, share, timeout_s)
-        limit_s = timeout_s + ASK_TIMEOUT_S  # the router itself ends what takes too long
+        limit_s = timeout_s + ASK_TIMEOUT_S  # longer than the router's own timeout
         asked = [asyncio.ensure_future(self._ask(seat, question, limit_s)) for seat in self._seats]
         try:
             for answered in asyncio.as_completed(asked):
@@ -124,14 +124,14 @@ class RouterProcesses:
         return sum(answer for answer in answers if answer is not None)
 
     async def worths(self) -> list[CacheWorth]:
-        """What would be lost with each replica, from the first router that answers: all know the same."""
+        """What would be lost with each replica's cache, from the first router that answers: all know the same."""
         for seat in self._seats:
             if (answer := await self._ask(seat, WeighCaches())) is not None:
                 return answer
         return []
 
     async def demands(self) -> dict[str, Demand]:
-        """By model: what waits and works, over all routers that answer."""
+        """The demand for each model, combined over all routers that answer."""
         asked = (self._ask(seat, MeasureDemand()) for seat in self._seats)
         answers = [answer for answer in await asyncio.gather(*asked) if answer is not None]
         models = dict.fromkeys(model for answer in answers for model in answer)
@@ -145,7 +145,7 @@ class RouterProcesses:
             ray.kill(actor)
 
     async def _keep(self, seat: Seat, running: Any) -> None:
-        """Start a router, and again when it dies: on the same ports, with the present members."""
+        """Start a router, and restart it whenever it dies, on the same ports and with the current members."""
         failures, cluster = 0, self._models[0].settings.cluster
         while True:
             if seat.number and not self._port and running is None:
@@ -161,7 +161,7 @@ class RouterProcesses:
             await asyncio.sleep(restart_pause_s(cluster, failures))
 
     async def _run(self, seat: Seat, running: Any) -> str:
-        """Start one, unless it runs already, and wait until it ends; returns why it did."""
+        """Start a router, unless `running` is one, and wait until it ends; returns the reason."""
         router = running
         try:
             membership = self._membership
@@ -181,10 +181,10 @@ class RouterProcesses:
             seat.actor, seat.direct_port, seat.error, seat.missing = router, found.direct_port, None, SetMissing()
             self._notify("info", f"router_ready router={seat.number} port={found.port}")
             if running:
-                router.ask.remote(SetMissing())  # what the previous controller told it is not known any more
+                router.ask.remote(SetMissing())  # resets what the previous controller sent, which is unknown
             if running or membership != self._membership:  # it changed while the router was starting
                 await self._send_membership(seat, self._membership)
-            # Why it ended, or was killed: clients whose connections the kernel gives to a hanging router would wait.
+            # A silent router is killed: clients whose connections the kernel assigns to it would wait.
             ends = until_silent(router, self._models[0].settings.cluster), until_failed(router)
             watching = [asyncio.ensure_future(end) for end in ends]
             try:
@@ -193,15 +193,15 @@ class RouterProcesses:
             finally:
                 for each in watching:
                     each.cancel()
-            ray.kill(router)  # only now: its death must not be taken for the reason
+            ray.kill(router)  # only now, so that this death is not taken for the reason
             return reason
         except Exception as error:
             if router is not None:
-                ray.kill(router)  # what is left of it must not keep the port
+                ray.kill(router)  # a remaining process must not keep the port
             return death(error)
 
     async def _ask(self, seat: Seat, question: Question[A], timeout_s: float = ASK_TIMEOUT_S) -> A | None:
-        """A router's answer; None when there is none, or no router."""
+        """A router's answer; None if it does not answer or no router is running."""
         if seat.actor is None:
             return None
         try:
@@ -214,11 +214,11 @@ class RouterProcesses:
 
     async def _send_membership(self, seat: Seat, membership: SetMembership) -> None:
         if seat.actor is None or membership != self._membership:
-            return  # a newer membership is on its way
+            return  # not listening yet, or a newer membership is on its way
         try:
             await seat.actor.ask.remote(membership)
         except RayActorError:
-            return  # `watch` reports it
+            return  # `until_failed` reports it
         except Exception as error:
             self._notify("error", f"membership_refused router={seat.number} reason={death(error)!r}")
 

@@ -1,8 +1,8 @@
-"""The supervisor: a Ray actor that owns the processes which must outlive the controller, and stores its state.
+"""The supervisor: a Ray actor that owns the processes that must outlive the controller, and stores its state.
 
-Ray ends what an actor started together with that actor. So rank groups and routers are started here, by a process that
-does nothing else and rarely fails. It ends with `homing serve`, and all processes with it: nothing is left behind on a
-Ray cluster that others use. The controller makes all decisions, before its death and after its restart.
+When an actor ends, Ray also ends the actors that it started. So rank groups and routers are started here, by a process
+that does nothing else and rarely fails. It ends with `homing serve`, and all processes with it, so that nothing is left
+behind on a shared Ray cluster. The controller makes all decisions, before its death and after its restart.
 """
 
 from collections.abc import Callable
@@ -19,14 +19,14 @@ from ..runtime import freeze_loaded_objects
 from .actors import MakeRouter, ReplicaRank, RouterProcess
 from .control_messages import Models, ModelSpec, RankSpec
 
-#: Ray accepts no empty bundle; this share of a CPU does not affect its scheduler.
+#: Ray accepts no empty bundle; such a small share of a CPU does not affect scheduling.
 LEAST_CPUS = 0.001
-#: Calls that one rank must be able to answer at the same time: watch, start, ping, drain, stop; and as many of a
-#: controller that died while it waited for answers.
+#: Calls that a rank must be able to run at the same time: watch, start, ping, drain and stop, and the same again from
+#: a controller that died while waiting for answers.
 RANK_CALLS = 10
 #: A spare process that does not answer within this time is not used.
 SPARE_TIMEOUT_S = 1.0
-#: The same for a router: watch, membership, ping, warm-up, stop.
+#: Calls that a router must be able to run at the same time: watch, membership, ping, warm-up, stop.
 ROUTER_CALLS = 16
 
 
@@ -41,13 +41,13 @@ class KeptRankGroup:
 
 @dataclass(slots=True)
 class SupervisorState:
-    memory: Any  #: state of the previous controller; None: there was none
+    memory: Any  #: the previous controller's state; None: there was no previous controller
     groups: list[KeptRankGroup]
     routers: dict[int, Any]  #: by seat
 
 
 class Supervisor:
-    """Ray actor. Every call is short, and they run one after the other."""
+    """Ray actor. Every call is short; calls run one at a time."""
 
     def __init__(
         self,
@@ -56,9 +56,9 @@ class Supervisor:
         router_node: str,
         prepare_rank: Callable[[ModelSpec], None] | None = None,
     ) -> None:
-        """`router_node` is the Ray id of the node whose address users know.
+        """`router_node`: Ray id of the node that runs the routers, whose address users know.
 
-        `prepare_rank` loads what `make_rank` will need in a spare process; None: there are no spare processes.
+        `prepare_rank`: loads, in a spare process, what `make_rank` will need; None: no spare processes.
         """
         self._make_rank = make_rank
         self._make_router = make_router
@@ -76,13 +76,13 @@ class Supervisor:
         self._memory = memory
 
     def place(self, replica_id: str, generation: int, version: int, bundle: dict[str, float], world: int) -> Any:
-        """Request a placement group for all ranks of a replica on one node."""
+        """Request a placement group that has room for all of a replica's ranks on one node."""
         place = placement_group([bundle] * world, strategy="STRICT_PACK")
         self._groups[generation] = KeptRankGroup(replica_id, generation, version, place)
         return place
 
     def start_ranks(self, generation: int, log_level: str, use_spares: bool) -> list[Any]:
-        """Start the processes of a placed rank group; returns the same ones when called again."""
+        """Start a placed rank group's processes; a repeated call returns the same ones."""
         group = self._groups[generation]
         if group.ranks:
             return group.ranks
@@ -103,9 +103,9 @@ class Supervisor:
         return ranks
 
     def keep_spares(self, spec: ModelSpec) -> None:
-        """Have as many spare processes as a replica of this model has ranks, on the only node.
+        """Keep as many spare processes as a replica of this model has ranks, on the single node.
 
-        They are outside of all placement groups: on one node the CPUs of a group limit nothing.
+        They are outside all placement groups, because in a local cluster a group's CPUs limit nothing.
         """
         prepare, cluster = self._prepare_rank, spec.settings.cluster
         if prepare is None:
@@ -120,7 +120,7 @@ class Supervisor:
             self._spares.append(spare)
 
     def _spare(self) -> Any:
-        """A spare process that is alive; None if there is none."""
+        """Take a live spare process; None if there is none."""
         while self._spares:
             spare = self._spares.pop(0)
             try:
@@ -139,7 +139,7 @@ class Supervisor:
         return router
 
     def end_group(self, generation: int) -> None:
-        """Kill the ranks of a rank group, started or not, and free its place."""
+        """Kill a group's ranks, if they have been started, and free its placement group."""
         if group := self._groups.pop(generation, None):
             for rank in group.ranks:
                 ray.kill(rank, no_restart=True)
