@@ -1,6 +1,6 @@
-"""What `homing serve` prints: progress while starting, a banner, and later events.
+"""Prints what `homing serve` shows: progress while starting, a banner, and events afterwards.
 
-Writes to the stream that it was given, as `sys.stdout` is silenced for Ray.
+Writes to the stream that it is given, because `sys.stdout` is silenced for Ray.
 """
 
 import contextlib
@@ -38,29 +38,29 @@ class Console:
         self._waiting.line(text)
 
     def waits_for(self, status: ClusterStatus) -> None:
-        """At a terminal, show what replicas and router do until they serve."""
+        """On a terminal, show what replicas and router are doing until they serve."""
         waiting = {each.replica_id: _state(each) for each in status.replicas if each.phase != "ready"}
         self._waiting.show(waiting if status.url else waiting | {"router": "starting"})
 
     def close(self) -> None:
-        """Show nothing at the foot of the terminal any more."""
+        """Clear the status lines at the bottom of the terminal."""
         self._waiting.close()
 
     def farewell(self, text: str) -> None:
-        """Print a line while shutting down, which continues when the reader has gone."""
+        """Print a line while shutting down; a closed output does not interrupt the shutdown."""
         with contextlib.suppress(BrokenPipeError):
             self.close()
             self.line(text)
 
     def step(self, part: str, state: str) -> None:
-        """Print the state of one part, with the seconds since the start, if it has changed."""
+        """Print the state of one part with the seconds since the start, if it has changed."""
         if self._shown.get(part) == state:
             return
         self._shown[part] = state
         self.line(f"  {time.monotonic() - self._began:5.1f} s  {part:<8} {state}")
 
     def opening(self, settings: Settings) -> None:
-        """What is about to be started, with warnings about what it exposes."""
+        """Print what is about to start, with warnings about what it exposes."""
         if not settings.models:
             self.line(f"homing {__version__} · model {settings.replica.model} · {_shape(settings)}")
         else:
@@ -85,15 +85,15 @@ class Console:
                 self.line(f"{time.strftime('%H:%M:%S')} {notice.level:<7} {notice.text}")
 
     def answered(self, lines: Iterable[LogLine]) -> None:
-        """Print the requests that have ended, from the lines of the access log, unless nobody reads them."""
+        """Print completed requests from lines of the access log. Stops while the output is not read."""
         for line in lines:
             if not has_room(self._out):
-                return  # a supervisor must not wait; `homing logs requests` has them all
-            if line.time:  # else its beginning is missing
+                return  # printing must not block `homing serve`; `homing logs requests` has all of them
+            if line.time:  # otherwise the line's beginning is missing
                 self.line(f"{line.time[11:19]} {request_line(line.text)}")
 
     def banner(self, status: ClusterStatus, settings: Settings, *, detached: bool, chats: bool = True) -> None:
-        """`chats`: the first model has a chat template; without one, chats are refused."""
+        """Print the banner. `chats`: whether the first model has a chat template; chats are refused otherwise."""
         self.close()
         name = _address_flags(settings)
         body = json.dumps({"model": settings.each_model[0].served_name, **(CHAT if chats else COMPLETION)})
@@ -131,7 +131,7 @@ def _state(replica: ReplicaStatus) -> str:
 
 
 def request_line(logged: str) -> str:
-    """One answered or refused request, from its line of the access log, which may be within a JSON object."""
+    """Format one request from its line of the access log, which may be part of a JSON object."""
     _, _, text = logged.partition("ts=")
     fields = dict(pair.partition("=")[::2] for pair in f"ts={text}".rstrip('"}').split())
     parts = [f"{fields['path']} {fields['status']}", f"{float(fields['duration_ms']) / 1000:.2f} s"]
@@ -144,17 +144,17 @@ def request_line(logged: str) -> str:
 
 
 def runs(name: str, source: str) -> str:
-    """A served model by its name, with the model that runs under it where that has another one."""
+    """A served model's name, followed by the model that runs under it if that differs."""
     return name if source == name else f"{name} ({source})"
 
 
 def program() -> str:
-    """How to call this command from this prompt: by its bare name only where the shell finds it."""
+    """How to call this command from the user's shell: by its bare name only if the shell finds it."""
     return called(Path(sys.executable), shutil.which("homing"), Path.cwd())
 
 
 def called(interpreter: Path, found: str | None, here: Path) -> str:
-    """The command line of `interpreter`'s `homing`, from the folder `here`; `found`: the one on the PATH."""
+    """The command that runs `interpreter`'s `homing` from the folder `here`. `found`: the `homing` on the PATH."""
     script = interpreter.with_name("homing")
     if not script.exists():
         return f"{shlex.quote(str(interpreter))} -m homing.cluster.cli.main"
@@ -164,7 +164,7 @@ def called(interpreter: Path, found: str | None, here: Path) -> str:
 
 
 def _address_flags(settings: Settings) -> str:
-    """Flags that select this cluster in another terminal, where no variable may be set."""
+    """Flags that select this cluster in another terminal, where HOMING_* variables may not be set."""
     name, folder = settings.cluster.name, state_folder(settings)
     name_flag = "" if name == "default" else f" --name {name}"
     return name_flag + (f" --state-dir {shlex.quote(str(folder))}" if settings.cluster.state_dir else "")

@@ -1,6 +1,6 @@
-"""`homing scale`, `homing drain`, `homing update`: send orders to a running cluster's controller and show what happens.
+"""`homing scale`, `homing drain` and `homing update`: send orders to a cluster's controller and show the progress.
 
-The controller is called over Ray, by name, so these commands work on the machine whose registry lists the cluster.
+The controller is called by name over Ray, so these commands work on the machine whose registry lists the cluster.
 """
 
 import dataclasses
@@ -48,13 +48,13 @@ ANSWER_TIMEOUT_S = 60.0
 
 
 def scale(
-    *words: Annotated[str, option("number of replicas; before it the model's name, if several are served", "N")],
+    *words: Annotated[str, option("number of replicas, after the model's name if several are served", "N")],
     given: FindCluster = NOTHING,
     out: Out,
     asked_model: ServedModel = None,
     no_wait: NoWait = False,
 ) -> int:
-    """Change the number of replicas; returns when they serve. Raises NotRunning, NoSuchModel and StartFailed."""
+    """Change the number of replicas; returns when all of them serve. Raises NotRunning, NoSuchModel and StartFailed."""
     if not 1 <= len(words) <= 2:
         raise SettingsError("scale: give the number of replicas (see: homing scale --help)")
     model, wanted = words[0] if words[1:] else None, words[-1]
@@ -70,7 +70,7 @@ def scale(
 
 
 def choose_model(names: Sequence[str], model: str | None) -> str:
-    """`model`, or the only one that is served. Raises NoSuchModel."""
+    """Return `model`, or the only served model if it is None. Raises NoSuchModel."""
     served = ", ".join(names)
     if model is None and len(names) > 1:
         raise NoSuchModel(f"several models are served: {served}; name one with --served-model-name")
@@ -110,11 +110,11 @@ def update(
     restart: Annotated[bool, option("replace every replica even if nothing changes")] = False,
     no_wait: NoWait = False,
 ) -> int:
-    """Replace replicas by ones with changed settings, start models that a file adds, and remove models.
+    """Replace replicas whose settings change, start models that a file adds, and remove models.
 
     Raises NotRunning, SettingsError, NoSuchModel, StartFailed and UpdateAbandoned.
     """
-    # `LOOKUP` says which cluster; the other settings and the file are changes.
+    # The settings in `LOOKUP` select the cluster; the others and the file are changes.
     flags = with_model({name: text for name, text in texts(given).items() if name not in LOOKUP}, model)
     with _visit({name: values for name, values in given.items() if name in LOOKUP}):
         client = ControllerClient(out)
@@ -133,7 +133,7 @@ def update(
 
 
 def updated(running: Mapping[str, ModelSpec], orders: Sequence[tuple[str, ModelSpec | str]]) -> str:
-    """What these orders have done, for a person: a name stays when another model runs under it."""
+    """Say what these orders have done. A served name stays the same when another model runs under it."""
     done = []
     for verb, subject in orders:
         if isinstance(subject, str):
@@ -141,7 +141,7 @@ def updated(running: Mapping[str, ModelSpec], orders: Sequence[tuple[str, ModelS
         elif verb == "add":
             done.append(f"added {subject.name}")
         elif subject.settings.replica.model != running[subject.name].settings.replica.model:
-            done.append(f"updated; the name {subject.name} now stands for {subject.settings.replica.model}")
+            done.append(f"updated; {subject.name} now runs {subject.settings.replica.model}")
         else:
             done.append("updated")
     return ", ".join(dict.fromkeys(done))
@@ -156,15 +156,15 @@ def update_orders(
     restart: bool = False,
     gpus: tuple[float, ...] = (),
 ) -> list[tuple[str, ModelSpec | str]]:
-    """The controller's orders: `remove`, `add` and `update`, with the name or the settings of a model.
+    """The orders for the controller: `remove`, `add` and `update`, each with a model's name or settings.
 
-    `gpus`: of each machine of the cluster. `restart`: also replace replicas whose settings stay the same. Raises
-    SettingsError, ModelUnavailable, NoSuchModel.
+    `gpus`: number of GPUs on each machine. `restart`: also replace replicas whose settings stay the same. Raises
+    SettingsError, ModelUnavailable and NoSuchModel.
     """
     removed = [choose_model(list(running), name) for name in remove]
     staying = {name: spec.settings for name, spec in running.items() if name not in removed}
     if not staying:
-        raise NoSuchModel(f"no model would be left of {', '.join(running)}: end the cluster with homing stop")
+        raise NoSuchModel(f"this would remove every model ({', '.join(running)}): stop the cluster with homing stop")
     orders: list[tuple[str, ModelSpec | str]] = [("remove", name) for name in removed]
     template = next(iter(running.values()))
     for added in added_settings(staying, file).values():
@@ -178,9 +178,9 @@ def update_orders(
 
 
 def _with_settings(spec: ModelSpec, settings: Settings) -> ModelSpec:
-    """Raises ModelUnavailable and SettingsError."""
+    """The model's spec with these settings. Raises ModelUnavailable and SettingsError."""
     settings = with_tokenizer(settings)
-    if settings.cluster.ray_address:  # each node finds the model by itself
+    if settings.cluster.ray_address:  # each node locates the model
         return dataclasses.replace(spec, settings=settings, model_dir=None)
     folder = find_model(settings.replica)
     check_folder(folder, settings)
@@ -188,7 +188,7 @@ def _with_settings(spec: ModelSpec, settings: Settings) -> ModelSpec:
 
 
 def failed_since(before: ClusterStatus, status: ClusterStatus) -> str:
-    """Which replica has failed to start since then, though the controller will retry; empty: none."""
+    """Say which replica has failed to start since `before`; empty if none has. The controller will retry."""
     known = {(replica.replica_id, replica.failures) for replica in before.replicas}
     for replica in status.replicas:
         if replica.failures and (replica.replica_id, replica.failures) not in known:
@@ -205,7 +205,7 @@ class ControllerClient:
         try:
             self._controller = ray.get_actor(CONTROLLER)
         except ValueError as error:
-            raise NotRunning("the cluster has no controller in Ray: it is starting or ending") from error
+            raise NotRunning("the cluster has no controller in Ray: it is starting or stopping") from error
         self._console = Console(out)
         self._before = self.status()
         self._console.last_notice = max((notice.seq for notice in self._before.notices), default=0)
@@ -224,15 +224,15 @@ class ControllerClient:
             raise ClusterError(f"the controller does not answer: {str(error).splitlines()[0]}") from error
 
     def order(self, verb: str, *args: object) -> None:
-        """Call a method that changes what is wanted. Raises NoSuchModel when the controller refuses."""
+        """Call a method that changes the wanted state. Raises NoSuchModel if the controller refuses."""
         failed: Failed | None = self.ask(verb, *args)
         if failed is not None:
             raise NoSuchModel(failed.message)
 
     def follow(self, models: Collection[str], *, wait: bool, done: str, updating: bool = False) -> int:
-        """Print what happens until these models are settled, or the update is abandoned when `updating`.
+        """Print what happens until these models are settled, then `done`; returns 0.
 
-        Raises StartFailed and UpdateAbandoned.
+        Raises StartFailed, and UpdateAbandoned if `updating` and the update is abandoned.
         """
         with closing(self._console):
             while True:
@@ -256,7 +256,7 @@ class ControllerClient:
                 if status.settled:
                     break
                 time.sleep(POLL_S)
-        # Where nothing is left of these models, others still serve.
+        # If these models have been removed, list the replicas of the others.
         names = sorted(each.replica_id for each in status.replicas or everything if each.phase == "ready")
         self._console.line(f"{done}; serving: {', '.join(names) or 'no replica'}")
         return 0

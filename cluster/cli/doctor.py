@@ -1,7 +1,7 @@
-"""`homing doctor`: what would keep a cluster from starting or serving here, each finding with its remedy.
+"""`homing doctor`: finds what would keep a cluster from starting or serving here, with a remedy for each finding.
 
-The checks are pure: they judge the machine (host.py), the settings and the state of a running cluster. Nothing is
-changed. Exit code 1 for errors, 0 for warnings alone.
+The checks evaluate facts about the machine (host.py), the settings and a running cluster, and change nothing. Exit code
+1 if there are errors; 0 for warnings alone.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,9 +33,9 @@ from ..runtime import FEW_OPEN_FILES
 
 GIB = 1 << 30
 MIB = 1 << 20
-#: Not measured: what one log, one run folder and one small model need.
+#: Space for one log, one run folder and one small model. Not measured.
 DISK_ERROR_BYTES, DISK_WARNING_BYTES = GIB // 4, 5 * GIB
-#: Ray's object store; the smallest that it accepts.
+#: The smallest size that Ray accepts for its object store.
 SHARED_MEMORY_BYTES = 80 * MIB
 SEE_STATUS = "homing status shows what each replica waits for"
 
@@ -58,7 +58,7 @@ def doctor(
     out: Out,
     as_json: Annotated[bool, option("print a list of findings, for programs", "--json")] = False,
 ) -> int:
-    """Check machine, settings and running cluster; returns the exit code."""
+    """Check the machine, the settings and a running cluster; returns the exit code."""
     settings = settings_of(given, model)
     entry = ClusterRegistry(state_folder(settings)).live(settings.cluster.name)
     host = inspect_machine(_folders(settings))
@@ -71,7 +71,7 @@ def doctor(
 
 
 def render(findings: Iterable[Finding]) -> Table:
-    """Each finding in a row, with its remedy below."""
+    """A table with a row for each finding, its remedy below the message."""
     signs = {"ok": Text("ok", "green"), "warning": Text("!", "bold yellow"), "error": Text("✗", "bold red")}
     rows: list[Sequence[RenderableType]] = []
     for finding in findings:
@@ -89,7 +89,7 @@ def examine_host(host: MachineInfo, settings: Settings) -> list[Finding]:
     return [*(check(host, settings) for check in checks), *map(_disk, host.disks)]
 
 
-def _versions(host: MachineInfo, settings: Settings) -> Finding:  # noqa: ARG001 - all checks are called alike
+def _versions(host: MachineInfo, settings: Settings) -> Finding:  # noqa: ARG001 - all checks have the same signature
     python = ".".join(map(str, host.python))
     if host.python < (3, 11):
         return Finding("environment", "error", f"Python {python} is too old", "use Python 3.11 or newer")
@@ -104,7 +104,7 @@ def _gpus(host: MachineInfo, settings: Settings) -> Finding:
     ranks = sum(each.ranks for each in settings.each_model)
     needed = sum(each.ranks * each.cluster.gpus_per_rank for each in settings.each_model)
     if host.gpus_seen and not host.gpus_usable:
-        message = f"the driver reports {host.gpus_seen} GPUs, torch none"
+        message = f"the driver reports {host.gpus_seen} GPUs, but torch finds none"
         remedy = "install a CUDA build of torch and a driver that is new enough for it: docs/gpu.md"
         return Finding("gpus", "error", message, remedy)
     if not settings.cluster.ray_address and needed > host.gpus_usable:
@@ -119,7 +119,7 @@ def _compiler(host: MachineInfo, settings: Settings) -> Finding:  # noqa: ARG001
     if host.launcher_problem:
         message = f"Triton cannot launch kernels on the GPUs: {host.launcher_problem}"
         return Finding("compiler", "error", message, REMEDY)
-    return Finding("compiler", "ok", "a C compiler and Python's headers, with which Triton builds its launcher")
+    return Finding("compiler", "ok", "Triton has the C compiler and Python headers that its launcher needs")
 
 
 def _memory(host: MachineInfo, settings: Settings) -> Finding:
@@ -137,7 +137,7 @@ def _memory(host: MachineInfo, settings: Settings) -> Finding:
 
 
 def _weight_bytes(replica: ReplicaSettings) -> int:
-    """0 where it is not known: a model of the hub, or a damaged folder, which `_model` reports."""
+    """The size of the weights; 0 if unknown: a Hugging Face name, or a damaged folder, which `_model` reports."""
     folder = demo_model_path() if replica.model == DEMO else Path(replica.model).expanduser()
     try:
         return weight_bytes(folder, replica)
@@ -149,7 +149,7 @@ def _shared_memory(host: MachineInfo, settings: Settings) -> Finding:  # noqa: A
     size = host.shared_memory_bytes
     found = "there is no /dev/shm" if size is None else f"/dev/shm has {size / MIB:.0f} MiB"
     if (size or 0) < SHARED_MEMORY_BYTES:
-        message = f"{found}; Ray needs {SHARED_MEMORY_BYTES / MIB:.0f} MiB, otherwise it uses the disk"
+        message = f"{found}; Ray needs {SHARED_MEMORY_BYTES / MIB:.0f} MiB and otherwise uses the disk"
         return Finding("shared memory", "warning", message, "in a container: --shm-size=1g")
     return Finding("shared memory", "ok", found)
 
@@ -194,7 +194,7 @@ def _disk(disk: DiskInfo) -> Finding:
 
 
 def examine_settings(settings: Settings, entry: RegistryEntry | None) -> list[Finding]:
-    """What `homing serve` would refuse. `entry`: of the cluster that runs under this name."""
+    """Check for settings that `homing serve` would refuse. `entry`: of a running cluster with this name."""
     return [_port(settings, entry), *map(_model, settings.each_model), _access(settings)]
 
 
@@ -211,7 +211,7 @@ def _port(settings: Settings, entry: RegistryEntry | None) -> Finding:
 
 def _model(settings: Settings) -> Finding:
     if settings.cluster.ray_address and not Path(settings.replica.model).expanduser().is_dir():
-        return Finding("model", "ok", "each node of the joined cluster finds it by itself")
+        return Finding("model", "ok", "not checked: each node of the joined cluster locates it")
     try:
         folder = find_model(settings.replica)
         check_folder(folder, settings)
@@ -234,7 +234,7 @@ def _access(settings: Settings) -> Finding:
 
 
 def _refused(check: str, error: ClusterError, remedy: str) -> Finding:
-    """Most messages end with their remedy; `remedy` is for those that do not."""
+    """A finding for an error. Most messages end with their remedy; `remedy` is for those that do not."""
     message, _, own_remedy = str(error).rpartition("; ")
     return Finding(check, "error", message or own_remedy, own_remedy if message else remedy)
 
@@ -243,7 +243,7 @@ def _refused(check: str, error: ClusterError, remedy: str) -> Finding:
 
 
 def examine_view(view: Mapping[str, Any]) -> list[Finding]:
-    """What /cluster reports about replicas that do not serve as they should."""
+    """Findings from the response of /cluster: refused, missing, silent and serving replicas."""
     findings = []
     for row in view["refused"]:
         message = f"{row['replica_id']}: {row['message']}"
@@ -283,7 +283,7 @@ def _folders(settings: Settings) -> dict[str, Path]:
     folders = {"registry and logs": state_folder(settings), "sockets and Ray's logs": base}
     if all(each.replica.model == DEMO for each in settings.each_model):
         return folders
-    # Imported here: the hub's client takes a while and only this path needs it.
+    # Imported here because the hub's client is slow to import and only needed here.
     from huggingface_hub.constants import HF_HOME
 
     return folders | {"models": Path(HF_HOME)}

@@ -79,7 +79,7 @@ def test_an_update_that_would_leave_something_out_is_refused(tmp_path: Path) -> 
         orders(tmp_path, file=less)
     with pytest.raises(NoSuchModel, match="no model 'ox' is served here"):
         orders(tmp_path, remove=["ox"])
-    with pytest.raises(NoSuchModel, match="no model would be left of fox, owl: end the cluster with homing stop"):
+    with pytest.raises(NoSuchModel, match=r"remove every model \(fox, owl\): stop the cluster with homing stop"):
         orders(tmp_path, remove=["fox", "owl"])
     with pytest.raises(SettingsError, match="model ox: replicas: 2 is outside autoscale 4:5"):
         orders(
@@ -95,7 +95,7 @@ def test_an_update_says_what_it_has_done(tmp_path: Path) -> None:
     running = {spec.name: spec for spec in specs}
     other = update_orders(running, flags={"served_model_name": "fox", "model": "org/ox"})
 
-    assert updated(running, other) == "updated; the name fox now stands for org/ox"
+    assert updated(running, other) == "updated; fox now runs org/ox"
     assert updated(running, update_orders(running, restart=True)) == "updated"
     assert updated(running, update_orders(running, remove=["owl"])) == "removed owl"
 

@@ -56,7 +56,7 @@ def test_what_does_not_end_by_itself_is_killed(stubborn: psutil.Process, tmp_pat
     code = run(["stop", "--config", str(tmp_path / "settings.yaml"), "--state-dir", str(tmp_path), *flags], out)
 
     assert code == 0
-    assert "killed 2 processes that had not ended" in out.getvalue()
+    assert "killed 2 processes that had not exited" in out.getvalue()
     assert not any(map(is_alive, family))
     assert not (tmp_path / "homing-k_ill3d0").exists()
 

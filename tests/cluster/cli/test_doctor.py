@@ -50,7 +50,7 @@ def test_a_machine_in_order_has_no_fault() -> None:
     [
         ({"python": (3, 10)}, {}, "environment", "error", "Python 3.10 is too old"),
         ({"packages": dict.fromkeys(PACKAGES, "1") | {"ray": None}}, {}, "environment", "error", "not installed: ray"),
-        ({"gpus_seen": 2}, {}, "gpus", "error", "the driver reports 2 GPUs, torch none"),
+        ({"gpus_seen": 2}, {}, "gpus", "error", "the driver reports 2 GPUs, but torch finds none"),
         ({}, {"gpus_per_rank": "0.5", "replicas": "2"}, "gpus", "error", "2 ranks need 1 GPUs, this machine has 0"),
         ({"gpus_seen": 2, "gpus_usable": 2}, {"replicas": "3"}, "gpus", "error", "3 ranks need 3 GPUs, this machine"),
         (
