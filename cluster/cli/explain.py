@@ -1,6 +1,6 @@
-"""`homing explain PROMPT`: which replica a request would be sent to now, and why, as a table. Generates nothing.
+"""`homing explain PROMPT`: shows as a table which replica a request would go to now, and why. Generates nothing.
 
-`homing explain --diff A B`: where the prompts of two requests differ.
+`homing explain --diff A B`: shows where the prompts of two requests differ.
 """
 
 import json
@@ -33,7 +33,7 @@ def explain(
         str | None, option("JSON body of a request (of any API), instead of a prompt", metavar="FILE")
     ] = None,
     diff: Annotated[
-        tuple[str, str] | None, option("two such files: where their prompts begin to differ", metavar="FILE")
+        tuple[str, str] | None, option("two such files: show where their prompts start to differ", metavar="FILE")
     ] = None,
     api_key_file: Annotated[
         str,
@@ -46,8 +46,8 @@ def explain(
     url: Url = None,
     as_json: Annotated[bool, option("print the response of /explain, for programs", "--json")] = False,
 ) -> int:
-    """Print the routing decision for a request, or how two differ. Raises NotRunning and ClusterError."""
-    # never on the command line, which everybody on the machine can read
+    """Print the routing decision for a request, or where two differ. Raises NotRunning and ClusterError."""
+    # never given on the command line, which every user of the machine can read
     api_key = read_key(api_key_file, "--api-key-file", sys.stdin)
     named = {} if asked_model is None else {"model": asked_model}
     if diff:
@@ -85,7 +85,7 @@ def _departure_lines(departure: Mapping[str, Any] | None) -> list[str]:
 
 
 def request_body(prompt: str | None, file: str | None, *, raw: bool) -> dict[str, Any]:
-    """The request to explain: a prompt, as one user message or `raw`, or the body in a file."""
+    """The body of the request to explain: a prompt, as one user message or `raw`, or the JSON in a file."""
     if (prompt is None) == (file is None):
         raise SettingsError("explain: give a prompt, or --body FILE with the JSON of a request")
     if file is None:
@@ -94,7 +94,7 @@ def request_body(prompt: str | None, file: str | None, *, raw: bool) -> dict[str
 
 
 def _body(file: str, flag: str) -> dict[str, Any]:
-    """The request in a file."""
+    """Read a request from a file. Raises SettingsError."""
     try:
         body = json.loads(Path(file).read_text())
     except OSError as error:

@@ -1,4 +1,4 @@
-"""`homing keys`: creates keys that encrypt what replicas, routers and subscribers exchange. Also `homing version`."""
+"""`homing keys`: creates keys that encrypt traffic between replicas, routers and subscribers. Also `homing version`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +11,7 @@ from ..flags import Out, option
 
 
 def keys(
-    folder: Annotated[Path, option("folder for the keys, which is created", "DIR")],
+    folder: Annotated[Path, option("folder to create for the keys", "DIR")],
     /,
     *,
     out: Out,

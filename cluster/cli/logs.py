@@ -1,4 +1,4 @@
-"""`homing logs`: what the parts of a cluster have logged, while it runs and afterwards."""
+"""`homing logs`: prints the logs of a cluster's parts, while it runs and afterwards."""
 
 import time
 from collections.abc import Callable
@@ -21,11 +21,11 @@ def logs(
     *,
     given: FindCluster = NOTHING,
     out: Out,
-    lines: Annotated[int, option("print only the last N; 0: all that is kept", metavar="N")] = 200,
-    follow: Annotated[bool, option("also print what is added, until interrupted", "--follow", "-f")] = False,
+    lines: Annotated[int, option("print only the last N lines; 0: all that are kept", metavar="N")] = 200,
+    follow: Annotated[bool, option("keep printing new lines until interrupted", "--follow", "-f")] = False,
     pause: Annotated[Callable[[float], None], Parameter(parse=False)] = time.sleep,
 ) -> int:
-    """Print what the parts have logged. Raises NoSuchLog."""
+    """Print the logs of one part or of all. Raises NoSuchLog."""
     settings = settings_of(given)
     folder = ClusterRegistry(state_folder(settings)).log_folder(settings.cluster.name)
     known = parts(folder)

@@ -1,6 +1,6 @@
-"""The command line: words to a command, and errors to one line that helps. Help is there at once: it loads no command.
+"""The command line: parses words into a command and reports errors in one line. Help is fast: it loads no command.
 
-Exit codes: 0 done, 1 failed, 2 the command or its settings are wrong.
+Exit codes: 0 success, 1 failure, 2 the command or its settings are wrong.
 """
 
 import os
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..config import Settings
     from ..flags import Given
 
-#: The commands by task, with their help. A new one is a row here, and a function of its name in the module of its name.
+#: The commands by task, with their help. To add one, add a row here, and a function to the module of the same name.
 COMMANDS: dict[str, dict[str, str]] = {
     "Start and end": {
         "serve": "Start replicas and router, and keep them running.",
@@ -30,25 +30,25 @@ COMMANDS: dict[str, dict[str, str]] = {
     },
     "Change a running cluster": {
         "scale": "Change the number of replicas of a running cluster.",
-        "drain": "End one replica of a running cluster after its running requests.",
-        "update": "Change model or settings of a running cluster, one replica at a time, with no failed request.",
+        "drain": "Let one replica of a running cluster finish its requests, then end it.",
+        "update": "Change the model or settings of a running cluster, one replica at a time, with no failed request.",
     },
     "Observe": {
         "status": "Show replicas, load and cache hits of a running cluster.",
-        "logs": "Print what replicas, routers and controller have logged, also after the end of the cluster.",
+        "logs": "Print the logs of replicas, routers and controller, even after the cluster has ended.",
         "explain": "Show which replica a prompt would be sent to, and why.",
-        "top": "Show what a running cluster does, live.",
+        "top": "Show live what a running cluster is doing.",
         "watch": "Print the cache events of a running cluster.",
     },
     "Tools": {
         "simulate": "Compare routing policies on simulated replicas.",
-        "analyze": "Estimate from a request log what prefix caching gains, and how large the cache should be.",
-        "keys": "Create keys that encrypt what replicas, routers and subscribers exchange.",
+        "analyze": "Estimate from a request log what prefix caching gains and how large the cache should be.",
+        "keys": "Create keys that encrypt traffic between replicas, routers and subscribers.",
         "version": "Print the version.",
     },
 }
 NAMES = [name for commands in COMMANDS.values() for name in commands]
-#: The functions of commands that are elsewhere. Nothing that serves imports the offline tools.
+#: Where to find commands whose module has another name. The offline tools are imported only by their commands.
 ELSEWHERE = {
     "stop": "cli.daemon:stop",
     **{order: f"cli.control:{order}" for order in ("scale", "drain", "update")},
@@ -57,33 +57,33 @@ ELSEWHERE = {
 }
 USAGE = {"scale": "Usage: homing scale [MODEL] N [OPTIONS]"}
 
-#: What users of vLLM type, and what homing has in its place; the nearest spelling would often mean something else.
+#: Flags of vLLM and their counterparts in homing; the nearest spelling would often be a flag with another meaning.
 VLLM_FLAGS = {
     "--enable-chunked-prefill": "it is always on",
-    "--enable-prefix-caching": "it is on (off: --no-prefix-caching)",
-    "--no-enable-prefix-caching": "here --no-prefix-caching",
-    **dict.fromkeys(("-tp", "--tp"), "here --tensor-parallel-size"),
-    **dict.fromkeys(("-dp", "--data-parallel-size"), "here --replicas"),
-    **dict.fromkeys(("-pp", "--pipeline-parallel-size"), "there is no pipeline parallelism: --tensor-parallel-size"),
-    "--max-num-seqs": "here --max-running-requests",
-    "--max-num-batched-tokens": "here --max-batched-tokens",
-    "--num-gpu-blocks-override": "here --num-kv-blocks",
-    "--kv-cache-memory-bytes": "here --kv-cache-bytes",
-    "--prefix-caching-hash-algo": "here --hash-algorithm",
-    "--kv-events-config": "events are published without it (off: --no-publish-events)",
-    "--attention-config": "here --attention-backend",
-    "--load-format": "weights are read from safetensors files",
-    "--trust-remote-code": "code of a model's repository is never run",
+    "--enable-prefix-caching": "it is on by default (off: --no-prefix-caching)",
+    "--no-enable-prefix-caching": "use --no-prefix-caching",
+    **dict.fromkeys(("-tp", "--tp"), "use --tensor-parallel-size"),
+    **dict.fromkeys(("-dp", "--data-parallel-size"), "use --replicas"),
+    **dict.fromkeys(("-pp", "--pipeline-parallel-size"), "not supported: use --tensor-parallel-size"),
+    "--max-num-seqs": "use --max-running-requests",
+    "--max-num-batched-tokens": "use --max-batched-tokens",
+    "--num-gpu-blocks-override": "use --num-kv-blocks",
+    "--kv-cache-memory-bytes": "use --kv-cache-bytes",
+    "--prefix-caching-hash-algo": "use --hash-algorithm",
+    "--kv-events-config": "events are published by default (off: --no-publish-events)",
+    "--attention-config": "use --attention-backend",
+    "--load-format": "weights are always read from safetensors files",
+    "--trust-remote-code": "code from a model's repository is never run",
     "--download-dir": "set HF_HOME",
     "--hf-token": "set HF_TOKEN",
-    "--swap-space": "preempted requests are computed again",
+    "--swap-space": "preempted requests are recomputed, not swapped",
     "--enforce-eager": "CUDA graphs need no flag",
-    "--seed": "each request has a seed of its own",
-    "--ssl-certfile": "here --tls-cert-file",
-    "--ssl-keyfile": "here --tls-key-file",
-    "--allowed-origins": "here --cors-origins",
-    "--uvicorn-log-level": "here --log-level",
-    "--enable-log-requests": "here --access-log",
+    "--seed": "set `seed` in each request",
+    "--ssl-certfile": "use --tls-cert-file",
+    "--ssl-keyfile": "use --tls-key-file",
+    "--allowed-origins": "use --cors-origins",
+    "--uvicorn-log-level": "use --log-level",
+    "--enable-log-requests": "use --access-log",
     "--distributed-executor-backend": "replicas always run on Ray",
 }
 
@@ -104,7 +104,7 @@ app.register_install_completion_command(group=group, help="Install shell complet
 
 @dataclass(slots=True, frozen=True)
 class Invocation:
-    """A command with its arguments, not executed yet."""
+    """A parsed command with its arguments, ready to run."""
 
     run: Callable[[], int | None]
     arguments: Mapping[str, Any]
@@ -122,7 +122,7 @@ class Invocation:
 
 
 def parse(words: Sequence[str], out: TextIO = sys.stdout) -> Invocation:
-    """The command of these words; its output goes to `out`. Raises SettingsError."""
+    """Parse words into a command whose output goes to `out`. Raises SettingsError."""
     app.help_formatter = "default" if out.isatty() else "plain"
     try:
         function, bound, injected = app.parse_args(words, console=console(out), exit_on_error=False, print_error=False)
@@ -167,7 +167,7 @@ def main() -> int:
         print(f"homing: {error}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:
-        # The reader of our output has gone (`homing watch | head`); flushing stdout at exit must not fail, too.
+        # The reader of our output has exited (`homing watch | head`). Flushing stdout at exit must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:

@@ -1,7 +1,7 @@
-"""`homing route`: a router in front of inference servers that run already, in this process, without Ray.
+"""`homing route`: runs a router for existing inference servers, in this process and without Ray.
 
-`homing serve --backend URL` is the same. Keeps the list of engines (flags, a file, names in DNS, admins), asks those
-that have not answered again, and prints what was found; the router decides about the engines and requests.
+`homing serve --backend URL` does the same. This module keeps the list of engines (from flags, a file, DNS names and
+admins), retries those that have not answered, and prints what it finds; the router manages engines and requests.
 """
 
 import asyncio
@@ -48,12 +48,12 @@ from .console import Console, program, runs
 from .daemon import detach as start_in_background
 
 POLL_S = 0.05
-#: Between two looks at the sources of engines, and two questions to an engine that has not answered.
+#: Interval at which engine sources are read again and engines that have not answered are retried.
 ASK_AGAIN_S = 1.0
 
 
 def route(
-    model: Annotated[str | None, option("the engines' model, if it is not found by the name that they tell")] = None,
+    model: Annotated[str | None, option("the engines' model, if not found by the name that they report")] = None,
     /,
     *,
     given: AllSettings = NOTHING,
@@ -64,7 +64,7 @@ def route(
     quiet: Quiet = False,
     background: Background = False,
 ) -> int:
-    """Route to the engines that the settings name."""
+    """Route to the engines listed in the settings."""
     urls = [*given.get("backend", ()), *(engine_url or ())]
     settings = settings_of({**given, "backend": urls} if urls else given, model)
     if detach:
@@ -73,17 +73,17 @@ def route(
 
 
 def route_to(settings: Settings, out: TextIO, *, detached: bool, quiet: bool) -> int:
-    """Route until a signal; returns the exit code. Raises ClusterError when it cannot start.
+    """Route until a signal arrives; returns the exit code. Raises ClusterError if it cannot start.
 
-    `quiet`: log no requests on the terminal.
+    `quiet`: do not print requests on the terminal.
     """
     if quiet and settings.router.access_log == "-":
         settings = replaced(settings, access_log="")
     if settings.cluster.routers > 1:
-        raise SettingsError("routers: in front of engines there is one router; start another homing on another port")
+        raise SettingsError("routers: only one router can serve external engines; start another homing on another port")
     if settings.models:
-        raise SettingsError("models: in front of engines there is one model; start another homing for another model")
-    named = prepare(settings)  # for its errors: the engines may have another model
+        raise SettingsError("models: external engines can serve only one model; start another homing for another model")
+    named = prepare(settings)  # only for its errors: the engines may serve another model
     try:
         fleet, sources = listed_engines(settings)
     except BackendsInvalid as error:
@@ -104,7 +104,7 @@ def route_to(settings: Settings, out: TextIO, *, detached: bool, quiet: bool) ->
 
 
 def listed_engines(settings: Settings) -> tuple[Fleet, list[EngineFile | EngineName]]:
-    """The engines that flags list, and the sources that may list others later. Raises BackendsInvalid."""
+    """The engines listed by the settings, and the sources that may list others later. Raises BackendsInvalid."""
     fleet, sources = Fleet(), list[EngineFile | EngineName]()
     for backend in backends(settings.router):
         if is_name(backend.address.url):
@@ -120,7 +120,7 @@ def listed_engines(settings: Settings) -> tuple[Fleet, list[EngineFile | EngineN
 
 
 def adopted(settings: Settings, engines: list[FoundEngine]) -> Settings:
-    """Settings completed by what the engines say: what was not given is as theirs."""
+    """The settings, with values that the user did not set taken from the engines."""
     first, card = engines[0], card_of(settings, engines[0])
     replica, router, theirs = settings.replica, settings.router, dict[str, str | int]()
     if router.engine_chat == "auto":
@@ -138,7 +138,7 @@ def adopted(settings: Settings, engines: list[FoundEngine]) -> Settings:
 
 
 def card_of(settings: Settings, engine: FoundEngine) -> Card:
-    """The served model among those that the engine offers. Raises StartFailed where it offers none."""
+    """The served model among those that the engine offers, else its first. Raises StartFailed if it offers none."""
     if not engine.cards:
         raise StartFailed(f"{engine.address.url} offers no model")
     names = set(model_names(settings))
@@ -146,7 +146,7 @@ def card_of(settings: Settings, engine: FoundEngine) -> Card:
 
 
 def model_names(settings: Settings) -> tuple[str, ...]:
-    """The names that the servers may use for the model."""
+    """The names that engines may use for the model."""
     if settings.router.backend_model:
         return (settings.router.backend_model,)
     given = settings.replica.model
@@ -155,9 +155,9 @@ def model_names(settings: Settings) -> tuple[str, ...]:
 
 @dataclass(slots=True)
 class FleetRouter:
-    """The router of the listed engines. It is the `EngineList` of its HTTP server."""
+    """The router of the listed engines; also the `EngineList` of its HTTP server."""
 
-    settings: Settings  #: those of the engines, too, once one has answered
+    settings: Settings  #: include the engines' settings once one has answered
     fleet: Fleet
     sources: list[EngineFile | EngineName]
     api_key: str
@@ -173,7 +173,7 @@ class FleetRouter:
     _parity: Parity | None = None  #: of all engines
 
     async def run(self, *, detached: bool) -> int:
-        """Route until a signal; the second signal ends the process at once."""
+        """Route until a signal arrives; the second signal ends the process at once."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is signal.SIG_IGN:  # nohup
                 continue
@@ -221,7 +221,7 @@ class FleetRouter:
 
     async def add(self, url: str, events: str, replay: str) -> EngineView:
         engine = self.fleet.add(EngineAddress(url, events, replay), ADMINS)
-        await asyncio.create_task(self._ask(engine))  # handlers of requests are no tasks
+        await asyncio.create_task(self._ask(engine))  # request handlers do not run in a task
         self._apply()
         return engine.view()
 
@@ -233,7 +233,7 @@ class FleetRouter:
     # The engines
 
     async def _until_heard(self) -> bool:
-        """Wait until one engine has answered; False: stopped meanwhile."""
+        """Wait until one engine has answered; False if stopped before."""
         while not self._stop.is_set():
             await self._keep_up()
             if any(engine.found for engine in self.fleet.engines.values()):
@@ -242,13 +242,13 @@ class FleetRouter:
         return False
 
     async def _keep_up(self) -> None:
-        """Follow the sources, and ask the engines that have not answered."""
+        """Read the engine sources, and retry engines that have not answered."""
         for source in self.sources:
             try:
                 addresses = await asyncio.to_thread(source.read)
                 if addresses is not None:
                     self.fleet.replace(addresses, source.name)
-            except BackendsInvalid as error:  # the engines of before stay
+            except BackendsInvalid as error:  # keep the engines from the last successful read
                 self.console.step(source.name, error.message)
         await asyncio.gather(*map(self._ask, self.fleet.unheard()))
         self._apply()
@@ -259,7 +259,7 @@ class FleetRouter:
             engine.found = await discover(client, engine.address, try_ports=not self.fleet.shares_host(engine))
         except BackendUnreachableError as error:
             engine.trouble = str(error)
-            self.console.step(engine.name, f"{engine.address.url} · not heard, asked again: {error}")
+            self.console.step(engine.name, f"{engine.address.url} · no answer, retrying: {error}")
             return
         engine.trouble = ""
         self.console.step(engine.name, f"{engine.address.url} · {engine.found.summary()}")
@@ -267,7 +267,7 @@ class FleetRouter:
             self.console.line(f"           {engine.name} without {missing}")
 
     def _apply(self) -> None:
-        """Have the router use the engines that have answered."""
+        """Update the router's membership to the engines that have answered."""
         service, limits = self._service, self._limits
         if service is None or limits is None:
             return
@@ -283,7 +283,7 @@ class FleetRouter:
     # Serving
 
     async def _chat_ids(self, text: TextModel) -> tuple[int, ...]:
-        """What engines that render chats themselves must make of one; empty where there is nothing to compare."""
+        """The token ids that engines must produce for a canary chat; empty if there is nothing to compare."""
         if self.settings.router.engine_chat != "engine":
             return ()
         with contextlib.suppress(TemplateRefusal):
@@ -337,7 +337,7 @@ class FleetRouter:
         return 0
 
     async def _until_ready(self, service: RouterService) -> bool:
-        """Wait until one engine is ready and its events are followed; False: stopped meanwhile. Raises StartFailed."""
+        """Wait until an engine is ready and its events are followed; False if stopped before. Raises StartFailed."""
         while not self._stop.is_set():
             self._show(service)
             view = service.view()

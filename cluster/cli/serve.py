@@ -1,6 +1,6 @@
-"""`homing serve`: start everything, print the progress, stay until a signal, and leave nothing behind.
+"""`homing serve`: starts everything, prints the progress, runs until a signal arrives and leaves nothing behind.
 
-The process is Ray's driver: whatever it started ends with it. The controller makes all decisions about replicas.
+The process is Ray's driver: everything that it started ends with it. The controller makes all decisions about replicas.
 """
 
 import contextlib
@@ -37,9 +37,9 @@ from .console import Console, program, runs
 from .daemon import detach as start_in_background
 
 POLL_S = 0.2
-#: Between two questions to the controller of a cluster that serves, as each costs both of them milliseconds of CPU.
+#: Interval of status queries to the controller while serving; each costs both processes milliseconds of CPU.
 ASK_S = 1.0
-#: For routers to end their streams with an error.
+#: Time for routers to end their streams with an error.
 LAST_WORDS_S = 1.5
 STATUS_TIMEOUT_S = 60.0
 
@@ -57,7 +57,7 @@ def serve(
     quiet: Quiet = False,
     background: Background = False,
 ) -> int:
-    """Serve replicas, or the engines that the settings name."""
+    """Serve replicas, or route to the engines listed in the settings."""
     settings = settings_of(given, model)
     if detach:
         return start_in_background(settings, words, out)
@@ -69,9 +69,9 @@ def serve(
 
 
 def serve_replicas(settings: Settings, out: TextIO, *, detached: bool, quiet: bool) -> int:
-    """Serve until a signal; returns the exit code. Raises ClusterError when it cannot start.
+    """Serve until a signal arrives; returns the exit code. Raises ClusterError if it cannot start.
 
-    `quiet`: print no requests. In the background they are only logged, as the output is not bounded.
+    `quiet`: do not print requests. In the background they are only logged, because the output file is not bounded.
     """
     settings = prepare(settings)
     if not settings.cluster.ray_address:
@@ -85,9 +85,9 @@ def serve_replicas(settings: Settings, out: TextIO, *, detached: bool, quiet: bo
     entry = own_entry(name, ", ".join(runs(each.served_name, each.replica.model) for each in settings.each_model), log)
     with registry.claim(entry):
         check_front(settings.router)
-        local = not settings.cluster.ray_address  # otherwise each node finds the models by itself
+        local = not settings.cluster.ray_address  # otherwise each node locates the models
         folders = [_local_model(each) if local else None for each in settings.each_model]
-        # Ray 2.60 prints a paragraph to `sys.stdout` about every killed worker, whatever its settings say.
+        # Ray 2.60 prints a paragraph to `sys.stdout` for every killed worker, and no setting disables that.
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
             return ServeRun(settings, console, registry, entry).run(folders, detached=detached, quiet=quiet)
 
@@ -100,36 +100,36 @@ def _local_model(settings: Settings) -> Path:
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal asked for the end while Ray was starting, which cannot be done in order."""
+    """A stop signal arrived while Ray was starting, when a graceful shutdown is not possible."""
 
 
 class StopSignals:
-    """SIGINT, SIGTERM and the end of the terminal (SIGHUP) as requests to stop.
+    """Treats SIGINT, SIGTERM and a closed terminal (SIGHUP) as requests to stop.
 
-    The handler runs in the main thread between any two of its instructions. So it takes no lock, as `threading.Event`
-    does: it might wait for its own thread.
+    The handler runs in the main thread between any two of its instructions. It must not take a lock, as
+    `threading.Event` does, because its own thread may hold it.
     """
 
     def __init__(self, first: Callable[[], None], second: Callable[[], object]) -> None:
-        """`first` and `second` are called in the handler, for the first request and for later ones."""
-        self.number = 0  #: of the first signal; 0: there was none
+        """The handler calls `first` for the first request and `second` for later ones."""
+        self.number = 0  #: number of the first signal; 0: none has arrived
         self._first, self._second = first, second
 
     def catch(self) -> None:
-        """From now on. Call it in the main thread, and again when somebody else has taken a signal over."""
+        """Install the handlers. Call it in the main thread, and again after a library has replaced one of them."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            # Under nohup the end of the terminal changes nothing. SIGINT is obeyed even so: shells ignore it for what
-            # they start in the background.
+            # Under nohup, closing the terminal has no effect. SIGINT is handled even if it was ignored, because shells
+            # ignore it for background processes.
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._on_signal)
 
     def wait(self, seconds: float) -> bool:
-        """Wait so long, unless there was a signal before; whether there was one."""
+        """Sleep, unless a signal has already arrived; returns whether one has."""
         if not self.number:
             time.sleep(seconds)
         return bool(self.number)
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the signature of signal
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the signature of a handler
         if self.number:
             self._second()
             return
@@ -138,7 +138,7 @@ class StopSignals:
 
 
 class ServeRun:
-    """One `homing serve`: Ray, and on it the supervisor and the controller, which start everything else."""
+    """One run of `homing serve`: starts Ray, the supervisor and the controller, which start everything else."""
 
     def __init__(self, settings: Settings, console: Console, registry: ClusterRegistry, entry: RegistryEntry) -> None:
         self._settings = settings
@@ -146,13 +146,13 @@ class ServeRun:
         self._registry = registry
         self._folder = None if settings.cluster.ray_address else local_ray.run_folder()
         self._entry = msgspec.structs.replace(entry, run_dir=str(self._folder) if self._folder else None)
-        self._ray: dict[str, psutil.Process] = {}  #: processes of a local Ray, without which nothing can go on
+        self._ray: dict[str, psutil.Process] = {}  #: essential processes of a local Ray, by name
         self._starting_ray = False
         self._compilers: list[subprocess.Popen[bytes] | None] = []
         self._signals = StopSignals(self._asked_to_stop, self._kill_all)
 
     def run(self, folders: Sequence[Path | None], *, detached: bool, quiet: bool) -> int:
-        """Serve the models in these folders until a signal; returns the exit code."""
+        """Serve the models in these folders until a signal arrives; returns the exit code."""
         self._register()
         self._signals.catch()
         try:
@@ -175,17 +175,17 @@ class ServeRun:
         return code
 
     def _register(self, **changes: Any) -> None:
-        """Write the entry of this cluster, with these changes."""
+        """Change the cluster's registry entry and write it."""
         self._entry = msgspec.structs.replace(self._entry, **changes)
         self._registry.write(self._entry)
 
     def _end_now(self, code: int) -> NoReturn:
-        """End without Ray's own shutdown, which hangs or crashes when one of its processes is missing."""
+        """Exit without Ray's own shutdown, which hangs or crashes if one of its processes is missing."""
         self._console.close()
         self._end_compilers()
         wait_gone(local_ray.children(), LAST_WORDS_S if self._ray else 0)
         local_ray.kill_children()
-        self._registry.remove(self._entry.name)  # and the folder
+        self._registry.remove(self._entry.name)  # also removes the run folder
         sys.stderr.flush()
         os._exit(code)
 
@@ -196,7 +196,7 @@ class ServeRun:
         local_ray.start_local(self._settings, self._folder) if self._folder else local_ray.join(self._settings)
         self._starting_ray = False
         self._signals.catch()  # Ray takes over SIGTERM when it starts
-        if self._signals.number:  # where Ray has caught what the signal raised
+        if self._signals.number:  # Ray may have swallowed the exception raised by the handler
             raise Interrupted
         if self._folder:
             self._ray = local_ray.local_processes()
@@ -217,7 +217,7 @@ class ServeRun:
             shutil.rmtree(self._folder, ignore_errors=True)  # Ray may still remove files in it
 
     def _end_compilers(self) -> None:
-        """Nobody needs what they have not compiled by now."""
+        """Kill the compilers: kernels that are not compiled yet are no longer needed."""
         for process in filter(None, self._compilers):
             process.kill()
             process.wait()
@@ -255,7 +255,7 @@ class ServeRun:
                 if status := self._status():
                     self._console.happened(status.notices)
                     models = ", ".join(runs(each.name, each.source) for each in status.models)
-                    if models != self._entry.model:  # an update has changed what runs under the names
+                    if models != self._entry.model:  # an update has changed the models under these names
                         self._register(model=models)
             return 0
         finally:
@@ -291,18 +291,18 @@ class ServeRun:
             "num_cpus": 0,
             "max_restarts": -1,
             "max_task_retries": -1,
-            # On another node, the end of that node would end everything.
+            # On another node, the loss of that node would end the cluster.
             "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
         }
         supervisor = ray.remote(Supervisor).options(name=SUPERVISOR, **options)
         self._supervisor = supervisor.remote(make_rank, make_router, node, prepare_rank)
-        # The supervisor is not an argument: Ray could not restart a controller that holds its handle.
+        # The supervisor is not passed as an argument: Ray cannot restart a controller that holds its handle.
         controller = ray.remote(Controller).options(name=CONTROLLER, max_concurrency=100, **options)
         self._controller = controller.remote(models)
         self._running = self._controller.run.remote()
 
     def _until_ready(self) -> ClusterStatus | None:
-        """Wait until all replicas serve and the router listens; None: stopped meanwhile. Raises StartFailed."""
+        """Wait until all replicas serve and the router listens; None if stopped before. Raises StartFailed."""
         while not self._signals.wait(POLL_S):
             status = self._status()
             if status is None:
@@ -318,9 +318,9 @@ class ServeRun:
         return None
 
     def _all_routed(self, status: ClusterStatus, url: str) -> bool:
-        """Whether requests and events flow between the router and every replica.
+        """Whether requests and events flow between the router and every replica. Raises StartFailed.
 
-        There may be none: an autoscaler with short delays removes replicas that get no requests.
+        There may be no replica: an autoscaler with short delays removes replicas that get no requests.
         """
         view = get_json(f"{url}/cluster")
         if view["refused"]:
@@ -331,9 +331,9 @@ class ServeRun:
         return len(joined) == wanted and (not wanted or is_ready(url))
 
     def _status(self) -> ClusterStatus | None:
-        """Ask the controller; None: stopped meanwhile.
+        """Ask the controller for its status; None if stopped before it answers.
 
-        Raises ClusterError when the controller has ended, as nothing can be kept running without it, and RayLost.
+        Raises ClusterError if the controller has ended or does not answer, and RayLost.
         """
         import ray
 
@@ -358,24 +358,24 @@ class ServeRun:
         return status
 
     def _check_ray(self) -> None:
-        """Raises RayLost when a process of the local Ray has ended: Ray restarts none, and cannot go on without it."""
+        """Raise RayLost if a process of the local Ray has exited: Ray restarts none and needs all of them."""
         if lost := self._lost():
-            raise RayLost(f"Ray's {lost[0]} (pid {self._ray[lost[0]].pid}) has ended, and with it this cluster")
+            raise RayLost(f"Ray's {lost[0]} (pid {self._ray[lost[0]].pid}) has exited, which ends this cluster")
 
     def _lost(self) -> list[str]:
         return [name for name, process in self._ray.items() if not is_alive(process)]
 
     def _stop(self) -> None:
-        """Stop everything in order; what is left is killed when Ray ends."""
+        """Stop everything gracefully; remaining processes are killed when Ray shuts down."""
         import ray
 
         self._console.farewell("stopping")
         if self._settings.cluster.log_level != "debug":
             local_ray.silence_native_stderr()
-        if self._lost():  # Ray cannot carry a call any more; with the raylet all others end, routers with last words
+        if self._lost():  # Ray can make no calls now; without the raylet all others end, and routers end their streams
             kill([process for name, process in self._ray.items() if name == "raylet"])
             return
         try:
             ray.get(self._controller.stop.remote(), timeout=self._settings.cluster.stop_timeout_s * 3 / 4)
         except ray.exceptions.RayError as error:
-            self._console.farewell(f"  not stopped in order: {type(error).__name__}; killing what is left")
+            self._console.farewell(f"  graceful stop failed: {type(error).__name__}; killing what remains")

@@ -1,4 +1,4 @@
-"""`homing status`: what the router reports about its replicas, as a table."""
+"""`homing status`: prints what the router reports about its replicas as a table."""
 
 import json
 import time
@@ -65,9 +65,9 @@ def render(
     models: str = "",
     now: float,
 ) -> list[RenderableType]:
-    """The whole page: the replicas as the first router sees them, and the counters of each router.
+    """Render the page: the replicas as the first router sees them, and each router's counters.
 
-    `name`: None when the cluster was given by its address. `models`: what runs under the served names, if known.
+    `name`: None if the cluster was selected by URL. `models`: the models that run under the served names, if known.
     `now`: seconds since 1970.
     """
     view = views[0]

@@ -141,14 +141,14 @@ KINDS = {
 _ASSIGNED = {
     **dict.fromkeys(("--host", "--port", "--kv-events-config", "--enable-metrics"), "homing assigns it"),
     **dict.fromkeys(("--api-key", "--ssl-keyfile", "--ssl-certfile"), "only routers talk to the engine"),
-    **dict.fromkeys(("--model", "--model-path"), "it is the argument of homing serve"),
-    **dict.fromkeys(("--tokenizer", "--tokenizer-path"), "here --tokenizer"),
-    **dict.fromkeys(("--block-size", "--page-size"), "here --block-size"),
-    **dict.fromkeys(("--max-model-len", "--context-length"), "here --max-model-len"),
-    **dict.fromkeys(("--max-num-seqs", "--max-running-requests"), "here --max-running-requests"),
-    **dict.fromkeys(("--tensor-parallel-size", "--tp-size", "--tp", "-tp"), "here --tensor-parallel-size"),
-    **dict.fromkeys(("--data-parallel-size", "--dp-size", "--dp", "-dp"), "here --replicas"),
-    "--served-model-name": "here --served-model-name",
+    **dict.fromkeys(("--model", "--model-path"), "give the model to homing serve"),
+    **dict.fromkeys(("--tokenizer", "--tokenizer-path"), "use --tokenizer"),
+    **dict.fromkeys(("--block-size", "--page-size"), "use --block-size"),
+    **dict.fromkeys(("--max-model-len", "--context-length"), "use --max-model-len"),
+    **dict.fromkeys(("--max-num-seqs", "--max-running-requests"), "use --max-running-requests"),
+    **dict.fromkeys(("--tensor-parallel-size", "--tp-size", "--tp", "-tp"), "use --tensor-parallel-size"),
+    **dict.fromkeys(("--data-parallel-size", "--dp-size", "--dp", "-dp"), "use --replicas"),
+    "--served-model-name": "use --served-model-name",
 }
 
 

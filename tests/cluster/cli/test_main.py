@@ -88,8 +88,8 @@ def test_flags_of_vllm_are_answered_by_ours() -> None:
             parse(["serve", "m", words, "2"])
         said[words] = str(caught.value)
 
-    assert said["-tp"] == "serve: unknown argument -tp; here --tensor-parallel-size"
-    assert said["--max-num-seqs"].endswith("here --max-running-requests")
+    assert said["-tp"] == "serve: unknown argument -tp; use --tensor-parallel-size"
+    assert said["--max-num-seqs"].endswith("use --max-running-requests")
     assert "did you mean" not in "".join(said.values())
     named = {word for hint in VLLM_FLAGS.values() for word in re.findall(r"--[a-z-]+", hint)}
     assert named <= {*flags("serve")}

@@ -85,7 +85,7 @@ def test_an_engine_inherits_gpus_and_nothing_of_ray_or_homing() -> None:
     ("flags", "message"),
     [
         ({"engine_args": "--port 80"}, "engine_args: --port cannot be given: homing assigns it"),
-        ({"engine_args": "--max_num_seqs=3"}, "--max-num-seqs cannot be given: here --max-running-requests"),
+        ({"engine_args": "--max_num_seqs=3"}, "--max-num-seqs cannot be given: use --max-running-requests"),
         ({"engine_args": "--x 'y"}, "engine_args: .* cannot be split into words: No closing quotation"),
         ({"engine": "homing", "engine_args": "--x"}, "homing's own engine takes no engine_python or engine_args"),
         ({"quantization": "int8"}, "quantization: only homing's own engine has it; unset it for engine vllm"),
