@@ -1,6 +1,6 @@
-"""`homing top`: the essentials of the router's live page in a terminal, from the same stream (router/http/live).
+"""`homing top`: shows the essentials of the router's live page in a terminal, from the same stream (router/http/live).
 
-Renewed with every frame on a terminal; elsewhere, or with `--once`, one look as plain lines.
+On a terminal, it redraws with every frame; elsewhere, or with `--once`, it prints the view once as plain lines.
 """
 
 import sys
@@ -19,7 +19,7 @@ from ..errors import ClusterError
 from ..flags import NOTHING, FindCluster, Out, Url, option, settings_of
 from ..output import console, count, name_order, plain, table
 
-#: Rates are means over so many seconds.
+#: Length in seconds of the window over which rates are averaged.
 RATE_S = 10.0
 RETRY_S = 2.0
 MAX_PREFIXES = 8
@@ -32,7 +32,7 @@ NUMBERS = frozenset({"running", "waiting", *BLOCK_STATES, "hit rate", "requests"
 
 @dataclass(slots=True, frozen=True)
 class Section:
-    """A table of the view; without rows only its title is shown."""
+    """A table of the view; if it has no rows, only its title is shown."""
 
     title: str
     columns: Sequence[str]
@@ -41,16 +41,16 @@ class Section:
 
 @dataclass(slots=True)
 class Shown:
-    """The documents of the stream as of the last frame, and the totals of the last seconds."""
+    """The stream's documents as of the last frame, and the totals of the last RATE_S seconds."""
 
     documents: dict[str, Any] = field(default_factory=dict)
     totals: deque[tuple[float, Mapping[str, float]]] = field(default_factory=deque)
-    trouble: str = ""  #: why there are no frames
+    trouble: str = ""  #: why no frames arrive; empty if they do
 
     def apply(self, frame: Mapping[str, Any]) -> None:
         if frame["all"]:
             self.documents.clear()
-            self.totals.clear()  # of another router, or of the same one before a restart
+            self.totals.clear()  # they belong to another router, or to this one before a restart
         self.documents.update(frame["set"])
         for name in frame["gone"]:
             self.documents.pop(name, None)
@@ -60,7 +60,7 @@ class Shown:
             self.totals.popleft()
 
     def of(self, kind: str) -> dict[str, Any]:
-        """Documents of one kind, by the rest of their names."""
+        """Documents of one kind, by their names without the kind."""
         return {name[len(kind) + 1 :]: each for name, each in self.documents.items() if name.startswith(f"{kind}/")}
 
 
@@ -72,16 +72,16 @@ def top(
     api_key_file: Annotated[
         str, option("file with an admin's API key (-: standard input)", metavar="FILE", allow_leading_hyphen=True)
     ] = "",
-    once: Annotated[bool, option("print it once, as plain lines; also done where the output is no terminal")] = False,
+    once: Annotated[bool, option("print it once as plain lines; automatic if the output is not a terminal")] = False,
 ) -> int:
-    """Show a cluster until interrupted. Raises NotRunning and ClusterError."""
+    """Show the live view until interrupted. Raises NotRunning and ClusterError."""
     address = f"{router_urls(settings_of(given), url)[0]}/live"
     key = read_key(api_key_file, "--api-key-file", sys.stdin)
     frames, shown = follow_events(address, key), Shown()
     shown.apply(next(frames))
     if not once and out.isatty():
         _show(shown, out, reconnecting(frames, lambda: follow_events(address, key)))
-    shown.apply(next(frames))  # rates need two, and replicas answer what they evict next
+    shown.apply(next(frames))  # rates need two frames, and replicas need time to report their next evictions
     print(plain(*_parts(shown)), file=out)
     return 0
 
@@ -91,7 +91,7 @@ def reconnecting(
     connect: Callable[[], Iterator[dict[str, Any]]],
     pause: Callable[[float], None] = time.sleep,
 ) -> Iterator[dict[str, Any] | ClusterError]:
-    """Frames without an end; an error wherever the stream broke, after which it is tried again."""
+    """Yield frames forever; when the stream breaks, yield the error and connect again after RETRY_S."""
     while True:
         try:
             yield from frames
@@ -102,7 +102,7 @@ def reconnecting(
 
 
 def _show(shown: Shown, out: TextIO, frames: Iterable[dict[str, Any] | ClusterError]) -> NoReturn:
-    """Draw on the whole terminal with each frame, until interrupted."""
+    """Redraw the whole terminal with each frame until interrupted."""
     with Live(Group(*_parts(shown)), console=console(out), screen=True, auto_refresh=False) as live:
         for frame in frames:
             if isinstance(frame, ClusterError):
@@ -114,7 +114,7 @@ def _show(shown: Shown, out: TextIO, frames: Iterable[dict[str, Any] | ClusterEr
 
 
 def _parts(shown: Shown) -> list[RenderableType]:
-    """The view as rich draws it. What came from the router is text, never markup."""
+    """The view as rich renderables. Text from the router is never parsed as markup."""
     parts: list[RenderableType] = [
         Text(line, style="bold" if place == 0 else "") for place, line in enumerate(_head(shown))
     ]
@@ -215,5 +215,5 @@ def _clock(at: float) -> str:
 
 
 def _safe(text: str) -> str:
-    """What others wrote must not move the cursor."""
+    """Replace unprintable characters, because foreign text must not move the cursor."""
     return "".join([each if each.isprintable() else "?" for each in text])

@@ -1,7 +1,7 @@
-"""`homing watch`: the cache events of all replicas as lines, for a person or (`--json`) for a program.
+"""`homing watch`: prints all replicas' cache events as lines, for a person or (`--json`) for a program.
 
-Follows replicas as they come and go (`ClusterFeed`). The output has no gaps: after lost messages a `reset` repeats all
-that is held. JSON lines have the format of recordings (`events.record`).
+Follows replicas as they come and go (`ClusterFeed`). The output has no gaps: after lost messages, a `reset` repeats all
+held blocks. JSON lines have the format of recordings (`events.record`).
 """
 
 import asyncio
@@ -53,7 +53,7 @@ from ..output import count
 KINDS = (*EVENT_NAMES, "reset", "joined", "gone", "status", "malformed", "refused")
 
 Write = Callable[[str], None]
-#: Seconds since 1970; None: not known.
+#: Returns seconds since 1970; None if unknown.
 Clock = Callable[[], float | None]
 
 
@@ -63,7 +63,7 @@ class EventFilter:
 
     replicas: frozenset[str] = frozenset()
     kinds: frozenset[str] = frozenset()  #: of `KINDS`
-    hash_prefix: str = ""  #: first hex digits of a block's hash
+    hash_prefix: str = ""  #: first hex digits of the block hash
 
     @classmethod
     def of(cls, replicas: Collection[str], kinds: Collection[str], hash_prefix: str) -> "EventFilter":
@@ -78,7 +78,7 @@ class EventFilter:
         return not self.kinds or not self.kinds.isdisjoint(kinds)
 
     def select(self, item: StreamEvent) -> StreamEvent | None:
-        """The event with the selected blocks; None when nothing of it is selected."""
+        """The event with only the selected blocks; None if none of them is selected."""
         event = item.event
         if not self.shows(type(event).__name__.lower(), *(["reset"] if item.resync else [])):
             return None
@@ -89,7 +89,7 @@ class EventFilter:
             return None
         selected = msgspec.structs.replace(event, hashes=kept)
         if isinstance(selected, Stored) and len(kept) < len(event.hashes):
-            # Part of a chain is not a chain: it has neither that parent nor those tokens.
+            # The remaining blocks need not be a chain: the event's parent and tokens do not apply to them.
             selected = msgspec.structs.replace(selected, parent=None, token_ids=())
         return msgspec.structs.replace(item, event=selected)
 
@@ -109,10 +109,10 @@ class EventRates:
     stored: int = 0
     removed: int = 0
     batches: int = 0
-    lag_s: float | None = None  #: of the newest batch, from the publisher's clock to ours
+    lag_s: float | None = None  #: delay of the newest batch, from the publisher's clock to ours
 
     def add(self, instruction: Apply | Reset, now_s: float) -> None:
-        """Count a batch; a resync only repeats what is held. `now_s`: seconds since 1970."""
+        """Count a batch, but not a resync, which only repeats held blocks. `now_s`: seconds since 1970."""
         if isinstance(instruction, Reset):
             return
         self.batches += 1
@@ -124,7 +124,7 @@ class EventRates:
                 self.removed += len(event.hashes)
 
     def take(self, seconds: float, held: int, counters: Counters) -> dict[str, float | None]:
-        """The rates over the last `seconds`; restarts the counts. `lag_s` is None when there was no batch."""
+        """The rates over the last `seconds`; resets the counts. `lag_s` is None if there was no batch."""
         report = {
             "seconds": seconds,
             "stored_per_s": self.stored / seconds,  # blocks
@@ -132,8 +132,8 @@ class EventRates:
             "batches_per_s": self.batches / seconds,
             "lag_s": self.lag_s,
             "held_blocks": held,
-            "gaps": counters.gaps,  # since it is followed
-            "resyncs": max(0, counters.snapshots - 1),  # since then, without the first
+            "gaps": counters.gaps,  # since the replica was first followed
+            "resyncs": max(0, counters.snapshots - 1),  # likewise, without the initial one
         }
         self.stored = self.removed = self.batches = 0
         self.lag_s = None
@@ -169,7 +169,7 @@ def watch(
 
 
 def follow(settings: Settings, out: TextIO, options: WatchOptions, *, url: str | None) -> int:
-    """Print until interrupted; returns the exit code. Raises ClusterError when the cluster has ended."""
+    """Print events until interrupted; returns the exit code. Raises ClusterError if the cluster ends."""
     found = f"{router_urls(settings, url)[0]}/cluster"
     check_replicas(options.shown.replicas, listed(get_json(found)), "the cluster")
     try:
@@ -190,7 +190,7 @@ def follow(settings: Settings, out: TextIO, options: WatchOptions, *, url: str |
 
 
 def show_recording(path: Path, out: TextIO, options: WatchOptions) -> int:
-    """Print a recording as `follow` would have; returns the exit code.
+    """Print a recording as `follow` would have printed it; returns the exit code.
 
     Raises SettingsError for a file that is not a recording.
     """
@@ -212,7 +212,7 @@ def show_recording(path: Path, out: TextIO, options: WatchOptions) -> int:
 
 
 def _place(record: Recorded) -> tuple[str, int | None, int | None, bool]:
-    """The same for the events of one batch."""
+    """A key that is the same for all events of one batch."""
     return record.replica, record.epoch, record.item.seq, record.item.resync
 
 
@@ -226,13 +226,13 @@ def check_replicas(named: Collection[str], known: Collection[str], where: str) -
 
 
 class JsonPrinter:
-    """Lines for programs, in the format of recordings."""
+    """Prints lines for programs, in the format of recordings."""
 
     def __init__(self, write: Write, shown: EventFilter, clock: Clock = time.time) -> None:
         self._write, self._shown, self._clock = write, shown, clock
 
     def batch(self, records: Sequence[Recorded]) -> None:
-        """A line for each event; a reset is a `cleared` and then all chains that are held, marked `resync`."""
+        """Print a line for each event. A reset is a `cleared` followed by all held chains, marked `resync`."""
         for record in records:
             if (kept := self._shown.select(record.item)) is not None:
                 self._write(to_line(record._replace(item=kept)).decode())
@@ -247,13 +247,13 @@ class JsonPrinter:
 
 
 class TextPrinter:
-    """Lines for a person; successive events of one kind in a batch are one line."""
+    """Prints lines for a person; consecutive events of one kind in a batch share a line."""
 
     def __init__(self, write: Write, shown: EventFilter, clock: Clock = time.time) -> None:
         self._write, self._shown, self._clock = write, shown, clock
 
     def batch(self, records: Sequence[Recorded]) -> None:
-        """What was stored, removed or cleared; of a reset, how much is held."""
+        """Print what was stored, removed or cleared; for a reset, the number of held blocks."""
         source = _source(records)
         if records[0].item.resync:
             held = sum(len(each.item.event.hashes) for each in records if isinstance(each.item.event, Stored))
@@ -284,7 +284,7 @@ class TextPrinter:
 
 @dataclass(slots=True)
 class _Replayed:
-    """One replica of a recording, as far as it has been read."""
+    """The state of one replica at the current position of a recording."""
 
     rates: EventRates = field(default_factory=EventRates)
     held: CacheMirror = field(default_factory=CacheMirror)
@@ -293,7 +293,7 @@ class _Replayed:
 
 
 class ReplaySession:
-    """Prints a recording, batch by batch; its clock is that of the recorded events."""
+    """Prints a recording batch by batch, with the recorded timestamps as its clock."""
 
     def __init__(self, options: WatchOptions, write: Write) -> None:
         self._options = options
@@ -303,7 +303,7 @@ class ReplaySession:
         self._reported_s: float | None = None
 
     def batch(self, records: Sequence[Recorded]) -> None:
-        """The events of one batch, or of one resync, of one replica."""
+        """Process the events of one batch or resync of one replica."""
         first, source = records[0].item, _source(records)
         replica = self._replicas.setdefault(source, _Replayed())
         if first.ts is not None:
@@ -338,7 +338,7 @@ class ReplaySession:
     def _rates(self, seconds: float) -> None:
         for source, replica in self._replicas.items():
             report = replica.rates.take(seconds, len(replica.held.parents), replica.counters)
-            self._printer.rates(source, report | {"lag_s": None})  # a recording does not say when it arrived
+            self._printer.rates(source, report | {"lag_s": None})  # recordings have no arrival times
 
 
 def recorded(source: Source, instruction: Apply | Reset) -> list[Recorded]:
@@ -357,7 +357,7 @@ class WatchSession:
         self._recording = recording
         self._printer = (JsonPrinter if options.as_json else TextPrinter)(self._print, options.shown)
         self._followed: dict[Source, tuple[EventRates, EventFeed]] = {}
-        self._rates_s = options.rates_s  #: instead of events
+        self._rates_s = options.rates_s  #: None: print events
         self._ended = asyncio.Event()
         self._broken: OSError | None = None
 
@@ -365,7 +365,7 @@ class WatchSession:
         self._ended.set()
 
     async def until_stopped(self) -> None:
-        """Wait for `stop`, and print rates where they are asked for. Raises BrokenPipeError."""
+        """Wait for `stop`, printing rates meanwhile if requested. Raises BrokenPipeError."""
         reported = time.monotonic()
         while True:
             with contextlib.suppress(TimeoutError):
@@ -410,7 +410,7 @@ class WatchSession:
         self._printer.remark(source, "refused", str(error))
 
     def _print(self, line: str) -> None:
-        """End the command when the reader of its output has gone (`| head`); an error in a callback would not."""
+        """Print a line. If the output is closed (`| head`), end the command, which an error in a callback would not."""
         if self._broken is not None:
             return
         try:
