@@ -85,7 +85,7 @@ class Console:
                 self.line(f"{time.strftime('%H:%M:%S')} {notice.level:<7} {notice.text}")
 
     def answered(self, lines: Iterable[LogLine]) -> None:
-        """Print completed requests from lines of the access log. Stops while the output is not read."""
+        """Print completed requests from lines of the access log. If nobody reads the output, drop the rest."""
         for line in lines:
             if not has_room(self._out):
                 return  # printing must not block `homing serve`; `homing logs requests` has all of them

@@ -81,7 +81,7 @@ def top(
     shown.apply(next(frames))
     if not once and out.isatty():
         _show(shown, out, reconnecting(frames, lambda: follow_events(address, key)))
-    shown.apply(next(frames))  # rates need two frames, and replicas need time to report their next evictions
+    shown.apply(next(frames))  # rates need two frames, and the second has the replicas' next evictions
     print(plain(*_parts(shown)), file=out)
     return 0
 

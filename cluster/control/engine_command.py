@@ -194,7 +194,7 @@ def for_engine(settings: Settings) -> Settings:
     if settings.events.events_curve_keys:
         raise SettingsError(f"events_curve_keys: {replica.engine} cannot encrypt its events")
     if cluster.gpus_per_rank < 1 < replica.tensor_parallel_size and cluster.gpus_per_rank:
-        raise SettingsError(f"gpus_per_rank: ranks of {replica.engine} share no GPU: 1, or tensor_parallel_size 1")
+        raise SettingsError(f"gpus_per_rank: ranks of {replica.engine} cannot share a GPU: set it to 1 or use 1 rank")
     multiple = 1 if cluster.gpus_per_rank else KINDS[replica.engine].cpu_block_multiple
     size = -(-settings.kvcache.block_size // multiple) * multiple
     return msgspec.structs.replace(settings, kvcache=msgspec.structs.replace(settings.kvcache, block_size=size))

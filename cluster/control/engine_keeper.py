@@ -56,7 +56,7 @@ class Engine:
             if not self._reap_one(0):
                 break
         code = self._process.returncode or 0
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
     def _reap(self) -> bool:
         """Reap all processes that have exited; returns whether the engine is among them."""

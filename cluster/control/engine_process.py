@@ -146,7 +146,7 @@ class EngineServer(RankServer):
             self._process.end(ask=False)
             self._process.ended.wait(END_S)
         if not self._stopping:
-            raise EngineLost(f"{self._kind} has ended: {last_words(self._process.lines)}")
+            raise EngineLost(f"{self._kind} has exited: {last_words(self._process.lines)}")
 
     def stop(self) -> None:
         self._stopping = True
@@ -154,7 +154,7 @@ class EngineServer(RankServer):
 
     def _trouble(self) -> str:
         if not _answers_health(self.description.request_endpoint, min(HEALTH_TIMEOUT_S, self._timeout_s)):
-            return "no good answer from /health"
+            return "/health does not return 200"
         if replay := self.description.event_endpoints.replay:
             try:
                 replayed(replay, (1 << 64) - 2)  # no batch has this number: only the end marker comes
@@ -248,7 +248,7 @@ def _until_ready(process: EngineProcess, backend: Backend, settings: Settings) -
     deadline = time.monotonic() + limit_s
     while not _answers_health(backend.address.url):
         if process.ended.wait(POLL_S):
-            raise StartFailed(f"{kind} has ended at its start: {last_words(process.lines)}")
+            raise StartFailed(f"{kind} exited during startup: {last_words(process.lines)}")
         if time.monotonic() > deadline:
             raise StartFailed(f"{kind} is not ready after {limit_s:g} s: {last_words(process.lines)}")
 
@@ -296,7 +296,7 @@ async def _examine(
     except BackendUnreachableError as error:
         raise StartFailed(f"{kind} does not answer a canary prompt: {error}") from error
     if answer.status != 200:
-        raise StartFailed(f"{kind} answers {answer.status} to a canary prompt: {error_message(answer.body)}")
+        raise StartFailed(f"{kind} returned {answer.status} for a canary prompt: {error_message(answer.body)}")
     return next((card for card in cards or () if card.id == name), Card(name)), metrics
 
 
@@ -312,12 +312,12 @@ def _check_blocks(backend: Backend, hasher: BlockHasher, root: BlockHash, prompt
                     if isinstance(event, Stored):
                         held |= {*blocks.stored(event)}
         except (zmq.ZMQError, EventError) as error:
-            raise StartFailed(f"its event publisher at {backend.replay} does not answer: {error}") from error
+            raise StartFailed(f"the event publisher at {backend.replay} does not answer: {error}") from error
         if wanted <= held:
             return
         if time.monotonic() > deadline:
             raise StartFailed(
-                f"its events at {backend.events} announce {len(wanted & held)} of the {len(wanted)} blocks of a canary "
+                f"the events at {backend.events} announce {len(wanted & held)} of the {len(wanted)} blocks of a canary "
                 f"prompt (not understood: {dict(blocks.unplaced) or 'none'})"
             )
         time.sleep(POLL_S)

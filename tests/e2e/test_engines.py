@@ -134,5 +134,5 @@ def test_an_update_to_an_engine_that_ends_at_its_start_is_abandoned(cluster: Ser
     failed = homing(cluster.state, "update", "--engine-args", "--fake-fault exit")
 
     assert failed.returncode == 1
-    assert "vllm has ended at its start: ValueError: no such attention" in failed.stderr
+    assert "vllm exited during startup: ValueError: no such attention" in failed.stderr
     cluster.serving(2)

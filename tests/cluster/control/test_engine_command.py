@@ -90,7 +90,7 @@ def test_an_engine_inherits_gpus_and_nothing_of_ray_or_homing() -> None:
         ({"engine": "homing", "engine_args": "--x"}, "homing's own engine takes no engine_python or engine_args"),
         ({"quantization": "int8"}, "quantization: only homing's own engine has it; unset it for engine vllm"),
         ({"events_curve_keys": "keys"}, "events_curve_keys: vllm cannot encrypt"),
-        ({"gpus_per_rank": "0.5", "tensor_parallel_size": "2"}, "gpus_per_rank: ranks of vllm share no GPU"),
+        ({"gpus_per_rank": "0.5", "tensor_parallel_size": "2"}, "gpus_per_rank: ranks of vllm cannot share a GPU"),
     ],
 )
 def test_settings_that_an_engine_cannot_have_are_refused_by_name(flags: dict[str, str], message: str) -> None:
