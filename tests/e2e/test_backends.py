@@ -111,7 +111,7 @@ def test_an_engine_of_another_model_ends_the_command_with_its_reason(engines, tm
         (["--backend", "ftp://x"], "is not the URL of a server"),
         (["--backend", "http://x", "--events", "tcp://a:1,tcp://b:2"], "2 addresses for 1 backends"),
         (["--backend", "http://x", "--events", "tcp://*:1"], "name its host instead of *"),
-        (["--backend", "http://x", "--routers", "2"], "there is one router"),
+        (["--backend", "http://x", "--routers", "2"], "only one router can serve"),
     ],
 )
 def test_addresses_that_do_not_fit_are_the_users_mistake(tmp_path: Path, words: list[str], message: str) -> None:
