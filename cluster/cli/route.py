@@ -175,7 +175,7 @@ class FleetRouter:
     async def run(self, *, detached: bool) -> int:
         """Route until a signal arrives; the second signal ends the process at once."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is signal.SIG_IGN:  # nohup
+            if signal.getsignal(number) is signal.SIG_IGN:  # as under nohup
                 continue
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         if not await self._until_heard():

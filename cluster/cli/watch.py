@@ -62,7 +62,7 @@ class EventFilter:
     """Which events are printed; an empty field selects all."""
 
     replicas: frozenset[str] = frozenset()
-    kinds: frozenset[str] = frozenset()  #: of `KINDS`
+    kinds: frozenset[str] = frozenset()  #: values of `KINDS`
     hash_prefix: str = ""  #: first hex digits of the block hash
 
     @classmethod

@@ -68,7 +68,7 @@ class Controller:
         self._versions = dict(enumerate(models, start=1))
         self._fleets = Fleets.of([(model.name, model.settings.cluster) for model in models])
         self._errors: dict[str, str] = {}
-        self._draining: set[int] = set()  #: generations
+        self._draining: set[int] = set()  #: generations that drain
         self._notices: deque[Notice] = deque(maxlen=NOTICES_KEPT)
         #: Starts from the clock, so that numbers keep rising when this actor is restarted.
         self._last_notice = time.time_ns() // 1000
