@@ -62,7 +62,7 @@ def node_address() -> str:
 
 
 def step_limit_s(timeout_s: float, description: ReplicaDescription | None) -> float:
-    """Seconds after which a step counts as hung. A full step of a large model takes minutes on a busy CPU."""
+    """Seconds until a step counts as hung. A large model's full step takes minutes on a CPU, longer on a busy one."""
     if description is None:  # workers do not time their steps
         return timeout_s
     return max(timeout_s, SLOWEST * description.max_batched_tokens / description.prefill_tokens_per_s)

@@ -277,7 +277,7 @@ def _canary_ids(folder: Path) -> tuple[int, ...]:
 async def _examine(
     backend: Backend, settings: Settings, canary: tuple[int, ...], prompt: Sequence[int]
 ) -> tuple[Card, EngineMetrics]:
-    """Compare model, tokenizer and block size with the engine's, and have it compute the prompt. Raises StartFailed."""
+    """Compare model, tokenizer and block size; have it compute the prompt. Raises StartFailed and ParityMismatch."""
     client = Client(backend.address, loop=asyncio.get_running_loop())
     terms = ExternalTerms(
         model_names=(settings.served_name,),
