@@ -139,7 +139,7 @@ class Front:
         self.wall = wall
         self.random_bits = random_bits or Random().getrandbits
         self.started_at = int(wall())
-        self.was_ready = False  #: whether the index was exact and the tokenizers loaded; models may join or change later
+        self.was_ready = False  #: once the index was exact and the tokenizers loaded; stays True
         self.session_prompts = SessionPrompts()
         self.responses: ResponseStore | None = None
         if settings.response_store:
