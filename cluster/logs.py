@@ -3,10 +3,12 @@
 Written by the processes of a local cluster, read by `homing logs`. Does not depend on Ray.
 """
 
+import fcntl
 import logging
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from datetime import datetime
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
@@ -18,7 +20,7 @@ log = logging.getLogger(__name__)
 
 #: Maximum size of one file; each part also keeps its previous file.
 FILE_BYTES = 1 << 20
-#: Maximum number of files; the oldest are removed, because new replicas get new names.
+#: Maximum number of files, besides those of running processes; the oldest are removed, as new replicas get new names.
 FILES_KEPT = 64
 FORMAT = "%(asctime)s.%(msecs)03d %(levelname)-7s %(message)s"
 TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
@@ -54,7 +56,9 @@ class LogFile(RotatingFileHandler):
 
     def _open(self) -> Any:
         def private(path: str, flags: int) -> int:
-            return os.open(path, flags | os.O_NOFOLLOW, 0o600)
+            descriptor = os.open(path, flags | os.O_NOFOLLOW, 0o600)
+            fcntl.flock(descriptor, fcntl.LOCK_SH)  # shows other processes that the file is in use
+            return descriptor
 
         return open(self.baseFilename, self.mode, encoding=self.encoding, opener=private)
 
@@ -119,7 +123,9 @@ def keep_log(folder: str | None, part: str, form: LogFormat = "text") -> None:
 def _remove_oldest(folder: Path) -> None:
     newest_first = sorted(_files(folder), key=lambda path: path.stat().st_mtime, reverse=True)
     for path in newest_first[FILES_KEPT:]:
-        path.unlink(missing_ok=True)
+        with suppress(BlockingIOError, FileNotFoundError), path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
 
 
 def _files(folder: Path) -> list[Path]:

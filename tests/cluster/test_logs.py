@@ -69,6 +69,20 @@ def test_logs_are_bounded(tmp_path: Path) -> None:
     assert "r0" not in parts(tmp_path)
 
 
+def test_the_log_of_a_running_process_is_not_removed(tmp_path: Path) -> None:
+    """A controller writes little: among a hundred replicas' files its log is soon the oldest."""
+    controller = LogFile(tmp_path / "controller.log")
+    os.utime(tmp_path / "controller.log", (1, 1))
+    for number in range(FILES_KEPT + 10):
+        (tmp_path / f"r{number}.log").write_text("")
+
+    keep_log(str(tmp_path), "r99")
+    controller.close()
+
+    assert {"controller", "r99"} < set(parts(tmp_path))
+    assert len(list(tmp_path.iterdir())) == FILES_KEPT + 1
+
+
 def test_a_folder_that_cannot_be_written_changes_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A replica serves without its log."""
     (tmp_path / "file").write_text("")
