@@ -1,7 +1,7 @@
-"""The engine: requests in, one step at a time, tokens out. Joins scheduler, cache, executor and sampler.
+"""The engine runs requests one step at a time, joining scheduler, cache, executor and sampler.
 
-No sockets and no threads: one thread owns it. An `Executor` runs each plan (a model runner, or rank 0's runner that
-sends the plan to the other ranks first), so the engine is the same with one rank and with many.
+It opens no sockets and starts no threads; a single thread owns it. An `Executor` runs each plan (on one rank a model
+runner; on several, one that first sends the plan to the others), so the engine is the same for any number of ranks.
 """
 
 import logging
@@ -45,32 +45,32 @@ from .throughput import SmoothedRates
 
 log = logging.getLogger(__name__)
 
-#: A row of an embedding, and the sum of the hidden states that it pools.
+#: An embedding request's row, and the sum of the hidden states pooled for it so far.
 HiddenSum = tuple[ScheduledRow, npt.NDArray[np.float64]]
 
 
 class Executor(Protocol):
-    """Runs plans on all ranks. A model runner is one, for a single rank."""
+    """Runs step plans on all ranks. With a single rank, the model runner itself is the executor."""
 
     def allocate_kv(self, num_blocks: int) -> None:
-        """Allocate the KV pool on all ranks, in place of the previous one."""
+        """Allocate the KV pool on all ranks, replacing any previous one."""
 
     def readings(self) -> list[MemoryReading]:
-        """Memory of all ranks since `allocate_kv`, in rank order."""
+        """Memory readings of all ranks since `allocate_kv`, in rank order."""
 
     def forward(self, plan: StepPlan) -> torch.Tensor | None:
         """Logits [len(plan.logits_at), vocab], float32; never None on rank 0. Raises RankLost."""
 
     def forward_hidden(self, plan: StepPlan, hidden_at: Sequence[int]) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """As `forward`, with the last hidden states [len(hidden_at), hidden] of these flat token indexes."""
+        """Like `forward`, plus the last hidden states [len(hidden_at), hidden] at these flat token indexes."""
 
     def close(self) -> None:
-        """Free the KV pool and end the other ranks."""
+        """Free the KV pool and stop the other ranks."""
 
 
 @dataclass(slots=True)
 class StepResult:
-    """The outputs of one step, by source (the router's id)."""
+    """The outputs of one step, keyed by source (the router's id)."""
 
     step: int
     outputs: dict[str, list[TokenOutput]] = field(default_factory=lambda: defaultdict(list))
@@ -98,9 +98,9 @@ class Engine:
         drafter: Drafter | None = None,
         mask: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] = mask_logits,
     ) -> None:
-        """`drafter` proposes tokens, so that one step may draw several; the tokens drawn do not depend on it.
+        """`drafter` proposes tokens so that one step can draw several; it does not affect which tokens are drawn.
 
-        `mask` does what `logit_edits.mask_logits` does, on the device of the logits.
+        `mask` does what `logit_edits.mask_logits` does, on the logits' device.
         """
         self.scheduler = Scheduler(limits, cache, hasher, drafter)
         self.rates = rates
@@ -124,25 +124,25 @@ class Engine:
         return len(self.scheduler) > 0
 
     def add(self, source: str, request: Generate, guide: Guide | None = None) -> None:
-        """Accept a request, with the guide of its constraint if it has one.
+        """Accept a request, with the guide for its constraint if it has one.
 
-        Raises RequestError; the engine is then unchanged, except that the id counts as seen.
+        Raises RequestError; the engine is then unchanged, except that `accepted` in the load report includes the id.
         """
         self._accepted[source] = max(request.request_id, self._accepted.get(source, request.request_id))
         if self.draining:
-            raise Draining("this replica is draining and takes no new requests")
+            raise Draining("this replica is draining and accepts no new requests")
         if self.scheduler.get(RequestKey(source, request.request_id)):
-            raise InvalidRequest(f"request_id: {request.request_id} is running already")
+            raise InvalidRequest(f"request_id: {request.request_id} is already running")
         self.scheduler.add(admit(source, request, self._vocab_size, self._hasher.block_size, guide))
 
     def abort(self, source: str, request_ids: Iterable[int]) -> None:
-        """End these requests and free their blocks. Ignores unknown ids: such a request may have just ended."""
+        """End these requests and free their blocks. Ignores unknown ids: the request may have just finished."""
         for request_id in request_ids:
             if request := self.scheduler.get(RequestKey(source, request_id)):
                 self.scheduler.finish(request)
 
     def forget(self, source: str) -> int:
-        """A router has disconnected: end all its requests. Returns their number."""
+        """End all requests of a router that has disconnected. Returns how many there were."""
         orphans = [request for request in self.scheduler.requests() if request.key.source == source]
         for request in orphans:
             self.scheduler.finish(request)
@@ -153,7 +153,7 @@ class Engine:
         self.draining = True
 
     def step(self) -> StepResult:
-        """Run one step. If it fails, only its own requests end with an error; RankLost is passed on."""
+        """Run one step. If it fails, only its own requests end with an error; RankLost propagates."""
         self.expire_pins()
         rows = self.scheduler.add_drafts(self.scheduler.schedule())
         result = StepResult(step=self._steps, rows=len(rows))
@@ -173,7 +173,7 @@ class Engine:
         return result
 
     def expire_pins(self) -> None:
-        """End expired pins. `step` does this, too; an idle engine needs the call."""
+        """End expired pins. `step` does this too; an idle engine needs the explicit call."""
         if len(self._cache.pins):
             self._cache.expire_pins(self._clock())
 
@@ -219,7 +219,7 @@ class Engine:
         )
 
     def _run(self, rows: list[ScheduledRow], result: StepResult) -> None:
-        """Everything that can fail comes before the first change of a request."""
+        """Run the rows of a step. Everything that can fail comes before the first change to a request."""
         layout = logits_layout(rows)
         plan = plan_of_step(self._steps, rows, layout.logits_at)
         pooled: list[HiddenSum] = []
@@ -228,14 +228,14 @@ class Engine:
         else:
             logits = self._executor.forward(plan)
         assert logits is not None, "rank 0 has the logits"
-        # A row samples its next token, and one after each draft in case all drafts up to there are right.
+        # Each row samples its next token, and one after each draft in case all drafts up to that one are right.
         sampling = [
             self._sampling_row(row.request, row.drafts[:count])
             for row in layout.samplers
             for count in range(1 + len(row.drafts))
         ]
         split = len(sampling)
-        # A row with a guide has no drafts; those of other rows need no mask.
+        # Rows with a guide have no drafts, so no draft needs a mask.
         guides = [row.request.guide for row in layout.samplers for _ in range(1 + len(row.drafts))]
         masks = token_masks(guides, self._vocab_size)
         restriction = None if masks is None else self._restriction(masks, logits.device)
@@ -244,7 +244,7 @@ class Engine:
         echoes = prompt_rows(layout)
         scores = read(echoes, score(logits[split:], echoes, logits, mover(logits.device))) if echoes else []
 
-        # Before anything of the step is committed: no prefix may contain KV of non-finite logits.
+        # Before the step commits any blocks: KV that led to non-finite logits must not become a cached prefix.
         for row, tokens in zip(layout.samplers, drawn, strict=True):
             if not tokens:
                 self._end_non_finite(row.request, result)
@@ -265,7 +265,7 @@ class Engine:
                 self._embed(row.request, total, result)
 
     def _forward_hidden(self, plan: StepPlan, layout: LogitsLayout) -> tuple[torch.Tensor | None, "list[HiddenSum]"]:
-        """The step's logits, and for each row of an embedding the sum of what it pools, with earlier steps."""
+        """The step's logits, and each embedding row's sum of pooled hidden states, earlier steps included."""
         places = [place for _, span in layout.hidden for place in span]
         logits, hidden = self._executor.forward_hidden(plan, places)
         parts = torch.split(hidden, [len(span) for _, span in layout.hidden])
@@ -277,8 +277,8 @@ class Engine:
         return logits, pooled
 
     def _embed(self, request: RequestState, total: npt.NDArray[np.float64], result: StepResult) -> None:
-        """End a request with its prompt's vector. The mean has the direction of the sum, and the length becomes 1."""
-        assert request.embedding is not None, f"request {request.key} is for no embedding"
+        """Finish a request with its prompt's vector, of length 1. The sum will do: the mean has the same direction."""
+        assert request.embedding is not None, f"request {request.key} did not ask for an embedding"
         vector = total[: request.embedding.dimensions]
         vector = vector / (np.linalg.norm(vector) or 1.0)
         source, request_id = request.key
@@ -316,9 +316,9 @@ class Engine:
         result.refused[source].append(Refused(request_id=request_id, reason=error.reason, message=str(error)))
 
     def _echo(self, layout: LogitsLayout, scores: Sequence[PositionLogprobs], result: StepResult) -> None:
-        """Keep a step's prompt logprobs, in the order of `prompt_rows`, until a request's first output carries them.
+        """Store a step's prompt logprobs, in the order of `prompt_rows`, for each request's first output.
 
-        A prompt that was preempted computes places anew.
+        A preempted request computes positions again: the new values replace all stored from the first of them on.
         """
         values = iter(scores)
         for row, positions in layout.prompts:
@@ -333,13 +333,13 @@ class Engine:
         return sampling_row(request.sampling, tokens, request.prompt_tokens, self._eos_token_ids)
 
     def _advance(self, request: RequestState, drawn: Sequence[Sampled], result: StepResult) -> None:
-        """Add the drawn tokens, emit an output if one is due, and finish a request that has ended.
+        """Append the drawn tokens, emit an output if one is due, and finish the request if it has ended.
 
-        All tokens but the last matched their drafts, so that their KV is computed.
+        All tokens but the last matched their drafts, so their KV is already computed.
         """
         first = not request.answered
         pinned = 0 if first and request.pins else None
-        if request.pins and request.phase is RequestPhase.RUNNING:  # else preempted in flight: pins with a later token
+        if request.pins and request.phase is RequestPhase.RUNNING:  # if preempted in flight, it pins with a later token
             pinned, request.pins = self.scheduler.pin(request, self._clock()), ()
         stop_id = finish_reason = None
         for place, sampled in enumerate(drawn):
@@ -382,7 +382,7 @@ class Engine:
 
     def _end_of(self, request: RequestState, token_id: int) -> tuple[int | None, FinishReason | None]:
         params, generated = request.sampling, request.generated
-        if generated >= params.min_tokens and (  # before that the sampler bans them; this holds for any sampler
+        if generated >= params.min_tokens and (  # below `min_tokens`, our sampler bans these ids; another might not
             token_id in params.stop_token_ids or (not params.ignore_eos and token_id in self._eos_token_ids)
         ):
             return token_id, "stop"
@@ -398,7 +398,7 @@ class Engine:
         self.rates.observe(work, len(rows) - len(prefills), seconds)
 
     def _fail(self, rows: Iterable[ScheduledRow], error: Exception, result: StepResult) -> None:
-        """End the requests of a failed step: their KV may be half written, so none of it is committed."""
+        """End the requests of a failed step. Their KV may be half written, so none of it is committed."""
         failed = [row.request for row in rows if row.request.phase is not RequestPhase.FINISHED]
         self.failures_in_a_row += 1
         message = f"step {self._steps} failed: {type(error).__name__}: {error}"
@@ -411,9 +411,9 @@ class Engine:
 
 
 def _confirmed(drawn: Sequence[Sampled], drafts: Sequence[int]) -> Sequence[Sampled]:
-    """The tokens drawn after correct drafts, and the one after them.
+    """The tokens that matched their drafts, and the one drawn after them.
 
-    Ends before the first token of non-finite logits: if that one is not the first, the next step draws it again.
+    Stops before the first token drawn from non-finite logits; unless it is the first of all, the next step redraws it.
     """
     pairs = enumerate(zip(drawn, drafts, strict=False))
     right = next((place for place, (sampled, draft) in pairs if sampled.token_id != draft), len(drafts))
@@ -421,7 +421,7 @@ def _confirmed(drawn: Sequence[Sampled], drafts: Sequence[int]) -> Sequence[Samp
 
 
 def prompt_rows(layout: LogitsLayout) -> list[ScoredRow]:
-    """The prompt logprobs of a step; places count from the first logits that are not drawn from."""
+    """The prompt tokens that a step scores; `place` counts from the first logits that no token is drawn from."""
     wanted = [(row.request, position) for row, positions in layout.prompts for position in positions]
     return [
         ScoredRow(place, request.tokens[position + 1], request.sampling.prompt_logprobs or 0)

@@ -1,7 +1,7 @@
-"""What changes single logits of a batch before its tokens are drawn: penalties, biases, allowed and banned ids.
+"""Edits of single logits before tokens are drawn: penalties, biases, allowed and banned ids.
 
-`edits_of` computes from the rows' parameters and tokens which logits change and how: pure numpy. `LogitEdits.apply`
-changes them on any device without reading anything back, a few launches for the whole batch.
+`edits_of` computes which logits of a batch change and how, from the rows' parameters and tokens, in pure numpy.
+`LogitEdits.apply` changes them on any device with a few launches per batch, without reading anything back.
 """
 
 import math
@@ -24,11 +24,11 @@ Move = Callable[[npt.NDArray[Any]], torch.Tensor]
 
 
 def mover(device: torch.device) -> Move:
-    """Copies that may wait for the device; `attention.paged.to_device` does not."""
+    """Return a copy function that may block on the device; `attention.paged.to_device` does not."""
     return lambda array: torch.from_numpy(array).to(device)
 
 
-#: Edited logits stay within these: one request's parameters must not look like a model that fails.
+#: Edited logits are clamped to +/- this: one request's parameters must not look like a failing model.
 GREATEST = float(np.finfo(np.float32).max)
 _TINY = float(np.finfo(np.float32).tiny)
 
@@ -43,24 +43,24 @@ class SamplingRow:
 
 
 class _Kind(IntEnum):
-    """In the order in which edits are made; one logit may have one of each."""
+    """Kinds of edits, in the order in which they are made; one logit may have one of each."""
 
     REPEATED = 0  #: divided by the number if positive, else multiplied
     PENALISED = 1  #: the number is subtracted
     BIASED = 2  #: the number is added
-    ALLOWED = 3  #: kept, unlike the others of its row
-    BANNED = 4
+    ALLOWED = 3  #: kept; all others of its row become -GREATEST
+    BANNED = 4  #: becomes -GREATEST
 
 
 @dataclass(slots=True, frozen=True)
 class LogitEdits:
     places: Int64s  #: [2, N] rows and tokens, ordered by kind
-    numbers: Float32s  #: [N]
-    ends: tuple[int, ...]  #: of each kind in `places`
-    limited: Int64s  #: rows of which only the allowed tokens may be drawn
+    numbers: Float32s  #: [N] the edits' operands
+    ends: tuple[int, ...]  #: where each kind ends in `places`
+    limited: Int64s  #: rows that may draw only their allowed tokens
 
     def apply(self, logits: torch.Tensor, move: Move) -> None:
-        """Edit `logits` [rows, vocab] float32 in place. What is not finite stays so; what is, does."""
+        """Edit `logits` [rows, vocab] float32 in place. Finite logits stay finite; only masking makes others finite."""
         places, numbers = move(self.places), move(self.numbers)
         parts = [((places[0, a:b], places[1, a:b]), numbers[a:b]) for a, b in pairwise((0, *self.ends))]
         _change(logits, *parts[_Kind.REPEATED], lambda old, by: torch.where(old > 0, old / by, old * by))
@@ -88,12 +88,12 @@ def _change(
 
 
 def has_edits(params: SamplingParams) -> bool:
-    """Whether single logits change at every position; `banned_before` tells what changes at some."""
+    """Whether these parameters edit logits at every position; `banned_before` gives the bans of some positions."""
     return bool(_penalised(params) or params.logit_bias or params.allowed_token_ids or params.bad_words)
 
 
 def edits_of(rows: Sequence[SamplingRow]) -> LogitEdits | None:
-    """The edits of a batch; None: no logit changes."""
+    """The edits of a batch; None if no logit changes."""
     found: list[list[tuple[int, Int64s, npt.NDArray[np.float64]]]] = [[] for _ in _Kind]
     for index, row in enumerate(rows):
         if has_edits(row.params) or len(row.banned_ids):
@@ -160,14 +160,14 @@ def banned_before(params: SamplingParams, position: int, eos_token_ids: Sequence
 
 
 def _word_ends(words: Sequence[Sequence[int]], generated_ids: Sequence[int]) -> list[int]:
-    """The last tokens of the words whose other tokens were generated just now."""
+    """The last token of each word whose other tokens are the latest generated ones."""
     longest = max(map(len, words), default=1) - 1
     latest = tuple(generated_ids[-longest:]) if longest else ()
     return [word[-1] for word in words if latest[len(latest) - len(word) + 1 :] == tuple(word[:-1])]
 
 
 def mask_logits(logits: torch.Tensor, rows: torch.Tensor, bits: torch.Tensor) -> None:
-    """Set what `bits` does not allow in `rows` of `logits` [N, vocab] float32 to -inf, in place.
+    """Set all tokens that `bits` does not allow in `rows` of `logits` [N, vocab] float32 to -inf, in place.
 
     rows [R] int64; bits [R, ceil(vocab / 32)] int32: bit i % 32 of word i // 32 allows token i.
     """

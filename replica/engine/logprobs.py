@@ -1,6 +1,6 @@
-"""Log probabilities of tokens under the model's own logits, of drawn tokens and of prompts, for a whole batch.
+"""Log probabilities of drawn and prompt tokens under the model's own logits, for a whole batch.
 
-`score` is a few launches on the device of the logits; `read` makes the API's values of what it found.
+`score` makes a few launches on the logits' device; `read` turns its result into the messages' values.
 """
 
 from collections.abc import Sequence
@@ -13,20 +13,20 @@ import torch
 from ..messages import PositionLogprobs, SamplingParams, TokenLogprob
 from .logit_edits import Move, mover
 
-#: In place of a token id: the token that is drawn from these logits.
+#: Placeholder for a token id: the token that is drawn from these logits.
 DRAWN = -1
 
 
 @dataclass(slots=True, frozen=True)
 class ScoredRow:
-    place: int  #: of its logits among those of the step
-    token_id: int  #: whose logprob is wanted; DRAWN: of the token that is drawn there
-    top: int  #: so many of the likeliest tokens, too
-    listed: Sequence[int] = ()  #: instead of the likeliest: these tokens, best first
+    place: int  #: index of its logits among the step's
+    token_id: int  #: the token to score; DRAWN for the one drawn at `place`
+    top: int  #: how many of the likeliest tokens to return as well
+    listed: Sequence[int] = ()  #: tokens to return instead of the likeliest; `read` sorts them, best first
 
 
 def scored_rows(params: Sequence[SamplingParams]) -> list[ScoredRow]:
-    """The rows of a batch that ask for logprobs."""
+    """The rows of a batch that request logprobs."""
     return [
         ScoredRow(place, DRAWN, each.logprobs, each.logprob_token_ids)
         for place, each in enumerate(params)
@@ -35,7 +35,7 @@ def scored_rows(params: Sequence[SamplingParams]) -> list[ScoredRow]:
 
 
 class Scores(NamedTuple):
-    """Of R rows, on the device; later steps may not change them."""
+    """The scores of R rows, on the device; later steps must not overwrite them."""
 
     token_ids: torch.Tensor  #: [R] int64
     logprobs: torch.Tensor  #: [R] float32
@@ -45,13 +45,13 @@ class Scores(NamedTuple):
 
 
 def score(logits: torch.Tensor, rows: Sequence[ScoredRow], tokens: torch.Tensor, move: Move) -> Scores:
-    """Score `rows` by their own logits [len(rows), vocab]; `tokens` are those drawn at the first places of the step."""
+    """Score each row by its own logits in [len(rows), vocab]; `tokens[place]` is the token drawn at that place."""
     logprobs = logits.float().log_softmax(-1)
     token_ids = move(np.array([row.token_id for row in rows], dtype=np.int64))
     drawn = [index for index, row in enumerate(rows) if row.token_id == DRAWN]
     if drawn:
         places = move(np.array([rows[index].place for index in drawn], dtype=np.int64))
-        # A row that gives no token is never told of.
+        # Where no token could be drawn (below 0), the score is never reported.
         token_ids.index_copy_(0, move(np.array(drawn, dtype=np.int64)), tokens[places].clamp(min=0))
     top_logprobs, top_ids = logprobs.topk(min(max(row.top for row in rows), logits.shape[1]), dim=-1)
     width = max(len(row.listed) for row in rows)
@@ -61,7 +61,7 @@ def score(logits: torch.Tensor, rows: Sequence[ScoredRow], tokens: torch.Tensor,
 
 
 def read(rows: Sequence[ScoredRow], scores: Scores) -> list[PositionLogprobs]:
-    """What was found for each row, as it asked for it."""
+    """Convert scores to one PositionLogprobs per row, with the alternatives that the row asked for."""
     return [
         PositionLogprobs(
             chosen=TokenLogprob(token_id, logprob),

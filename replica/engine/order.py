@@ -1,19 +1,19 @@
-"""In which order requests start, and which running one gives way. Pure: the engine and the simulator both ask it.
+"""The order in which requests start, and which running one is preempted. Pure; used by the engine and the simulator.
 
-Requests start in the order of `turn`: the prompt tokens that the replica had been given to compute when the request
-came, plus PATIENCE times those that it needs itself. Little work, and so a long cached prefix, goes first. What comes
-after PATIENCE times a request's own tokens were computed never passes it, however small: that bounds how long a long
-prompt waits. The key is fixed when a request begins to wait, so that a step costs no sorting.
+Requests start in ascending order of `turn`: the prompt tokens that the replica had computed when the request arrived,
+plus PATIENCE times those that the request needs computed itself. So requests with little work go first, such as those
+with a long cached prefix. Once the replica has computed PATIENCE times a request's own tokens, no later arrival passes
+it, however small; this bounds how long a long prompt waits. The key is fixed on arrival, so a step costs no sorting.
 
-Who gives way when memory runs out loses least: the fewest tokens to compute again.
+When memory runs out, the request that loses least is preempted: the one with the fewest tokens to recompute.
 """
 
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
-#: Simulated on the twelve cells `tune` of tests/bench/routing_grid.py with 0 (order of arrival), 1, 4 and 16: without
-#: the cell that tipped over, geometric means of mean TTFT were 0.203, 0.190, 0.192 and 0.192 s, of p99 0.77, 0.74, 0.79
-#: and 0.80 s.
+#: Tuned by simulating the twelve `tune` cells of tests/bench/routing_grid.py with 0 (arrival order), 1, 4 and 16.
+#: Without the one cell that tipped over, the geometric means were 0.203, 0.190, 0.192 and 0.192 s for mean TTFT, and
+#: 0.77, 0.74, 0.79 and 0.80 s for p99 TTFT.
 PATIENCE = 1
 
 
@@ -25,26 +25,26 @@ class Victim(Protocol):
 
     @property
     def loss(self) -> int:
-        """Tokens to compute again if it is preempted: generated ones, and those of the prompt that no cache had."""
+        """Tokens to recompute if preempted: the generated ones, and the prompt tokens that were not cached."""
 
 
 Running = TypeVar("Running", bound=Victim)
 
 
 def turn(computed: int, uncached: int) -> int:
-    """The place of a request in the queue: the lowest starts first.
+    """A request's place in the queue; the lowest starts first.
 
-    `computed`: prompt tokens that the replica has computed since its start, as the request comes; `uncached`: those
-    that it needs.
+    `computed`: prompt tokens that the replica has computed between its start and the request's arrival. `uncached`:
+    prompt tokens that the request needs computed.
     """
     return computed + PATIENCE * uncached
 
 
 def gives_way(running: Sequence[Running]) -> Running:
-    """The request to preempt: of the least urgent priority the one that loses least, of equal ones the last.
+    """The request to preempt: within the least urgent priority, the one that loses least; among equals, the last.
 
-    There is always progress: of the most urgent ones, the one that loses most is never chosen while another one runs,
-    and it loses more with every token.
+    This guarantees progress: among the most urgent requests, the one that loses most is never chosen while another
+    runs, and its loss grows with every token.
     """
     return min(reversed(running), key=_loss)
 

@@ -1,15 +1,15 @@
 """An engine that schedules step n+1 while step n runs: tokens stay on the device and reach the host one step later.
 
-It launches a step on the assumption that no request ends, then processes the tokens of the previous step. A request
-that turns out to have ended has one row too many in flight, whose token is dropped. Its blocks may be reused at once,
-since the device runs steps in order. Blocks are committed, and events published, when a step has landed.
+It launches a step on the assumption that no request finishes in the previous one, then processes that one's tokens. A
+request that did finish has one row too many in flight, whose token is dropped. Its blocks may be reused at once, since
+the device runs steps in order. Blocks are committed, and events published, when a step has landed.
 
-What some requests change in their logits depends on the tokens before: grammars, penalties, bans. So a step with such
-rows is launched up to its logits; while it runs, the previous step lands, and the `DrawTerms` that follow from its
-tokens reach the device before the logits are there. Logprobs are computed there, too.
+Grammars, penalties and bans edit logits depending on the tokens before. A step with such rows is held: it is launched
+only up to its logits. While it runs, the previous step lands, and the `DrawTerms` that follow from its tokens reach the
+device before the logits are ready. Logprobs are also computed on the device.
 
-While a request for an embedding is running or waiting, all steps run one by one as in `Engine`; so do steps that are to
-have drafts, because only a finished step shows which of them are right.
+Steps run one at a time, as in `Engine`, while an embedding request is running or waiting, and when decodes are expected
+to get drafts: only a finished step shows which drafts are right.
 """
 
 from collections.abc import Iterable, Sequence
@@ -32,27 +32,27 @@ from .step_plan import SlotStart, StepPlan
 
 @dataclass(slots=True, frozen=True)
 class DrawTerms:
-    """What the host knows of a step's draw when all tokens before are known; rows are those of the plan's `drawn`."""
+    """Inputs of a step's draw that depend on all tokens before it; rows are those of the plan's `drawn`."""
 
     edits: LogitEdits | None = None
     masks: TokenMasks | None = None
-    scored: Sequence[ScoredRow] = ()  #: drawn tokens whose logprobs are wanted
-    echoed: Sequence[ScoredRow] = ()  #: tokens of prompts; places count from the first logits that are not drawn from
+    scored: Sequence[ScoredRow] = ()  #: drawn tokens whose logprobs are requested
+    echoed: Sequence[ScoredRow] = ()  #: prompt tokens; `place` counts from the first logits that no token is drawn from
 
 
 class PendingTokens(Protocol):
     def tokens(self) -> list[int | None]:
-        """Wait for the step; its tokens in the order of the plan's `drawn`. None: the logits were not finite."""
+        """Wait for the step and return its tokens, ordered as the plan's `drawn`; None where logits were not finite."""
 
     def logprobs(self) -> list[PositionLogprobs]:
-        """As the terms of the draw asked for: of the rows scored, then of those echoed."""
+        """The logprobs of the `scored` rows of the draw's terms, then of the `echoed` ones."""
 
 
 class AsyncExecutor(Executor, Protocol):
     """An executor that can also start a step without waiting for it."""
 
     def launch(self, plan: StepPlan) -> PendingTokens | None:
-        """Start a plan with slots on all ranks; None: it is held, and draws with `draw`. Raises RankLost."""
+        """Start a plan with slots on all ranks; None if it is held, so `draw` must follow. Raises RankLost."""
 
     def draw(self, terms: DrawTerms) -> PendingTokens:
         """Draw the tokens of the held step that was launched last, in the order of its `drawn`. Raises RankLost."""
@@ -62,7 +62,7 @@ class AsyncExecutor(Executor, Protocol):
 class StepInFlight:
     step: int
     rows: list[ScheduledRow]
-    preemptions: list[int]  #: of each row's request at launch
+    preemptions: list[int]  #: each row's `request.preemptions` at launch
     layout: LogitsLayout
     pending: PendingTokens | None  #: None: the step has not drawn yet
     started: float
@@ -70,23 +70,23 @@ class StepInFlight:
 
 
 class SlotTable:
-    """Which slot (1 to `count`) of the device's request table each running request has.
+    """Assigns slots (1 to `count`) of the device's request table to running requests.
 
-    A request keeps its slot while it runs; after a preemption it gets a new one.
+    A request keeps its slot while it runs, and gets a new one after a preemption.
     """
 
     def __init__(self, count: int) -> None:
         self._free = list(range(count, 0, -1))
-        #: By arrival: the slot, the request, and its preemptions when it got the slot.
+        #: By the request's `arrival`: its slot, the request, and its preemption count when it got the slot.
         self._held: dict[int, tuple[int, RequestState, int]] = {}
 
     @property
     def free(self) -> int:
-        """Number of slots not held after the latest `assign`."""
+        """Number of slots left free by the latest `assign`."""
         return len(self._free)
 
     def assign(self, requests: Iterable[RequestState]) -> tuple[list[int], list[RequestState]]:
-        """A slot for each running request, and the requests that got theirs just now."""
+        """Return a slot for each of these running requests, and the requests whose slot is new."""
         for slot, request, preemptions in list(self._held.values()):
             if request.phase is not RequestPhase.RUNNING or request.preemptions != preemptions:
                 del self._held[request.arrival]
@@ -107,7 +107,7 @@ class SlotTable:
 
 
 def needs_terms(request: RequestState) -> bool:
-    """Whether the draw of a request's next token depends on more than the device knows."""
+    """Whether drawing a request's next token needs `DrawTerms` from the host."""
     params = request.sampling
     return (
         request.guide is not None
@@ -132,7 +132,7 @@ class OverlappedEngine(Engine):
         return self._in_flight is not None or super().has_work
 
     def step(self) -> StepResult:
-        """Launch the next step and land the previous one, whose result is returned."""
+        """Launch the next step, then land the previous one and return its result."""
         embeds = any(request.embedding is not None for request in self.scheduler.requests())
         alone = embeds or self.scheduler.expects_drafts()
         if alone and self._in_flight is None:
@@ -155,7 +155,7 @@ class OverlappedEngine(Engine):
         return result
 
     def _try_launch(self, rows: list[ScheduledRow]) -> StepInFlight | Exception:
-        """Launch these rows; returns the error if that failed."""
+        """Launch these rows; returns the error if that fails."""
         self._steps += 1
         started = self._clock()
         layout = logits_layout(rows)
@@ -172,7 +172,7 @@ class OverlappedEngine(Engine):
         return StepInFlight(self._steps, rows, preemptions, layout, pending, started)
 
     def _try_draw(self, step: StepInFlight) -> StepInFlight | Exception:
-        """Let a held step draw, now that the tokens before it are known; returns the error if that failed."""
+        """Draw for a held step, now that the tokens before it are known; returns the error if that fails."""
         requests = [row.request for row in step.layout.samplers]
         step.scored = scored_rows([request.sampling for request in requests])
         terms = DrawTerms(
@@ -204,7 +204,7 @@ class OverlappedEngine(Engine):
                     prompt_tokens=request.prompt_tokens,
                     seed=request.sampling.seed,
                     temperature=request.sampling.temperature,
-                    top_k=min(request.sampling.top_k, self._vocab_size),  # the device has 32 bits for it
+                    top_k=min(request.sampling.top_k, self._vocab_size),  # the device holds it as int32
                     top_p=request.sampling.top_p,
                     min_p=request.sampling.min_p,
                 )
@@ -227,12 +227,12 @@ class OverlappedEngine(Engine):
         logprobs = {row.place: found for row, found in zip(step.scored, scores, strict=False)}
         samplers = step.layout.samplers
         for row, token in zip(samplers, tokens, strict=True):
-            if token is None:  # ended before it lands, so that its blocks become no prefix
+            if token is None:  # finish it before it lands, so its blocks are not cached
                 self._end_non_finite(row.request, result)
         for row, preemptions in zip(step.rows, step.preemptions, strict=True):
             self.scheduler.land(row, preemptions)
         for place, (row, token) in enumerate(zip(samplers, tokens, strict=True)):
-            if token is not None and row.request.phase is not RequestPhase.FINISHED:  # else ended in flight
+            if token is not None and row.request.phase is not RequestPhase.FINISHED:  # else it ended while in flight
                 self._advance(row.request, [Sampled(token, logprobs.get(place))], result)
         now = self._clock()
         self._measure(step.rows, now - max(step.started, self._landed_at))

@@ -1,10 +1,10 @@
-"""Drafts by prompt lookup: what repeats earlier tokens is likely to go on as those did.
+"""Drafts by prompt lookup: text that repeats earlier tokens is likely to continue as they did.
 
-Edits, quotations and code repeat their prompt. The last tokens of a request are looked up among its earlier ones,
-prompt and answer; what followed there is the guess. As many tokens are guessed as agreed before, so that a guess is
-short after three equal tokens and long inside a copy.
+Edits, quotations and code repeat their prompt. A request's last tokens are looked up among its earlier ones (prompt and
+answer); the tokens that followed there are the draft. A draft is as long as the match, so it is short after three equal
+tokens and long inside a copy.
 
-Pure: no model, no scheduler. Nothing is kept between two calls: scanning 8,192 tokens takes 10 us.
+Pure: no model, no scheduler, and no state between calls (scanning 8,192 tokens takes 10 us).
 """
 
 from collections.abc import Sequence
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-#: Rows of a step, drafts included, up to which one more costs little. 125 M parameters on one thread of a CPU; 1, 4, 8
-#: and 16 rows at 512 tokens: 6.7, 8.5, 11.9 and 18.9 ms in bfloat16, 13.8, 20.7, 25.7 and 37.8 ms in float32. Not
-#: measured on a GPU.
+#: Rows of a step (drafts included) up to which one more costs little. With 125 M parameters on one CPU thread, steps of
+#: 1, 4, 8 and 16 rows at 512 tokens took 6.7, 8.5, 11.9 and 18.9 ms in bfloat16, and 13.8, 20.7, 25.7 and 37.8 ms in
+#: float32. Not measured on a GPU.
 CPU_STEP_TOKENS, CUDA_STEP_TOKENS = 16, 128
-#: Fewer equal tokens say too little: they recur in any text.
+#: Shortest match that counts: shorter ones recur in any text.
 LEAST_EQUAL = 3
-#: Most equal tokens to look for: of several places, the one that agrees longest counts, then the latest.
+#: Longest match to look for. Among several places, the longest match wins, then the latest.
 MOST_EQUAL = 16
 #: Tokens to search, from the end.
 SEARCHED_TOKENS = 32_768
@@ -44,6 +44,6 @@ class PromptLookup:
         if equal < LEAST_EQUAL:
             return ()
         followed = known[ends[-1] + 1 :]
-        # What repeats itself with a short period ends before the guess does: it starts again.
+        # After a match close to the end, fewer tokens follow than are drafted; `resize` repeats them.
         guessed: list[int] = np.resize(followed, min(self.most, most, equal)).tolist()
         return guessed

@@ -1,8 +1,8 @@
 """One request inside the engine: its tokens, its block hashes, and how much of its KV is computed.
 
-Pure state: no other requests, no cache policy, no clock, no sockets. `admit` builds it from a `Generate` message. The
-router validates what clients send; `admit` protects the engine from a router of another version or block size, whose
-hashes would otherwise fail a whole step.
+Pure state: no other requests, no cache policy, no clock, no sockets. `admit` builds it from a `Generate` message.
+Routers validate client input; `admit` protects the engine from a router with another version or block size, whose
+hashes would otherwise make a whole step fail.
 """
 
 from array import array
@@ -20,16 +20,16 @@ from ..errors import InvalidRequest
 from ..messages import EmbeddingParams, Generate, Pin, PositionLogprobs, SamplingParams
 from ..structured.guide import Guide
 
-#: Most alternatives beside a token's own logprob. OpenAI allows 20 (chat) and 5 (completions).
+#: Maximum number of alternatives besides a token's own logprob. OpenAI allows 20 (chat) and 5 (completions).
 MAX_LOGPROBS = 100
-#: Tokens without drafts after the first failure, and how many times as many after each further one.
+#: Tokens without drafts after a first failure; each further failure in a row multiplies the pause by this.
 REST_FACTOR = 5
 #: Length of a tenant's digest.
 TENANT_BYTES = 16
 
 
 class RequestKey(NamedTuple):
-    """The sender (the router's id), and that router's number for the request."""
+    """The source (the router's id) and that router's number for the request."""
 
     source: str
     request_id: int
@@ -45,19 +45,19 @@ class RequestPhase(Enum):
 
 @dataclass(slots=True)
 class Drafting:
-    """Whether guessing at a request's tokens pays: one at a time until a guess is right, with rests after wrong ones.
+    """Whether drafts pay for a request: one at a time until drafts prove right, and a pause after each failure.
 
-    Each rest in a row is longer. So an answer whose drafts all fail takes 0.3 to 2 % longer (docs/benchmarks.md).
+    Each pause in a row is longer, so an answer whose drafts all fail takes only 0.3 to 2 % longer (docs/benchmarks.md).
     """
 
     failures: int = 0  #: in a row
-    trusted: bool = False  #: whether the last guess was right
-    rests_until: int = 0  #: generated tokens before which nothing is guessed
-    #: The guess at a token in flight and its place, when the next step waits for it in order to have drafts.
+    trusted: bool = False  #: whether at least half of the last drafts were right
+    rests_until: int = 0  #: no drafts until this many tokens are generated
+    #: Index and guess of a token in flight, while the next step waits to learn whether the guess is right.
     expected: tuple[int, int] | None = None
 
     def learn(self, drafts: int, right: int, generated: int) -> None:
-        """So many drafts were checked, and the leading `right` of them kept."""
+        """Record that the first `right` of `drafts` were kept, when `generated` tokens exist."""
         self.trusted = 2 * right >= drafts
         if self.trusted:
             self.failures = 0
@@ -71,7 +71,7 @@ class RequestState:
     """A request from its admission to its last token. Only the scheduler and the engine change it."""
 
     key: RequestKey
-    #: Prompt, then the generated tokens (from here or from an earlier replica).
+    #: The prompt, then the generated tokens (generated here or on an earlier replica).
     tokens: "array[int]"
     prompt_tokens: int
     #: Parent of the first block.
@@ -82,39 +82,39 @@ class RequestState:
     priority: int = 0
     #: Order of arrival.
     arrival: int = 0
-    #: Place among those of its priority (order.py); kept across preemptions, so that it does not start from the end.
+    #: Place within its priority (order.py); kept across preemptions, so a preempted request does not go to the end.
     turn: int = 0
     #: Prefixes of the prompt to keep once it is computed.
     pins: tuple[Pin, ...] = ()
     tokens_per_output: int = 1
     #: Sent by the router to fill the cache; excluded from the counts of queries, hits and generated tokens.
     warm_up: bool = False
-    #: What the answer must match; it has followed the generated tokens.
+    #: State of the request's constraint after the generated tokens; None without a constraint.
     guide: Guide | None = None
-    #: Generate no token, but the vector of the prompt.
+    #: Set if the request wants the vector of its prompt and no tokens.
     embedding: EmbeddingParams | None = None
 
     phase: RequestPhase = RequestPhase.WAITING
     blocks: list[Block] = field(default_factory=list)
-    #: Ids of `blocks`, extended by `block_table`: every step sends them all, and they only grow.
+    #: Ids of `blocks`, extended by `block_table`. Kept because every step sends them all, and they only grow.
     table: "array[int]" = field(default_factory=lambda: array("i"))
     #: Tokens whose KV is in `blocks`.
     computed: int = 0
-    #: Rows that were launched and have not landed; `computed` counts them already, since steps run in order.
+    #: Rows launched and not yet landed; `computed` already counts them, since steps run in order.
     in_flight: int = 0
     #: Tokens that rows in flight will draw: they have a position but no value yet.
     pending: int = 0
-    #: Leading blocks that the cache knows (taken from it, or committed to it).
+    #: Number of leading blocks that are in the cache (taken from it or committed to it).
     committed_blocks: int = 0
     #: Prompt tokens taken from the cache at the first admission; None before it.
     cached_tokens: int | None = None
-    #: Of `computed`, the tokens that the latest admission took from the cache.
+    #: The part of `computed` that the latest admission took from the cache.
     cached_now: int = 0
-    #: Tokens that the cache had on arrival: for the load report while the request waits.
+    #: Tokens that were cached when the request started to wait; for the load report.
     expected_cached: int = 0
-    #: Free blocks that it takes when it starts, as of its arrival.
+    #: Free blocks that admission would have taken when the request started to wait; for the load report.
     needed_blocks: int = 0
-    #: Free blocks when the request last did not fit; None if it was not tried or has run since.
+    #: Number of free blocks when the request last did not fit; None if it was not tried or has run since.
     refused_at_free: int | None = None
     #: Whether an output was sent; the first one carries more fields.
     answered: bool = False
@@ -125,7 +125,7 @@ class RequestState:
     drafting: Drafting = field(default_factory=Drafting)
     #: Collected while the prompt is computed in chunks; None unless requested.
     prompt_logprobs: list[PositionLogprobs | None] | None = None
-    #: Of an embedding: the sum of the hidden states that it pools, of the tokens computed so far.
+    #: For an embedding: the sum of the pooled hidden states of the tokens computed so far.
     hidden_sum: npt.NDArray[np.float64] | None = None
 
     def __post_init__(self) -> None:
@@ -139,7 +139,7 @@ class RequestState:
 
     @property
     def loss(self) -> int:
-        """Tokens to compute again if it is preempted."""
+        """Tokens to recompute if the request is preempted."""
         return self.computed - self.cached_now
 
     @property
@@ -158,12 +158,12 @@ class RequestState:
 
     @property
     def decoding(self) -> bool:
-        """Only the newest token is to be computed, and at least one token was computed before it."""
+        """Whether the prompt is computed and only the newest token is not."""
         return self.uncomputed == 1 and self.computed >= self.prompt_tokens
 
     @property
     def may_use_cache(self) -> bool:
-        """False for requests that need the results of every prompt position: the cache has only their KV."""
+        """False for requests that need results for every prompt position: the cache holds only KV."""
         return not self.scores_prompt and (self.embedding is None or self.embedding.pooling != "mean")
 
     @property
@@ -179,7 +179,7 @@ class RequestState:
         return table
 
     def append(self, token_id: int, hasher: BlockHasher) -> None:
-        """Add a generated token, and the hash of the block that it fills."""
+        """Add a generated token, and the hash of the block if it fills one."""
         self.tokens.append(token_id)
         self.pending = max(0, self.pending - 1)
         start = len(self.hashes) * hasher.block_size
@@ -192,7 +192,7 @@ class RequestState:
         return token_bytes(self.tokens[start:stop])
 
     def rewind(self) -> None:
-        """Forget the KV after the blocks were released."""
+        """Reset everything that describes the KV, after the blocks were released."""
         self.blocks = []
         self.table = array("i")
         self.computed = 0
@@ -222,7 +222,7 @@ class RequestState:
 def admit(source: str, request: Generate, vocab_size: int, block_size: int, guide: Guide | None = None) -> RequestState:
     """The state of a new request. Raises InvalidRequest, which names the field and its limits.
 
-    `guide`: made of the request's constraint, if it has one.
+    `guide`: compiled from the request's constraint; None without one.
     """
     assert (guide is None) == (request.constraint is None), f"{request.constraint} with the guide {guide}"
     size = len(request.token_ids)
@@ -230,7 +230,7 @@ def admit(source: str, request: Generate, vocab_size: int, block_size: int, guid
     tokens = token_array(request.token_ids)
     _check(0 < request.prompt_tokens <= len(tokens), f"prompt_tokens: {request.prompt_tokens} of {len(tokens)} tokens")
     highest = max(tokens)
-    _check(highest < vocab_size, f"token_ids: {highest} is not below the vocabulary's {vocab_size}")
+    _check(highest < vocab_size, f"token_ids: {highest} is not below the vocabulary size {vocab_size}")
     _check(len(request.root) == HASH_BYTES, f"root: {len(request.root)} bytes instead of {HASH_BYTES}")
     full, size = len(tokens) // block_size, len(request.block_hashes)
     _check(
@@ -240,12 +240,12 @@ def admit(source: str, request: Generate, vocab_size: int, block_size: int, guid
     _check_sampling(request.sampling, vocab_size)
     for pin in request.pins:
         count, prompt = pin.num_tokens, request.prompt_tokens
-        _check(0 < count <= prompt, f"pins: {count} of a prompt of {prompt} tokens")
-        _check(isfinite(pin.ttl_s) and pin.ttl_s > 0, f"pins: a time of {pin.ttl_s} s is not above 0")
-        _check(len(pin.tenant) == TENANT_BYTES, f"pins: tenant of {len(pin.tenant)} bytes instead of {TENANT_BYTES}")
+        _check(0 < count <= prompt, f"pins: {count} tokens of a prompt of {prompt} tokens")
+        _check(isfinite(pin.ttl_s) and pin.ttl_s > 0, f"pins: ttl_s {pin.ttl_s} is not a positive number")
+        _check(len(pin.tenant) == TENANT_BYTES, f"pins: tenant has {len(pin.tenant)} bytes instead of {TENANT_BYTES}")
     generated, most = len(tokens) - request.prompt_tokens, request.sampling.max_tokens
     _check(generated < most, f"max_tokens: {generated} of {most} were already generated")
-    _check(request.embedding is None or not (generated or guide), "embedding: such a request generates no tokens")
+    _check(request.embedding is None or not (generated or guide), "embedding: such a request cannot generate tokens")
     return RequestState(
         key=RequestKey(source, request.request_id),
         tokens=tokens,
@@ -270,8 +270,8 @@ def _check_sampling(params: SamplingParams, vocab_size: int) -> None:
     _check(0 < params.top_p <= 1, f"top_p: {params.top_p} is not above 0 and at most 1")
     _check(params.top_k >= 0, f"top_k: {params.top_k} is below 0")
     _check(0 <= params.min_p <= 1, f"min_p: {params.min_p} is not between 0 and 1")
-    _check(isfinite(params.presence_penalty), f"presence_penalty: {params.presence_penalty}")
-    _check(isfinite(params.frequency_penalty), f"frequency_penalty: {params.frequency_penalty}")
+    _check(isfinite(params.presence_penalty), f"presence_penalty: not finite: {params.presence_penalty}")
+    _check(isfinite(params.frequency_penalty), f"frequency_penalty: not finite: {params.frequency_penalty}")
     repetition = params.repetition_penalty
     _check(isfinite(repetition) and repetition > 0, f"repetition_penalty: {repetition} is not above 0")
     for name, ids in (

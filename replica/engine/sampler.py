@@ -1,16 +1,16 @@
-"""From logits to tokens, for a whole batch.
+"""Draws tokens from logits, for a whole batch.
 
-A row's token depends only on its own logits, its parameters and (seed, position), whatever else is in the batch. A
-counter-based generator gives the uniform numbers of each (seed, position), so that another replica can continue a
-request. Knows nothing of request state, stopping or text.
+A row's token depends only on its own logits, its parameters and (seed, position), not on the rest of the batch. A
+counter-based generator derives the uniform numbers from (seed, position), so another replica can continue a request.
+Independent of request state, stopping rules and text.
 
-Another batch computes the same logits with other rounding errors, which must not change tokens. With one cumulative
-distribution over the whole vocabulary they would: every error shifts all later borders, and in the tail borders lie
-closer than errors. So a token is chosen in steps, each among few groups and each with a number of its own.
+The same logits computed in another batch have other rounding errors, which must not change tokens. With a single
+cumulative distribution over the vocabulary they would: each error shifts all later boundaries, and in the tail those
+are closer together than the errors. So a token is chosen in steps, each among few groups with its own uniform number.
 
-Order: repetition, frequency and presence penalty, logit bias, allowed ids, banned ids and words, the masks of
-grammars; then temperature, top-k, top-p of what top-k left, min-p. A token that ties with the last one kept is kept
-too, so that no set depends on how ties are sorted.
+Order: repetition, frequency and presence penalty, logit bias, allowed ids, banned ids and words, grammar masks; then
+temperature, top-k, top-p over what top-k kept, min-p. Tokens that tie with the last one kept are kept too, so the
+result does not depend on how ties are sorted.
 """
 
 import math
@@ -28,12 +28,12 @@ from .logprobs import read, score, scored_rows
 #: Below this temperature a row is greedy: the scaled logits would overflow.
 GREEDY_BELOW = 1e-5
 
-#: Groups to choose from in one step. Measured at a vocabulary of 152,000 with an error of 1e-4 in each logit: 0 of 500
-#: draws changed (44 with one step), in 61 ms for 50 rows on one core (90 ms with one step).
+#: Number of groups to choose from in each step. Measured for a vocabulary of 152,000 with an error of 1e-4 in each
+#: logit: 0 of 500 draws changed (44 with a single step), in 61 ms for 50 rows on one core (90 ms with a single step).
 FAN_OUT = 16
 
-#: Buckets of scaled logits for top-p; the last one takes all below -32, whose weight is at most 1e-14 of the greatest.
-#: Measured on 32 flat rows of 32,000 logits, one core: 20 ms, and 85 ms if each row is sorted.
+#: Buckets of scaled logits for top-p. The last one holds all below -32, with at most 1e-14 of the greatest weight each.
+#: Measured on 32 flat rows of 32,000 logits, one core: 20 ms, compared with 85 ms if each row is sorted.
 BUCKET_WIDTH = 1 / 64
 BUCKETS = 2048
 
@@ -54,7 +54,7 @@ class Sampled:
 
 
 def sample(logits: torch.Tensor, rows: Sequence[SamplingRow], restriction: Restriction | None = None) -> list[Sampled]:
-    """Draw one token per row of `logits` [len(rows), vocab], float32, which are in the end as before."""
+    """Draw one token per row of `logits` [len(rows), vocab], float32. Leaves the logits as they were."""
     assert logits.shape[0] == len(rows), (logits.shape, len(rows))
     edits, edited = edits_of(rows), logits
     if edits is not None:
@@ -63,7 +63,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow], restriction: Restr
     before: torch.Tensor | None = None
     if restriction is not None:
         with torch.inference_mode():
-            if edited is logits:  # of a whole batch, a copy takes longer than the mask of a row
+            if edited is logits:  # copying the whole batch would take longer than masking a row
                 before = logits[restriction.rows]
             restriction.apply(edited)
     tokens, greatest = _likeliest(edited) if rows else (logits.new_empty(0, dtype=torch.int64), [])
@@ -83,9 +83,9 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow], restriction: Restr
 
 
 def _likeliest(logits: torch.Tensor) -> tuple[torch.Tensor, list[float]]:
-    """The first id of each row's greatest logit, or of its first NaN; and the value there.
+    """The first id of each row's greatest logit, or of its first NaN, and the values there.
 
-    On a CPU by numpy, which uses vector registers: 33 µs for 16 rows of 32,000, and 215 µs by torch.
+    On a CPU, numpy does this with vector registers: 33 µs for 16 rows of 32,000, compared with torch's 215 µs.
     """
     if logits.device.type != "cpu":
         values, ids = logits.max(-1)
@@ -98,7 +98,7 @@ def _likeliest(logits: torch.Tensor) -> tuple[torch.Tensor, list[float]]:
 def _sampled_logprobs(
     logits: torch.Tensor, rows: Sequence[SamplingRow], tokens: torch.Tensor
 ) -> dict[int, PositionLogprobs]:
-    """By row index, for rows that request them; from the raw logits, so they are the model's own probabilities."""
+    """Logprobs by row index, for rows that request them: the model's own, as they come from the raw logits."""
     scored = scored_rows([row.params for row in rows])
     if not scored:
         return {}
@@ -111,13 +111,13 @@ def _sampled_logprobs(
 
 
 def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """One token for each row from its distribution, by the uniform numbers of its seed and position: [rows] int64."""
+    """Draw one token per row with the uniform numbers of its seed and position: [rows] int64."""
     temperatures = torch.tensor([row.params.temperature for row in rows], device=logits.device)
     scaled = logits / temperatures[:, None]
     greatest = scaled.amax(-1, keepdim=True)
     scaled -= greatest  # each row's greatest is 0 now
-    # Where the greatest is not finite (an edit overflowed, or every token is banned), the likeliest token is certain:
-    # one request's parameters must not fail a step for all.
+    # Where the greatest is not finite (an edit overflowed, or every token is banned), the likeliest token gets all the
+    # weight: one request's parameters must not fail the step for all.
     overflowed = (~greatest[:, 0].isfinite()).nonzero()[:, 0]
     if len(overflowed):
         scaled[overflowed] = -math.inf
@@ -143,29 +143,29 @@ def _grouped(weights: torch.Tensor) -> torch.Tensor:
 
 
 def _choose(weights: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
-    """The inverse of each row's cumulative distribution at its point [rows, 1]: [rows] int64."""
+    """Invert each row's cumulative distribution at its point [rows, 1]: [rows] int64."""
     cumulative = weights.cumsum(-1, dtype=torch.float64)
     targets = points * cumulative[:, -1:]
-    # The first whose cumulative weight exceeds the target. Rounding may put the target at the very end, which means the
-    # last one of positive weight.
+    # The first entry whose cumulative weight exceeds the target, or the last entry of positive weight if rounding puts
+    # the target at the very end.
     last = cumulative.ge(cumulative[:, -1:]).int().argmax(-1)
     return torch.minimum(torch.searchsorted(cumulative, targets, right=True)[:, 0], last)
 
 
 def _floor(scaled: torch.Tensor, params: SamplingParams) -> float:
-    """The least scaled logit to keep in one row whose greatest is 0; -inf keeps all."""
+    """The least scaled logit to keep in a row whose greatest is 0; -inf keeps all."""
     floor = math.log(params.min_p) if params.min_p > 0.0 else -math.inf
     if 0 < params.top_k < len(scaled):
         least = scaled.topk(params.top_k).values[-1]
         floor = max(floor, float(least))
-        scaled = scaled[scaled >= least]  # with all that tie
+        scaled = scaled[scaled >= least]  # ties included
     return floor if params.top_p >= 1.0 else max(floor, _nucleus_floor(scaled, params.top_p))
 
 
 def _nucleus_floor(scaled: torch.Tensor, top_p: float) -> float:
-    """The least of `scaled` (greatest 0) in the smallest set of likeliest tokens that holds `top_p` of their weight.
+    """The least of `scaled` (greatest 0) in the smallest set of likeliest tokens with `top_p` of the total weight.
 
-    Sums weights by buckets of similar logits and sorts only the bucket in which the sum crosses `top_p`.
+    Sums weights in buckets of similar logits and sorts only the bucket in which the sum crosses `top_p`.
     """
     depths = (scaled / -BUCKET_WIDTH).clamp(max=BUCKETS - 1).long()
     masses = torch.bincount(depths, scaled.exp().double(), minlength=BUCKETS)
@@ -192,7 +192,7 @@ _HALF = np.uint64(32)
 
 
 def philox(counter: tuple[Words, Words, Words, Words], key: tuple[Words, Words]) -> tuple[Words, Words, Words, Words]:
-    """Four random words for each counter and key; all arrays are of one shape."""
+    """Four random words for each counter and key; all arrays have the same shape."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):

@@ -2,18 +2,18 @@
 
 Pure: no torch, no sockets, no clock.
 
-One token budget serves prefill and decode. Decodes come first (one token each); prefills take the rest in chunks, most
-urgent first, those that are to begin among those that have begun. A request is admitted when blocks for all its present
-tokens are free, so only decodes ask for more. If there are none, the running request that loses least is preempted: its
-blocks are released (still cached, tail evicted first), it waits, and recomputes what the cache no longer has. Order and
-choice are those of order.py.
+Prefill and decode share one token budget. Decodes come first (one token each); prefills take the rest in chunks, most
+urgent first, with started and waiting prompts in one order. A request is admitted when there are free blocks for all
+its current tokens, so only decodes need more later. If none is free, the running request that loses least is preempted:
+its blocks are released (still cached, tail evicted first), it waits again and recomputes what the cache no longer has.
+order.py defines both the order and that choice.
 
-A request may compute several tokens of its answer in one step: drafts from a `Drafter`. They use what remains of the
-budget and of the free blocks after all other rows. A request whose drafts fail gets none for a while.
+With drafts from a `Drafter`, a request can compute several tokens of its answer in one step. Drafts use the budget and
+the free blocks that all other rows leave. A request whose drafts fail gets none for a while.
 
-No deadlock: of the most urgent running requests the one that loses most can take all other blocks, and it fits alone
-(`add` refuses what could never fit; pins in its way are broken). No starvation among equals: a request's turn is fixed
-when it comes, and kept across preemptions; what comes after a number of computed tokens never passes it.
+No deadlock: among the most urgent running requests, the one that loses most can take all other blocks, and it fits
+alone (`add` refuses requests that could never fit; pins in its way are broken). No starvation within a priority: a
+request's turn is fixed on arrival and kept across preemptions, and it bounds the work that can go first (order.py).
 """
 
 from bisect import insort
@@ -32,11 +32,11 @@ from .order import gives_way, turn
 from .request import RequestKey, RequestPhase, RequestState
 from .step_plan import BlockCopy, PlanRow, StepPlan, plan_of_rows
 
-#: Prompt logprobs need the logits of every position: [chunk, vocab] float32, 156 MB at a vocabulary of 152k.
+#: Tokens per step of a prompt with logprobs, as each needs its logits: [chunk, vocab] float32, 156 MB for 152k ids.
 PROMPT_LOGPROBS_CHUNK = 256
 
-#: (a request's tokens, maximum count) -> guesses at the next token ids, or (). The sampler checks them, so the tokens
-#: generated do not depend on them. The extension point for speculative decoding.
+#: (a request's tokens, maximum count) -> guesses at the next token ids, or (). The sampler checks them, so they do not
+#: affect which tokens are generated. The extension point for speculative decoding.
 Drafter = Callable[[Sequence[int], int], Sequence[int]]
 
 _NO_MATCH = PrefixMatch(blocks=(), tokens=0)
@@ -47,31 +47,31 @@ _by_urgency = attrgetter("urgency")
 class SchedulerLimits:
     max_running_requests: int
     max_batched_tokens: int
-    #: Longest prompt plus answer; never more than the pool holds.
+    #: Maximum tokens of prompt plus answer; never more than the pool holds.
     max_model_len: int
     worth_waiting_tokens: int = WORTH_WAITING_TOKENS
-    #: Prompt tokens after which a step takes no further prompt: this many keep the processor busy, and sharing the step
-    #: would only delay all first tokens in it. None: only the budget bounds a step.
+    #: A step with this many prompt tokens takes no further prompt: they keep the processor busy, and another prompt
+    #: would only delay every first token of the step. None: only the budget bounds a step.
     prefill_step_tokens: int | None = None
-    #: Tokens of a step up to which drafts are added to it, where a further token costs little. None: the budget.
+    #: Drafts fill a step up to this many tokens; up to there, each further token costs little. None: the budget.
     drafted_step_tokens: int | None = None
 
     @property
     def running(self) -> int:
-        """Requests in one batch: each of them must get at least one token a step."""
+        """Maximum number of running requests: each must get at least one token per step."""
         return min(self.max_running_requests, self.max_batched_tokens)
 
 
 @dataclass(slots=True, frozen=True)
 class ScheduledRow:
-    """One request's share of a step: tokens `start` up to `start + count`, and drafts of the next ones."""
+    """One request's share of a step: tokens `start` up to `start + count`, and drafts for the tokens after them."""
 
     request: RequestState
     start: int
     count: int
-    #: Done before this step writes any KV: until then the source holds what was matched, whoever owns it by now.
+    #: Made before this step writes any KV: until then the source block holds the matched KV, even if reallocated.
     copy: BlockCopy | None = None
-    #: Guesses at the next tokens of a row that samples: a token is drawn after each of them, too.
+    #: Guesses at the next tokens of a sampling row; a token is also drawn after each of them.
     drafts: tuple[int, ...] = ()
 
     @property
@@ -84,7 +84,7 @@ class ScheduledRow:
 
     @property
     def samples(self) -> bool:
-        """Whether the step reaches the request's newest token, so that the next one can be drawn."""
+        """Whether the step computes the request's newest token, so the next one can be drawn. False for embeddings."""
         return self.end == self.request.num_tokens and self.request.embedding is None
 
     @property
@@ -92,7 +92,7 @@ class ScheduledRow:
         return self.count == 1 and self.start >= self.request.prompt_tokens
 
     def token_ids(self) -> Sequence[int]:
-        """Tokens and drafts to compute; 0 in place of a token that a step in flight is drawing."""
+        """Tokens and drafts to compute, with 0 for a token that a step in flight is still drawing."""
         tokens = self.request.tokens[self.start : self.end]
         if self.drafts:
             return [*tokens, *self.drafts]
@@ -101,15 +101,15 @@ class ScheduledRow:
 
 @dataclass(slots=True, frozen=True)
 class LogitsLayout:
-    """Whose logits a step returns: one and one a draft for each sampling row, then those for prompt logprobs.
+    """The logits that a step returns, and the hidden states that become embeddings.
 
-    And whose hidden states, which become embeddings.
+    Each sampling row gets 1 + len(drafts) logits; those for prompt logprobs follow after all of them.
     """
 
     samplers: list[ScheduledRow]
-    prompts: list[tuple[ScheduledRow, Sequence[int]]]  #: with the positions whose logits are needed
+    prompts: list[tuple[ScheduledRow, Sequence[int]]]  #: each with the positions whose logits are needed
     logits_at: list[int]  #: flat token indexes
-    hidden: list[tuple[ScheduledRow, range]]  #: with flat token indexes
+    hidden: list[tuple[ScheduledRow, range]]  #: each with the flat token indexes that are pooled
 
 
 def logits_layout(rows: Sequence[ScheduledRow]) -> LogitsLayout:
@@ -124,7 +124,7 @@ def logits_layout(rows: Sequence[ScheduledRow]) -> LogitsLayout:
             samplers.append(row)
             sample_at += range(first + row.count - 1, first + row.width)
         if row.request.scores_prompt:
-            # The position before each prompt token gives that token's logprob.
+            # A prompt token's logprob comes from the logits of the position before it.
             positions = range(row.start, min(row.end, row.request.prompt_tokens - 1))
             if positions:
                 prompts.append((row, positions))
@@ -137,9 +137,9 @@ def logits_layout(rows: Sequence[ScheduledRow]) -> LogitsLayout:
 
 
 def plan_of_step(step: int, rows: Sequence[ScheduledRow], logits_at: Sequence[int]) -> StepPlan:
-    """The plan of these rows. Each draft is a row of its own: it is computed to the last bit as it would be later.
+    """The plan for these rows. Each draft is a row of its own, so its result is bit for bit that of a later step.
 
-    Attention reads what all rows of a step have written, and a step of such rows can be a captured one.
+    That works because attention reads the KV that all rows of a step have written. The step can also be a captured one.
     """
     plan_rows: list[PlanRow] = []
     for row in rows:
@@ -183,7 +183,7 @@ class Scheduler:
         self._waiting: list[RequestState] = []
         self._running: list[RequestState] = []
         self._arrivals = 0
-        self._prefilled = 0  #: prompt tokens given to steps since the start
+        self._prefilled = 0  #: prompt tokens scheduled since the start
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -213,17 +213,17 @@ class Scheduler:
     def schedule(self) -> list[ScheduledRow]:
         """The rows of the next step, most urgent decodes first; empty when nothing can run.
 
-        Every returned row must be settled by `complete` or `finish` before the next call.
+        Before the next call, each row must go to `complete` or `launch`, or its request to `finish`.
         """
         rows = self._schedule_decodes()
         budget = self.limits.max_batched_tokens - len(rows)
-        # What remains of the budget when the prompts of a step are enough.
+        # Stop adding prompts when no more than this is left of the budget.
         enough = max(0, budget - (self.limits.prefill_step_tokens or budget))
         rows += self._schedule_prefills(budget, enough)
         return rows
 
     def add_drafts(self, rows: list[ScheduledRow]) -> list[ScheduledRow]:
-        """The rows of a step with drafts added to decodes. No token may be in flight."""
+        """Add drafts to a step's decodes and return all its rows. No token may be in flight."""
         drafter, spare = self._drafter, self._spare(sum(row.count for row in rows))
         if drafter is None or spare <= 0:
             return rows
@@ -235,7 +235,7 @@ class Scheduler:
         return found
 
     def expects_drafts(self) -> bool:
-        """Whether a decode could get drafts now; with tokens in flight, whether it seems likely when they are known."""
+        """Whether a decode can get drafts now or, with tokens in flight, probably can once they are known."""
         spare = self._spare(len(self._running))
         drafter = self._drafter
         return (
@@ -245,7 +245,7 @@ class Scheduler:
         )
 
     def complete(self, row: ScheduledRow) -> None:
-        """The KV of this row is computed: commit full blocks to the cache. Ignores a request that has finished."""
+        """Record that this row's KV is computed, and commit its full blocks. Ignores a request that is not running."""
         request = row.request
         if request.phase is not RequestPhase.RUNNING:
             return
@@ -254,7 +254,7 @@ class Scheduler:
         self._commit(request, row.end)
 
     def launch(self, row: ScheduledRow) -> None:
-        """The device runs this row now: later rows may use its KV and the token that it draws."""
+        """Record that the device runs this row. Later rows may use its KV and the token that it draws."""
         request = row.request
         assert request.computed == row.start, f"request {request.key}: at {request.computed}, row from {row.start}"
         request.pending += row.samples
@@ -262,20 +262,20 @@ class Scheduler:
         request.computed = row.end
 
     def land(self, row: ScheduledRow, preemptions: int) -> None:
-        """A launched row has run. `preemptions`: the request's at launch; if it has more now, its KV may be lost."""
+        """Record that a launched row has run. Commits nothing if `preemptions`, the request's at launch, have grown."""
         request = row.request
         request.in_flight -= 1
         if request.phase is RequestPhase.RUNNING and request.preemptions == preemptions:
             self._commit(request, row.end)
 
     def accept(self, request: RequestState) -> None:
-        """The newest token matched its draft, so that its KV is computed already."""
+        """Record that the newest token matched its draft, so its KV is already computed."""
         assert request.uncomputed == 1, f"request {request.key}: a draft accepted {request.uncomputed} tokens ahead"
         request.computed += 1
         self._commit(request, request.computed)
 
     def pin(self, request: RequestState, now: float) -> int:
-        """Pin the prefixes that a running request asked for, once its prompt is computed. Returns tokens pinned."""
+        """Pin the prefixes that a request with a computed prompt asked for. Returns the longest, in tokens."""
         size = self._hasher.block_size
         kept = [
             self._cache.pin(pin.tenant, request.blocks[: pin.num_tokens // size], now + pin.ttl_s)
@@ -291,7 +291,7 @@ class Scheduler:
         request.phase = RequestPhase.FINISHED
 
     def backlog(self) -> SchedulerBacklog:
-        """Sums over all requests; for a waiting one, the tokens that the cache did not have on its arrival."""
+        """Remaining work of all requests; for waiting ones, the tokens not cached when they started to wait."""
         decoding = [request for request in self._running if request.decoding]
         prefilling = [request for request in self._running if not request.decoding]
         spans = [PrefillSpan(each.cached_now, each.computed, each.num_tokens) for each in prefilling]
@@ -320,24 +320,24 @@ class Scheduler:
         assert len(held) + free == self._capacity_blocks, f"{len(held)} held + {free} free != {self._capacity_blocks}"
 
     def _schedule_decodes(self) -> list[ScheduledRow]:
-        """One token for each decoding request; preempts others if there is no block for it."""
+        """One token for each decoding request; preempts requests while blocks are short."""
         rows: list[ScheduledRow] = []
-        for request in tuple(self._running):  # which `_make_room` shortens from its end
+        for request in tuple(self._running):  # a copy, as `_make_room` removes requests
             if request.phase is not RequestPhase.RUNNING or not request.decoding:
                 continue
-            # With all tokens in flight drawn, there must still be one to draw.
+            # There must be a token left to draw once those in flight are drawn.
             drawn = request.generated + request.pending
             unfinished = drawn < request.sampling.max_tokens and request.num_tokens < self.limits.max_model_len
             if unfinished and self._make_room(request):
                 rows.append(ScheduledRow(request, request.computed, 1))
-        # A victim may have had its row before another request needed room.
+        # A request may have been preempted after it got its row.
         return [row for row in rows if row.request.phase is RequestPhase.RUNNING]
 
     def _schedule_prefills(self, budget: int, enough: int) -> Iterator[ScheduledRow]:
-        """Prompts that have begun and those that begin, in one order, until `enough` of the budget is left.
+        """Rows of started and newly admitted prompts, in one order, until at most `enough` of the budget is left.
 
-        A waiting request that does not fit holds up those behind it, or it would starve. One whose prefix is being
-        computed is skipped: it holds up no other and soon finds its blocks.
+        A waiting request that does not fit blocks those behind it; otherwise it would starve. One whose prefix is being
+        computed is skipped: it blocks no other request, and will soon find those blocks in the cache.
         """
         begun = iter([request for request in self._running if not request.decoding])
         current, skipped, admits = next(begun, None), 0, True
@@ -362,17 +362,17 @@ class Scheduler:
                 yield row
 
     def _may_fit(self, request: RequestState) -> bool:
-        """False without a look-up: its newest token is not known yet, or there is no more room than last time."""
+        """False, without a look-up, if its newest token is not known yet or no more blocks are free than last time."""
         tried = request.refused_at_free
         return not request.in_flight and (tried is None or self._cache.free_blocks > tried or not self._running)
 
     def _spare(self, tokens: int) -> int:
-        """How many drafts a step of so many tokens may have."""
+        """How many drafts fit into a step that has this many tokens already."""
         budget = self.limits.max_batched_tokens
         return min(budget, self.limits.drafted_step_tokens or budget) - tokens
 
     def _drafts(self, request: RequestState, spare: int, drafter: Drafter) -> tuple[int, ...]:
-        """Guesses at tokens before the request's last one, within `spare` and the free blocks."""
+        """Drafts for a request, within `spare` and the free blocks; none for its last token."""
         drafts = self._guesses(request, spare, drafter)
         missing = self._missing_blocks(request, len(drafts)) if drafts else 0
         if missing > 0:
@@ -384,7 +384,7 @@ class Scheduler:
         most = min(spare, places, request.sampling.max_tokens - request.generated - 1)
         if not request.drafting.trusted:
             most = min(most, 1)
-        # With a guide, each draft would need a mask, of states that are given up if one of them is wrong.
+        # With a guide, each draft would need the mask of a state that is discarded if an earlier draft is wrong.
         if most <= 0 or request.guide is not None or request.generated < request.drafting.rests_until:
             return ()
         return tuple(drafter(request.tokens, most)[:most])
@@ -401,7 +401,7 @@ class Scheduler:
         return bool(drafts)
 
     def _make_room(self, request: RequestState) -> bool:
-        """Provide a block for the newest token; False when the request itself had to be preempted."""
+        """Provide a block for the newest token; False if the request itself was preempted."""
         while self._missing_blocks(request) > 0:
             blocks = self._cache.allocate(self._missing_blocks(request))
             if blocks is not None:
@@ -421,14 +421,14 @@ class Scheduler:
         return True
 
     def _missing_blocks(self, request: RequestState, more: int = 0) -> int:
-        """Negative if blocks were allocated for drafts that were rejected."""
+        """Blocks to allocate for all tokens and `more`; negative if rejected drafts left some over."""
         return -(-(request.num_tokens + more) // self._hasher.block_size) - len(request.blocks)
 
     def _is_being_computed(self, request: RequestState, match: PrefixMatch) -> bool:
-        """Whether a running request is about to compute a long enough part of what this one lacks.
+        """Whether a running request is computing a part of what this one lacks that is worth waiting for.
 
-        Or computes it in a step in flight, and may then be decoding already. The one that is waited for has begun, and
-        has a turn of its own, so it ends.
+        That request may also compute it in a step in flight, and may then count as decoding already. The wait is
+        bounded: the other request runs already and keeps its own turn.
         """
         if not self._cache.enabled or not request.may_use_cache:
             return False
@@ -444,10 +444,10 @@ class Scheduler:
         )
 
     def _start(self, request: RequestState, match: PrefixMatch, budget: int) -> ScheduledRow | None:
-        """Give a waiting request what the cache has, and blocks for the rest; None when there is no room."""
+        """Admit a waiting request, with cached blocks and new ones for the rest; None if too few are free."""
         needed = -(-request.num_tokens // self._hasher.block_size) - len(match.blocks)
         blocks: list[Block] | None = self._cache.acquire(match, needed)
-        # When nothing runs that would free blocks, pins end before their time.
+        # If nothing is running, nothing will free blocks: break pins early.
         while blocks is None and not self._running and self._cache.break_pin():
             blocks = self._cache.acquire(match, needed)
         if blocks is None:
@@ -470,7 +470,7 @@ class Scheduler:
         return self._row(request, budget, copy)
 
     def _expect(self, request: RequestState) -> None:
-        """Note what a request that begins to wait would find and take now."""
+        """Record the cached tokens and the blocks that a request would find and take if it started now."""
         match = self._match(request)
         request.expected_cached = match.tokens
         used = sum(block.ref_count > 0 for block in match.blocks)
@@ -506,7 +506,7 @@ class Scheduler:
 
 
 def _by_length(requests: Iterable[RequestState]) -> list[int]:
-    """How many of the requests have generated no token, 1, 2 to 3, 4 to 7, and so on."""
+    """The numbers of requests that have generated no token, 1, 2 to 3, 4 to 7, and so on."""
     lengths = [request.generated.bit_length() for request in requests]
     counts = [0] * (1 + max(lengths, default=-1))
     for length in lengths:

@@ -1,7 +1,7 @@
-"""What one engine step runs: rows of tokens, where their KV goes, which logits are returned.
+"""The plan of one engine step: rows of tokens, where their KV is written, which logits are returned.
 
-Rank 0 makes a `StepPlan` and sends it to all ranks; each rank lays out the same `RaggedBatch` from it. Pure numpy: no
-torch, no sockets, no requests. All rows are joined along one token axis, without padding.
+Rank 0 makes a `StepPlan` and sends it to all ranks, and each rank lays out the same `RaggedBatch` from it. All rows are
+joined along one token axis, without padding. Pure numpy: no torch, no sockets, no requests.
 """
 
 from array import array
@@ -24,7 +24,7 @@ class PlanRow(NamedTuple):
 
     token_ids: Sequence[int]
     start: int
-    block_table: Sequence[int]  #: from position 0 to at least this step's last token; fastest as an array("i")
+    block_table: Sequence[int]  #: covers position 0 to at least this step's last token; fastest as an array("i")
 
 
 class BlockCopy(NamedTuple):
@@ -36,7 +36,7 @@ class BlockCopy(NamedTuple):
 
 
 class SlotStart(NamedTuple):
-    """A request gets a slot of the device's table; the fields are what its sampling needs besides its length."""
+    """Assigns a slot of the device's request table to a request; holds its sampling parameters."""
 
     slot: int
     prompt_tokens: int
@@ -48,25 +48,25 @@ class SlotStart(NamedTuple):
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
-    """One step as rank 0 sends it to all ranks, in one msgpack message. `check` states its invariants."""
+    """One step as rank 0 sends it to all ranks: one msgpack message. `check` states its invariants."""
 
     step: int
     token_ids: bytes  #: uint32 LE, all rows joined
     q_lens: list[int]  #: tokens to compute per row, each at least 1
     starts: list[int]  #: position of each row's first token of this step
-    block_tables: list[bytes]  #: int32 LE: a row has hundreds of blocks, and each step sends them all
+    block_tables: list[bytes]  #: int32 LE; bytes because a row has hundreds of blocks, all sent in each step
     logits_at: list[int]  #: flat token indexes whose logits are returned, in order
-    #: Done before the forward pass; all are read before any is written, as one's target may be another's source.
+    #: Made before the forward pass. All sources are read before any target is written, as a block may be both.
     copies: list[BlockCopy] = []
     #: Each row's slot in the device's request table (execute/request_table.py); empty without a table.
     slots: list[int] = []
-    #: Slots whose next token the device draws; their logits are the first of `logits_at`.
+    #: Slots whose next token the device draws; their logits come first in `logits_at`.
     drawn: list[int] = []
-    #: Rows whose last token is the latest one that the device drew for their slot.
+    #: Indexes of rows whose last token is the one that the device drew last for their slot.
     fed: list[int] = []
     #: Slots that get a new request with this step.
     started: list[SlotStart] = []
-    #: Rank 0 draws only when it is told what follows from the tokens of the step before.
+    #: Whether rank 0 draws only once it has the `DrawTerms` that depend on the previous step's tokens.
     held: bool = False
 
     def check(self) -> None:
@@ -83,7 +83,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
 def plan_of_rows(
     step: int, rows: Sequence[PlanRow], logits_at: Sequence[int] | None = None, copies: Sequence[BlockCopy] = ()
 ) -> StepPlan:
-    """Join rows into a plan. Without `logits_at` it returns the logits of each row's last token."""
+    """Join rows into a plan. `logits_at` defaults to each row's last token."""
     q_lens = [len(row.token_ids) for row in rows]
     if logits_at is None:
         logits_at = [int(end) - 1 for end in np.cumsum(q_lens)]
@@ -99,26 +99,26 @@ def plan_of_rows(
 
 
 def block_ids(table: bytes) -> Int32s:
-    """One row of `StepPlan.block_tables`."""
+    """Decode one row of `StepPlan.block_tables`."""
     return np.frombuffer(table, dtype="<i4")
 
 
 @dataclass(slots=True, frozen=True)
 class RaggedBatch:
-    """A plan laid out as arrays: T tokens of N rows."""
+    """A plan laid out as arrays, with T tokens in N rows."""
 
     token_ids: Int64s  #: [T]
     positions: Int64s  #: [T]
-    slots: Int64s  #: [T] block * block_size + offset: where each token's KV is written
+    slots: Int64s  #: [T] where each token's KV is written: block * block_size + offset
     q_lens: list[int]  #: [N]
     kv_lens: list[int]  #: [N] tokens that a row's last token attends to, itself included
-    block_tables: Int32s  #: [N, longest], cut to the blocks in use, padded with the null block 0
+    block_tables: Int32s  #: [N, longest] cut to the blocks in use and padded with the null block 0
     logits_at: Int64s  #: [L]
-    copied_slots: Int64s  #: [2, C] sources and targets of the KV copied before anything is written
+    copied_slots: Int64s  #: [2, C] source and target slots of the KV copied before anything is written
 
 
 def lay_out(plan: StepPlan, block_size: int) -> RaggedBatch:
-    """The arrays of a plan. Asserts that each row's block table covers its tokens."""
+    """Lay out a plan as arrays. Asserts that each row's block table covers its tokens."""
     plan.check()
     q_lens = np.asarray(plan.q_lens, dtype=np.int64)
     starts = np.asarray(plan.starts, dtype=np.int64)
@@ -130,7 +130,7 @@ def lay_out(plan: StepPlan, block_size: int) -> RaggedBatch:
         assert count <= len(ids), f"row {row} needs {count} blocks, its table has {len(ids)}"
         tables[row, :count] = ids[:count]
     row_of, positions = np.arange(len(used)), starts
-    if not (q_lens == 1).all():  # which it is in most steps
+    if not (q_lens == 1).all():  # in most steps, they all are
         row_of, first = np.repeat(row_of, q_lens), np.repeat(np.cumsum(q_lens) - q_lens, q_lens)
         positions = np.arange(len(row_of)) - first + starts[row_of]
     blocks = tables[row_of, positions // block_size].astype(np.int64)

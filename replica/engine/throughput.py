@@ -1,7 +1,7 @@
-"""The replica's speed: prefill tokens per second and seconds per decode step, smoothed. Pure: durations come in.
+"""A replica's smoothed speed: prefill tokens per second and seconds per decode step. Pure: durations are passed in.
 
-The router divides by these to predict a time to first token, so they must describe the recent past and not jump on one
-unusual step.
+The router divides by these to predict a time to first token, so they must describe the recent past without jumping
+after one unusual step.
 """
 
 from dataclasses import dataclass, field
@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from ...events.load_report import FADING, PrefillSums, fit, steps_of
 from ...events.wire.messages import PrefillCost, PrefillWork
 
-#: A step with fewer prompt tokens measures the fixed cost of a step, not the prefill rate: after a prefix hit of nearly
-#: a whole prompt the "rate" would be a tenth of the true one. Not tuned.
+#: A step with fewer prompt tokens measures its fixed cost, not the prefill rate: after a prefix hit on nearly a whole
+#: prompt, the "rate" would be a tenth of the true one. Not tuned.
 MIN_PREFILL_TOKENS = 32
-#: Prefill tokens after which an observation has lost 63 % of its weight; four full default steps. Not tuned.
+#: Prefill tokens after which an observation has lost 63 % of its weight: four full default steps. Not tuned.
 PREFILL_MEMORY_TOKENS = 8192.0
 #: Weight of a new decode step: half of the estimate comes from the last 14 steps. Not tuned.
 DECODE_WEIGHT = 0.05
-#: One new step for so many that the cost was fitted to changes it by little, and a fit takes 20 µs of a step.
+#: Refit at one new step per this many in the sums: fewer change the cost little, and a fit takes 20 µs of a step.
 REFIT_SHARE = 16
 
 
@@ -30,7 +30,7 @@ class SmoothedRates:
     _unfitted: int = 0  #: prefills since the last fit
 
     def __post_init__(self) -> None:
-        # Both are divided by.
+        # Both are divisors.
         assert self.prefill_tokens_per_s > 0, f"prefill rate {self.prefill_tokens_per_s}"
         assert self.decode_step_s > 0, f"decode step {self.decode_step_s}"
 
@@ -54,7 +54,7 @@ class SmoothedRates:
         if work.tokens == 0 and decode_rows:
             self.decode_step_s += DECODE_WEIGHT * (seconds - self.decode_step_s)
         elif work.tokens:
-            # The decoding rows of a mixed step would have taken a step anyway; at most half of this one.
+            # The decode rows of a mixed step would have taken a step of their own: deduct it, up to half of this step.
             prefill_s = seconds - (min(self.decode_step_s, seconds / 2) if decode_rows else 0.0)
             self.learn(work, prefill_s)
             if work.tokens >= MIN_PREFILL_TOKENS:
@@ -64,7 +64,7 @@ class SmoothedRates:
                 self.prefill_tokens_per_s = 1 / (per_token + weight * (prefill_s / work.tokens - per_token))
 
     def learn(self, work: PrefillWork, seconds: float) -> None:
-        """Learn the cost by parts from a prefill that took this long by itself."""
+        """Add a prefill that took this long by itself to the sums that the cost is fitted to."""
         self._recent.observe(work, seconds)
         self._since_start.observe(work, seconds)
         self._unfitted += 1

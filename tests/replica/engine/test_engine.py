@@ -333,7 +333,7 @@ def test_pins_give_way_when_nothing_else_can(answer: int) -> None:
 
 @pytest.mark.parametrize(
     ("wrong", "field"),
-    [(pin(5), "5 of a prompt of 3"), (pin(3, ttl_s=float("nan")), "nan s"), (Pin(3, 1.0, b"ann"), "3 bytes")],
+    [(pin(5), "5 tokens of a prompt"), (pin(3, ttl_s=float("nan")), "ttl_s nan"), (Pin(3, 1.0, b"ann"), "3 bytes")],
 )
 def test_a_pin_that_makes_no_sense_is_refused(rig: Rig, wrong: Pin, field: str) -> None:
     """A router of another version must not corrupt the budget."""
@@ -467,7 +467,7 @@ def test_too_long_a_prompt_a_finished_answer_and_a_used_id_are_refused(rig: Rig)
         rig.add(2, [1] * 64)
     with pytest.raises(InvalidRequest, match="already generated"):
         rig.add(3, [1, 2, 3], prompt_tokens=1, max_tokens=2)
-    with pytest.raises(InvalidRequest, match="running already"):
+    with pytest.raises(InvalidRequest, match="already running"):
         rig.add(1, [1, 2])
 
 
