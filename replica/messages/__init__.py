@@ -1,7 +1,7 @@
-"""The messages between router and replica over ZeroMQ, and what a constraint in them means (`grammar`).
+"""The messages between router and replica over ZeroMQ, and the meaning of the constraints in them (`grammar`).
 
-All that the router imports of the replica. No sockets, no torch, nothing else of the replica. Encoding is msgpack; the
-reader counts and drops a frame that does not decode.
+The only part of the replica that the router imports, and it imports no other part. No sockets, no torch. Messages are
+encoded in msgpack; the reader counts and drops a frame that does not decode.
 
 Router to replica, DEALER to ROUTER:    `Generate | Abort`, and the questions `ResetCache` and `AskNextEvictions`
                                         (`Request`)
@@ -22,18 +22,18 @@ RefusalReason = Literal["prompt_too_long", "draining", "invalid", "internal"]
 #: The range of `kvcache.hashing.token_bytes`, which carries the tokens of a request that another replica continues.
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
-#: A request waits while another one computes at least this many tokens that it needs, too: in one step they would be
-#: computed and kept twice. A step's fixed cost is about 128 tokens on a CPU, so for fewer tokens two of a kind wait
-#: longer than they would compute. But the router counts on it: only then do siblings find each other's blocks whether
-#: or not they meet in one step. With 128 tokens 51 of 220 predictions for `n` = 4 were too high.
+#: A request waits while another one computes at least this many tokens that both need; in the same step, they would be
+#: computed and stored twice. On a CPU a step's fixed cost is about that of 128 tokens, so below 128 the wait costs more
+#: than the computation. The router relies on the low value: it makes siblings find each other's blocks whether or not
+#: they meet in one step. With 128, 51 of 220 predictions for `n` = 4 were too high.
 WORTH_WAITING_TOKENS = 16
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How tokens are drawn. The router has filled in defaults, the seed and the token limit.
+    """How tokens are drawn. The router fills in defaults, the seed and the token limit.
 
     Sampling is counter-based: the token at position p depends only on (seed, p) and the logits, so another replica can
-    continue the request.
+    continue a request.
     """
 
     max_tokens: int  #: at least 1
@@ -45,61 +45,61 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    min_tokens: int = 0  #: no stop id is sampled before this many tokens
+    min_tokens: int = 0  #: no stop id is sampled before this many generated tokens
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logit_bias: dict[int, float] = {}
-    logprobs: int | None = None  #: number of alternatives beside the sampled token's own logprob; None: no logprobs
-    #: the same for the prompt's tokens (`echo`); such a request takes no cached blocks
+    logprobs: int | None = None  #: number of alternatives besides the sampled token's own logprob; None: no logprobs
+    #: the same for the prompt's tokens (`echo`); such a request uses no cached blocks
     prompt_logprobs: int | None = None
     allowed_token_ids: tuple[int, ...] = ()  #: no other token is sampled; empty: all are allowed
-    bad_words: tuple[tuple[int, ...], ...] = ()  #: sequences of tokens that are not generated
-    logprob_token_ids: tuple[int, ...] = ()  #: with `logprobs`: the alternatives are these tokens, not the likeliest
+    bad_words: tuple[tuple[int, ...], ...] = ()  #: token sequences that are never generated
+    logprob_token_ids: tuple[int, ...] = ()  #: with `logprobs`: return these tokens instead of the likeliest
 
 
 class Pin(msgspec.Struct, frozen=True, array_like=True):
-    """Keep the KV of the prompt's first tokens for a time, even while no request uses it."""
+    """Keep the KV of the prompt's first tokens for some time, even while no request uses it."""
 
-    num_tokens: int  #: of the prompt; only whole blocks are kept
-    ttl_s: float  #: from the moment when the prompt is computed
-    tenant: bytes  #: 16 bytes: whose budget pays; a digest, never a key
+    num_tokens: int  #: length of the prefix; only whole blocks are kept
+    ttl_s: float  #: counted from the moment the prompt is computed
+    tenant: bytes  #: 16 bytes: digest of the tenant whose pin budget is charged; never an API key
 
 
-#: Which hidden states become an embedding: the one of the last token, or the mean of all. The mean takes no cached
-#: blocks, because they hold no hidden states.
+#: How hidden states become an embedding: that of the last token, or the mean of all. The mean uses no cached blocks,
+#: because they hold no hidden states.
 Pooling = Literal["last", "mean"]
 
 ConstraintKind = Literal["json_schema", "json_object", "regex", "choice", "grammar", "structural_tag"]
 
 
 class Constraint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the generated text must match. The router has checked it; a replica compiles it before it admits a request.
+    """What the generated text must match. Routers check it; a replica compiles it before it admits the request.
 
     A grammar's state follows from the generated tokens alone, so another replica can continue the request.
     """
 
     kind: ConstraintKind
-    #: A JSON schema, a JSON list of choices and a structural tag as JSON; a regular expression; a grammar in Lark or
-    #: GBNF; nothing for a JSON object.
+    #: JSON for a schema, a list of choices or a structural tag; a regular expression; a grammar in Lark or GBNF; empty
+    #: for a JSON object.
     source: str = ""
-    #: The constraint begins behind the text of these generated tokens, such as what ends a model's reasoning; empty: at
-    #: once. With `opener`, it does so only in an answer that begins with these tokens, which are allowed then.
+    #: The constraint applies after the text of these generated tokens, such as the end of a model's reasoning, or at
+    #: once if empty. With `opener`, it is delayed only in answers that begin with its tokens, which are then allowed.
     after: tuple[int, ...] = ()
     opener: tuple[int, ...] = ()
 
 
 class EmbeddingParams(msgspec.Struct, frozen=True, array_like=True):
-    """A request for the vector of its prompt: the model's last hidden states, pooled and scaled to length 1."""
+    """Asks for the prompt's embedding: the model's last hidden states, pooled and scaled to length 1."""
 
     pooling: Pooling
-    dimensions: int | None = None  #: only the first numbers of the vector; None: all
+    dimensions: int | None = None  #: number of leading components to keep before scaling; None: all
 
 
 class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate", omit_defaults=True):
-    """Run one sequence. Ids rise within a router's connection and are never reused."""
+    """Run one sequence. Ids increase within a router's connection and are never reused."""
 
     request_id: int
-    token_ids: bytes  #: uint32 LE: the prompt, followed by what another replica has already generated
+    token_ids: bytes  #: uint32 LE: the prompt, then the tokens that another replica has already generated
     prompt_tokens: int  #: how many of `token_ids` are the prompt
     root: bytes  #: 16 bytes: parent of the first block
     block_hashes: bytes  #: 16 bytes for each full block of `token_ids`
@@ -108,12 +108,12 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate", omit_d
     trace_id: str = ""  #: the client's x-request-id, for logs
     traceparent: str = ""  #: W3C trace context, for external engines
     pins: tuple[Pin, ...] = ()
-    #: after the first token, outputs may wait until they hold this many: for answers that are not streamed
+    #: after the first token, an output is held back until it has this many; for answers that are not streamed
     tokens_per_output: int = 1
     warm_up: bool = False  #: sent by the router itself to fill the cache; not counted as a query
-    constraint: Constraint | None = None  #: from the first token behind the prompt on
+    constraint: Constraint | None = None  #: applies from the first token after the prompt
     chat: bytes = b""  #: for external engines: the request as a JSON chat, which they render and parse themselves
-    #: No token is generated: the only output has the vector of the prompt.
+    #: If set, no tokens are generated: the only output carries the prompt's embedding.
     embedding: EmbeddingParams | None = None
 
 
@@ -124,46 +124,46 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
 
 
 class ResetCache(msgspec.Struct, frozen=True, kw_only=True, tag="reset_cache"):
-    """Drop every cached block, pinned ones too. The reply is `CacheReset`."""
+    """Drop every cached block, including pinned ones. The reply is `CacheReset`."""
 
     ask_id: int  #: the router's number for this question
 
 
 class AskNextEvictions(msgspec.Struct, frozen=True, kw_only=True, tag="ask_next_evictions"):
-    """Which blocks would be evicted next? The reply is `NextEvictions`. Changes nothing."""
+    """Ask which blocks would be evicted next. Changes nothing. The reply is `NextEvictions`."""
 
 
 Request = Generate | Abort | ResetCache | AskNextEvictions
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """Natural logarithm of the model's probability (before temperature and filters) of one token."""
+    """Natural logarithm of the model's probability of one token, before temperature and filters."""
 
     token_id: int
     logprob: float
 
 
 class PositionLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Logprobs at one position: of the token there, and of the likeliest ones (best first)."""
+    """Logprobs at one position: the token there, and the alternatives (best first)."""
 
     chosen: TokenLogprob
     top: list[TokenLogprob]
 
 
 class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
-    """The tokens of one request from one step."""
+    """One request's tokens that are ready after a step."""
 
     request_id: int
-    index: int  #: tokens generated before these, over all replicas that worked on the request
+    index: int  #: tokens generated before these, on all replicas that worked on the request
     token_ids: list[TokenId]
     finish_reason: FinishReason | None = None
     cached_tokens: int | None = None  #: prompt tokens taken from the cache; on the first output only
     logprobs: list[PositionLogprobs] | None = None  #: one per token of `token_ids`
-    prompt_logprobs: list[PositionLogprobs | None] | None = None  #: on the first output only; the first token has none
-    stop_token_id: int | None = None  #: the last token is this stop id (it is part of `token_ids`)
-    #: tokens of the prompt pinned now; only on the first output of a request with pins (0: over the budget)
+    prompt_logprobs: list[PositionLogprobs | None] | None = None  #: on the first output only; None for the first token
+    stop_token_id: int | None = None  #: the stop id that ended the answer; also the last of `token_ids`
+    #: prompt tokens now pinned (0: over the budget, or not yet); on the first output of a request with pins
     pinned_tokens: int | None = None
-    embedding: bytes | None = None  #: float32 LE, if the request is for one; there are no tokens then
+    embedding: bytes | None = None  #: float32 LE, if the request asked for one; `token_ids` is then empty
 
 
 class TokenBatch(msgspec.Struct, frozen=True, kw_only=True, tag="tokens"):
@@ -184,23 +184,23 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
 
 class CacheReset(msgspec.Struct, frozen=True, kw_only=True, tag="cache_reset"):
     ask_id: int
-    done: bool  #: False: blocks were in use, and nothing was dropped
+    done: bool  #: False: blocks were in use, so nothing was dropped
 
 
 class NextEvictions(msgspec.Struct, frozen=True, kw_only=True, tag="next_evictions"):
-    """The blocks that go next, once no free block is left."""
+    """The cached blocks that would be evicted next, once no other block is free."""
 
-    hashes: bytes  #: 16 bytes each, the first to go first; at most `MAX_NEXT_EVICTIONS`
+    hashes: bytes  #: 16 bytes each, in order of eviction; at most `MAX_NEXT_EVICTIONS`
 
 
-#: A replica names no more blocks than this.
+#: Maximum number of blocks in `NextEvictions`.
 MAX_NEXT_EVICTIONS = 32
 
 Reply = TokenBatch | Refused | CacheReset | NextEvictions
 
 
 class Parity(msgspec.Struct, frozen=True, kw_only=True):
-    """What router and replica must agree on; compared field by field when a replica joins, and refused if different."""
+    """What router and replica must agree on. A replica that differs in any field when it joins is refused."""
 
     tokenizer_digest: str  #: sha256 hex of the tokenizer's files
     template_digest: str  #: sha256 hex of the chat template
@@ -211,22 +211,22 @@ class Parity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What the router must know of the model to validate a request."""
+    """What the router must know about the model to validate a request."""
 
     name: str
-    path: str  #: local folder of configuration and tokenizer on the replica's node
+    path: str  #: local folder with configuration and tokenizer, on the replica's node
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
-    embedding_size: int = 0  #: numbers of an embedding; 0: its replicas make none
-    tokenizer: str = ""  #: folder of the tokenizer and the chat template; empty: `path`
+    embedding_size: int = 0  #: components of an embedding; 0: the model's replicas compute none
+    tokenizer: str = ""  #: folder with tokenizer and chat template; empty: `path`
 
 
 class ReplicaDescription(msgspec.Struct, frozen=True, kw_only=True):
     """A replica that is ready to serve."""
 
     replica_id: str  #: stable name, such as r0; kept across rebuilds
-    epoch: int  #: random per start: differs after a rebuild
+    epoch: int  #: random at each start, so it differs after a rebuild
     request_endpoint: str
     event_endpoints: EventEndpoints
     parity: Parity
@@ -236,8 +236,8 @@ class ReplicaDescription(msgspec.Struct, frozen=True, kw_only=True):
     max_batched_tokens: int
     tensor_parallel_size: int
     prefill_tokens_per_s: float  #: measured at warm-up
-    decode_step_s: float  #: measured at warm-up, batch of one
+    decode_step_s: float  #: measured at warm-up for a batch of one
     node: str = ""
     pids: tuple[int, ...] = ()  #: of all ranks
-    foreign: bool = False  #: another engine: `request_endpoint` is the URL of its OpenAI-compatible server
-    data_parallel_rank: int | None = None  #: of another engine that has several: this one of them
+    foreign: bool = False  #: an external engine; `request_endpoint` is the URL of its OpenAI-compatible server
+    data_parallel_rank: int | None = None  #: which rank this is, of an external engine with several

@@ -1,8 +1,8 @@
-"""From a constraint to the grammar that llguidance compiles. Pure; the same on routers, which check, and on replicas.
+"""Translates a constraint to a grammar that llguidance compiles. Pure; routers use it to check, replicas to compile.
 
-JSON schema and regular expressions are llguidance's own. Choices and structural tags become Lark rules: see its
-docs/syntax.md. Structural tags are read in both forms that vLLM takes: `structures` with `triggers`, and xgrammar's
-`format`, of which `FORMATS` are supported.
+llguidance supports JSON schemas and regular expressions directly. Choices and structural tags become Lark rules (see
+llguidance's docs/syntax.md). Structural tags are accepted in both forms that vLLM accepts: `structures` with
+`triggers`, and xgrammar's `format`, of which the types in `FORMATS` are supported.
 """
 
 import json
@@ -14,22 +14,22 @@ import msgspec
 
 from . import Constraint
 
-#: White space between the parts of a JSON text: a blank, or a new line and its indentation. JSON allows any, and with
-#: that a small model writes line breaks until it runs out of tokens.
+#: White space between the parts of a JSON text: a blank, or a line break and its indentation. JSON allows any amount,
+#: but then a small model writes line breaks until it runs out of tokens.
 WHITESPACE = r"(\x20|\r?\n[\x20\t]{0,24})"
-#: What ends a grammar that llguidance would take too long for; its other limits are fine as they are.
+#: Grammars with more symbols are refused: llguidance would take too long. Its default for every other limit is fine.
 MAX_GRAMMAR_SYMBOLS = 50_000
 
 _ANYTHING = r"/(.|\n)*/"
 
 
 class GrammarError(ValueError):
-    """A constraint that has no grammar; the message says why."""
+    """The constraint cannot be turned into a grammar; the message says why."""
 
 
 def grammar_of(constraint: Constraint, special: Mapping[str, int] | None = None) -> str:
-    """The grammar as llguidance reads it. `special`: ids of tokens that text cannot spell. Raises GrammarError."""
-    # Not at the top: importing it loads more than a router without such requests needs.
+    """The grammar as llguidance reads it. `special`: ids of special tokens, by name. Raises GrammarError."""
+    # Imported here because it loads more than a router without such requests needs.
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import any_to_lark
 
@@ -46,27 +46,27 @@ def grammar_of(constraint: Constraint, special: Mapping[str, int] | None = None)
         case "grammar":
             try:
                 return LLMatcher.grammar_from_lark(any_to_lark(source))
-            except Exception as error:  # of any kind: the converter is a parser by hand
-                raise GrammarError(f"it is neither Lark nor GBNF: {error}") from error
+            except Exception as error:  # the converter is a handwritten parser and may raise anything
+                raise GrammarError(f"the grammar is neither Lark nor GBNF: {error}") from error
         case "structural_tag":
             return LLMatcher.grammar_from_lark(_Tags(special or {}).lark(_json(source)))
 
 
 def new_matcher(tokenizer: Any, grammar: str) -> Any:
-    """Compile a grammar; releases the interpreter lock meanwhile. Raises GrammarError."""
+    """Compile a grammar, releasing the interpreter lock meanwhile. Raises GrammarError."""
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(max_grammar_size=MAX_GRAMMAR_SYMBOLS, verbose_errors=False)
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
     if not matcher.is_error():
-        matcher.compute_bitmask()  # finds what only shows with the first token
+        matcher.compute_bitmask()  # finds errors that only appear at the first token
     if matcher.is_error():
         raise GrammarError(_in_short(matcher.get_error()))
     return matcher
 
 
 def _in_short(error: str) -> str:
-    """The one line of llguidance's message that a caller can act on."""
+    """The line of llguidance's message that a caller can act on."""
     if error.startswith(("NoExtension", "EndOfSentence")):
         return "no text can match it"
     lines = error.splitlines()
@@ -81,7 +81,7 @@ def _json(source: str) -> Any:
 
 
 def _guided(schema: Any) -> Any:
-    """The schema with our white space, unless it asks for another."""
+    """The schema with our white space pattern, unless it sets its own."""
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
@@ -95,9 +95,9 @@ def _guided(schema: Any) -> Any:
 
 def _choice(choices: Any) -> str:
     if not isinstance(choices, list) or not choices or not all(isinstance(each, str) for each in choices):
-        raise GrammarError("choices must be a list of at least one text")
+        raise GrammarError("choices must be a list of at least one string")
     if "" in choices:
-        raise GrammarError("a choice is empty")
+        raise GrammarError("a choice must not be empty")
     return "start: " + " | ".join(map(json.dumps, choices))
 
 
@@ -107,7 +107,7 @@ class _Tags:
     def __init__(self, special: Mapping[str, int]) -> None:
         self._special = special
         self._rules: list[str] = []
-        self._names: dict[tuple[str, bool], str] = {}  #: of the rule with this body
+        self._names: dict[tuple[str, bool], str] = {}  #: rule names, by (body, lazy)
 
     def lark(self, tag: Any) -> str:
         if not isinstance(tag, dict):
@@ -128,7 +128,7 @@ class _Tags:
         return self._names[key]
 
     def _pieces(self, text: str) -> list[str]:
-        """A fixed text; special tokens in it by their ids, as no text spells them."""
+        """The Lark literals of a fixed text. Special tokens in it become ids, as no text produces them."""
         named = sorted((name for name in self._special if name in text), key=len, reverse=True)
         pieces = re.split(f"({'|'.join(map(re.escape, named))})", text) if named else [text]
         return [f"<[{self._special[each]}]>" if each in self._special else json.dumps(each) for each in pieces if each]
@@ -166,7 +166,7 @@ class _Tags:
         return "TEXT"
 
     def _tag(self, form: Mapping[str, Any], trigger: str = "") -> str:
-        """One tag, without the part of its begin that has triggered it."""
+        """The rule of one tag; `trigger` is the part of its `begin` that is already generated."""
         begin, end = _text(form, "begin", empty=True).removeprefix(trigger), _text(form, "end", empty=True)
         content = form.get("content")
         if end and isinstance(content, dict) and content.get("type") == "any_text":
@@ -174,12 +174,12 @@ class _Tags:
         return self._rule(f"{self._text(begin)} {self._format(content)} {self._text(end)}")
 
     def _until(self, end: str) -> str:
-        """Any text up to the first `end`, and `end`."""
+        """Any text up to and including the first `end`."""
         first, *rest = self._pieces(end)
         if first.startswith("<["):
             return " ".join(["TEXT", first, *rest])
         if rest:
-            raise GrammarError(f"a special token inside of {end!r} is not supported")
+            raise GrammarError(f"a special token in the middle of {end!r} is not supported")
         return self._rule(f"TEXT {first}", lazy=True)
 
     def _tags(self, form: Mapping[str, Any]) -> list[Any]:
@@ -227,7 +227,7 @@ class _Tags:
         return self._rule(some) if form.get("at_least_one") is True else f"({self._rule(some)})?"
 
 
-#: By the `type` of a structural tag's format.
+#: Rule builders by the `type` of a structural tag's format.
 FORMATS: dict[str, Callable[[_Tags, Mapping[str, Any]], str]] = {
     "any_text": _Tags._any_text,
     "const_string": _Tags._const,
@@ -245,7 +245,7 @@ FORMATS: dict[str, Callable[[_Tags, Mapping[str, Any]], str]] = {
 def _text(form: Mapping[str, Any], name: str, *, empty: bool = False) -> str:
     value = form.get(name)
     if not isinstance(value, str) or not (value or empty):
-        raise GrammarError(f"{name!r} must be a text")
+        raise GrammarError(f"{name!r} must be a string")
     return value
 
 
@@ -259,5 +259,5 @@ def _list(form: Mapping[str, Any], name: str) -> list[Any]:
 def _texts(form: Mapping[str, Any], name: str) -> list[str]:
     found = _list(form, name)
     if not all(isinstance(each, str) and each for each in found):
-        raise GrammarError(f"{name!r} must be a list of texts")
+        raise GrammarError(f"{name!r} must be a list of strings")
     return found
