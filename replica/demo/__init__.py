@@ -4,5 +4,5 @@ from pathlib import Path
 
 
 def demo_model_path() -> Path:
-    """The shipped Hugging Face folder (`config.json`, `model.safetensors`, ...), read-only for its users."""
+    """The Hugging Face folder of the model (`config.json`, `model.safetensors`, ...). Treat it as read-only."""
     return Path(__file__).resolve().parent / "model"

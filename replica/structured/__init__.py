@@ -1,5 +1,5 @@
-"""Structured output: from a request's constraint to the tokens that it allows at each position, with llguidance.
+"""Structured output: computes with llguidance which tokens a request's constraint allows at each position.
 
-What a constraint means is in `messages.grammar`, as routers check constraints too. Imported by `server` and `engine`.
-Must not know requests, scheduling, sockets or the model.
+`messages.grammar` defines what a constraint means, since routers check constraints too. Imported by `server` and
+`engine`. Must not depend on requests, scheduling, sockets or the model.
 """

@@ -1,7 +1,7 @@
-"""Guides answers along their grammars: compiles a constraint once, follows each answer, fills the masks of a batch.
+"""Guides keep answers within their grammars: compile a constraint once, follow each answer, fill a batch's masks.
 
-Compiled grammars are kept by source. A guide's state depends on the generated tokens alone, so replaying them on
-another replica leads to the same state. Compiling may take long and runs in threads; guides belong to the engine's.
+Compiled grammars are cached by source. A guide's state depends only on the generated tokens, so replaying them on
+another replica leads to the same state. Compiling can take long and runs in threads; the engine's thread owns guides.
 """
 
 import logging
@@ -23,14 +23,14 @@ from ..messages.grammar import GrammarError, grammar_of, new_matcher
 
 log = logging.getLogger(__name__)
 
-#: Compiled grammars to keep. One has some hundred KB, and more as its lexer meets more texts.
+#: Compiled grammars to keep. Each takes a few hundred KB, and more as its lexer sees more texts.
 GRAMMARS_KEPT = 64
 COMPILER_THREADS = 2
 WORD_BITS = 32
-#: llguidance precomputes the masks of these sets of tokens. Where all texts of a set are allowed, it walks through the
-#: other tokens only. Its own sets are blanks, and texts in JSON strings of up to 10, 30 and any number of signs. With
-#: these lengths, masks where `maxLength` leaves room for 128 signs take 55 to 75 % of the time; with the digits,
-#: masks inside of numbers take 10 to 15 % less.
+#: llguidance precomputes masks for these sets of tokens ("slices"). Where all texts of a slice are allowed, it only
+#: walks through the other tokens. By default the slices are blanks, and JSON string contents of up to 10, 30 and any
+#: number of characters. With our lengths, masks where `maxLength` leaves room for 128 characters take 55 to 75 % of the
+#: time; with the digits, masks inside numbers take 10 to 15 % less.
 _IN_STRINGS = r'[^"\\\x00-\x1F\x7F]'
 _SLICES = [
     "[0-9]+",
@@ -41,21 +41,21 @@ _SLICES = [
 
 
 class Guide:
-    """Follows one answer. Its grammar begins at once, or behind the reasoning that comes before the answer."""
+    """Follows one answer. The grammar applies from its start, or after the reasoning that precedes it."""
 
     __slots__ = ("_marker", "_matcher", "_opener", "_place", "_tail", "_vocabulary")
 
     def __init__(
         self, matcher: Any, vocabulary: "Vocabulary", after: Sequence[int] = (), opener: Sequence[int] = ()
     ) -> None:
-        """The grammar begins behind the first occurrence of `after`; with `opener`, in answers that begin with it."""
+        """The grammar applies after the first `after`; with `opener`, that holds only if the answer begins with it."""
         self._matcher, self._vocabulary = matcher, vocabulary
         self._opener = list(opener)
-        #: How many tokens of `opener` are drawn, all of them so far; None: the answer begins otherwise, or has begun.
+        #: Number of `opener` tokens drawn, while the answer has no others; None: it has others, or there is no opener.
         self._place: int | None = 0 if opener else None
-        #: By text: the same marker may be spelled by other tokens, and the last of them may hold more.
+        #: Compared as text: other tokens may spell the same marker, and the last of them may contain more.
         self._marker = b"".join(map(vocabulary.piece, after))
-        #: The latest text while the marker has not occurred; None: the grammar applies.
+        #: The latest text while the marker has not occurred yet; None: the grammar applies.
         self._tail: bytes | None = b"" if after and not opener else None
 
     @property
@@ -65,16 +65,16 @@ class Guide:
 
     @property
     def ended(self) -> bool:
-        """The grammar allows nothing more, or has failed."""
+        """Whether the grammar allows no further token, or has failed."""
         return bool(self._matcher.is_stopped())
 
     @property
     def problem(self) -> str:
-        """Why the grammar has failed: a token that it does not allow, or llguidance's limits; empty if it has not."""
+        """Why the grammar failed (a token that it does not allow, or llguidance's limits); empty if it has not."""
         return str(self._matcher.get_error()).partition("\n")[0] if self._matcher.is_error() else ""
 
     def accept(self, token_ids: Sequence[int]) -> None:
-        """Follow these generated tokens."""
+        """Advance by these generated tokens."""
         for place, token_id in enumerate(token_ids):
             if self._place is not None:
                 self._open(self._place, token_id)
@@ -101,13 +101,13 @@ class Guide:
             self._tail = before[-len(self._marker) :]
             return
         self._tail = None
-        if rest := rest.lstrip():  # the space behind reasoning belongs to neither
+        if rest := rest.lstrip():  # white space after the reasoning is not part of the answer
             self._matcher.consume_tokens(self._vocabulary.spelled(rest))
 
     def fill(self, words: npt.NDArray[np.int32], address: int) -> None:
-        """Write the mask of the next token, one bit per token id; `words` is contiguous and begins at `address`.
+        """Write the next token's mask, one bit per token id; `words` is contiguous and starts at `address`.
 
-        numpy takes a microsecond to tell an address, and a batch has only one.
+        The address is a parameter because numpy takes a microsecond to compute one, and a batch needs only one.
         """
         matcher, place = self._matcher, self._place
         if place:
@@ -125,31 +125,31 @@ class Guide:
 
 
 class Vocabulary:
-    """The texts of a tokenizer's tokens."""
+    """Converts between a tokenizer's tokens and their bytes."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
     def piece(self, token_id: int) -> bytes:
-        """The bytes of a token; no text spells those of a special one. Raises OverflowError or ValueError."""
+        """A token's bytes; a special token's are never valid text. Raises OverflowError or ValueError."""
         text: bytes = self._tokenizer.decode_bytes([token_id])
         return b"\xff" + text if self._tokenizer.is_special_token(token_id) else text
 
     def spelled(self, text: bytes) -> list[int]:
-        """Tokens of a text."""
+        """Tokens that spell a text."""
         return list(self._tokenizer.tokenize_bytes(text))
 
 
 @dataclass(slots=True, frozen=True)
 class TokenMasks:
-    """What grammars allow in some rows of a batch."""
+    """The tokens that grammars allow in some rows of a batch."""
 
-    rows: npt.NDArray[np.int64]  #: [R]
+    rows: npt.NDArray[np.int64]  #: [R] row indexes in the batch
     bits: npt.NDArray[np.int32]  #: [R, ceil(vocabulary / 32)]: bit i % 32 of word i // 32 allows token i
 
 
 def token_masks(guides: Sequence[Guide | None], vocab_size: int) -> TokenMasks | None:
-    """The masks for the next tokens of a batch, by row; None: every row may draw every token."""
+    """The masks for a batch's next tokens, by row; None if every row may draw every token."""
     active = [(row, guide) for row, guide in enumerate(guides) if guide is not None and guide.active]
     if not active:
         return None
@@ -161,30 +161,30 @@ def token_masks(guides: Sequence[Guide | None], vocab_size: int) -> TokenMasks |
 
 
 class GuideCompiler:
-    """Makes guides for one model. `start` and `close` may be called from any thread."""
+    """Creates guides for one model. `start` and `close` may be called from any thread."""
 
     def __init__(self, model_dir: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        """Starts to load the tokenizer in a thread; it takes 0.3 s for 131,000 tokens."""
+        """Start loading the tokenizer in a thread; this takes 0.3 s for 131,000 tokens."""
         self._vocab_size, self._eos_token_ids = vocab_size, list(eos_token_ids)
         self._pool = ThreadPoolExecutor(COMPILER_THREADS, thread_name_prefix="grammar")
         self._tokenizer: Future[tuple[Any, dict[str, int]]] = self._pool.submit(self._load, model_dir)
-        #: By kind and source; the one used last is at the end.
+        #: By kind and source; the most recently used is last.
         self._grammars: OrderedDict[tuple[str, str], Any] = OrderedDict()
         self._lock = Lock()
 
     def start(self, constraint: Constraint, generated: Sequence[int]) -> "Future[Guide]":
-        """Make a guide that has followed the tokens generated so far. It raises InvalidRequest if it cannot."""
+        """Create a guide that has followed the tokens generated so far. The future raises InvalidRequest on failure."""
         return self._pool.submit(self.compile, constraint, generated)
 
     def compile(self, constraint: Constraint, generated: Sequence[int] = ()) -> Guide:
-        """As `start`, in this thread. Raises InvalidRequest."""
+        """Like `start`, but in the calling thread. Raises InvalidRequest."""
         try:
             matcher = self._matcher(constraint)
         except GrammarError as error:
             raise InvalidRequest(f"constraint: {error}") from error
         for token_id in (*constraint.after, *constraint.opener):
             if not 0 <= token_id < self._vocab_size:
-                raise InvalidRequest(f"constraint: there is no token {token_id}")
+                raise InvalidRequest(f"constraint: unknown token id {token_id}")
         guide = Guide(matcher, Vocabulary(self._tokenizer.result()[0]), constraint.after, constraint.opener)
         guide.accept(generated)
         if guide.problem:
@@ -210,7 +210,7 @@ class GuideCompiler:
             return made.deep_copy()
 
     def _load(self, model_dir: Path) -> tuple[Any, dict[str, int]]:
-        """The tokenizer as llguidance wants it, and the ids of the tokens that text cannot spell."""
+        """The tokenizer in llguidance's form, and the ids of special tokens, by name."""
         from llguidance import LLTokenizer
 
         try:
@@ -222,9 +222,9 @@ class GuideCompiler:
             }
             eos = self._eos_token_ids or None
             tokenizer = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=eos, slices=_SLICES)
-        except Exception as error:  # whatever it is, all other requests can be served
+        except Exception as error:  # requests without constraints can still be served
             log.warning("structured_output_unusable reason=%r", f"{type(error).__name__}: {error}")
-            raise InvalidRequest(f"constraint: this model's tokenizer cannot be guided: {error}") from error
+            raise InvalidRequest(f"constraint: structured output cannot use this model's tokenizer: {error}") from error
         return tokenizer, special
 
 

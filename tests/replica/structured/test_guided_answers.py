@@ -385,6 +385,6 @@ def test_a_model_without_a_tokenizer_refuses_constraints_by_name(tmp_path: Path)
     """All its other requests are served."""
     compiler = GuideCompiler(tmp_path, 100, (2,))
 
-    with pytest.raises(InvalidRequest, match="tokenizer cannot be guided"):
+    with pytest.raises(InvalidRequest, match="structured output cannot use"):
         compiler.compile(JSON)
     compiler.close()
