@@ -1,4 +1,4 @@
-"""Runs step plans on a device: the model runners, request state on the device, captured steps.
+"""Runs step plans on a device: model runners, per-request state on the device, captured steps.
 
-Imported by `parallel` and `server`. Must not know the sources of requests, sockets or scheduling.
+Imported by `parallel` and `server`. Must not depend on request sources, sockets or scheduling.
 """

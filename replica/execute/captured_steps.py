@@ -1,7 +1,7 @@
-"""Decode steps on a CPU, captured by shape and run again with other rows. Knows nothing of requests.
+"""Decode steps on a CPU, captured by shape and replayed with other rows. Independent of requests.
 
-A shape is captured when it occurs for the second time: many occur once, as rows join and leave. A step that cannot be
-captured runs eagerly, and the log says why.
+A shape is captured when it occurs for the second time, since many occur only once, as rows join and leave. A step that
+cannot be captured runs eagerly, and the log says why.
 """
 
 import logging
@@ -21,9 +21,9 @@ log = logging.getLogger(__name__)
 
 Forward = Callable[[Batch], torch.Tensor | None]
 
-#: Shapes to remember: batch sizes, some of them with tables of two or three widths.
+#: Number of shapes to keep: one per batch size, and for some sizes two or three table widths.
 MOST_SHAPES = 256
-#: Pages of the narrowest tables.
+#: Width of the narrowest block tables, in pages.
 LEAST_PAGES = 16
 
 
@@ -35,7 +35,7 @@ class DecodeShape:
 
 
 def decode_shape(batch: RaggedBatch, threads: int) -> DecodeShape | None:
-    """The shape of a step in which each row computes one token and returns its logits; None for other steps."""
+    """The shape of a step in which each row computes one token and returns its logits; None for any other step."""
     rows = len(batch.q_lens)
     if not rows or len(batch.token_ids) != rows or len(batch.logits_at) != rows or batch.copied_slots.size:
         return None
@@ -48,12 +48,12 @@ class CapturedSteps:
         """`forward` computes the logits of a batch on the only rank."""
         self._forward = forward
         self._arena = Arena()
-        #: None: the shape occurred once. The most recently used shape is last.
+        #: By shape, most recently used last; None for a shape that occurred only once.
         self._steps: OrderedDict[DecodeShape, _CapturedStep | None] = OrderedDict()
         self._most_rows: float = math.inf
 
     def run(self, batch: RaggedBatch) -> torch.Tensor | None:
-        """The logits [rows, vocab], valid until the next step; None: there is no captured step for this batch."""
+        """The logits [rows, vocab], valid until the next step; None if this batch has no captured step."""
         shape = decode_shape(batch, torch.get_num_threads())
         if shape is None or shape.rows > self._most_rows:
             return None
@@ -74,7 +74,7 @@ class CapturedSteps:
             step = self._steps[shape] = _CapturedStep(shape, batch, self._arena, self._forward)
         except NotRecorded as error:
             log.info("decode_programs_unusable rows=%d reason=%r", shape.rows, str(error))
-            # Neither as many rows nor more can be captured; only FEW_ROWS may be computed otherwise.
+            # No step with this many rows or more can be captured. Up to FEW_ROWS use other kernels, so these may work.
             self._most_rows = min(shape.rows - 1, FEW_ROWS)
             for larger in [each for each in self._steps if each.rows > self._most_rows]:
                 del self._steps[larger]
@@ -83,7 +83,7 @@ class CapturedSteps:
 
 
 class _CapturedStep:
-    """A recording of the kernel calls of one step, and the tensors that its rows are read from."""
+    """A recording of one step's kernel calls, and the tensors that they read its rows from."""
 
     def __init__(self, shape: DecodeShape, batch: RaggedBatch, arena: Arena, forward: Forward) -> None:
         rows = shape.rows
@@ -93,7 +93,7 @@ class _CapturedStep:
             positions=positions,
             slots=slots,
             q_lens=[1] * rows,
-            kv_lens=[1] * rows,  # on the host, where they have no effect on a step of decodes alone
+            kv_lens=[1] * rows,  # these host values are unused in a step of decodes only
             seq_lens=torch.zeros(rows, dtype=torch.int32),
             block_tables=torch.zeros(rows, shape.pages, dtype=torch.int32),
             logits_at=logits_at,

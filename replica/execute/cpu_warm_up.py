@@ -1,9 +1,9 @@
-"""Compiles the kernels that a model needs on this processor and stores them for its ranks, which find them compiled.
+"""Compiles the kernels that a model needs on this processor and caches them for its ranks.
 
     python -m homing.replica.execute.cpu_warm_up FOLDER DTYPE BLOCK_SIZE DONE
 
-`homing serve` starts it beside Ray. It reads config.json alone: what a model of transformers needs in other sizes, its
-ranks compile. At its end it makes the file DONE.
+`homing serve` runs it while Ray starts. It reads only config.json: if a model of transformers needs kernels of other
+sizes, its ranks compile them. It creates the file DONE when it exits normally.
 """
 
 import sys
@@ -20,7 +20,7 @@ from ..models.base import AttentionRule, Rotary
 from ..models.layers import Linear
 from ..models.spec import auto_dtype
 
-#: Tokens of a step.
+#: Tokens in each warm-up step.
 TOKENS = 2
 
 
@@ -29,13 +29,13 @@ def main(folder: str, dtype: str, block_size: str, done: str) -> None:
     stored = config.dtype or config.torch_dtype
     name = auto_dtype(stored, cuda=False, multiplies_bfloat16=multiplies_bfloat16()) if dtype == "auto" else dtype
     if compiled_problem(getattr(torch, name)) is None:
-        with suppress(Exception):  # of a configuration with other names: it would fail at every start
+        with suppress(Exception):  # a config with other names would fail at every start
             launch_all(config, getattr(torch, name), int(block_size))
     Path(done).touch()
 
 
 def launch_all(config: ModelConfig, dtype: torch.dtype, block_size: int) -> None:
-    """Launch each kernel once, those first that compile longest: ranks begin with the others."""
+    """Launch each kernel once, the slowest to compile first: ranks start with the others."""
     heads = config.num_attention_heads or 1
     kv_heads, dim = config.num_key_value_heads or heads, config.head_dim or (config.hidden_size or 0) // heads
     kernels, places = CompiledKernels(), torch.arange(TOKENS)

@@ -1,7 +1,7 @@
-"""Whole steps as CUDA graphs, one per padded size; other devices call the same steps.
+"""Whole steps as CUDA graphs, one per padded size; other devices call the same steps directly.
 
-A captured step is a function without arguments whose tensors keep their addresses: its inputs are written before it is
-replayed. Which size a batch gets is pure.
+A captured step is a function without arguments whose tensors keep their addresses; its inputs are written before each
+replay. The choice of a batch's size is pure.
 """
 
 import gc
@@ -13,32 +13,32 @@ import torch
 
 
 def graph_sizes(most: int) -> list[int]:
-    """Batch sizes to capture: closest where a padding row costs most in proportion."""
+    """Batch sizes to capture: densest among small batches, where a padding row costs most in proportion."""
     sizes = [1, 2, 4, *range(8, min(most, 64), 8), *range(64, most, 16), most]
     return sorted({size for size in sizes if size <= most})
 
 
 def padded_size(rows: int, sizes: Sequence[int]) -> int | None:
-    """The least captured size for this many rows, if any."""
+    """The smallest captured size that holds this many rows; None if there is none."""
     place = bisect_left(sizes, rows)
     return sizes[place] if place < len(sizes) else None
 
 
 class NotCaptured(Exception):  # noqa: N818
-    """A step does what a graph cannot hold, such as reading a value back. The message is the device's."""
+    """A step does something that a graph cannot hold, such as reading a value back. The message is the device's."""
 
 
 class EagerSteps:
-    """Parts of steps by name and size, replayed by calling them."""
+    """Parts of steps by name and size; `replay` calls them."""
 
-    #: Whether a replay costs so much less than calls that steps with prompts are worth padding, too.
+    #: Whether replays are so much cheaper than calls that steps with prompts are worth padding, too.
     pads_mixed: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._replays: dict[Hashable, Callable[[], None]] = {}
 
     def capture(self, key: Hashable, run: Callable[[], None]) -> None:
-        """Keep `run` for replays; may call it several times now, on any contents. Raises NotCaptured."""
+        """Keep `run` for replays. May call it several times now, with any input contents. Raises NotCaptured."""
         self._replays[key] = run
 
     def replay(self, key: Hashable) -> None:
@@ -52,20 +52,20 @@ class EagerSteps:
 class CudaGraphs(EagerSteps):
     """Parts of steps as CUDA graphs that share one stream and one memory pool. Not run on a GPU yet.
 
-    torch reuses the memory of a pool only for captures on the same stream, and gives each stream cuBLAS workspace.
+    torch reuses a pool's memory only for captures on the same stream, and allocates a cuBLAS workspace per stream.
     """
 
     pads_mixed: ClassVar[bool] = True
 
     def __init__(self, cuda: Any = torch.cuda) -> None:
-        """`cuda`: torch.cuda, or a stand-in."""
+        """`cuda`: torch.cuda, or a stand-in for tests."""
         super().__init__()
         self._cuda = cuda
         self._stream: Any = None
         self._pool: Any = None
 
     def capture(self, key: Hashable, run: Callable[[], None]) -> None:
-        """Run twice on the capture stream to load and compile all libraries and kernels, then capture."""
+        """Run twice on the capture stream, so that all libraries and kernels are loaded and compiled, then capture."""
         cuda = self._cuda
         stream = self._stream = self._stream or cuda.Stream()
         current = cuda.current_stream()

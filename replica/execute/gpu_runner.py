@@ -1,7 +1,7 @@
 """A runner that launches steps without waiting: the device draws the tokens and feeds them to the next step.
 
-Steps of decodes and short prompts are replayed from graphs at padded sizes; others run eagerly on the same state. Made
-for GPUs; on a CPU it computes the same. Knows nothing of requests: a plan gives each row's slot.
+Steps of decodes and short prompts are replayed from graphs at padded sizes; others run eagerly on the same state. Meant
+for GPUs; on a CPU it computes the same results. Independent of requests: a plan gives each row's slot.
 """
 
 import logging
@@ -33,10 +33,10 @@ log = logging.getLogger(__name__)
 
 
 class DrawnTokens:
-    """The tokens of a step and the logprobs that it was asked for, on their way to the host."""
+    """A step's tokens and requested logprobs, on their way to the host."""
 
     def __init__(self, tokens: torch.Tensor, scored: Sequence[tuple[Sequence[ScoredRow], Scores]] = ()) -> None:
-        """Start the copies; later steps may overwrite `tokens`."""
+        """Start the copies to the host; later steps may then overwrite `tokens`."""
         self._tokens = _to_host(tokens)
         self._scored = [(rows, Scores(*map(_to_host, scores))) for rows, scores in scored]
         self._ready: torch.cuda.Event | None = None
@@ -45,13 +45,13 @@ class DrawnTokens:
             self._ready.record()
 
     def tokens(self) -> list[int | None]:
-        """Wait for the step, and raise its error if it failed. None: the logits were not finite."""
+        """Wait for the step and return its tokens, None where the logits were not finite. Raises the step's error."""
         if self._ready is not None:
             self._ready.synchronize()
         return [None if token == NO_TOKEN else token for token in self._tokens.tolist()]
 
     def logprobs(self) -> list[PositionLogprobs]:
-        """After `tokens`."""
+        """The requested logprobs. Call `tokens` first, as it waits for the step."""
         return [found for rows, scores in self._scored for found in read(rows, scores)]
 
 
@@ -67,19 +67,19 @@ RunnerLoader = Callable[[ReplicaSettings, Path, int, RankGroup | None], ModelRun
 def load_runner(
     settings: ReplicaSettings, model_dir: Path, block_size: int, group: RankGroup | None = None
 ) -> ModelRunner:
-    """The runner for these settings and the device: a GpuRunner if steps overlap."""
+    """Load the runner for these settings and this device: a GpuRunner if steps overlap."""
     on, auto = settings.overlap_steps == "on", settings.overlap_steps == "auto"
     overlap = on or (auto and resolve_device(settings).type == "cuda")
     return (GpuRunner if overlap else ModelRunner)(settings, model_dir, block_size, group)
 
 
 class DecodeStep:
-    """A decode step from the request table and back into it: embedding, layers, sampler, write-back.
+    """A decode step that reads the request table and writes to it: embedding, layers, sampler, write-back.
 
     Its only input besides the table is the slots in `rows`. It allocates only through torch and reads nothing back to
-    the host, so that a CUDA graph can hold it. A batch of less than `most` rows uses the front of the buffers.
+    the host, so a CUDA graph can capture it. A batch of fewer than `most` rows uses the front of the buffers.
 
-    In two halves, so that masks which depend on the previous step's tokens can reach the device in between.
+    It has two halves, so that masks that depend on the previous step's tokens can reach the device in between.
     """
 
     def __init__(
@@ -97,13 +97,13 @@ class DecodeStep:
         self._model, self._attention, self._kernels, self._table = model, attention, kernels, table
         self._block_size = block_size
         self._group = group
-        #: [most, vocab] Of the last step; none on ranks that draw nothing.
+        #: [most, vocab] of the last step; None on ranks that draw no tokens.
         self.logits: torch.Tensor | None = None
         if group is None or group.rank == 0:
             self.logits = torch.zeros(most, model.spec.vocab_size, dtype=torch.float32, device=device)
-        #: Slots of the rows; 0 behind the last one.
+        #: Each row's slot; 0 for padding rows.
         self.rows = torch.zeros(most, dtype=torch.int64, device=device)
-        #: The tokens drawn last; `NO_TOKEN` where the logits were not finite.
+        #: The latest drawn tokens; `NO_TOKEN` where the logits were not finite.
         self.tokens = torch.zeros(most, dtype=torch.int64, device=device)
 
     def run(self, size: int) -> None:
@@ -112,7 +112,7 @@ class DecodeStep:
         self.draw(size)
 
     def compute(self, size: int) -> None:
-        """The logits of the first `size` rows."""
+        """Compute the logits of the first `size` rows."""
         table = self._table
         step = self._kernels.decode_rows(
             self.rows[:size], table.last_tokens, table.seq_lens, table.block_tables, self._block_size
@@ -124,7 +124,7 @@ class DecodeStep:
             self.logits[:size].copy_(logits)
 
     def draw(self, size: int) -> None:
-        """One token for each of the first `size` rows, from their logits."""
+        """Draw one token for each of the first `size` rows from their logits."""
         table, rows, tokens = self._table, self.rows[:size], self.tokens[:size]
         if self.logits is not None:
             self._kernels.sample(self.logits[:size], table.sampling(rows), tokens)
@@ -137,23 +137,23 @@ class DecodeStep:
 _Draw = Callable[[DrawTerms], DrawnTokens]
 
 
-#: A part of a step, a size, and what runs the part at a size.
+#: The name of a part of a step, the size to capture, and the function that runs the part at a given size.
 _Part = tuple[str, int, Callable[[int], None]]
 
 
 @dataclass(slots=True, frozen=True)
 class _DeviceState:
-    """The state that belongs to one KV pool."""
+    """The state that is allocated and freed together with a KV pool."""
 
     attention: PagedAttention
     table: RequestTable
     mirror: TableMirror
     decode: DecodeStep
-    mixed: MixedStep | None  #: None: steps with prompts are not captured
+    mixed: MixedStep | None  #: None if steps with prompts are not captured
 
 
 class GpuRunner(ModelRunner):
-    """`ModelRunner` that can also launch plans with slots."""
+    """A `ModelRunner` that can also launch plans with slots."""
 
     def __init__(
         self,
@@ -173,17 +173,17 @@ class GpuRunner(ModelRunner):
         self._graphs: EagerSteps = graphs or (CudaGraphs() if self.device.type == "cuda" else EagerSteps())
         self._sizes = graph_sizes(self._most_rows)
         self._state: _DeviceState | None = None
-        #: Draws the tokens of a held step that was launched.
+        #: Draws the tokens of the held step that was launched last; None if there is none.
         self._undrawn: _Draw | None = None
 
     def close(self) -> None:
-        """Also frees the graphs and the request table."""
+        """Free the graphs and the request table, then the KV pool."""
         self._graphs.clear()
         self._state = self._undrawn = None
         super().close()
 
     def _allocate(self, num_blocks: int) -> None:
-        """Also allocates the request table and captures a graph for each batch size."""
+        """Allocate the KV pool and the request table, and capture a graph for each batch size."""
         super()._allocate(num_blocks)
         assert self._attention is not None
         pages = min(num_blocks, -(-self._max_model_len // self.block_size) + 1)
@@ -201,7 +201,7 @@ class GpuRunner(ModelRunner):
         self._state = _DeviceState(self._attention, table, TableMirror(self.block_size), decode, mixed)
         parts: list[_Part] = [
             (name, size, run)
-            for size in reversed(self._sizes)  # the largest first: the others fit into its memory
+            for size in reversed(self._sizes)  # largest first, so that the others fit into its memory
             for name, run in (("compute", decode.compute), ("draw", decode.draw))
         ]
         problem = self._model.uncapturable or self._capture(parts)
@@ -214,7 +214,7 @@ class GpuRunner(ModelRunner):
         self._capture(parts)
 
     def _mixed_step(self, attention: PagedAttention, decode: DecodeStep, pages: int) -> MixedStep | None:
-        """Captured steps with prompts; None where attention, device or model do not allow them."""
+        """Capture steps with prompts; None where attention, device or model do not allow it."""
         if self._model.uncapturable or not (attention.mixes and self._graphs.pads_mixed):
             return None
         mixed = MixedStep(self._model, attention, decode.logits, most=self._most_rows, pages=pages)
@@ -226,7 +226,7 @@ class GpuRunner(ModelRunner):
         return None
 
     def _capture(self, parts: Sequence[_Part]) -> str | None:
-        """Capture parts of steps; why they cannot be, or None."""
+        """Capture parts of steps. Returns why that is impossible, or None on success."""
         try:
             for done, (name, size, run) in enumerate(parts):
                 report("capturing graphs", done, len(parts))
@@ -239,12 +239,12 @@ class GpuRunner(ModelRunner):
     def launch(self, plan: StepPlan) -> DrawnTokens | None:
         """Start a step whose rows have slots. All ranks must be called with the same plan.
 
-        If the plan is held, rank 0 returns None: it draws when `draw` is called, before the next launch. Other ranks
-        wait for its tokens on the device.
+        If the plan is held, rank 0 returns None and draws when `draw` is called, which must be before the next launch.
+        The other ranks' devices wait for rank 0's tokens.
         """
         state = self._state
         assert state is not None, "launch before allocate_kv"
-        self._undrawn = None  # of a step that failed before it could draw
+        self._undrawn = None  # left over from a step that failed before it could draw
         state.table.apply(state.mirror.delta(plan))
         decodes = plan.drawn == plan.slots and plan.q_lens == [1] * len(plan.slots) and not plan.copies
         draw = self._replay(plan, state.decode) if decodes else self._run_mixed(plan, state)
@@ -255,9 +255,9 @@ class GpuRunner(ModelRunner):
 
     @torch.inference_mode()
     def draw(self, terms: DrawTerms) -> DrawnTokens:
-        """Draw the tokens of the step that was launched last."""
+        """Draw the tokens of the held step that was launched last."""
         draw, self._undrawn = self._undrawn, None
-        assert draw is not None, "no step waits for its terms"
+        assert draw is not None, "no held step to draw for"
         return draw(terms)
 
     def _draw(
@@ -267,7 +267,7 @@ class GpuRunner(ModelRunner):
         sample: Callable[[], torch.Tensor],
         others: torch.Tensor | None = None,
     ) -> DrawnTokens:
-        """Draw by `sample` from `logits` [rows, vocab] under these terms; `others` are not drawn from."""
+        """Draw with `sample` from `logits` [rows, vocab] under these terms. `others`: logits for prompt logprobs."""
         move = partial(to_device, device=self.device)
         raw = None
         if logits is not None:
@@ -289,7 +289,7 @@ class GpuRunner(ModelRunner):
         return self._replayed_draw(len(plan.slots), decode)
 
     def _set_rows(self, slots: Sequence[int], decode: DecodeStep) -> int:
-        """Make these slots the rows of the next draw; returns the size that they are padded to."""
+        """Make these slots the rows of the next draw. Returns the size that they are padded to."""
         size = padded_size(len(slots), self._sizes)
         assert size is not None, f"{len(slots)} rows, {self._most_rows} at most"
         rows = np.zeros(size, dtype=np.int64)
@@ -306,7 +306,7 @@ class GpuRunner(ModelRunner):
         return lambda terms: self._draw(decode.logits, terms, sample, others)
 
     def _run_mixed(self, plan: StepPlan, state: _DeviceState) -> _Draw:
-        """Run a step with prompts: from a graph if it is one of those that are captured."""
+        """Run a step with prompts, from a graph if one of its kind is captured."""
         ragged, mixed, decode = self._lay_out(plan), state.mixed, state.decode
         size = padded_size(len(ragged.token_ids), MIXED_SIZES)
         if mixed is None or size is None or not fits(ragged, min(size, self._most_rows)):
@@ -322,26 +322,26 @@ class GpuRunner(ModelRunner):
         return self._replayed_draw(count, decode, others)
 
     def _copy(self, ragged: RaggedBatch) -> None:
-        """The copies of a step, which its graph does not hold."""
+        """Make the KV copies of a step; its graph does not include them."""
         assert self.pool is not None, "launch before allocate_kv"
         if ragged.copied_slots.size:
             self.pool.copy(to_device(ragged.copied_slots, self.device), self._kernels)
 
     def _feed(self, plan: StepPlan, token_ids: torch.Tensor, table: RequestTable) -> None:
-        """Fill in the tokens that only the device knows."""
+        """Fill in the tokens that are only known on the device."""
         if plan.fed:
             ends = np.cumsum(plan.q_lens)[plan.fed] - 1
             fed = to_device(np.asarray(plan.slots, dtype=np.int64)[plan.fed], self.device)
             token_ids.index_copy_(0, to_device(ends, self.device), table.last_tokens[fed].clamp(min=0))
 
     def _advance(self, plan: StepPlan, ragged: RaggedBatch, table: RequestTable) -> None:
-        """The table's lengths after the step."""
+        """Set the table's lengths to those after the step."""
         slots = to_device(np.asarray(plan.slots, dtype=np.int64), self.device)
         lengths = to_device(np.asarray(ragged.kv_lens, dtype=np.int32), self.device)
         table.seq_lens.index_copy_(0, slots, lengths)
 
     def _run(self, plan: StepPlan, ragged: RaggedBatch, state: _DeviceState) -> _Draw:
-        """Run a step of any shape, not from a graph."""
+        """Run a step of any shape without a graph."""
         table = state.table
         batch = Batch.on_device(ragged, self.device)
         drawn = to_device(np.asarray(plan.drawn, dtype=np.int64), self.device)

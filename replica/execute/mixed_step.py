@@ -1,7 +1,7 @@
-"""A step of decodes and short prompts, padded to a number of tokens, so that a CUDA graph can hold it.
+"""A step of decodes and short prompts, padded to a fixed number of tokens, so that a CUDA graph can hold it.
 
-Its inputs are written into tensors that keep their addresses. Tokens of decodes come first, then those of prompts, then
-padding. Both kinds of attention run over all tokens, and each token takes the result of its kind.
+Its inputs are written into tensors that keep their addresses: first the tokens of decodes, then those of prompts, then
+padding. Decode and prompt attention both run over all tokens, and each token keeps the result of its own kind.
 """
 
 import numpy as np
@@ -12,10 +12,10 @@ from ..engine.logit_edits import Move
 from ..engine.step_plan import RaggedBatch
 from ..models.base import Model
 
-#: Tokens to pad a step to. With more, the device takes longer than the host needs to launch the kernels one by one (by
-#: calculation: 600 tokens of an 8B model on one H200). Not measured.
+#: Numbers of tokens to pad a step to. Beyond the largest, the device takes longer than the host needs to launch kernels
+#: one by one (calculated: 600 tokens for an 8B model on one H200), so a graph gains nothing. Not measured.
 SIZES = (32, 64, 128, 256, 512)
-#: Prompts in one such step.
+#: Maximum number of prompts in a captured step.
 MOST_PROMPTS = 16
 
 
@@ -24,13 +24,13 @@ def leading_decodes(q_lens: list[int]) -> int:
 
 
 def fits(batch: RaggedBatch, most_rows: int) -> bool:
-    """Whether a step is one of those that are captured; `most_rows` logits are computed at most."""
+    """Whether a captured step can run this batch, which may need at most `most_rows` logits."""
     prompts = len(batch.q_lens) - leading_decodes(batch.q_lens)
     return prompts <= MOST_PROMPTS and len(batch.logits_at) <= most_rows
 
 
 class MixedStep:
-    """The inputs of steps of up to `SIZES[-1]` tokens, whose logits of up to `most` tokens go into `logits`."""
+    """Inputs of steps with up to `SIZES[-1]` tokens. Logits of up to `most` tokens are written to `logits`."""
 
     def __init__(
         self, model: Model, attention: PagedAttention, logits: torch.Tensor | None, *, most: int, pages: int
@@ -45,7 +45,7 @@ class MixedStep:
         self.token_ids, self._positions, self._slots = (zeros(tokens) for _ in range(3))
         self._logits_at = zeros(most)
         self._lengths, self._tables = zeros(tokens, dtype=torch.int32), zeros(tokens, pages, dtype=torch.int32)
-        #: The first row stands for all decodes, and reads the null block alone.
+        #: Row 0 represents all decodes and reads only the null block.
         self._prompt_lengths, self._prompt_tables = (
             zeros(rows, dtype=torch.int32),
             zeros(rows, pages, dtype=torch.int32),
@@ -79,7 +79,7 @@ class MixedStep:
         self._logits_at.copy_(move(places))
 
     def run(self, size: int) -> None:
-        """The logits of a step of `size` tokens."""
+        """Compute the logits of a step padded to `size` tokens."""
         self._attention.begin_mixed(
             self._slots[:size],
             self._tables[:size],

@@ -1,11 +1,10 @@
-"""The running requests as tensors by slot: what a decode step reads, and where it writes what it drew.
+"""The state of running requests as tensors by slot: what a decode step reads, and where it writes the drawn tokens.
 
-`TableMirror` is the host's copy of what the table holds: it computes from each plan what must change on the device. A
-steady decode step changes only the rows' slots: lengths grow and tokens are fed back on the device, and a row needs a
-new table entry once per block. Every rank keeps a mirror and gets the same plans.
+`TableMirror` is the host's copy of the table: it computes from each plan what must change on the device. A steady
+decode step needs no changes except its rows' slots: lengths grow and tokens are fed back on the device, and a row needs
+a new block table entry only once per block. Every rank keeps a mirror and gets the same plans.
 
-Slot 0 belongs to the padding rows of a batch and stays empty. Every change is a launch on the device, in order with the
-steps.
+Slot 0 is for a batch's padding rows and stays empty. Changes are launched on the device in order with the steps.
 """
 
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from ..kernels.base import SamplingInputs
 
 @dataclass(slots=True, frozen=True)
 class TableDelta:
-    """Changes of the table, to be applied in this order before a step runs."""
+    """Changes to the table, to be applied in field order before a step runs."""
 
     started: Sequence[SlotStart]
     pages: Int64s  #: [n, 3] slot, column, block
@@ -32,14 +31,14 @@ class TableDelta:
 class TableMirror:
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        #: By slot.
+        #: By slot: number of pages that the device has, and number of tokens with computed KV.
         self._pages: dict[int, int] = {}
         self._seq_lens: dict[int, int] = {}
 
     def delta(self, plan: StepPlan) -> TableDelta:
         for start in plan.started:
             self._pages[start.slot] = 0
-            self._seq_lens.pop(start.slot, None)  # it is the previous request's
+            self._seq_lens.pop(start.slot, None)  # left over from the slot's previous request
         pages: list[tuple[int, int, int]] = []
         seq_lens: list[tuple[int, int]] = []
         tokens: list[tuple[int, int]] = []
@@ -68,18 +67,18 @@ def _array(entries: Sequence[tuple[int, ...]], width: int) -> Int64s:
 
 
 class RequestTable:
-    """`slots` requests and the padding slot 0; block tables of at most `pages` blocks."""
+    """Holds `slots` requests and the padding slot 0; block tables have at most `pages` blocks."""
 
     def __init__(self, slots: int, pages: int, device: torch.device) -> None:
         self._device = device
         count = slots + 1
-        #: Below 0 where no token could be drawn.
+        #: The last drawn token of each slot; below 0 if none could be drawn.
         self.last_tokens = torch.zeros(count, dtype=torch.int64, device=device)
-        #: Tokens whose KV is computed.
+        #: Number of tokens whose KV is computed.
         self.seq_lens = torch.zeros(count, dtype=torch.int32, device=device)
         self.block_tables = torch.zeros(count, pages, dtype=torch.int32, device=device)
         kinds = (torch.float32, torch.int32, torch.float64, torch.float32, torch.int64, torch.int64)
-        #: By slot, in the order of `SamplingInputs`; padding is greedy.
+        #: Sampling parameters by slot, in the order of `SamplingInputs`. All 0 for padding, which is therefore greedy.
         self._sampling = [torch.zeros(count, dtype=kind, device=device) for kind in kinds]
 
     def apply(self, delta: TableDelta) -> None:
@@ -108,6 +107,6 @@ class RequestTable:
 
 
 def _sampling_of(start: SlotStart) -> tuple[float, ...]:
-    """In the order of `SamplingInputs`."""
+    """Sampling parameters in the order of `SamplingInputs`; the seed's 64 bits become a signed integer."""
     seed = start.seed - (start.seed >> 63 << 64)
     return start.temperature, start.top_k, start.top_p, start.min_p, seed, start.prompt_tokens

@@ -1,4 +1,4 @@
-"""One rank's model and KV pool: runs a plan, returns logits. Knows nothing of requests, sockets or sampling."""
+"""One rank's model and KV pool: runs a plan, returns logits. Independent of requests, sockets and sampling."""
 
 import gc
 import logging
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-#: docs/gpu.md says which driver which build needs.
+#: docs/gpu.md lists which driver each build needs.
 CUDA_REMEDY = "see homing doctor and docs/gpu.md, or set device: cpu to serve without GPUs"
 
 
@@ -43,7 +43,7 @@ def _cuda_problem() -> str:
 
 
 def resolve_device(settings: ReplicaSettings) -> torch.device:
-    """The configured device; auto is CUDA if there is one. Raises StartupError."""
+    """The configured device; auto is CUDA if available. Raises StartupError."""
     available = torch.cuda.is_available()
     if settings.device == "cuda" and not available:
         raise StartupError(f"this rank has a GPU, but torch cannot use it: {_cuda_problem()}; {CUDA_REMEDY}")
@@ -51,15 +51,15 @@ def resolve_device(settings: ReplicaSettings) -> torch.device:
 
 
 class CudaMemory:
-    """torch's account of one CUDA device (kvcache/sizing.py computes sizes from it). Not run on a GPU yet."""
+    """Memory use of one CUDA device according to torch, for kvcache/sizing.py. Not run on a GPU yet."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._allocated = 0
 
     def begin(self) -> None:
-        """Start to measure the peak above the memory that is held now."""
-        gc.collect()  # a pool that was freed must not count as held
+        """Start measuring the peak above the memory that is held now."""
+        gc.collect()  # a freed pool must not count as held
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
@@ -71,12 +71,12 @@ class CudaMemory:
         peak = torch.cuda.max_memory_allocated(self._device) - self._allocated
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._device)
-        # Reserved, not allocated: graphs keep the memory of their steps, in which no tensor lives between replays.
+        # Reserved rather than allocated: graphs keep their steps' memory, though no tensor lives in it between replays.
         return MemoryReading(total, free, torch.cuda.memory_reserved(self._device), peak)
 
 
 def captured_steps_for(device: torch.device, group: RankGroup | None, forward: "Forward") -> "CapturedSteps | None":
-    """On one rank of a CPU with compiled kernels. Ranks communicate between kernels, which a capture cannot contain."""
+    """None unless a single rank runs on a CPU with compiled kernels: a capture cannot contain communication."""
     if device.type != "cpu":
         return None
     problem = compiled_problem() if group is None else f"{group.size} ranks sum between kernels"
@@ -89,7 +89,7 @@ def captured_steps_for(device: torch.device, group: RankGroup | None, forward: "
 
 
 def _with_kv(spec: ModelSpec, kind: str, device: torch.device) -> ModelSpec:
-    """The model with KV as the setting `kv_cache_dtype` says. Raises StartupError where it cannot be."""
+    """The spec with the KV dtype that `kv_cache_dtype` sets. Raises StartupError if it cannot be used."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     problem = fp8_kv_problem(capability, spec.dtype) if kind == "fp8" else None
     if problem is not None:
@@ -127,9 +127,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def allocate_kv(self, num_blocks: int) -> None:
-        """Allocate the KV of `num_blocks` blocks, zeroed; block 0 is the null block. Call before `forward`.
+        """Allocate zeroed KV for `num_blocks` blocks; block 0 is the null block. Call before `forward`.
 
-        Frees the result of an earlier call first.
+        Frees the pool of an earlier call first.
         """
         self.close()
         self._allocate(num_blocks)
@@ -137,7 +137,7 @@ class ModelRunner:
             self._memory.begin()
 
     def readings(self) -> list[MemoryReading]:
-        """Memory of each rank since `allocate_kv`, in rank order; empty on ranks above 0. Call it on all ranks."""
+        """Memory readings of all ranks since `allocate_kv`, in rank order; empty above rank 0. Call on all ranks."""
         assert self._memory is not None, f"nothing is measured on {self.device}"
         own = self._memory.read()
         if self._group is None:
@@ -146,7 +146,7 @@ class ModelRunner:
         return [MemoryReading(*part.tolist()) for part in parts or ()]
 
     def close(self) -> None:
-        """Free the KV pool and captured steps. Call it before the rank group ends, which may hang otherwise."""
+        """Free the KV pool and captured steps. Call before the rank group is freed, which may hang otherwise."""
         self.pool, self._attention, self.captured_steps = None, None, None
 
     @torch.inference_mode()
@@ -168,9 +168,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward_hidden(self, plan: StepPlan, hidden_at: Sequence[int]) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """As `forward`, with the last hidden states [len(hidden_at), hidden_size] of these flat token indexes.
+        """Like `forward`, plus the last hidden states [len(hidden_at), hidden_size] at these flat token indexes.
 
-        Other ranks may call `forward`.
+        The other ranks may call `forward`.
         """
         assert self.pool is not None, "forward before allocate_kv"
         assert self._attention is not None, "forward before allocate_kv"
@@ -185,7 +185,7 @@ class ModelRunner:
         return None if logits is None else logits.float(), hidden
 
     def batch_logits(self, batch: Batch) -> torch.Tensor | None:
-        """Run the model on a batch: its logits in the model's dtype on rank 0, None on other ranks."""
+        """Run the model on a batch. Returns logits in the model's dtype on rank 0, None on other ranks."""
         assert self._attention is not None, "forward before allocate_kv"
         self._attention.begin(batch)
         return self._model.forward(batch.token_ids, batch.positions, self._attention, batch.logits_at)
@@ -198,14 +198,14 @@ class ModelRunner:
         self.captured_steps = captured_steps_for(self.device, self._group, self.batch_logits)
 
     def _compile(self, lengths: Sequence[int]) -> None:
-        """Run prompts of these lengths, all pages of which are one, so that their kernels are compiled before ready."""
+        """Run a prompt of each length, all in one block, so that kernels are compiled before the replica is ready."""
         for done, length in enumerate(lengths):
             if length <= self.spec.max_positions:
                 report("compiling attention", done, len(lengths))
                 self.forward(plan_of_rows(0, [PlanRow([0] * length, 0, [1] * -(-length // self.block_size))]))
 
     def _lay_out(self, plan: StepPlan) -> RaggedBatch:
-        """The plan as arrays. Asserts that ids are in the vocabulary: kernels read the embedding unchecked."""
+        """Lay out a plan. Asserts that ids are in the vocabulary, since kernels read the embedding unchecked."""
         ragged = lay_out(plan, self.block_size)
         highest, vocabulary = ragged.token_ids.max(initial=0), self.spec.vocab_size
         assert highest < vocabulary, f"token id {highest}, a vocabulary of {vocabulary}"
