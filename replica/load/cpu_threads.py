@@ -1,13 +1,13 @@
-"""How many threads a rank computes with on a CPU: as many as the cores that other processes leave idle.
+"""Chooses how many threads a rank computes with on a CPU: one per core that other processes leave idle.
 
-Two threads that share one core turn a matrix product of 0.5 ms into 5 ms, because each waits for the other at every
-operation; a core that stays idle costs less than half of the speed. So a core that other processes use is given up at
-once, and a free core is taken when two looks in a row found it free.
+Two threads on one core turn a matrix product of 0.5 ms into 5 ms, because each waits for the other at every operation;
+leaving a core idle costs less than half the speed. So a core that other processes use is given up at once, and a free
+core is taken only after two observations in a row found it free.
 
-One thread must load, measure and serve. OpenMP gives each computing thread a team of its own, which lives as long as
-the thread. If all teams together have more threads than cores, their threads sleep between operations instead of
-spinning: on two cores a decode step took 22 ms instead of 16 while a thread that had loaded the model kept a team
-beside the one that served. Pure except `read_cpu_times` and `usable_cores`; no torch.
+One thread must load, measure and serve. OpenMP gives each computing thread a thread team of its own, which lives as
+long as that thread. If all teams together have more threads than there are cores, they sleep between operations instead
+of spinning: on two cores a decode step took 22 ms instead of 16 while the thread that had loaded the model still kept a
+team besides the serving thread's. Pure except `read_cpu_times` and `usable_cores`; no torch.
 """
 
 import math
@@ -19,22 +19,22 @@ from pathlib import Path
 
 from ..config import ReplicaSettings
 
-#: Time between two looks; one costs 40 µs.
+#: Time between two observations; each costs 40 µs.
 INTERVAL_S = 1.0
-#: Use of a core by others that is ignored. A router and Ray's own processes use less. Not tuned.
+#: Cores' worth of use by other processes that is ignored. A router and Ray's processes use less. Not tuned.
 TOLERATED = 0.35
 
 _STAT = Path("/proc/stat")
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
-#: Of a line of /proc/stat: user, nice, system, -, -, interrupts, soft interrupts, stolen by the hypervisor.
+#: Columns of a line in /proc/stat: user, nice, system, interrupts, soft interrupts, stolen by the hypervisor.
 _BUSY_COLUMNS = (0, 1, 2, 5, 6, 7)
 
 
 @dataclass(slots=True, frozen=True)
 class CpuTimes:
     at_s: float
-    busy_s: float  #: on all cores that this process may use, by any process
-    own_s: float  #: by this process
+    busy_s: float  #: CPU time of all processes on the cores that this process may use
+    own_s: float  #: CPU time of this process
 
 
 @dataclass(slots=True)
@@ -44,13 +44,13 @@ class ThreadChoice:
     threads: int = 1
     fixed: bool = False
     _last: CpuTimes | None = None
-    _offered: int = field(init=False)  #: threads by the last look alone
+    _offered: int = field(init=False)  #: number of threads according to the last observation alone
 
     def __post_init__(self) -> None:
-        self._offered = self.most  # the first look counts for two
+        self._offered = self.most  # the first observation counts as two
 
     def observe(self, times: CpuTimes) -> int:
-        """The number of threads from now on."""
+        """Take CPU times into account; returns the number of threads to use from now on."""
         last, self._last = self._last, times
         if self.fixed or last is None or times.at_s <= last.at_s:
             return self.threads
@@ -62,7 +62,7 @@ class ThreadChoice:
 
 
 def thread_choice(settings: ReplicaSettings, cores: int | None = None) -> ThreadChoice:
-    """The first choice for one rank: as set, or up to its share of the cores."""
+    """The initial choice for one rank: the configured number, or up to its share of the cores."""
     cores = cores or usable_cores()
     if settings.cpu_threads:
         return ThreadChoice(cores, settings.cpu_threads, settings.cpu_threads, fixed=True)
@@ -80,7 +80,7 @@ def usable_cores() -> int:
 
 
 def read_cpu_times() -> CpuTimes | None:
-    """From /proc/stat on Linux; None elsewhere."""
+    """CPU times from /proc/stat on Linux; None elsewhere."""
     try:
         lines = _STAT.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -92,7 +92,7 @@ def read_cpu_times() -> CpuTimes | None:
 
 
 class ThreadTuner:
-    """Applies a choice and revises it from time to time. Owned by the thread that computes."""
+    """Applies a thread choice and revises it regularly. Owned by the thread that computes."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class ThreadTuner:
         self._set_threads(self._choice.threads)
 
     def update(self) -> None:
-        """Between two steps: revise the choice if INTERVAL_S has passed."""
+        """Revise the choice if INTERVAL_S has passed. Call between two steps."""
         now = self._clock()
         if self._choice.fixed or now < self._next_s:
             return

@@ -1,4 +1,4 @@
-"""Digests of this replica's model: what its KV depends on, and what a router must agree on. Only reads files."""
+"""Digests of a replica's model: what its KV depends on, and what a router must agree on. Only reads files."""
 
 from hashlib import sha256
 from pathlib import Path
@@ -8,14 +8,14 @@ from ...kvcache.hashing import BlockHasher, CacheIdentity, canonical, model_root
 from ...kvcache.parity import canary_hash, template_digest, tokenizer_digest
 from ..messages import Parity
 
-#: Weights are sampled, not read in full (140 GB for 70 B parameters): a fine-tuned model keeps configuration and
-#: headers but changes nearly every weight, so a few windows per file distinguish it from its base.
+#: Weights are sampled, not read in full (140 GB for 70 B parameters). A fine-tuned model has the same configuration and
+#: headers as its base, but nearly every weight differs, so a few windows per file tell them apart.
 SAMPLE_WINDOWS = 16
 SAMPLE_BYTES = 4096
 
 
 def model_fingerprint(folder: Path, dtype: str) -> bytes:
-    """sha256 over configuration, weights index, each weights file's header and samples of its data, and the dtype."""
+    """sha256 of the configuration, the weights index, each weight file's header and data samples, and the dtype."""
     named = [folder / "config.json", *sorted(folder.glob("*.index.json"))]
     texts = [field for path in named if path.is_file() for field in (path.name.encode(), path.read_bytes())]
     weights = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
@@ -33,7 +33,7 @@ def cache_identity(folder: Path, dtype: str, settings: KvCacheSettings) -> Cache
 
 
 def parity(folder: Path, identity: CacheIdentity, hasher: BlockHasher) -> Parity:
-    """What a router compares with its own values before it sends requests."""
+    """The values that a router compares with its own before it sends requests."""
     root = model_root(identity)
     return Parity(
         tokenizer_digest=tokenizer_digest(folder),
@@ -46,7 +46,7 @@ def parity(folder: Path, identity: CacheIdentity, hasher: BlockHasher) -> Parity
 
 
 def _weights_digest(path: Path) -> bytes:
-    """Header (for safetensors: names, shapes, offsets), length and evenly spaced windows of one file."""
+    """Digest of one file's length, header (for safetensors: names, shapes, offsets) and evenly spaced windows."""
     size = path.stat().st_size
     with path.open("rb") as file:
         header = 0

@@ -1,6 +1,6 @@
-"""Checks a model's folder and the settings before anything is loaded: could a replica serve it at all?
+"""Checks before anything is loaded whether a replica could serve a model's folder with these settings.
 
-Only reads files, of weights only the headers; no torch, no transformers. Problems that need those to detect (an
+Only reads files, and only the headers of weights; no torch, no transformers. Problems that take those to detect (an
 unsupported family, a tensor of the wrong shape) are reported by the replica when it loads.
 """
 
@@ -23,13 +23,13 @@ from ..models.spec import FAMILIES, auto_dtype, split_problem
 from .quantized import Scaling, block_sizes, method_problem, scalings
 from .weight_files import FETCH_AGAIN, TensorHeader, tensors_in, tensors_of, weight_files, weight_map
 
-#: Bytes of a KV element in the smallest dtype: what does not fit then fits in no dtype.
+#: Bytes of a KV element in the smallest dtype: a block that does not fit in this one fits in no dtype.
 _LEAST_DTYPE_BYTES = 2
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The values of config.json that limit settings; None: this family has another name for it."""
+    """The values of config.json that limit settings; None where a family uses another name."""
 
     model_type: str = ""
     hidden_size: int | None = None
@@ -43,11 +43,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_position_embeddings: int | None = None
     vocab_size: int | None = None
     dtype: str | None = None
-    torch_dtype: str | None = None  #: its name until transformers 4
+    torch_dtype: str | None = None  #: the name of `dtype` up to transformers 4
 
 
 def check_model(folder: Path, settings: ReplicaSettings, cache: KvCacheSettings) -> None:
-    """Raise StartupError or PoolTooSmall if no replica could serve this, with the file or setting and the remedy."""
+    """Raise StartupError or PoolTooSmall if no replica could serve this; names the file or setting and the remedy."""
     config = read_config(folder)
     check_weights(folder)
     if settings.tokenizer and config.vocab_size is not None:
@@ -79,7 +79,7 @@ def _not_a_configuration(folder: Path, error: Exception) -> UnsupportedModel:
 
 
 def check_weights(folder: Path) -> None:
-    """Check by names and lengths that all files of weights exist and are complete. Raises ModelError."""
+    """Check by names and lengths that all weight files exist and are complete. Raises ModelError."""
     held = {path.name: tensors_of(path) for path in sorted(folder.glob("*.safetensors"))}
     if not held and not any(folder.glob("*.bin")):
         weight_files(folder)
@@ -94,7 +94,7 @@ def check_weights(folder: Path) -> None:
 
 
 def check_quantization(folder: Path, tensors: Mapping[str, TensorHeader]) -> dict[str, Scaling]:
-    """How each quantized weight of the folder is dequantized, by its name. Raises UnsupportedModel."""
+    """How to dequantize each of the folder's quantized weights, by name. Raises UnsupportedModel."""
     config = raw_config(folder)
     found, unknown = scalings(tensors, block_sizes(config))
     problem = method_problem(config) or unknown
@@ -104,9 +104,9 @@ def check_quantization(folder: Path, tensors: Mapping[str, TensorHeader]) -> dic
 
 
 def check_vocabulary_size(folder: Path, vocab_size: int) -> None:
-    """Raise StartupError if the tokenizer.json in a folder makes ids that a model of this vocabulary lacks."""
+    """Raise StartupError if the folder's tokenizer.json has ids that are not in a vocabulary of this size."""
     path = folder / "tokenizer.json"
-    if not path.is_file():  # a format that only transformers reads
+    if not path.is_file():  # another format, which only transformers reads
         return
     try:
         content: Any = json.loads(path.read_bytes())
@@ -114,16 +114,16 @@ def check_vocabulary_size(folder: Path, vocab_size: int) -> None:
         ids = words.values() if isinstance(words, dict) else range(len(words))
         highest = max([-1, *ids, *(each["id"] for each in content.get("added_tokens") or ())])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return  # routers report it
+        return  # routers report a malformed file
     if highest >= vocab_size:
         raise StartupError(
-            f"tokenizer: {path} has the token id {highest:,}, and the model {vocab_size:,} tokens; "
-            "give a tokenizer of this model"
+            f"tokenizer: {path} has the token id {highest:,}, but the model has only {vocab_size:,} tokens; "
+            "use this model's tokenizer"
         )
 
 
 def weight_bytes(folder: Path, settings: ReplicaSettings) -> int:
-    """Estimated bytes of one rank's weights on a CPU; counts norms and biases as if the ranks shared them.
+    """Estimated bytes of one rank's weights on a CPU. Counts norms and biases as if they were split among the ranks.
 
     Raises UnsupportedModel, WeightsMissing, WeightsTorn.
     """
@@ -135,7 +135,7 @@ def weight_bytes(folder: Path, settings: ReplicaSettings) -> int:
     size = _DTYPE_BYTES[dtype]
     shapes = {name: each.shape for name, each in tensors_in(folder).items()}
     embedding = sum(prod(shape) for name, shape in shapes.items() if name.endswith("embed_tokens.weight"))
-    tied = "lm_head.weight" not in shapes  # the head is then a linear layer with packed weights of its own
+    tied = "lm_head.weight" not in shapes  # even then, the head is a linear layer with its own packed weights
     head = embedding if tied else prod(shapes.get("lm_head.weight", (0,)))
     linears = sum(prod(shape) for shape in shapes.values() if len(shape) > 1) - embedding - (0 if tied else head)
     others = sum(prod(shape) for shape in shapes.values() if len(shape) <= 1)
@@ -145,7 +145,7 @@ def weight_bytes(folder: Path, settings: ReplicaSettings) -> int:
 
 
 def multiplies_bfloat16() -> bool:
-    """Whether this machine has a processor and kernels for fast products of bfloat16."""
+    """Whether this machine has a processor and kernels for fast bfloat16 products."""
     if importlib.util.find_spec("numba") is None:
         return False
     from ..kernels.cpu.runtime import processor  # needs llvmlite, which comes with numba
@@ -154,7 +154,7 @@ def multiplies_bfloat16() -> bool:
 
 
 def _holds_linears_twice() -> bool:
-    """Whether bfloat16 linears are packed for oneDNN and again for our kernel for steps of few rows."""
+    """Whether bfloat16 linears are packed twice: for oneDNN, and for our kernel for steps of few rows."""
     if importlib.util.find_spec("numba") is None:
         return False
     from ..kernels.cpu.runtime.processor import beats_packed
@@ -163,13 +163,13 @@ def _holds_linears_twice() -> bool:
 
 
 def check_ranks(config: ModelConfig, settings: ReplicaSettings) -> None:
-    """Check that the model divides by the number of ranks. Raises TensorParallelUnsupported."""
+    """Check that the model can be split among the ranks. Raises TensorParallelUnsupported."""
     ranks = settings.tensor_parallel_size
     if ranks == 1 or not config.model_type:
         return
     if config.model_type not in FAMILIES or settings.model_provider == "transformers":
         raise TensorParallelUnsupported(
-            f"tensor_parallel_size {ranks}: {config.model_type} models of transformers run on one rank; set it to 1"
+            f"tensor_parallel_size {ranks}: {config.model_type} models run in transformers, on one rank; set it to 1"
         )
     heads = config.num_attention_heads
     if heads is None or config.intermediate_size is None:
@@ -182,7 +182,7 @@ def check_ranks(config: ModelConfig, settings: ReplicaSettings) -> None:
 
 
 def check_length(config: ModelConfig, settings: ReplicaSettings, cache: KvCacheSettings) -> None:
-    """Check that requests may be as long as set, and fill at least one block. Raises StartupError."""
+    """Check that requests can be as long as configured, and can fill at least one block. Raises StartupError."""
     positions = config.max_position_embeddings
     longest = longest_request(settings.max_model_len, sys.maxsize if positions is None else positions)
     if positions is not None and cache.prefix_caching and cache.block_size >= longest:
@@ -193,9 +193,9 @@ def check_length(config: ModelConfig, settings: ReplicaSettings, cache: KvCacheS
 
 
 def longest_request(configured: int, positions: int) -> int:
-    """Most tokens of prompt plus answer that the setting (0: unset) and the model allow. Raises StartupError."""
+    """Maximum tokens of prompt plus answer that the setting (0: unset) and the model allow. Raises StartupError."""
     if configured == 1:
-        raise StartupError("max_model_len 1: a prompt and its answer are two tokens at least; 0 takes the model's")
+        raise StartupError("max_model_len 1: a prompt and its answer need at least two tokens; 0 uses the model's")
     if configured > positions:
         raise StartupError(f"max_model_len {configured} is more than the model's {positions} positions; lower it")
     return configured or positions
@@ -207,7 +207,7 @@ def check_pool(config: ModelConfig, settings: ReplicaSettings, cache: KvCacheSet
         tokens = (cache.num_kv_blocks - 1) * cache.block_size
         if tokens < 2:
             raise StartupError(
-                f"num_kv_blocks {cache.num_kv_blocks}: besides the null block it holds {tokens} tokens; raise it"
+                f"num_kv_blocks {cache.num_kv_blocks}: the blocks besides the null block hold {tokens} tokens; raise it"
             )
         return
     if cache.kv_cache_bytes and (least := _least_block_bytes(config, settings, cache)):
@@ -215,7 +215,7 @@ def check_pool(config: ModelConfig, settings: ReplicaSettings, cache: KvCacheSet
 
 
 def _least_block_bytes(config: ModelConfig, settings: ReplicaSettings, cache: KvCacheSettings) -> int:
-    """Bytes of one block on one rank in the smallest dtype; 0 if the configuration does not give it."""
+    """Bytes of one block on one rank in the smallest dtype; 0 if the configuration lacks the values."""
     heads, layers = config.num_attention_heads, config.num_hidden_layers
     width = config.head_dim or (config.hidden_size or 0) // (heads or 1)
     if not heads or not layers or not width:

@@ -1,7 +1,7 @@
 """Recognises quantized checkpoints by config.json and the headers of their weights. Pure: no files, no torch.
 
-FP8 weights with scales are served: they are dequantized while they are read. transformers dequantizes MXFP4. Whatever
-else is quantized is refused with the reason.
+FP8 weights with scales are dequantized while they are read. MXFP4 is dequantized by transformers. Any other
+quantization is refused with the reason.
 """
 
 from collections.abc import Iterable, Mapping
@@ -10,34 +10,34 @@ from typing import Any
 
 from .weight_files import TensorHeader, listed
 
-#: Methods whose weights are FP8 with scales. Only FP8 is served of the last two, which are also used for other types.
+#: Methods whose weights are FP8 with scales. The last two also cover other types, which are refused.
 _FP8_METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", "modelopt")
 MXFP4 = "mxfp4"
 _FP8_DTYPES = ("F8_E4M3", "F8_E5M2")
 _PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
 _STRATEGIES = ("tensor", "channel", "block")
-#: Endings that turn a weight's name into that of its scales. Both kinds are factors, also the "inverse" ones.
+#: Suffixes that turn a weight's name into that of its scales. Both kinds are factors, even the "inverse" one.
 _SCALES = ("_scale", "_scale_inv")
 ORIGINAL = "choose the original model, on a CPU with --quantization int8 to save memory"
 
 
 @dataclass(slots=True, frozen=True)
 class Scaling:
-    """A matrix of 8-bit numbers, or one of each expert, is multiplied by its scales; each covers a block."""
+    """How a matrix of 8-bit numbers (or one per expert) is multiplied by its scales, each of which covers a block."""
 
-    scales: str  #: name of the tensor
+    scales: str  #: name of the tensor with the scales
     block: tuple[int, int]  #: [rows, columns]
 
 
 def declared(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The `quantization_config` in a config.json; of models that also accept images, their text model's."""
+    """The `quantization_config` of a config.json, at the top or in the text model of a model that accepts images."""
     text = config.get("text_config")
     found = config.get("quantization_config") or (text.get("quantization_config") if isinstance(text, dict) else None)
     return found if isinstance(found, dict) else {}
 
 
 def method_problem(config: Mapping[str, Any]) -> str | None:
-    """Why a model of this config.json cannot be served in its quantization, or None."""
+    """Why a model with this config.json cannot be served in its quantization; None if it can."""
     quantization = declared(config)
     if not quantization:
         return None
@@ -49,7 +49,7 @@ def method_problem(config: Mapping[str, Any]) -> str | None:
         other = f"quant_algo {algorithm}"
     if method == "compressed-tensors":
         other = _compressed_problem(quantization)
-    return other and f"the weights are quantized ({method}, {other}), of which homing runs FP8 alone; {ORIGINAL}"
+    return other and f"the weights are quantized ({method}, {other}), but homing only runs FP8; {ORIGINAL}"
 
 
 def _compressed_problem(quantization: Mapping[str, Any]) -> str | None:
@@ -74,7 +74,7 @@ def _weight_schemes(quantization: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def block_sizes(config: Mapping[str, Any]) -> set[tuple[int, int]]:
-    """The blocks of [rows, columns] with a scale each that a config.json declares."""
+    """The sizes [rows, columns] of the blocks with one scale each, as a config.json declares them."""
     quantization = declared(config)
     sizes = [quantization.get("weight_block_size"), *(s.get("block_structure") for s in _weight_schemes(quantization))]
     return {(size[0], size[1]) for size in sizes if isinstance(size, list) and len(size) == 2}
@@ -83,7 +83,7 @@ def block_sizes(config: Mapping[str, Any]) -> set[tuple[int, int]]:
 def scalings(
     tensors: Mapping[str, TensorHeader], blocks: Iterable[tuple[int, int]]
 ) -> tuple[dict[str, Scaling], str | None]:
-    """How each quantized weight is dequantized, by its name; and why some cannot be, or None."""
+    """How to dequantize each quantized weight, by name; and why some cannot be, or None."""
     found: dict[str, Scaling] = {}
     unknown: list[str] = []
     blocks = tuple(blocks)
@@ -97,11 +97,11 @@ def scalings(
             found[name] = scaling
     if not unknown:
         return found, None
-    return found, f"weights that are quantized in a way that homing cannot run: {listed(unknown)}; {ORIGINAL}"
+    return found, f"these weights are quantized in a way that homing cannot run: {listed(unknown)}; {ORIGINAL}"
 
 
 def _is_quantized(name: str, header: TensorHeader) -> bool:
-    """Integers are weights if they are named so: other checkpoints hold masks and positions as integers."""
+    """Integer tensors count only if named like weights: other checkpoints hold masks and positions as integers."""
     if not header.dtype or header.dtype in _PLAIN_DTYPES or name.endswith(_SCALES):
         return False
     return header.dtype.startswith("F") or "weight" in name.rpartition(".")[2]
@@ -116,12 +116,12 @@ def _scaling(
     *experts, rows, columns = header.shape
     shape = tensors[scales].shape
     if experts and shape[:1] == tuple(experts):
-        shape = shape[1:]  # of each expert
+        shape = shape[1:]  # the scales of one expert
     if shape in ((), (1,), (1, 1)):
         return Scaling(scales, (rows, columns))
     if shape in ((rows,), (rows, 1)):
         return Scaling(scales, (1, columns))
-    if experts and shape == (1, columns):  # whose matrices may be stored transposed
+    if experts and shape == (1, columns):  # experts' matrices may be stored transposed
         return Scaling(scales, (rows, 1))
     fitting = [each for each in blocks if shape == (-(-rows // each[0]), -(-columns // each[1]))]
     return Scaling(scales, fitting[0]) if len(fitting) == 1 else None

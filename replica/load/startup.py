@@ -1,4 +1,4 @@
-"""Computes what a replica needs before it serves: number of KV blocks, request limits, measured speed."""
+"""Computes what a replica needs before it serves: the number of KV blocks, request limits, measured speed."""
 
 import logging
 import time
@@ -28,13 +28,13 @@ from .preflight import longest_request
 
 log = logging.getLogger(__name__)
 
-#: Enough for steps whose results are not used: the null block, and one for all tokens of all requests.
+#: Enough for trial steps, whose results are not used: the null block, and one block for all tokens of all requests.
 TRIAL_BLOCKS = 2
-#: From this many prompt tokens on, a step on a CPU gets hardly faster per token. Tuned on two cores, 125 M parameters:
-#: for 8 prompts of 64 tokens sent at once the first tokens came after 223 ms instead of 417, at the same tokens per
-#: second (256: 288 ms); 16 prompts of 256 took 3 to 9 % longer to answer.
+#: From this many prompt tokens on, a CPU step hardly gets faster per token. Tuned on two cores with 125 M parameters:
+#: for 8 prompts of 64 tokens sent at once, the first tokens came after 223 ms instead of 417 at the same throughput
+#: (with 256: 288 ms); 16 prompts of 256 tokens took 3 to 9 % longer to answer.
 CPU_PREFILL_STEP_TOKENS = 128
-#: Long enough that a step's fixed cost hardly matters, short enough not to delay a start.
+#: Long enough that a step's fixed cost hardly matters, short enough not to delay the start.
 WARM_UP_TOKENS = 256
 WARM_UP_REPEATS = 3
 REMEDY = "lower max_batched_tokens or max_running_requests, or share the weights (tensor_parallel_size)"
@@ -48,7 +48,7 @@ def number_of_blocks(
     device: torch.device,
     free_memory: Callable[[], int] = free_memory_bytes,
 ) -> int:
-    """KV blocks of every rank, including the null block. Raises PoolTooSmall, StartupError."""
+    """Number of KV blocks on each rank, including the null block. Raises PoolTooSmall, StartupError."""
     if cache.num_kv_blocks:
         return cache.num_kv_blocks
     block_bytes = spec.bytes_per_block(cache.block_size)
@@ -64,7 +64,7 @@ def number_of_blocks(
         useful = 1 + limits.running * -(-limits.max_model_len // cache.block_size)
         return min(useful, blocks_that_fit(host_kv_bytes(free_memory(), cache.cpu_memory_utilization), block_bytes))
     report("measuring the memory that steps take")
-    # Run the largest steps that the limits allow, and all that their logits may go through.
+    # Run the largest steps that the limits allow, and everything that may be done with their logits.
     filtered = SamplingRow(SamplingParams(max_tokens=1, top_p=0.5, logit_bias={0: 1.0}), 0, (), ())
     try:
         executor.allocate_kv(TRIAL_BLOCKS)
@@ -74,12 +74,12 @@ def number_of_blocks(
             prompt_logprobs(logits, [0] * len(logits), 1)
             sample(logits[: limits.running], [filtered] * min(limits.running, len(logits)))
     except torch.OutOfMemoryError as error:
-        raise StartupError(f"the largest step does not fit beside the weights: {REMEDY} ({error})") from error
+        raise StartupError(f"the largest step does not fit into memory with the weights: {REMEDY} ({error})") from error
     return blocks_left(executor.readings(), cache.gpu_memory_utilization, block_bytes)
 
 
 def largest_steps(limits: SchedulerLimits, block_size: int) -> list[StepPlan]:
-    """One step for the end of one longest prompt, with the logits of a chunk; and one that all requests share."""
+    """Two steps: the end of one longest prompt, with a chunk of prompt logprobs; and one shared by all requests."""
     last = limits.max_model_len - 1
     alone = min(limits.max_batched_tokens, last)
     prompt = PlanRow([0] * alone, last - alone, [1] * -(-last // block_size))
@@ -92,7 +92,7 @@ def largest_steps(limits: SchedulerLimits, block_size: int) -> list[StepPlan]:
 
 
 def blocks_left(readings: Sequence[MemoryReading], utilization: float, block_bytes: int) -> int:
-    """The blocks of the rank with the least free memory. Raises StartupError."""
+    """Number of blocks that fit on the rank with the least memory for KV. Raises StartupError."""
 
     def text(reading: MemoryReading) -> str:
         return " ".join(f"{name}={value}" for name, value in asdict(reading).items())
@@ -105,8 +105,8 @@ def blocks_left(readings: Sequence[MemoryReading], utilization: float, block_byt
         short = readings[rank].free_bytes < readings[rank].share_bytes(utilization)
         others = "; another process holds memory of this GPU" if short else ""
         raise StartupError(
-            f"gpu_memory_utilization {utilization:g} leaves {budgets[rank]} bytes for KV on rank {rank}, two blocks "
-            f"take {2 * block_bytes} ({text(readings[rank])}){others}: raise it, {REMEDY}"
+            f"gpu_memory_utilization {utilization:g} leaves {budgets[rank]} bytes for KV on rank {rank}, but two "
+            f"blocks take {2 * block_bytes} ({text(readings[rank])}){others}: raise it, {REMEDY}"
         )
     return blocks_that_fit(budgets[rank], block_bytes)
 
@@ -114,7 +114,7 @@ def blocks_left(readings: Sequence[MemoryReading], utilization: float, block_byt
 def resolve_limits(
     settings: ReplicaSettings, spec: ModelSpec, device: torch.device, *, num_blocks: int, block_size: int
 ) -> SchedulerLimits:
-    """The limits, with the longest request that settings, model and pool allow. Raises StartupError."""
+    """The scheduler's limits, with the longest request that settings, model and pool allow. Raises StartupError."""
     settings = for_device(settings, cuda=device.type == "cuda")
     capacity = (num_blocks - 1) * block_size
     wanted = longest_request(settings.max_model_len, spec.max_positions)
@@ -122,7 +122,7 @@ def resolve_limits(
         log.warning("max_model_len_capped wanted=%d pool_tokens=%d", wanted, capacity)
     longest = min(wanted, capacity)
     if longest < 2:
-        raise StartupError(f"the KV pool holds {capacity} tokens: raise num_kv_blocks or kv_cache_bytes")
+        raise StartupError(f"the KV pool only holds {capacity} tokens: raise num_kv_blocks or kv_cache_bytes")
     fills = settings.prefill_step_tokens or (CPU_PREFILL_STEP_TOKENS if device.type == "cpu" else None)
     return SchedulerLimits(
         settings.max_running_requests, settings.max_batched_tokens, longest, prefill_step_tokens=fills
@@ -132,7 +132,7 @@ def resolve_limits(
 def measure_rates(
     executor: Executor, limits: SchedulerLimits, block_size: int, clock: Callable[[], float] = time.perf_counter
 ) -> SmoothedRates:
-    """Run prefills and decodes in unused blocks; the first run of each kind only warms up."""
+    """Measure speed by running prefills and decodes in unused blocks. The first run of each kind only warms up."""
     report("measuring its speed")
     tokens = max(1, min(WARM_UP_TOKENS, limits.max_batched_tokens, limits.max_model_len - 1))
     table = list(range(1, 2 + tokens // block_size))
@@ -143,7 +143,7 @@ def measure_rates(
             started = clock()
             logits = executor.forward(plan_of_rows(0, [row]))
             assert logits is not None, "rank 0 has the logits"
-            float(logits[-1, -1])  # waits for the step: without it CUDA's time would be that of the launches
+            float(logits[-1, -1])  # waits for the step: otherwise, CUDA's time would cover only the launches
             durations.append(max(clock() - started, 1e-9))
         return durations[1:]
 

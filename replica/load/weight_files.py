@@ -1,4 +1,4 @@
-"""A model's files of weights, and what their headers say of each tensor. Reads no weights; no torch."""
+"""A model's weight files, and what their headers say about each tensor. Reads no weights; no torch."""
 
 import json
 import re
@@ -15,7 +15,7 @@ _LENGTH_BYTES = 8
 #: safetensors itself refuses longer headers.
 _MAX_HEADER_BYTES = 100_000_000
 FETCH_AGAIN = "fetch the model again"
-#: Kinds of tensors that a message names.
+#: Maximum number of kinds of tensors that a message lists.
 _LISTED = 12
 
 
@@ -26,9 +26,9 @@ class TensorHeader(msgspec.Struct, frozen=True):
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors that make up the model, as transformers chooses them: the folder may hold other formats, too.
+    """The safetensors files of the model, chosen as in transformers, as the folder may hold other formats too.
 
-    One `model.safetensors`, else the files that the index names, else all. Raises WeightsMissing and WeightsTorn.
+    That is `model.safetensors`, else the files in the index, else all files. Raises WeightsMissing and WeightsTorn.
     """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -40,12 +40,12 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    """The file of each tensor, from an index of weights. Raises WeightsTorn."""
+    """The file of each tensor, from a weights index. Raises WeightsTorn."""
     try:
         content: Any = json.loads(index.read_bytes())
         return msgspec.convert(content["weight_map"], dict[str, str])
     except (ValueError, KeyError, TypeError, msgspec.ValidationError) as error:
-        raise WeightsTorn(f"{index} is not an index of weights: {error!r}; {FETCH_AGAIN}") from error
+        raise WeightsTorn(f"{index} is not a weights index: {error!r}; {FETCH_AGAIN}") from error
 
 
 def tensors_in(folder: Path) -> Mapping[str, TensorHeader]:
@@ -54,7 +54,7 @@ def tensors_in(folder: Path) -> Mapping[str, TensorHeader]:
 
 
 def tensors_of(path: Path) -> dict[str, TensorHeader]:
-    """The tensors in a safetensors file; reads only its header. Raises WeightsTorn."""
+    """The tensors of a safetensors file, from its header alone. Raises WeightsTorn."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
@@ -75,7 +75,7 @@ def tensors_of(path: Path) -> dict[str, TensorHeader]:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Names of tensors for a message, those that differ only in their numbers as one: `layers.*.norm.weight (28)`."""
+    """Names of tensors for a message, with those that differ only in numbers as one: `layers.*.norm.weight (28)`."""
     counts = Counter(re.sub(r"\b\d+\b", "*", name) for name in sorted(names))
     shown = [f"{name} ({count})" if count > 1 else name for name, count in counts.items()]
     more = [f"and {len(shown) - _LISTED} other kinds"] if len(shown) > _LISTED else []

@@ -113,7 +113,7 @@ def test_an_update_takes_a_tokenizer_for_the_model(tmp_path: Path, monkeypatch: 
     with pytest.raises(ModelUnavailable, match=r"cannot read a tokenizer from .*none: no such folder"):
         update_orders(running, flags={"tokenizer": str(tmp_path / "none")})
     (tmp_path / "tokenizer.json").write_text('{"model": {"vocab": {"a": 4096}}}')
-    with pytest.raises(SettingsError, match="has the token id 4,096, and the model 4,096 tokens"):
+    with pytest.raises(SettingsError, match="has the token id 4,096, but the model has only 4,096 tokens"):
         update_orders(running, flags={"tokenizer": str(tmp_path)})
 
 

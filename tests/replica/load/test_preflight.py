@@ -98,7 +98,7 @@ def break_index(folder: Path) -> None:
         (lose_shard, WeightsMissing, r"index\.json names two\.safetensors, which is not in the folder"),
         (swap_shard, WeightsMissing, r"lists 'b' in two\.safetensors, which does not contain it"),
         (lose_all, WeightsMissing, r"no \*\.safetensors"),
-        (break_index, WeightsTorn, r"not an index of weights"),
+        (break_index, WeightsTorn, r"not a weights index"),
     ],
 )
 def test_weights_that_are_not_whole_are_named(
@@ -244,6 +244,6 @@ def test_a_tokenizer_of_another_model_is_named(folder: Path, tmp_path: Path, voc
     )
 
     with pytest.raises(
-        StartupError, match=r"tokenizer: .*other.tokenizer\.json has the token id 100, and .* 100 tokens"
+        StartupError, match=r"tokenizer: .*other.tokenizer\.json has the token id 100, but .* 100 tokens"
     ):
         check(folder, tokenizer=str(other))

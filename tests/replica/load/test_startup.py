@@ -185,7 +185,7 @@ def test_too_little_is_refused_with_the_setting_the_rank_and_the_numbers():
     assert "another process" not in said
 
 
-@pytest.mark.parametrize(("length", "words"), [(1, "two tokens at least"), (301, "more than the model's 300")])
+@pytest.mark.parametrize(("length", "words"), [(1, "at least two tokens"), (301, "more than the model's 300")])
 def test_lengths_that_no_request_can_have_are_refused_before_anything_is_tried(length, words):
     """A step of no tokens would be tried, or one beyond the model's positions."""
     executor = TrialRun([reading(9 * BLOCK_BYTES)])
