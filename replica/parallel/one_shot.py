@@ -1,7 +1,7 @@
-"""Sums over ranks through memory that all ranks can read: one launch in which each rank adds up what all have written.
+"""Sums over ranks through memory that all ranks can read: in one launch, each rank adds up the data of all.
 
-nccl's ring takes several exchanges, which cost more than the bytes of a decode step. Uses torch's symmetric memory; not
-run on a GPU yet. Where it cannot be used, the log says why and nccl sums.
+nccl's ring takes several exchanges, whose latency exceeds the transfer time of a decode step's few bytes. Uses torch's
+symmetric memory; not run on a GPU yet. Where it is unavailable, the log says why and nccl sums.
 """
 
 import logging
@@ -13,21 +13,21 @@ from torch._C._distributed_c10d import Store
 log = logging.getLogger(__name__)
 
 NAME = "homing"
-#: Of a larger tensor nccl's ring moves fewer bytes. Not measured: vLLM's limit for two to eight H100 is of this order.
+#: For larger tensors, nccl's ring moves fewer bytes. Not measured; vLLM's limit for two to eight H100 is of this order.
 MOST_BYTES = 512 * 1024
 DTYPES = (torch.bfloat16, torch.float32)
-#: Sizes are rounded up to this: the kernel reads 16 bytes at once.
+#: Only tensors whose size is a multiple of this are summed here: the kernel reads 16 bytes at once.
 ALIGNED_BYTES = 16
 
 
 class TorchMemory:
-    """What of torch is used; tests have a stand-in."""
+    """The parts of torch in use, so that tests can replace them."""
 
     def open(self, rank: int, size: int, store: Store, device: torch.device) -> torch.Tensor:
-        """MOST_BYTES of memory [bytes] uint8 that all ranks have mapped. Raises RuntimeError where there is none."""
+        """Map MOST_BYTES of memory, [bytes] uint8, that all ranks share. Raises RuntimeError where unsupported."""
         from torch._C._distributed_c10d import _SymmetricMemory
 
-        # Each rank sees its own GPU alone, as number 0, which torch would take for one GPU with several ranks.
+        # Each rank sees only its own GPU, as number 0, which torch would take for one GPU with several ranks.
         os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
         _SymmetricMemory.set_group_info(NAME, rank, size, store)
         memory: torch.Tensor = _SymmetricMemory.empty_strided_p2p((MOST_BYTES,), (1,), torch.uint8, device, NAME)
@@ -35,7 +35,7 @@ class TorchMemory:
         return memory
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of what all ranks hold at the place of `x` in that memory; waits for all before and after it."""
+        """Sum all ranks' data at the place of `x` in that memory. Waits for all ranks before and after."""
         found: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce(x, "sum", NAME)
         return found
 
@@ -48,7 +48,7 @@ class OneShotSums:
     def open(
         cls, rank: int, size: int, store: Store, device: torch.device, memory: TorchMemory | None = None
     ) -> "OneShotSums | None":
-        """Map the memory, or say in the log why not. All ranks must then agree on whether to use it."""
+        """Map the memory, or log why not and return None. All ranks must then agree on whether to use it."""
         memory = memory or TorchMemory()
         try:
             return cls(memory, memory.open(rank, size, store, device))
@@ -60,6 +60,6 @@ class OneShotSums:
         return x.dtype in DTYPES and x.nbytes <= MOST_BYTES and x.nbytes % ALIGNED_BYTES == 0
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' x, each of which `fits`."""
+        """The sum of all ranks' x. Each of them must satisfy `fits`."""
         shared = self._buffer[: x.nbytes].view(x.dtype).view(x.shape)
         return self._memory.sum(shared.copy_(x))

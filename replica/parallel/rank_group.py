@@ -1,11 +1,11 @@
 """Collective operations over the ranks that share one replica's weights.
 
-Built from an explicit host and port: no environment variables, no torchrun, no process-wide default group. gloo on CPU;
-nccl on CUDA has the same calls, but has not been run on a GPU yet.
+Built from an explicit host and port: no environment variables, no torchrun, no process-wide default group. Uses gloo on
+CPUs, and nccl on CUDA with the same calls; nccl has not been run on a GPU yet.
 
-In a CUDA graph nccl's calls become its nodes, and a call's allocations come from the graph's memory. The first call of
-a group connects the ranks, so it must come before any capture (the warm-up runs of a capture are enough), and graphs
-must be freed before their group.
+In a CUDA graph, nccl's calls become nodes, and their allocations come from the graph's memory. A group's first call
+connects the ranks, so it must precede any capture (the warm-up runs of a capture are enough). Graphs must be freed
+before their group.
 """
 
 import logging
@@ -31,7 +31,7 @@ class RankGroup:
     """One rank's handle on its group. All ranks must make the same calls in the same order."""
 
     def __init__(self, rank: int, size: int, group: Any) -> None:
-        """`group` is a torch process group, as `join` makes it."""
+        """`group` is a torch process group, as created by `join`."""
         self.rank = rank
         self.size = size
         self._group = group
@@ -42,8 +42,8 @@ class RankGroup:
         """Meet the other ranks at `host`:`port`, where rank 0 listens; blocks until all have joined.
 
         All ranks are on one node (a replica is placed strictly packed), so `host` is also the address that gloo binds
-        to. Raises RankLost if the others do not join within `timeout_s`. So does every later call if a rank is lost or
-        that long overdue.
+        to. Raises RankLost if the others do not join within `timeout_s`. Every later call does so too if a rank is lost
+        or overdue by that long.
         """
         timeout = timedelta(seconds=timeout_s)
         kind: Any = dist.ProcessGroupGloo if backend == "gloo" else dist.ProcessGroupNCCL
@@ -62,14 +62,14 @@ class RankGroup:
             return group
 
     def agree_on(self, one_shot: OneShotSums | None, device: torch.device) -> None:
-        """Sum small tensors this way from now on if all ranks can; `one_shot` is what this rank has."""
+        """Sum small tensors with `one_shot` from now on if all ranks can. None: this rank cannot."""
         able = torch.tensor([int(one_shot is not None)], dtype=torch.int32, device=device)
         if int(self.all_reduce(able)) == self.size:
             self._one_shot = one_shot
             log.info("one_shot_sums rank=%d most_bytes=%d", self.rank, MOST_BYTES)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' x, perhaps in place."""
+        """The sum of all ranks' x. May overwrite `x`."""
         x = x.contiguous()
         if self._one_shot is not None and self._one_shot.fits(x):
             return self._one_shot.sum(x)
@@ -77,7 +77,7 @@ class RankGroup:
         return x
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor] | None:
-        """Every rank's x (all of one shape) on rank 0 in rank order, None elsewhere."""
+        """All ranks' x (of the same shape) in rank order on rank 0, None on other ranks."""
         options = dist.GatherOptions()
         options.rootRank = 0
         parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else None
@@ -85,27 +85,27 @@ class RankGroup:
         return parts
 
     def broadcast(self, x: torch.Tensor) -> None:
-        """Rank 0's x on all ranks, in place."""
+        """Copy rank 0's x to all ranks, in place."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         self._finish("broadcast", self._group.broadcast, [x], options)
 
     @staticmethod
     def _finish(name: str, call: Callable[..., Any], *arguments: Any) -> None:
-        """Run a collective on the stream that computes; the last argument is its options.
+        """Run a collective on the current stream; the last argument is its options.
 
-        An asynchronous one would cross to nccl's own stream and back: two more events, in graphs two more nodes.
+        An asynchronous call would switch to nccl's own stream and back: two more events, or two more nodes in graphs.
         """
         arguments[-1].asyncOp = False
         with _rank_lost(name):
             work = call(*arguments)
-            if work is not None:  # nccl returns none for what is not asynchronous
+            if work is not None:  # nccl returns None for synchronous calls
                 work.wait()
 
 
 @contextmanager
 def _rank_lost(what: str) -> Iterator[None]:
-    """Convert what torch raises for a lost or late rank to RankLost."""
+    """Convert torch's errors about a lost or late rank to RankLost."""
     try:
         yield
     except (RuntimeError, OSError) as error:
@@ -116,6 +116,6 @@ def _store(rank: int, size: int, host: str, port: int, timeout: timedelta) -> St
     if rank:
         return TCPStore(host, port, size, is_master=False, timeout=timeout)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # Torch's own listener would be on every interface, whatever `host` is.
+    # torch's own listener would accept on every interface, whatever `host` is.
     listener = socket.create_server((host, port), family=family, backlog=size)
     return TCPStore(host, port, size, is_master=True, timeout=timeout, master_listen_fd=listener.detach())

@@ -1,9 +1,9 @@
-"""The channel on which rank 0 sends plans to all other ranks of its replica. Knows nothing of what plans contain.
+"""The channel on which rank 0 sends plans to its replica's other ranks (workers). Independent of the plans' contents.
 
-A ROUTER on rank 0, a DEALER on every other rank (PUB would lose messages sent before a rank has subscribed). Workers
-send [HELLO, process id] once; from then on rank 0 sends [kind, payload], one message per step and rank. Both sides know
-a secret, from which rank 0's CURVE keys are derived: its public key is never sent, and without it a client fails the
-handshake. So another process on the host can neither pose as a rank, nor read plans, nor fill rank 0's memory.
+Rank 0 has a ROUTER and each worker a DEALER (PUB would lose messages sent before a rank has subscribed). Workers send
+[HELLO, process id] once; after that rank 0 sends [kind, payload], one message per step and rank. Both sides know a
+secret from which rank 0's CURVE keys are derived. The public key is never sent, and without it a client fails the
+handshake, so another process on the host can neither pose as a rank, nor read plans, nor fill rank 0's memory.
 """
 
 import logging
@@ -25,21 +25,21 @@ log = logging.getLogger(__name__)
 
 HELLO, ALLOCATE, READ, STEP, LAUNCH, STOP = b"hello", b"allocate", b"read", b"step", b"launch", b"stop"
 SECRET_BYTES = 32
-#: How long ranks wait for each other; each loads the model at its own pace.
+#: How long ranks wait for each other, as each loads the model at its own pace.
 JOIN_TIMEOUT_S = 300.0
-#: How long a closed end waits for its last messages to be sent, and for ZeroMQ to end.
+#: How long `close` waits for the last messages to be sent, and for the ZeroMQ context to terminate.
 LINGER_MS, CLOSE_TIMEOUT_S = 1000, 5.0
-#: A rank whose connection is silent this long is lost. ZeroMQ's own threads send heartbeats, also during a long step.
+#: A rank whose connection is silent this long is lost. ZeroMQ's own threads send heartbeats even during a long step.
 SILENCE_S = 10
-#: Workers send a hello and nothing else; a larger frame ends its connection.
+#: Workers only send a hello; a larger frame closes its connection.
 MAX_HELLO_BYTES = 1024
-#: Unread messages per connection.
+#: Maximum number of unread messages per connection.
 MAX_HELLOS = 4
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class RankPlace:
-    """One rank's place among those of its replica; all ranks meet at `host`:`port`, where rank 0 listens."""
+    """One rank's place in its replica. All ranks meet at `host`:`port`, where rank 0 listens."""
 
     rank: int
     size: int
@@ -50,24 +50,24 @@ class RankPlace:
 
 
 def read_hello(frames: Sequence[bytes], size: int) -> tuple[int, int]:
-    """Rank and process id from a hello of one of `size` ranks. Raises ValueError, MsgspecError for other frames."""
+    """Rank and process id from one worker's hello. Raises ValueError or MsgspecError for any other frames."""
     if len(frames) != 3 or frames[1] != HELLO:
-        raise ValueError(f"{len(frames)} frames that are not a hello")
+        raise ValueError(f"{len(frames)} frames instead of a hello")
     rank = next((rank for rank in range(1, size) if frames[0] == _identity(rank)), None)
     if rank is None:
-        raise ValueError(f"there is no rank {frames[0][:16]!r} among {size}")
+        raise ValueError(f"unknown rank {frames[0][:16]!r} among {size}")
     return rank, msgspec.msgpack.decode(frames[2], type=int)
 
 
 def rank_0_keys(secret: bytes) -> KeyPair:
     """Rank 0's CURVE keys, derived from the ranks' secret."""
-    assert len(secret) == SECRET_BYTES, f"a secret of {len(secret)} bytes"
+    assert len(secret) == SECRET_BYTES, f"the secret has {len(secret)} bytes"
     words = z85.encode(secret)
     return KeyPair(zmq.curve_public(words), words)
 
 
 class StepBroadcast:
-    """Rank 0's end of the channel, with one peer per worker."""
+    """Rank 0's end of the channel, with one connection per worker."""
 
     def __init__(self, place: RankPlace) -> None:
         self._size = place.size
@@ -118,7 +118,7 @@ class StepBroadcast:
 
 
 class WorkerLink:
-    """A worker's connection to rank 0, and a monitor that detects its end."""
+    """A worker's connection to rank 0, with a monitor that detects when it breaks."""
 
     def __init__(self, endpoint: str, place: RankPlace) -> None:
         """Connect and send the hello."""
@@ -136,7 +136,7 @@ class WorkerLink:
         self._poller.register(self._monitor, zmq.POLLIN)
 
     def receive(self, timeout_s: float) -> tuple[bytes, bytes] | None:
-        """The next message; None after the timeout. Raises RankLost if the connection broke and none is left."""
+        """The next message; None after the timeout. Raises RankLost if the connection broke and no message is left."""
         ready = dict(self._poller.poll(int(timeout_s * 1000)))
         if self._socket in ready:
             kind, payload = self._socket.recv_multipart()
@@ -153,10 +153,10 @@ class WorkerLink:
 
 
 def _end_context(context: "zmq.Context[zmq.Socket[bytes]]") -> None:
-    """Wait for unsent messages, but not forever.
+    """Terminate the context, which waits for unsent messages, but give up after CLOSE_TIMEOUT_S.
 
-    `term` has no timeout, and libzmq 4.3.5 has been seen to hang in it for minutes. A thread that still waits when the
-    process ends does not keep it.
+    `term` has no timeout, and libzmq 4.3.5 has been seen to hang in it for minutes. The waiting thread is a daemon, so
+    it does not keep the process alive.
     """
     ending = threading.Thread(target=context.term, name="context-end", daemon=True)
     ending.start()

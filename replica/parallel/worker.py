@@ -1,7 +1,7 @@
-"""The ranks of one replica at work together: rank 0 sends each step's plan to the others and runs it, too.
+"""Joint work of one replica's ranks: rank 0 sends each step's plan to the others, and all run it.
 
-Plans travel through `StepBroadcast`, tensors between ranks through their `RankGroup`. No rank can continue without the
-others, so every failure here is a `RankLost`.
+Plans are sent through `StepBroadcast`, tensors through the `RankGroup`. No rank can continue without the others, so
+every failure of a step raises RankLost.
 """
 
 import logging
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 def join_ranks(place: RankPlace, settings: ReplicaSettings, endpoint: str = "") -> tuple[RankGroup, str]:
-    """Meet the other ranks; returns the group and rank 0's endpoint, which rank 0 passes in. Raises StartupError."""
+    """Meet the other ranks. Returns the group and rank 0's endpoint, which rank 0 passes in. Raises StartupError."""
     device = resolve_device(settings)
     try:
         group = RankGroup.join(
@@ -48,7 +48,7 @@ def join_ranks(place: RankPlace, settings: ReplicaSettings, endpoint: str = "") 
         raise StartupError(
             f"rank {place.rank} of {place.size} met no other rank at {place.host}:{place.port}: {error}"
         ) from error
-    # The endpoint is shared as a sum to which only rank 0 contributes, which saves a second meeting point.
+    # The endpoint is shared as a sum to which only rank 0 contributes; this avoids a second meeting point.
     data = endpoint.encode()
     assert len(data) <= _ENDPOINT_BYTES, f"endpoint of {len(data)} bytes: {endpoint}"
     padded = torch.tensor(list(data.ljust(_ENDPOINT_BYTES, b"\0")), dtype=torch.int32)
@@ -71,12 +71,12 @@ class RankGroupExecutor:
         return self._runner.readings()
 
     def forward(self, plan: StepPlan) -> torch.Tensor | None:
-        """Raises RankLost for any failure: after a partial step the ranks' states differ for good."""
+        """Run one step. Raises RankLost for any failure: after a partial step, the ranks' states differ for good."""
         self._broadcast.send(STEP, msgspec.msgpack.encode(plan))
         return _run_step(self._runner.forward, plan, rank=0)
 
     def forward_hidden(self, plan: StepPlan, hidden_at: Sequence[int]) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Raises RankLost, as `forward`. Every rank has the hidden states: the others run the plan as any other."""
+        """Like `forward`, plus hidden states. Every rank has these, so the others run a plain step. Raises RankLost."""
         self._broadcast.send(STEP, msgspec.msgpack.encode(plan))
         return _run_step(lambda plan: self._runner.forward_hidden(plan, hidden_at), plan, rank=0)
 
@@ -86,7 +86,7 @@ class RankGroupExecutor:
         return _run_step(self._runner.launch, plan, rank=0)
 
     def draw(self, terms: DrawTerms) -> DrawnTokens:
-        """Only rank 0 needs the terms. Raises RankLost for any failure: the other ranks wait for its tokens."""
+        """Draw on rank 0; other ranks need no terms. Raises RankLost for any failure, as they wait for the tokens."""
         assert isinstance(self._runner, GpuRunner), type(self._runner)
         try:
             return self._runner.draw(terms)
@@ -101,7 +101,7 @@ class RankGroupExecutor:
 def load_rank_0(
     settings: ReplicaSettings, model_dir: Path, block_size: int, place: RankPlace | None, load_runner: RunnerLoader
 ) -> tuple[ModelRunner, ModelRunner | RankGroupExecutor, tuple[int, ...]]:
-    """Load rank 0's runner; also returns the executor over all ranks and the workers' process ids, once all loaded."""
+    """Load rank 0's runner and wait for all workers. Returns it, the executor over all ranks, and the workers' pids."""
     if place is None or place.size == 1:
         runner = load_runner(settings, model_dir, block_size, None)
         return runner, runner, ()
@@ -124,7 +124,7 @@ def start_worker(
     place: RankPlace,
     load_runner: RunnerLoader = load_runner,
 ) -> "RankWorker":
-    """Join the other ranks and load this rank's share of the weights. Blocks until all ranks have met."""
+    """Join the other ranks, then load this rank's share of the weights. Blocks until all ranks have joined."""
     assert 0 < place.rank < place.size, f"rank {place.rank} of {place.size} is not a worker"
     threads = ThreadTuner(thread_choice(settings), torch.set_num_threads)
     threads.apply()
@@ -136,7 +136,7 @@ def start_worker(
 
 
 class RankWorker(RankServer):
-    """A rank above 0, as `start_worker` makes it: runs the plans that rank 0 sends, until stopped."""
+    """A rank above 0, created by `start_worker`: runs the plans that rank 0 sends until it is stopped."""
 
     description = None
 
@@ -148,8 +148,8 @@ class RankWorker(RankServer):
         self._stopping = threading.Event()
 
     def run(self) -> None:
-        """Run plans until rank 0 or `stop` ends it. Raises RankLost when rank 0 is lost."""
-        self._threads.apply()  # a thread count belongs to its thread, and the worker may have started in another
+        """Run plans until rank 0 or `stop` ends this. Raises RankLost when rank 0 is lost."""
+        self._threads.apply()  # the count is set per thread, and the worker may have been started in another
         try:
             while not self._stopping.is_set():
                 self._threads.update()
@@ -161,11 +161,11 @@ class RankWorker(RankServer):
             self._runner.close()
 
     def stop(self) -> None:
-        """From any thread: `run` returns soon, unless it waits for other ranks in a step."""
+        """Make `run` return soon, unless it waits for other ranks in a step. May be called from any thread."""
         self._stopping.set()
 
     def _handle(self, kind: bytes, payload: bytes) -> bool:
-        """Obey one message of rank 0; False: it was the last."""
+        """Handle one message from rank 0; False if it was the last."""
         if kind == STOP:
             return False
         if kind == ALLOCATE:
