@@ -277,7 +277,7 @@ class Engine:
         return logits, pooled
 
     def _embed(self, request: RequestState, total: npt.NDArray[np.float64], result: StepResult) -> None:
-        """Finish a request with its prompt's vector, of length 1. The sum will do: the mean has the same direction."""
+        """Finish a request with its prompt's vector, of length 1. The sum suffices: the mean has the same direction."""
         assert request.embedding is not None, f"request {request.key} did not ask for an embedding"
         vector = total[: request.embedding.dimensions]
         vector = vector / (np.linalg.norm(vector) or 1.0)

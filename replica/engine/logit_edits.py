@@ -36,7 +36,7 @@ _TINY = float(np.finfo(np.float32).tiny)
 @dataclass(slots=True, frozen=True)
 class SamplingRow:
     params: SamplingParams
-    position: int  #: tokens generated so far, over all replicas that worked on the request
+    position: int  #: tokens generated so far, on all replicas that worked on the request
     prompt_ids: Sequence[int]  #: read for the repetition penalty only
     generated_ids: Sequence[int]  #: read for penalties and bad words only
     banned_ids: Sequence[int] = ()  #: such as the stop ids before `min_tokens`
@@ -45,9 +45,9 @@ class SamplingRow:
 class _Kind(IntEnum):
     """Kinds of edits, in the order in which they are made; one logit may have one of each."""
 
-    REPEATED = 0  #: divided by the number if positive, else multiplied
-    PENALISED = 1  #: the number is subtracted
-    BIASED = 2  #: the number is added
+    REPEATED = 0  #: divided by the operand if positive, else multiplied
+    PENALISED = 1  #: the operand is subtracted
+    BIASED = 2  #: the operand is added
     ALLOWED = 3  #: kept; all others of its row become -GREATEST
     BANNED = 4  #: becomes -GREATEST
 
@@ -60,7 +60,7 @@ class LogitEdits:
     limited: Int64s  #: rows that may draw only their allowed tokens
 
     def apply(self, logits: torch.Tensor, move: Move) -> None:
-        """Edit `logits` [rows, vocab] float32 in place. Finite logits stay finite; only masking makes others finite."""
+        """Edit `logits` [rows, vocab] float32 in place. Finite ones stay so; only ALLOWED and BANNED alter others."""
         places, numbers = move(self.places), move(self.numbers)
         parts = [((places[0, a:b], places[1, a:b]), numbers[a:b]) for a, b in pairwise((0, *self.ends))]
         _change(logits, *parts[_Kind.REPEATED], lambda old, by: torch.where(old > 0, old / by, old * by))

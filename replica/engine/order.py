@@ -1,9 +1,9 @@
 """The order in which requests start, and which running one is preempted. Pure; used by the engine and the simulator.
 
-Requests start in ascending order of `turn`: the prompt tokens that the replica had computed when the request arrived,
-plus PATIENCE times those that the request needs computed itself. So requests with little work go first, such as those
-with a long cached prefix. Once the replica has computed PATIENCE times a request's own tokens, no later arrival passes
-it, however small; this bounds how long a long prompt waits. The key is fixed on arrival, so a step costs no sorting.
+Requests start in ascending order of `turn`: the prompt tokens that the replica had scheduled when the request arrived,
+plus PATIENCE times the request's own uncached tokens. So requests with little work go first, such as those with a long
+cached prefix. Once the replica has computed PATIENCE times a request's own tokens, no later arrival passes it, however
+small; this bounds how long a long prompt waits. The key is fixed on arrival, so a step costs no sorting.
 
 When memory runs out, the request that loses least is preempted: the one with the fewest tokens to recompute.
 """
@@ -34,8 +34,8 @@ Running = TypeVar("Running", bound=Victim)
 def turn(computed: int, uncached: int) -> int:
     """A request's place in the queue; the lowest starts first.
 
-    `computed`: prompt tokens that the replica has computed between its start and the request's arrival. `uncached`:
-    prompt tokens that the request needs computed.
+    `computed`: prompt tokens that the replica computed between its start and the request's arrival; `uncached`: prompt
+    tokens that the request itself must compute.
     """
     return computed + PATIENCE * uncached
 

@@ -213,7 +213,7 @@ class OverlappedEngine(Engine):
         )
 
     def _land(self, step: StepInFlight, result: StepResult) -> None:
-        """Process a step's tokens. A step that failed ends its own requests."""
+        """Process a step's tokens. If the step failed, its requests end with an error."""
         assert step.pending is not None, f"step {step.step} lands before it has drawn"
         try:
             tokens, scores = step.pending.tokens(), step.pending.logprobs()

@@ -98,7 +98,7 @@ class RequestState:
     blocks: list[Block] = field(default_factory=list)
     #: Ids of `blocks`, extended by `block_table`. Kept because every step sends them all, and they only grow.
     table: "array[int]" = field(default_factory=lambda: array("i"))
-    #: Tokens whose KV is in `blocks`.
+    #: Number of tokens whose KV is in `blocks`.
     computed: int = 0
     #: Rows launched and not yet landed; `computed` already counts them, since steps run in order.
     in_flight: int = 0
@@ -116,7 +116,7 @@ class RequestState:
     needed_blocks: int = 0
     #: Number of free blocks when the request last did not fit; None if it was not tried or has run since.
     refused_at_free: int | None = None
-    #: Whether an output was sent; the first one carries more fields.
+    #: Whether an output was sent. The first one carries additional fields.
     answered: bool = False
     #: Tokens, and their logprobs if requested, that no output has carried yet.
     unsent: list[int] = field(default_factory=list)
@@ -148,12 +148,12 @@ class RequestState:
 
     @property
     def generated(self) -> int:
-        """Tokens generated so far, over all replicas."""
+        """Number of tokens generated so far, on all replicas."""
         return len(self.tokens) - self.prompt_tokens
 
     @property
     def uncomputed(self) -> int:
-        """Tokens whose KV is still to be computed; at least 1 while the request is alive."""
+        """Tokens whose KV is still to be computed; at least 1 until the request finishes."""
         return self.num_tokens - self.computed
 
     @property

@@ -32,7 +32,7 @@ GREEDY_BELOW = 1e-5
 #: logit: 0 of 500 draws changed (44 with a single step), in 61 ms for 50 rows on one core (90 ms with a single step).
 FAN_OUT = 16
 
-#: Buckets of scaled logits for top-p. The last one holds all below -32, with at most 1e-14 of the greatest weight each.
+#: Buckets of scaled logits for top-p. The last holds all below -32, each with at most 1e-14 of the greatest weight.
 #: Measured on 32 flat rows of 32,000 logits, one core: 20 ms, compared with 85 ms if each row is sorted.
 BUCKET_WIDTH = 1 / 64
 BUCKETS = 2048

@@ -30,7 +30,7 @@ LEAST_PAGES = 16
 @dataclass(slots=True, frozen=True)
 class DecodeShape:
     rows: int
-    pages: int  #: of the block tables, rounded up to a power of two
+    pages: int  #: width of the block tables, rounded up to a power of two
     threads: int
 
 
@@ -45,7 +45,7 @@ def decode_shape(batch: RaggedBatch, threads: int) -> DecodeShape | None:
 
 class CapturedSteps:
     def __init__(self, forward: Forward) -> None:
-        """`forward` computes the logits of a batch on the only rank."""
+        """`forward` computes a batch's logits; this is the only rank."""
         self._forward = forward
         self._arena = Arena()
         #: By shape, most recently used last; None for a shape that occurred only once.
@@ -64,7 +64,7 @@ class CapturedSteps:
         return step.run(batch)
 
     def _capture_second(self, shape: DecodeShape, batch: RaggedBatch) -> "_CapturedStep | None":
-        """Capture the step unless its shape occurs for the first time."""
+        """Capture the step, unless its shape occurs for the first time or cannot be captured."""
         if shape not in self._steps:
             self._steps[shape] = None
             if len(self._steps) > MOST_SHAPES:

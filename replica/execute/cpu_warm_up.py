@@ -2,8 +2,8 @@
 
     python -m homing.replica.execute.cpu_warm_up FOLDER DTYPE BLOCK_SIZE DONE
 
-`homing serve` runs it while Ray starts. It reads only config.json: if a model of transformers needs kernels of other
-sizes, its ranks compile them. It creates the file DONE when it exits normally.
+`homing serve` runs it while Ray starts. It reads only config.json: if a model run by transformers needs kernels of
+other sizes, its ranks compile them. Finally, it creates the file DONE.
 """
 
 import sys

@@ -75,7 +75,7 @@ ConstraintKind = Literal["json_schema", "json_object", "regex", "choice", "gramm
 class Constraint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What the generated text must match. Routers check it; a replica compiles it before it admits the request.
 
-    A grammar's state follows from the generated tokens alone, so another replica can continue the request.
+    A grammar's state depends only on the generated tokens, so another replica can continue the request.
     """
 
     kind: ConstraintKind
@@ -238,6 +238,6 @@ class ReplicaDescription(msgspec.Struct, frozen=True, kw_only=True):
     prefill_tokens_per_s: float  #: measured at warm-up
     decode_step_s: float  #: measured at warm-up for a batch of one
     node: str = ""
-    pids: tuple[int, ...] = ()  #: of all ranks
+    pids: tuple[int, ...] = ()  #: process ids of all ranks
     foreign: bool = False  #: an external engine; `request_endpoint` is the URL of its OpenAI-compatible server
     data_parallel_rank: int | None = None  #: which rank this is, of an external engine with several
