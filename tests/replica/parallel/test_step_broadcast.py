@@ -214,7 +214,7 @@ def test_every_rank_is_known_by_its_hello(size: int, data: st.DataObject) -> Non
     frames = [str(rank).encode(), HELLO, msgspec.msgpack.encode(pid)]
 
     assert read_hello(frames, size) == (rank, pid)
-    with pytest.raises(ValueError, match="no rank"):
+    with pytest.raises(ValueError, match="unknown rank"):
         read_hello(frames, rank)
 
 
