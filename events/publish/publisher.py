@@ -152,8 +152,9 @@ class EventPublisher:
         if not self._step:
             return
         step, self._step = self._step, []
-        if not self._mailbox.put(step) and self._mailbox.lost_batches == 1:
-            log.warning("events_lost epoch=%x queue=%d", self._epoch, self._settings.publish_queue_batches)
+        if not self._mailbox.put(step) and (lost := self._mailbox.lost_batches).bit_count() == 1:  # 1, 2, 4, 8, ...
+            queue = self._settings.publish_queue_batches
+            log.warning("events_lost epoch=%x batches=%d queue=%d", self._epoch, lost, queue)
         self._poke()
 
     def report(self, load: LoadReport) -> None:
