@@ -11,7 +11,7 @@ import msgspec
 from ..kvcache.config import KvCacheSettings
 from ..replica.messages import ReplicaDescription
 from .backend import AbsentReplica
-from .routing.replica_load import Rest
+from .routing.replica_load import UnavailableReason
 
 A_co = TypeVar("A_co", covariant=True)
 
@@ -23,7 +23,7 @@ class Member(msgspec.Struct, frozen=True):
     cache: KvCacheSettings  #: settings that the replica was started with
     model_dir: str | None  #: folder of the router's own tokenizer; None: the folder that the first replica reports
     version: int = 1  #: version of the settings that it was started with
-    rest: Rest | None = None  #: why it gets no new requests; None: it gets requests
+    rest: UnavailableReason | None = None  #: why it gets no new requests; None: it gets requests
 
 
 class WarmUpEnded(msgspec.Struct, frozen=True):

@@ -47,7 +47,7 @@ from ..errors import (
 )
 from ..routing.placement import Placement, known_tokens, regret_tokens
 from ..routing.policy.base import Candidates, Prompt
-from ..routing.replica_load import Rest
+from ..routing.replica_load import UnavailableReason
 from .block_hash_cache import BlockHashCache
 from .fair_queue import FairQueue
 from .hot_prefixes import HotPrefixes
@@ -126,17 +126,19 @@ class RequestFlow:
             request.root = self._hash_cache.root(request.request.salt)
             self._hash_blocks(request, self._hash_cache)
 
-    def join(self, description: ReplicaDescription, now: float, rest: Rest | None = None) -> list[Instruction]:
-        """Add a connected replica. `rest`: why it gets no requests for now. Its events are not followed yet."""
+    def join(
+        self, description: ReplicaDescription, now: float, unavailable: UnavailableReason | None = None
+    ) -> list[Instruction]:
+        """Add a connected replica. `unavailable`: why it gets no requests for now. Its events are not followed yet."""
         self.placement.join(description, now)
-        self.placement.loads.rest(description.replica_id, rest)
+        self.placement.loads.set_unavailable(description.replica_id, unavailable)
         self.counters.replicas_joined += 1
         return self.pump(now)
 
-    def rest(self, replica: str, rest: Rest | None, now: float) -> list[Instruction]:
+    def set_unavailable(self, replica: str, unavailable: UnavailableReason | None, now: float) -> list[Instruction]:
         """Stop sending new requests to the replica for this reason; None: resume. Running requests continue."""
-        self.placement.loads.rest(replica, rest)
-        stopped = [] if rest == "warming" else self.warm_ups.stop(replica)
+        self.placement.loads.set_unavailable(replica, unavailable)
+        stopped = [] if unavailable == "warming" else self.warm_ups.stop(replica)
         return stopped + self.pump(now)
 
     def warm_up(self, replica: str, share: float, now: float) -> list[Instruction]:
@@ -197,7 +199,7 @@ class RequestFlow:
         loads = self.placement.loads
         if replica not in loads:
             return []
-        loads.heard(replica, now)
+        loads.tokens_arrived(replica, now)
         if replica in self.warm_ups:
             return self.warm_ups.on_reply(replica, reply)
         sent = len(self._by_wire)

@@ -36,7 +36,7 @@ from ..control import (
     WeighCaches,
 )
 from ..errors import InvalidRequest, ModelNotFound, NoReplica, RouterError
-from ..routing.replica_load import Rest
+from ..routing.replica_load import UnavailableReason
 from .service import RouterService
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class _Version:
         """Whether only other versions accept new requests. Held requests must end before this version's replicas do."""
         return not self.takers and any(each.takers for each in self.model.versions)
 
-    def resting(self) -> dict[str, Rest]:
+    def unavailable(self) -> dict[str, UnavailableReason]:
         """Replicas that get no requests. A replaced version's draining replicas still get the requests it holds."""
         return {
             member.description.replica_id: member.rest
@@ -161,7 +161,7 @@ class ModelVersions:
             version.members = (*version.members, member)
         for version in self._versions:
             descriptions = [each.description for each in version.members]
-            version.service.apply_membership(descriptions, told.cluster_seed, version.resting())
+            version.service.apply_membership(descriptions, told.cluster_seed, version.unavailable())
         for model in self._models.values():
             self._retire(model)
 

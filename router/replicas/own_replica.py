@@ -25,7 +25,7 @@ from ...replica.messages import (
 from ..backend import RefusedReplica
 from ..flow.request_flow import RequestFlow
 from ..flow.request_state import Instruction
-from ..routing.replica_load import Rest
+from ..routing.replica_load import UnavailableReason
 from .replica_handle import REOPEN_S, RESET_TIMEOUT_S, ReplicaHandle, ResetOutcome, ServiceContext
 from .request_link import ReplicaLink
 
@@ -36,9 +36,13 @@ class OwnReplica(ReplicaHandle):
     """A replica that passed the parity check. It is the sink of its own link and feed."""
 
     def __init__(
-        self, description: ReplicaDescription, flow: RequestFlow, context: ServiceContext, rest: Rest | None = None
+        self,
+        description: ReplicaDescription,
+        flow: RequestFlow,
+        context: ServiceContext,
+        unavailable: UnavailableReason | None = None,
     ) -> None:
-        super().__init__(description, flow, context, rest)
+        super().__init__(description, flow, context, unavailable)
         self._link: ReplicaLink | None = None
         self._reopening: asyncio.TimerHandle | None = None
         self._orphans: list[int] = []  #: wire ids of requests that moved elsewhere; aborted on reconnection

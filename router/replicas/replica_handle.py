@@ -20,7 +20,7 @@ from ...replica.messages import ReplicaDescription, Request
 from ..backend import FeedState, RefusedReplica
 from ..flow.request_flow import RequestFlow
 from ..flow.request_state import Instruction, RequestState
-from ..routing.replica_load import Rest
+from ..routing.replica_load import UnavailableReason
 from .request_link import RequestContext
 
 log = logging.getLogger(__name__)
@@ -65,14 +65,18 @@ class ReplicaHandle(ABC):
     """A replica that the membership lists. Together with the subclass's `told` it is its own feed's sink."""
 
     def __init__(
-        self, description: ReplicaDescription, flow: RequestFlow, context: ServiceContext, rest: Rest | None = None
+        self,
+        description: ReplicaDescription,
+        flow: RequestFlow,
+        context: ServiceContext,
+        unavailable: UnavailableReason | None = None,
     ) -> None:
         self.description = description
         self.joined = False  #: whether it can be sent requests
         self._flow = flow
         self._placement = flow.placement
         self._context = context
-        self._rest = rest
+        self._unavailable = unavailable
         self._feed: EventFeed | None = None
         #: Wire hashes from the replica's last answer, next block to evict first; None: no answer yet.
         self.next_evictions: tuple[int, ...] | None = None
@@ -111,11 +115,11 @@ class ReplicaHandle(ABC):
     def leave(self) -> list[Instruction]:
         """Close the handle: the membership no longer lists the replica. The caller executes the instructions."""
 
-    def set_rest(self, rest: Rest | None) -> list[Instruction]:
-        if rest == self._rest:
+    def set_unavailable(self, unavailable: UnavailableReason | None) -> list[Instruction]:
+        if unavailable == self._unavailable:
             return []
-        self._rest = rest
-        return self._flow.rest(self.replica_id, rest, self._context.clock()) if self.joined else []
+        self._unavailable = unavailable
+        return self._flow.set_unavailable(self.replica_id, unavailable, self._context.clock()) if self.joined else []
 
     @abstractmethod
     def _new_feed(self) -> EventFeed | None:
@@ -124,7 +128,7 @@ class ReplicaHandle(ABC):
     def _join(self) -> None:
         """Add the replica to routing and start following its events."""
         self.joined = True
-        instructions = self._flow.join(self.description, self._context.clock(), self._rest)
+        instructions = self._flow.join(self.description, self._context.clock(), self._unavailable)
         feed = self._new_feed()
         if feed is None:
             self._placement.trust(self.replica_id, FeedStatus.STALE)

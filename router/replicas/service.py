@@ -50,7 +50,7 @@ from ..flow.request_state import Deliver, Ended, Instruction, RequestId, Send
 from ..flow.token_stream import RequestStream
 from ..routing.placement import Placement
 from ..routing.policy.registry import make_policy
-from ..routing.replica_load import LoadBook, Rest
+from ..routing.replica_load import LoadBook, UnavailableReason
 from ..routing.reservations import Reservations
 from .external.external_replica import ExternalReplica
 from .external.probe import ExternalTerms, started_terms
@@ -152,15 +152,18 @@ class RouterService:
     # For the controller
 
     def apply_membership(
-        self, replicas: Sequence[ReplicaDescription], cluster_seed: int, resting: Mapping[str, Rest] | None = None
+        self,
+        replicas: Sequence[ReplicaDescription],
+        cluster_seed: int,
+        unavailable: Mapping[str, UnavailableReason] | None = None,
     ) -> None:
-        """Serve with exactly these replicas. `resting`: why some of them get no new requests, by replica id.
+        """Serve with exactly these replicas. `unavailable`: why some of them get no new requests, by replica id.
 
         Idempotent. A new epoch means that the replica was lost and rebuilt.
         """
         if self._closed is not None:
             return
-        resting = resting or {}
+        unavailable = unavailable or {}
         known = {name: replica.description.epoch for name, replica in self._replicas.items()}
         known |= {name: refused.epoch for name, refused in self._refused.items()}
         if cluster_seed != self._cluster_seed:
@@ -174,11 +177,11 @@ class RouterService:
             if (lost := self._replicas.pop(name, None)) is not None:
                 instructions += lost.leave()
         for name, replica in self._replicas.items():
-            instructions += replica.set_rest(resting.get(name))
+            instructions += replica.set_unavailable(unavailable.get(name))
         if replicas and self._first_replica_at is None:
             self._first_replica_at = self._context.clock()
         for description in joined:
-            self._let_in(description, cluster_seed, resting.get(description.replica_id))
+            self._let_in(description, cluster_seed, unavailable.get(description.replica_id))
         self._run(instructions)
 
     def in_flight(self, replica_id: str) -> int:
@@ -358,7 +361,9 @@ class RouterService:
 
     # Membership
 
-    def _let_in(self, description: ReplicaDescription, cluster_seed: int, rest: Rest | None) -> None:
+    def _let_in(
+        self, description: ReplicaDescription, cluster_seed: int, unavailable: UnavailableReason | None
+    ) -> None:
         name = description.replica_id
         try:
             model = self._examine(description, cluster_seed)
@@ -373,10 +378,10 @@ class RouterService:
             self._flow.adopt(model)
         if description.foreign:
             replica: OwnReplica | ExternalReplica = ExternalReplica(
-                description, self._flow, self._context, model, self._external or started_terms(description), rest
+                description, self._flow, self._context, model, self._external or started_terms(description), unavailable
             )
         else:
-            replica = OwnReplica(description, self._flow, self._context, rest)
+            replica = OwnReplica(description, self._flow, self._context, unavailable)
         self._replicas[name] = replica
         replica.open()
 

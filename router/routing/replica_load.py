@@ -23,20 +23,20 @@ from .prefill_costs import CostPool
 if TYPE_CHECKING:
     from .load_columns import LoadColumns
 
-#: A replica without progress for this many of its longest possible steps is stuck. Not tuned: the length of a step is
+#: A replica without progress for this many of its longest possible steps is stalled. Not tuned: the length of a step is
 #: an estimate, and other processes may take most of the machine.
 STALLED_STEPS = 4
 #: Seconds between two fits of the pooled prefill costs: they change slowly, and each fit invalidates all views.
-PRICED_EVERY_S = 1.0
+REFIT_EVERY_S = 1.0
 
 #: A replica with less than this share of its blocks to spare is crowded; few prompts need as many. Not tuned.
 CROWDED = 0.5
 
 #: From this many replicas on, loads are also stored as columns; with fewer, numpy's calls cost more than they save.
-MANY = 32
+COLUMNS_FROM = 32
 
 #: Why a replica takes no new requests: it is about to leave, or its cache is being filled.
-Rest = Literal["draining", "warming"]
+UnavailableReason = Literal["draining", "warming"]
 
 
 class Pending(msgspec.Struct, frozen=True, gc=False):
@@ -84,11 +84,11 @@ class ReplicaLoad(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 @dataclass(slots=True)
 class _Replica:
     description: ReplicaDescription
-    heard_at: float
-    moved_at: float  #: when its engine last made progress; until it does, its publisher repeats the last report
+    last_message_at: float
+    last_progress_at: float  #: when its engine last made progress; until it does, its publisher repeats the last report
     report: LoadReport | None = None
     cost: PrefillCost | None = None  #: fitted to the measurements of all replicas; None: it has sent no sums
-    rest: Rest | None = None
+    unavailable: UnavailableReason | None = None
     pending: dict[int, Pending] = field(default_factory=dict)  # in order of ids, because ids rise
     pending_tokens: int = 0
     busy_until: float = 0.0
@@ -103,22 +103,22 @@ class _Replica:
 class LoadBook:
     """Loads of all joined replicas, as one router sees them."""
 
-    def __init__(self, router_id: str, silence_s: float, many: int = MANY) -> None:
+    def __init__(self, router_id: str, silence_s: float, columns_from: int = COLUMNS_FROM) -> None:
         self._router_id = router_id
-        self._many = many
+        self._columns_from = columns_from
         self._silence_s = silence_s
         self._replicas: dict[str, _Replica] = {}
         #: In the order of joining. Updated lazily (`_outdated`), as most requests change one replica and read all.
         self._views: list[ReplicaLoad] = []
         self._outdated: dict[str, _Replica] = {}
         self._columns: LoadColumns | None = None
-        self._oldest_move = inf  #: lower bound of all replicas' `moved_at`
+        self._oldest_progress = inf  #: lower bound of all replicas' `last_progress_at`
         self._any_silent = False
         self._pool = CostPool()
         self._lengths = OutputLengths()
         #: Replicas short of memory, as of their last view. While there are any, candidates have `used_blocks`.
         self.crowded: set[str] = set()
-        self._priced_at = -inf
+        self._fitted_at = -inf
 
     def __contains__(self, replica: str) -> bool:
         return replica in self._replicas
@@ -126,10 +126,10 @@ class LoadBook:
     def join(self, description: ReplicaDescription, now: float) -> None:
         """Add a replica. Until its first report it counts as idle, with the rates measured at its warm-up."""
         assert description.replica_id not in self._replicas, f"{description.replica_id} has joined already"
-        entry = _Replica(description, heard_at=now, moved_at=now, place=len(self._views))
+        entry = _Replica(description, last_message_at=now, last_progress_at=now, place=len(self._views))
         self._replicas[description.replica_id] = self._outdated[description.replica_id] = entry
         self._views.append(_view(entry, silent=False))
-        self._oldest_move = min(self._oldest_move, now)
+        self._oldest_progress = min(self._oldest_progress, now)
         self._columns = None
 
     def leave(self, replica: str) -> None:
@@ -153,8 +153,8 @@ class LoadBook:
         entry = self._replicas[replica]
         before, entry.report = entry.report, report
         if before is None or (report.step, report.ts) != (before.step, before.ts):
-            entry.moved_at = now
-        entry.heard_at = now
+            entry.last_progress_at = now
+        entry.last_message_at = now
         self._outdated[replica] = entry
         entry.waiting_blocks = _waiting_blocks(report)
         # If nothing runs yet, the waiting requests are about to.
@@ -166,7 +166,7 @@ class LoadBook:
         accepted = report.accepted.get(self._router_id)
         arrived = [] if accepted is None else [known for known in entry.pending if known <= accepted]
         for request_id in arrived:
-            self._arrive(replica, request_id)
+            self._drop_pending(replica, request_id)
         # Heartbeats repeat the last report in the middle of a step.
         is_new = before is None or (report.step, report.queued_prefill_tokens) != (
             before.step,
@@ -176,10 +176,10 @@ class LoadBook:
             on_the_way_s = sum([sent.prefill_s for sent in entry.pending.values()])
             entry.busy_until = now + _queued_s(entry, report) + on_the_way_s
 
-    def heard(self, replica: str, now: float) -> None:
+    def tokens_arrived(self, replica: str, now: float) -> None:
         """Tokens arrived, which prove that the replica makes progress."""
         entry = self._replicas[replica]
-        entry.heard_at = entry.moved_at = now
+        entry.last_message_at = entry.last_progress_at = now
 
     def dispatched(self, replica: str, request_id: int, pending: Pending, now: float) -> None:
         entry = self._replicas[replica]
@@ -197,17 +197,17 @@ class LoadBook:
 
     def started(self, replica: str, request_id: int) -> None:
         """The request's first token arrived, so it is no longer pending, whatever the last report says."""
-        self._arrive(replica, request_id)
+        self._drop_pending(replica, request_id)
 
     def ended(self, replica: str, request_id: int) -> None:
         """The request has left the replica. Does nothing if the request or the replica is already gone."""
         entry = self._replicas.get(replica)
         if entry is not None:
-            if (sent := self._arrive(replica, request_id)) is not None:  # no later report will correct this
+            if (sent := self._drop_pending(replica, request_id)) is not None:  # no later report will correct this
                 entry.busy_until -= sent.prefill_s
             entry.in_flight.discard(request_id)
 
-    def _arrive(self, replica: str, request_id: int) -> Pending | None:
+    def _drop_pending(self, replica: str, request_id: int) -> Pending | None:
         entry = self._replicas[replica]
         sent = entry.pending.pop(request_id, None)
         if sent is not None:
@@ -220,9 +220,9 @@ class LoadBook:
         """A request ended by itself after generating this many tokens."""
         self._lengths.finished(tokens)
 
-    def rest(self, replica: str, rest: Rest | None) -> None:
+    def set_unavailable(self, replica: str, unavailable: UnavailableReason | None) -> None:
         entry = self._outdated[replica] = self._replicas[replica]
-        entry.rest = rest
+        entry.unavailable = unavailable
 
     def in_flight(self, replica: str) -> int:
         return len(self._replicas[replica].in_flight)
@@ -231,54 +231,54 @@ class LoadBook:
         return self._replicas[replica].report is not None
 
     def age_s(self, replica: str, now: float) -> float:
-        return now - self._replicas[replica].heard_at
+        return now - self._replicas[replica].last_message_at
 
     def stalled(self, now: float) -> list[str]:
         """Replicas that have requests of this router and made no progress for longer than their steps can take.
 
         Empty while no replica makes progress: then this router itself is late, or no other replica could take requests.
         """
-        if all(now - entry.moved_at > self._silence_s for entry in self._replicas.values()):
+        if all(now - entry.last_progress_at > self._silence_s for entry in self._replicas.values()):
             return []
-        return [name for name, entry in self._replicas.items() if entry.in_flight and self._is_stuck(entry, now)]
+        return [name for name, entry in self._replicas.items() if entry.in_flight and self._is_stalled(entry, now)]
 
-    def _is_stuck(self, entry: _Replica, now: float) -> bool:
-        age_s = now - entry.moved_at
+    def _is_stalled(self, entry: _Replica, now: float) -> bool:
+        age_s = now - entry.last_progress_at
         return age_s > self._silence_s and age_s > STALLED_STEPS * _longest_step_s(entry)
 
     def _is_silent(self, entry: _Replica, now: float) -> bool:
-        # Fast path for nearly all replicas: with recent progress, a replica is neither silent nor stuck.
-        if now - entry.moved_at <= self._silence_s:
+        # Fast path for nearly all replicas: with recent progress, a replica is neither silent nor stalled.
+        if now - entry.last_progress_at <= self._silence_s:
             return False
-        return now - entry.heard_at > self._silence_s or self._is_stuck(entry, now)
+        return now - entry.last_message_at > self._silence_s or self._is_stalled(entry, now)
 
     def view(self, replica: str, now: float) -> ReplicaLoad:
         """One replica's load for a decision at time `now`."""
-        self._renew(now)
+        self._refresh(now)
         return self._views[self._replicas[replica].place]
 
     def views(self, now: float) -> list[ReplicaLoad]:
         """All views, in the order of joining. Later calls, joins and leaves change the returned list."""
-        self._renew(now)
+        self._refresh(now)
         return self._views
 
     def columns(self, now: float) -> "LoadColumns | None":
-        """All views as columns; None with fewer than `many` replicas."""
-        if len(self._views) < self._many:
+        """All views as columns; None with fewer than `columns_from` replicas."""
+        if len(self._views) < self._columns_from:
             return None
-        self._renew(now)
+        self._refresh(now)
         if self._columns is None:
             from .load_columns import LoadColumns  # not at the top: numpy takes 15 MB
 
             self._columns = LoadColumns(self.replicas(), self._views)
         return self._columns
 
-    def _renew(self, now: float) -> None:
+    def _refresh(self, now: float) -> None:
         """Recompute the outdated views. There may be hundreds of views, and most have not changed."""
-        if now - self._priced_at >= PRICED_EVERY_S:
-            self._price(now)
-        if self._any_silent or now - self._oldest_move > self._silence_s:
-            self._listen(now)
+        if now - self._fitted_at >= REFIT_EVERY_S:
+            self._refit_costs(now)
+        if self._any_silent or now - self._oldest_progress > self._silence_s:
+            self._find_silent(now)
         for replica, entry in self._outdated.items():
             view = self._views[entry.place] = _view(entry, self._is_silent(entry, now))
             if self._columns is not None:
@@ -289,17 +289,17 @@ class LoadBook:
                 self.crowded.discard(replica)
         self._outdated.clear()
 
-    def _listen(self, now: float) -> None:
+    def _find_silent(self, now: float) -> None:
         """Mark replicas that became silent, or are no longer silent, as outdated."""
-        self._oldest_move = min([entry.moved_at for entry in self._replicas.values()], default=inf)
+        self._oldest_progress = min([entry.last_progress_at for entry in self._replicas.values()], default=inf)
         silent = [self._is_silent(entry, now) for entry in self._replicas.values()]
         self._any_silent = any(silent)
         for (replica, entry), now_silent in zip(self._replicas.items(), silent, strict=True):
             if self._views[entry.place].silent != now_silent:
                 self._outdated[replica] = entry
 
-    def _price(self, now: float) -> None:
-        self._priced_at = now
+    def _refit_costs(self, now: float) -> None:
+        self._fitted_at = now
         for replica, cost in self._pool.costs().items():
             entry = self._outdated[replica] = self._replicas[replica]
             entry.cost = cost
@@ -337,8 +337,8 @@ def _view(entry: _Replica, silent: bool) -> ReplicaLoad:
         prefill_cost=entry.cost or report.prefill_cost or _plain_cost(entry, report),
         max_running_requests=about.max_running_requests,
         max_batched_tokens=about.max_batched_tokens,
-        draining=entry.rest == "draining" or report.draining,
-        warming=entry.rest == "warming",
+        draining=entry.unavailable == "draining" or report.draining,
+        warming=entry.unavailable == "warming",
         silent=silent,
         pinned_blocks=report.pinned_blocks,
         spare_blocks=report.free_blocks - entry.pending_blocks - entry.waiting_blocks,

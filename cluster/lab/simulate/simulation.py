@@ -132,7 +132,7 @@ class Simulation:
     def drain(self, name: str) -> None:
         """Routers send nothing new there, and it ends when it has nothing left to do."""
         for router in self.routers:
-            router.placement.loads.rest(name, "draining")
+            router.placement.loads.set_unavailable(name, "draining")
         self.draining.add(name)
         self._end_if_idle(self.replicas[name])
 

@@ -31,7 +31,7 @@ from ...backend import FeedState, RefusedReplica, TextOutput
 from ...errors import ParityMismatch
 from ...flow.request_flow import RequestFlow, ServedModel
 from ...flow.request_state import Instruction
-from ...routing.replica_load import Rest
+from ...routing.replica_load import UnavailableReason
 from ..replica_handle import REOPEN_S, RESET_TIMEOUT_S, ReplicaHandle, ResetOutcome, ServiceContext
 from .block_keys import ExternalBlocks, cache_salt
 from .http_client import Address, BackendUnreachableError, Call, Client, NoAnswerError
@@ -63,9 +63,9 @@ class ExternalReplica(ReplicaHandle):
         context: ServiceContext,
         model: ServedModel,
         terms: ExternalTerms,
-        rest: Rest | None = None,
+        unavailable: UnavailableReason | None = None,
     ) -> None:
-        super().__init__(description, flow, context, rest)
+        super().__init__(description, flow, context, unavailable)
         self._terms = terms
         address = Address.of(description.request_endpoint)
         self._client = Client(address, loop=context.loop, api_key=terms.api_key, most_idle=IDLE_CONNECTIONS)

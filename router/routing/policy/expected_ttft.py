@@ -22,7 +22,7 @@ matters when answers are short.
 
 Replicas whose cost exceeds the least by no more than the estimate's own error count as equal. Ties go to the fewest
 uncached tokens, then the session's replica, the fewest requests, the fewest occupied blocks and finally a random draw,
-never to a position in a list. For hundreds of replicas, among_many.py takes the same decision with array operations.
+never to a position in a list. For hundreds of replicas, column_scores.py takes the same decision with array operations.
 """
 
 from collections import OrderedDict
@@ -38,7 +38,7 @@ from ..replica_load import ReplicaLoad
 from .base import Candidate, Decision, ManyCandidates, Policy, Prompt, Score, expected_ttft_s
 
 if TYPE_CHECKING:
-    from ..among_many import Fleet
+    from ..column_scores import ColumnScores
     from ..load_columns import Numbers
 
 #: Costs count as equal within TIE_S plus TIE_RATIO of the least: half a millisecond is below the jitter of any step.
@@ -100,20 +100,20 @@ class ExpectedTtft(Policy):
 
     def _consider(
         self, prompt: Prompt, candidates: Sequence[Candidate], rng: Random
-    ) -> "tuple[Decision, EachCandidate | Fleet]":
+    ) -> "tuple[Decision, CandidateScores | ColumnScores]":
         weights = self._weights(len(candidates))
-        each = partial(EachCandidate, prompt, candidates, weights, self.obstacle, sees_cache=self.sees_cache)
+        score_all = partial(CandidateScores, prompt, candidates, weights, self.obstacle, sees_cache=self.sees_cache)
         if not isinstance(candidates, list) and isinstance(candidates, ManyCandidates):
-            from ..among_many import Fleet  # not at the top: numpy takes 15 MB, and small fleets need none
+            from ..column_scores import ColumnScores  # not at the top: numpy takes 15 MB, and few replicas need none
 
-            rated: EachCandidate | Fleet = Fleet(
-                prompt, candidates, weights, holds=self.holds_requests, sees_cache=self.sees_cache
+            scores: CandidateScores | ColumnScores = ColumnScores(
+                prompt, candidates, weights, holds_requests=self.holds_requests, sees_cache=self.sees_cache
             )
         else:
-            rated = each()
-        chosen = rated.choose(self._sessions.get(prompt.session), rng)
-        reason = partial(_why_least, chosen, each)
-        return Decision(self.name, prompt, chosen, lambda: each().table(), reason), rated
+            scores = score_all()
+        chosen = scores.choose(self._sessions.get(prompt.session), rng)
+        reason = partial(_explain_choice, chosen, score_all)
+        return Decision(self.name, prompt, chosen, lambda: score_all().table(), reason), scores
 
     def leave(self, replica: str) -> None:
         """Reset all busy shares to their mean, as `_weights` does: they are stored by place, and places change."""
@@ -128,10 +128,10 @@ class ExpectedTtft(Policy):
         return Weights(busy, min(self._all_busy, BUSY_LIMIT), running)
 
     def decide(self, prompt: Prompt, candidates: Sequence[Candidate], rng: Random) -> Decision:
-        decision, rated = self._consider(prompt, candidates, rng)
+        decision, scores = self._consider(prompt, candidates, rng)
         if candidates:
             weight = self._weight(prompt.now)
-            self._busy, all_busy = rated.busy(weight)
+            self._busy, all_busy = scores.busy(weight)
             self._all_busy += (all_busy - self._all_busy) * weight
         if decision.row is None:
             return decision
@@ -153,7 +153,7 @@ class ExpectedTtft(Policy):
         return min(gap_s / self._gap_s, MOST_GAPS) / BUSY_MEMORY if self._gap_s else 0.0
 
 
-class EachCandidate:
+class CandidateScores:
     """Costs of a prompt on each candidate. `obstacle` says why a candidate cannot be chosen."""
 
     def __init__(
@@ -191,8 +191,8 @@ class EachCandidate:
         self._others_s = others_s
 
     def choose(self, preferred: str | None, rng: Random) -> Score | None:
-        equals = self.equals()
-        return _first(equals, preferred, rng) if equals else None
+        ties = self.ties()
+        return _break_tie(ties, preferred, rng) if ties else None
 
     def busy(self, weight: float) -> tuple[list[float], bool]:
         """The busy shares including this decision, and whether no idle candidate can be chosen."""
@@ -214,7 +214,7 @@ class EachCandidate:
             rows.append(Score(candidate, uncached, ttft_s, obstacle, lost_s, ttft_s + lost_s))
         return rows
 
-    def equals(self) -> list[Score]:
+    def ties(self) -> list[Score]:
         """The candidates without an obstacle whose cost equals the least within the estimate's error.
 
         A candidate is skipped early if its queue alone, or its TTFT, exceeds the limit found so far.
@@ -245,8 +245,8 @@ def cost_limit(least: float) -> float:
     return least + min(least * TIE_RATIO, TIE_MOST_S) + TIE_S
 
 
-def _first(equals: Sequence[Score], preferred: str | None, rng: Random) -> Score:
-    tied = _least(equals, [row.uncached_tokens for row in equals])
+def _break_tie(ties: Sequence[Score], preferred: str | None, rng: Random) -> Score:
+    tied = _least(ties, [row.uncached_tokens for row in ties])
     if preferred is not None:
         tied = [row for row in tied if row.candidate.replica_id == preferred] or tied
     tied = _least(tied, [row.candidate.load.requests for row in tied])
@@ -262,15 +262,15 @@ def _least(rows: Sequence[Score], ranks: Sequence[int]) -> Sequence[Score]:
     return rows if max(ranks) == best else [row for row, rank in zip(rows, ranks, strict=True) if rank == best]
 
 
-def _why_least(chosen: Score | None, each: Callable[[], EachCandidate], usable: Sequence[Score]) -> str:
+def _explain_choice(chosen: Score | None, score_all: Callable[[], CandidateScores], usable: Sequence[Score]) -> str:
     assert chosen is not None, "nothing was chosen"
-    equals = each().equals()
+    ties = score_all().ties()
     if len(usable) == 1:
         return "the only replica that can take it"
-    if len(equals) == 1:
+    if len(ties) == 1:
         soonest = min([row.ttft_s for row in usable])
         return "least expected time to first token" if chosen.ttft_s <= soonest else "least total time lost"
-    if any(row.uncached_tokens > chosen.uncached_tokens for row in equals):
+    if any(row.uncached_tokens > chosen.uncached_tokens for row in ties):
         return "equal expected cost, fewest uncached tokens"
     return "equal expected cost; fewest requests, then fewest occupied blocks, then at random"
 

@@ -41,7 +41,7 @@ from homing.router.flow.request_state import (
 )
 from homing.router.routing.placement import Placement
 from homing.router.routing.policy.registry import make_policy
-from homing.router.routing.replica_load import LoadBook, Rest
+from homing.router.routing.replica_load import LoadBook, UnavailableReason
 from homing.router.routing.reservations import Reservations
 
 from ..fakes import BLOCK, HASHER, LIMITS, ROOT, FakeReplica, answer, description_of, request_of
@@ -72,7 +72,7 @@ class World:
         for index in range(replicas):
             self.join(f"r{index}")
 
-    def join(self, name: str, rest: Rest | None = None) -> None:
+    def join(self, name: str, rest: UnavailableReason | None = None) -> None:
         self.replicas[name] = FakeReplica(name)
         self.run(self.flow.join(description_of(name), self.now, rest))
         self.placement.trust(name, FeedStatus.LIVE)
@@ -674,7 +674,7 @@ def test_a_new_replica_is_filled_with_what_is_hot_before_it_serves(world: World)
         sent.append(world.sent("new"))
         assert len(world.on_wire["new"]) == 1
         world.step("new")
-    world.run(world.flow.rest("new", None, world.now))
+    world.run(world.flow.set_unavailable("new", None, world.now))
 
     counters = world.flow.counters
     assert [(each.warm_up, each.sampling.max_tokens, len(each.token_ids)) for each in sent] == [(True, 1, 1024)] * 2
@@ -704,7 +704,7 @@ def test_a_warm_up_ends_at_once_when_a_request_is_held() -> None:
     """A replica that could serve must not be kept from it."""
     world = World(1)
     warming(world)
-    world.run(world.flow.rest("r0", "draining", world.now))
+    world.run(world.flow.set_unavailable("r0", "draining", world.now))
 
     request_id = world.submit(request_of(PROMPT))
     world.run(world.flow.expire(world.now))
@@ -714,7 +714,7 @@ def test_a_warm_up_ends_at_once_when_a_request_is_held() -> None:
     assert "new" not in world.flow.warm_ups
     assert world.flow.counters.warm_ups_cut == 1
     assert world.flow.warm_up("new", 1.0, world.now) == []
-    world.run(world.flow.rest("new", None, world.now))
+    world.run(world.flow.set_unavailable("new", None, world.now))
     world.settle()
     assert world.tokens(request_id) == answer(request_of(PROMPT))
 
@@ -740,7 +740,7 @@ def test_a_warm_up_ends_with_its_time_with_its_replica_and_where_it_cannot_be_se
     for end in ("serves", "is lost", "is not reached"):
         warming(world)
         if end == "serves":
-            world.run(world.flow.rest("new", None, world.now))
+            world.run(world.flow.set_unavailable("new", None, world.now))
             assert isinstance(world.on_wire["new"][-1], Abort)
         elif end == "is not reached":
             world.run(world.flow.unsendable("new", world.sent("new"), world.now))
@@ -819,7 +819,7 @@ class FlowMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def serve(self, data):
         name = data.draw(st.sampled_from(sorted(self.world.replicas)))
-        self.world.run(self.world.flow.rest(name, None, self.world.now))
+        self.world.run(self.world.flow.set_unavailable(name, None, self.world.now))
 
     @precondition(lambda self: any(self.world.on_wire.values()))
     @rule(data=st.data(), retry=st.booleans(), unsendable=st.booleans())

@@ -28,7 +28,7 @@ class World:
         )
         for name in ("old", "new"):
             self.placement.join(description_of(name), 0.0)
-        self.placement.loads.rest("new", "warming")
+        self.placement.loads.set_unavailable("new", "warming")
         hot_prefixes = HotPrefixes(BLOCK, 1 << 20)
         for number, length in enumerate(blocks):
             tokens = token_bytes([number] * length * BLOCK)

@@ -39,7 +39,7 @@ from homing.router.replicas.membership import text_digests, text_source
 from homing.router.replicas.model_versions import OFF_RETRY_S, ModelVersions
 from homing.router.replicas.service import RouterService
 from homing.router.routing.policy.base import QUEUE_AHEAD
-from homing.router.routing.replica_load import Rest
+from homing.router.routing.replica_load import UnavailableReason
 from homing.router.server import RouterServer
 
 from ..fakes import CACHE, SEED, Reading, SocketReplica, parity_of, request_of, until
@@ -57,7 +57,7 @@ class FakeService:
         self.version = first.version
         self.counters = counters
         self.members: list[str] = []
-        self.resting: Mapping[str, Rest] = {}
+        self.unavailable: Mapping[str, UnavailableReason] = {}
         self.closed = False
         self.held = 0
         self.warmed: list[tuple[str, float]] = []
@@ -85,9 +85,9 @@ class FakeService:
         return 10 * self.held
 
     def apply_membership(
-        self, replicas: Sequence[ReplicaDescription], cluster_seed: int, resting: Mapping[str, Rest]
+        self, replicas: Sequence[ReplicaDescription], cluster_seed: int, unavailable: Mapping[str, UnavailableReason]
     ) -> None:
-        self.members, self.resting = [replica.replica_id for replica in replicas], resting
+        self.members, self.unavailable = [replica.replica_id for replica in replicas], unavailable
 
     def model(self) -> ModelLimits:
         return ModelLimits(name=self.name, path="", vocab_size=1, max_model_len=1, eos_token_ids=())
@@ -122,7 +122,9 @@ def shown(name: str, model: str) -> ReplicaView:
     )
 
 
-def member(name: str, version: int = 1, block_size: int = 16, rest: Rest | None = None, model: str = "fox") -> Member:
+def member(
+    name: str, version: int = 1, block_size: int = 16, rest: UnavailableReason | None = None, model: str = "fox"
+) -> Member:
     parity = Parity(
         tokenizer_digest="",
         template_digest="",
@@ -225,7 +227,7 @@ def test_replicas_that_name_blocks_otherwise_are_kept_apart(world: World) -> Non
     world.publish(member("r0"), member("r1"), member("r2", version=2, block_size=32, rest="warming"))
 
     assert [service.members for service in world.services] == [["r0", "r1"], ["r2"]]
-    assert world.services[1].resting == {"r2": "warming"}
+    assert world.services[1].unavailable == {"r2": "warming"}
     assert world.chosen(20) == {1: 20}
     worths = world.ask(WeighCaches())
     assert isinstance(worths, list)
@@ -260,13 +262,13 @@ def test_a_generation_ends_with_its_last_replica_but_for_the_newest(world: World
 def test_who_drains_still_gets_what_its_generation_holds(world: World) -> None:
     """It was tokenized for these replicas and can go nowhere else: else it would wait for their end, and fail then."""
     world.publish(member("r0", rest="draining"), member("r1"), member("r2", version=2, block_size=32, rest="warming"))
-    assert [service.resting for service in world.services] == [{"r0": "draining"}, {"r2": "warming"}]
+    assert [service.unavailable for service in world.services] == [{"r0": "draining"}, {"r2": "warming"}]
     world.services[0].held = 5
     assert world.in_flight("r0") == 3
 
     world.publish(member("r0", rest="draining"), member("r2", version=2, block_size=32))
 
-    assert [service.resting for service in world.services] == [{}, {}]
+    assert [service.unavailable for service in world.services] == [{}, {}]
     assert world.in_flight("r0") == 8
     assert world.chosen(20) == {2: 20}
 
@@ -301,7 +303,7 @@ def test_what_is_held_waits_for_new_replicas_where_nobody_else_takes_any(world: 
     world.publish(member("r0", rest="draining"))
     world.services[0].held = 5
 
-    assert world.services[0].resting == {"r0": "draining"}
+    assert world.services[0].unavailable == {"r0": "draining"}
     assert world.in_flight("r0") == 3
 
 
@@ -546,7 +548,7 @@ def test_a_model_that_is_replaced_keeps_its_requests_from_the_others(two: World)
     """Who drains still gets what its own model holds, whatever others have."""
     two.publish(member("r0", rest="draining"), member("r1", version=2, model="owl"))
 
-    assert two.services[0].resting == {"r0": "draining"}
+    assert two.services[0].unavailable == {"r0": "draining"}
 
 
 def test_a_membership_that_comes_late_is_ignored(world: World) -> None:

@@ -26,7 +26,7 @@ from homing.router.errors import CacheInUse, DeadlineExceeded, NoReplica, Prompt
 from homing.router.flow.request_state import RequestState
 from homing.router.replicas.membership import text_digests
 from homing.router.replicas.service import RouterService
-from homing.router.routing.replica_load import Rest
+from homing.router.routing.replica_load import UnavailableReason
 
 from ..fakes import CACHE, LIMITS, SEED, Reading, SocketReplica, answer, parity_of, request_of, until
 
@@ -65,7 +65,7 @@ class Cluster:
             rng=Random(1),
         )
         self.watcher = watcher
-        self.resting: dict[str, Rest] = {}
+        self.unavailable: dict[str, UnavailableReason] = {}
         self.replicas: dict[str, SocketReplica] = {}
         self.all: list[SocketReplica] = []
 
@@ -78,7 +78,9 @@ class Cluster:
         return replica
 
     def publish(self) -> None:
-        self.service.apply_membership([replica.description for replica in self.replicas.values()], SEED, self.resting)
+        self.service.apply_membership(
+            [replica.description for replica in self.replicas.values()], SEED, self.unavailable
+        )
 
     async def ready(self, *names: str, feed: FeedState = FeedState.LIVE) -> None:
         await until(lambda: all(self.view(name).feed == feed and self.view(name).state == "serving" for name in names))
@@ -321,7 +323,7 @@ async def test_a_replica_that_differs_is_refused_loudly(pair: Cluster, caplog: p
 
 async def test_a_drained_replica_gets_nothing_new(pair: Cluster) -> None:
     """What runs there goes on."""
-    pair.resting = {"r0": "draining", "unknown": "draining"}
+    pair.unavailable = {"r0": "draining", "unknown": "draining"}
     pair.publish()
 
     homes = {(await pair.ask(request_of(PROMPT, seed=seed)))[0] for seed in range(6)}
@@ -333,14 +335,14 @@ async def test_a_drained_replica_gets_nothing_new(pair: Cluster) -> None:
 
 async def test_a_replica_that_warms_up_joins_and_is_asked_later(pair: Cluster) -> None:
     """Its connection stands and its events are followed before the first request goes there."""
-    pair.resting = {"r0": "warming"}
+    pair.unavailable = {"r0": "warming"}
     pair.publish()
     assert await pair.service.until_joined("r0") == ""
     assert pair.view("r0").state == "warming"
     homes = {(await pair.ask(request_of(PROMPT, seed=seed)))[0] for seed in range(3)}
     assert homes == {"r1"}
 
-    pair.resting = {"r1": "draining"}
+    pair.unavailable = {"r1": "draining"}
     pair.publish()
 
     assert (await pair.ask(request_of(PROMPT)))[0] == "r0"
@@ -351,7 +353,7 @@ async def test_a_new_replica_has_what_is_hot_before_it_serves(pair: Cluster) -> 
     for seed in range(4):
         await pair.ask(request_of([*PROMPT, seed], seed=seed))
     new = pair.add("r2")
-    pair.resting = {"r2": "warming"}
+    pair.unavailable = {"r2": "warming"}
     pair.publish()
     await pair.service.until_joined("r2")
     finished = pair.service.counters.finished
@@ -362,7 +364,7 @@ async def test_a_new_replica_has_what_is_hot_before_it_serves(pair: Cluster) -> 
     assert len(new.core.resident) == 8
     assert pair.service.counters.warm_up_tokens == 128
     assert (pair.service.counters.finished, pair.service.in_flight("r2")) == (finished, 0)
-    pair.resting = {"r0": "draining", "r1": "draining"}
+    pair.unavailable = {"r0": "draining", "r1": "draining"}
     pair.publish()
     _, deltas = await pair.ask(request_of([*PROMPT, 9], seed=9))
     assert deltas[0].cached_tokens == 128
@@ -384,7 +386,7 @@ async def test_what_is_held_is_refused_while_nobody_will_come(pair: Cluster) -> 
     for replica in pair.all:
         replica.paused = True
     running = Reading(pair.service.generate(request_of(PROMPT)))
-    pair.resting = {"r0": "draining", "r1": "draining"}
+    pair.unavailable = {"r0": "draining", "r1": "draining"}
     pair.publish()
     held = Reading(pair.service.generate(request_of(PROMPT, seed=2)))
 

@@ -4,7 +4,7 @@ import pytest
 
 from homing.events.load_report import PrefillSums
 from homing.events.wire.messages import PrefillCost, PrefillWork
-from homing.router.routing.replica_load import PRICED_EVERY_S, LoadBook, Pending
+from homing.router.routing.replica_load import REFIT_EVERY_S, LoadBook, Pending
 
 from ..fakes import description_of, report_of
 
@@ -109,16 +109,16 @@ def test_a_drained_replica_says_so_whoever_decided_it(book: LoadBook) -> None:
     assert book.view("r0", now=0.0).draining
 
     book.report("r0", report_of(), now=0.0)
-    book.rest("r0", "draining")
+    book.set_unavailable("r0", "draining")
 
     assert book.view("r0", now=0.0).draining
 
 
 def test_a_replica_that_warms_up_rests_until_it_is_let_go(book: LoadBook) -> None:
     """It does not drain: it is about to come, not to leave."""
-    book.rest("r0", "warming")
+    book.set_unavailable("r0", "warming")
     warming = book.view("r0", now=0.0)
-    book.rest("r0", None)
+    book.set_unavailable("r0", None)
 
     assert (warming.warming, warming.draining) == (True, False)
     assert not book.view("r0", now=0.0).warming
@@ -211,7 +211,7 @@ def test_a_queue_is_priced_by_what_all_replicas_have_measured(book: LoadBook) ->
         sums.observe(work, 0.1)
     own = PrefillCost(0.0, 1.0, 0.0)
     book.report("r0", report_of(step=1, prefill_cost=own, prefill_sums=sums.values), now=0.0)
-    cost = book.view("r0", now=PRICED_EVERY_S).prefill_cost
+    cost = book.view("r0", now=REFIT_EVERY_S).prefill_cost
 
     report = report_of(step=2, queued_prefill_tokens=100, queued_prefill_s=100.0, queued_prefill=work, prefill_cost=own)
     book.report("r0", report, now=2.0)

@@ -18,7 +18,7 @@ from homing.router.replicas.external.block_keys import cache_salt
 from homing.router.replicas.external.probe import ExternalTerms
 from homing.router.replicas.membership import text_digests
 from homing.router.replicas.service import RouterService
-from homing.router.routing.replica_load import Rest
+from homing.router.routing.replica_load import UnavailableReason
 
 from ...fakes import BLOCK, CACHE, LIMITS, ROOT, SEED, Reading, description_of, parity_of, request_of, until
 from .fakes import FakeEngine, answer
@@ -73,9 +73,9 @@ class Cluster:
         self.tell(events=events)
         return [self.engines[name] for name in names]
 
-    def tell(self, *, events: bool = True, **resting: Rest) -> None:
+    def tell(self, *, events: bool = True, **unavailable: UnavailableReason) -> None:
         members = [self._description(name, engine, events) for name, engine in self.engines.items()]
-        self.service.apply_membership(members, SEED, resting)
+        self.service.apply_membership(members, SEED, unavailable)
 
     def _description(self, name: str, engine: FakeEngine, events: bool) -> ReplicaDescription:
         fields = {"event_endpoints": engine.endpoints} if events else {}

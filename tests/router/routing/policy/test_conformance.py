@@ -83,7 +83,7 @@ def test_a_replica_that_cannot_take_the_request_never_gets_it(policy: str, obsta
         for name in ("r0", "r2"):
             router.placement.report(name, report_of(step=1), now)
     elif obstacle != "excluded":
-        router.placement.loads.rest("r1", "draining" if obstacle == "draining" else "warming")
+        router.placement.loads.set_unavailable("r1", "draining" if obstacle == "draining" else "warming")
 
     excluded = ("r1",) if obstacle == "excluded" else ()
     taken = {router.send(hashes, now=now, excluded=excluded)[0] for _ in range(30)}

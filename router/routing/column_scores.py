@@ -20,11 +20,11 @@ Places = npt.NDArray[np.intp]
 _min = np.minimum.reduce
 
 
-class Fleet:
-    """The counterpart of `EachCandidate`. `holds`: whether a replica with a full queue gets no requests."""
+class ColumnScores:
+    """The counterpart of `CandidateScores`. `holds_requests`: whether a replica with a full queue gets no requests."""
 
     def __init__(
-        self, prompt: Prompt, candidates: ManyCandidates, weights: Weights, *, holds: bool, sees_cache: bool
+        self, prompt: Prompt, candidates: ManyCandidates, weights: Weights, *, holds_requests: bool, sees_cache: bool
     ) -> None:
         assert isinstance(candidates, CandidateColumns), f"{type(candidates)} has no columns"
         self._prompt = prompt
@@ -33,18 +33,18 @@ class Fleet:
         self._sees_cache = sees_cache
         self._used = 0 if candidates.used is None else candidates.used
         #: Every replica takes requests and has room, as is usual: a third of the operations can be skipped.
-        self._roomy = float(_min(candidates.loads.room)) > prompt.blocks + 1  # 1 is far above any rounding error
-        self.obstructed = self._obstructed(holds)
+        self._all_have_room = float(_min(candidates.loads.room)) > prompt.blocks + 1  # 1: far above rounding errors
+        self.obstructed = self._obstructed(holds_requests)
 
-    def _obstructed(self, holds: bool) -> Flags | None:
+    def _obstructed(self, holds_requests: bool) -> Flags | None:
         """Flags of the candidates that cannot be chosen; None if every candidate can."""
         loads, candidates = self._candidates.loads, self._candidates
-        if self._roomy and not candidates.excluded:
+        if self._all_have_room and not candidates.excluded:
             return None
         found: Flags = loads.barred > 0
         if candidates.excluded:
             found[list(candidates.excluded)] = True
-        if holds and not self._roomy:
+        if holds_requests and not self._all_have_room:
             missing = self._prompt.blocks + 1 - candidates.expected
             if candidates.stale:
                 missing[candidates.stale] = self._prompt.blocks + 1
@@ -55,7 +55,7 @@ class Fleet:
         """The busy shares including this decision, and whether no idle replica can be chosen."""
         loads, shares = self._candidates.loads, np.asarray(self._weights.busy)
         busy = loads.has_queue
-        if not self._roomy:
+        if not self._all_have_room:
             busy = np.maximum(busy, loads.spare_blocks + self._used <= self._prompt.blocks)
         taken = busy if self.obstructed is None else busy + self.obstructed
         return shares + (busy - shares) * weight, bool(_min(taken) > 0)
@@ -66,10 +66,10 @@ class Fleet:
         prefill_s = self._prefill_s(uncached)
         ttft_s, waits = self._ttft_s(uncached, prefill_s)
         others_s = self._others_s(uncached, prefill_s)
-        equals = self._equals(uncached, ttft_s, waits, others_s)
-        if not len(equals):
+        ties = self._ties(uncached, ttft_s, waits, others_s)
+        if not len(ties):
             return None
-        place = self._first(equals, uncached, preferred, rng)
+        place = self._break_tie(ties, uncached, preferred, rng)
         ttft, others = float(ttft_s[place]), float(others_s[place])
         return Score(self._candidates[place], int(uncached[place]), ttft, None, others, ttft + others)
 
@@ -95,13 +95,13 @@ class Fleet:
         steps = 0.5 + np.ceil((loads.queued + uncached) / loads.max_batched_tokens)
         for place in candidates.ahead:
             steps[place] += loads.has_queue[place]
-        if self._roomy:
+        if self._all_have_room:
             return seconds + steps * loads.running_step_s, None
         working = (loads.running > 0) | (loads.spare_blocks <= prompt.blocks)
         seconds += np.where(working, steps * loads.decode_step_s, 0.0)
         room = loads.spare_blocks - prompt.blocks
-        roomy = (room > NEGLIGIBLE * loads.uncertain_blocks) & (loads.excess_requests <= 0)
-        return seconds, working & ~roomy
+        has_room = (room > NEGLIGIBLE * loads.uncertain_blocks) & (loads.excess_requests <= 0)
+        return seconds, working & ~has_room
 
     def _others_s(self, uncached: Numbers, prefill_s: Numbers) -> Numbers:
         weights = self._weights
@@ -114,7 +114,7 @@ class Fleet:
         factor += EVICTED * (loads.unused_blocks * prompt.block_size <= uncached)
         return answers_s + factor * (prefill_s - self._prefill_s(least))  # the last term is 0 for the best holder
 
-    def _equals(self, uncached: Numbers, ttft_s: Numbers, waits: Flags | None, others_s: Numbers) -> Places:
+    def _ties(self, uncached: Numbers, ttft_s: Numbers, waits: Flags | None, others_s: Numbers) -> Places:
         """The candidates without an obstacle whose cost equals the least within the estimate's error."""
         cost_s = ttft_s + others_s
         if self.obstructed is not None:
@@ -122,8 +122,8 @@ class Fleet:
         known = cost_s if waits is None else np.where(waits, np.inf, cost_s)
         limit = cost_limit(float(_min(known)))
         if waits is not None:
-            open_ones = np.flatnonzero(waits & (cost_s < np.inf) & (cost_s <= limit))
-            for place in open_ones[np.argsort(cost_s[open_ones], kind="stable")].tolist():
+            candidates_left = np.flatnonzero(waits & (cost_s < np.inf) & (cost_s <= limit))
+            for place in candidates_left[np.argsort(cost_s[candidates_left], kind="stable")].tolist():
                 if cost_s[place] > limit:
                     break
                 ttft_s[place] = expected_ttft_s(self._prompt, self._candidates[place], int(uncached[place]))
@@ -131,8 +131,8 @@ class Fleet:
                 limit = min(limit, cost_limit(cost))
         return np.flatnonzero(known <= limit) if limit < np.inf else np.flatnonzero(known < limit)
 
-    def _first(self, equals: Places, uncached: Numbers, preferred: str | None, rng: Random) -> int:
-        tied, loads, places = _least(equals, uncached), self._candidates.loads, self._candidates.places
+    def _break_tie(self, ties: Places, uncached: Numbers, preferred: str | None, rng: Random) -> int:
+        tied, loads, places = _least(ties, uncached), self._candidates.loads, self._candidates.places
         if preferred is not None and (place := places.get(preferred)) is not None and place in tied:
             return place
         tied = _least(_least(tied, loads.requests), loads.occupied_blocks)
