@@ -102,10 +102,10 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 #: Factor by which a step's weight shrinks with every later step, so that about the last 100 count. Not tuned.
-FADING = 0.99
+DECAY = 0.99
 #: Weight of the regularization towards the mean rate, in steps. Not tuned; with 1, replicas that had run few steps
 #: underestimated long prompts.
-DRAW_STEPS = 0.1
+PRIOR_STEPS = 0.1
 #: Shorter steps count as if they took this long; otherwise the last few tokens of a prompt would outweigh all else.
 SHORTEST_S = 0.001
 #: Relative weight always added to the diagonal: parts that differ by less are indistinguishable in 53 bits.
@@ -150,9 +150,9 @@ def work_of(spans: Iterable[PrefillSpan]) -> PrefillWork:
 
 @dataclass(slots=True)
 class PrefillSums:
-    """Sums over steps. With `fading` below 1, older steps count less."""
+    """Sums over steps. With `decay` below 1, older steps count less."""
 
-    fading: float = 1.0
+    decay: float = 1.0
     values: list[float] = field(default_factory=lambda: [0.0] * SUMS)
 
     def observe(self, work: PrefillWork, seconds: float) -> None:
@@ -160,7 +160,7 @@ class PrefillSums:
             return
         most = max(seconds, SHORTEST_S)
         row = (work.prompts / most, work.tokens / most, work.pairs / most, work.context / most, seconds / most)
-        kept = self.values if self.fading == 1 else [self.fading * old for old in self.values]
+        kept = self.values if self.decay == 1 else [self.decay * old for old in self.values]
         self.values = list(map(add, kept, starmap(mul, combinations_with_replacement(row, 2))))
 
 
@@ -217,7 +217,7 @@ def scaled(sums: Sequence[float], factor: float) -> list[float]:
 
 def _solve(sums: Sequence[float], used: Sequence[int], plain: Sequence[float]) -> list[float] | None:
     """Return the least-squares solution over the parts in `used`, others zero. None if no steps have these sums."""
-    draw = DRAW_STEPS / (steps_of(sums) + DRAW_STEPS) + _ALIKE
+    draw = PRIOR_STEPS / (steps_of(sums) + PRIOR_STEPS) + _ALIKE
     matrix = [[sums[_PLACES[i][j]] * (1 + draw * (i == j)) for j in used] for i in used]
     goal = [sums[_PLACES[i][_ONE]] + draw * sums[_PLACES[i][i]] * plain[i] for i in used]
     solved = _eliminate(matrix, goal)

@@ -6,7 +6,7 @@ after one unusual step.
 
 from dataclasses import dataclass, field
 
-from ...events.load_report import FADING, PrefillSums, fit, steps_of
+from ...events.load_report import DECAY, PrefillSums, fit, steps_of
 from ...events.wire.messages import PrefillCost, PrefillWork
 
 #: A step with fewer prompt tokens measures its fixed cost, not the prefill rate: after a prefix hit on nearly a whole
@@ -24,7 +24,7 @@ REFIT_SHARE = 16
 class SmoothedRates:
     prefill_tokens_per_s: float
     decode_step_s: float
-    _recent: PrefillSums = field(default_factory=lambda: PrefillSums(FADING))
+    _recent: PrefillSums = field(default_factory=lambda: PrefillSums(DECAY))
     _since_start: PrefillSums = field(default_factory=PrefillSums)
     _cost: PrefillCost | None = None
     _unfitted: int = 0  #: prefills since the last fit

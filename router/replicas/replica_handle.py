@@ -131,14 +131,14 @@ class ReplicaHandle(ABC):
         instructions = self._flow.join(self.description, self._context.clock(), self._unavailable)
         feed = self._new_feed()
         if feed is None:
-            self._placement.trust(self.replica_id, FeedStatus.STALE)
+            self._placement.set_feed(self.replica_id, FeedStatus.STALE)
         else:
             try:
                 feed.start(self._context.loop)
                 self._feed = feed
             except EndpointUnusable as error:
                 log.error("feed_unusable replica=%s error=%s", self.replica_id, error)
-                self._placement.trust(self.replica_id, FeedStatus.STALE)
+                self._placement.set_feed(self.replica_id, FeedStatus.STALE)
         self._context.run(instructions)
 
     def _depart(self, reason: str) -> tuple[list[int], list[Instruction]]:
@@ -173,7 +173,7 @@ class ReplicaHandle(ABC):
 
     def status(self, status: FeedStatus) -> None:
         log.info("feed_%s replica=%s", status, self.replica_id)
-        self._placement.trust(self.replica_id, status)
+        self._placement.set_feed(self.replica_id, status)
 
     def malformed(self, error: EventError) -> None:
         """An event message was dropped. The feed recovers the gap."""

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from .load_columns import CandidateColumns, Flags, Numbers
 from .policy.base import NEGLIGIBLE, ManyCandidates, Prompt, Score, expected_ttft_s
-from .policy.expected_ttft import BUSY_LIMIT, EVICTED, Weights, cost_limit
+from .policy.expected_ttft import BUSY_LIMIT, RECOMPUTED_SHARE, Weights, cost_limit
 
 Places = npt.NDArray[np.intp]
 #: `array.min` takes 50 % longer for hundreds of numbers.
@@ -41,7 +41,7 @@ class ColumnScores:
         loads, candidates = self._candidates.loads, self._candidates
         if self._all_have_room and not candidates.excluded:
             return None
-        found: Flags = loads.barred > 0
+        found: Flags = loads.unavailable > 0
         if candidates.excluded:
             found[list(candidates.excluded)] = True
         if holds_requests and not self._all_have_room:
@@ -107,11 +107,11 @@ class ColumnScores:
         weights = self._weights
         prompt, loads, least = self._prompt, self._candidates.loads, float(_min(uncached))
         slower_s = loads.answer_tokens * (loads.decode_step_s - _min(loads.decode_step_s))
-        answers_s: Numbers = weights.running * (loads.running * prefill_s + slower_s)
+        answers_s: Numbers = weights.answers * (loads.running * prefill_s + slower_s)
         if least == float(self._prompt.tokens):  # no replica has any of it cached
             return answers_s
         factor = weights.all_busy / (1 - np.minimum(weights.busy, BUSY_LIMIT))
-        factor += EVICTED * (loads.unused_blocks * prompt.block_size <= uncached)
+        factor += RECOMPUTED_SHARE * (loads.unused_blocks * prompt.block_size <= uncached)
         return answers_s + factor * (prefill_s - self._prefill_s(least))  # the last term is 0 for the best holder
 
     def _ties(self, uncached: Numbers, ttft_s: Numbers, waits: Flags | None, others_s: Numbers) -> Places:

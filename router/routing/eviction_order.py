@@ -13,33 +13,33 @@ from itertools import filterfalse, islice
 import msgspec
 
 #: Blocks remembered for an engine that announces nothing. Not tuned.
-MOST_REMEMBERED = 65_536
+MAX_REMEMBERED = 65_536
 
 
-class _Sent(msgspec.Struct):
+class _Request(msgspec.Struct):
     """A request at the engine."""
 
     chain: Sequence[int]  #: hashes of the prompt's full blocks
-    has: int  #: number of leading blocks that it already uses
+    used: int  #: number of leading blocks that it already uses
 
 
 class EvictionOrder:
     """One engine's cached blocks in order of eviction."""
 
     def __init__(self, total_blocks: int) -> None:
-        self._room = total_blocks - 1  # vLLM reserves one block
+        self._capacity = total_blocks - 1  # vLLM reserves one block
         self._blocks: OrderedDict[int, None] = OrderedDict()
         self._in_use: Counter[int] = Counter()
-        self._sent: dict[int, _Sent] = {}
-        self._coming: dict[int, _Sent] = {}  #: requests that have not stored their whole prompt yet
+        self._sent: dict[int, _Request] = {}
+        self._storing: dict[int, _Request] = {}  #: requests that have not stored their whole prompt yet
 
     def __contains__(self, block: object) -> bool:
         return block in self._blocks
 
     def surplus(self) -> list[int]:
-        """The idle blocks that exceed the engine's memory or MOST_REMEMBERED, in order of eviction."""
+        """The idle blocks that exceed the engine's memory or MAX_REMEMBERED, in order of eviction."""
         idle = filterfalse(self._in_use.__contains__, self._blocks)
-        return list(islice(idle, max(0, len(self._blocks) - min(self._room, MOST_REMEMBERED))))
+        return list(islice(idle, max(0, len(self._blocks) - min(self._capacity, MAX_REMEMBERED))))
 
     def stored(self, blocks: Iterable[int]) -> None:
         self._blocks.update(dict.fromkeys(blocks))
@@ -56,48 +56,48 @@ class EvictionOrder:
     def sent(self, request_id: int, chain: Sequence[int], cached: int) -> None:
         """A request is sent to the engine, which has the first `cached` blocks of its prompt in cache."""
         self._in_use.update(chain[:cached])
-        self._sent[request_id] = self._coming[request_id] = _Sent(chain, cached)
+        self._sent[request_id] = self._storing[request_id] = _Request(chain, cached)
 
     def ended(self, request_id: int) -> None:
         """The request has left the engine. Idempotent."""
-        self._coming.pop(request_id, None)
+        self._storing.pop(request_id, None)
         if (sent := self._sent.pop(request_id, None)) is None:
             return
         in_use, blocks = self._in_use, self._blocks
-        for block in sent.chain[: sent.has]:
+        for block in sent.chain[: sent.used]:
             if (users := in_use.pop(block)) > 1:
                 in_use[block] = users - 1
         for block in reversed(sent.chain):
             if block in blocks:
                 blocks.move_to_end(block)
 
-    def kept(self, chain: Sequence[int], held: int) -> int:
+    def remaining_hit(self, chain: Sequence[int], held: int) -> int:
         """How many of a prompt's first `held` blocks remain cached once all requests sent so far have started."""
-        if not self._coming or not held:
+        if not self._storing or not held:
             return held
-        missing = self._taken() - (self._room - len(self._blocks) - len(self._sent) + len(self._coming))
+        missing = self._blocks_needed() - (self._capacity - len(self._blocks) - len(self._sent) + len(self._storing))
         if missing <= 0:
             return held
         gone = set(chain[:held]).intersection(islice(filterfalse(self._in_use.__contains__, self._blocks), missing))
         return next((place for place, block in enumerate(chain[:held]) if block in gone), held)
 
-    def _taken(self) -> int:
+    def _blocks_needed(self) -> int:
         """Blocks that requests which are still storing will take: the rest of their full blocks, and a partial one."""
-        taken = 0
-        for request_id, sent in list(self._coming.items()):
-            if not taken:  # requests start in order: behind one that still needs blocks, none has started
-                start = sent.has
-                while sent.has < len(sent.chain) and sent.chain[sent.has] in self._blocks:
-                    sent.has += 1
-                self._in_use.update(sent.chain[start : sent.has])
-                if sent.has == len(sent.chain):
-                    del self._coming[request_id]
+        needed = 0
+        for request_id, sent in list(self._storing.items()):
+            if not needed:  # requests start in order: behind one that still needs blocks, none has started
+                start = sent.used
+                while sent.used < len(sent.chain) and sent.chain[sent.used] in self._blocks:
+                    sent.used += 1
+                self._in_use.update(sent.chain[start : sent.used])
+                if sent.used == len(sent.chain):
+                    del self._storing[request_id]
                     continue
-            taken += len(sent.chain) - sent.has + 1
-        return taken
+            needed += len(sent.chain) - sent.used + 1
+        return needed
 
     def check(self) -> None:
         """Assert that the tables agree."""
-        used = Counter(block for sent in self._sent.values() for block in sent.chain[: sent.has])
+        used = Counter(block for sent in self._sent.values() for block in sent.chain[: sent.used])
         assert used == self._in_use, "blocks in use are not those of the requests"
-        assert self._coming.keys() <= self._sent.keys(), "a request that has left still counts as storing"
+        assert self._storing.keys() <= self._sent.keys(), "a request that has left still counts as storing"

@@ -44,8 +44,8 @@ def _numbers(load: ReplicaLoad) -> tuple[float, ...]:
         load.max_batched_tokens,
         excess,
         queues := load.waiting >= QUEUE_AHEAD,
-        barred := load.draining or load.warming or load.silent,
-        -np.inf if excess > 0 or queues or barred else load.spare_blocks - NEGLIGIBLE * uncertain,
+        unavailable := load.draining or load.warming or load.silent,
+        -np.inf if excess > 0 or queues or unavailable else load.spare_blocks - NEGLIGIBLE * uncertain,
         load.decode_step_s if load.running else 0.0,
         load.queued_prefill_tokens > 0,
     )
@@ -78,7 +78,7 @@ class LoadColumns:
             self.max_batched_tokens,
             self.excess_requests,  #: requests beyond the slots if one more is sent; at most 0 while a slot is free
             self.queues,  #: 1 if so many requests wait that a full replica counts as saturated
-            self.barred,  #: 1 if the replica takes no new requests
+            self.unavailable,  #: 1 if the replica takes no new requests
             self.room,  #: a prompt with fewer blocks than this has no obstacle and need not wait for memory or a slot
             self.running_step_s,  #: duration of a decode step; 0 where nothing runs
             self.has_queue,
@@ -89,8 +89,8 @@ class LoadColumns:
             column[place] = number
 
     def check(self, place: int, load: ReplicaLoad) -> None:
-        noted = tuple([column[place] for column in self._columns])
-        assert noted == _numbers(load), f"{noted} is recorded for replica {place}, which has {_numbers(load)}"
+        recorded = tuple([column[place] for column in self._columns])
+        assert recorded == _numbers(load), f"{recorded} is recorded for replica {place}, which has {_numbers(load)}"
 
 
 class CandidateColumns(ManyCandidates):
@@ -101,26 +101,26 @@ class CandidateColumns(ManyCandidates):
         loads: LoadColumns,
         places: Mapping[str, int],
         views: Sequence[ReplicaLoad],
-        doubted: Mapping[int, FeedState],
+        not_live: Mapping[int, FeedState],
         held: "array[int]",
-        extended: Mapping[str, int],
+        extensions: Mapping[str, int],
         used: Mapping[str, int] | None,
         excluded: Collection[int],
     ) -> None:
-        """`doubted`: feeds that are not live, by place. `extended`: expected prefixes longer than `held`. `used`: see
-        `Candidate.used_blocks`, 0 for replicas that are missing; None if no replica's memory is short.
+        """`not_live`: feeds that are not live, by place. `extensions`: expected prefixes longer than `held`. `used`:
+        see `Candidate.used_blocks`, 0 for replicas that are missing; None if no replica's memory is short.
         """
         self.loads = loads  #: valid only during the decision, as it changes later
         self.places = places
         self.excluded = excluded
-        self.stale = [place for place, feed in doubted.items() if feed is STALE]
+        self.stale = [place for place, feed in not_live.items() if feed is STALE]
         self.held = self.expected = np.frombuffer(held, np.int64)
-        if extended:
+        if extensions:
             self.expected = self.held.copy()
-            self.expected[[places[replica] for replica in extended]] = list(extended.values())
+            self.expected[[places[replica] for replica in extensions]] = list(extensions.values())
         self.used: Lengths | None = None
         self._views = views
-        self._doubted = doubted
+        self._not_live = not_live
         if used is not None:
             self.used = np.zeros(len(views), np.int64)
             for replica, blocks in used.items():
@@ -129,7 +129,7 @@ class CandidateColumns(ManyCandidates):
             room = np.maximum(loads.spare_blocks, 0).astype(np.int64)
             self.expected = np.minimum(self.expected, self.used + room)
         #: places of replicas where part of the prefix is still being computed
-        self.ahead = [place for place in map(places.__getitem__, extended) if self.expected[place] > held[place]]
+        self.ahead = [place for place in map(places.__getitem__, extensions) if self.expected[place] > held[place]]
 
     def __len__(self) -> int:
         return len(self._views)
@@ -143,7 +143,7 @@ class CandidateColumns(ManyCandidates):
             return [self[each] for each in range(len(self))[place]]
         return Candidate(
             replica_id=self.loads.names[range(len(self))[place]],
-            feed=self._doubted.get(place, LIVE),
+            feed=self._not_live.get(place, LIVE),
             load=self._views[place],
             held_blocks=int(self.held[place]),
             expected_blocks=int(self.expected[place]),
@@ -153,9 +153,9 @@ class CandidateColumns(ManyCandidates):
 
     def longest_live(self) -> int:
         live = self.expected
-        if self._doubted:
+        if self._not_live:
             live = live.copy()
-            live[list(self._doubted)] = 0
+            live[list(self._not_live)] = 0
         return int(live.max())
 
     def longest_known(self) -> int:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 TYPICAL_TOKENS = 128
 PRIOR_REQUESTS = 4.0
 #: Share of its weight that a finished request keeps with each later one: a memory of about 500 requests. Not tuned.
-FADING = 0.998
+DECAY = 0.998
 #: Answers of 2^29 tokens and more share the last bucket.
 _BUCKETS = 31
 
@@ -40,7 +40,7 @@ class OutputLengths:
         self._longest = max(self._longest, bucket)
         self._counts[bucket] += self._weight
         self._sums[bucket] += self._weight * tokens
-        self._weight /= FADING
+        self._weight /= DECAY
         self._remaining = None
         if self._weight > 1e9:
             self._counts = [count / self._weight for count in self._counts]

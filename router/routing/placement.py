@@ -31,14 +31,14 @@ class Placement:
         self.loads = loads
         self.reservations = reservations
         self._rng = rng
-        self._orders: dict[str, EvictionOrder] = {}  #: for external engines only
+        self._eviction_orders: dict[str, EvictionOrder] = {}  #: for external engines only
         #: requests whose blocks an external engine has computed but not announced: replica, last block, expiry time
         self._unannounced: dict[int, tuple[str, int, float]] = {}
         self._in_flight: dict[str, dict[int, Sequence[int]]] = {}  #: by replica and request: the prompt's blocks
         self._at_first_block = CountsByBlock[str]()  #: for each first block of those prompts, their replicas
-        #: how far each joined replica's events can be trusted; changed by `trust`
+        #: how far each joined replica's events can be trusted; changed by `set_feed`
         self.feeds: dict[str, FeedState] = {}
-        self._doubted: set[str] = set()  #: replicas whose feed is not live
+        self._not_live: set[str] = set()  #: replicas whose feed is not live
         #: for engines with rules of their own (router/replicas/external/hit_rules.py): the number of a prompt's leading
         #: blocks that are cached, and those of them in slower memory. None: the index applies, all in GPU memory
         self.hit_rules: dict[str, Callable[[Sequence[int]], tuple[int, SlowerBlocks] | None]] = {}
@@ -58,28 +58,28 @@ class Placement:
         self.loads.join(description, now)
         self.policy.join(description)
         if description.foreign:
-            self._orders[description.replica_id] = EvictionOrder(description.num_blocks)
+            self._eviction_orders[description.replica_id] = EvictionOrder(description.num_blocks)
         self._in_flight[description.replica_id] = {}
-        self.trust(description.replica_id, FeedState.SYNCING)
+        self.set_feed(description.replica_id, FeedState.SYNCING)
 
     def leave(self, replica: str) -> None:
         """Remove a replica with its held and expected blocks."""
-        self._announced(replica, everything=True)
+        self._release_announced(replica, everything=True)
         self.index.leave(replica)
         self.loads.leave(replica)
         self.reservations.leave(replica)
         self.policy.leave(replica)
         self.hit_rules.pop(replica, None)
-        self._orders.pop(replica, None)
+        self._eviction_orders.pop(replica, None)
         for request_id in list(self._in_flight[replica]):
             self._forget(replica, request_id)
-        self._doubted.discard(replica)
+        self._not_live.discard(replica)
         del self.feeds[replica], self._in_flight[replica]
 
-    def trust(self, replica: str, feed: FeedState) -> None:
+    def set_feed(self, replica: str, feed: FeedState) -> None:
         """Set how far a joined replica's events can be trusted."""
         self.feeds[replica] = feed
-        (self._doubted.discard if feed is LIVE else self._doubted.add)(replica)
+        (self._not_live.discard if feed is LIVE else self._not_live.add)(replica)
 
     def report(self, replica: str, report: LoadReport, now: float) -> None:
         self.loads.report(replica, report, now)
@@ -93,34 +93,34 @@ class Placement:
 
     def stored(self, replica: str, blocks: Sequence[int]) -> None:
         self.index.add(replica, blocks)
-        if (order := self._orders.get(replica)) is not None:
+        if (order := self._eviction_orders.get(replica)) is not None:
             order.stored(blocks)
-            self._announced(replica)
+            self._release_announced(replica)
         self.policy.stored(replica, blocks)
 
     def removed(self, replica: str, blocks: Sequence[int]) -> None:
         self.index.remove(replica, blocks)
-        if (order := self._orders.get(replica)) is not None:
+        if (order := self._eviction_orders.get(replica)) is not None:
             order.removed(blocks)
         self.policy.removed(replica, blocks)
 
     def computed(self, replica: str, chain: Sequence[int]) -> None:
         """An engine without events has computed a prompt; drop the blocks for which it probably has no memory left."""
-        order = self._orders[replica]
+        order = self._eviction_orders[replica]
         self.stored(replica, [block for block in chain if block not in order])
         self.removed(replica, order.surplus())
 
     def reset(self, replica: str, blocks: Sequence[int]) -> None:
         self.index.reset(replica, blocks)
-        if (order := self._orders.get(replica)) is not None:
+        if (order := self._eviction_orders.get(replica)) is not None:
             order.reset(blocks)
-            self._announced(replica, everything=True)
+            self._release_announced(replica, everything=True)
         self.policy.reset(replica, blocks)
 
-    def _announced(self, replica: str, *, everything: bool = False) -> None:
+    def _release_announced(self, replica: str, *, everything: bool = False) -> None:
         """Release requests whose last block the engine has announced: their blocks are no longer just expected."""
         for request_id, (where, block, _) in tuple(self._unannounced.items()):
-            if where == replica and (everything or block in self._orders[replica]):
+            if where == replica and (everything or block in self._eviction_orders[replica]):
                 del self._unannounced[request_id]
                 self.reservations.release(request_id)
 
@@ -146,16 +146,16 @@ class Placement:
         if self.loads.crowded:
             near = self._at_first_block.of(keys[0]) if len(keys) else ()
             used = {replica: self._used_blocks(replica, keys) for replica in near}
-        one_by_one = self._orders or self.hit_rules or not self.policy.prefers_columns
+        one_by_one = self._eviction_orders or self.hit_rules or not self.policy.prefers_columns
         if not one_by_one and (columns := self.loads.columns(now)) is not None:
             from .load_columns import CandidateColumns
 
             held, places = self.index.lengths(keys), self.index.places
-            extended = self.reservations.extended(lambda replica: held[places[replica]], keys)
-            doubted = {places[replica]: self.feeds[replica] for replica in self._doubted}
-            barred = [places[replica] for replica in excluded if replica in places]
+            extensions = self.reservations.extensions(lambda replica: held[places[replica]], keys)
+            not_live = {places[replica]: self.feeds[replica] for replica in self._not_live}
+            excluded_places = [places[replica] for replica in excluded if replica in places]
             # A copy, because a decision's table may be computed after later changes.
-            return CandidateColumns(columns, places, views.copy(), doubted, held, extended, used, barred)
+            return CandidateColumns(columns, places, views.copy(), not_live, held, extensions, used, excluded_places)
         return self._each_candidate(keys, excluded, views, used, usable)
 
     def _each_candidate(
@@ -169,10 +169,10 @@ class Placement:
         held, places = self.index.lengths(keys), self.index.places
         slower = self._apply_hit_rules(held, keys[:usable])
         expected = held[:]
-        for replica, order in self._orders.items():
-            expected[places[replica]] = order.kept(keys, held[places[replica]])
-        extended = self.reservations.extended(lambda replica: expected[places[replica]], keys)
-        for replica, blocks in extended.items():
+        for replica, order in self._eviction_orders.items():
+            expected[places[replica]] = order.remaining_hit(keys, held[places[replica]])
+        extensions = self.reservations.extensions(lambda replica: expected[places[replica]], keys)
+        for replica, blocks in extensions.items():
             expected[places[replica]] = blocks
         if used is not None:
             # Requests ahead take the free blocks and evict what is cached in them, a prompt's last blocks first.
@@ -242,7 +242,7 @@ class Placement:
         self.loads.dispatched(chosen.replica_id, request_id, pending, now)
         found = min(chosen.held_blocks, chosen.expected_blocks)
         self.reservations.reserve(request_id, chosen.replica_id, keys, found, now)
-        if (order := self._orders.get(chosen.replica_id)) is not None:
+        if (order := self._eviction_orders.get(chosen.replica_id)) is not None:
             order.sent(request_id, keys, found)
         self._in_flight[chosen.replica_id][request_id] = keys
         if len(keys):
@@ -256,7 +256,7 @@ class Placement:
     def ended(self, replica: str, request_id: int, computed_at: float | None = None) -> None:
         """The request has left the replica. `computed_at`: when all of its prompt was computed; None: perhaps never."""
         chain = self._forget(replica, request_id)
-        order = self._orders.get(replica)
+        order = self._eviction_orders.get(replica)
         if order is not None and computed_at is not None and len(chain) and chain[-1] not in order:
             self._unannounced[request_id] = replica, chain[-1], computed_at + ANNOUNCED_WITHIN_S
         else:
@@ -281,12 +281,12 @@ class Placement:
         self.index.check()
         self.reservations.check()
         self.loads.check()
-        for order in self._orders.values():
+        for order in self._eviction_orders.values():
             order.check()
         prompts = [(keys, name) for name, chains in self._in_flight.items() for keys in chains.values() if len(keys)]
         self._at_first_block.check([(keys[0], name) for keys, name in prompts])
-        doubted = {replica for replica, feed in self.feeds.items() if feed is not LIVE}
-        assert self._doubted == doubted, f"{self._doubted} are recorded as not live, but {doubted} are not live"
+        not_live = {replica for replica, feed in self.feeds.items() if feed is not LIVE}
+        assert self._not_live == not_live, f"{self._not_live} are recorded as not live, but {not_live} are not live"
         assert tuple(self.feeds) == self.loads.replicas() == tuple(self.index.places), "replicas or their order differ"
 
 

@@ -12,15 +12,15 @@ then gets requests again, and its new steps count for more than its old ones.
 from dataclasses import dataclass
 from math import exp, inf, log
 
-from ...events.load_report import FADING, SUMS, are_possible, fit, scaled, slowness, steps_of
+from ...events.load_report import DECAY, SUMS, are_possible, fit, scaled, slowness, steps_of
 from ...events.wire.messages import PrefillCost
 
 #: A report of more steps than this counts as this many steps with the same mean.
-_MEMORY_STEPS = 1 / (1 - FADING)
+_MEMORY_STEPS = 1 / (1 - DECAY)
 #: Evidence this many seconds older than the newest replica's has lost 63 % of its weight. Not tuned.
 MEMORY_S = 60.0
 #: Weight, in steps, of the prior that a replica is as fast as the others. Not tuned.
-DRAW_STEPS = 3.0
+PRIOR_STEPS = 3.0
 #: Random deviation of a replica's steps from the others', as a logarithm; factors well within it count as 1. Not tuned.
 ALIKE = 0.25
 #: Iterations per fit, because the common cost and the factors depend on each other. Each fit starts from the previous
@@ -29,8 +29,8 @@ ROUNDS = 2
 
 
 @dataclass(slots=True)
-class _Member:
-    moved_at: float  #: when its sums last changed
+class _ReplicaSteps:
+    changed_at: float  #: when its sums last changed
     tokens_per_s: float
     totals: list[float]  #: sums since its start, as last reported
     recent: list[float]  #: sums with older steps decayed
@@ -41,56 +41,56 @@ class CostPool:
     """The step measurements of all replicas that report them, and the costs fitted to these."""
 
     def __init__(self) -> None:
-        self._members: dict[str, _Member] = {}
+        self._replicas: dict[str, _ReplicaSteps] = {}
         self._changed = False
 
     def leave(self, replica: str) -> None:
-        self._members.pop(replica, None)
+        self._replicas.pop(replica, None)
 
     def report(self, replica: str, totals: list[float], tokens_per_s: float, now: float) -> None:
         """Add a replica's report: the sums of all its steps since its start, and its mean rate."""
         if len(totals) != SUMS or not 0 < tokens_per_s < inf:
             return  # another version's sums, or invalid: the cost that the replica reports itself is used
-        member = self._members.get(replica)
-        if member is not None and totals == member.totals:
+        entry = self._replicas.get(replica)
+        if entry is not None and totals == entry.totals:
             return
-        if member is None or steps_of(totals) < steps_of(member.totals):
+        if entry is None or steps_of(totals) < steps_of(entry.totals):
             none = [0.0] * SUMS
-            member = self._members[replica] = _Member(now, tokens_per_s, none, none)
-        change = [after - before for after, before in zip(totals, member.totals, strict=True)]
+            entry = self._replicas[replica] = _ReplicaSteps(now, tokens_per_s, none, none)
+        change = [after - before for after, before in zip(totals, entry.totals, strict=True)]
         steps = steps_of(change)
         if steps <= 0 or not are_possible(change):
             return
-        keep = FADING**steps * exp((member.moved_at - now) / MEMORY_S)
+        keep = DECAY**steps * exp((entry.changed_at - now) / MEMORY_S)
         count = min(1.0, _MEMORY_STEPS / steps)
-        member.recent = [keep * old + count * new for old, new in zip(member.recent, change, strict=True)]
-        member.totals, member.tokens_per_s, member.moved_at = totals, tokens_per_s, now
+        entry.recent = [keep * old + count * new for old, new in zip(entry.recent, change, strict=True)]
+        entry.totals, entry.tokens_per_s, entry.changed_at = totals, tokens_per_s, now
         self._changed = True
 
     def costs(self) -> dict[str, PrefillCost]:
         """Fitted cost of each replica that reported; empty if nothing changed since the last call."""
-        if not self._changed or not self._members:
+        if not self._changed or not self._replicas:
             return {}
         self._changed = False
-        newest = max([member.moved_at for member in self._members.values()])
+        newest = max([entry.changed_at for entry in self._replicas.values()])
         evidence = {
-            name: [exp((member.moved_at - newest) / MEMORY_S) * value for value in member.recent]
-            for name, member in self._members.items()
+            name: [exp((entry.changed_at - newest) / MEMORY_S) * value for value in entry.recent]
+            for name, entry in self._replicas.items()
         }
         for _ in range(ROUNDS):
             shape = self._shape(evidence)
-            for name, member in self._members.items():
-                member.factor = _trusted(slowness(evidence[name], shape), steps_of(evidence[name]))
-        return {name: shape.times(member.factor) for name, member in self._members.items()}
+            for name, entry in self._replicas.items():
+                entry.factor = _damped(slowness(evidence[name], shape), steps_of(evidence[name]))
+        return {name: shape.times(entry.factor) for name, entry in self._replicas.items()}
 
     def _shape(self, evidence: dict[str, list[float]]) -> PrefillCost:
         """The cost fitted to all steps, each scaled to a replica of factor 1."""
-        alike = [scaled(evidence[name], member.factor) for name, member in self._members.items()]
-        rate = sum([member.tokens_per_s * member.factor for member in self._members.values()]) / len(alike)
+        alike = [scaled(evidence[name], entry.factor) for name, entry in self._replicas.items()]
+        rate = sum([entry.tokens_per_s * entry.factor for entry in self._replicas.values()]) / len(alike)
         return fit([sum(each) for each in zip(*alike, strict=True)], rate)
 
 
-def _trusted(slowness: float, steps: float) -> float:
+def _damped(slowness: float, steps: float) -> float:
     """The replica's factor: its slowness, drawn towards 1 if it is close to 1 or few steps support it."""
     apart = log(slowness)
-    return exp(apart * apart * apart / (apart * apart + ALIKE * ALIKE) * steps / (steps + DRAW_STEPS))
+    return exp(apart * apart * apart / (apart * apart + ALIKE * ALIKE) * steps / (steps + PRIOR_STEPS))

@@ -25,7 +25,7 @@ class _Reservation(msgspec.Struct, eq=False):
     expires: float
     #: requests that expect some of the same blocks. By id, so once each: a list would double with every release
     followers: dict[int, "_Reservation"] = {}
-    over: bool = False
+    released: bool = False
 
 
 Label = TypeVar("Label", str, int)
@@ -75,27 +75,27 @@ class Reservations:
     def reserve(self, request_id: int, replica: str, hashes: Sequence[int], start: int, now: float) -> None:
         """Request `request_id`, with these prompt hashes, will compute the blocks from `start` on at `replica`."""
         assert request_id not in self._by_request, f"request {request_id} has a reservation already"
-        mine = _Reservation(request_id, replica, hashes, start, now + self._timeout_s)
-        self._by_request[request_id] = mine
+        reservation = _Reservation(request_id, replica, hashes, start, now + self._timeout_s)
+        self._by_request[request_id] = reservation
         if start < len(hashes):
             self._starts.add(hashes[0], start)
             self._replicas.add(hashes[start], replica)
-        self._enter(mine)
+        self._add_blocks(reservation)
 
-    def _enter(self, mine: _Reservation) -> None:
-        expected = self._expected.setdefault(mine.replica, {})
+    def _add_blocks(self, reservation: _Reservation) -> None:
+        expected = self._expected.setdefault(reservation.replica, {})
         # One C call for all blocks: a prompt may have thousands.
-        owners = set(map(expected.setdefault, mine.chain[mine.start :], repeat(mine)))
-        owners.discard(mine)
+        owners = set(map(expected.setdefault, reservation.chain[reservation.start :], repeat(reservation)))
+        owners.discard(reservation)
         for owner in owners:
-            owner.followers[mine.request_id] = mine
+            owner.followers[reservation.request_id] = reservation
 
     def release(self, request_id: int) -> None:
         """Drop a request that ended or left its replica; does nothing if it has no reservation."""
         gone = self._by_request.pop(request_id, None)
         if gone is None:
             return
-        gone.over = True
+        gone.released = True
         self._uncount(gone)
         expected = self._expected[gone.replica]
         for block in gone.chain[gone.start :]:
@@ -103,8 +103,8 @@ class Reservations:
                 del expected[block]
         followers, gone.followers = gone.followers, {}  # followers may refer to each other: leave no reference cycle
         for follower in followers.values():
-            if not follower.over:
-                self._enter(follower)
+            if not follower.released:
+                self._add_blocks(follower)
 
     def _uncount(self, gone: _Reservation) -> None:
         if gone.start < len(gone.chain):
@@ -126,14 +126,14 @@ class Reservations:
         self._expected.pop(replica, None)
         for gone in [each for each in self._by_request.values() if each.replica == replica]:
             del self._by_request[gone.request_id]
-            gone.over, gone.followers = True, {}
+            gone.released, gone.followers = True, {}
             self._uncount(gone)
 
-    def extend(self, held: Mapping[str, int], hashes: Sequence[int]) -> dict[str, int]:
+    def expected_prefixes(self, held: Mapping[str, int], hashes: Sequence[int]) -> dict[str, int]:
         """Longest prefix that each replica holds or is expected to hold, given the prefix that it certainly `held`."""
-        return {**held, **self.extended(held.get, hashes)}
+        return {**held, **self.extensions(held.get, hashes)}
 
-    def extended(self, held: Callable[[str], int | None], hashes: Sequence[int]) -> dict[str, int]:
+    def extensions(self, held: Callable[[str], int | None], hashes: Sequence[int]) -> dict[str, int]:
         """The same, only where it is longer than the held prefix. Replicas for which `held` is None are skipped."""
         found, end = {}, len(hashes)
         starts = self._starts.of(hashes[0]) if end else ()
@@ -156,14 +156,14 @@ class Reservations:
         wanted: dict[str, set[int]] = {}
         for request_id, held in self._by_request.items():
             assert held.request_id == request_id, f"request {held.request_id} is stored under {request_id}"
-            assert not held.over, f"request {request_id} is over and has a reservation"
+            assert not held.released, f"request {request_id} is released and has a reservation"
             wanted.setdefault(held.replica, set()).update(held.chain[held.start :])
         alive = [each for each in self._by_request.values() if each.start < len(each.chain)]
         self._starts.check([(each.chain[0], each.start) for each in alive])
         self._replicas.check([(each.chain[each.start], each.replica) for each in alive])
         for replica, expected in self._expected.items():
             assert expected.keys() == wanted.get(replica, set()), f"{replica}: expected blocks differ from those wanted"
-            strays = [block for block, owner in expected.items() if owner.over or owner.replica != replica]
+            strays = [block for block, owner in expected.items() if owner.released or owner.replica != replica]
             assert not strays, f"{replica}: {len(strays)} expected blocks belong to no request"
 
 

@@ -105,7 +105,7 @@ def idle_cluster(replicas: int) -> RequestFlow:
     flow.adopt(ServedModel(HASHER, ROOT, LIMITS))
     for replica in range(replicas):
         flow.join(description(f"r{replica}"), 0.0)
-        placement.trust(f"r{replica}", FeedStatus.LIVE)
+        placement.set_feed(f"r{replica}", FeedStatus.LIVE)
     return flow
 
 

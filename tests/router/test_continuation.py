@@ -244,7 +244,7 @@ class World(FakeBackend):
         for name in ("r0", "r1", "r2"):
             self.writers[name] = writer()
             self.carry_out(self.flow.join(msgspec.structs.replace(description_of(name), model=LIMITS), 0.0))
-            placement.trust(name, FeedStatus.LIVE)
+            placement.set_feed(name, FeedStatus.LIVE)
 
     def generate(self, request: GenerationRequest) -> RequestStream:  # type: ignore[override]
         request_id, instructions = self.flow.submit(request, 0.0)

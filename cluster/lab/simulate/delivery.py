@@ -117,7 +117,7 @@ class Direct:
         name, now = replica.replica_id, self._queue.now
         router.join(replica, now)
         router.placement.reset(name, wire_hashes(b"".join([block.block_hash for block in replica.residents()])))
-        router.placement.trust(name, FeedStatus.LIVE)
+        router.placement.set_feed(name, FeedStatus.LIVE)
         router.placement.report(name, replica.report(now), now)
         self.follow_on(router, replica)
 
@@ -308,7 +308,7 @@ class Streamed:
                 case Reset(_, _, blocks):
                     placement.reset(name, [wire_name(block.block_hash) for block in blocks])
                 case SetStatus(status):
-                    placement.trust(name, status if status is FeedStatus.LIVE else FeedStatus.SYNCING)
+                    placement.set_feed(name, status if status is FeedStatus.LIVE else FeedStatus.SYNCING)
                 case PassLoad(report):
                     placement.report(name, report, self._queue.now)
                 case RequestReplay() | RequestSnapshot():

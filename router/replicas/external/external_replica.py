@@ -166,7 +166,7 @@ class ExternalReplica(ReplicaHandle):
         log.info("replica_joined replica=%s url=%s", self.replica_id, self._client.address.url)
         self._join()
         if self._feed is None:
-            self._placement.trust(self.replica_id, FeedState.APPROXIMATE)
+            self._placement.set_feed(self.replica_id, FeedState.APPROXIMATE)
         else:
             self._placement.hit_rules[self.replica_id] = self._blocks.hit
         self._report()

@@ -12,13 +12,14 @@ Without this term a loaded cluster becomes unstable: queues make holders unattra
 makes more queues. With b in place of a, prompts queue at holders while other replicas are idle. With the mean b of all
 replicas, a replica that happens to hold many popular prefixes keeps them: copies seem as expensive on idler replicas.
 
-If a replica has no unused memory, recomputing a prefix there evicts as many blocks that may be needed again. EVICTED is
-then added to the factor; without it, copies of shared prefixes fill the memory until nothing else stays cached.
+If a replica has no unused memory, recomputing a prefix there evicts as many blocks that may be needed again.
+RECOMPUTED_SHARE is then added to the factor; without it, copies of shared prefixes fill the memory until nothing else
+stays cached.
 
 Answers count too: every running answer on a replica waits while a prefill is computed there, and the new answer will
 run at that replica's pace instead of the fastest one's. Both are weighted by the mean time to first token over the mean
-time to last token, so a choice that shifts both by the same share has no net cost. The weight is at most RUNNING, which
-matters when answers are short.
+time to last token, so a choice that shifts both by the same share has no net cost. The weight is at most
+MAX_ANSWER_WEIGHT, which matters when answers are short.
 
 Replicas whose cost exceeds the least by no more than the estimate's own error count as equal. Ties go to the fewest
 uncached tokens, then the session's replica, the fewest requests, the fewest occupied blocks and finally a random draw,
@@ -47,7 +48,7 @@ TIE_S = 0.0005
 TIE_RATIO = 0.05
 #: Limit of the proportional part: an error in the prompt's own cost is the same on all replicas. Simulated in seven
 #: cells of docs/simulate.md: 0.7 % less mean TTFT than without the limit, the same p99.
-TIE_MOST_S = 0.05
+TIE_MAX_S = 0.05
 #: Decisions over which the busy shares are averaged (an older one has lost 63 % of its weight). Not tuned.
 BUSY_MEMORY = 100
 #: Limit of busy shares: 1 would make extra work infinitely expensive, and the average resolves no more than this.
@@ -56,15 +57,15 @@ BUSY_LIMIT = 1 - 1 / BUSY_MEMORY
 #: Share of evicted tokens that are needed again and recomputed. Simulated on the cells `tune` of
 #: tests/bench/routing_grid.py and on 13 of agents at 85 and 95 % of capacity: geometric means of mean TTFT there were
 #: 1.19, 0.65, 0.84, 0.59 and 0.63 s with 0, 0.3, 0.5, 0.8 and 1.5.
-EVICTED = 0.8
+RECOMPUTED_SHARE = 0.8
 #: Highest weight of a second of an answer relative to a second of TTFT. Simulated on 16 cells of
 #: tests/bench/routing_grid.py, 600 requests each, as a constant of 0, 0.03 and 0.1: geometric means over the best
 #: peer's were 0.957, 0.946 and 0.967 for mean TTFT, 0.971, 0.956 and 1.038 for its p99, 1.059, 1.005 and 0.967 for the
 #: time to the last token.
-RUNNING = 0.03
+MAX_ANSWER_WEIGHT = 0.03
 #: A decision's weight in the averages is limited to this many mean gaps: after a pause it says little. Not tuned.
-MOST_GAPS = 5.0
-SESSIONS_KEPT = 65_536
+MAX_GAPS = 5.0
+MAX_SESSIONS = 65_536
 
 
 @dataclass(slots=True, frozen=True)
@@ -74,7 +75,7 @@ class Weights:
     #: by candidate: how often it has prefills queued, or no room, when a request arrives (b)
     busy: "Sequence[float] | Numbers"
     all_busy: float  #: how often no usable candidate is idle when a request arrives (a)
-    running: float  #: of a second of an answer, relative to a second of TTFT
+    answers: float  #: of a second of an answer, relative to a second of TTFT
 
 
 class ExpectedTtft(Policy):
@@ -85,12 +86,12 @@ class ExpectedTtft(Policy):
     #: If False, every prompt counts as uncached on every replica.
     sees_cache = True
 
-    def __init__(self, sessions_kept: int = SESSIONS_KEPT) -> None:
+    def __init__(self, max_sessions: int = MAX_SESSIONS) -> None:
         #: See `Weights`; averages over recent decisions.
         self._busy: Sequence[float] | Numbers = ()
         self._all_busy = 0.0
         self._ttft_s = self._answer_s = 0.0  #: mean expected times to first and last token over recent decisions
-        self._sessions_kept = sessions_kept
+        self._max_sessions = max_sessions
         self._decided_at = self._gap_s = 0.0  #: time of the last decision, and the mean time between decisions
         #: The last replica of each of the most recent sessions; it may have left.
         self._sessions: OrderedDict[str | None, str] = OrderedDict()
@@ -124,8 +125,8 @@ class ExpectedTtft(Policy):
         busy = self._busy
         if len(busy) != candidates:  # some joined or left
             busy = [_mean(busy)] * candidates
-        running = min(RUNNING, self._ttft_s / self._answer_s) if self._answer_s else RUNNING
-        return Weights(busy, min(self._all_busy, BUSY_LIMIT), running)
+        answers = min(MAX_ANSWER_WEIGHT, self._ttft_s / self._answer_s) if self._answer_s else MAX_ANSWER_WEIGHT
+        return Weights(busy, min(self._all_busy, BUSY_LIMIT), answers)
 
     def decide(self, prompt: Prompt, candidates: Sequence[Candidate], rng: Random) -> Decision:
         decision, scores = self._consider(prompt, candidates, rng)
@@ -141,7 +142,7 @@ class ExpectedTtft(Policy):
         if prompt.session is not None:
             self._sessions[prompt.session] = decision.row.candidate.replica_id
             self._sessions.move_to_end(prompt.session)
-            if len(self._sessions) > self._sessions_kept:
+            if len(self._sessions) > self._max_sessions:
                 self._sessions.popitem(last=False)
         return decision
 
@@ -150,7 +151,7 @@ class ExpectedTtft(Policy):
         gap_s = max(0.0, now - self._decided_at)
         self._decided_at = now
         self._gap_s += (gap_s - self._gap_s) / BUSY_MEMORY
-        return min(gap_s / self._gap_s, MOST_GAPS) / BUSY_MEMORY if self._gap_s else 0.0
+        return min(gap_s / self._gap_s, MAX_GAPS) / BUSY_MEMORY if self._gap_s else 0.0
 
 
 class CandidateScores:
@@ -180,12 +181,12 @@ class CandidateScores:
             cost = load.prefill_cost
             prefill_s = cost.seconds(total - uncached, uncached)
             slower_s = load.answer_tokens * (load.decode_step_s - pace_s)
-            answers_s = weights.running * (load.running * prefill_s + slower_s)
+            answers_s = weights.answers * (load.running * prefill_s + slower_s)
             if uncached == least:
                 return answers_s
             fresh = (load.free_blocks - load.cached_free_blocks) * prompt.block_size
             if fresh <= uncached:
-                factor += EVICTED
+                factor += RECOMPUTED_SHARE
             return answers_s + factor * (prefill_s - cost.seconds(total - least, least))
 
         self._others_s = others_s
@@ -242,7 +243,7 @@ class CandidateScores:
 
 def cost_limit(least: float) -> float:
     """The highest cost that counts as equal to the least."""
-    return least + min(least * TIE_RATIO, TIE_MOST_S) + TIE_S
+    return least + min(least * TIE_RATIO, TIE_MAX_S) + TIE_S
 
 
 def _break_tie(ties: Sequence[Score], preferred: str | None, rng: Random) -> Score:

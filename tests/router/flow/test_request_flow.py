@@ -75,7 +75,7 @@ class World:
     def join(self, name: str, rest: UnavailableReason | None = None) -> None:
         self.replicas[name] = FakeReplica(name)
         self.run(self.flow.join(description_of(name), self.now, rest))
-        self.placement.trust(name, FeedStatus.LIVE)
+        self.placement.set_feed(name, FeedStatus.LIVE)
 
     def lose(self, name: str) -> None:
         del self.replicas[name]

@@ -57,7 +57,7 @@ def test_what_is_kept_is_what_the_engine_finds(bursts: list[list[tuple[int, int]
             chain = chain_of(prompt, length)
             held = next((place for place, block in enumerate(chain) if not pool.has(block)), length)
             number += 1
-            kept = order.kept(chain, held)
+            kept = order.remaining_hit(chain, held)
             order.sent(number, chain, kept)
             order.check()
             asked[number] = (chain, kept)

@@ -47,7 +47,7 @@ class Pair:
         feed = self.rng.choice([FeedState.LIVE] * 4 + [FeedState.SYNCING, FeedState.STALE])
         for router in self.routers:
             router.join(description_of(name), self.now)
-            router.trust(name, feed)
+            router.set_feed(name, feed)
 
     def prompt(self) -> Prompt:
         chain = self.rng.choice(CHAINS)

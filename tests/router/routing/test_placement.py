@@ -26,7 +26,7 @@ def placement_of(policy: Policy) -> Placement:
     placement = Placement(policy, loads=LoadBook("router", 3.0), reservations=Reservations(30.0), rng=Random(0))
     for name in ("r0", "r1"):
         placement.join(description_of(name), 0.0)
-        placement.trust(name, FeedState.LIVE)
+        placement.set_feed(name, FeedState.LIVE)
     return placement
 
 
@@ -221,7 +221,7 @@ def engine() -> Placement:
     """Before one engine that is not ours."""
     placement = Placement(ExpectedTtft(), loads=LoadBook("router", 3.0), reservations=Reservations(30.0), rng=Random(0))
     placement.join(structs.replace(description_of("b0"), foreign=True, num_blocks=100), 0.0)
-    placement.trust("b0", FeedState.LIVE)
+    placement.set_feed("b0", FeedState.LIVE)
     return placement
 
 

@@ -44,7 +44,7 @@ def test_a_replica_without_a_word_is_silent_until_it_is_heard_again(book: LoadBo
     assert not book.view("r0", now=3.0).silent
     assert book.view("r0", now=3.1).silent
 
-    book.heard("r0", now=3.2)
+    book.tokens_arrived("r0", now=3.2)
 
     assert not book.view("r0", now=4.0).silent
 
@@ -53,12 +53,12 @@ def test_a_replica_that_works_on_our_requests_without_a_word_is_stuck(book: Load
     """Its process may well answer pings; what it was sent comes to nothing there."""
     book.join(description_of("r1"), now=0.0)
     book.dispatched("r0", 1, Pending(uncached_tokens=100, blocks=7, prefill_s=0.1), now=0.0)
-    book.heard("r1", now=4.0)
+    book.tokens_arrived("r1", now=4.0)
 
     assert book.stalled(now=2.9) == []
     assert book.stalled(now=4.0) == ["r0"]
 
-    book.heard("r0", now=4.1)
+    book.tokens_arrived("r0", now=4.1)
 
     assert book.stalled(now=4.2) == []
 
@@ -85,10 +85,10 @@ def test_a_step_may_take_as_long_as_its_budget_does(book: LoadBook) -> None:
     longest_s = description_of("r0").max_batched_tokens / 200.0
 
     for now in (4.0, 3 * longest_s):
-        book.heard("r1", now)
+        book.tokens_arrived("r1", now)
         assert book.stalled(now) == []
 
-    book.heard("r1", 5 * longest_s)
+    book.tokens_arrived("r1", 5 * longest_s)
     assert book.stalled(5 * longest_s) == ["r0"]
 
 
@@ -98,7 +98,7 @@ def test_nobody_is_stuck_where_all_are_silent_or_nothing_is_asked(book: LoadBook
     book.dispatched("r0", 1, Pending(uncached_tokens=100, blocks=7, prefill_s=0.1), now=0.0)
     assert book.stalled(now=60.0) == []
 
-    book.heard("r0", now=60.0)
+    book.tokens_arrived("r0", now=60.0)
 
     assert book.stalled(now=60.0) == []
 

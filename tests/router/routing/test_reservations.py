@@ -16,7 +16,7 @@ def test_expected_blocks_prolong_what_is_held() -> None:
     reservations = Reservations(30)
     reservations.reserve(1, "r0", CHAIN, 1, now=0)
 
-    assert reservations.extend({"r0": 1, "r1": 0}, CHAIN) == {"r0": 4, "r1": 0}
+    assert reservations.expected_prefixes({"r0": 1, "r1": 0}, CHAIN) == {"r0": 4, "r1": 0}
 
 
 def test_a_prompt_shares_only_what_agrees() -> None:
@@ -24,8 +24,8 @@ def test_a_prompt_shares_only_what_agrees() -> None:
     reservations = Reservations(30)
     reservations.reserve(1, "r0", CHAIN, 0, now=0)
 
-    assert reservations.extend({"r0": 0}, [10, 11, 99]) == {"r0": 2}
-    assert reservations.extend({"r0": 0}, [98, 99]) == {"r0": 0}
+    assert reservations.expected_prefixes({"r0": 0}, [10, 11, 99]) == {"r0": 2}
+    assert reservations.expected_prefixes({"r0": 0}, [98, 99]) == {"r0": 0}
 
 
 def test_expectations_of_several_requests_add_up() -> None:
@@ -34,7 +34,7 @@ def test_expectations_of_several_requests_add_up() -> None:
     reservations.reserve(1, "r0", CHAIN[:2], 0, now=0)
     reservations.reserve(2, "r0", CHAIN, 0, now=0)
 
-    assert reservations.extend({"r0": 0}, [*CHAIN, 14]) == {"r0": 4}
+    assert reservations.expected_prefixes({"r0": 0}, [*CHAIN, 14]) == {"r0": 4}
     assert reservations.count("r0") == 4
 
 
@@ -46,7 +46,7 @@ def test_a_block_stays_expected_while_any_request_will_store_it() -> None:
 
     reservations.release(1)
 
-    assert reservations.extend({"r0": 0}, CHAIN) == {"r0": 4}
+    assert reservations.expected_prefixes({"r0": 0}, CHAIN) == {"r0": 4}
     reservations.release(2)
     assert reservations.count("r0") == 0
 
@@ -112,9 +112,9 @@ class ReservationMachine(RuleBasedStateMachine):
         self.open[self.next] = (replica, set(prompt[held:]), self.now + 10)
 
     @rule(prompt=prompts, held=st.integers(0, 6))
-    def extend(self, prompt, held):
+    def expected_prefixes(self, prompt, held):
         held = min(held, len(prompt))
-        for replica, end in self.reservations.extend({"a": held, "b": held}, prompt).items():
+        for replica, end in self.reservations.expected_prefixes({"a": held, "b": held}, prompt).items():
             expected = self.expected(replica)
             assert end == next((at for at in range(held, len(prompt)) if prompt[at] not in expected), len(prompt))
 

@@ -19,7 +19,7 @@ class _Books:
     prefill: dict[int, int] = field(default_factory=dict)  #: uncached tokens of each request before its first token
     prefill_tokens: int = 0  #: the sum of `prefill`
     active: Counter[int] = field(default_factory=Counter)  #: number of requests that use each block
-    heard: int = 0  #: number of the last change in the event stream
+    last_event: int = 0  #: number of the last change in the event stream
     watermark: int = 0  #: changes with numbers up to this one are taken for old and ignored
 
 
@@ -53,7 +53,7 @@ class Dynamo(Peer):
 
     def restarted(self, replica: str) -> None:
         books = self._books[replica]
-        books.watermark, books.heard = max(books.heard, books.watermark), 0
+        books.watermark, books.last_event = max(books.last_event, books.watermark), 0
 
     def pick(self, prompt: Prompt, usable: Sequence[Candidate], rng: Random) -> tuple[Candidate, str]:
         self._overlaps = self._index.match(prompt.hashes)
@@ -94,16 +94,16 @@ class Dynamo(Peer):
                 del active[block]
 
     def stored(self, replica: str, blocks: Sequence[int]) -> None:
-        if self._is_new(replica):
+        if self._is_above_watermark(replica):
             self._index.add(replica, blocks)
 
     def removed(self, replica: str, blocks: Sequence[int]) -> None:
-        if self._is_new(replica):
+        if self._is_above_watermark(replica):
             self._index.remove(replica, blocks)
 
-    def _is_new(self, replica: str) -> bool:
-        self._books[replica].heard += 1
-        return self._books[replica].heard > self._books[replica].watermark
+    def _is_above_watermark(self, replica: str) -> bool:
+        self._books[replica].last_event += 1
+        return self._books[replica].last_event > self._books[replica].watermark
 
     def reset(self, replica: str, blocks: Sequence[int]) -> None:
         self._index.reset(replica, blocks)

@@ -45,7 +45,9 @@ class LlmD(Peer):
         return self.consider(prompt, candidates, rng)
 
     def pick(self, prompt: Prompt, usable: Sequence[Candidate], rng: Random) -> tuple[Candidate, str]:
-        held = self._speculative.extend({each.replica_id: each.held_blocks for each in usable}, prompt.hashes)
+        held = self._speculative.expected_prefixes(
+            {each.replica_id: each.held_blocks for each in usable}, prompt.hashes
+        )
         queues = [self._queue[each.replica_id] for each in usable]
         longest, spread = max(queues), max(queues) - min(queues)
         costs = []

@@ -8,7 +8,7 @@ from ..base import Candidate, Decision, Prompt
 from .base import Peer, least, text_hashes
 
 
-class InTurn(Peer):
+class PlainRoundRobin(Peer):
     """Round robin over the list of replicas."""
 
     name = "rr"
@@ -26,7 +26,7 @@ class InTurn(Peer):
         return decision
 
 
-class AtRandom(Peer):
+class RandomReplica(Peer):
     """Uniformly at random."""
 
     name = "random"
@@ -59,4 +59,4 @@ class ConsistentHash(Peer):
         return max(usable, key=weight), "highest hash of the first blocks"
 
 
-POLICIES = (InTurn, AtRandom, LeastRequests, ConsistentHash)
+POLICIES = (PlainRoundRobin, RandomReplica, LeastRequests, ConsistentHash)

@@ -60,7 +60,7 @@ class Router:
         self.placement.join(
             description_of(name, max_running_requests=SLOTS, num_blocks=5000, max_batched_tokens=8192), 0.0
         )
-        self.placement.trust(name, FeedState.LIVE)
+        self.placement.set_feed(name, FeedState.LIVE)
 
     def prompt(self, hashes: Sequence[int], now: float = 0.0, tail: int = 7) -> Prompt:
         tokens = len(hashes) * self.block_size + tail

@@ -12,8 +12,8 @@ from msgspec.structs import replace
 from homing.router.backend import FeedState
 from homing.router.routing.policy.base import Candidate, Prompt, Score, expected_ttft_s
 from homing.router.routing.policy.expected_ttft import (
-    EVICTED,
-    TIE_MOST_S,
+    RECOMPUTED_SHARE,
+    TIE_MAX_S,
     TIE_RATIO,
     TIE_S,
     ExpectedTtft,
@@ -59,7 +59,7 @@ def test_a_copy_that_evicts_something_costs_more_than_one_in_unused_memory() -> 
     )
     lost = [ExpectedTtft().consider(PROMPT, candidates, Random(0)).table()[0].others_s for candidates in (unused, full)]
 
-    assert lost[1] - lost[0] == pytest.approx(EVICTED * prompt_s, rel=0.05)
+    assert lost[1] - lost[0] == pytest.approx(RECOMPUTED_SHARE * prompt_s, rel=0.05)
 
 
 def test_an_answer_goes_where_its_tokens_come_faster() -> None:
@@ -181,7 +181,7 @@ def weighing_all(rows: Sequence[Score], rng: Random) -> Candidate | None:
     if not usable:
         return None
     least = min(row.cost_s for row in usable)
-    equals = [row for row in usable if row.cost_s <= least + min(least * TIE_RATIO, TIE_MOST_S) + TIE_S]
+    equals = [row for row in usable if row.cost_s <= least + min(least * TIE_RATIO, TIE_MAX_S) + TIE_S]
 
     def rank(row: Score) -> tuple[int, int, int]:
         return row.uncached_tokens, row.candidate.load.requests, row.candidate.load.occupied_blocks
@@ -351,7 +351,7 @@ def test_a_session_stays_where_it_was_among_equals_only() -> None:
 
 def test_the_oldest_session_is_forgotten_first() -> None:
     """Memory is bounded, however many sessions there are; a session that comes again is recent."""
-    policy = ExpectedTtft(sessions_kept=2)
+    policy = ExpectedTtft(max_sessions=2)
     for session in ("a", "b", "a", "c"):
         policy.decide(prompt_of(session), [candidate(f"home of {session}")], Random(0))
 
