@@ -346,7 +346,7 @@ class ReplicaServer(RankServer):
     def stop(self) -> None:
         """Make `run` return after the current step."""
         self._stopping.set()
-        self._waker.poke()
+        self._waker.wake()
 
     def drain(self) -> None:
         """Refuse new requests and finish the running ones; the load report shows when none remain."""
@@ -380,7 +380,7 @@ class ReplicaServer(RankServer):
             if self._closed:
                 raise ReplicaError(f"replica {self.description.replica_id} has stopped")
             self._commands.put(command)
-        self._waker.poke()
+        self._waker.wake()
         return answer.result()
 
     # Everything below runs in the engine's thread.
@@ -447,7 +447,7 @@ class ReplicaServer(RankServer):
                 if self._closed:
                     return
                 self._commands.put(lambda: self._compiled(key, request, made))
-            self._waker.poke()
+            self._waker.wake()
 
         self._guides.start(request.constraint, generated).add_done_callback(compiled)
 

@@ -385,11 +385,11 @@ class WatchSession:
         self._followed[source] = EventRates(), feed
         self._printer.remark(source, "joined")
 
-    def gone(self, source: Source) -> None:
+    def left(self, source: Source) -> None:
         del self._followed[source]
         self._printer.remark(source, "gone")
 
-    def told(self, source: Source, instruction: Apply | Reset) -> None:
+    def receive(self, source: Source, instruction: Apply | Reset) -> None:
         self._followed[source][0].add(instruction, time.time())
         batch = [] if self._recording is None and self._rates_s is not None else recorded(source, instruction)
         if self._recording is not None:

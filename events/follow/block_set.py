@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from functools import reduce
 from typing import NamedTuple
 
-from ..wire.cache_events import CacheEvent, fold
+from ..wire.cache_events import CacheEvent, apply_event
 
 
 class Digest(NamedTuple):
@@ -41,7 +41,7 @@ class CacheMirror:
         return Digest(len(self._parents), self._xor)
 
     def apply(self, event: CacheEvent) -> None:
-        fold(event, self)
+        apply_event(event, self)
 
     def store(self, parent: int | None, hashes: Sequence[int]) -> None:
         parents, xor = self._parents, self._xor

@@ -42,10 +42,10 @@ class ClusterSink(Protocol):
     def joined(self, source: Source, feed: EventFeed) -> None:
         """The replica is now followed."""
 
-    def gone(self, source: Source) -> None:
+    def left(self, source: Source) -> None:
         """The replica is no longer listed, or was restarted: everything reported about it is void."""
 
-    def told(self, source: Source, instruction: Apply | Reset) -> None:
+    def receive(self, source: Source, instruction: Apply | Reset) -> None:
         """Receives the next batch, without a gap before it, or the whole set of held blocks."""
 
     # As in `FeedSink`.
@@ -125,7 +125,7 @@ class ClusterFeed:
         """Follow exactly these sources. Call it in the loop's thread."""
         for source in sorted(self._feeds.keys() - wanted.keys()):
             self._feeds.pop(source).close()
-            self._sink.gone(source)
+            self._sink.left(source)
         for source in sorted(wanted.keys() - self._feeds.keys()):
             feed = self._feeds[source] = self._feed(source, wanted[source])
             self._sink.joined(source, feed)
@@ -141,7 +141,7 @@ class ClusterFeed:
         ours = bool(ends.state)  # other engines lack this socket, announce every copy and choose their own topic
         return EventFeed(
             ends,
-            _OneOfMany(self._sink, source),
+            _SourceSink(self._sink, source),
             token_ids=self._token_ids,
             counted=not ours,
             topic=EVENTS_TOPIC if ours else b"",
@@ -149,11 +149,11 @@ class ClusterFeed:
         )
 
 
-class _OneOfMany:
+class _SourceSink:
     """The `FeedSink` of one source."""
 
     def __init__(self, sink: ClusterSink, source: Source) -> None:
-        self.told: Callable[[Apply | Reset], None] = functools.partial(sink.told, source)
+        self.receive: Callable[[Apply | Reset], None] = functools.partial(sink.receive, source)
         self.status: Callable[[FeedStatus], None] = functools.partial(sink.status, source)
         self.malformed: Callable[[EventError], None] = functools.partial(sink.malformed, source)
         self.refused: Callable[[KeysRefused], None] = functools.partial(sink.refused, source)

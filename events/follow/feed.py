@@ -33,11 +33,11 @@ from .residency import CountedResidency, Residency, ResidentBlocks, SetResidency
 from .socket_reader import Message, SocketReader
 from .subscription import (
     Apply,
-    Disproved,
+    DigestMismatch,
+    FeedOptions,
     FeedStatus,
+    ForwardLoad,
     Instruction,
-    PassLoad,
-    Reach,
     RequestReplay,
     RequestSnapshot,
     Reset,
@@ -60,7 +60,7 @@ _NO_KEYS = "no key was given, so a new, unlisted one was used: provide keys (hom
 class FeedSink(Protocol):
     """The user of a publisher's stream. All calls come from the loop's thread."""
 
-    def told(self, instruction: Apply | Reset) -> None:
+    def receive(self, instruction: Apply | Reset) -> None:
         """Receives the next batch, without a gap before it, or the whole set of held blocks."""
 
     def status(self, status: FeedStatus) -> None: ...
@@ -87,7 +87,7 @@ class EventFeed:
         blocks: ResidentBlocks | None = None,
         residency: Residency | None = None,
         topic: bytes = EVENTS_TOPIC,
-        reach: Reach | None = None,
+        options: FeedOptions | None = None,
         keys: KeyPair | None = None,
     ) -> None:
         """`counted`: the publisher announces every copy (vLLM). `token_ids`: deliver them, in snapshots too. `blocks`:
@@ -112,9 +112,11 @@ class EventFeed:
             residency = CountedResidency() if counted else SetResidency(CacheMirror() if blocks is None else blocks)
         #: The state machine, for its counters, cursor and digest.
         self.subscription = Subscription(
-            Reach(replay=bool(endpoints.replay), snapshot=bool(endpoints.snapshot), heartbeats=bool(endpoints.state))
-            if reach is None
-            else reach,
+            FeedOptions(
+                replay=bool(endpoints.replay), snapshot=bool(endpoints.snapshot), heartbeats=bool(endpoints.state)
+            )
+            if options is None
+            else options,
             residency,
         )
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -259,12 +261,12 @@ class EventFeed:
                 return  # closed by a callback
             match instruction:
                 case Apply() | Reset():
-                    self._sink.told(instruction)
+                    self._sink.receive(instruction)
                 case SetStatus(status):
                     self._sink.status(status)
-                case PassLoad(report):
+                case ForwardLoad(report):
                     self._sink.load(report)
-                case Disproved(in_a_row, pause_ticks):
+                case DigestMismatch(in_a_row, pause_ticks):
                     log.warning(
                         "event_stream_disproved endpoint=%s in_a_row=%d pause_s=%g",
                         self._endpoints.events,

@@ -10,7 +10,7 @@ from functools import reduce
 from operator import xor
 from typing import Protocol, assert_never
 
-from ..wire.cache_events import BlockHolder, CacheEvent, Cleared, Removed, Stored, fold
+from ..wire.cache_events import BlockHolder, CacheEvent, Cleared, Removed, Stored, apply_event
 from .block_set import Digest
 
 
@@ -54,7 +54,7 @@ class SetResidency:
 
     def apply(self, events: Sequence[CacheEvent]) -> Sequence[CacheEvent]:
         for event in events:
-            fold(event, self._blocks)
+            apply_event(event, self._blocks)
         return events
 
 

@@ -73,25 +73,25 @@ class SetStatus:
 
 
 @dataclass(slots=True, frozen=True)
-class PassLoad:
+class ForwardLoad:
     """Pass on a load report that is not from an earlier epoch."""
 
     report: LoadReport
 
 
 @dataclass(slots=True, frozen=True)
-class Disproved:
+class DigestMismatch:
     """A heartbeat's digest differs from that of the applied blocks; a snapshot is requested after a pause."""
 
     in_a_row: int  #: 1 plus the number of preceding snapshots that did not make the digests agree
     pause_ticks: int
 
 
-Instruction = RequestReplay | RequestSnapshot | Apply | Reset | SetStatus | PassLoad | Disproved
+Instruction = RequestReplay | RequestSnapshot | Apply | Reset | SetStatus | ForwardLoad | DigestMismatch
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Reach:
+class FeedOptions:
     """The services that a publisher offers, and the subscriber's limits."""
 
     replay: bool = True
@@ -104,7 +104,7 @@ class Reach:
     #: ticks without progress after which a request is repeated
     answer_ticks: int = 10
     #: longest pause between snapshot requests while snapshots do not make the digests agree
-    doubt_ticks: int = 600
+    max_pause_ticks: int = 600
     #: maximum number of replays requested for one gap
     replay_attempts: int = 3
     #: batches that may wait behind a gap; about 10 MB at 8 blocks each
@@ -143,29 +143,29 @@ _BEAT_GRACE_TICKS = 2
 class Subscription:
     """Follows one publisher. Every `on_…` method returns instructions, to be carried out in order."""
 
-    def __init__(self, reach: Reach | None = None, residency: Residency | None = None) -> None:
+    def __init__(self, options: FeedOptions | None = None, residency: Residency | None = None) -> None:
         """`residency`: where the held blocks are stored; by default, a set owned by this subscription."""
-        self._reach = reach or Reach()
+        self._options = options or FeedOptions()
         self._residency: Residency = residency or SetResidency(CacheMirror())
         #: Current epoch and next number.
         self.cursor = Cursor()
         self._buffer: dict[int, Batch] = {}
-        self._newest_held = -1  # the newest buffered number, even if the buffer was emptied since
+        self._newest_buffered = -1  # the newest buffered number, even if the buffer was emptied since
         self._waiting = _Waiting.NOTHING
         self._waited_ticks = 0
         self._attempts = 0
-        self._asked_at = 0  # the first number of the requested replay
-        self._asked_to = -1  # the newest number known when it was requested
-        self._parts: list[SnapshotChunk] = []
+        self._replay_from = 0  # the first number of the requested replay
+        self._replay_to = -1  # the newest number known when it was requested
+        self._chunks: list[SnapshotChunk] = []
         self._beat: Heartbeat | None = None  # a heartbeat ahead of our position, compared when we reach it
         self._beat_ticks = 0
-        self._disproofs = 0  # `Disproved` instructions in a row
+        self._mismatches = 0  # `DigestMismatch` instructions in a row
         self._pause_ticks = 0  # ticks left until the next snapshot request after a differing digest; 0: none planned
         self._retired: dict[int, int] = {}  # epoch -> ticks left
         self._last_ts = float("-inf")
         self._quiet_ticks = 0
         self._silent = False
-        self._heard = False  # whether any message was ever received
+        self._ever_received = False  # whether any message was ever received
         self._answers = False  # whether the publisher has answered a replay request
         #: The status in the last `SetStatus`; SYNCING before the first.
         self.status = FeedStatus.SYNCING
@@ -191,7 +191,7 @@ class Subscription:
         if self.cursor == (epoch, seq) and self._waiting is _Waiting.NOTHING:
             self._apply(seq, batch)
         else:
-            self._take(epoch, seq, batch)
+            self._accept(epoch, seq, batch)
         return self._done()
 
     def on_replayed(self, epoch: int | None, seq: int, batch: Batch) -> list[Instruction]:
@@ -230,13 +230,13 @@ class Subscription:
     def on_load(self, report: LoadReport) -> list[Instruction]:
         self._note_message()
         if report.epoch not in self._retired:
-            self._out.append(PassLoad(report))
+            self._out.append(ForwardLoad(report))
         return self._done()
 
     def on_tick(self) -> list[Instruction]:
         self._quiet_ticks += 1
         self._retired = {epoch: ticks - 1 for epoch, ticks in self._retired.items() if ticks > 1}
-        if (self._reach.heartbeats or self._answers) and self._quiet_ticks >= self._reach.silent_ticks:
+        if (self._options.heartbeats or self._answers) and self._quiet_ticks >= self._options.silent_ticks:
             self._silent = True
         self._poll()
         if self._waiting is not _Waiting.NOTHING:
@@ -248,47 +248,47 @@ class Subscription:
         if self._pause_ticks:
             self._pause_ticks -= 1
             if not self._pause_ticks:
-                self._ask_snapshot()
+                self._request_snapshot()
         return self._done()
 
     def _poll(self) -> None:
-        quiet, expected = self._quiet_ticks % self._reach.poll_ticks == 0, self.cursor.expected
-        polled = self._reach.replay and not self._reach.heartbeats and self._waiting is _Waiting.NOTHING
+        quiet, expected = self._quiet_ticks % self._options.poll_ticks == 0, self.cursor.expected
+        polled = self._options.replay and not self._options.heartbeats and self._waiting is _Waiting.NOTHING
         if polled and quiet and expected is not None:
             self._out.append(RequestReplay(expected))
 
     def on_disconnect(self) -> list[Instruction]:
         """The connection was lost: the state is uncertain until the next message."""
         self._silent = True
-        if not self._reach.heartbeats:
+        if not self._options.heartbeats:
             # Without heartbeats, a restarted publisher cannot be distinguished from the old one.
             self._begin()
         return self._done()
 
     # Batches and gaps.
 
-    def _take(self, epoch: int | None, seq: int, batch: Batch) -> None:
+    def _accept(self, epoch: int | None, seq: int, batch: Batch) -> None:
         if epoch in self._retired:
             return
         if epoch != self.cursor.epoch:
             self._enter(epoch)
-            self._take(epoch, seq, batch)
+            self._accept(epoch, seq, batch)
             return
         expected = self.cursor.expected
         if expected is not None and seq < expected:
             if epoch is not None or batch.ts <= self._last_ts:
                 return
             self._begin()
-            self._take(epoch, seq, batch)
+            self._accept(epoch, seq, batch)
             return
         if seq == expected and self._waiting is not _Waiting.SNAPSHOT:
             self._apply(seq, batch)
         else:
-            if len(self._buffer) >= self._reach.buffer_batches:
+            if len(self._buffer) >= self._options.buffer_batches:
                 self.counters.overruns += 1
                 self._buffer.clear()
             self._buffer[seq] = batch
-            self._newest_held = max(self._newest_held, seq)
+            self._newest_buffered = max(self._newest_buffered, seq)
         self._advance()
 
     def _apply(self, seq: int, batch: Batch) -> None:
@@ -308,34 +308,34 @@ class Subscription:
         while self._waiting is not _Waiting.SNAPSHOT and self.cursor.expected in self._buffer:
             expected = self.cursor.expected
             self._apply(expected, self._buffer.pop(expected))
-        if self._waiting is _Waiting.NOTHING and self._newest_held >= (self.cursor.expected or 0):
+        if self._waiting is _Waiting.NOTHING and self._newest_buffered >= (self.cursor.expected or 0):
             self._open_gap()
 
     def _open_gap(self) -> None:
         self.counters.gaps += 1
         self._attempts = 0
-        self._ask_replay()
+        self._request_replay()
 
     def _known_seq(self) -> int:
         """Return the newest known sequence number, -1 if none."""
         beat = -1 if self._beat is None or self._beat.seq is None else self._beat.seq
-        return max(beat, self._newest_held)
+        return max(beat, self._newest_buffered)
 
     # Requests and answers.
 
     def _begin(self) -> None:
         self._buffer.clear()
-        self._newest_held = -1
+        self._newest_buffered = -1
         self._beat = None
-        if self._reach.snapshot:
-            self._ask_snapshot()
+        if self._options.snapshot:
+            self._request_snapshot()
             return
         self._empty()
         self._attempts = 0
         self._waiting = _Waiting.NOTHING
-        if self._reach.replay:
+        if self._options.replay:
             self.cursor = Cursor(self.cursor.epoch, 0)
-            self._ask_replay()
+            self._request_replay()
 
     def _empty(self) -> None:
         self.exact = True
@@ -344,30 +344,30 @@ class Subscription:
         self._residency.replace([])
         self._out.append(Reset(self.cursor.epoch, None, ()))
 
-    def _ask_replay(self) -> None:
+    def _request_replay(self) -> None:
         expected = self.cursor.expected
-        if not self._reach.replay or expected is None:
+        if not self._options.replay or expected is None:
             self._give_up_replay()
             return
         self._attempts += 1
         self._waiting, self._waited_ticks = _Waiting.REPLAY, 0
-        self._asked_at, self._asked_to = expected, self._known_seq()
+        self._replay_from, self._replay_to = expected, self._known_seq()
         self._out.append(RequestReplay(expected))
 
     def _end_replay(self) -> None:
         self._waiting = _Waiting.NOTHING
         expected = self.cursor.expected or 0
-        if expected > self._asked_to:
+        if expected > self._replay_to:
             self._advance()
-        elif expected > self._asked_at and self._attempts < self._reach.replay_attempts:
-            self._ask_replay()
+        elif expected > self._replay_from and self._attempts < self._options.replay_attempts:
+            self._request_replay()
         else:
             self._give_up_replay()
 
     def _give_up_replay(self) -> None:
         """Close a gap that replay cannot close: by a snapshot, or by restarting from the empty set."""
-        if self._reach.snapshot:
-            self._ask_snapshot()
+        if self._options.snapshot:
+            self._request_snapshot()
             return
         self._waiting = _Waiting.NOTHING
         if self._known_seq() >= (self.cursor.expected or 0):
@@ -381,30 +381,30 @@ class Subscription:
         self._beat = None
         self.cursor = Cursor(self.cursor.epoch, seq)
 
-    def _ask_snapshot(self) -> None:
+    def _request_snapshot(self) -> None:
         self.counters.snapshots += 1
         self._waiting, self._waited_ticks = _Waiting.SNAPSHOT, 0
-        self._parts.clear()
+        self._chunks.clear()
         self._beat = None
         self._pause_ticks = 0
         self._out.append(RequestSnapshot())
 
     def _collect(self, chunk: SnapshotChunk) -> None:
         """Append a chunk to those collected. If it does not follow them, discard them and wait for the next request."""
-        last = self._parts[-1] if self._parts else None
+        last = self._chunks[-1] if self._chunks else None
         if last is None or (last.epoch, last.seq, last.index + 1) != (chunk.epoch, chunk.seq, chunk.index):
-            self._parts.clear()
+            self._chunks.clear()
             if chunk.index:
                 return
-        self._parts.append(chunk)
+        self._chunks.append(chunk)
         if chunk.last:
             self._install()
 
     def _install(self) -> None:
-        epoch, seq = self._parts[0].epoch, self._parts[0].seq
-        blocks = [block for part in self._parts for block in part.blocks]
+        epoch, seq = self._chunks[0].epoch, self._chunks[0].seq
+        blocks = [block for part in self._chunks for block in part.blocks]
         expected = 0 if seq is None else seq + 1
-        self._parts.clear()
+        self._chunks.clear()
         self._waiting = _Waiting.NOTHING
         self.cursor = Cursor(epoch, expected)
         self._residency.replace(snapshot_pairs(blocks))
@@ -415,12 +415,12 @@ class Subscription:
     def _wait_on(self) -> None:
         """Count a tick of waiting for an answer, and repeat the request when there is no progress."""
         self._waited_ticks += 1
-        if self._waited_ticks < self._reach.answer_ticks:
+        if self._waited_ticks < self._options.answer_ticks:
             return
         if self._waiting is _Waiting.SNAPSHOT:
-            self._ask_snapshot()
-        elif self._attempts < self._reach.replay_attempts:
-            self._ask_replay()
+            self._request_snapshot()
+        elif self._attempts < self._options.replay_attempts:
+            self._request_replay()
         else:
             self._give_up_replay()
 
@@ -431,11 +431,11 @@ class Subscription:
         if self.cursor.epoch is None and self.cursor.expected in (None, 0):
             self.cursor = Cursor(epoch, self.cursor.expected)  # the first known epoch
             return
-        self._disproofs = self._pause_ticks = 0
+        self._mismatches = self._pause_ticks = 0
         if self.cursor.epoch is not None:
             self._retired[self.cursor.epoch] = _RETIRED_TICKS
         self.cursor = Cursor(epoch, None)
-        if self._reach.snapshot:
+        if self._options.snapshot:
             self._empty()  # until the snapshot comes, an empty set is a better guess than the old publisher's blocks
         self._begin()
 
@@ -451,30 +451,32 @@ class Subscription:
         if beat_next < expected:
             return
         if self._residency.digest == (beat.blocks, beat.digest):
-            self._disproofs = self._pause_ticks = 0
+            self._mismatches = self._pause_ticks = 0
             return
         if not self._pause_ticks:
-            self._disprove()
+            self._on_mismatch()
 
-    def _disprove(self) -> None:
+    def _on_mismatch(self) -> None:
         """Request a snapshot: at once the first time, then after longer and longer pauses while snapshots do not help.
 
         Otherwise, a publisher whose digest never agrees would send its whole set after every heartbeat.
         """
-        self._disproofs += 1
+        self._mismatches += 1
         pause_ticks = 0
-        if self._disproofs > 1:
-            pause_ticks = min(self._reach.answer_ticks << min(self._disproofs - 2, 16), self._reach.doubt_ticks)
-        self._out.append(Disproved(self._disproofs, pause_ticks))
+        if self._mismatches > 1:
+            pause_ticks = min(
+                self._options.answer_ticks << min(self._mismatches - 2, 16), self._options.max_pause_ticks
+            )
+        self._out.append(DigestMismatch(self._mismatches, pause_ticks))
         if not pause_ticks:
-            self._ask_snapshot()
+            self._request_snapshot()
             return
         self._pause_ticks = pause_ticks
 
     def _note_message(self) -> None:
         self._quiet_ticks = 0
         self._silent = False
-        self._heard = True
+        self._ever_received = True
 
     def _done(self) -> list[Instruction]:
         """Return the collected instructions, followed by a status change if there is one."""
@@ -488,7 +490,12 @@ class Subscription:
     def _present_status(self) -> FeedStatus:
         if self._silent:
             return FeedStatus.STALE
-        if not self._heard and not self._reach.heartbeats and self._reach.replay and self._waiting is _Waiting.NOTHING:
+        if (
+            not self._ever_received
+            and not self._options.heartbeats
+            and self._options.replay
+            and self._waiting is _Waiting.NOTHING
+        ):
             return FeedStatus.STALE  # a replay was requested, but nothing was ever received
         if self._waiting is not _Waiting.NOTHING or self.cursor.expected is None or self._pause_ticks:
             return FeedStatus.SYNCING
@@ -497,7 +504,7 @@ class Subscription:
     def check(self) -> None:
         """Assert the invariants that hold between two messages."""
         expected = self.cursor.expected
-        assert len(self._buffer) <= self._reach.buffer_batches, f"{len(self._buffer)} batches wait"
+        assert len(self._buffer) <= self._options.buffer_batches, f"{len(self._buffer)} batches wait"
         if expected is not None:
             early = [seq for seq in self._buffer if seq < expected]
             assert not early, f"batches {early} wait, {expected} is next"

@@ -30,14 +30,14 @@ from ..wire.messages import (
     SnapshotChunk,
     WireHash,
 )
-from .step_changes import AllCleared, Change, Lost, RemovedBlocks, Step, StoredBlocks, arrange
+from .step_changes import AllCleared, Change, LostSteps, RemovedBlocks, Step, StoredBlocks, net_changes
 
 #: Blocks in one snapshot chunk: about 40 KiB without token ids. Not measured. The publisher sends events between two
 #: chunks, so smaller chunks delay them less.
 SNAPSHOT_CHUNK_BLOCKS = 2048
 
 
-class Sent(NamedTuple):
+class SentBatch(NamedTuple):
     seq: int
     payload: bytes
 
@@ -57,30 +57,30 @@ class EventLog:
         self._medium = medium
         self._hash_only = settings.hash_only
         self._as_bytes = settings.hash_format == "bytes"
-        self._history: deque[Sent] = deque(maxlen=settings.replay_batches)
+        self._history: deque[SentBatch] = deque(maxlen=settings.replay_batches)
         #: by wire hash
         self._residents: dict[int, _Resident] = {}
         #: XOR of these wire hashes
         self._xor = 0
         self._encode = msgspec.msgpack.Encoder().encode
 
-    def commit(self, step: Step, ts: float) -> Sent:
+    def commit(self, step: Step, ts: float) -> SentBatch:
         """Number one step, apply it to the resident blocks and encode it."""
-        changes = arrange(step)
+        changes = net_changes(step)
         for change in changes:
-            self._fold(change)
-        sent = Sent(self._next_seq(), self._encode(EventBatch(ts, [self._event(change) for change in changes], 0)))
+            self._apply(change)
+        sent = SentBatch(self._next_seq(), self._encode(EventBatch(ts, [self._event(change) for change in changes], 0)))
         self._history.append(sent)
         return sent
 
-    def lose(self, lost: Lost) -> None:
+    def record_loss(self, lost: LostSteps) -> None:
         """Apply steps that will not be sent and use up their sequence numbers, so that subscribers notice the gap."""
         for change in lost.changes():
-            self._fold(change)
+            self._apply(change)
         for _ in range(lost.batches):
             self._next_seq()
 
-    def replay(self, since: int) -> Iterator[Sent]:
+    def replay(self, since: int) -> Iterator[SentBatch]:
         """Iterate over a copy of the kept batches from number `since` on."""
         return iter([sent for sent in self._history if sent.seq >= since])
 
@@ -100,7 +100,9 @@ class EventLog:
                 last=index == len(starts) - 1,
                 blocks=[
                     SnapshotBlock(
-                        self._wire(name), parent and self._wire(parent), _token_ids(tokens if token_ids else b"")
+                        self._encode_hash(name),
+                        parent and self._encode_hash(parent),
+                        _token_ids(tokens if token_ids else b""),
                     )
                     for name, parent, tokens in blocks[start : start + chunk_blocks]
                 ],
@@ -112,10 +114,10 @@ class EventLog:
         self.last_seq = 0 if self.last_seq is None else self.last_seq + 1
         return self.last_seq
 
-    def _fold(self, change: Change) -> None:
+    def _apply(self, change: Change) -> None:
         match change:
             case StoredBlocks(parent, hashes, _):
-                names = _names(hashes)
+                names = _wire_hashes(hashes)
                 residents, xor = self._residents, self._xor
                 for name in names:
                     if name not in residents:
@@ -125,7 +127,7 @@ class EventLog:
                 residents.update(zip(names, zip(hashes, parents, self._contents(change), strict=True), strict=True))
             case RemovedBlocks(hashes):
                 residents, xor = self._residents, self._xor
-                for name in _names(hashes):
+                for name in _wire_hashes(hashes):
                     if residents.pop(name, None) is not None:
                         xor ^= name
                 self._xor = xor
@@ -165,8 +167,8 @@ class EventLog:
         match change:
             case StoredBlocks(parent, hashes, tokens):
                 return BlockStored(
-                    block_hashes=self._wire_all(hashes),
-                    parent_block_hash=parent and self._wire(parent),
+                    block_hashes=self._encode_hashes(hashes),
+                    parent_block_hash=parent and self._encode_hash(parent),
                     token_ids=[] if self._hash_only else _token_ids(tokens),
                     block_size=self._block_size,
                     lora_id=None,
@@ -176,17 +178,17 @@ class EventLog:
                     kv_cache_spec_kind="full_attention",
                 )
             case RemovedBlocks(hashes):
-                return BlockRemoved(block_hashes=self._wire_all(hashes), medium=self._medium, group_idx=0)
+                return BlockRemoved(block_hashes=self._encode_hashes(hashes), medium=self._medium, group_idx=0)
             case AllCleared():
                 return AllBlocksCleared()
             case _:
                 assert_never(change)
 
-    def _wire(self, block: bytes) -> WireHash:
+    def _encode_hash(self, block: bytes) -> WireHash:
         return block if self._as_bytes else int.from_bytes(block[-8:], "big")
 
-    def _wire_all(self, hashes: Sequence[bytes]) -> list[WireHash]:
-        return list(hashes) if self._as_bytes else list(_names(hashes))
+    def _encode_hashes(self, hashes: Sequence[bytes]) -> list[WireHash]:
+        return list(hashes) if self._as_bytes else list(_wire_hashes(hashes))
 
     def check(self) -> None:
         """Assert that the digest matches the resident blocks and that the history is in order."""
@@ -196,7 +198,7 @@ class EventLog:
         assert numbers == sorted(set(numbers)), f"history out of order: {numbers}"
 
 
-def _names(hashes: Sequence[bytes]) -> tuple[int, ...]:
+def _wire_hashes(hashes: Sequence[bytes]) -> tuple[int, ...]:
     """Return the last 8 bytes of each hash as an unsigned int; one C call for hashes of 16 bytes."""
     joined = b"".join(hashes)
     if len(joined) == 16 * len(hashes):

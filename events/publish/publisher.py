@@ -25,14 +25,14 @@ from ..security.curve_authenticator import CurveAuthenticator
 from ..security.curve_keys import ServerKeys, protect_server
 from ..wire.frames import END_SEQ, decode_seq, encode_seq, events_topic, read_request
 from ..wire.messages import HEARTBEAT_TOPIC, LOAD_TOPIC, EventEndpoints, LoadReport, SnapshotRequest
+from .answer_sender import AnswerSender
 from .event_log import EventLog
-from .snapshot_sender import SnapshotSender
-from .step_changes import AllCleared, Lost, Mailbox, RemovedBlocks, Step, StoredBlocks
+from .step_changes import AllCleared, LostSteps, Mailbox, RemovedBlocks, Step, StoredBlocks
 
 log = logging.getLogger(__name__)
 
 #: Subscribers send subscriptions and short requests; a larger frame closes its connection.
-MAX_QUESTION_BYTES = 64 * 1024
+MAX_FRAME_BYTES = 64 * 1024
 #: Interval of retrying to send an answer while a slow reader's queue is full.
 _RETRY_S = 0.005
 #: Snapshot chunks queued per reader; a chunk with token ids has about 200 KiB.
@@ -44,35 +44,35 @@ _ENTRIES_PER_TURN = 256
 class Waker:
     """Wakes a thread that polls: a pipe, written to at most once per wake-up."""
 
-    __slots__ = ("_lock", "_open", "_poked", "_write", "read")
+    __slots__ = ("_lock", "_open", "_woken", "_write", "read")
 
     def __init__(self) -> None:
         self.read, self._write = os.pipe()
         os.set_blocking(self.read, False)
         os.set_blocking(self._write, False)
-        self._poked = False
+        self._woken = False
         self._open = True
         self._lock = threading.Lock()
 
-    def poke(self) -> None:
+    def wake(self) -> None:
         """Wake the thread. May be called from any thread, even after `close`."""
-        if self._poked:
+        if self._woken:
             return
-        # The lock keeps a late poke from writing to a descriptor that was closed and reused.
+        # The lock keeps a late `wake` from writing to a descriptor that was closed and reused.
         with self._lock:
             if self._open:
-                self._poked = True
+                self._woken = True
                 os.write(self._write, b"\0")
 
     def clear(self) -> bool:
-        """Reset the waker. The woken thread calls this before it looks for work, so that a later poke wakes it again.
+        """Reset the waker. The woken thread calls this before it looks for work, so that a later `wake` works again.
 
-        Returns False if there was no poke.
+        Returns False if nobody called `wake`.
         """
-        if not self._poked:
+        if not self._woken:
             return False
-        with self._lock:  # `poke` holds it while writing, so the byte has been written
-            self._poked = False
+        with self._lock:  # `wake` holds it while writing, so the byte has been written
+            self._woken = False
             os.read(self.read, 64)
         return True
 
@@ -119,7 +119,7 @@ class EventPublisher:
 
     def start(self) -> EventEndpoints:
         """Bind, start the thread and return the addresses. May be called only once. Raises EndpointUnusable."""
-        assert self._thread is None, "a publisher starts once"
+        assert self._sockets is None, "a publisher starts once"
         if self._ipc_dir is None:
             addresses = [tcp_address(self._host)] * len(SOCKET_NAMES)
         else:
@@ -155,13 +155,13 @@ class EventPublisher:
         if not self._mailbox.put(step) and (lost := self._mailbox.lost_batches).bit_count() == 1:  # 1, 2, 4, 8, ...
             queue = self._settings.publish_queue_batches
             log.warning("events_lost epoch=%x batches=%d queue=%d", self._epoch, lost, queue)
-        self._poke()
+        self._wake()
 
     def report(self, load: LoadReport) -> None:
         """Send this load report now, and again with each heartbeat until the next report."""
         self._load = load
         self._new_load = True
-        self._poke()
+        self._wake()
 
     def close(self) -> None:
         """Send what was flushed, stop the thread, and release sockets and files. May be repeated."""
@@ -169,15 +169,15 @@ class EventPublisher:
         if thread is None or self._waker is None:
             return
         self._closing.set()
-        self._waker.poke()
+        self._waker.wake()
         thread.join()
         self._waker.close()
         self._waker = None
 
-    def _poke(self) -> None:
+    def _wake(self) -> None:
         waker = self._waker
         if waker is not None:
-            waker.poke()
+            waker.wake()
 
     # The methods below run on the publisher's thread.
 
@@ -197,12 +197,12 @@ class EventPublisher:
                 if sockets.authenticator is not None:
                     sockets.authenticator.answer()
                 if time.monotonic() >= next_beat:
-                    self._beat(sockets)
+                    self._send_heartbeat(sockets)
                     next_beat = time.monotonic() + interval
                 sockets.wait(0.0 if busy else next_beat - time.monotonic())
             while self._send_batches(sockets):
                 pass
-            self._beat(sockets)
+            self._send_heartbeat(sockets)
         finally:
             sockets.close()
 
@@ -212,15 +212,15 @@ class EventPublisher:
             entry = self._mailbox.take()
             if entry is None:
                 return False
-            if isinstance(entry, Lost):
-                self._log.lose(entry)
+            if isinstance(entry, LostSteps):
+                self._log.record_loss(entry)
                 continue
             seq, payload = self._log.commit(entry, self._clock())
             # A PUB never blocks: it drops messages to readers above their high-water mark, and they see the gap.
             sockets.pub.send_multipart([events_topic(self._epoch), encode_seq(seq), payload], copy=False)
         return True
 
-    def _beat(self, sockets: "_Sockets") -> None:
+    def _send_heartbeat(self, sockets: "_Sockets") -> None:
         sockets.send_state(HEARTBEAT_TOPIC, self._log.heartbeat(self._clock()))
         if self._load is not None:
             sockets.send_state(LOAD_TOPIC, self._load)
@@ -273,7 +273,7 @@ class _Sockets:
             raise
         curve_key = "" if keys is None else keys.pair.public.decode()
         self.endpoints = EventEndpoints(**dict(zip(SOCKET_NAMES, bound, strict=True)), curve_key=curve_key)
-        self.replays, self.snapshots = SnapshotSender(replay), SnapshotSender(snapshot)
+        self.replays, self.snapshots = AnswerSender(replay), AnswerSender(snapshot)
         self.poller = zmq.Poller()
         self.poller.register(replay, zmq.POLLIN)
         self.poller.register(snapshot, zmq.POLLIN)
@@ -284,7 +284,7 @@ class _Sockets:
     def _socket(self, kind: int, high_water_mark: int) -> "zmq.Socket[bytes]":
         sock: zmq.Socket[bytes] = self._context.socket(kind)
         sock.set_hwm(high_water_mark)
-        sock.maxmsgsize = MAX_QUESTION_BYTES
+        sock.maxmsgsize = MAX_FRAME_BYTES
         sock.linger = 0
         if self._keys is not None:
             protect_server(sock, self._keys)

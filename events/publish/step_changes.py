@@ -2,9 +2,9 @@
 
 Pure values, and `Mailbox`, the only object that both threads use: bounded and never blocking.
 
-When the mailbox is full, further steps are merged into one `Lost` entry. Their batches are never sent (each uses up a
-sequence number, so that subscribers notice the gap), but their net effect is kept, so that the publisher's own record
-stays exact. The cache's capacity bounds a `Lost` entry, however long the publisher's thread is delayed.
+When the mailbox is full, further steps are merged into one `LostSteps` entry. Their batches are never sent (each uses
+up a sequence number, so that subscribers notice the gap), but their net effect is kept, so that the publisher's own
+record stays exact. The cache's capacity bounds a `LostSteps` entry, however long the publisher's thread is delayed.
 """
 
 import threading
@@ -35,7 +35,7 @@ Change = StoredBlocks | RemovedBlocks | AllCleared
 Step = list[Change]
 
 
-def arrange(step: Step) -> Step:
+def net_changes(step: Step) -> Step:
     """Return changes with the same net effect and coalesced removals: older blocks first, blocks of this step last.
 
     A reset cancels everything before it. The result is at most [reset, removal, stores…, removal].
@@ -71,7 +71,7 @@ def arrange(step: Step) -> Step:
 
 
 @dataclass(slots=True)
-class Lost:
+class LostSteps:
     """The net effect of steps that will not be sent."""
 
     batches: int = 0  #: sequence numbers that the steps use up
@@ -114,7 +114,7 @@ class Mailbox:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._queue: deque[Step | Lost] = deque()
+        self._queue: deque[Step | LostSteps] = deque()
         self._lock = threading.Lock()
         #: total number of batches that were never sent
         self.lost_batches = 0
@@ -123,19 +123,19 @@ class Mailbox:
         return len(self._queue)
 
     def put(self, step: Step) -> bool:
-        """Append one step. Returns False when the queue was full and the step was merged into a `Lost` entry."""
+        """Append one step. Returns False when the queue was full and the step was merged into a `LostSteps` entry."""
         with self._lock:
             if len(self._queue) < self._limit:
                 self._queue.append(step)
                 return True
             self.lost_batches += 1
-            if not isinstance(self._queue[-1], Lost):
-                self._queue.append(Lost())
+            if not isinstance(self._queue[-1], LostSteps):
+                self._queue.append(LostSteps())
             tail = self._queue[-1]
-            assert isinstance(tail, Lost), f"a full mailbox ends in a loss, not in {type(tail).__name__}"
+            assert isinstance(tail, LostSteps), f"a full mailbox ends in a loss, not in {type(tail).__name__}"
             tail.add(step)
             return False
 
-    def take(self) -> Step | Lost | None:
+    def take(self) -> Step | LostSteps | None:
         with self._lock:
             return self._queue.popleft() if self._queue else None

@@ -39,12 +39,12 @@ class Inbox:
         resync = functools.partial(self._call_soon, feed.resync)
         self._backlogs[source] = Backlog(self._limit, resync, self._arrivals)
 
-    def gone(self, source: Source) -> None:
+    def left(self, source: Source) -> None:
         del self._backlogs[source]
         self._left.append(source)
-        self._arrivals.note()
+        self._arrivals.notify()
 
-    def told(self, source: Source, instruction: Apply | Reset) -> None:
+    def receive(self, source: Source, instruction: Apply | Reset) -> None:
         self._backlogs[source].put(instruction)
 
     def refused(self, source: Source, error: KeysRefused) -> None:  # noqa: ARG002 - the error names the endpoint

@@ -11,7 +11,7 @@ from typing import assert_never
 import msgspec
 
 from ..follow.subscription import Apply, Reset
-from ..wire.cache_events import CacheEvent, Cleared, Removed, Stored, wire_name
+from ..wire.cache_events import CacheEvent, Cleared, Removed, Stored, wire_hash
 from ..wire.messages import SnapshotBlock
 
 
@@ -53,8 +53,8 @@ def chains(blocks: Sequence[SnapshotBlock]) -> Iterator[Stored]:
 def _chain(run: Sequence[SnapshotBlock]) -> Stored:
     first = run[0]
     return Stored(
-        None if first.parent is None else wire_name(first.parent),
-        [wire_name(block.block_hash) for block in run],
+        None if first.parent is None else wire_hash(first.parent),
+        [wire_hash(block.block_hash) for block in run],
         [token for block in run for token in block.token_ids],
         len(first.token_ids),
     )

@@ -38,7 +38,7 @@ class Arrivals:
         self._arrived = asyncio.Event()
         self._failure: Exception | None = None
 
-    def note(self) -> None:
+    def notify(self) -> None:
         """Wake the consumer: an item is waiting."""
         self._arrived.set()
 
@@ -80,7 +80,7 @@ class Backlog:
         if self._broken:
             return
         self._waiting.append(instruction)
-        self._arrivals.note()
+        self._arrivals.notify()
         if len(self._waiting) > self._limit:
             self._waiting.clear()
             self._broken = True
@@ -103,7 +103,7 @@ class _Sink:
         self._giving_up: asyncio.TimerHandle | None = None
         self.status(FeedStatus.STALE)
 
-    def told(self, instruction: Apply | Reset) -> None:
+    def receive(self, instruction: Apply | Reset) -> None:
         self._backlog.put(instruction)
 
     def refused(self, error: KeysRefused) -> None:

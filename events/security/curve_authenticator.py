@@ -1,8 +1,8 @@
 """Decides which clients may connect to a CURVE-protected socket: answers ZeroMQ's authentication requests.
 
-The protocol is ZAP (RFC 27). `judge` is the pure decision. `CurveAuthenticator` owns the socket to which libzmq sends
-its requests: one per context, used by the thread that owns the context's other sockets. A client with an unknown key is
-refused and logged with its public key, so that an operator can add it.
+The protocol is ZAP (RFC 27). `authorize` is the pure decision. `CurveAuthenticator` owns the socket to which libzmq
+sends its requests: one per context, used by the thread that owns the context's other sockets. A client with an unknown
+key is refused and logged with its public key, so that an operator can add it.
 """
 
 import logging
@@ -28,7 +28,7 @@ class Verdict(NamedTuple):
     reply: list[bytes]  #: frames to send to libzmq
 
 
-def judge(request: Sequence[bytes], allowed: frozenset[bytes]) -> Verdict:
+def authorize(request: Sequence[bytes], allowed: frozenset[bytes]) -> Verdict:
     """Decide on `[version, request id, domain, address, identity, mechanism, key]`. Raises MalformedFrame."""
     if len(request) != 7 or request[5] != b"CURVE" or len(request[6]) != 32:
         raise MalformedFrame("ZAP request", f"{len(request)} frames of {[len(part) for part in request]} bytes")
@@ -55,16 +55,20 @@ class CurveAuthenticator:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            border = frames.index(b"") + 1
+            border = frames.index(b"") + 1 if b"" in frames else 1
             try:
                 known = self._allowed()
             except BadKeys as error:  # a half-written key file must not crash the engine
                 log.error("client_keys_unreadable error=%s", error)
                 known = frozenset()
-            verdict = judge(frames[border:], known)
-            if not verdict.accepted:
-                log.warning("client_refused address=%s key=%s reason=unknown", verdict.address, verdict.key.decode())
-            self.socket.send_multipart([*frames[:border], *verdict.reply], zmq.NOBLOCK)
+            try:
+                accepted, key, address, reply = authorize(frames[border:], known)
+                if not accepted:
+                    log.warning("client_refused address=%s key=%s reason=unknown", address, key.decode())
+            except MalformedFrame as error:  # must not end the publisher's thread
+                log.warning("client_refused reason=malformed error=%s", error)
+                reply = [*frames[border : border + 2], b"400", b"malformed request", b"", b""]
+            self.socket.send_multipart([*frames[:border], *reply], zmq.NOBLOCK)
 
     def close(self) -> None:
         self.socket.close(0)

@@ -62,7 +62,7 @@ class BlockHolder(Protocol):
     def clear(self) -> object: ...
 
 
-def fold(event: CacheEvent, blocks: BlockHolder) -> None:
+def apply_event(event: CacheEvent, blocks: BlockHolder) -> None:
     """Apply one event to a set of blocks."""
     match event:
         case Stored():
@@ -75,7 +75,7 @@ def fold(event: CacheEvent, blocks: BlockHolder) -> None:
             assert_never(event)
 
 
-def wire_name(value: WireHash) -> int:
+def wire_hash(value: WireHash) -> int:
     """Return a block's identifier from its hash on the wire: the last 8 bytes as an unsigned int."""
     if isinstance(value, bytes):
         return int.from_bytes(value[-8:], "big")

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar, assert_never
 import msgspec
 
 from ..errors import MalformedFrame
-from .cache_events import CacheEvent, Cleared, Removed, Stored, Unsigned, wire_name
+from .cache_events import CacheEvent, Cleared, Removed, Stored, Unsigned, wire_hash
 from .messages import SnapshotBlock
 
 log = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ _LOGGED_TYPES = 16
 def snapshot_pairs(blocks: Iterable[SnapshotBlock]) -> Iterable[tuple[int, int | None]]:
     """Yield `(block, parent)` for each block of a snapshot."""
     for block in blocks:
-        yield wire_name(block.block_hash), None if block.parent is None else wire_name(block.parent)
+        yield wire_hash(block.block_hash), None if block.parent is None else wire_hash(block.parent)
 
 
 class BatchDecoder:
@@ -221,4 +221,4 @@ def _batch_parts(raw: object) -> tuple[float, list[Any], int | None]:
 def _hash(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int | bytes):
         raise MalformedFrame("block hash", f"{type(value).__name__} is neither int nor bytes")
-    return wire_name(value)
+    return wire_hash(value)

@@ -26,7 +26,7 @@ from homing.events import EventEndpoints, EventFeed, Subscription
 from homing.events.config import EventsSettings
 from homing.events.follow.feed import FeedSink
 from homing.events.follow.residency import SetResidency
-from homing.events.follow.subscription import Apply, Reach, Reset
+from homing.events.follow.subscription import Apply, FeedOptions, Reset
 from homing.events.publish.event_log import EventLog
 from homing.events.publish.step_changes import RemovedBlocks, Step, StoredBlocks
 from homing.events.wire.dialects import BatchDecoder
@@ -68,7 +68,7 @@ class IndexSink(FeedSink):
         self.index.join("r0", 10**9, closed=True)
         self.batches = 0
 
-    def told(self, instruction: Apply | Reset) -> None:
+    def receive(self, instruction: Apply | Reset) -> None:
         self.batches += isinstance(instruction, Apply)
 
     def malformed(self, error: Exception) -> None:
@@ -104,9 +104,9 @@ def over_zeromq(count: int) -> float:
 async def ingest(endpoint: str, count: int) -> float:
     """CPU seconds from the first batch to the last; waiting for them costs none."""
     sink = IndexSink()
-    reach = Reach(replay=False, snapshot=False, heartbeats=False)
+    options = FeedOptions(replay=False, snapshot=False, heartbeats=False)
     ends = EventEndpoints(events=endpoint, replay="", state="", snapshot="")
-    feed = EventFeed(ends, sink, reach=reach, blocks=ReplicaBlocks(sink.index, "r0"))
+    feed = EventFeed(ends, sink, options=options, blocks=ReplicaBlocks(sink.index, "r0"))
     feed.start(asyncio.get_running_loop())
     while not sink.batches:  # noqa: ASYNC110 - the sink is what is measured
         await asyncio.sleep(0.001)

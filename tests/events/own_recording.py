@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from homing.events.config import EventsSettings
-from homing.events.publish.event_log import EventLog, Sent
+from homing.events.publish.event_log import EventLog, SentBatch
 from homing.events.publish.step_changes import AllCleared, RemovedBlocks, Step, StoredBlocks
 from homing.events.wire.frames import encode_seq, events_topic
 
@@ -48,7 +48,7 @@ class Own:
 
     name: str
     settings: EventsSettings
-    sent: Sent
+    sent: SentBatch
     expected: list[dict[str, Any]]
 
 
@@ -91,7 +91,7 @@ def lines() -> list[str]:
     return [json.dumps({"name": own.name, "frames": [part.hex() for part in _frames(own.sent)]}) for own in batches()]
 
 
-def _frames(sent: Sent) -> list[bytes]:
+def _frames(sent: SentBatch) -> list[bytes]:
     return [events_topic(EPOCH), encode_seq(sent.seq), sent.payload]
 
 

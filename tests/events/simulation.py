@@ -14,16 +14,16 @@ from homing.events import CacheMirror, Subscription
 from homing.events.config import EventsSettings
 from homing.events.follow.subscription import (
     Apply,
+    FeedOptions,
     FeedStatus,
     Instruction,
-    Reach,
     RequestReplay,
     RequestSnapshot,
     Reset,
     SetStatus,
 )
 from homing.events.publish.event_log import EventLog
-from homing.events.publish.step_changes import AllCleared, Lost, RemovedBlocks, Step, StoredBlocks
+from homing.events.publish.step_changes import AllCleared, LostSteps, RemovedBlocks, Step, StoredBlocks
 from homing.events.wire.dialects import BatchDecoder, snapshot_pairs
 
 from .fakes import BLOCK_SIZE, block, load_report, tokens
@@ -85,10 +85,10 @@ class World:
         self.epoch = 0
         self.ledger = self._new_ledger()
         own = not foreign
-        reach = Reach(
+        options = FeedOptions(
             replay=True, snapshot=own, heartbeats=own, buffer_batches=faults.buffer, answer_ticks=3, silent_ticks=6
         )
-        self.subscription = reader(reach)
+        self.subscription = reader(options)
         self.decoder = BatchDecoder()
         self.resident: dict[int, int | None] = {}
         for _ in range(faults.late):
@@ -144,10 +144,10 @@ class World:
         self.send("events", self._batch("on_batch", sent.seq, sent.payload))
 
     def lose(self) -> None:
-        lost = Lost()
+        lost = LostSteps()
         for _ in range(self.rng.randint(1, 3)):
             lost.add(self.random_step())
-        self.ledger.lose(lost)
+        self.ledger.record_loss(lost)
         self.remember()
 
     def remember(self) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from homing.events import Subscription
 from homing.events.follow.residency import CountedResidency
-from homing.events.follow.subscription import FeedStatus, Instruction, Reach, RequestReplay, SetStatus
+from homing.events.follow.subscription import FeedOptions, FeedStatus, Instruction, RequestReplay, SetStatus
 from homing.events.wire.dialects import BatchDecoder
 from homing.events.wire.frames import read_event, read_replay
 
@@ -78,7 +78,7 @@ def test_counted_copies_add_up_to_what_vllms_pool_has_cached() -> None:
 def test_a_hole_in_a_recorded_stream_is_closed_by_the_recorded_replay(recording: Recording) -> None:
     """The whole way of a foreign publisher's messages: frames, payload, order, recovery, residency."""
     decoder = BatchDecoder()
-    reader = Subscription(Reach(snapshot=False, heartbeats=False), CountedResidency())
+    reader = Subscription(FeedOptions(snapshot=False, heartbeats=False), CountedResidency())
     steps: list[list[Instruction]] = [reader.start(), reader.on_replay_end()]
 
     for frames in [*[live.frames for live in recording.live[:2]], recording.live[-1].frames]:

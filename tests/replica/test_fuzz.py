@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import zmq
 
-from homing.events.publish.publisher import MAX_QUESTION_BYTES
+from homing.events.publish.publisher import MAX_FRAME_BYTES
 from homing.events.wire.frames import replay_request
 from homing.events.wire.messages import SnapshotChunk, SnapshotRequest
 from homing.replica.messages import Abort, AskNextEvictions, Constraint, Generate, Pin, ResetCache, SamplingParams
@@ -135,7 +135,7 @@ def test_damaged_questions_to_the_event_sockets_harm_nobody(replica: Served) -> 
     for endpoint in (ends.snapshot, ends.replay, ends.events, ends.state):
         whole = rng.choice([[b"", question], replay_request(0)])
         wounds = [[wounded(frame, rng) for frame in whole for _ in range(rng.randint(0, 2))] for _ in range(100)]
-        large = [b"", bytes(MAX_QUESTION_BYTES + 1)]
+        large = [b"", bytes(MAX_FRAME_BYTES + 1)]
         strangers += [ask(endpoint, *filter(None, wounds)), ask(endpoint, large)]
 
     asking = ask(ends.snapshot, [b"", question])

@@ -15,10 +15,10 @@ from typing import assert_never
 from ....events.config import EventsSettings
 from ....events.follow.subscription import (
     Apply,
-    Disproved,
+    DigestMismatch,
     FeedStatus,
+    ForwardLoad,
     Instruction,
-    PassLoad,
     RequestReplay,
     RequestSnapshot,
     Reset,
@@ -27,7 +27,7 @@ from ....events.follow.subscription import (
 )
 from ....events.publish.event_log import EventLog
 from ....events.publish.step_changes import AllCleared, Change, RemovedBlocks, StoredBlocks
-from ....events.wire.cache_events import CacheEvent, Cleared, Removed, Stored, wire_name
+from ....events.wire.cache_events import CacheEvent, Cleared, Removed, Stored, wire_hash
 from ....events.wire.dialects import BatchDecoder
 from ....events.wire.messages import Heartbeat, LoadReport, SnapshotChunk
 from ....kvcache.hashing import wire_hashes
@@ -306,17 +306,17 @@ class Streamed:
                 case Apply(_, _, events):
                     apply(placement, name, [(type(event), getattr(event, "hashes", ())) for event in events])
                 case Reset(_, _, blocks):
-                    placement.reset(name, [wire_name(block.block_hash) for block in blocks])
+                    placement.reset(name, [wire_hash(block.block_hash) for block in blocks])
                 case SetStatus(status):
                     placement.set_feed(name, status if status is FeedStatus.LIVE else FeedStatus.SYNCING)
-                case PassLoad(report):
+                case ForwardLoad(report):
                     placement.report(name, report, self._queue.now)
                 case RequestReplay() | RequestSnapshot():
                     self.replays += isinstance(instruction, RequestReplay)
                     self.snapshots += isinstance(instruction, RequestSnapshot)
                     answer = partial(self._answer, publisher, instruction)
                     self._later(self._channel.delay_s, publisher, [link], answer)
-                case Disproved():
+                case DigestMismatch():
                     pass  # counted by the subscription, and followed by a request
         if instructions:
             self._heard(link.router)

@@ -13,7 +13,7 @@ from functools import partial
 from math import inf
 from random import Random
 
-from ....events.publish.step_changes import arrange
+from ....events.publish.step_changes import net_changes
 from ....router.routing.policy.base import Policy
 from .delivery import Channel, Truth, apply, updates_of
 from .event_queue import EventQueue
@@ -228,7 +228,7 @@ class Simulation:
             return  # rescheduled in the meantime
         progress = replica.advance(self.now)
         self._schedule(replica)
-        changes = arrange(list(progress.changes)) if progress.changes else ()
+        changes = net_changes(list(progress.changes)) if progress.changes else ()
         updates = list(updates_of(changes))
         apply(self._truth, replica.replica_id, updates)
         self.delivery.send(replica.replica_id, changes, updates, progress.report)

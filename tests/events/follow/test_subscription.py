@@ -11,11 +11,11 @@ from homing.events import Cleared, Stored, Subscription
 from homing.events.follow.subscription import (
     Apply,
     Cursor,
-    Disproved,
+    DigestMismatch,
+    FeedOptions,
     FeedStatus,
+    ForwardLoad,
     Instruction,
-    PassLoad,
-    Reach,
     RequestReplay,
     RequestSnapshot,
     Reset,
@@ -160,7 +160,7 @@ def beat(seq: int | None, *blocks: int, epoch: int = 7) -> Heartbeat:
 @pytest.fixture
 def live() -> Subscription:
     """A subscription that holds {1} as of number 4 of epoch 7; checked afterwards."""
-    subscription = Subscription(Reach(buffer_batches=4))
+    subscription = Subscription(FeedOptions(buffer_batches=4))
     assert subscription.start() == [RequestSnapshot()]
     subscription.on_chunk(snapshot(4, 1))
     assert subscription.status is FeedStatus.LIVE
@@ -219,12 +219,12 @@ def test_a_batch_that_lags_behind_its_heartbeat_is_no_hole(live: Subscription) -
 
 def test_a_heartbeat_that_disproves_us_leads_to_a_snapshot(live: Subscription) -> None:
     """Drift must not last, whatever caused it."""
-    assert live.on_heartbeat(beat(4, 1, 2)) == [Disproved(1, 0), RequestSnapshot(), SetStatus(FeedStatus.SYNCING)]
+    assert live.on_heartbeat(beat(4, 1, 2)) == [DigestMismatch(1, 0), RequestSnapshot(), SetStatus(FeedStatus.SYNCING)]
 
 
 def test_a_publisher_that_never_agrees_is_asked_less_and_less_often() -> None:
     """Its digest may be wrong for good; its whole set with every heartbeat of every reader would be its end."""
-    reader = Subscription(Reach(answer_ticks=4, doubt_ticks=20))
+    reader = Subscription(FeedOptions(answer_ticks=4, max_pause_ticks=20))
     reader.start()
     reader.on_chunk(snapshot(4, 1))
     asked_at: list[int] = []
@@ -244,7 +244,7 @@ def test_while_a_snapshot_is_postponed_batches_go_on_and_nothing_is_trusted(live
     """What is known to be wrong must not steer requests; what is known to be next need not wait."""
     live.on_heartbeat(beat(4, 1, 2))
     live.on_chunk(snapshot(4, 1))
-    assert live.on_heartbeat(beat(4, 1, 2)) == [Disproved(2, 10), SetStatus(FeedStatus.SYNCING)]
+    assert live.on_heartbeat(beat(4, 1, 2)) == [DigestMismatch(2, 10), SetStatus(FeedStatus.SYNCING)]
 
     assert [type(i) for i in live.on_batch(7, 5, stored(2))] == [Apply]
     assert live.status is FeedStatus.SYNCING
@@ -291,7 +291,7 @@ def test_a_load_report_is_passed_on_at_any_time() -> None:
     """Routing by load is what is left while a stream syncs."""
     report = load_report(3)
 
-    assert PassLoad(report) in Subscription().on_load(report)
+    assert ForwardLoad(report) in Subscription().on_load(report)
 
 
 def test_silence_makes_a_publisher_stale_and_a_sign_of_life_brings_it_back(live: Subscription) -> None:
@@ -309,7 +309,7 @@ def test_a_lost_connection_makes_a_publisher_stale_at_once(live: Subscription) -
 
 def test_an_unanswered_request_is_made_again() -> None:
     """Requests get lost when the publisher is not there yet."""
-    subscription = Subscription(Reach(answer_ticks=3))
+    subscription = Subscription(FeedOptions(answer_ticks=3))
     subscription.start()
 
     assert [subscription.on_tick() for _ in range(3)] == [[], [], [RequestSnapshot()]]
@@ -329,7 +329,7 @@ def test_what_overruns_the_buffer_is_a_hole_again(live: Subscription) -> None:
 
 def test_a_foreign_publishers_history_is_replayed_from_its_beginning() -> None:
     """It has no snapshot; an idle one would otherwise look empty for ever."""
-    subscription = Subscription(Reach(snapshot=False, heartbeats=False))
+    subscription = Subscription(FeedOptions(snapshot=False, heartbeats=False))
     assert RequestReplay(0) in subscription.start()
 
     subscription.on_replayed(None, 0, stored(1))
@@ -339,7 +339,7 @@ def test_a_foreign_publishers_history_is_replayed_from_its_beginning() -> None:
 
 def test_a_foreign_restart_is_told_by_a_number_that_falls_while_time_advances() -> None:
     """vLLM has no epoch; Dynamo's router ate the new incarnation's first batches as duplicates."""
-    subscription = Subscription(Reach(snapshot=False, heartbeats=False))
+    subscription = Subscription(FeedOptions(snapshot=False, heartbeats=False))
     subscription.start()
     subscription.on_replayed(None, 0, stored(1))
     subscription.on_replayed(None, 1, stored(2))
@@ -353,7 +353,7 @@ def test_a_foreign_restart_is_told_by_a_number_that_falls_while_time_advances() 
 
 def test_a_publisher_with_events_alone_is_followed_from_the_first_batch_seen() -> None:
     """Nothing can be asked; what was stored before is missing, and `exact` says so."""
-    subscription = Subscription(Reach(replay=False, snapshot=False, heartbeats=False))
+    subscription = Subscription(FeedOptions(replay=False, snapshot=False, heartbeats=False))
     subscription.start()
 
     subscription.on_batch(None, 6, stored(1))

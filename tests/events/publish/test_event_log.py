@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from homing.events.config import EventsSettings
 from homing.events.publish.event_log import EventLog
-from homing.events.publish.step_changes import AllCleared, Change, Lost, RemovedBlocks, StoredBlocks
-from homing.events.wire.cache_events import wire_name
+from homing.events.publish.step_changes import AllCleared, Change, LostSteps, RemovedBlocks, StoredBlocks
+from homing.events.wire.cache_events import wire_hash
 
 from ..fakes import BLOCK_SIZE, block, tokens
 
@@ -123,9 +123,9 @@ def test_a_snapshot_lists_every_block_once_and_no_child_before_its_parent(change
         log.commit([change], 1.0)
         match change:
             case StoredBlocks(_, hashes, _):
-                held |= {wire_name(name) for name in hashes}
+                held |= {wire_hash(name) for name in hashes}
             case RemovedBlocks(hashes):
-                held -= {wire_name(name) for name in hashes}
+                held -= {wire_hash(name) for name in hashes}
             case AllCleared():
                 held.clear()
 
@@ -148,12 +148,12 @@ def test_an_empty_log_still_answers_a_snapshot() -> None:
 
 def test_lost_steps_use_up_numbers_and_are_folded() -> None:
     """The hole tells the readers; the digest still tells the truth."""
-    log, lost = new_log(), Lost()
+    log, lost = new_log(), LostSteps()
     log.commit([chain(1)], 1.0)
     lost.add([chain(2)])
     lost.add([RemovedBlocks((block(1),))])
 
-    log.lose(lost)
+    log.record_loss(lost)
     sent = log.commit([chain(3)], 2.0)
 
     assert sent.seq == 3

@@ -6,12 +6,12 @@ from hypothesis import strategies as st
 from homing.events.publish.step_changes import (
     AllCleared,
     Change,
-    Lost,
+    LostSteps,
     Mailbox,
     RemovedBlocks,
     Step,
     StoredBlocks,
-    arrange,
+    net_changes,
 )
 
 from ..fakes import block, tokens
@@ -67,7 +67,7 @@ def test_an_arranged_step_has_the_same_effect_and_coalesced_removals(history: tu
     resident, steps = history
     held = {block(n) for n in resident}
     for step in steps:
-        arranged = arrange(step)
+        arranged = net_changes(step)
 
         assert fold(held, arranged) == fold(held, step)
         kinds = [type(change) for change in arranged]
@@ -80,7 +80,7 @@ def test_an_arranged_step_has_the_same_effect_and_coalesced_removals(history: tu
 def test_a_loss_keeps_the_net_effect_of_all_its_steps(history: tuple[set[int], list[Step]]) -> None:
     """The publisher's record stays exact although the batches are never sent."""
     resident, steps = history
-    held, lost = {block(n) for n in resident}, Lost()
+    held, lost = {block(n) for n in resident}, LostSteps()
     expected = held
     for step in steps:
         lost.add(step)
@@ -92,7 +92,7 @@ def test_a_loss_keeps_the_net_effect_of_all_its_steps(history: tuple[set[int], l
 
 def test_a_loss_is_bounded_by_the_cache_and_not_by_time() -> None:
     """A publisher that hangs for minutes must not eat the engine's memory."""
-    lost = Lost()
+    lost = LostSteps()
     for n in range(10_000):
         lost.add([StoredBlocks(None, (block(n),), tokens(n)), RemovedBlocks((block(n),))])
 
@@ -110,7 +110,7 @@ def test_a_full_mailbox_melts_steps_into_a_numbered_loss_in_its_place() -> None:
     assert mailbox.put(steps[4])
 
     lost = mailbox.take()
-    assert isinstance(lost, Lost)
+    assert isinstance(lost, LostSteps)
     assert lost.batches == mailbox.lost_batches == 2
     assert lost.changes() == [StoredBlocks(None, (block(n),), b"") for n in (2, 3)]
     assert mailbox.take() == steps[4]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from zmq.utils import z85
 
 from homing.events.errors import BadKeys, MalformedFrame
-from homing.events.security.curve_authenticator import CurveAuthenticator, judge
+from homing.events.security.curve_authenticator import CurveAuthenticator, authorize
 
 RAW = bytes(range(32))
 KEY = z85.encode(RAW)
@@ -19,7 +19,7 @@ REQUEST = [b"1.0", b"id", b"homing", b"10.0.0.7", b"", b"CURVE", RAW]
 
 def test_a_known_key_is_let_in() -> None:
     """The reply is version, request id, status, words, user, metadata."""
-    verdict = judge(REQUEST, frozenset([KEY]))
+    verdict = authorize(REQUEST, frozenset([KEY]))
 
     assert verdict.accepted
     assert verdict.reply == [b"1.0", b"id", b"200", b"OK", KEY, b""]
@@ -27,7 +27,7 @@ def test_a_known_key_is_let_in() -> None:
 
 def test_an_unknown_key_is_refused_and_named() -> None:
     """With its name somebody can let it in."""
-    verdict = judge(REQUEST, frozenset())
+    verdict = authorize(REQUEST, frozenset())
 
     assert not verdict.accepted
     assert (verdict.key, verdict.address, verdict.reply[2]) == (KEY, "10.0.0.7", b"400")
@@ -37,7 +37,7 @@ def test_an_unknown_key_is_refused_and_named() -> None:
 def test_whatever_is_asked_has_an_answer_or_a_name(request: list[bytes]) -> None:
     """An exception of any other kind would end the publisher's thread."""
     with contextlib.suppress(MalformedFrame):
-        assert not judge(request, frozenset()).accepted
+        assert not authorize(request, frozenset()).accepted
 
 
 @pytest.fixture
@@ -62,5 +62,23 @@ def test_keys_that_cannot_be_read_let_nobody_in_and_end_nothing(context: zmq.Con
     gate.answer()
 
     assert asker.recv_multipart()[2] == b"400"
+    asker.close(0)
+    gate.close()
+
+
+@pytest.mark.parametrize("frames", [[], [b"1.0"], [b"1.0", b"id", b"homing", b"", b"", b"NULL"]])
+def test_a_malformed_request_is_logged_and_refused(
+    context: zmq.Context, caplog: pytest.LogCaptureFixture, frames: list[bytes]
+) -> None:
+    """An exception here would end the publisher's thread, and with it the replica's event stream."""
+    gate, asker = CurveAuthenticator(context, frozenset), context.socket(zmq.DEALER)
+    asker.connect("inproc://zeromq.zap.01")
+    asker.send_multipart([b"", *frames] if frames else [b"no delimiter"])
+    assert gate.socket.poll(20_000)
+
+    gate.answer()
+
+    assert b"400" in asker.recv_multipart()
+    assert "client_refused reason=malformed" in caplog.text
     asker.close(0)
     gate.close()

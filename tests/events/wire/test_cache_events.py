@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from homing.events import CacheEvent, CacheMirror, Cleared, Removed, Stored, StreamEvent, describe
-from homing.events.wire.cache_events import fold
+from homing.events.wire.cache_events import apply_event
 
 
 class Moved(msgspec.Struct, frozen=True):
@@ -14,25 +14,25 @@ class Moved(msgspec.Struct, frozen=True):
 
 
 def test_events_change_a_set_as_they_say() -> None:
-    """The one fold that readers, routers and recordings share."""
+    """The one apply_event that readers, routers and recordings share."""
     held = CacheMirror()
 
-    fold(Stored(None, [1, 2, 3]), held)
-    fold(Removed([3]), held)
+    apply_event(Stored(None, [1, 2, 3]), held)
+    apply_event(Removed([3]), held)
     assert held.parents == {1: None, 2: 1}
 
-    fold(Cleared(), held)
+    apply_event(Cleared(), held)
     assert len(held) == 0
 
 
 def test_an_unknown_event_type_never_clears() -> None:
     """It used to count as a reset: one new type would have emptied a replica's index without a word."""
     held = CacheMirror()
-    fold(Stored(None, [1, 2]), held)
+    apply_event(Stored(None, [1, 2]), held)
     unknown: CacheEvent = Moved([1])  # type: ignore[assignment]
 
     with pytest.raises(AssertionError, match="Moved"):
-        fold(unknown, held)
+        apply_event(unknown, held)
     with pytest.raises(AssertionError, match="Moved"):
         describe("r0", StreamEvent(1, None, unknown))
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from homing.events import Cleared, Removed, Stored
 from homing.events.errors import MalformedFrame
-from homing.events.wire.cache_events import wire_name
+from homing.events.wire.cache_events import wire_hash
 from homing.events.wire.dialects import BatchDecoder
 from homing.events.wire.messages import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 
@@ -188,5 +188,5 @@ def _decode_or_refuse(payload: bytes, *, token_ids: bool = False) -> None:
 
 def test_a_hash_is_named_by_its_last_eight_bytes() -> None:
     """That is how vLLM cuts its own, so both spellings of a stream name the same blocks."""
-    assert wire_name(bytes(range(16))) == int.from_bytes(bytes(range(8, 16)), "big")
-    assert wire_name(-1) == MAX
+    assert wire_hash(bytes(range(16))) == int.from_bytes(bytes(range(8, 16)), "big")
+    assert wire_hash(-1) == MAX

@@ -21,7 +21,7 @@ _REQUESTS_PER_TURN = 64
 STALL_S = 5.0
 
 
-class SnapshotSender:
+class AnswerSender:
     """The unfinished answers on one ROUTER socket. Its truth value is False when there are none."""
 
     def __init__(self, router: "zmq.Socket[bytes]") -> None:
