@@ -14,7 +14,7 @@ from ...kvcache.hashing import token_bytes
 from ...replica.messages import Constraint, EmbeddingParams, Pin, PositionLogprobs, SamplingParams
 from ..backend import GenerationRequest, TokenDelta, TokenStream
 from ..errors import RequestFailed, RouterError, Superseded
-from ..text.answer import AnswerText, Block, Ending, TextDelta, TokenAnswerText, TokenAt, found_by, told_apart
+from ..text.answer import AnswerText, Block, Ending, TextDelta, TokenAnswerText, TokenAt, parse_deltas, with_deltas
 from ..text.conversation import Conversation
 from ..text.parsers.deltas import Content, Reasoning, ToolCallStart
 from ..text.parsers.parser import AnswerParser
@@ -172,8 +172,8 @@ class RunningChoice(msgspec.Struct, eq=False):
             generation.crash(error)
 
     def _parsed(self, shown: TextDelta, delta: TokenDelta) -> TextDelta:
-        found = found_by(self.parser, shown) if delta.deltas is None else delta.deltas or [Content(shown.text)]
-        shown = told_apart(shown, found, calls=self.calls > 0)
+        found = parse_deltas(self.parser, shown) if delta.deltas is None else delta.deltas or [Content(shown.text)]
+        shown = with_deltas(shown, found, calls=self.calls > 0)
         if shown.deltas:
             self.calls += sum([type(each) is ToolCallStart for each in shown.deltas])
             if all(type(each) is Reasoning for each in shown.deltas):

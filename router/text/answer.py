@@ -125,7 +125,7 @@ class Block(msgspec.Struct):
         return "".join(self.parts)
 
 
-def extend(blocks: list[Block], shown: TextDelta) -> None:
+def append_delta(blocks: list[Block], shown: TextDelta) -> None:
     """Append a delta to the blocks of an answer."""
     for delta in shown.deltas or (Content(shown.text),):
         match delta:
@@ -142,14 +142,14 @@ def extend(blocks: list[Block], shown: TextDelta) -> None:
                 blocks[-1].parts.append(text)
 
 
-def found_by(parser: AnswerParser | None, shown: TextDelta) -> list[Delta]:
+def parse_deltas(parser: AnswerParser | None, shown: TextDelta) -> list[Delta]:
     """The deltas that the parser finds in newly shown text; without a parser, all text is content."""
     if parser is None:
         return [Content(shown.text)]
     return (parser.feed(shown.text) if shown.text else []) + (parser.finish() if shown.ending else [])
 
 
-def told_apart(shown: TextDelta, found: Sequence[Delta], *, calls: bool) -> TextDelta:
+def with_deltas(shown: TextDelta, found: Sequence[Delta], *, calls: bool) -> TextDelta:
     """`shown` with reasoning and calls separated from the content. `calls`: whether there were calls before."""
     ending = shown.ending
     if ending == "stop" and (calls or any(type(each) is ToolCallStart for each in found)):

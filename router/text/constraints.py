@@ -1,9 +1,9 @@
 """Turns the request fields that ask for structured output into a checked `Constraint`.
 
-`requested` and `tool_calls` are pure. `ConstraintChecker` compiles a constraint against an alphabet of single bytes,
-which finds nearly everything that a replica's compiler would refuse, without a vocabulary. The cost is bounded by the
-size and nesting of the source, by llguidance's own limits and by a deadline. A thread cannot be stopped, so one that
-exceeds the deadline runs until those limits stop it.
+`requested_constraint` and `tool_calls` are pure. `ConstraintChecker` compiles a constraint against an alphabet of
+single bytes, which finds nearly everything that a replica's compiler would refuse, without a vocabulary. The cost is
+bounded by the size and nesting of the source, by llguidance's own limits and by a deadline. A thread cannot be stopped,
+so one that exceeds the deadline runs until those limits stop it.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from ...replica.messages.grammar import GrammarError, grammar_of, new_matcher
 from ..errors import InvalidRequest, QueueFull
 from .parsers.guided import MAX_SOURCE_CHARACTERS, CallShape, Unguidable
 
-#: The fields that `requested` reads.
+#: The fields that `requested_constraint` reads.
 FIELDS = (
     "response_format",
     "structured_outputs",
@@ -36,29 +36,29 @@ FIELDS = (
 MAX_NESTING = 100
 #: Typical schemas take 1 to 30 ms. Measured: 2,000 optional properties take 0.35 s.
 DEADLINE_S = 2.0
-CHECKS_KEPT = 1024
+MAX_CACHED_CHECKS = 1024
 CHECK_THREADS = 2
 
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 _BRACKET = re.compile(r"[\[\](){}]")
 
 
-class Asked(NamedTuple):
+class FieldConstraint(NamedTuple):
     """A constraint and the field that asks for it."""
 
     constraint: Constraint
     param: str
 
 
-def requested(fields: Mapping[str, Any], at: str = "response_format") -> Asked | None:
+def requested_constraint(fields: Mapping[str, Any], at: str = "response_format") -> FieldConstraint | None:
     """The constraint that these `FIELDS` of a body ask for; absent ones may be missing or None. Raises InvalidRequest.
 
     `at`: the field that holds the format. If that is not `response_format`, it contains the schema directly.
     """
-    asked: list[Asked] = []
+    asked: list[FieldConstraint] = []
 
     def ask(kind: ConstraintKind, source: str, param: str) -> None:
-        asked.append(Asked(Constraint(kind=kind, source=source), param))
+        asked.append(FieldConstraint(Constraint(kind=kind, source=source), param))
 
     whitespace = fields.get("guided_whitespace_pattern")
     if (response_format := fields.get("response_format")) is not None:
@@ -158,7 +158,7 @@ def tool_calls(
     parallel: bool = True,
     restricted: bool = False,
     otherwise: Constraint | None = None,
-) -> Asked | None:
+) -> FieldConstraint | None:
     """The constraint that `tool_choice` and strict tools require, for calls in this `shape`. Raises InvalidRequest.
 
     None if nothing is required. "required" and a named tool allow only calls. Otherwise text is free, and the calls in
@@ -197,7 +197,7 @@ def tool_calls(
         param = "tool_choice" if forced else "tools"
         what = error if isinstance(error, Unguidable) else "a schema is nested too deeply"
         raise InvalidRequest.field(param, f"{what}") from error
-    return Asked(Constraint(kind="structural_tag", source=source), "tools")
+    return FieldConstraint(Constraint(kind="structural_tag", source=source), "tools")
 
 
 def _form(constraint: Constraint) -> dict[str, Any] | None:
@@ -262,31 +262,31 @@ class ConstraintChecker:
         self._deadline_s = deadline_s
         self._problem = problem
         #: Results by kind and digest of the source, which may be long; most recently used last.
-        self._known: OrderedDict[tuple[str, bytes], str | None] = OrderedDict()
+        self._results: OrderedDict[tuple[str, bytes], str | None] = OrderedDict()
         self._pool = ThreadPoolExecutor(CHECK_THREADS, thread_name_prefix="constraint")
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    async def check(self, asked: Asked) -> Constraint:
+    async def check(self, asked: FieldConstraint) -> Constraint:
         """The constraint if replicas can serve it. Raises InvalidRequest, or QueueFull if no thread is free in time."""
         constraint, param = asked
-        problem = await self._find(constraint)
+        problem = await self._find_problem(constraint)
         if problem is not None:
             raise InvalidRequest.field(param, f"cannot be used as a constraint: {problem}")
         return constraint
 
-    async def _find(self, constraint: Constraint) -> str | None:
+    async def _find_problem(self, constraint: Constraint) -> str | None:
         source = constraint.source
         if len(source) > MAX_SOURCE_CHARACTERS:
             return f"it has {len(source)} characters; the limit is {MAX_SOURCE_CHARACTERS}"
         key = constraint.kind, sha256(source.encode(errors="surrogatepass")).digest()
-        if key in self._known:
-            self._known.move_to_end(key)
-            return self._known[key]
-        work = self._pool.submit(self._judged, constraint)
+        if key in self._results:
+            self._results.move_to_end(key)
+            return self._results[key]
+        work = self._pool.submit(self._compile, constraint)
         answer = asyncio.wrap_future(work)
-        answer.add_done_callback(lambda done: self._answered(key, done))
+        answer.add_done_callback(lambda done: self._on_done(key, done))
         try:
             return await asyncio.wait_for(asyncio.shield(answer), self._deadline_s)
         except TimeoutError:
@@ -294,7 +294,7 @@ class ConstraintChecker:
                 raise QueueFull(CHECK_THREADS) from None
             return self._remember(key, self._too_complex())  # replaced when the thread finishes
 
-    def _judged(self, constraint: Constraint) -> str | None:
+    def _compile(self, constraint: Constraint) -> str | None:
         """Runs in a thread and measures that thread's CPU time, which does not depend on other load of the machine."""
         if (deep := nesting(constraint.source)) > MAX_NESTING:
             return f"it is nested {deep} levels deep; the limit is {MAX_NESTING}"
@@ -305,12 +305,12 @@ class ConstraintChecker:
     def _too_complex(self) -> str:
         return f"it is too complex: compiling it takes more than {self._deadline_s:g} s"
 
-    def _answered(self, key: tuple[str, bytes], done: "asyncio.Future[str | None]") -> None:
+    def _on_done(self, key: tuple[str, bytes], done: "asyncio.Future[str | None]") -> None:
         if not done.cancelled() and done.exception() is None:
             self._remember(key, done.result())
 
     def _remember(self, key: tuple[str, bytes], problem: str | None) -> str | None:
-        self._known[key] = problem
-        if len(self._known) > CHECKS_KEPT:
-            self._known.popitem(last=False)
+        self._results[key] = problem
+        if len(self._results) > MAX_CACHED_CHECKS:
+            self._results.popitem(last=False)
         return problem

@@ -27,7 +27,7 @@ class CacheMark(msgspec.Struct, frozen=True, gc=False):
     ttl_s: float | None = None  #: None: as set in the configuration
     end: int | None = None  #: in characters of the message's content; None: the end of the whole message
 
-    def moved(self, by: int) -> "CacheMark":
+    def shifted(self, by: int) -> "CacheMark":
         """The mark after `by` characters were inserted in front of the content."""
         return self if self.end is None else msgspec.structs.replace(self, end=max(0, self.end + by))
 
@@ -72,7 +72,7 @@ class Message(msgspec.Struct, frozen=True):
         return message
 
 
-def merged(messages: Iterable[Message], roles: Container[str], between: str) -> list[Message]:
+def merge_messages(messages: Iterable[Message], roles: Container[str], between: str) -> list[Message]:
     """Join consecutive messages of the same role, for these `roles`: templates expect alternating roles."""
     made: list[Message] = []
     for role, group in groupby(messages, attrgetter("role")):
@@ -90,7 +90,7 @@ def _joined(messages: Sequence[Message], between: str) -> Message:
         for mark in message.marks:
             # A mark at the end of a message that is not the last becomes a mark inside the joined message.
             inside = mark.end is None and message is not messages[-1]
-            marks.append(msgspec.structs.replace(mark, end=end) if inside else mark.moved(characters))
+            marks.append(msgspec.structs.replace(mark, end=end) if inside else mark.shifted(characters))
         if message.content is not None:
             texts.append(message.content)
             characters = end + len(between)

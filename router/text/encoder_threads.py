@@ -51,7 +51,7 @@ class Sender(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, most_tokens=None, check=_any_length)
 
 
-NOBODY = Sender()
+NO_SENDER = Sender()
 
 
 @dataclass(slots=True, eq=False)

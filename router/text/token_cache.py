@@ -1,6 +1,6 @@
 """Caches the token ids of text segments, so that only the new part of a conversation is tokenized.
 
-`Cutter` cuts texts into segments; `TokenCache` holds their ids, bounded in bytes, and evicts the least recently used
+`Segmenter` cuts texts into segments; `TokenCache` holds their ids, bounded in bytes, and evicts the least recently used
 first. Pure. Each tenant has its own entries; otherwise timing would reveal to one tenant what another has sent.
 """
 
@@ -52,7 +52,7 @@ def _cost(key: Key, ids: bytes) -> int:
     return ENTRY_BYTES + len(tenant) + width * len(text) + len(ids)
 
 
-class Cutter:
+class Segmenter:
     """Cuts texts so that the concatenated ids of the segments are the ids of the whole text.
 
     A `tokenizers` tokenizer first extracts its added tokens (leftmost-longest match) and then handles each stretch
@@ -71,7 +71,7 @@ class Cutter:
         longest_first = sorted((token["content"] for token in tokens), key=len, reverse=True)
         self._tokens = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
-    def cut(self, text: str) -> list[str]:
+    def segments(self, text: str) -> list[str]:
         """Non-empty segments of `text`; all except perhaps the first begin with an added token."""
         if not self.safe:
             return [text] if text else []

@@ -23,11 +23,11 @@ from ..errors import InvalidRequest, PromptTooLong, TokenizerUnavailable
 from .constraints import ConstraintChecker
 from .detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, is_byte_level, piece_table
 from .encoder import Encoder, TokenIds, TooManyTokens, choose_encoder
-from .encoder_threads import NOBODY, EncoderThreads, Sender
+from .encoder_threads import NO_SENDER, EncoderThreads, Sender
 from .export import TokenizerLayout, TokenizerParts, layout_of, load_parts
 from .template import ChatTemplate, TemplateInput
 from .token_bound import characters_per_token, fewest_tokens
-from .token_cache import Cutter, TokenCache
+from .token_cache import Segmenter, TokenCache
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ CUT_CHARACTERS = 128 * 1024
 #: Bodies with more objects are prepared off the event loop: a message, block or tool takes 3 to 10 µs.
 INLINE_OBJECTS = 1000
 #: Limit for texts that need not fit a model's context, larger than any. Ids take memory, and time from all requests.
-MOST_TOKENS = 1_000_000
+MAX_PROMPT_TOKENS = 1_000_000
 #: More ids than this are decoded off the event loop, at 0.15 µs each.
 INLINE_IDS = 4096
 
@@ -86,7 +86,7 @@ class TextModel:
         self._bound = characters_per_token(layout)
         self._threads = EncoderThreads(self._encoder.short_characters)
         self._threads.prepare(partial(self.encode_now, ["Hello"], special_tokens=False))
-        self._cutter = Cutter(parts.tokenizer) if reason else None
+        self._segmenter = Segmenter(parts.tokenizer) if reason else None
         self.cache = TokenCache(cache_bytes)
         self.constraints = ConstraintChecker()
         self._pieces = piece_table(self._backend)
@@ -139,36 +139,36 @@ class TextModel:
         texts: Sequence[str],
         *,
         special_tokens: bool,
-        sender: Sender = NOBODY,
+        sender: Sender = NO_SENDER,
         context: int | None = None,
         param: str | None = None,
     ) -> list[TokenIds]:
         """Ids of each text. Long texts are encoded off the event loop.
 
-        `context`: in tokens; None: the limit is MOST_TOKENS. `param`: the field with the texts. Raises InvalidRequest,
-        DeadlineExceeded and, where possible before encoding, PromptTooLong, PromptOverLimit and RateLimited.
+        `context`: in tokens; None: the limit is MAX_PROMPT_TOKENS. `param`: the field with the texts. Raises
+        InvalidRequest, DeadlineExceeded and, if possible before encoding, PromptTooLong, PromptOverLimit, RateLimited.
         """
         characters = sum(map(len, texts))
         if characters > self._encoder.inline_characters:
             fewest = [fewest_tokens(text, self._bound) for text in texts]
             _check_context(max(fewest), context, param, at_least=True)
             sender.check(fewest)
-        most = _most(sender, context)
+        most = _max_tokens(sender, context)
         work = partial(self._encode, texts, special_tokens=special_tokens, most=most, param=param)
         return await self._run(work, characters, sender, context, param)
 
-    def encode_chat_now(self, conversation: TemplateInput, *, salt: bytes = b"") -> TokenIds:
+    def encode_chat_now(self, conversation: TemplateInput) -> TokenIds:
         """Like `encode_chat`, but in place."""
-        if self._cutter is None:
-            return self._encode_chat(conversation, MOST_TOKENS, None)
-        segments, known, missing = self._recall(self._cutter, self._template.render(conversation), salt)
-        return self._complete(segments, known, missing, self.encode_now(missing, special_tokens=False), salt)
+        if self._segmenter is None:
+            return self._encode_chat(conversation, MAX_PROMPT_TOKENS, None)
+        segments, known, missing = self._look_up(self._segmenter, self._template.render(conversation), b"")
+        return self._join_segments(segments, known, missing, self.encode_now(missing, special_tokens=False), b"")
 
     async def encode_chat(
         self,
         conversation: TemplateInput | Callable[[], TemplateInput],
         *,
-        sender: Sender = NOBODY,
+        sender: Sender = NO_SENDER,
         context: int | None = None,
         param: str | None = None,
     ) -> TokenIds:
@@ -179,15 +179,15 @@ class TextModel:
 
         `conversation` may be a function that returns it; the thread that renders the template calls it.
         """
-        if self._cutter is None or sender.body_bytes > CUT_CHARACTERS:
-            work = partial(self._encode_chat, conversation, _most(sender, context), param)
+        if self._segmenter is None or sender.body_bytes > CUT_CHARACTERS:
+            work = partial(self._encode_chat, conversation, _max_tokens(sender, context), param)
             return await self._run(work, sender.body_bytes, sender, context, param)
         prompt = await self.prepare(partial(self._render, conversation), sender)
-        segments, known, missing = self._recall(self._cutter, prompt, sender.salt)
+        segments, known, missing = self._look_up(self._segmenter, prompt, sender.salt)
         encoded: Sequence[TokenIds] = ()
         if missing:
             encoded = await self.encode(missing, special_tokens=False, sender=sender, context=context, param=param)
-        ids = self._complete(segments, known, missing, encoded, sender.salt)
+        ids = self._join_segments(segments, known, missing, encoded, sender.salt)
         _check_context(len(ids), context, param)
         return ids
 
@@ -230,14 +230,14 @@ class TextModel:
         made = conversation if isinstance(conversation, TemplateInput) else conversation()
         return self._template.render(made)
 
-    def _recall(self, cutter: Cutter, prompt: str, salt: bytes) -> tuple[list[str], dict[str, bytes], list[str]]:
+    def _look_up(self, segmenter: Segmenter, prompt: str, salt: bytes) -> tuple[list[str], dict[str, bytes], list[str]]:
         """The prompt's segments, the ids of the cached ones, and the segments that are not cached."""
-        segments = cutter.cut(prompt)
+        segments = segmenter.segments(prompt)
         found = {segment: self.cache.get((salt, segment)) for segment in segments}
         known = {segment: ids for segment, ids in found.items() if ids is not None}
         return segments, known, [segment for segment, ids in found.items() if ids is None]
 
-    def _complete(
+    def _join_segments(
         self,
         segments: Sequence[str],
         known: dict[str, bytes],
@@ -257,7 +257,7 @@ class TextModel:
         text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
-    async def decode_long(self, token_ids: Sequence[int], sender: Sender = NOBODY) -> str:
+    async def decode_long(self, token_ids: Sequence[int], sender: Sender = NO_SENDER) -> str:
         """Like `decode`, but off the event loop for many ids. Raises as `prepare` does."""
         if len(token_ids) <= INLINE_IDS:
             return self.decode(token_ids)
@@ -304,9 +304,9 @@ class TextModel:
         return [self._backend.id_to_token(token_id) or "" for token_id in token_ids]
 
 
-def _most(sender: Sender, context: int | None) -> int:
+def _max_tokens(sender: Sender, context: int | None) -> int:
     """The maximum number of tokens of a prompt."""
-    most = MOST_TOKENS if context is None else context - 1
+    most = MAX_PROMPT_TOKENS if context is None else context - 1
     return most if sender.most_tokens is None else min(most, sender.most_tokens)
 
 
@@ -314,9 +314,9 @@ def _check_context(tokens: int, context: int | None, param: str | None, *, at_le
     """Raise PromptTooLong if this many tokens leave no room in `context`; if that is None, InvalidRequest."""
     if context is not None and tokens >= context:
         raise PromptTooLong(tokens, context, param=param, at_least=at_least)
-    if context is None and tokens > MOST_TOKENS:
+    if context is None and tokens > MAX_PROMPT_TOKENS:
         raise InvalidRequest(
-            f"the prompt has {'at least ' * at_least}{tokens} tokens; the limit is {MOST_TOKENS}", param=param
+            f"the prompt has {'at least ' * at_least}{tokens} tokens; the limit is {MAX_PROMPT_TOKENS}", param=param
         )
 
 

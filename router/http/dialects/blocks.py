@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Iterator
 
-from ...text.answer import Block, TextDelta, extend
+from ...text.answer import Block, TextDelta, append_delta
 from ...text.parsers.deltas import Content, Reasoning, ToolCallArguments, ToolCallStart
 from .dialect import ResponseBuilder
 
@@ -43,7 +43,7 @@ class BlockBuilder(ResponseBuilder):
                     begins = not (self._open and self._blocks[-1].kind == kind)
             if begins:
                 yield from self._close(cut=False)
-            extend(self._blocks, TextDelta("", deltas=(delta,)))
+            append_delta(self._blocks, TextDelta("", deltas=(delta,)))
             index, block = len(self._blocks) - 1, self._blocks[-1]
             if begins:
                 self._open = True

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from ...errors import RouterError
-from ...text.answer import Block, TextDelta, extend
+from ...text.answer import Block, TextDelta, append_delta
 from ...text.encoder_threads import Sender
 from ..front import Front, Served
 from ..generation import Generation, Job, RunningChoice
@@ -81,7 +81,7 @@ class WholeWriter:
         """Add the next delta of a choice; `first`: it is the choice's first."""
         blocks = choice.blocks
         if shown.deltas:
-            extend(blocks, shown)
+            append_delta(blocks, shown)
         elif blocks and blocks[-1].kind == "text":
             blocks[-1].parts.append(shown.text)
         elif shown.text:

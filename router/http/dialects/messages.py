@@ -22,7 +22,7 @@ from ...text.conversation import (
     ToolCall,
     ToolChoice,
     function_tool,
-    merged,
+    merge_messages,
 )
 from ...text.encoder_threads import Sender
 from ..front import Front, Served
@@ -213,14 +213,14 @@ def conversation(body: CountBody, settings: RouterSettings) -> Conversation:
         text = "\n".join(system.texts)
         if settings.drop_billing_line and (line := BILLING_LINE.match(text)):
             text = text[line.end() :]
-            system.marks = [mark.moved(-line.end()) for mark in system.marks]
+            system.marks = [mark.shifted(-line.end()) for mark in system.marks]
         messages.append(Message("system", text, marks=system.marks))
     turns: list[Message] = []
     for index, given in enumerate(body.messages):
         # Many templates refuse a system message that is not the first one.
         collector = _Collector("assistant" if given.role == "assistant" else "user", settings)
         turns += collector.messages(given.content, f"messages[{index}].content")
-    messages += merged(turns, ("user", "assistant"), "\n")
+    messages += merge_messages(turns, ("user", "assistant"), "\n")
     choice, output = body.tool_choice, body.output_config or OutputConfig()
     mode: Literal["auto", "none", "required"] = "auto"
     if choice is not None and choice.type != "auto":

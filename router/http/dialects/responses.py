@@ -22,7 +22,7 @@ from ...text.conversation import (
     ToolChoice,
     allowed_names,
     function_tool,
-    merged,
+    merge_messages,
 )
 from ...text.encoder_threads import Sender
 from ..front import Front, Served
@@ -207,7 +207,7 @@ def conversation(body: ResponsesBody) -> Conversation:
         else:
             turns.append(message)
     messages = [Message("system", "\n\n".join(heads))] if heads else []
-    messages += merged(turns, ("assistant",), "")
+    messages += merge_messages(turns, ("assistant",), "")
     if not messages:
         raise InvalidRequest.field("input", "at least one message is needed")
     reasoning = body.reasoning or ReasoningOptions()

@@ -13,7 +13,7 @@ import msgspec
 from ....replica.messages import Constraint, SamplingParams
 from ...config import RouterSettings
 from ...errors import ContextTooLong, InvalidRequest, PromptTooLong
-from ...text.constraints import FIELDS, Asked, requested, tool_calls
+from ...text.constraints import FIELDS, FieldConstraint, requested_constraint, tool_calls
 from ...text.conversation import CacheMark, Conversation
 from ...text.encoder import TokenIds
 from ...text.encoder_threads import Sender
@@ -247,7 +247,7 @@ async def conversation_job(
     thoughts, tail = served.thoughts, ""
     if thoughts is not None:
         tail = text.decode(token_ids[-TAIL_TOKENS:])
-    opened = thoughts is not None and thoughts.opened_by(tail)
+    opened = thoughts is not None and thoughts.leaves_open(tail)
     guided = await _requested_guidance(served, body, conversation, sender, tail)
     found = job(
         front,
@@ -290,11 +290,11 @@ async def _encoded(
 
 async def _requested_guidance(
     served: Served, body: Body, conversation: Conversation, sender: Sender, tail: str
-) -> Asked | None:
+) -> FieldConstraint | None:
     """The constraint on the answer from output format and tools. `tail`: the prompt's end. Raises InvalidRequest."""
     text = served.text
     asked = requested_output(body, conversation.output, conversation.output_at)
-    calls: Asked | None = None
+    calls: FieldConstraint | None = None
     if _asks_for_calls(conversation):
         calls = await text.prepare(lambda: _calls(served, conversation, asked), sender)
     if asked is not None and conversation.tools:
@@ -349,17 +349,17 @@ def decoded_arguments(arguments: Any, param: str) -> Any:
         raise InvalidRequest.field(param, "'arguments' is not valid JSON") from error
 
 
-def requested_output(body: Body, fields: Mapping[str, Any], at: str = "response_format") -> Asked | None:
+def requested_output(body: Body, fields: Mapping[str, Any], at: str = "response_format") -> FieldConstraint | None:
     """The output format requested by the fields that all bodies share and by `fields`. Raises InvalidRequest."""
     given = _output_fields(body)
     if not fields and given == _NO_OUTPUT_FIELDS:
         return None
-    return requested({**dict(zip(_OUTPUT_FIELDS, given, strict=True)), **fields}, at)
+    return requested_constraint({**dict(zip(_OUTPUT_FIELDS, given, strict=True)), **fields}, at)
 
 
 def _guided(
-    served: Served, conversation: Conversation, asked: Asked | None, calls: Asked | None, tail: str
-) -> Asked | None:
+    served: Served, conversation: Conversation, asked: FieldConstraint | None, calls: FieldConstraint | None, tail: str
+) -> FieldConstraint | None:
     """The constraint to apply, and where in the answer it begins. `tail`: the prompt's end, if the model reasons."""
     thoughts = served.thoughts
     guiding = asked if calls is None else calls
@@ -383,7 +383,9 @@ def _asks_for_calls(conversation: Conversation) -> bool:
     return any(tool.definition["function"].get("strict") is True for tool in tools)
 
 
-async def _calls_besides(served: Served, conversation: Conversation, asked: Asked, sender: Sender) -> Asked | None:
+async def _calls_besides(
+    served: Served, conversation: Conversation, asked: FieldConstraint, sender: Sender
+) -> FieldConstraint | None:
     """The constraint on an answer that either calls tools or matches `asked`; None: `asked` alone applies.
 
     The request does not demand valid calls, so tools whose calls cannot be guided are no reason to refuse it.
@@ -398,7 +400,7 @@ async def _calls_besides(served: Served, conversation: Conversation, asked: Aske
         return None
 
 
-def _calls(served: Served, conversation: Conversation, asked: Asked | None) -> Asked | None:
+def _calls(served: Served, conversation: Conversation, asked: FieldConstraint | None) -> FieldConstraint | None:
     """The constraint on the answer from tools: calls, if they are required, or else that calls match strict schemas.
 
     If no calls are required, an answer without any must match `asked`. None: only `asked` applies.

@@ -22,7 +22,7 @@ class CallScanner(Scanner):
     deltas already written cannot be taken back.
     """
 
-    __slots__ = ("_id_length", "_make_id", "_muted", "_parallel", "name", "open", "out", "started", "tools")
+    __slots__ = ("_id_part", "_make_id", "_muted", "_parallel", "name", "open", "out", "started", "tools")
 
     def __init__(self, tools: Tools, make_id: MakeId, *, parallel: bool, id_length: int = 0) -> None:
         """`id_length`: generated ids keep only this many of their last characters; 0: all."""
@@ -32,7 +32,7 @@ class CallScanner(Scanner):
         self.open = False  #: whether a call has started but not ended
         self.name = ""  #: tool of the open call
         self._make_id = make_id
-        self._id_length = id_length
+        self._id_part = slice(-id_length or None, None)
         self._parallel = parallel
         self.started = 0  #: number of calls started
         self._muted = False
@@ -60,7 +60,7 @@ class CallScanner(Scanner):
         self.started += 1
         self._muted = index > 0 and not self._parallel
         if not self._muted:
-            self.out.append(ToolCallStart(index, call_id or self._make_id(index)[-self._id_length :], name))
+            self.out.append(ToolCallStart(index, call_id or self._make_id(index)[self._id_part], name))
 
     def arguments(self, text: str) -> None:
         """Write the next piece of the open call's arguments."""
@@ -77,10 +77,10 @@ class CallScanner(Scanner):
         root = self.tools[self.name]
         properties: Any = root.get("properties") if root is not None else None
         found = properties.get(parameter) if isinstance(properties, Mapping) else None
-        return resolved(found, root or {})
+        return resolve_refs(found, root or {})
 
 
-def resolved(schema: Any, root: Mapping[str, Any], depth: int = 8) -> Mapping[str, Any]:
+def resolve_refs(schema: Any, root: Mapping[str, Any], depth: int = 8) -> Mapping[str, Any]:
     """A schema with its references into `root` resolved, as far as its type depends on them."""
     if not isinstance(schema, Mapping):
         return {}
@@ -91,11 +91,11 @@ def resolved(schema: Any, root: Mapping[str, Any], depth: int = 8) -> Mapping[st
             found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
         if isinstance(found, Mapping):
             others = {key: value for key, value in schema.items() if key != "$ref"}
-            return {**resolved(found, root, depth - 1), **others}
+            return {**resolve_refs(found, root, depth - 1), **others}
     branches = {key: schema[key] for key in ("anyOf", "oneOf", "allOf") if isinstance(schema.get(key), list)}
     if not branches or not depth:
         return schema
-    made = {key: [resolved(each, root, depth - 1) for each in value] for key, value in branches.items()}
+    made = {key: [resolve_refs(each, root, depth - 1) for each in value] for key, value in branches.items()}
     only = made.pop("allOf")[0] if len(made.get("allOf", ())) == 1 else {}
     return {**{key: value for key, value in schema.items() if key not in branches}, **made, **only}
 

@@ -68,7 +68,7 @@ class ReasoningFamily:
         With an opener, only answers that begin with it have an unguided part. `prompt`: the end of the prompt. `calls`:
         calls are guided; their shape describes a whole reply. `may_open`: the model may start reasoning by itself.
         """
-        opened = self.opened_by(prompt)
+        opened = self.leaves_open(prompt)
         if self.answer:
             if calls:
                 return "", self.closer + self.reply if opened else ""
@@ -78,7 +78,7 @@ class ReasoningFamily:
         closed = prompt.rstrip().endswith(self.closer)
         return (self.opener, self.closer) if may_open and not closed else ("", "")
 
-    def opened_by(self, prompt: str) -> bool:
+    def leaves_open(self, prompt: str) -> bool:
         """Whether a prompt ends with the opener, so that the answer begins inside reasoning."""
         return prompt.rstrip().endswith(self.opener)
 

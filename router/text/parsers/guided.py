@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from .calls import resolved
+from .calls import resolve_refs
 from .formats import json_value, types_of
 
 Form = dict[str, Any]
@@ -21,7 +21,7 @@ Function = Mapping[str, Any]  #: `name`, `parameters`, `strict`
 #: Longest source of a constraint. OpenAI's limit for all names and values of a schema is 120,000 characters.
 MAX_SOURCE_CHARACTERS = 128 * 1024
 #: Limit for formats that write parameters one by one: their order, and references, cost the square of their number.
-MOST_PARAMETERS = 128
+MAX_PARAMETERS = 128
 #: Keywords of a tool's schema that only JSON formats can enforce.
 _OF_OBJECTS = frozenset("anyOf oneOf allOf not if minProperties dependentRequired patternProperties".split())
 #: Keywords that do not restrict the valid values beyond their types.
@@ -95,7 +95,7 @@ def json_object(begin: str, end: str, arguments: str = "arguments") -> Callable[
             "type": "object",
             "properties": {
                 "name": {"const": function["name"]},
-                arguments: _moved(_parameters(function), f"#/properties/{arguments}"),
+                arguments: _rebase_refs(_parameters(function), f"#/properties/{arguments}"),
             },
             "required": ["name", arguments],
             "additionalProperties": False,
@@ -180,7 +180,7 @@ class _Parameter:
         """The format of its value as JSON."""
         given = _parameters(self.function)["properties"][self.name]
         if isinstance(given, Mapping) and "$ref" in str(given):
-            root = _moved(_parameters(self.function), "#/$defs/root")
+            root = _rebase_refs(_parameters(self.function), "#/$defs/root")
             key = self.name.replace("~", "~0").replace("/", "~1")
             given = {"$ref": f"#/$defs/root/properties/{key}", "$defs": {"root": root}}
         return _json(given, self.function)
@@ -199,12 +199,12 @@ def _each_parameter(function: Function) -> Iterable[_Parameter]:
     unknown = [name for name in required if not isinstance(name, str) or name not in properties]
     if unknown:
         raise Unguidable(f"required parameter {unknown[0]!r} is not among the properties")
-    if len(properties) > MOST_PARAMETERS or len(msgspec.json.encode(parameters)) > MAX_SOURCE_CHARACTERS:
+    if len(properties) > MAX_PARAMETERS or len(msgspec.json.encode(parameters)) > MAX_SOURCE_CHARACTERS:
         raise Unguidable(
-            f"more than {MOST_PARAMETERS} parameters, or larger schemas, cannot be guided in this model's format"
+            f"more than {MAX_PARAMETERS} parameters, or larger schemas, cannot be guided in this model's format"
         )
     for name in properties:
-        yield _Parameter(function, name, resolved(properties[name], parameters), name in required)
+        yield _Parameter(function, name, resolve_refs(properties[name], parameters), name in required)
 
 
 def _xml_parameter(parameter: _Parameter, begin: str, end: str) -> Form:
@@ -267,16 +267,16 @@ def _parameters(function: Function) -> Mapping[str, Any]:
     return found
 
 
-def _moved(schema: Any, path: str) -> Any:
+def _rebase_refs(schema: Any, path: str) -> Any:
     """A copy of a schema to be placed at `path`, with references to its own parts adjusted."""
     if isinstance(schema, list):
-        return [_moved(each, path) for each in schema]
+        return [_rebase_refs(each, path) for each in schema]
     if not isinstance(schema, Mapping):
         return schema
     return {
         name: path + value[1:]
         if name == "$ref" and isinstance(value, str) and value.startswith("#")
-        else _moved(value, path)
+        else _rebase_refs(value, path)
         for name, value in schema.items()
     }
 

@@ -23,7 +23,7 @@ class AnswerParser:
     def __init__(
         self,
         calls: ToolFamily | None,
-        thoughts: ReasoningFamily | None,
+        reasoning: ReasoningFamily | None,
         tools: Tools,
         make_id: MakeId,
         *,
@@ -42,9 +42,9 @@ class AnswerParser:
             id_length=calls.id_length if calls is not None else 0,
         )
         self._family = calls if tools and calls is not None and calls.read is not None else None
-        self._thoughts = thoughts
-        if "harmony" in (calls and calls.name, thoughts and thoughts.name):
-            run = harmony(self._scanner, in_reasoning=starts_in_reasoning, reasoning=thoughts is not None)
+        self._reasoning = reasoning
+        if "harmony" in (calls and calls.name, reasoning and reasoning.name):
+            run = harmony(self._scanner, in_reasoning=starts_in_reasoning, reasoning=reasoning is not None)
         else:
             run = self._run(starts_in_reasoning)
         self._advance = run.__next__
@@ -65,13 +65,13 @@ class AnswerParser:
         return self._scanner.out
 
     def _run(self, starts_in_reasoning: bool) -> Steps[None]:
-        p, family, thoughts = self._scanner, self._family, self._thoughts
+        p, family, reasoning = self._scanner, self._family, self._reasoning
         openers = family.openers if family is not None else ()
         in_content, thinking = _markers(*openers, lead=r"\s"), False
-        if thoughts is not None:
+        if reasoning is not None:
             ends = openers if family is not None and family.ends_reasoning else ()
-            in_reasoning = _markers(thoughts.closer, *ends, lead=r"\n")
-            thinking = (yield from p.optional(thoughts.opener)) is not None or starts_in_reasoning
+            in_reasoning = _markers(reasoning.closer, *ends, lead=r"\n")
+            thinking = (yield from p.optional(reasoning.opener)) is not None or starts_in_reasoning
         yield from self._begin(thinking=thinking)
         while True:
             if thinking:

@@ -69,18 +69,18 @@ async def test_a_rebuilt_replica_is_left_and_followed_again(make_publisher: Publ
     listing.put("r0", 7, first.start())
     feed = ClusterFeed(listing.view, sink, refresh_s=0.01)
     running = asyncio.ensure_future(feed.run())
-    await until(lambda: "told" in sink.kinds(Source("r0", 7)))
+    await until(lambda: "receive" in sink.kinds(Source("r0", 7)))
 
     listing.put("r0", 8, second.start())
     store(second, 1)
     second.flush()
-    await until(lambda: "told" in sink.kinds(Source("r0", 8)))
+    await until(lambda: "receive" in sink.kinds(Source("r0", 8)))
     assert list(feed.feeds) == [Source("r0", 8)]
     running.cancel()
     await asyncio.wait([running])
 
-    assert sink.kinds(Source("r0", 7))[-1] == "gone"
-    assert sink.calls.index(("gone", Source("r0", 7))) < sink.calls.index(("joined", Source("r0", 8)))
+    assert sink.kinds(Source("r0", 7))[-1] == "left"
+    assert sink.calls.index(("left", Source("r0", 7))) < sink.calls.index(("joined", Source("r0", 8)))
     assert not feed.feeds
 
 
@@ -96,7 +96,7 @@ async def test_a_router_that_comes_back_was_never_gone(make_publisher: Publisher
     running.cancel()
     await asyncio.wait([running])
 
-    assert "gone" not in sink.kinds(Source("r0", 7))
+    assert "left" not in sink.kinds(Source("r0", 7))
 
 
 async def test_a_router_that_is_gone_ends_it() -> None:

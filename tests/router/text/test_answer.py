@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from homing.replica.messages import PositionLogprobs, TokenLogprob
 from homing.router.backend import TokenDelta
-from homing.router.text.answer import AnswerText, Block, StopFinder, TextDelta, extend, found_by, told_apart
+from homing.router.text.answer import AnswerText, Block, StopFinder, TextDelta, append_delta, parse_deltas, with_deltas
 from homing.router.text.parsers.deltas import Content, Reasoning, ToolCallArguments, ToolCallStart
 from homing.router.text.parsers.families import choose_tools
 from homing.router.text.parsers.parser import AnswerParser
@@ -122,8 +122,8 @@ def test_neighbours_of_one_kind_are_one_block():
         [ToolCallStart(0, "c1", "weather"), ToolCallArguments(0, "{")],
         [ToolCallArguments(0, "}"), ToolCallStart(1, "c2", "weather")],
     ):
-        extend(blocks, TextDelta("", deltas=deltas))
-    extend(blocks, TextDelta("Done."))
+        append_delta(blocks, TextDelta("", deltas=deltas))
+    append_delta(blocks, TextDelta("Done."))
 
     assert [(block.kind, block.id, block.text) for block in blocks] == [
         ("reasoning", "", "It rains."),
@@ -144,12 +144,12 @@ def test_parsed_text_ends_with_calls_wherever_it_is_cut(cuts: list[int]):
     for index, piece in enumerate(pieces):
         ending = "stop" if index == len(pieces) - 1 else None
         shown = TextDelta(piece, ending)
-        found.append(told_apart(shown, found_by(parser, shown), calls=calls > 0))
+        found.append(with_deltas(shown, parse_deltas(parser, shown), calls=calls > 0))
         calls += sum(type(each) is ToolCallStart for each in found[-1].deltas)
 
     blocks: list[Block] = []
     for shown in found:
-        extend(blocks, shown)
+        append_delta(blocks, shown)
         if not any(type(each) is not Content for each in shown.deltas):
             assert not shown.deltas
     assert [(block.kind, block.text) for block in blocks] == [("text", "See:"), ("tool_call", '{"a": 1}')]

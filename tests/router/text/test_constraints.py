@@ -13,11 +13,11 @@ from homing.replica.messages.grammar import grammar_of, new_matcher
 from homing.router.errors import InvalidRequest, QueueFull
 from homing.router.text.constraints import (
     MAX_SOURCE_CHARACTERS,
-    Asked,
     ConstraintChecker,
+    FieldConstraint,
     _byte_tokenizer,
     nesting,
-    requested,
+    requested_constraint,
     tool_calls,
 )
 from homing.router.text.parsers.guided import HERMES
@@ -53,7 +53,7 @@ def checker():
 )
 def test_every_spelling_becomes_one_constraint(fields: dict[str, Any], kind: str, source: object, param: str) -> None:
     """Of OpenAI, of vLLM, and of its older releases. Properties keep their order, as they are written in it."""
-    asked = requested(fields)
+    asked = requested_constraint(fields)
 
     assert asked is not None
     assert (asked.constraint.kind, asked.param) == (kind, param)
@@ -63,8 +63,10 @@ def test_every_spelling_becomes_one_constraint(fields: dict[str, Any], kind: str
 
 
 def test_texts_are_taken_as_they_are() -> None:
-    assert requested({"guided_regex": "a+"}) == Asked(Constraint(kind="regex", source="a+"), "guided_regex")
-    lark = requested({"structured_outputs": {"grammar": "start: /a/"}})
+    assert requested_constraint({"guided_regex": "a+"}) == FieldConstraint(
+        Constraint(kind="regex", source="a+"), "guided_regex"
+    )
+    lark = requested_constraint({"structured_outputs": {"grammar": "start: /a/"}})
     assert lark is not None
     assert lark.constraint == Constraint(kind="grammar", source="start: /a/")
 
@@ -73,7 +75,7 @@ def test_texts_are_taken_as_they_are() -> None:
     "fields", [{}, {"response_format": {"type": "text"}}, {"response_format": None}, {"structured_outputs": {}}]
 )
 def test_nothing_asked_is_no_constraint(fields: dict[str, Any]) -> None:
-    assert requested(fields) is None
+    assert requested_constraint(fields) is None
 
 
 @pytest.mark.parametrize(
@@ -95,7 +97,7 @@ def test_nothing_asked_is_no_constraint(fields: dict[str, Any]) -> None:
 )
 def test_a_malformed_field_is_named(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequest, match=f"field '{param}'") as refused:
-        requested(fields)
+        requested_constraint(fields)
     assert refused.value.param == param
 
 
@@ -104,7 +106,7 @@ def test_a_schema_that_is_not_strict_may_have_keywords_that_nobody_guides() -> N
     json_schema = {"name": "x", "schema": {"type": "array", "items": {}, "uniqueItems": True}}
 
     def compile_with(strict: object) -> None:
-        asked = requested(
+        asked = requested_constraint(
             {"response_format": {"type": "json_schema", "json_schema": {**json_schema, "strict": strict}}}
         )
         assert asked is not None
@@ -134,7 +136,7 @@ CLOCK = {"type": "function", "function": {"name": "clock"}}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 
 
-def allows(asked: Asked | None, text: str) -> bool:
+def allows(asked: FieldConstraint | None, text: str) -> bool:
     assert asked is not None
     matcher = new_matcher(_byte_tokenizer(), grammar_of(asked.constraint))
     return matcher.try_consume_tokens(list(text.encode())) == len(text.encode()) and matcher.is_accepting()
@@ -173,7 +175,7 @@ def test_strict_tools_guide_calls_and_leave_text_free() -> None:
 
 def test_with_tools_an_answer_is_calls_or_what_was_asked_for() -> None:
     """Agents ask for both: the model looks something up, and then answers by the schema."""
-    wanted = requested({"guided_json": {**SCHEMA, "required": ["b"], "additionalProperties": False}})
+    wanted = requested_constraint({"guided_json": {**SCHEMA, "required": ["b"], "additionalProperties": False}})
     assert wanted is not None
     asked = tool_calls([WEATHER], "auto", SHAPE, otherwise=wanted.constraint)
 
@@ -219,7 +221,7 @@ async def test_a_constraint_that_cannot_be_served_is_refused_by_name(
     checker: ConstraintChecker, kind: Any, source: str, message: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=f"field 'guided': cannot be used as a constraint: .*{message}") as refused:
-        await checker.check(Asked(Constraint(kind=kind, source=source), "guided"))
+        await checker.check(FieldConstraint(Constraint(kind=kind, source=source), "guided"))
     assert refused.value.http_status == 400
     assert refused.value.param == "guided"
 
@@ -238,7 +240,7 @@ async def test_a_constraint_that_cannot_be_served_is_refused_by_name(
 )
 async def test_checking_a_hostile_constraint_ends(checker: ConstraintChecker, kind: Any, source: str) -> None:
     """Each of these is exponential somewhere. That the compiler takes them is its affair, that it returns is ours."""
-    asked = Asked(Constraint(kind=kind, source=source), "x")
+    asked = FieldConstraint(Constraint(kind=kind, source=source), "x")
 
     assert await checker.check(asked) == asked.constraint
 
@@ -247,7 +249,7 @@ async def test_an_outcome_is_remembered() -> None:
     """An agent sends the same schema with every step."""
     calls: list[Constraint] = []
     checker = ConstraintChecker(problem=lambda constraint: calls.append(constraint))
-    good = Asked(Constraint(kind="regex", source="a"), "x")
+    good = FieldConstraint(Constraint(kind="regex", source="a"), "x")
 
     assert [await checker.check(good) for _ in range(3)] == [good.constraint] * 3
     assert len(calls) == 1
@@ -262,7 +264,7 @@ async def test_what_compiles_too_long_is_refused_and_what_never_began_may_come_a
         release.wait(10)
 
     checker = ConstraintChecker(deadline_s=0.05, problem=slow)
-    asked = [Asked(Constraint(kind="regex", source=source), "x") for source in "abc"]
+    asked = [FieldConstraint(Constraint(kind="regex", source=source), "x") for source in "abc"]
 
     first, second, third = await asyncio.gather(*map(checker.check, asked), return_exceptions=True)
     release.set()
@@ -285,7 +287,7 @@ async def test_only_a_constraint_that_computes_too_long_stays_refused() -> None:
         while time.thread_time() - begun < 0.2:
             pass
 
-    asked = Asked(Constraint(kind="regex", source="a"), "x")
+    asked = FieldConstraint(Constraint(kind="regex", source="a"), "x")
     for problem, kept in ((waits, False), (computes, True)):
         checker = ConstraintChecker(deadline_s=0.1, problem=problem)
         with pytest.raises(InvalidRequest, match="too complex"):

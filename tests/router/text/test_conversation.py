@@ -9,7 +9,7 @@ from homing.router.text.conversation import (
     ToolCall,
     ToolChoice,
     function_tool,
-    merged,
+    merge_messages,
 )
 
 USER = Message("user", "Weather?")
@@ -64,7 +64,7 @@ def test_neighbours_of_one_role_become_one_message():
     call = Message("assistant", None, reasoning="So", tool_calls=[ToolCall("weather", {})])
     last = Message("assistant", "Rain.", marks=[CacheMark("c"), CacheMark("d", end=2)])
 
-    [user, again, made] = merged([USER, USER, thought, call, last], ("assistant",), "\n")
+    [user, again, made] = merge_messages([USER, USER, thought, call, last], ("assistant",), "\n")
 
     assert (user, again) == (USER, USER)
     assert (made.content, made.reasoning, made.tool_calls) == ("Oh.\nRain.", "Hm.So", call.tool_calls)

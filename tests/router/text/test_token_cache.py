@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
-from homing.router.text.token_cache import ENTRY_BYTES, Cutter, TokenCache
+from homing.router.text.token_cache import ENTRY_BYTES, Segmenter, TokenCache
 
 
 def test_tenants_do_not_share_entries():
@@ -98,14 +98,14 @@ TOKENIZERS = {
 def test_segments_have_the_ids_of_the_whole(name):
     """A cut that changes one id would make every later turn miss the replicas' caches."""
     made = TOKENIZERS[name]
-    cutter = Cutter(made.to_str())
+    segmenter = Segmenter(made.to_str())
 
     @settings(max_examples=300, deadline=None)
     @given(text=texts)
     def check(text):
-        parts = [made.encode(segment, add_special_tokens=False).ids for segment in cutter.cut(text)]
+        parts = [made.encode(segment, add_special_tokens=False).ids for segment in segmenter.segments(text)]
 
-        assert "".join(cutter.cut(text)) == text
+        assert "".join(segmenter.segments(text)) == text
         assert [*chain.from_iterable(parts)] == made.encode(text, add_special_tokens=False).ids
 
     check()
@@ -123,14 +123,14 @@ def test_segments_have_the_ids_of_the_whole(name):
 )
 def test_a_tokenizer_that_looks_further_is_not_cut(name, safe):
     """It falls back to whole texts."""
-    cutter = Cutter(TOKENIZERS[name].to_str())
+    segmenter = Segmenter(TOKENIZERS[name].to_str())
 
-    assert cutter.safe == safe
-    assert len(cutter.cut("a<|im|>b")) == (2 if safe else 1)
+    assert segmenter.safe == safe
+    assert len(segmenter.segments("a<|im|>b")) == (2 if safe else 1)
 
 
 def test_a_turn_is_cut_where_it_begins():
     """So that all before it is what came before."""
-    cutter = Cutter(TOKENIZERS["byte level"].to_str())
+    segmenter = Segmenter(TOKENIZERS["byte level"].to_str())
 
-    assert cutter.cut("<|im|>b\n<|im|> b <m> b") == ["<|im|>b\n", "<|im|> b <m> b"]
+    assert segmenter.segments("<|im|>b\n<|im|> b <m> b") == ["<|im|>b\n", "<|im|> b <m> b"]

@@ -53,7 +53,7 @@ async def test_texts_encode_alike_in_every_thread(any_model: TextModel, characte
     chat, sender = TemplateInput([{"role": "user", "content": text}]), Sender(body_bytes=characters)
 
     assert await any_model.encode([text], special_tokens=True) == any_model.encode_now([text], special_tokens=True)
-    assert await any_model.encode_chat(chat, sender=sender) == any_model.encode_chat_now(chat, salt=b"another")
+    assert await any_model.encode_chat(chat, sender=sender) == any_model.encode_chat_now(chat)
 
 
 @pytest.mark.parametrize("characters", [20, FastEncoder.inline_characters + 1, FastEncoder.short_characters + 1])
@@ -104,20 +104,21 @@ def test_the_slow_encoder_is_told_with_its_reason(slow_model: TextModel, caplog:
     assert "tokenizer_slow encoder=tokenizers reason=" in caplog.text
 
 
-def test_a_further_turn_of_a_slow_model_encodes_its_own_words_only():
+async def test_a_further_turn_of_a_slow_model_encodes_its_own_words_only():
     """Encoding costs more than all the rest of the router there, so a long conversation must not pay for it each time.
 
     Another sender does not learn from the time that it takes what this one has sent.
     """
     turns = [{"role": "user", "content": f"question {turn} " * 200} for turn in range(5)]
     text_model, encoder = recording_model(cache_bytes=1_000_000)
-    text_model.encode_chat_now(TemplateInput(turns[:4]), salt=b"t")
+    sender = Sender(salt=b"t")
+    await text_model.encode_chat(TemplateInput(turns[:4]), sender=sender)
     encoder.texts.clear()
 
-    ids = text_model.encode_chat_now(TemplateInput(turns), salt=b"t")
+    ids = await text_model.encode_chat(TemplateInput(turns), sender=sender)
     own_words = sum(map(len, encoder.texts))
     encoder.texts.clear()
-    assert ids == text_model.encode_chat_now(TemplateInput(turns), salt=b"nobody yet")
+    assert ids == await text_model.encode_chat(TemplateInput(turns), sender=Sender(salt=b"nobody yet"))
     all_words = sum(map(len, encoder.texts))
 
     assert own_words < all_words / 4

@@ -23,7 +23,7 @@ from homing.router.http.front import Front
 from homing.router.server import RouterServer
 from homing.router.text.answer import TokenAt
 from homing.router.text.encoder import TokenIds
-from homing.router.text.encoder_threads import NOBODY
+from homing.router.text.encoder_threads import NO_SENDER
 from homing.router.text.parsers.deltas import Reasoning, ToolCallArguments, ToolCallStart
 from homing.router.text.template import TemplateInput
 from homing.router.text.tokenizer import TextModel
@@ -303,7 +303,7 @@ async def test_tools_are_given_to_the_template(front: Front, text_model: TextMod
     served = msgspec.structs.replace(await front.served(None), text=Recording())
     for choice in ("auto", "none"):
         body = json.dumps({"messages": MESSAGES, "tools": tools, "tool_choice": choice})
-        await DIALECT.job(front, served, DIALECT.decoder.decode(body), NOBODY)
+        await DIALECT.job(front, served, DIALECT.decoder.decode(body), NO_SENDER)
 
     assert [each.tools for each in given] == [tools, None]
 

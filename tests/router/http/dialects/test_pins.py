@@ -19,7 +19,7 @@ from homing.router.metrics import RouterMetrics
 from homing.router.tenants.api_keys import tenants_of
 from homing.router.text.conversation import CacheMark, Conversation, Message
 from homing.router.text.encoder import TokenIds
-from homing.router.text.encoder_threads import NOBODY
+from homing.router.text.encoder_threads import NO_SENDER
 from homing.router.text.template import TemplateInput
 from homing.router.text.tokenizer import TextModel
 
@@ -188,8 +188,8 @@ async def test_a_template_that_refuses_the_cut_is_given_a_question(text_model: T
     chat = TemplateInput([SYSTEM, USER])
     whole = text_model.encode_chat_now(chat)
 
-    [plain] = await requested(text_model, MARKED, chat, whole, NOBODY, RouterSettings())
-    [asked] = await requested(Picky(text_model, {"user"}), MARKED, chat, whole, NOBODY, RouterSettings())
+    [plain] = await requested(text_model, MARKED, chat, whole, NO_SENDER, RouterSettings())
+    [asked] = await requested(Picky(text_model, {"user"}), MARKED, chat, whole, NO_SENDER, RouterSettings())
 
     assert SYSTEM["content"] in text_model.decode(whole[: asked.num_tokens])
     assert plain.num_tokens <= asked.num_tokens < len(whole)
@@ -201,7 +201,7 @@ async def test_a_template_that_cannot_be_cut_is_said_by_field(text_model: TextMo
     whole = text_model.encode_chat_now(chat)
 
     with pytest.raises(InvalidRequest, match="mark a later message") as caught:
-        await requested(Picky(text_model, {"tool"}), MARKED, chat, whole, NOBODY, RouterSettings())
+        await requested(Picky(text_model, {"tool"}), MARKED, chat, whole, NO_SENDER, RouterSettings())
     assert caught.value.param == "messages[0].cache_control"
 
 

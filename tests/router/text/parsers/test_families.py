@@ -81,8 +81,8 @@ def test_a_prompt_that_ends_with_an_opener_begins_reasoning():
     """Where thinking is turned off, templates close it again."""
     think = choose_reasoning("", "", "think")
 
-    assert think.opened_by("<|im_start|>assistant\n<think>\n")
-    assert not think.opened_by("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert think.leaves_open("<|im_start|>assistant\n<think>\n")
+    assert not think.leaves_open("<|im_start|>assistant\n<think>\n\n</think>\n\n")
 
 
 def test_the_guided_part_of_an_answer_begins_behind_its_reasoning():
