@@ -18,7 +18,7 @@ from .pool import Block, Siblings
 #: A look-up compares the prompt with at most this many of the blocks that follow a prefix, the most recent ones.
 #: On the chats of tests/bench/partial_blocks.py with 256-token blocks, 1 found 88 % of the tokens that comparing all
 #: blocks found, 4 found 96 %, 8 found 99.6 %; with blocks of 16 or 64 tokens it made no difference.
-MOST_SOURCES = 8
+MAX_SOURCES = 8
 
 
 @dataclass(slots=True, frozen=True)
@@ -76,7 +76,7 @@ class PartialMatcher:
         block.siblings = None
 
     @staticmethod
-    def hand_over(old: Block, new: Block) -> None:
+    def replace(old: Block, new: Block) -> None:
         """Move the links to `new`, which replaces `old` in the index as the copy of its hash."""
         new.children, new.siblings = old.children, old.siblings
 
@@ -92,9 +92,9 @@ class PartialMatcher:
         next_token = wanted[:TOKEN_BYTES]
         longest, source = 0, None
         if isinstance(parent, Block):
-            followers = self.newest(parent, MOST_SOURCES)
+            followers = self.newest(parent, MAX_SOURCES)
         else:
-            followers = self.newest_firsts(parent, MOST_SOURCES)
+            followers = self.newest_firsts(parent, MAX_SOURCES)
         for block in followers:
             if not block.tokens.startswith(next_token):  # rejects nearly all when many prompts differ from the start
                 continue

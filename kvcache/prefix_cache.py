@@ -54,7 +54,7 @@ class PrefixMatch:
     tokens: int  #: number of tokens in `blocks` and `partial` together
     query_tokens: int = 0  #: length of the prompt that was looked up
     collisions: int = 0  #: 1 if the match ended at a hash that belongs to another prefix, else 0
-    generation: int = 0  #: the cache's generation at the time of the look-up
+    version: int = 0  #: the cache's version at the time of the look-up
     partial: PartialHit | None = None
 
 
@@ -103,17 +103,17 @@ class PrefixCache:
         #: One copy of each resident hash, in the order in which they became resident: parents before children.
         self._index: dict[BlockHash, Block] = {}
         #: The resident blocks by their parent, for partial matches.
-        self._followers = PartialMatcher(self._index)
+        self._partial_matcher = PartialMatcher(self._index)
         #: Further copies of a hash, by block id. If a hash has an entry, all its copies are live.
-        self._twins: dict[BlockHash, dict[BlockId, Block]] = {}
+        self._copies: dict[BlockHash, dict[BlockId, Block]] = {}
         #: Live blocks that are never shared, because their hash or an ancestor's belongs to another prefix.
         self._private: dict[BlockId, BlockHash] = {}
         limits = pin_limits or PinLimits()
         self.pins = PinBook(int(limits.tenant_share * self.total_blocks), int(limits.total_share * self.total_blocks))
         #: Unused pinned blocks, withheld from the policy.
-        self._kept: dict[BlockHash, Block] = {}
+        self._withheld: dict[BlockHash, Block] = {}
         #: Increases whenever blocks lose their hash, which makes earlier matches stale.
-        self._generation = 0
+        self._version = 0
 
     @property
     def blocks(self) -> Sequence[Block]:
@@ -142,7 +142,7 @@ class PrefixCache:
     @property
     def pinned_idle_blocks(self) -> int:
         """Number of unused pinned blocks, which are neither live nor free."""
-        return len(self._kept)
+        return len(self._withheld)
 
     @property
     def usage(self) -> float:
@@ -171,7 +171,7 @@ class PrefixCache:
             len(blocks) * self.block_size + (partial.tokens if partial else 0),
             num_tokens,
             int(len(blocks) < len(found)),
-            self._generation,
+            self._version,
             partial,
         )
 
@@ -182,7 +182,7 @@ class PrefixCache:
         # The last token must be computed, and a whole block would have matched by its hash.
         end = min(num_tokens, start + self.block_size) - 1
         wanted = tokens[start * TOKEN_BYTES : end * TOKEN_BYTES]
-        return self._followers.match(blocks[-1] if blocks else root, wanted) if end > start else None
+        return self._partial_matcher.match(blocks[-1] if blocks else root, wanted) if end > start else None
 
     def _verified(self, root: BlockHash, hashes: Sequence[BlockHash], tokens: bytes, found: list[Block]) -> int:
         """Count the leading blocks found by hash whose content is really this prefix."""
@@ -209,18 +209,18 @@ class PrefixCache:
         block handed out since the look-up: the source block is not held and may even be among the new blocks.
         Raises StaleMatch when any block lost its hash since the look-up.
         """
-        if (match.blocks or match.partial) and match.generation != self._generation:
+        if (match.blocks or match.partial) and match.version != self._version:
             raise StaleMatch("the cache changed between match and acquire: match again right before acquire")
         assert new_blocks or not match.partial, "a partial hit needs a block to be copied into"
         idle = [block for block in match.blocks if not block.ref_count]
         # Pins are prefix-closed, so the withheld blocks come first.
-        evictable = (place for place, block in enumerate(idle) if block.block_hash not in self._kept)
-        kept = next(evictable, len(idle)) if self._kept else 0
+        evictable = (place for place, block in enumerate(idle) if block.block_hash not in self._withheld)
+        kept = next(evictable, len(idle)) if self._withheld else 0
         if new_blocks > self.free_blocks - len(idle) + kept:
             return None
         for block in idle[:kept]:
             assert block.block_hash is not None, f"{block} is withheld but has no hash"
-            del self._kept[block.block_hash]
+            del self._withheld[block.block_hash]
         del idle[:kept]
         # Take the matched blocks out of the policy before evicting, so that a request never evicts its own prefix.
         if idle:
@@ -260,12 +260,12 @@ class PrefixCache:
             block_hash = block.block_hash
             assert block_hash is not None, f"{block} was evicted but has no hash"
             if block.siblings is not None:
-                self._followers.leave(block)
+                self._partial_matcher.leave(block)
             del index[block_hash]
             append(block_hash)
             block.block_hash = None
             block.first = False
-        self._generation += 1
+        self._version += 1
         self.counters.evicted_tokens += count * self.block_size
         if self._listener is not None:
             self._listener.removed(gone)
@@ -336,12 +336,12 @@ class PrefixCache:
         # needed because the policy may since have raised this block's hits to the parent's.
         hits = holder.hits + 1 if block.first else min(holder.hits + 1, self._index[parent].hits)
         if holder.ref_count:
-            self._twins.setdefault(block_hash, {})[block.block_id] = block
+            self._copies.setdefault(block_hash, {})[block.block_id] = block
             holder.hits = hits
         else:
-            if self._kept.pop(block_hash, None) is None:
+            if self._withheld.pop(block_hash, None) is None:
                 self._policy.discard(holder)
-            self._followers.hand_over(holder, block)
+            self._partial_matcher.replace(holder, block)
             block.hits = hits
             self._forget(holder)
             self._pool.give((holder,))
@@ -361,7 +361,7 @@ class PrefixCache:
         block.block_hash = None
         block.first = False
         block.siblings = None
-        self._generation += 1
+        self._version += 1
 
     def _announce(
         self,
@@ -378,9 +378,9 @@ class PrefixCache:
             if begin < end:
                 before = hashes[begin - 1] if begin else (parent if start else None)
                 if before is None:
-                    self._followers.add_first(parent, blocks[0])
+                    self._partial_matcher.add_first(parent, blocks[0])
                 else:
-                    self._followers.add(self._index[before], blocks[begin])
+                    self._partial_matcher.add(self._index[before], blocks[begin])
                 if self._listener is not None:
                     content = tokens[begin * self._stride : end * self._stride]
                     self._listener.stored(before, hashes[begin:end], content)
@@ -399,7 +399,7 @@ class PrefixCache:
                 spare.append(block)
             else:
                 idle.append(block)
-        if self._twins:
+        if self._copies:
             idle = self._without_copies(idle, spare)
         if self._private:
             for block in spare:
@@ -415,18 +415,18 @@ class PrefixCache:
         for block in idle:
             block_hash = block.block_hash
             assert block_hash is not None, f"{block} is idle but has no hash"
-            twins = self._twins.get(block_hash)
-            if twins is None:
+            others = self._copies.get(block_hash)
+            if others is None:
                 kept.append(block)
                 continue
             if self._index[block_hash] is block:
-                heir = self._index[block_hash] = twins.popitem()[1]
-                self._followers.hand_over(block, heir)
-                heir.hits = block.hits
+                successor = self._index[block_hash] = others.popitem()[1]
+                self._partial_matcher.replace(block, successor)
+                successor.hits = block.hits
             else:
-                del twins[block.block_id]
-            if not twins:
-                del self._twins[block_hash]
+                del others[block.block_id]
+            if not others:
+                del self._copies[block_hash]
             self._forget(block)
             spare.append(block)
         return kept
@@ -458,7 +458,7 @@ class PrefixCache:
         return True
 
     def _unpin(self, hashes: Sequence[BlockHash]) -> None:
-        freed = [self._kept.pop(block_hash, None) for block_hash in hashes]
+        freed = [self._withheld.pop(block_hash, None) for block_hash in hashes]
         self._policy.add([block for block in freed if block is not None])
 
     def _without_pinned(self, idle: list[Block]) -> list[Block]:
@@ -467,24 +467,24 @@ class PrefixCache:
         for block in idle:
             block_hash = block.block_hash
             if block_hash is not None and block_hash in self.pins:
-                self._kept[block_hash] = block
+                self._withheld[block_hash] = block
             else:
                 others.append(block)
         return others
 
     def reset(self) -> bool:
         """Clear the cache, pins included. Return False, with no effect, while any block is in use."""
-        if self.free_blocks + len(self._kept) != self.total_blocks:
+        if self.free_blocks + len(self._withheld) != self.total_blocks:
             return False
         self.pins.clear()
-        idle = [*self._policy.take(len(self._policy)), *self._kept.values()]
+        idle = [*self._policy.take(len(self._policy)), *self._withheld.values()]
         self._policy.begin(self.total_blocks)
-        self._kept.clear()
+        self._withheld.clear()
         for block in idle:
             self._forget(block)
         self._pool.give(idle)
         self._index.clear()
-        self._followers.clear()
+        self._partial_matcher.clear()
         if self.enabled and self._listener is not None:
             self._listener.cleared()
         return True
@@ -503,7 +503,7 @@ class PrefixCache:
         self._pool.check()
         self._policy.check()
         self.pins.check()
-        self._followers.check()
+        self._partial_matcher.check()
         self._check_copies()
         self._check_prefixes()
         idle = list(self._policy)
@@ -512,29 +512,29 @@ class PrefixCache:
             assert block.state is BlockState.CACHED_FREE, f"{block} is offered for eviction but not idle"
         live = [block for block in self._pool.blocks if block.ref_count]
         assert all(block.ref_count > 0 for block in live), "a block has a negative reference count"
-        accounted = len(live) + self.free_blocks + len(self._kept)
+        accounted = len(live) + self.free_blocks + len(self._withheld)
         assert accounted == self.total_blocks, f"{accounted} blocks accounted for, of {self.total_blocks}"
         for block in self._pool.blocks:
             assert block.block_hash is not None or not block.first, f"{block} starts a chain but has no hash"
         for block_hash, block in self._index.items():
             pinned_and_idle = block_hash in self.pins and not block.ref_count
-            assert pinned_and_idle == (self._kept.get(block_hash) is block), f"{block}: pinned, but not withheld"
-        assert len(self._kept) <= len(self.pins), f"{len(self._kept)} blocks withheld, {len(self.pins)} pinned"
+            assert pinned_and_idle == (self._withheld.get(block_hash) is block), f"{block}: pinned, but not withheld"
+        assert len(self._withheld) <= len(self.pins), f"{len(self._withheld)} blocks withheld, {len(self.pins)} pinned"
         resident = sum(block_hash in self._index for block_hash in self.pins)
         assert resident == len(self.pins), f"{len(self.pins)} blocks pinned, {resident} of them resident"
 
     def _check_copies(self) -> None:
         for block_hash, block in self._index.items():
             assert block.block_hash == block_hash, f"{block} is found under {block_hash.hex()}"
-        for block_hash, twins in self._twins.items():
-            copies = [self._index[block_hash], *twins.values()]
-            assert twins, f"{block_hash.hex()} has an empty set of copies"
+        for block_hash, others in self._copies.items():
+            copies = [self._index[block_hash], *others.values()]
+            assert others, f"{block_hash.hex()} has an empty set of copies"
             assert len({copy.block_id for copy in copies}) == len(copies), f"a copy of {block_hash.hex()} occurs twice"
             for copy in copies:
                 assert copy.state is BlockState.LIVE, f"{copy} is a copy that no request uses"
                 assert copy.block_hash == block_hash, f"{copy} is a copy of {block_hash.hex()}"
         cached = sum(block.block_hash is not None for block in self._pool.blocks)
-        indexed = len(self._index) + sum(map(len, self._twins.values()))
+        indexed = len(self._index) + sum(map(len, self._copies.values()))
         assert cached == indexed, f"{cached} blocks have a hash, {indexed} can be found"
         for block_id in self._private:
             block = self._pool.blocks[block_id]

@@ -21,7 +21,7 @@ from .lru_guard import LruGuard
 
 #: Blocks hit never, once, twice, three times, and more often. Three or eight lanes did as well on the traces.
 LANES = 5
-_MOST = LANES - 1
+_TOP_LANE = LANES - 1
 #: The oldest block is evicted unless another's density is below this fraction of its own. Without the rule, agents
 #: whose working set just fits lost 0.3 to 0.9 points of hit rate against LRU; with it, they lose at most 0.2, and other
 #: traffic gains nearly as much as before.
@@ -52,8 +52,8 @@ class HitDensity:
         self._ghosts: dict[BlockHash | None, Ghost] = {}
         #: Batches of evicted blocks, oldest first, whether they came back or not: the order in which to forget them.
         #: The order of the dictionary would not do: finding its first entry means skipping all deleted ones.
-        self._gone: deque[tuple[Ghost, list[BlockHash | None]]] = deque()
-        #: Number of blocks in `_gone`: evicted and not forgotten yet; at most `memory_limit`.
+        self._ghost_batches: deque[tuple[Ghost, list[BlockHash | None]]] = deque()
+        #: Number of blocks in `_ghost_batches`: evicted and not forgotten yet; at most `memory_limit`.
         self.remembered = 0
         self.begin(0)
 
@@ -63,7 +63,7 @@ class HitDensity:
         self._table = AgeTable(LANES, self._epoch_blocks)
         self._guard = self._new_guard()
         self._ghosts.clear()
-        self._gone.clear()
+        self._ghost_batches.clear()
         self.remembered = self._stored = 0
         #: The clock for `Block.idle_since`: the epoch, and in the bits below EPOCH_SHIFT the batch.
         self._now = 0
@@ -107,10 +107,10 @@ class HitDensity:
                 alike = False
         self._size += len(blocks)
         if alike:
-            self._enter(min(hits, _MOST), blocks)
+            self._enter(min(hits, _TOP_LANE), blocks)
             return
         for hits, group in groupby(blocks, _hits_of):
-            self._enter(min(hits, _MOST), list(group))
+            self._enter(min(hits, _TOP_LANE), list(group))
 
     def _enter(self, lane: int, run: Sequence[Block]) -> None:
         self._lanes[lane].extend(run)
@@ -120,10 +120,10 @@ class HitDensity:
         self._size -= len(blocks)
         hits, since = blocks[0].hits, blocks[0].idle_since
         if len({block.hits for block in blocks}) == 1 == len({block.idle_since for block in blocks}):
-            self._leave(min(hits, _MOST), since >> EPOCH_SHIFT, blocks)
+            self._leave(min(hits, _TOP_LANE), since >> EPOCH_SHIFT, blocks)
             return
         for (hits, since), group in groupby(blocks, _cohort_of):
-            self._leave(min(hits, _MOST), since >> EPOCH_SHIFT, list(group))
+            self._leave(min(hits, _TOP_LANE), since >> EPOCH_SHIFT, list(group))
 
     def _leave(self, lane: int, since: int, run: Sequence[Block]) -> None:
         self._lanes[lane].remove(run)
@@ -136,7 +136,7 @@ class HitDensity:
     def discard(self, block: Block) -> None:
         self._size -= 1
         # Another request has just computed this block again, which counts as a hit.
-        self._leave(min(block.hits, _MOST), block.idle_since >> EPOCH_SHIFT, (block,))
+        self._leave(min(block.hits, _TOP_LANE), block.idle_since >> EPOCH_SHIFT, (block,))
 
     def take(self, count: int) -> list[Block]:
         assert count <= self._size, f"{count} blocks requested, {self._size} are idle"
@@ -177,11 +177,11 @@ class HitDensity:
     def _remember(self, run: Sequence[Block], lane: int) -> None:
         ghost, hashes = (lane, run[0].idle_since >> EPOCH_SHIFT), [block.block_hash for block in run]
         self._ghosts.update(zip(hashes, repeat(ghost)))
-        self._gone.append((ghost, hashes))
+        self._ghost_batches.append((ghost, hashes))
         self.remembered += len(hashes)
         ghosts = self._ghosts
         while self.remembered > self.memory_limit:
-            ghost, hashes = self._gone.popleft()
+            ghost, hashes = self._ghost_batches.popleft()
             self.remembered -= len(hashes)
             for block_hash in hashes:
                 # A different ghost means that the block came back and was evicted again.
@@ -196,10 +196,10 @@ class HitDensity:
             since = [block.idle_since for block in blocks]
             assert since == sorted(since), "a lane is not ordered by age"
         assert self._size == sum(map(len, self._lanes)), f"{self._size} idle blocks counted, not as many in the lanes"
-        remembered = sum(len(hashes) for _, hashes in self._gone)
+        remembered = sum(len(hashes) for _, hashes in self._ghost_batches)
         assert remembered == self.remembered, f"{remembered} blocks are remembered, {self.remembered} were counted"
         assert remembered <= self.memory_limit, f"{remembered} blocks are remembered, at most {self.memory_limit}"
-        known = {block_hash for _, hashes in self._gone for block_hash in hashes}
+        known = {block_hash for _, hashes in self._ghost_batches for block_hash in hashes}
         assert self._ghosts.keys() <= known, "a ghost would never be forgotten"
         idle = {block.block_hash for block in self}
         assert idle.isdisjoint(self._ghosts), "an idle block is remembered as evicted"

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from homing.kvcache.errors import StaleMatch
 from homing.kvcache.hashing import BlockHash, BlockHasher, token_bytes
-from homing.kvcache.partial_match import MOST_SOURCES, PartialHit
+from homing.kvcache.partial_match import MAX_SOURCES, PartialHit
 from homing.kvcache.pool import Block
 from homing.kvcache.prefix_cache import PrefixCache, PrefixMatch
 
@@ -107,7 +107,7 @@ def test_the_longest_agreement_is_taken_and_among_equals_the_newest(cache: Prefi
 def test_only_the_newest_followers_are_compared():
     """A prefix that a thousand prompts leave must not cost a thousand comparisons."""
     cache = PrefixCache(64, SIZE)
-    for tail in range(100, 100 + MOST_SOURCES + 1):
+    for tail in range(100, 100 + MAX_SOURCES + 1):
         leave(cache, [0, 1, 2, 3, tail, tail, tail, tail])
 
     found = [partial_tokens(look_up(cache, [0, 1, 2, 3, tail, tail, 0])) for tail in (100, 101)]
