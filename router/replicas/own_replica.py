@@ -138,7 +138,7 @@ class OwnReplica(ReplicaHandle):
         self._flow.counters.malformed_frames += 1
         log.warning("reply_malformed replica=%s reason=%s", self.replica_id, reason)
 
-    def receive(self, instruction: Apply | Reset) -> None:
+    def blocks_changed(self, instruction: Apply | Reset) -> None:
         """Nothing to do: the feed updates the index itself, through the `blocks` passed to it."""
 
     def _new_feed(self) -> EventFeed:

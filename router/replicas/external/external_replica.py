@@ -305,7 +305,7 @@ class ExternalReplica(ReplicaHandle):
             self._doubt.set()
         super().status(status)
 
-    def receive(self, instruction: Apply | Reset) -> None:
+    def blocks_changed(self, instruction: Apply | Reset) -> None:
         if isinstance(instruction, Reset):
             # External engines send no snapshots: their content is unknown until they store it again.
             assert not instruction.blocks, f"a snapshot of {len(instruction.blocks)} blocks of an external engine"
