@@ -92,8 +92,8 @@ def test_the_replicas_for_a_target_are_told() -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["simulate", "--policies", "fastest"], "no policy 'fastest'"),
-        (["simulate", "--scenario", "doom"], "no scenario 'doom'"),
+        (["simulate", "--policies", "fastest"], "unknown policy 'fastest'"),
+        (["simulate", "--scenario", "doom"], "unknown scenario 'doom'"),
         (["simulate", "nowhere.jsonl"], "nowhere.jsonl cannot be read"),
         (["simulate", "--prefill-rate", "100"], "--decode-step-ms go together"),
         (["simulate", "--plot", "x.bmp"], "x.bmp"),
@@ -155,7 +155,7 @@ def test_rates_are_taken_from_a_running_cluster(trace: Path) -> None:
     ("words", "complaint"),
     [
         (["-"], "standard input"),
-        (["--calibrate", "http://127.0.0.1:1", "--prefill-rate", "5"], "leave one out"),
+        (["--calibrate", "http://127.0.0.1:1", "--prefill-rate", "5"], "give one or the other"),
         (["--event-loss", "1.5"], "cannot be lost"),
     ],
 )
