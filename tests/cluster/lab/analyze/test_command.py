@@ -218,7 +218,7 @@ def test_a_folder_without_a_tokenizer_is_named(chats: Path, tmp_path: Path):
     ("words", "error", "said"),
     [
         (["no-such-file"], LogUnreadable, "no-such-file cannot be read: No such file"),
-        (["{trace}"], LogUnreadable, "no blocks of 512; say how many tokens an id stands for, such as --block-size 4"),
+        (["{trace}"], LogUnreadable, "blocks of 512; give the number of tokens per id, such as --block-size 4"),
         (["{trace}", "--format", "openay"], SettingsError, "did you mean openai"),
         (["{trace}", "--sizes", "1k,lots"], SettingsError, "--sizes: 'lots'"),
         (["{trace}", "--replicas", "0"], SettingsError, "--replicas: '0' must be at least 1"),
@@ -226,7 +226,7 @@ def test_a_folder_without_a_tokenizer_is_named(chats: Path, tmp_path: Path):
         (["{trace}", "--plot", "x.gif"], PlotFailed, "x.gif"),
         (["{trace}", "--block-size", "4", "--kv-memory", "1GB"], SettingsError, "--bytes-per-block"),
         (["{trace}", "--format", "openai"], LogUnreadable, "neither field 'messages' nor"),
-        (["{empty}"], LogUnreadable, "holds no requests"),
+        (["{empty}"], LogUnreadable, "contains no requests"),
     ],
 )
 def test_a_mistake_is_named(trace: Path, words: Sequence[str], error: type[ClusterError], said: str):

@@ -95,7 +95,7 @@ def test_tools_in_changing_order_are_found():
     finding = only(advise(prompts(write)))
 
     assert finding.part.startswith("tools")
-    assert "one order" in finding.advice
+    assert "same order" in finding.advice
 
 
 def test_a_question_before_the_document_is_found():

@@ -108,7 +108,7 @@ def test_a_malformed_trace_line_is_named():
         read(TRACE, TRACE.replace(b"[4, 5]", b'"45"'))
 
 
-@pytest.mark.parametrize(("line", "said"), [(b"GET /", "no JSON object"), (b'{"question": 1}', "but question")])
+@pytest.mark.parametrize(("line", "said"), [(b"GET /", "not a JSON object"), (b'{"question": 1}', "but question")])
 def test_a_log_of_another_kind_is_refused(line: bytes, said: str):
     """With the fields that were found, and the option that says the format."""
     with pytest.raises(LogUnreadable, match=said):
@@ -122,5 +122,5 @@ def test_a_malformed_first_line_is_counted_like_any_other() -> None:
     requests = list(reader.read([b'"age": 3}', b'{"prompt": "a"}']))
 
     assert len(requests) == reader.skipped_lines == 1
-    with pytest.raises(LogUnreadable, match="line 1: no JSON object"):
+    with pytest.raises(LogUnreadable, match="line 1: not a JSON object"):
         read(b'"age": 3}')
