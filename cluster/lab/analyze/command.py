@@ -221,7 +221,7 @@ def _analyzed(
         for prompt in pace(source.prompts(chain([first], records))):
             sample.offer(prompt, analysis.observe(prompt))
     report = analysis.report()
-    tokenizer = "the model's" if options.sized_model else "the demo model's; --model or --tokenizer names yours"
+    tokenizer = "the model's" if options.sized_model else "the demo model's; set yours with --model or --tokenizer"
     return Findings(
         source="standard input" if options.log == "-" else Path(options.log).name,
         log_format=reader.format or "",

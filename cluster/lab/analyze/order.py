@@ -75,10 +75,10 @@ class OrderFinding:
 
 
 _ADVICE: dict[Kind, str] = {
-    "time": "Move it behind the common part (into the last message, say), or round it to the day.",
-    "id": "Leave it out, send it beside the prompt (header, metadata), or move it behind the common part.",
+    "time": "Move it after the common part (into the last message, say), or round it to the day.",
+    "id": "Leave it out, send it outside the prompt (header, metadata), or move it after the common part.",
     "order": "The same texts come in different orders: sort them.",
-    "text": "Move it behind the common part (into the last message, say).",
+    "text": "Move it after the common part (into the last message, say).",
 }
 
 

@@ -47,7 +47,7 @@ def _head(found: Findings) -> list[str]:
         ("requests", f"{log.requests:,}{span}"),
         ("prompt tokens", f"{log.prompt_tokens:,}, mean {mean:,.0f}"),
         ("full blocks", f"{log.full_blocks:,}, distinct {log.distinct_blocks:,}"),
-        ("shared blocks", f"{log.shared_blocks:,} distinct ones are in two or more requests"),
+        ("shared blocks", f"{log.shared_blocks:,} distinct blocks are in two or more requests"),
         ("sharing requests", f"{log.sharing_requests:,} ({_percent(log.sharing_requests / max(1, log.requests))})"),
         (
             "mean shared prefix",
@@ -137,14 +137,14 @@ def _advice(found: Findings) -> list[str]:
     if found.advice is None:
         return [f"prompt order: {NO_TEXT}"]
     what = "what" if found.advice else "nothing found that"
-    lines = [f"prompt order: {what} varies early and breaks sharing ({found.sampled:,} requests looked at)"]
+    lines = [f"prompt order: {what} varies early and breaks sharing ({found.sampled:,} requests examined)"]
     for number, finding in enumerate(found.advice, 1):
         shown = ", ".join(f"“{snippet}”" for snippet in finding.snippets) if found.show_snippets else "not shown"
         texts = f", {finding.groups} different texts" if finding.groups > 1 else ""
         lines += [
             "",
             f"{number}. {finding.part}, character {finding.character:,}: {_WORDS[finding.kind]} ({shown})",
-            f"   Behind it stand about {finding.common_tokens:,} tokens that most of {finding.requests:,} requests "
+            f"   It is followed by about {finding.common_tokens:,} tokens that most of {finding.requests:,} requests "
             f"have in common{texts}.",
             f"   Such a request shares {finding.now_tokens:,.0f} tokens; it would share {finding.then_tokens:,.0f}: "
             f"{_percent(_saved_share(found, finding))} of all prompt tokens saved.",

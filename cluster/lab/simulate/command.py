@@ -288,7 +288,7 @@ def _run(order: Order, show: ShowProgress) -> Outcome:
 
 
 def _heading(order: Order, about: WorkloadFacts, speed: float) -> str:
-    name = order.trace.name if order.trace else "drawn conversations"
+    name = order.trace.name if order.trace else "generated conversations"
     return f"{name}: {about.requests} requests, {about.rate_per_s * speed:.2f} a second"
 
 
@@ -301,7 +301,7 @@ def _scaled(order: Order, show: ShowProgress) -> Outcome:
         raise SettingsError(f"--autoscale {error}") from error
     assert terms is not None, "nothing bounds the replicas"
     if order.scenario is not None:
-        raise SettingsError("--autoscale goes with a trace or drawn conversations, not with --scenario")
+        raise SettingsError("--autoscale goes with a trace or generated conversations, not with --scenario")
     setup, about = _setup(order), facts(_arrivals(order))
 
     staged = Staged(setup, lambda: compress(_arrivals(order), order.speed))
@@ -313,7 +313,7 @@ def _scaled(order: Order, show: ShowProgress) -> Outcome:
         results.append(replace(result, policy=f"fixed {count}"))
     heading = (
         f"{_heading(order, about, order.speed)}; {order.autoscale} replicas, "
-        f"{scaled.mean_replicas:.2f} in the mean, at most {scaled.highest}, {scaled.steps} steps"
+        f"{scaled.mean_replicas:.2f} on average, at most {scaled.highest}, {scaled.steps} steps"
     )
     return Outcome(heading, results)
 
