@@ -119,7 +119,7 @@ class Result:
     lost_messages: int  #: cache events, heartbeats and load reports that a router never received
     resyncs: int  #: replays and snapshots that routers requested
     requests_per_s: float  #: finished requests per second of virtual time
-    wall_s: float
+    cpu_s: float  #: CPU time of this process for the simulation
     simulated_per_s: float  #: requests simulated per second of CPU time
     ttft_curve: list[tuple[float, float]] = field(default_factory=list)
     ttft_over_time: list[tuple[float, float]] = field(default_factory=list)

@@ -94,7 +94,7 @@ def run(
     return result_of(setup, simulation, cpu_s() - before)
 
 
-def result_of(setup: Setup, simulation: Simulation, wall_s: float) -> Result:
+def result_of(setup: Setup, simulation: Simulation, cpu_s: float) -> Result:
     tally = simulation.tally
     replicas = [*simulation.replicas.values(), *simulation.retired]
     prefilled = [replica.prefilled_tokens for replica in replicas]
@@ -125,8 +125,8 @@ def result_of(setup: Setup, simulation: Simulation, wall_s: float) -> Result:
         lost_messages=simulation.delivery.lost,
         resyncs=simulation.delivery.replays + simulation.delivery.snapshots,
         requests_per_s=tally.finished / simulation.now if simulation.now else 0.0,
-        wall_s=wall_s,
-        simulated_per_s=tally.requests / wall_s if wall_s else 0.0,
+        cpu_s=cpu_s,
+        simulated_per_s=tally.requests / cpu_s if cpu_s else 0.0,
         ttft_curve=tally.ttft.curve(),
         ttft_over_time=tally.ttft_over_time.series(),
         hits_over_time=tally.hits_over_time.series(),
