@@ -108,7 +108,6 @@ def load_of(**fields: object) -> ReplicaLoad:
         "running": 0,
         "waiting": 0,
         "queued_prefill_tokens": 0,
-        "decode_context_tokens": 0,
         "free_blocks": 1000,
         "cached_free_blocks": 0,
         "total_blocks": 1000,
