@@ -132,7 +132,7 @@ def test_a_session_of_claude_code(engine: Engine, http: httpx.Client) -> None:
     assert "billing" not in engine.prompts[0]
 
 
-def test_what_claude_code_asks_beside(engine: Engine, http: httpx.Client) -> None:
+def test_claude_codes_other_requests(engine: Engine, http: httpx.Client) -> None:
     """Tokens are counted as they are billed, the server answers HEAD, and errors have Anthropic's types."""
     engine.play("Hello.")
     body = body_of([{"role": "user", "content": "What is beside?"}], 0)  # must not cache the session

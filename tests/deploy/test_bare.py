@@ -92,10 +92,10 @@ def until_up(hosts: Hosts, nodes: int) -> None:
 
 
 def test_the_file_brings_up_a_cluster_that_serves_and_goes(hosts: Hosts) -> None:
-    """The page's commands in sequence, from machines with only Python and an SSH server until nothing is left of it."""
+    """The page's commands in sequence, from machines with only Python and an SSH server to a cluster and back."""
     ray(hosts, "up", "--yes", "--disable-usage-stats", "bare.yaml")
     until_up(hosts, 2)
-    # All logical CPUs of a host, so that each host has space for exactly one replica.
+    # A replica takes all logical CPUs of a host, so that each host has space for exactly one.
     cpus = "$(nproc)"
     on_head(hosts, f"homing serve --ray-address auto --host 0.0.0.0 --replicas 2 --cpus-per-rank {cpus} --detach")
     replicas = ask(hosts, "/cluster")["replicas"]

@@ -32,7 +32,7 @@ from tests.bench.report import versions  # noqa: E402
 TOTAL_S = 540
 #: Replaces all time limits on a CPU, which may have other work.
 CPU_TOTAL_S = 3600
-#: Reserved part of these seconds, for stopping a stage that ran out of time and for writing the report.
+#: Part of these seconds, reserved for stopping a stage that ran out of time and for writing the report.
 ENDING_S = 15
 #: A stage with less time left does not start: importing torch alone takes this long.
 LEAST_S = 10

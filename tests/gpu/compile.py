@@ -133,7 +133,7 @@ def set_up(arch: int, run: Callable[..., None]) -> None:
     decode.upcasts = prefill.upcasts = experts.upcasts = lambda x: False
 
 
-# --- what is launched ---
+# --- cases ---
 
 
 def paged_rows(kv_heads: int, dim: int, page: int, dtype: torch.dtype, rows: int, width: int) -> PagedRows:

@@ -59,7 +59,7 @@ class Launches(TorchDispatchMode):
         self.found.append((jit.__name__, 0 if jit.__name__ in PARTLY_READ else _bytes(args)))
 
 
-#: Kernels that read only part of their pools and tables; the caller adds the bytes that they read.
+#: Kernels that read only part of their pools and tables. They count 0 bytes; `share` adds the KV that `_decode` reads.
 PARTLY_READ = ("_decode", "_plan", "_decode_rows", "_rotate_and_store", "_embed")
 
 

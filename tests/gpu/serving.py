@@ -43,7 +43,7 @@ def two_replicas(cuda: bool) -> list[Found]:
 
 
 def two_ranks(cuda: bool) -> list[Found]:
-    """A replica of two ranks answers as one of a single rank, in float32, whose rounding changes no token."""
+    """Two ranks give the same answers as one, in float32, where rounding changes no token."""
     texts = []
     for ranks in (1, 2):
         flags = ["--replicas", "1", "--tensor-parallel-size", str(ranks), "--dtype", "float32"]

@@ -249,7 +249,7 @@ def _graph_bits(name: str, made: Callable[[], GpuRunner]) -> Figure:
 
 
 def decode(setup: Setup) -> Iterator[Figure]:
-    """Decode throughput at the points of the roofline, and the share of the time that reading weights and KV takes."""
+    """Decode throughput at points of the roofline, and the time to read weights and KV as a share of the step."""
     read = 1e9 * list(ceilings(setup))[1].value * 1e3
     for name, points, goal in decode_points(setup.tiny, setup.memory_bytes):
         most = max(rows * (context + 64) for rows, context in points)

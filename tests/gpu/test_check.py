@@ -170,7 +170,7 @@ def test_the_whole_check_has_an_end():
 
 @pytest.mark.slow
 @pytest.mark.cluster
-def test_stage_that_is_out_of_time_takes_along_what_it_started(monkeypatch):
+def test_stage_that_is_out_of_time_stops_what_it_started(monkeypatch):
     """Replicas left over from a stopped stage would occupy the GPU of later stages."""
     mark = uuid.uuid4().hex
     monkeypatch.setenv("GPU_CHECK_MARK", mark)
