@@ -82,10 +82,10 @@ def send(endpoint: str, count: int) -> None:
     sock = context.socket(zmq.XPUB)
     sock.set_hwm(0)
     sock.bind(endpoint)
-    sock.recv()  # the subscription
+    sock.recv()  # subscribed
     for message in frames:
         sock.send_multipart(message)
-    sock.recv()  # its end
+    sock.recv()  # unsubscribed
     sock.close(0)
     context.term()
 

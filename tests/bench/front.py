@@ -83,7 +83,7 @@ def english(characters: int, count: int) -> list[str]:
 
 
 def loads(scale: float, *, ids: bool) -> dict[str, Load]:
-    """All loads by name; with `ids`, prompts are sent as token ids and only the loads that support it are returned."""
+    """The loads by name. With `ids`, prompts are sent as token ids, and the loads are those that suit them."""
     small = [f"Tell me a story about a fox, number {n}." for n in range(64)]
     if ids:
         rng = Random(4)

@@ -118,7 +118,7 @@ class FastReplica:
     def _report(self) -> object:
         used = len(self._work)
         return report_of(
-            # A router would consider a replica stuck whose step number never changes.
+            # A router would consider a replica stuck if its step number never changed.
             ts=time.time(),
             step=self._steps,
             running=used,

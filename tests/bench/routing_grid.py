@@ -194,7 +194,7 @@ SHAPES: dict[str, Shape] = {
     "books": lambda n, seed, replicas, blocks: questions(
         Documents(requests=n, seed=seed, documents=90, topics=30, document_blocks=(10, 40), picked=(1, 2), skew=0.7)
     ),
-    # Only in `held-out`.
+    # Shapes of `held-out`, which also has `best-of` below.
     "popular": lambda n, seed, replicas, blocks: siblings(
         Siblings(requests=n, seed=seed, groups=30, prefix_tokens=8192, tail_tokens=700, spread=0.8, skew=2.0)
     ),
@@ -253,7 +253,7 @@ SHAPES: dict[str, Shape] = {
     "deep-chats": lambda n, seed, replicas, blocks: conversations(
         Chats(requests=n, seed=seed, rate_per_s=replicas, turns=25, turn_tokens=700, pause_s=5.0, output_tokens=300)
     ),
-    # Only in `fresh`.
+    # Shapes of `fresh`.
     "helpdesk": lambda n, seed, replicas, blocks: conversations(
         Chats(
             requests=n,

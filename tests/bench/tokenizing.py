@@ -1,4 +1,4 @@
-"""Measure the router's cost of text: both encoders on ordinary and hostile texts, and a chat's whole way to token ids.
+"""Measure the router's cost of text: both encoders on ordinary and hostile texts, and chats from template to token ids.
 
     python tests/bench/tokenizing.py [--megabytes N]
 
