@@ -22,7 +22,7 @@ NULL_BLOCKS = 1
 AT_ONCE_S = 0.02
 #: Number of equal time spans into which a soak's readings are divided.
 PARTS = 6
-#: By metric: growth in the second half of a soak that is not yet a leak. For larger values, also this share of them.
+#: Allowed growth of a metric in the second half of a soak: this number, or SPARE_SHARE of its value if that is more.
 SPARE = {"KiB": 16 * 1024, "files": 8, "sockets": 8, "threads": 4, "processes": 4}
 SPARE_SHARE = 0.03
 #: Number of descriptors a process may gain without being reported: ZeroMQ and Ray open some late.
@@ -33,7 +33,7 @@ class Outcome(Enum):
     """How a request ended."""
 
     RIGHT = "right"
-    FAILED = "failed"  #: a clear error
+    FAILED = "failed"  #: ended with a clear error
     CUT = "cut"  #: the connection was cut because its router was killed
     UNSERVED = "unserved"  #: never accepted, because its router was dead
     WRONG = "wrong"
@@ -196,7 +196,7 @@ def serves(sighting: Sighting) -> bool:
     return sighting.state == "serving" and sighting.feed == "live"
 
 
-# What is left behind
+# Leftovers
 
 
 def book_faults(books: Sequence[Books]) -> list[str]:

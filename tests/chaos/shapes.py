@@ -172,7 +172,7 @@ async def wait_for(holds: Callable[[], Awaitable[bool]], what: str) -> None:
             while not await holds():  # noqa: ASYNC110 - the state of other processes can only be polled
                 await asyncio.sleep(POLL_S)
     except TimeoutError:
-        raise TimeoutError(f"timed out after {PATIENCE_S:g} s: {what}") from None
+        raise TimeoutError(f"timed out after {PATIENCE_S:g} s waiting for: {what}") from None
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from openai import OpenAI
 
 HOMING = [sys.executable, "-P", "-m", "homing.cluster.cli.main"]
-#: The API key of all requests. Requests with different keys would be different tenants, which share no cached blocks.
+#: The API key of `post` and `client`. It identifies the tenant, and tenants share no cached blocks.
 KEY = "none"
 #: A limit that only catches hangs: everything takes seconds, and at most two minutes at load average 29 on two cores.
 PATIENCE_S = 240.0
@@ -45,7 +45,7 @@ def until(ask: Callable[[], T | None], what: str, patience_s: float = PATIENCE_S
         if (answer := ask()) is not None:
             return answer
         time.sleep(0.02)
-    raise AssertionError(f"timed out: {what}")
+    raise AssertionError(f"timed out waiting for: {what}")
 
 
 def environment(state: Path) -> dict[str, str]:

@@ -74,7 +74,7 @@ def reachable(running: Serving) -> set[str]:
 
 
 def openings(running: Serving) -> dict[str, str]:
-    """Permissions of other users on the run folder and on Ray's token, as in `ls -l`."""
+    """Permissions of group and others on the run folder and on Ray's token, as in `ls -l`."""
     paths = [Path(running.note()["run_dir"]), DEFAULT_TOKEN]
     return {str(path): stat.filemode(path.stat().st_mode)[4:] for path in paths}
 

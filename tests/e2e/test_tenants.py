@@ -32,7 +32,7 @@ KEYS = [("ann", "lab"), ("bob", "lab"), ("eve", None), ("root", None)]
 
 @pytest.fixture(scope="module")
 def text_model() -> Iterator[TextModel]:
-    """The demo model's text side, loaded once."""
+    """The demo model's tokenizer and template, loaded once."""
     model = TextModel.load(DEMO, cache_bytes=100_000)
     yield model
     model.close()

@@ -61,7 +61,7 @@ class Channel:
 
 
 class World:
-    """Everything between an engine and a router's index."""
+    """All parts between an engine and a router's index: publisher, network and reader."""
 
     def __init__(
         self,
@@ -253,7 +253,7 @@ class World:
         elif not (self.foreign and reset):
             assert held == self.history.get(self.position), f"the set differs from the publisher's at {self.position}"
 
-    # The story.
+    # Running.
 
     def run(self, actions: int) -> None:
         """Perform `actions` random actions."""
