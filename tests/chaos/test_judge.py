@@ -138,13 +138,13 @@ def test_only_the_router_that_was_killed_may_cut_and_only_what_it_carried() -> N
         ("abxde", "token 2 is 'x' instead of 'c'"),
     ],
 )
-def test_a_difference_is_told_by_its_kind(seen: str, words: str) -> None:
+def test_a_difference_is_described_by_its_kind(seen: str, words: str) -> None:
     """Repeated, lost and wrong tokens point at different bugs."""
     assert difference("abcde", seen) == words
 
 
 @given(st.lists(st.integers(0, 3), max_size=8), st.lists(st.integers(0, 3), max_size=8))
-def test_rows_are_the_same_or_something_is_said(right: list[int], seen: list[int]) -> None:
+def test_every_difference_is_described(right: list[int], seen: list[int]) -> None:
     """No kind of difference may go unnoticed."""
     words = difference([str(token) for token in right], [str(token) for token in seen])
 
@@ -197,7 +197,7 @@ def test_a_killed_router_is_back_with_the_first_request_that_it_takes() -> None:
     assert router_back_s([tried, elsewhere, taken], KILLED) == pytest.approx(4.0)
 
 
-def test_who_never_left_has_not_come_back() -> None:
+def test_a_replica_that_never_left_has_not_come_back() -> None:
     """A frozen replica that stays in routing is exactly the failure to be detected."""
     seen = looks((10.1, 1, "serving", "live"), (20.0, 1, "serving", "live"))
 
@@ -270,7 +270,7 @@ def test_what_still_grows_in_the_second_half_creeps(metric: str, middle: int, la
     assert bool(found) == creeps_up
 
 
-def test_a_row_tells_what_is_violated_and_the_table_shows_it() -> None:
+def test_a_row_says_what_is_violated_and_the_table_shows_it() -> None:
     """The exit code depends on these texts."""
     broken = replace(GOOD, tokens=("a", "b", "d", "e"))
     found = Round("kill", (GOOD, FAILED, broken), (), HIT, trouble=("never within 1 s: peace",))

@@ -79,7 +79,7 @@ def openings(running: Serving) -> dict[str, str]:
     return {str(path): stat.filemode(path.stat().st_mode)[4:] for path in paths}
 
 
-def test_an_encrypted_cluster_serves_and_tells_its_events_only_to_who_has_keys(tmp_path: Path) -> None:
+def test_an_encrypted_cluster_serves_and_sends_events_only_to_clients_with_keys(tmp_path: Path) -> None:
     """Covers settings, controller, membership, both kinds of connection and the command line together.
 
     No secret may be readable by others: not in logs, command lines, environments or Ray's state. No socket listens on

@@ -118,7 +118,7 @@ def test_a_cluster_that_is_scaled_to_none_refuses_at_once(running: Serving) -> N
     assert answer["usage"]["completion_tokens"] == 200
 
 
-def test_an_update_that_cannot_work_is_told_and_changes_nothing(running: Serving, tmp_path: Path) -> None:
+def test_an_update_that_cannot_work_is_reported_and_changes_nothing(running: Serving, tmp_path: Path) -> None:
     """Detectable mistakes are reported before anything is started, and change nothing."""
     before = running.replicas()
     torn = homing(running.state, "update", str(tmp_path))

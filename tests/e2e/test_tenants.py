@@ -115,7 +115,7 @@ def text(answer: httpx.Response) -> str:
     return str(answer.json()["choices"][0]["text"])
 
 
-async def test_more_than_the_budget_is_refused_told_and_counted(http: httpx.AsyncClient):
+async def test_more_than_the_budget_is_refused_reported_and_counted(http: httpx.AsyncClient):
     """The request runs, and its header says that nothing is pinned: ann exceeds her own budget, eve the total one."""
     keep = {"type": "ephemeral"}
     told = [

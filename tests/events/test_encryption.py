@@ -62,7 +62,7 @@ def with_server_key(endpoints: EventEndpoints, key: bytes) -> EventEndpoints:
     )
 
 
-async def test_who_has_the_keys_follows_as_ever(
+async def test_a_reader_with_keys_follows_as_usual(
     make_publisher: Publishers, follow: Follow, server: ServerKeys, reader: KeyPair
 ) -> None:
     """Uses all four sockets: events, replay after a gap, heartbeats and snapshot."""
@@ -110,7 +110,7 @@ async def test_a_client_without_keys_is_told_that_it_gave_none(
 
 
 @pytest.mark.parametrize("reader_encrypts", [True, False])
-async def test_keys_of_another_server_are_told(
+async def test_keys_of_another_server_are_reported(
     make_publisher: Publishers, follow: Follow, server: ServerKeys, reader: KeyPair, reader_encrypts: bool
 ) -> None:
     """With another server's key, or with none, libzmq just closes the connection, over and over."""
@@ -171,7 +171,7 @@ async def test_a_subscriber_with_wrong_keys_gets_an_error_and_not_silence(
 
 
 @pytest.mark.parametrize("name", ["events", "replay", "state", "snapshot"])
-def test_no_socket_talks_to_who_has_no_keys(make_publisher: Publishers, server: ServerKeys, name: str) -> None:
+def test_no_socket_accepts_a_client_without_keys(make_publisher: Publishers, server: ServerKeys, name: str) -> None:
     """A single unprotected socket would defeat the protection of the others."""
     endpoint = getattr(make_publisher(keys=server).start(), name)
     context = zmq.Context()

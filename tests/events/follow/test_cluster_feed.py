@@ -46,7 +46,7 @@ def test_sources_are_the_replicas_that_can_be_heard() -> None:
 
 
 @pytest.mark.parametrize("view", [[], None, {}, {"replicas": [{"replica_id": "r0", "event_endpoints": {"events": 3}}]}])
-def test_another_kind_of_answer_is_told(view: Any) -> None:
+def test_another_kind_of_answer_is_an_error(view: Any) -> None:
     """The address may belong to another kind of server."""
     with pytest.raises(ClusterUnreachable, match="not a homing router"):
         sources(view)
@@ -99,7 +99,7 @@ async def test_a_router_that_comes_back_was_never_gone(make_publisher: Publisher
     assert "gone" not in sink.kinds(Source("r0", 7))
 
 
-async def test_a_router_that_is_gone_ends_it() -> None:
+async def test_the_feed_fails_when_the_router_is_gone() -> None:
     """The feed fails at once if the router never answered, else after PATIENCE failed requests."""
     asked = 0
 

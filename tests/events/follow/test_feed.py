@@ -93,7 +93,7 @@ async def test_a_restarted_publisher_is_followed_from_its_own_beginning(
     assert set(sink.mirror.parents) == {9}
 
 
-async def test_a_message_that_cannot_be_read_is_told_and_the_stream_goes_on(no_leaks: None, follow: Feeds) -> None:
+async def test_a_malformed_message_is_reported_and_the_stream_continues(no_leaks: None, follow: Feeds) -> None:
     """One malformed message must be reported and must not stop the feed."""
     context, sink = zmq.Context(), FoldingSink()
     pub = context.socket(zmq.PUB)

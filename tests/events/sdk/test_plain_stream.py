@@ -21,14 +21,14 @@ BLOCKS = [
 ]
 
 
-def test_a_batch_is_told_event_by_event() -> None:
+def test_a_batch_is_reported_event_by_event() -> None:
     """Each event has its batch's number and time."""
     events = [Removed([1]), Stored(None, [2])]
 
     assert list(stream_events(Apply(4, 2.5, events))) == [StreamEvent(4, 2.5, event) for event in events]
 
 
-def test_a_resync_is_told_as_a_clearing_and_the_chains_that_are_held() -> None:
+def test_a_resync_is_reported_as_a_clearing_and_the_chains_that_are_held() -> None:
     """Consumers that apply events need no special case for resyncs."""
     items = list(stream_events(Reset(7, 9, BLOCKS)))
 
@@ -40,7 +40,7 @@ def test_a_resync_is_told_as_a_clearing_and_the_chains_that_are_held() -> None:
     assert all(item.resync and item.seq == 9 and item.ts is None for item in items)
 
 
-def test_folding_what_is_told_gives_the_same_set_as_the_snapshot() -> None:
+def test_applying_the_events_gives_the_same_set_as_the_snapshot() -> None:
     """The result must not depend on the blocks held before."""
     folded, direct = CacheMirror(), CacheMirror()
     folded.store(None, [77])

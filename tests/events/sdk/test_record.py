@@ -83,7 +83,7 @@ def test_each_replicas_tree_is_rebuilt_from_a_mixed_recording() -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(REMARKS))
-def test_what_is_told_of_the_stream_itself_is_no_event_of_the_cache(kind: str) -> None:
+def test_remarks_about_the_stream_are_no_events_of_the_cache(kind: str) -> None:
     """`homing watch --json` mixes remarks and events in one file, which must still be readable as a recording."""
     line = remark("r0", 2**64 - 1, kind, message="x")
 

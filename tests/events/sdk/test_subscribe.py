@@ -122,7 +122,7 @@ async def test_a_publisher_that_is_only_quiet_is_waited_for(make_publisher: Publ
         assert (await waiting).event is not None
 
 
-async def test_nobody_there_is_told_too(make_publisher: Publishers) -> None:
+async def test_a_missing_publisher_is_an_error_too(make_publisher: Publishers) -> None:
     """The address is wrong, or the cluster has stopped."""
     publisher = make_publisher()
     endpoints = publisher.start()

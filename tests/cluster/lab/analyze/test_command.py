@@ -66,7 +66,7 @@ def ran_json(*words: str | Path) -> dict[str, Any]:
     return json.loads(ran(*words, "--json"))
 
 
-def test_a_trace_is_told_in_figures(trace: Path):
+def test_a_trace_is_summarized_in_figures(trace: Path):
     """All numbers can be counted by hand."""
     told = ran_json(trace, "--block-size", "4", "--sizes", "4,8", "--replicas", "1,2")
 

@@ -82,7 +82,7 @@ def test_a_scenario_with_a_fault_says_when_hits_were_back() -> None:
     assert "recovery" not in told
 
 
-def test_the_replicas_for_a_target_are_told() -> None:
+def test_the_replicas_for_a_target_are_reported() -> None:
     """Users size their clusters with this number."""
     told = output([*QUICK, "--policies", "expected-ttft", "--speed", "20", "--ttft-target", "0.5"])
 

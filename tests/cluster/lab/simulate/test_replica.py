@@ -71,7 +71,7 @@ def test_prefills_run_first_come_first_served() -> None:
     assert (times[1][0], times[2][0]) == pytest.approx((1.0, 1.5))
 
 
-def test_decoding_goes_on_beside_a_prefill_at_the_pace_of_its_steps() -> None:
+def test_decoding_continues_during_a_prefill_at_the_pace_of_its_steps() -> None:
     """Each step of 500 tokens takes 0.5 s plus the decode's 10 ms, and gives the other request one token."""
     replica = replica_of(max_batched_tokens=501)
     add(replica, 1, arrival(0, [0], output=4), 0.0)

@@ -37,7 +37,7 @@ def test_another_process_of_the_same_user_finds_it(store):
 
 
 @pytest.mark.parametrize("left", [0, 20, 40])
-def test_a_damaged_file_is_nothing(store, left):
+def test_a_damaged_file_is_ignored(store, left):
     """The disk was full, or the machine lost power: damaged code must never be run."""
     store.put("norm", CODE)
     (file,) = store.folder.iterdir()
@@ -47,7 +47,7 @@ def test_a_damaged_file_is_nothing(store, left):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
-def test_a_file_of_somebody_else_is_nothing(store):
+def test_another_users_file_is_ignored(store):
     """The folder was once writable by others, and its mode has been corrected since."""
     store.put("norm", CODE)
     (file,) = store.folder.iterdir()
@@ -76,7 +76,7 @@ def test_turns_are_taken_one_after_the_other(store):
     assert len(compiled) == 1
 
 
-def test_who_waits_for_one_that_hangs_goes_on(store):
+def test_a_process_does_not_wait_for_ever_for_one_that_hangs(store):
     """A process that hangs while holding a lock delays the next one once; other kernels have other locks."""
     waiting = CodeStore(store.folder, lock_timeout_s=0.05)
 

@@ -53,7 +53,7 @@ def test_kept_code_answers_as_the_compiled_one(tmp_path):
     assert torch.equal(silu_of(kept, x), silu_of(compiled, x))
 
 
-def test_who_waited_takes_what_was_compiled_meanwhile(tmp_path):
+def test_a_process_that_waited_uses_what_was_compiled_meanwhile(tmp_path):
     """Of two ranks that start at once, one compiles; the other looks again once it holds the lock."""
     store, source = CodeStore(tmp_path), source_of(activation, FLOAT32)
     kernels, waits = [], threading.Thread(target=lambda: kernels.append(load_or_compile(source, CodeStore(tmp_path))))
@@ -100,7 +100,7 @@ def test_without_a_store_kernels_are_compiled():
     assert not isinstance(load_or_compile(source_of(activation, FLOAT32), None), StoredKernel)
 
 
-def test_words_tell_apart_all_that_a_kernel_is_made_for():
+def test_a_description_distinguishes_all_that_a_kernel_is_made_for():
     """One source gives a different kernel for each dtype and each value that it closes over."""
     norms = [source_of(norm, *which) for which in ((BFLOAT16, True), (BFLOAT16, False), (FLOAT32, True))]
     sources = [*norms, source_of(activation, FLOAT32), source_of(product, WIDENED)]
@@ -111,7 +111,7 @@ def test_words_tell_apart_all_that_a_kernel_is_made_for():
     assert "0x" not in "".join(words)
 
 
-def test_what_has_no_words_is_refused():
+def test_what_cannot_be_described_is_refused():
     """Otherwise the description would omit the value, and code for another value would be loaded."""
     with pytest.raises(TypeError, match="cannot be described"):
         description(object())
