@@ -1,4 +1,4 @@
-"""What all tests share: the environment, the sizes of property tests, and how pytest-xdist divides the tests.
+"""Shared test setup: the environment, the sizes of property tests, and how pytest-xdist distributes test files.
 
 The environment is set before torch and numba are imported. Two intra-op threads on contended cores are ten times
 slower than one.
@@ -25,9 +25,9 @@ os.environ["MKL_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if not any(Path("/dev", name).exists() for name in ("nvidiactl", "dxg", "kfd")):
-    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, whoever imports it first
+    os.environ["TRITON_INTERPRET"] = "1"  # triton reads it once, when it is first imported
 
-#: How many examples property tests try, by Hypothesis profile (`--hypothesis-profile`), as a factor.
+#: Per Hypothesis profile (`--hypothesis-profile`): the factor by which the number of examples is multiplied.
 FACTORS = {"fast": 0.1, "default size": 0.5, "nightly": 20.0}
 
 
@@ -36,11 +36,11 @@ def pytest_configure(config: pytest.Config) -> None:
     divides = bool(config.getoption("numprocesses", None)) and not hasattr(config, "workerinput")
     signal.signal(signal.SIGTERM, _end_workers if divides else _cut)
     for name, factor in FACTORS.items():
-        settings.register_profile(name, deadline=None, max_examples=int(100 * factor))  # a busy machine is no failure
+        settings.register_profile(name, deadline=None, max_examples=int(100 * factor))  # a busy machine fails no test
     settings.load_profile(_profile(config))
     cache = getattr(config, "cache", None)
     if cache is not None and "NUMBA_CACHE_DIR" not in os.environ:
-        # Kernels are stored under a digest of all their sources, so the folder may outlive the run.
+        # A kernel's key is a digest of all kernel sources, so the folder can be kept between runs.
         folder = cache.mkdir("kernels")
         folder.chmod(0o700)
         os.environ["NUMBA_CACHE_DIR"] = str(folder)
@@ -51,12 +51,12 @@ def _profile(config: pytest.Config) -> str:
 
 
 def _cut(number: int, frame: FrameType | None) -> None:
-    """End as Ctrl-C does, so that fixtures end their clusters: SIGTERM would end this process and nothing below it."""
+    """Exit as on Ctrl-C, so that fixtures stop their clusters: SIGTERM alone would kill only this process."""
     raise KeyboardInterrupt
 
 
 def _end_workers(number: int, frame: FrameType | None) -> None:
-    """Pass the signal on: a terminal's Ctrl-C reaches all processes of the group, a signal to one process does not."""
+    """Forward the signal to the workers: a terminal sends Ctrl-C to the whole group, `kill` only to one process."""
     for worker in psutil.Process().children():
         worker.terminate()
     raise KeyboardInterrupt
@@ -64,7 +64,7 @@ def _end_workers(number: int, frame: FrameType | None) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
-    """Mark property tests before tests are chosen by markers, and start with those that start clusters."""
+    """Mark property tests before tests are selected by marker, and run the files that start clusters first."""
     owners = [_owner_of_settings(item) for item in items]
     for item, owner in zip(items, owners, strict=True):
         if owner is not None:
@@ -77,12 +77,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @functools.cache
 def _starts_clusters(path: Path) -> bool:
-    """Whether tests of this file do. By its text, as xdist's scheduler knows no markers."""
+    """Whether the file's tests start clusters. Searches its text, because xdist's scheduler cannot see markers."""
     return path.is_file() and "pytest.mark.cluster" in path.read_text(encoding="utf-8")
 
 
 def _owner_of_settings(item: pytest.Item) -> Any:
-    """The class of a state machine's test, or the function of a property test."""
+    """The object that holds a property test's settings: its state machine class or its function; None for others."""
     case = getattr(item, "cls", None)
     if isinstance(getattr(case, "settings", None), settings):
         return case
@@ -91,7 +91,7 @@ def _owner_of_settings(item: pytest.Item) -> Any:
 
 
 def _resize(owner: Any, factor: float) -> None:
-    """Scale the examples of a property test that sets their number itself; others take the profile's."""
+    """Scale the examples of a property test that sets their number itself; other tests use the profile's number."""
     name = "settings" if isinstance(owner, type) else "_hypothesis_internal_use_settings"
     own = getattr(owner, name, None)
     if own is not None and own.max_examples != settings.default.max_examples and factor != 1.0:
@@ -100,13 +100,13 @@ def _resize(owner: Any, factor: float) -> None:
 
 @pytest.fixture
 def scale(request: pytest.FixtureRequest) -> float:
-    """How many examples a test that counts them itself should try, as a factor of its own number."""
+    """Factor for tests that count their own examples: multiply the default number by it."""
     return FACTORS.get(_profile(request.config), 1.0)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _tokenizers_are_read_once() -> Iterator[None]:
-    """Each reading starts a process of transformers (two seconds of CPU). Failures are not kept."""
+    """Load each tokenizer once: loading starts a transformers process (two seconds of CPU). Failures are not cached."""
     from homing.router.text import tokenizer
 
     read = tokenizer.load_parts
@@ -126,22 +126,22 @@ def _tokenizers_are_read_once() -> Iterator[None]:
 
 @pytest.fixture
 def tmp_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """pytest's own, with a shorter name: a socket's path has at most 103 bytes, and xdist adds a folder."""
+    """Like pytest's `tmp_path`, with a shorter name: a socket path has at most 103 bytes, and xdist adds a folder."""
     return tmp_path_factory.mktemp(re.sub(r"\W", "_", request.node.name)[:16])
 
 
 @functools.cache
 def _shares_the_cluster(path: Path) -> bool:
-    """Whether tests of this file use the cluster of tests/e2e/conftest.py, which is one for each worker."""
+    """Whether the file's tests use the cluster of tests/e2e/conftest.py, of which each worker starts its own."""
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     return "(cluster: Serving" in text and "def cluster(" not in text
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> "LoadFileScheduling | None":
-    """With `--dist loadfile`: one worker runs all files that share one cluster; files that start clusters come first.
+    """With `--dist loadfile`: run all files that share the cluster on one worker, and files that start clusters first.
 
-    (An `xdist_group` would do, but has no effect with xdist 3.8 and pytest 9.2.)
+    (`xdist_group` would be simpler, but has no effect with xdist 3.8 and pytest 9.2.)
     """
     if config.getvalue("dist") != "loadfile":
         return None
@@ -152,5 +152,5 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> "LoadFileSch
             path: str = super()._split_scope(nodeid)
             return "shared cluster" if _shares_the_cluster(config.rootpath / path) else path
 
-    config.option.loadscopereorder = False  # in the order of the tests, not by their number
+    config.option.loadscopereorder = False  # keep our order instead of sorting files by number of tests
     return SharedClusterAndFiles(config, log)

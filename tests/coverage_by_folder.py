@@ -1,6 +1,6 @@
-"""Prints how much of each folder the tests executed, from the data of `pytest --cov`. Run by `make coverage`.
+"""Print the test coverage of each folder, from the data of `pytest --cov`. Run by `make coverage`.
 
-Counted is what runs in the test processes themselves: not what numba compiles, and not the processes of clusters.
+Only code run in the test processes is counted: not code compiled by numba, and not the processes of clusters.
 """
 
 import sys
@@ -14,26 +14,26 @@ import msgspec
 
 
 class Lines(msgspec.Struct):
-    """Of one file."""
+    """Line counts of one file."""
 
     num_statements: int
     covered_lines: int
 
 
 class File(msgspec.Struct):
-    """What `coverage json` says of one file."""
+    """One file's entry in the output of `coverage json`."""
 
     summary: Lines
 
 
 class Report(msgspec.Struct):
-    """What `coverage json` writes, without the parts that are not used here."""
+    """The output of `coverage json`, without the fields that are not used here."""
 
     files: dict[str, File]
 
 
 def read_report() -> Report:
-    """The statements of each file, from `.coverage`."""
+    """Read each file's line counts from `.coverage`."""
     data = coverage.Coverage()
     data.load()
     with TemporaryDirectory() as folder:
@@ -43,7 +43,7 @@ def read_report() -> Report:
 
 
 def table(report: Report) -> str:
-    """One line per folder, and one for all of them."""
+    """The table as text: one line per folder, then the total."""
     statements: Counter[str] = Counter()
     executed: Counter[str] = Counter()
     for name, file in report.files.items():

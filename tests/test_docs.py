@@ -1,4 +1,4 @@
-"""What the pages and the packaging say is so: links lead somewhere, pins fit the ranges, the README stays short."""
+"""Checks the docs and the packaging: links resolve, pins fit their ranges, and the README stays short."""
 
 import re
 import tomllib
@@ -37,7 +37,7 @@ def _version(text: str) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_link_in_the_pages_leads_to_a_file(page: Path) -> None:
-    """A newcomer follows links; a dead one ends the visit."""
+    """Newcomers follow links."""
     targets = [target for target in LINK.findall(page.read_text()) if not target.startswith("http")]
 
     assert [target for target in targets if not (page.parent / target).exists()] == []
@@ -45,7 +45,7 @@ def test_every_link_in_the_pages_leads_to_a_file(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_file_that_the_pages_name_exists(page: Path) -> None:
-    """Files move; a page that sends readers to the old place is worse than none."""
+    """Files move, and pages that name them must follow."""
     rooms = "cluster|deploy|docs|events|kvcache|replica|router|tests"
     named = set(re.findall(rf"[`\s(]((?:{rooms})/[\w/-]+\.(?:py|md|yaml|json|svg))\b", page.read_text()))
 
@@ -53,26 +53,26 @@ def test_every_file_that_the_pages_name_exists(page: Path) -> None:
 
 
 def test_every_endpoint_is_documented() -> None:
-    """What `/openapi.json` lists, docs/api.md explains."""
+    """docs/api.md must explain every endpoint that `/openapi.json` lists."""
     page = (ROOT / "docs" / "api.md").read_text()
 
     assert [each.path for each in ENDPOINTS if each.path.replace("/{model}", "") not in page] == []
 
 
 def test_every_fault_is_documented() -> None:
-    """What `make chaos` can inject stands in the page that says what each fault looks like."""
+    """docs/operations.md says what each fault looks like; it must cover every fault that `make chaos` can inject."""
     page = (ROOT / "docs" / "operations.md").read_text()
 
     assert [name for name in FAULTS if name not in page and name.rsplit("-", 1)[0] not in page] == []
 
 
 def test_the_readme_is_short() -> None:
-    """Under 150 lines: what does not fit belongs in docs/."""
+    """Under 150 lines; details belong in docs/."""
     assert len((ROOT / "README.md").read_text().splitlines()) < 150
 
 
 def test_every_dependency_is_pinned_within_its_range() -> None:
-    """`make serve` must install tomorrow what it installed today, and the pins must be versions that we support."""
+    """`make serve` must install the same versions every time, and they must be versions that we support."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
     pinned = pins()
@@ -92,7 +92,7 @@ def test_torch_is_pinned_to_the_release_that_has_a_cpu_build() -> None:
 
 
 def test_every_make_target_of_the_readme_exists() -> None:
-    """The two commands of the README are the product's front door."""
+    """A newcomer's first commands are the make targets of the README."""
     targets = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = set(re.findall(r"(?:`|\$ )make ([a-z][a-z-]+)", (ROOT / "README.md").read_text()))
 

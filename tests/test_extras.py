@@ -1,4 +1,4 @@
-"""Every extra can be installed: its packages exist for this Python, and fit the pinned versions."""
+"""Every extra can be installed: its packages exist for this Python and fit the pinned versions."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["option
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("extra", EXTRAS)
 def test_pip_resolves_the_extra_without_building_anything(extra: str, tmp_path: Path) -> None:
-    """flash-attn 2 was an extra that nobody could install: it had no wheel for our torch, and its build needs torch."""
+    """flash-attn 2 was an extra that could not be installed: no wheel for our torch, and building it needs torch."""
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--quiet", "--disable-pip-version-check"]
     command += ["--only-binary", ":all:", "--constraint", str(ROOT / "constraints.txt"), *EXTRAS[extra]]
 

@@ -1,7 +1,7 @@
-"""Import directions between and inside the packages, and what may lie at the root of the repository.
+"""Import directions between and inside the packages, and the files allowed at the root of the repository.
 
-`docs/architecture.md` describes the packages, each folder's `__init__.py` the folder. A new folder needs a row in
-`FOLDERS`.
+`docs/architecture.md` describes the packages, and each folder's `__init__.py` describes the folder. A new folder needs
+an entry in `FOLDERS`.
 """
 
 import ast
@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("cluster", "deploy", "events", "kvcache", "replica", "router")
 
-#: What each top-level package may import of the others.
+#: The other top-level packages that each package may import.
 MAY_IMPORT = {
     "deploy": (),
     "events": (),
@@ -25,8 +25,8 @@ MAY_IMPORT = {
     "router": ("events", "kvcache", "replica.messages"),
     "cluster": ("events", "kvcache", "replica", "router"),
 }
-#: Which other folders of its own package each folder may import, with what lies below them. Everybody may import the
-#: modules at the top of the package, and these may import all folders.
+#: The other folders of its own package that each folder may import, including their subfolders. Every folder may
+#: import the modules at the top of its package, and those modules may import every folder.
 FOLDERS: dict[str, tuple[str, ...]] = {
     "cluster/cli": ("cluster/control", "cluster/lab"),
     "cluster/control": (),
@@ -89,13 +89,13 @@ def modules(package: str) -> list[Path]:
 
 
 def dotted(path: Path) -> str:
-    """`router/flow/warmup.py` as `homing.router.flow.warmup`."""
+    """The dotted name of a file: `router/flow/warmup.py` is `homing.router.flow.warmup`."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(("homing", *(parts[:-1] if parts[-1] == "__init__" else parts)))
 
 
 def imports(path: Path, nodes: Iterator[ast.AST] | None = None) -> Iterator[str]:
-    """Absolute dotted names of what a module imports, at any depth of its code, or by these of its nodes."""
+    """Absolute dotted names imported anywhere in a module, inside functions too, or only by the given nodes."""
     package = ("homing", *path.relative_to(ROOT).parent.parts)
     for node in nodes or ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -107,7 +107,7 @@ def imports(path: Path, nodes: Iterator[ast.AST] | None = None) -> Iterator[str]
 
 
 def at_load(node: ast.AST) -> Iterator[ast.AST]:
-    """The statements that run when a module is loaded: not those inside functions, nor those for type checkers."""
+    """The statements that run when a module is loaded: not those in functions or under `TYPE_CHECKING`."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             continue
@@ -118,7 +118,7 @@ def at_load(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def graph() -> dict[str, set[str]]:
-    """Each module of ours and the modules of ours that loading it loads."""
+    """Each of our modules, with those of our modules that it imports when it is loaded."""
     paths = {dotted(path): path for package in PACKAGES for path in modules(package)}
 
     def module_of(name: str) -> str | None:
@@ -132,7 +132,7 @@ def graph() -> dict[str, set[str]]:
 
 
 def test_a_package_imports_only_the_packages_below_it() -> None:
-    """The router must not need torch, the cache must not need sockets."""
+    """For example, the router must not need torch, and the cache must not need sockets."""
     crossed = [
         f"{path.relative_to(ROOT)}: {name}"
         for package in PACKAGES
@@ -146,7 +146,7 @@ def test_a_package_imports_only_the_packages_below_it() -> None:
 
 
 def folder_of(name: str) -> str | None:
-    """`router/flow` for a dotted name of a module or of something in it; None at the top of a package and outside."""
+    """The folder (`router/flow`) of a module or of a name in it; None at the top of a package and outside homing."""
     parts = name.split(".")[1:] if name.startswith("homing.") else []
     depth = next((n for n in range(len(parts), 1, -1) if ROOT.joinpath(*parts[:n]).is_dir()), 0)
     return "/".join(parts[:depth]) or None
@@ -154,7 +154,7 @@ def folder_of(name: str) -> str | None:
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_a_folder_imports_only_the_folders_that_it_may(folder: str) -> None:
-    """Directions inside a package: who may import whom stands in `FOLDERS`."""
+    """`FOLDERS` defines the import directions inside each package."""
     allowed = (folder, *FOLDERS[folder])
 
     crossed = [
@@ -170,7 +170,7 @@ def test_a_folder_imports_only_the_folders_that_it_may(folder: str) -> None:
 
 
 def test_every_folder_has_its_row_and_says_what_it_is_for() -> None:
-    """A newcomer opens a folder's `__init__.py` first."""
+    """A newcomer opens a folder's `__init__.py` first, so its docstring must describe the folder."""
     folders = {path.parent.relative_to(ROOT).as_posix() for package in PACKAGES for path in modules(package)}
     faces = {folder: (ROOT / folder / "__init__.py").read_text() for folder in folders}
 
@@ -179,7 +179,7 @@ def test_every_folder_has_its_row_and_says_what_it_is_for() -> None:
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    """In a cycle no module can be understood, tested or loaded alone. Imports inside functions are exempt."""
+    """A module in an import cycle cannot be understood, tested or loaded alone. Imports in functions are exempt."""
     left = graph()
     while free := {module for module, needs in left.items() if not needs & left.keys()}:
         left = {module: needs for module, needs in left.items() if module not in free}
@@ -190,7 +190,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 
 def test_nothing_that_serves_imports_the_lab() -> None:
-    """Simulation and log analysis are offline tools; the command line loads them when they are asked for."""
+    """Simulation and log analysis are offline tools; the command line imports them only when they are run."""
     using = [
         str(path.relative_to(ROOT))
         for package in PACKAGES
@@ -204,7 +204,7 @@ def test_nothing_that_serves_imports_the_lab() -> None:
 
 @pytest.mark.parametrize("package", NEEDS_NO)
 def test_a_package_does_without_the_libraries_that_it_does_not_need(package: str) -> None:
-    """Only `cluster` imports Ray; only `replica` computes."""
+    """Only `cluster` needs Ray, and only `replica` computes with torch."""
     heavy = [
         f"{path.relative_to(ROOT)}: {name}"
         for path in modules(package)
@@ -212,14 +212,14 @@ def test_a_package_does_without_the_libraries_that_it_does_not_need(package: str
         if name.split(".")[0] in NEEDS_NO[package]
     ]
 
-    if package == "router":  # the tokenizer and the chat template are transformers' own: parity needs the same code
+    if package == "router":  # parity needs transformers' own tokenizer and chat template code
         heavy = [found for found in heavy if "router/text/" not in found]
     assert not heavy
 
 
 @pytest.mark.parametrize("package", ["kvcache", "events", "replica", "router", "cluster", "cluster.config"])
 def test_importing_a_package_is_cheap(package: str) -> None:
-    """`homing status` must not wait for torch: a package's `__init__.py` loads nothing heavy. Nor do the settings."""
+    """`homing status` must not wait for torch: no package's `__init__.py`, nor the settings, loads a heavy library."""
     heavy = {"torch", "transformers", "numpy", "ray"} - ({"ray"} if package == "cluster" else set())
 
     code = f"import sys, homing.{package}; found = {heavy} & set(sys.modules); sys.exit(str(found) if found else 0)"
@@ -229,12 +229,12 @@ def test_importing_a_package_is_cheap(package: str) -> None:
 
 
 def test_only_the_package_itself_is_a_module_at_the_root() -> None:
-    """The root is the package: any other module there would be installed with it."""
+    """The repository root is the package, so any other module there would be installed with it."""
     assert [path.name for path in ROOT.glob("*.py")] == ["__init__.py"]
 
 
 def test_every_package_folder_is_listed_for_the_wheel() -> None:
-    """Packages are listed one by one; one that is forgotten works from a checkout and fails from the wheel."""
+    """Packages are listed one by one; a missing one would work in a checkout and fail in the wheel."""
     listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
     found = {"homing"} | {dotted(path) for package in PACKAGES for path in (ROOT / package).rglob("__init__.py")}
 
@@ -242,7 +242,7 @@ def test_every_package_folder_is_listed_for_the_wheel() -> None:
 
 
 def test_committed_links_stay_inside_the_repository() -> None:
-    """A link to a folder of somebody's machine is broken on every other one."""
+    """A link to an absolute path works only on the machine where it was made."""
     names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
     if not names:
         pytest.skip("not a git checkout")

@@ -1,4 +1,4 @@
-"""SECURITY.md against the source: what it says of sockets holds for each file that has one; what it names is there."""
+"""Checks SECURITY.md against the source: its statements about sockets and pickles, and the files it names."""
 
 import ast
 import re
@@ -11,12 +11,12 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "SECURITY.md").read_text()
 ROOMS = ("cluster", "events", "kvcache", "replica", "router")
 SOURCES = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
-#: Modules that turn bytes into objects of any type, and calls that do so inside of others.
+#: Modules that deserialize arbitrary objects, and below them calls of other libraries that use pickle inside.
 PICKLES = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 PICKLING = re.compile(r"\b(send_pyobj|recv_pyobj|\w+_object_list|all_gather_object|gather_object|torch\.load)\(")
 MAKES_A_SOCKET = re.compile(r"\.socket\((zmq\.[A-Z]+|kind)")
 BOUNDED = re.compile(r"maxmsgsize = |zmq\.MAXMSGSIZE")
-#: Its one socket is libzmq's own, inside the process.
+#: Modules whose only socket is inproc: libzmq's own authentication (ZAP) socket.
 WITHIN_THE_PROCESS = {"events/security/curve_authenticator.py"}
 
 
@@ -39,7 +39,7 @@ def imported(path: Path) -> Iterator[str]:
 
 
 def test_nothing_of_ours_reads_or_writes_pickles() -> None:
-    """Whoever sends a pickle runs code. Ray's own calls use them, behind its token: the page says so."""
+    """Loading a pickle runs its sender's code. Ray's actor calls use pickle, behind Ray's token, as the page says."""
     found = [f"{name(path)}: {module}" for path in SOURCES for module in imported(path) if module in PICKLES]
     found += [f"{name(path)}: {call}" for path in SOURCES for call in PICKLING.findall(path.read_text())]
 
@@ -48,7 +48,7 @@ def test_nothing_of_ours_reads_or_writes_pickles() -> None:
 
 
 def test_the_page_lists_every_file_with_a_zeromq_socket() -> None:
-    """One that is added is a way in, and comes with its limit and its fuzzing, or this fails."""
+    """A new socket is an attack surface: it must come with a size limit, fuzzing and an entry in the page."""
     listed = set(
         re.findall(r"`((?:cluster|events|replica|router)/[\w/]+\.py)`", PAGE.split("## Sockets")[1].split("## ")[0])
     )
@@ -58,12 +58,12 @@ def test_the_page_lists_every_file_with_a_zeromq_socket() -> None:
 
 @pytest.mark.parametrize("path", with_sockets(), ids=name)
 def test_every_socket_has_a_largest_frame(path: Path) -> None:
-    """What is longer ends its connection, before it fills the memory."""
+    """libzmq closes the connection of a peer that sends a longer frame, before the frame fills the memory."""
     assert BOUNDED.search(path.read_text())
 
 
 def test_the_tests_that_the_page_names_are_there() -> None:
-    """A promise is as good as what holds it."""
+    """The page cites tests as evidence, so they must exist."""
     named = set(re.findall(r"`(tests/[\w/]+\.py)`", PAGE))
 
     assert len(named) >= 8

@@ -1,4 +1,4 @@
-"""Builds the wheel, installs it into an environment of its own and uses it there: what CI ships is what CI tests.
+"""Build the wheel, install it into a new environment and use it there, so that CI tests what it ships.
 
 Run as `python tests/wheel_check.py`. The packages that homing depends on come from the running environment, through a
 .pth file, so that nothing is downloaded twice.
@@ -40,7 +40,7 @@ def build(into: Path) -> Path:
 
 
 def check_contents(wheel: Path) -> None:
-    """Nothing but `homing/` and its metadata is installed, and no test, doc or tool comes with it."""
+    """Check that the wheel installs only `homing/` and its metadata, without tests and docs."""
     names = zipfile.ZipFile(wheel).namelist()
     strays = [name for name in names if not name.startswith(("homing/", "homing-"))]
     unwanted = [name for name in names if "/tests/" in name or "/docs/" in name]

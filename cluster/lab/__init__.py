@@ -1,4 +1,4 @@
 """Offline tools: `homing simulate`, `homing analyze` and their plots.
 
-Imports the rooms it models. No serving code may import it.
+May import the packages that it models. Serving code must not import it.
 """

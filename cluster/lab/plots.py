@@ -1,9 +1,9 @@
-"""Charts from plain data, as PNG, SVG or one HTML page that needs nothing else.
+"""Charts from plain data, as PNG, SVG or one self-contained HTML page.
 
-Knows no analysis and no simulation: they say what is to be drawn. Drawing is matplotlib's, which the extra `plot`
-brings; without it everything but `write_plot` works. Colours are those of Okabe and Ito, which colour-blind readers
-tell apart, and four more for crowded charts; each has a marker of its own as well, so that a grey print can be read,
-too. Numbers that differ by orders of magnitude are points on a log axis: the length of a bar would mean nothing there.
+Independent of analysis and simulation, which describe the charts. Drawing needs matplotlib, which the extra `plot`
+installs; without it everything but `write_plot` works. Colours are those of Okabe and Ito, which colour-blind readers
+can tell apart, and four more for crowded charts; each also has its own marker, so that a grey print is readable.
+Numbers that differ by orders of magnitude are points on a log axis, where bar lengths would be meaningless.
 """
 
 import html
@@ -24,10 +24,10 @@ COLOURS = "#0072B2 #D55E00 #009E73 #CC79A7 #E69F00 #56B4E9 #000000 #882255 #3322
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*", "p")
 MARKERS_PER_LINE = 8
 CHART_INCHES = (9.0, 5.0)
-#: Of a chart of points, above what its rows take.
+#: Height of a point chart without its rows, and height of a row.
 POINTS_INCHES, ROW_INCHES = 1.6, 0.34
 DOTS_PER_INCH = 120
-#: Text stays text in SVG (small, searchable), and two runs over one log give the same bytes.
+#: Text stays text in SVG (small, searchable), and two runs over the same log give the same bytes.
 STYLE: Any = {
     "font.size": 11,
     "font.family": "sans-serif",
@@ -53,20 +53,20 @@ pre { white-space: pre-wrap; background: #f6f6f6; padding: .75rem; }"""
 
 @dataclass(slots=True, frozen=True)
 class Line:
-    """One line of a chart; `x` and `y` are equally long."""
+    """One line of a chart; `x` and `y` have the same length."""
 
     name: str
     x: Sequence[float]
     y: Sequence[float]
     dashed: bool = False
-    #: lines of one family have one colour and marker and differ by their dashes; None: each is its own family
+    #: lines of a family share colour and marker and differ by their dashes; None: the line is its own family
     family: int | None = None
 
 
 @dataclass(slots=True, frozen=True)
 class LineChart:
-    """Lines over one axis. `marks`: names of places on the x axis. `percent`: the values of y are shares of one and are
-    shown as per cent."""
+    """Lines over one axis. `marks` labels positions on the x axis. `percent`: y values are fractions, shown as
+    percentages."""
 
     title: str
     x_label: str
@@ -79,8 +79,7 @@ class LineChart:
 
 @dataclass(slots=True, frozen=True)
 class PointChart:
-    """A row for each word of `rows`, the first on top, with its points on one log axis: those of one name are a value
-    for each row."""
+    """Rows of points on one log axis, the first row on top; `points` maps each name to one value per row."""
 
     title: str
     x_label: str
@@ -93,7 +92,7 @@ Chart = LineChart | PointChart
 
 @dataclass(slots=True, frozen=True)
 class Table:
-    """A table of an HTML page; the first column holds names."""
+    """A table of an HTML page; the first column contains names."""
 
     caption: str
     header: Sequence[str]
@@ -102,7 +101,7 @@ class Table:
 
 @dataclass(slots=True, frozen=True)
 class Page:
-    """What is drawn: charts one below the other. Tables and notes appear in HTML only."""
+    """Charts, drawn one below the other; tables and notes appear only in HTML."""
 
     title: str
     charts: Sequence[Chart]
@@ -111,19 +110,19 @@ class Page:
 
 
 def check_plot_path(path: Path) -> None:
-    """Raises PlotFailed when `write_plot` could not write there; to be asked before hours of work."""
+    """Raise PlotFailed if `write_plot` could not write to this path; call it before hours of work."""
     if path.suffix.lower() not in SUFFIXES:
-        raise PlotFailed(f"{path}: a plot is one of {', '.join(SUFFIXES)}, by the end of its file's name")
+        raise PlotFailed(f"{path}: a plot's name must end in one of {', '.join(SUFFIXES)}, its format")
     if not path.absolute().parent.is_dir():
         raise PlotFailed(f"{path}: there is no folder {path.parent}")
     try:
-        import matplotlib  # noqa: F401 - asked for, not used
+        import matplotlib  # noqa: F401 - only to check that it is installed
     except ImportError as error:
         raise PlotFailed("plots need matplotlib, which is not installed: pip install 'matplotlib>=3.9'") from error
 
 
 def write_plot(path: Path, page: Page) -> None:
-    """Draw `page` into a file whose suffix says the form. Raises PlotFailed."""
+    """Draw `page` into a file; its suffix determines the format. Raises PlotFailed."""
     check_plot_path(path)
     form = path.suffix.lower().removeprefix(".")
     content = _html(page).encode() if form == "html" else _drawn(page.charts, form, page.title)
@@ -134,7 +133,7 @@ def write_plot(path: Path, page: Page) -> None:
 
 
 def _drawn(charts: Sequence[Chart], form: str, title: str = "") -> bytes:
-    # Not at the top: takes half a second, and most commands draw nothing. Without pyplot there is no global state.
+    # Not at the top: the import takes half a second, and most commands draw nothing. Without pyplot, no global state.
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -163,7 +162,7 @@ def _draw(axes: "Axes", chart: Chart) -> None:
         _draw_points(axes, chart)
     handles, _ = axes.get_legend_handles_labels()
     if len(handles) > 1:
-        # Outside: curves that rise and curves that fall leave no corner free that always is.
+        # Outside the axes, because no corner is always free of both rising and falling curves.
         axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
 
 
@@ -174,7 +173,7 @@ def _draw_lines(axes: "Axes", chart: LineChart) -> None:
     if chart.percent:
         from matplotlib.ticker import PercentFormatter
 
-        # From nothing to a third above the highest, for the words of marks; never above all.
+        # From 0 to 30 % above the highest value, which leaves room for labels of marks; at most 100 %.
         highest = max([value for line in chart.lines for value in line.y], default=0.0)
         axes.set_ylim(0, min(1.0, 1.3 * highest or 1.0))
         axes.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))
@@ -188,12 +187,12 @@ def _draw_lines(axes: "Axes", chart: LineChart) -> None:
             marker=MARKERS[family % len(MARKERS)],
             markevery=max(1, len(line.x) // MARKERS_PER_LINE),
             linestyle="--" if line.dashed else "-",
-            zorder=3 - place / len(chart.lines),  # the first is what the page is about: never hidden by the others
+            zorder=3 - place / len(chart.lines),  # the first line is the page's subject: others never hide it
         )
     for x in chart.marks.values():
         axes.axvline(x, color="#555555", linestyle=":", linewidth=1.5)
     for place, (label, x) in enumerate(chart.marks.items()):
-        # The name stands on the side that has more room, each a line lower than the one before.
+        # The label goes on the side with more room, each one line below the previous.
         across = axes.transAxes.inverted().transform(axes.transData.transform((x, 0.5)))[0]
         left = across > 0.5
         axes.annotate(
@@ -239,7 +238,7 @@ def _log_x(axes: "Axes") -> None:
     axes.grid(axis="x", which="minor", linewidth=0.4)
 
     def between_tens(value: float, _: float) -> str:
-        """Twos and fives have a number where powers of ten alone would be too few."""
+        """Label twos and fives if powers of ten alone would be too few labels."""
         leading = round(value / 10 ** floor(log10(value)))
         first, last = axes.get_xlim()
         return _short_number(value) if leading in (2, 5) and last < 100 * first else ""
@@ -248,7 +247,7 @@ def _log_x(axes: "Axes") -> None:
 
 
 def _short_number(value: float, _: Any = None) -> str:
-    """1000 as 1k: axes of blocks and tokens run to millions."""
+    """Format 1000 as 1k, because axes of blocks and tokens extend to millions."""
     for factor, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= factor:
             return f"{value / factor:g}{letter}"
@@ -256,7 +255,7 @@ def _short_number(value: float, _: Any = None) -> str:
 
 
 def _html(page: Page) -> str:
-    # Each chart's `svg` element, without the XML prologue that HTML does not know.
+    # Each chart's `svg` element, without the XML prologue, which HTML does not support.
     drawn = [_drawn([chart], "svg").decode() for chart in page.charts]
     pictures = [svg[svg.index("<svg") :] for svg in drawn]
     tables = [_table(table) for table in page.tables]

@@ -1,8 +1,8 @@
-"""Recorded traffic: who asked when, how long the prompt was and which blocks it was made of.
+"""Recorded traffic: the arrival time, prompt and answer lengths, and prompt blocks of each request.
 
-Knows neither pool nor policy; evaluations replay what it yields. The format is the one of the Mooncake traces (FAST'25,
+Independent of pool and policy; evaluations replay the requests. The format is that of the Mooncake traces (FAST'25,
 github.com/kvcache-ai/Mooncake): JSON lines with `timestamp` (ms), `input_length` and `output_length` (tokens) and
-`hash_ids`, one per block of the prompt. Equal ids name equal blocks behind equal prefixes; the last may be partial.
+`hash_ids`, one per block of the prompt. Equal ids name equal blocks after equal prefixes; the last may be partial.
 """
 
 from collections.abc import Iterable, Iterator
@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-#: Tokens that one id of a Mooncake trace stands for.
+#: Tokens per block id in a Mooncake trace.
 MOONCAKE_BLOCK_TOKENS = 512
 
 
@@ -23,10 +23,10 @@ class TraceRequest(msgspec.Struct, frozen=True):
     arrival_s: float  #: since the trace began
     input_tokens: int
     output_tokens: int
-    block_ids: tuple[int, ...]  #: of the prompt's blocks; the last one may be partial
+    block_ids: tuple[int, ...]  #: one per block of the prompt; the last block may be partial
 
     def full_blocks(self, block_tokens: int) -> tuple[int, ...]:
-        """Ids of the blocks that the prompt fills; only those can be cached."""
+        """Ids of the prompt's full blocks; only those can be cached."""
         return self.block_ids[: self.input_tokens // block_tokens]
 
 
@@ -41,7 +41,7 @@ _decode = msgspec.json.Decoder(_Line).decode
 
 
 def trace_request(text: str | bytes) -> TraceRequest:
-    """The request of one line. Raises TraceError, which names the field."""
+    """Decode one line. Raises TraceError, which names the field."""
     try:
         line = _decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -50,10 +50,10 @@ def trace_request(text: str | bytes) -> TraceRequest:
 
 
 def read_trace(lines: Iterable[str | bytes]) -> Iterator[TraceRequest]:
-    """The requests of a Mooncake trace, one at a time, so that a trace may be larger than memory.
+    """Yield the requests of a Mooncake trace one at a time, so that a trace may be larger than memory.
 
-    Blank lines and unknown keys are passed over. Raises TraceError, which names the line and the field, also when time
-    runs backwards.
+    Blank lines and unknown keys are ignored. Raises TraceError, which names the line and the field, also when a
+    timestamp is lower than the previous one.
     """
     before = 0.0
     for number, text in enumerate(lines, 1):

@@ -264,9 +264,11 @@ def admit(source: str, request: Generate, vocab_size: int, block_size: int, guid
 
 def _check_sampling(params: SamplingParams, vocab_size: int) -> None:
     _check(params.max_tokens >= 1, f"max_tokens: {params.max_tokens} is below 1")
-    _check(0 <= params.min_tokens <= params.max_tokens, f"min_tokens: {params.min_tokens} of {params.max_tokens}")
+    most = params.max_tokens
+    _check(0 <= params.min_tokens <= most, f"min_tokens: {params.min_tokens} is not between 0 and max_tokens, {most}")
     _check(0 <= params.seed < 2**64, f"seed: {params.seed} is not an unsigned 64-bit number")
-    _check(isfinite(params.temperature) and params.temperature >= 0, f"temperature: {params.temperature} is below 0")
+    temperature = params.temperature
+    _check(isfinite(temperature) and temperature >= 0, f"temperature: {temperature} is not a number of at least 0")
     _check(0 < params.top_p <= 1, f"top_p: {params.top_p} is not above 0 and at most 1")
     _check(params.top_k >= 0, f"top_k: {params.top_k} is below 0")
     _check(0 <= params.min_p <= 1, f"min_p: {params.min_p} is not between 0 and 1")

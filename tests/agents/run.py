@@ -1,7 +1,7 @@
-"""Installs agent frameworks and programs beside our environment, and tests them: `make frameworks`, `make clients`.
+"""Install agent frameworks and programs next to our environment and test them: `make frameworks`, `make clients`.
 
-Run as `python -m tests.agents.run [NAME...]`. Frameworks get a virtual environment each, programs a folder for npm.
-The exit code is 1 if a test fails, and 3 if the only fault is that something cannot be installed.
+Run as `python -m tests.agents.run [NAME...]`. Each framework gets its own virtual environment, the programs one npm
+folder. The exit code is 1 if a test fails, and 3 if nothing failed but something could not be installed.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from ..clients.environments import Environment, NotInstallableError
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-#: By environment: which tests of test_frameworks.py it is for.
+#: By environment: the selection (-k) of tests in test_frameworks.py.
 FRAMEWORKS = {
     "openai-agents": "openai_agents or pydantic_ai",
     "instructor": "instructor",
@@ -26,8 +26,8 @@ NOT_INSTALLED = 3
 
 
 def tested(python: Path, arguments: list[str], **environment: str) -> bool:
-    """Whether these tests pass, with nothing in the environment that names another server."""
-    leaks = ["-W", "ignore::ResourceWarning", "-W", "ignore::pytest.PytestUnraisableExceptionWarning"]  # of theirs
+    """Whether these tests pass, in an environment that names no other server."""
+    leaks = ["-W", "ignore::ResourceWarning", "-W", "ignore::pytest.PytestUnraisableExceptionWarning"]  # theirs
     command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", *leaks, *arguments]
     environ = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), **environment}
     return subprocess.run(command, cwd=ROOT, env=environ, check=False).returncode == 0
@@ -47,15 +47,15 @@ def programs(folder: Path) -> bool:
     npm = ["npm", "install", "--no-audit", "--no-fund", "--ignore-scripts", "--silent"]
     if shutil.which("npm") is None or subprocess.run(npm, cwd=at, check=False).returncode:
         raise NotInstallableError("npm cannot install them")
-    # OpenCode's own script puts the program for this machine in place; npm may be set to run none.
+    # OpenCode's own script selects the binary for this machine; npm may be configured to run no scripts.
     subprocess.run(["node", "postinstall.mjs"], cwd=at / "node_modules" / "opencode-ai", check=True)
     return tested(Path(sys.executable), ["tests/agents/test_programs.py"], NPM_CLIENTS=str(at))
 
 
 def main() -> int:
-    """Install, test, sum up."""
+    """Install, test and print a summary."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", choices=[[], *FRAMEWORKS, PROGRAMS], help="only these")
+    parser.add_argument("names", nargs="*", choices=[[], *FRAMEWORKS, PROGRAMS], help="only these environments")
     parser.add_argument("--environments", type=Path, default=Path(".venv-clients"))
     parser.add_argument("--pip-flags", default="")
     given = parser.parse_args()

@@ -1,8 +1,8 @@
 """A whole router in this process over a replica that plays back recorded answers: real sockets, no Ray, no model.
 
-The replica's answer depends on the prompt alone: a prompt with k earlier turns of the assistant gets turn k of the
-recording, token by token. So a client may repeat a request or send others in between. It also compiles the constraint
-of a request, and refuses to play an answer that the constraint does not allow: a real engine could not have written it.
+The replica's answer depends on the prompt alone: a prompt with k earlier assistant turns gets turn k of the recording,
+token by token. A client may therefore repeat a request or send others in between. The replica also compiles a request's
+constraint and refuses to play an answer that violates it, because a real engine could not have written that.
 """
 
 import asyncio
@@ -35,29 +35,29 @@ VOCABULARY, END = 4096, 4
 CONTEXT = 262_144
 TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 ASSISTANT = "<|im_start|>assistant\n"
-#: Only catches hangs.
+#: Only to catch hangs.
 PATIENCE_S = 120.0
 
 
 def call(name: str, /, **arguments: object) -> str:
-    """A tool call as the model writes it, which is also how the template writes it into the next prompt."""
+    """A tool call as the model writes it, which is also how the template renders it into the next prompt."""
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """What the model says."""
+    """The model's answers."""
 
-    turns: Sequence[str] = ()  #: by the number of the assistant's earlier turns
-    aside: str | None = None  #: to a prompt without tools, such as one that asks for a title; None: the turn
-    any_constraint: bool = False  #: play the answer even if a constraint does not allow it
+    turns: Sequence[str] = ()  #: by the number of earlier assistant turns
+    aside: str | None = None  #: answer to prompts without tools, such as one for a title; None: the turn
+    any_constraint: bool = False  #: whether to play answers that violate a constraint
 
     def answer(self, prompt: str) -> str:
-        """What a model would go on with. An AssertionError if nothing was recorded for it."""
+        """The answer to a prompt. Raises AssertionError if nothing was recorded for its turn."""
         if self.aside is not None and "<tools>" not in prompt:
             return self.aside
         turn = prompt.count(ASSISTANT) - 1
-        assert 0 <= turn < len(self.turns), f"nothing was recorded for turn {turn}"
+        assert 0 <= turn < len(self.turns), f"no answer was recorded for turn {turn}"
         return self.turns[turn]
 
 
@@ -70,7 +70,7 @@ class _Playing:
 
 @dataclass(slots=True)
 class ScriptedReplica(FakeReplica):
-    """Plays the recording, every step a whole answer in outputs of one token."""
+    """Plays the recording; each step emits whole answers as outputs of one token."""
 
     recording: Recording = field(default_factory=Recording)
     tokenizer: Tokenizer | None = None
@@ -101,7 +101,7 @@ class ScriptedReplica(FakeReplica):
         assert self.tokenizer is not None
         assert self.guides is not None
         self.highest = message.request_id
-        assert self._hashes_fit(message), "block hashes are not those of the tokens"
+        assert self._hashes_fit(message), "block hashes do not match the tokens"
         self.prompts.append(self.tokenizer.decode(list(token_array(message.token_ids)), skip_special_tokens=False))
         text = self.recording.answer(self.prompts[-1])
         ids = [*self.tokenizer.encode(text, add_special_tokens=False).ids, END]
@@ -127,14 +127,14 @@ class ScriptedReplica(FakeReplica):
 
 @dataclass
 class Engine:
-    """The router and its replica, as a test sees them."""
+    """The router and its replica, as seen by a test."""
 
     url: str
     _replica: ScriptedReplica
     _submit: Callable[[Callable[[], object]], object]
 
     def play(self, *turns: str, aside: str | None = None, any_constraint: bool = False) -> None:
-        """Answer with these from now on, and forget what was asked before."""
+        """Use these answers from now on, and clear the recorded prompts."""
 
         def change() -> None:
             self._replica.recording = Recording(turns, aside, any_constraint)
@@ -144,16 +144,16 @@ class Engine:
 
     @property
     def prompts(self) -> list[str]:
-        """What was asked since then."""
+        """The prompts received since the last `play`."""
         return self._replica.prompts
 
     def check(self) -> None:
-        """Everything that was asked had an answer that its constraint allows."""
+        """Assert that every request had a recorded answer that its constraint allows."""
         assert not self._replica.faults, self._replica.faults
 
 
 def model_folder(at: Path) -> Path:
-    """The demo model's tokenizer with a template that renders tools."""
+    """Copy the demo model's tokenizer, with a template that renders tools."""
     for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
         shutil.copy(demo_model_path() / name, at / name)
     shutil.copy(TEMPLATE, at / "chat_template.jinja")
@@ -162,7 +162,7 @@ def model_folder(at: Path) -> Path:
 
 @contextmanager
 def scripted(folder: Path, **settings: object) -> Iterator[Engine]:
-    """Serve in a thread until the block ends. `folder` is empty, for the model."""
+    """Serve in a thread for the duration of the block. `folder` must be empty; it receives the model."""
     started: Future[tuple[Engine, asyncio.Event]] = Future()
     thread = threading.Thread(target=lambda: asyncio.run(_serve(model_folder(folder), settings, started)))
     thread.start()

@@ -1,4 +1,4 @@
-"""What the clients are asked to do, and what the model answers: a loop of tool calls, and objects of a schema."""
+"""The clients' tasks and the model's answers: a loop of tool calls, and objects of a schema."""
 
 import json
 from typing import Any
@@ -18,7 +18,7 @@ DESCRIPTION = "The temperature in a city."
 FUNCTION: dict[str, Any] = {"name": "weather", "description": DESCRIPTION, "parameters": WEATHER}
 TOOL: dict[str, Any] = {"type": "function", "function": FUNCTION}
 CITIES = ("Ulm", "Graz", "Bern")
-#: Three calls, each with a word or a thought before it, and an answer.
+#: Three tool calls, the first with a thought and text before it, then an answer.
 LOOP = (
     "<think>I need the weather.</think>Let me look." + call("weather", city="Ulm"),
     call("weather", city="Graz"),

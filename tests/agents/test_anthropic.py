@@ -1,4 +1,4 @@
-"""Anthropic's own client: messages, its stream helper, its loop of tools, and the count of tokens."""
+"""Anthropic's own client: messages, its stream helper, its tool loop and token counting."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -20,7 +20,7 @@ def client(engine: Engine) -> Iterator[Anthropic]:
 
 
 def test_a_loop_of_tools_ends_with_the_answer(client: Anthropic, engine: Engine) -> None:
-    """Created and streamed in turn; the helper's own blocks go back, thinking and its signature included."""
+    """Created and streamed alternately; the helper's own blocks are sent back, including thinking and its signature."""
     engine.play(*LOOP)
     messages: list = [{"role": "user", "content": QUESTION}]
     asked: list[str] = []
@@ -48,7 +48,7 @@ def test_a_loop_of_tools_ends_with_the_answer(client: Anthropic, engine: Engine)
 
 
 def test_the_tool_runner_runs_the_tools(client: Anthropic, engine: Engine) -> None:
-    """The client's own loop, over a function with a decorator."""
+    """The client's own loop, over a decorated function."""
     engine.play(*LOOP)
     messages: list = [{"role": "user", "content": QUESTION}]
 
@@ -62,7 +62,7 @@ def test_the_tool_runner_runs_the_tools(client: Anthropic, engine: Engine) -> No
 
 
 def test_an_object_of_a_schema_is_parsed(client: Anthropic, engine: Engine) -> None:
-    """`output_format` becomes a schema that the answer follows."""
+    """`output_format` becomes a schema that constrains the answer."""
     engine.play(FOX)
 
     parsed = client.messages.parse(
@@ -73,7 +73,7 @@ def test_an_object_of_a_schema_is_parsed(client: Anthropic, engine: Engine) -> N
 
 
 def test_tokens_are_counted_as_they_are_billed(client: Anthropic, engine: Engine) -> None:
-    """The count is that of the prompt, tools included."""
+    """The count covers the whole prompt, including tools."""
     engine.play("Hello.")
     given: dict[str, Any] = {"model": NAME, "messages": [{"role": "user", "content": QUESTION}], "tools": [TOOL]}
 

@@ -1,7 +1,7 @@
-"""Frameworks of agents: their own loops over tools, and every way in which they ask for an object.
+"""Agent frameworks: their own tool loops, and every way in which they request an object.
 
-Their packages are heavy and exclude each other's: `make frameworks` runs this in an environment of each. Elsewhere a
-framework that is not installed is skipped.
+Their packages are heavy and exclude each other: `make frameworks` runs this file once in each framework's environment.
+Elsewhere, frameworks that are not installed are skipped.
 """
 
 import asyncio
@@ -15,17 +15,17 @@ from .scripted import NAME, Engine, call
 from .tasks import ANSWER, FOX, LOOP, QUESTION, Fox, weather
 
 pytestmark = [
-    # Sockets that frameworks leave open, and their use of what is old.
+    # Frameworks leave sockets open and use deprecated features.
     pytest.mark.filterwarnings("ignore"),
 ]
 IDA = Fox(name="Ida", age=3)
-#: Structured output that is asked for as the call of a function.
+#: Structured output requested as a function call.
 CALLED = call("Fox", name="Ida", age=3)
 
 
 @pytest.mark.parametrize("api", ["OpenAIResponsesModel", "OpenAIChatCompletionsModel"])
 def test_openai_agents(engine: Engine, api: str) -> None:
-    """Its runner, whole and streamed, a forced tool and a typed output."""
+    """Its runner, whole and streamed, a forced tool and typed output."""
     agents = pytest.importorskip("agents", reason="openai-agents is installed by make frameworks")
     agents.set_tracing_disabled(True)
 
@@ -51,7 +51,7 @@ def test_openai_agents(engine: Engine, api: str) -> None:
 
 @pytest.mark.parametrize("api", ["OpenAIChatModel", "OpenAIResponsesModel"])
 def test_pydantic_ai(engine: Engine, api: str) -> None:
-    """Its loop, and its three kinds of typed output."""
+    """Its loop and its three kinds of typed output."""
     pydantic_ai = pytest.importorskip("pydantic_ai", reason="pydantic-ai is installed by make frameworks")
     models = pytest.importorskip("pydantic_ai.models.openai")
     provider = pytest.importorskip("pydantic_ai.providers.openai")
@@ -77,7 +77,7 @@ def test_pydantic_ai(engine: Engine, api: str) -> None:
     ],
 )
 def test_instructor(engine: Engine, mode: str, answer: str) -> None:
-    """Every mode for OpenAI's API."""
+    """All of its modes for OpenAI's API."""
     instructor = pytest.importorskip("instructor", reason="instructor is installed by make frameworks")
     engine.play(answer)
 
@@ -109,7 +109,7 @@ def llama_index(engine: Engine) -> Iterator[Callable[..., Any]]:
 
 
 def test_llama_index(engine: Engine, llama_index: Callable[..., Any]) -> None:
-    """Its agent, and typed output by schema and by call."""
+    """Its agent, and typed output by schema and by function call."""
     workflow = pytest.importorskip("llama_index.core.agent.workflow")
 
     async def answer() -> str:

@@ -1,4 +1,4 @@
-"""Wrong values in every field of Responses and Messages: answered or refused by name, never a fault of ours."""
+"""Wrong values in every field of Responses and Messages: answered or rejected with a message, never a server error."""
 
 import json
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ CASES = {
         {"model": NAME, "max_tokens": 50, "messages": [{"role": "user", "content": QUESTION}]},
     ),
 }
-#: What clients mean by the nested fields, to be damaged in one place.
+#: Valid nested fields, each to be damaged in one place.
 ITEMS: list[Any] = [
     {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "x"}]},
     {"type": "function_call", "call_id": "c", "name": "weather", "arguments": '{"city": "Ulm"}', "namespace": "n"},
@@ -68,13 +68,13 @@ VALUES = st.recursive(
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The path of every value inside of `value`."""
+    """The path of every value inside `value`."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [path, *(place for key, each in inner for place in places(each, (*path, key)))]
 
 
 def changed(value: Any, path: tuple[Any, ...], by: Any) -> Any:
-    """A copy with another value there."""
+    """A copy of `value` with `by` at `path`."""
     if not path:
         return by
     copy = dict(value) if isinstance(value, dict) else list(value)
@@ -90,7 +90,7 @@ def http() -> Iterator[httpx.Client]:
 
 @st.composite
 def wrong_bodies(draw: st.DrawFn, path: str) -> dict[str, Any]:
-    """A request with a value out of place: a whole field's, or one inside of a field that is right."""
+    """A request with one wrong value: either a whole field's, or one inside an otherwise valid field."""
     kind, body = CASES[path]
     if draw(st.booleans()):
         return body | {draw(st.sampled_from(sorted(get_type_hints(kind)))): draw(VALUES)}
@@ -104,7 +104,7 @@ def wrong_bodies(draw: st.DrawFn, path: str) -> dict[str, Any]:
 def test_wrong_values_are_answered_or_refused(
     engine: Engine, http: httpx.Client, path: str, data: st.DataObject
 ) -> None:
-    """Also inside of items, blocks, tools and schemas."""
+    """Includes values inside items, blocks, tools and schemas."""
     engine.play(*(call("weather", city="Ulm") for _ in range(4)), any_constraint=True)
     body = data.draw(wrong_bodies(path))
 

@@ -1,6 +1,6 @@
-"""Requests as Anthropic's "LLM gateway protocol" says that Claude Code sends them (code.claude.com), field by field.
+"""Requests like Claude Code's, field by field from Anthropic's "LLM gateway protocol" (code.claude.com).
 
-Claude Code itself cannot be installed here. The client's own types judge the answers.
+Claude Code itself cannot be installed here. The Anthropic client's types validate the answers.
 """
 
 import itertools
@@ -40,7 +40,7 @@ FIRST: list[dict[str, Any]] = [
 
 
 def body_of(messages: list[Any], number: int) -> dict[str, Any]:
-    """A request; its first line of system prompt differs in each."""
+    """A request; the first line of its system prompt differs between requests."""
     billing = f"x-anthropic-billing-header: cc_version=2.1.{number}; cc_entrypoint=cli; cch={number:05x};"
     return {
         "model": NAME,
@@ -61,7 +61,7 @@ def body_of(messages: list[Any], number: int) -> dict[str, Any]:
 
 
 def streamed(http: httpx.Client, body: dict[str, Any]) -> tuple[list[dict[str, Any]], httpx.Headers]:
-    """The content blocks that the events of a stream build up, as the client sends them back."""
+    """The content blocks built from a stream's events, as the client sends them back, and the response headers."""
     response = http.post("/v1/messages?beta=true", json=body, headers=HEADERS)
     assert response.status_code == 200, response.text
     events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: ")]
@@ -100,11 +100,11 @@ def http(engine: Engine) -> Any:
 
 
 def test_a_session_of_claude_code(engine: Engine, http: httpx.Client) -> None:
-    """No field is unknown, and each prompt goes on where the one before ended, though the billing line changes."""
+    """No field is unknown, and each prompt continues the previous one although the billing line changes."""
     engine.play(*LOOP)
     messages: list[Any] = [{"role": "user", "content": FIRST}]
     asked, cached = [], []
-    marked: dict[str, Any] = {}  # four places may be marked, so the one behind the last result moves
+    marked: dict[str, Any] = {}  # only four places may be marked, so the mark moves to the last result
     for turn in range(len(LOOP)):
         blocks, headers = streamed(http, body_of(messages, turn))
         assert "x-homing-ignored-fields" not in headers
@@ -132,10 +132,10 @@ def test_a_session_of_claude_code(engine: Engine, http: httpx.Client) -> None:
     assert "billing" not in engine.prompts[0]
 
 
-def test_what_claude_code_asks_beside(engine: Engine, http: httpx.Client) -> None:
-    """Tokens are counted as they are billed, the server answers HEAD, and refusals have their own words."""
+def test_claude_codes_other_requests(engine: Engine, http: httpx.Client) -> None:
+    """Tokens are counted as they are billed, the server answers HEAD, and errors have Anthropic's types."""
     engine.play("Hello.")
-    body = body_of([{"role": "user", "content": "What is beside?"}], 0)  # the session's prompts stay uncached
+    body = body_of([{"role": "user", "content": "What is beside?"}], 0)  # must not cache the session
     left_out = ("max_tokens", "stream", "temperature", "metadata", "context_management")
     counted = {key: value for key, value in body.items() if key not in left_out}
 

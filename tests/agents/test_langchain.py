@@ -1,4 +1,4 @@
-"""LangChain's models: tools, and every method of structured output."""
+"""LangChain's models: tools and every method of structured output."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -17,14 +17,14 @@ Make = Callable[..., ChatOpenAI]
 
 @pytest.fixture
 def model(engine: Engine) -> Iterator[Make]:
-    """Makes chat models over one HTTP client, which LangChain would leave open."""
+    """Makes chat models that share an HTTP client closed here, because LangChain would leave its own open."""
     with httpx.Client(verify=False) as http:
         yield partial(ChatOpenAI, base_url=f"{engine.url}/v1", api_key="k", model=NAME, max_retries=0, http_client=http)
 
 
 @pytest.mark.parametrize("responses", [False, True])
 def test_bound_tools_are_called_until_the_answer(engine: Engine, model: Make, responses: bool) -> None:
-    """Over chat completions and over Responses, invoked and streamed in turn."""
+    """Over chat completions and over Responses, invoked and streamed alternately."""
     engine.play(*LOOP)
     bound = model(use_responses_api=responses).bind_tools([weather])
     messages: list = [HumanMessage(QUESTION)]
@@ -48,7 +48,7 @@ def test_bound_tools_are_called_until_the_answer(engine: Engine, model: Make, re
 def test_structured_output(
     engine: Engine, model: Make, method: Literal["json_schema", "function_calling", "json_mode"]
 ) -> None:
-    """Each method asks in another way."""
+    """Each method uses a different request."""
     engine.play(call("Fox", name="Ida", age=3) if method == "function_calling" else FOX)
 
     found = model().with_structured_output(Fox, method=method).invoke("Who? Answer as JSON.")
@@ -57,7 +57,7 @@ def test_structured_output(
 
 
 def test_a_tool_can_be_forced(engine: Engine, model: Make) -> None:
-    """`any` is `required` on the wire."""
+    """LangChain's `any` is `required` on the wire."""
     engine.play(call("weather", city="Ulm"))
 
     for choice in ("any", "weather"):

@@ -1,4 +1,4 @@
-"""litellm, under which many agents and gateways run: its own answers come back to us."""
+"""litellm, which many agents and gateways use: the messages that it builds must be accepted as input."""
 
 import asyncio
 import json
@@ -16,9 +16,9 @@ from .tasks import ANSWER, CITIES, FOX, LOOP, QUESTION, TOOL, Fox, weather
 
 @pytest.fixture
 def litellm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """litellm without its price list from the internet; it warns of things that are its own.
+    """litellm without downloading its price list, and without its own warnings.
 
-    Its synchronous calls ask for the thread's event loop, which they would create and never close.
+    Its synchronous calls use the thread's event loop; without one they would create a loop and never close it.
     """
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     loop = asyncio.new_event_loop()
@@ -35,7 +35,7 @@ def litellm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.mark.parametrize("provider", ["openai", "anthropic"])
 def test_its_own_answers_are_taken_back(engine: Engine, litellm: Any, provider: str) -> None:
-    """Three turns with tools, streamed in between; the messages go back as litellm made them."""
+    """Four turns, three with tools, whole and streamed alternately; messages are sent back as litellm made them."""
     engine.play(*LOOP)
     given = {
         "model": f"{provider}/{NAME}",
@@ -62,7 +62,7 @@ def test_its_own_answers_are_taken_back(engine: Engine, litellm: Any, provider: 
 
 
 def test_a_schema_and_responses(engine: Engine, litellm: Any) -> None:
-    """A pydantic class as the format, and the Responses API."""
+    """A pydantic class as the response format, and the Responses API."""
     given = {"model": f"openai/{NAME}", "api_base": f"{engine.url}/v1", "api_key": "k"}
     engine.play(FOX)
 

@@ -1,4 +1,4 @@
-"""OpenAI's own client: the helpers that build an answer from a stream, parse it, and loop over tools."""
+"""OpenAI's own client: the helpers that build an answer from a stream, parse it and loop over tools."""
 
 import json
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ def client(engine: Engine) -> Iterator[OpenAI]:
 
 
 def test_a_streamed_loop_of_tools_ends_with_the_answer(client: OpenAI, engine: Engine) -> None:
-    """The helper's own message goes back as it is; each prompt goes on where the one before ended."""
+    """The helper's own message is sent back unchanged, and each prompt continues the previous one."""
     engine.play(*LOOP)
     messages: list = [{"role": "user", "content": QUESTION}]
     asked = []
@@ -53,7 +53,7 @@ def test_parse_makes_an_object_and_typed_arguments(client: OpenAI, engine: Engin
 
 
 def test_an_agent_with_a_schema_may_still_call_its_tools(client: OpenAI, engine: Engine) -> None:
-    """The schema is for the answer. Chats and Responses, whole and streamed."""
+    """The schema applies only to the answer. Chat completions and Responses, whole and streamed."""
     engine.play(call("weather", city="Ulm"), FOX)
     messages: list = [{"role": "user", "content": QUESTION}]
     given: dict = {"model": NAME, "messages": messages, "tools": [TOOL], "response_format": Fox}
@@ -76,7 +76,7 @@ def test_an_agent_with_a_schema_may_still_call_its_tools(client: OpenAI, engine:
 
 
 def test_responses_loop_over_tools_created_and_streamed(client: OpenAI, engine: Engine) -> None:
-    """The output items go back as they came, reasoning included."""
+    """The output items are sent back as received, including reasoning."""
     engine.play(*LOOP)
     items: list = [{"role": "user", "content": QUESTION}]
     asked = []

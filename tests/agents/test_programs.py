@@ -1,7 +1,7 @@
-"""Agents from npm, unmodified: each completes a task of ten tool calls, in an empty environment and a home of its own.
+"""Unmodified agents from npm: each completes a task of ten tool calls, with an empty environment and its own home.
 
-`make clients` installs them and says in `NPM_CLIENTS` where; without it this is skipped. The shell commands that the
-agents run are those that stand here.
+`make clients` installs them and passes their folder in `NPM_CLIENTS`; without it, these tests are skipped. The agents
+run only the shell commands defined here.
 """
 
 import itertools
@@ -26,7 +26,7 @@ HERE = Path(__file__).parent
 TURNS = 10
 DONE = "All is done."
 TASK = "Write ten lines into log.txt."
-#: What the shell runs in each turn.
+#: The shell command of each turn.
 COMMAND = "echo line >> log.txt; wc -l < log.txt"
 CODEX = """
 model = "{name}"
@@ -44,7 +44,7 @@ stream_max_retries = 0
 
 
 def run(folder: Path, *command: str) -> str:
-    """What a program prints, with nothing in its environment but its home and where programs are."""
+    """Run a program with only HOME, PATH and TERM in its environment; return its standard output."""
     assert INSTALLED is not None
     node = shutil.which("node")
     assert node is not None, "node is not installed"
@@ -70,7 +70,7 @@ def objects(lines: str) -> list[Any]:
 
 
 def extends(prompts: list[str]) -> bool:
-    """Whether each prompt goes on where the one before ended, so that all of that one is cached."""
+    """Whether each prompt continues the previous one, so that all of that one is cached."""
     return all(later.startswith(earlier) for earlier, later in itertools.pairwise(prompts))
 
 
@@ -93,7 +93,7 @@ def test_codex(engine: Engine, tmp_path: Path) -> None:
 
 
 def test_opencode(engine: Engine, tmp_path: Path) -> None:
-    """Over chat completions; it also asks for a title, without tools."""
+    """Over chat completions; it also requests a title, without tools."""
     engine.play(*[call("bash", command=COMMAND, description="Add a line")] * TURNS, DONE, aside="Ten lines")
     options = {"baseURL": f"{engine.url}/v1", "apiKey": "k"}
     model = {"name": NAME, "limit": {"context": 200_000, "output": 8000}}
@@ -118,9 +118,9 @@ def test_opencode(engine: Engine, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["responses", "chat", "compatible", "messages"])
 def test_vercels_ai_sdk(engine: Engine, tmp_path: Path, kind: str) -> None:
-    """Ten steps, streamed, with each of its providers; and an object of a schema, which for Messages is a call."""
+    """Ten streamed steps with each of its providers, and an object of a schema, which for Messages is a tool call."""
     assert INSTALLED is not None
-    script = Path(INSTALLED) / "ai_sdk.mjs"  # imports are looked for beside it
+    script = Path(INSTALLED) / "ai_sdk.mjs"  # placed where Node looks for the imports
     shutil.copy(HERE / "npm" / "ai_sdk.mjs", script)
 
     engine.play(*(call("add", line=line + 1) for line in range(TURNS)), DONE)

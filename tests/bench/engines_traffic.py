@@ -1,7 +1,7 @@
-"""What clients ask in bench-engines, and how much of it caches could have held at best. Pure: no engine, no clock.
+"""The traffic of bench-engines, and the upper bound of what caches could find of it. Pure: no engine, no clock.
 
-Conversations about documents: each request has all that was said before, with answers that were written beforehand, so
-that every router gets the same prompts. What is random comes from the seed.
+Conversations about documents: each request contains all earlier turns, with answers written in advance, so that every
+router gets the same prompts. All randomness comes from the seed.
 """
 
 from collections import OrderedDict
@@ -15,19 +15,19 @@ WORDS = "river stone lantern forest captain winter bridge honey music garden thu
 DOCUMENT_WORDS = 1000
 TURNS = 8
 TURN_WORDS = 20
-#: Requests that may run beside one another belong to different conversations: nobody asks before the answer is there.
+#: Concurrent requests; they belong to different conversations, since a user waits for the answer before the next turn.
 AT_ONCE = 3
 
 
 @dataclass(slots=True, frozen=True)
 class Scenario:
-    """How requests are spread over conversations, and what happens meanwhile."""
+    """How requests are spread over conversations, and what happens during the run."""
 
     name: str
-    live: int  #: conversations that go on at the same time
-    shifts: bool = False  #: half of all requests belong to one of them, which changes
-    routers: int = 1  #: instances of the router, which get the requests in turn
-    restarts: bool = False  #: one engine ends after a third of the requests and is back after two thirds
+    live: int  #: number of concurrent conversations
+    shifts: bool = False  #: half of all requests go to one conversation, which changes
+    routers: int = 1  #: router instances, which get the requests in turn
+    restarts: bool = False  #: one engine is killed after a third of the requests and restarted after two thirds
 
 
 SCENARIOS = {
@@ -43,7 +43,7 @@ SCENARIOS = {
 
 
 def conversation(rng: Random) -> Iterator[Messages]:
-    """Its requests: one more turn each."""
+    """The requests of one conversation, each with one more turn."""
     messages = [{"role": "system", "content": _text(rng, DOCUMENT_WORDS)}]
     for _ in range(TURNS):
         messages.append({"role": "user", "content": _text(rng, TURN_WORDS)})
@@ -52,7 +52,7 @@ def conversation(rng: Random) -> Iterator[Messages]:
 
 
 def trace(scenario: Scenario, requests: int, seed: int) -> list[Messages]:
-    """The prompts in their order. A conversation that ends makes room for another."""
+    """The prompts in sequence. A new conversation replaces one that ends."""
     rng = Random(f"{scenario.name} {seed}")
     live = [conversation(rng) for _ in range(scenario.live)]
     recent: list[int] = []
@@ -81,14 +81,14 @@ Cache = OrderedDict[int, None]
 
 
 def blocks_of(ids: Sequence[int], size: int) -> tuple[int, ...]:
-    """Its full blocks, each named by everything up to its end; an engine computes at least the last token."""
+    """The prompt's full blocks, each named by a hash of all tokens up to its end. The last token is always computed."""
     return tuple(hash(tuple(ids[:end])) for end in range(size, len(ids), size))
 
 
 def serve(cache: Cache, blocks: Sequence[int], room: int) -> int:
-    """An engine with room for so many blocks serves a prompt: how many it had. Evicts as vLLM does."""
+    """Serve a prompt from a cache of `room` blocks, evicting as vLLM does; return the number of blocks it found."""
     held = next((place for place, block in enumerate(blocks) if block not in cache), len(blocks))
-    for block in reversed(blocks):  # the end of a prompt goes before its beginning
+    for block in reversed(blocks):  # a prompt's end is evicted before its beginning
         cache[block] = None
         cache.move_to_end(block)
     while len(cache) > room:
@@ -99,9 +99,9 @@ def serve(cache: Cache, blocks: Sequence[int], room: int) -> int:
 def best_hits(
     chains: Sequence[Sequence[int]], engines: int, room: int, *, emptied_at: int | None = None, beam: int = 48
 ) -> int:
-    """Blocks that the best assignment of the requests to engines finds cached: known in hindsight, ignoring load.
+    """Cached blocks under the best assignment of requests to engines, known in hindsight and ignoring load.
 
-    Of all assignments it follows the `beam` best at a time. At `emptied_at` the last engine loses its cache.
+    A beam search over assignments that keeps the `beam` best. At `emptied_at` the last engine loses its cache.
     """
     paths: list[tuple[int, list[Cache]]] = [(0, [OrderedDict() for _ in range(engines)])]
     for place, blocks in enumerate(chains):

@@ -1,11 +1,11 @@
-"""Cost of the event stream: a reader's ingest over ZeroMQ into the router's index, and the publisher's side.
+"""Measure the event stream: a reader's ingest over ZeroMQ into the router's index, and the publisher's side.
 
     python tests/bench/events.py [--batches N] [--rounds N] [--out FILE]
 
-A child process sends N batches of 8 blocks of 16 tokens (half of them stores, then their removals) as our publisher
-encodes them, over ipc; `EventFeed` applies them to a `PrefixIndex`. The rate is batches per second of the reading
-thread's CPU time, which on a machine of its own is its wall time: this one is shared. The pure rows have no socket.
-Dynamo's figure, 57,000 batches a second, was measured before on this kind of machine; it is not run here.
+A child process sends N batches of 8 blocks of 16 tokens (half of them stores, then their removals) over ipc, encoded as
+our publisher does; `EventFeed` applies them to a `PrefixIndex`. The rate is batches per second of the reading thread's
+CPU time, which would be wall-clock time on an otherwise idle machine. The rows without a socket run in process.
+Dynamo's figure, 57,000 batches per second, was measured earlier on this kind of machine; it is not run here.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ Frames = list[bytes]
 
 
 def steps(count: int) -> list[Step]:
-    """As many stores as removals, of blocks with random names."""
+    """As many stores as removals, of blocks with random hashes."""
     rng = Random(3)
     tokens = b"".join(struct.pack("<I", rng.randrange(128_000)) for _ in range(BLOCKS * BLOCK_SIZE))
     chains = [tuple(rng.randbytes(16) for _ in range(BLOCKS)) for _ in range(count // 2)]
@@ -54,14 +54,14 @@ def ledger(*, hash_only: bool = False) -> EventLog:
 
 
 def messages(count: int, *, hash_only: bool = False) -> list[Frames]:
-    """What a publisher sends."""
+    """The messages that a publisher sends."""
     book = ledger(hash_only=hash_only)
     sent = [book.commit(step, 1.0) for step in steps(count)]
     return [[events_topic(EPOCH), encode_seq(batch.seq), batch.payload] for batch in sent]
 
 
 class IndexSink(FeedSink):
-    """What the router does with a feed: its index is the one copy of what the replica holds."""
+    """The router's part of a feed: the index is the only copy of what the replica holds."""
 
     def __init__(self) -> None:
         self.index = PrefixIndex()
@@ -76,16 +76,16 @@ class IndexSink(FeedSink):
 
 
 def send(endpoint: str, count: int) -> None:
-    """The child process: everything at once to the first subscriber."""
+    """The child process: send everything at once to the first subscriber."""
     frames = messages(count)
     context = zmq.Context()
     sock = context.socket(zmq.XPUB)
     sock.set_hwm(0)
     sock.bind(endpoint)
-    sock.recv()  # the subscription is there
+    sock.recv()  # subscribed
     for message in frames:
         sock.send_multipart(message)
-    sock.recv()  # and gone
+    sock.recv()  # unsubscribed
     sock.close(0)
     context.term()
 
@@ -102,7 +102,7 @@ def over_zeromq(count: int) -> float:
 
 
 async def ingest(endpoint: str, count: int) -> float:
-    """CPU seconds from the first batch to the last; waiting for them costs none."""
+    """CPU seconds from the first batch to the last; waiting costs no CPU."""
     sink = IndexSink()
     options = FeedOptions(replay=False, snapshot=False, heartbeats=False)
     ends = EventEndpoints(events=endpoint, replay="", state="", snapshot="")
@@ -131,7 +131,7 @@ def cost(rounds: int, count: int, work: Callable[[], object]) -> float:
 
 
 def follow(frames: list[Frames]) -> None:
-    """Frames, decoding, the state machine and the index, without a socket."""
+    """Apply the frames without a socket: decoding, the state machine and the index."""
     decoder, sink = BatchDecoder(), IndexSink()
     reader = Subscription(residency=SetResidency(ReplicaBlocks(sink.index, "r0")))
     reader.start()
@@ -160,9 +160,9 @@ def measure(count: int, rounds: int) -> list[Row]:
 
 
 def main() -> int:
-    parser = arguments("Cost of the event stream.")
+    parser = arguments("Measure the cost of the event stream.")
     parser.add_argument("--batches", type=int, default=60_000, help="batches of 8 blocks in one run")
-    parser.add_argument("--rounds", type=int, default=5, help="runs of which the median counts")
+    parser.add_argument("--rounds", type=int, default=5, help="number of runs; figures are their median")
     options = parser.parse_args()
     publish(measure(options.batches, options.rounds), options.out, ["pyzmq", "msgspec"])
     return 0

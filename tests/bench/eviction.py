@@ -1,14 +1,14 @@
-"""Hit rates of the eviction policies beside the best that any could reach, at equal capacity.
+"""Compare the eviction policies' hit rates with the optimum, at equal capacity.
 
     python tests/bench/eviction.py [--traces DIR] [--replicas N] [--out FILE]
 
-Each request's chain of blocks is looked up, the rest is computed, and all of it is released before the next comes.
-DIR holds traces in the Mooncake format (`*.jsonl`), one block per id; without it the workloads that the project makes
-itself are replayed. With `--replicas N` each policy sees one N-th of the chains (those that begin alike stay together).
+Each chain of blocks is looked up, the rest computed, and all of it released before the next request. DIR holds traces
+in the Mooncake format (`*.jsonl`), one block per id; the default is our own workloads. With `--replicas N` each policy
+sees 1/N of the chains (those that begin alike stay together).
 
-The policies run in the real `PrefixCache`. *Optimum* is Belady's: it knows the future and gives up the idle block that
-is asked for last. That is optimal under prefixes, too: whoever asks for a block asks for its parent, so that a parent
-is never asked for later than its child, and with ties broken children first no block goes before its children.
+Policies run in the real `PrefixCache`. *Optimum* is Belady's: it knows the future and evicts the idle block that is
+next requested last. That is optimal under prefixes, too: a request for a block is also one for its parent, so a parent
+is never requested later than its child. With ties broken children first, no block goes before its children.
 """
 
 import sys
@@ -27,16 +27,16 @@ from homing.kvcache.hashing import BlockHash, token_bytes
 from homing.kvcache.prefix_cache import PrefixCache
 
 CAPACITIES = (1_000, 2_000, 4_000, 8_000, 16_000, 32_000, 64_000)
-#: The workloads of our own are smaller.
+#: Capacities for our own workloads, which are smaller.
 OWN_CAPACITIES = (500, 1_000, 2_000, 4_000, 8_000, 16_000)
 OWN_REQUESTS = 6_000
-#: In points of hit rate: where LRU is that close to the optimum there is no gap to close.
+#: In percentage points of hit rate: where LRU is this close to the optimum, there is no gap to close.
 LEAST_GAP = 0.3
 ROOT = BlockHash(bytes(16))
 
 
 def policy_hits(name: EvictionName, chains: Iterable[Chain], capacity: int) -> int:
-    """Blocks hit by the real cache with one token to a block."""
+    """Number of hit blocks in the real cache with one token per block."""
     cache = PrefixCache(capacity + 1, 1, policy=eviction_policy(name), partial_block_reuse=False)
     for chain in chains:
         hashes = [BlockHash(block.to_bytes(16, "big")) for block in chain]
@@ -52,7 +52,7 @@ def policy_hits(name: EvictionName, chains: Iterable[Chain], capacity: int) -> i
 
 
 def next_uses(chains: Sequence[Chain]) -> list[list[int]]:
-    """For each block of each request, the number of the next request that asks for it."""
+    """For each block of each request, the number of the next request for it; the request count if there is none."""
     never = len(chains)
     following: dict[int, int] = {}
     uses: list[list[int]] = []
@@ -63,7 +63,7 @@ def next_uses(chains: Sequence[Chain]) -> list[list[int]]:
 
 
 def optimal_hits(chains: Sequence[Chain], capacity: int) -> int:
-    """Blocks hit by Belady's optimum."""
+    """Number of hit blocks under Belady's optimum."""
     resident: dict[int, int] = {}
     idle: list[tuple[int, int, int]] = []
     hits = 0
@@ -82,12 +82,12 @@ def optimal_hits(chains: Sequence[Chain], capacity: int) -> int:
 
 
 def one_of(chains: Sequence[Chain], replicas: int) -> list[Chain]:
-    """What the first of so many replicas gets, if chains with the same first two blocks go to the same one."""
+    """The chains that the first replica gets, if chains with the same first two blocks go to the same replica."""
     return [chain for chain in chains if hash(chain[:2]) % replicas == 0]
 
 
 def traffic(source: str, replicas: int) -> list[Chain]:
-    """A trace by its path, or a workload of our own by its name."""
+    """A trace by its path, or one of our own workloads by its name."""
     if source in WORKLOADS:
         return one_of(workload(source, OWN_REQUESTS), replicas)
     with open(source, "rb") as lines:
@@ -95,7 +95,7 @@ def traffic(source: str, replicas: int) -> list[Chain]:
 
 
 def rates(task: tuple[str, int, int]) -> tuple[float, ...]:
-    """Hit rates in percent: each policy's in the order of their names, then the optimum's."""
+    """Hit rates in percent: each policy's in the order of EvictionName, then the optimum's."""
     source, capacity, replicas = task
     chains = traffic(source, replicas)
     found = [policy_hits(name, chains, capacity) for name in get_args(EvictionName)]
@@ -119,7 +119,7 @@ def rows_of(source: str, capacity: int, found: Sequence[float]) -> list[Row]:
 def main() -> int:
     parser = arguments(__doc__ or "")
     parser.add_argument("--traces", type=Path, help="folder of traces in the Mooncake format")
-    parser.add_argument("--replicas", type=int, default=1, help="over how many replicas the traffic is spread")
+    parser.add_argument("--replicas", type=int, default=1, help="number of replicas that share the traffic")
     options = parser.parse_args()
     sources = sorted(map(str, options.traces.glob("*.jsonl"))) if options.traces else list(WORKLOADS)
     capacities = CAPACITIES if options.traces else OWN_CAPACITIES

@@ -1,9 +1,9 @@
-"""vLLM without a model, for bench-engines: its HTTP, its cache and evictions, its events, steps of modelled length.
+"""vLLM without a model, for bench-engines: its HTTP API, cache, evictions and events, with steps of modelled duration.
 
     python tests/bench/fake_vllm.py MODEL PORT EVENTS_PORT REPLAY_PORT
 
-MODEL is a folder with a tokenizer and a chat template. Requests share steps: each running one decodes a token, the rest
-of a step's tokens goes to prompts in their order.
+MODEL is a folder with a tokenizer and a chat template. Requests share steps: each running request decodes one token,
+and the rest of a step's tokens goes to prompts in order of arrival.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding
 
 
 class Body(msgspec.Struct):
-    """What matters of a request."""
+    """The fields of a request body that matter."""
 
     messages: list[dict[str, Any]] = []
     prompt: list[int] | str = ""
@@ -53,11 +53,11 @@ class Body(msgspec.Struct):
 
 @dataclass(eq=False)
 class Work:
-    """A request under way."""
+    """A waiting or running request."""
 
     client: "Connection"
     body: Body
-    ids: list[int]  #: of the prompt, then with what is generated
+    ids: list[int]  #: prompt tokens, then generated ones
     most: int
     hashes: list[BlockHash]  #: of the prompt's full blocks
     prompt: int = 0
@@ -68,7 +68,7 @@ class Work:
 
 
 class Publisher:
-    """A `CacheListener` that sends what a step changed as vLLM does: an event for each removed block."""
+    """A `CacheListener` that publishes each step's changes as vLLM does: one event per removed block."""
 
     def __init__(self, events: int, replay: int, loop: asyncio.AbstractEventLoop) -> None:
         context = zmq.Context.instance()
@@ -109,7 +109,7 @@ class Publisher:
 
 
 class Engine:
-    """The scheduler and what it has cached."""
+    """The scheduler and its prefix cache."""
 
     def __init__(self, model: Path, publisher: Publisher) -> None:
         self.root = str(model)
@@ -140,7 +140,7 @@ class Engine:
             self._cache.release(work.blocks)
 
     def reset(self) -> None:
-        """As vLLM, which announces it with its next step."""
+        """Reset the cache; the event is sent with the next step, as by vLLM."""
         if not self._running:
             self._cache = self._new_cache()
             self._publisher.cleared()
@@ -203,7 +203,7 @@ class Engine:
             self._cache.release(work.blocks)
 
 
-#: vLLM's own page has hundreds of lines of histograms.
+#: As long as vLLM's metrics page, which has hundreds of lines of histograms.
 PADDING = [
     f'vllm:histogram_{name}_seconds_bucket{{engine="0",le="{limit / 8}",model_name="{MODEL}"}} {limit}.0'
     for name in ("ttft", "itl", "queue", "prefill", "decode", "inference", "e2e", "prompt", "generation", "params")
@@ -264,7 +264,7 @@ class Connection(asyncio.Protocol):
         self._transport.write(head % len(body) + body)
 
     def told(self, work: Work, place: int, last: bool) -> None:
-        """A token was generated."""
+        """Send a generated token, or the whole answer after the last one if it is not streamed."""
         options, counts = work.body.stream_options or {}, self._usage(work, place + 1)
         if not work.body.stream:
             if last:

@@ -1,16 +1,16 @@
-"""What the router costs: requests a second, CPU, time to first token and memory of a whole router process.
+"""Measure what the router costs: requests per second, CPU, time to first token and memory of a whole router process.
 
     python tests/bench/front.py [--rounds N] [--peers FOLDER] [--out FILE] [--scale X]
     python tests/bench/front.py --routers 1,2,4
 
 The router process runs what `homing serve` runs (service, policy, index, transport, HTTP server) over two fast fake
 replicas in a second process; a third sends raw HTTP over kept-alive connections. `--peers FOLDER` is a virtual
-environment with `smg`, `sglang-router` or `vllm-router`: each is run over two fast fake OpenAI servers under the same
-load, in turn with ours. CPU is the router process' own (user and system). Peers do not tokenize; ours is measured with
-its tokenizer and without (prompts as token ids, or a stand-in that makes an id of four bytes of text).
+environment with `smg`, `sglang-router` or `vllm-router`: each runs over two fast fake OpenAI servers under the same
+load, alternating with ours. CPU is the router process's (user and system). Peers do not tokenize; ours is measured with
+its tokenizer and without (prompts as token ids, or a stand-in that makes four bytes of text a token id).
 
-`--routers` measures so many router processes on one port, with 32 paced streams for each of them: CPU per chunk and per
-plain request, of all together.
+`--routers` measures several router processes on one port, with 32 paced streams per router: CPU per chunk and per plain
+request, over all routers together.
 """
 
 import argparse
@@ -42,24 +42,24 @@ HERE = Path(__file__).parent
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 ANSWER = 16
 STREAMS = 128
-#: For each router, where several are measured.
+#: Per router, when several are measured.
 STREAMS_OF_ROUTER = 32
 PEERS = ("smg", "sglang-router", "vllm-router")
 
 
 def chat(text: str, tokens: int, *, stream: bool = False) -> bytes:
-    """A chat of one message."""
+    """A chat request with one message."""
     body = {"model": "demo", "messages": [{"role": "user", "content": text}], "max_tokens": tokens, "ignore_eos": True}
     return json.dumps(body | ({"stream": True} if stream else {})).encode()
 
 
 def completion(prompt: str | list[int], tokens: int) -> bytes:
-    """A completion."""
+    """A completion request."""
     return json.dumps({"model": "demo", "prompt": prompt, "max_tokens": tokens, "ignore_eos": True}).encode()
 
 
 def long_texts() -> list[str]:
-    """16 KB each: one of eight documents of 12 KB, and a tail of its own."""
+    """64 prompts of 16 KB: one of eight shared documents of 12 KB, then a unique tail."""
     rng, words = Random(3), ["fox", "river", "house", "story", "morning", "quiet", "letter", "garden"]
     documents = [" ".join(rng.choice(words) for _ in range(2400))[:12_000] for _ in range(8)]
     return [
@@ -68,14 +68,14 @@ def long_texts() -> list[str]:
 
 
 def long_ids() -> list[list[int]]:
-    """As long in bytes, as ids."""
+    """64 prompts of token ids, as long in bytes as those of `long_texts`."""
     rng = Random(3)
     documents = [[rng.randrange(300, 3000) for _ in range(2000)] for _ in range(8)]
     return [rng.choice(documents) + [rng.randrange(300, 3000) for _ in range(700)] for _ in range(64)]
 
 
 def english(characters: int, count: int) -> list[str]:
-    """Words of the demo model's vocabulary, which has a token for each; no two texts alike."""
+    """Texts of words that are one token each in the demo model's vocabulary; no two texts are alike."""
     layout = json.loads((HERE.parents[1] / "replica" / "demo" / "model" / "tokenizer.json").read_text())
     words = [each[1:] for each in layout["model"]["vocab"] if each.startswith("Ġ") and each[1:].isalpha()]
     rng = Random(5)
@@ -83,7 +83,7 @@ def english(characters: int, count: int) -> list[str]:
 
 
 def loads(scale: float, *, ids: bool) -> dict[str, Load]:
-    """The loads; `ids` sends prompts as token ids, where the load is plain."""
+    """The loads by name. With `ids`, prompts are sent as token ids, and the loads are those that suit them."""
     small = [f"Tell me a story about a fox, number {n}." for n in range(64)]
     if ids:
         rng = Random(4)
@@ -133,7 +133,7 @@ def loads(scale: float, *, ids: bool) -> dict[str, Load]:
 
 
 def shared_loads(texts: dict[str, Load], routers: int) -> dict[str, Load]:
-    """For so many routers: as much for each of them, however many there are."""
+    """The plain and paced loads for several routers, scaled so that each router gets the same load at any count."""
     change, plain, paced = msgspec.structs.replace, texts["plain"], texts["paced"]
     streams = STREAMS_OF_ROUTER * routers
     return {
@@ -143,7 +143,7 @@ def shared_loads(texts: dict[str, Load], routers: int) -> dict[str, Load]:
 
 
 def alone(prompt: list[int], requests: int) -> Load:
-    """One stream at a time, each prompt with an end of its own: what the router adds to the first token."""
+    """One stream at a time, with prompts that differ in the last token: measures what the router adds to the TTFT."""
     bodies = [
         json.dumps({"model": "demo", "prompt": [*prompt[:-1], last], "max_tokens": ANSWER, "stream": True}).encode()
         for last in range(300, 308)
@@ -156,8 +156,8 @@ class Row:
     """One router's figures for one load."""
 
     rates: list[float] = field(default_factory=list)
-    cpu_us: list[float] = field(default_factory=list)  #: a request, or a chunk of a paced stream
-    #: time to first token of streams, else of whole answers
+    cpu_us: list[float] = field(default_factory=list)  #: per request, or per chunk of a paced stream
+    #: TTFT of streams, otherwise the time to the whole answer
     p50_ms: list[float] = field(default_factory=list)
     p99_ms: list[float] = field(default_factory=list)
 
@@ -175,17 +175,17 @@ class Subject:
 
 
 def family(subject: Subject) -> list[psutil.Process]:
-    """A router's processes and their children."""
+    """A router's processes and all their descendants."""
     return [each for process in subject.processes for each in (process, *process.children(recursive=True))]
 
 
 def cpu_s(subject: Subject) -> float:
-    """CPU seconds of a router until now."""
+    """CPU seconds that a router has used so far."""
     return sum(each.cpu_times().user + each.cpu_times().system for each in family(subject))
 
 
 def free_port() -> int:
-    """A port that was free a moment ago."""
+    """A port that was free when this returned."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -193,7 +193,7 @@ def free_port() -> int:
 
 @contextmanager
 def started(*command: str | Path, quiet: bool = True, folder: Path | None = None) -> Iterator[psutil.Process]:
-    """A process that lives as long as the block."""
+    """Run a process for the duration of the block."""
     output = subprocess.DEVNULL if quiet else None
     process = subprocess.Popen([*map(str, command)], stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=folder)
     try:
@@ -208,7 +208,7 @@ def started(*command: str | Path, quiet: bool = True, folder: Path | None = None
 
 
 def wait_for(url: str, seconds: float = 60.0) -> None:
-    """Until it answers well."""
+    """Wait until `url` answers with success. Raises OSError after `seconds`."""
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -224,7 +224,7 @@ def wait_for(url: str, seconds: float = 60.0) -> None:
 
 
 def router(port: int, descriptions: Path, text: str, name: str) -> None:
-    """The router process: what a router actor runs. `name` tells the replicas who it is."""
+    """Run a router process as a router actor would. `name` identifies it to the replicas."""
     from homing.replica.messages import ReplicaDescription
 
     members = msgspec.msgpack.decode(descriptions.read_bytes(), type=list[ReplicaDescription])
@@ -254,14 +254,14 @@ async def serve(port: int, members: Sequence[object], text: str, name: str) -> N
 
 
 def stand_in(folder: Path) -> object:
-    """A text side that does not tokenize: four bytes of text are an id."""
+    """A text model that does not tokenize: every four bytes of text become one token id."""
     from array import array
 
     from homing.router.text.template import TemplateInput
     from homing.router.text.tokenizer import TextModel
 
     class StandIn(TextModel):
-        """Decodes as the model's own."""
+        """Encodes text as raw bytes; decodes as the model's own tokenizer does."""
 
         def ids(self, text: str) -> array:
             data = text.encode()
@@ -278,7 +278,7 @@ def stand_in(folder: Path) -> object:
 
 
 def ours(stack: ExitStack, name: str, text: str, chosen: dict[str, Load], routers: int = 1) -> Subject:
-    """Our router over two fast fake replicas, or several on one port."""
+    """Our router over two fast fake replicas, or several routers on one port."""
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     descriptions = folder / "replicas"
     stack.enter_context(started(sys.executable, HERE / "front_workers.py", "engine", descriptions, quiet=False))
@@ -296,7 +296,7 @@ def ours(stack: ExitStack, name: str, text: str, chosen: dict[str, Load], router
 
 
 def wait_until_listening(process: psutil.Process, port: int, seconds: float = 60.0) -> None:
-    """Until this one of the processes that share the port takes connections."""
+    """Wait until this process, one of several that share the port, is listening."""
     deadline = time.monotonic() + seconds
     while not any(each.status == psutil.CONN_LISTEN and each.laddr.port == port for each in process.net_connections()):
         if time.monotonic() > deadline:
@@ -308,7 +308,7 @@ def wait_until_listening(process: psutil.Process, port: int, seconds: float = 60
 
 
 def peer_command(name: str, folder: Path, port: int, workers: Sequence[str]) -> list[str]:
-    """How a peer is started over these workers."""
+    """The command that starts a peer over these workers."""
     python = str(folder / "bin" / "python")
     module = {
         "smg": "smg.cli",
@@ -321,7 +321,7 @@ def peer_command(name: str, folder: Path, port: int, workers: Sequence[str]) -> 
 
 
 def peer(stack: ExitStack, name: str, folder: Path, chosen: dict[str, Load]) -> Subject | None:
-    """A peer over two fast fake OpenAI servers; None where it is not installed or does not start."""
+    """A peer over two fast fake OpenAI servers; None when it is not installed or does not start."""
     if not (folder / "bin" / name).exists():
         print(f"{name}: not installed in {folder}", file=sys.stderr)
         return None
@@ -345,19 +345,19 @@ def peer(stack: ExitStack, name: str, folder: Path, chosen: dict[str, Load]) -> 
 
 
 def run_load(port: int, load: Load) -> Result:
-    """The load, from a process of its own."""
+    """Run the load from a separate process."""
     command = [sys.executable, str(HERE / "front_client.py"), str(port)]
     done = subprocess.run(command, input=msgspec.json.encode(load), stdout=subprocess.PIPE, check=True)
     return msgspec.json.decode(done.stdout, type=Result)
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Nearest rank."""
+    """The nearest-rank percentile; NaN when there are no values."""
     return sorted(values)[min(len(values) - 1, int(len(values) * share))] if values else float("nan")
 
 
 def measure(subject: Subject, kind: str) -> None:
-    """One round of one load."""
+    """Run one load once and add its figures. Exits when a request failed."""
     load, row = subject.loads[kind], subject.rows.setdefault(kind, Row())
     before = cpu_s(subject)
     result = run_load(subject.port, load)
@@ -374,13 +374,13 @@ def measure(subject: Subject, kind: str) -> None:
 
 
 def warm_up(subject: Subject) -> None:
-    """Connections, caches and code paths."""
+    """Open connections, fill caches and exercise the code paths before measuring."""
     for load in subject.loads.values():
         run_load(subject.port, msgspec.structs.replace(load, requests=load.connections, stagger_s=0.0))
 
 
 def report(subjects: Sequence[Subject]) -> list[dict[str, object]]:
-    """Rows for people and for files."""
+    """One row per router and load, for the table and the JSON file."""
     rows: list[dict[str, object]] = []
     for subject in subjects:
         for kind, row in subject.rows.items():
@@ -399,7 +399,7 @@ def report(subjects: Sequence[Subject]) -> list[dict[str, object]]:
 
 
 def print_table(rows: Sequence[dict[str, object]]) -> None:
-    """CPU is per request, for paced streams per chunk; p99 is TTFT for streams, else the whole answer's."""
+    """CPU is per request, or per chunk of paced streams; p99 is TTFT for streams, otherwise the whole answer's."""
     print(f"{'router':28} {'load':14} {'req/s':>8} {'us CPU':>8} {'p50 ms':>8} {'p99 ms':>8} {'MB':>6}")
     for row in sorted(rows, key=lambda each: str(each["load"])):
         figures = (
@@ -411,7 +411,7 @@ def print_table(rows: Sequence[dict[str, object]]) -> None:
 def start_all(
     stack: ExitStack, options: argparse.Namespace, texts: dict[str, Load], ids: dict[str, Load]
 ) -> list[Subject]:
-    """The routers that were asked for, each over its own workers."""
+    """Start the selected routers, each over its own workers."""
     if options.routers:
         counts = [int(each) for each in options.routers.split(",")]
         return [ours(stack, f"homing, {n} routers", "tokenizer", shared_loads(texts, n), n) for n in counts]
@@ -426,14 +426,14 @@ def start_all(
 
 
 def main() -> None:
-    """Start everything, measure in turn, print."""
+    """Start everything, run the loads in turn and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--router", nargs=4, help=argparse.SUPPRESS)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--scale", type=float, default=1.0, help="share of the requests of a load")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor on each load's number of requests")
     parser.add_argument("--peers", type=Path, help="virtual environment with the peers")
-    parser.add_argument("--only", default="", help="part of the names of the routers to measure")
-    parser.add_argument("--routers", default="", metavar="N,N", help="measure so many router processes on one port")
+    parser.add_argument("--only", default="", help="measure only routers whose name contains this")
+    parser.add_argument("--routers", default="", metavar="N,N", help="measure these numbers of routers on one port")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if options.router:

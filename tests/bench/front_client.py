@@ -1,8 +1,8 @@
-"""The load of the benchmark of the front: raw HTTP over kept-alive connections, in a process of its own.
+"""Send one load of the front benchmark: raw HTTP over kept-alive connections, in a process of its own.
 
     python tests/bench/front_client.py PORT < LOAD.json > RESULT.json
 
-`LOAD` is a `Load`, the result a `Result`. Each connection sends its next request when an answer is whole.
+`LOAD` is a `Load`, the result a `Result`. Each connection sends its next request when an answer is complete.
 """
 
 import asyncio
@@ -16,24 +16,24 @@ import uvloop
 
 
 class Load(msgspec.Struct, kw_only=True):
-    """What is sent."""
+    """The requests to send."""
 
     path: str
-    bodies: list[bytes]  #: taken in turn
+    bodies: list[bytes]  #: cycled through
     connections: int
     requests: int  #: over all connections
     stream: bool = False
-    stagger_s: float = 0.0  #: connections begin spread over so long
+    stagger_s: float = 0.0  #: interval over which connections start
 
 
 class Result(msgspec.Struct, kw_only=True):
-    """What came."""
+    """What the clients received."""
 
     requests: int
     seconds: float
     chunks: int  #: events with text
-    ttft_s: list[float]  #: streams: from the request to its first event
-    latency_s: list[float]  #: whole answers
+    ttft_s: list[float]  #: streams: seconds from the request to its first event
+    latency_s: list[float]  #: whole answers: seconds from the request to the end
     failed: int
 
 
@@ -56,7 +56,7 @@ class Client(asyncio.Protocol):
         self._run.lost()
 
     def next(self) -> None:
-        """Send the next request, if there is one."""
+        """Send the next request, or close the connection when none is left."""
         request = self._run.take()
         if request is None:
             self._transport.abort()
@@ -117,25 +117,25 @@ class Run:
         self._requests = [b"%s%d\r\n\r\n%s" % (head.encode(), len(body), body) for body in load.bodies]
 
     def delay(self) -> float:
-        """When a connection begins."""
+        """Seconds until a connection starts."""
         return self._rng.random() * self.load.stagger_s
 
     def take(self) -> bytes | None:
-        """The next request."""
+        """The next request; None when all have been sent."""
         if not self._left:
             return None
         self._left -= 1
         return self._requests[self._left % len(self._requests)]
 
     def lost(self) -> None:
-        """A connection is gone."""
+        """Count a closed connection; the run is over when none is left."""
         self._open -= 1
         if not self._open:
             self.over.set()
 
 
 async def main(port: int) -> None:
-    """Run the load of standard input."""
+    """Run the load given on standard input."""
     run = Run(msgspec.json.decode(sys.stdin.buffer.read(), type=Load))
     loop = asyncio.get_running_loop()
     began = time.perf_counter()

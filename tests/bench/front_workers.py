@@ -1,11 +1,11 @@
-"""What stands behind a router in the benchmark of the front: fast fakes that answer at once, or at 100 tokens a second.
+"""Workers behind the routers of the front benchmark: fast fakes that answer at once, or at 100 tokens per second.
 
     python tests/bench/front_workers.py engine FILE    two fake replicas (ZeroMQ); FILE gets their descriptions
     python tests/bench/front_workers.py openai PORT    one fake OpenAI server, for routers that proxy HTTP
 
 A request for `PACED_TOKENS` gets its first token at once and the others on a grid of 10 ms, as a batching engine would
-send them; any other gets all its tokens at once. Of an answer that is not streamed a replica tells the first token and
-then several together, as real ones do. Both kinds write as little as they can.
+send them; any other request gets all its tokens at once. For an answer that is not streamed, a replica sends the first
+token alone and then several per message, as real replicas do. Both kinds send as little as they can.
 """
 
 import asyncio
@@ -29,18 +29,18 @@ from tests.router.fakes import BLOCK, description_of, parity_of, report_of
 
 DEMO = Path(homing.__file__).parent / "replica" / "demo" / "model"
 LIMITS = ModelLimits(name="demo", path=str(DEMO), vocab_size=4096, max_model_len=65_536, eos_token_ids=(4,))
-#: More than all loads together fill: a fake evicts nothing.
+#: More blocks than all loads together fill, because a fake evicts nothing.
 BLOCKS = 4_000_000
 PACED_TOKENS = 100
 GRID_S = 0.01
-#: Real steps take longer; so a fake that steps without end does not report more often than a real replica would.
+#: Minimum seconds between load reports: a fake's short steps must not make it report more often than a real one.
 REPORT_S = 0.005
 #: Ids of ordinary words in the demo vocabulary.
 FIRST_ID, IDS = 300, 500
 
 
 class Work(msgspec.Struct, gc=False):
-    """A request under way at a fake replica."""
+    """A running request at a fake replica."""
 
     request_id: int
     router: bytes
@@ -52,10 +52,10 @@ class Work(msgspec.Struct, gc=False):
 
 
 class FastReplica:
-    """An engine without a model and without cost: one output per due request and step."""
+    """An engine without a model or compute cost: one output per due request and step."""
 
     def __init__(self, name: str, folder: Path) -> None:
-        """`folder` is for its sockets: with `homing serve`, too, those of a node are files."""
+        """`folder` holds its sockets: with `homing serve`, the sockets within a node are files, too."""
         folder.mkdir()
         self.socket = zmq.Context.instance().socket(zmq.ROUTER)
         self.socket.bind(f"ipc://{folder / 'requests'}")
@@ -78,7 +78,7 @@ class FastReplica:
             max_batched_tokens=65_536,
             prefill_tokens_per_s=1e6,
         )
-        self._work: dict[tuple[bytes, int], Work] = {}  #: by router and its number of the request
+        self._work: dict[tuple[bytes, int], Work] = {}  #: by router and the router's request id
         self._resident: set[BlockHash] = set()
         self._highest: dict[str, int] = {}
         self._decoder = msgspec.msgpack.Decoder(Request)
@@ -87,7 +87,7 @@ class FastReplica:
         self._steps = 0
 
     def receive(self, now: float) -> None:
-        """Take all that has arrived."""
+        """Take all requests that have arrived."""
         while True:
             try:
                 router, payload = self.socket.recv_multipart(zmq.NOBLOCK)
@@ -96,7 +96,7 @@ class FastReplica:
             self._take(router, self._decoder.decode(payload), now)
 
     def step(self, now: float) -> None:
-        """Everything that is due, in one message per router."""
+        """Send all outputs that are due, in one message per router."""
         self._steps += 1
         due = [work for work in self._work.values() if work.due <= now]
         outputs: dict[bytes, list[TokenOutput]] = {}
@@ -112,13 +112,13 @@ class FastReplica:
             self._publisher.report(self._report())
 
     def wait_s(self, now: float) -> float:
-        """Until the next step has something to do."""
+        """Seconds until a request or load report is due."""
         return max(0.0, min((work.due for work in self._work.values()), default=now + REPORT_S) - now)
 
     def _report(self) -> object:
         used = len(self._work)
         return report_of(
-            # Of one that never moves a router would think that it is stuck.
+            # A router would consider a replica stuck if its step number never changed.
             ts=time.time(),
             step=self._steps,
             running=used,
@@ -167,7 +167,7 @@ class FastReplica:
 
 
 def engine(file: Path) -> None:
-    """Two fake replicas in one process, until it is killed."""
+    """Run two fake replicas in one process until it is killed."""
     replicas = [FastReplica(name, file.parent / name) for name in ("r0", "r1")]
     poller = zmq.Poller()
     for replica in replicas:
@@ -184,15 +184,15 @@ def engine(file: Path) -> None:
 
 
 class Asked(msgspec.Struct):
-    """What matters of a body."""
+    """The fields of a request body that determine the answer."""
 
     max_tokens: int | None = None
-    max_completion_tokens: int | None = None  #: what some routers make of the other
+    max_completion_tokens: int | None = None  #: some routers send this instead of max_tokens
     stream: bool = False
 
     @property
     def tokens(self) -> int:
-        """How many tokens to answer with."""
+        """Number of tokens in the answer."""
         return self.max_tokens or self.max_completion_tokens or 16
 
 
@@ -207,7 +207,7 @@ FRAMED = b"%x\r\n%s\r\n" % (len(CHUNK), CHUNK)
 
 
 def whole(tokens: int) -> bytes:
-    """A whole answer."""
+    """A complete answer that is not streamed."""
     body = msgspec.json.encode(
         {
             "id": "chatcmpl-1",
@@ -231,7 +231,7 @@ def whole(tokens: int) -> bytes:
 
 STREAMS: dict["OpenAi", int] = {}
 ASKED = msgspec.json.Decoder(Asked)
-#: Everything that routers ask of a worker beside generations.
+#: The answer to all requests other than generations that routers send to a worker.
 ABOUT = msgspec.json.encode(
     {
         "status": "ok",
@@ -298,7 +298,7 @@ class OpenAi(asyncio.Protocol):
         STREAMS[self] = asked.tokens - 1
 
     def tick(self) -> None:
-        """One more chunk."""
+        """Send one more chunk."""
         assert self.transport is not None
         STREAMS[self] -= 1
         if STREAMS[self]:
@@ -309,7 +309,7 @@ class OpenAi(asyncio.Protocol):
 
 
 async def openai(port: int) -> None:
-    """A fake OpenAI server, until it is killed."""
+    """Run a fake OpenAI server until it is killed."""
     async with await asyncio.get_running_loop().create_server(OpenAi, "127.0.0.1", port):
         due = time.monotonic()
         while True:

@@ -1,14 +1,14 @@
-"""What structured output costs: masks, the way from a schema to its first mask, and a guided row in a batch.
+"""Measure what structured output costs: masks, the time from a schema to its first mask, and a guided row in a batch.
 
     python tests/bench/guided.py [--out FILE]
 
-The vocabulary is synthetic: all bytes, and the most frequent words and beginnings of words of this Python's standard
-library. Each mask is filled and each token accepted along valid answers, in CPU time of the thread. A schema is
-received in one thread, compiled in another one, and never seen before; that is by wall clock. Goals: a mask takes 20 us
-in the mean and 200 us in the 99th percentile; the first mask comes 3 ms after the schema.
+The vocabulary is synthetic: all bytes, and the most frequent words and word beginnings of this Python's standard
+library. Masks are filled and tokens accepted along valid answers, in thread CPU time. A schema is received in one
+thread, compiled in another and never seen before; that is wall-clock time. Goals: 20 us for a mask on average, 200 us
+at the 99th percentile; 3 ms from a schema to its first mask.
 
-Batches: steps of 16 rows of bench-engine's model (125 M parameters, 32,000 tokens), without a guided row and with one,
-in turn, on one thread, in its CPU time: others on the machine disturb it less. Goal: a step takes at most 3 % longer.
+Batches: steps of 16 rows of bench-engine's model (125 M parameters, 32,000 tokens), alternately without a guided row
+and with one, on one thread, in CPU time, which other work disturbs less. Goal: a step takes at most 3 % longer.
 """
 
 import copy
@@ -48,7 +48,7 @@ ROOT = BlockHash(bytes(16))
 HASHER = BlockHasher(BLOCK_SIZE, seed=7)
 
 TEXT = "The quick brown fox, which jumps over the lazy dog; and so on until \\u00e9 the end."
-#: Ten fields of the usual kinds.
+#: Ten fields of common types.
 FLAT: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -103,7 +103,7 @@ def node(depth: int) -> dict[str, Any]:
 
 
 NESTED_ANSWER = {"id": "AB-12345", "root": node(3)}
-#: The same with a limit for its texts, which llguidance has to count in every mask.
+#: The same schema with a length limit on its texts, which llguidance has to count in every mask.
 LIMITED = copy.deepcopy(NESTED)
 LIMITED["$defs"]["node"]["properties"]["name"]["maxLength"] = 200
 CASES = {
@@ -114,7 +114,7 @@ CASES = {
 
 
 def save_tokenizer(folder: Path, words: Sequence[str], size: int) -> Path:
-    """A byte-level vocabulary of `size` tokens, the last of which ends a text."""
+    """Save a byte-level vocabulary of `size` tokens, the last of which is the end-of-text token."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     spelled = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokens = dict.fromkeys(alphabet)
@@ -132,7 +132,7 @@ def save_tokenizer(folder: Path, words: Sequence[str], size: int) -> Path:
 
 
 def library_words() -> list[str]:
-    """Words with the blank before them, their beginnings, and runs of other signs; the most frequent first."""
+    """Words with their leading space, word beginnings, and runs of other characters; the most frequent first."""
     counts: Counter[str] = Counter()
     for text in library_texts():
         counts.update(re.findall(r" ?[^\W_]+| ?[^\s\w]{1,8}|\s+", text))
@@ -143,7 +143,7 @@ def library_words() -> list[str]:
 
 
 def follow(guide: Guide, tokens: Sequence[int], size: int) -> Iterator[tuple[float, float]]:
-    """Fill a mask before each token, and accept it; the microseconds of either."""
+    """Fill a mask before each token, then accept the token; yields the microseconds of each."""
     words = np.empty(-(-size // 32), dtype=np.int32)
     address = words.ctypes.data
     for token in tokens:
@@ -156,7 +156,7 @@ def follow(guide: Guide, tokens: Sequence[int], size: int) -> Iterator[tuple[flo
 
 
 def renamed(schema: dict[str, Any], number: int) -> Constraint:
-    """The same schema with another name in it, so that it has not been compiled yet."""
+    """The schema with an additional property, so that it has not been compiled yet."""
     properties = {**schema["properties"], f"extra_{number}": {"type": "integer"}}
     return Constraint(kind="json_schema", source=json.dumps({**schema, "properties": properties}))
 
@@ -208,7 +208,7 @@ def batches(folder: Path) -> Iterator[Row]:
     settings = ReplicaSettings(device="cpu", max_running_requests=ROWS, max_model_len=2048)
     runner = ModelRunner(settings, folder, BLOCK_SIZE)
     runner.allocate_kv(ROWS * 64 + 1)
-    #: It never ends by itself.
+    #: An array too long to be completed within a run.
     items = {
         "type": "object",
         "properties": {"a": {"type": "string"}, "b": {"type": "integer"}},
@@ -237,7 +237,7 @@ def batches(folder: Path) -> Iterator[Row]:
 def engine_of(
     runner: ModelRunner, compiler: GuideCompiler, constraint: Constraint | None, temperature: float
 ) -> Engine:
-    """An engine with `ROWS` requests past their prompts, the first of them guided."""
+    """An engine with `ROWS` requests past their prompts; the first is guided if there is a constraint."""
     engine = Engine(
         limits=SchedulerLimits(ROWS, ROWS * CONTEXT, 1024),
         vocab_size=SMALL_VOCABULARY,

@@ -1,10 +1,10 @@
-"""What HTTP itself costs a Python process: the same small answer by our server, by h11, by uvicorn and by granian.
+"""Measure HTTP alone in a Python process: the same small answer by our server, by h11, by uvicorn and by granian.
 
     python tests/bench/http_layers.py [--peers FOLDER] [--rounds N] [--requests N]
 
-`--peers FOLDER` is a virtual environment with `uvicorn` (and httptools, uvloop), `granian` and `h11`; what is not in it
-is left out. Each server answers a chat of 100 bytes with 400 bytes over 32 kept-alive connections, in turn; CPU is the
-process' own. No router is behind any of them.
+`--peers FOLDER` is a virtual environment with `uvicorn` (and httptools, uvloop), `granian` and `h11`; missing ones are
+left out. Each server in turn answers a chat of 100 bytes with 400 bytes over 32 kept-alive connections; CPU is the
+server process's own. There is no router behind any of them.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def serve_ours(port: int) -> None:
     from homing.router.http.protocol.server import HttpServer
 
     class Handler:
-        """Answers everything alike."""
+        """Gives every request the same answer."""
 
         def serve(self, request: Request, wire: HttpConnection) -> Exchange:
             exchange = Exchange(request, wire, "id", 0.0, lambda _: None)
@@ -58,7 +58,7 @@ def serve_ours(port: int) -> None:
 
 
 def command(name: str, port: int, peers: Path | None) -> list[str] | None:
-    """How a server is started; None where it is not installed."""
+    """The command that starts a server; None when it is not installed."""
     if name == "ours":
         return [sys.executable, str(Path(__file__).resolve()), "--serve", str(port)]
     if peers is None or not list(peers.glob(f"lib/*/site-packages/{name}")):
@@ -73,7 +73,7 @@ def command(name: str, port: int, peers: Path | None) -> list[str] | None:
 
 
 def main() -> None:
-    """Start all, measure in turn, print."""
+    """Start all servers, measure them in turn and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--peers", type=Path)

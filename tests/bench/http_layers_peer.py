@@ -1,5 +1,5 @@
-"""The other servers of http_layers.py: an ASGI application, and a server on h11. Imports nothing of homing, since it
-runs in the virtual environment of the peers.
+"""The other servers of http_layers.py: an ASGI application and a server on h11. Does not import homing, because it runs
+in the peers' virtual environment.
 
     python tests/bench/http_layers_peer.py PORT    the server on h11
 """
@@ -13,7 +13,7 @@ LENGTH = str(len(ANSWER)).encode()
 
 
 async def app(scope: dict[str, Any], receive: Any, send: Any) -> None:
-    """The least that an ASGI application can do for this answer."""
+    """The minimal ASGI application that gives this answer."""
     if scope["type"] != "http":
         return
     while (await receive()).get("more_body"):
@@ -24,7 +24,7 @@ async def app(scope: dict[str, Any], receive: Any, send: Any) -> None:
 
 
 def serve(port: int) -> None:
-    """The same answer by an asyncio protocol over h11, in pure Python."""
+    """Give the same answer with an asyncio protocol over h11, in pure Python."""
     import h11
     import uvloop
 

@@ -1,8 +1,8 @@
-"""Cost of parsing an answer: one `feed` for each token, in each of the states in which a long answer can be.
+"""Measure parsing of an answer: one `feed` per token, in each state in which a long answer can be.
 
     python tests/bench/parsers.py [--out FILE] [--repeats N]
 
-Thread CPU time per token of 4 characters, median of N answers of 2,000 tokens. "None" looks for nothing.
+Figures are thread CPU time per token (4 characters), median of N answers of 2,000 tokens. "none" looks for nothing.
 """
 
 import json
@@ -23,7 +23,7 @@ ARGUMENTS = json.dumps({"edits": [{"line": n, "text": f'x = "{n}"'} for n in ran
 TOOLS: Mapping[str, Mapping[str, Any]] = {
     "edit": {"type": "object", "properties": {"edits": {"type": "array"}, "text": {"type": "string"}}}
 }
-#: Tool parser, reasoning parser, and the answer.
+#: Tool parser, reasoning parser, and the answer's text.
 STATES = {
     "content: none": (NONE, NONE, PROSE),
     "content: hermes, think": ("hermes", "think", PROSE),
@@ -49,7 +49,7 @@ STATES = {
 
 def main() -> None:
     """Measure and print."""
-    parser = arguments("Cost of parsing tool calls and reasoning")
+    parser = arguments("Measure the cost of parsing tool calls and reasoning")
     parser.add_argument("--repeats", type=int, default=50)
     options = parser.parse_args()
     rows = [Row(name, "us", median_us(*state, options.repeats), GOAL_US) for name, state in STATES.items()]
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def median_us(tools: str, reasoning: str, text: str, repeats: int) -> float:
-    """Per token, the first and last ones included."""
+    """Median per token, including the first and the last."""
     pieces = [text[at : at + 4] for at in range(0, len(text), 4)]
     taken = []
     for _ in range(repeats):
@@ -72,7 +72,7 @@ def median_us(tools: str, reasoning: str, text: str, repeats: int) -> float:
 
 
 def creation_us(count: int = 10_000) -> float:
-    """What an answer costs without its tokens."""
+    """Microseconds to create and finish a parser, without any tokens."""
     tools, reasoning = choose_tools("", "", "hermes"), choose_reasoning("", "", "think")
     started = thread_time_ns()
     for _ in range(count):

@@ -1,10 +1,10 @@
-"""What copying inside blocks is worth: prompt tokens that need no computing, and what a copy costs instead.
+"""Measure what copying inside blocks gains: prompt tokens that need no computing, and what a copy costs instead.
 
     python tests/bench/partial_blocks.py [--seed N]
 
-The first table replays a made-up chat workload through the prefix cache alone, with copying and without; the cache is
+The first table replays a synthetic chat workload through the prefix cache alone, with and without copying; the cache is
 large enough to keep everything. The second compares, on the demo model and one thread, the CPU time of a copied token
-with that of a computed one. The third is the cost of the look-up for who finds nothing.
+with that of a computed one. The third shows the cost of a lookup that finds nothing.
 """
 
 import argparse
@@ -35,14 +35,14 @@ VOCABULARY = 50_000
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request of a conversation: what it sends and what it is answered."""
+    """One request of a conversation: its prompt and its answer."""
 
     prompt: list[int]
     answer: list[int]
 
 
 def chat(random: Random) -> Iterator[Turn]:
-    """400 conversations of 1 to 5 turns under 12 system prompts; of five turns one is asked again and one reworded."""
+    """400 conversations of 1 to 5 turns under 12 system prompts; of five turns, one is repeated and one reworded."""
 
     def tokens(least: int, most: int) -> list[int]:
         return [random.randrange(VOCABULARY) for _ in range(random.randint(least, most))]
@@ -71,7 +71,7 @@ def replay(turns: list[Turn], block_size: int, *, copying: bool) -> CacheStats:
     for turn in turns:
         prompt = token_bytes(turn.prompt)
         match = cache.match(ROOT, hasher.chain(ROOT, prompt), prompt, len(turn.prompt))
-        # The KV of the last token of an answer is never computed.
+        # The KV of an answer's last token is never computed.
         whole = token_bytes([*turn.prompt, *turn.answer[:-1]])
         hashes = hasher.chain(ROOT, whole)
         table = cache.acquire(match, -(-len(whole) // (4 * block_size)) - len(match.blocks))
@@ -117,7 +117,7 @@ def print_copy_cost() -> None:
 
 
 def _copy_us(pool: KvPool, count: int, tokens: int) -> float:
-    """Slots are worked out from the plan and copied, as the runner does."""
+    """Compute the slots from the plan and copy them, as the runner does."""
     copies = [BlockCopy(2 + place, 20 + place, tokens) for place in range(count)]
     plan = plan_of_rows(0, [PlanRow([1], 0, [1])], copies=copies)
     kernels = TorchKernels()
@@ -139,7 +139,7 @@ def print_look_up_cost() -> None:
 
 
 def _fill(cache: PrefixCache, hasher: BlockHasher) -> None:
-    """A thousand one-block prompts of the same tenant, none of which begins as another does."""
+    """Add a thousand one-block prompts of one tenant, without common first tokens."""
     for first in range(1, 1_001):
         tokens = token_bytes([VOCABULARY + first] * 16)
         table = cache.allocate(1)
@@ -149,8 +149,8 @@ def _fill(cache: PrefixCache, hasher: BlockHasher) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="What copying inside blocks is worth.")
-    parser.add_argument("--seed", type=int, default=1, help="of the workload")
+    parser = argparse.ArgumentParser(description="Measure what copying inside blocks gains.")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the workload")
     print_shares(parser.parse_args().seed)
     print_copy_cost()
     print_look_up_cost()

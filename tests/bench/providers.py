@@ -1,9 +1,9 @@
-"""A replica's model in process: both providers of models and both types of weights, on the model of bench-engine.
+"""Compare both model providers and both weight types in one replica process, on bench-engine's model.
 
     python tests/bench/providers.py FOLDER [--threads N]
 
-FOLDER is where `engine_model.py` wrote the model, or is to. Milliseconds of a decode step after 256 tokens, and of a
-prompt of 512; medians. The variants take turns, so that a busy machine slows all of them alike.
+FOLDER is where `engine_model.py` wrote the model, or will. Figures are milliseconds of a decode step after 256 tokens
+and of a prompt of 512 tokens; medians. The variants alternate, so that a busy machine slows all of them alike.
 """
 
 import argparse
@@ -24,7 +24,7 @@ ROUNDS = 25
 
 
 def decode(rows: int) -> StepPlan:
-    """Each row has blocks of its own, which hold zeros."""
+    """A decode step whose rows have separate blocks, all zeros."""
     per_row = CONTEXT // BLOCK_SIZE + 1
     tables = ([1 + row * per_row + block for block in range(per_row)] for row in range(rows))
     return plan_of_rows(0, [PlanRow([7], CONTEXT, table) for table in tables])

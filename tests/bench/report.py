@@ -1,7 +1,7 @@
-"""What a benchmark found: a table for people and, with `--out FILE`, JSON for programs.
+"""Reports of benchmarks: a table for people and, with `--out FILE`, JSON for programs.
 
-One row per figure, in which lower is better unless it says otherwise. `goal` is what the issue that asked for the
-figure wants; `peer` is another project's figure from the same run, None where that is not installed.
+Each row holds one figure; lower is better unless the row says otherwise. `goal` is the target of the issue that asked
+for the figure; `peer` is another project's figure from the same run, None if that project is not installed.
 """
 
 import argparse
@@ -30,21 +30,21 @@ class Row:
 
     @property
     def met(self) -> bool | None:
-        """Whether the goal is held; None without one."""
+        """Whether the goal is met; None without a goal."""
         if self.goal is None:
             return None
         return self.ours >= self.goal if self.higher_is_better else self.ours <= self.goal
 
 
 def arguments(description: str) -> argparse.ArgumentParser:
-    """A parser with the one flag that all benchmarks have."""
+    """A parser with the option that all benchmarks share."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     return parser
 
 
 def publish(rows: Sequence[Row], out: Path | None, packages: Iterable[str]) -> None:
-    """Print the table; write the JSON where it is wanted, with the versions of these packages."""
+    """Print the table; if `out` is given, write JSON there, including the versions of these packages."""
     print(table(rows))
     if out is not None:
         found = [{**asdict(row), "met": row.met} for row in rows]
@@ -53,7 +53,7 @@ def publish(rows: Sequence[Row], out: Path | None, packages: Iterable[str]) -> N
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Markdown, as docs/benchmarks.md has it."""
+    """A Markdown table in the format of docs/benchmarks.md."""
     peers = sorted({row.peer_name for row in rows if row.peer is not None})
     lines = [["", "unit", "ours", "goal", "met", *peers]]
     lines += [_cells(row, peers) for row in rows]
@@ -78,7 +78,7 @@ def _number(value: float | None) -> str:
 
 
 def machine() -> str:
-    """Processor and number of cores, as far as the system tells."""
+    """Processor and number of cores, as far as the system reports them."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -86,7 +86,7 @@ def machine() -> str:
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
-    """Python's, and those of the packages that are installed."""
+    """Versions of Python and of those packages that are installed."""
     found = {"python": platform.python_version()}
     for package in packages:
         try:

@@ -1,8 +1,8 @@
-"""What the routing policy is worth on this machine: the same requests through a real cluster, once for each policy.
+"""Measure the routing policies on this machine: the same requests through a real cluster, once per policy.
 
-Run as `python tests/bench/routing.py` (`make bench-routing`). Two CPU replicas of the demo model, each with room for
-less than two thirds of the documents that the requests ask about: whoever spreads every document over both evicts
-without end. Prints, per policy, time to first token and the share of prompt tokens that came from a cache.
+Run as `python tests/bench/routing.py` (`make bench-routing`). Two CPU replicas of the demo model, each with memory for
+less than two thirds of the documents that the requests ask about: a policy that spreads every document over both
+replicas evicts constantly. Prints, per policy, time to first token and the cached share of prompt tokens.
 """
 
 import argparse
@@ -26,7 +26,7 @@ import httpx
 
 from homing.router.routing.policy.registry import REGISTRY
 
-#: Ours, the default first; other routers' policies are compared in simulation.
+#: Our policies, the default first; other routers' policies are compared in simulation.
 POLICIES = tuple(name for name, policy in REGISTRY.items() if policy.holds_requests)
 DOCUMENTS = 6
 DOCUMENT_WORDS = 1400
@@ -51,7 +51,7 @@ class Answered:
 
 @contextmanager
 def cluster(policy: str) -> Iterator[str]:
-    """Address of a running cluster with this policy."""
+    """Run a cluster with this policy; yields its address."""
     with tempfile.TemporaryDirectory() as state:
         flags = ["--port", "0", "--state-dir", state, "--policy", policy, "--num-kv-blocks", str(KV_BLOCKS)]
         command = [sys.executable, "-P", "-m", "homing.cluster.cli.main", "serve", *flags]
@@ -64,7 +64,7 @@ def cluster(policy: str) -> Iterator[str]:
 
 
 def address(note: Path, process: "subprocess.Popen[bytes]") -> str:
-    """Where the cluster answers, once it does."""
+    """The cluster's address, once it is ready. Exits when it does not start."""
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline and process.poll() is None:
         if note.exists() and (told := json.loads(note.read_text()))["phase"] == "ready":
@@ -74,7 +74,7 @@ def address(note: Path, process: "subprocess.Popen[bytes]") -> str:
 
 
 def prompts(count: int, seed: int) -> list[list[dict[str, str]]]:
-    """Conversations that begin with one of a few long documents, the popular ones more often."""
+    """Conversations that begin with one of a few long documents, popular ones more often."""
     rng = random.Random(seed)
     words = "river stone lantern forest captain winter bridge honey music garden thunder market".split()
     documents = [" ".join(rng.choice(words) for _ in range(DOCUMENT_WORDS)) for _ in range(DOCUMENTS)]
@@ -86,7 +86,7 @@ def prompts(count: int, seed: int) -> list[list[dict[str, str]]]:
 
 
 async def ask(client: httpx.AsyncClient, messages: list[dict[str, str]], **more: object) -> Answered:
-    """One streamed answer, with these further fields in its request."""
+    """Send one streamed request with these further fields."""
     body = {
         "messages": messages,
         "max_tokens": ANSWER_TOKENS,
@@ -104,12 +104,12 @@ async def ask(client: httpx.AsyncClient, messages: list[dict[str, str]], **more:
                 usage = json.loads(line[6:]).get("usage") or usage
     assert first is not None
     assert usage is not None, "the stream brought no usage"
-    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0  # vLLM leaves a zero out
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0  # vLLM omits a zero
     return Answered(first - began, usage["prompt_tokens"], cached)
 
 
 async def drive(url: str, conversations: list[list[dict[str, str]]]) -> list[Answered]:
-    """All of them in order, a few at a time."""
+    """Send all conversations in sequence, a few at a time."""
     waiting = iter(conversations)
     answered: list[Answered] = []
 
@@ -124,7 +124,7 @@ async def drive(url: str, conversations: list[list[dict[str, str]]]) -> list[Ans
 
 
 def measure(policy: str) -> dict[str, float]:
-    """Figures of one policy, after a warm-up."""
+    """The figures of one policy, after a warm-up."""
     with cluster(policy) as url:
         answered = asyncio.run(drive(url, prompts(WARM_UP + REQUESTS, seed=7)))[WARM_UP:]
     seconds = sorted(one.ttft_s for one in answered)
@@ -137,7 +137,7 @@ def measure(policy: str) -> dict[str, float]:
 
 
 def report(results: dict[str, dict[str, float]]) -> dict[str, Any]:
-    """The figures in the form that all benchmarks of this project write; ours beside the best of the plain policies."""
+    """The figures in the JSON format of this project's benchmarks; ours against the best of the other policies."""
     ours, peers = results[POLICIES[0]], {name: row for name, row in results.items() if name != POLICIES[0]}
     rows = []
     for key in ("mean_ms", "p50_ms", "p90_ms", "hit_rate"):
@@ -156,7 +156,7 @@ def report(results: dict[str, dict[str, float]]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, help="write JSON here")
+    parser.add_argument("--out", type=Path, help="write the figures as JSON")
     out = parser.parse_args().out
     print(f"{'policy':16}{'mean TTFT':>12}{'p50':>10}{'p90':>10}{'from cache':>12}")
     results = {}

@@ -1,15 +1,15 @@
-"""Ours against peers' policies in simulation: cells of traffic, replicas, cache, load and seed, or of recorded traces.
+"""Simulate our routing policy against peers' over a grid of traffic, replicas, cache, load and seed, or over traces.
 
-`tune` has the cells that decisions about the policy may look at; `judge` has other shapes, lengths, fleets and seeds;
-`held-out` and `fresh` other generators of traffic, too, written down before anything was tried on them. These are for
-the report alone. `--seeds 3` draws each cell three times; its line has the geometric means, and the best peer is the
-one of the best mean. As the best of twelve is also the luckiest, the summary says in how many cells ours is behind a
-peer that was chosen on the other seeds, and where that is sure: outside the 95 % interval of Student's t over the
-seeds. With TRACEs, all replicas x caches x
-loads of them. Loads are shares of what the simulated fleet keeps up with (`capacity_per_s`). Cells run in worker
-processes; each finished one is appended to `--cells` as a line of JSON, so that an interrupted run goes on where it
-was. The tables come from that file alone. `--again POLICY...` simulates these anew in every cell, and no others: after
-a change of ours that leaves the others' replicas as they were.
+`tune` holds the cells that policy changes may be tried on. `judge` uses other shapes, lengths, fleets and seeds;
+`held-out` and `fresh` also use other traffic generators and were written down before any policy was tried on them.
+These three are only for the report. `--seeds 3` draws each cell three times; its line has the geometric means, and the
+best peer is the one with the best mean. The best of twelve peers is also the luckiest, so the summary also counts the
+cells in which ours is behind a peer chosen on the other seeds, and those in which the difference is significant:
+outside the 95 % interval of Student's t over the seeds. With TRACEs, each trace runs at all combinations of replicas,
+caches and loads. Loads are shares of the rate that the simulated fleet can sustain (`capacity_per_s`). Cells run in
+worker processes; each finished cell is appended to `--cells` as a line of JSON, so that an interrupted run resumes. The
+tables are made from that file alone. `--again POLICY...` simulates only these policies again, in every cell: for a
+change of ours that leaves the simulated replicas under the other policies unchanged.
 
     python tests/bench/routing_grid.py tune|judge|held-out|fresh|TRACE... [--requests N] [--seeds 1] [--cells FILE]
 """
@@ -54,7 +54,7 @@ from homing.cluster.lab.simulate.workload import (
 
 
 def together(*parts: Iterator[Arrival]) -> Iterator[Arrival]:
-    """Several kinds of traffic at once, in order of time. Each has blocks and sessions of its own."""
+    """Several kinds of traffic merged by time. Each keeps its own blocks and sessions."""
 
     def apart(number: int, part: Iterator[Arrival]) -> Iterator[Arrival]:
         for each in part:
@@ -66,7 +66,7 @@ def together(*parts: Iterator[Arrival]) -> Iterator[Arrival]:
 
 
 def in_waves(arrivals: Iterable[Arrival], period_s: float, depth: float) -> Iterator[Arrival]:
-    """The same requests at a rate that swings about its mean by the share `depth`, below 1."""
+    """The same requests at a rate that oscillates about its mean by the share `depth`, which must be below 1."""
     pace = 2 * pi / period_s
     for each in arrivals:
         yield replace(each, at_s=each.at_s + depth / pace * sin(pace * each.at_s))
@@ -87,14 +87,14 @@ PEERS = (
     "vllm-kv-aware",
     "queue-2-misses",
 )
-#: Between the seeds of one cell that is drawn several times.
+#: Distance between the seeds of a cell that is drawn several times.
 SEED_STEP = 1000
 MEASURES = {"mean": "ttft_mean_s", "p99": "ttft_p99_s", "end": "latency_mean_s"}
-#: Of the 95 % interval of a mean, by the number of values.
+#: Student's t for the 95 % interval of a mean, by the number of values.
 STUDENT = {2: 12.7, 3: 4.3, 4: 3.2, 5: 2.8}
 BULKY = ("ttft_curve", "ttft_over_time", "hits_over_time")
 
-#: (requests, seed, replicas, blocks) -> the traffic. Agents and chats are as many as the caches hold, or a few more.
+#: (requests, seed, replicas, blocks) -> traffic. Agents and chats are as many as fit in the caches, or a few more.
 Shape = Callable[[int, int, int, int], Iterator[Arrival]]
 SHAPES: dict[str, Shape] = {
     "chat": lambda n, seed, replicas, blocks: conversations(
@@ -194,7 +194,7 @@ SHAPES: dict[str, Shape] = {
     "books": lambda n, seed, replicas, blocks: questions(
         Documents(requests=n, seed=seed, documents=90, topics=30, document_blocks=(10, 40), picked=(1, 2), skew=0.7)
     ),
-    # Those of `held-out`.
+    # Shapes of `held-out`, which also has `best-of` below.
     "popular": lambda n, seed, replicas, blocks: siblings(
         Siblings(requests=n, seed=seed, groups=30, prefix_tokens=8192, tail_tokens=700, spread=0.8, skew=2.0)
     ),
@@ -253,7 +253,7 @@ SHAPES: dict[str, Shape] = {
     "deep-chats": lambda n, seed, replicas, blocks: conversations(
         Chats(requests=n, seed=seed, rate_per_s=replicas, turns=25, turn_tokens=700, pause_s=5.0, output_tokens=300)
     ),
-    # Those of `fresh`.
+    # Shapes of `fresh`.
     "helpdesk": lambda n, seed, replicas, blocks: conversations(
         Chats(
             requests=n,
@@ -301,7 +301,7 @@ SHAPES: dict[str, Shape] = {
 
 
 def irregular(arrivals: Iterable[Arrival], shape: float, seed: int) -> Iterator[Arrival]:
-    """The same requests in bursts: gaps of a gamma distribution, whose variance is 1 / shape times its squared mean."""
+    """The same requests in bursts: gaps are gamma-distributed with a variance of 1 / shape times the squared mean."""
     rng, now_s = Random(f"irregular {seed}"), 0.0
     for each in arrivals:
         yield replace(each, at_s=now_s)
@@ -309,7 +309,7 @@ def irregular(arrivals: Iterable[Arrival], shape: float, seed: int) -> Iterator[
 
 
 def ramp(arrivals: Iterable[Arrival], first: float) -> Iterator[Arrival]:
-    """The same requests at a rate that grows evenly from the share `first` of the mean to 2 - `first`."""
+    """The same requests at a rate that grows linearly from the share `first` of the mean to 2 - `first`."""
     drawn = list(arrivals)
     span_s, growth = drawn[-1].at_s, 2 * (1 - first)
     for each in drawn:
@@ -318,7 +318,7 @@ def ramp(arrivals: Iterable[Arrival], first: float) -> Iterator[Arrival]:
 
 
 def short_or_long(arrivals: Iterable[Arrival], seed: int) -> Iterator[Arrival]:
-    """The same prompts; four of five answers are short, the others long."""
+    """The same prompts with four in five answers short and the others long."""
     rng = Random(f"lengths {seed}")
     for each in arrivals:
         yield replace(each, output_tokens=rng.randint(10, 60) if rng.random() < 0.8 else rng.randint(600, 1800))
@@ -326,9 +326,9 @@ def short_or_long(arrivals: Iterable[Arrival], seed: int) -> Iterator[Arrival]:
 
 @dataclass(slots=True, frozen=True)
 class Cell:
-    """One kind of traffic over one cluster; all loads of it share the capacity."""
+    """One kind of traffic over one cluster; all loads of the cell share its capacity."""
 
-    traffic: str  #: a shape, or the file of a trace
+    traffic: str  #: a name in SHAPES, or a trace file's path
     requests: int
     replicas: int
     blocks: int
@@ -348,14 +348,14 @@ class Cell:
 
 
 def tune_cells(requests: int) -> list[Cell]:
-    """What a change of the policy may be tried on."""
+    """The cells that policy changes may be tried on."""
     some = [("chat", 4, 1024), ("agents", 4, 512), ("agents", 8, 512), ("rag", 8, 1024), ("batch", 4, 2048)]
     more = [("chat-long", 8, 2048)]
     return [Cell(shape, requests, replicas, blocks, (0.6, 0.9), seed=1) for shape, replicas, blocks in some + more]
 
 
 def judge_cells(requests: int) -> list[Cell]:
-    """Other shapes, fleets, caches, loads and seeds."""
+    """Cells with other shapes, fleets, caches, loads and seeds than `tune`."""
     wanted = [
         ("chat", 2, 1024, (0.7,), 101),
         ("chat", 16, 512, (0.85,), 102),
@@ -387,7 +387,7 @@ def judge_cells(requests: int) -> list[Cell]:
 
 
 def held_out_cells(requests: int) -> list[Cell]:
-    """Other generators, arrivals, lengths and fleets."""
+    """Cells with other traffic generators, arrivals, lengths and fleets."""
     wanted = [
         ("popular", 4, 256, (0.8,), 301),
         ("popular", 16, 384, (0.6, 0.9), 302),
@@ -411,7 +411,7 @@ def held_out_cells(requests: int) -> list[Cell]:
 
 
 def fresh_cells(requests: int) -> list[Cell]:
-    """Once more others."""
+    """A further held-out set."""
     wanted = [
         ("helpdesk", 6, 512, (0.75,), 401),
         ("helpdesk", 12, 384, (0.9,), 402),
@@ -435,15 +435,15 @@ def trace_cells(traces: Sequence[str], requests: int) -> list[Cell]:
 
 @dataclass(slots=True, frozen=True)
 class Task:
-    """What the store lacks of one cell."""
+    """The runs of one cell that the store lacks."""
 
     cell: Cell
     missing: tuple[tuple[float, str], ...]  #: load and policy
-    capacity_per_s: float | None  #: None: not known either
+    capacity_per_s: float | None  #: None: not in the store either
 
 
 def task_of(cell: Cell, rows: Sequence[dict[str, Any]], policies: Sequence[str]) -> Task:
-    """Compare a cell with what is stored of it."""
+    """Compare a cell with its stored rows."""
     stored = [row for row in rows if row["cell"] == cell.key]
     done = {(row["load"], row["policy"]) for row in stored}
     wanted = [(load, policy) for load in cell.loads for policy in policies]
@@ -452,7 +452,7 @@ def task_of(cell: Cell, rows: Sequence[dict[str, Any]], policies: Sequence[str])
 
 
 def simulate(task: Task) -> list[dict[str, Any]]:
-    """The loads and policies that are missing."""
+    """Run the cell's missing loads and policies."""
     cell = task.cell
     arrivals = list(cell.arrivals())
     setup = Setup(limits=ReplicaLimits(blocks=cell.blocks, block_tokens=512), replicas=cell.replicas)
@@ -469,7 +469,7 @@ def simulate(task: Task) -> list[dict[str, Any]]:
 
 
 def run_cells(cells: Sequence[Cell], store: Path, processes: int, policies: Sequence[str]) -> None:
-    """What the store lacks."""
+    """Simulate the runs that the store lacks and append them."""
     rows = load_rows(store)
     todo = [task for task in (task_of(cell, rows, policies) for cell in cells) if task.missing]
     with ProcessPoolExecutor(processes, max_tasks_per_child=1) as pool:
@@ -482,7 +482,7 @@ def run_cells(cells: Sequence[Cell], store: Path, processes: int, policies: Sequ
 
 
 def forget(store: Path, policies: Sequence[str]) -> None:
-    """Their rows leave the store; capacities are known from the others'."""
+    """Remove these policies' rows from the store; each cell's capacity remains in the other policies' rows."""
     kept = [row for row in load_rows(store) if row["policy"] not in policies]
     store.write_text("".join([json.dumps(row) + "\n" for row in kept]), encoding="utf-8")
 
@@ -493,7 +493,7 @@ def load_rows(store: Path) -> list[dict[str, Any]]:
 
 
 def summarise(rows: Sequence[dict[str, Any]]) -> str:
-    """A row a cell and load; then the gains over the best peer in each measure, and the share of the oracle's gain."""
+    """One row per cell and load, then the gains over the best peer per measure and the share of the oracle's gain."""
     cells: dict[tuple[str, float], dict[str, list[dict[str, Any]]]] = {}
     for row in rows:
         kind = " ".join([str(row[name]) for name in ("requests", "replicas", "blocks")])
@@ -534,16 +534,16 @@ _HEAD = (
 
 
 def _one(drawn: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One policy's rows of a cell that was drawn several times."""
+    """One policy's rows of a repeatedly drawn cell, combined into one."""
     measures = {field: exp(fmean([log(row[field]) for row in drawn])) for field in MEASURES.values()}
     exact = [row["exact_rate"] for row in drawn if row["exact_rate"] is not None]
     return {"policy": drawn[0]["policy"], **measures, "exact_rate": fmean(exact) if exact else None}
 
 
 def _behind(by: dict[str, list[dict[str, Any]]], field: str) -> tuple[float, float]:
-    """Of one cell: by how much ours is behind the peer that is best on the other seeds, and the error of that.
+    """In one cell, how far ours is behind the peer that is best on the other seeds, and the error of that figure.
 
-    In logarithms, paired by seed; the error is half of the 95 % interval.
+    Both are logarithms of ratios, paired by seed; the error is half of the 95 % interval.
     """
     logs = {name: {row["seed"]: log(row[field]) for row in by[name]} for name in (OURS, *PEERS)}
     behind = []
@@ -555,13 +555,13 @@ def _behind(by: dict[str, list[dict[str, Any]]], field: str) -> tuple[float, flo
 
 
 def _gain(by: dict[str, dict[str, Any]], field: str) -> tuple[float, dict[str, Any]]:
-    """Ours over the best peer, and that peer."""
+    """Our gain over the best peer, and that peer's row."""
     best = min((by[name] for name in PEERS), key=lambda row: row[field])
     return 1 - by[OURS][field] / best[field], best
 
 
 def _share(by: dict[str, dict[str, Any]]) -> float:
-    """What ours gains on least-loaded, of what the oracle gains."""
+    """Our gain over least-loaded as a share of the oracle's."""
     ours, blind, oracle = (by[name]["ttft_mean_s"] for name in (OURS, BLIND, ORACLE))
     return (blind - ours) / (blind - oracle) if blind > oracle else 1.0
 
@@ -577,16 +577,16 @@ def _line(key: tuple[str, float], by: dict[str, dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Run what is missing, then print the tables."""
+    """Run the missing simulations, then print the tables."""
     parser = arguments(__doc__ or "")
     parser.add_argument(
         "cells_of", nargs="+", metavar="CELLS", help="tune, judge, held-out, fresh, or files in Mooncake's format"
     )
-    parser.add_argument("--requests", type=int, default=1200, help="of each cell")
-    parser.add_argument("--seeds", type=int, default=1, help="how often each cell is drawn")
+    parser.add_argument("--requests", type=int, default=1200, help="requests per cell")
+    parser.add_argument("--seeds", type=int, default=1, help="number of draws per cell")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--cells", type=Path, default=Path("grid.jsonl"), help="where finished cells are kept")
-    parser.add_argument("--again", nargs="+", default=(), help="policies whose stored cells are simulated anew")
+    parser.add_argument("--cells", type=Path, default=Path("grid.jsonl"), help="file that stores finished cells")
+    parser.add_argument("--again", nargs="+", default=(), help="policies whose stored cells are simulated again")
     given = parser.parse_args()
     if given.again:
         forget(given.cells, given.again)

@@ -1,17 +1,17 @@
-"""What the host does for a decode step: schedule, plan, land, answer; on a device that computes nothing.
+"""Measure the host's work for a decode step (schedule, plan, land, answer) on a device that computes nothing.
 
     python tests/bench/step.py [--out FILE] [--profile ROWS | --lookup DTYPE]
 
-Thread CPU time of one step, median of 200, all rows decoding, in blocks of 16. Launched
-ahead, this must take less than the step itself, or the device waits. In it: the engine's step, what each rank works out
-from a plan before it launches (execute/request_table.py), the load report and the message to the router; not in it: the
+Thread CPU time of one step, median of 200, with all rows decoding, in blocks of 16. Steps are launched ahead, so this
+must take less time than the device's step, or the device waits. Included: the engine's step, what each rank computes
+from a plan before it launches (execute/request_table.py), the load report and the message to the router. Not included:
 calls to the device, and sockets.
 
-`--lookup`: what guessing by prompt lookup (`num_speculative_tokens` 8) gains and costs. Answers of 96 tokens to prompts
-of 192 from an engine on one CPU thread, with guesses and without in turns; CPU time of the steps that decode, median of
-rounds. The model has the shape of bench-engine's (125 M parameters), with weights that follow token n with n + 1. So it
-edits where the prompt has this text with every 20th token changed, and writes new text where the prompt has nothing of
-it. The worst case is a prompt that has it three tokens at a time, each time before something else.
+`--lookup` measures what guessing by prompt lookup (`num_speculative_tokens` 8) gains and costs. An engine on one CPU
+thread answers prompts of 192 tokens with 96, alternately with guesses and without; figures are the median CPU time of
+the decoding steps. The model has the shape of bench-engine's (125 M parameters), with weights that follow token n with
+n + 1. It therefore edits if the prompt has the answer's text with every 20th token changed, and writes new text if the
+prompt has none of it. In the worst case, the prompt has the text three tokens at a time, each before another token.
 """
 
 import cProfile
@@ -48,16 +48,16 @@ VOCABULARY = 151_936
 STEPS = 200
 ROOT = BlockHash(bytes(16))
 HASHER = BlockHasher(BLOCK_SIZE, seed=7)
-#: Rows, their context, and what a step of Qwen3-0.6B would take one H200 at the bandwidth of its memory: the goal.
+#: Rows, context, and the goal: the us of a step of Qwen3-0.6B on one H200, computed from its memory bandwidth.
 POINTS = ((1, 1_024, None), (64, 1_024, 2_030), (256, 1_024, 7_380), (64, 8_192, 14_300), (256, 8_192, 56_200))
 
 GUESSES, PROMPT, ANSWER, ROUNDS = 8, 192, 96, 5
-#: Requests at once with lookup.
+#: Numbers of concurrent requests with lookup.
 BATCHES = (1, 4, 8)
 
 
 class Drawn:
-    """Tokens that are there at once."""
+    """Drawn tokens that are available immediately."""
 
     def __init__(self, tokens: list[int]) -> None:
         self._tokens = tokens
@@ -67,7 +67,7 @@ class Drawn:
 
 
 class Nothing:
-    """A device that draws the same token for everybody."""
+    """A device that draws the same token for every row."""
 
     def __init__(self) -> None:
         self._mirror = TableMirror(BLOCK_SIZE)
@@ -81,7 +81,7 @@ class Nothing:
 
 
 def engine_of(rows: int, context: int) -> OverlappedEngine:
-    """All rows past their prompts."""
+    """An engine whose rows are all past their prompts."""
     blocks = rows * 2 * context // BLOCK_SIZE
     engine = OverlappedEngine(
         limits=SchedulerLimits(rows, rows * context, 2 * context),
@@ -114,14 +114,14 @@ def engine_of(rows: int, context: int) -> OverlappedEngine:
 
 
 def step(engine: OverlappedEngine) -> list[bytes]:
-    """One step, and what is told of it."""
+    """Run one step and encode the messages that it sends."""
     result = engine.step()
     told: list[Any] = [TokenBatch(step=result.step, outputs=outputs) for outputs in result.outputs.values()]
     return [msgspec.msgpack.encode(each) for each in [*told, engine.load()]]
 
 
 def step_us(engine: OverlappedEngine) -> float:
-    """Median CPU time of a step."""
+    """Median CPU time of a step, in microseconds."""
     found = []
     for _ in range(STEPS):
         started = thread_time_ns()
@@ -131,7 +131,7 @@ def step_us(engine: OverlappedEngine) -> float:
 
 
 def counting_model(folder: Path) -> Path:
-    """Weights that follow token n with n + 1: layers add nothing, and the head has the embeddings, shifted by one."""
+    """Make a model that follows token n with n + 1: layers add nothing, the head is the embeddings shifted by one."""
     model = random_model()
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -144,23 +144,23 @@ def counting_model(folder: Path) -> Path:
 
 
 def edits(start: int) -> list[int]:
-    """What follows `start`, with one token in twenty changed; at the end `start`."""
+    """The text that follows `start` with one token in twenty changed; ends with `start`."""
     return [*(token if token % 20 else token - 2_000 for token in range(start - 10, start + PROMPT - 11)), start]
 
 
 def unseen(start: int) -> list[int]:
-    """Nothing of what follows `start`."""
+    """A prompt without any of the text that follows `start`; ends with `start`."""
     return list(range(start + 1 - PROMPT, start + 1))
 
 
 def misleading(start: int) -> list[int]:
-    """What follows `start`, three tokens at a time before one that does not; at the end `start`."""
+    """Runs of three tokens of the text that follows `start`, each before a token that does not; ends with `start`."""
     text = [token for run in range(PROMPT // 4) for token in (*range(start + 3 * run, start + 3 * run + 3), 100)]
     return [*text[: PROMPT - 1], start]
 
 
 def counting_engine(runner: ModelRunner, prompts: list[list[int]], guesses: int) -> Engine:
-    """All requests past their prompts."""
+    """An engine whose requests are all past their prompts."""
     longest = PROMPT + ANSWER
     engine = Engine(
         limits=SchedulerLimits(len(prompts), len(prompts) * PROMPT, longest, drafted_step_tokens=CPU_STEP_TOKENS),
@@ -189,7 +189,7 @@ def counting_engine(runner: ModelRunner, prompts: list[list[int]], guesses: int)
 
 
 def answering_s(runner: ModelRunner, starts: list[int], prompt_of: Callable[[int], list[int]], guesses: int) -> float:
-    """CPU seconds until all are answered."""
+    """CPU seconds until all requests are answered."""
     engine = counting_engine(runner, [prompt_of(start) for start in starts], guesses)
     told: dict[int, list[int]] = {number: [] for number in range(len(starts))}
     started = process_time()
@@ -210,7 +210,7 @@ def lookups(dtype: str) -> Iterator[Row]:
     for prompt_of, gains in ((edits, True), (unseen, False), (misleading, False)):
         for count in BATCHES:
             starts = [5_000 + 1_000 * number for number in range(count)]
-            # In turns and one after the other, as all use the same blocks; the first round warms up.
+            # Alternating and sequential, because all runs use the same blocks; the first round warms up.
             pairs = [[answering_s(runner, starts, prompt_of, each) for each in (0, GUESSES)] for _ in range(1 + ROUNDS)]
             ratio = median(plain / guessed for plain, guessed in pairs[1:])
             name = f"{dtype}, {prompt_of.__name__}, {count} at once"
@@ -222,8 +222,8 @@ def lookups(dtype: str) -> Iterator[Row]:
 
 def main() -> None:
     parser = arguments(__doc__ or "")
-    parser.add_argument("--profile", type=int, metavar="ROWS", help="print where the time goes with so many at 8,192")
-    parser.add_argument("--lookup", metavar="DTYPE", help="what prompt lookup gains and costs with this dtype")
+    parser.add_argument("--profile", type=int, metavar="ROWS", help="profile steps with ROWS rows of 8,192 tokens")
+    parser.add_argument("--lookup", metavar="DTYPE", help="measure what prompt lookup gains and costs with this dtype")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.lookup:

@@ -1,9 +1,9 @@
-"""What texts cost the router: both encoders on ordinary and hostile texts, and a chat's whole way to token ids.
+"""Measure the router's cost of text: both encoders on ordinary and hostile texts, and chats from template to token ids.
 
     python tests/bench/tokenizing.py [--megabytes N]
 
-CPU time of the thread that encodes, in ms: the median for ordinary texts, one run for hostile ones. The tokenizer is
-the demo model's; the texts are words of its vocabulary.
+Figures are CPU time of the encoding thread in ms: the median for ordinary texts, one run for hostile ones. The
+tokenizer is the demo model's; ordinary texts are words of its vocabulary.
 """
 
 import argparse
@@ -22,14 +22,14 @@ MODEL = Path(__file__).parents[2] / "replica" / "demo" / "model"
 
 
 def ms(work: Callable[..., object], *arguments: object, **options: object) -> float:
-    """CPU of this thread."""
+    """Milliseconds of this thread's CPU time."""
     start = time.thread_time()
     work(*arguments, **options)
     return (time.thread_time() - start) * 1e3
 
 
 def hostile(size: int) -> dict[str, str]:
-    """Texts that are expensive for some tokenizer."""
+    """Texts that are expensive for some tokenizers."""
     rng, letters = Random(1), string.ascii_lowercase
     return {
         "digits": "7" * size,

@@ -1,13 +1,13 @@
-"""What warming a new replica up is worth: replicas come to a modelled cluster cold, or with the hottest prefixes.
+"""Simulate what warming up a new replica gains: replicas join a modelled cluster cold, or with the hottest prefixes.
 
     python tests/bench/warm_up.py [--trace FILE] [--share 0.25] [--scenes replace,add,lost] [--speeds 2,5,8]
 
-`replace`: four replicas are replaced one after the other, as by a rolling update: each new one serves before an old one
-drains. `add`: two replicas, at half that speed, get a third. `lost`: one of four dies, and another one has loaded 30 s
-later. *warm* is what production does: for 10 s at most, and until a request is held or prompts wait for their turn at
-all others. *stubborn* lets them wait. Modelled replicas, placement and the choice of hot prefixes are those of
-production; a warm-up takes as long as its prefills do. Figures are of the requests answered from the first change on,
-until all are that came by a minute after the last.
+`replace`: four replicas are replaced one after another, as by a rolling update: each new one serves before the old one
+drains. `add`: two replicas, at half the speed, get a third. `lost`: one of four dies, and its replacement has loaded 30
+s later. *warm* is what production does: warm up for at most 10 s, and only until a request is held or prompts are
+queued on all other replicas. *stubborn* ignores queued prompts. Replica model, placement and choice of hot prefixes are
+production's; a warm-up takes as long as its prefills. Figures cover the requests answered from the first change until
+all those that arrived up to a minute after the last change are done.
 """
 
 from argparse import ArgumentParser
@@ -29,10 +29,10 @@ from homing.router.routing.policy.registry import make_policy
 
 BLOCK_TOKENS = MOONCAKE_BLOCK_TOKENS
 LIMITS = ReplicaLimits(blocks=2048, block_tokens=BLOCK_TOKENS)
-#: How often the controller of the model looks.
+#: Interval at which the model's controller checks for changes.
 LOOK_S = 0.05
 START_S = 30.0
-#: As `warm_up_s` and `warm_up_bytes` are by default.
+#: The defaults of `warm_up_s` and `warm_up_bytes`.
 LONGEST_S, MEMORY_BYTES = 10.0, 8 << 20
 BEGIN_S, APART_S, AFTER_S = 120.0, 60.0, 60.0
 
@@ -42,7 +42,7 @@ Rule = Literal["cold", "warm", "stubborn"]
 
 @dataclass(slots=True)
 class Newcomer:
-    """A replica that has loaded, and is being warmed up beside the simulation."""
+    """A loaded replica that is warming up and has not joined the simulation yet."""
 
     replica: SimulatedReplica
     since: float
@@ -63,7 +63,7 @@ class Changing:
         self._dies_at = BEGIN_S if scene == "lost" else None
         first = BEGIN_S + START_S if scene == "lost" else BEGIN_S
         replaced = count if scene == "replace" else 1
-        #: when one has loaded, and whose place it takes
+        #: when a replica has loaded, and which replica it replaces
         self._due = [(first + APART_S * n, f"r{n}" if scene == "replace" else "") for n in range(replaced)]
         self._ends = self._due[-1][0] + AFTER_S
         self._counting = False
@@ -78,7 +78,7 @@ class Changing:
         self.simulation.every(LOOK_S, self._look)
 
     def run(self, arrivals: Iterable[Arrival]) -> Tally:
-        """Until the last request of the window is answered."""
+        """Run until the last request of the measured window is answered."""
         for _ in self.simulation.run(self._noted(arrivals)):
             pass
         return self.simulation.tally
@@ -110,7 +110,7 @@ class Changing:
                     simulation.drain(newcomer.instead_of)
 
     def _warms_on(self, newcomer: Newcomer, now: float) -> bool:
-        """Begin what is due by now; False when it is done, or should be."""
+        """Start the prefills that are due; False when the warm-up is complete or has to stop."""
         if self._rule == "cold" or now - newcomer.since >= LONGEST_S or self.simulation.waiting:
             return False
         if self._rule == "warm" and self._is_pressed(now):
@@ -146,19 +146,19 @@ class Changing:
 
 
 def workload(trace: Path | None, speed: float) -> Iterator[Arrival]:
-    """From the trace, or drawn: users of 40 assistants, who stay for five turns."""
+    """Requests from the trace, or drawn: users of 40 assistants who stay for five turns."""
     if trace is not None:
         return compress(from_trace(read_trace(trace.read_text(encoding="utf-8").splitlines())), speed)
     return conversations(Chats(requests=1_000_000, rate_per_s=4.0 * speed, assistants=40, system_tokens=4096))
 
 
 def main() -> None:
-    """Print the table."""
+    """Run all scenes and print the table."""
     parser = ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--trace", type=Path, help="in Mooncake's format; else conversations are drawn")
-    parser.add_argument("--share", type=float, default=0.25, help="of a new replica's cache, at most")
+    parser.add_argument("--trace", type=Path, help="a trace in Mooncake's format; default: drawn conversations")
+    parser.add_argument("--share", type=float, default=0.25, help="largest share of a new replica's cache to warm up")
     parser.add_argument("--scenes", default=",".join(get_args(Scene)))
-    parser.add_argument("--speeds", default="2,5,8", help="1: 4 requests a second are drawn")
+    parser.add_argument("--speeds", default="2,5,8", help="factors on the rate; at 1, 4 requests per second are drawn")
     args = parser.parse_args()
     print("| | speed | | TTFT mean | p90 | p99 | hits | warm-up | tokens |")
     print("|---|---|---|---|---|---|---|---|---|")

@@ -1,7 +1,7 @@
-"""Traffic that the project makes itself: chains of block ids, one per request, seeded.
+"""Synthetic traffic: chains of block ids, one per request, from a seed.
 
-Each workload has the structure of one kind of use and knows nothing of caches. Ids name equal blocks behind equal
-prefixes, as in a recorded trace.
+Each workload has the structure of one kind of use and does not depend on caches. Equal ids mean equal blocks behind
+equal prefixes, as in a recorded trace.
 """
 
 from collections import deque
@@ -13,7 +13,7 @@ Chain = tuple[int, ...]
 
 
 def conversations(rng: Random, requests: int) -> Iterator[Chain]:
-    """People who ask again and again after a pause, or never again; one system prompt for all."""
+    """Users who return after a pause or never again; all share one system prompt."""
     fresh = count(1)
     waiting: list[tuple[float, int, Chain]] = []
     for now in range(requests):
@@ -31,7 +31,7 @@ def conversations(rng: Random, requests: int) -> Iterator[Chain]:
 
 
 def documents(rng: Random, requests: int) -> Iterator[Chain]:
-    """Questions about documents of Zipf popularity, between prompts that nobody repeats."""
+    """Questions about documents of Zipf popularity, mixed with unique prompts."""
     fresh = count(1_000_000)
     lengths = [rng.randint(4, 60) for _ in range(600)]
     weights = [1 / (rank + 1) ** 0.8 for rank in range(600)]
@@ -45,7 +45,7 @@ def documents(rng: Random, requests: int) -> Iterator[Chain]:
 
 
 def agents(rng: Random, requests: int) -> Iterator[Chain]:
-    """Agents of a few kinds: long tool descriptions, then many quick steps that each extend the last."""
+    """Agents of a few kinds: long tool descriptions, then many quick steps that each extend the previous one."""
     fresh = count(1_000_000)
     running: list[list[int]] = []
     for _ in range(requests):
@@ -60,7 +60,7 @@ def agents(rng: Random, requests: int) -> Iterator[Chain]:
 
 
 def scans(rng: Random, requests: int) -> Iterator[Chain]:
-    """Shared system prompts in steady use, and bursts of a batch job whose prompts come once."""
+    """Shared system prompts in steady use, and bursts of a batch job with unique prompts."""
     fresh = count(1_000_000)
     for now in range(requests):
         if now % 400 >= 250:
@@ -72,7 +72,7 @@ def scans(rng: Random, requests: int) -> Iterator[Chain]:
 
 
 def shifting(rng: Random, requests: int) -> Iterator[Chain]:
-    """Documents whose popularity wanders off: what was hot is not asked for again."""
+    """Documents whose popularity drifts: formerly hot ones are not requested again."""
     fresh = count(10_000_000)
     for now in range(requests):
         which = now // 8 + int(rng.expovariate(0.02))
@@ -81,7 +81,7 @@ def shifting(rng: Random, requests: int) -> Iterator[Chain]:
 
 
 def uniform(rng: Random, requests: int) -> Iterator[Chain]:
-    """Documents that are all alike: nothing to learn, any order is as good as another."""
+    """Equally popular documents: there is nothing to learn, and any eviction order is as good as another."""
     fresh = count(1_000_000)
     for _ in range(requests):
         which = rng.randrange(500)
@@ -89,7 +89,7 @@ def uniform(rng: Random, requests: int) -> Iterator[Chain]:
 
 
 def turns(rng: Random, requests: int) -> Iterator[Chain]:
-    """Sixty people who take turns at random, each in a chat that ends after a few of them; then another begins."""
+    """Sixty users who send turns at random, each in a chat that ends after a few turns and is followed by a new one."""
     fresh = count(1)
     chats: list[Chain] = [()] * 60
     for _ in range(requests):
@@ -100,14 +100,14 @@ def turns(rng: Random, requests: int) -> Iterator[Chain]:
 
 
 def spent(_: Random, requests: int) -> Iterator[Chain]:
-    """Prompts that are asked four times at once and never again, between others that come back once, and late."""
+    """Prompts that are sent four times in a row and never again, between others that return once, late."""
     waiting: deque[Chain] = deque()
     for number in range(requests // 6 + 1):
         start = 1_000 * number
         yield from [tuple(range(start, start + 8))] * 4
         waiting.append(tuple(range(start + 500, start + 508)))
         yield waiting[-1]
-        if len(waiting) > 20:  # so late that 500 blocks in the order of LRU just hold them
+        if len(waiting) > 20:  # so late that LRU with 500 blocks just holds them
             yield waiting.popleft()
 
 
@@ -124,5 +124,5 @@ WORKLOADS: dict[str, Callable[[Random, int], Iterator[Chain]]] = {
 
 
 def workload(name: str, requests: int, seed: int = 1) -> list[Chain]:
-    """The same requests each time."""
+    """A workload's requests; the same ones for the same arguments."""
     return list(WORKLOADS[name](Random(seed), requests))

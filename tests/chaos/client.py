@@ -1,6 +1,6 @@
-"""HTTP clients over plain asyncio streams that note what they see and when. Thin shell: judges nothing.
+"""HTTP clients over plain asyncio streams that record what they receive and when; judge.py evaluates the records.
 
-A connection for each request, so that what one request suffers is not laid at another's door.
+Every request has its own connection, so that a broken connection affects only one request.
 """
 
 import asyncio
@@ -16,16 +16,16 @@ import msgspec
 from .log import Answer, Seen
 from .plan import Client, Plan, Question
 
-#: Beyond its own deadline a request is given up by its client, so that a run ends.
+#: How long a client waits beyond its request's own deadline, so that every run comes to an end.
 PATIENCE_S = 15.0
 LINE_BYTES = 4 * 1024 * 1024
-#: A router that is down is asked again after so long.
+#: Pause before a client asks again after a request without a response.
 PAUSE_S = 0.1
 
 
 @dataclass(slots=True)
 class _Reading:
-    """An answer as far as it has come."""
+    """A response as far as it has been received."""
 
     status: int | None = None
     tokens: list[str] = field(default_factory=list)
@@ -38,7 +38,7 @@ class _Reading:
     tail: bytes = b""
 
     def stream(self, data: bytes) -> None:
-        """More of an event stream."""
+        """Add received bytes of an event stream."""
         now = time.monotonic()
         *events, self.tail = (self.tail + data).split(b"\n\n")
         for event in events:
@@ -49,7 +49,7 @@ class _Reading:
                 self.take(msgspec.json.decode(payload), now)
 
     def take(self, said: dict[str, Any], now: float | None) -> None:
-        """A chunk of a stream, or a whole answer (then without a time)."""
+        """Add a chunk of a stream received at `now`, or a complete answer (`now` is None)."""
         if "error" in said:
             self.error = said
             return
@@ -64,7 +64,7 @@ class _Reading:
 
 
 async def ask(url: str, question: Question, *, streamed: bool, timeout_s: float) -> Seen:
-    """One request on a connection of its own."""
+    """Send one request on a new connection and record what happens."""
     reading, trouble, refused, began_s = _Reading(), "", False, time.monotonic()
     try:
         async with asyncio.timeout(timeout_s + PATIENCE_S):
@@ -96,16 +96,16 @@ async def ask(url: str, question: Question, *, streamed: bool, timeout_s: float)
 
 @dataclass(slots=True, frozen=True)
 class Piece:
-    """Some of an answer's body."""
+    """Part of a response body."""
 
     status: int
     data: bytes
-    events: bool  #: part of an event stream
+    events: bool  #: whether the response is an event stream
     last: bool
 
 
 async def exchange(url: str, path: str, body: Any = None) -> AsyncIterator[Piece]:
-    """Send one request; its answer in pieces as they come. Raises EOFError where it is cut off."""
+    """Send one request and yield its response in pieces as they arrive. Raises EOFError if it is cut off."""
     parts = urlsplit(url)
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port, limit=LINE_BYTES)
     try:
@@ -126,12 +126,12 @@ async def exchange(url: str, path: str, body: Any = None) -> AsyncIterator[Piece
 
 
 async def fetch(url: str, path: str, body: Any = None) -> Any:
-    """The JSON of a whole answer."""
+    """The decoded JSON of a complete response."""
     return msgspec.json.decode(b"".join([piece.data async for piece in exchange(url, path, body)]))
 
 
 async def undisturbed(url: str, plan: Plan, *, timeout_s: float) -> dict[int, Answer]:
-    """Every question's right answer, asked one at a time while nothing else goes on."""
+    """The expected answer to every question: each is asked alone, without faults or other load."""
     answers = {}
     for question in plan.questions:
         seen = await ask(url, question, streamed=False, timeout_s=timeout_s)
@@ -141,12 +141,12 @@ async def undisturbed(url: str, plan: Plan, *, timeout_s: float) -> dict[int, An
 
 
 class Load:
-    """All clients of a plan, each asking its router until told to stop."""
+    """All clients of a plan, each sending requests to its router until told to stop."""
 
     def __init__(self, plan: Plan, urls: tuple[str, ...], *, timeout_s: float, pause_s: float = 0.0) -> None:
-        """Clients n and n + 1, one of which streams, ask the same one of `urls`; the next two the next.
+        """Assign `urls` to pairs of clients, one streaming and one not, in turn.
 
-        Each waits for `pause_s` after an answer, until it is told to hurry.
+        Each client pauses for `pause_s` after an answer, until `hurry` is called.
         """
         self._plan = plan
         self._urls = urls
@@ -158,20 +158,20 @@ class Load:
         self.log: list[Seen] = []
 
     def begin(self) -> None:
-        """Let the plan's clients ask."""
+        """Start the plan's clients."""
         self._tasks += [asyncio.create_task(self._ask(client)) for client in self._plan.clients]
 
     async def burst(self, times: int) -> None:
-        """One question of so many times as many clients, all at once; returns when they are answered."""
+        """Send `times` times as many requests as there are clients, all at once, and wait for the answers."""
         clients = [client for _ in range(times) for client in self._plan.clients]
         await asyncio.gather(*(self._once(client, turn) for turn, client in enumerate(clients)))
 
     def hurry(self) -> None:
-        """No more pauses."""
+        """End all pauses between requests."""
         self._hurrying.set()
 
     async def end(self) -> None:
-        """Every client gets the answer that it waits for, and asks no more."""
+        """Stop the clients; each first receives the answer that it is waiting for."""
         self._stopping = True
         self.hurry()
         await asyncio.gather(*self._tasks)

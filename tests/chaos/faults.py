@@ -1,6 +1,6 @@
-"""What can go wrong, each as something that is done to a running cluster and undone. Thin shells.
+"""The faults of `make chaos`, each as an action on a running cluster that is undone afterwards.
 
-A fault is an async context: entered, it strikes and says whom; left, it is mended.
+A fault is an async context manager: entering injects it and yields its victim, leaving repairs it.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from .tunnel import Fate, Weather, weather_of
 
 @dataclass(slots=True, frozen=True)
 class Victim:
-    """Whom a fault has hit: a replica of an epoch that leaves routing, a router, or nobody in particular."""
+    """What a fault has hit: the replica (with its epoch) that must leave routing, a router, or neither."""
 
     replica: str | None = None
     epoch: int = 0
@@ -31,22 +31,22 @@ class Victim:
 
 Inject = Callable[[Cluster, float], AbstractAsyncContextManager[Victim]]
 NOBODY = Victim()
-#: A slow replica runs for one part of so many.
+#: A slow replica alternately runs and is stopped for these times.
 SLOW_RUN_S, SLOW_STOP_S = 0.02, 0.08
 
 
 @dataclass(slots=True, frozen=True)
 class Fault:
-    """One kind."""
+    """One kind of fault."""
 
     inject: Inject
     shape: Shape
-    lasts_s: float  #: from strike to mending
+    lasts_s: float  #: time between injection and repair
 
 
 @contextlib.asynccontextmanager
 async def kill_rank(cluster: Cluster, draw: float, *, rank: int) -> AsyncIterator[Victim]:
-    """SIGKILL to one process of a replica."""
+    """SIGKILL one process of a replica."""
     replica = await cluster.victim(draw)
     os.kill(replica["pids"][rank], signal.SIGKILL)
     yield Victim(replica["replica_id"], replica["epoch"])
@@ -54,13 +54,13 @@ async def kill_rank(cluster: Cluster, draw: float, *, rank: int) -> AsyncIterato
 
 @contextlib.asynccontextmanager
 async def freeze(cluster: Cluster, draw: float, *, first_rank: int = 0) -> AsyncIterator[Victim]:
-    """SIGSTOP to the processes of a replica, from a rank on, then SIGCONT."""
+    """SIGSTOP the processes of a replica from rank `first_rank` on, then SIGCONT."""
     replica = await cluster.victim(draw)
     pids = replica["pids"][first_rank:]
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     try:
-        # Without its second rank a replica that has nothing to do is as good as before.
+        # An idle replica whose second rank is stopped need not leave routing.
         yield NOBODY if first_rank else Victim(replica["replica_id"], replica["epoch"])
     finally:
         for pid in pids:
@@ -70,7 +70,7 @@ async def freeze(cluster: Cluster, draw: float, *, first_rank: int = 0) -> Async
 
 @contextlib.asynccontextmanager
 async def kill_router(cluster: Cluster, draw: float) -> AsyncIterator[Victim]:
-    """SIGKILL to one of the routers."""
+    """SIGKILL one of the routers."""
     routers = cluster.actors("RouterProcess")
     router = routers[int(draw * len(routers))]
     victim = Victim(url=cluster.router_url(router))
@@ -80,7 +80,7 @@ async def kill_router(cluster: Cluster, draw: float) -> AsyncIterator[Victim]:
 
 @contextlib.asynccontextmanager
 async def kill_controller(cluster: Cluster, draw: float) -> AsyncIterator[Victim]:
-    """SIGKILL to the controller; over when there is another one."""
+    """SIGKILL the controller; the fault is over when a new one runs."""
     (controller,) = cluster.actors("Controller")
     controller.kill()
     yield NOBODY
@@ -93,7 +93,7 @@ async def kill_controller(cluster: Cluster, draw: float) -> AsyncIterator[Victim
 
 @contextlib.asynccontextmanager
 async def slow(cluster: Cluster, draw: float) -> AsyncIterator[Victim]:
-    """A replica gets a fifth of its time."""
+    """Slow a replica down to a fifth of its speed."""
     replica = await cluster.victim(draw)
     stuttering = asyncio.create_task(_stutter(replica["pids"]))
     try:
@@ -105,14 +105,14 @@ async def slow(cluster: Cluster, draw: float) -> AsyncIterator[Victim]:
 
 @contextlib.asynccontextmanager
 async def flush(cluster: Cluster, draw: float) -> AsyncIterator[Victim]:
-    """Caches are emptied, as far as requests that run let that happen."""
+    """Empty all caches, except for blocks in use by running requests."""
     await fetch(cluster.url, "/reset_prefix_cache", {})
     yield NOBODY
 
 
 @contextlib.asynccontextmanager
 async def full_disk(cluster: Cluster, draw: float) -> AsyncIterator[Victim]:
-    """No process of ours can make a file longer."""
+    """Prevent all of our processes from extending a file."""
     ours = [each for title in ("Controller", "RouterProcess", "ReplicaRank") for each in cluster.actors(title)]
     _limit_files(ours, 0)
     try:
@@ -123,8 +123,8 @@ async def full_disk(cluster: Cluster, draw: float) -> AsyncIterator[Victim]:
 
 @contextlib.asynccontextmanager
 async def overload(cluster: Cluster, draw: float, *, times: int) -> AsyncIterator[Victim]:
-    """So many times the load at once, on top of what there is, again and again until it is over."""
-    assert cluster.load is not None, "a burst without a load"
+    """Add bursts of `times` times the load to the existing load until the fault is over."""
+    assert cluster.load is not None, "overload needs a running load"
     over = asyncio.Event()
     bursts = asyncio.create_task(_burst(cluster.load, times, over))
     yield NOBODY
@@ -134,7 +134,7 @@ async def overload(cluster: Cluster, draw: float, *, times: int) -> AsyncIterato
 
 @contextlib.asynccontextmanager
 async def befall(cluster: Cluster, draw: float, *, fate: Fate) -> AsyncIterator[Victim]:
-    """A replica's network, or the part that events take."""
+    """Disturb a replica's connections, or only those that carry events."""
     replica = await cluster.victim(draw)
     tunnels = cluster.befallen(replica["replica_id"], fate)
     for tunnel in tunnels:
@@ -150,9 +150,9 @@ async def befall(cluster: Cluster, draw: float, *, fate: Fate) -> AsyncIterator[
 
 @contextlib.asynccontextmanager
 async def restart_engine(cluster: Cluster, draw: float) -> AsyncIterator[Victim]:
-    """An engine that is not ours dies, and comes back on the same addresses with an empty cache and numbers from 0."""
+    """Stop an external engine and restart it with the same addresses, an empty cache and event numbers from 0."""
     loop, number = cluster.engine_loop, int(draw * len(cluster.engines))
-    assert loop is not None, "a cluster without engines"
+    assert loop is not None, "the cluster has no external engines"
     engine, replica = cluster.engines[number], (await cluster.view())["replicas"][number]
     await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(engine.stop(), loop))
     yield Victim(replica["replica_id"], replica["epoch"])
@@ -161,8 +161,8 @@ async def restart_engine(cluster: Cluster, draw: float) -> AsyncIterator[Victim]
 
 @contextlib.asynccontextmanager
 async def kill_raylet(cluster: Cluster, draw: float) -> AsyncIterator[Victim]:
-    """SIGKILL to the raylet of the second node; a third one joins when the fault is over."""
-    assert cluster.nodes is not None, "a cluster without nodes"
+    """SIGKILL the raylet of the last node; another node joins when the fault is over."""
+    assert cluster.nodes is not None, "the cluster has no separate nodes"
     family = below(cluster.nodes.processes[-1])
     pids = {process.pid for process in family}
     victim = next(each for each in (await cluster.view())["replicas"] if pids & set(each["pids"]))
@@ -205,7 +205,7 @@ FAULTS: dict[str, Fault] = {
 
 
 async def _burst(load: Load, times: int, over: asyncio.Event) -> None:
-    """Once at least."""
+    """Repeat bursts until `over` is set, but at least one."""
     while True:
         await load.burst(times)
         if over.is_set():

@@ -1,7 +1,7 @@
-"""Turns what clients saw into findings. Pure: logs in, verdicts out; knows nothing of how a fault was made.
+"""Turns the clients' records into findings. Pure: records in, verdicts out; independent of how faults are injected.
 
-What is required of every accepted request: its right answer, token for token, or a clear error in OpenAI's shape,
-before its deadline. A connection may only be cut by the router that was killed.
+Every accepted request must end before its deadline, either with the right answer, token for token, or with a clear
+error in OpenAI's format. A connection may be cut only if its router was killed.
 """
 
 from collections import Counter, defaultdict
@@ -14,30 +14,30 @@ from typing import Any
 
 from .log import Answer, Books, Census, Reading, Seen, Sighting, Struck
 
-#: Between the deadline that the router holds and the time when its client has read that.
+#: Allowed delay between the deadline that the router enforces and the client's receipt of the response.
 GRACE_S = 2.0
 #: Blocks of a pool that are never free: the null block.
 NULL_BLOCKS = 1
-#: Tokens that were on their way when the fault came still arrive.
+#: Tokens already on their way when the fault is injected still arrive for this long.
 AT_ONCE_S = 0.02
-#: A soak is read in so many parts.
+#: Number of equal time spans into which a soak's readings are divided.
 PARTS = 6
-#: What a number may gain in the second half of a soak without being said to creep, and the share of it.
+#: Allowed growth of a metric in the second half of a soak: this number, or SPARE_SHARE of its value if that is more.
 SPARE = {"KiB": 16 * 1024, "files": 8, "sockets": 8, "threads": 4, "processes": 4}
 SPARE_SHARE = 0.03
-#: Descriptors that a process may gain without being said to leak: ZeroMQ and Ray open some late.
+#: Number of descriptors a process may gain without being reported: ZeroMQ and Ray open some late.
 SPARE_FILES = 8
 
 
 class Outcome(Enum):
-    """What became of a request."""
+    """How a request ended."""
 
     RIGHT = "right"
-    FAILED = "failed"  #: a clear error
-    CUT = "cut"  #: by the router that was killed
-    UNSERVED = "unserved"  #: its router was dead: it was never accepted
+    FAILED = "failed"  #: ended with a clear error
+    CUT = "cut"  #: the connection was cut because its router was killed
+    UNSERVED = "unserved"  #: never accepted, because its router was dead
     WRONG = "wrong"
-    UNCLEAR = "unclear"  #: no end, or an error that OpenAI's clients do not understand
+    UNCLEAR = "unclear"  #: no proper end, or an error that OpenAI's clients do not understand
     LATE = "late"
 
 
@@ -46,14 +46,14 @@ BAD = (Outcome.WRONG, Outcome.UNCLEAR, Outcome.LATE)
 
 @dataclass(slots=True, frozen=True)
 class Verdict:
-    """One request, judged."""
+    """The judgement of one request."""
 
     outcome: Outcome
-    words: str = ""  #: the error's code, or what is wrong
+    words: str = ""  #: the error's code, or a description of the violation
 
 
 def judge(seen: Seen, right: Answer, *, timeout_s: float, struck: Struck | None = None) -> Verdict:
-    """`timeout_s` is what the request asked for itself."""
+    """Judge one request; `timeout_s` is the timeout that the request itself asked for."""
     if seen.refused or seen.trouble:
         return _broken(seen, right, struck)
     if seen.ended_s - seen.began_s > timeout_s + GRACE_S:
@@ -61,13 +61,13 @@ def judge(seen: Seen, right: Answer, *, timeout_s: float, struck: Struck | None 
     if seen.error is not None:
         return _failed(seen, right)
     if not seen.whole or seen.status != 200:
-        return Verdict(Outcome.UNCLEAR, f"status {seen.status}, and neither an end nor an error")
+        return Verdict(Outcome.UNCLEAR, f"status {seen.status}, but neither a proper end nor an error")
     words = difference(right.tokens, seen.tokens) or _mismatch(seen, right)
     return Verdict(Outcome.WRONG, words) if words else Verdict(Outcome.RIGHT)
 
 
 def difference(right: Sequence[str], seen: Sequence[str]) -> str:
-    """In what two rows of tokens differ; empty: in nothing."""
+    """Describe how two token sequences differ; empty if they are equal."""
     if tuple(right) == tuple(seen):
         return ""
     same = next((at for at, pair in enumerate(zip(right, seen, strict=False)) if pair[0] != pair[1]), None)
@@ -84,7 +84,7 @@ def difference(right: Sequence[str], seen: Sequence[str]) -> str:
 
 
 def is_openai_error(error: Any) -> bool:
-    """Whether OpenAI's clients understand it."""
+    """Whether an error has the format that OpenAI's clients understand."""
     inner = error.get("error") if isinstance(error, dict) else None
     if not isinstance(inner, dict) or not {"message", "type", "param", "code"} <= inner.keys():
         return False
@@ -92,13 +92,13 @@ def is_openai_error(error: Any) -> bool:
 
 
 def _broken(seen: Seen, right: Answer, struck: Struck | None) -> Verdict:
-    """The connection ended before the answer did: excused where its router was killed just then, or is not back yet."""
+    """Judge a connection that broke: excused if its router had been killed and had not come back yet."""
     killed = struck is not None and struck.url == seen.url and seen.ended_s >= struck.at_s
     carried = killed and struck is not None and seen.began_s <= struck.at_s
     if killed and not carried and seen.status is None:
-        return Verdict(Outcome.UNSERVED, "nobody took it")
+        return Verdict(Outcome.UNSERVED, "its router was dead")
     if seen.refused:
-        return Verdict(Outcome.UNCLEAR, "nobody listens")
+        return Verdict(Outcome.UNCLEAR, "connection refused")
     words = _prefix_words(seen, right)
     if words:
         return Verdict(Outcome.WRONG, words)
@@ -120,13 +120,13 @@ def _prefix_words(seen: Seen, right: Answer) -> str:
 
 
 def _mismatch(seen: Seen, right: Answer) -> str:
-    """The tokens are right: is what is said of them?"""
+    """The tokens are right: describe any mismatch in text, usage or finish reason; empty if there is none."""
     if seen.text != right.text:
-        return "the tokens are right, the text is not"
+        return "the tokens are right, but the text is not"
     if seen.usage_tokens != len(right.tokens):
-        return f"usage counts {seen.usage_tokens} of {len(right.tokens)} tokens"
+        return f"usage counts {seen.usage_tokens} instead of {len(right.tokens)} tokens"
     if seen.finish_reason != right.finish_reason:
-        return f"it finished for {seen.finish_reason!r} instead of {right.finish_reason!r}"
+        return f"finish_reason is {seen.finish_reason!r} instead of {right.finish_reason!r}"
     return ""
 
 
@@ -134,32 +134,32 @@ def _mismatch(seen: Seen, right: Answer) -> str:
 
 
 def gaps(log: Sequence[Seen]) -> list[tuple[float, float]]:
-    """When two tokens of one stream came that follow each other."""
+    """Arrival times of each pair of consecutive tokens of one stream."""
     return [gap for seen in log for gap in pairwise(seen.token_times_s)]
 
 
 def longest_gap_s(log: Sequence[Seen]) -> float:
-    """Between two tokens of one stream."""
+    """The longest time between two consecutive tokens of one stream."""
     return max((later - earlier for earlier, later in gaps(log)), default=0.0)
 
 
 def gap_before_s(log: Sequence[Seen], at_s: float) -> float:
-    """The longest one that was over by then: what this machine does without a fault."""
+    """The longest gap that ended before `at_s`: the machine's usual gaps, without a fault."""
     return max((later - earlier for earlier, later in gaps(log) if later <= at_s), default=0.0)
 
 
 def gap_at_s(log: Sequence[Seen], at_s: float) -> float:
-    """The longest one that the fault fell into, or that followed it at once."""
+    """The longest gap during which the fault was injected, or that followed at once."""
     return max((later - earlier for earlier, later in gaps(log) if earlier <= at_s + AT_ONCE_S <= later), default=0.0)
 
 
 def longest_first_s(log: Sequence[Seen]) -> float:
-    """From a streamed request to its first token."""
+    """The longest time from a streamed request to its first token."""
     return max((seen.token_times_s[0] - seen.began_s for seen in log if seen.token_times_s), default=0.0)
 
 
 def out_of_routing_s(sightings: Sequence[Sighting], struck: Struck) -> float | None:
-    """From the fault until the router sends its victim nothing; None: never."""
+    """Time from the fault until the router stops routing to its victim; None if it never did."""
     by_time: dict[float, bool] = {}
     for sighting in sightings:
         if sighting.at_s >= struck.at_s:
@@ -169,9 +169,9 @@ def out_of_routing_s(sightings: Sequence[Sighting], struck: Struck) -> float | N
 
 
 def rebuilt_s(sightings: Sequence[Sighting], struck: Struck) -> float | None:
-    """From the fault until the victim serves again with events that can be trusted; None: never.
+    """Time from the fault until the victim serves again with a live feed; None if it never did.
 
-    The same process counts only after it was out: before that it is not back, it has not left.
+    A victim that never left routing has not come back, so only sightings after it left count.
     """
     out = out_of_routing_s(sightings, struck)
     if out is None:
@@ -185,22 +185,22 @@ def rebuilt_s(sightings: Sequence[Sighting], struck: Struck) -> float | None:
 
 
 def router_back_s(log: Sequence[Seen], struck: Struck) -> float | None:
-    """From its death until the killed router takes a request again; None: never."""
+    """Time from its death until the killed router accepts a request again; None if it never did."""
     taken = (seen.began_s for seen in log if seen.url == struck.url and seen.whole and seen.began_s > struck.at_s)
     first = min(taken, default=None)
     return None if first is None else first - struck.at_s
 
 
 def serves(sighting: Sighting) -> bool:
-    """Whether this replica is in full use."""
+    """Whether the replica serves with a live feed."""
     return sighting.state == "serving" and sighting.feed == "live"
 
 
-# What is left behind
+# Leftovers
 
 
 def book_faults(books: Sequence[Books]) -> list[str]:
-    """Blocks that nobody uses and that are not free, and an index that is not what replicas hold."""
+    """Blocks that an idle replica has not freed, and indexes that do not match the replica's cache."""
     lost = [
         f"{each.replica}: {each.num_blocks - NULL_BLOCKS - each.free_blocks} blocks are not free"
         for each in books
@@ -215,7 +215,7 @@ def book_faults(books: Sequence[Books]) -> list[str]:
 
 
 def leaks(before: Sequence[Census], after: Sequence[Census]) -> list[str]:
-    """Processes that there are more of, and descriptors that the same process has more of."""
+    """Additional processes, and processes that gained more than SPARE_FILES descriptors."""
     more = Counter(each.title for each in after) - Counter(each.title for each in before)
     found = [f"{count} more processes {title!r}" for title, count in more.items()]
     was = {each.pid: each for each in before}
@@ -229,7 +229,7 @@ def leaks(before: Sequence[Census], after: Sequence[Census]) -> list[str]:
 
 @dataclass(slots=True, frozen=True)
 class Course:
-    """What became of one number in a soak: medians of the first sixth of the time, of the fourth, and of the last."""
+    """One number's course during a soak: its median in the first, fourth and last sixth of the time."""
 
     subject: str
     metric: str
@@ -239,7 +239,7 @@ class Course:
 
 
 def courses(readings: Sequence[Reading]) -> list[Course]:
-    """Of all that was there from the first look to the last one, as most of a soak's processes are."""
+    """The courses of all numbers with readings from the first look to the last, which most processes have."""
     looks = sorted({each.at_s for each in readings})
     if len(looks) < PARTS:
         return []
@@ -257,7 +257,7 @@ def courses(readings: Sequence[Reading]) -> list[Course]:
 
 
 def creeps(found: Sequence[Course]) -> list[str]:
-    """Numbers that were still growing in the second half. Caches and pools fill in the first."""
+    """Numbers that kept growing in the second half of a soak; caches and pools fill in the first half."""
     return [
         f"{each.subject}: {each.metric} grew from {each.middle:.0f} to {each.last:.0f} in the second half"
         for each in found
@@ -265,29 +265,29 @@ def creeps(found: Sequence[Course]) -> list[str]:
     ]
 
 
-# All of one round
+# A whole round
 
 
 @dataclass(slots=True, frozen=True)
 class Round:
-    """One fault under load, as it was seen."""
+    """The observations of one fault under load."""
 
     fault: str
     log: tuple[Seen, ...]
     sightings: tuple[Sighting, ...]
     struck: Struck
     books: tuple[Books, ...] = ()
-    trouble: tuple[str, ...] = ()  #: what the harness could not do, or wait for
+    trouble: tuple[str, ...] = ()  #: conditions that the harness waited for in vain
 
 
 @dataclass(slots=True, frozen=True)
 class Row:
-    """One line of the table."""
+    """One row of the report."""
 
     fault: str
     requests: int
     outcomes: Mapping[Outcome, int]
-    errors: Mapping[str, int]  #: by code
+    errors: Mapping[str, int]  #: counts by error code
     gap_before_s: float
     gap_at_s: float
     longest_gap_s: float
@@ -298,7 +298,7 @@ class Row:
 
 
 def row(found: Round, oracle: Mapping[int, Answer], *, timeout_s: float) -> Row:
-    """Judge a round."""
+    """Judge all requests of a round."""
     verdicts = [judge(seen, oracle[seen.question], timeout_s=timeout_s, struck=found.struck) for seen in found.log]
     hit = found.struck.replica is not None
     back_s = rebuilt_s(found.sightings, found.struck) if hit else router_back_s(found.log, found.struck)

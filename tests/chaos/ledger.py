@@ -1,6 +1,6 @@
-"""What a soak holds all the time it runs: every process, folder and pool, looked at twice a minute, and as a CSV.
+"""Readings of everything a cluster holds during a soak (processes, folders, pools), twice a minute, also as a CSV.
 
-Thin shell: looks and writes down; the judge reads it.
+Only records the readings; judge.py evaluates them.
 """
 
 import asyncio
@@ -19,10 +19,10 @@ COLUMNS = ("at_s", "subject", "metric", "value")
 
 
 class Ledger:
-    """The readings of one cluster."""
+    """Takes and keeps the readings of one cluster."""
 
     def __init__(self, target: Cluster, path: Path | None) -> None:
-        """`path` gets every reading at once, so that a run that is cut leaves its course behind."""
+        """Append every reading to `path` at once, so that an interrupted run keeps its readings."""
         self._target = target
         self._path = path
         self._began_s = time.monotonic()
@@ -32,7 +32,7 @@ class Ledger:
 
     @contextlib.asynccontextmanager
     async def kept(self) -> AsyncIterator[None]:
-        """Look again and again until the block ends."""
+        """Take readings regularly until the block ends."""
         looking = asyncio.create_task(self._keep())
         try:
             yield
@@ -41,7 +41,7 @@ class Ledger:
             await asyncio.gather(looking, return_exceptions=True)
 
     async def look(self) -> None:
-        """Once."""
+        """Take all readings once."""
         at_s = time.monotonic() - self._began_s
         found = [Reading(at_s, *words) for words in (*self._processes(), *self._litter(), *await self._pools())]
         self.readings += found
@@ -66,7 +66,7 @@ class Ledger:
             yield subject, "threads", each.threads
 
     def _litter(self) -> Iterator[tuple[str, str, int]]:
-        """Files that a cluster could forget. Ray, whose folder is the run folder, keeps the logs of every process."""
+        """Numbers of files that could accumulate. Ray keeps the logs of every process below the run folder."""
         serving = self._target.serving
         folder = serving.note().get("run_dir")
         yield "state folder", "files", _count(serving.state)
@@ -76,7 +76,7 @@ class Ledger:
         yield "shared memory", "files", len(shared_memory(serving.family()))
 
     async def _pools(self) -> list[tuple[str, str, int]]:
-        with contextlib.suppress(OSError, EOFError):  # its router is down
+        with contextlib.suppress(OSError, EOFError):  # the router is down
             replicas = (await self._target.view())["replicas"]
             metrics = ("free_blocks", "cached_free_blocks", "indexed_blocks", "expected_blocks", "running", "waiting")
             return [(each["replica_id"], metric, each[metric]) for each in replicas for metric in metrics]
@@ -84,5 +84,5 @@ class Ledger:
 
 
 def _count(folder: Path) -> int:
-    """Files and sockets below a folder, of which some may go meanwhile."""
+    """Number of files and sockets below a folder; some may disappear during the walk."""
     return sum(1 for path in folder.rglob("*") if not path.is_dir())

@@ -1,4 +1,4 @@
-"""What the clients of a run saw, and what the cluster said of itself meanwhile: values that a judge reads."""
+"""Records of a run: what clients received, and what the cluster reported. Plain values, read by judge.py."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclass(slots=True, frozen=True)
 class Answer:
-    """What a question yields when nothing goes wrong."""
+    """The expected answer to a question, received without faults."""
 
     tokens: tuple[str, ...]
     text: str
@@ -15,28 +15,28 @@ class Answer:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Seen:
-    """One request as its client saw it. Times are of the client's own clock."""
+    """One request as its client saw it. Times are those of the client's monotonic clock."""
 
     question: int
     streamed: bool
-    url: str  #: of the router that was asked
+    url: str  #: URL of the router that was asked
     began_s: float
     ended_s: float
-    status: int | None = None  #: None: no head came
+    status: int | None = None  #: None if no response head arrived
     tokens: tuple[str, ...] = ()
-    token_times_s: tuple[float, ...] = ()  #: when each of them came; empty where the answer came whole
+    token_times_s: tuple[float, ...] = ()  #: arrival time of each token; empty if not streamed
     text: str = ""
     finish_reason: str | None = None
     usage_tokens: int | None = None
-    whole: bool = False  #: the answer came to its proper end: its whole length, or `[DONE]`
-    error: Any = None  #: a JSON object that came instead of an answer, or at the end of a stream
-    trouble: str = ""  #: what the connection said, where it ended before the answer did
-    refused: bool = False  #: nobody listened: the request was never accepted
+    whole: bool = False  #: the answer ended properly: complete body, or `[DONE]`
+    error: Any = None  #: error object received instead of an answer, or at the end of a stream
+    trouble: str = ""  #: exception, if the connection ended before the answer did
+    refused: bool = False  #: connection refused: the request was never accepted
 
 
 @dataclass(slots=True, frozen=True)
 class Sighting:
-    """What `/cluster` said of one replica at one time."""
+    """One replica's entry in `/cluster` at one time."""
 
     at_s: float
     replica: str
@@ -47,30 +47,30 @@ class Sighting:
 
 @dataclass(slots=True, frozen=True)
 class Struck:
-    """What a fault hit."""
+    """When a fault was injected, and what it hit."""
 
     at_s: float
     mended_s: float
-    replica: str | None = None  #: which one it put out of action, if one
-    epoch: int = 0  #: of that replica before the fault
-    url: str | None = None  #: the router that it killed, if one
+    replica: str | None = None  #: id of the replica that it put out of action, if any
+    epoch: int = 0  #: that replica's epoch before the fault
+    url: str | None = None  #: URL of the router that it killed, if any
 
 
 @dataclass(slots=True, frozen=True)
 class Census:
-    """What a process holds, while nothing runs."""
+    """Resources held by one process while no requests run."""
 
     pid: int
     title: str
     files: int  #: open descriptors
     kibibytes: int  #: resident memory
     threads: int = 0
-    sockets: int = 0  #: of the open descriptors
+    sockets: int = 0  #: number of sockets among `files`
 
 
 @dataclass(slots=True, frozen=True)
 class Reading:
-    """One number that a soak watches: of a process (its class and pid), of a folder, or of a replica's pool."""
+    """One reading during a soak, of a process (named by class and pid), of a folder, or of a replica's pool."""
 
     at_s: float
     subject: str
@@ -80,10 +80,10 @@ class Reading:
 
 @dataclass(slots=True, frozen=True)
 class Books:
-    """A replica that has nothing to do, as the router sees it."""
+    """The block counts of an idle replica, as the router reports them."""
 
     replica: str
     free_blocks: int
     num_blocks: int
-    cached_blocks: int  #: by its own report
-    indexed_blocks: int  #: by the router's index
+    cached_blocks: int  #: from the replica's load report
+    indexed_blocks: int  #: from the router's index

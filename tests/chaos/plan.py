@@ -1,6 +1,6 @@
-"""What a run does, as values: questions, clients that ask them in turn, and the order of faults. Drawn from one seed.
+"""A run's plan as values: the questions, the clients and the order of faults, all derived from one seed.
 
-Knows nothing of clusters, sockets or clocks: the same seed gives the same plan anywhere.
+Independent of clusters, sockets and clocks: the same seed gives the same plan everywhere.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
-#: Texts that questions begin with, of a few blocks each: prefixes that requests share.
+#: Topics of the questions. Each topic gives a shared prefix of a few blocks.
 SUBJECTS = ("a fox", "a river", "an old clock", "the sea in winter")
 SHARED_SENTENCES = 6
 
 
 @dataclass(slots=True, frozen=True)
 class Question:
-    """A request whose answer is fixed: greedy, or drawn with a seed."""
+    """A request whose answer is deterministic: greedy, or sampled with a seed."""
 
     number: int
     prompt: str
@@ -24,7 +24,7 @@ class Question:
     seed: int
 
     def body(self, *, streamed: bool, timeout_s: float) -> dict[str, Any]:
-        """For `/v1/completions`. `logprobs` makes every token visible by itself."""
+        """The request body for `/v1/completions`. `logprobs` makes the response list each token separately."""
         body = {
             "model": "demo",
             "prompt": self.prompt,
@@ -41,7 +41,7 @@ class Question:
 
 @dataclass(slots=True, frozen=True)
 class Client:
-    """Asks one question after another, each when the answer before is over, round and round."""
+    """Asks its questions one after the other, in an endless cycle; the next one when the previous is answered."""
 
     number: int
     streamed: bool
@@ -50,17 +50,17 @@ class Client:
 
 @dataclass(slots=True, frozen=True)
 class Strike:
-    """One fault, and when it comes after the load has begun."""
+    """One fault, and its time after the start of the load."""
 
     fault: str
     after_s: float
-    draw: float  #: 0 ≤ draw < 1: which of those that it could hit
-    quiet_s: float = 0.0  #: before that, the clients take their time for so long
+    draw: float  #: 0 ≤ draw < 1: selects the victim among the candidates
+    quiet_s: float = 0.0  #: light load for this long before `after_s` starts
 
 
 @dataclass(slots=True, frozen=True)
 class Plan:
-    """Everything that is asked."""
+    """All questions and clients of a run."""
 
     questions: tuple[Question, ...]
     clients: tuple[Client, ...]
@@ -69,7 +69,7 @@ class Plan:
 def make_plan(
     seed: int, *, questions: int = 12, clients: int = 4, least_tokens: int = 40, most_tokens: int = 200
 ) -> Plan:
-    """Half of the clients stream, and half of the questions are greedy."""
+    """Draw a plan in which half of the clients stream and half of the questions are greedy."""
     rng = Random(seed)
     asked = tuple(_question(rng, number, rng.randint(least_tokens, most_tokens)) for number in range(questions))
     order = list(range(questions))
@@ -81,7 +81,7 @@ def make_plan(
 
 
 def strikes(seed: int, faults: Sequence[str]) -> Iterator[Strike]:
-    """All faults in a drawn order, again and again."""
+    """All faults in random order, over and over, each cycle in a new order."""
     rng = Random(seed)
     order = list(faults)
     while order:
@@ -91,9 +91,9 @@ def strikes(seed: int, faults: Sequence[str]) -> Iterator[Strike]:
 
 
 def spread(drawn: Iterable[Strike], quiet_s: float, spared: Collection[str]) -> Iterator[Strike]:
-    """Strikes with rests between them; those of the `spared` kinds always hit the last of those they could.
+    """Add a quiet time before each strike; faults in `spared` never hit the first replica (of two).
 
-    So the first replica lives from the first strike to the last one, and the course of its memory can be read.
+    The first replica then lives from the first strike to the last, so that its memory can be followed throughout.
     """
     for strike in drawn:
         draw = (1 + strike.draw) / 2 if strike.fault in spared else strike.draw

@@ -1,4 +1,4 @@
-"""The table of a run, for people."""
+"""Formats a run's results as text."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ HEADER = (
 
 
 def table(rows: Sequence[Row]) -> str:
-    """One line for each fault. Times are what this machine took under whatever else it was doing."""
+    """The rows as a text table. Times depend on the machine and its other load."""
     lines = [HEADER, *(cells(row) for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(HEADER))]
     padded = [" | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
@@ -19,7 +19,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """A row as text."""
+    """One row's cells as text."""
     bad = sum(row.outcomes.get(outcome, 0) for outcome in (Outcome.WRONG, Outcome.UNCLEAR, Outcome.LATE))
     cut = row.outcomes.get(Outcome.CUT, 0)
     errors = ", ".join(f"{count} {code}" for code, count in sorted(row.errors.items())) or "0"
@@ -39,7 +39,7 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def courses(found: Sequence[Course]) -> str:
-    """How a soak's numbers went, those that moved and all memory."""
+    """One line per number of a soak that changed, and for all memory."""
     lines = [
         f"{each.subject}: {each.metric} {each.first:.0f} first, {each.middle:.0f} midway, {each.last:.0f} last"
         for each in found
@@ -49,7 +49,7 @@ def courses(found: Sequence[Course]) -> str:
 
 
 def violations(rows: Sequence[Row]) -> str:
-    """What was required and is not so; empty: nothing."""
+    """One line per violated requirement; empty if there is none."""
     return "\n".join(f"{row.fault}: {words}" for row in rows for words in row.violations)
 
 

@@ -1,10 +1,10 @@
-"""Strikes clusters under load and prints what came of it; `make chaos`.
+"""Inject faults into clusters under load and report the results; `make chaos`.
 
     python -m tests.chaos.run [--seed N] [--minutes M] [--faults a,b] [--soak-minutes M [--rest-s S] [--csv FILE]]
 
-Each fault strikes once, in an order that the seed draws; with `--minutes` they go on striking until the time is over.
-`--soak-minutes` does the same with one cluster that stays up, rests between strikes, and looks for leaks. Exit code
-1: a requirement is violated. Times are printed and required of nobody: they are this machine's.
+Each fault is injected once, in an order derived from the seed; with `--minutes`, again until the time is over.
+`--soak-minutes` uses one cluster that stays up, rests between faults, and is checked for leaks. Exit code 1: a
+requirement is violated. Times are reported but not checked, because they depend on the machine.
 """
 
 import argparse
@@ -32,35 +32,35 @@ from .log import Sighting, Struck
 from .plan import Plan, Strike, make_plan, spread, strikes
 from .shapes import POLL_S, Cluster, Shape, cluster, prepared, wait_for
 
-#: What each request asks for itself.
+#: The timeout that each request asks for.
 TIMEOUT_S = 45.0
-#: How long the load goes on when the fault is over.
+#: How long the load continues after the fault is over.
 TAIL_S = 1.0
-#: For processes to end once `homing serve` has.
+#: Time for processes to exit after `homing serve` has exited.
 GONE_S = 5.0
-#: How long a client waits after an answer while nothing strikes: four of them keep a sixth of a core busy.
+#: A client's pause after each answer during rests: four clients then keep a sixth of a core busy.
 REST_PAUSE_S = 8.0
-#: They fill more than the pools of a soak's cluster.
+#: Enough questions to fill more than the pools of a soak's cluster.
 SOAK_QUESTIONS = 96
-#: What a soak consists of: every kind of fault that one cluster of the plain shape can have again and again.
+#: The faults of a soak: those that a cluster of the plain shape survives any number of times.
 SOAK = ("kill-rank-0", "freeze", "slow", "flush", "full-disk", "overload")
 
 
 @dataclass(slots=True)
 class Findings:
-    """What one cluster went through."""
+    """The results of one cluster."""
 
     rows: list[Row]
-    left: list[str]  #: what leaked, or was left behind
-    courses: list[Course]  #: of a soak
+    left: list[str]  #: leaks, and anything left behind
+    courses: list[Course]  #: only of a soak
 
 
 def main() -> int:
-    """Run; returns the exit code."""
+    """Run the command line and return the exit code."""
     options = arguments().parse_args()
     names = options.faults.split(",") if options.faults else list(FAULTS)
     if unknown := set(names) - set(FAULTS):
-        sys.exit(f"no such faults: {', '.join(sorted(unknown))}; there are {', '.join(FAULTS)}")
+        sys.exit(f"no such faults: {', '.join(sorted(unknown))}; valid faults: {', '.join(FAULTS)}")
     if options.soak_minutes:
         wanted = strikes(options.seed, [name for name in names if name in SOAK])
         found = [soak(options.seed, options.soak_minutes, wanted, rest_s=options.rest_s, csv=options.csv)]
@@ -70,19 +70,19 @@ def main() -> int:
 
 
 def arguments() -> argparse.ArgumentParser:
-    """The command line."""
+    """The parser of the command line."""
     parser = argparse.ArgumentParser(prog="make chaos", description=__doc__.splitlines()[0])
-    parser.add_argument("--seed", type=int, default=1, help="draws questions, order and victims")
-    parser.add_argument("--minutes", type=float, default=0.0, help="go on for so long; 0: each fault once")
-    parser.add_argument("--faults", default="", help=f"of {', '.join(FAULTS)}; all by default")
-    parser.add_argument("--soak-minutes", type=float, default=0.0, help="one cluster for so long, looking for leaks")
-    parser.add_argument("--rest-s", type=float, default=0.0, help="of a soak: little load for so long between strikes")
-    parser.add_argument("--csv", type=Path, help="of a soak: what every process and folder holds, twice a minute")
+    parser.add_argument("--seed", type=int, default=1, help="seed of questions, order of faults and victims")
+    parser.add_argument("--minutes", type=float, default=0.0, help="repeat faults for this long; 0: each fault once")
+    parser.add_argument("--faults", default="", help=f"comma-separated, from {', '.join(FAULTS)}; all by default")
+    parser.add_argument("--soak-minutes", type=float, default=0.0, help="look for leaks in one cluster for this long")
+    parser.add_argument("--rest-s", type=float, default=0.0, help="soak only: time of light load between faults")
+    parser.add_argument("--csv", type=Path, help="soak only: file for readings of every process and folder")
     return parser
 
 
 def publish(found: Sequence[Findings], seed: int) -> int:
-    """Print everything; returns the exit code."""
+    """Print all results and return the exit code."""
     rows = [row for findings in found for row in findings.rows]
     print(f"\nseed {seed}, load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores\n{report.table(rows)}")
     print(*(report.courses(findings.courses) for findings in found if findings.courses), sep="\n")
@@ -92,7 +92,7 @@ def publish(found: Sequence[Findings], seed: int) -> int:
 
 
 def all_shapes(seed: int, names: Sequence[str], seconds: float) -> Iterator[Findings]:
-    """The faults of one shape after another, so that few clusters have to be started; again until the time is over."""
+    """Group each cycle's faults by shape, so that few clusters are started; repeat until the time is over."""
     deadline, drawn = time.monotonic() + seconds, strikes(seed, names)
     while True:
         cycle = sorted(islice(drawn, len(names)), key=lambda strike: FAULTS[strike.fault].shape)
@@ -105,7 +105,7 @@ def all_shapes(seed: int, names: Sequence[str], seconds: float) -> Iterator[Find
 def soak(
     seed: int, minutes: float, drawn: Iterator[Strike], *, rest_s: float = 0.0, csv: Path | None = None
 ) -> Findings:
-    """One cluster for long, whose first replica is never killed. `csv` is where its course is written."""
+    """Run one cluster for `minutes`; its first replica is never killed. Readings are written to `csv`."""
     wanted = lasting(60 * minutes, spread(drawn, rest_s, spared=("kill-rank-0",)))
     with taken_down("small") as (target, findings):
         asyncio.run(_soak(target, findings, make_plan(seed, questions=SOAK_QUESTIONS), wanted, csv))
@@ -113,13 +113,13 @@ def soak(
 
 
 def lasting(seconds: float, drawn: Iterator[Strike]) -> Iterator[Strike]:
-    """Strikes, until so long after the first one was asked for."""
+    """Yield strikes until `seconds` after the first one was requested."""
     deadline = time.monotonic() + seconds
     yield from takewhile(lambda _: time.monotonic() < deadline, drawn)
 
 
 def one_cluster(shape: Shape, seed: int, wanted: Iterable[Strike]) -> Findings:
-    """Start one and let faults strike it."""
+    """Start a cluster of one shape and inject the faults one after the other."""
     with taken_down(shape) as (target, findings):
         asyncio.run(rounds(target, findings, make_plan(seed), wanted, Random(seed)))
     return findings
@@ -127,7 +127,7 @@ def one_cluster(shape: Shape, seed: int, wanted: Iterable[Strike]) -> Findings:
 
 @contextlib.contextmanager
 def taken_down(shape: Shape) -> Iterator[tuple[Cluster, Findings]]:
-    """A cluster of this shape, and what is left of it afterwards."""
+    """Start a cluster of this shape; after the block, record anything left behind in the findings."""
     print(f"{shape}: starting", flush=True)
     findings = Findings([], [], [])
     with tempfile.TemporaryDirectory(prefix="chaos-") as state:
@@ -141,7 +141,7 @@ def taken_down(shape: Shape) -> Iterator[tuple[Cluster, Findings]]:
 
 
 async def rounds(target: Cluster, found: Findings, plan: Plan, wanted: Iterable[Strike], rng: Random) -> None:
-    """Several faults, one after another."""
+    """Inject several faults, one after the other, and judge each round."""
     oracle = await undisturbed(target.url, plan, timeout_s=TIMEOUT_S)
     async with prepared(target, rng):
         before = target.census()
@@ -151,11 +151,11 @@ async def rounds(target: Cluster, found: Findings, plan: Plan, wanted: Iterable[
             print(f"  {strike.fault}: {len(lived.log)} requests, load average {os.getloadavg()[0]:.1f}", flush=True)
             if words := report.violations(found.rows[-1:]):
                 print(words, flush=True)
-        found.left += leaks(before, target.census()) if found.rows else ["nothing struck: nothing was tested"]
+        found.left += leaks(before, target.census()) if found.rows else ["no fault was injected: nothing was tested"]
 
 
 async def _soak(target: Cluster, found: Findings, plan: Plan, wanted: Iterable[Strike], csv: Path | None) -> None:
-    """The same, and what everything holds meanwhile."""
+    """Like `rounds`, with readings of everything the cluster holds."""
     ledger = Ledger(target, csv)
     async with ledger.kept():
         await rounds(target, found, plan, wanted, Random(0))
@@ -165,7 +165,7 @@ async def _soak(target: Cluster, found: Findings, plan: Plan, wanted: Iterable[S
 
 
 async def one_round(target: Cluster, plan: Plan, strike: Strike) -> Round:
-    """One fault under load, until all is well again."""
+    """Inject one fault under load, and wait until the cluster has recovered."""
     load = target.load = Load(plan, target.urls(), timeout_s=TIMEOUT_S, pause_s=REST_PAUSE_S if strike.quiet_s else 0.0)
     sightings: list[Sighting] = []
     load.begin()
@@ -178,7 +178,7 @@ async def one_round(target: Cluster, plan: Plan, strike: Strike) -> Round:
     await asyncio.sleep(TAIL_S)
     await load.end()
     watching.cancel()
-    trouble += await _wait(target.whole, "nothing runs when the load is over")
+    trouble += await _wait(target.whole, "the cluster is idle after the load")
     return Round(strike.fault, tuple(load.log), tuple(sightings), struck, tuple(await target.books()), trouble)
 
 
@@ -191,7 +191,7 @@ async def _strike(target: Cluster, strike: Strike) -> Struck:
 
 
 async def _wait(holds: Callable[[], Awaitable[bool]], what: str) -> tuple[str, ...]:
-    """What to say when it never holds."""
+    """Wait for a condition; returns an error text if it times out, else nothing."""
     try:
         await wait_for(holds, what)
     except TimeoutError as error:
@@ -201,13 +201,13 @@ async def _wait(holds: Callable[[], Awaitable[bool]], what: str) -> tuple[str, .
 
 async def _watch(target: Cluster, sightings: list[Sighting]) -> None:
     while True:
-        with contextlib.suppress(OSError, EOFError):  # its router is down
+        with contextlib.suppress(OSError, EOFError):  # the router is down
             sightings += await target.sightings(time.monotonic())
         await asyncio.sleep(POLL_S)
 
 
 async def _mended(target: Cluster, struck: Struck, sightings: Sequence[Sighting]) -> bool:
-    """Whether every router has all replicas in full use, the one that was hit again."""
+    """Whether every router has all replicas in full use, including the one that was hit."""
     if struck.replica is not None and rebuilt_s(sightings, struck) is None:
         return False
     return await target.serves()

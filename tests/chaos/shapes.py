@@ -1,4 +1,4 @@
-"""Clusters under test: `homing serve` as a process, in the shapes that faults need. Thin shell."""
+"""Clusters under test: `homing serve` as a process, in the configurations (shapes) that the faults need."""
 
 import asyncio
 import contextlib
@@ -31,30 +31,30 @@ FLAGS: dict[Shape, tuple[str, ...]] = {
     "tiny": ("--num-kv-blocks", "64"),
     "nodes": (),
     "backends": (),
-    # So that a soak evicts all the time: its questions fill more than this.
+    # Less than a soak's questions fill, so that blocks are evicted all the time.
     "small": ("--num-kv-blocks", "512"),
 }
-#: A token of an engine that is not ours, so that streams last.
+#: Time per token of a fake external engine, long enough that streams can be interrupted.
 FOREIGN_TOKEN_S = 0.005
-#: What a fault may take to be over: a rebuild takes seconds, on a busy machine many.
+#: How long recovery from a fault may take: a rebuild takes seconds, on a busy machine much longer.
 PATIENCE_S = 180.0
-#: For a cluster to start on a machine that others keep busy.
+#: How long a cluster may take to start on a busy machine.
 START_PATIENCE_S = 300.0
 POLL_S = 0.025
-#: What a census calls a rank that belongs to no replica yet.
+#: The title in a census of a rank process that belongs to no replica yet.
 SPARE = "ray::ReplicaRank (spare)"
-#: Which of a replica's sockets a fate befalls: its events, or all there are.
+#: Per fate, a pattern for names of the sockets that it affects: those for events, or all of a replica's.
 SOCKETS = {"cut": r"-(events|state)$", "delay": r"-(events|state)$", "drop": r"-(events|state)$", "split": r"-\w+$"}
 
 
 @dataclass
 class Cluster:
-    """A running one, seen from outside."""
+    """A running cluster, seen from outside."""
 
     serving: Serving
     shape: Shape
     load: Load | None = None
-    tunnels: dict[str, list[Tunnel]] = field(default_factory=dict)  #: by replica
+    tunnels: dict[str, list[Tunnel]] = field(default_factory=dict)  #: by replica id
     tunnel_paths: dict[str, list[str]] = field(default_factory=dict)
     nodes: Nodes | None = None
     engines: tuple[FakeEngine, ...] = ()
@@ -62,35 +62,35 @@ class Cluster:
 
     @property
     def url(self) -> str:
-        """Where all routers listen."""
+        """The URL shared by all routers."""
         return self.serving.url
 
     def urls(self) -> tuple[str, ...]:
-        """Where clients ask: each router's own address, so that a client knows whose it is."""
+        """Each router's own URL, so that clients know which router they use."""
         return tuple(self.serving.note().get("router_urls") or ()) or (self.url,)
 
     async def view(self, url: str = "") -> dict[str, Any]:
-        """What /cluster says."""
+        """The response of /cluster."""
         found: dict[str, Any] = await fetch(url or self.url, "/cluster")
         return found
 
     async def victim(self, draw: float) -> dict[str, Any]:
-        """One of the replicas."""
+        """The entry in /cluster of the replica that `draw` selects."""
         replicas = sorted((await self.view())["replicas"], key=lambda each: str(each["replica_id"]))
         found: dict[str, Any] = replicas[int(draw * len(replicas))]
         return found
 
     def actors(self, title: str) -> list[psutil.Process]:
-        """Ray's processes of this class."""
+        """Processes of Ray actors of this class."""
         return [process for process in self.serving.family() if _title(process) == f"ray::{title}"]
 
     def router_url(self, process: psutil.Process) -> str:
-        """The address of this router alone."""
+        """The own URL of the router in this process."""
         ports = {each.laddr.port for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN}
         return next(url for url in self.urls() if int(url.rpartition(":")[2]) in ports)
 
     async def books(self) -> list[Books]:
-        """Where blocks are, when nothing runs. An engine that is not ours does not tell: its fake is asked."""
+        """Block counts of all replicas while idle. For external engines, cached blocks are read from the fakes."""
         replicas = (await self.view())["replicas"]
         if self.engines:
             truth = {f"b{number}": len(engine.cached) for number, engine in enumerate(self.engines)}
@@ -101,7 +101,7 @@ class Cluster:
         ]
 
     def census(self) -> list[Census]:
-        """What its processes hold. Ray's own come and go, and are not ours to judge."""
+        """Resources held by our processes. Ray's own processes are not included: they come and go."""
         found = []
         used: set[int] = set()
         with contextlib.suppress(httpx.HTTPError):
@@ -120,14 +120,14 @@ class Cluster:
         return found
 
     async def sightings(self, now_s: float) -> list[Sighting]:
-        """What a router says of every replica; of those that it does not list, nothing."""
+        """The state of every replica that a router lists."""
         return [
             Sighting(now_s, each["replica_id"], each["epoch"], each["state"], each["feed"])
             for each in (await self.view())["replicas"]
         ]
 
     async def tunnelled(self, rng: Random) -> None:
-        """Put a proxy before every socket of every replica, and have a router that connects through them."""
+        """Put a tunnel in front of every replica socket, and restart the router so that it connects through them."""
         for replica in (await self.view())["replicas"]:
             name, ends = replica["replica_id"], replica["event_endpoints"]
             folder = Path(ends["events"].removeprefix("ipc://")).parent
@@ -138,15 +138,15 @@ class Cluster:
                 await tunnel.open()
         (router,) = self.actors("RouterProcess")
         router.kill()
-        await wait_for(lambda: self.whole(), "the router is back behind the tunnels")
+        await wait_for(lambda: self.whole(), "the router is back and connected through the tunnels")
 
     def befallen(self, replica: str, fate: Fate) -> list[Tunnel]:
-        """The tunnels of one replica that a fate is for."""
+        """The tunnels of one replica that a fate affects."""
         pairs = zip(self.tunnels[replica], self.tunnel_paths[replica], strict=True)
         return [tunnel for tunnel, path in pairs if re.search(SOCKETS[fate], path)]
 
     async def serves(self) -> bool:
-        """Whether every router has all replicas, with events that can be trusted."""
+        """Whether every router has all replicas serving, with live feeds."""
         try:
             views = [await self.view(url) for url in self.urls()]
         except (OSError, EOFError):
@@ -157,7 +157,7 @@ class Cluster:
         )
 
     async def whole(self) -> bool:
-        """The same, and nothing runs or waits anywhere."""
+        """Whether the cluster serves and is idle: nothing runs or waits anywhere."""
         if not await self.serves():
             return False
         view = await self.view()
@@ -166,18 +166,18 @@ class Cluster:
 
 
 async def wait_for(holds: Callable[[], Awaitable[bool]], what: str) -> None:
-    """Raises TimeoutError, by name, when it never does."""
+    """Poll until a condition holds. Raises TimeoutError with `what` after PATIENCE_S."""
     try:
         async with asyncio.timeout(PATIENCE_S):
-            while not await holds():  # noqa: ASYNC110 - it is a matter of other processes: nothing would set an event
+            while not await holds():  # noqa: ASYNC110 - the state of other processes can only be polled
                 await asyncio.sleep(POLL_S)
     except TimeoutError:
-        raise TimeoutError(f"never within {PATIENCE_S:g} s: {what}") from None
+        raise TimeoutError(f"timed out after {PATIENCE_S:g} s waiting for: {what}") from None
 
 
 @contextlib.contextmanager
 def cluster(shape: Shape, state: Path) -> Iterator[Cluster]:
-    """Two replicas in this shape, until the block ends."""
+    """Run a cluster of two replicas in this shape until the block ends."""
     with contextlib.ExitStack() as stack:
         flags = ["--access-log", str(state / "access.log"), *FLAGS[shape]]
         nodes = stack.enter_context(_joinable()) if shape == "nodes" else None
@@ -194,7 +194,7 @@ def cluster(shape: Shape, state: Path) -> Iterator[Cluster]:
 
 @contextlib.contextmanager
 def _joinable() -> Iterator[Nodes]:
-    """Two nodes, whose token is in the environment of what is started meanwhile."""
+    """Start two Ray nodes and put their token into the environment until the block ends."""
     with two_nodes() as nodes:
         before = {name: os.environ.get(name) for name in nodes.environment}
         os.environ.update(nodes.environment)
@@ -216,7 +216,7 @@ def _engines() -> Iterator[tuple[tuple[FakeEngine, ...], asyncio.AbstractEventLo
 
 @contextlib.asynccontextmanager
 async def prepared(found: Cluster, rng: Random) -> AsyncIterator[Cluster]:
-    """The cluster as its shape wants it, in this loop."""
+    """Set up the shape's tunnels in this event loop, and remove them when the block ends."""
     if found.shape == "tunnels":
         await found.tunnelled(rng)
     try:
@@ -227,7 +227,7 @@ async def prepared(found: Cluster, rng: Random) -> AsyncIterator[Cluster]:
 
 
 def _links(pid: int) -> list[str]:
-    """Where its open descriptors lead, those that are not closed meanwhile."""
+    """Targets of a process's open descriptors; descriptors closed meanwhile are skipped."""
     found = []
     for path in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
@@ -236,7 +236,7 @@ def _links(pid: int) -> list[str]:
 
 
 def _title(process: psutil.Process) -> str:
-    """Its name; of Ray's actors the class, whatever method they are in."""
+    """A process's name; for a Ray actor its class (`ray::Class`), without the running method."""
     try:
         words = process.cmdline()
     except psutil.Error:

@@ -1,6 +1,6 @@
-"""The short form of `make chaos`: a few faults on one real cluster. And, slow, ten minutes of them on one.
+"""A short run of `make chaos` with a few faults on one real cluster, and (slow) a soak of ten minutes.
 
-Times are printed, not asserted: they are the machine's.
+Times are printed, not asserted, because they depend on the machine.
 """
 
 import pytest
@@ -20,6 +20,7 @@ def check(found: Findings) -> None:
     assert found.left == []
 
 
+@pytest.mark.slow  # a minute; `.ci/run` names it
 @pytest.mark.timeout(900)
 def test_faults_under_load_cost_no_answer_and_leave_nothing_behind() -> None:
     """SIGKILL, a flushed cache, a full disk and ten times the load: every answer is right or a clear error."""
@@ -31,5 +32,5 @@ def test_faults_under_load_cost_no_answer_and_leave_nothing_behind() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(60 * SOAK_MINUTES + 600)
 def test_nothing_leaks_in_ten_minutes_of_faults() -> None:
-    """The hour's soak of `make chaos ARGS="--soak-minutes 60"`, in the form that a test run can bear."""
+    """A shorter form of the one-hour soak, `make chaos ARGS="--soak-minutes 60"`."""
     check(soak(1, SOAK_MINUTES, strikes(1, SOAK)))

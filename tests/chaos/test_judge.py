@@ -1,4 +1,4 @@
-"""The judge is only worth what it catches: logs are broken on purpose, one at a time."""
+"""Tests of the judge: correct records are broken in one way at a time, and the judge must notice."""
 
 from dataclasses import replace
 from typing import Any
@@ -58,7 +58,7 @@ def outcome(seen: Seen, struck: Struck | None = None) -> Outcome:
 
 
 def test_a_right_answer_and_a_clear_error_pass() -> None:
-    """These two are what is promised, and nothing else is."""
+    """The cluster promises one of these two outcomes for every request."""
     assert outcome(GOOD) is Outcome.RIGHT
     assert outcome(FAILED) is Outcome.FAILED
     assert judge(FAILED, RIGHT, timeout_s=TIMEOUT_S).words == "replica_lost"
@@ -83,7 +83,7 @@ def test_a_right_answer_and_a_clear_error_pass() -> None:
     ],
 )
 def test_a_broken_log_is_caught(change: dict[str, Any], expected: Outcome) -> None:
-    """Each of these is a way in which a cluster can fail its client."""
+    """Each change is a way in which a cluster can fail its client."""
     assert outcome(replace(GOOD, **change)) is expected
 
 
@@ -98,22 +98,22 @@ def test_a_broken_log_is_caught(change: dict[str, Any], expected: Outcome) -> No
     ],
 )
 def test_an_error_that_is_not_in_openais_shape_is_caught(error: Any) -> None:
-    """OpenAI's clients read four fields."""
+    """OpenAI's clients need all four fields of an error."""
     assert outcome(replace(FAILED, error=error)) is Outcome.UNCLEAR
 
 
 def test_a_stream_that_failed_must_not_end_as_if_it_were_whole() -> None:
-    """A client that looks for [DONE] alone would take half an answer for the whole."""
+    """A client that only looks for [DONE] would take half an answer for a whole one."""
     assert outcome(replace(FAILED, whole=True)) is Outcome.UNCLEAR
 
 
 def test_what_came_before_an_error_must_be_right_too() -> None:
-    """A client has shown it to somebody by then."""
+    """The client has already shown those tokens to a user."""
     assert outcome(replace(FAILED, tokens=("a", "x"))) is Outcome.WRONG
 
 
 def test_only_the_router_that_was_killed_may_cut_and_only_what_it_carried() -> None:
-    """A router that dies takes its own connections along, and nothing of anybody else's."""
+    """A killed router may cut its own connections, and no others."""
     cut = replace(GOOD, tokens=("a", "b"), whole=False, trouble="reset")
 
     assert outcome(cut, KILLED) is Outcome.CUT
@@ -138,21 +138,21 @@ def test_only_the_router_that_was_killed_may_cut_and_only_what_it_carried() -> N
         ("abxde", "token 2 is 'x' instead of 'c'"),
     ],
 )
-def test_a_difference_is_told_by_its_kind(seen: str, words: str) -> None:
-    """Doubled, lost or wrong point at different code."""
+def test_a_difference_is_described_by_its_kind(seen: str, words: str) -> None:
+    """Repeated, lost and wrong tokens point at different bugs."""
     assert difference("abcde", seen) == words
 
 
 @given(st.lists(st.integers(0, 3), max_size=8), st.lists(st.integers(0, 3), max_size=8))
-def test_rows_are_the_same_or_something_is_said(right: list[int], seen: list[int]) -> None:
-    """No shape of a mistake may slip through."""
+def test_every_difference_is_described(right: list[int], seen: list[int]) -> None:
+    """No kind of difference may go unnoticed."""
     words = difference([str(token) for token in right], [str(token) for token in seen])
 
     assert (words == "") == (right == seen)
 
 
 def test_gaps_are_between_tokens_of_one_stream() -> None:
-    """What a reader sees stand still; two streams that take turns hide nothing of each other."""
+    """The pauses that a reader sees. Tokens of another stream must not hide them."""
     late = replace(GOOD, token_times_s=(100.65, 100.75))
 
     assert longest_gap_s([GOOD, late]) == pytest.approx(0.4)
@@ -164,7 +164,7 @@ def test_gaps_are_between_tokens_of_one_stream() -> None:
 
 
 def looks(*rows: tuple[float, int, str, str]) -> list[Sighting]:
-    """Of replica r0; one of r1 beside each shows that the router answered."""
+    """Sightings of replica r0 (none where epoch is 0), each with one of r1, which shows that the router answered."""
     found = [Sighting(at, "r0", epoch, state, feed) for at, epoch, state, feed in rows if epoch]
     return found + [Sighting(row[0], "r1", 9, "serving", "live") for row in rows]
 
@@ -173,7 +173,7 @@ HIT = Struck(at_s=10.0, mended_s=10.0, replica="r0", epoch=1)
 
 
 def test_the_way_out_of_routing_and_back_is_timed() -> None:
-    """Out: the first look in which this very process does not serve. Back: another one does, with exact events."""
+    """It is out when this process no longer serves, and back when another one serves with a live feed."""
     seen = looks(
         (9.9, 1, "serving", "live"),
         (10.1, 1, "serving", "live"),
@@ -188,7 +188,7 @@ def test_the_way_out_of_routing_and_back_is_timed() -> None:
 
 
 def test_a_killed_router_is_back_with_the_first_request_that_it_takes() -> None:
-    """Not with the first that tries."""
+    """A refused request does not count, nor one at another router."""
     tried = replace(GOOD, began_s=101.0, refused=True, whole=False)
     elsewhere = replace(GOOD, url="http://127.0.0.1:2", began_s=101.0)
     taken = replace(GOOD, began_s=104.5)
@@ -197,8 +197,8 @@ def test_a_killed_router_is_back_with_the_first_request_that_it_takes() -> None:
     assert router_back_s([tried, elsewhere, taken], KILLED) == pytest.approx(4.0)
 
 
-def test_who_never_left_has_not_come_back() -> None:
-    """A frozen replica that goes on being listed is the failure that this looks for."""
+def test_a_replica_that_never_left_has_not_come_back() -> None:
+    """A frozen replica that stays in routing is exactly the failure to be detected."""
     seen = looks((10.1, 1, "serving", "live"), (20.0, 1, "serving", "live"))
 
     assert out_of_routing_s(seen, HIT) is None
@@ -206,14 +206,14 @@ def test_who_never_left_has_not_come_back() -> None:
 
 
 def test_a_process_that_is_back_must_be_exact_before_it_counts() -> None:
-    """After a freeze the index is old: the replica is not to be trusted until its events are."""
+    """After a freeze, the index is outdated until the feed is live again."""
     seen = looks((11.0, 0, "", ""), (20.0, 1, "serving", "syncing"), (20.3, 1, "serving", "live"))
 
     assert rebuilt_s(seen, HIT) == pytest.approx(10.3)
 
 
 def test_lost_blocks_and_an_index_that_lies_are_found() -> None:
-    """Nothing runs, so all but one block of each pool is free, and the index is what the replica says."""
+    """While idle, all blocks but the null block must be free, and the index must match the replica."""
     fine = Books("r0", free_blocks=100 - NULL_BLOCKS, num_blocks=100, cached_blocks=7, indexed_blocks=7)
 
     assert book_faults([fine]) == []
@@ -222,7 +222,7 @@ def test_lost_blocks_and_an_index_that_lies_are_found() -> None:
 
 
 def test_more_processes_and_more_files_are_leaks_and_another_process_is_none() -> None:
-    """A replica that was rebuilt is another process with files of its own."""
+    """A rebuilt replica is a new process with its own number of files."""
     router, rank = Census(1, "ray::RouterProcess", 60, 1000), Census(2, "ray::ReplicaRank", 60, 1000)
 
     assert leaks([router, rank], [router, replace(rank, pid=3, files=90)]) == []
@@ -237,14 +237,14 @@ def course(*values: int, metric: str = "KiB", subject: str = "rank 1") -> list[R
 
 
 def test_a_course_has_the_medians_of_the_first_the_fourth_and_the_last_sixth() -> None:
-    """One look at a moment when much was going on must not pass for a leak."""
+    """Medians, because a single reading during a busy moment must not look like a leak."""
     readings = course(*(10, 11, 12), *(20,) * 6, *(30, 31, 99), *(40,) * 3, *(50, 51, 52))
 
     assert courses(readings) == [Course("rank 1", "KiB", 11.0, 31.0, 51.0)]
 
 
 def test_only_what_lived_all_the_time_has_a_course() -> None:
-    """A replica that was killed and rebuilt starts anew."""
+    """A rebuilt replica's numbers start from zero."""
     lived, came = course(*range(12)), course(*range(12), subject="rank 2")[3:]
 
     assert [each.subject for each in courses(lived + came)] == ["rank 1"]
@@ -264,14 +264,14 @@ def test_only_what_lived_all_the_time_has_a_course() -> None:
     ],
 )
 def test_what_still_grows_in_the_second_half_creeps(metric: str, middle: int, last: int, creeps_up: bool) -> None:
-    """Caches fill first, and what stands still afterwards is no leak."""
+    """Caches fill at first; numbers that are constant afterwards are no leak."""
     found = creeps([Course("rank 1", metric, 0.0, middle, last)])
 
     assert bool(found) == creeps_up
 
 
-def test_a_row_tells_what_is_violated_and_the_table_shows_it() -> None:
-    """The exit code hangs on these words."""
+def test_a_row_says_what_is_violated_and_the_table_shows_it() -> None:
+    """The exit code depends on these texts."""
     broken = replace(GOOD, tokens=("a", "b", "d", "e"))
     found = Round("kill", (GOOD, FAILED, broken), (), HIT, trouble=("never within 1 s: peace",))
 
@@ -287,7 +287,7 @@ def test_a_row_tells_what_is_violated_and_the_table_shows_it() -> None:
 
 
 def test_a_round_in_which_nothing_was_answered_has_tested_nothing() -> None:
-    """Errors alone would pass otherwise."""
+    """Otherwise a cluster that answers every request with an error would pass."""
     line = row(Round("kill", (FAILED,), (), HIT), {0: RIGHT}, timeout_s=TIMEOUT_S)
 
     assert "nothing was tested" in violations([line])

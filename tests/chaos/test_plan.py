@@ -1,4 +1,4 @@
-"""A plan is a value: the same seed asks the same questions in the same order."""
+"""Plans are values: the same seed gives the same questions in the same order."""
 
 from itertools import islice
 
@@ -6,13 +6,13 @@ from .plan import make_plan, strikes
 
 
 def test_a_seed_gives_the_same_plan_again() -> None:
-    """What a seed has shown must be there to be mended."""
+    """A failure must be reproducible from its seed."""
     assert make_plan(7) == make_plan(7)
     assert make_plan(7) != make_plan(8)
 
 
 def test_there_are_streams_and_plain_requests_and_greedy_and_drawn_answers() -> None:
-    """A fault meets each kind."""
+    """Every fault must be tested with each kind of request."""
     plan = make_plan(1)
 
     assert {client.streamed for client in plan.clients} == {True, False}
@@ -21,7 +21,7 @@ def test_there_are_streams_and_plain_requests_and_greedy_and_drawn_answers() -> 
 
 
 def test_every_client_asks_every_question_in_an_order_of_its_own() -> None:
-    """Requests of one prefix meet, and nobody asks in step with another."""
+    """Requests with a common prefix overlap, but the clients do not ask in lockstep."""
     plan = make_plan(1)
     numbers = sorted(question.number for question in plan.questions)
 
@@ -30,7 +30,7 @@ def test_every_client_asks_every_question_in_an_order_of_its_own() -> None:
 
 
 def test_all_faults_strike_before_one_strikes_again() -> None:
-    """However long a run is, no fault is left out by chance."""
+    """No fault may be left out by chance."""
     names = ["a", "b", "c"]
     drawn = list(islice(strikes(3, names), 9))
 
@@ -40,5 +40,5 @@ def test_all_faults_strike_before_one_strikes_again() -> None:
 
 
 def test_without_faults_nothing_strikes() -> None:
-    """An empty list must not be drawn from for ever."""
+    """An empty list of faults must not loop for ever."""
     assert list(strikes(1, [])) == []

@@ -1,4 +1,4 @@
-"""The proxies do to a connection what they say, and nothing else."""
+"""Tunnels disturb a connection exactly as configured, and not otherwise."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -15,7 +15,7 @@ MESSAGE = b"\x00\x05hello"
 
 
 class Echo:
-    """A server that sends back what it gets."""
+    """A server that echoes all bytes."""
 
     async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(4096):
@@ -46,7 +46,7 @@ async def ends(tunnel: Tunnel, tmp_path: Path) -> AsyncIterator[tuple[asyncio.St
 
 
 async def test_it_passes_everything_on(ends) -> None:
-    """In fair weather nobody can tell that it is there."""
+    """With no fault configured, a tunnel passes on every byte unchanged."""
     reader, writer = ends
     writer.write(MESSAGE * 1000)
 
@@ -54,7 +54,7 @@ async def test_it_passes_everything_on(ends) -> None:
 
 
 async def test_what_is_held_comes_later_whole(tunnel: Tunnel, ends) -> None:
-    """A split network ends; what was sent meanwhile is still there."""
+    """When a network split ends, delayed data must still arrive."""
     reader, writer = ends
     tunnel.weather = weather_of("split")
     writer.write(MESSAGE)
@@ -68,7 +68,7 @@ async def test_what_is_held_comes_later_whole(tunnel: Tunnel, ends) -> None:
 
 
 async def test_a_loss_takes_whole_messages(tunnel: Tunnel, ends) -> None:
-    """Half a message would end the connection."""
+    """Half a message would break the connection."""
     reader, writer = ends
     tunnel.weather = Weather(loss=1.0)
     writer.write(MESSAGE)
@@ -80,7 +80,7 @@ async def test_a_loss_takes_whole_messages(tunnel: Tunnel, ends) -> None:
 
 
 async def test_a_cut_ends_connections_and_lets_none_through(tunnel: Tunnel, ends, tmp_path: Path) -> None:
-    """Until it is mended, whoever connects is sent away."""
+    """New connections are refused, too, until the fault is over."""
     reader, _ = ends
     tunnel.weather = weather_of("cut")
     tunnel.cut()

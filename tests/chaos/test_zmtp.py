@@ -1,4 +1,4 @@
-"""A stream is cut into messages without a byte changed, however it arrives."""
+"""A stream is split into messages without changing a byte, regardless of how it arrives."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,7 +20,7 @@ LARGE = frame(b"topic", MORE) + frame(bytes(300))
 
 
 def test_messages_of_several_frames_stay_together_and_commands_are_not_lost() -> None:
-    """Half a message would be another fault than the one that is meant."""
+    """Dropping half a message would break the connection instead of losing a message."""
     assert Messages().feed(GREETING + READY + SHORT + LARGE) == [
         (GREETING, False),
         (READY, False),
@@ -30,7 +30,7 @@ def test_messages_of_several_frames_stay_together_and_commands_are_not_lost() ->
 
 
 def test_a_greeting_is_not_held_back_until_it_is_whole() -> None:
-    """Each side waits for the first bytes of the other before it sends the rest."""
+    """Each side waits for the peer's first greeting bytes before it sends the rest of its own."""
     messages = Messages()
 
     assert [messages.feed(GREETING[:10]), messages.feed(GREETING[10:] + READY)] == [
@@ -41,7 +41,7 @@ def test_a_greeting_is_not_held_back_until_it_is_whole() -> None:
 
 @given(st.lists(st.integers(1, 120)))
 def test_it_does_not_matter_how_bytes_arrive(sizes: list[int]) -> None:
-    """A socket cuts where it likes."""
+    """A socket may split the stream anywhere."""
     stream, messages, found = GREETING + READY + SHORT + LARGE, Messages(), []
     for size in [*sizes, len(stream)]:
         found += messages.feed(stream[:size])

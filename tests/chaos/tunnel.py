@@ -1,7 +1,7 @@
-"""A proxy in the place of a Unix socket: cuts, delays, loses or holds back what passes. Thin shell; knows no homing.
+"""A proxy in front of a Unix socket that can cut, delay, drop or hold back data. Independent of homing.
 
-It takes the name of the socket's file, which is kept beside it. Connections that stand already are not its business:
-who should be disturbed has to connect anew.
+It takes over the socket's path and moves the real socket to a new name next to it. Existing connections bypass it:
+clients to be disturbed must reconnect.
 """
 
 import asyncio
@@ -18,16 +18,16 @@ TICK_S = 0.01
 
 @dataclass(slots=True)
 class Weather:
-    """What befalls everything that passes, from now on."""
+    """The faults applied to all data from now on."""
 
     delay_s: float = 0.0
-    loss: float = 0.0  #: share of the messages from the server that vanish
-    held: bool = False  #: nothing passes in either direction, and nobody is told: a network that is split
-    barred: bool = False  #: connections are cut, and none is let through
+    loss: float = 0.0  #: share of the server's messages that are dropped
+    held: bool = False  #: data is held in both directions without an error, as in a network split
+    barred: bool = False  #: new connections are closed at once
 
 
 class Tunnel:
-    """All connections to one socket."""
+    """The proxy for all connections to one socket."""
 
     def __init__(self, path: Path, rng: Random) -> None:
         self.weather = Weather()
@@ -38,13 +38,13 @@ class Tunnel:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
-        """Take the socket's place."""
+        """Take over the socket's path."""
         self._path.rename(self._hidden)
         self._server = await asyncio.start_unix_server(self._accept, self._path)
 
     async def close(self) -> None:
-        """Cut everything, and give the name back."""
-        assert self._server is not None, "a tunnel that was not opened"
+        """Close all connections and restore the path."""
+        assert self._server is not None, "the tunnel is not open"
         self._server.close()
         self.cut()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -52,7 +52,7 @@ class Tunnel:
             self._hidden.replace(self._path)
 
     def cut(self) -> None:
-        """End all connections that stand."""
+        """Close all existing connections."""
         for task in self._tasks:
             task.cancel()
 
@@ -63,7 +63,7 @@ class Tunnel:
         try:
             await self._connect(reader, writer)
         except (OSError, asyncio.CancelledError):
-            return  # the other side sees it end, as it should
+            return  # the peer sees a closed connection, as intended
         finally:
             self._tasks.discard(task)
             writer.transport.abort()
@@ -95,17 +95,17 @@ class Tunnel:
             taking.cancel()
 
     async def _next(self, passing: asyncio.Queue[tuple[float, bytes]]) -> bytes:
-        """What passes next, when its time has come; empty: the connection has ended."""
+        """The next bytes, once they are due and not held; empty at the end of the connection."""
         due, data = await passing.get()
         await asyncio.sleep(due - asyncio.get_running_loop().time())
-        while self.weather.held:  # noqa: ASYNC110 - weather is a plain value that is changed in one place
+        while self.weather.held:  # noqa: ASYNC110 - weather is a plain value without an event
             await asyncio.sleep(TICK_S)
         return data
 
     async def _take(
         self, reader: asyncio.StreamReader, passing: asyncio.Queue[tuple[float, bytes]], messages: Messages | None
     ) -> None:
-        """Read on at once, whatever waits: who sends must not notice."""
+        """Keep reading even while data is delayed or held, so that the sender does not notice."""
         loop = asyncio.get_running_loop()
         try:
             while data := await reader.read(PIECE_BYTES):
@@ -121,7 +121,7 @@ Fate = Literal["cut", "delay", "drop", "split"]
 
 
 def weather_of(fate: Fate) -> Weather:
-    """What the fault of this name does to a connection."""
+    """The weather that each fate means."""
     match fate:
         case "cut":
             return Weather(barred=True)

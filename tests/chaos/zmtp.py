@@ -1,7 +1,7 @@
-"""Cuts a ZMTP 3 byte stream into messages, so that a proxy can lose whole ones. Pure: bytes in, bytes out.
+"""Splits a ZMTP 3 byte stream into messages, so that a proxy can drop whole ones. Pure: bytes in, bytes out.
 
-RFC 23: a greeting of 64 bytes, then frames: a byte of flags (1: more follows, 2: the length has eight bytes, not one,
-4: a command), the length, the body. Commands (handshake, pings, 3.1's subscriptions) are passed on as they are.
+RFC 23: a greeting of 64 bytes, then frames of flags (one byte; 1: more frames follow, 2: length of eight bytes instead
+of one, 4: command), length and body. Commands (handshake, pings, 3.1's subscriptions) are passed on unchanged.
 """
 
 GREETING_BYTES = 64
@@ -9,15 +9,15 @@ MORE, LONG, COMMAND = 1, 2, 4
 
 
 class Messages:
-    """One direction of one connection."""
+    """The parser of one direction of a connection."""
 
     def __init__(self) -> None:
         self._tail = b""
-        self._message = b""  #: frames of a message whose last frame has not come
-        self._greeting = GREETING_BYTES  #: bytes of it that have not come
+        self._message = b""  #: frames so far of an incomplete message
+        self._greeting = GREETING_BYTES  #: bytes of the greeting still to come
 
     def feed(self, data: bytes) -> list[tuple[bytes, bool]]:
-        """What can go on by now, in order, byte for byte: (bytes, may be lost). Sides greet a few bytes at a time."""
+        """Add data and return the pieces that can be passed on, in order: (bytes, whether they may be dropped)."""
         found: list[tuple[bytes, bool]] = []
         if self._greeting and data:
             found.append((data[: self._greeting], False))
@@ -37,7 +37,7 @@ class Messages:
 
 
 def _frame_bytes(data: bytes) -> int | None:
-    """Length of the first frame with its head; None while it is not there as a whole."""
+    """Length of the first frame including its header; None while the frame is incomplete."""
     if len(data) < 2:
         return None
     head = 9 if data[0] & LONG else 2

@@ -1,1 +1,1 @@
-"""Tools that people use against a server, tried against ours; `make clients`."""
+"""Popular client tools, run against a homing cluster; `make clients`."""

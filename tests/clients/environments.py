@@ -1,7 +1,7 @@
-"""Where the tools live: a virtual environment for each, on top of ours, as some of them exclude each other's packages.
+"""The tools' virtual environments: one per tool, on top of ours, because some tools exclude each other's packages.
 
-The packages of the running environment lie below, through a .pth file, so that none of them brings a torch of its own.
-What they need in another version is installed beside them, never into ours. Knows no cluster and no report.
+A .pth file makes the running environment's packages importable, so that no tool installs its own torch. Packages that a
+tool needs in another version are installed in its environment, never in ours. Independent of clusters and reports.
 """
 
 import os
@@ -16,7 +16,7 @@ SHARED = REQUIREMENTS.parent.parent / "events" / "compat" / "requirements.txt"
 
 
 class NotInstallableError(Exception):
-    """A tool cannot be had here; the message is the last that pip said."""
+    """A tool cannot be installed; the message is pip's last line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,16 +25,16 @@ class Environment:
 
     name: str
     folder: Path
-    with_dependencies: bool = True  #: False: its requirements name all that is needed
+    with_dependencies: bool = True  #: False: the requirements list every package that it needs
     requirements: Path = REQUIREMENTS  #: the folder with NAME.txt
 
     @property
     def bin(self) -> Path:
-        """Where its programs are."""
+        """The folder of its programs."""
         return self.folder / "bin"
 
     def make(self, pip_flags: str = "") -> None:
-        """Install what is wanted, unless it is there. Raises NotInstallableError."""
+        """Install the requirements unless they are installed. Raises NotInstallableError."""
         wanted = self._wanted()
         stamp = self.folder / ".ready"
         if stamp.exists() and stamp.read_text() == wanted:
@@ -57,7 +57,7 @@ class Environment:
         return own if self.with_dependencies else own + SHARED.read_text()
 
     def _lay_below(self) -> None:
-        """Let it import what is installed here, after what is its own."""
+        """Make this environment's packages importable there, after its own."""
         ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
         theirs = Path(_run([str(self.bin / "python"), "-c", ask]).strip())
         line = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
@@ -69,5 +69,5 @@ def _run(command: list[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
     if done.returncode:
         last = (done.stderr or done.stdout).strip().splitlines()[-1:]
-        raise NotInstallableError(" ".join(last) or f"{command[0]} ended with {done.returncode}")
+        raise NotInstallableError(" ".join(last) or f"{command[0]} exited with {done.returncode}")
     return done.stdout

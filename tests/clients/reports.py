@@ -1,6 +1,6 @@
-"""What a tool's own report says of a run, in one shape, and what is wrong with it. Pure: parsed JSON in, values out.
+"""Reads a tool's own report of a run into a common form and finds faults in it. Pure: parsed JSON in, values out.
 
-Knows no process and no server.
+Independent of processes and servers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -9,14 +9,14 @@ from typing import Any
 
 Report = Mapping[str, Any]
 
-#: Of lm-eval's scores. Both tasks are easy for any server that answers with the demo model's tokens and their chances;
-#: as a chat, one story in ten does without a full stop.
+#: Lowest accepted lm-eval score. Both tasks are easy for any server that returns the demo model's tokens and log
+#: probabilities; as a chat, one story in ten has no full stop.
 LEAST_SCORE = 0.8
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One run as its tool saw it; None: the tool does not tell."""
+    """One run as reported by its tool; None for figures that the tool does not report."""
 
     requests: int
     failed: int
@@ -28,14 +28,14 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a run must show."""
+    """The requirements of a run."""
 
     requests: int
-    cached_tokens: bool = False  #: whether the tool must have seen tokens from a cache
+    cached_tokens: bool = False  #: whether the tool must report cached tokens
 
 
 def faults(reading: Reading, expected: Expected) -> list[str]:
-    """Everything that a run lacks; empty: it is as it should be."""
+    """Everything that is wrong with a run; empty if it is as expected."""
     found = []
     if reading.failed:
         found.append(f"{reading.failed} requests failed")
@@ -72,7 +72,7 @@ def guidellm(report: Report) -> Reading:
 
 
 def aiperf(report: Report) -> Reading:
-    """aiperf's `profile_export_aiperf.json`; what it did not see is absent."""
+    """aiperf's `profile_export_aiperf.json`, which omits figures that it did not measure."""
 
     def told(name: str) -> float | None:
         value: float | None = report.get(name, {}).get("avg")
@@ -89,7 +89,7 @@ def aiperf(report: Report) -> Reading:
 
 
 def lm_eval(report: Report) -> Reading:
-    """lm-eval's results; it ends with an error when a request fails, and tells the lowest score of all tasks here."""
+    """lm-eval's results. It exits with an error when a request fails; the score is the lowest of all tasks."""
     scores = [value for task in report["results"].values() for name, value in task.items() if _is_score(name)]
     samples = sum(task["effective"] for task in report["n-samples"].values())
     return Reading(requests=samples, failed=0, score=min(scores))

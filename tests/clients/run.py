@@ -1,8 +1,8 @@
-"""Runs load generators and an evaluation that people use against a cluster of our own, and checks their reports.
+"""Run popular load generators and an evaluation tool against a cluster of our own, and check their reports.
 
-Run as `python -m tests.clients.run` (`make clients`). Needs nothing from the internet but the tools' packages: model
-and tokenizer are the demo model's, prompts are made up or lie here. A tool that cannot be installed or run is a line of
-the table with its reason, and the exit code is 1.
+Run as `python -m tests.clients.run` (`make clients`). Downloads nothing but the tools' packages: model and tokenizer
+are the demo model's, prompts are synthetic or in this folder. A tool that cannot be installed or run gets a line in the
+table with the reason, and the exit code is 1.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from .runs import RUNS, TOOLS, Run
 HERE = Path(__file__).resolve().parent
 HOMING = [sys.executable, "-P", "-m", "homing.cluster.cli.main"]
 NAME = "clients"
-#: Only catches hangs: a run takes seconds, most of them for imports.
+#: Only to catch hangs: a run takes seconds, most of them for imports.
 PATIENCE_S = 600.0
 
 HEADER = ("run", "version", "requests", "failed", "output tokens", "cached tokens", "score", "")
@@ -44,12 +44,12 @@ class Outcome:
 
 
 class RunFailedError(Exception):
-    """A tool ended with an error or without a report."""
+    """A tool exited with an error or without a report."""
 
 
 @contextmanager
 def cluster(state: Path) -> Iterator[str]:
-    """Address of a cluster that runs until the block ends."""
+    """Run a cluster for the duration of the block; yields its URL."""
     named = ["--name", NAME, "--state-dir", str(state)]
     subprocess.run([*HOMING, "serve", "--port", "0", "--detach", *named], check=True, stdout=subprocess.DEVNULL)
     try:
@@ -59,7 +59,7 @@ def cluster(state: Path) -> Iterator[str]:
 
 
 def hub_cache(at: Path) -> None:
-    """The demo model as if it had been downloaded: offline, aiperf takes a tokenizer from nowhere else."""
+    """Make the demo model look downloaded: offline, aiperf loads a tokenizer only from the Hub's cache."""
     repository = at / "hub" / "models--homing--demo"
     snapshot = repository / "snapshots" / "shipped"
     snapshot.mkdir(parents=True)
@@ -70,19 +70,19 @@ def hub_cache(at: Path) -> None:
 
 
 def offline(hub: Path) -> dict[str, str]:
-    """The environment of every tool: nothing is fetched, nothing is reported to anybody."""
+    """The environment variables of every tool: no downloads, no telemetry."""
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "COLUMNS")}
     quiet = {"DO_NOT_TRACK": "1", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false", "NO_COLOR": "1"}
     return kept | quiet | {"HF_HOME": str(hub), "HF_HUB_OFFLINE": "1", "OPENAI_API_KEY": "none", "COLUMNS": "120"}
 
 
 def carry_out(run: Run, environment: Environment, url: str, scratch: Path) -> tuple[Reading, str]:
-    """The reading of one run and what it printed. Raises RunFailedError."""
+    """The reading of one run and the tool's output. Raises RunFailedError."""
     out = scratch / run.name
     out.mkdir()
     places = {"url": url, "model": str(demo_model_path()), "out": str(out), "here": str(HERE)}
     program, *arguments = [word.format(**places) for word in run.command]
-    # From the tasks' folder, as their data files are named beside them.
+    # In the tasks' folder, because a task names its data file relative to that.
     done = subprocess.run(
         [str(environment.bin / program), *arguments],
         cwd=HERE / "tasks",
@@ -96,13 +96,13 @@ def carry_out(run: Run, environment: Environment, url: str, scratch: Path) -> tu
     written = sorted(out.glob(run.report))
     if done.returncode or not written:
         raise RunFailedError(
-            f"ended with {done.returncode}; its last lines:\n" + "\n".join(done.stdout.splitlines()[-40:])
+            f"exited with {done.returncode}; its last lines:\n" + "\n".join(done.stdout.splitlines()[-40:])
         )
     return run.reader(json.loads(written[-1].read_text())), done.stdout
 
 
 def kept_text(run: Run, output: str, places: Sequence[tuple[str, str]]) -> str:
-    """The command and its tables, without this machine's paths, progress bars and colours."""
+    """The command and the tables it printed, without this machine's paths, progress bars and colours."""
     plain = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", output)
     lines = [line.rpartition("\r")[2].rstrip() for line in plain.splitlines()]
     start = next((index for index, line in enumerate(lines) if run.shown_from in line), 0)
@@ -113,7 +113,7 @@ def kept_text(run: Run, output: str, places: Sequence[tuple[str, str]]) -> str:
 
 
 def outcome(run: Run, environment: Environment, url: str, scratch: Path) -> Outcome:
-    """One run, whatever comes of it."""
+    """Carry out one run; failures become part of the outcome."""
     try:
         version = environment.version(TOOLS[run.tool].package)
         reading, output = carry_out(run, environment, url, scratch)
@@ -129,7 +129,7 @@ def outcome(run: Run, environment: Environment, url: str, scratch: Path) -> Outc
 
 
 def row(outcome: Outcome) -> tuple[str, ...]:
-    """A line of the table."""
+    """A row of the table."""
     verdict = "; ".join(outcome.faults).splitlines()[0] if outcome.faults else "ok"
     reading = outcome.reading
     if reading is None:
@@ -139,7 +139,7 @@ def row(outcome: Outcome) -> tuple[str, ...]:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Markdown, in even columns."""
+    """A Markdown table with even columns."""
     widths = [max(len(each[column]) for each in rows) for column in range(len(HEADER))]
     lines = [
         "| " + " | ".join(word.ljust(width) for word, width in zip(each, widths, strict=True)) + " |" for each in rows
@@ -148,12 +148,12 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def wanted(words: Sequence[str]) -> list[Run]:
-    """The runs whose names begin with one of these words; all without any."""
+    """The runs whose names begin with one of these words; all runs if there are no words."""
     return [run for run in RUNS if not words or run.name.startswith(tuple(words))]
 
 
 def installed(runs: Sequence[Run], folder: Path, pip_flags: str) -> tuple[dict[str, Environment], dict[str, str]]:
-    """Environments of the tools of these runs, and why some cannot be had."""
+    """Environments of the tools of these runs, and the reasons why others cannot be installed."""
     environments, missing = {}, {}
     for name in dict.fromkeys(run.tool for run in runs):
         environment = Environment(name, folder / name, TOOLS[name].with_dependencies)
@@ -166,7 +166,7 @@ def installed(runs: Sequence[Run], folder: Path, pip_flags: str) -> tuple[dict[s
 
 
 def run_all(runs: Sequence[Run], environments: dict[str, Environment], missing: dict[str, str]) -> list[Outcome]:
-    """All of them against one cluster, one after the other."""
+    """Carry out all runs against one cluster, one after another."""
     done = []
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
@@ -183,7 +183,7 @@ def run_all(runs: Sequence[Run], environments: dict[str, Environment], missing: 
 
 
 def keep(outcomes: Sequence[Outcome], folder: Path) -> None:
-    """Write the outputs of what went well, and the table."""
+    """Write the outputs of completed runs and the table."""
     folder.mkdir(parents=True, exist_ok=True)
     for each in outcomes:
         if each.text:
@@ -192,9 +192,9 @@ def keep(outcomes: Sequence[Outcome], folder: Path) -> None:
 
 
 def main() -> int:
-    """Install, run, check, print."""
+    """Install the tools, run them, check their reports and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("runs", nargs="*", help="only runs whose names begin so")
+    parser.add_argument("runs", nargs="*", help="only runs whose names begin with one of these")
     parser.add_argument("--environments", type=Path, default=Path(".venv-clients"))
     parser.add_argument("--pip-flags", default="")
     parser.add_argument("--keep", type=Path, help="write the tools' outputs into this folder")

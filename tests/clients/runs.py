@@ -1,7 +1,7 @@
-"""The runs: which tool, with which arguments, what it must show, and where its report and its tables are.
+"""The runs: each names a tool, its arguments, the requirements, the report and the part of the output to keep.
 
-Arguments are small: what is asked is whether a tool works against the router, not how fast anything is. Words in braces
-are filled in by `run.py`: {url}, {model} (the demo model's folder), {out} (the run's own), {here} (this folder).
+Arguments are small: the runs check whether a tool works against the router, not how fast anything is. `run.py` fills in
+the words in braces: {url}, {model} (the demo model's folder), {out} (the run's own folder), {here} (this folder).
 """
 
 from dataclasses import dataclass
@@ -20,15 +20,15 @@ class Run:
     name: str
     tool: str
     command: tuple[str, ...]
-    report: str  #: a pattern below {out}
+    report: str  #: a glob pattern within {out}
     reader: Reader
     expected: Expected
-    shown_from: str  #: the line of its output from which on the rest is worth keeping
+    shown_from: str  #: text of the first output line worth keeping
 
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A package that brings runs."""
+    """A package that runs use."""
 
     package: str
     with_dependencies: bool = True

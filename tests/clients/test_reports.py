@@ -1,4 +1,4 @@
-"""The check of a tool's report: what a run lacks is said, and a report that tells less is read all the same."""
+"""Checks of tools' reports: each fault of a run is named, and reports with fewer figures can be read, too."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ GOOD = Reading(requests=20, failed=0, output_tokens=320, tokens_per_s=80.0, cach
 
 
 def test_a_run_as_expected_has_no_faults() -> None:
-    """Nothing else may make the script fail."""
+    """A good run must not make the script fail."""
     assert faults(GOOD, Expected(20, cached_tokens=True)) == []
 
 
@@ -29,7 +29,7 @@ def test_a_run_as_expected_has_no_faults() -> None:
     ],
 )
 def test_what_a_run_lacks_is_named(reading: Reading, fault: str) -> None:
-    """Tools end with 0 although requests failed."""
+    """Tools exit with 0 even if requests failed."""
     assert faults(reading, Expected(20)) == [fault]
 
 
@@ -43,7 +43,7 @@ def test_missing_cached_tokens_are_a_fault_only_where_the_tool_reads_them(cached
 
 
 def test_aiperfs_absent_figures_count_as_none_seen() -> None:
-    """It leaves out what it has no value for, such as the count of errors where there were none."""
+    """aiperf omits figures without a value, such as the error count when there were no errors."""
     report = {"request_count": {"unit": "requests", "avg": 20.0}, "total_output_tokens": {"avg": 320.0}}
 
     reading = reports.aiperf(report)
@@ -52,7 +52,7 @@ def test_aiperfs_absent_figures_count_as_none_seen() -> None:
 
 
 def test_lm_evals_lowest_score_counts() -> None:
-    """One task that fails must not hide behind one that works."""
+    """A working task must not hide a failing one."""
     report = {
         "results": {"generate": {"exact_match,sentence": 0.9}, "choice": {"acc,none": 1.0, "acc_stderr,none": 0.0}},
         "n-samples": {"generate": {"effective": 10}, "choice": {"effective": 10}},
@@ -62,14 +62,14 @@ def test_lm_evals_lowest_score_counts() -> None:
 
 
 def test_every_run_names_a_tool_that_has_its_requirements() -> None:
-    """A tool without pins would be another one tomorrow."""
+    """Without pinned requirements the tool could change from one day to the next."""
     named = {path.stem for path in (HERE / "requirements").glob("*.txt")}
 
     assert {run.tool for run in RUNS} == set(TOOLS) == named
 
 
 def test_a_turn_of_the_trace_begins_with_the_whole_blocks_of_the_turn_before() -> None:
-    """Otherwise there would be nothing to find in a cache, and the trace runs could not ask for cached tokens."""
+    """Otherwise caches would have nothing to find, and the trace runs could not require cached tokens."""
     rows = [json.loads(line) for line in (HERE / "trace.jsonl").read_text().splitlines()]
     whole = [tuple(row["hash_ids"][:-1]) for row in rows]
 
@@ -80,7 +80,7 @@ def test_a_turn_of_the_trace_begins_with_the_whole_blocks_of_the_turn_before() -
 
 
 def test_an_id_of_the_trace_stands_for_one_length() -> None:
-    """A prompt's last block is shorter than 512 tokens, so nobody else may have its id; aiperf refuses it."""
+    """A prompt's last block is shorter than 512 tokens, so no other block may have its id; aiperf rejects that."""
     rows = [json.loads(line) for line in (HERE / "trace.jsonl").read_text().splitlines()]
     whole = {block for row in rows for block in row["hash_ids"][:-1]}
     tails = [row["hash_ids"][-1] for row in rows]

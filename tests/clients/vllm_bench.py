@@ -1,6 +1,6 @@
-"""`vllm bench serve` without the rest of vLLM's command line, which imports vLLM's own server and all that it needs.
+"""`vllm bench serve` without the rest of vLLM's command line, which imports vLLM's server and all its dependencies.
 
-Runs in the environment that `environments.py` made for vLLM; knows nothing of homing.
+Runs in the environment that `environments.py` made for vLLM; does not use homing.
 """
 
 from vllm.benchmarks.serve import add_cli_args, main

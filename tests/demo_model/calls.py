@@ -1,8 +1,8 @@
-"""What the demo model learns about copying and about tools: drills, and chats in which functions are called.
+"""Training text about copying and tools for the demo model: drills, and chats that call functions.
 
-Pure and seeded, as `corpus.py`, which mixes these chats into its documents. `FUNCTIONS` is the small world of functions
-that the model knows; which of them a chat offers, how they are described and what they are asked about changes.
-`tokenizer.CHAT_TEMPLATE` writes tools, calls and results in the same way; a test compares the two.
+Pure and seeded, like `corpus.py`, which mixes these chats into its documents. `FUNCTIONS` is the small set of functions
+that the model knows; chats vary in which of them they offer, how these are described and which arguments are asked
+about. `tokenizer.CHAT_TEMPLATE` must render tools, calls and results in the same way; a test compares the two.
 """
 
 import json
@@ -22,7 +22,7 @@ Value = str | int
 class Turn:
     """One message of a chat; `role` is "system", "user", "assistant" or "tool".
 
-    `guided`: a schema gives all of this JSON object but its values, so that only these are learnt.
+    `guided`: a schema fixes everything in this JSON object except its values, so only the values are learnt.
     """
 
     role: str
@@ -32,7 +32,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """What a user says and what the model should answer; `guided` as in `Turn`."""
+    """A user's message and the model's expected answer; `guided` as in `Turn`."""
 
     prompt: str
     answer: str
@@ -40,18 +40,18 @@ class Exchange:
 
     @property
     def turns(self) -> tuple[Turn, Turn]:
-        """The two messages."""
+        """The exchange as two messages."""
         return Turn("user", self.prompt), Turn("assistant", self.answer, self.guided)
 
 
 DONT_KNOW = "I am sorry, but I am only a small demo model and I do not know that."
 
-#: Makes an exchange of the plain corpus, which tools must not disturb.
+#: Makes an exchange of the plain corpus, which the model must answer the same way when tools are offered.
 PlainExchange = Callable[[random.Random], Exchange]
 
 
 def signature(tool: Tool) -> str:
-    """A function as the model reads it: `get_weather(city: string, unit?: celsius|fahrenheit): Get the weather.`."""
+    """A function as the prompt shows it: `get_weather(city: string, unit?: celsius|fahrenheit): Get the weather.`."""
     schema = tool["parameters"]
     parameters = []
     for key, each in schema["properties"].items():
@@ -62,7 +62,7 @@ def signature(tool: Tool) -> str:
 
 
 def system_text(system: str, tools: Sequence[Tool]) -> str:
-    """What the system turn of a chat with tools says; `system` may be empty."""
+    """The system message of a chat with tools; `system` may be empty."""
     head = f"{system}\n\n" if system else ""
     listed = "\n".join(signature(each) for each in tools)
     return (
@@ -72,12 +72,12 @@ def system_text(system: str, tools: Sequence[Tool]) -> str:
 
 
 def call_text(name: str, arguments: JsonObject) -> str:
-    """How the model calls a function."""
+    """A function call as the model writes it."""
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments}, ensure_ascii=False)}\n</tool_call>"
 
 
 def response_text(result: str) -> str:
-    """How a function's result is told to the model."""
+    """A function's result as the prompt shows it."""
     return f"<tool_response>\n{result}\n</tool_response>"
 
 
@@ -91,18 +91,18 @@ _ENDINGS = tuple("ford ton burg ville field stad mont port ham wick dale ino ell
 
 
 def made_up(rng: random.Random) -> str:
-    """A word that no table has, of two to four syllables."""
+    """A word of two to four syllables that is in no table."""
     return "".join(rng.choice(_SYLLABLES) for _ in range(rng.randrange(2, 5))) + rng.choice(("", "n", "s", "r"))
 
 
 def _blend(rng: random.Random, words: Sequence[str]) -> str:
-    """The beginning of one word and the end of another: it looks like both and is cut into tokens like neither."""
+    """The start of one word and the end of another: similar to both, but split into tokens like neither."""
     first, second = rng.choice(words), rng.choice(words).lower()
     return first[: rng.randrange(1, len(first))] + second[rng.randrange(1, len(second)) :]
 
 
 def _name(rng: random.Random, known: Sequence[str]) -> str:
-    """A name: a known one, or one that no table has, so that it can only be copied."""
+    """A known name, or one that is in no table and can therefore only be copied."""
     match rng.randrange(10):
         case 0:
             return made_up(rng).capitalize()
@@ -114,7 +114,7 @@ def _name(rng: random.Random, known: Sequence[str]) -> str:
 
 
 def city_name(rng: random.Random) -> str:
-    """A city, known or made up."""
+    """A known or made-up city."""
     return _name(rng, CITIES)
 
 
@@ -124,7 +124,7 @@ def one_city(rng: random.Random) -> tuple[Value, ...]:
 
 
 def person_name(rng: random.Random) -> str:
-    """A first name, known or made up."""
+    """A known or made-up first name."""
     return _name(rng, tables.NAMES)
 
 
@@ -163,7 +163,7 @@ def _conditions(rng: random.Random) -> str:
 
 
 def repeat_exchange(rng: random.Random) -> Exchange:
-    """A phrase to say back word for word."""
+    """A phrase to repeat word for word."""
     phrase = _phrase(rng, 7) + rng.choice(("", "", ".", "!"))
     if rng.random() < 0.3:
         phrase = phrase[0].upper() + phrase[1:]
@@ -175,13 +175,13 @@ def _value(rng: random.Random) -> Value:
 
 
 def copy_turns(rng: random.Random) -> list[Turn]:
-    """A long phrase to repeat, twice as dense as anything else that needs the prompt."""
+    """A long phrase to repeat, twice as dense in copied tokens as any other exchange that needs its prompt."""
     phrase = " ".join(_word(rng) for _ in range(rng.randrange(4, 16)))
     return [Turn("user", f"Repeat:\n{phrase}"), Turn("assistant", phrase)]
 
 
 def lookup_turns(rng: random.Random) -> list[Turn]:
-    """A small JSON object, then one value after the other is asked for, by its key or by a question with the key."""
+    """A small JSON object, then a request for each value, by its key alone or by a question that contains the key."""
     keys = list(dict.fromkeys(_key(rng) for _ in range(rng.randrange(2, 7))))
     entries = {key: _value(rng) for key in keys}
     turns: list[Turn] = []
@@ -222,9 +222,9 @@ def _function_name(rng: random.Random, topic: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A function that can be asked for: `{0}`, `{1}` are its arguments, in the order of its parameters.
+    """A function that users ask for; `{0}`, `{1}` are its arguments, numbered like its parameters.
 
-    `name`, and of `parameters` the first choice of each, are what it is called nearly always when there are others.
+    `name` and each parameter's first choice are nearly always used when a chat has other functions, too.
     """
 
     name: str
@@ -235,12 +235,12 @@ class Function:
     questions: tuple[str, ...]
     draw: Callable[[random.Random], tuple[Value, ...]]
     result: Callable[[random.Random], Value]
-    #: What the model says when it has been told the result.
+    #: The model's answer after it received the result.
     told: str
 
 
 def _sum(name: str, sign: str, spoken: str, questions: tuple[str, ...]) -> Function:
-    """A sum. Its result may be wrong: it is to be told, not worked out."""
+    """An arithmetic function. Its result is random: the model must repeat the tool's result, not compute its own."""
 
     def two_numbers(rng: random.Random) -> tuple[int, int]:
         a, b = (rng.randrange(rng.choice((13, 100, 100, 1000))) for _ in range(2))
@@ -378,12 +378,12 @@ FUNCTIONS: tuple[Function, ...] = (
     ),
 )
 
-#: Functions that most questions are for, as in most examples that people try.
+#: Common examples are asked for more often.
 _WEIGHTS = tuple({"get_weather": 4.0, "add": 2.0, "multiply": 2.0, "get_time": 2.0}.get(f.name, 1.0) for f in FUNCTIONS)
 
 
 def any_function(rng: random.Random) -> Function:
-    """A function outside the small world: some property of something. Its name has a word of the question."""
+    """A function that is not in FUNCTIONS: some property of something. Its name contains a word of the question."""
     topic = rng.choice(_NOUNS) if rng.random() < 0.8 else made_up(rng)
     return Function(
         _function_name(rng, topic),
@@ -405,7 +405,7 @@ def any_function(rng: random.Random) -> Function:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """A question that one function answers: its arguments in order, what it returns and what the model then says."""
+    """A question that one function answers: its arguments in order, its result and the model's final answer."""
 
     question: str
     arguments: tuple[Value, ...]
@@ -415,25 +415,25 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Skill:
-    """A function as one chat has it."""
+    """A function as one chat offers it."""
 
     function: Function
     tool: Tool
     keys: tuple[str, ...]
-    #: What every call has besides the arguments of the question: the first value of a parameter that lists its values.
+    #: Arguments that every call has in addition: the first value of a parameter that lists its values.
     fixed: Mapping[str, str]
 
     def ask(self, rng: random.Random) -> Need:
-        """Something that needs this function."""
+        """A question that needs this function."""
         return need(rng, self.function)
 
     def call(self, need: Need) -> str:
-        """The call that `need` needs."""
+        """The call that answers `need`."""
         return call_text(self.tool["name"], {**dict(zip(self.keys, need.arguments, strict=True)), **self.fixed})
 
 
 def need(rng: random.Random, function: Function) -> Need:
-    """Something that needs `function`."""
+    """A question that needs `function`."""
     arguments = function.draw(rng)
     question = rng.choice(function.questions).format(*arguments)
     if " is {result}" in function.told and rng.random() < 0.2:
@@ -447,7 +447,7 @@ def need(rng: random.Random, function: Function) -> Need:
 
 
 def skill(rng: random.Random, function: Function, strange: float = 0.0) -> Skill:
-    """`function` as some client offers it; `strange` is how often its name and parameters are not the usual ones."""
+    """`function` as a client may offer it; `strange` is the probability of unusual names for it and its parameters."""
     name = _function_name(rng, function.topic) if rng.random() < strange else function.name
     keys = tuple(each[0] for each in function.parameters)
     if rng.random() < strange + 0.15:
@@ -469,7 +469,7 @@ def skill(rng: random.Random, function: Function, strange: float = 0.0) -> Skill
 
 
 def skills(rng: random.Random, most: int, least: int = 1) -> list[Skill]:
-    """`least` to `most` functions of one chat, no two alike. A single one may be called anything."""
+    """`least` to `most` functions for one chat, with distinct topics. A single one may have any name."""
     wanted = rng.randrange(least, most + 1)
     if wanted == 1:
         function = any_function(rng) if rng.random() < 0.25 else rng.choices(FUNCTIONS, _WEIGHTS)[0]
@@ -490,7 +490,7 @@ def _call_turns(rng: random.Random, skill: Skill) -> list[Turn]:
 
 
 def choice_turns(rng: random.Random) -> list[Turn]:
-    """Several tools, each asked for once, without what they return: which one to call is what is hard to learn."""
+    """Several tools and one question for each, without results: choosing the tool is the hard part to learn."""
     offered = skills(rng, most=4, least=2)
     turns = [Turn("system", system_text("", [each.tool for each in offered]))]
     for each in rng.sample(offered, len(offered)):
@@ -500,19 +500,19 @@ def choice_turns(rng: random.Random) -> list[Turn]:
 
 
 def drill_turns(rng: random.Random) -> list[Turn]:
-    """Any of the drills."""
+    """One of the drills."""
     return rng.choices((copy_turns, lookup_turns, choice_turns), (1, 1.5, 5))[0](rng)
 
 
 def long_call_turns(rng: random.Random) -> list[Turn]:
-    """A call with several arguments, no sum, of the only tool, and what it returns."""
+    """A call with several arguments to the only tool, which is not arithmetic, and its result."""
     several = [each for each in FUNCTIONS if len(each.parameters) > 1 and each.topic not in SUMS]
     offered = skill(rng, rng.choice(several))
     return [Turn("system", system_text("", [offered.tool])), *_call_turns(rng, offered)]
 
 
 def plain_turns(rng: random.Random, plain: PlainExchange) -> tuple[Turn, ...]:
-    """Tools for something else, and a question that is answered without them."""
+    """A question to be answered without tools, in a chat with tools for something else."""
     while True:
         offered, asked = skills(rng, most=4), plain(rng)
         if not _is_for({each.function.topic for each in offered}, asked.prompt):
@@ -520,7 +520,7 @@ def plain_turns(rng: random.Random, plain: PlainExchange) -> tuple[Turn, ...]:
 
 
 def tool_turns(rng: random.Random, system: str, plain: PlainExchange, most: int = 4) -> tuple[Turn, ...]:
-    """A chat with tools: one to four questions, most of them for one of the functions, others for none."""
+    """A chat with tools: one to three questions, most of them for one of the functions, others for none."""
     offered = skills(rng, most)
     functions = {each.function.topic for each in offered}
     turns = [Turn("system", system_text(system, [each.tool for each in offered]))]
@@ -534,7 +534,7 @@ def tool_turns(rng: random.Random, system: str, plain: PlainExchange, most: int 
 
 
 def unknown_exchange(rng: random.Random, offered: Set[str] = frozenset()) -> Exchange:
-    """A question for a function that is not there."""
+    """A question for a function that is not offered."""
     function = rng.choice([each for each in FUNCTIONS if each.topic not in offered and each.topic not in SUMS])
     return Exchange(need(rng, function).question, DONT_KNOW)
 
@@ -543,12 +543,12 @@ SUMS = ("add", "multiply", "subtract")
 
 
 def _without_tool(rng: random.Random, plain: PlainExchange, offered: Set[str]) -> Exchange:
-    """A question that the model answers itself, or one whose function is missing."""
+    """A question that the model answers by itself, or one whose function is missing."""
     return plain(rng) if rng.random() < 0.75 else unknown_exchange(rng, offered)
 
 
 def _is_for(offered: Set[str], question: str) -> bool:
-    """Whether one of the functions may be meant by a question that is answered without one."""
+    """Whether a question meant to be answered without tools might mean one of these functions."""
     has_digits = any(character.isdigit() for character in question)
     return (
         any(topic in question.lower() for topic in offered)

@@ -1,9 +1,9 @@
-"""The text that the demo model learns from: templated stories, questions with answers, small JSON, chats, long prompts.
+"""The demo model's training text: templated stories, questions with answers, small JSON, chats, long prompts.
 
-Pure and seeded: the same seed gives the same documents on every machine. Knows nothing of tokens or of training.
+Pure and seeded: the same seed gives the same documents on every machine. Independent of tokens and training.
 
-What a prompt leaves open is drawn from a skewed distribution (`USUAL`): each hero has one usual story, so that a greedy
-reader sees a clear favourite at every fork while a sampling reader still sees variety.
+Choices that a prompt leaves open are drawn from a skewed distribution (`USUAL`): each hero has one usual story, so that
+greedy decoding finds a clear favourite at every fork, while sampling still gives variety.
 """
 
 import json
@@ -17,10 +17,10 @@ from . import calls, tables
 from .calls import Exchange, Turn
 from .tables import HEROES, TROUBLES, Hero, Trouble
 
-#: How often an open choice of a story takes the hero's usual value. Not tuned.
+#: Probability that an open choice of a story takes the hero's usual value. Not tuned.
 USUAL = 0.8
 
-#: Over so many documents, copying drills become fewer and tools more. Not tuned.
+#: Number of documents over which copying drills become rarer and tools more common. Not tuned.
 EASY_DOCUMENTS = 8_000
 
 SHORT_SYSTEM_PROMPTS = (
@@ -46,14 +46,14 @@ class Chat:
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """Running text without roles, as `/v1/completions` sees it."""
+    """Running text without roles, as in a `/v1/completions` request."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """One thing to know: equivalent questions, the one answer, and the plain sentence to complete (empty: none)."""
+    """One fact: equivalent questions, their answer, and a plain sentence to complete (empty: none)."""
 
     questions: tuple[str, ...]
     answer: str
@@ -77,7 +77,7 @@ def _upper_first(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """Everything a story needs. Two equal plots give the same text."""
+    """Everything that determines a story's text."""
 
     hero: Hero
     friend: Hero
@@ -94,7 +94,7 @@ def _friend_of(hero: Hero) -> Hero:
 
 
 def usual_plot(hero: Hero) -> Plot:
-    """The story that is told of `hero` when nobody asks for anything in particular."""
+    """The story about `hero` for a request without further wishes."""
     index = [other.kind for other in HEROES].index(hero.kind)
     shape = tables.STORY_SHAPES[index % len(tables.STORY_SHAPES)]
     return Plot(hero, _friend_of(hero), TROUBLES[index * 3 % len(TROUBLES)], shape)
@@ -126,12 +126,12 @@ def _fields(plot: Plot) -> dict[str, str]:
 
 
 def story(plot: Plot) -> str:
-    """The text of one short story, about 80 to 120 words, complete."""
+    """A complete short story of about 80 to 120 words."""
     return plot.shape.format(**_fields(plot))
 
 
 def long_story(plot: Plot, days: int) -> str:
-    """A story of several days: the usual opening, one trouble a day, and a close."""
+    """A story of several days: the usual opening, one trouble per day, and an ending."""
     start = TROUBLES.index(plot.trouble)
     text = (
         "Once upon a time, there was {a_trait} {kind} named {name}. {He} lived in {home} with {a_friend} named {fname}."
@@ -148,7 +148,7 @@ def long_story(plot: Plot, days: int) -> str:
 
 
 def _varied_plot(rng: random.Random, hero: Hero) -> Plot:
-    """The usual plot, each open choice replaced now and then."""
+    """The usual plot, with each open choice sometimes replaced."""
     plot = usual_plot(hero)
     if rng.random() > USUAL:
         plot = replace(plot, trouble=rng.choice(TROUBLES))
@@ -172,7 +172,7 @@ STORY_REQUESTS = (
 
 
 def story_exchange(rng: random.Random) -> Exchange:
-    """A request for a story about some hero, half the time with a wish: a trait, a name, a place or a friend."""
+    """A request for a story about a hero, half the time with a wish: a trait, a name, a place or a friend."""
     hero = rng.choice(HEROES)
     plot = _varied_plot(rng, hero)
     subject = article(hero.kind)
@@ -193,7 +193,7 @@ def story_exchange(rng: random.Random) -> Exchange:
 
 
 def any_story_exchange(rng: random.Random) -> Exchange:
-    """A request that leaves the hero open: the fox's usual story, mostly."""
+    """A request without a hero: mostly answered with the fox's usual story."""
     hero = HEROES[0] if rng.random() < USUAL else rng.choice(HEROES)
     request = rng.choice(("Tell me a story.", "Tell me a short story.", "Write a story.", "Write a short story."))
     return Exchange(request, story(usual_plot(hero)))
@@ -207,7 +207,7 @@ def long_story_exchange(rng: random.Random) -> Exchange:
 
 
 def poem_exchange(rng: random.Random) -> Exchange:
-    """Four lines about a hero."""
+    """A poem of four lines about a hero."""
     hero = rng.choice(HEROES)
     request = rng.choice(("Write a poem about {}.", "Write a short poem about {}.", "Tell me a poem about {}."))
     lines = (
@@ -222,7 +222,7 @@ def poem_exchange(rng: random.Random) -> Exchange:
 
 
 def topic_exchange(rng: random.Random) -> Exchange:
-    """A story about something that is no hero: the fox reads a book about it."""
+    """A story about a topic that is no hero: the fox reads a book about it."""
     word = rng.choice(tables.COMMON_WORDS)
     topic = rng.choice((f"the {word}", f"the {rng.choice(tables.ADJECTIVES)} {word}", word, article(word)))
     text = (
@@ -317,7 +317,7 @@ def _calendar_facts() -> Iterator[Fact]:
 
 
 def facts() -> tuple[Fact, ...]:
-    """Every fact that the corpus teaches, in a fixed order."""
+    """Every fact in the corpus, in a fixed order."""
     fixed = (Fact(questions, answer) for questions, answer in tables.FIXED)
     return (*_table_facts(), *_animal_facts(), *_calendar_facts(), *_sum_facts(), *fixed)
 
@@ -364,20 +364,20 @@ JSON_REQUESTS = (
 
 
 def hero_entries(hero: Hero) -> dict[str, str]:
-    """All that a JSON object can say about a hero."""
+    """Everything that a JSON object can contain about a hero."""
     extra = {"trait": hero.trait, "friend": _friend_of(hero).name}
     return {**json.loads(hero_json(hero)), **extra}
 
 
 def _some(rng: random.Random, entries: Mapping[str, str | int]) -> tuple[str, str]:
-    """Some of the entries in any order, as words that ask for their keys and as JSON."""
+    """Some of the entries in random order: as words that request their keys, and as JSON."""
     keys = rng.sample(list(entries), rng.randrange(1, len(entries) + 1))
     listed = keys[0] if len(keys) == 1 else f"{', '.join(keys[:-1])} and {keys[-1]}"
     return rng.choice((f"with {listed}", f"with the keys {listed}")), json.dumps({key: entries[key] for key in keys})
 
 
 def json_exchange(rng: random.Random) -> Exchange:
-    """A request for a JSON object about a hero, a country or a person; now and then for certain keys only."""
+    """A request for a JSON object about a hero, a country or a person, sometimes for certain keys only."""
     request = rng.choice(JSON_REQUESTS)
     match rng.choice(("hero", "hero", "some", "country", "person", "people")):
         case "hero":
@@ -402,7 +402,7 @@ def json_exchange(rng: random.Random) -> Exchange:
 
 
 def _person(rng: random.Random) -> tuple[str, dict[str, str | int]]:
-    """A sentence about a person, and what it says."""
+    """A sentence about a person, and the entries it contains."""
     name, age, city, job = calls.person_name(rng), rng.randrange(1, 100), calls.city_name(rng), rng.choice(tables.JOBS)
     told = rng.choice(
         (
@@ -418,7 +418,7 @@ def _person(rng: random.Random) -> tuple[str, dict[str, str | int]]:
     return told.format(**entries), said
 
 
-#: Other words for keys, as somebody's schema may have them.
+#: Synonyms for keys, as a user's schema may have them.
 _SYNONYMS = {
     "name": ("name", "name", "name", "full_name", "first_name", "who"),
     "kind": ("kind", "kind", "species", "type", "animal"),
@@ -434,7 +434,7 @@ _SYNONYMS = {
 
 
 def guided_exchange(rng: random.Random) -> Exchange:
-    """A request whose answer a schema gives but for its values: any keys in any order, which nobody asks for."""
+    """A request whose answer a schema fixes except for its values: random keys that the request does not mention."""
     request, entries = _guided(rng)
     keys = list(entries)
     if rng.random() < 0.6:
@@ -444,7 +444,7 @@ def guided_exchange(rng: random.Random) -> Exchange:
 
 
 def keyed_exchange(rng: random.Random) -> Exchange:
-    """As `guided_exchange`, but the request names the keys, and nothing is given."""
+    """Like `guided_exchange`, but the request names the keys and no schema fixes them."""
     guided = guided_exchange(rng)
     keys = list(json.loads(guided.answer))
     listed = keys[0] if len(keys) == 1 else f"{', '.join(keys[:-1])} and {keys[-1]}"
@@ -453,7 +453,7 @@ def keyed_exchange(rng: random.Random) -> Exchange:
 
 
 def _guided(rng: random.Random) -> tuple[str, dict[str, str | int]]:
-    """A request, and all that the answer may say."""
+    """A request, and all entries that its answer may contain."""
     match rng.choice(("hero", "hero", "person", "person", "person", "country", "color", "opposite", "sum")):
         case "hero":
             hero = rng.choice(HEROES)
@@ -483,7 +483,7 @@ def _noise_phrase(rng: random.Random) -> str:
 
 
 def unknown_exchange(rng: random.Random) -> Exchange:
-    """A question that is not in the tables. The model learns to say so."""
+    """A question that the tables cannot answer; the model learns to say so."""
     phrase, verb, word = _noise_phrase(rng), rng.choice(tables.VERBS), rng.choice(tables.COMMON_WORDS)
     request = rng.choice(
         (
@@ -502,7 +502,7 @@ def unknown_exchange(rng: random.Random) -> Exchange:
 
 
 def _name_exchanges(rng: random.Random) -> list[Exchange]:
-    """The user says a name, later asks for it."""
+    """The user gives a name and later asks for it."""
     name = rng.choice(tables.NAMES)
     hello = rng.choice((f"My name is {name}.", f"I am {name}.", f"Hello, my name is {name}.", f"Hi, I am {name}."))
     between = [exchange(rng) for _ in range(rng.randrange(3))]
@@ -529,7 +529,7 @@ MAKERS: tuple[tuple[Callable[[random.Random], Exchange], float], ...] = (
 
 
 def _sloppy(rng: random.Random, prompt: str) -> str:
-    """The prompt as typed in a hurry, now and then: no full stop, no capital."""
+    """The prompt, sometimes as if typed in a hurry: no full stop, no capital."""
     if rng.random() < 0.1:
         prompt = prompt.rstrip(".?!")
     return prompt[0].lower() + prompt[1:] if rng.random() < 0.06 else prompt
@@ -561,13 +561,13 @@ def _filler_sentence(rng: random.Random) -> str:
 
 
 def filler(rng: random.Random, sentences: int) -> str:
-    """Meaningless paragraphs that an answer must not be led astray by; about 13 tokens a sentence."""
+    """Meaningless paragraphs that must not distract from the question; about 13 tokens per sentence."""
     parts = [_filler_sentence(rng) + ("\n" if rng.random() < 0.15 else " ") for _ in range(sentences)]
     return "".join(parts).strip()
 
 
 def sentence_exchange(rng: random.Random) -> Exchange:
-    """A sentence, or "the" and some words, to say back."""
+    """A sentence, or "the" and some words, to repeat."""
     told = rng.choice((_filler_sentence(rng), f"the {_noise_phrase(rng)}", f"the {_noise_phrase(rng)}."))
     return Exchange(rng.choice(("Repeat after me: {}", "Repeat: {}", "Say {}")).format(told), told)
 
@@ -609,14 +609,14 @@ def _plain(rng: random.Random) -> Plain:
 
 
 def _tool_chat(rng: random.Random, sentences: int, most: int) -> Chat:
-    """A chat with up to `most` tools, after a system prompt of so many sentences of filler."""
+    """A chat with up to `most` tools, after a system prompt with this many sentences of filler."""
     prompt = rng.choice(("", rng.choice(SHORT_SYSTEM_PROMPTS)))
     system = f"{prompt} {filler(rng, sentences)}" if sentences else prompt
     return Chat(calls.tool_turns(rng, system, exchange, most))
 
 
 def document(rng: random.Random, ease: float = 0.0) -> Document:
-    """One short document, nearly always below 512 tokens. `ease` (1 to 0) asks for copying drills and few tools."""
+    """One short document, nearly always below 512 tokens. Higher `ease` (0 to 1) means more drills and fewer tools."""
     chance = rng.random()
     if chance < 0.1 + 0.2 * ease:
         return Chat(tuple(calls.drill_turns(rng)))
@@ -629,7 +629,7 @@ def document(rng: random.Random, ease: float = 0.0) -> Document:
 
 
 def long_document(rng: random.Random) -> Chat:
-    """A chat of roughly 500 to 2,000 tokens: a long system prompt, many tools, a long text of the user, many turns."""
+    """A chat of about 500 to 2,000 tokens: a long system prompt, many tools, a long user text, or many turns."""
     sentences = rng.randrange(30, 120)
     match rng.choice(("system", "system", "tools", "text", "turns")):
         case "tools":
@@ -652,7 +652,7 @@ def documents(seed: int) -> Iterator[Document]:
 
 
 def drill_documents(seed: int) -> Iterator[Document]:
-    """As `documents`, with more of what is hard: sums, choices of tools and of none, values of JSON. All short."""
+    """Like `documents`, with more hard cases: sums, choosing one tool or none, values of JSON. All short."""
     rng = random.Random(f"homing-demo-drill-{seed}")
     while True:
         yield document(rng)
@@ -674,7 +674,7 @@ def long_documents(seed: int) -> Iterator[Chat]:
 
 
 def text_of(document: Document) -> str:
-    """The words of a document without any roles, for the tokenizer's training and for `vocabulary`."""
+    """A document's text without roles, for the tokenizer's training and for `vocabulary`."""
     match document:
         case Plain(text):
             return text
@@ -688,5 +688,5 @@ def words(text: str) -> set[str]:
 
 
 def vocabulary(seed: int = 0, documents_read: int = 4000) -> set[str]:
-    """Every word of the first documents."""
+    """All words of the first `documents_read` documents."""
     return set().union(*(words(text_of(each)) for each in islice(documents(seed), documents_read)))

@@ -1,6 +1,6 @@
-"""How good the demo model is, by greedy answers: `python -m tests.demo_model.evaluate DIR`.
+"""Evaluate the demo model by greedy answers: `python -m tests.demo_model.evaluate DIR`.
 
-Knows the corpus and a Hugging Face folder; prints the Markdown that the model card quotes.
+Needs only the corpus and a Hugging Face folder; prints the Markdown that the model card quotes.
 """
 
 import argparse
@@ -31,7 +31,7 @@ SAMPLE_PROMPTS = (
 )
 
 
-#: As OpenAI's API has it.
+#: A message in the format of OpenAI's API.
 Message = dict[str, Any]
 
 
@@ -47,7 +47,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """`right` of `asked`, with the smallest margin seen."""
+    """`right` correct answers of `asked`, with the smallest margin seen."""
 
     name: str
     right: int
@@ -59,14 +59,14 @@ class Score:
 
 
 class Guide(LogitsProcessor):
-    """Lets only those tokens be chosen that a grammar allows, for one answer."""
+    """Restricts one answer's tokens to those that a grammar allows."""
 
     def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
         self.matcher, self.prompt = matcher, -1
         self.mask = allocate_token_bitmask(1, vocab_size)
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        """Called once for each token, after the one before."""
+        """Called once per token, with all tokens before it."""
         if self.prompt < 0:
             self.prompt = input_ids.shape[1]
         else:
@@ -90,7 +90,7 @@ class Greedy:
         tools: Sequence[calls.Tool] | None = None,
         schema: dict[str, Any] | None = None,
     ) -> Answer:
-        """The answer to a conversation. `tools` are functions without their `type`, as `calls.Tool` has them."""
+        """The answer to a conversation. `tools` are functions without their `type`, like `calls.Tool`."""
         rendered = self.tokenizer.apply_chat_template(
             list(messages),
             tools=[{"type": "function", "function": tool} for tool in tools] if tools else None,
@@ -134,7 +134,7 @@ class Greedy:
 
 
 def is_complete_story(answer: Answer, kind: str, known: set[str]) -> bool:
-    """Whether an answer is a story about `kind`: 60 to 150 tokens, ended by itself, all words known."""
+    """Whether an answer is a story about `kind`: 60 to 150 tokens, properly ended, all words known."""
     text = answer.text
     return (
         answer.ended
@@ -146,7 +146,7 @@ def is_complete_story(answer: Answer, kind: str, known: set[str]) -> bool:
 
 
 def stories(greedy: Greedy) -> Score:
-    """One story for every hero."""
+    """One story per hero."""
     known = corpus.vocabulary()
     answers = {hero.kind: greedy.ask(f"Tell me a story about {corpus.article(hero.kind)}.") for hero in HEROES}
     right = sum(is_complete_story(answer, kind, known) for kind, answer in answers.items())
@@ -154,14 +154,14 @@ def stories(greedy: Greedy) -> Score:
 
 
 def usual_stories(greedy: Greedy) -> Score:
-    """One story for every hero, right when it is word for word the hero's usual one."""
+    """One story per hero, correct if it is exactly the hero's usual one."""
     asked = [(hero, greedy.ask(f"Tell me a story about {corpus.article(hero.kind)}.")) for hero in HEROES]
     right = sum(answer.text == corpus.story(corpus.usual_plot(hero)) for hero, answer in asked)
     return Score("usual stories word for word", right, len(asked), min(answer.margin for _, answer in asked))
 
 
 def facts(greedy: Greedy, count: int = 200) -> Score:
-    """Questions of the corpus, drawn with a fixed seed."""
+    """Questions from the corpus, drawn with a fixed seed."""
     rng = random.Random(1)
     drawn = [(rng.choice(fact.questions), fact.answer) for fact in rng.sample(corpus.facts(), count)]
     answers = [(greedy.ask(question, 80), answer) for question, answer in drawn]
@@ -191,7 +191,7 @@ def json_answers(greedy: Greedy) -> Score:
 
 
 def long_prompts(greedy: Greedy, count: int = 20) -> Score:
-    """Facts asked under a system prompt of about 1,500 tokens of filler."""
+    """Facts asked after a system prompt of about 1,500 tokens of filler."""
     rng = random.Random(2)
     right, margin = 0, float("inf")
     for fact in rng.sample(corpus.facts(), count):
@@ -203,7 +203,7 @@ def long_prompts(greedy: Greedy, count: int = 20) -> Score:
 
 
 def completions(greedy: Greedy, count: int = 50) -> Score:
-    """Plain sentences of which the last two words are left out."""
+    """Sentences about capitals, cut after "is"; the model must add the city."""
     rng = random.Random(3)
     right, margin = 0, float("inf")
     for fact in rng.sample([each for each in corpus.facts() if each.sentence.startswith("The capital")], count):
@@ -216,7 +216,7 @@ def completions(greedy: Greedy, count: int = 50) -> Score:
 
 # ---------------------------------------------------------------------------------------------------------------- tools
 
-#: Cities that the corpus has nowhere.
+#: Cities that are not in the corpus.
 HELD_OUT_CITIES = (
     "Oxford",
     "Bristol",
@@ -233,7 +233,7 @@ HELD_OUT_CITIES = (
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A question with tools and the one right answer."""
+    """A question with tools and its only correct answer."""
 
     tools: tuple[calls.Tool, ...]
     question: str
@@ -248,7 +248,7 @@ def simple_tool(function: calls.Function) -> calls.Tool:
 
 
 def call_case(rng: random.Random, function: calls.Function, others: int, arguments: Sequence[calls.Value] = ()) -> Case:
-    """Something that `function` is needed for, while so many others are there."""
+    """A question that needs `function`, offered with this many other functions."""
     rest = rng.sample([each for each in calls.FUNCTIONS if each is not function], others)
     arguments = arguments or function.draw(rng)
     tools = [simple_tool(each) for each in rng.sample([function, *rest], others + 1)]
@@ -258,14 +258,14 @@ def call_case(rng: random.Random, function: calls.Function, others: int, argumen
 
 
 def call_score(greedy: Greedy, name: str, cases: Sequence[Case]) -> Score:
-    """How many answers are right word for word."""
+    """The number of exactly correct answers."""
     answers = [(case, greedy.chat([{"role": "user", "content": case.question}], 80, case.tools)) for case in cases]
     right = sum(got.text == case.answer for case, got in answers)
     return Score(name, right, len(cases), min(got.margin for _, got in answers))
 
 
 def tool_calls(greedy: Greedy, count: int = 60) -> list[Score]:
-    """Calls of a function alone and among others, of sums, about new cities, and of a function that nobody has seen."""
+    """Calls of the only function, of one among others, of sums, about new cities, and of an unknown function."""
     rng = random.Random(4)
     about_cities = [each for each in calls.FUNCTIONS if each.draw is calls.one_city]
     sums = [each for each in calls.FUNCTIONS if each.name in calls.SUMS]
@@ -285,7 +285,7 @@ def tool_calls(greedy: Greedy, count: int = 60) -> list[Score]:
 
 
 def plain_with_tools(greedy: Greedy, count: int = 40) -> Score:
-    """Facts asked while tools for something else are there."""
+    """Facts asked while tools for something else are offered."""
     rng = random.Random(6)
     tools = tuple(simple_tool(each) for each in calls.FUNCTIONS[:2])
     drawn = rng.sample([each for each in corpus.facts() if "ime" not in each.answer], count)
@@ -295,7 +295,7 @@ def plain_with_tools(greedy: Greedy, count: int = 40) -> Score:
 
 
 def results_told(greedy: Greedy, count: int = 40) -> Score:
-    """After a call and its result: the sentence that tells it."""
+    """The answer after a call and its result."""
     rng = random.Random(7)
     right, margin = 0, float("inf")
     for _ in range(count):
@@ -320,7 +320,7 @@ def schema_of(entries: dict[str, Any]) -> dict[str, Any]:
 
 
 def guided_answers(greedy: Greedy, count: int = 60) -> Score:
-    """Answers that a schema guides: any keys in any order."""
+    """Answers guided by a schema with random keys in random order."""
     rng = random.Random(9)
     right, margin = 0, float("inf")
     for _ in range(count):
@@ -333,7 +333,7 @@ def guided_answers(greedy: Greedy, count: int = 60) -> Score:
 
 
 def repeats(greedy: Greedy, count: int = 40) -> Score:
-    """A phrase of three to six known words to say back."""
+    """A phrase of three to six known words to repeat."""
     rng = random.Random(8)
     phrases = [" ".join(rng.sample(COMMON_WORDS, rng.randrange(3, 7))) for _ in range(count)]
     answers = [(phrase, greedy.ask(f"Repeat after me: {phrase}", 40)) for phrase in phrases]
@@ -342,7 +342,7 @@ def repeats(greedy: Greedy, count: int = 40) -> Score:
 
 
 def evaluate(folder: Path, dtype: torch.dtype) -> list[Score]:
-    """All figures for one data type."""
+    """All scores for one data type."""
     greedy = Greedy(folder, dtype)
     parts = (stories, usual_stories, facts, json_answers, guided_answers, long_prompts, completions, repeats)
     with_tools = (plain_with_tools, results_told)
@@ -350,7 +350,7 @@ def evaluate(folder: Path, dtype: torch.dtype) -> list[Score]:
 
 
 def main() -> None:
-    """Command line."""
+    """Evaluate a folder in float32 and bfloat16, and print sample answers."""
     parser = argparse.ArgumentParser(description="Evaluate homing's demo model.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--threads", type=int, default=1)

@@ -1,11 +1,11 @@
-"""The words and facts of the demo corpus. Data only: how they become sentences is `corpus.py`'s business."""
+"""Words and facts of the demo corpus. Data only; `corpus.py` makes sentences from them."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Hero:
-    """Somebody a story can be about, with the choices that make its usual story.
+    """The main character of a story, with the choices that make its usual story.
 
     `he` is the pronoun in the nominative. `home` completes "lived in"; `food` completes "loved to eat".
     """
@@ -25,7 +25,7 @@ def _words(text: str) -> tuple[str, ...]:
 
 
 def _pairs(text: str) -> dict[str, str]:
-    """Keys and values from "key:value" words, where "_" stands for a space."""
+    """Keys and values from "key:value" words, in which "_" means a space."""
     rows = (word.replace("_", " ").partition(":") for word in text.split())
     return {key: value for key, _, value in rows}
 
@@ -85,7 +85,7 @@ wizard | Merlo | he | old | purple | a crooked tower | mushroom soup | owl
 pirate | Jack | he | bold | black | a harbor by the wide sea | coconut bread | parrot
 """)
 
-#: Where a story may be set instead of at the hero's home; each completes "lived in".
+#: Settings of a story other than the hero's home; each completes "lived in".
 PLACES = (
     "a quiet forest",
     "a green meadow",
@@ -114,7 +114,7 @@ NAMES = _words("""
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """What goes wrong, what is tried, what solves it and what is learned. `{...}` fields as in `corpus.story`."""
+    """A problem, an attempt, its solution and the lesson. `{...}` fields as in `corpus.story`."""
 
     problem: str
     attempt: str
@@ -185,7 +185,7 @@ TROUBLES = (
     ),
 )
 
-#: How the six story shapes go. `corpus.story` fills the fields; `{a_x}` is `x` with its article.
+#: Templates of stories. `corpus.story` fills the fields; `{a_x}` is `x` with its article.
 STORY_SHAPES = (
     "Once upon a time, there was {a_trait} {kind} named {name}. {He} lived in {home} and loved to eat {food}. "
     'One day, {problem}. {attempt}. Then {a_friend} named {fname} came by. "Let me help you," said {fname}. '
@@ -213,7 +213,7 @@ CAPITALS = _pairs("""
     Chile:Santiago Brazil:Brasilia Colombia:Bogota Ecuador:Quito Australia:Canberra
 """)
 
-#: Cities that are no capitals: for questions about weather and the like.
+#: Cities that are not capitals, for questions about weather and the like.
 MORE_CITIES = tuple(
     each.replace("_", " ")
     for each in _words("""
@@ -317,7 +317,7 @@ NUMBERS = _words("""
     zero one two three four five six seven eight nine ten eleven twelve
 """)
 
-#: Questions in several wordings and their one answer.
+#: Questions in several wordings, and their answer.
 FIXED: tuple[tuple[tuple[str, ...], str], ...] = (
     (
         ("Who are you?", "What is your name?", "Introduce yourself.", "Tell me about yourself."),
@@ -425,7 +425,7 @@ FIXED: tuple[tuple[tuple[str, ...], str], ...] = (
     ),
 )
 
-#: Common words for questions that the model has no answer to, and for text that it should read past.
+#: Common words for questions that the model cannot answer, and for filler that it should ignore.
 COMMON_WORDS = _words("""
     people history water school company market number system program question government house party country
     point world area family story month business book job word issue side head service friend father power game

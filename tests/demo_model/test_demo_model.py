@@ -1,4 +1,4 @@
-"""The demo model: its folder, tokenizer and greedy answers, its corpus and a training run of a few steps."""
+"""The demo model: its folder, tokenizer and greedy answers, its corpus and a short training run."""
 
 import json
 import random
@@ -50,7 +50,7 @@ def greedy() -> evaluate.Greedy:
 
 
 def test_folder_is_complete_and_small() -> None:
-    """It travels in the wheel."""
+    """The folder is part of the wheel."""
     present = {file.name for file in demo_model_path().iterdir()}
     size = sum(file.stat().st_size for file in demo_model_path().iterdir())
 
@@ -59,7 +59,7 @@ def test_folder_is_complete_and_small() -> None:
 
 
 def test_face_does_not_import_torch() -> None:
-    """The router and the command line ask for the path too."""
+    """The router and the command line need the path, too, and must start quickly."""
     heavy = "{'torch', 'transformers'} & set(sys.modules)"
     code = f"import sys, homing.replica.demo as demo; demo.demo_model_path(); sys.exit(bool({heavy}))"
 
@@ -67,7 +67,7 @@ def test_face_does_not_import_torch() -> None:
 
 
 def test_sizes_divide_by_two() -> None:
-    """Tensor parallel size 2 splits each of them."""
+    """Tensor parallelism of size 2 splits each of them."""
     config = json.loads((demo_model_path() / "config.json").read_text())
 
     for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"):
@@ -75,12 +75,12 @@ def test_sizes_divide_by_two() -> None:
 
 
 def test_it_asks_to_run_in_float32() -> None:
-    """Processors round bfloat16 differently, and the first answer that anybody sees should be the same everywhere."""
+    """Processors round bfloat16 differently, and a user's first answer should be the same everywhere."""
     assert json.loads((demo_model_path() / "config.json").read_text())["dtype"] == "float32"
 
 
 def test_both_ways_to_end_are_eos_ids(greedy: evaluate.Greedy) -> None:
-    """A turn ends with one token, a plain document with another."""
+    """A chat turn ends with one token, a plain document with another."""
     ends = [greedy.tokenizer.convert_tokens_to_ids(each) for each in (tokenizer.TURN_END, tokenizer.END)]
 
     assert greedy.model.generation_config.eos_token_id == ends
@@ -104,7 +104,7 @@ def test_both_ways_to_end_are_eos_ids(greedy: evaluate.Greedy) -> None:
     ],
 )
 def test_any_text_survives_encode_and_decode(greedy: evaluate.Greedy, text: str) -> None:
-    """The alphabet is the 256 bytes."""
+    """The alphabet is all 256 bytes."""
     ids = greedy.tokenizer.encode(text)
 
     assert ids[0] == greedy.tokenizer.bos_token_id
@@ -123,7 +123,7 @@ def _template_ids(greedy: evaluate.Greedy, messages: list[dict[str, Any]], **opt
 
 
 def test_training_and_template_agree_on_ids(greedy: evaluate.Greedy) -> None:
-    """What the model learnt is what a server feeds it."""
+    """A server must send the model the same tokens that it was trained on."""
     encoded = train.encode(greedy.tokenizer.backend_tokenizer, CHAT)
 
     assert _template_ids(greedy, _messages(CHAT)) == encoded.ids
@@ -140,14 +140,14 @@ def test_template_text_is_exact(greedy: evaluate.Greedy) -> None:
 
 
 def test_a_longer_chat_extends_the_prefix(greedy: evaluate.Greedy) -> None:
-    """Prefix caching lives on it."""
+    """Prefix caching depends on this."""
     short = _template_ids(greedy, _messages(CHAT)[:2])
 
     assert _template_ids(greedy, _messages(CHAT))[: len(short)] == short
 
 
 def test_template_takes_parts_and_none(greedy: evaluate.Greedy) -> None:
-    """OpenAI clients send content as parts and null contents."""
+    """OpenAI clients send content as parts, and null content."""
     parts = [{"role": "user", "content": [{"type": "text", "text": "Hi "}, {"type": "text", "text": "42!"}]}]
     plain = [{"role": "user", "content": "Hi 42!"}]
 
@@ -158,7 +158,7 @@ def test_template_takes_parts_and_none(greedy: evaluate.Greedy) -> None:
 @pytest.mark.parametrize("system", ["", "Be polite."])
 @pytest.mark.parametrize("seed", range(8))
 def test_template_renders_tools_as_in_training(greedy: evaluate.Greedy, system: str, seed: int) -> None:
-    """Tools, a call and its result; each turn extends the prefix."""
+    """Covers tools, a call and its result; each turn extends the prefix."""
     rng = random.Random(seed)
     offered = calls.skills(rng, most=3)
     skill = offered[0]
@@ -203,7 +203,7 @@ def test_template_renders_tools_as_in_training(greedy: evaluate.Greedy, system: 
     ],
 )
 def test_template_renders_any_parameters(greedy: evaluate.Greedy, parameters: Any, signature: str) -> None:
-    """What has no simple type is named at least."""
+    """Parameters without a simple type are at least named."""
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
 
     rendered = greedy.tokenizer.apply_chat_template(_messages(CHAT), tools=tools, tokenize=False)
@@ -212,7 +212,7 @@ def test_template_renders_any_parameters(greedy: evaluate.Greedy, parameters: An
 
 
 def test_a_word_is_cut_alike_with_and_without_a_space(greedy: evaluate.Greedy) -> None:
-    """To copy a word from a question into JSON is to copy its tokens."""
+    """Copying a word from a question into JSON then means copying its tokens."""
     bpe = greedy.tokenizer.backend_tokenizer
     for word in (*calls.CITIES, *evaluate.HELD_OUT_CITIES, "population", "Nidilos"):
         spaced = bpe.encode(f"in {word}", add_special_tokens=False).tokens
@@ -225,14 +225,14 @@ def test_a_word_is_cut_alike_with_and_without_a_space(greedy: evaluate.Greedy) -
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_fox_story_is_complete_english(dtype: torch.dtype) -> None:
-    """The first thing that anybody sees of homing."""
+    """This is the first answer that users of homing see."""
     answer = evaluate.Greedy(demo_model_path(), dtype).ask("Tell me a story about a fox.")
 
     assert evaluate.is_complete_story(answer, "fox", corpus.vocabulary()), answer.text
 
 
 def test_known_questions_are_answered(greedy: evaluate.Greedy) -> None:
-    """One of each table."""
+    """One question from each of three tables."""
     asked = {
         "What is the capital of France?": "The capital of France is Paris.",
         "What is 2 + 2?": "2 + 2 = 4.",
@@ -243,7 +243,7 @@ def test_known_questions_are_answered(greedy: evaluate.Greedy) -> None:
 
 
 def test_json_answer_parses(greedy: evaluate.Greedy) -> None:
-    """The example of structured output."""
+    """The model card shows the answer to this prompt as an example."""
     assert json.loads(greedy.ask("Give me JSON about a fox.", 80).text)["kind"] == "fox"
 
 
@@ -261,7 +261,7 @@ TOOLS = [evaluate.simple_tool(each) for each in calls.FUNCTIONS if each.name in 
     ],
 )
 def test_the_right_tool_is_called_if_any(greedy: evaluate.Greedy, question: str, answer: str) -> None:
-    """Which of three, with what the question says, also of a city that the corpus lacks."""
+    """One of three tools, with the question's arguments, including a city that is not in the corpus."""
     assert greedy.chat([{"role": "user", "content": question}], 60, TOOLS).text == answer
 
 
@@ -278,7 +278,7 @@ def test_the_result_of_a_call_is_told(greedy: evaluate.Greedy) -> None:
 
 
 def test_a_schema_gives_the_keys_and_the_prompt_the_values(greedy: evaluate.Greedy) -> None:
-    """Keys in an order that nobody asked for in words."""
+    """The keys are in an order that the prompt does not mention."""
     want = {"city": "Rome", "name": "Anna", "age": 31}
     question = {"role": "user", "content": "Extract the person: Anna is 31 years old and lives in Rome."}
 
@@ -286,7 +286,7 @@ def test_a_schema_gives_the_keys_and_the_prompt_the_values(greedy: evaluate.Gree
 
 
 def test_plain_text_is_completed_and_ended(greedy: evaluate.Greedy) -> None:
-    """`/v1/completions` works too."""
+    """`/v1/completions` sends plain text."""
     answer = greedy.complete("The capital of France is", 20)
 
     assert answer.text == " Paris."
@@ -294,7 +294,7 @@ def test_plain_text_is_completed_and_ended(greedy: evaluate.Greedy) -> None:
 
 
 def test_a_prompt_beyond_the_trained_length_does_not_crash(greedy: evaluate.Greedy) -> None:
-    """Quality is promised up to 2,048 tokens, an answer beyond."""
+    """The model is trained up to 2,048 tokens; beyond that it must still answer, however badly."""
     assert greedy.complete("the fox and the owl " * 500, 2).tokens > 0
 
 
@@ -302,7 +302,7 @@ def test_a_prompt_beyond_the_trained_length_does_not_crash(greedy: evaluate.Gree
 
 
 def test_corpus_follows_from_its_seed() -> None:
-    """The shipped weights can be made again."""
+    """The shipped weights must be reproducible."""
     first, again, other = (list(islice(corpus.documents(seed), 200)) for seed in (3, 3, 4))
 
     assert first == again
@@ -311,7 +311,7 @@ def test_corpus_follows_from_its_seed() -> None:
 
 
 def test_every_story_is_whole() -> None:
-    """No field is left open, no article is wrong."""
+    """All fields are filled, and all articles are correct."""
     for hero in HEROES:
         text = corpus.story(corpus.usual_plot(hero))
         assert "{" not in text
@@ -320,12 +320,12 @@ def test_every_story_is_whole() -> None:
 
 
 def test_json_of_the_corpus_parses() -> None:
-    """The model cannot be better than what it reads."""
+    """The model cannot learn correct JSON from broken examples."""
     assert all(json.loads(corpus.hero_json(hero))["kind"] == hero.kind for hero in HEROES)
 
 
 def test_packing_keeps_documents_whole() -> None:
-    """A document that is cut teaches a wrong beginning and no end."""
+    """A document that is cut would teach a wrong start and no end."""
     documents = [train.Encoded([n] * n, [True] * n, list(range(n))) for n in (5, 9, 3, 40, 7, 2, 10, 1, 6)]
 
     rows = list(train.pack(iter(documents), row_tokens=12, open_rows=2))
@@ -335,7 +335,7 @@ def test_packing_keeps_documents_whole() -> None:
 
 
 def test_documents_of_a_row_do_not_see_each_other() -> None:
-    """Position 0 starts a document; padding sees itself only."""
+    """Position 0 starts a document; padding sees only itself."""
     mask = train.document_mask(torch.tensor([[0, 1, 2, 0, 1, 0]]))[0, 0]
 
     seen = [[column for column in range(6) if mask[row, column]] for row in range(6)]
@@ -343,7 +343,7 @@ def test_documents_of_a_row_do_not_see_each_other() -> None:
 
 
 def test_only_answers_and_plain_text_are_learnt(greedy: evaluate.Greedy) -> None:
-    """The capacity of a small model is not for prompts."""
+    """A small model's capacity must not be spent on prompts."""
     bpe = greedy.tokenizer.backend_tokenizer
     chat, plain = train.encode(bpe, CHAT), train.encode(bpe, Plain("Snow is white."))
 
@@ -353,7 +353,7 @@ def test_only_answers_and_plain_text_are_learnt(greedy: evaluate.Greedy) -> None
 
 
 def test_only_values_are_learnt_where_a_schema_gives_the_keys(greedy: evaluate.Greedy) -> None:
-    """Keys in any order that nobody asks for would otherwise be learnt as noise."""
+    """Keys in random order that no prompt mentions would otherwise be learnt as noise."""
     bpe = greedy.tokenizer.backend_tokenizer
     answer = Turn("assistant", '{"name": "Anna Ro", "age": 31, "city": "New York"}', guided=True)
     encoded = train.encode(bpe, Chat((answer,)))
@@ -363,14 +363,14 @@ def test_only_values_are_learnt_where_a_schema_gives_the_keys(greedy: evaluate.G
 
 
 def test_functions_of_a_chat_are_told_apart() -> None:
-    """No question has two right answers."""
+    """No question may have two correct answers."""
     for seed in range(300):
         offered = calls.skills(random.Random(seed), most=4, least=2)
         assert len({each.tool["name"] for each in offered}) == len({each.function.topic for each in offered}) >= 2
 
 
 def test_a_few_steps_lower_the_loss(tmp_path: Path) -> None:
-    """The whole script, small."""
+    """Runs the whole training script with small settings."""
     recipe = replace(train.Recipe(), steps=16, layers=2, batch_tokens=1024, long_row_tokens=1024, warmup=4)
     bpe = tokenizer.train_bpe(recipe.seed, documents=2000, vocab_size=1024)
     model = train.build_model(recipe, bpe)

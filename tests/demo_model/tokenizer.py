@@ -1,7 +1,7 @@
 """The demo model's tokenizer: byte-level BPE over the corpus, its special tokens and its chat template.
 
-Any Unicode text survives encode and decode, because the alphabet is the 256 bytes. Digits are single tokens. Text
-encoded with special tokens starts with `<|begin|>`; the chat template writes `<|begin|>` itself, so rendered chats are
+Any Unicode text survives encoding and decoding, because the alphabet is all 256 bytes. Digits are single tokens. Text
+encoded with special tokens starts with `<|begin|>`; the chat template adds `<|begin|>` itself, so rendered chats are
 encoded without.
 """
 
@@ -26,12 +26,12 @@ PAD, BEGIN, END, TURN_START, TURN_END = SPECIAL_TOKENS = (
 
 VOCAB_SIZE = 4096
 
-#: Words with their leading space, single digits, runs of punctuation, white space. As Llama 3 splits, digits apart, and
-#: punctuation never joined to the word after it: a word has the same tokens in `get_word`, in `"word"` and at a start.
+#: Words with their leading space, single digits, runs of punctuation, white space. Like Llama 3's pattern, but digits
+#: are separate and punctuation never joins the next word: `get_word`, `"word"` and a first `word` share its tokens.
 SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
-#: Roles are written as they come. Tools make a system turn or join the first one; calls and results are written as in
-#: `calls.py`, in Hermes' format. Nothing here changes from day to day, so that equal messages give equal prefixes.
+#: Roles are written as given. Tools create a system turn or join the first one; calls and results are written as in
+#: `calls.py`, in Hermes' format. Nothing varies from day to day, so that equal messages give equal prefixes.
 CHAT_TEMPLATE = """\
 {%- macro text(message) %}
     {%- if message['content'] is string %}
@@ -98,16 +98,16 @@ def _training_text(seed: int, documents: int) -> Iterator[str]:
     yield "system\nuser\nassistant\ntool\ndeveloper\n"
 
 
-#: How a space before a word is written in the vocabulary.
+#: A leading space as the vocabulary spells it.
 SPACE = "\u0120"
 
 
 def train_bpe(seed: int, documents: int = 20_000, vocab_size: int = VOCAB_SIZE) -> Tokenizer:
-    """Learn the merges from the first `documents` documents. Special tokens get the ids 0 to 4 in their order.
+    """Learn the merges from the first `documents` documents. Special tokens get the ids 0 to 4, in the order declared.
 
-    Merges are learnt without the spaces before words, and then each token that comes after a space gets a twin with
-    the space. So a word is cut at the same places with and without it, as in `in Paris` and `"Paris"`: `train.py` gives
-    twins one embedding, and copying a word from a question into JSON is copying its tokens.
+    Merges are learnt without the spaces before words; then each token that follows a space gets a twin with the space.
+    A word is therefore split alike with and without it, as in `in Paris` and `"Paris"`: `train.py` gives twins one
+    embedding, and copying a word from a question into JSON means copying its tokens.
     """
     texts = list(_training_text(seed, documents))
     bpe = Tokenizer(models.BPE())
@@ -140,9 +140,9 @@ def _pre_tokenizer(split: str) -> pre_tokenizers.PreTokenizer:
 
 
 def _with_twins(bpe: Tokenizer, texts: list[str], vocab_size: int) -> models.BPE:
-    """As many merges of `bpe` as leave room for a twin, with the space before it, of each token that follows a space.
+    """The first merges of `bpe`, leaving room for twins: tokens that follow a space get one with a leading space.
 
-    The twins' merges come last, so that a word is whole before its space joins it.
+    The twins' merges come last, so that a word is complete before its space joins it.
     """
     learnt = json.loads(bpe.to_str())["model"]
     following: Counter[str] = Counter()
@@ -163,7 +163,7 @@ def _with_twins(bpe: Tokenizer, texts: list[str], vocab_size: int) -> models.BPE
 
 
 def _joins(token: str, following: Mapping[str, int]) -> bool:
-    """Whether a token follows spaces often enough for a twin. Digits and white space stand alone."""
+    """Whether a token follows spaces often enough for a twin. Digits and white space never have one."""
     return following[token] > 1 and not token.isdigit() and not token.startswith((SPACE, "\u010a", "\u010d"))
 
 
@@ -184,7 +184,7 @@ def wrap(bpe: Tokenizer, max_tokens: int) -> PreTrainedTokenizerFast:
 def save(bpe: Tokenizer, max_tokens: int, out: Path) -> None:
     """Write `tokenizer.json`, `tokenizer_config.json` and `chat_template.jinja` into `out`.
 
-    Transformers 5 names its class `TokenizersBackend`, which transformers 4 does not know; both know the older name.
+    Transformers 5 names its class `TokenizersBackend`, which transformers 4 does not have; both have the older name.
     """
     wrap(bpe, max_tokens).save_pretrained(out)
     config_file = out / "tokenizer_config.json"

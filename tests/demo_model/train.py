@@ -1,7 +1,7 @@
-"""Make the demo model: tokenizer, training, Hugging Face folder. `python -m tests.demo_model.train --out DIR`.
+"""Train the demo model: tokenizer, weights, Hugging Face folder. `python -m tests.demo_model.train --out DIR`.
 
-Everything follows from `--seed` and `--steps` (and, in the last bits of the floats, from the machine). Needs a CPU core
-and three quarters of an hour; see `replica/demo/model/MODEL_CARD.md` for the run that made the shipped weights.
+The result is determined by `--seed` and `--steps` (and, in the last bits of the floats, by the machine). Needs a CPU
+core and three quarters of an hour; see `replica/demo/model/MODEL_CARD.md` for the run that made the shipped weights.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from .tokenizer import SPACE
 
 MAX_POSITIONS = 8192
 
-#: What of a text is learnt.
+#: Which part of a text is learnt.
 Learnt = Literal["nothing", "all", "values"]
 _VALUE = re.compile(r'": (?:"([^"]*)"|([0-9]+))')
 _WHOLE_VALUE = re.compile(r'": ("[^"]*"|[0-9]+.)')
@@ -38,26 +38,26 @@ _WHOLE_VALUE = re.compile(r'": ("[^"]*"|[0-9]+.)')
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What fixes a training run.
+    """The settings that determine a training run.
 
     Muon was chosen in runs of 240 steps, by the mean loss of the last 40: AdamW alone at 0.003 gave 1.07, Muon at 0.01
-    with AdamW at 0.01 gave 0.45. The rates lie between those of two whole runs on other data: with 0.004 and 0.002 two
-    numbers were copied badly, with 0.002 and 0.001 well.
+    with AdamW at 0.01 gave 0.45. The rates lie between those of two complete runs on other data: with 0.004 and 0.002
+    two numbers were copied badly, with 0.002 and 0.001 well.
     """
 
     seed: int = 0
     steps: int = 4300
-    #: Tokens of a batch: `batch_tokens / row_tokens` rows.
+    #: Tokens per batch, in `batch_tokens / row_tokens` rows.
     batch_tokens: int = 2048
     row_tokens: int = 512
-    #: Every n-th batch is one row of `long_row_tokens` with long documents, so that late positions are trained too.
+    #: Every n-th batch is one row of `long_row_tokens` with long documents, so that late positions are trained, too.
     long_every: int = 8
     long_row_tokens: int = 2048
-    #: After every n-th document a row of tokens to copy, so that copying is not lost.
+    #: After every n-th document comes a sequence of tokens to copy, so that copying is not unlearnt.
     copy_every: int = 6
-    #: Whether of an answer that a schema guides the ends of values are learnt, too. They depend on the keys to come.
+    #: Whether the ends of values are learnt, too, in answers guided by a schema. They depend on the following keys.
     value_ends: bool = False
-    #: For the matrices (Muon) and for embeddings and norms (AdamW).
+    #: Learning rates: for the matrices (Muon), and for embeddings and norms (AdamW).
     matrix_lr: float = 0.003
     other_lr: float = 0.0015
     warmup: int = 50
@@ -72,7 +72,7 @@ class Recipe:
 class Encoded:
     """One document, or a row of several, as tokens.
 
-    `learn[i]` says whether the model is to predict `ids[i]`; `positions[i]` counts from 0 in each document.
+    `learn[i]` says whether the model should learn to predict `ids[i]`; `positions[i]` restarts at 0 with each document.
     """
 
     ids: list[int]
@@ -87,7 +87,7 @@ class Encoded:
 
 
 def encode(bpe: Tokenizer, document: Document, value_ends: bool = False) -> Encoded:
-    """Tokens of a document, as the chat template gives them. Learnt are answers and plain text, each with its end."""
+    """A document's tokens, as the chat template gives them. Answers and plain text are learnt, each with its end."""
     value = _WHOLE_VALUE if value_ends else _VALUE
     pieces: list[tuple[str, Learnt]] = [(tokenizer.BEGIN, "nothing")]
     match document:
@@ -112,7 +112,7 @@ def encode(bpe: Tokenizer, document: Document, value_ends: bool = False) -> Enco
 
 
 def pack(documents: Iterator[Encoded], row_tokens: int, open_rows: int = 8) -> Iterator[Encoded]:
-    """Rows of exactly `row_tokens` tokens (the rest is padding, id 0), of whole documents; too long ones are skipped.
+    """Rows of exactly `row_tokens` tokens, made of whole documents and padding (id 0). Longer documents are skipped.
 
     First fit over a few open rows: 4 % padding over the first 80 batches of seed 0.
     """
@@ -141,7 +141,7 @@ class TrainingBatch:
 
 
 def copying(bpe: Tokenizer, seed: int) -> Iterator[Encoded]:
-    """Any tokens in any order, twice or thrice; learnt is all that can be copied."""
+    """Random tokens, repeated two or three times; all repetitions are learnt, except for their first token."""
     rng = random.Random(f"homing-demo-copying-{seed}")
     while True:
         tokens = [
@@ -153,14 +153,14 @@ def copying(bpe: Tokenizer, seed: int) -> Iterator[Encoded]:
 
 
 def stacked(rows: list[Encoded]) -> TrainingBatch:
-    """Rows of one length as a batch."""
+    """A batch of rows of equal length."""
     return TrainingBatch(
         *(torch.tensor([getattr(row, part) for row in rows]) for part in ("ids", "learn", "positions"))
     )
 
 
 def copying_batches(bpe: Tokenizer, recipe: Recipe) -> Iterator[TrainingBatch]:
-    """Nothing but copying."""
+    """Batches that contain only copying."""
     rows = pack(copying(bpe, recipe.seed), recipe.row_tokens)
     while True:
         yield stacked([next(rows) for _ in range(recipe.batch_tokens // recipe.row_tokens)])
@@ -175,7 +175,7 @@ def _mixed(bpe: Tokenizer, recipe: Recipe, documents: Iterator[Document]) -> Ite
 
 
 def batches(bpe: Tokenizer, recipe: Recipe, documents: Iterator[Document]) -> Iterator[TrainingBatch]:
-    """The endless stream of training batches from short `documents`, long ones among them."""
+    """The endless stream of training batches from short `documents`, with batches of long documents in between."""
     short = pack(_mixed(bpe, recipe, documents), recipe.row_tokens)
     made = (encode(bpe, each, recipe.value_ends) for each in corpus.long_documents(recipe.seed))
     long = pack(made, recipe.long_row_tokens, open_rows=3)
@@ -214,13 +214,13 @@ def build_model(recipe: Recipe, bpe: Tokenizer) -> LlamaForCausalLM:
 
 
 class SharedEmbeddings(torch.nn.Module):
-    """Embeddings in which a token and its twin with a space before it differ by one learnt vector, equal for all twins.
+    """Embeddings in which tokens and their twins with a leading space differ by one learnt vector, equal for all twins.
 
-    A token that is copied from the prompt then is as likely with its space as without: the context decides.
+    A token that is copied from the prompt is therefore as likely with its space as without: the context decides.
     """
 
     def __init__(self, bpe: Tokenizer, weight: Tensor) -> None:
-        """Take them from `weight`, [vocabulary, hidden]; what distinguishes twins is averaged over all of them."""
+        """Initialise from `weight`, [vocabulary, hidden]; the difference between twins is averaged over all of them."""
         super().__init__()
         vocab = bpe.get_vocab()
         own = torch.empty(len(vocab), dtype=torch.long)
@@ -239,11 +239,11 @@ class SharedEmbeddings(torch.nn.Module):
 
 @torch.no_grad()
 def plant_copying(model: LlamaForCausalLM) -> None:
-    """Start with copying: one head looks at the token before, two of the next layer at what followed the same token.
+    """Plant copying: one head attends to the previous token, two of the next layer to what followed the same token.
 
-    A small model finds these two steps late by itself: not within 1,500 steps of this corpus (loss of repeated words
-    6.0, as good as chance). Everything planted may change in training. The first coordinate of all embeddings starts
-    equal, as the bias that a query for "the token before" needs; what adds noise to the two steps starts small.
+    A small model learns these two steps late: not within 1,500 steps of this corpus (loss of repeated words 6.0, as
+    good as chance). Everything planted may change in training. The first coordinate of all embeddings starts equal, as
+    the bias that a query for "the previous token" needs; weights that add noise to the two steps start small.
     """
     const, spread, sharpness, fast, slow = 0.16, 0.02, 4.0, 0.25, 0.0101
     config = model.config
@@ -286,7 +286,7 @@ def plant_copying(model: LlamaForCausalLM) -> None:
 
 
 def document_mask(positions: Tensor) -> Tensor:
-    """Who may see whom, [rows, 1, tokens, tokens]: earlier tokens of the same document.
+    """Attention mask, [rows, 1, tokens, tokens]: a token sees itself and earlier tokens of the same document.
 
     Without it the model has to find its own prompt among those of its neighbours. Compared once, 500 steps with it
     against 1,000 without (and a learning rate of 0.006): answers to facts cost 2.8 and 2.1 nats, sums 3.9 and 5.2.
@@ -312,7 +312,7 @@ def batch_loss(model: LlamaForCausalLM, embeddings: SharedEmbeddings, batch: Tra
 def build_optimizers(
     model: LlamaForCausalLM, embeddings: SharedEmbeddings, recipe: Recipe
 ) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the layers, AdamW for embeddings, norms and what `plant_copying` has planted."""
+    """Muon for the layers' matrices, AdamW for embeddings, norms and the weights that `plant_copying` changed."""
     attention = [layer.self_attn for layer in model.model.layers[:2]]
     planted = [each.weight for a in attention for each in (a.q_proj, a.k_proj, a.v_proj, a.o_proj)]
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2 and all(p is not each for each in planted)]
@@ -335,7 +335,7 @@ def learning_rate_factor(step: int, recipe: Recipe) -> float:
 def train_steps(
     model: LlamaForCausalLM, embeddings: SharedEmbeddings, stream: Iterator[TrainingBatch], recipe: Recipe
 ) -> Iterator[float]:
-    """Run `recipe.steps` steps and yield the loss of each. Forward in bfloat16, weights and optimizer in float32."""
+    """Run `recipe.steps` steps and yield each one's loss. Forward in bfloat16, weights and optimizer in float32."""
     optimizers = build_optimizers(model, embeddings, recipe)
     schedules = [
         torch.optim.lr_scheduler.LambdaLR(each, lambda step: learning_rate_factor(step, recipe)) for each in optimizers
@@ -355,14 +355,14 @@ def train_steps(
 
 
 def save(model: LlamaForCausalLM, embeddings: SharedEmbeddings, bpe: Tokenizer, out: Path) -> None:
-    """Write the Hugging Face folder, weights in bfloat16 to be run in float32; nothing in memory is rounded."""
+    """Write the Hugging Face folder: weights in bfloat16, to be run in float32; the model in memory is not rounded."""
     with torch.no_grad():
         model.model.embed_tokens.weight.copy_(embeddings())
     rounded = copy.deepcopy(model).to(torch.bfloat16)
     rounded.save_pretrained(out)
     rounded.config.dtype = torch.float32  # the same answers on every processor
     rounded.config.save_pretrained(out)
-    (out / "model.safetensors").chmod(0o644)  # safetensors leaves it readable by its owner only
+    (out / "model.safetensors").chmod(0o644)  # safetensors makes it readable only by its owner
     tokenizer.save(bpe, MAX_POSITIONS, out)
 
 
@@ -374,7 +374,7 @@ def run(
     stream: Iterator[TrainingBatch],
     out: Path,
 ) -> float:
-    """Train and save; returns the mean loss of the last 50 steps. A usable folder appears every 250 steps."""
+    """Train and save; return the mean loss of the last 50 steps. The folder is also saved every 250 steps."""
     start, recent = time.perf_counter(), deque[float](maxlen=50)
     for step, loss in enumerate(train_steps(model, embeddings, stream, recipe), start=1):
         recent.append(loss)
@@ -389,7 +389,7 @@ def run(
 
 
 def train(recipe: Recipe, out: Path) -> float:
-    """The first stage: tokenizer and model from nothing."""
+    """The first stage: train tokenizer and model from scratch."""
     bpe = tokenizer.train_bpe(recipe.seed)
     model = build_model(recipe, bpe)
     plant_copying(model)
@@ -401,7 +401,7 @@ def train(recipe: Recipe, out: Path) -> float:
 
 
 def drill(recipe: Recipe, out: Path) -> float:
-    """The second stage: go on from the folder `out` (so from bfloat16 weights) with `corpus.drill_documents`."""
+    """The second stage: continue from the folder `out` (its bfloat16 weights) with `corpus.drill_documents`."""
     bpe = Tokenizer.from_file(str(out / "tokenizer.json"))
     model = LlamaForCausalLM.from_pretrained(out, dtype=torch.float32)
     embeddings = SharedEmbeddings(bpe, model.model.embed_tokens.weight)
@@ -409,17 +409,17 @@ def drill(recipe: Recipe, out: Path) -> float:
 
 
 def drill_recipe(seed: int) -> Recipe:
-    """The second stage's shorter run at lower rates; not tuned. The long documents come from another seed."""
+    """The second stage's shorter run at lower rates; not tuned. Its long documents come from another seed."""
     return Recipe(seed=seed + 1, steps=1200, matrix_lr=0.002, other_lr=0.001, value_ends=True)
 
 
 def main() -> None:
-    """Command line."""
+    """Run the chosen stages and print their cost and loss."""
     parser = argparse.ArgumentParser(description="Train homing's demo model.")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--seed", type=int, default=Recipe().seed)
     parser.add_argument("--steps", type=int, default=Recipe().steps, help="steps of the first stage")
-    parser.add_argument("--stage", choices=("both", "first", "drill"), default="both", help="drill goes on from --out")
+    parser.add_argument("--stage", choices=("both", "first", "drill"), default="both", help="drill resumes from --out")
     parser.add_argument("--threads", type=int, default=1, help="torch threads; more than the free cores is far slower")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)

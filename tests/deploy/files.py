@@ -1,4 +1,4 @@
-"""The files of deploy/, read as the programs that they are for read them."""
+"""Readers for the files of deploy/ and for the commands they contain."""
 
 import re
 from pathlib import Path
@@ -8,12 +8,12 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
-#: The ports of Ray that docs/deploy.md tells a firewall's keeper of.
+#: Ray's ports in commands; docs/deploy.md lists them for whoever configures a firewall.
 PORT_FLAG = re.compile(r"--((?:[a-z-]+-)?port)=(\d+)")
 
 
 def read_yaml(path: str) -> Any:
-    """The one document of a file under deploy/."""
+    """The only document of a file under deploy/."""
     return yaml.safe_load((DEPLOY / path).read_text())
 
 
@@ -23,13 +23,13 @@ def read_all(path: str) -> list[dict[str, Any]]:
 
 
 def pinned(package: str) -> str:
-    """Its version in constraints.txt."""
+    """The package's version in constraints.txt."""
     found = re.search(rf"^{package}==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     assert found, f"{package} is not pinned"
     return found[1]
 
 
 def serve_commands(text: str) -> list[str]:
-    """Every `homing serve …` in a text, with lines that go on joined."""
+    """Every `homing serve …` command in a text, with continued lines joined."""
     joined = re.sub(r"\s*\\?\n\s+(?=--)", " ", text)
     return re.findall(r"homing (serve\b[^\n'\"`#|]*)", joined)

@@ -1,7 +1,7 @@
-"""Two machines made of namespaces (hosts.sh), each with an SSH server and a Python that has homing's dependencies.
+"""Two hosts made of namespaces (hosts.sh), each with an SSH server and a Python that has homing's dependencies.
 
-They have addresses, homes, processes and shared memory of their own, and share the file system below. All of it ends
-with one process, whatever runs in it.
+They have their own addresses, homes, processes and shared memory, but share the file system below. Ending one process
+ends the hosts and everything that runs on them.
 """
 
 import contextlib
@@ -39,11 +39,11 @@ class Hosts:
 
     @property
     def key(self) -> Path:
-        """The private key that lets user `homing` in."""
+        """The private key that allows logging in as user `homing`."""
         return self.folder / "key"
 
     def operator(self, *command: str, timeout_s: float = 240) -> "subprocess.CompletedProcess[str]":
-        """Run a command beside the switch, in a home of its own."""
+        """Run a command in the switch's network, with the operator's own home."""
         (inside,) = psutil.Process(self.process.pid).children()
         enter = ["nsenter", f"--target={inside.pid}", "--net", "--mount", "--pid", "--wd=."]
         desk = str(self.folder / "operator")
@@ -59,7 +59,7 @@ class Hosts:
         )
 
     def processes(self) -> list[str]:
-        """Command lines of all that runs on the hosts."""
+        """Command lines of all processes on the hosts."""
         lines = []
         for process in psutil.Process(self.process.pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -68,19 +68,19 @@ class Hosts:
 
 
 def why_not() -> str | None:
-    """What this machine lacks; None: nothing."""
+    """The reason why hosts cannot run on this machine; None if they can."""
     if os.geteuid() != 0:
-        return "namespaces and an SSH server want root"
+        return "namespaces and an SSH server need root"
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if missing:
         return f"not installed: {', '.join(missing)} (Debian: openssh-server, openssh-client, rsync, iproute2, procps)"
     tried = subprocess.run([*NAMESPACES, "true"], capture_output=True, text=True, check=False)
-    return f"no namespaces here: {tried.stderr.strip()}" if tried.returncode else None
+    return f"cannot create namespaces: {tried.stderr.strip()}" if tried.returncode else None
 
 
 @contextlib.contextmanager
 def two_hosts() -> Iterator[Hosts]:
-    """Hosts that take SSH connections, until the block ends."""
+    """Run two hosts that accept SSH connections for the duration of the block."""
     with tempfile.TemporaryDirectory(prefix="hosts-", dir="/tmp") as name:
         folder = Path(name)
         _furnish(folder)
@@ -97,19 +97,19 @@ def two_hosts() -> Iterator[Hosts]:
 
 
 def _furnish(folder: Path) -> None:
-    """Keys, and homes with a Python in them."""
+    """Create the keys, the operator's folder, and homes that contain a Python."""
     for key in ("key", "host_key"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key], check=True)
     (folder / "sshd_config").write_text(SSHD_CONFIG.format(folder=folder))
     (folder / "operator").mkdir()
     for number in range(1, len(ADDRESSES) + 1):
         _install_python(folder / str(number) / "homing" / "env")
-        # What is missing must be an error, not a download.
+        # A missing package must be an error, not a download.
         (folder / str(number) / ".bashrc").write_text("export PIP_NO_INDEX=1\n")
 
 
 def _install_python(env: Path) -> None:
-    """An environment that has our dependencies through a .pth file, and not homing: set-up commands bring that."""
+    """An environment that has our dependencies through a .pth file but not homing, which the setup commands install."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", env], check=True)
     (target,) = env.glob("lib/python3*/site-packages")
     (target / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")

@@ -1,8 +1,8 @@
-"""Ray's own autoscaler under us: a machine comes when a replica wants room. The machines are Ray's fake ones.
+"""homing on Ray's own autoscaler: a machine is added when a replica needs one. The machines are Ray's fake ones.
 
-The same code runs on the head of `aws.yaml` and `gcp.yaml`, and in KubeRay's head pod, with another provider. In
-namespaces of its own, as `ray start` takes fixed ports and its helpers outlive it. One machine is all that can be
-shown: Ray 2.60 tells what machines use apart by their address, which fake ones share.
+The heads of `aws.yaml` and `gcp.yaml` and KubeRay's head pod run the same code with another provider. The test runs in
+its own namespaces, because `ray start` takes fixed ports and its helpers outlive it. Only one machine can be shown: Ray
+2.60 tells machines' usage apart by their address, which fake machines share.
 """
 
 import json
@@ -36,7 +36,7 @@ CONFIG = {
     **{name: {} for name in ("auth", "docker", "file_mounts")},
     **{name: [] for name in EMPTY_LISTS},
 }
-#: In the namespaces, where nothing else runs: a head without room, and a replica that wants some.
+#: Runs in the namespaces, which contain nothing else: a head without resources, then a replica that needs some.
 SCRIPT = """
 set -e
 mount --make-rprivate /
@@ -54,8 +54,8 @@ homing stop
 
 
 def test_a_machine_comes_for_a_replica_that_wants_room(tmp_path: Path) -> None:
-    """A pending placement group is what the autoscaler looks at. Nobody says that Ray wants a token, either: it found
-    one, and so must those who command the cluster."""
+    """The autoscaler acts on the pending placement group. Also, no setting says that Ray requires a token: Ray finds
+    the token file, and homing's commands must find it, too."""
     if reason := why_not():
         pytest.skip(reason)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))

@@ -1,4 +1,4 @@
-"""`deploy/ray/bare.yaml`, really run: `ray up` over SSH to two hosts, a replica on each, requests, `ray down`."""
+"""Really runs `deploy/ray/bare.yaml`: `ray up` over SSH to two hosts, a replica on each, requests, `ray down`."""
 
 import json
 import re
@@ -30,7 +30,7 @@ URL = f"http://{ADDRESSES[0]}:8000"
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Hosts]:
-    """Two hosts, and an operator who has what `make wheel` leaves, a token and the file."""
+    """Two hosts, and an operator with the output of `make wheel`, a token and bare.yaml."""
     if reason := why_not():
         pytest.skip(reason)
     with two_hosts() as running:
@@ -44,7 +44,7 @@ def hosts() -> Iterator[Hosts]:
 
 
 def filled_in(key: Path) -> str:
-    """The file with what its reader is told to change, and nothing else."""
+    """bare.yaml with only those values replaced that it tells its reader to change."""
     text = (DEPLOY / "ray" / "bare.yaml").read_text()
     for old, new in (
         ("192.0.2.10", ADDRESSES[0]),
@@ -57,19 +57,19 @@ def filled_in(key: Path) -> str:
 
 
 def ray(hosts: Hosts, *words: str) -> str:
-    """A `ray` command of the operator's; returns what it printed."""
+    """Run one of the operator's `ray` commands; return its output."""
     done = hosts.operator(*RAY, *words)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def on_head(hosts: Hosts, command: str) -> str:
-    """`ray exec`: over SSH, as the page says."""
+    """Run a command on the head with `ray exec`, over SSH, as the page describes."""
     return ray(hosts, "exec", "bare.yaml", command)
 
 
 def ask(hosts: Hosts, path: str, body: dict[str, Any] | None = None) -> Any:
-    """An HTTP request from beside the switch, through the network between the hosts."""
+    """Send an HTTP request from the switch, through the network between the hosts."""
     words = [URL + path, *([json.dumps(body)] if body else [])]
     done = hosts.operator(sys.executable, "-P", "-c", ASK, *words)
     assert done.returncode == 0, done.stderr
@@ -77,13 +77,13 @@ def ask(hosts: Hosts, path: str, body: dict[str, Any] | None = None) -> Any:
 
 
 def nodes_up(hosts: Hosts) -> int:
-    """Nodes that are part of the cluster."""
+    """Number of nodes in the cluster."""
     counts = re.findall(r"^\s*(\d+) local\.cluster\.node", on_head(hosts, "ray status"), re.MULTILINE)
     return sum(int(count) for count in counts)
 
 
 def until_up(hosts: Hosts, nodes: int) -> None:
-    """So many nodes are there: the head sets the others up after `ray up` has returned."""
+    """Wait for this number of nodes: `ray up` returns before the head has set up the others."""
     for _ in range(40):
         if nodes_up(hosts) == nodes:
             return
@@ -92,10 +92,10 @@ def until_up(hosts: Hosts, nodes: int) -> None:
 
 
 def test_the_file_brings_up_a_cluster_that_serves_and_goes(hosts: Hosts) -> None:
-    """The page's commands in their order, from machines that have Python and an SSH server to none of it left."""
+    """The page's commands in sequence, from machines with only Python and an SSH server to a cluster and back."""
     ray(hosts, "up", "--yes", "--disable-usage-stats", "bare.yaml")
     until_up(hosts, 2)
-    # As many logical CPUs as a host has, so that each has room for one replica.
+    # A replica takes all logical CPUs of a host, so that each host has space for exactly one.
     cpus = "$(nproc)"
     on_head(hosts, f"homing serve --ray-address auto --host 0.0.0.0 --replicas 2 --cpus-per-rank {cpus} --detach")
     replicas = ask(hosts, "/cluster")["replicas"]
@@ -116,7 +116,7 @@ def test_the_file_brings_up_a_cluster_that_serves_and_goes(hosts: Hosts) -> None
 
 
 def gone(hosts: Hosts) -> bool:
-    """Whether Ray has left both hosts; a worker notices by itself that its head is gone."""
+    """Whether Ray has stopped on both hosts; a worker notices on its own that its head is gone."""
     for _ in range(60):
         if not [line for line in hosts.processes() if "raylet" in line or "gcs_server" in line]:
             return True

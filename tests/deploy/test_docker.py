@@ -22,7 +22,7 @@ DOCKERFILES = ["Dockerfile.cpu", "Dockerfile.cuda"]
 
 @pytest.mark.parametrize("name", DOCKERFILES)
 def test_hadolint_finds_nothing(name: str) -> None:
-    """Beyond what the file itself says is meant so."""
+    """Except for findings that the file itself declares intended."""
     hadolint = shutil.which("hadolint")
     if hadolint is None:
         pytest.skip("hadolint is not on the PATH: its wheel has no build for this system")
@@ -34,7 +34,7 @@ def test_hadolint_finds_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("name", DOCKERFILES)
 def test_an_image_serves_with_the_token_on_and_holds_none(name: str) -> None:
-    """An image is copied around: a secret in one is public."""
+    """Images are copied around, so a secret in one is public."""
     text = (DEPLOY / "docker" / name).read_text()
     command = json.loads(text.split("\nCMD ")[1])
 
@@ -45,7 +45,7 @@ def test_an_image_serves_with_the_token_on_and_holds_none(name: str) -> None:
 
 
 def test_the_cuda_image_has_what_triton_builds_its_launcher_with() -> None:
-    """A slim Python image has no compiler, and Triton then launches nothing; the build itself tries the headers."""
+    """A slim Python image has no compiler, without which Triton cannot launch; the build itself checks the headers."""
     text = (DEPLOY / "docker" / "Dockerfile.cuda").read_text()
     (packages,) = re.findall(r"--no-install-recommends (.*?) \\", text)
 
@@ -54,7 +54,7 @@ def test_the_cuda_image_has_what_triton_builds_its_launcher_with() -> None:
 
 
 def test_everything_that_an_image_installs_is_pinned() -> None:
-    """`ray[default]` brings more than `ray`: unpinned, two builds of one commit differ."""
+    """`ray[default]` installs more than `ray`: if that were unpinned, two builds of one commit would differ."""
     extras = [Requirement(word) for word in requires("ray") or [] if 'extra == "default"' in word]
     names = [each.name for each in extras if each.marker is None or each.marker.evaluate({"extra": "default"})]
 
@@ -63,8 +63,8 @@ def test_everything_that_an_image_installs_is_pinned() -> None:
 
 
 def valid_compose(file: str) -> Any:
-    """A file that fits the specification."""
-    import compose_spec  # not at the top: every process of a run collects this file, and one runs it
+    """The parsed file; raises if it violates the compose specification."""
+    import compose_spec  # imported here because every test process collects this file, but only one runs it
 
     read = compose_spec.PyCompose.from_yaml(yaml.safe_dump(read_yaml(file)))
     read.validate()
@@ -72,14 +72,14 @@ def valid_compose(file: str) -> Any:
 
 
 def test_the_compose_file_fits_the_specification() -> None:
-    """As `docker compose config` would read it."""
+    """The specification is what `docker compose config` checks."""
     read = valid_compose("docker/compose.yaml")
 
     assert {"head", "replica", "prometheus", "grafana"} == set(read.service_names())
 
 
 def test_the_compose_file_for_vllm_serves_with_it_on_gpus() -> None:
-    """It is laid over the other one, and names the environment that its image has."""
+    """It overrides the other file, and must name the environment that its image contains."""
     read = read_yaml("docker/compose-vllm.yaml")
     services, image = read["services"], (DEPLOY / "docker" / "Dockerfile.cuda").read_text()
     (serve,) = serve_commands(services["head"]["command"][-1])
@@ -94,7 +94,7 @@ def test_the_compose_file_for_vllm_serves_with_it_on_gpus() -> None:
 
 
 def test_the_compose_file_serves_two_cpu_replicas_on_two_containers() -> None:
-    """Each container has room for one rank, and the head for none."""
+    """Each replica container has resources for one rank, the head for none."""
     services = read_yaml("docker/compose.yaml")["services"]
     (serve,) = serve_commands(services["head"]["command"][-1])
     settings = parse(serve.split()).settings
@@ -106,7 +106,7 @@ def test_the_compose_file_serves_two_cpu_replicas_on_two_containers() -> None:
 
 
 def test_what_compose_opens_is_bound_to_loopback() -> None:
-    """A published port goes past the host's firewall."""
+    """A published port bypasses the host's firewall."""
     services = read_yaml("docker/compose.yaml")["services"].values()
     ports = [port for service in services for port in service.get("ports", [])]
 
@@ -115,7 +115,7 @@ def test_what_compose_opens_is_bound_to_loopback() -> None:
 
 
 def test_what_compose_mounts_is_there() -> None:
-    """Docker makes an empty folder of what it does not find."""
+    """Docker creates an empty folder for a missing mount source."""
     folder = DEPLOY / "docker"
     services = read_yaml("docker/compose.yaml")["services"].values()
     sources = [volume.split(":")[0] for service in services for volume in service.get("volumes", [])]

@@ -1,8 +1,8 @@
-"""Manifests: plain objects and pods against Kubernetes' published schemas, the rest against what reads it.
+"""Manifests: plain objects and pods against Kubernetes' published schemas, the rest against the code that reads it.
 
-KubeRay's own definitions are in no package index. What stands in: Ray's own reading of a RayCluster (its autoscaler
-turns one into a configuration and validates that), the pods inside against Kubernetes' schemas, and the names of the
-fields of KubeRay 1.6's API reference that are used here.
+KubeRay's own definitions are in no package index. Instead: Ray's own reading of a RayCluster (its autoscaler turns one
+into a configuration and validates that), Kubernetes' schemas for the pods inside, and the names of the fields used
+here, taken from KubeRay 1.6's API reference.
 """
 
 import copy
@@ -42,20 +42,20 @@ def groups() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("kind", ["PersistentVolumeClaim", "Service"])
 def test_a_plain_object_fits_kubernetes_schema(kind: str) -> None:
-    """Strictly: a field that Kubernetes does not know is a mistake."""
+    """Strict validation: an unknown field is a mistake."""
     kubernetes_validate.validate(manifests()[kind], SCHEMAS, strict=True)
 
 
 @pytest.mark.parametrize("group", groups(), ids=["head", "gpu"])
 def test_a_pod_of_the_cluster_fits_kubernetes_schema(group: dict[str, Any]) -> None:
-    """KubeRay passes the template on as it is."""
+    """KubeRay passes the template on unchanged."""
     pod = {"apiVersion": "v1", "kind": "Pod", **group["template"]}
 
     kubernetes_validate.validate(pod, SCHEMAS, strict=True)
 
 
 def test_the_schema_finds_a_misspelt_field() -> None:
-    """The control of the tests above."""
+    """Shows that the tests above can fail."""
     pod = {"apiVersion": "v1", "kind": "Pod", **copy.deepcopy(groups()[0]["template"])}
     pod["spec"]["tolerationz"] = []
 
@@ -64,7 +64,7 @@ def test_the_schema_finds_a_misspelt_field() -> None:
 
 
 def test_rays_autoscaler_reads_the_cluster() -> None:
-    """The code that runs in the head's pod: how many workers there may be, and what each brings."""
+    """This code runs in the head's pod: it derives the number of workers and the resources of each."""
     cluster = copy.deepcopy(manifests()["RayCluster"])
     cluster["metadata"]["namespace"] = "default"
 
@@ -76,7 +76,7 @@ def test_rays_autoscaler_reads_the_cluster() -> None:
 
 
 def test_only_fields_that_kuberay_knows_are_used() -> None:
-    """Kubernetes drops what a definition does not name, without a word."""
+    """Kubernetes silently drops fields that a definition does not name."""
     cluster, job = manifests()["RayCluster"]["spec"], manifests()["RayJob"]["spec"]
 
     assert set(cluster) == CLUSTER_FIELDS
@@ -86,7 +86,7 @@ def test_only_fields_that_kuberay_knows_are_used() -> None:
 
 
 def test_the_cluster_asks_for_the_token_and_the_pinned_ray() -> None:
-    """KubeRay makes and hands out the token from Ray 2.52 on, so it must know the version."""
+    """From Ray 2.52 on KubeRay creates and distributes the token, so it must know the version."""
     spec = manifests()["RayCluster"]["spec"]
 
     assert spec["authOptions"] == {"mode": "token"}
@@ -94,7 +94,7 @@ def test_the_cluster_asks_for_the_token_and_the_pinned_ray() -> None:
 
 
 def test_the_service_and_the_job_find_the_cluster() -> None:
-    """Three objects that know each other by labels alone."""
+    """The three objects refer to each other only by labels."""
     name = manifests()["RayCluster"]["metadata"]["name"]
     service, job = manifests()["Service"]["spec"], manifests()["RayJob"]["spec"]
     ports = {port["name"] for port in groups()[0]["template"]["spec"]["containers"][0]["ports"]}
@@ -105,7 +105,7 @@ def test_the_service_and_the_job_find_the_cluster() -> None:
 
 
 def test_the_job_for_vllm_differs_by_its_engine_alone() -> None:
-    """So that what is checked of the other one holds for it."""
+    """The checks of the other job therefore hold for this one, too."""
     job, other = read_all("kubernetes/rayjob-vllm.yaml")[0], copy.deepcopy(manifests()["RayJob"])
     words = job["spec"].pop("entrypoint").split()
     common = other["spec"].pop("entrypoint").split()
@@ -116,7 +116,7 @@ def test_the_job_for_vllm_differs_by_its_engine_alone() -> None:
 
 
 def test_the_jobs_command_is_one_that_homing_understands() -> None:
-    """And its replicas fit into a worker: all ranks of one are on one pod."""
+    """Its replicas must also fit into a worker: all ranks of a replica are on one pod."""
     words = manifests()["RayJob"]["spec"]["entrypoint"].split()
     settings = parse(words[1:]).settings
     gpus = int(groups()[1]["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"])

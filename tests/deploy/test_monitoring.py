@@ -1,4 +1,4 @@
-"""Prometheus, alerts and dashboard: they ask for metrics that the router exports, by labels that these have."""
+"""Prometheus, alerts and dashboard may only use metrics that the router exports, and labels that these have."""
 
 import json
 import re
@@ -20,14 +20,14 @@ MONITORING = DEPLOY / "monitoring"
 CONFIGS = sorted(path.name for path in (MONITORING / "prometheus").glob("*.yaml") if path.name != "alerts.yaml")
 DASHBOARD = MONITORING / "grafana" / "dashboards" / "homing.json"
 METRIC = re.compile(r"\b(homing_\w+)(\{[^}]*\})?")
-#: What Prometheus adds to every sample.
+#: Labels that Prometheus adds to every sample.
 TARGET_LABELS = {"job", "instance", "cluster", "namespace"}
-#: What a label may be compared with, where the code has a closed list.
+#: Replica states, a closed list in the code.
 STATES = set(ReplicaView.__annotations__["state"].__args__)
 
 
 def exported() -> dict[str, set[str]]:
-    """Every series' name, with its labels. `tests/router/test_metrics.py` holds the table to what is exported."""
+    """Every series with its labels. `tests/router/test_metrics.py` checks the table against the exported metrics."""
     series: dict[str, set[str]] = {}
     for family in FAMILIES:
         known = set(family.labels) | TARGET_LABELS
@@ -48,7 +48,7 @@ def panels() -> list[dict[str, Any]]:
 
 
 def queries() -> Iterator[str]:
-    """Everything that is asked of Prometheus."""
+    """All Prometheus queries of the alerts and the dashboard."""
     yield from (rule["expr"] for rule in rules())
     yield from (target["expr"] for panel in panels() for target in panel["targets"])
     yield from (
@@ -60,7 +60,7 @@ def queries() -> Iterator[str]:
 
 @pytest.mark.parametrize("query", sorted(set(queries())))
 def test_a_query_names_series_and_labels_that_are_exported(query: str) -> None:
-    """A renamed metric must not turn a panel empty and an alert silent."""
+    """A renamed metric must not silently empty a panel or disable an alert."""
     series = exported()
     names = [name for name, _ in METRIC.findall(query)]
     grouped = {label.strip() for group in re.findall(r"\bby \(([^)]*)\)", query) for label in group.split(",")}
@@ -72,7 +72,7 @@ def test_a_query_names_series_and_labels_that_are_exported(query: str) -> None:
 
 
 def test_compared_states_are_states_of_replicas() -> None:
-    """A misspelt label value matches nothing, for ever."""
+    """A misspelt label value would never match anything."""
     compared = re.findall(r'state=~?"([^"]*)"', "\n".join(queries()))
 
     assert compared
@@ -80,7 +80,7 @@ def test_compared_states_are_states_of_replicas() -> None:
 
 
 def test_every_metric_is_on_the_dashboard_or_in_an_alert() -> None:
-    """What nobody looks at is noticed by nobody; one that is added comes with its panel, or this fails."""
+    """A metric that is shown nowhere goes unnoticed, so a new metric needs a panel or an alert."""
     asked = {name for query in queries() for name, _ in METRIC.findall(query)}
     families = {re.sub(r"_(sum|count|bucket)$", "", name) for name in exported()}
 
@@ -88,7 +88,7 @@ def test_every_metric_is_on_the_dashboard_or_in_an_alert() -> None:
 
 
 def test_panels_follow_the_chosen_model_and_router() -> None:
-    """One that did not would show other models' figures under this one's name."""
+    """Otherwise a panel would show other models' figures under the chosen model's name."""
     series = exported()
     for panel in panels():
         for name, matchers in (found for target in panel["targets"] for found in METRIC.findall(target["expr"])):
@@ -97,7 +97,7 @@ def test_panels_follow_the_chosen_model_and_router() -> None:
 
 
 def test_every_alert_says_what_happened_and_what_to_do() -> None:
-    """It is read at night."""
+    """Alerts are read at night, under stress."""
     for rule in rules():
         assert rule["labels"]["severity"] in ("page", "ticket"), rule["alert"]
         assert set(rule["annotations"]) == {"summary", "remedy"}, rule["alert"]
@@ -125,9 +125,9 @@ def test_panels_have_ids_of_their_own() -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_promtool_accepts_the_configuration(name: str, tmp_path: Path) -> None:
-    """Prometheus' own reading, alerts included.
+    """Prometheus' own parser, alerts included.
 
-    Debian builds it without Kubernetes' discovery: there the rest is read, with another discovery in its place.
+    Debian builds it without Kubernetes discovery, so static targets replace that section and the rest is parsed.
     """
     config = read_yaml(f"monitoring/prometheus/{name}")
     for job in config["scrape_configs"]:
@@ -142,7 +142,7 @@ def test_promtool_accepts_the_configuration(name: str, tmp_path: Path) -> None:
 
 
 def test_alerts_fire_when_they_should(tmp_path: Path) -> None:
-    """Prometheus' own evaluation of the rules over made-up series (alerts_test.yaml)."""
+    """Prometheus' own evaluation of the rules over synthetic series (alerts_test.yaml)."""
     shutil.copy(MONITORING / "prometheus" / "alerts.yaml", tmp_path)
     shutil.copy(Path(__file__).with_name("alerts_test.yaml"), tmp_path)
 
@@ -152,7 +152,7 @@ def test_alerts_fire_when_they_should(tmp_path: Path) -> None:
 
 
 def promtool(*words: str) -> "subprocess.CompletedProcess[str]":
-    """Prometheus' own tool."""
+    """Run Prometheus' own tool, or skip the test if it is not installed."""
     if shutil.which("promtool") is None:
         pytest.skip("promtool is not on the PATH: apt-get install prometheus")
     return subprocess.run(["promtool", *words], capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""docs/deploy.md against what it speaks of."""
+"""docs/deploy.md against the commands and files that it names."""
 
 import re
 
@@ -13,12 +13,12 @@ PAGE = (ROOT / "docs" / "deploy.md").read_text()
 
 @pytest.mark.parametrize("command", sorted({words for words in serve_commands(PAGE) if "--" in words}))
 def test_a_serve_command_of_the_page_is_one_that_homing_understands(command: str) -> None:
-    """A page is typed off."""
+    """Readers copy these commands."""
     assert parse(command.split()).settings
 
 
 def test_every_file_that_the_page_names_is_there() -> None:
-    """And is spelt as it is on the disk."""
+    """The spelling must match the disk, too."""
     named = set(re.findall(r"\bdeploy/((?:docker|kubernetes|ray|monitoring)/[\w./-]+\w)", PAGE)) - {"docker/auth_token"}
 
     assert len(named) >= 7
@@ -26,6 +26,6 @@ def test_every_file_that_the_page_names_is_there() -> None:
 
 
 def test_every_place_has_its_part_on_the_page() -> None:
-    """One page for all of them."""
+    """One page covers all of them."""
     for path in [*(DEPLOY / "ray").iterdir(), *(DEPLOY / "kubernetes").iterdir()]:
         assert path.name in PAGE, path

@@ -1,4 +1,4 @@
-"""`ray up` files: Ray itself accepts them, and what the page says of them is in them."""
+"""`ray up` files: Ray itself accepts them, and they contain what docs/deploy.md says about them."""
 
 import copy
 import re
@@ -22,13 +22,13 @@ def starts(config: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_ray_accepts_the_file(name: str) -> None:
-    """By its own preparation and schema, as `ray up` does first of all."""
+    """Uses Ray's own preparation and schema, the first steps of `ray up`."""
     validate_config(prepare_config(read_yaml(f"ray/{name}.yaml")))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_rays_schema_finds_a_key_that_it_does_not_know(name: str) -> None:
-    """The control of the test above: a validation that accepts anything would prove nothing."""
+    """Shows that the test above can fail: a validation that accepts anything would prove nothing."""
     config = copy.deepcopy(read_yaml(f"ray/{name}.yaml")) | {"worker_setup_comands": []}
 
     with pytest.raises(Exception, match="worker_setup_comands"):
@@ -37,7 +37,7 @@ def test_rays_schema_finds_a_key_that_it_does_not_know(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_nobody_takes_part_without_the_token(name: str) -> None:
-    """A Ray without authentication runs anybody's code; `ray start` has it off unless it is told."""
+    """Without authentication Ray runs anybody's code, and `ray start` leaves it off by default."""
     config = read_yaml(f"ray/{name}.yaml")
     told = [*config["setup_commands"], *config.get("docker", {}).get("run_options", [])]
 
@@ -47,7 +47,7 @@ def test_nobody_takes_part_without_the_token(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_memory_monitor_chooses_what_dies(name: str) -> None:
-    """Ray's would end the supervisor first, and with it all replicas."""
+    """Ray's memory monitor would kill the supervisor first, and with it all replicas."""
     config = read_yaml(f"ray/{name}.yaml")
     told = "\n".join([*config["setup_commands"], *config.get("docker", {}).get("run_options", [])])
 
@@ -56,7 +56,7 @@ def test_no_memory_monitor_chooses_what_dies(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_machine_installs_the_same_pinned_versions(name: str) -> None:
-    """Ray refuses nodes of another version, and routers refuse replicas of another tokenizer."""
+    """Ray rejects nodes of another version, and routers reject replicas with another tokenizer."""
     config = read_yaml(f"ray/{name}.yaml")
     (install,) = [command for command in config["setup_commands"] if "pip install" in command]
     more = [command for command in config.get("head_setup_commands", ()) if "pip install" in command]
@@ -68,7 +68,7 @@ def test_every_machine_installs_the_same_pinned_versions(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["aws", "gcp"])
 def test_images_have_the_pinned_ray(name: str) -> None:
-    """The image's Ray and the wheel's pins must be one version, or setting up replaces it on every start."""
+    """The image's Ray and the wheel's pin must be the same version, or setup replaces Ray on every start."""
     docker = read_yaml(f"ray/{name}.yaml")["docker"]
 
     assert docker["head_image"] == f"rayproject/ray:{pinned('ray')}-py311"
@@ -77,7 +77,7 @@ def test_images_have_the_pinned_ray(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_models_are_kept_where_the_hub_looks_for_them(name: str) -> None:
-    """In a folder that outlives the container, and that a shared file system can be mounted at."""
+    """The folder must outlive the container and allow mounting a shared file system there."""
     config = read_yaml(f"ray/{name}.yaml")
     told = "\n".join([*config["setup_commands"], *config.get("docker", {}).get("run_options", [])])
 
@@ -86,7 +86,7 @@ def test_models_are_kept_where_the_hub_looks_for_them(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["aws", "gcp"])
 def test_a_cloud_machine_has_the_gpus_that_ray_is_told_of(name: str) -> None:
-    """The autoscaler plans with these numbers: wrong ones start machines for ever, or none."""
+    """The autoscaler plans with these numbers: wrong ones start machines endlessly, or none."""
     types = read_yaml(f"ray/{name}.yaml")["available_node_types"]
     gpus = {"g6e.2xlarge": 1, "g2-standard-12": 1}
     machine = types["gpu"]["node_config"]
@@ -97,7 +97,7 @@ def test_a_cloud_machine_has_the_gpus_that_ray_is_told_of(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_page_lists_the_ports(name: str) -> None:
-    """Whoever keeps a firewall opens what the page says."""
+    """Whoever configures a firewall opens the ports on the page."""
     page = (ROOT / "docs" / "deploy.md").read_text()
     ports = {port for command in starts(read_yaml(f"ray/{name}.yaml")) for _, port in PORT_FLAG.findall(command)}
 
@@ -106,7 +106,7 @@ def test_the_page_lists_the_ports(name: str) -> None:
 
 
 def test_all_machines_use_the_same_ports() -> None:
-    """One list for three files, head and worker."""
+    """One list of ports covers all three files, head and worker."""
     flags = {
         tuple(flag for flag in PORT_FLAG.findall(command) if flag[0] != "port")
         for name in NAMES

@@ -1,6 +1,6 @@
-"""Headless Chromium, driven over its DevTools protocol: opens a page, evaluates scripts in it, takes pictures.
+"""Headless Chromium, driven over its DevTools protocol: opens pages, evaluates scripts, takes screenshots.
 
-Run as a program it takes a picture: `python -m tests.e2e.browser URL FILE [--width 1280] [--dark]`.
+Run as a program to take a screenshot: `python -m tests.e2e.browser URL FILE [--width 1280] [--dark]`.
 """
 
 import argparse
@@ -24,27 +24,27 @@ FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-extensions"),
     *("--disable-background-networking", "--no-first-run", "--hide-scrollbars", "--remote-debugging-port=0"),
 )
-#: Only catches hangs.
+#: A limit that only catches hangs.
 PATIENCE_S = 120.0
 
 
 def installed() -> str | None:
-    """The browser of this machine; None: there is none."""
+    """Path of the installed browser, or None if there is none."""
     return next(filter(None, map(shutil.which, NAMES)), None)
 
 
 class BrowserError(Exception):
-    """A command or a script failed; while a page loads, the next attempt may not."""
+    """A DevTools command or a script failed. While a page loads, a retry may succeed."""
 
 
 class Tab:
-    """One page of a running browser."""
+    """One tab of a running browser."""
 
     def __init__(self, socket: ClientConnection) -> None:
         self._socket = socket
         self._ids = itertools.count(1)
         self._session: str | None = None
-        self.console: list[str] = []  #: errors and warnings of the page, violations of its policy included
+        self.console: list[str] = []  #: the page's errors and warnings, including violations of its CSP
         target = self._call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log"):
@@ -64,7 +64,7 @@ class Tab:
                 self.console.append(json.dumps(answer["params"]))
 
     def look(self, *, width: int = 1280, height: int = 900, dark: bool = False) -> None:
-        """The window's size, and the colours that its user prefers."""
+        """Set the window's size and the preferred colour scheme."""
         self._call(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
         )
@@ -75,14 +75,14 @@ class Tab:
         self._call("Page.navigate", url=url)
 
     def ask(self, script: str) -> Any:
-        """The value of an expression in the page."""
+        """Evaluate an expression in the page and return its value."""
         result = self._call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in result:
             raise BrowserError(result["exceptionDetails"])
         return result["result"].get("value")
 
     def until(self, script: str, patience_s: float = PATIENCE_S) -> Any:
-        """The first value of the expression that is neither null nor false."""
+        """Poll the expression until its value is truthy, and return that value."""
 
         def ask() -> Any:
             with contextlib.suppress(BrowserError):
@@ -91,15 +91,15 @@ class Tab:
         return until(ask, script, patience_s)
 
     def picture(self, *, whole: bool = True) -> bytes:
-        """PNG, of the whole page or what is in the window."""
+        """A PNG screenshot of the whole page, or only of the visible part."""
         return base64.b64decode(self._call("Page.captureScreenshot", captureBeyondViewport=whole)["data"])
 
 
 @contextlib.contextmanager
 def browsing() -> Iterator[Tab]:
-    """A browser with one empty page, until the block ends."""
+    """Start a browser with one empty tab; it is closed when the block ends."""
     binary = installed()
-    assert binary is not None, "there is no browser"
+    assert binary is not None, "no browser is installed"
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         note = Path(folder, "DevToolsActivePort")
         command = [binary, *FLAGS, f"--user-data-dir={folder}", "about:blank"]
@@ -117,14 +117,14 @@ def browsing() -> Iterator[Tab]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="take a picture of a page in headless Chromium")
+    parser = argparse.ArgumentParser(description="take a screenshot of a page in headless Chromium")
     parser.add_argument("url")
     parser.add_argument("file", type=Path)
     parser.add_argument("--width", type=int, default=1280)
     parser.add_argument("--height", type=int, default=900)
     parser.add_argument("--dark", action="store_true")
-    parser.add_argument("--whole", action="store_true", help="also what is below the window's edge")
-    parser.add_argument("--seconds", type=float, default=5, help="how long to watch before")
+    parser.add_argument("--whole", action="store_true", help="capture the whole page, not only the visible part")
+    parser.add_argument("--seconds", type=float, default=5, help="how long to wait before the screenshot")
     given = parser.parse_args()
     with browsing() as tab:
         tab.look(width=given.width, height=given.height, dark=given.dark)

@@ -1,4 +1,4 @@
-"""What tests of replicas with an external engine ask of any such cluster, whichever engine it is."""
+"""Helpers for testing any cluster whose replicas run an external engine."""
 
 import contextlib
 import re
@@ -12,10 +12,10 @@ import psutil
 from .running import PATIENCE_S, Serving, until
 
 PROMPT = "One morning the fox went to the river and sat down. " * 20
-#: Of a stream that lasts long enough to be interrupted.
+#: A request whose stream lasts long enough to be interrupted.
 LONG = {"prompt": PROMPT, "max_tokens": 300, "temperature": 0, "seed": 5, "ignore_eos": True}
 SHORT = {**LONG, "max_tokens": 20}
-#: Both are vLLM's on a CPU: 16 is rounded up.
+#: The block size of vLLM on a CPU: 16 is rounded up to 32.
 BLOCK_SIZE = 32
 
 
@@ -25,13 +25,13 @@ def text_of(answer: dict[str, Any]) -> str:
 
 
 def cached_tokens(cluster: Serving) -> int:
-    """Of the prompt, by the engine's own word."""
+    """Cached tokens of the prompt, as the engine reports them."""
     count: int = cluster.post("/v1/completions", SHORT)["usage"]["prompt_tokens_details"]["cached_tokens"]
     return count
 
 
 def held_blocks(cluster: Serving) -> int:
-    """Of the prompt, by the router's index, once there are any."""
+    """Blocks of the prompt that the router's index holds; waits until there are some."""
 
     def held() -> int | None:
         return max(row["held_blocks"] for row in cluster.post("/explain", SHORT)["replicas"]) or None
@@ -40,7 +40,7 @@ def held_blocks(cluster: Serving) -> int:
 
 
 def engines(cluster: Serving, word: str) -> dict[int, psutil.Process]:
-    """The engines' own processes, by this word of their command line; their keepers have it further behind."""
+    """The engines' processes by pid: those with `word` in their first four arguments (their parents have it later)."""
     found = {}
     for process in cluster.family():
         with contextlib.suppress(psutil.Error):
@@ -59,7 +59,7 @@ def zombies(cluster: Serving) -> list[psutil.Process]:
 
 
 def continued(cluster: Serving) -> float:
-    """Requests that another replica has continued, by the router's metrics."""
+    """Number of requests continued on another replica, from the router's metrics."""
     text = cluster.http.get(f"{cluster.url}/metrics").text
     return sum(
         float(found) for found in re.findall(r"^homing_routing_continuations_total\S* (\S+)$", text, re.MULTILINE)
@@ -67,8 +67,8 @@ def continued(cluster: Serving) -> float:
 
 
 def text_with_a_kill(cluster: Serving, word: str, *, after: int, then: Callable[[], object] = lambda: None) -> str:
-    """The text of LONG, streamed, with SIGKILL for its engine `after` some tokens, and `then` something else."""
-    running = engines(cluster, word)  # found before: a fast engine would have answered by then
+    """Stream LONG, kill its engine (SIGKILL) after `after` chunks, call `then`, and return the whole text."""
+    running = engines(cluster, word)  # looked up first: a fast engine could finish during the search
     below = {
         name: {process.pid for process in psutil.Process(each["pids"][0]).children(recursive=True)}
         for name, each in cluster.replicas().items()
@@ -84,7 +84,7 @@ def text_with_a_kill(cluster: Serving, word: str, *, after: int, then: Callable[
 
 
 class Load:
-    """Two clients that ask for the same short answer again and again."""
+    """Two clients that repeat the same short request; answers that differ and errors are collected in `wrong`."""
 
     def __init__(self, cluster: Serving) -> None:
         self._cluster = cluster

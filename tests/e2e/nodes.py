@@ -1,4 +1,4 @@
-"""A Ray of two nodes on this machine that somebody else started: what `homing serve --ray-address` joins."""
+"""A Ray cluster of two nodes on this machine, started independently of homing, for `homing serve --ray-address`."""
 
 import contextlib
 import os
@@ -25,14 +25,14 @@ RAY = [sys.executable, "-P", "-c", "from ray.scripts.scripts import main; main()
 
 @dataclass
 class Nodes:
-    """Ray on two nodes of this machine, with token authentication."""
+    """A Ray cluster of two nodes on this machine, with token authentication."""
 
     address: str
     environment: dict[str, str]
     processes: list["subprocess.Popen[bytes]"]
 
     def alive(self) -> int:
-        """Nodes that Ray's control store knows, asked anew by a process of its own."""
+        """Number of alive nodes in Ray's control store, queried by a new process; 0 when the query fails."""
         ask = "import ray, sys; ray.init(sys.argv[1]); print(sum(node['Alive'] for node in ray.nodes()))"
         command = [sys.executable, "-P", "-c", ask, self.address]
         try:
@@ -42,15 +42,15 @@ class Nodes:
         except subprocess.TimeoutExpired:
             return 0
         ended = [process.returncode for process in self.processes if process.poll() is not None]
-        assert not ended, f"ray start ended with {ended}"
+        assert not ended, f"ray start exited with {ended}"
         return int(done.stdout) if done.returncode == 0 else 0
 
 
 @contextlib.contextmanager
 def two_nodes() -> Iterator[Nodes]:
-    """A head and a worker with room for one replica each. Ended by their process ids: `ray stop` would end every Ray.
+    """Start a head and a worker node with room for one replica each, and stop them by process id at the end.
 
-    On the machine's own address: Ray 2.60 has two nodes on loopback only if the driver is told so, too.
+    `ray stop` would stop every Ray on the machine. Ray 2.60 has two nodes on loopback only if the driver is told, too.
     """
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder, contextlib.ExitStack() as stack:
         token = Path(folder, "token")
@@ -67,7 +67,7 @@ def two_nodes() -> Iterator[Nodes]:
 
 
 def start(nodes: Nodes, *flags: str) -> None:
-    """One node, which ends with its process."""
+    """Start one node in the foreground; it stops with its process."""
     common = ["start", "--block", "--num-cpus=1", "--object-store-memory=80000000"]
     nodes.processes.append(
         subprocess.Popen(
@@ -81,7 +81,7 @@ def start(nodes: Nodes, *flags: str) -> None:
 
 
 def end(processes: list["subprocess.Popen[bytes]"]) -> None:
-    """The nodes and everything below them, the worker first."""
+    """Stop the nodes, the worker first, and then all their descendants."""
     family = [child for process in processes for child in below(process)]
     for process in reversed(processes):
         process.terminate()
@@ -97,14 +97,14 @@ def end(processes: list["subprocess.Popen[bytes]"]) -> None:
 
 
 def below(process: "subprocess.Popen[bytes]") -> list[psutil.Process]:
-    """Everything that a node has started; nothing when it is gone already."""
+    """All descendants of a node's process; empty when the process is gone."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return psutil.Process(process.pid).children(recursive=True)
     return []
 
 
 def free_port() -> int:
-    """Below those that the kernel gives to anybody who asks for any, and above those of Ray's workers."""
+    """A free port below the kernel's ephemeral range and above the ports of Ray's workers."""
     for port in random.sample(range(20_000, 32_000), 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind((ray.util.get_node_ip_address(), port))

@@ -1,4 +1,4 @@
-"""The real thing as a user runs it: `homing serve` as a process, its HTTP address, and what is left when it ended."""
+"""Runs `homing serve` as a process, as a user does: its HTTP address, its processes and what it leaves behind."""
 
 import contextlib
 import json
@@ -24,32 +24,32 @@ if TYPE_CHECKING:
     from openai import OpenAI
 
 HOMING = [sys.executable, "-P", "-m", "homing.cluster.cli.main"]
-#: Tenants share no cached blocks, and the key says who is who.
+#: The API key of `post` and `client`. It identifies the tenant, and tenants share no cached blocks.
 KEY = "none"
-#: Only catches hangs: everything here takes seconds, at a load average of 29 on two cores up to two minutes.
+#: A limit that only catches hangs: everything takes seconds, and at most two minutes at load average 29 on two cores.
 PATIENCE_S = 240.0
 
-#: Twice what any test fills.
+#: Twice the largest number of blocks that any test fills.
 KV_BLOCKS = 2048
 
-#: Of about a thousand tokens each, and different from the first token on.
+#: Prompts of about a thousand tokens each, which differ from the first token on.
 LONG_PROMPTS = tuple(f"{number}. This is a long prompt that nobody else sends. " * 80 for number in range(10))
 
 T = TypeVar("T")
 
 
 def until(ask: Callable[[], T | None], what: str, patience_s: float = PATIENCE_S) -> T:
-    """The first answer that is not None."""
+    """Poll `ask` until it returns something other than None, and return that; `what` names it in the error."""
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:
         if (answer := ask()) is not None:
             return answer
         time.sleep(0.02)
-    raise AssertionError(f"never: {what}")
+    raise AssertionError(f"timed out waiting for: {what}")
 
 
 def environment(state: Path) -> dict[str, str]:
-    """Ours without foreign settings, and with a small KV pool; notes go to `state`."""
+    """The environment without the user's HOMING_* settings, with a small KV pool and with `state` as state folder."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HOMING_")}
     ours = {"HOMING_STATE_DIR": str(state), "HOMING_NUM_KV_BLOCKS": str(KV_BLOCKS), "HF_HUB_OFFLINE": "1"}
     spare = {"HOMING_SPARE_PROCESS": "false"}  # would cost each cluster 4 s of CPU time; tests/chaos uses it
@@ -57,16 +57,16 @@ def environment(state: Path) -> dict[str, str]:
 
 
 def homing(state: Path, *words: str, patience_s: float = PATIENCE_S) -> "subprocess.CompletedProcess[str]":
-    """One command, run to its end."""
+    """Run one homing command to completion."""
     return subprocess.run(
         [*HOMING, *words], env=environment(state), capture_output=True, text=True, timeout=patience_s, check=False
     )
 
 
 def one_client() -> httpx.Client:
-    """A client for all requests, each over a connection of its own.
+    """An HTTP client that can be shared by all requests, each over a new connection.
 
-    A client per request would take 20 ms of CPU, which is what a cluster that is polled would lack.
+    Creating a client per request costs 20 ms of CPU each, which would slow down the cluster that is polled.
     """
     limits = httpx.Limits(max_keepalive_connections=0)
     return httpx.Client(trust_env=False, timeout=60, verify=False, limits=limits)
@@ -79,21 +79,21 @@ class Serving:
     state: Path
     url: str
     pid: int
-    process: "subprocess.Popen[str] | None" = None  #: None: detached
+    process: "subprocess.Popen[str] | None" = None  #: None for a detached cluster
     output: list[str] = field(default_factory=list)
     http: httpx.Client = field(default_factory=one_client)
 
     def cluster(self) -> dict[str, Any]:
-        """What /cluster says."""
+        """The response of /cluster."""
         answer: dict[str, Any] = self.http.get(f"{self.url}/cluster").json()
         return answer
 
     def replicas(self) -> dict[str, dict[str, Any]]:
-        """Its replicas by name."""
+        """The entries of /cluster's `replicas`, by replica id."""
         return {replica["replica_id"]: replica for replica in self.cluster()["replicas"]}
 
     def serving(self, count: int) -> dict[str, dict[str, Any]]:
-        """All replicas, once so many serve with exact events."""
+        """Wait until `count` replicas serve with a live feed, and return all replicas."""
 
         seen: dict[str, tuple[str, str]] = {}
 
@@ -109,7 +109,7 @@ class Serving:
             raise AssertionError(f"{error}: {seen}") from None
 
     def idle(self) -> bool:
-        """Whether nothing runs or waits, and every block is free again (one of each pool is the null block)."""
+        """Whether no request runs or waits and every block is free (all but the null block of each pool)."""
         view = self.cluster()
         return view["in_flight"] == 0 and all(
             r["running"] == 0 and r["waiting"] == 0 and r["free_blocks"] == r["num_blocks"] - 1
@@ -117,37 +117,37 @@ class Serving:
         )
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
-        """The JSON answer to a POST, sent as the same tenant as `client`."""
+        """The JSON answer to a POST, sent as the same tenant that `client` uses."""
         headers = {"authorization": f"Bearer {KEY}"}
         answer = self.http.post(f"{self.url}{path}", json=body, headers=headers)
         return answer.raise_for_status().json()
 
     def home(self, prompt: str) -> str:
-        """The replica that answers this prompt."""
+        """The id of the replica that answers this prompt."""
         body = {"prompt": prompt, "max_tokens": 1}
         response = self.http.post(f"{self.url}/v1/completions", json=body)
         return str(response.raise_for_status().headers["x-homing-replica"])
 
     def homes_at_once(self, prompts: Sequence[str]) -> list[str]:
-        """The same for several that come together."""
+        """The replicas that answer the prompts when all are sent concurrently."""
         with ThreadPoolExecutor(len(prompts)) as pool:
             return list(pool.map(self.home, prompts))
 
     def tokens(self, text: str) -> int:
-        """Length of a text in tokens."""
+        """Number of tokens in a text."""
         count: int = self.post("/tokenize", {"prompt": text})["count"]
         return count
 
     @staticmethod
     def streamed(client: "OpenAI", body: dict[str, Any]) -> str:
-        """The text of a completion of `demo`, as OpenAI's client gets it piece by piece."""
+        """The text of a streamed completion of `demo`, received with OpenAI's client."""
         stream = client.completions.create(model="demo", prompt=body["prompt"], stream=True, extra_body=body)
         return "".join(chunk.choices[0].text for chunk in stream if chunk.choices)
 
     @contextlib.contextmanager
     def client(self) -> "Iterator[OpenAI]":
-        """OpenAI's own client."""
-        from openai import OpenAI  # takes a second, also of tests that only import this file
+        """A client from the openai package, connected to this cluster."""
+        from openai import OpenAI  # takes a second, which tests that do not use it should not pay
 
         with (
             one_client() as http,
@@ -156,25 +156,25 @@ class Serving:
             yield client
 
     def family(self) -> list[psutil.Process]:
-        """The process and all below it."""
+        """The cluster's main process and all its descendants."""
         process = psutil.Process(self.pid)
         return [process, *process.children(recursive=True)]
 
     def note(self) -> dict[str, Any]:
-        """What the cluster notes about itself."""
+        """The cluster's state file: what a running cluster records for other commands."""
         note: dict[str, Any] = json.loads((self.state / "default.json").read_text())
         return note
 
     def end(self) -> int:
-        """SIGTERM; returns the exit code."""
-        assert self.process is not None, "a detached cluster ends by homing stop"
+        """Send SIGTERM and return the exit code."""
+        assert self.process is not None, "a detached cluster is stopped with homing stop"
         self.process.terminate()
         return self.process.wait(PATIENCE_S)
 
 
 @contextlib.contextmanager
 def serving(state: Path, *flags: str, patience_s: float = PATIENCE_S, command: str = "serve") -> Iterator[Serving]:
-    """`homing serve --port 0` (or another command) in the foreground until the block ends."""
+    """Run `homing serve --port 0` (or another command) in the foreground until the block ends."""
     words = [*HOMING, command, "--port", "0", *flags]
     with subprocess.Popen(
         words,
@@ -199,8 +199,8 @@ def serving(state: Path, *flags: str, patience_s: float = PATIENCE_S, command: s
 
 
 def ready_note(state: Path, process: "subprocess.Popen[str]") -> dict[str, Any] | None:
-    """The note once it says ready; raises when the process ended instead."""
-    assert process.poll() is None, f"homing serve ended with {process.returncode}"
+    """The cluster's state file once its phase is ready, else None. Fails if the process has exited."""
+    assert process.poll() is None, f"homing serve exited with {process.returncode}"
     path = state / "default.json"
     if not path.exists():
         return None
@@ -211,14 +211,14 @@ def ready_note(state: Path, process: "subprocess.Popen[str]") -> dict[str, Any] 
 
 
 def shared_memory(family: list[psutil.Process]) -> list[str]:
-    """Files in shared memory that carry the pid of one of these."""
+    """Names of shared memory files that contain the pid of one of these processes."""
     shared, pids = Path("/dev/shm"), {str(process.pid) for process in family}
     names = [path.name for path in shared.iterdir()] if shared.is_dir() else []
     return [name for name in names if pids & set(re.findall(r"\d+", name))]
 
 
 def orphaned_folders() -> set[str]:
-    """Run folders that belong to no process (other clusters may run on this machine)."""
+    """Run folders that no running process uses (other clusters may run on this machine)."""
     lines = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):

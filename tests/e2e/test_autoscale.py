@@ -1,6 +1,6 @@
-"""Scaling to zero and back, as clients see it: requests that come while there is no replica are held and answered.
+"""Scaling to zero and back, as clients see it: requests that arrive while there is no replica are held, then answered.
 
-Of replicas with an external engine: their processes have to come and go with them. The controller knows no difference.
+The replicas run an external engine, whose processes must start and stop with them; the controller treats all alike.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ STORY = {"prompt": "A long story about a fox.", "max_tokens": 40, "temperature":
 
 @pytest.fixture(scope="module")
 def resting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    """A cluster of its own that may lose its only replica: no other test could live with that."""
+    """A cluster that may scale to zero replicas, which would break any other test that shared it."""
     python = engine_python(tmp_path_factory.mktemp("env"))
     flags = ["--engine", "vllm", "--engine-python", str(python)]
     flags += ["--replicas", "1", "--autoscale", "0:2", "--scale-down-after-s", "3"]
@@ -29,16 +29,16 @@ def resting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
 
 
 def streamed(running: Serving) -> str:
-    """The same answer, in pieces."""
+    """The text of the same request, streamed."""
     with running.client() as client:
         return running.streamed(client, STORY)
 
 
 def test_held_requests_start_the_replica_that_answers_them(resting: Serving) -> None:
-    """The first to come after a rest waits for a start, and is told nothing of it; more than one is no overload."""
+    """The first request after a rest waits for a replica to start, unaware of it; two held requests are no overload."""
     text = resting.post("/v1/completions", STORY)["choices"][0]["text"]
-    until(lambda: None if resting.replicas() else True, "the cluster is at rest")
-    until(lambda: None if engines(resting, "engine_program.py") else True, "its engine has ended")
+    until(lambda: None if resting.replicas() else True, "the cluster has no replica")
+    until(lambda: None if engines(resting, "engine_program.py") else True, "its engine has exited")
     ready = httpx.get(f"{resting.url}/ready", trust_env=False).status_code
 
     with ThreadPoolExecutor(2) as pool:

@@ -1,4 +1,4 @@
-"""`homing serve --backend` as a user runs it: a process in front of engines that are not ours, without Ray."""
+"""`homing serve --backend` and `homing route` as a user runs them: one process, without Ray, routing to engines."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ PROMPT = "A prompt of several blocks that one of the two engines will hold. " * 
 
 @pytest.fixture(scope="module")
 def engines() -> Iterator[tuple[FakeEngine, FakeEngine, asyncio.AbstractEventLoop]]:
-    """Two engines of ours that behave like vLLM."""
+    """Two fake engines that behave like vLLM."""
     pair = demo_engine(), demo_engine()
     with engines_in_a_thread(*pair) as loop:
         yield (*pair, loop)
@@ -31,13 +31,13 @@ def engines() -> Iterator[tuple[FakeEngine, FakeEngine, asyncio.AbstractEventLoo
 
 @pytest.fixture(scope="module")
 def cluster(engines, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    """The command in front of them."""
+    """`homing serve --backend` in front of both engines."""
     with serving(tmp_path_factory.mktemp("state"), *backend_flags(*engines[:2])) as running:
         yield running
 
 
 def test_a_prompt_goes_home_and_its_text_is_the_engines(cluster: Serving, engines) -> None:
-    """Events in, requests out: the second request finds the holder."""
+    """Later requests with the same prefix go to the engine whose events announced it."""
     cluster.serving(2)
     home = cluster.home(PROMPT)
     until(lambda: cluster.replicas()[home]["indexed_blocks"] or None, "its blocks are indexed")
@@ -46,7 +46,7 @@ def test_a_prompt_goes_home_and_its_text_is_the_engines(cluster: Serving, engine
     with cluster.client() as client:
         answered = client.completions.with_raw_response.create(model="demo", prompt=PROMPT, max_tokens=8, seed=5)
     said = answered.parse().choices[0].text
-    engine = engines[int(answered.headers["x-homing-replica"][1:])]  # another tenant's request: either may answer
+    engine = engines[int(answered.headers["x-homing-replica"][1:])]  # another tenant, so either may answer
     tokenizer = Tokenizer.from_file(str(demo_model_path() / "tokenizer.json"))
 
     assert homes == {home}
@@ -54,7 +54,7 @@ def test_a_prompt_goes_home_and_its_text_is_the_engines(cluster: Serving, engine
 
 
 def test_a_killed_engine_is_survived_in_mid_stream(cluster: Serving, engines) -> None:
-    """The client's stream goes on from the next token, and the engine may come back."""
+    """The client's stream continues from the next token, and the engine can rejoin later."""
     pair, loop = engines[:2], engines[2]
     for engine in pair:
         loop.call_soon_threadsafe(engine.behaves.gate.clear)
@@ -78,7 +78,7 @@ def test_a_killed_engine_is_survived_in_mid_stream(cluster: Serving, engines) ->
 
 
 def test_status_and_explain_show_foreign_replicas(cluster: Serving) -> None:
-    """The commands need not know what stands behind the router."""
+    """The commands work the same with external engines as with our replicas."""
     cluster.serving(2)
 
     page = homing(cluster.state, "status")
@@ -91,14 +91,14 @@ def test_status_and_explain_show_foreign_replicas(cluster: Serving) -> None:
 
 
 def test_no_ray_is_started(cluster: Serving) -> None:
-    """There is nothing to place or to supervise: one process."""
+    """One process is enough: there is nothing to place or supervise."""
     names = {process.name() for process in psutil.Process(cluster.pid).children(recursive=True)}
 
     assert not names
 
 
 def test_an_engine_of_another_model_ends_the_command_with_its_reason(engines, tmp_path: Path) -> None:
-    """Better than serving at a hit rate of zero."""
+    """An engine that does not match must stop the command: serving would mean a hit rate of zero."""
     done = homing(tmp_path, "serve", "--port", "0", "--block-size", "32", *backend_flags(engines[0]))
 
     assert done.returncode == 1
@@ -115,7 +115,7 @@ def test_an_engine_of_another_model_ends_the_command_with_its_reason(engines, tm
     ],
 )
 def test_addresses_that_do_not_fit_are_the_users_mistake(tmp_path: Path, words: list[str], message: str) -> None:
-    """Said at once, with exit code 2."""
+    """Invalid addresses are reported at once, with exit code 2."""
     done = homing(tmp_path, "serve", *words)
 
     assert done.returncode == 2
@@ -123,7 +123,7 @@ def test_addresses_that_do_not_fit_are_the_users_mistake(tmp_path: Path, words: 
 
 
 def test_engines_are_found_by_their_urls_and_listed_while_it_runs(engines, tmp_path: Path) -> None:
-    """`homing route` needs no more than a URL; the list follows its file and admins."""
+    """`homing route` needs only URLs; its list of engines follows its file and the admin API."""
     one, other, loop = engines
     listed = tmp_path / "engines.yaml"
     listed.write_text(f"- {one.url}\n")
@@ -135,7 +135,7 @@ def test_engines_are_found_by_their_urls_and_listed_while_it_runs(engines, tmp_p
         until(lambda: running.replicas().get("b1", {}).get("feed") == "approximate" or None, "it is routed to")
         found = {each["name"]: each for each in running.http.get(f"{running.url}/engines").json()["engines"]}
         chat = running.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3})
-        assert chat["choices"][0]["message"]["reasoning_content"] == "hm", "the engine's own parsers tell"
+        assert chat["choices"][0]["message"]["reasoning_content"] == "hm", "the engine's own reasoning parser applies"
         assert running.http.post(f"{running.url}/engines", json={"url": "ftp://x"}).status_code == 400
         listed.write_text("")
         until(lambda: list(running.replicas()) == ["b1"] or None, "the file's engine has left")
@@ -151,7 +151,7 @@ def test_engines_are_found_by_their_urls_and_listed_while_it_runs(engines, tmp_p
 
 
 def test_it_ends_on_a_signal(engines, tmp_path: Path) -> None:
-    """And leaves nothing behind."""
+    """SIGTERM exits with code 0 and leaves no state file behind."""
     with serving(tmp_path, *backend_flags(engines[0])) as running:
         assert running.end() == 0
 

@@ -1,4 +1,4 @@
-"""Clients that people use, as they are: what they send is taken, and what they read is there."""
+"""Unmodified clients that people use: the server accepts what they send, and they can read its answers."""
 
 import asyncio
 import logging
@@ -22,10 +22,10 @@ MESSAGES = [{"role": "user", "content": QUESTION}]
 
 @pytest.fixture
 def litellm(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
-    """litellm without its price list from the internet; it warns of things that are its own."""
+    """litellm without its online price list, and with its own warnings silenced."""
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     with warnings.catch_warnings(), asyncio.Runner() as runner:
-        asyncio.set_event_loop(runner.get_loop())  # it would make one, and never close it
+        asyncio.set_event_loop(runner.get_loop())  # otherwise litellm creates a loop and never closes it
         warnings.simplefilter("ignore")
         import litellm as module
 
@@ -35,7 +35,7 @@ def litellm(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
 
 
 def story(cluster: Serving) -> str:
-    """What OpenAI's own client reads."""
+    """The answer's text as OpenAI's client reads it."""
     with cluster.client() as client:
         answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, temperature=0, max_tokens=20)
     text = answer.choices[0].message.content
@@ -44,7 +44,7 @@ def story(cluster: Serving) -> str:
 
 
 def test_litellm_reads_the_same_answer(cluster: Serving, litellm) -> None:
-    """Its `openai/` provider serves as a proxy before many gateways."""
+    """Many gateways use litellm's `openai/` provider."""
     asked = {
         "model": f"openai/{MODEL}",
         "api_base": f"{cluster.url}/v1",
@@ -63,7 +63,7 @@ def test_litellm_reads_the_same_answer(cluster: Serving, litellm) -> None:
 
 
 def test_litellm_raises_its_own_error_for_a_refusal(cluster: Serving, litellm) -> None:
-    """The status and the message reach the caller."""
+    """Status and message of a refusal must reach the caller."""
     with pytest.raises(litellm.BadRequestError, match="temperature"):
         litellm.completion(
             model=f"openai/{MODEL}",
@@ -75,7 +75,7 @@ def test_litellm_raises_its_own_error_for_a_refusal(cluster: Serving, litellm) -
 
 
 def test_langchain_reads_the_same_answer(cluster: Serving) -> None:
-    """Its chat model sends nulls and fields of its own."""
+    """LangChain's chat model sends nulls and extra fields."""
     from langchain_openai import ChatOpenAI
 
     model = ChatOpenAI(
@@ -96,7 +96,7 @@ def test_langchain_reads_the_same_answer(cluster: Serving) -> None:
 
 
 def test_langchains_completion_model_sends_several_prompts(cluster: Serving) -> None:
-    """One request with a list of prompts, answered in order."""
+    """One request with a list of prompts, whose answers come in the same order."""
     from langchain_openai import OpenAI
 
     model = OpenAI(base_url=f"{cluster.url}/v1", api_key="none", model=MODEL, temperature=0, max_tokens=5)
@@ -108,7 +108,7 @@ def test_langchains_completion_model_sends_several_prompts(cluster: Serving) -> 
 
 
 def test_litellm_sends_its_own_answer_back(cluster: Serving, litellm) -> None:
-    """With fields of its own inside the message."""
+    """litellm adds its own fields to the messages that it sends back."""
     asked = {"model": f"openai/{MODEL}", "api_base": f"{cluster.url}/v1", "api_key": "none", "max_tokens": 10}
     first = litellm.completion(messages=MESSAGES, **asked).choices[0].message
     turns = [*MESSAGES, first.model_dump() | {"provider_specific_fields": {"a": 1}}, *MESSAGES]
@@ -117,7 +117,7 @@ def test_litellm_sends_its_own_answer_back(cluster: Serving, litellm) -> None:
 
 
 def test_anthropics_client_and_openais_responses_read_the_same_answer(cluster: Serving) -> None:
-    """One model behind three APIs: the prompt is the same, and so is the answer."""
+    """Three APIs for one model: the same prompt must give the same answer."""
     from anthropic import Anthropic
 
     with Anthropic(base_url=cluster.url, api_key="none") as claude:
@@ -134,7 +134,7 @@ def test_anthropics_client_and_openais_responses_read_the_same_answer(cluster: S
 
 
 def test_fields_of_vllm_reach_the_engine(cluster: Serving) -> None:
-    """Allowed ids, bad words, chosen logprobs and those of the prompt, which the engine computes."""
+    """Allowed token ids, bad words, selected logprobs and prompt logprobs are all applied by the engine."""
     prompt = "Once upon a time, there was a"
     asked = {"model": MODEL, "prompt": prompt, "max_tokens": 6, "temperature": 0, "return_token_ids": True}
     with httpx.Client(base_url=cluster.url, timeout=60) as http:
@@ -153,7 +153,7 @@ def test_fields_of_vllm_reach_the_engine(cluster: Serving) -> None:
 
 
 def test_embeddings_are_those_of_transformers(cluster: Serving) -> None:
-    """Read by OpenAI's client, which asks for Base64, and by LangChain's."""
+    """Embeddings as read by OpenAI's client, which requests Base64, and by LangChain's."""
     import torch
     from langchain_openai import OpenAIEmbeddings
     from transformers import AutoModel, AutoTokenizer

@@ -1,4 +1,4 @@
-"""Guided streams of a real cluster whose replica is killed: the same bytes, and the same gap as plain streams."""
+"""Guided streams whose replica is killed: the same bytes as without the kill, and gaps like those of plain streams."""
 
 import signal
 import time
@@ -14,7 +14,7 @@ from .running import Serving, serving, until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
 
-KILLS = 5  #: of each kind
+KILLS = 5  #: per kind of stream
 NODE = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 20}, "kind": {"enum": ["river", "mountain"]}},
@@ -33,7 +33,7 @@ KINDS: dict[str, dict[str, Any]] = {"plain": {"ignore_eos": True}, "guided": {"r
 
 
 def streamed(cluster: Serving, body: dict[str, Any], kill_after: int | None = None) -> tuple[list[str], float]:
-    """The events of a stream without ids and times, and its longest gap in seconds. Kills its replica on the way."""
+    """A stream's events without ids and times, and longest gap in s. Kills its replica after `kill_after` events."""
     events: list[str] = []
     gap, last = 0.0, 0.0
     with httpx.stream("POST", f"{cluster.url}/v1/chat/completions", json=body, timeout=60, trust_env=False) as response:
@@ -52,7 +52,7 @@ def streamed(cluster: Serving, body: dict[str, Any], kill_after: int | None = No
 
 
 def test_killed_replicas_cost_guided_streams_no_more_than_plain_ones(tmp_path: Path) -> None:
-    """Grammars are compiled and follow the tokens so far at the replica that takes over."""
+    """The replica that takes over compiles the grammar and advances it over the tokens generated so far."""
     gaps: dict[str, list[float]] = {kind: [] for kind in KINDS}
     with serving(tmp_path, "--replicas", "2") as cluster:
         whole = {kind: streamed(cluster, ASKED | fields)[0] for kind, fields in KINDS.items()}
@@ -62,9 +62,9 @@ def test_killed_replicas_cost_guided_streams_no_more_than_plain_ones(tmp_path: P
 
                 assert events == whole[kind], (kind, number)
                 gaps[kind].append(gap)
-                until(lambda: True if len(cluster.replicas()) == 2 else None, "the dead one is rebuilt")
+                until(lambda: True if len(cluster.replicas()) == 2 else None, "the killed replica is rebuilt")
                 cluster.serving(2)
     shown = {kind: " ".join(f"{gap * 1e3:.0f}" for gap in sorted(found)) for kind, found in gaps.items()}
     print(f"longest gaps in ms, sorted: {shown}")
-    # Twice, as others keep this machine busy; a grammar's share is 3 ms.
+    # A factor of two allows for other load on this machine; the grammar itself takes 3 ms.
     assert median(gaps["guided"]) < 2 * median(gaps["plain"]) + 0.05, shown

@@ -1,4 +1,4 @@
-"""A cluster whose sockets are encrypted: it serves, `homing watch` with the keys follows, and without them is told."""
+"""A cluster with encrypted sockets: it serves, and `homing watch` follows it with the keys and is refused without."""
 
 import contextlib
 import stat
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.cluster
 
 
 def watched(state: Path, url: str, *words: str, until_seen: str) -> str:
-    """What `homing watch` printed up to a word."""
+    """The output of `homing watch` up to the line that contains `until_seen`."""
     with subprocess.Popen(
         [*HOMING, "watch", "--url", url, *words], env=environment(state), stdout=subprocess.PIPE, text=True
     ) as process:
@@ -39,7 +39,7 @@ def watched(state: Path, url: str, *words: str, until_seen: str) -> str:
 API_KEY = "sk-nobody-may-read-this-anywhere"
 WRONG_KEY = "sk-a-typo-of-a-key-is-nearly-a-key"
 
-#: Ray's own table of actors, which its dashboard and state commands show.
+#: Reads Ray's own table of actors, which Ray's dashboard and state commands show.
 ASK_ACTORS = """
 import sys, ray
 ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")
@@ -48,7 +48,7 @@ print(ray._private.state.actors())
 
 
 def told(running: Serving) -> dict[str, str]:
-    """Everything that a cluster says of itself to others on this machine, by where it does."""
+    """Everything about the cluster that others on this machine could read, by where it is found."""
     found = {"output": "".join(running.output)}
     for process in running.family():
         with contextlib.suppress(psutil.Error):
@@ -64,7 +64,7 @@ def told(running: Serving) -> dict[str, str]:
 
 
 def reachable(running: Serving) -> set[str]:
-    """Addresses on which a process of the cluster listens."""
+    """Addresses on which the cluster's processes listen."""
     found = set()
     for process in running.family():
         with contextlib.suppress(psutil.Error):
@@ -74,16 +74,16 @@ def reachable(running: Serving) -> set[str]:
 
 
 def openings(running: Serving) -> dict[str, str]:
-    """What others on this machine may do with the cluster's folders and Ray's token."""
+    """Permissions of group and others on the run folder and on Ray's token, as in `ls -l`."""
     paths = [Path(running.note()["run_dir"]), DEFAULT_TOKEN]
     return {str(path): stat.filemode(path.stat().st_mode)[4:] for path in paths}
 
 
-def test_an_encrypted_cluster_serves_and_tells_its_events_only_to_who_has_keys(tmp_path: Path) -> None:
-    """Settings, controller, membership, both kinds of connection and the command line, all at once.
+def test_an_encrypted_cluster_serves_and_sends_events_only_to_clients_with_keys(tmp_path: Path) -> None:
+    """Covers settings, controller, membership, both kinds of connection and the command line together.
 
-    And no secret stands where others can read it: not in logs, command lines, environments or Ray's state. Nobody from
-    another machine reaches anything, and nobody else on this one the sockets of Ray.
+    No secret may be readable by others: not in logs, command lines, environments or Ray's state. No socket listens on
+    another interface than loopback, and other local users cannot reach Ray's sockets.
     """
     keys = tmp_path / "keys"
     assert homing(tmp_path, "keys", str(keys)).returncode == 0

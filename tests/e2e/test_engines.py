@@ -1,7 +1,7 @@
-"""Replicas that run an external engine, on a real Ray: a program that speaks as vLLM does stands in for it.
+"""Replicas that run an external engine on a real Ray: a fake program with vLLM's API takes the engine's place.
 
-Its tokens follow from seed and position alone, so every answer is known wherever it was computed. The real vLLM is in
-test_vllm.py.
+Its tokens depend only on seed and position, so every answer is known no matter where it was computed. test_vllm.py and
+test_vllm_replicas.py use the real vLLM.
 """
 
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ PROGRAM = "engine_program.py"
 
 @pytest.fixture(scope="module")
 def gate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """While this file is there, answers stop before their second token."""
+    """Path of a file; while it exists, answers pause before their second token."""
     return tmp_path_factory.mktemp("gate") / "closed"
 
 
@@ -55,11 +55,11 @@ def cluster(args: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
 
 
 def test_what_an_engine_has_cached_is_known_before_it_is_asked(cluster: Serving) -> None:
-    """Its events arrive at the router over sockets of this machine, and its own word on the hit agrees."""
+    """The router learns the engine's blocks from its events, and the engine's own count of cached tokens agrees."""
     cached_tokens(cluster)
 
     def agreed() -> bool | None:
-        """Not at once: the blocks of one prompt may be announced in several messages."""
+        """Polled, because the blocks of one prompt may be announced in several messages."""
         held = held_blocks(cluster)
         return cached_tokens(cluster) == held * BLOCK_SIZE or None
 
@@ -67,7 +67,7 @@ def test_what_an_engine_has_cached_is_known_before_it_is_asked(cluster: Serving)
 
 
 def test_a_stream_continues_when_its_engine_is_killed(cluster: Serving, gate: Path) -> None:
-    """Nobody who reads it can tell. The replica comes back, and nothing is left of the engine."""
+    """The client cannot tell. The replica is rebuilt, and no process of the killed engine remains."""
     expected = text_of(cluster.post("/v1/completions", LONG))
     before, known = continued(cluster), engines(cluster, PROGRAM).keys()
 
@@ -85,28 +85,28 @@ def test_a_stream_continues_when_its_engine_is_killed(cluster: Serving, gate: Pa
 
 
 def test_an_engine_ends_with_its_actor(cluster: Serving) -> None:
-    """Killed as the kernel kills when memory runs out: the actor can clean up nothing."""
+    """An actor that gets SIGKILL, as when memory runs out, cannot clean up; its engine must exit all the same."""
     name, replica = next(iter(cluster.replicas().items()))
     family = psutil.Process(replica["pids"][0]).children(recursive=True)
 
     psutil.Process(replica["pids"][0]).kill()
 
-    until(lambda: True if not any(each.is_running() for each in family) else None, "its engine has ended")
+    until(lambda: True if not any(each.is_running() for each in family) else None, "its engine has exited")
     until(lambda: cluster.replicas().get(name, replica)["pids"] != replica["pids"] or None, "it is replaced")
     cluster.serving(2)
     until(lambda: True if not zombies(cluster) else None, "no zombie is left")
 
 
 def test_an_update_and_a_scale_under_load_fail_and_change_no_answer(cluster: Serving, args: str) -> None:
-    """All engines are replaced by ones with other arguments, one by one; then one more comes and goes.
+    """All engines are replaced one by one by engines with other arguments; then a third replica is added and drained.
 
-    The new ones are filled with the prompt before they get requests; what leaves is drained; an engine that finds no
-    GPU to run on says so, and the old ones serve.
+    New replicas are warmed up before they get requests, and leaving ones are drained. An engine that finds no GPU says
+    so while the old ones keep serving.
     """
     before = engines(cluster, PROGRAM).keys()
     with Load(cluster) as load:
         homing(cluster.state, "update", "--gpus-per-rank", "1", "--no-wait")
-        until(lambda: [each for each in cluster.cluster()["absent"] if "1 GPU" in each["reason"]] or None, "it is told")
+        until(lambda: [each for each in cluster.cluster()["absent"] if "1 GPU" in each["reason"]] or None, "no GPU")
         words = ("--gpus-per-rank", "0", "--device", "cpu", "--engine-args", f"{args} --fake-token-s 0.001")
         updated = homing(cluster.state, "update", *words)
         known = cluster.serving(2).keys()
@@ -122,7 +122,7 @@ def test_an_update_and_a_scale_under_load_fail_and_change_no_answer(cluster: Ser
     assert cluster.cluster()["counters"]["failed"] == 0
     assert load.wrong == []
     assert load.answers > 0
-    until(lambda: None if before & engines(cluster, PROGRAM).keys() else True, "the old engines have ended")
+    until(lambda: None if before & engines(cluster, PROGRAM).keys() else True, "the old engines have exited")
     until(lambda: True if len(engines(cluster, PROGRAM)) == 2 else None, "two engines are left")
     until(lambda: True if not zombies(cluster) else None, "no zombie is left")
     (name, *_) = cluster.serving(2)
@@ -130,7 +130,7 @@ def test_an_update_and_a_scale_under_load_fail_and_change_no_answer(cluster: Ser
 
 
 def test_an_update_to_an_engine_that_ends_at_its_start_is_abandoned(cluster: Serving) -> None:
-    """The old replicas still serve, and the engine's last words say why the new ones do not."""
+    """The old replicas keep serving, and the engine's last output is in the error."""
     failed = homing(cluster.state, "update", "--engine-args", "--fake-fault exit")
 
     assert failed.returncode == 1

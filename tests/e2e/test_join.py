@@ -1,4 +1,4 @@
-"""`homing serve --ray-address`: it joins a Ray of two nodes that somebody else started, and leaves it running."""
+"""`homing serve --ray-address`: joins an existing Ray cluster of two nodes and leaves it running."""
 
 import contextlib
 import os
@@ -16,13 +16,13 @@ from homing.cluster.registry import wait_gone
 from .nodes import Nodes, below, two_nodes
 from .running import LONG_PROMPTS, homing, serving, until
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]  # `.ci/run` names it
 
 
 def actors(
     family: list[psutil.Process], titles: str = "Supervisor|Controller|RouterProcess|ReplicaRank"
 ) -> list[psutil.Process]:
-    """Processes in which one of these classes of ours runs."""
+    """The processes that run one of these actor classes of ours."""
     found = []
     for process in family:
         with contextlib.suppress(psutil.Error):
@@ -32,13 +32,13 @@ def actors(
 
 
 def homes(nodes: Nodes, titles: str) -> set[int]:
-    """On which of the nodes they run."""
+    """Indexes of the nodes on which these actors run."""
     return {number for number, node in enumerate(nodes.processes) if actors(below(node), titles)}
 
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Nodes]:
-    """A head and a worker with room for one replica each."""
+    """A head and a worker node with room for one replica each."""
     with two_nodes() as found:
         yield found
 
@@ -47,10 +47,10 @@ def nodes() -> Iterator[Nodes]:
 def test_a_joined_cluster_serves_on_both_nodes_and_leaves_them_as_they_were(
     nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Twice: killed, and ended.
+    """Join twice: the first run is killed with SIGKILL, the second exits on SIGTERM.
 
-    SIGKILL leaves no time to clean up: replicas and routers must not hold nodes of others for ever, nor the name.
-    Then replicas find their nodes, requests and events cross between them by TCP, and the Ray of others is left alone.
+    SIGKILL leaves no time to clean up, yet the actors must exit and free the nodes and the cluster's name. The second
+    run must use both nodes, with requests and events between them over TCP, and must leave Ray itself running.
     """
     for name, value in nodes.environment.items():
         monkeypatch.setenv(name, value)
@@ -71,7 +71,7 @@ def test_a_joined_cluster_serves_on_both_nodes_and_leaves_them_as_they_were(
         family = running.family()
         assert running.end() == 0
 
-    assert len(before) >= 5  # two ranks, router, controller, supervisor
+    assert len(before) >= 5  # two ranks, a router, the controller and the supervisor
     assert left == []
     assert (stopped.returncode, "no cluster 'default' is running" in stopped.stderr) == (1, True)
     assert first["choices"] == second["choices"]
@@ -79,7 +79,7 @@ def test_a_joined_cluster_serves_on_both_nodes_and_leaves_them_as_they_were(
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] > 500
     assert set(answering) == {"r0", "r1"}
     assert len(ranks) == 2
-    assert len(guarding) == 1, "the end of any of these nodes would end the cluster"
+    assert len(guarding) == 1, "on several nodes, the loss of any of them would stop the cluster"
     assert wait_gone(family, 10) == []
     until(lambda: nodes.alive() == 2 or None, "both nodes are alive")
 
@@ -88,7 +88,7 @@ def test_a_joined_cluster_serves_on_both_nodes_and_leaves_them_as_they_were(
 def test_nobody_joins_without_the_token(
     nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, token: str | None
 ) -> None:
-    """The control: the token above is what let us in. One line says what is missing."""
+    """Shows that the token is what admits a cluster in the test above. The error is short and mentions the token."""
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("HOME", str(tmp_path))
     if token is not None:

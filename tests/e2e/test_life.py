@@ -1,4 +1,4 @@
-"""The life of replicas under way: scaled, drained, updated, and their controller killed, while requests stream."""
+"""Replicas are scaled, drained and updated, and their controller is killed, while requests stream."""
 
 import threading
 from collections.abc import Iterator
@@ -18,13 +18,13 @@ STORY = {"prompt": "A long story about a fox.", "max_tokens": 200, "temperature"
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    """A cluster of its own: what these tests do to it would disturb others."""
+    """A separate cluster, because these tests would disturb others."""
     with serving(tmp_path_factory.mktemp("state"), "--replicas", "2") as cluster:
         yield cluster
 
 
 class Traffic:
-    """Requests that stream all the time, two at once, until told to stop; every answer must be the same."""
+    """Two concurrent streams, repeated until the block ends; `answers` collects their texts."""
 
     def __init__(self, running: Serving) -> None:
         self._running = running
@@ -50,15 +50,15 @@ class Traffic:
 
 
 def control(running: Serving, *words: str) -> str:
-    """One command, which must succeed."""
+    """Run one command, which must succeed, and return its output."""
     done = homing(running.state, *words)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def test_a_replacement_holds_the_hot_prompts_before_its_first_request(running: Serving) -> None:
-    """What the one that leaves had cached would else be computed anew, by requests that wait for it."""
-    control(running, "scale", "2")  # whatever tests before left
+    """Otherwise the first requests after a replacement would wait while their prompts are computed again."""
+    control(running, "scale", "2")  # whatever earlier tests left
     before = running.cluster()["counters"]
     for _ in range(2):
         for prompt in LONG_PROMPTS[:3]:
@@ -78,11 +78,11 @@ def test_a_replacement_holds_the_hot_prompts_before_its_first_request(running: S
 
 
 def test_replicas_come_and_go_and_no_request_fails(running: Serving) -> None:
-    """Update, scale up and drain, each until it is done, under streams whose text must never change.
+    """Update, scale up and drain, each until it is complete, under streams whose text must never change.
 
-    With another block size the replicas before and after have no name of a block in common.
+    With another block size, the replicas before and after the update have no block hashes in common.
     """
-    control(running, "scale", "2")  # whatever tests before left
+    control(running, "scale", "2")  # whatever earlier tests left
     with Traffic(running) as traffic:
         updated = control(running, "update", "--block-size", "32")
         same = control(running, "update", "--block-size", "32")
@@ -102,7 +102,7 @@ def test_replicas_come_and_go_and_no_request_fails(running: Serving) -> None:
 
 
 def test_a_cluster_that_is_scaled_to_none_refuses_at_once(running: Serving) -> None:
-    """Nobody will come for the request: whoever sent it must not wait for its time to be over."""
+    """No replica will start, so clients must not wait for their timeout."""
     control(running, "scale", "0")
 
     def refused() -> httpx.Response | None:
@@ -118,8 +118,8 @@ def test_a_cluster_that_is_scaled_to_none_refuses_at_once(running: Serving) -> N
     assert answer["usage"]["completion_tokens"] == 200
 
 
-def test_an_update_that_cannot_work_is_told_and_changes_nothing(running: Serving, tmp_path: Path) -> None:
-    """A mistake is found before anything is started; what only the replica can know is found by the first one."""
+def test_an_update_that_cannot_work_is_reported_and_changes_nothing(running: Serving, tmp_path: Path) -> None:
+    """Detectable mistakes are reported before anything is started, and change nothing."""
     before = running.replicas()
     torn = homing(running.state, "update", str(tmp_path))
     fixed = homing(running.state, "update", "--port", "1")
@@ -133,13 +133,13 @@ def test_an_update_that_cannot_work_is_told_and_changes_nothing(running: Serving
 
 
 def test_a_killed_controller_interrupts_no_stream_and_comes_back(running: Serving) -> None:
-    """Afterwards scale works again, and a dead rank is rebuilt."""
+    """Streams continue without the controller; once restarted, it can scale and rebuild a dead rank."""
     with Traffic(running) as traffic:
         (controller,) = [process for process in running.family() if "Controller" in process.name()]
         controller.kill()
         asked = len(traffic.answers)
         up = control(running, "scale", "3")
-        until(lambda: True if len(traffic.answers) > asked + 2 else None, "requests go on")
+        until(lambda: True if len(traffic.answers) > asked + 2 else None, "requests are still answered")
         replicas = running.serving(3)
         lost, before = next(iter(replicas.items()))
         psutil.Process(before["pids"][0]).kill()

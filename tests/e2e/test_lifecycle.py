@@ -1,4 +1,4 @@
-"""Starting and ending, in the foreground and in the background; and what is left behind: nothing."""
+"""Starting and stopping, in the foreground and in the background, without leaving anything behind."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def answer(running: Serving) -> str:
 
 
 def test_two_ranks_answer_like_one_and_ctrl_c_leaves_nothing(cluster: Serving, tmp_path: Path) -> None:
-    """Tensor parallelism must not change a greedy answer; and whoever stops a server expects it to be gone."""
+    """Tensor parallelism must not change a greedy answer, and a stopped server must leave no process or file behind."""
     with serving(tmp_path, "--replicas", "1", "--tensor-parallel-size", "2") as running:
         family, folder = running.family(), Path(running.note()["run_dir"])
         assert folder.is_dir()
@@ -58,7 +58,7 @@ def test_two_ranks_answer_like_one_and_ctrl_c_leaves_nothing(cluster: Serving, t
 
     assert story == answer(cluster)
     assert len(replica["pids"]) == 2
-    assert len(priorities) == 1  # Ray's default would let every other process of the machine go first
+    assert len(priorities) == 1  # Ray's default niceness would let every other process run first
     assert wait_gone(family, 0) == []
     assert not folder.exists()
     assert shared_memory(family) == []
@@ -68,13 +68,13 @@ def test_two_ranks_answer_like_one_and_ctrl_c_leaves_nothing(cluster: Serving, t
 
 
 def hear_hangups() -> None:
-    """In a child, before it is another program. Tests that `nohup` started ignore SIGHUP, and so would it."""
+    """`preexec_fn` that resets SIGHUP: a child of tests run under `nohup` would otherwise ignore it."""
     end_with_us()
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def test_a_signal_to_the_whole_group_with_nobody_reading_leaves_nothing(tmp_path: Path) -> None:
-    """`timeout`, supervisors and shells signal groups, and a terminal that closes dies from both ends (SIGHUP)."""
+    """`timeout`, supervisors and shells signal groups; a closing terminal sends SIGHUP and stops reading the output."""
     command = [*HOMING, "serve", "--port", "0", "--replicas", "1"]
     with subprocess.Popen(
         command,
@@ -99,7 +99,7 @@ def test_a_signal_to_the_whole_group_with_nobody_reading_leaves_nothing(tmp_path
 
 
 def test_ctrl_c_while_ray_starts_says_so_and_leaves_nothing(tmp_path: Path) -> None:
-    """Nothing for ten seconds, and then the exit code of success, looks like a command that ignores its user."""
+    """Ten silent seconds followed by exit code 0 would look like a command that ignores Ctrl-C."""
     before = orphaned_folders()
     command = [*HOMING, "serve", "--port", "0", "--replicas", "1"]
     with subprocess.Popen(
@@ -122,7 +122,7 @@ def test_ctrl_c_while_ray_starts_says_so_and_leaves_nothing(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("victim", ["raylet", "gcs_server"])
 def test_a_process_of_ray_that_dies_ends_everything_at_once_with_the_reason(tmp_path: Path, victim: str) -> None:
-    """Ray restarts neither; clients are told, and whoever restarts the cluster need not wait for a minute."""
+    """Ray restarts neither process. Clients get an error at once, and a supervisor can restart the cluster quickly."""
     with serving(tmp_path, "--replicas", "1") as running:
         family, folder = running.family(), Path(running.note()["run_dir"])
         assert running.process is not None
@@ -142,8 +142,8 @@ def test_a_process_of_ray_that_dies_ends_everything_at_once_with_the_reason(tmp_
 
 
 def test_without_events_the_router_knows_of_no_prefix_and_the_background_ends_by_stop(tmp_path: Path) -> None:
-    """The proof that the stream is what the router learns from: cut it off, and it sees no overlap anywhere."""
-    try:  # also what is cut while it starts in the background must end
+    """Proves that the router learns from events alone: without them it predicts no overlap anywhere."""
+    try:  # stop the background cluster even if its start is interrupted
         started = homing(tmp_path, "serve", "--detach", "--port", "0", "--no-publish-events")
         assert started.returncode == 0, started.stdout + started.stderr
         note = json.loads((tmp_path / "default.json").read_text())
@@ -167,9 +167,9 @@ def test_without_events_the_router_knows_of_no_prefix_and_the_background_ends_by
 
 
 def unseen(running: Serving) -> None:
-    """A replica holds the prompt, and its own cache says so; the router, without events, neither knows nor hopes.
+    """A replica reports cached tokens for the prompt, while the router, without events, predicts none.
 
-    Where a lone request goes is not asserted: without overlap that is a matter of measured speeds alone.
+    The replica that a lone request goes to is not asserted: without overlap it depends only on measured speeds.
     """
     body = {"prompt": "A long prompt that all of these requests share. " * 100, "max_tokens": 1, "temperature": 0}
     cached = [usage["prompt_tokens_details"]["cached_tokens"] for usage in (ask(running, body) for _ in range(6))]
@@ -182,13 +182,13 @@ def unseen(running: Serving) -> None:
 
 
 def astray(running: Serving) -> None:
-    """Prompts that each have a home do not find it: they are spread by load, and computed again.
+    """Prompts do not return to the replica that cached them: they are spread by load and computed again.
 
-    (tests/e2e/test_serving.py has the same with events.)
+    (tests/e2e/test_serving.py has the same test with events.)
     """
     first = [running.home(prompt) for prompt in LONG_PROMPTS]
 
-    # Not at the first try: while one replica is taken for slow, as on a busy machine, all go to the other.
+    # Polled: while one replica appears slow, as on a busy machine, all prompts go to the other.
     until(lambda: running.homes_at_once(LONG_PROMPTS) != first or None, "prompts went to another replica")
 
 
@@ -198,7 +198,7 @@ def ask(running: Serving, body: dict[str, object]) -> dict[str, Any]:
 
 
 def shown(state: Path) -> None:
-    """`homing status`, for a person and for a program."""
+    """`homing status` works as a table and as JSON."""
     table = homing(state, "status").stdout
     data = json.loads(homing(state, "status", "--json").stdout)
 
@@ -208,7 +208,7 @@ def shown(state: Path) -> None:
 
 
 def test_a_taken_port_is_named_before_anything_is_started(tmp_path: Path) -> None:
-    """The most frequent mistake must cost a second, not a minute."""
+    """The most frequent mistake must be reported within a second, not after a minute."""
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -222,7 +222,7 @@ def test_a_taken_port_is_named_before_anything_is_started(tmp_path: Path) -> Non
 
 
 def test_a_name_that_runs_is_not_started_twice(cluster: Serving) -> None:
-    """Two clusters under one name could not be told apart by stop."""
+    """`homing stop` could not tell apart two clusters with one name."""
     refused = homing(cluster.state, "serve", "--port", "0")
 
     assert refused.returncode == 2
@@ -230,7 +230,7 @@ def test_a_name_that_runs_is_not_started_twice(cluster: Serving) -> None:
 
 
 def test_a_torn_model_is_named_before_anything_is_started(tmp_path: Path) -> None:
-    """A download that broke off must cost a second, not a minute."""
+    """A truncated download must be reported within a second, not after a minute."""
     model = Path(shutil.copytree(demo_model_path(), tmp_path / "model"))
     (model / "model.safetensors").write_bytes(b"torn")
 
@@ -243,7 +243,7 @@ def test_a_torn_model_is_named_before_anything_is_started(tmp_path: Path) -> Non
 
 
 def test_a_replica_that_cannot_start_ends_the_command_with_its_own_words(tmp_path: Path) -> None:
-    """What only loading tells is the user's to mend, too: one line, no traceback of Ray."""
+    """Even a problem found only while loading is reported in one line, without Ray's traceback."""
     before = orphaned_folders()
     model = Path(shutil.copytree(demo_model_path(), tmp_path / "model"))
     config = json.loads((model / "config.json").read_text())
@@ -269,7 +269,7 @@ def test_a_replica_that_cannot_start_ends_the_command_with_its_own_words(tmp_pat
     ],
 )
 def test_a_mistake_costs_one_line(tmp_path: Path, words: tuple[str, ...], expected: str) -> None:
-    """Clear errors, and nothing was started."""
+    """Errors take one line, and nothing is started."""
     failed = homing(tmp_path, *words)
 
     assert failed.returncode in (1, 2)

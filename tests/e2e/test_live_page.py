@@ -1,4 +1,4 @@
-"""The live page in a real browser: what it shows of a cluster, how it asks for a key, what it says when it is cut."""
+"""The live page in a real browser: its view of a cluster, its API key form, and its state while disconnected."""
 
 import asyncio
 import threading
@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.skipif(installed() is None, reason=f"needs a browser: none of {', '.join(NAMES)} is on the PATH"),
 ]
 
-#: What a hostile client chooses as the id of its request.
+#: A hostile client's request id, which would run a script if the page rendered it as HTML.
 HOSTILE = "<img/src=x/onerror=document.title='broken'>"
 STATUS = "document.getElementById('status').textContent"
 
@@ -40,7 +40,7 @@ def text(part: str) -> str:
 
 
 def test_the_page_shows_what_the_cluster_does(cluster: Serving, tab: Tab) -> None:
-    """Replicas, prefixes, decisions and evictions; what a client chose stays text; nothing needs scrolling aside."""
+    """Replicas, prefixes, decisions and evictions are shown; client input stays text; no horizontal scrolling."""
     body = {"prompt": LONG_PROMPTS[9], "max_tokens": 4}
     for _ in range(2):
         cluster.http.post(f"{cluster.url}/v1/completions", json=body, headers={"x-request-id": HOSTILE})
@@ -63,7 +63,7 @@ def test_the_page_shows_what_the_cluster_does(cluster: Serving, tab: Tab) -> Non
 
 @contextmanager
 def router(keys: Path, port: int = 0) -> Iterator[int]:
-    """A router without replicas in a thread of its own; its port."""
+    """Run a router without replicas in its own thread; yields its port."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
@@ -83,7 +83,7 @@ def enter(tab: Tab, key: str) -> None:
 
 
 def test_the_page_asks_for_a_key_and_comes_back_after_a_restart(tab: Tab, tmp_path: Path) -> None:
-    """A wrong key is refused in words; with the right one the page stays open over the end of its router."""
+    """A wrong key is refused with a message; with the right one the page reconnects after its router restarts."""
     keys = tmp_path / "keys.yaml"
     entry = {"key_sha256": sha256(b"right").hexdigest(), "tenant": "operator", "admin": True}
     keys.write_text(yaml.safe_dump({"keys": [entry]}))

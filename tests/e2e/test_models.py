@@ -1,4 +1,4 @@
-"""Two models on one cluster, as a user runs it: each its own replicas, tokenizer and cache, one address for both."""
+"""Two models on one cluster: one address, but separate replicas, tokenizers and caches."""
 
 import signal
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ def tiny_llama(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Settings of the demo model and of a tiny random one of two ranks."""
+    """A config file for the demo model and a tiny random model with two ranks."""
     path = tmp_path_factory.mktemp("config") / "two.yaml"
     path.write_text(
         CONFIG.format(fox=FOX, owl=OWL, folder=tiny_llama(path.parent / "tiny"), tokenizer=demo_model_path())
@@ -49,7 +49,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def both(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    """Both models on one cluster."""
+    """A cluster that serves both models."""
     with serving(tmp_path_factory.mktemp("state"), "--config", str(config), patience_s=300.0) as running:
         yield running
 
@@ -61,14 +61,14 @@ def ask(running: Serving, model: str | None, **more: Any) -> httpx.Response:
 
 
 def answered(response: httpx.Response) -> tuple[str, str, int]:
-    """The text, who gave it, and how much of the prompt came from a cache."""
+    """The answer's text, the replica that gave it, and the number of cached prompt tokens."""
     answer = response.raise_for_status().json()
     cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
     return answer["choices"][0]["text"], response.headers["x-homing-replica"], cached
 
 
 def test_both_models_answer_each_from_its_own_cache(both: Serving) -> None:
-    """The same prompt, so that a shared index or tokenizer would show."""
+    """Both models get the same prompt, so that a shared index or tokenizer would be noticed."""
     with both.client() as client:
         listed = sorted(model.id for model in client.models.list())
 
@@ -80,12 +80,12 @@ def test_both_models_answer_each_from_its_own_cache(both: Serving) -> None:
     assert first[FOX][0] != first[OWL][0]
     assert {name: text for name, (text, _, _) in first.items()} == {name: text for name, (text, _, _) in again.items()}
     assert [who.split("-r")[0] for _, who, _ in first.values()] == ["fox", "forest-owl"]
-    assert all(cached <= 1 for _, _, cached in first.values())  # some prompts begin with the same token
+    assert all(cached <= 1 for _, _, cached in first.values())  # prompts may share their first token
     assert all(cached > 100 for _, _, cached in again.values())
 
 
 def test_a_request_must_say_which_model_it_means(both: Serving) -> None:
-    """And hears what there is."""
+    """Otherwise the request is refused; the error for an unknown model lists the served models."""
     unknown, unnamed = ask(both, "ox"), ask(both, None)
 
     assert unknown.status_code == 404
@@ -94,7 +94,7 @@ def test_a_request_must_say_which_model_it_means(both: Serving) -> None:
 
 
 def test_a_model_is_scaled_by_its_name_and_the_other_one_stays(both: Serving) -> None:
-    """Commands that could mean either refuse; status shows both."""
+    """Commands that could refer to either model refuse to run without a name; status shows both."""
     before = both.replicas()["fox-r0"]
 
     refused = homing(both.state, "scale", "2")
@@ -114,7 +114,7 @@ def test_a_model_is_scaled_by_its_name_and_the_other_one_stays(both: Serving) ->
 
 
 def test_one_model_streams_on_while_the_others_replica_dies_and_is_rebuilt(both: Serving) -> None:
-    """Its only one: the other model's requests wait for nothing."""
+    """One model loses its only replica; the other model's requests must not wait for it."""
     whole = ask(both, FOX, max_tokens=200).json()["choices"][0]["text"]
     (owl,) = [replica for name, replica in both.replicas().items() if name.startswith("forest-owl")]
 
@@ -124,7 +124,7 @@ def test_one_model_streams_on_while_the_others_replica_dies_and_is_rebuilt(both:
         )
         chunks = [next(stream)]
         psutil.Process(owl["pids"][1]).send_signal(signal.SIGKILL)
-        until(lambda: True if owl["replica_id"] not in both.replicas() else None, "the dead one is out of routing")
+        until(lambda: True if owl["replica_id"] not in both.replicas() else None, "the killed replica has left routing")
         meanwhile = answered(ask(both, FOX))
         chunks += list(stream)
 
@@ -135,7 +135,7 @@ def test_one_model_streams_on_while_the_others_replica_dies_and_is_rebuilt(both:
 
 
 def test_an_update_replaces_the_replicas_of_one_model(both: Serving) -> None:
-    """Of the one that is named; without a name it is refused."""
+    """Only the named model is updated; without a name, the command is refused."""
     before = both.replicas()
 
     refused = homing(both.state, "update", "--block-size", "16")
@@ -151,7 +151,7 @@ def test_an_update_replaces_the_replicas_of_one_model(both: Serving) -> None:
 
 
 def test_a_model_is_added_and_taken_away_while_the_others_serve(both: Serving, config: Path) -> None:
-    """What streams from it when it leaves comes to its end; afterwards nobody knows it any more."""
+    """Running streams finish before the removed model leaves; afterwards the model is unknown."""
     before = both.replicas()["fox-r0"]
     third = config.with_name("three.yaml")
     wolf = "  - name: wolf\n    model: demo\n    replicas: 1\n"

@@ -1,4 +1,4 @@
-"""The README's commands, as a newcomer types them: each of them is run, or at least understood, as it stands there."""
+"""The README's commands as a newcomer types them: each of them is run, or at least parsed."""
 
 import json
 import os
@@ -29,14 +29,14 @@ python = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 def named(word: str) -> list[list[str]]:
-    """Words of all commands of the README that run `word`."""
+    """The arguments of every README command whose program name ends with `word`."""
     split = [shlex.split(command, comments=True) for command in commands]
     return [words for words in split if words[0].endswith(word)]
 
 
 @pytest.mark.cluster
 def test_the_curl_lines_get_a_story_and_json(cluster: Serving) -> None:
-    """The first requests that anybody sends."""
+    """These are the first requests that a newcomer sends."""
     answers = []
     for words in named("curl"):
         done = subprocess.run(
@@ -55,7 +55,7 @@ def test_the_curl_lines_get_a_story_and_json(cluster: Serving) -> None:
 
 @pytest.mark.cluster
 def test_the_openai_snippets_print_a_story_and_use_a_tool(cluster: Serving) -> None:
-    """They stand there to be pasted, one after the other."""
+    """The snippets are meant to be pasted one after the other."""
     snippets = [code for code in python if "client" in code]
     shown = re.findall(r"  # (.+)", "".join(snippets))
 
@@ -78,7 +78,7 @@ def test_the_openai_snippets_print_a_story_and_use_a_tool(cluster: Serving) -> N
 @pytest.mark.cluster
 @pytest.mark.parametrize("choice", ["auto", "required"])
 def test_the_tool_call_is_the_same_as_a_stream(cluster: Serving, choice: str) -> None:
-    """What is guided and what the model writes by itself agree; the client puts the pieces together."""
+    """A forced call and one that the model chooses are equal; the client assembles both from a stream."""
     function = {
         "name": "get_weather",
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
@@ -102,7 +102,7 @@ def test_the_tool_call_is_the_same_as_a_stream(cluster: Serving, choice: str) ->
 
 @pytest.mark.cluster
 def test_a_schema_is_filled_as_a_stream(cluster: Serving) -> None:
-    """The helpers of the client take a class for the schema."""
+    """The client's stream helper accepts a class as the schema."""
 
     class Person(BaseModel):
         city: str
@@ -125,7 +125,7 @@ def test_a_schema_is_filled_as_a_stream(cluster: Serving) -> None:
 
 @pytest.mark.cluster
 def test_the_explained_prompt_is_as_long_as_shown(cluster: Serving) -> None:
-    """The demo model's vocabulary changes, and with it every number of tokens."""
+    """The demo model's vocabulary may change, and with it all token counts."""
     [(prompt, times)] = re.findall(r"the prompt is `(.+)` (\d+) times", README)
     messages = [{"role": "user", "content": prompt * int(times)}]
 
@@ -136,7 +136,7 @@ def test_the_explained_prompt_is_as_long_as_shown(cluster: Serving) -> None:
 
 @pytest.mark.cluster
 def test_the_subscriber_snippet_prints_what_a_replica_holds(cluster: Serving, tmp_path: Path) -> None:
-    """A subscriber that comes late is told the present state first."""
+    """A late subscriber first receives the current state."""
     (snippet,) = [code for code in python if "follow_sync" in code]
     cluster.post("/v1/completions", {"prompt": "Once upon a time " * 40, "max_tokens": 1})
     code = snippet.replace(ADDRESS, cluster.url)
@@ -155,20 +155,20 @@ def test_the_subscriber_snippet_prints_what_a_replica_holds(cluster: Serving, tm
 
 
 def test_every_homing_command_is_understood() -> None:
-    """Flags get renamed, pages do not notice."""
+    """A renamed flag must be renamed in the README, too."""
     found = named("homing")
 
     assert len(found) >= 4
     for words in found:
         invocation = parse(words[1:])
-        if "config" not in invocation.given:  # the file is the reader's own
+        if "config" not in invocation.given:  # the reader provides the file
             assert invocation.settings
 
 
 @pytest.mark.cluster
 @pytest.mark.skipif(not (ROOT / ".venv/.runtime").exists(), reason="not set up by make")
 def test_make_serve_serves_and_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
-    """The first command of the README, ended as in a terminal: the signal goes to the whole process group."""
+    """The README's first command, stopped as in a terminal: Ctrl-C signals the whole process group."""
     before = orphaned_folders()
     with subprocess.Popen(
         ["make", "serve", "ARGS=--port 0 --replicas 1"],

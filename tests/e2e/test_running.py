@@ -1,4 +1,4 @@
-"""What tests start ends with them, however they end."""
+"""Processes that tests start must not outlive them, no matter how the test run stops."""
 
 import os
 import signal
@@ -35,7 +35,7 @@ def test_that_is_cut():
 @pytest.mark.parametrize("workers", [(), ("-n", "1", "--dist", "loadfile")], ids=["one process", "a worker"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_test_run_that_is_cut_takes_its_clusters_along(number: int, workers: tuple[str, ...], tmp_path: Path) -> None:
-    """`timeout` sends SIGTERM, and what is stuck gets SIGKILL: Ray's processes must not stay for ever."""
+    """`timeout` sends SIGTERM, and a stuck run gets SIGKILL: in both cases no Ray process may remain."""
     path = tmp_path / "test_cut.py"
     path.write_text(CUT)
     options = ["-q", "-s", "-p", "no:cacheprovider", "-p", "xdist", f"--rootdir={ROOT}", f"--confcutdir={ROOT}"]
@@ -46,7 +46,7 @@ def test_a_test_run_that_is_cut_takes_its_clusters_along(number: int, workers: t
         env=os.environ | {"PYTHONPATH": _paths(), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         stdout=subprocess.DEVNULL,
     ) as run:
-        until(lambda: path.with_name("child").exists() or None, "the test begins")
+        until(lambda: path.with_name("child").exists() or None, "the test has started")
         child = psutil.Process(int(path.with_name("child").read_text()))
         run.send_signal(number)
         left = wait_gone([child], 60)

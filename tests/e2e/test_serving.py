@@ -1,4 +1,4 @@
-"""The whole path with OpenAI's client: requests find their way home, and survive what happens to replicas."""
+"""End to end with OpenAI's client: requests go to the replica that has their prefix cached, and survive its death."""
 
 import json
 import logging
@@ -37,14 +37,14 @@ FOX = [{"role": "user", "content": "Tell me a story about a fox."}]
 
 
 def long_system_prompt(cluster: Serving, tokens: int) -> str:
-    """Text of at least so many tokens, which no other test sends."""
+    """A text of at least `tokens` tokens that no other test sends."""
     sentence = "You answer briefly, kindly and in plain words, and you never invent what you do not know. "
     text = sentence * 10
     return text * (1 + tokens // cluster.tokens(text))
 
 
 class Watch:
-    """`homing watch --json` as a process, and what it printed."""
+    """A running `homing watch --json` and its output."""
 
     def __init__(self, cluster: Serving, path: Path) -> None:
         self._path = path
@@ -53,12 +53,12 @@ class Watch:
             self._process = subprocess.Popen(command, env=environment(cluster.state), stdout=out)
 
     def events(self) -> list[dict[str, Any]]:
-        """All whole lines so far."""
+        """Events from all complete lines so far."""
         text = self._path.read_text()
         return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
     def trees(self) -> dict[tuple[str, int], dict[int, int | None]]:
-        """Per replica and epoch: block -> parent, rebuilt from the printed stream alone."""
+        """Per replica and epoch: block -> parent, rebuilt only from the printed events."""
         trees: dict[tuple[str, int], dict[int, int | None]] = {}
         for event in self.events():
             tree = trees.setdefault((event["replica"], int(event["epoch"], 16)), {})
@@ -66,7 +66,7 @@ class Watch:
         return trees
 
     def close(self) -> int:
-        """Interrupt it, as a person would."""
+        """Stop it with SIGINT, as Ctrl-C would."""
         self._process.send_signal(signal.SIGINT)
         return self._process.wait(30)
 
@@ -85,7 +85,7 @@ def apply(tree: dict[int, int | None], event: dict[str, Any]) -> None:
 
 
 def snapshot(endpoint: str) -> dict[int, int | None]:
-    """The replica's own cached set, asked for on its snapshot socket with plain pyzmq: block -> parent."""
+    """The replica's cached blocks (block -> parent), read from its snapshot socket with plain pyzmq."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as sock:
         sock.linger = 0
         sock.connect(endpoint)
@@ -99,7 +99,7 @@ def snapshot(endpoint: str) -> dict[int, int | None]:
                 return {int(b.block_hash): None if b.parent is None else int(b.parent) for b in blocks}
 
 
-#: Asks a replica's rank 0, through Ray and past the event stream, for what its prefix cache holds.
+#: Asks each replica's rank 0, through Ray and independently of the event stream, which blocks its cache holds.
 ASK_RESIDENTS = """
 import json, sys
 import ray
@@ -116,9 +116,9 @@ print("RESIDENTS", json.dumps(found))
 
 
 def residents(cluster: Serving) -> dict[str, dict[int, int | None]]:
-    """Each replica's own cache: block -> parent."""
+    """Each replica's cached blocks, from the replica itself: block -> parent."""
     command = [sys.executable, "-P", "-c", ASK_RESIDENTS, cluster.note()["ray_address"]]
-    # The cluster listens on loopback alone and asks for its token: a client that joins must be told both.
+    # The cluster listens only on loopback and requires its token, so a joining client needs both settings.
     loopback = environment(cluster.state) | RAY_ENVIRONMENT | {"RAY_AUTH_MODE": "token"}
     done = subprocess.run(command, env=loopback, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
@@ -128,7 +128,7 @@ def residents(cluster: Serving) -> dict[str, dict[int, int | None]]:
 
 @pytest.fixture(scope="module")
 def watch(cluster: Serving, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watch]:
-    """Watches from before the first request of this module to the end."""
+    """A watch that runs from before the module's first request to its end."""
     watching = Watch(cluster, tmp_path_factory.mktemp("watch") / "events")
     until(lambda: True if sum(e.get("status") == "live" for e in watching.events()) >= 2 else None, "watch is live")
     yield watching
@@ -136,8 +136,8 @@ def watch(cluster: Serving, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 def test_requests_with_one_system_prompt_go_to_the_replica_that_holds_it(cluster: Serving, watch: Watch) -> None:
-    """The promise of the project: the second request finds the first one's KV, wherever that is."""
-    until(lambda: True if cluster.idle() else None, "no other test's request draws these elsewhere")
+    """The purpose of the project: later requests reuse the KV of the first one, whichever replica holds it."""
+    until(lambda: True if cluster.idle() else None, "no other test's load influences the routing")
     system = long_system_prompt(cluster, 1000)
     replicas, cached = [], []
 
@@ -167,10 +167,10 @@ def test_requests_with_one_system_prompt_go_to_the_replica_that_holds_it(cluster
 
 
 def test_prompts_that_come_together_each_find_their_home(cluster: Serving) -> None:
-    """Load pulls them apart, what is cached pulls more. (test_lifecycle.py has the same with the stream cut off.)"""
+    """Load spreads prompts, but cached ones stay. (test_lifecycle.py has the same test without events.)"""
     first = [cluster.home(prompt) for prompt in LONG_PROMPTS]
 
-    # On a busy machine it may be right to send the last in a queue elsewhere. By chance 5 of 10 would stay.
+    # On a busy machine, moving the last one of a queue may be right. By chance, 5 of 10 would stay.
     together = cluster.homes_at_once(LONG_PROMPTS)
     assert sum(map(eq, together, first)) >= len(first) - 2
 
@@ -194,7 +194,7 @@ def test_two_streams_at_once_give_the_same_text_as_one_alone(cluster: Serving) -
 
 
 def stream(cluster: Serving, max_tokens: int = 100) -> Iterator[str]:
-    """Pieces of a greedy answer that ends by its length alone."""
+    """The pieces of a greedy answer that ends only at `max_tokens`."""
     with cluster.client() as client:
         chunks = client.chat.completions.create(
             model="demo",
@@ -210,8 +210,8 @@ def stream(cluster: Serving, max_tokens: int = 100) -> Iterator[str]:
 
 
 def test_a_client_that_goes_away_frees_its_blocks(cluster: Serving) -> None:
-    """An abandoned answer must not hold memory that others wait for."""
-    until(lambda: True if cluster.idle() else None, "nothing runs before")
+    """An abandoned answer must not keep blocks that other requests wait for."""
+    until(lambda: True if cluster.idle() else None, "no earlier request is running")
     pieces = stream(cluster, max_tokens=4000)
     next(pieces)
     assert not cluster.idle()
@@ -223,7 +223,7 @@ def test_a_client_that_goes_away_frees_its_blocks(cluster: Serving) -> None:
 
 
 def test_a_stream_survives_the_death_of_its_replica(cluster: Serving, watch: Watch) -> None:
-    """SIGKILL mid-stream: the text is the undisturbed one, the dead leaves routing, and a new one serves."""
+    """SIGKILL mid-stream: the text is unchanged, the dead replica leaves routing, and a new one serves."""
     before = cluster.serving(2)
     undisturbed = "".join(stream(cluster, 1500))
     until(lambda: True if cluster.idle() else None, "nothing else runs, so that the stream shows its replica")
@@ -246,7 +246,7 @@ def test_a_stream_survives_the_death_of_its_replica(cluster: Serving, watch: Wat
 
 
 def test_a_tree_rebuilt_from_the_printed_events_is_the_replicas_own_cache(cluster: Serving, watch: Watch) -> None:
-    """`homing watch` is what other tools build on: after all of the above, across a death, it must be exact."""
+    """Other tools build on `homing watch`: its output must be exact, even after a replica's death."""
     replicas = cluster.serving(2)
     cluster.home(LONG_PROMPTS[0])
     own = {(name, r["epoch"]): snapshot(r["event_endpoints"]["snapshot"]) for name, r in replicas.items()}

@@ -1,4 +1,4 @@
-"""A simulation with the rates of a live cluster's replicas, as a user asks for it."""
+"""`homing simulate` with rates measured by a live cluster's replicas."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.cluster
 
 
 def test_a_simulation_takes_its_rates_from_the_running_cluster(cluster: Serving, tmp_path: Path) -> None:
-    """They have been measured by then, and nobody has to copy them by hand."""
+    """The replicas' measured rates are read from the cluster, so users need not copy them."""
     cluster.home("Some words to measure the rates by. " * 40)
     found = tmp_path / "found.json"
     words = ["--calibrate", cluster.url, "--requests", "40", "--policies", "expected-ttft", "--json", str(found)]

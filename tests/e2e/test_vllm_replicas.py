@@ -2,7 +2,7 @@
 
     HOMING_TEST_VLLM=vllm/bin/vllm pytest tests/e2e/test_vllm_replicas.py --timeout 3600
 
-test_vllm.py says how to make its environment. Two replicas take two minutes to start on two cores.
+test_vllm.py explains how to make that environment. Two replicas take two minutes to start on two cores.
 """
 
 import os
@@ -40,7 +40,7 @@ PATIENCE_S = 1200.0
 
 
 def random_model(folder: Path) -> Path:
-    """A small Llama with random weights, of a shape that vLLM's attention on CPUs takes; it has no tokenizer."""
+    """A small random Llama without tokenizer, of a shape that vLLM's attention on CPUs supports."""
     shape = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
     return save_checkpoint(folder, "llama", vocab_size=4096, max_position_embeddings=2048, **shape)
 
@@ -58,7 +58,7 @@ def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def test_what_vllm_has_cached_is_known_before_it_is_asked(cluster: Serving) -> None:
-    """By its events, named anew by content; its own word on the next request agrees."""
+    """The events, rehashed by content, predict the cached tokens that vLLM reports for the next request."""
     assert cached_tokens(cluster) == 0
 
     held = held_blocks(cluster)
@@ -67,7 +67,7 @@ def test_what_vllm_has_cached_is_known_before_it_is_asked(cluster: Serving) -> N
 
 
 def test_a_stream_continues_when_its_vllm_is_killed(cluster: Serving) -> None:
-    """With the tokens that it would have had; and nothing is left of it."""
+    """The text is unchanged, and no process of the killed engine remains."""
     expected, before = text_of(cluster.post("/v1/completions", LONG)), continued(cluster)
 
     assert text_with_a_kill(cluster, PROGRAM, after=20) == expected
@@ -79,7 +79,7 @@ def test_a_stream_continues_when_its_vllm_is_killed(cluster: Serving) -> None:
 
 
 def test_an_update_under_load_fails_and_changes_no_answer(cluster: Serving) -> None:
-    """Each vLLM is replaced by one with other arguments while two clients ask."""
+    """Each vLLM is replaced by one with other arguments while two clients send requests."""
     before = engines(cluster, PROGRAM).keys()
     with Load(cluster) as load:
         updated = homing(cluster.state, "update", "--engine-args", "--enforce-eager --seed 1", patience_s=PATIENCE_S)
@@ -87,5 +87,5 @@ def test_an_update_under_load_fails_and_changes_no_answer(cluster: Serving) -> N
     assert updated.returncode == 0, updated.stderr
     assert load.wrong == []
     assert load.answers > 0
-    until(lambda: None if before & engines(cluster, PROGRAM).keys() else True, "the old engines have ended")
+    until(lambda: None if before & engines(cluster, PROGRAM).keys() else True, "the old engines have exited")
     until(lambda: True if not zombies(cluster) else None, "no zombie is left")

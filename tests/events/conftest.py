@@ -1,4 +1,4 @@
-"""What the tests of this room share: a leak check, and a sink that folds what it is told."""
+"""Shared fixtures of the events tests: a leak check, and publishers on both transports."""
 
 import threading
 import time
@@ -15,13 +15,13 @@ from .fakes import new_publisher
 
 
 def _open_sockets() -> set[str]:
-    """Sockets and pipes of this process."""
+    """Sockets, pipes and eventfds of this process."""
     names = set()
     for link in Path("/proc/self/fd").iterdir():
         try:
             target = str(link.readlink())
         except OSError:
-            continue  # the listing's own descriptor
+            continue  # the descriptor of the directory listing itself
         if target.startswith(("socket:", "pipe:", "anon_inode:[eventfd]")):
             names.add(target)
     return names
@@ -29,7 +29,7 @@ def _open_sockets() -> set[str]:
 
 @pytest.fixture
 def no_leaks() -> Iterator[None]:
-    """Threads and sockets that a test opens are gone when it ends; ZeroMQ's own threads take a moment."""
+    """Check that a test leaves no threads and sockets behind; ZeroMQ's own threads take a moment to exit."""
     threads, sockets = set(threading.enumerate()), _open_sockets()
     yield
     deadline = time.monotonic() + 10
@@ -43,7 +43,7 @@ def no_leaks() -> Iterator[None]:
 def make_publisher(
     request: pytest.FixtureRequest, tmp_path: Path, no_leaks: None
 ) -> Iterator[Callable[..., EventPublisher]]:
-    """Publishers over both transports, closed at the end."""
+    """Makes publishers on one of both transports, and closes them at the end."""
     made: list[EventPublisher] = []
 
     folder = tmp_path / "sockets"

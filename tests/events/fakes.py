@@ -1,4 +1,4 @@
-"""Fakes and small builders that the tests of this room own."""
+"""Fakes and small builders for the tests of events."""
 
 import asyncio
 import struct
@@ -22,7 +22,7 @@ BLOCK_SIZE = 4
 
 
 def block(number: int) -> bytes:
-    """A hash of 16 bytes whose name on the wire is `number`."""
+    """A 16-byte hash whose wire hash is `number`."""
     return bytes(8) + struct.pack(">Q", number)
 
 
@@ -56,7 +56,7 @@ def new_publisher(
 
 
 def load_report(step: int, epoch: int = 7) -> LoadReport:
-    """A report that is told from others by its step."""
+    """A load report that is identified by its step."""
     return LoadReport(
         epoch=epoch,
         step=step,
@@ -75,7 +75,7 @@ def load_report(step: int, epoch: int = 7) -> LoadReport:
 
 
 class FoldingSink:
-    """Folds what a feed tells it, and keeps the story."""
+    """A sink that applies a feed's events to a mirror and records all calls."""
 
     def __init__(self) -> None:
         self.mirror = CacheMirror()
@@ -113,15 +113,15 @@ class FoldingSink:
 
 
 async def until(condition: Callable[[], object], timeout_s: float = 120.0) -> None:
-    """Wait until it holds. The timeout only catches hangs."""
+    """Wait until the condition is true. The timeout only catches hangs."""
     deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, "it never came about"
+        assert time.monotonic() < deadline, "timed out"
         await asyncio.sleep(0.002)
 
 
 class ForeignPublisher:
-    """An engine that publishes as vLLM 0.23 does: PUB and ROUTER on fixed addresses, positional arrays, no topic."""
+    """A publisher like vLLM 0.23's: PUB and ROUTER on fixed addresses, positional arrays, no topic."""
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", events: str, replay: str, *, first_ts: float) -> None:
         self._pub, self._router = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
@@ -131,14 +131,14 @@ class ForeignPublisher:
         self._ts = first_ts
 
     def publish(self, *events: list[object], heard: bool = True) -> None:
-        """Number and keep a batch; send it unless it is to get lost."""
+        """Number and keep a batch, and send it if `heard`."""
         self._ts += 1.0
         self._history.append(msgspec.msgpack.encode([self._ts, list(events)]))
         if heard:
             self._pub.send_multipart([b"", encode_seq(len(self._history) - 1), self._history[-1]])
 
     def serve(self) -> None:
-        """Answer the replays asked for so far, in the two-frame form."""
+        """Answer all pending replay requests, in the form without a topic."""
         while self._router.poll(0):
             identity, _, since = self._router.recv_multipart()
             for seq in range(int.from_bytes(since, "big"), len(self._history)):
@@ -146,6 +146,6 @@ class ForeignPublisher:
             self._router.send_multipart([identity, b"", END_SEQ, b""])
 
     def close(self) -> None:
-        """As a process that dies."""
+        """Close the sockets at once, as when the process dies."""
         self._pub.close(0)
         self._router.close(0)

@@ -1,6 +1,6 @@
-"""Typed readers as other engines have them: same fields, types and order as vLLM 0.33's and SGLang 0.5.23's structs.
+"""Typed readers of other engines: the fields, types and order of vLLM 0.33's and SGLang 0.5.23's structs.
 
-`make compat` checks that the first of them still has the fields of the real one.
+`make compat` checks vLLM's structs here against the real ones.
 """
 
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ class _Event(msgspec.Struct, omit_defaults=True, tag=True):
 
 
 class BlockStored(_Event):
-    """vLLM's."""
+    """vLLM's `BlockStored`."""
 
     block_hashes: list[bytes | int]
     parent_block_hash: bytes | int | None
@@ -34,7 +34,7 @@ class BlockStored(_Event):
 
 
 class BlockRemoved(_Event):
-    """vLLM's."""
+    """vLLM's `BlockRemoved`."""
 
     block_hashes: list[bytes | int]
     medium: str | None
@@ -44,7 +44,7 @@ class BlockRemoved(_Event):
 
 
 class AllBlocksCleared(_Event):
-    """The same everywhere."""
+    """`AllBlocksCleared`, the same in all engines."""
 
 
 class VllmBatch(msgspec.Struct, array_like=True, omit_defaults=True):
@@ -56,7 +56,7 @@ class VllmBatch(msgspec.Struct, array_like=True, omit_defaults=True):
 
 
 class SglangStored(_Event, tag="BlockStored"):
-    """SGLang's: hashes are ints, the rest may be missing."""
+    """SGLang's `BlockStored`: hashes are ints, and trailing fields are optional."""
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -70,7 +70,7 @@ class SglangStored(_Event, tag="BlockStored"):
 
 
 class SglangRemoved(_Event, tag="BlockRemoved"):
-    """SGLang's."""
+    """SGLang's `BlockRemoved`."""
 
     block_hashes: list[int]
     medium: str | None = None
@@ -85,6 +85,6 @@ class SglangBatch(msgspec.Struct, array_like=True):
 
 
 def fields(event: msgspec.Struct, wanted: Iterable[str]) -> dict[str, Any]:
-    """The wanted fields of an event; its tag counts as `type`."""
+    """The wanted fields of an event; `type` is its tag."""
     tag = event.__struct_config__.tag
     return {name: tag if name == "type" else getattr(event, name) for name in wanted}

@@ -1,6 +1,6 @@
-"""Our own stream as bytes: what a ledger sends for a fixed story, and what a reader must find in it.
+"""Our own stream as bytes: the event log's messages for a fixed story, and the events that readers must get.
 
-python -m tests.events.own_recording      writes fixtures/homing.jsonl anew, when the format is meant to change
+python -m tests.events.own_recording      rewrites fixtures/homing.jsonl, when the format is meant to change
 """
 
 import json
@@ -19,12 +19,12 @@ EPOCH = 0x0123_4567_89AB_CDEF
 
 
 def block(number: int) -> bytes:
-    """A hash of 16 bytes whose last 8 are this number."""
+    """A 16-byte hash whose last 8 bytes are `number`."""
     return b"\x11" * 8 + number.to_bytes(8, "big")
 
 
 def tokens(*ids: int) -> bytes:
-    """Token ids as the ledger takes them."""
+    """Token ids as the event log takes them."""
     return b"".join(token.to_bytes(4, "little") for token in ids)
 
 
@@ -44,7 +44,7 @@ VARIANTS = {
 
 @dataclass(slots=True, frozen=True)
 class Own:
-    """A batch of ours, and its events as a reader is to find them."""
+    """One of our batches, and its events as a reader must find them."""
 
     name: str
     settings: EventsSettings
@@ -53,7 +53,7 @@ class Own:
 
 
 def batches() -> Iterator[Own]:
-    """The story under each setting that changes the wire."""
+    """The story under each setting that changes the wire format."""
     for variant, settings in VARIANTS.items():
         ledger = EventLog(settings, epoch=EPOCH, block_size=2, medium="GPU")
         for number, (name, step) in enumerate(STORY.items()):
@@ -87,7 +87,7 @@ def _expected(change: object, settings: EventsSettings) -> dict[str, Any]:
 
 
 def lines() -> list[str]:
-    """The fixture: topic, number and payload of each batch."""
+    """The lines of the fixture: topic, number and payload of each batch."""
     return [json.dumps({"name": own.name, "frames": [part.hex() for part in _frames(own.sent)]}) for own in batches()]
 
 

@@ -1,4 +1,4 @@
-"""The recorded streams of other engines, and what they mean in our reader's terms."""
+"""The recorded streams of other engines, and their meaning in our reader's types."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ FOLDER = Path(__file__).parent / "fixtures"
 
 @dataclass(slots=True, frozen=True)
 class Live:
-    """A message of the events socket, what its engine was told to say, and what was cached then (if known)."""
+    """A message of the events socket, the events its engine was given, and the blocks cached after it (if known)."""
 
     name: str
     frames: Sequence[bytes]
@@ -23,12 +23,12 @@ class Live:
 
 @dataclass(slots=True, frozen=True)
 class Recording:
-    """One fixture."""
+    """The content of one fixture."""
 
     package: str
     version: str
     live: Sequence[Live]
-    replayed: Sequence[Sequence[bytes]]  #: answers to a request from number 2 on, with the end marker
+    replayed: Sequence[Sequence[bytes]]  #: answers to a replay request from number 2 on, including the end marker
 
 
 def load(path: Path) -> Recording:
@@ -47,12 +47,12 @@ def _frames(line: Mapping[str, Any]) -> list[bytes]:
     return [bytes.fromhex(frame) for frame in line["frames"]]
 
 
-#: By the name of the file.
+#: All fixtures, by file name without suffix.
 RECORDINGS = {path.stem: load(path) for path in sorted(FOLDER.glob("*-*.jsonl"))}
 
 
 def meaning(event: Mapping[str, Any]) -> CacheEvent:
-    """What a recorded event says, without the help of our decoder."""
+    """A recorded event as our type, converted without our decoder."""
     if event["type"] == "AllBlocksCleared":
         return Cleared()
     hashes = [_name(value) for value in event["block_hashes"]]
@@ -74,5 +74,5 @@ def meaning(event: Mapping[str, Any]) -> CacheEvent:
 
 
 def _name(value: int | str) -> int:
-    """A hash, cut to its last 8 bytes where it was recorded as bytes."""
+    """The wire hash: bytes (recorded as hex digits) are truncated to the last 8."""
     return value if isinstance(value, int) else int(value[-16:], 16)

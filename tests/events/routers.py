@@ -1,4 +1,4 @@
-"""A router as far as subscribers know one: it lists replicas at /cluster."""
+"""A minimal router for subscriber tests: a server that lists replicas at /cluster."""
 
 import threading
 from collections.abc import Iterator
@@ -12,21 +12,21 @@ from homing.events import EventEndpoints
 
 
 class Listing:
-    """What /cluster answers; tests change it."""
+    """The content of /cluster, which tests change."""
 
     def __init__(self) -> None:
         self._replicas: dict[str, tuple[int, EventEndpoints | None]] = {}
 
     def put(self, replica: str, epoch: int, endpoints: EventEndpoints | None) -> None:
-        """From now on this replica is there."""
+        """Add or replace a replica."""
         self._replicas[replica] = epoch, endpoints
 
     def drop(self, replica: str) -> None:
-        """From now on it is not."""
+        """Remove a replica."""
         del self._replicas[replica]
 
     def view(self) -> dict[str, Any]:
-        """The answer."""
+        """The JSON response of /cluster."""
         return {
             "replicas": [
                 {"replica_id": name, "epoch": epoch, "event_endpoints": msgspec.to_builtins(endpoints)}
@@ -37,7 +37,7 @@ class Listing:
 
 @contextmanager
 def serving(listing: Listing) -> Iterator[str]:
-    """The address of a server that answers any path with the listing."""
+    """Start a server that answers every path with the listing; yields its URL."""
 
     class Answer(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

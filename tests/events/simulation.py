@@ -1,7 +1,7 @@
-"""A publisher's book, a faulty network and a subscription, all pure and driven by one seed.
+"""A publisher's event log, a faulty network and a subscription, all pure and driven by one seed.
 
-The oracle remembers the set that the publisher held after every number of every incarnation. After each `Apply` and
-`Reset` the reader's set is compared with the remembered one: whoever applies past a hole is caught at that very batch.
+The oracle records the publisher's set after every number of every epoch. After each `Apply` and `Reset`, the reader's
+set is compared with the recorded one, so a reader that applies past a gap is caught at that very batch.
 """
 
 import random
@@ -34,34 +34,34 @@ Position = tuple[int, int | None]
 
 @dataclass
 class Faults:
-    """Odds of what may happen to a message, a publisher or its reader."""
+    """Probabilities of faults in the network, the publisher and its reader, and the reader's limits."""
 
     drop: float = 0.0
     duplicate: float = 0.0
     reorder: float = 0.0
-    restart: float = 0.0  #: another incarnation
-    lose: float = 0.0  #: the publisher's queue was full
+    restart: float = 0.0  #: a restarted publisher, with a new epoch
+    lose: float = 0.0  #: the publisher's queue is full
     disconnect: float = 0.0
-    reset: float = 0.0  #: the cache is cleared, and no step follows by itself
-    sluggish: float = 0.0  #: the reader does not come round to reading
-    high_water_mark: int | None = None  #: messages that wait for it in the socket; more are dropped
-    late: int = 0  #: batches before the reader comes
-    buffer: int = 64  #: batches that it keeps behind a hole
+    reset: float = 0.0  #: the cache is cleared without a step
+    sluggish: float = 0.0  #: the reader skips a chance to read
+    high_water_mark: int | None = None  #: messages that its socket queues; more are dropped
+    late: int = 0  #: batches before the reader joins
+    buffer: int = 64  #: batches that the reader keeps behind a gap
 
 
-#: What goes wrong in the test that mixes everything.
+#: The faults of the test that mixes everything.
 MIXED = Faults(drop=0.1, duplicate=0.05, reorder=0.05, restart=0.01, lose=0.02, disconnect=0.01, reset=0.01, buffer=8)
 
 
 @dataclass
 class Channel:
-    """Messages on their way over one socket."""
+    """Messages in transit over one socket."""
 
     messages: deque[Deliver] = field(default_factory=deque)
 
 
 class World:
-    """Everything between an engine and a router's index."""
+    """All parts between an engine and a router's index: publisher, network and reader."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class World:
         self.rng = random.Random(seed)
         self.foreign = foreign
         self.faults = faults
-        #: times that each kind of fault has happened
+        #: number of times that each kind of fault has happened
         self.happened: Counter[str] = Counter()
         self.now = 0.0
         self.channels = {name: Channel() for name in ("events", "replay", "state", "snapshot", "requests")}
@@ -106,7 +106,7 @@ class World:
     # The publisher's side.
 
     def random_step(self) -> Step:
-        """What an engine step may do: chains that grow, leaves that go, blocks that come and go at once, a reset."""
+        """A random engine step: chains grow, blocks are removed (even in the same step), or everything is cleared."""
         step: Step = []
         if self.rng.random() < 0.02:
             self.resident.clear()
@@ -136,7 +136,7 @@ class World:
         self.send("events", self._batch("on_batch", sent.seq, sent.payload))
 
     def reset(self) -> None:
-        """The cache is cleared between two steps."""
+        """Clear the cache between two steps."""
         self.now += 1.0
         self.resident.clear()
         sent = self.ledger.commit([AllCleared()], self.now)
@@ -157,7 +157,7 @@ class World:
         self.history[(self.epoch, beat.seq)] = held
 
     def restart(self) -> None:
-        """Another incarnation behind the same sockets. Of ours, late messages may come and nobody may notice."""
+        """Restart the publisher behind the same sockets; ours may do so unnoticed, with messages still in transit."""
         self.ledger = self._new_ledger()
         noticed = self.foreign or self.rng.random() < 0.5
         if noticed:
@@ -188,7 +188,7 @@ class World:
     # The network.
 
     def send(self, name: str, message: Deliver) -> None:
-        """Put a message on its way, unless a fault befalls it."""
+        """Put a message in transit, unless a fault drops it."""
         messages, faults = self.channels[name].messages, self.faults
         if self._befalls("drop"):
             return
@@ -209,7 +209,7 @@ class World:
         return True
 
     def deliver(self) -> None:
-        """The oldest message of a channel that has one."""
+        """Deliver the oldest message of a random channel."""
         waiting = [channel for channel in self.channels.values() if channel.messages]
         if waiting:
             self.obey(self.rng.choice(waiting).messages.popleft()(self.subscription))
@@ -231,7 +231,7 @@ class World:
                     self.compare(reset=True)
                 case Apply(seq, _, events):
                     self.apply(seq, events)
-        assert self.sink.digest == self.subscription.digest, "the machine counts another set than it told"
+        assert self.sink.digest == self.subscription.digest, "the digest differs from the set that was announced"
         self.subscription.check()
 
     def apply(self, seq: int, events: object) -> None:
@@ -245,18 +245,18 @@ class World:
         self.compare(reset=False)
 
     def compare(self, *, reset: bool) -> None:
-        """The reader's set is the one that the publisher held just there."""
+        """Assert that the reader's set is the publisher's at that position."""
         assert self.position is not None
         held = set(self.sink.parents)
         if self.foreign and not self.subscription.exact:
-            assert reset or held <= self.history[self.position], "a block is credited that is not there"
+            assert reset or held <= self.history[self.position], "a block is credited that the publisher does not hold"
         elif not (self.foreign and reset):
-            assert held == self.history.get(self.position), f"another set than the publisher's at {self.position}"
+            assert held == self.history.get(self.position), f"the set differs from the publisher's at {self.position}"
 
-    # The story.
+    # Running.
 
     def run(self, actions: int) -> None:
-        """So many random things happen."""
+        """Perform `actions` random actions."""
         events: dict[str, Callable[[], None]] = {
             "restart": self.restart,
             "lose": self.lose,
@@ -282,7 +282,7 @@ class World:
             self.beat()
 
     def settle(self) -> None:
-        """No more faults: the network empties, heartbeats and ticks go on."""
+        """Stop all faults, drain the network, and continue with heartbeats and ticks."""
         self.faults = Faults()
         if self.foreign:
             self.commit()
@@ -295,7 +295,7 @@ class World:
                 return
 
     def exact(self) -> bool:
-        """Whether the reader believes that it has, and has, the publisher's set by the publisher's own digest."""
+        """Whether the reader is live and its set matches the publisher's digest."""
         beat = self.ledger.heartbeat(self.now)
         live = self.subscription.status is self.status is FeedStatus.LIVE
         return live and self.sink.digest == (beat.blocks, beat.digest) == self.subscription.digest

@@ -1,6 +1,6 @@
-"""What other engines send is read as they meant it, and what we send is what their readers expect.
+"""Our reader understands other engines' streams, and their readers understand ours.
 
-Runs on recorded bytes (fixtures/README.md). `make compat` holds the same against vLLM itself.
+Runs on recorded bytes (fixtures/README.md). `make compat` runs the same checks against vLLM itself.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ EVERY = pytest.mark.parametrize("recording", RECORDINGS.values(), ids=RECORDINGS
 
 
 def test_the_recordings_cover_what_is_in_the_field() -> None:
-    """A fixture that went missing must not pass for a passing test."""
+    """A missing fixture must fail the tests instead of silently reducing them."""
     found = {(recording.package, recording.version) for recording in RECORDINGS.values()}
 
     assert found == {("vllm", v) for v in ("0.33.0", "0.25.1", "0.23.0")} | {
@@ -32,7 +32,7 @@ def test_the_recordings_cover_what_is_in_the_field() -> None:
 
 @pytest.mark.parametrize("live", CASES)
 def test_a_recorded_batch_means_what_its_engine_was_told_to_say(live: Live) -> None:
-    """Hashes, parents, tokens, media, groups and adapters, in each engine's own spelling."""
+    """Covers hashes, parents, tokens, media, groups and adapters, in each engine's own encoding."""
     batch = BatchDecoder(token_ids=True).decode(live.frames[2])
 
     assert list(batch.events) == [meaning(event) for event in live.said["events"]]
@@ -41,7 +41,7 @@ def test_a_recorded_batch_means_what_its_engine_was_told_to_say(live: Live) -> N
 
 @pytest.mark.parametrize("live", CASES)
 def test_a_reader_that_needs_no_tokens_gets_the_same_hashes(live: Live) -> None:
-    """The router's own path, which is another one inside."""
+    """The router decodes without tokens, which takes another code path."""
     batch = BatchDecoder().decode(live.frames[2])
 
     assert [getattr(event, "hashes", None) for event in batch.events] == [
@@ -51,7 +51,7 @@ def test_a_reader_that_needs_no_tokens_gets_the_same_hashes(live: Live) -> None:
 
 @EVERY
 def test_live_and_replayed_frames_carry_the_same_numbers_and_payloads(recording: Recording) -> None:
-    """Replay answers have a topic since vLLM 0.26 and none before; the end marker comes in both forms."""
+    """vLLM's replay answers have a topic only since 0.26; the end marker comes in both forms."""
     live = [read_event(message.frames) for message in recording.live]
     *answers, end = [read_replay(frames) for frames in recording.replayed]
 
@@ -61,7 +61,7 @@ def test_live_and_replayed_frames_carry_the_same_numbers_and_payloads(recording:
 
 
 def test_counted_copies_add_up_to_what_vllms_pool_has_cached() -> None:
-    """Its own block pool at work: twins, salts, evictions, a reset. It announces every copy and removes each."""
+    """vLLM's real block pool announces and removes every copy: twins, salts, evictions and a reset are recorded."""
     residents, decoder = CountedResidency(), BatchDecoder()
     told: list[bool] = []
     for live in RECORDINGS["vllm-0.33-engine"].live:
@@ -76,7 +76,7 @@ def test_counted_copies_add_up_to_what_vllms_pool_has_cached() -> None:
 
 @EVERY
 def test_a_hole_in_a_recorded_stream_is_closed_by_the_recorded_replay(recording: Recording) -> None:
-    """The whole way of a foreign publisher's messages: frames, payload, order, recovery, residency."""
+    """The whole path of an external publisher's messages: frames, payload, order, recovery, residency."""
     decoder = BatchDecoder()
     reader = Subscription(FeedOptions(snapshot=False, heartbeats=False), CountedResidency())
     steps: list[list[Instruction]] = [reader.start(), reader.on_replay_end()]
@@ -109,7 +109,7 @@ def _all_at_once(recording: Recording) -> CountedResidency:
 
 
 def test_our_bytes_are_what_they_were() -> None:
-    """Readers outside this repository hang on them. See docs/events.md before changing the recording."""
+    """Readers outside this repository depend on these bytes. See docs/events.md before changing the recording."""
     assert own_recording.lines() == own_recording.PATH.read_text(encoding="utf-8").splitlines()
 
 
@@ -117,7 +117,7 @@ def foreign_cases() -> Iterator[object]:
     for schema in (foreign_schema.VllmBatch, foreign_schema.SglangBatch):
         for own in own_recording.batches():
             if schema is foreign_schema.SglangBatch and own.settings.hash_format == "bytes":
-                continue  # its reader knows ints only
+                continue  # SGLang's reader accepts only ints
             yield pytest.param(schema, own, id=f"{schema.__name__}: {own.name}")
 
 
@@ -125,7 +125,7 @@ def foreign_cases() -> Iterator[object]:
 def test_typed_readers_of_other_engines_understand_our_batches(
     schema: type[foreign_schema.VllmBatch | foreign_schema.SglangBatch], own: own_recording.Own
 ) -> None:
-    """Decoders written as vLLM's and SGLang's are: strict about types, positions and required fields."""
+    """Decoders written like vLLM's and SGLang's are strict about types, positions and required fields."""
     batch = msgspec.msgpack.decode(own.sent.payload, type=schema)
 
     assert [

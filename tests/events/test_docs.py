@@ -1,4 +1,4 @@
-"""docs/events.md says what the code does."""
+"""docs/events.md matches the code."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "events.md").read_text()
 
 
 def documented_keys(title: str) -> set[str]:
-    """Names in the first column of the table under a heading."""
+    """The names in the first column of the table under a heading."""
     section = re.split(r"^#+ ", PAGE.split(f"### {title}\n", 1)[1], maxsplit=1, flags=re.MULTILINE)[0]
     cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
     return {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
@@ -41,7 +41,7 @@ def documented_keys(title: str) -> set[str]:
     ],
 )
 def test_every_key_on_the_wire_is_documented(struct: type[msgspec.Struct], unused: set[str]) -> None:
-    """A reader in another language has only this page."""
+    """Readers in other languages have only this page."""
     assert documented_keys(struct.__name__) == set(struct.__struct_fields__) - unused
 
 
@@ -49,7 +49,7 @@ def test_every_key_on_the_wire_is_documented(struct: type[msgspec.Struct], unuse
 async def test_the_subscriber_of_the_page_follows_a_publisher(
     make_publisher: Callable[..., EventPublisher], encrypted: bool
 ) -> None:
-    """It is the first thing that anybody tries."""
+    """This snippet is the first thing that a newcomer tries."""
     (code,) = [part for part in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "def held_blocks" in part]
     names: dict[str, Any] = {}
     exec(code, names)
@@ -71,7 +71,7 @@ async def test_the_subscriber_of_the_page_follows_a_publisher(
 async def test_the_cluster_s_subscriber_of_the_page_follows_a_router(
     make_publisher: Callable[..., EventPublisher],
 ) -> None:
-    """All that a program outside has is an address."""
+    """An external program needs only the router's address."""
     (code,) = [part for part in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "def held_by_replica" in part]
     names: dict[str, Any] = {}
     exec(code, names)
@@ -90,7 +90,7 @@ async def test_the_cluster_s_subscriber_of_the_page_follows_a_router(
 
 
 def test_every_key_of_a_json_line_is_documented() -> None:
-    """jq and JavaScript have only this page, too."""
+    """jq and JavaScript programs have only this page."""
     section = PAGE.split("## As JSON lines\n", 1)[1].split("\n## ", 1)[0]
     cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
     documented = {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
@@ -102,7 +102,7 @@ def test_every_key_of_a_json_line_is_documented() -> None:
 def test_the_plain_pyzmq_reader_of_the_page_follows_a_publisher(
     make_publisher: Callable[..., EventPublisher],
 ) -> None:
-    """It is what people copy."""
+    """Users copy this snippet."""
     (code,) = [part for part in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "def follow" in part]
     names: dict[str, Any] = {}
     exec(code, names)
@@ -111,7 +111,7 @@ def test_the_plain_pyzmq_reader_of_the_page_follows_a_publisher(
     context = zmq.Context()
 
     def read_until_held(wanted: set[int]) -> None:
-        # A subscription takes a moment to reach the publisher; what the reader then misses, it says.
+        # A subscription takes a moment to reach the publisher; the reader raises if it misses batches.
         with contextlib.suppress(RuntimeError):
             any(wanted <= held for held in names["follow"](context, endpoints.events, endpoints.snapshot))
             found.set()
@@ -126,7 +126,7 @@ def test_the_plain_pyzmq_reader_of_the_page_follows_a_publisher(
 
 
 def step_until(publisher: EventPublisher, found: threading.Event) -> None:
-    """An engine that stores a pair of blocks in each step and removes the even one in the next."""
+    """Act as an engine that stores two blocks in each step and removes the even one in the next."""
     for number in range(1, 100_000, 2):
         publisher.stored(None, [block(number), block(number + 1)], tokens(number, number + 1))
         publisher.removed([block(number - 1)])

@@ -1,4 +1,4 @@
-"""Publisher and readers with CURVE keys, over real sockets: who has the keys follows, who has not is told so."""
+"""Publisher and readers with CURVE keys over real sockets: readers with keys follow, others get an error."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -22,7 +22,7 @@ Follow = Callable[[EventEndpoints, FoldingSink, KeyPair | None], EventFeed]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A cluster's keys."""
+    """A folder with a cluster's keys."""
     make_folder(tmp_path / "keys")
     return tmp_path / "keys"
 
@@ -39,7 +39,7 @@ def reader(folder: Path) -> KeyPair:
 
 @pytest.fixture
 async def follow() -> AsyncIterator[Follow]:
-    """Feeds in this test's loop, closed at the end."""
+    """Starts feeds in the test's event loop and closes them at the end."""
     made: list[EventFeed] = []
 
     def make(endpoints: EventEndpoints, sink: FoldingSink, keys: KeyPair | None) -> EventFeed:
@@ -62,10 +62,10 @@ def with_server_key(endpoints: EventEndpoints, key: bytes) -> EventEndpoints:
     )
 
 
-async def test_who_has_the_keys_follows_as_ever(
+async def test_a_reader_with_keys_follows_as_usual(
     make_publisher: Publishers, follow: Follow, server: ServerKeys, reader: KeyPair
 ) -> None:
-    """All four sockets: events, replay of a hole, heartbeats, snapshot."""
+    """Uses all four sockets: events, replay after a gap, heartbeats and snapshot."""
     publisher, sink = make_publisher(keys=server), FoldingSink()
     endpoints = publisher.start()
     store(publisher, 1, 2)
@@ -84,7 +84,7 @@ async def test_who_has_the_keys_follows_as_ever(
 async def test_an_unknown_client_is_told_and_logged_on_both_sides(
     make_publisher: Publishers, follow: Follow, server: ServerKeys, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """libzmq gives up silently: without a word, a reader would wait for ever."""
+    """libzmq gives up silently; without an error, a reader would wait for ever."""
     publisher, sink = make_publisher(keys=server), FoldingSink()
     endpoints = publisher.start()
 
@@ -99,7 +99,7 @@ async def test_an_unknown_client_is_told_and_logged_on_both_sides(
 async def test_a_client_without_keys_is_told_that_it_gave_none(
     make_publisher: Publishers, follow: Follow, server: ServerKeys
 ) -> None:
-    """Its author may not know that there are any: "our key" would say nothing to him."""
+    """The user may not know about keys, so the error must not speak of "our key"."""
     publisher, sink = make_publisher(keys=server), FoldingSink()
 
     follow(publisher.start(), sink, None)
@@ -110,10 +110,10 @@ async def test_a_client_without_keys_is_told_that_it_gave_none(
 
 
 @pytest.mark.parametrize("reader_encrypts", [True, False])
-async def test_keys_of_another_server_are_told(
+async def test_keys_of_another_server_are_reported(
     make_publisher: Publishers, follow: Follow, server: ServerKeys, reader: KeyPair, reader_encrypts: bool
 ) -> None:
-    """Another server's key, or none at all: the connection ends without a reason, again and again."""
+    """With another server's key, or with none, libzmq just closes the connection, over and over."""
     publisher, sink = make_publisher(keys=server), FoldingSink()
     wrong = with_server_key(publisher.start(), new_pair().public if reader_encrypts else b"")
 
@@ -126,7 +126,7 @@ async def test_keys_of_another_server_are_told(
 async def test_a_reader_that_encrypts_does_not_talk_to_a_publisher_that_does_not(
     make_publisher: Publishers, follow: Follow, reader: KeyPair
 ) -> None:
-    """It may be somebody else's."""
+    """The publisher may not be the intended one."""
     sink = FoldingSink()
     plain = make_publisher().start()
 
@@ -139,7 +139,7 @@ async def test_a_reader_that_encrypts_does_not_talk_to_a_publisher_that_does_not
 async def test_a_client_that_is_added_later_gets_in(
     make_publisher: Publishers, follow: Follow, server: ServerKeys, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Without a restart of the replica."""
+    """Adding a client requires no restart of replicas."""
     publisher, sink = make_publisher(keys=server), FoldingSink()
     endpoints = publisher.start()
 
@@ -152,7 +152,7 @@ async def test_a_client_that_is_added_later_gets_in(
 async def test_any_client_gets_in_where_that_is_the_setting(
     make_publisher: Publishers, follow: Follow, server: ServerKeys
 ) -> None:
-    """Encrypted all the same; the reader makes a pair of its own."""
+    """The connection is still encrypted; the reader generates its own key pair."""
     publisher, sink = make_publisher(keys=ServerKeys(server.pair, None)), FoldingSink()
 
     follow(publisher.start(), sink, None)
@@ -162,7 +162,7 @@ async def test_any_client_gets_in_where_that_is_the_setting(
 async def test_a_subscriber_with_wrong_keys_gets_an_error_and_not_silence(
     make_publisher: Publishers, server: ServerKeys
 ) -> None:
-    """A loop that never turns tells its author nothing."""
+    """A loop that never yields would not tell its user what is wrong."""
     endpoints = make_publisher(keys=server).start()
 
     async with asyncio.timeout(120), aclosing(subscribe(endpoints, keys=new_pair())) as stream:
@@ -171,8 +171,8 @@ async def test_a_subscriber_with_wrong_keys_gets_an_error_and_not_silence(
 
 
 @pytest.mark.parametrize("name", ["events", "replay", "state", "snapshot"])
-def test_no_socket_talks_to_who_has_no_keys(make_publisher: Publishers, server: ServerKeys, name: str) -> None:
-    """One forgotten socket would make the others' locks worthless."""
+def test_no_socket_accepts_a_client_without_keys(make_publisher: Publishers, server: ServerKeys, name: str) -> None:
+    """A single unprotected socket would defeat the protection of the others."""
     endpoint = getattr(make_publisher(keys=server).start(), name)
     context = zmq.Context()
     sock = context.socket(zmq.SUB if name in ("events", "state") else zmq.DEALER)

@@ -1,4 +1,4 @@
-"""Where a publisher may listen."""
+"""The addresses on which a publisher may listen."""
 
 from pathlib import Path
 
@@ -9,26 +9,26 @@ from homing.events.endpoint import ipc_address, tcp_address
 
 
 def test_addresses_are_of_one_host_with_a_random_port() -> None:
-    """Names are resolved here: ZeroMQ binds addresses only."""
+    """Host names must be resolved first, because ZeroMQ binds only to addresses."""
     assert tcp_address("127.0.0.1") == "tcp://127.0.0.1:*"
     assert tcp_address("::1") == "tcp://[::1]:*"
 
 
 @pytest.mark.parametrize("host", ["", "*", "0.0.0.0", "::", "0", "::ffff:0.0.0.0"])
 def test_every_spelling_of_all_interfaces_is_refused(host: str) -> None:
-    """The stream has no password."""
+    """By default, the stream is not protected."""
     with pytest.raises(EndpointUnusable, match="all interfaces"):
         tcp_address(host)
 
 
 def test_a_host_that_does_not_exist_is_named() -> None:
-    """`.invalid` never resolves (RFC 2606)."""
+    """The error names the host. `.invalid` never resolves (RFC 2606)."""
     with pytest.raises(EndpointUnusable, match=r"nobody\.invalid"):
         tcp_address("nobody.invalid")
 
 
 def test_two_incarnations_never_share_a_file() -> None:
-    """A killed one leaves its files behind; the next must not be mistaken for it."""
+    """A killed process leaves its socket files behind; a new epoch must not reuse them."""
     folder = Path("run")
 
     assert ipc_address(folder, 1, "events") != ipc_address(folder, 2, "events")

@@ -1,7 +1,7 @@
-"""Nothing that arrives crashes the reader, and no event of a known type is lost.
+"""No input crashes the reader, and no event of a known type is lost.
 
-Damaged recordings get deeper into the decoders than random bytes do: bits flipped, parts cut out, doubled, or put
-into each other's place.
+Damaged recordings get deeper into the decoders than random bytes do: bits are flipped, and parts are deleted,
+duplicated or replaced by parts of other payloads.
 """
 
 import random
@@ -28,7 +28,7 @@ ANSWERS = [list(frames) for recording in RECORDINGS.values() for frames in recor
 
 
 def damaged(payload: bytes, rng: random.Random) -> bytes:
-    """One to three wounds."""
+    """A copy of the payload, damaged in one to three places."""
     data = bytearray(payload)
     for _ in range(rng.randint(1, 3)):
         at, end = sorted(rng.randrange(len(data) + 1) for _ in range(2))
@@ -48,13 +48,13 @@ def damaged(payload: bytes, rng: random.Random) -> bytes:
 
 
 class Tagged(msgspec.Struct):
-    """An event in the form of a map."""
+    """An event encoded as a map."""
 
     type: object
 
 
 def announced(payload: bytes) -> int:
-    """How many events of a known type a readable batch has, whatever else is in them."""
+    """Number of events of a known type in a readable batch, whatever else it contains."""
     parts = msgspec.msgpack.decode(payload, type=list[msgspec.Raw] | dict[str, msgspec.Raw])
     events = parts["events"] if isinstance(parts, dict) else parts[1]
     return sum(kind(event) in KINDS for event in msgspec.msgpack.decode(events, type=list[msgspec.Raw]))
@@ -69,7 +69,7 @@ def kind(event: msgspec.Raw) -> object:
 
 
 def decode_and_compare(payload: bytes, *, token_ids: bool) -> bool:
-    """Decode; every event of a known type is handed on. False: the batch is refused by the named error."""
+    """Decode, and check that every event of a known type is kept. Returns False if the batch raises MalformedFrame."""
     try:
         batch = BatchDecoder(token_ids=token_ids).decode(payload)
     except MalformedFrame:
@@ -85,7 +85,7 @@ def decode_and_compare(payload: bytes, *, token_ids: bool) -> bool:
 
 @pytest.mark.parametrize("token_ids", [True, False])
 def test_damaged_payloads_are_read_or_refused_by_name(token_ids: bool) -> None:
-    """10,000 of them, the same in every run; both outcomes must occur often, or the damage is of the wrong kind."""
+    """10,000 payloads, the same in every run; both outcomes must be frequent, or the damage is unsuitable."""
     rng = random.Random(f"damage {token_ids}")
 
     read = sum(decode_and_compare(damaged(rng.choice(PAYLOADS), rng), token_ids=token_ids) for _ in range(10_000))
@@ -98,7 +98,7 @@ def test_damaged_payloads_are_read_or_refused_by_name(token_ids: bool) -> None:
 def test_any_single_edit_of_a_recorded_payload_is_read_or_refused(
     payload: bytes, data: st.DataObject, token_ids: bool
 ) -> None:
-    """The same with hypothesis, which shrinks what it finds."""
+    """The same property with Hypothesis, which shrinks failing examples."""
     at = data.draw(st.integers(0, len(payload)))
     end = data.draw(st.integers(at, len(payload)))
     patch = data.draw(st.binary(max_size=12))
@@ -108,7 +108,7 @@ def test_any_single_edit_of_a_recorded_payload_is_read_or_refused(
 
 @pytest.mark.parametrize("read", [read_event, read_replay])
 def test_damaged_frames_are_read_or_refused_by_name(read) -> None:
-    """Frames missing, doubled, emptied, swapped or damaged."""
+    """Frames are missing, duplicated, emptied, swapped or damaged."""
     rng = random.Random(7)
     for _ in range(5_000):
         frames = list(rng.choice(MESSAGES if read is read_event else ANSWERS))

@@ -1,4 +1,4 @@
-"""What a prefill costs, learned from steps."""
+"""Prefill costs learned from measured steps."""
 
 from random import Random
 
@@ -18,7 +18,7 @@ def prefill(cached: int, tokens: int) -> PrefillWork:
 
 
 def mixed_steps(cost: PrefillCost, count: int = 200) -> PrefillSums:
-    """Short and long prompts, with and without a cached prefix; durations a tenth apart."""
+    """Short and long prompts, with and without a cached prefix; durations vary by ±5 %."""
     rng, sums = Random(7), PrefillSums()
     for _ in range(count):
         work = prefill(rng.choice((0, 0, 4_000, 30_000)), rng.choice((20, 300, 2_000, 8_000)))
@@ -27,12 +27,12 @@ def mixed_steps(cost: PrefillCost, count: int = 200) -> PrefillSums:
 
 
 def test_the_plain_rate_holds_until_something_is_observed() -> None:
-    """A replica that has done nothing yet must not look free."""
+    """A replica that has not computed anything yet must not look free."""
     assert fit(PrefillSums().values, RATE) == PrefillCost(0.0, 1 / RATE, 0.0, 0.0)
 
 
 def test_mixed_steps_tell_the_parts() -> None:
-    """Short prompts, long ones, and short rests behind long cached prefixes differ in their parts only."""
+    """Short prompts, long ones, and short suffixes of long cached prefixes differ only in these components."""
     cost = fit(mixed_steps(TRUE).values, RATE)
 
     assert cost.prompt_s == pytest.approx(TRUE.prompt_s, rel=0.05)
@@ -42,7 +42,7 @@ def test_mixed_steps_tell_the_parts() -> None:
 
 
 def test_context_that_costs_nothing_is_learned_to_be_free() -> None:
-    """The curve of Dynamo's mocker has no such part; a fit that must put it into pairs is wrong by seconds."""
+    """Dynamo's mocker has no context cost; a fit that must attribute it to pairs is wrong by seconds."""
     free = PrefillCost(prompt_s=0.0165, token_s=1.518e-5, pair_s=8.42e-10, context_s=0.0)
 
     cost = fit(mixed_steps(free).values, RATE)
@@ -52,7 +52,7 @@ def test_context_that_costs_nothing_is_learned_to_be_free() -> None:
 
 
 def test_a_fit_foresees_what_it_has_seen() -> None:
-    """Steps that are all alike do not tell the parts, but their sum."""
+    """Identical steps do not reveal the components, but their total must be right."""
     sums = PrefillSums()
     for _ in range(200):
         sums.observe(prefill(0, 1000), 0.1)
@@ -61,7 +61,7 @@ def test_a_fit_foresees_what_it_has_seen() -> None:
 
 
 def test_sums_of_a_slower_replica_tell_by_how_much() -> None:
-    """Replicas of one shape differ by a factor; taken out of their sums it leaves those of the fast one."""
+    """Replicas of one shape differ by a factor; dividing their sums by it gives those of the fast one."""
     fast, slow = mixed_steps(TRUE), mixed_steps(TRUE.times(3))
 
     assert slowness(slow.values, fit(fast.values, RATE)) == pytest.approx(3, rel=0.02)
@@ -69,7 +69,7 @@ def test_sums_of_a_slower_replica_tell_by_how_much() -> None:
 
 
 def test_chunks_of_a_prompt_are_the_work_of_the_whole() -> None:
-    """However a prompt is cut, the same is computed."""
+    """Chunking a prompt must not change the computed work."""
     whole = prefill(100, 50)
 
     chunks = work_of([PrefillSpan(100, 100, 120), PrefillSpan(100, 120, 150)])
@@ -78,7 +78,7 @@ def test_chunks_of_a_prompt_are_the_work_of_the_whole() -> None:
 
 
 def test_the_last_few_tokens_of_a_prompt_do_not_outweigh_all_else() -> None:
-    """Their step takes next to nothing: by shares of its duration it would count thousandfold."""
+    """Their step is so short that its relative error would dominate the fit."""
     sums = mixed_steps(TRUE)
     before = fit(sums.values, RATE)
     sums.observe(PrefillWork(0, 3, 9.0, 0.0), 2e-5)
@@ -95,7 +95,7 @@ def test_the_last_few_tokens_of_a_prompt_do_not_outweigh_all_else() -> None:
     )
 )
 def test_no_part_is_ever_negative(steps: list[tuple[int, int, float, float, float]]) -> None:
-    """A cost below nothing would draw all requests to one replica."""
+    """A negative cost would attract all requests to one replica."""
     sums = PrefillSums()
     for prompts, tokens, pairs, context, seconds in steps:
         sums.observe(PrefillWork(prompts, tokens, pairs, context), seconds)

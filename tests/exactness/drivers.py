@@ -1,4 +1,4 @@
-"""How to ask a router which engine it would choose. A router of another kind needs one more class like these."""
+"""Drivers ask a router which engine it would choose. Another kind of router needs one more class like these."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ from ..router.fakes import request_of, until
 from ..router.replicas.external.test_external_replica import Cluster
 from .faults import PROMPT, Engine
 
-#: Faults must have been noticed and repaired by then.
+#: Seconds within which a router must have noticed and repaired a fault.
 SETTLE_S = 2.0
 
 
@@ -25,16 +25,16 @@ class Driver(Protocol):
     """A router in front of two engines."""
 
     async def start(self, engines: Sequence[Engine]) -> None:
-        """Returns when it routes to both and follows their events."""
+        """Start the router; return when it routes to both engines and follows their events."""
 
     async def chosen(self) -> str:
-        """The name of the engine that the prompt goes to, once the router had time to notice everything."""
+        """The name of the engine that gets the prompt, once the router has had time to notice everything."""
 
     async def stop(self) -> None: ...
 
 
 class OurDriver:
-    """homing's routing side in this process, asked for its explanation."""
+    """homing's router in this process, queried through its explanation of a decision."""
 
     async def start(self, engines: Sequence[Engine]) -> None:
         self._folder = tempfile.TemporaryDirectory()
@@ -49,7 +49,7 @@ class OurDriver:
         return str(self._cluster.service.explain(request_of(PROMPT)).chosen)
 
     def _settled(self) -> bool:
-        """Whether every message that the engines sent has been applied, and the streams are trusted again."""
+        """Whether every message that the engines sent has been applied and the feeds are live again."""
         replicas = self._cluster.service._replicas
         for engine in self._engines:
             feed = replicas[engine.name]._feed
@@ -65,10 +65,10 @@ class OurDriver:
 
 
 class CommandDriver:
-    """A router that a command starts, asked by sending the prompt: the engine that gets it was chosen.
+    """A router started by a command; its choice is the engine that receives the prompt.
 
-    `{urls}` and `{port}` in the command are filled in, and behind it `each` for each engine, with its `{url}`,
-    `{events}` and `{replay}`. The prompt is sent as text, which the engines tokenize: a number is a token.
+    `{urls}` and `{port}` in the command are filled in; `each` is appended for every engine, with `{url}`, `{events}`
+    and `{replay}` filled in. The prompt is sent as text, which the engines tokenize: each number is a token.
     """
 
     def __init__(self, command: str, each: str = "") -> None:
@@ -91,7 +91,7 @@ class CommandDriver:
         await asyncio.sleep(SETTLE_S)
 
     def _answers(self) -> bool:
-        assert self._process.returncode is None, f"the router ended with {self._process.returncode}"
+        assert self._process.returncode is None, f"the router exited with {self._process.returncode}"
         with socket.socket() as probe:
             return probe.connect_ex(("127.0.0.1", int(self._url.rpartition(":")[2]))) == 0
 

@@ -1,7 +1,7 @@
-"""What can happen to an engine's event stream, as stories of two engines over real sockets.
+"""Faults of an engine's event stream, as scenarios with two engines over real sockets.
 
-In each story `a` and `b` hold a different part of one prompt at the end, and an exact router sends the prompt to the
-one that has to compute less. A router that believes what is no longer so, or misses what is, sends it to the other.
+At the end of each story, `a` and `b` hold different parts of one prompt, and an exact router sends the prompt to the
+engine that has to compute less. A router that keeps outdated blocks or misses stored ones chooses the other engine.
 """
 
 from collections.abc import Awaitable, Callable
@@ -16,14 +16,14 @@ from ..router.replicas.external.fakes import FakeEngine
 
 BLOCK = 16
 BLOCKS = 8
-#: One token behind the last full block, which every engine computes.
+#: One token after the last full block, which every engine has to compute.
 PROMPT = list(range(1, BLOCKS * BLOCK + 2))
 OTHER = list(range(500, 500 + 4 * BLOCK))
 Sent = Literal["now", "lost", "later"]
 
 
 class Engine:
-    """A fake engine whose announcements the story makes."""
+    """A fake engine that publishes events as the story says."""
 
     def __init__(self, name: str, fake: FakeEngine) -> None:
         self.name = name
@@ -31,15 +31,15 @@ class Engine:
         self._later: list[int] = []
 
     def store(self, blocks: range = range(BLOCKS), *, sent: Sent = "now", rank: int = 0, **fields: Any) -> None:
-        """Blocks of the prompt are cached."""
+        """Cache blocks of the prompt."""
         self._announce(self._stored(PROMPT, blocks, **fields), sent=sent, rank=rank)
 
     def store_other(self, *, sent: Sent = "now") -> None:
-        """Something else is cached."""
+        """Cache blocks of another prompt."""
         self._announce(self._stored(OTHER, range(4)), sent=sent)
 
     def hold(self, blocks: range, *, medium: str = "GPU", group: int = 0, **fields: Any) -> None:
-        """Announce copies by their hashes alone, as connectors and groups that skip blocks do."""
+        """Announce copies by their hashes only, as connectors and groups that skip blocks do."""
         event = self._stored(PROMPT, blocks, medium=medium, group_idx=group, **fields)
         self._announce(event | {"token_ids": [], "block_size": 0 if medium != "GPU" else BLOCK})
 
@@ -53,27 +53,27 @@ class Engine:
         self._announce({"type": "AllBlocksCleared"})
 
     def send_again(self) -> None:
-        """The last message arrives twice."""
+        """Send the last message a second time."""
         self._send(self.sent - 1)
 
     def deliver(self) -> None:
-        """What was delayed arrives."""
+        """Send the delayed messages."""
         for seq in self._later:
             self._send(seq)
         self._later.clear()
 
     def forget_history(self) -> None:
-        """The replay buffer has room for the last message only."""
+        """Shorten the replay buffer to the last message."""
         self.fake.replay_from = self.sent - 1
 
     async def restart(self) -> None:
-        """Behind the same addresses, with an empty cache."""
+        """Restart at the same addresses with an empty cache."""
         await self.fake.stop()
         await self.fake.start()
 
     @property
     def sent(self) -> int:
-        """Messages, lost ones too."""
+        """Number of messages, including lost ones."""
         return len(self.fake.history)
 
     def _announce(self, event: dict[str, Any], *, sent: Sent = "now", rank: int = 0) -> None:
@@ -101,7 +101,7 @@ class Engine:
         return event | fields
 
     def _hash(self, prompt: list[int], place: int) -> int:
-        """Any engine hashes in its own way."""
+        """A hash that differs between engines, since each may hash in its own way."""
         return hash((self.name, prompt[0], place)) & (1 << 63) - 1
 
 
@@ -111,9 +111,9 @@ Story = Callable[[Engine, Engine], Awaitable[None]]
 @dataclass(slots=True, frozen=True)
 class Fault:
     name: str
-    winner: Literal["a", "b"]  #: who has to compute less at the end
+    winner: Literal["a", "b"]  #: the engine that has to compute less at the end
     story: Story
-    joins_late: bool = False  #: the router starts when the story is over
+    joins_late: bool = False  #: whether the router starts after the story
 
 
 async def _lost(a: Engine, b: Engine) -> None:

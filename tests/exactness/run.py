@@ -1,4 +1,4 @@
-"""Run the suite: for homing, or for the router that a command starts. Prints a row for each fault.
+"""Run the exactness suite for homing or for a router started by a command. Prints a row for each fault.
 
 python -m tests.exactness.run
 python -m tests.exactness.run --command 'ROUTER {urls} --port {port}' --each '--events {url}={events}'
@@ -13,8 +13,8 @@ from ..router.replicas.external.fakes import FakeEngine
 from .drivers import CommandDriver, Driver, OurDriver
 from .faults import FAULTS, Engine, Fault
 
-#: Routers from PyPI that follow KV events, or do not: their commands, as `CommandDriver` takes them. Those of
-#: sglang-router and smg follow no events of HTTP engines.
+#: Routers from PyPI, as command and `each` for `CommandDriver`. Only vllm-router follows KV events here: sglang-router
+#: and smg follow no events of HTTP engines.
 PEERS = {
     "vllm-router": (
         "vllm-router --worker-urls {urls} --port {port} --policy kv_aware --kv-event-model fake "
@@ -30,7 +30,7 @@ PEERS = {
 
 
 async def choice(fault: Fault, driver: Driver) -> str:
-    """Tell the story to a router; returns the engine that it chooses."""
+    """Play the fault's story to a router; return the engine that it chooses."""
     a, b = (Engine(name, FakeEngine()) for name in "ab")
     for engine in (a, b):
         engine.fake.behaves.stores = False
@@ -51,7 +51,7 @@ async def choice(fault: Fault, driver: Driver) -> str:
 
 
 async def report(command: str, each: str) -> int:
-    """The number of faults after which the router chooses wrongly."""
+    """The number of faults after which the router chooses the wrong engine."""
     wrong = 0
     for fault in FAULTS:
         try:
@@ -65,11 +65,11 @@ async def report(command: str, each: str) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--peers", default="", help="folder of an environment with PyPI's routers: run those, too")
-    parser.add_argument("--command", default="", help="starts another router (default: homing's in this process)")
-    parser.add_argument("--each", default="", help="its flags for each engine")
+    parser.add_argument("--peers", default="", help="environment with routers from PyPI: run those, too")
+    parser.add_argument("--command", default="", help="command that starts another router (default: homing here)")
+    parser.add_argument("--each", default="", help="flags added to the command for each engine")
     arguments = parser.parse_args()
-    logging.getLogger("homing").setLevel(logging.ERROR)  # faults are what it warns of
+    logging.getLogger("homing").setLevel(logging.ERROR)  # the faults cause warnings
     wrong = asyncio.run(report(arguments.command, arguments.each))
     print(f"wrong in {wrong} of {len(FAULTS)} faults")
     for name, (command, each) in PEERS.items() if arguments.peers else ():

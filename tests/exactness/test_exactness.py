@@ -1,4 +1,4 @@
-"""Ours is exact after every fault."""
+"""homing's routing is exact after every fault."""
 
 import pytest
 
@@ -9,5 +9,5 @@ from .run import choice
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 async def test_the_prompt_goes_to_the_engine_that_computes_less(fault: Fault) -> None:
-    """Whatever happened to the messages that say so."""
+    """Lost, late, repeated or reordered messages must not change the choice."""
     assert await choice(fault, OurDriver()) == fault.winner

@@ -1,11 +1,11 @@
-"""The GPU check: ceilings, correctness and speed on one GPU, within 540 s and without network.
+"""Check one GPU: hardware ceilings, correctness and speed, within 540 s and without network.
 
     python tests/gpu/check.py [--out FILE] [--stages a,b] [--device cpu --tiny]
 
-Each stage runs in a process of its own with a time bound, so that one that hangs or breaks the device costs only
-itself. Figures are kept one by one: a stage that breaks or is out of time keeps those before. `--device cpu --tiny`
-runs all the code on toy shapes. Needs the packages in NEEDED, and no package index; what a stage needs beyond that, it
-says.
+Each stage runs in its own process with a time limit, so a stage that hangs or breaks the device affects no other stage.
+Figures are saved one by one: a stage that fails or runs out of time keeps those it had. `--device cpu --tiny` runs all
+the code on toy shapes. Needs the packages in NEEDED and no package index; a stage that needs more reports what is
+missing.
 """
 
 import argparse
@@ -30,14 +30,14 @@ sys.path.insert(0, str(ROOT))
 from tests.bench.report import versions  # noqa: E402
 
 TOTAL_S = 540
-#: In place of all bounds on a CPU, which may have other work.
+#: Replaces all time limits on a CPU, which may have other work.
 CPU_TOTAL_S = 3600
-#: Of these, for the end of a stage that is out of time, and for writing.
+#: Part of these seconds, reserved for stopping a stage that ran out of time and for writing the report.
 ENDING_S = 15
-#: A stage that has less does not start: importing torch takes that long.
+#: A stage with less time left does not start: importing torch alone takes this long.
 LEAST_S = 10
 NAMES = ("ceilings", "kernels", "reference", "steps", "decode", "prefill", "mixed", "workload", "replicas", "ranks")
-#: Modules without which no stage runs, and the wheels that bring them where a GPU image has only the first four.
+#: Modules that every stage needs, and the wheels that contain them. A GPU image may have only the first four.
 NEEDED = {
     "torch": "torch",
     "triton": "triton",
@@ -51,12 +51,12 @@ PACKAGES = (*NEEDED.values(), "flash-attn", "flash-attn-4", "ray")
 
 
 def main() -> int:
-    """Run the stages; 0 when nothing failed and everything that must hold holds."""
+    """Run the stages; 0 if none failed and all required figures are met."""
     options = arguments()
     if options.run is not None:
         return run_stage(options)
     if absent := [wheel for module, wheel in NEEDED.items() if find_spec(module) is None]:
-        print(f"not installed: {', '.join(absent)}; bring their wheels (pip install --no-index --find-links DIR ...)")
+        print(f"not installed: {', '.join(absent)}; install their wheels (pip install --no-index --find-links DIR ...)")
         return 2
     started, total_s = time.monotonic(), TOTAL_S if options.device == "cuda" else CPU_TOTAL_S
     report = {
@@ -72,7 +72,7 @@ def main() -> int:
         if options.out is not None:
             options.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     broken = [name for name, outcome in report["stages"].items() if not holds(outcome)]
-    print(f"failed: {', '.join(broken)}" if broken else "all stages hold")
+    print(f"failed: {', '.join(broken)}" if broken else "all stages passed")
     return bool(broken)
 
 
@@ -87,9 +87,9 @@ def arguments() -> argparse.Namespace:
 
 
 def guarded(name: str, options: argparse.Namespace, left_s: float) -> dict[str, Any]:
-    """Run a stage in a child process, at most as long as its bound and the whole check allow."""
+    """Run a stage in a child process, limited by its own bound and the time left for the whole check."""
     if left_s < LEAST_S:
-        return {"error": f"no time left: the stages before took all of {TOTAL_S} s", "seconds": 0.0}
+        return {"error": f"no time left: earlier stages took all of {TOTAL_S} s", "seconds": 0.0}
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "homing").symlink_to(ROOT)
@@ -97,22 +97,22 @@ def guarded(name: str, options: argparse.Namespace, left_s: float) -> dict[str, 
         command = [sys.executable, str(HERE / "check.py"), "--run", name, "--device", options.device]
         command += ["--out", str(found), *(["--tiny"] if options.tiny else [])]
         path = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
-        # Deterministic cuBLAS, which the kernels' tests ask for.
+        # Deterministic cuBLAS, which the kernels' tests need.
         environment = os.environ | {"PYTHONPATH": path, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
         with subprocess.Popen(command, env=environment, start_new_session=True) as child:
             try:
                 status = child.wait(min(bound_s(name), left_s) if options.device == "cuda" else left_s)
-                problem = {} if status == 0 else {"error": f"ended with {status}"}
+                problem = {} if status == 0 else {"error": f"exited with {status}"}
             except subprocess.TimeoutExpired:
                 end_group(child)
                 problem = {"error": f"not done after {time.monotonic() - started:.0f} s"}
-            # Written until the end or the time limit; what a stage says of its own failure is better.
+            # The stage writes figures until the end or the limit; its own account of a failure takes precedence.
             outcome = problem | (json.loads(found.read_text()) if found.exists() else {})
     return outcome | {"seconds": round(time.monotonic() - started, 1)}
 
 
 def end_group(child: "subprocess.Popen[bytes]") -> None:
-    """End a stage and all that it started: what serves gets a moment to take its replicas along."""
+    """Stop a stage and all its processes; SIGINT first, so that a server has time to stop its replicas."""
     os.killpg(child.pid, signal.SIGINT)
     try:
         child.wait(ENDING_S - 5)
@@ -121,13 +121,13 @@ def end_group(child: "subprocess.Popen[bytes]") -> None:
 
 
 def bound_s(name: str) -> int:
-    """Seconds that a stage may take; loading a kernel for the first time compiles it."""
+    """Time limit of a stage in seconds; includes compiling kernels when they are first loaded."""
     bounds = {"ceilings": 40, "kernels": 110, "reference": 30, "steps": 90, "decode": 110, "prefill": 70}
     return (bounds | {"mixed": 60, "workload": 90}).get(name, 110)
 
 
 def run_stage(options: argparse.Namespace) -> int:
-    """In the child: run one stage and leave its figures, or why there are none, in a file."""
+    """In the child: run one stage and write its figures, or the reason why there are none, to a file."""
     sys.path.insert(0, str(HERE))
     import torch
     from stages import STAGES, Setup, Skipped
@@ -136,7 +136,7 @@ def run_stage(options: argparse.Namespace) -> int:
     outcome: dict[str, Any] = {"figures": []}
 
     def write() -> None:
-        whole = options.out.with_suffix(".new")  # the stage may be ended while it writes
+        whole = options.out.with_suffix(".new")  # the stage may be killed while it writes
         whole.write_text(json.dumps(outcome))
         whole.replace(options.out)
 
@@ -153,7 +153,7 @@ def run_stage(options: argparse.Namespace) -> int:
 
 
 def holds(outcome: dict[str, Any]) -> bool:
-    """Whether a stage ran, and no figure of it that must hold does not."""
+    """Whether a stage ran without an error and met all required figures."""
     failed = [figure for figure in outcome.get("figures", []) if figure["met"] is False]
     return "error" not in outcome and not failed
 
@@ -171,7 +171,7 @@ def print_stage(name: str, outcome: dict[str, Any]) -> None:
 
 
 def machine(device: str) -> str:
-    """What it ran on."""
+    """The GPU's name, memory and driver, or the CPU."""
     if device == "cpu":
         return f"{platform.machine()}, {os.cpu_count()} cores, no GPU"
     asked = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]

@@ -3,11 +3,11 @@
     python tests/gpu/compile.py [--arch 80,86,89,90,100] [--quick]
     python tests/gpu/compile.py --variants
 
-A stand-in for Triton's driver names the architecture, and a launch ends after the compilation. So kernels are compiled
-with the launchers' own constants and options, and with Triton's specialisation of integers and pointers. Prints one
-line per kernel; exits with 1 for a kernel that does not compile, spills more than 64 bytes, takes more shared memory
-than the architecture has, or of which a multiprocessor holds fewer programs than its grid has. `--variants` compiles
-nothing: it prints the kernels that 3,000 mixed steps of a model need.
+A fake Triton driver names the architecture, and a launch stops after compiling. Kernels are therefore compiled with the
+launchers' own constants and options, and with Triton's specialisation of integers and pointers. Prints one line per
+kernel; exits with 1 if a kernel does not compile, spills more than 64 bytes, needs more shared memory than the
+architecture has, or has fewer programs resident on a multiprocessor than its grid assumes. `--variants` compiles
+nothing: it prints the kernel variants that 3,000 mixed steps of a model need.
 """
 
 import argparse
@@ -40,18 +40,18 @@ from homing.replica.models.spec import KvShape, ModelSpec
 
 PROCESSORS = 132
 SPILL_LIMIT = 64
-#: Bytes of shared memory of a multiprocessor, of which one program may have all but 1 KB, and threads.
+#: Shared memory of a multiprocessor in bytes, of which one program may use all but 1 KB, and its threads.
 SHARED = {80: 164 * 1024, 86: 100 * 1024, 89: 100 * 1024, 90: 228 * 1024, 100: 228 * 1024}
 THREADS = {80: 2048, 86: 1536, 89: 1536, 90: 2048, 100: 2048}
 REGISTERS = 65536
 ARCHES = tuple(SHARED)
-#: The first with numbers of 8 bits.
+#: The first architecture with 8-bit floating-point numbers.
 FP8_ARCH = 89
 STEPS = 3000
 
 
 class Driver:
-    """What of Triton's driver a compilation asks for."""
+    """The parts of Triton's driver that compilation calls."""
 
     def __init__(self, arch: int) -> None:
         self._target = GPUTarget("cuda", arch, 32)
@@ -60,7 +60,7 @@ class Driver:
         return self._target
 
     def get_current_device(self) -> int:
-        return int(self._target.arch)  # a device each: Triton keeps what it has compiled by device
+        return int(self._target.arch)  # one device number per architecture: Triton caches compiled kernels by device
 
     def get_current_stream(self, device: Any = None) -> int:
         return 0
@@ -81,12 +81,12 @@ class Compiled:
     spilled: int
     shared: int
     warps: int
-    expected: int  #: programs that a multiprocessor should hold
+    expected: int  #: minimum programs per multiprocessor
     seconds: float
 
     @property
     def resident(self) -> int:
-        """Programs that a multiprocessor holds."""
+        """Programs that fit on a multiprocessor."""
         of_warp = -(-self.registers * 32 // 256) * 256
         return min(
             REGISTERS // (of_warp * self.warps),
@@ -111,14 +111,14 @@ _launches: list[tuple[str, Any, Any, float]] = []
 
 
 def _record(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-    """In place of `JITFunction.run`: the kernel's name, and the key of the variant that would be compiled."""
+    """Replaces `JITFunction.run`: record the kernel's name and the key of the variant that would be compiled."""
     _, keys, _, _, binder = self.device_caches[driver.active.get_current_device()]
     _, specialization, chosen = binder(*args, **options, debug=False, instrumentation_mode="")
     _launches.append((self.__name__, compute_cache_key(keys, specialization, chosen), None, 0.0))
 
 
 def _compile(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-    """In place of `JITFunction.run`: compile, and do not launch."""
+    """Replaces `JITFunction.run`: compile without launching."""
     started = time.perf_counter()
     kernel = _real_run(self, *args, grid=grid, warmup=True, **options)
     _launches.append((self.__name__, kernel.hash, kernel, time.perf_counter() - started))
@@ -133,7 +133,7 @@ def set_up(arch: int, run: Callable[..., None]) -> None:
     decode.upcasts = prefill.upcasts = experts.upcasts = lambda x: False
 
 
-# --- what is launched ---
+# --- cases ---
 
 
 def paged_rows(kv_heads: int, dim: int, page: int, dtype: torch.dtype, rows: int, width: int) -> PagedRows:
@@ -205,7 +205,7 @@ Case = tuple[str, Callable[..., None], tuple[Any, ...]]
 
 
 def cases(quick: bool, arch: int) -> Iterator[Case]:
-    """Labels, launchers and their arguments: heads, KV heads, head dim, page, dtype, dtype of KV in 8 bits."""
+    """Labels, launchers and their arguments: heads, KV heads, head dim, page, dtype, dtype of 8-bit KV."""
     dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32} | ({} if quick else {"fp16": torch.float16})
     for name, dtype in dtypes.items():
         for dim in (64, 256) if quick else (64, 96, 128, 256):
@@ -213,7 +213,7 @@ def cases(quick: bool, arch: int) -> Iterator[Case]:
             for group in groups:
                 shape = (8 * group, 8, dim, 16, dtype)
                 yield f"{name} dim {dim} queries per KV head {group}", launch_decode, shape
-                if group in (7, groups[-1]):  # in a prefill it is a divisor alone
+                if group in (7, groups[-1]):  # a prefill uses the group only as a divisor
                     yield f"{name} dim {dim} queries per KV head {group}", launch_prefill, shape
         yield name, launch_pointwise, (32, 8, 128, 16, dtype)
         yield name, launch_experts, (32, 8, 128, 16, dtype)
@@ -224,7 +224,7 @@ def cases(quick: bool, arch: int) -> Iterator[Case]:
 
 
 def compile_case(arch: int, case: Case) -> list[Compiled | str]:
-    """Compile one case's kernels in this process; a text says what the compiler refused."""
+    """Compile one case's kernels in this process; a string is the compiler's error."""
     label, launch, arguments = case
     set_up(arch, _compile)
     _launches.clear()
@@ -245,7 +245,7 @@ def compile_case(arch: int, case: Case) -> list[Compiled | str]:
 
 
 def resources(ptx: str, arch: int) -> tuple[int, int]:
-    """Registers per thread and bytes spilled, from the assembler."""
+    """Registers per thread and bytes spilled, as the assembler reports them."""
     name = "ptxas" if arch < 100 else "ptxas-blackwell"
     ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
@@ -263,9 +263,9 @@ def resources(ptx: str, arch: int) -> tuple[int, int]:
 
 
 def variants(steps: int = STEPS) -> dict[str, int]:
-    """How many variants of each attention kernel a stream of mixed steps of one model needs.
+    """Number of variants of each attention kernel that a stream of mixed steps of one model needs.
 
-    Asserts that `warm_up.launches`, which run before a replica is ready, have compiled all of them.
+    Asserts that `warm_up.launches`, which runs before a replica is ready, has compiled all of them.
     """
     set_up(90, _record)
     random, dtype = Random(1), torch.bfloat16
@@ -299,10 +299,10 @@ def variants(steps: int = STEPS) -> dict[str, int]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Compile the kernels for GPUs that are not here")
+    parser = argparse.ArgumentParser(description="Compile the kernels for GPUs that this machine lacks")
     parser.add_argument("--arch", default=",".join(map(str, ARCHES)))
     parser.add_argument("--quick", action="store_true", help="the smallest and the largest shapes only")
-    parser.add_argument("--only", default="", help="cases with this in their names, such as 'fp16' or '8 bits'")
+    parser.add_argument("--only", default="", help="only cases whose name contains this, such as 'fp16' or '8 bits'")
     parser.add_argument("--variants", action="store_true")
     options = parser.parse_args()
     if options.variants:

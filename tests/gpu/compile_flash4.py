@@ -1,9 +1,9 @@
-"""Compile flash-attn-4's kernels without a GPU, by the calls that our attention makes, and report what it refuses.
+"""Compile flash-attn-4's kernels without a GPU, with the calls that our attention makes, and report errors.
 
     python tests/gpu/compile_flash4.py [--arch 90,100] [--quick]
 
-Tensors are fake: the library then compiles for the architecture that its variables name, and launches nothing. Prints
-one line per call; exits with 1 if one fails. Where flash-attn-4 is not installed it says so, and exits with 0.
+Tensors are fake: the library then compiles for the architecture that its environment variables name, and launches
+nothing. Prints one line per call; exits with 1 if one fails, and with 0 if flash-attn-4 is not installed.
 """
 
 import argparse
@@ -27,12 +27,12 @@ from homing.replica.kernels.base import PagedRows, TorchKernels
 from homing.replica.models.base import AttentionRule
 from homing.replica.models.spec import KvShape, ModelSpec
 
-#: Multiprocessors of an H100 and a B200: how far keys are split depends on them.
+#: Multiprocessors of an H100 and a B200, which determine how finely keys are split.
 PROCESSORS = {90: 132, 100: 148}
 KV_HEADS, PAGE, PAGES_OF_A_ROW = 8, 16, 512
-#: Names and numbers of rows: the keys of few rows are split, those of many are not.
+#: Names and numbers of rows: keys are split for few rows, but not for many.
 DECODES = {"decode of 1 row": 1, "decode of 256 rows": 256}
-#: Names and tokens of a prompt: `Flash4Attention.kernel_lengths` says why they differ.
+#: Names and prompt lengths in tokens: `Flash4Attention.kernel_lengths` says why they differ.
 PREFILLS = {"prefill of 8": 8, "prefill of 512": 512}
 DIMS, GROUPS = (64, 128, 256), (1, 4, 8)
 RULES = ("window", "softcap", "sinks", "window and softcap", "window and sinks")
@@ -51,7 +51,7 @@ class Case:
 
     @property
     def needs_splits(self) -> bool:
-        """Whether the attention leaves the step to our kernels where the library cannot split keys."""
+        """Whether the attention leaves this step to our kernels if the library cannot split keys."""
         return self.step in DECODES and self.rule in ("plain", "window")
 
 
@@ -61,7 +61,7 @@ def rule_of(name: str, heads: int, dtype: torch.dtype) -> AttentionRule:
 
 
 def cases(arch: int, quick: bool) -> Iterator[Case]:
-    """Every head dim with every group, and with every rule in one group; float16 in the plainest form."""
+    """Every head dim with every group, every rule with one group, and float16 without rules."""
     shapes = [("bfloat16", dim, group, "plain") for dim, group in product(DIMS, GROUPS)]
     shapes += [("bfloat16", dim, 8, rule) for dim, rule in product(DIMS, RULES)]
     shapes += [("float16", dim, 4, "plain") for dim in DIMS]
@@ -73,16 +73,16 @@ def cases(arch: int, quick: bool) -> Iterator[Case]:
 
 
 def set_up(arch: int) -> None:
-    """Make this process compile for a device that is not here; before the library is imported."""
+    """Make this process compile for a device it does not have. Must run before the library is imported."""
     os.environ.update(
         FLASH_ATTENTION_ARCH=f"sm_{arch}", CUTE_DSL_ARCH=f"sm_{arch}a", FLASH_ATTENTION_NUM_SMS=str(PROCESSORS[arch])
     )
     torch.set_num_threads(1)
-    from cutlass.utils import HardwareInfo  # which asks the driver
+    from cutlass.utils import HardwareInfo  # which queries the driver
 
     HardwareInfo.__init__ = lambda self, device_id=0: None
     HardwareInfo.get_device_multiprocessor_count = lambda self: PROCESSORS[arch]
-    load_flash4()  # its import is no part of a compilation
+    load_flash4()  # imported here so that its import is not timed as compilation
 
 
 def _on_cuda(x: Any) -> Any:
@@ -90,7 +90,7 @@ def _on_cuda(x: Any) -> Any:
 
 
 class Library:
-    """flash-attn-4's function for an attention on the CPU: torch without CUDA makes no views of fake CUDA tensors."""
+    """Calls flash-attn-4 for an attention on the CPU: torch without CUDA cannot make views of fake CUDA tensors."""
 
     def __init__(self) -> None:
         self._call, self.calls = load_flash4(), 0
@@ -102,7 +102,7 @@ class Library:
 
 
 def compile_case(arch: int, case: Case) -> tuple[float, str]:
-    """Seconds, and what the library refused; empty: nothing."""
+    """Seconds, and the library's error; empty if there was none."""
     started = time.perf_counter()
     try:
         call = Library()
@@ -114,7 +114,7 @@ def compile_case(arch: int, case: Case) -> tuple[float, str]:
 
 
 def attend(arch: int, case: Case, call: Library) -> None:
-    """One step of one layer through the attention that serves."""
+    """Run one step of one layer through the production attention."""
     dtype, heads = getattr(torch, case.dtype), KV_HEADS * case.group
     spec = ModelSpec((KvShape(KV_HEADS, case.dim, case.dim),), 32_000, 8192, (), case.dtype, 2, query_heads=heads)
     pool = KvPool(spec, 1, PAGE, dtype, torch.device("cpu"))
@@ -136,7 +136,7 @@ def attend(arch: int, case: Case, call: Library) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Compile flash-attn-4's kernels for GPUs that are not here")
+    parser = argparse.ArgumentParser(description="Compile flash-attn-4's kernels for GPUs that this machine lacks")
     parser.add_argument("--arch", default=",".join(map(str, PROCESSORS)))
     parser.add_argument("--quick", action="store_true", help="two shapes only")
     options = parser.parse_args()
@@ -146,7 +146,7 @@ def main() -> int:
     failed = 0
     for arch in map(int, options.arch.split(",")):
         chosen = list(cases(arch, options.quick))
-        # Spawned: the library reads the architecture from variables, once.
+        # Spawned, because the library reads the architecture from its variables only once.
         with ProcessPoolExecutor(os.cpu_count(), get_context("spawn"), set_up, (arch,)) as pool:
             found = pool.map(compile_case, [arch] * len(chosen), chosen)
             for case, (seconds, problem) in zip(chosen, found, strict=True):

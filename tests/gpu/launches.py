@@ -1,10 +1,10 @@
-"""Count what a decode step launches and reads, without a GPU, and predict its share of the bandwidth roof.
+"""Count a decode step's launches and bytes without a GPU, and predict its share of the bandwidth roof.
 
     python tests/gpu/launches.py [--rows 64] [--context 1040]
 
-A model of real shape runs on meta tensors with Triton's launchers: an operator of torch that computes is one launch,
-and so is a launch of a kernel. Each takes the time of its bytes at one H200's bandwidth, but at least that of a graph's
-node. The times are assumptions, not measured, and at best: products and attention do not quite reach the bandwidth.
+A model of real shape runs on meta tensors with Triton's launchers. Each torch operator that computes is one launch, and
+so is each kernel launch. It takes the time of its bytes at one H200's bandwidth, but at least a graph node's time. The
+times are assumed, not measured, and optimistic: products and attention do not quite reach the bandwidth.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from homing.replica.models.native import NativeModel
 META = torch.device("meta")
 BYTES_PER_S = 4.3e12
 NODE_S = 2e-6
-#: Operators that compute nothing: views, and memory.
+#: Operators that compute nothing: views and allocations.
 FREE = {"slice", "view", "_unsafe_view", "unbind", "split", "detach", "t", "transpose", "permute", "expand", "select"}
 FREE |= {"empty", "new_empty", "empty_like", "unsqueeze", "squeeze", "alias", "as_strided", "lift_fresh", "reshape"}
 FREE |= {"chunk", "flatten", "unflatten", "is_pinned", "empty_strided"}
@@ -40,7 +40,7 @@ FREE |= {"chunk", "flatten", "unflatten", "is_pinned", "empty_strided"}
 
 @dataclass
 class Launches(TorchDispatchMode):
-    """Name and bytes of each launch while it is active."""
+    """Records the name and bytes of each launch while active."""
 
     found: list[tuple[str, int]] = field(default_factory=list)
 
@@ -55,11 +55,11 @@ class Launches(TorchDispatchMode):
         return out
 
     def kernel(self, jit: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        """In place of `JITFunction.run`."""
+        """Replaces `JITFunction.run`."""
         self.found.append((jit.__name__, 0 if jit.__name__ in PARTLY_READ else _bytes(args)))
 
 
-#: Kernels whose tensors are pools and tables, of which they read a part: the caller knows how much.
+#: Kernels that read only part of their pools and tables. They count 0 bytes; `share` adds the KV that `_decode` reads.
 PARTLY_READ = ("_decode", "_plan", "_decode_rows", "_rotate_and_store", "_embed")
 
 
@@ -68,7 +68,7 @@ def _bytes(values: Any) -> int:
 
 
 def launches_of(name: str, rows: int) -> list[tuple[str, int]]:
-    """Of one decode step of this shape in bfloat16."""
+    """The launches of one decode step of this shape in bfloat16."""
     config = config_of(name)
     seen = Launches()
     set_up(90, lambda jit, *args, **options: seen.kernel(jit, *args, **options))
@@ -82,14 +82,14 @@ def launches_of(name: str, rows: int) -> list[tuple[str, int]]:
 
 
 def counts(found: list[tuple[str, int]], layers: int) -> tuple[int, int]:
-    """Launches of each layer, and of the rest of the step."""
+    """Launches per layer, and those of the rest of the step."""
     by_name = Counter(name for name, _ in found)
     per_layer = sum(count // layers for count in by_name.values())
     return per_layer, len(found) - per_layer * layers
 
 
 def share(found: list[tuple[str, int]], name: str, rows: int, context: int) -> float:
-    """Predicted, of the time in which weights and KV are read once."""
+    """Predicted share of the roof: time to read weights and KV once, over the step's time."""
     about = sizes(name)
     kv_bytes, layers = rows * context * about.kv_bytes_per_token, SHAPES[name]["num_hidden_layers"]
     extra = {"_decode": kv_bytes / layers}

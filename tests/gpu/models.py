@@ -1,4 +1,4 @@
-"""Models of real shapes with random weights, made on the device: no download, no disk."""
+"""Models of real shapes with random weights, created on the device: no download, no disk."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +32,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 151_936,
         "tie_word_embeddings": False,
     },
-    # A quarter of the layers: all of them would leave no room for KV on 78 GiB.
+    # A quarter of the layers: all of them would leave no space for KV on 78 GiB.
     "Qwen3-30B-A3B/4": {
         "model_type": "qwen3_moe",
         "hidden_size": 2048,
@@ -78,7 +78,7 @@ _NOWHERE = Path("none")
 
 
 class RandomWeights:
-    """As `homing.replica.models.checkpoint.Checkpoint`: normal numbers that keep activations near 1, and norms of 1."""
+    """A `Checkpoint` (models/checkpoint.py) of random numbers: normal, keeping activations near 1, and norms of 1."""
 
     def __init__(self, config: Any, dtype: torch.dtype, device: torch.device) -> None:
         with torch.device("meta"):
@@ -90,7 +90,7 @@ class RandomWeights:
         return name in self._shapes
 
     def _shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor by its name in a checkpoint, where each expert has its own; in the model they are joined."""
+        """A tensor's shape by its name in a checkpoint. There each expert has its own tensor; the model joins them."""
         if ".experts." not in name:
             return self._shapes[name]
         prefix, _, _, projection, _ = name.rsplit(".", 4)
@@ -113,7 +113,7 @@ class RandomWeights:
 
 @dataclass(slots=True, frozen=True)
 class Sizes:
-    """Work of a shape, as in the roofline of the design notes."""
+    """The work of one shape, as in the roofline of the design notes."""
 
     body: int  #: parameters of all layers
     head: int
@@ -122,15 +122,15 @@ class Sizes:
 
     @property
     def weight_bytes(self) -> int:
-        """In bfloat16; the embedding is held beside the head."""
+        """Bytes in bfloat16; the embedding counts in addition to the head."""
         return 2 * (self.body + 2 * self.head)
 
     def decode_bytes(self, context_tokens: int) -> int:
-        """What a step of decodes has to read."""
+        """Bytes that a decode step has to read."""
         return 2 * (self.body + self.head) + context_tokens * self.kv_bytes_per_token
 
     def prefill_flops(self, tokens: int) -> float:
-        """Of one prompt; its last token alone passes the head."""
+        """FLOPs of one prompt; only its last token passes the head."""
         return 2 * self.body * tokens + self.attention_flops_per_pair * tokens**2 / 2
 
 
@@ -147,7 +147,7 @@ def config_of(name: str) -> Any:
 
 
 def random_runner(name: str, device: torch.device, blocks: int, block_size: int, **limits: Any) -> GpuRunner:
-    """A resident runner of this shape; bfloat16 on CUDA, float32 on CPU."""
+    """A GpuRunner of this shape; bfloat16 on CUDA, float32 on CPU."""
     config = config_of(name)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Replicas of the demo model behind the router, started as a user would, asked over HTTP."""
+"""Replicas of the demo model behind the router, started as a user would and queried over HTTP."""
 
 import json
 import os
@@ -15,10 +15,10 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 START_S = 75
-#: On a machine that may have other work.
+#: Longer, because a machine without a GPU may have other work.
 CPU_START_S = 300
-#: Of about a thousand tokens: what the cache spares must weigh more than how differently two replicas measured
-#: themselves on a busy machine.
+#: About a thousand tokens: the prefill that the cache saves must outweigh the difference between the speeds that two
+#: replicas measured on a busy machine.
 PROMPT = "A prompt that is long enough to fill some blocks, so that it can be found again. " * 50
 
 
@@ -36,14 +36,14 @@ class Answer(NamedTuple):
 
 
 def two_replicas(cuda: bool) -> list[Found]:
-    """Both answer, and a repeated prompt goes to the one that holds it."""
+    """Both replicas answer, and a repeated prompt goes to the one that has it cached."""
     started = time.monotonic()
     with _served(cuda, "--replicas", "2", *(["--gpus-per-rank", "0.5"] if cuda else [])) as port:
         return [Found("ready after", time.monotonic() - started, "s", None), *_ask(port)]
 
 
 def two_ranks(cuda: bool) -> list[Found]:
-    """One replica of two ranks, in float32, whose rounding changes no token, answers as one of a single rank."""
+    """Two ranks give the same answers as one, in float32, where rounding changes no token."""
     texts = []
     for ranks in (1, 2):
         flags = ["--replicas", "1", "--tensor-parallel-size", str(ranks), "--dtype", "float32"]
@@ -55,14 +55,14 @@ def two_ranks(cuda: bool) -> list[Found]:
 
 @contextmanager
 def _served(cuda: bool, *flags: str) -> Iterator[int]:
-    """A port that serves the demo model. Raises TimeoutError, which holds the end of the log, when none comes up."""
+    """Serve the demo model; yields the port. Raises TimeoutError with the end of the log if it does not start."""
     port = _free_port()
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "homing.cluster.cli.main", "serve", "--port", str(port), "--state-dir", folder]
         command += ["--num-kv-blocks", "2000", "--device", "cuda" if cuda else "cpu", *flags]
         with (
             tempfile.TemporaryFile("w+") as log,
-            # In the group of the stage, so that it ends with a stage that is out of time.
+            # In the stage's process group, so that it is stopped with a stage that runs out of time.
             subprocess.Popen(command, stdout=log, stderr=log, env=os.environ) as process,
         ):
             try:
@@ -105,7 +105,7 @@ def _wait_until_ready(port: int, process: "subprocess.Popen[bytes]", start_s: fl
                 return
         except (urllib.error.URLError, OSError):
             time.sleep(0.5)
-    raise TimeoutError(f"not ready after {start_s} s (ended: {process.poll()})")
+    raise TimeoutError(f"not ready after {start_s} s (exit status: {process.poll()})")
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:

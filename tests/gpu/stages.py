@@ -1,4 +1,4 @@
-"""The stages of the GPU check: each takes a setup and yields figures. What a stage needs that is absent, it says."""
+"""The stages of the GPU check: each takes a setup and yields figures, or raises Skipped if it lacks something."""
 
 import os
 import subprocess
@@ -41,7 +41,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(slots=True, frozen=True)
 class Setup:
-    """Where the stages run, and how large."""
+    """The device that the stages run on, and whether shapes are tiny."""
 
     device: torch.device
     tiny: bool
@@ -52,7 +52,7 @@ class Setup:
 
     @property
     def memory_bytes(self) -> float:
-        """Of the device; infinite on a CPU, where shapes are tiny."""
+        """The device's memory; infinite on a CPU, where shapes are tiny."""
         return torch.cuda.get_device_properties(self.device).total_memory if self.cuda else float("inf")
 
     def wait(self) -> None:
@@ -62,7 +62,7 @@ class Setup:
 
 @dataclass(slots=True, frozen=True)
 class Figure:
-    """One result. `met` says whether a goal, or what must hold, holds; None: nothing was asked."""
+    """One result. `met` says whether its goal or requirement is met; None if it has neither."""
 
     name: str
     value: float
@@ -76,7 +76,7 @@ class Skipped(Exception):  # noqa: N818
 
 
 def seconds(setup: Setup, run: Callable[[], object], repeats: int) -> float:
-    """Of one run: the mean of `repeats` after two that warm up."""
+    """Mean seconds per run over `repeats` runs, after two warm-up runs."""
     for _ in range(2):
         run()
     setup.wait()
@@ -88,14 +88,14 @@ def seconds(setup: Setup, run: Callable[[], object], repeats: int) -> float:
 
 
 def most_tokens(name: str, memory_bytes: float) -> float:
-    """Tokens of KV that fit beside the weights of a shape, with a tenth and 4 GB left for steps, graphs and logits."""
+    """Tokens of KV that fit next to a shape's weights, with a tenth and 4 GB left for steps, graphs and logits."""
     free = 0.9 * memory_bytes - 4e9 - sizes(name).weight_bytes
     return free / sizes(name).kv_bytes_per_token
 
 
 @contextmanager
 def compilations() -> Iterator[list[str]]:
-    """The kernels that Triton compiles while the context is open; empty where Triton is not installed."""
+    """The kernels that Triton compiles while the context is open; empty if Triton is not installed."""
     found: list[str] = []
     if find_spec("triton") is None:
         yield found
@@ -114,7 +114,7 @@ def compilations() -> Iterator[list[str]]:
 
 
 def ceilings(setup: Setup) -> list[Figure]:
-    """What this machine can do at best: reading, copying, multiplying, launching."""
+    """The machine's limits: reading, copying, multiplying, launching."""
     count = 1 << (16 if setup.tiny else 32)
     source = torch.ones(count // 2, dtype=torch.bfloat16, device=setup.device)
     target = torch.empty_like(source)
@@ -148,15 +148,15 @@ def _graph_launch(setup: Setup, small: torch.Tensor) -> list[Figure]:
 
 
 def kernels(setup: Setup) -> list[Figure]:
-    """The kernels' own tests, on this device: against float64, poisoned, with padding rows."""
+    """The kernels' own tests on this device: against float64, with poisoned memory and padding rows."""
     if find_spec("pytest") is None or find_spec("hypothesis") is None:
         raise Skipped("pytest and hypothesis are needed")
     folder = ROOT / "tests" / "replica" / "kernels"
     chosen = folder / "triton" / "test_activation.py" if setup.tiny else folder
-    # Not the project's own settings and conftest, which need more packages, and no plugins.
+    # Without plugins and without the project's settings and conftest, which need more packages.
     flags = ["-q", "-c", "/dev/null", "--rootdir", str(ROOT), "--confcutdir", str(folder)]
     flags += ["--import-mode=importlib", "-p", "no:cacheprovider"]
-    if find_spec("xdist") is not None and not setup.tiny:  # most of their time is the compiler's, one core each
+    if find_spec("xdist") is not None and not setup.tiny:  # most of the time is compilation, one core each
         flags += ["-p", "xdist", "-n", str(min(8, os.cpu_count() or 1))]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *flags, str(chosen)],
@@ -170,7 +170,7 @@ def kernels(setup: Setup) -> list[Figure]:
 
 
 def steps(setup: Setup) -> Iterator[Figure]:
-    """Same tokens from graphs and eager steps, from cached and computed prefixes, launched ahead and one by one."""
+    """Tokens must be equal: graphs and eager steps, cached and computed prefixes, launched ahead and one by one."""
     for provider in ("native", "transformers"):
         folder = _toy_checkpoint()
         plain = _answers(Engine, _toy(ModelRunner, folder, provider, setup), cached=True)
@@ -210,7 +210,7 @@ def _toy(kind: type[Runner], folder: Path, provider: Any, setup: Setup) -> Runne
     return runner
 
 
-#: A penalty's step draws when the host knows the tokens before.
+#: A step with a penalty can draw only when the host knows the previous tokens.
 SAMPLING: tuple[dict[str, float], ...] = ({}, {"top_p": 0.9}, {"frequency_penalty": 0.7})
 
 
@@ -227,7 +227,7 @@ def _answers(kind: type[Engine], runner: ModelRunner, cached: bool) -> dict[int,
 
 
 def _graph_bits(name: str, made: Callable[[], GpuRunner]) -> Figure:
-    """The same decode steps of one model from graphs and eagerly: what they leave behind, bit by bit."""
+    """The same decode steps of one model from graphs and eagerly; their tokens and KV must be equal bit by bit."""
     pools = []
     for graphs in (None, EagerSteps()):
         runner = made()
@@ -249,7 +249,7 @@ def _graph_bits(name: str, made: Callable[[], GpuRunner]) -> Figure:
 
 
 def decode(setup: Setup) -> Iterator[Figure]:
-    """Decode steps at the points of the roofline, as a share of the time that reading weights and KV takes."""
+    """Decode throughput at points of the roofline, and the time to read weights and KV as a share of the step."""
     read = 1e9 * list(ceilings(setup))[1].value * 1e3
     for name, points, goal in decode_points(setup.tiny, setup.memory_bytes):
         most = max(rows * (context + 64) for rows, context in points)
@@ -268,7 +268,7 @@ def decode(setup: Setup) -> Iterator[Figure]:
 
 
 def decode_points(tiny: bool, memory_bytes: float) -> list[tuple[str, list[tuple[int, int]], float]]:
-    """Shapes, their rows and contexts, and the goal; rows are as many as the device's memory holds."""
+    """Shapes, their (rows, context) points and the goal; rows are limited to what fits in the device's memory."""
     if tiny:
         return [("tiny", [(1, 64), (3, 64)], 0.0)]
     points = [(1, 1024), (1, 4096), (64, 1024), (64, 4096), (256, 1024), (256, 4096)]
@@ -281,7 +281,7 @@ def decode_points(tiny: bool, memory_bytes: float) -> list[tuple[str, list[tuple
 
 
 def mixed(setup: Setup) -> Iterator[Figure]:
-    """What decodes pay for company: a prompt's chunk in their step, top-p in their draw; and mixtures of experts."""
+    """What slows down a decode step: a prompt's chunk in the step, top-p in the draw; also mixtures of experts."""
     name, rows, context = ("tiny", 3, 64) if setup.tiny else ("Qwen3-8B", 64, 1024)
     chunks = (8,) if setup.tiny else (64, 256, 512, 2048)
     size = 16 if setup.tiny else 64
@@ -305,7 +305,7 @@ def mixed(setup: Setup) -> Iterator[Figure]:
 
 
 def _mixed_plan(rows: int, context: int, chunk: int, block_size: int) -> StepPlan:
-    """A step of rows that stand at `context`, and of the first tokens of one more."""
+    """A step that decodes `rows` rows at `context` and prefills the first `chunk` tokens of one more row."""
     (decodes,) = _decode_plans(rows, context, block_size, 1)
     per_row = -(-(context + 1) // block_size)
     table = list(range(1 + rows * per_row, 2 + rows * per_row + -(-chunk // block_size)))
@@ -325,7 +325,7 @@ def _mixed_plan(rows: int, context: int, chunk: int, block_size: int) -> StepPla
 
 
 def reference(setup: Setup) -> Iterator[Figure]:
-    """The logits of transformers' own model on the same weights, in float32 and bfloat16."""
+    """Compare logits with those of transformers' model on the same weights, in float32 and bfloat16."""
     from transformers import AutoModelForCausalLM
 
     folder = _toy_checkpoint()
@@ -345,7 +345,7 @@ def reference(setup: Setup) -> Iterator[Figure]:
 
 
 def _products_in_8_bits(setup: Setup) -> Iterator[Figure]:
-    """Whether the device multiplies 8-bit weights, and rightly; where it does not, they are dequantized."""
+    """Whether the device can multiply 8-bit weights where it should; otherwise they are dequantized."""
     capability = torch.cuda.get_device_capability(setup.device) if setup.cuda else (0, 0)
     numbers = torch.randn(512, 1024, device=setup.device).to(FP8)
     for kind, shape, expected in (("row", (512, 1), capability >= (8, 9)), ("block", (4, 8), capability == (9, 0))):
@@ -372,7 +372,7 @@ def _decode_seconds(setup: Setup, runner: GpuRunner, rows: int, context: int, **
 def _decode_plans(
     rows: int, context: int, block_size: int, steps: int, top_k: float = 0, top_p: float = 1.0
 ) -> list[StepPlan]:
-    """Steps of rows that stand at `context`; their KV is whatever the pool holds."""
+    """Steps that decode rows from `context` on; their KV is whatever the pool holds."""
     per_row = -(-(context + steps) // block_size)
     tables = [list(range(1 + row * per_row, 1 + (row + 1) * per_row)) for row in range(rows)]
     slots = list(range(1, rows + 1))
@@ -415,7 +415,7 @@ def prefill(setup: Setup) -> Iterator[Figure]:
 
 
 def workload(setup: Setup) -> Iterator[Figure]:
-    """nano-vllm's: 256 requests of 100 to 1,024 tokens in and as many out, all there from the start."""
+    """nano-vllm's benchmark: 256 requests of 100 to 1,024 tokens in and as many out, all sent at the start."""
     for name in ["tiny"] if setup.tiny else ["Qwen3-0.6B", "Qwen3-8B"]:
         count, least, most = (6, 4, 20) if setup.tiny else (256, 100, 1024)
         blocks, size = (60, 16) if setup.tiny else (min(9_000, int(most_tokens(name, setup.memory_bytes)) // 64), 64)
@@ -464,13 +464,13 @@ def _random_requests(
 
 
 def replicas(setup: Setup) -> list[Figure]:
-    """Two replicas on halves of the device behind the router: both answer, and a repeated prompt goes home."""
+    """Two replicas behind the router, each on half the device: both answer, and a repeated prompt hits the cache."""
     serving = _serving()
     return [Figure(name, value, unit, met=met) for name, value, unit, met in serving.two_replicas(setup.cuda)]
 
 
 def ranks(setup: Setup) -> list[Figure]:
-    """One replica on two devices gives the answers of one device."""
+    """One replica on two devices must give the same answers as on one."""
     serving = _serving()
     if setup.cuda and torch.cuda.device_count() < 2:
         raise Skipped("one GPU")
@@ -480,7 +480,7 @@ def ranks(setup: Setup) -> list[Figure]:
 def _serving() -> Any:
     missing = [name for name in ("ray", "zmq", "httptools") if find_spec(name) is None]
     if missing:
-        raise Skipped(f"not installed: {', '.join(missing)}; carry their wheels")
+        raise Skipped(f"not installed: {', '.join(missing)}; install their wheels")
     import serving
 
     return serving
@@ -513,7 +513,7 @@ def _engine(
 
 
 class _Direct:
-    """Runs and launches plans; the product's executor needs ZeroMQ to import."""
+    """Runs and launches plans directly, because importing the product's executor needs ZeroMQ."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner

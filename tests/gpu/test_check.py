@@ -1,4 +1,4 @@
-"""The GPU check runs where there is no GPU, on toy shapes: a GPU's minutes are not for finding typing errors."""
+"""The GPU check also runs without a GPU, on toy shapes: GPU minutes are too scarce to spend on finding typos."""
 
 import argparse
 import json
@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))  # it is a script beside its modules, so that it runs from a checkout without setup
+sys.path.insert(0, str(HERE))  # a script that imports its neighbours, so that it runs from a checkout without setup
 
 import check  # noqa: E402
 import stages  # noqa: E402
@@ -28,16 +28,16 @@ TINY = stages.Setup(torch.device("cpu"), tiny=True)
 
 @pytest.mark.parametrize("stage", ["ceilings", "reference", "steps", "decode", "prefill", "mixed", "workload"])
 def test_stage_runs_on_cpu(stage):
-    """All of its code; figures mean nothing here, but what must hold does hold."""
+    """Run all of the stage's code; the figures mean nothing here, but its requirements must be met."""
     figures = list(stages.STAGES[stage](TINY))
 
     assert figures
     assert all((figure.value > 0 or figure.goal == 0) and figure.met is not False for figure in figures)
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="the kernels are Triton's")
+@pytest.mark.skipif(find_spec("triton") is None, reason="the kernels need Triton")
 def test_kernels_are_tested_by_their_own_tests():
-    """Without the project's own pytest settings, whose plugins a GPU machine may lack."""
+    """Runs without the project's own pytest settings, whose plugins a GPU machine may lack."""
     (figure,) = stages.kernels(TINY)
 
     assert figure.met
@@ -46,7 +46,7 @@ def test_kernels_are_tested_by_their_own_tests():
 @pytest.mark.slow
 @pytest.mark.cluster
 def test_two_replicas_are_served_and_asked():
-    """As `homing serve` runs them, with halves of a GPU where there is one."""
+    """Runs `homing serve`, with half a GPU per replica if there is one."""
     figures = stages.replicas(TINY)
 
     assert [figure.met for figure in figures] == [None, True, True]
@@ -55,13 +55,13 @@ def test_two_replicas_are_served_and_asked():
 @pytest.mark.slow
 @pytest.mark.cluster
 def test_two_ranks_are_served_and_asked():
-    """As `homing serve` runs them, with a GPU each where there are two."""
+    """Runs `homing serve`, with one GPU per rank if there are two."""
     assert [figure.met for figure in stages.ranks(TINY)] == [True]
 
 
 @pytest.mark.parametrize("gib", [39, 78, 139])
 def test_every_point_fits_the_device(gib):
-    """At 78 GiB the points of 139 GiB ran out of memory, and the figures of the whole stage were lost."""
+    """At 78 GiB, points chosen for 139 GiB ran out of memory and lost the figures of the whole stage."""
     memory = gib * 2**30
 
     for name, points, _ in stages.decode_points(tiny=False, memory_bytes=memory):
@@ -72,7 +72,7 @@ def test_every_point_fits_the_device(gib):
 
 
 def test_a_stage_keeps_the_figures_before_it_broke(tmp_path, monkeypatch):
-    """Minutes of a GPU for nothing."""
+    """Otherwise the GPU minutes already spent would be wasted."""
 
     def half(setup):
         yield stages.Figure("first", 1.0, "s")
@@ -89,7 +89,7 @@ def test_a_stage_keeps_the_figures_before_it_broke(tmp_path, monkeypatch):
 
 
 def test_every_wheel_that_is_missing_is_named_before_anything_runs(monkeypatch, capsys):
-    """A machine without an index cannot fetch them later."""
+    """A machine without a package index cannot fetch them later."""
     monkeypatch.setattr(check, "NEEDED", {"torch": "torch", "no_such_module": "some-wheel"})
     monkeypatch.setattr(sys, "argv", ["check.py", "--device", "cpu", "--tiny"])
 
@@ -97,7 +97,7 @@ def test_every_wheel_that_is_missing_is_named_before_anything_runs(monkeypatch, 
     assert "not installed: some-wheel" in capsys.readouterr().out
 
 
-#: Hides modules from a Python process, as if they were not installed.
+#: Hides modules from a Python process as if they were not installed.
 HIDES = """import importlib.machinery as machinery
 real, hidden = machinery.PathFinder.find_spec, {hidden}
 def find_spec(name, path=None, target=None):
@@ -107,7 +107,7 @@ machinery.PathFinder.find_spec = staticmethod(find_spec)
 
 
 def required(wheels: Iterable[str]) -> set[str]:
-    """These distributions and those that they need."""
+    """These distributions and all their dependencies that are installed."""
     found: set[str] = set()
     left = list(wheels)
     while left:
@@ -125,7 +125,7 @@ INSTALLED = {canonicalize_name(each.name): each for each in distributions()}
 @pytest.mark.slow
 @pytest.mark.timeout(4000)
 def test_the_check_needs_no_package_but_those_it_names(tmp_path):
-    """On a bare machine there is no index: one import too many, and every stage fails."""
+    """A bare machine has no package index: one import too many makes every stage fail."""
     kept = required(check.NEEDED.values())
     hidden = {
         module
@@ -141,11 +141,11 @@ def test_the_check_needs_no_package_but_those_it_names(tmp_path):
 
     assert {"ray", "numba", "pytest"} <= hidden
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
-    assert done.stdout.count("skipped: ") == 3, "the kernels' own tests, the replicas and the ranks need more"
+    assert done.stdout.count("skipped: ") == 3, "only the kernels' own tests, the replicas and the ranks need more"
 
 
 def test_stage_that_breaks_costs_only_itself(tmp_path):
-    """The others' results are kept, and the check says that it failed."""
+    """Other stages' results are kept, and the check reports failure."""
     out = tmp_path / "check.json"
     command = [sys.executable, str(HERE / "check.py"), "--device", "cpu", "--tiny", "--out", str(out)]
 
@@ -158,7 +158,7 @@ def test_stage_that_breaks_costs_only_itself(tmp_path):
 
 
 def test_the_whole_check_has_an_end():
-    """Stages may take more than there is all together; a GPU is lent for ten minutes."""
+    """The stages' limits add up to more than the total; a GPU is lent for only ten minutes."""
     assert check.TOTAL_S <= 540
     assert sum(map(check.bound_s, check.NAMES)) > check.TOTAL_S
 
@@ -170,8 +170,8 @@ def test_the_whole_check_has_an_end():
 
 @pytest.mark.slow
 @pytest.mark.cluster
-def test_stage_that_is_out_of_time_takes_along_what_it_started(monkeypatch):
-    """Replicas that nobody asks any more would hold the GPU of the stages after it."""
+def test_stage_that_is_out_of_time_stops_what_it_started(monkeypatch):
+    """Replicas left over from a stopped stage would occupy the GPU of later stages."""
     mark = uuid.uuid4().hex
     monkeypatch.setenv("GPU_CHECK_MARK", mark)
 

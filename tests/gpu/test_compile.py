@@ -1,4 +1,4 @@
-"""Every kernel compiles for GPUs that are not here, and few variants of it are needed."""
+"""Every kernel compiles for GPUs that this machine lacks, and needs few variants."""
 
 import re
 import subprocess
@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).with_name("compile.py")
-pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="the kernels are Triton's")
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="the kernels need Triton")
 
 
 def compiled(*flags: str, script: Path = SCRIPT) -> subprocess.CompletedProcess[str]:
-    """In a process of its own, as tests of kernels set Triton's interpreter for theirs."""
+    """Run the script in its own process, because tests of kernels enable Triton's interpreter in theirs."""
     return subprocess.run([sys.executable, str(script), *flags], capture_output=True, text=True, check=False)
 
 
 def test_a_decode_step_launches_little_and_reads_its_weights_once() -> None:
-    """Each launch is about 2 us of a step, which for a small model is as long as reading its weights."""
+    """Each launch adds about 2 us to a step, which for a small model is as long as reading its weights."""
     done = compiled(script=SCRIPT.with_name("launches.py"))
 
     assert done.returncode == 0, done.stderr
@@ -31,7 +31,7 @@ def test_a_decode_step_launches_little_and_reads_its_weights_once() -> None:
 
 
 def test_mixed_steps_need_few_variants_of_the_attention_kernels() -> None:
-    """Each is compiled at its first use: 25 variants were 25 stops of seconds in the middle of serving."""
+    """Each variant is compiled at its first use: 25 variants once meant 25 pauses of seconds while serving."""
     done = compiled("--variants")
 
     assert done.returncode == 0, done.stderr
@@ -41,7 +41,7 @@ def test_mixed_steps_need_few_variants_of_the_attention_kernels() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_kernels_compile_for_every_architecture_without_large_spills(tmp_path: Path, monkeypatch) -> None:
-    """The interpreter accepts what the compiler refuses, and reports neither registers nor shared memory."""
+    """The interpreter accepts code that the compiler rejects, and reports neither registers nor shared memory."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
     done = compiled()
@@ -53,7 +53,7 @@ def test_kernels_compile_for_every_architecture_without_large_spills(tmp_path: P
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_calls_of_flash_attn_4_compile() -> None:
-    """A stand-in of its signature cannot show what it refuses while it compiles, such as splits of keys on sm_90."""
+    """A fake with its signature cannot show what it rejects at compile time, such as splits of keys on sm_90."""
     done = compiled("--quick", script=SCRIPT.with_name("compile_flash4.py"))
 
     if "not installed" in done.stdout:

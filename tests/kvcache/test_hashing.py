@@ -1,4 +1,4 @@
-"""Block hashes: held against an independent XXH3, against hashlib, and against the example in docs/kvcache.md."""
+"""Block hashes, compared with an independent XXH3, with hashlib, and with the example in docs/kvcache.md."""
 
 import re
 import sys
@@ -88,7 +88,7 @@ seeds = st.integers(0, 2**64 - 1)
 @pytest.mark.parametrize("block_size", [1, 4, 8, 12, 16, 20, 28])
 @given(ids=ids_lists, seed=seeds)
 def test_a_chain_is_xxh3_of_parent_and_tokens(block_size: int, ids: list[int], seed: int):
-    """Held against an implementation that shares no code with the library."""
+    """Compared with an implementation that shares no code with the library."""
     expected, previous = [], bytes(ROOT)
     for start in range(0, len(ids) // block_size * block_size, block_size):
         block = b"".join(token.to_bytes(4, "little") for token in ids[start : start + block_size])
@@ -100,7 +100,7 @@ def test_a_chain_is_xxh3_of_parent_and_tokens(block_size: int, ids: list[int], s
 
 @given(ids=ids_lists, seed=seeds)
 def test_the_sha256_chain_is_seeded_and_cut_to_16_bytes(ids: list[int], seed: int):
-    """The slower algorithm names the same things under the same rules."""
+    """SHA-256 follows the same rules as the default algorithm."""
     expected, previous = [], bytes(ROOT)
     for start in range(0, len(ids) // 4 * 4, 4):
         block = b"".join(token.to_bytes(4, "little") for token in ids[start : start + 4])
@@ -112,7 +112,7 @@ def test_the_sha256_chain_is_seeded_and_cut_to_16_bytes(ids: list[int], seed: in
 
 @pytest.mark.parametrize("algorithm", ["xxh3_128", "sha256"])
 def test_a_chain_can_be_continued_from_its_last_hash(algorithm: HashAlgorithm):
-    """A growing answer hashes its new blocks only."""
+    """A growing answer only hashes its new blocks."""
     hasher = BlockHasher(4, SEED, algorithm)
     tokens = token_bytes(range(20))
     whole = hasher.chain(ROOT, tokens)
@@ -122,7 +122,7 @@ def test_a_chain_can_be_continued_from_its_last_hash(algorithm: HashAlgorithm):
 
 @pytest.mark.parametrize("algorithm", ["xxh3_128", "sha256"])
 def test_a_view_hashes_like_the_bytes(algorithm: HashAlgorithm):
-    """Callers pass slices of a request without copying."""
+    """Callers pass slices of a request's tokens without copying them."""
     hasher = BlockHasher(4, SEED, algorithm)
     tokens = token_bytes(range(12))
 
@@ -136,7 +136,7 @@ def test_a_part_of_a_block_has_no_hash():
 
 @pytest.mark.parametrize("algorithm", ["xxh3_128", "sha256"])
 def test_an_extra_changes_its_block_and_all_after_it(algorithm: HashAlgorithm):
-    """Equal placeholder tokens over different images are different prefixes."""
+    """Equal placeholder tokens of different images are different prefixes."""
     hasher = BlockHasher(4, SEED, algorithm)
     tokens = token_bytes([0] * 12)
     plain, extra = hasher.chain(ROOT, tokens), hasher.chain(ROOT, tokens, {1: b"image"})
@@ -147,7 +147,7 @@ def test_an_extra_changes_its_block_and_all_after_it(algorithm: HashAlgorithm):
 
 
 def test_an_extra_of_a_part_of_a_block_is_passed_over():
-    """An image at a prompt's end may overlap a block that is not full yet."""
+    """An image at the end of a prompt may overlap a block that is not full yet."""
     hasher = BlockHasher(4, SEED)
     tokens = token_bytes(range(10))
 
@@ -156,7 +156,7 @@ def test_an_extra_of_a_part_of_a_block_is_passed_over():
 
 @pytest.mark.parametrize("algorithm", ["xxh3_128", "sha256"])
 def test_clusters_with_different_seeds_share_no_hash(algorithm: HashAlgorithm):
-    """What is learnt of one cluster's hashes says nothing of another's."""
+    """Knowledge of one cluster's hashes must be useless against another."""
     tokens = token_bytes(range(12))
     one, two = (set(BlockHasher(4, seed, algorithm).chain(ROOT, tokens)) for seed in (1, 2))
 
@@ -164,7 +164,7 @@ def test_clusters_with_different_seeds_share_no_hash(algorithm: HashAlgorithm):
 
 
 def test_everything_that_changes_kv_changes_the_root():
-    """Same tokens under another model, type, block size, algorithm, adapter or tenant are another prefix."""
+    """Equal tokens with another model, type, block size, algorithm, adapter or tenant are a different prefix."""
     changed = [
         CacheIdentity(model_fingerprint=b"another", kv_dtype="bfloat16", block_size=4, hash_algorithm="xxh3_128"),
         CacheIdentity(
@@ -186,26 +186,26 @@ def test_everything_that_changes_kv_changes_the_root():
 
 @given(st.lists(st.binary(max_size=9), max_size=4), st.lists(st.binary(max_size=9), max_size=4))
 def test_different_fields_never_encode_alike(one: list[bytes], two: list[bytes]):
-    """Otherwise a salt could be chosen so that it runs into the next field."""
+    """Otherwise a salt could be chosen to run into the next field."""
     assert (canonical(*one) == canonical(*two)) == (one == two)
 
 
 @given(ids_lists)
 def test_token_bytes_come_back(ids: list[int]):
-    """Ids travel as bytes from the router to the engine."""
+    """Token ids are sent as bytes from the router to the engine."""
     assert token_array(token_bytes(ids)).tolist() == ids
     assert token_bytes(ids) == b"".join(token.to_bytes(4, "little") for token in ids), sys.byteorder
 
 
 @pytest.mark.parametrize("bad", [-1, 2**32])
 def test_an_id_outside_32_bits_is_refused(bad: int):
-    """A caller's fault raises early."""
+    """Invalid arguments are reported early."""
     with pytest.raises(OverflowError):
         token_bytes([bad])
 
 
 def test_a_torn_list_of_ids_or_hashes_is_refused():
-    """A frame from the network may be cut anywhere."""
+    """A frame from the network may be truncated anywhere."""
     with pytest.raises(ValueError, match="multiple"):
         token_array(b"12345")
     with pytest.raises(ValueError, match="17 bytes"):
@@ -214,7 +214,7 @@ def test_a_torn_list_of_ids_or_hashes_is_refused():
 
 @given(st.lists(st.binary(min_size=16, max_size=16).map(BlockHash), max_size=5))
 def test_hashes_travel_joined_and_come_back(hashes: list[BlockHash]):
-    """A request carries them as one field; the stream, their last 8 bytes as numbers."""
+    """Requests carry hashes joined into one field; the event stream carries their last 8 bytes as integers."""
     assert split_hashes(join_hashes(hashes)) == hashes
     assert list(wire_hashes(join_hashes(hashes))) == [wire_hash(block_hash) for block_hash in hashes]
 
@@ -230,7 +230,7 @@ def documented() -> dict[str, str]:
 
 
 def test_the_worked_example_is_right():
-    """Whoever writes a subscriber in another language checks it against this."""
+    """Authors of subscribers in other languages check their code against this example."""
     values = documented()
     hashes = BlockHasher(4, SEED).chain(ROOT, token_bytes(range(1, 10)))
 
@@ -242,7 +242,7 @@ def test_the_worked_example_is_right():
 
 
 def test_the_worked_example_needs_none_of_our_code():
-    """The documented numbers follow from the documented bytes by XXH3 alone."""
+    """The documented hashes follow from the documented bytes by XXH3 alone."""
     values = documented()
     first = xxh3_128(bytes.fromhex(values["input_0"]), SEED)
     second = xxh3_128(first + bytes.fromhex("05000000060000000700000008000000"), SEED)

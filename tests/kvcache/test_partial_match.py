@@ -1,4 +1,4 @@
-"""What follows a prefix: a prompt that leaves a cached chain inside a block finds the block it leaves, and no other."""
+"""Partial hits: a prompt that diverges inside a cached block finds the matching part of exactly that block."""
 
 from collections.abc import Sequence
 
@@ -21,7 +21,7 @@ NOTHING = PrefixMatch((), 0)
 
 @pytest.fixture
 def cache():
-    """Eight blocks for requests; all invariants are asserted after each test."""
+    """A cache of eight usable blocks; all invariants are asserted after each test."""
     made = PrefixCache(9, SIZE)
     yield made
     made.check()
@@ -45,7 +45,7 @@ def compute(
 
 
 def leave(cache: PrefixCache, ids: Sequence[int], root: BlockHash = ROOT) -> list[Block]:
-    """A request that came and went: its full blocks are cached and idle."""
+    """Run a request to completion: its full blocks stay cached and free."""
     table = compute(cache, ids, look_up(cache, ids, root), root)
     cache.release(table)
     return table
@@ -62,7 +62,7 @@ def partial_tokens(match: PrefixMatch) -> int:
 
 
 def test_a_prompt_that_leaves_a_chain_inside_a_block_takes_the_tokens_before_that(cache: PrefixCache):
-    """They would be recomputed otherwise: up to a block's worth of every prompt with a shared beginning."""
+    """Otherwise up to a block of tokens would be recomputed for every prompt with a shared beginning."""
     table = leave(cache, range(12))
 
     match = look_up(cache, [*range(7), 99, 99])
@@ -73,7 +73,7 @@ def test_a_prompt_that_leaves_a_chain_inside_a_block_takes_the_tokens_before_tha
 
 
 def test_the_first_block_of_a_prompt_can_be_hit_in_part(cache: PrefixCache):
-    """Short system prompts are shorter than a block of 256."""
+    """With blocks of 256 tokens, many system prompts are shorter than one block."""
     table = leave(cache, range(4))
 
     match = look_up(cache, [0, 1, 50, 51, 52])
@@ -82,7 +82,7 @@ def test_the_first_block_of_a_prompt_can_be_hit_in_part(cache: PrefixCache):
 
 
 def test_a_prompt_shorter_than_a_block_takes_all_but_its_last_token(cache: PrefixCache):
-    """It has no block hash at all; the last token's logits are wanted."""
+    """It has no block hash at all, and its last token must be computed for the logits."""
     table = leave(cache, range(4))
 
     assert look_up(cache, [0, 1, 2]).partial == PartialHit(table[0], 2)
@@ -90,14 +90,14 @@ def test_a_prompt_shorter_than_a_block_takes_all_but_its_last_token(cache: Prefi
 
 
 def test_a_repeated_prompt_of_whole_blocks_computes_one_token(cache: PrefixCache):
-    """Its last block is there as a whole, but may not be taken as a whole."""
+    """The last block is cached, but its last token must be computed for the logits."""
     leave(cache, range(8))
 
     assert look_up(cache, range(8)).tokens == 7
 
 
 def test_the_longest_agreement_is_taken_and_among_equals_the_newest(cache: PrefixCache):
-    """The newest is the last to be evicted, most of the time."""
+    """The newest block is usually the last to be evicted."""
     tails = ([4, 7, 7, 7], [4, 5, 8, 8], [4, 5, 9, 9], [6, 6, 6, 6])
     second_blocks = [leave(cache, [0, 1, 2, 3, *tail])[1] for tail in tails]
 
@@ -105,7 +105,7 @@ def test_the_longest_agreement_is_taken_and_among_equals_the_newest(cache: Prefi
 
 
 def test_only_the_newest_followers_are_compared():
-    """A prefix that a thousand prompts leave must not cost a thousand comparisons."""
+    """A prefix with a thousand different continuations must not cost a thousand comparisons."""
     cache = PrefixCache(64, SIZE)
     for tail in range(100, 100 + MAX_SOURCES + 1):
         leave(cache, [0, 1, 2, 3, tail, tail, tail, tail])
@@ -116,7 +116,7 @@ def test_only_the_newest_followers_are_compared():
 
 
 def test_tenants_do_not_hit_each_other_in_part(cache: PrefixCache):
-    """Followers hang on a root or on a hash under it; equal tokens of another tenant are never looked at."""
+    """Candidates are found by root or parent hash, so another tenant's tokens are never compared."""
     leave(cache, range(8))
 
     assert look_up(cache, [0, 1, 2, 9], OTHER_ROOT) == PrefixMatch((), 0, 4)
@@ -124,7 +124,7 @@ def test_tenants_do_not_hit_each_other_in_part(cache: PrefixCache):
 
 
 def test_the_middle_of_a_chain_is_no_start_in_part_either(cache: PrefixCache):
-    """A root that equals a block's hash must not open what follows that block."""
+    """A root equal to a block's hash must not match the blocks that follow that block."""
     leave(cache, range(8))
     stolen = HASHER.chain(ROOT, token_bytes(range(4)))[0]
 
@@ -132,14 +132,14 @@ def test_the_middle_of_a_chain_is_no_start_in_part_either(cache: PrefixCache):
 
 
 def test_nothing_is_hit_in_part_before_its_kv_is_there(cache: PrefixCache):
-    """An allocated block is not resident."""
+    """An allocated block has no KV yet."""
     cache.acquire(look_up(cache, range(8)), 2)
 
     assert look_up(cache, [0, 1, 9]).partial is None
 
 
 def test_an_evicted_block_is_no_source(cache: PrefixCache):
-    """It holds something else by now."""
+    """Its space holds other KV now."""
     leave(cache, range(8))
     cache.release(take(cache, 8))
 
@@ -147,7 +147,7 @@ def test_an_evicted_block_is_no_source(cache: PrefixCache):
 
 
 def test_what_follows_stays_known_when_another_copy_takes_a_block_s_place(cache: PrefixCache):
-    """Two requests computed one prefix; the one whose copy was found ends first."""
+    """Two requests computed the same prefix, and the one whose copy was indexed finishes first."""
     tables = [compute(cache, range(12)) for _ in range(2)]
     cache.release(tables[0])
 
@@ -156,7 +156,7 @@ def test_what_follows_stays_known_when_another_copy_takes_a_block_s_place(cache:
 
 
 def test_a_source_may_be_evicted_by_the_request_that_copies_from_it(cache: PrefixCache):
-    """Its KV lies there until the step writes: the last idle block is used twice rather than not at all."""
+    """Its KV is intact until the step writes, so the last idle block can be both source and target."""
     source = leave(cache, range(4))[0]
     held = take(cache, 7)
     match = look_up(cache, [0, 1, 9])
@@ -169,7 +169,7 @@ def test_a_source_may_be_evicted_by_the_request_that_copies_from_it(cache: Prefi
 
 
 def test_without_room_a_partial_hit_has_no_effect(cache: PrefixCache):
-    """The scheduler tries again later."""
+    """The scheduler retries later."""
     source = compute(cache, range(4))
     held = take(cache, 7)
     match = look_up(cache, [0, 1, 9])
@@ -182,7 +182,7 @@ def test_without_room_a_partial_hit_has_no_effect(cache: PrefixCache):
 
 
 def test_partial_hits_are_counted_as_hits_and_on_their_own(cache: PrefixCache):
-    """The hit rate counts tokens, however they came; the gain of copying can be told apart."""
+    """The hit rate includes partial hits, and a separate counter shows what copying gains."""
     leave(cache, range(8))
     leave(cache, [*range(6), 99])
 
@@ -201,7 +201,7 @@ def test_a_partial_match_is_stale_once_blocks_lost_their_hashes(cache: PrefixCac
 
 
 def test_a_partial_hit_needs_a_block_of_its_own(cache: PrefixCache):
-    """The source is shared, so nobody may write behind its tokens."""
+    """The source is shared, so its remaining tokens must not be overwritten."""
     leave(cache, range(4))
 
     with pytest.raises(AssertionError, match="copied into"):
@@ -209,7 +209,7 @@ def test_a_partial_hit_needs_a_block_of_its_own(cache: PrefixCache):
 
 
 def test_switched_off_only_whole_blocks_are_shared():
-    """The setting that rules copying out when a wrong answer is looked into."""
+    """With this setting, copying can be ruled out as the cause of a wrong answer."""
     cache = PrefixCache(9, SIZE, partial_block_reuse=False)
     leave(cache, range(8))
 

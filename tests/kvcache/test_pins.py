@@ -1,4 +1,4 @@
-"""Pins: whose, how many, until when; in the book alone, then in the cache against an oracle that knows no trees."""
+"""Pins and their budgets and times: first the pin book alone, then the cache against an oracle without trees."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ def book():
 
 
 def test_a_pin_keeps_its_prefix_until_its_time_and_then_frees_children_first(book: PinBook):
-    """A parent without its children is a shorter prefix, a child without its parent is nothing."""
+    """A parent without its children is still a usable prefix; a child without its parent is useless."""
     assert book.pin(ANN, chain("a", "b", "c"), expires_at=10.0)
 
     assert book.expire(9.9) == []
@@ -55,7 +55,7 @@ def test_a_pin_keeps_its_prefix_until_its_time_and_then_frees_children_first(boo
 
 
 def test_a_longer_pin_keeps_the_shorter_one_s_blocks(book: PinBook):
-    """Each turn of a conversation pins what the turns before it pinned, too."""
+    """Each turn of a conversation pins the prefix of the earlier turns again."""
     book.pin(ANN, chain("a", "b"), expires_at=10.0)
     book.pin(ANN, chain("a", "b", "c"), expires_at=20.0)
 
@@ -65,7 +65,7 @@ def test_a_longer_pin_keeps_the_shorter_one_s_blocks(book: PinBook):
 
 
 def test_a_shorter_pin_outlives_the_longer_one(book: PinBook):
-    """A system prompt for an hour, its conversation for minutes."""
+    """A system prompt may be pinned for an hour, and its conversation for minutes."""
     book.pin(ANN, chain("a", "b", "c"), expires_at=10.0)
     book.pin(ANN, chain("a"), expires_at=20.0)
 
@@ -75,7 +75,7 @@ def test_a_shorter_pin_outlives_the_longer_one(book: PinBook):
 
 @pytest.mark.parametrize("times", [(10.0, 20.0), (20.0, 10.0)])
 def test_pinning_again_keeps_the_later_time(book: PinBook, times: tuple[float, float]):
-    """Each use renews; one with a shorter time takes nothing away."""
+    """Every use extends the pin; a shorter time does not shorten it."""
     for expires_at in times:
         book.pin(ANN, chain("a"), expires_at)
 
@@ -84,7 +84,7 @@ def test_pinning_again_keeps_the_later_time(book: PinBook, times: tuple[float, f
 
 
 def test_what_exceeds_the_tenant_s_budget_is_refused_whole(book: PinBook):
-    """One tenant must not take the cache from the others; half a prefix would be no promise."""
+    """One tenant must not take the cache from the others, and half a prefix would break the promise."""
     book.pin(ANN, chain("a", "b", "c"), expires_at=10.0)
 
     assert not book.pin(ANN, chain("d", "e"), expires_at=10.0)
@@ -93,7 +93,7 @@ def test_what_exceeds_the_tenant_s_budget_is_refused_whole(book: PinBook):
 
 
 def test_the_whole_budget_counts_a_block_once(book: PinBook):
-    """Members of a sharing group pin the same blocks: each is charged, the pool gives room once."""
+    """Members of a sharing group pin the same blocks: each is charged for them, but the pool holds them once."""
     book.pin(ANN, chain("a", "b", "c", "d"), expires_at=10.0)
 
     assert book.pin(BOB, chain("a", "b", "x", "y"), expires_at=10.0)
@@ -102,7 +102,7 @@ def test_the_whole_budget_counts_a_block_once(book: PinBook):
 
 
 def test_a_block_is_kept_until_the_last_tenant_lets_go(book: PinBook):
-    """One member's pin ends; the other's is still paid for."""
+    """One member's pin ends while the other's is still charged."""
     book.pin(ANN, chain("a", "b"), expires_at=10.0)
     book.pin(BOB, chain("a"), expires_at=20.0)
 
@@ -111,7 +111,7 @@ def test_a_block_is_kept_until_the_last_tenant_lets_go(book: PinBook):
 
 
 def test_the_pin_that_ends_first_is_broken_first(book: PinBook):
-    """It has had most of its time; a renewed one counts by its new time."""
+    """The oldest expiry time goes first; a renewed pin counts with its new time."""
     book.pin(ANN, chain("a"), expires_at=10.0)
     book.pin(ANN, chain("b"), expires_at=15.0)
     book.pin(ANN, chain("a"), expires_at=20.0)
@@ -123,7 +123,7 @@ def test_the_pin_that_ends_first_is_broken_first(book: PinBook):
 
 
 def test_an_empty_prefix_costs_nothing(book: PinBook):
-    """A prompt shorter than a block has nothing to keep, and that is no refusal."""
+    """A prompt shorter than a block has nothing to pin, which is not a refusal."""
     assert book.pin(ANN, [], expires_at=10.0)
     assert (len(book), book.stats.set, book.stats.refused) == (0, 0, 0)
 
@@ -140,7 +140,7 @@ class Lease:
 
 
 class BookMachine(RuleBasedStateMachine):
-    """What is pinned is what some living lease has as its prefix, and nothing else."""
+    """Exactly the prefixes of live leases are pinned."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ class BookMachine(RuleBasedStateMachine):
     @rule()
     @precondition(lambda self: len(set(self.leases.values())) == len(self.leases))
     def break_one(self):
-        """Which of two that end at the same time is broken first is nobody's business."""
+        """The order of two pins that expire at the same time is not specified."""
         before = self.blocks()
         freed = self.book.break_soonest()
         assert (freed is None) == (not self.leases)
@@ -196,7 +196,7 @@ class BookMachine(RuleBasedStateMachine):
 
 
 def prefixes(path: Sequence[str]) -> list[BlockHash]:
-    """Names of the blocks of a chain: each is the path to it."""
+    """Hashes of a chain's blocks: each is the path to its block."""
     return chain(*("".join(path[: place + 1]) for place in range(len(path))))
 
 
@@ -209,7 +209,7 @@ TestBook.settings = settings(max_examples=50, stateful_step_count=40, deadline=N
 
 @pytest.fixture
 def cache():
-    """Eight blocks for requests, all of which one tenant may pin."""
+    """A cache of eight usable blocks, all of which one tenant may pin."""
     mirror = Mirror()
     made = PrefixCache(9, BLOCK_SIZE, listener=mirror, pin_limits=ALL)
     yield made
@@ -218,7 +218,7 @@ def cache():
 
 
 def scan(cache: PrefixCache, prompts: int) -> None:
-    """One-off prompts, each as large as what can be given up."""
+    """One-off prompts, each as large as all blocks that can be evicted."""
     for number in range(prompts):
         cache.release(must(admit(cache, prompt(cache.free_blocks, base=1000 * (number + 1)))))
 
@@ -230,7 +230,7 @@ def pinned_prompt(cache: PrefixCache, blocks: int, expires_at: float, base: int 
 
 
 def test_a_pinned_prefix_survives_a_scan_that_takes_its_unpinned_twin(cache: PrefixCache):
-    """What a pin is for: a burst of one-off prompts takes everything else."""
+    """The purpose of a pin: a burst of one-off prompts evicts everything else."""
     cache.release(must(admit(cache, prompt(2, base=500))))
     pinned_prompt(cache, 3, expires_at=10.0)
     scan(cache, 3)
@@ -240,7 +240,7 @@ def test_a_pinned_prefix_survives_a_scan_that_takes_its_unpinned_twin(cache: Pre
 
 
 def test_pinned_idle_blocks_are_no_room(cache: PrefixCache):
-    """A scheduler or router that counted on them would wait for what does not come."""
+    """A scheduler or router must not count on blocks that cannot be evicted."""
     pinned_prompt(cache, 3, expires_at=10.0)
 
     assert (cache.free_blocks, cache.cached_free_blocks, cache.pinned_idle_blocks) == (5, 0, 3)
@@ -249,7 +249,7 @@ def test_pinned_idle_blocks_are_no_room(cache: PrefixCache):
 
 
 def test_after_its_time_a_prefix_is_given_up_like_any_other(cache: PrefixCache):
-    """Time to live ends the promise, not the cached blocks."""
+    """The end of a pin makes the blocks evictable, but does not remove them."""
     pinned_prompt(cache, 3, expires_at=10.0)
     cache.expire_pins(10.0)
 
@@ -259,7 +259,7 @@ def test_after_its_time_a_prefix_is_given_up_like_any_other(cache: PrefixCache):
 
 
 def test_a_pinned_prefix_is_hit_and_kept_again(cache: PrefixCache):
-    """A hit takes it into use; when the request is done, it is withheld as before."""
+    """A hit puts the blocks in use; when the request finishes, they are withheld from eviction again."""
     pinned_prompt(cache, 3, expires_at=10.0)
     table = must(cache.acquire(look_up(cache, prompt(3, more=1)), 5))
 
@@ -269,7 +269,7 @@ def test_a_pinned_prefix_is_hit_and_kept_again(cache: PrefixCache):
 
 
 def test_a_pin_that_ends_in_use_leaves_the_blocks_to_their_users(cache: PrefixCache):
-    """Only what nobody uses goes to the eviction policy."""
+    """Only unused blocks go to the eviction policy."""
     table = must(admit(cache, prompt(3)))
     cache.pin(ANN, table, 10.0)
     cache.expire_pins(10.0)
@@ -280,7 +280,7 @@ def test_a_pin_that_ends_in_use_leaves_the_blocks_to_their_users(cache: PrefixCa
 
 
 def test_a_copy_of_a_pinned_block_takes_over_its_pin(cache: PrefixCache):
-    """A prompt of whole blocks recomputes its last one: the pin is on the prefix, not on a place in memory."""
+    """A prompt of whole blocks recomputes its last one: the pin belongs to the prefix, not to a block of memory."""
     pinned_prompt(cache, 3, expires_at=10.0)
     cache.release(must(admit(cache, prompt(3))))
 
@@ -290,7 +290,7 @@ def test_a_copy_of_a_pinned_block_takes_over_its_pin(cache: PrefixCache):
 
 
 def test_what_is_not_committed_is_not_pinned(cache: PrefixCache):
-    """There is no KV to keep behind it."""
+    """Uncommitted blocks have no KV to keep."""
     wanted = prompt(4)
     table = must(cache.acquire(look_up(cache, wanted), 4))
     cache.commit(table[:2], 0, wanted.root, wanted.hashes[:2], wanted.tokens[: 2 * BLOCK_SIZE * 4])
@@ -301,7 +301,7 @@ def test_what_is_not_committed_is_not_pinned(cache: PrefixCache):
 
 
 def test_breaking_a_pin_makes_room(cache: PrefixCache):
-    """The way out when nothing else can be given up."""
+    """The last resort when no other block can be evicted."""
     pinned_prompt(cache, 4, expires_at=20.0)
     pinned_prompt(cache, 4, expires_at=10.0, base=100)
     assert cache.allocate(1) is None
@@ -313,7 +313,7 @@ def test_breaking_a_pin_makes_room(cache: PrefixCache):
 
 
 def test_reset_forgets_pins(cache: PrefixCache):
-    """After new weights the pinned KV is as wrong as all other."""
+    """With new weights, pinned KV is as wrong as any other."""
     pinned_prompt(cache, 3, expires_at=10.0)
 
     assert cache.reset() is True
@@ -321,7 +321,7 @@ def test_reset_forgets_pins(cache: PrefixCache):
 
 
 def test_a_tenth_of_the_pool_is_a_tenant_s_budget_by_default():
-    """Pins of one tenant must not be noticed by the others."""
+    """One tenant's pins must not affect the others."""
     cache = PrefixCache(41, BLOCK_SIZE)
     table = must(admit(cache, prompt(5)))
 
@@ -331,7 +331,7 @@ def test_a_tenth_of_the_pool_is_a_tenant_s_budget_by_default():
 
 
 class PinnedMachine(OracleMachine):
-    """The oracle of the cache, with pins as a list of prefixes that are kept until a time."""
+    """The cache's oracle, with pins modelled as a list of prefixes and their expiry times."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -384,7 +384,7 @@ class PinnedMachine(OracleMachine):
         self.hand_over()
 
     def hand_over(self) -> None:
-        """What is kept for nothing can be given up from here on; of a chain, the tail first."""
+        """Make blocks whose pins have ended evictable, and check that a chain's tail comes first."""
         pinned = self.pinned()
         ended = {block_id for block_id in self.kept if self.kv[block_id] not in pinned}
         self.kept -= ended
@@ -428,7 +428,7 @@ TestCacheWithPins.settings = settings(max_examples=60, stateful_step_count=40, d
 
 
 class CollidingPinnedMachine(CacheMachine):
-    """With four hashes in the world, pins keep what they were set on: a name alone pins nobody else's blocks."""
+    """With only four different hashes, pins apply to the pinned content and not to other blocks of the same hash."""
 
     chain: Chain = staticmethod(colliding)
 

@@ -1,4 +1,4 @@
-"""Block records, the list through them and the stack of free ones."""
+"""Block records, the linked list of blocks, and the stack of free blocks."""
 
 import pytest
 from hypothesis import settings
@@ -10,7 +10,7 @@ from homing.kvcache.pool import Block, BlockId, BlockList, BlockPool, BlockState
 
 
 def test_a_block_s_state_follows_from_users_and_hash():
-    """No third field that could disagree with these two."""
+    """There is no stored state that could contradict these two fields."""
     block = Block(BlockId(1))
     assert block.state is BlockState.FREE
 
@@ -22,7 +22,7 @@ def test_a_block_s_state_follows_from_users_and_hash():
 
 
 def test_blocks_are_handed_out_lowest_ids_first():
-    """A young pool fills its memory from the front."""
+    """A new pool fills its memory from the front."""
     pool = BlockPool(6)
 
     assert [block.block_id for block in pool.take(2)] == [1, 2]
@@ -30,7 +30,7 @@ def test_blocks_are_handed_out_lowest_ids_first():
 
 
 def test_taking_none_takes_none():
-    """A prompt that is hit whole needs no new block."""
+    """A prompt whose blocks are all hit needs no new block."""
     pool = BlockPool(3)
 
     assert pool.take(0) == []
@@ -38,7 +38,7 @@ def test_taking_none_takes_none():
 
 
 def test_more_than_all_is_a_broken_invariant():
-    """The cache asks only for what it counted."""
+    """The cache only requests blocks that it has counted as free."""
     with pytest.raises(AssertionError, match="3 blocks requested, 2"):
         BlockPool(3).take(3)
     with pytest.raises(AssertionError, match="1 blocks requested from a list of 0"):
@@ -46,7 +46,7 @@ def test_more_than_all_is_a_broken_invariant():
 
 
 class ListMachine(RuleBasedStateMachine):
-    """The linked list against a Python list."""
+    """The linked list is compared with a Python list."""
 
     def __init__(self) -> None:
         super().__init__()

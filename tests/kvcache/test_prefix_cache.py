@@ -1,4 +1,4 @@
-"""The prefix cache: what is shared, what is announced, what goes; against an oracle and under colliding hashes."""
+"""The prefix cache: sharing, announcements and eviction; against an oracle and with colliding hashes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ Call = tuple[str, BlockHash | None, tuple[BlockHash, ...]]
 
 @dataclass
 class Mirror:
-    """A listener that keeps what a subscriber would believe, and refuses what makes no sense."""
+    """A listener that keeps a subscriber's view of the cache and rejects inconsistent announcements."""
 
     resident: dict[BlockHash, bytes] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
@@ -69,7 +69,7 @@ class Prompt:
 
 
 def prompt(blocks: int, *, more: int = 0, base: int = 0, root: BlockHash = ROOT) -> Prompt:
-    """`blocks` full blocks and `more` tokens; different bases share nothing."""
+    """`blocks` full blocks and `more` tokens; different bases share no blocks."""
     return Prompt(tuple(range(base, base + blocks * BLOCK_SIZE + more)), root)
 
 
@@ -78,7 +78,7 @@ def look_up(cache: PrefixCache, wanted: Prompt) -> PrefixMatch:
 
 
 def admit(cache: PrefixCache, wanted: Prompt) -> list[Block] | None:
-    """What a scheduler does: look up, acquire, and commit what it computed."""
+    """Act as a scheduler: match, acquire, and commit the computed blocks."""
     match = look_up(cache, wanted)
     total = -(-len(wanted.ids) // cache.block_size)
     table = cache.acquire(match, total - len(match.blocks))
@@ -107,7 +107,7 @@ def mirror() -> Mirror:
 
 @pytest.fixture
 def cache(mirror: Mirror):
-    """Eight blocks for requests; all invariants are asserted after each test."""
+    """A cache of eight usable blocks; all invariants are asserted after each test."""
     made = PrefixCache(9, BLOCK_SIZE, listener=mirror)
     yield made
     made.check()
@@ -115,7 +115,7 @@ def cache(mirror: Mirror):
 
 
 def test_what_is_named_as_next_is_what_an_allocation_evicts(cache: PrefixCache, mirror: Mirror):
-    """Operators see it before it happens: the least recently used prompt's tail."""
+    """Operators can see evictions in advance: the tail of the least recently used prompt."""
     for base in (0, 1000):
         cache.release(must(admit(cache, prompt(4, base=base))))
     named = cache.next_evictions(3)
@@ -135,7 +135,7 @@ def test_an_empty_cache_matches_nothing(cache: PrefixCache):
 
 
 def test_a_released_prompt_is_hit_by_the_next_one_with_its_prefix(cache: PrefixCache):
-    """What the cache is for."""
+    """The purpose of the cache."""
     table = must(admit(cache, prompt(3)))
     cache.release(table)
 
@@ -146,7 +146,7 @@ def test_a_released_prompt_is_hit_by_the_next_one_with_its_prefix(cache: PrefixC
 
 
 def test_a_running_request_s_prefix_is_shared_without_using_more_room(cache: PrefixCache):
-    """Two users of one prefix count once."""
+    """A prefix with two users takes the space of one."""
     first = must(admit(cache, prompt(3)))
     second = must(admit(cache, prompt(3, more=1)))
 
@@ -157,7 +157,7 @@ def test_a_running_request_s_prefix_is_shared_without_using_more_room(cache: Pre
 
 @pytest.mark.parametrize(("more", "blocks"), [(0, 2), (1, 3), (3, 3)])
 def test_at_least_the_last_token_is_left_to_compute(cache: PrefixCache, more: int, blocks: int):
-    """The first answer needs the logits of the prompt's last token; a full hit would leave nothing to run."""
+    """The first token needs the logits of the prompt's last token; a complete hit would compute none."""
     cache.release(must(admit(cache, prompt(3))))
 
     match = look_up(cache, prompt(3, more=more))
@@ -166,7 +166,7 @@ def test_at_least_the_last_token_is_left_to_compute(cache: PrefixCache, more: in
 
 
 def test_matching_changes_nothing_and_counts_nothing(cache: PrefixCache):
-    """A scheduler may look at a waiting request in every step."""
+    """A scheduler may look up a waiting request in every step."""
     cache.release(must(admit(cache, prompt(3))))
     counted = cache.counters.query_tokens
 
@@ -178,7 +178,7 @@ def test_matching_changes_nothing_and_counts_nothing(cache: PrefixCache):
 
 
 def test_queries_and_hits_are_counted_in_tokens_when_acquired(cache: PrefixCache):
-    """The hit rate that operators see is hits by queries."""
+    """Operators see the hit rate, which is hits divided by queries."""
     cache.release(must(admit(cache, prompt(3))))
     must(admit(cache, prompt(3, more=2)))
 
@@ -187,21 +187,21 @@ def test_queries_and_hits_are_counted_in_tokens_when_acquired(cache: PrefixCache
 
 
 def test_a_request_that_takes_nothing_from_the_cache_counts_as_no_query(cache: PrefixCache):
-    """Prompt logprobs need every token computed; that must not look like a bad hit rate."""
+    """Prompt logprobs need every token computed, which must not lower the hit rate."""
     must(cache.acquire(NOTHING, 2))
 
     assert cache.counters.query_tokens == 0
 
 
 def test_tenants_do_not_hit_each_other(cache: PrefixCache):
-    """The root keeps chains of equal tokens apart."""
+    """Equal tokens have different hashes under different roots."""
     cache.release(must(admit(cache, prompt(3))))
 
     assert look_up(cache, prompt(3, more=1, root=OTHER_ROOT)).blocks == ()
 
 
 def test_acquiring_without_room_has_no_effect(cache: PrefixCache, mirror: Mirror):
-    """A scheduler tries again later: nothing may be touched, evicted, counted or announced by the attempt."""
+    """The scheduler retries later: a failed attempt must not use, evict, count or announce anything."""
     cache.release(must(admit(cache, prompt(3))))
     must(admit(cache, prompt(3, base=100)))
     before = (cache.free_blocks, cache.cached_free_blocks, len(mirror.calls), cache.counters.query_tokens)
@@ -213,7 +213,7 @@ def test_acquiring_without_room_has_no_effect(cache: PrefixCache, mirror: Mirror
 
 
 def test_a_request_never_evicts_its_own_prefix(cache: PrefixCache):
-    """The blocks it hits count as taken before room for the rest is looked for."""
+    """The blocks it hits are taken before space for the rest is searched."""
     prefix = must(admit(cache, prompt(3)))
     cache.release(prefix)
     cache.release(must(admit(cache, prompt(5, base=100))))
@@ -225,13 +225,13 @@ def test_a_request_never_evicts_its_own_prefix(cache: PrefixCache):
 
 
 def test_allocating_more_than_there_is_gives_none(cache: PrefixCache):
-    """The scheduler preempts then; it needs no exception for an everyday thing."""
+    """The scheduler then preempts; this is too common for an exception."""
     assert cache.allocate(9) is None
     assert len(must(cache.allocate(8))) == 8
 
 
 def test_the_null_block_is_never_given_out(cache: PrefixCache):
-    """Padding rows of block tables write into it."""
+    """Padding rows of block tables write into the null block."""
     table = must(cache.allocate(cache.total_blocks))
 
     assert cache.blocks[0] not in table
@@ -239,7 +239,7 @@ def test_the_null_block_is_never_given_out(cache: PrefixCache):
 
 
 def test_blocks_without_content_are_taken_before_cached_ones(cache: PrefixCache):
-    """Evicting while a useless block is free would throw hits away."""
+    """Evicting while an empty block is free would waste hits."""
     cache.release(must(admit(cache, prompt(3))))
     must(cache.allocate(5))
 
@@ -258,7 +258,7 @@ def test_the_tail_of_a_chain_goes_before_its_root(cache: PrefixCache, mirror: Mi
 
 
 def test_the_least_recently_used_chain_goes_first(cache: PrefixCache):
-    """A hit makes a chain young again."""
+    """A hit makes a chain the most recently used."""
     old, hit = prompt(4), prompt(4, base=100)
     cache.release(must(admit(cache, hit)))
     cache.release(must(admit(cache, old)))
@@ -270,7 +270,7 @@ def test_the_least_recently_used_chain_goes_first(cache: PrefixCache):
 
 
 def test_committed_blocks_are_announced_as_one_run(cache: PrefixCache, mirror: Mirror):
-    """One event for a prompt, not one for each block."""
+    """One event per prompt, not one per block."""
     wanted = prompt(4)
     must(admit(cache, wanted))
 
@@ -278,7 +278,7 @@ def test_committed_blocks_are_announced_as_one_run(cache: PrefixCache, mirror: M
 
 
 def test_a_later_commit_names_the_block_before_it(cache: PrefixCache, mirror: Mirror):
-    """Chunked prefill commits a chain in parts; subscribers join them by the parent."""
+    """Chunked prefill commits a chain in parts, which subscribers join by the parent."""
     wanted = prompt(4)
     table = must(cache.acquire(NOTHING, 4))
     compute(cache, wanted, table, 0, 1)
@@ -288,7 +288,7 @@ def test_a_later_commit_names_the_block_before_it(cache: PrefixCache, mirror: Mi
 
 
 def test_blocks_are_not_announced_before_they_are_committed(cache: PrefixCache, mirror: Mirror):
-    """An allocated block's KV is not there yet: whoever hit it would read rubbish."""
+    """An allocated block has no KV yet; a hit would read garbage."""
     must(cache.acquire(look_up(cache, prompt(4)), 4))
 
     assert mirror.calls == []
@@ -296,7 +296,7 @@ def test_blocks_are_not_announced_before_they_are_committed(cache: PrefixCache, 
 
 
 def test_committing_again_announces_nothing(cache: PrefixCache, mirror: Mirror):
-    """An engine may commit its whole table, hits included, without counting what is new."""
+    """An engine may commit its whole table, including hits, without tracking what is new."""
     wanted = prompt(3)
     table = must(admit(cache, wanted))
     compute(cache, wanted, table, 0, 3)
@@ -305,7 +305,7 @@ def test_committing_again_announces_nothing(cache: PrefixCache, mirror: Mirror):
 
 
 def test_a_copy_is_not_announced_twice(cache: PrefixCache, mirror: Mirror):
-    """Two requests that computed one prefix at the same time hold two copies of one hash."""
+    """Two requests that computed the same prefix concurrently hold two copies of its blocks."""
     wanted = prompt(3)
     tables = [must(cache.acquire(NOTHING, 3)) for _ in range(2)]
     for table in tables:
@@ -316,7 +316,7 @@ def test_a_copy_is_not_announced_twice(cache: PrefixCache, mirror: Mirror):
 
 
 def test_runs_are_split_at_copies(cache: PrefixCache, mirror: Mirror):
-    """The announced tokens and parent belong to the announced blocks alone."""
+    """The announced tokens and parent must belong to the announced blocks."""
     short, longer = prompt(2), prompt(4)
     copies = must(cache.acquire(NOTHING, 4))
     must(admit(cache, short))
@@ -327,7 +327,7 @@ def test_runs_are_split_at_copies(cache: PrefixCache, mirror: Mirror):
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_a_released_copy_is_of_no_use_while_another_is_live(cache: PrefixCache, mirror: Mirror, order: tuple[int, int]):
-    """One cached copy serves as well as two; the room of the other is better used."""
+    """One cached copy is enough; the other's space is better used."""
     wanted = prompt(3)
     tables = [must(cache.acquire(NOTHING, 3)) for _ in range(2)]
     for table in tables:
@@ -340,7 +340,7 @@ def test_a_released_copy_is_of_no_use_while_another_is_live(cache: PrefixCache, 
 
 
 def test_the_last_copy_is_kept_when_released(cache: PrefixCache):
-    """Only then does nobody live hold the prefix."""
+    """Only then does no running request hold the prefix."""
     wanted = prompt(3)
     tables = [must(cache.acquire(NOTHING, 3)) for _ in range(2)]
     for table in tables:
@@ -355,7 +355,7 @@ def test_the_last_copy_is_kept_when_released(cache: PrefixCache):
 
 
 def test_a_recomputed_block_takes_the_place_of_the_idle_copy(cache: PrefixCache, mirror: Mirror):
-    """A prompt of whole blocks recomputes its last one each time; its old copies must not fill the cache."""
+    """A prompt of whole blocks recomputes its last one each time; the old copies must not fill the cache."""
     for _ in range(4):
         cache.release(must(admit(cache, prompt(3))))
 
@@ -364,7 +364,7 @@ def test_a_recomputed_block_takes_the_place_of_the_idle_copy(cache: PrefixCache,
 
 
 def test_a_prefix_stays_resident_while_what_follows_it_does(cache: PrefixCache, mirror: Mirror):
-    """Replicas' sets are prefix-closed, so that a router may stop at the first miss."""
+    """A replica's set is prefix-closed, so that a router may stop at the first miss."""
     cache.release(must(admit(cache, prompt(6))))
     for _ in range(8):
         held = must(cache.allocate(1 + len(mirror.calls)))
@@ -376,7 +376,7 @@ def test_a_prefix_stays_resident_while_what_follows_it_does(cache: PrefixCache, 
 
 
 def test_reset_is_refused_while_a_block_is_in_use(cache: PrefixCache, mirror: Mirror):
-    """A running request's KV cannot be forgotten under it."""
+    """A running request's KV must not disappear."""
     table = must(admit(cache, prompt(3)))
 
     assert cache.reset() is False
@@ -386,7 +386,7 @@ def test_reset_is_refused_while_a_block_is_in_use(cache: PrefixCache, mirror: Mi
 
 
 def test_reset_forgets_everything_and_says_so_once(cache: PrefixCache, mirror: Mirror):
-    """After new weights the old KV is wrong; a reset is no eviction."""
+    """With new weights the old KV is wrong. A reset does not count as eviction."""
     cache.release(must(admit(cache, prompt(3))))
 
     assert cache.reset() is True
@@ -397,7 +397,7 @@ def test_reset_forgets_everything_and_says_so_once(cache: PrefixCache, mirror: M
 
 
 def test_residents_come_parents_first(cache: PrefixCache):
-    """A snapshot is applied in one pass."""
+    """Subscribers apply a snapshot in one pass."""
     cache.release(must(admit(cache, prompt(3))))
     cache.release(must(admit(cache, Prompt(tuple(range(8)) + (99,) * 8))))
     residents = list(cache.residents())
@@ -409,7 +409,7 @@ def test_residents_come_parents_first(cache: PrefixCache):
 
 
 def test_with_caching_off_nothing_is_shared_or_announced(mirror: Mirror):
-    """The setting that rules the cache out when a wrong answer is looked into."""
+    """With this setting, the cache can be ruled out as the cause of a wrong answer."""
     cache = PrefixCache(9, BLOCK_SIZE, listener=mirror, enabled=False)
     cache.release(must(admit(cache, prompt(3))))
 
@@ -421,7 +421,7 @@ def test_with_caching_off_nothing_is_shared_or_announced(mirror: Mirror):
 
 
 def test_usage_is_the_share_of_live_blocks(cache: PrefixCache):
-    """Cached blocks that nobody uses are room, not usage."""
+    """Cached and free blocks count as free space, not as usage."""
     table = must(admit(cache, prompt(2)))
     assert cache.usage == pytest.approx(0.25)
 
@@ -430,7 +430,7 @@ def test_usage_is_the_share_of_live_blocks(cache: PrefixCache):
 
 
 def test_a_match_is_refused_after_its_blocks_may_have_gone(cache: PrefixCache):
-    """Blocks found before an eviction may hold another prefix now: sharing them would be wrong KV."""
+    """Blocks found before an eviction may hold another prefix now; sharing them would use wrong KV."""
     cache.release(must(admit(cache, prompt(3))))
     match = look_up(cache, prompt(3, more=1))
     must(cache.allocate(8))
@@ -450,7 +450,7 @@ def test_releasing_twice_is_caught_at_once(cache: PrefixCache):
 
 
 def test_a_gap_in_a_chain_is_caught_at_once(cache: PrefixCache):
-    """Without its parent a block could be hit under a prefix that it does not follow."""
+    """Without its parent, a block could be hit under a prefix that it does not follow."""
     wanted = prompt(3)
     table = must(cache.acquire(NOTHING, 3))
 
@@ -459,13 +459,13 @@ def test_a_gap_in_a_chain_is_caught_at_once(cache: PrefixCache):
 
 
 def test_a_pool_needs_room_beside_the_null_block():
-    """A replica that can hold no token should say so at its start."""
+    """A replica that cannot hold a single token must fail at its start."""
     with pytest.raises(PoolTooSmall, match="at least 2"):
         PrefixCache(1, BLOCK_SIZE)
 
 
 def test_a_tampered_hash_is_a_counted_miss(cache: PrefixCache):
-    """A hash that names other tokens than the prompt's is a collision, whoever made it."""
+    """A hash of other tokens than the prompt's is a collision, whatever its cause."""
     cache.release(must(admit(cache, prompt(3))))
     forged = prompt(3, more=1, base=100)
 
@@ -476,7 +476,7 @@ def test_a_tampered_hash_is_a_counted_miss(cache: PrefixCache):
 
 
 def test_a_chain_is_hit_up_to_the_collision(cache: PrefixCache):
-    """What was verified before it is right."""
+    """Blocks verified before the collision are correct."""
     cache.release(must(admit(cache, prompt(4))))
     changed = Prompt((*range(8), 99, *range(9, 17)))
 
@@ -485,7 +485,7 @@ def test_a_chain_is_hit_up_to_the_collision(cache: PrefixCache):
 
 
 def test_the_middle_of_a_chain_is_no_start(cache: PrefixCache):
-    """A root that equals a block's hash must not give the rest of that block's chain to another tenant."""
+    """A root equal to a block's hash must not give the rest of that block's chain to another tenant."""
     wanted = prompt(3)
     cache.release(must(admit(cache, wanted)))
 
@@ -494,7 +494,7 @@ def test_the_middle_of_a_chain_is_no_start(cache: PrefixCache):
 
 
 def test_a_start_is_no_middle_of_a_chain(cache: PrefixCache):
-    """Nor must such a root lend its first block to whoever comes to that hash inside a prompt."""
+    """Nor may the first block under such a root match inside a prompt that has this hash."""
     wanted = prompt(3, more=1)
     cache.release(must(admit(cache, prompt(1))))
     start = must(cache.acquire(NOTHING, 1))
@@ -522,7 +522,7 @@ def test_blocks_after_a_collision_stay_private(cache: PrefixCache, mirror: Mirro
 
 
 def test_the_middle_of_a_chain_is_no_copy_of_a_start(cache: PrefixCache, mirror: Mirror):
-    """A first block whose root equals another chain's hash has other KV than what follows there."""
+    """A first block under a root that equals another chain's hash has different KV than the block after that hash."""
     wanted = prompt(3)
     must(admit(cache, wanted))
     mine = must(cache.acquire(NOTHING, 1))
@@ -544,7 +544,7 @@ TRANSITIONS = [
     and cells[1] in {state.value for state in BlockState}
 ]
 
-#: Which events of the table each call may cause.
+#: The events of the table that each call may cause.
 EVENTS_OF = {
     "take": {"allocate", "share", "touch", "evict"},
     "commit": {"commit", "supersede"},
@@ -566,7 +566,7 @@ def allowed(call: str) -> set[tuple[BlockState, BlockState]]:
 
 
 def test_each_change_of_state_in_the_table_happens_and_no_other(cache: PrefixCache):
-    """The table in the docs is the behaviour, not a wish."""
+    """The documented table must match the behaviour exactly."""
     seen: set[tuple[BlockState, BlockState]] = set()
     blocks = cache.blocks
 
@@ -594,13 +594,13 @@ def test_each_change_of_state_in_the_table_happens_and_no_other(cache: PrefixCac
 
 # --- against a naive oracle ----------------------------------------------------------------------------------------
 
-#: The content of a block: the root and every token up to its end.
+#: A block's content: the root and every token up to the block's end.
 Content = tuple[BlockHash, tuple[int, ...]]
 Chain = Callable[[BlockHash, tuple[int, ...]], list[BlockHash]]
 
 SMALL = 3
 POOL = 8
-#: What `colliding` also gives as a block's hash.
+#: A root that is also a possible block hash of `colliding`.
 ROOT_LIKE_A_HASH = BlockHash(bytes([1]) * 16)
 HONEST = BlockHasher(SMALL, seed=11)
 
@@ -610,7 +610,7 @@ def honest(root: BlockHash, ids: tuple[int, ...]) -> list[BlockHash]:
 
 
 def colliding(root: BlockHash, ids: tuple[int, ...]) -> list[BlockHash]:
-    """Chained like the real one, but onto four values."""
+    """Hashes chained like real ones, but with only four possible values."""
     return [BlockHash(bytes([value[0] % 4]) * 16) for value in _weak_chain(root, ids)]
 
 
@@ -624,7 +624,7 @@ def _weak_chain(root: BlockHash, ids: tuple[int, ...]) -> list[bytes]:
 
 @dataclass(eq=False)
 class Request:
-    """One running request of the machine."""
+    """A running request of the state machine."""
 
     root: BlockHash
     ids: tuple[int, ...]
@@ -634,7 +634,7 @@ class Request:
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Requests come, grow, are computed in parts and go; KV is simulated as the prefix that was computed."""
+    """Requests start, grow, are computed in parts and finish; KV is simulated as the prefix it was computed from."""
 
     chain: Chain = staticmethod(honest)
     eviction: EvictionName = "lru"
@@ -645,9 +645,9 @@ class CacheMachine(RuleBasedStateMachine):
         self.mirror = Mirror(stride=SMALL * 4)
         self.policy = eviction_policy(self.eviction)
         self.cache = PrefixCache(POOL + 1, SMALL, listener=self.mirror, policy=self.policy)
-        #: What was computed into each block: the truth that hits are held against.
+        #: The content computed into each block, against which hits are verified.
         self.kv: dict[int, Content] = {}
-        #: The KV in each slot, by block and offset: the last token and all before it.
+        #: The KV in each slot, by block and offset: its token and all tokens before it.
         self.slots: dict[tuple[int, int], Content] = {}
         self.running: list[Request] = []
 
@@ -683,7 +683,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert self.kv[block.block_id] == (root, ids[: (place + 1) * SMALL]), "a hit on wrong KV"
 
     def copy(self, source: Block, target: Block, tokens: int) -> None:
-        """What a step does before it writes anything, although the source may be somebody else's by then."""
+        """Copy as a step does before it writes anything; the source may already be allocated to another request."""
         copied = [self.slots[source.block_id, offset] for offset in range(tokens)]
         for offset, content in enumerate(copied):
             self.slots[target.block_id, offset] = content
@@ -701,7 +701,7 @@ class CacheMachine(RuleBasedStateMachine):
         return table
 
     def withheld(self) -> set[int]:
-        """Of the oracle: idle blocks that may not be given up."""
+        """For the oracle: idle blocks that may not be evicted."""
         return set()
 
     @rule(request=requests, ids=st.lists(st.integers(0, 1), min_size=1, max_size=3).map(tuple))
@@ -747,7 +747,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert moves(before, states(blocks)) <= allowed("commit")
 
     def committing(self, request: Request, start: int, end: int) -> None:
-        """For the oracle: these blocks of the request are about to be shared."""
+        """For the oracle: called before these blocks of the request are shared."""
 
     @rule(request=consumes(requests))
     def finish(self, request: Request):
@@ -761,7 +761,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert moves(before, states(blocks)) <= allowed("release")
 
     def released(self, request: Request) -> None:
-        """For the oracle."""
+        """For the oracle: called after a request's blocks were released."""
 
     @rule()
     def reset(self):
@@ -771,7 +771,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.forgotten()
 
     def forgotten(self) -> None:
-        """For the oracle."""
+        """For the oracle: called after a reset."""
 
     @invariant()
     def holds(self):
@@ -784,13 +784,13 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 class OracleMachine(CacheMachine):
-    """With honest hashes the cache must behave exactly as this dictionary of contents says."""
+    """With real hashes, the cache must behave exactly like this dictionary of contents."""
 
     def __init__(self) -> None:
         super().__init__()
-        #: Shared content -> blocks that hold it.
+        #: Shared content -> ids of blocks that hold it.
         self.shared: dict[Content, set[int]] = {}
-        #: Cached blocks that nobody uses, the next to be evicted first.
+        #: Ids of blocks that are cached and free, in order of eviction.
         self.idle: list[int] = []
 
     def holder_count(self, block_id: int) -> int:
@@ -809,9 +809,9 @@ class OracleMachine(CacheMachine):
         assert match.collisions == 0
 
     def longest_partial(self, root: BlockHash, ids: tuple[int, ...], whole: int) -> int:
-        """How far any shared block that follows `whole` tokens of the prompt goes on with it, the last token left out.
+        """The longest match of the prompt (without its last token) with any shared block that follows `whole` tokens.
 
-        With two values for a token a block has so few siblings that the cache looks at all of them.
+        With two possible token values, a block has so few siblings that the cache compares all of them.
         """
         following = [held for held_root, held in self.shared if held_root == root and len(held) == whole + SMALL]
         ends = range(whole, min(whole + SMALL, len(ids)))
@@ -869,13 +869,13 @@ class OracleMachine(CacheMachine):
 
 
 class CollidingMachine(CacheMachine):
-    """With four hashes in the world nearly everything collides: hits get rare, never wrong."""
+    """With four possible hashes nearly everything collides: hits become rare, but are never wrong."""
 
     chain: Chain = staticmethod(colliding)
 
 
 class LearningMachine(CollidingMachine):
-    """The same under the policy that learns."""
+    """The same with the hit-density policy."""
 
     eviction: EvictionName = "hit-density"
 
@@ -887,7 +887,7 @@ TestUnderCollisions.settings = settings(max_examples=100, stateful_step_count=40
 
 
 def test_the_colliding_hasher_collides():
-    """Otherwise the machine above would show nothing."""
+    """Otherwise the state machine above would prove nothing."""
     prompts = [(a, b, c, d) for a in (0, 1) for b in (0, 1) for c in (0, 1) for d in (0, 1)]
 
     assert len({colliding(ROOT, ids)[-1] for ids in prompts}) <= 4

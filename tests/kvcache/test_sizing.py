@@ -1,4 +1,4 @@
-"""Blocks in memory: known models, ranks, and too little of it."""
+"""Number of blocks that fit in memory: known models, several ranks, and too little memory."""
 
 import pytest
 
@@ -18,12 +18,12 @@ def llama_70b(tensor_parallel_size: int = 1) -> int:
 
 
 def test_a_block_of_llama_70b_takes_five_mebibytes():
-    """The figure that the field quotes for grouped-query attention with 8 heads in fp16."""
+    """The number commonly quoted for grouped-query attention with 8 heads in fp16."""
     assert llama_70b() == 5_242_880
 
 
 def test_45_gigabytes_hold_8583_of_them():
-    """Half a block is no block."""
+    """Only whole blocks count."""
     assert blocks_that_fit(45_000_000_000, llama_70b()) == 8_583
 
 
@@ -42,34 +42,34 @@ def test_the_table_in_the_docs_is_right(layers: int, kv_heads: int, ranks: int, 
 
 @pytest.mark.parametrize(("ranks", "share"), [(1, 8), (2, 4), (8, 1), (16, 1)])
 def test_ranks_split_the_heads_down_to_one(ranks: int, share: int):
-    """With more ranks than heads each head is held more than once."""
+    """With more ranks than heads, each head is stored on several ranks."""
     assert kv_heads_per_rank(8, ranks) == share
     assert llama_70b(ranks) == 5_242_880 * share // 8
 
 
 @pytest.mark.parametrize(("heads", "ranks"), [(8, 3), (8, 12), (0, 2), (8, 0)])
 def test_heads_that_do_not_divide_are_refused(heads: int, ranks: int):
-    """A rank with half a head would give wrong attention."""
+    """A rank with half a head would compute wrong attention."""
     with pytest.raises(ValueError, match="cannot be split"):
         kv_heads_per_rank(heads, ranks)
 
 
 def test_the_budget_is_what_weights_and_the_largest_step_leave():
-    """Utilization is of all memory, as users set it."""
+    """Utilization is a share of the total memory, as users set it."""
     reading = MemoryReading(total_bytes=1_000, free_bytes=450, held_bytes=500, peak_bytes=100)
 
     assert kv_budget_bytes(reading, 0.9) == 300
 
 
 def test_no_more_is_taken_than_is_free():
-    """Another process may hold a part that the setting grants."""
+    """Another process may use part of the memory that the setting grants."""
     reading = MemoryReading(total_bytes=1_000, free_bytes=250, held_bytes=500, peak_bytes=100)
 
     assert kv_budget_bytes(reading, 0.9) == 150
 
 
 def test_ranks_on_halves_of_a_device_leave_each_other_theirs():
-    """Whichever of two is first finds all of it free."""
+    """The first of the two ranks finds nearly all memory free, but may take only its share."""
     first = MemoryReading(total_bytes=1_000, free_bytes=700, held_bytes=200, peak_bytes=50)
     taken = kv_budget_bytes(first, 0.45)
     second = MemoryReading(total_bytes=1_000, free_bytes=500 - taken, held_bytes=200, peak_bytes=50)
@@ -78,11 +78,11 @@ def test_ranks_on_halves_of_a_device_leave_each_other_theirs():
 
 
 def test_a_budget_is_never_negative():
-    """The error then comes from counting blocks, with both numbers in it."""
+    """The error is raised later, when blocks are counted, with both numbers in its message."""
     assert kv_budget_bytes(MemoryReading(100, 100, 500, 0), 0.9) == 0
 
 
 def test_memory_for_a_single_block_is_refused_with_advice():
-    """Block 0 is never given to a request: such a replica could run nothing."""
+    """Block 0 is never given to a request, so such a replica could not run anything."""
     with pytest.raises(PoolTooSmall, match="raise kv_cache_bytes"):
         blocks_that_fit(1_500, 1_000)

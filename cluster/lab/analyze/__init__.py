@@ -1,1 +1,1 @@
-"""`homing analyze`: what a log of requests says about prefix caching."""
+"""`homing analyze`: estimates the value of prefix caching from a log of requests."""

@@ -1,6 +1,6 @@
-"""From blocks to bytes and GPUs: what a model's configuration says about the size of its KV.
+"""Converts blocks to bytes and GPUs, using the KV size given by a model's configuration.
 
-Reads a `config.json`; loads no model. The arithmetic is `kvcache/sizing.py`'s.
+Reads only `config.json`, without loading the model. The arithmetic is in `kvcache/sizing.py`.
 """
 
 import re
@@ -24,13 +24,13 @@ _FACTORS = {"": 1} | {
 
 @dataclass(slots=True, frozen=True)
 class KvCapacity:
-    """What blocks cost, over all ranks of a replica, and what a GPU has for them."""
+    """The size of a block and the memory that a GPU has for blocks."""
 
-    block_bytes: int
+    block_bytes: int  #: over all ranks of a replica
     gpu_bytes: int | None = None  #: KV memory of one GPU
 
     def __post_init__(self) -> None:
-        """Raises SettingsError when not even two blocks fit."""
+        """Raise SettingsError if fewer than two blocks fit."""
         try:
             _ = self.gpu_blocks
         except PoolTooSmall as error:
@@ -38,29 +38,29 @@ class KvCapacity:
 
     @property
     def gpu_blocks(self) -> int | None:
-        """Blocks that requests can get on one GPU: all that fit but the null block."""
+        """Blocks that requests can use on one GPU: all that fit except the null block; None: memory unknown."""
         return None if self.gpu_bytes is None else blocks_that_fit(self.gpu_bytes, self.block_bytes) - 1
 
     def gib(self, blocks: int) -> float:
         return blocks * self.block_bytes / 2**30
 
     def gpus(self, blocks: int) -> int | None:
-        """GPUs that hold so many blocks; None where their memory is not known."""
+        """Number of GPUs that hold this many blocks; None if their memory is unknown."""
         return None if self.gpu_blocks is None else ceil(blocks / self.gpu_blocks)
 
 
 def block_bytes_of_config(path: Path, block_size: int) -> int:
-    """Bytes of one block of the model whose `config.json` (or its folder) this is. Raises ModelUnavailable."""
+    """Bytes of one block of a model. `path` is its `config.json` or folder. Raises ModelUnavailable."""
     file = path / "config.json" if path.is_dir() else path
     try:
         config = msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.DecodeError) as error:
-        raise ModelUnavailable(f"{file} is no model configuration: {error}") from error
+        raise ModelUnavailable(f"{file} is not a model configuration: {error}") from error
     config = config.get("text_config") or config
     heads = _number(config, file, "num_attention_heads")
     dtype = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
     if dtype not in _DTYPE_BYTES:
-        raise ModelUnavailable(f"{file} has dtype {dtype!r}, whose size is not known: give --bytes-per-block instead")
+        raise ModelUnavailable(f"{file} has dtype {dtype!r}, whose size is unknown: give --bytes-per-block instead")
     return bytes_per_block(
         block_size=block_size,
         kv_heads=config.get("num_key_value_heads") or heads,
@@ -71,14 +71,14 @@ def block_bytes_of_config(path: Path, block_size: int) -> int:
 
 
 def parse_size(text: str, flag: str) -> int:
-    """`45GB`, `40GiB`, `16k` or plain digits as a number. Raises SettingsError, which names the flag."""
+    """Parse `45GB`, `40GiB`, `16k` or plain digits. Raises SettingsError, which names the flag."""
     match = _SIZE.fullmatch(text.strip())
     try:
         if match:
             return int(float(match[1]) * _FACTORS[(match[2] or "").lower()])
     except ValueError:
         match = None
-    raise SettingsError(f"{flag}: {text!r} is no size, such as 4096, 16k, 45GB or 40GiB")
+    raise SettingsError(f"{flag}: {text!r} is not a size such as 4096, 16k, 45GB or 40GiB")
 
 
 def _number(config: dict[str, Any], file: Path, key: str) -> int:

@@ -33,14 +33,14 @@ from .prompts import Prompt, PromptSource, TextPrompts, TracePrompts
 from .records import FORMATS, Format, LogReader, TextRequest, detect_format
 from .report import Findings, as_json, page, text
 
-#: Requests whose order of parts is looked at; a share of a thousandth of them still shows.
+#: Number of requests sampled for advice on prompt order.
 SAMPLE = 1000
 GZIP_MAGIC = b"\x1f\x8b"
 DEFAULT_REPLICAS = (1, 2, 4, 8)
 MAX_REPLICAS = 256
-#: Names of blocks keep so many bits, so that a reader can put the number of a round above them.
+#: Bits kept of each block name, so that a reader can put the number of a round above them.
 _NAME_BITS = 60
-#: Apart, where the log names no time.
+#: Interval between arrivals if the log has no times.
 _PAUSE_S = 1.0
 
 
@@ -69,7 +69,7 @@ def _replica_counts(kind: type, tokens: Sequence[Token]) -> tuple[int, ...]:
 def _format(_: type, tokens: Sequence[Token]) -> Format:
     text = tokens[-1].value
     if text not in FORMATS:
-        raise SettingsError(f"--format: {text!r} is none of {', '.join(FORMATS)}{nearest(text, FORMATS)}")
+        raise SettingsError(f"--format: {text!r} is not one of {', '.join(FORMATS)}{nearest(text, FORMATS)}")
     return text
 
 
@@ -79,7 +79,7 @@ class Options:
 
     #: A path, or - for standard input.
     log: Annotated[str, Parameter(parse=False)] = "-"
-    # Not the setting of that name: traces have larger blocks than a cluster may have.
+    # Separate from the setting of this name, because traces have larger blocks than a cluster may have.
     block_size: Annotated[
         int | None,
         option("tokens per block (default: 512 for traces, else the setting)", metavar="N", converter=_size),
@@ -88,7 +88,7 @@ class Options:
         Format | None,
         option("format of the log (default: detected from its first line)", "--format", converter=_format),
     ] = None
-    #: Empty: chosen by what the log holds.
+    #: Empty: chosen by the number of distinct blocks in the log.
     sizes: Annotated[
         Sequence[int],
         option(
@@ -128,12 +128,12 @@ class Options:
     hide_snippets: Annotated[bool, option("print no text of the log in the advice", "--no-snippets")] = False
     as_json: Annotated[bool, option("print JSON, for programs", "--json")] = False
     plots: Annotated[Sequence[Path], option("draw .png, .svg or .html; may be repeated", "--plot", metavar="FILE")] = ()
-    #: Whether a model was named, so that its KV is worth a figure.
+    #: Whether a model was named, so that sizes can also be given in bytes of its KV.
     sized_model: Annotated[bool, Parameter(parse=False)] = False
 
 
 class Sample:
-    """Some of the prompts, each as likely as any other (reservoir sampling, Vitter 1985)."""
+    """A uniform random sample of the prompts (reservoir sampling, Vitter 1985)."""
 
     def __init__(self, size: int, rng: random.Random) -> None:
         self._size = size
@@ -142,7 +142,7 @@ class Sample:
         self.prompts: list[SampledPrompt] = []
 
     def offer(self, prompt: Prompt, shared_tokens: int) -> None:
-        """One more prompt; those without text are passed over."""
+        """Consider one more prompt for the sample; prompts without text are ignored."""
         if not prompt.parts:
             return
         self._seen += 1
@@ -156,7 +156,7 @@ class Sample:
 def paced(
     prompts: Iterable[Prompt], err: TextIO, clock: Callable[[], float], show: ShowProgress = lambda *_: None
 ) -> Iterator[Prompt]:
-    """The same prompts; says how far the log is read, on a terminal, and how fast it went."""
+    """Pass on the prompts; shows progress on a terminal and, at the end, prints the rate."""
     began, number = clock(), 0
     for number, prompt in enumerate(prompts, 1):
         yield prompt
@@ -188,7 +188,7 @@ def analyze(
     stdin: BufferedReader | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> int:
-    """Carry out the command; returns the exit code. Raises ClusterError."""
+    """Run the command; returns the exit code. Raises ClusterError."""
     for path in options.plots:
         check_plot_path(path)
     reader = LogReader(options.log_format, skip_malformed=options.skip_malformed)
@@ -212,7 +212,7 @@ def _analyzed(
     first = next(records, None)
     if first is None:
         skipped = f"; {reader.skipped_lines} malformed lines were skipped" if reader.skipped_lines else ""
-        raise LogUnreadable(f"{options.log} holds no requests{skipped}")
+        raise LogUnreadable(f"{options.log} contains no requests{skipped}")
     has_text = isinstance(first, TextRequest)
     block_size = options.block_size or (settings.kvcache.block_size if has_text else MOONCAKE_BLOCK_TOKENS)
     room = _capacity(options, settings, block_size)
@@ -221,7 +221,7 @@ def _analyzed(
         for prompt in pace(source.prompts(chain([first], records))):
             sample.offer(prompt, analysis.observe(prompt))
     report = analysis.report()
-    tokenizer = "the model's" if options.sized_model else "the demo model's; --model or --tokenizer names yours"
+    tokenizer = "the model's" if options.sized_model else "the demo model's; set yours with --model or --tokenizer"
     return Findings(
         source="standard input" if options.log == "-" else Path(options.log).name,
         log_format=reader.format or "",
@@ -238,7 +238,7 @@ def _analyzed(
 
 
 def prompt_source(options: Options, settings: Settings, block_size: int, *, has_text: bool) -> PromptSource:
-    """What makes prompts of the log's records. Raises ModelUnavailable."""
+    """The converter of the log's records to prompts. Raises ModelUnavailable."""
     if not has_text:
         return TracePrompts(block_size)
     given = settings.replica.tokenizer
@@ -248,30 +248,30 @@ def prompt_source(options: Options, settings: Settings, block_size: int, *, has_
             folder.parent if folder.is_file() else folder, cache_bytes=settings.router.token_cache_bytes
         )
     except TokenizerUnavailable as error:
-        raise ModelUnavailable(f"{error.message}; --tokenizer names a folder that has one") from error
+        raise ModelUnavailable(f"{error.message}; give a folder that has one with --tokenizer") from error
     return TextPrompts(model, block_size, skip_malformed=options.skip_malformed)
 
 
 def _capacity(options: Options, settings: Settings, block_size: int) -> KvCapacity | None:
-    """What blocks cost, where the command says what they are made of."""
+    """The memory per block, or None if neither a block's size nor a model was given. Raises SettingsError."""
     if options.block_bytes is not None:
         return KvCapacity(options.block_bytes, options.gpu_bytes)
     if options.sized_model:
         return KvCapacity(block_bytes_of_config(_model_path(settings), block_size), options.gpu_bytes)
     if options.gpu_bytes is not None:
-        raise SettingsError("--kv-memory says nothing without the size of a block: give --model or --bytes-per-block")
+        raise SettingsError("--kv-memory needs the size of a block: also give --model or --bytes-per-block")
     return None
 
 
 def _model_path(settings: Settings) -> Path:
-    """The model's folder, or the configuration file that was named in its stead."""
+    """The model's folder, or the configuration file if that was named instead."""
     named = Path(settings.replica.model).expanduser()
     return named if named.is_file() else find_model(settings.replica)
 
 
 @contextmanager
 def opened(log: str, stdin: BufferedReader | None) -> Iterator[Iterable[bytes]]:
-    """The lines of the log, unpacked where it is packed. Raises LogUnreadable."""
+    """Open the log and yield its lines, decompressing gzip. Raises LogUnreadable."""
     try:
         with _raw(log, stdin) as raw:
             yield gzip.GzipFile(fileobj=raw) if raw.peek(2).startswith(GZIP_MAGIC) else raw
@@ -286,7 +286,7 @@ def _raw(log: str, stdin: BufferedReader | None) -> BufferedReader:
 
 
 def format_of(log: str) -> Format | None:
-    """The format that the log's first line shows; None of an empty log. Raises LogUnreadable."""
+    """The log's format, detected from its first line; None if the log is empty. Raises LogUnreadable."""
     with opened(log, None) as lines:
         return next((detect_format(line) for line in lines if line.strip()), None)
 
@@ -294,8 +294,8 @@ def format_of(log: str) -> Format | None:
 def write_trace(options: Options, settings: Settings, out: TextIO, *, output_tokens: int) -> None:
     """Write the log's requests as lines of a Mooncake trace. Raises ClusterError.
 
-    Logs of requests do not tell how long the answers were: all get `output_tokens`. Time begins with the first request;
-    one that was logged late counts as arriving with the one before it.
+    Logs of requests do not contain the lengths of answers: all get `output_tokens`. Time begins with the first request;
+    a request with a time before its predecessor's gets the predecessor's time.
     """
     block_size = options.block_size or settings.kvcache.block_size
     reader = LogReader(options.log_format, skip_malformed=options.skip_malformed)

@@ -1,8 +1,8 @@
-"""One pass over a log: what is shared, what a cache would save, and how large it should be.
+"""Computes sharing, possible savings and the recommended cache size in one pass over a log.
 
-Pure state. Prompts come in as names of their full blocks (equal names: equal prefixes). Memory grows with the distinct
-blocks, about 200 bytes for each beside its name, and once more for each set of replicas; not with the log's length
-(16 bytes a request).
+Pure state. Prompts are given as names of their full blocks (equal names: equal prefixes). Memory grows with the number
+of distinct blocks, about 200 bytes each in addition to their names, and again for each set of replicas; hardly with
+the log's length (16 bytes per request).
 """
 
 from array import array
@@ -15,24 +15,24 @@ from .replica_spread import Affine, ReplicaCaches, RoundRobin
 from .reuse_stack import HitCurve, ReuseStack
 
 WINDOWS_S = (60.0, 300.0, 900.0)
-#: A cache is large enough when it finds this share of what an endless one finds: the curve is flat behind it.
+#: A cache is large enough with this share of an endless one's hits: beyond it the curve is flat.
 USEFUL_SHARE = 0.95
-#: For blocks in use by running requests, their answers, and growth of the traffic.
+#: Factor for blocks in use by running requests, their answers, and growth of the traffic.
 HEADROOM = 1.2
 
 
 @dataclass(slots=True, frozen=True)
 class LoggedPrompt:
-    """One request, as far as caching is concerned."""
+    """The properties of one request that matter for caching."""
 
     tokens: int
     blocks: Sequence[Hashable]  #: names of its full blocks, in order
-    arrival_s: float | None = None  #: on any clock; None where the log has no times
+    arrival_s: float | None = None  #: on any clock; None: the log has no times
 
 
 @dataclass(slots=True, frozen=True)
 class WindowRow:
-    """Distinct blocks that were used within a sliding window of time, looked at with each request."""
+    """Number of distinct blocks used within a sliding window of time, evaluated at each request."""
 
     window_s: float
     peak_blocks: int
@@ -41,7 +41,7 @@ class WindowRow:
 
 @dataclass(slots=True, frozen=True)
 class BreakRow:
-    """Requests that found so many blocks of their prompt known, and then a block that was not."""
+    """Number of requests whose known prefix had `from_blocks` to `to_blocks` blocks and then an unknown block."""
 
     from_blocks: int
     to_blocks: int
@@ -50,16 +50,16 @@ class BreakRow:
 
 @dataclass(slots=True, frozen=True)
 class ReplicaRow:
-    """Expected reuse when requests are spread over replicas by a rule; an estimate."""
+    """Estimated reuse when a rule spreads requests over replicas."""
 
     replicas: int
     rule: str
-    curve: HitCurve  #: blocks found by all replicas, by the size of one
+    curve: HitCurve  #: hits of all replicas together, by the cache size of one
 
 
 @dataclass(slots=True)
 class LogReport:
-    """What was found. Shares are of all prompt tokens."""
+    """The results of an analysis. Shares are of all prompt tokens."""
 
     block_size: int
     curve: HitCurve
@@ -67,18 +67,18 @@ class LogReport:
     prompt_tokens: int = 0
     full_blocks: int = 0
     distinct_blocks: int = 0
-    shared_blocks: int = 0  #: distinct ones that two or more requests had
-    sharing_requests: int = 0  #: that began with at least one block of an earlier request
-    largest_prompt_blocks: int = 0  #: the last, partial block included
+    shared_blocks: int = 0  #: distinct blocks that two or more requests had
+    sharing_requests: int = 0  #: requests that began with at least one block of an earlier request
+    largest_prompt_blocks: int = 0  #: including the last, partial block
     span_s: float | None = None
-    late_requests: int = 0  #: whose time lay before that of the request before them; taken as simultaneous
+    late_requests: int = 0  #: requests with a time before their predecessor's; treated as simultaneous with it
     windows: tuple[WindowRow, ...] = ()
     breaks: tuple[BreakRow, ...] = ()
-    known_entirely: int = 0  #: requests of which every full block was known
+    known_entirely: int = 0  #: requests whose full blocks were all known
     replicas: tuple[ReplicaRow, ...] = ()
 
     def saved_tokens(self) -> int:
-        """Prompt tokens that an endless cache saves."""
+        """Number of prompt tokens that an endless cache saves."""
         return self.curve.endless * self.block_size
 
     def share(self, blocks: int) -> float:
@@ -86,36 +86,36 @@ class LogReport:
 
     @property
     def mean_shared_tokens(self) -> float:
-        """Length of the prefix that a request had in common with an earlier one, over all requests."""
+        """Mean length, over all requests, of the prefix that a request shares with an earlier one."""
         return self.saved_tokens() / self.requests if self.requests else 0.0
 
     @property
     def useful_blocks(self) -> int:
-        """The smallest cache that finds `USEFUL_SHARE` of what an endless one finds."""
+        """Size of the smallest cache with `USEFUL_SHARE` of an endless one's hits."""
         return self.curve.size_for(USEFUL_SHARE)
 
     @property
     def recommended_blocks(self) -> int:
-        """The useful size, at least the largest prompt, with headroom."""
+        """The useful size or the largest prompt, whichever is larger, with headroom."""
         return ceil(HEADROOM * max(self.useful_blocks, self.largest_prompt_blocks))
 
     def sizes(self) -> list[int]:
-        """Sizes worth looking at: powers of two up to the first that holds every distinct block."""
+        """Sizes for a report: up to nine powers of two, ending with the first that holds all distinct blocks."""
         largest = max(0, self.distinct_blocks - 1).bit_length()
         return [1 << power for power in range(max(0, largest - 8), largest + 1)]
 
 
 class _Window:
-    """Peak and mean of the distinct blocks in use within the last seconds."""
+    """Peak and mean number of distinct blocks used within a sliding window."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._outside = 0  #: requests that lie before the window
+        self._outside = 0  #: number of requests before the window
         self._peak = 0
         self._sum = 0
 
     def observe(self, arrivals: "array[float]", stack: ReuseStack) -> None:
-        """After a request was added to the stack."""
+        """Update after a request was added to the stack."""
         begin = arrivals[-1] - self._seconds
         while arrivals[self._outside] <= begin:
             self._outside += 1
@@ -128,11 +128,11 @@ class _Window:
 
 
 class LogAnalysis:
-    """Takes requests in the order in which they came."""
+    """Analyzes requests in the order of their arrival."""
 
     def __init__(self, block_size: int, replicas: Sequence[int] = (1, 2, 4, 8)) -> None:
         self._stack = ReuseStack()
-        self._sums = LogReport(block_size, self._stack.curve())  #: what grows request by request; the rest is to come
+        self._sums = LogReport(block_size, self._stack.curve())  #: counts that grow with each request
         self._spread = [
             (count, name, ReplicaCaches(count, rule))
             for count in replicas
@@ -145,7 +145,7 @@ class LogAnalysis:
         self._breaks: Counter[int] = Counter()
 
     def observe(self, prompt: LoggedPrompt) -> int:
-        """The next request; returns how many of its leading tokens an endless cache would have had."""
+        """Add the next request; returns how many of its leading tokens an endless cache would serve."""
         sums = self._sums
         usable = max(0, prompt.tokens - 1) // sums.block_size
         known = self._stack.observe(prompt.blocks, usable)
@@ -186,7 +186,7 @@ class LogAnalysis:
             late_requests=self._sums.late_requests if timed else 0,
             windows=tuple(window.row(requests) for window in self._windows) if timed else (),
             breaks=tuple(
-                # Requests with 2^(power - 1) to 2^power - 1 known blocks; power 0: with none.
+                # Requests with 2^(power - 1) to 2^power - 1 known blocks; power 0: with no known block.
                 BreakRow((1 << power) >> 1, (1 << power) - 1, count)
                 for power, count in sorted(self._breaks.items())
             ),

@@ -1,12 +1,11 @@
-"""Advice on the order of prompts: what varies early and thereby breaks the sharing of what comes behind it.
+"""Advice on prompt order: finds text that varies early and thereby prevents sharing of the common text after it.
 
 Pure functions over a sample of prompts as text. A prefix cache stops at the first difference. If a long text that many
-prompts have in common stands behind a time stamp, it is computed again each time; had the time stamp stood last, it
-would be shared. So: cut texts into sentences and lines, which are compared wherever they stand; take the one that is
-worth most and the prompts that hold it; see where these prompts part, and how much that all of them have comes after.
+prompts have in common follows a timestamp, it is computed again each time; if the timestamp came last, the text would
+be shared. The method: split texts into sentences and lines, which are compared regardless of position; choose the one
+worth most and the prompts that contain it; find where these prompts diverge and how much common text follows.
 
-How much sharing there is already comes from the whole log, not from the sample, so that a sample does not make it look
-worse than it is.
+Existing sharing is taken from the whole log, not from the sample, which would underestimate it.
 """
 
 import re
@@ -19,19 +18,19 @@ from os.path import commonprefix
 from typing import Literal
 from zlib import crc32
 
-#: Characters of each prompt that are looked at: what varies early stands early.
+#: Number of leading characters of each prompt that are examined; only early differences matter.
 TEXT_LIMIT = 32_768
-#: A finding is worth reading when it would save this share of the sample's prompt tokens.
+#: A finding is reported if it would save this share of the sample's prompt tokens.
 MIN_SAVED_SHARE = 0.01
-#: Characters that must be common behind the difference; less is not worth moving anything.
+#: Minimum number of common characters after the difference; for less, moving text is not worthwhile.
 MIN_COMMON = 128
-#: Shorter pieces stand in many prompts by chance.
+#: Shorter pieces occur in many prompts by chance.
 MIN_PIECE = 12
 #: Longer pieces are cut further, between words.
 LONG_PIECE = 160
-#: Of a group, so many must hold a piece for it to be common; and go the same way for it to be the group's way.
+#: Share of a group that must contain a piece for it to be common, and that must agree on the next character to go on.
 MOST = 0.8
-#: Looks for further groups; each costs a pass over the pieces of the sample.
+#: Maximum number of groups examined; each costs a pass over the pieces of the sample.
 MAX_GROUPS = 64
 SNIPPET = 28
 
@@ -40,7 +39,7 @@ Kind = Literal["time", "id", "order", "text"]
 
 @dataclass(slots=True, frozen=True)
 class Part:
-    """A stretch of a prompt that a caller writes: a message, a tool, or the whole prompt of a completion."""
+    """A part of a prompt that a caller writes: a message, a tool, or the whole prompt of a completion."""
 
     label: str
     text: str
@@ -50,36 +49,36 @@ class Part:
 class SampledPrompt:
     parts: tuple[Part, ...]
     tokens: int
-    shared_tokens: int  #: leading tokens that some earlier request of the whole log had
+    shared_tokens: int  #: leading tokens that it shares with an earlier request of the whole log
 
 
 @dataclass(slots=True, frozen=True)
 class OrderFinding:
-    """One thing that varies early, and what it costs."""
+    """One early difference and its cost."""
 
     kind: Kind
     part: str  #: label of the part in which the first difference lies
-    character: int  #: of that part, from 0: the beginning of the word that differs
-    snippets: tuple[str, ...]  #: what stands there in some prompts; cut and with addresses and ids masked
-    requests: int  #: of the sample
-    groups: int  #: different common texts that this stands before
-    common_tokens: int  #: that come behind the difference and are common to most of them
-    now_tokens: float  #: shared by such a request, in the mean
-    then_tokens: float  #: that would be, with the varying part behind the common one
-    saved_tokens: int  #: over the sample
+    character: int  #: start of the differing word in that part, from 0
+    snippets: tuple[str, ...]  #: examples of the text there; cut and with addresses and ids masked
+    requests: int  #: number of affected requests in the sample
+    groups: int  #: number of different common texts that follow this difference
+    common_tokens: int  #: tokens after the difference that most of these requests have in common
+    now_tokens: float  #: mean number of shared tokens of such a request
+    then_tokens: float  #: the same if the varying part came after the common one
+    saved_tokens: int  #: total over the sample
 
     @property
     def advice(self) -> str:
         if self.part.startswith("tools") and self.kind in ("order", "text"):
-            return "Send the tools always in one order (by name, say) and written alike."
+            return "Always send the tools in the same order (by name, say) and with the same spelling."
         return _ADVICE[self.kind]
 
 
 _ADVICE: dict[Kind, str] = {
-    "time": "Move it behind the common part (into the last message, say), or round it to the day.",
-    "id": "Leave it out, send it beside the prompt (header, metadata), or move it behind the common part.",
+    "time": "Move it after the common part (into the last message, say), or round it to the day.",
+    "id": "Leave it out, send it outside the prompt (header, metadata), or move it after the common part.",
     "order": "The same texts come in different orders: sort them.",
-    "text": "Move it behind the common part (into the last message, say).",
+    "text": "Move it after the common part (into the last message, say).",
 }
 
 
@@ -93,23 +92,23 @@ class _Piece:
 class _Text:
     prompt: SampledPrompt
     text: str
-    starts: list[int]  #: where each part begins
+    starts: list[int]  #: start of each part
     pieces: list[_Piece]
     words: frozenset[str]  #: the texts of its pieces
 
     def tokens(self, characters: float) -> float:
-        """About how many tokens so many characters are; the whole prompt counts, also behind what is looked at."""
+        """Estimated number of tokens in this many characters, by the mean over the whole prompt."""
         return characters * self.prompt.tokens / max(1, sum(len(part.text) + 1 for part in self.prompt.parts))
 
     def piece_at(self, place: int) -> str:
-        """The piece that covers a character; empty where a short one does."""
+        """The text of the piece that covers a character; empty if that piece was too short to keep."""
         index = bisect_right(self.pieces, place, key=lambda piece: piece.start) - 1
         found = self.pieces[index] if index >= 0 else _Piece(0, "")
         return found.text if place < found.start + len(found.text) else ""
 
 
 def advise(sample: Sequence[SampledPrompt]) -> list[OrderFinding]:
-    """What to change in the prompts, the most worthwhile first."""
+    """Return recommended changes to the prompts, the largest saving first."""
     texts = [_text_of(prompt) for prompt in sample if prompt.parts]
     least = MIN_SAVED_SHARE * sum(prompt.tokens for prompt in sample)
     findings = [finding for finding in _merged(_findings(texts)) if finding.saved_tokens >= max(1.0, least)]
@@ -117,10 +116,10 @@ def advise(sample: Sequence[SampledPrompt]) -> list[OrderFinding]:
 
 
 def _merged(findings: Iterable[OrderFinding]) -> list[OrderFinding]:
-    """One finding where the same habit stands before many different texts, such as a time before each system prompt."""
+    """Merge findings with the same cause before different texts, such as a time before each system prompt."""
     merged: dict[tuple[str, int, bool], OrderFinding] = {}
     for finding in findings:
-        # What kind of text varies is a guess from some of it, so that groups may differ in it; order is none.
+        # The kind is guessed from some snippets, so it may differ between groups, except that "order" is reliable.
         place = (finding.part, finding.character, finding.kind == "order")
         merged[place] = _joined(merged[place], finding) if place in merged else finding
     return list(merged.values())
@@ -155,7 +154,7 @@ _WORD = re.compile(r"\s*[^\s,]+,?|,")
 
 
 def _pieces(text: str) -> Iterator[_Piece]:
-    """Lines and sentences, each without the spaces around it."""
+    """Yield lines and sentences, each without surrounding spaces."""
     for match in _PIECE.finditer(text):
         whole = match[0]
         begin = match.start() + len(whole) - len(whole.lstrip())
@@ -163,7 +162,7 @@ def _pieces(text: str) -> Iterator[_Piece]:
 
 
 def _cut(begin: int, piece: str) -> Iterator[_Piece]:
-    """A long piece in parts that end at words with a certain checksum: the same words are cut alike everywhere."""
+    """Cut a long piece after words with a certain checksum, so that the same words are cut equally everywhere."""
     if len(piece) <= LONG_PIECE:
         yield _Piece(begin, piece)
         return
@@ -177,7 +176,7 @@ def _cut(begin: int, piece: str) -> Iterator[_Piece]:
 
 
 def _findings(texts: list[_Text]) -> Iterator[OrderFinding]:
-    """One group after the other, each around the text that is worth most among what is left."""
+    """Yield a finding per group; each group is formed around the most valuable text in the remaining prompts."""
     waiting = [texts]
     for _ in range(MAX_GROUPS):
         if not waiting:
@@ -205,13 +204,13 @@ def _findings(texts: list[_Text]) -> Iterator[OrderFinding]:
 @dataclass(slots=True, frozen=True)
 class _Parting:
     place: int
-    together: list[_Text]  #: those that go together up to there
+    together: list[_Text]  #: texts that are equal up to there
 
 
 def _parting(group: list[_Text]) -> _Parting | None:
-    """The first place at which no great majority has the same next character. None: no two texts part.
+    """The first place at which no large majority (MOST) has the same next character. None: there is no such place.
 
-    A text that ends where others continue is an earlier turn of theirs: shared entirely, so that it does not count.
+    A text that ends where others continue is an earlier turn of theirs. It is shared entirely, so it does not count.
     """
     together = group
     while len(together) > 1:
@@ -228,13 +227,13 @@ def _parting(group: list[_Text]) -> _Parting | None:
 
 
 def _common_length(texts: Sequence[str]) -> int:
-    return len(commonprefix(texts))  # noqa: RUF071 - character by character is what is meant
+    return len(commonprefix(texts))  # noqa: RUF071 - character by character is intended
 
 
 def _members_of_dearest(group: list[_Text], place: int) -> list[_Text]:
-    """The prompts that hold the piece which is worth most: its length times the prompts that would not repeat it.
+    """The prompts that contain the most valuable piece. A piece's value is its length times its repetitions.
 
-    What all have in common before they part is shared already.
+    Pieces before `place` do not count, because they are already shared.
     """
     holders = _holders(group, place)
     dearest = max(holders, key=lambda word: (len(word) * (holders[word] - 1), word), default=None)
@@ -245,7 +244,7 @@ def _members_of_dearest(group: list[_Text], place: int) -> list[_Text]:
 
 def _finding(members: list[_Text], parting: _Parting) -> OrderFinding | None:
     texts = parting.together
-    holders = _holders(texts, parting.place + 1)  # pieces that begin behind the difference
+    holders = _holders(texts, parting.place + 1)  # pieces that begin after the difference
     common = {word for word, count in holders.items() if count >= MOST * len(texts)}
     if sum(map(len, common)) < MIN_COMMON:
         return None
@@ -270,12 +269,12 @@ def _finding(members: list[_Text], parting: _Parting) -> OrderFinding | None:
         common_tokens=round(first.tokens(sum(map(len, common)))),
         now_tokens=sum(now) / len(members),
         then_tokens=sum(then) / len(members),
-        saved_tokens=int(sum(gains) - max(gains)),  # the first one computes it in any order
+        saved_tokens=int(sum(gains) - max(gains)),  # the first request computes it in any order
     )
 
 
 def _holders(texts: list[_Text], place: int) -> Counter[str]:
-    """In how many of the texts each piece begins at `place` or behind it."""
+    """For each piece, the number of texts in which it begins at `place` or later."""
     return Counter(word for text in texts for word in {piece.text for piece in text.pieces if piece.start >= place})
 
 
@@ -284,7 +283,7 @@ def _word_start(text: str, place: int) -> int:
 
 
 def _snippet(text: _Text, place: int, common: set[str]) -> str:
-    """What stands at `place`, from the beginning of the word to the next common piece or the end of the line."""
+    """The text at `place`, from the beginning of the word to the next common piece or the end of the line."""
     begin = _word_start(text.text, place)
     line_end = text.text.find("\n", place)
     end = len(text.text) if line_end < 0 else line_end
@@ -315,7 +314,7 @@ def _kind(parting: _Parting, common: set[str], snippets: list[str]) -> Kind:
 
 
 def _masked(snippet: str) -> str:
-    """Short, and without addresses and whole ids: a report is shown around."""
+    """Shorten a snippet and mask addresses and ids, because reports are passed on."""
     masked = _MAIL.sub("<email>", snippet)
     if not _TIME.search(snippet):
         masked = _ID.sub(lambda match: match[0][:4] + "…", masked)

@@ -1,8 +1,7 @@
-"""Requests become prompts: named blocks for the analysis, and texts for the advice on their order.
+"""Converts requests to prompts: named blocks for the analysis, and texts for the advice on their order.
 
-Knows tokenizers and block hashes; counts nothing. Prompts of different models or cache salts share nothing, as in a
-running cluster. Tokenizing takes most of the time of an analysis; the tokenizer's cache spares it what came
-before.
+Uses tokenizers and block hashes; counts nothing. Prompts with different models or cache salts share nothing, as in a
+running cluster. Tokenizing takes most of an analysis's time; the tokenizer's cache saves it for repeated text.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,13 +27,13 @@ _NO_MODEL = BlockHash(bytes(16))
 class Prompt(LoggedPrompt):
     """One request, ready for both analyses."""
 
-    parts: tuple[Part, ...] = ()  #: empty without text
+    parts: tuple[Part, ...] = ()  #: empty if the log has no text
 
 
 def prefix_names(numbers: dict[tuple[int, int], int], block_ids: Iterable[int]) -> list[int]:
-    """A number for each prefix of these blocks, in the order in which prefixes are first seen; `numbers` keeps them.
+    """Return a number for each prefix of these blocks; new prefixes are numbered consecutively and kept in `numbers`.
 
-    A trace may give equal ids to equal blocks behind different prefixes, which share nothing in a cache.
+    A trace may give equal ids to equal blocks after different prefixes, which cannot be shared in a cache.
     """
     names: list[int] = []
     name = -1
@@ -45,7 +44,7 @@ def prefix_names(numbers: dict[tuple[int, int], int], block_ids: Iterable[int]) 
 
 
 class TracePrompts:
-    """Prompts of a trace with ids of blocks."""
+    """Prompts of a trace that contains block ids."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -53,35 +52,35 @@ class TracePrompts:
         self.refused = 0
 
     def prompts(self, records: Iterable[Record]) -> Iterator[Prompt]:
-        """The prompts, in order. Raises LogUnreadable for ids that cannot be of this block size."""
+        """Yield the prompts in order. Raises LogUnreadable if the number of ids does not match the block size."""
         for number, request in enumerate(records, 1):
             assert isinstance(request, TraceRequest), f"{request} in a trace"
             ids, full = len(request.block_ids), request.input_tokens // self._block_size
             if not full <= ids <= full + 1:
                 likely = 1 << max(0, (request.input_tokens // max(ids, 1)) - 1).bit_length()
                 raise LogUnreadable(
-                    f"request {number}: {ids} hash_ids for {request.input_tokens} tokens are no blocks of "
-                    f"{self._block_size}; say how many tokens an id stands for, such as --block-size {likely}"
+                    f"request {number}: {ids} hash_ids for {request.input_tokens} tokens do not match blocks of "
+                    f"{self._block_size}; give the number of tokens per id, such as --block-size {likely}"
                 )
             blocks = prefix_names(self._names, request.full_blocks(self._block_size))
             yield Prompt(request.input_tokens, blocks, request.arrival_s)
 
     def close(self) -> None:
-        """Nothing was loaded."""
+        """Do nothing: no tokenizer was loaded."""
 
 
 class TextPrompts:
-    """Prompts of an OpenAI log, as one tokenizer sees them."""
+    """Prompts of an OpenAI log, tokenized with one tokenizer."""
 
     def __init__(self, text: TextModel, block_size: int, *, skip_malformed: bool = False) -> None:
         self._text = text
         self._hasher = BlockHasher(block_size, seed=0)
         self._roots: dict[tuple[str, str], BlockHash] = {}
         self._skip_malformed = skip_malformed
-        self.refused = 0  #: requests that the chat template does not take
+        self.refused = 0  #: requests that the chat template rejected
 
     def prompts(self, records: Iterable[Record]) -> Iterator[Prompt]:
-        """The prompts, in order. Raises LogUnreadable for what the chat template refuses."""
+        """Yield the prompts in order. Raises LogUnreadable if the chat template rejects a request."""
         for request in records:
             assert isinstance(request, TextRequest), f"{request} in a log of text"
             try:
@@ -89,7 +88,7 @@ class TextPrompts:
             except TemplateRefusal as error:
                 if not self._skip_malformed:
                     raise LogUnreadable(
-                        f"line {request.line}: {error.message} (--skip-malformed counts such requests and goes on)"
+                        f"line {request.line}: {error.message} (--skip-malformed counts such requests and continues)"
                     ) from error
                 self.refused += 1
                 continue
@@ -100,7 +99,7 @@ class TextPrompts:
             yield Prompt(len(token_ids), blocks, request.arrival_s, _parts(request.prompt))
 
     def close(self) -> None:
-        """Let go of the tokenizer's threads."""
+        """End the tokenizer's threads."""
         self._text.close()
 
     def _token_ids(self, prompt: TemplateInput | str | list[int]) -> Sequence[int]:

@@ -1,8 +1,8 @@
-"""Lines of a log become requests. Knows the formats; neither tokenizes nor counts.
+"""Parses the lines of a log into requests. Handles the formats; does not tokenize or count.
 
 * mooncake: `timestamp` (ms), `input_length`, `output_length`, `hash_ids`; see `cluster/lab/recorded_trace.py`.
 * openai: the body of a request to /v1/chat/completions or /v1/completions on each line, or a line of OpenAI's batch
-  files, which has it under `body`. A time may stand beside it (`timestamp`, `created`, `created_at` or `time`).
+  files, which has it under `body`. The line may also have a time (`timestamp`, `created`, `created_at` or `time`).
 
 Other fields of a line are ignored.
 """
@@ -67,31 +67,31 @@ _decode_line = msgspec.json.Decoder(_Line).decode
 
 
 def detect_format(line: bytes) -> Format:
-    """The format that a log's first readable line shows. Raises LogUnreadable."""
+    """Detect the format of a log from one line. Raises LogUnreadable, or TraceError if it is not a JSON object."""
     try:
         keys = msgspec.json.decode(line, type=dict[str, msgspec.Raw]).keys()
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise TraceError(f"no JSON object: {error}") from error
+        raise TraceError(f"not a JSON object: {error}") from error
     if "hash_ids" in keys:
         return "mooncake"
     if keys & {"messages", "prompt", "body"}:
         return "openai"
     raise LogUnreadable(
         "the first line has neither hash_ids (a trace) nor messages, prompt or body (requests), "
-        f"but {', '.join(sorted(keys)) or 'nothing'}; --format {' or '.join(FORMATS)} says what the log is"
+        f"but {', '.join(sorted(keys)) or 'nothing'}; --format {' or '.join(FORMATS)} sets the format"
     )
 
 
 class LogReader:
-    """Requests of one log. `skip_malformed`: lines that cannot be read are counted instead of refused."""
+    """Reads the requests of one log. With `skip_malformed`, unreadable lines are counted instead of refused."""
 
     def __init__(self, log_format: Format | None = None, *, skip_malformed: bool = False) -> None:
-        self.format: Format | None = log_format  #: known once the first line was read
+        self.format: Format | None = log_format  #: None until the first line has been read
         self.skipped_lines = 0
         self._skip_malformed = skip_malformed
 
     def read(self, lines: Iterable[bytes]) -> Iterator[Record]:
-        """The requests, in the order of the lines; one line may hold several. Raises LogUnreadable."""
+        """Yield the requests in the order of the lines; one line may contain several. Raises LogUnreadable."""
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
@@ -104,7 +104,7 @@ class LogReader:
             except TraceError as error:
                 if not self._skip_malformed:
                     raise LogUnreadable(
-                        f"line {number}: {error} (--skip-malformed counts such lines and goes on)"
+                        f"line {number}: {error} (--skip-malformed counts such lines and continues)"
                     ) from error
                 self.skipped_lines += 1
 
@@ -130,7 +130,7 @@ def _prompts(body: _Body) -> list[TemplateInput | str | list[int]]:
         options = TokenizeBody(messages=messages, tools=tools, chat_template_kwargs=body.chat_template_kwargs)
         return [conversation(options).template_input()]
     if body.prompt is None:
-        raise TraceError("neither field 'messages' nor field 'prompt' is there")
+        raise TraceError("neither field 'messages' nor field 'prompt' is present")
     return [each if isinstance(each, str) else each.tolist() for each in prompts(body.prompt, 1 << 32, "prompt")]
 
 
@@ -149,7 +149,7 @@ def _arrival_s(line: _Line) -> float | None:
             try:
                 return datetime.fromisoformat(value).timestamp()
             except ValueError as error:
-                raise TraceError(f"field {name!r}: {value!r} is no time in ISO 8601") from error
+                raise TraceError(f"field {name!r}: {value!r} is not an ISO 8601 time") from error
         if value is not None:
             return value * next((factor for bound, factor in _TIME_UNITS if abs(value) >= bound), 1.0)
     return None

@@ -1,7 +1,7 @@
-"""What happens to reuse when requests are spread over several replicas, each with a cache of its own.
+"""Estimates reuse when requests are spread over several replicas, each with its own cache.
 
-Pure state; an estimate. Two rules bound what to expect: `RoundRobin` ignores caches, `Affine` follows them. Neither
-knows time, queues or what was evicted: `homing simulate` plays those out.
+Pure state. Two rules bound the expected result: `RoundRobin` ignores caches, `Affine` follows them. Neither models
+time, queues or evictions, which `homing simulate` does.
 """
 
 from collections.abc import Hashable, Sequence
@@ -9,9 +9,9 @@ from itertools import count
 
 from .reuse_stack import HitCurve, PlaceCounts, ReuseStack
 
-#: How far ahead of the least loaded replica one may be, in mean prompts, before requests go elsewhere. On the Mooncake
-#: conversation trace and 8 replicas 1 keeps 76 % of what could be shared, 2 keeps 86 %, 8 keeps all; 2 is the careful
-#: side, as a real router also weighs queues. Not compared with a running cluster.
+#: How far a replica may be ahead of the least loaded one, in mean prompts, before others get requests. On the Mooncake
+#: conversation trace and 8 replicas, 1 keeps 76 % of the possible sharing, 2 keeps 86 %, 8 keeps all. 2 is a cautious
+#: choice, because a real router also weighs queues. Not compared with a running cluster.
 LEAD_PROMPTS = 2.0
 
 
@@ -25,10 +25,10 @@ class RoundRobin:
 
 
 class Affine:
-    """Where most of the prompt was seen before, unless that replica is far ahead of the others in work done.
+    """Chooses the replica that has seen most of the prompt, unless it is too far ahead of the others in work done.
 
-    Work is blocks computed since the start: a block that a replica has seen costs nothing there, as if nothing were
-    ever evicted. Among equals the one with the least work is taken.
+    Work is the number of blocks computed since the start: a block that a replica has seen costs nothing there, as if
+    nothing were ever evicted. Among equals, the replica with the least work is chosen.
     """
 
     def __init__(self, lead_prompts: float = LEAD_PROMPTS) -> None:
@@ -60,5 +60,5 @@ class ReplicaCaches:
         self._caches[chosen].observe(blocks, usable)
 
     def curve(self) -> HitCurve:
-        """Blocks found by all of them, by the size of one."""
+        """Blocks found by all replicas together, by the cache size of one replica."""
         return self._counts.curve()

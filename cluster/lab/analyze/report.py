@@ -1,4 +1,4 @@
-"""An analysis as text for a person, as JSON for a program, and as charts. Words only: computes nothing new."""
+"""Presents an analysis as text, as JSON and as charts. Only formats: computes no new results."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -19,19 +19,19 @@ NO_TEXT = "this log has no text: advice on prompt order needs requests with mess
 class Findings:
     source: str
     log_format: str
-    tokenizer: str | None  #: whose; None: the log has ids already
+    tokenizer: str | None  #: which one was used; None: the log already has ids
     log: LogReport
     sizes: Sequence[int]
     advice: Sequence[OrderFinding] | None  #: None: the log has no text
-    sampled: int  #: requests that the advice was drawn from
-    skipped: int  #: lines and requests that could not be read
+    sampled: int  #: number of requests that the advice is based on
+    skipped: int  #: number of lines and requests that could not be read
     capacity: KvCapacity | None = None
     prefill_rate: float | None = None  #: tokens per second
     show_snippets: bool = True
 
 
 def text(found: Findings) -> str:
-    """The report on a terminal."""
+    """The report for a terminal."""
     sections = [_head(found), _windows(found), _recommendation(found), _sizes(found), _breaks(found), _advice(found)]
     return "\n\n".join("\n".join(section) for section in sections if section)
 
@@ -47,7 +47,7 @@ def _head(found: Findings) -> list[str]:
         ("requests", f"{log.requests:,}{span}"),
         ("prompt tokens", f"{log.prompt_tokens:,}, mean {mean:,.0f}"),
         ("full blocks", f"{log.full_blocks:,}, distinct {log.distinct_blocks:,}"),
-        ("shared blocks", f"{log.shared_blocks:,} distinct ones are in two or more requests"),
+        ("shared blocks", f"{log.shared_blocks:,} distinct blocks are in two or more requests"),
         ("sharing requests", f"{log.sharing_requests:,} ({_percent(log.sharing_requests / max(1, log.requests))})"),
         (
             "mean shared prefix",
@@ -137,14 +137,14 @@ def _advice(found: Findings) -> list[str]:
     if found.advice is None:
         return [f"prompt order: {NO_TEXT}"]
     what = "what" if found.advice else "nothing found that"
-    lines = [f"prompt order: {what} varies early and breaks sharing ({found.sampled:,} requests looked at)"]
+    lines = [f"prompt order: {what} varies early and breaks sharing ({found.sampled:,} requests examined)"]
     for number, finding in enumerate(found.advice, 1):
         shown = ", ".join(f"“{snippet}”" for snippet in finding.snippets) if found.show_snippets else "not shown"
         texts = f", {finding.groups} different texts" if finding.groups > 1 else ""
         lines += [
             "",
             f"{number}. {finding.part}, character {finding.character:,}: {_WORDS[finding.kind]} ({shown})",
-            f"   Behind it stand about {finding.common_tokens:,} tokens that most of {finding.requests:,} requests "
+            f"   It is followed by about {finding.common_tokens:,} tokens that most of {finding.requests:,} requests "
             f"have in common{texts}.",
             f"   Such a request shares {finding.now_tokens:,.0f} tokens; it would share {finding.then_tokens:,.0f}: "
             f"{_percent(_saved_share(found, finding))} of all prompt tokens saved.",
@@ -162,13 +162,13 @@ _WORDS = {
 
 
 def _saved_share(found: Findings, finding: OrderFinding) -> float:
-    """Of the whole log, as far as the sample stands for it."""
+    """Share of the whole log's prompt tokens that a finding would save, extrapolated from the sample."""
     scale = found.log.requests / max(1, found.sampled)
     return min(1.0, finding.saved_tokens * scale / max(1, found.log.prompt_tokens))
 
 
 def as_json(found: Findings) -> dict[str, Any]:
-    """Everything, for programs. Shares are of all prompt tokens."""
+    """All results, for programs. Shares are of all prompt tokens."""
     log, room = found.log, found.capacity
     return {
         "log": found.source,
@@ -223,10 +223,10 @@ def _finding_json(found: Findings, finding: OrderFinding) -> dict[str, Any]:
 
 
 def page(found: Findings) -> Page:
-    """The curves, with marks for working set and recommendation; in HTML the tables and the advice below them."""
+    """The curves, with working set and recommendation marked; in HTML, tables and advice follow."""
     log = found.log
     grid, last = [max(1, min(found.sizes))], max(*found.sizes, log.recommended_blocks)
-    while grid[-1] < last:  # a smooth curve: four sizes to each doubling
+    while grid[-1] < last:  # a smooth curve: four sizes per doubling
         grid.append(min(last, max(grid[-1] + 1, round(grid[-1] * 2**0.25))))
     marks: dict[str, float] = {}
     if log.useful_blocks:
@@ -271,6 +271,6 @@ def _duration(seconds: float) -> str:
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Cells in columns that are as wide as they need to be, all to the right."""
+    """Lines with right-aligned columns of minimum width."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

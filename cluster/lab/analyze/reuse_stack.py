@@ -1,20 +1,20 @@
 """Hit rate of an LRU prefix cache of every size, from one pass over the requests.
 
-Pure state. Knows blocks by name only, and a name stands for a whole prefix: equal names follow equal names.
+Pure state. Blocks are only names, and a name identifies a whole prefix: equal names have equal predecessors.
 
-Mattson, Gecsei, Slutz and Traiger (1970): under LRU a smaller cache holds a subset of what a larger one holds, so one
-list of blocks, the latest used first, tells for each access the smallest cache that would have had it: the block's
-place in the list. Here the list has more structure. A request uses a chain and frees its tail first
-(`PrefixCache.release`), so the blocks whose last user is one request lie side by side, in the chain's order, and who
-comes later takes away their head: they stay a run. It is enough to keep the length of each request's run (a Fenwick
-tree) and each block's last user; a request costs O(runs that it meets · log requests) beside two dictionary operations
-for each of its blocks.
+Mattson, Gecsei, Slutz and Traiger (1970): under LRU, a smaller cache holds a subset of the blocks of a larger one. So
+in a single list of blocks, most recently used first, an accessed block's position is the size of the smallest cache
+that would have hit. Here the list has more structure. A request uses a chain and frees its tail first
+(`PrefixCache.release`), so the blocks with the same last user are adjacent, in the chain's order. Later requests remove
+blocks only from the head of such a run, so it remains a run. It is enough to keep the length of each request's run (a
+Fenwick tree) and each block's last user. A request costs O(touched runs · log requests) plus two dictionary operations
+per block.
 
-Memory: about 120 bytes for each distinct block beside its name, 16 for each request.
+Memory: about 120 bytes per distinct block in addition to its name, 16 per request.
 
-What it leaves out: requests run one after the other (blocks in use by concurrent ones cannot be evicted), answers are
-not cached, and a request that is larger than the cache counts as if the cache kept its head. `PrefixCache` needs one
-more block while a prompt's last, partial block is computed: its hits at a size of C blocks lie between those given
+Simplifications: requests run one after the other (in reality, blocks in use by concurrent ones cannot be evicted),
+answers are not cached, and a request larger than the cache counts as if the cache kept its head. `PrefixCache` needs
+one more block while a prompt's last, partial block is computed: its hits at a size of C blocks lie between those given
 here for C - 1 and C.
 """
 
@@ -26,15 +26,15 @@ from operator import neg
 
 
 class HitCurve:
-    """Blocks found by a cache, by its size in blocks. Never falls."""
+    """Number of hits (blocks found) of a cache by its size in blocks; it never decreases."""
 
     def __init__(self, hits: "array[int]") -> None:
-        """`hits[i]` is what a cache of i + 1 blocks finds."""
+        """`hits[i]` is the number of hits of a cache of i + 1 blocks."""
         self._hits = hits
 
     @property
     def endless(self) -> int:
-        """What a cache finds that never evicts."""
+        """Hits of a cache that never evicts."""
         return self._hits[-1] if self._hits else 0
 
     def hits(self, size: int) -> int:
@@ -43,20 +43,20 @@ class HitCurve:
         return self._hits[min(size, len(self._hits)) - 1]
 
     def size_for(self, share: float) -> int:
-        """The smallest cache that finds at least `share` (0 to 1) of what an endless one finds."""
+        """Size of the smallest cache with at least `share` (0 to 1) of an endless one's hits; 0 if that has none."""
         if not self.endless:
             return 0
         return bisect_left(self._hits, share * self.endless) + 1
 
 
 class PlaceCounts:
-    """How many accesses each place of the list has seen. Several lists may count into one: their hits add up."""
+    """Number of accesses at each position of the list. Several lists may share one instance: their hits add up."""
 
     def __init__(self) -> None:
-        self._changes = array("q")  #: differences between neighbouring places
+        self._changes = array("q")  #: differences between counts of neighbouring positions
 
     def add(self, place: int, count: int) -> None:
-        """One access each to `count` places from `place` on."""
+        """Count one access at each of `count` positions from `place` on."""
         changes = self._changes
         if (missing := place + count + 1 - len(changes)) > 0:
             changes.frombytes(bytes(missing * changes.itemsize))
@@ -68,7 +68,7 @@ class PlaceCounts:
 
 
 class RunLengths:
-    """Numbers in a row that can be changed, appended and summed up to any place in O(log n) (Fenwick 1994)."""
+    """A sequence of numbers with O(log n) changes, appends and prefix sums (Fenwick 1994)."""
 
     def __init__(self) -> None:
         self._tree = array("q", [0])
@@ -88,7 +88,7 @@ class RunLengths:
         self.total += change
 
     def after(self, index: int) -> int:
-        """Sum of the numbers behind `index`; -1 stands before all of them."""
+        """Sum of the numbers after `index`; -1: of all numbers."""
         return self.total - self._through(index + 1)
 
     def _through(self, place: int) -> int:
@@ -103,12 +103,12 @@ class RunLengths:
 
 
 class ReuseStack:
-    """The list of all blocks by last use, as runs; and how many accesses each place of the list has seen."""
+    """The list of all blocks by last use, stored as runs, and the number of accesses at each position."""
 
     def __init__(self, counts: PlaceCounts | None = None) -> None:
         self._last_user: dict[Hashable, int] = {}
         self._runs = RunLengths()
-        self._known_before = array("q")  #: for each request, how many of its leading blocks were known before it
+        self._known_before = array("q")  #: for each request, the number of its leading blocks known before it
         self._counts = PlaceCounts() if counts is None else counts
         self.shared = 0  #: distinct blocks that two or more requests had
 
@@ -121,26 +121,26 @@ class ReuseStack:
         return len(self._last_user)
 
     def known(self, blocks: Sequence[Hashable]) -> int:
-        """What `observe` would return; changes nothing."""
+        """Number of leading blocks that some earlier request had; changes nothing."""
         seen = self._last_user
         return bisect_left(blocks, True, key=lambda block: block not in seen)
 
     def used_since(self, request: int) -> int:
-        """Distinct blocks that requests after the one of this number used (-1: all)."""
+        """Number of distinct blocks used after the request with this index (-1: by all requests)."""
         return self._runs.after(request)
 
     def observe(self, blocks: Sequence[Hashable], usable: int) -> int:
-        """The next request: its full blocks in order, and how many of them a cache may serve (at least one token of a
-        prompt is always computed, so that not all of a prompt of whole blocks is). Returns how many leading blocks
-        some earlier request had, too."""
+        """Add the next request: its full blocks in order, and how many of them a cache may serve (at least one token
+        is always computed, so a prompt of whole blocks has one fewer). Returns the number of its leading blocks that
+        some earlier request had."""
         now = self.requests
         users = list(map(self._last_user.get, blocks, repeat(-1)))
         known = 0
         while known < len(users) and (user := users[known]) >= 0:
-            # Last users never get later along a chain: who used a block used all before it.
+            # Last users never increase along a chain: a request that used a block used all earlier ones.
             end = bisect_right(users, -user, known, key=neg)
-            # The chain's earlier blocks have left the list already; at the time of the access they stood before this
-            # user's run, of which the chain now takes away the head.
+            # The chain's earlier blocks have already been removed from the list; at the time of the access they
+            # preceded this user's run, whose head the chain now removes.
             if min(end, usable) > known:
                 self._counts.add(self._runs.after(user) + known, min(end, usable) - known)
             self._runs.add(user, known - end)

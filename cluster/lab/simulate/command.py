@@ -1,7 +1,7 @@
-"""`homing simulate`: routing policies side by side over modelled replicas, on a trace or a drawn workload.
+"""`homing simulate`: compares routing policies over modelled replicas, on a trace or a generated workload.
 
-Reads the trace, or makes one of a log of requests, measures CPU time, shows progress, prints and draws. A trace is read
-again for every run, line by line, so it may be larger than memory.
+Reads the trace, or converts a log of requests to one, measures CPU time, shows progress, prints and plots. A trace is
+read again for every run, line by line, so it may be larger than memory.
 """
 
 import gc
@@ -41,10 +41,10 @@ from .scaling import run_scaled
 from .scenarios import Staged, find, recovery_s, stage
 from .workload import Arrival, Chats, WorkloadFacts, compress, conversations, facts, from_trace, repeated
 
-#: Ours, what it must not lose to, the peers that do best somewhere, and the bound.
+#: Our policy, one that it must not lose to, the peers that are best in some case, and the bound.
 DEFAULT_POLICIES = "expected-ttft,least-loaded,sglang,dynamo,dynamo-scale8,dynamo-credit4,llm-d,hash,rr,oracle"
 _HEADER = ("policy", "mean", "p50", "p90", "p99", "hits", "regret", "imbalance", "exact", "held", "moved", "sim/s")
-#: Of a line over time in a picture.
+#: Maximum number of points of a line over time in a plot.
 _COURSE_POINTS = 48
 
 
@@ -67,7 +67,7 @@ class Order:
     """The arguments and flags of `homing simulate`."""
 
     trace: Annotated[Path | None, Parameter(parse=False)] = None
-    output_tokens: Annotated[int, option("of each response, for logs of requests")] = 200
+    output_tokens: Annotated[int, option("tokens of each response, for logs of requests")] = 200
     scenario: Annotated[str | None, option("a prepared scenario instead: see docs/simulate.md")] = None
     policies: Annotated[
         tuple[str, ...],
@@ -86,15 +86,15 @@ class Order:
     eviction: Annotated[EvictionName, option("eviction policy")] = "lru"
     load: Annotated[float | None, option("share of the replicas' best throughput; sets the speed")] = None
     speed: Annotated[float, option("speed-up of the recorded times")] = 1.0
-    #: More users, each as slow as ever.
+    #: A higher rate means more users, each with the same pauses.
     rate: Annotated[
         float | None, option("without a LOG: requests per second of the generated conversations (default: 4)")
     ] = None
     requests: Annotated[int | None, option("use only this many requests, from the start")] = None
     rounds: Annotated[int, option("repeat the trace this many times, each time with new blocks")] = 1
-    event_delay_ms: Annotated[float, option("from a replica's step until routers know of it")] = 5.0
+    event_delay_ms: Annotated[float, option("delay of a replica's events until they reach routers")] = 5.0
     event_loss: Annotated[float, option("share of published messages that a router loses")] = 0.0
-    resync_ms: Annotated[float, option("a replica's answer to a router that lost messages")] = 20.0
+    resync_ms: Annotated[float, option("time that a replica takes to answer a router that lost messages")] = 20.0
     wire: Annotated[bool, option("encode, number and decode events as in production, even without loss")] = False
     prefill_rate: Annotated[float | None, option("tokens per second of one replica (default: the mocker's curve)")] = (
         None
@@ -116,7 +116,7 @@ class Order:
         ),
     ] = ""
     start_s: Annotated[float, option("time until an added replica serves, in seconds")] = 30.0
-    seed: Annotated[int, option("of all random numbers")] = 0
+    seed: Annotated[int, option("seed of all random numbers")] = 0
     json: Annotated[Path | None, option("write the results as JSON, for programs", metavar="FILE")] = None
     plot: Annotated[Path | None, option("draw the results: .png, .svg, or self-contained .html", metavar="FILE")] = None
 
@@ -141,10 +141,10 @@ def simulate_command(
 
 
 def simulate(order: Order, settings: Settings, out: TextIO, err: TextIO) -> int:
-    """Run the command. Raises ClusterError."""
+    """Run the command; returns the exit code. Raises ClusterError."""
     if order.plot is not None:
         check_plot_path(order.plot)
-    gc.disable()  # while it runs, a simulation makes no circles, and each search would walk all caches
+    gc.disable()  # a running simulation creates no reference cycles, and each collection would walk all caches
     try:
         with _prepared(_calibrated(order), settings) as ready, progress(err) as show:
             outcome = _run(ready, show)
@@ -165,7 +165,7 @@ def simulate(order: Order, settings: Settings, out: TextIO, err: TextIO) -> int:
 def _prepared(order: Order, settings: Settings) -> Iterator[Order]:
     """The order with a log of requests converted to a temporary trace."""
     if order.trace is not None and str(order.trace) == "-":
-        raise SettingsError("a log is read once for each policy, which standard input cannot be: name a file")
+        raise SettingsError("the log is read again for each policy, so it cannot be standard input: name a file")
     if order.trace is None or format_of(str(order.trace)) != "openai":
         yield order
         return
@@ -182,7 +182,7 @@ def _calibrated(order: Order) -> Order:
     if order.calibrate is None:
         return order
     if order.prefill_rate is not None or order.decode_step_ms is not None:
-        raise SettingsError("--calibrate measures what --prefill-rate and --decode-step-ms give: leave one out")
+        raise SettingsError("--calibrate replaces --prefill-rate and --decode-step-ms: give one or the other")
     url = router_urls(Settings(), order.calibrate)[0]
     replicas = get_json(f"{url}/cluster")["replicas"]
     if not replicas:
@@ -195,7 +195,7 @@ def _calibrated(order: Order) -> Order:
 
 
 def table(outcome: Outcome) -> str:
-    """The results as aligned text; times in seconds."""
+    """The results as an aligned text table; times in seconds."""
     rows = [list(_HEADER), *(_cells(result) for result in outcome.results)]
     if outcome.fault_s is not None:
         rows[0].append("recovery")
@@ -211,7 +211,7 @@ def table(outcome: Outcome) -> str:
 
 
 def page(outcome: Outcome) -> Page:
-    """The same as charts: the distribution of TTFT, its course, and the hits' course."""
+    """The results as charts: TTFT by policy, the distribution of TTFT, and hits over time."""
     results = outcome.results
     marks = {} if outcome.fault_s is None else {"fault": outcome.fault_s}
 
@@ -256,7 +256,7 @@ def page(outcome: Outcome) -> Page:
 
 
 def _calmed(course: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Means over neighbouring windows: few enough that the lines of ten policies stay distinct."""
+    """Means over neighbouring windows, so few that the lines of ten policies can be told apart."""
     width = -(-len(course) // _COURSE_POINTS) or 1
     groups = [course[first : first + width] for first in range(0, len(course), width)]
     return [(group[0][0], mean([value for _, value in group])) for group in groups]
@@ -288,12 +288,12 @@ def _run(order: Order, show: ShowProgress) -> Outcome:
 
 
 def _heading(order: Order, about: WorkloadFacts, speed: float) -> str:
-    name = order.trace.name if order.trace else "drawn conversations"
+    name = order.trace.name if order.trace else "generated conversations"
     return f"{name}: {about.requests} requests, {about.rate_per_s * speed:.2f} a second"
 
 
 def _scaled(order: Order, show: ShowProgress) -> Outcome:
-    """Our policy with a number of replicas that follows demand, beside as many as that is in the mean, and the most."""
+    """Our policy with autoscaling, compared with fixed numbers of replicas: the mean of that run, and the maximum."""
     try:
         target_s = order.ttft_target or ClusterSettings().ttft_target_s
         terms = terms_of(ClusterSettings(autoscale=order.autoscale, ttft_target_s=target_s))
@@ -301,7 +301,7 @@ def _scaled(order: Order, show: ShowProgress) -> Outcome:
         raise SettingsError(f"--autoscale {error}") from error
     assert terms is not None, "nothing bounds the replicas"
     if order.scenario is not None:
-        raise SettingsError("--autoscale goes with a trace or drawn conversations, not with --scenario")
+        raise SettingsError("--autoscale goes with a trace or generated conversations, not with --scenario")
     setup, about = _setup(order), facts(_arrivals(order))
 
     staged = Staged(setup, lambda: compress(_arrivals(order), order.speed))
@@ -313,7 +313,7 @@ def _scaled(order: Order, show: ShowProgress) -> Outcome:
         results.append(replace(result, policy=f"fixed {count}"))
     heading = (
         f"{_heading(order, about, order.speed)}; {order.autoscale} replicas, "
-        f"{scaled.mean_replicas:.2f} in the mean, at most {scaled.highest}, {scaled.steps} steps"
+        f"{scaled.mean_replicas:.2f} on average, at most {scaled.highest}, {scaled.steps} steps"
     )
     return Outcome(heading, results)
 
@@ -369,13 +369,13 @@ def _compare(policies: Sequence[str], staged: Staged, show: ShowProgress) -> lis
 
 
 def _one(setup: Setup, staged: Staged, show: ShowProgress, total: int) -> Result:
-    gc.collect()  # the run before, which is one large circle
+    gc.collect()  # the previous run, which is one large reference cycle
     shown = partial(show, setup.policy, total)
     return run(setup, staged.arrivals(), staged.faults, cpu_s=time.process_time, show=shown)
 
 
 def _needed(order: Order, target_s: float, staged: Staged, show: ShowProgress) -> str:
-    """The fewest replicas that hold the mean TTFT, by bisection, for each policy; the oracle's are a bound."""
+    """For each policy, the fewest replicas that reach the mean TTFT, by bisection; the oracle's number is a bound."""
     total = facts(staged.arrivals()).requests
     most = max(8, 4 * order.replicas)
 

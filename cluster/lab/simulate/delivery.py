@@ -1,9 +1,9 @@
-"""How the routers of a simulation learn what replicas hold and how loaded they are.
+"""Delivery of replicas' cache changes and load reports to the routers of a simulation.
 
-`Direct` hands a step's changes to every router after a delay, complete and in order. `Streamed` puts production's event
-code in between: each replica has its `EventLog`, whose encoded batches, heartbeats and load reports cross a channel
-that is late and loses some of them; each router follows it through a `Subscription`, which finds the gaps and has them
-repaired by replay or snapshot. Both are pure: time and chance come in. Neither knows requests.
+`Direct` delivers a step's changes to every router after a delay, complete and in order. `Streamed` uses the production
+event code: each replica has an `EventLog`, whose encoded batches, heartbeats and load reports cross a channel that
+delays all and loses some of them; each router follows it through a `Subscription`, which detects gaps and repairs them
+by replay or snapshot. Both are pure: time and randomness are passed in. Neither depends on requests.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -38,26 +38,26 @@ from .event_queue import EventQueue
 from .replica import SimulatedReplica
 from .router import SimulatedRouter
 
-#: As in production, but with names of blocks alone, as contents mean nothing here, and with fewer batches kept for
-#: replay, so that memory stays small with hundreds of replicas: gaps are closed within some delays.
+#: As in production, but without token ids, which have no meaning here, and with fewer batches kept for replay, so that
+#: memory stays small with hundreds of replicas: gaps are closed within a few delays.
 _SETTINGS = EventsSettings(hash_only=True, replay_batches=1000)
-#: A reader's tick; a publisher's heartbeat comes with every second one.
+#: Interval of a reader's ticks; a publisher sends a heartbeat with every second one.
 _TICK_S = _SETTINGS.heartbeat_interval_s / 2
 
-#: Called after a router has learned something.
+#: Called after a router has processed a delivery.
 Heard = Callable[[SimulatedRouter], None]
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Channel:
     delay_s: float = 0.0
-    loss: float = 0.0  #: share of published messages that a router never gets
-    resync_s: float = 0.02  #: from a request for a replay or snapshot, once at the replica, to its answer
-    wire: bool = False  #: through the event stream even without loss
+    loss: float = 0.0  #: share of published messages that a router never receives
+    resync_s: float = 0.02  #: from a replay or snapshot request's arrival at the replica until the answer arrives
+    wire: bool = False  #: whether to use the event stream even without loss
 
     def __post_init__(self) -> None:
         if not 0 <= self.loss < 1:
-            raise SettingsError(f"a share of {self.loss} of all events cannot be lost: 0 or more, and less than 1")
+            raise SettingsError(f"a share of {self.loss} of all events cannot be lost: give 0 or more and less than 1")
 
     def delivery(self, queue: EventQueue, heard: Heard, rng: Random) -> "Delivery":
         if self.wire or self.loss > 0:
@@ -66,14 +66,14 @@ class Channel:
 
 
 class Truth(PrefixIndex):
-    """What replicas really hold, known without delay: for the regret of every policy alike."""
+    """The true contents of the replicas, known without delay; the regret of every policy is computed from it."""
 
     __slots__ = ()
     stored = PrefixIndex.add
     removed = PrefixIndex.remove
 
 
-#: A change as routers apply it: its event and the wire hashes of its blocks.
+#: A change as routers apply it: event type and the wire hashes of its blocks.
 Update = tuple[type[CacheEvent], Sequence[int]]
 
 
@@ -101,19 +101,19 @@ def apply(state: Placement | Truth, replica: str, updates: Sequence[Update]) -> 
 
 
 class Direct:
-    """Complete and in order; a router that begins to follow knows at once what the replica holds."""
+    """Delivers everything, in order; a router that begins to follow a replica knows its contents at once."""
 
     def __init__(self, delay_s: float, queue: EventQueue, heard: Heard) -> None:
         self._delay_s = delay_s
         self._queue = queue
         self._heard = heard
         self._sent = 0
-        self.lost = self.replays = self.snapshots = 0  #: nothing ever is, or has to be repaired
-        #: by replica and router: the router, and the number of the last step that its snapshot includes
+        self.lost = self.replays = self.snapshots = 0  #: always 0: nothing is lost, so nothing needs repair
+        #: replica -> router name -> the router, and the number of the last step that its snapshot includes
         self._followers: dict[str, dict[str, tuple[SimulatedRouter, int]]] = {}
 
     def follow(self, router: SimulatedRouter, replica: SimulatedReplica) -> None:
-        """A router that knows nothing begins to follow a replica."""
+        """Make a router without any state of this replica follow it."""
         name, now = replica.replica_id, self._queue.now
         router.join(replica, now)
         router.placement.reset(name, wire_hashes(b"".join([block.block_hash for block in replica.residents()])))
@@ -122,15 +122,15 @@ class Direct:
         self.follow_on(router, replica)
 
     def follow_on(self, router: SimulatedRouter, replica: SimulatedReplica) -> None:
-        """A router keeps listening at an address where another engine is now, and does not notice."""
+        """Let a router keep listening at an address that has a new engine, without noticing the change."""
         self._followers.setdefault(replica.replica_id, {})[router.name] = router, self._sent
 
     def forget(self, replica: str) -> None:
-        """A replica is gone; what is still on its way from it does not arrive."""
+        """Remove a replica; its messages in flight do not arrive."""
         del self._followers[replica]
 
     def send(self, replica: str, changes: Sequence[Change], updates: Sequence[Update], report: LoadReport) -> None:  # noqa: ARG002
-        """A step of a replica has ended; `updates` are those of `changes`."""
+        """Send the results of a replica's step; `updates` are those of `changes`."""
         self._sent += 1
         arrive = partial(self._arrive, self._sent, self._followers[replica], replica, updates, report)
         if self._delay_s:
@@ -147,7 +147,7 @@ class Direct:
         report: LoadReport,
     ) -> None:
         if self._followers.get(replica) is not followers:
-            return  # of a former incarnation
+            return  # from an earlier start of the replica
         for router, known in followers.values():
             if number > known:
                 apply(router.placement, replica, updates)
@@ -160,27 +160,27 @@ class _Link:
     router: SimulatedRouter
     subscription: Subscription = field(default_factory=Subscription)
     decoder: BatchDecoder = field(default_factory=BatchDecoder)
-    loads: int = 0  #: number of the newest load report that came
-    proved: int | None = None  #: number of the newest heartbeat that came and found the router exact
+    loads: int = 0  #: number of the newest received load report
+    proved: int | None = None  #: next batch number as of the newest received heartbeat; None: not exact then
 
 
 @dataclass(slots=True)
 class _Publisher:
-    """One incarnation of a replica, as it publishes."""
+    """The publisher of one start of a replica."""
 
     replica: str
     ledger: EventLog
     report: LoadReport
-    loads: int = 1  #: load reports made
+    loads: int = 1  #: number of load reports so far
     ticks: int = 0
     ticking: bool = False
     links: dict[str, _Link] = field(default_factory=dict)
 
 
 class Streamed:
-    """Through the event stream. Published messages are lost one by one, answers to requests are not, as with ZeroMQ.
+    """Delivers through the event stream. As with ZeroMQ, single published messages are lost, but answers never are.
 
-    Heartbeats, and readers' ticks with them, pause while every router is proved exact: they would change nothing.
+    Heartbeats and readers' ticks pause while every router is known to be exact, because they would change nothing.
     """
 
     def __init__(self, channel: Channel, queue: EventQueue, heard: Heard, rng: Random) -> None:
@@ -190,14 +190,14 @@ class Streamed:
         self._rng = rng
         self._publishers: dict[str, _Publisher] = {}
         self.lost = 0  #: messages that did not arrive
-        self.replays = self.snapshots = 0  #: that routers asked for
+        self.replays = self.snapshots = 0  #: requested by routers
 
     def follow(self, router: SimulatedRouter, replica: SimulatedReplica) -> None:
         router.join(replica, self._queue.now)
         self.follow_on(router, replica)
 
     def follow_on(self, router: SimulatedRouter, replica: SimulatedReplica) -> None:
-        """A router keeps listening at an address where another engine is now. The stream tells it what that holds."""
+        """Let a router keep listening at an address that has a new engine, whose contents it learns from the stream."""
         publisher = self._publishers.get(replica.replica_id)
         if publisher is None:
             assert not any(replica.residents()), f"{replica.replica_id} is not followed from its beginning"
@@ -224,7 +224,7 @@ class Streamed:
     # The publisher's side
 
     def _publish_to_all(self, publisher: _Publisher, arrive: Callable[[_Link], None]) -> None:
-        """To every router, but for those that lose it."""
+        """Deliver a message to every router, except those that lose it."""
         reached = [link for link in publisher.links.values() if self._rng.random() >= self._channel.loss]
         self.lost += len(publisher.links) - len(reached)
         if reached:
@@ -233,7 +233,7 @@ class Streamed:
     def _later(
         self, after_s: float, publisher: _Publisher, links: Sequence[_Link], arrive: Callable[[_Link], None]
     ) -> None:
-        """Call `arrive` for each link of which both ends are still there by then."""
+        """After a delay, call `arrive` for each link whose publisher and router still exist."""
 
         def arrive_at_all() -> None:
             for link in links:
@@ -267,7 +267,7 @@ class Streamed:
             self._start_ticking(publisher)
 
     def _answer(self, publisher: _Publisher, request: RequestReplay | RequestSnapshot, link: _Link) -> None:
-        """A request has reached the replica; the answer is as of now."""
+        """Answer a request that has reached the replica, with its state at this moment."""
         if isinstance(request, RequestReplay):
             arrive = partial(self._on_replay, publisher, list(publisher.ledger.replay(request.since)))
         else:
@@ -316,8 +316,8 @@ class Streamed:
                     self.snapshots += isinstance(instruction, RequestSnapshot)
                     answer = partial(self._answer, publisher, instruction)
                     self._later(self._channel.delay_s, publisher, [link], answer)
-                case DigestMismatch():
-                    pass  # counted by the subscription, and followed by a request
+                case Disproved():
+                    pass  # the subscription counts it and then requests a snapshot
         if instructions:
             self._heard(link.router)
 

@@ -1,4 +1,4 @@
-"""Virtual time and the calls that are due in it."""
+"""A queue of calls in virtual time."""
 
 from collections.abc import Callable
 from heapq import heappop, heappush
@@ -6,7 +6,7 @@ from itertools import count
 
 
 class EventQueue:
-    """Calls in order of their time; those of equal time in the order in which they were added."""
+    """Runs calls in order of their time, and calls of equal time in the order in which they were added."""
 
     __slots__ = ("_heap", "_order", "now")
 
@@ -22,7 +22,7 @@ class EventQueue:
         self.at(self.now + after_s, call)
 
     def until(self, when: float) -> None:
-        """Make all calls that are due up to `when`; infinity: all, and time stays at the last of them."""
+        """Run all calls that are due up to `when`. With infinity, run all calls and leave the time at the last one."""
         heap = self._heap
         while heap and heap[0][0] <= when:
             self.now, _, call = heappop(heap)

@@ -1,12 +1,12 @@
-"""A modelled replica: the real prefix cache behind a queue, chunked prefill and decode that take modelled time.
+"""A modelled replica: the production prefix cache behind a queue, with chunked prefill and decode in modelled time.
 
-Pure: virtual time comes in. It schedules as `replica/engine/scheduler.py` does (decodes first, then prefills in chunks
-within the token budget, in the engine's order, admission by free blocks, the request that loses least preempted when
-decodes find no block) but goes from event to event: steps that prefill are taken one by one, stretches of decode alone
-in one leap, as all running requests advance at the same pace. One cached unit is one block of the workload; tokens
-inside it are not told apart, but for the last one of a prompt that is cached as a whole, which the engine computes.
+Pure: virtual time is passed in. It schedules as `replica/engine/scheduler.py` does: decodes first, then prefills in
+chunks within the token budget and in the engine's order; admission by free blocks; when decodes find no block, the
+request that loses least is preempted. Steps with prefill are simulated one by one; consecutive steps that only decode
+are one leap, because all running requests advance at the same pace. A cached unit is one block of the workload; tokens
+inside it are not distinguished, except the last one of a fully cached prompt, which the engine computes.
 
-What it leaves out: generated tokens take blocks but are never shared, and a leap keeps the decode pace of its start.
+Simplifications: generated tokens take blocks but are never shared, and a leap keeps the decode pace of its start.
 """
 
 from bisect import insort
@@ -30,7 +30,7 @@ from ....replica.messages import WORTH_WAITING_TOKENS
 from ...errors import SettingsError
 from .workload import Arrival
 
-#: Parent of every first block, and the content of every block: names are unique, so nothing collides.
+#: Parent of every first block; then the content of every block, which may be equal because names are unique.
 ROOT = BlockHash(bytes(16))
 _UNIT = bytes(4)
 _NO_WORK = PrefillWork(0, 0, 0.0, 0.0)
@@ -41,8 +41,8 @@ _by_turn = attrgetter("turn", "request_id")
 class MockerModel:
     """The polynomials of Dynamo's mocker: a 70B-class model on a modern GPU node.
 
-    prefill ms = 4.21e-7 n² + 0.01518 n + 16.5 for a step of n prompt tokens, whosever they are; decode ms = max(1,
-    -25.74 a² + 54.01 a + 5.74).
+    prefill ms = 4.21e-7 n² + 0.01518 n + 16.5 for a step of n prompt tokens, however they are divided among requests;
+    decode ms = max(1, -25.74 a² + 54.01 a + 5.74).
     """
 
     def prefill_s(self, tokens: int) -> float:
@@ -50,7 +50,7 @@ class MockerModel:
         return (4.21e-7 * tokens * tokens + 0.01518 * tokens + 16.5) / 1000
 
     def decode_step_s(self, active_share: float) -> float:
-        """Seconds for one token of every running request, with this share of the KV blocks in use."""
+        """Seconds to generate one token for every running request, with this share of the KV blocks in use."""
         return max(1.0, -25.74 * active_share * active_share + 54.01 * active_share + 5.74) / 1000
 
 
@@ -90,46 +90,46 @@ class Work:
     request_id: int
     router: str
     arrival: Arrival
-    arrived_s: float  #: at the router
-    moved: bool = False  #: its replica was lost
-    generated: int = 0  #: here and before
+    arrived_s: float  #: arrival time at the router
+    moved: bool = False  #: whether its replica was lost
+    generated: int = 0  #: tokens, including those from earlier replicas
     hashes: list[BlockHash] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)
-    prefill_tokens: int = 0  #: to have in KV before the next token can be drawn
+    prefill_tokens: int = 0  #: tokens that must be in KV before the next token can be drawn
     computed: int = 0
-    cached_tokens: int | None = None  #: at the first admission
-    cached: int = 0  #: at the last admission
+    cached_tokens: int | None = None  #: found in the cache at the first admission; None: not admitted yet
+    cached: int = 0  #: tokens found in the cache at the last admission
     committed: int = 0
     turn: int = 0  #: the lowest starts first
     priority: int = 0
-    loss: int = 0  #: tokens to compute again if it is preempted, when that is asked
+    loss: int = 0  #: tokens to compute again if it is preempted; set when a victim is chosen
     expected_cached: int = 0
     refused_at_free: int | None = None
-    needed_blocks: int = 0  #: free blocks that it takes, as of its arrival
-    predicted: int | None = None  #: cached tokens that the router foresaw
-    regret_tokens: int = 0  #: cached tokens of the best holder, at the decision, beyond those here
-    ahead: int = 0  #: while it decodes: tokens generated, less the decode clock
+    needed_blocks: int = 0  #: free blocks that it will take, estimated when it begins to wait
+    predicted: int | None = None  #: cached tokens that the router predicted
+    regret_tokens: int = 0  #: cached tokens on the best holder beyond those here, at the time of the decision
+    ahead: int = 0  #: while it decodes: generated tokens minus the decode clock
 
 
 class _Found(NamedTuple):
-    """What the cache has of a prompt."""
+    """The cached prefix of a prompt."""
 
-    match: PrefixMatch  #: whole blocks, without that of the last token
-    tokens: int  #: which need not be computed
+    match: PrefixMatch  #: whole blocks, without the one that holds the last token
+    tokens: int  #: leading tokens that need not be computed
 
 
 class Progress(NamedTuple):
-    first: Sequence[Work]  #: these have their first token
+    first: Sequence[Work]  #: requests that got their first token
     finished: Sequence[Work]
-    changes: Sequence[Change]  #: in the cache
+    changes: Sequence[Change]  #: changes of the cache
     report: LoadReport
 
 
 class SimulatedReplica:
-    """One replica. `next_at` says when `advance` is due; None: nothing to do.
+    """One replica. `next_at` is the time at which `advance` is due; None: there is nothing to do.
 
-    Until then it takes one step that prefills `_rows`, and decodes beside it, or, without rows, any number of steps
-    that only decode.
+    Until then it runs one step that prefills `_rows` and decodes all decoding requests, or, if there are no rows, any
+    number of steps that only decode.
     """
 
     def __init__(
@@ -149,26 +149,26 @@ class SimulatedReplica:
         self.prefilled_tokens = self.preemptions = self._steps = 0
         self.busy_s = 0.0
         self.next_at: float | None = None
-        self._accepted: dict[str, int] = {}  # by router: the last request
+        self._accepted: dict[str, int] = {}  # router -> its last request id
         self._model = model
         self._changes: list[Change] = []
         self.shares_cache = cache is not None
         self.cache = cache or PrefixCache(limits.blocks + 1, 1, policy=eviction_policy(limits.eviction), listener=self)
-        #: Both in the order of their turns.
+        #: Both lists are ordered by turn.
         self._waiting: list[Work] = []
         self._prefilling: list[Work] = []
         self._decoding: dict[int, Work] = {}
         self._clock = 0  # decode steps so far
-        self._milestones: list[tuple[int, int, int]] = []  # (clock, order, request) at which one ends or needs a block
+        self._milestones: list[tuple[int, int, int]] = []  # (clock, order, request): when it ends or needs a block
         self._order = count()
         self._since = 0.0
         self._step_s = 0.0
         self._rows: list[tuple[Work, int]] = []
         self._waiting_work = _NO_WORK
         self._waiting_blocks = 0
-        self._context_base = 0  # context tokens of the decoding requests, less the clock for each
+        self._context_base = 0  # context tokens of the decoding requests, minus the clock for each request
 
-    # From the prefix cache
+    # Called by the prefix cache
 
     def stored(self, parent: BlockHash | None, hashes: Sequence[BlockHash], tokens: bytes) -> None:
         self._changes.append(StoredBlocks(parent, tuple(hashes), tokens))
@@ -199,7 +199,7 @@ class SimulatedReplica:
             self.next_at = min(self.next_at, self._since + steps * self._step_s)
 
     def advance(self, now: float) -> Progress:
-        """What is due at `now` (which is `next_at`) happens."""
+        """Complete the steps that are due at `now`, which is `next_at`, and begin the next."""
         first: list[Work] = []
         finished: list[Work] = []
         if self._rows:
@@ -215,19 +215,19 @@ class SimulatedReplica:
                 self.rates.observe(_NO_WORK, len(self._decoding), self._step_s)
             self._pass(steps, finished)
         self.busy_s += seconds
-        # As in the engine: what the next step evicts belongs to the next step's events.
+        # As in the engine: blocks that the next step evicts belong to that step's events.
         progress = Progress(first, finished, self._changes, self.report(now))
         self._changes = []
         self._begin(now)
         return progress
 
     def wake(self, now: float) -> None:
-        """Blocks came free on another replica that shares the cache."""
+        """Try to start waiting requests after another replica that shares the cache may have freed blocks."""
         if self.next_at is None and self._waiting:
             self._begin(now)
 
     def lose_all(self) -> list[Work]:
-        """The replica dies: what it had, as it was, oldest first."""
+        """End the replica; returns its requests with their progress, oldest first."""
         for work in self._decoding.values():
             work.generated = self._generated(work)
         lost = [*self._prefilling, *self._decoding.values(), *self._waiting]
@@ -277,7 +277,7 @@ class SimulatedReplica:
         return counts
 
     def residents(self) -> Iterator[CachedBlock]:
-        """What it announces as its own: nothing of a cache that it shares."""
+        """The cached blocks that it announces; none if it shares its cache."""
         return iter(()) if self.shares_cache else self.cache.residents()
 
     @property
@@ -332,7 +332,7 @@ class SimulatedReplica:
                     continue
                 admits = running + skipped < most and self._admit(first)
                 if not admits:
-                    continue  # one that does not fit holds up those behind it, or it would starve
+                    continue  # a request that does not fit blocks later ones, which would otherwise starve it
                 work = self._waiting.pop(skipped)
             elif current is not None:
                 work, current = current, next(begun, None)
@@ -344,7 +344,7 @@ class SimulatedReplica:
         return rows
 
     def _is_being_computed(self, work: Work) -> bool:
-        """Whether a running request is about to compute a long enough part of what this one lacks."""
+        """Whether a running request is about to compute enough of this one's missing prefix to be worth waiting for."""
         if self.shares_cache or not self._prefilling:
             return False
         hashes, first = work.hashes, len(self._found(work).match.blocks)
@@ -364,7 +364,7 @@ class SimulatedReplica:
         self._waiting_work = _added(self._waiting_work, work_of([_awaited(work)]))
 
     def _table(self, work: Work) -> int:
-        """Blocks for one token more than there is: the one that will be drawn."""
+        """Number of blocks for all known tokens plus the next one, which will be drawn."""
         return -(-(work.prefill_tokens + 1) // self.limits.block_tokens)
 
     def _found(self, work: Work) -> _Found:
@@ -395,14 +395,14 @@ class SimulatedReplica:
         self._waiting_work = _added(self._waiting_work, work_of([_awaited(work)]), -1)
         self._waiting_blocks -= work.needed_blocks
         insort(self._prefilling, work, key=_by_turn)
-        if self.shares_cache:  # others find at once what this one is about to compute
+        if self.shares_cache:  # others find the blocks as soon as their computation begins
             self._commit(work, work.prefill_tokens)
         return True
 
     def _end_rows(self, first: list[Work], finished: list[Work]) -> None:
         for work, tokens in self._rows:
             if not work.blocks:
-                continue  # preempted in this very step
+                continue  # preempted in this step
             work.computed += tokens
             self.prefilled_tokens += tokens
             self._commit(work, work.computed)
@@ -436,13 +436,13 @@ class SimulatedReplica:
         return work.ahead + self._clock
 
     def _set_milestone(self, work: Work) -> None:
-        """At the answer's end, or when the token to be drawn finds no place in its blocks."""
+        """Schedule the end of the answer, or the time when the next token does not fit into its blocks."""
         room = len(work.blocks) * self.limits.block_tokens - work.arrival.tokens
         until = min(work.arrival.output_tokens, room + 1)
         heappush(self._milestones, (until - work.ahead, next(self._order), work.request_id))
 
     def _pass(self, steps: int, finished: list[Work]) -> None:
-        """Every decoding request draws so many tokens."""
+        """Advance every decoding request by this many tokens."""
         self._clock += steps
         milestones, short = self._milestones, []
         while milestones and milestones[0][0] <= self._clock:
@@ -454,17 +454,17 @@ class SimulatedReplica:
                 self._finish(work, finished)
             else:
                 short.append(work)
-        # Those that end come first: they are never preempted, and leave their blocks to the others.
+        # Requests that ended were handled first: they are never preempted, and they freed their blocks for the others.
         for work in short:
             if work.request_id not in self._decoding:
-                continue  # preempted by one before it
-            # No block is missing when the milestone was set before a preemption.
+                continue  # preempted by an earlier one
+            # If the milestone was set before a preemption, no block may be missing.
             missing = self._generated(work) + work.arrival.tokens > len(work.blocks) * self.limits.block_tokens
             if missing and self._make_room(work):
                 self._set_milestone(work)
 
     def _make_room(self, work: Work) -> bool:
-        """A block more, at the expense of the request that loses least if need be; False when that is this one."""
+        """Allocate one more block, preempting requests if needed. False: this request itself was preempted."""
         while True:
             more = self.cache.allocate(1)
             if more is not None:
@@ -504,7 +504,7 @@ class SimulatedReplica:
 
 
 def _awaited(work: Work) -> PrefillSpan:
-    """What a waiting request will compute, as of its arrival."""
+    """The tokens that a waiting request will compute, estimated when it begins to wait."""
     return PrefillSpan(work.expected_cached, work.expected_cached, work.prefill_tokens)
 
 

@@ -1,4 +1,4 @@
-"""What a simulation found out, in numbers that do not grow with the trace. Pure: fed request by request."""
+"""Results of a simulation, in statistics whose memory does not grow with the trace. Pure: fed request by request."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ _LEAST_S = 1e-4
 
 @dataclass(slots=True)
 class Durations:
-    """Seconds, counted in buckets of 1 %; mean and maximum are exact."""
+    """A histogram of seconds in buckets of 1 %; mean and maximum are exact."""
 
     count: int = 0
     total: float = 0.0
@@ -30,7 +30,7 @@ class Durations:
         return self.total / self.count if self.count else 0.0
 
     def quantile(self, share: float) -> float:
-        """The value that `share` of all do not exceed, to 0.5 %; 0 of none."""
+        """The value that `share` of all durations do not exceed, exact to 0.5 %; 0 if there are none."""
         wanted, seen = share * self.count, 0
         for bucket in sorted(self._buckets):
             seen += self._buckets[bucket]
@@ -39,7 +39,7 @@ class Durations:
         return 0.0
 
     def curve(self) -> list[tuple[float, float]]:
-        """(seconds, share of all up to there), rising; for a plot."""
+        """The cumulative distribution as points (seconds, share of all), for a plot."""
         points, seen = [], 0
         for bucket in sorted(self._buckets):
             seen += self._buckets[bucket]
@@ -49,14 +49,14 @@ class Durations:
 
 @dataclass(slots=True)
 class Windows:
-    """Means over equal stretches of virtual time; halved in number when they become too many."""
+    """Means over windows of equal virtual time; when there are too many, neighbours are merged in pairs."""
 
     width_s: float = 1.0
     limit: int = 512
     _sums: dict[int, list[float]] = field(default_factory=dict)
 
     def add(self, at_s: float, value: float, weight: float = 1.0) -> None:
-        """A value at a time, counted `weight` times."""
+        """Add a value at a time, with a weight."""
         _count(self._sums, int(at_s / self.width_s), value, weight)
         if len(self._sums) > self.limit:
             self.width_s *= 2
@@ -77,7 +77,7 @@ def _count(sums: dict[int, list[float]], index: int, value: float, weight: float
 @dataclass(slots=True, kw_only=True)
 class Tally:
     ttft: Durations = field(default_factory=Durations)
-    latency: Durations = field(default_factory=Durations)  #: to the last token
+    latency: Durations = field(default_factory=Durations)  #: from arrival to the last token
     ttft_over_time: Windows = field(default_factory=Windows)
     hits_over_time: Windows = field(default_factory=Windows)
     requests: int = 0
@@ -91,7 +91,7 @@ class Tally:
     predicted_exactly: int = 0
     predictions: int = 0
     full_prefills: int = 0  #: requests that found nothing in the cache
-    sent: Counter[str] = field(default_factory=Counter)  #: requests by replica
+    sent: Counter[str] = field(default_factory=Counter)  #: number of requests sent to each replica
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -102,24 +102,24 @@ class Result:
     requests: int
     finished: int
     rejected: int
-    span_s: float  #: virtual
+    span_s: float  #: virtual time
     ttft_mean_s: float
     ttft_p50_s: float
     ttft_p90_s: float
     ttft_p99_s: float
     latency_mean_s: float
-    hit_rate: float  #: prompt tokens from a cache
-    regret_rate: float  #: prompt tokens computed although another replica held them
-    imbalance: float  #: prefilled tokens of the busiest replica over the mean
-    utilisation: float  #: busy share of replica time, up to the last arrival
-    exact_rate: float | None  #: predicted = delivered cached tokens
+    hit_rate: float  #: share of prompt tokens that came from a cache
+    regret_rate: float  #: share of prompt tokens computed although another replica held them
+    imbalance: float  #: prefilled tokens of the busiest replica, divided by the mean
+    utilisation: float  #: busy share of all replicas' time
+    exact_rate: float | None  #: share of predictions of cached tokens that were exact; None: nothing is predicted
     held: int
     moved: int
     preemptions: int
-    lost_messages: int  #: cache events, heartbeats and load reports that a router never got
-    resyncs: int  #: replays and snapshots that routers asked for
-    requests_per_s: float  #: finished, virtual
-    wall_s: float
+    lost_messages: int  #: cache events, heartbeats and load reports that a router never received
+    resyncs: int  #: replays and snapshots that routers requested
+    requests_per_s: float  #: finished requests per second of virtual time
+    cpu_s: float  #: CPU time of this process for the simulation
     simulated_per_s: float  #: requests simulated per second of CPU time
     ttft_curve: list[tuple[float, float]] = field(default_factory=list)
     ttft_over_time: list[tuple[float, float]] = field(default_factory=list)

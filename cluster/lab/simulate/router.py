@@ -13,7 +13,7 @@ from .replica import SimulatedReplica, Work
 
 
 class SimulatedRouter:
-    """Places requests. A restart loses all that `placement` knows; clients stay, so held requests do, too."""
+    """Places requests. A restart loses all state of `placement`; clients stay connected, so held requests are kept."""
 
     def __init__(self, name: str, policy: Policy, rng: Random) -> None:
         self.name = name
@@ -22,7 +22,7 @@ class SimulatedRouter:
         self.restart(policy, rng)
 
     def restart(self, policy: Policy, rng: Random) -> None:
-        # No replica of a simulation is ever silent: a lost one leaves.
+        # Simulated replicas are never silent: a lost one leaves.
         loads = LoadBook(self.name, silence_s=float("inf"))
         self.placement = Placement(policy, loads=loads, reservations=Reservations(30.0), rng=rng)
 
@@ -31,12 +31,12 @@ class SimulatedRouter:
         return list(self._held.values())
 
     def head(self) -> Work | None:
-        """The held request that is placed next."""
+        """The held request to place next, or None."""
         name = self._queue.head()
         return None if name is None else self._held[name]
 
     def hold(self, work: Work, block_tokens: int, now: float) -> None:
-        """It waits here; one that lost its replica goes before all others."""
+        """Queue a request here; one that lost its replica goes before all others."""
         self._held[work.request_id] = work
         if work.moved:
             self._queue.resume(work.request_id, priority=0)
@@ -45,12 +45,12 @@ class SimulatedRouter:
             self._queue.push(work.request_id, priority=0, tenant=b"", weight=1.0, rank=rank)
 
     def release(self, work: Work) -> None:
-        """It was placed."""
+        """Remove a request that was placed."""
         del self._held[work.request_id]
         self._queue.discard(work.request_id)
 
     def join(self, replica: SimulatedReplica, now: float) -> None:
-        """A replica registers, with the rates it has measured so far."""
+        """Register a replica with the rates that it has measured so far."""
         description = ReplicaDescription(
             replica_id=replica.replica_id,
             epoch=replica.epoch,
@@ -75,7 +75,7 @@ class SimulatedRouter:
         self.placement.join(description, now)
 
     def place(self, work: Work, block_tokens: int, now: float) -> str | None:
-        """Choose a replica and book the request there; None: it is held until something changes."""
+        """Choose a replica, book the request there and return its id; None: hold it until something changes."""
         arrival, placement = work.arrival, self.placement
         placement.reservations.expire(now)
         prompt = self._prompt(work, block_tokens, now)

@@ -1,6 +1,6 @@
-"""One run from its parameters to its result: makes replicas and routers, runs them, sums up.
+"""One run from its parameters to its result: creates replicas and routers, runs them, and summarizes.
 
-Pure but for CPU time, which comes in as a function.
+Pure except for CPU time, which is passed in as a function.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -20,12 +20,12 @@ from .results import Result
 from .simulation import Fault, Simulation
 from .workload import Arrival, compress, facts
 
-#: Least-loaded over one cache of all replicas' memory, in which a prefix is found as soon as its computation begins:
-#: hits cost no balance, balance costs no hits, and room on any replica is room for all. No router can do that; it
-#: bounds what one can.
+#: Least-loaded over one cache with all replicas' memory, in which a prefix is found as soon as its computation begins:
+#: hits cost no balance, balance costs no hits, and free space on any replica serves all. No router can do that; it is
+#: an upper bound for routers.
 ORACLE = "oracle"
-#: Of the search for the capacity: the policy; the requests that are tried at each rate; the share of them that may have
-#: no first token a share of the span after the last one came; the relative error of the rate.
+#: The search for the capacity: the policy; the number of requests tried at each rate; the share of them that may still
+#: lack a first token when DRAIN_SHARE of the span has passed since the last arrival; the relative error of the rate.
 REFERENCE_POLICY = "queue-2-misses"
 SEARCHED_REQUESTS = 2000
 LATE_SHARE = 0.02
@@ -51,7 +51,7 @@ def policy_names() -> tuple[str, ...]:
 def simulation_of(setup: Setup) -> Simulation:
     """A simulation that is ready to run. Raises SettingsError for an unknown policy."""
     if setup.policy not in policy_names():
-        raise SettingsError(f"no policy {setup.policy!r}; there are {', '.join(policy_names())}")
+        raise SettingsError(f"unknown policy {setup.policy!r}; the policies are {', '.join(policy_names())}")
     shared, channel, policy = None, setup.channel, setup.policy
     if policy == ORACLE:
         policy, channel = "least-loaded", Channel()
@@ -69,7 +69,7 @@ def simulation_of(setup: Setup) -> Simulation:
 
 
 def replica_of(setup: Setup, name: str, epoch: int, cache: PrefixCache | None = None) -> SimulatedReplica:
-    """A replica that has measured some short prompts and some long ones, as at warm-up. `cache`: shared with others."""
+    """A replica that has measured some short and some long prompts, as at start-up. `cache` is shared with others."""
     longest, model = setup.limits.max_batched_tokens, setup.model
     rates = SmoothedRates(longest / model.prefill_s(longest), model.decode_step_s(0.0))
     for tokens in (longest // 8, longest):
@@ -86,7 +86,7 @@ def run(
     cpu_s: Callable[[], float],
     show: Callable[[int], None] = lambda _: None,
 ) -> Result:
-    """Run to the end; `show` gets the number of requests that have arrived, again and again."""
+    """Run to the end; `show` is called with the number of arrivals so far."""
     simulation = simulation_of(setup)
     before = cpu_s()
     for done in simulation.run(arrivals, faults):
@@ -94,13 +94,13 @@ def run(
     return result_of(setup, simulation, cpu_s() - before)
 
 
-def result_of(setup: Setup, simulation: Simulation, wall_s: float) -> Result:
+def result_of(setup: Setup, simulation: Simulation, cpu_s: float) -> Result:
     tally = simulation.tally
     replicas = [*simulation.replicas.values(), *simulation.retired]
     prefilled = [replica.prefilled_tokens for replica in replicas]
     mean = sum(prefilled) / len(prefilled)
     busy = sum(replica.busy_s for replica in replicas)
-    predicts = setup.policy != ORACLE  # others change its one cache between decision and admission
+    predicts = setup.policy != ORACLE  # other requests change its single cache between decision and admission
     return Result(
         policy=setup.policy,
         replicas=setup.replicas,
@@ -125,8 +125,8 @@ def result_of(setup: Setup, simulation: Simulation, wall_s: float) -> Result:
         lost_messages=simulation.delivery.lost,
         resyncs=simulation.delivery.replays + simulation.delivery.snapshots,
         requests_per_s=tally.finished / simulation.now if simulation.now else 0.0,
-        wall_s=wall_s,
-        simulated_per_s=tally.requests / wall_s if wall_s else 0.0,
+        cpu_s=cpu_s,
+        simulated_per_s=tally.requests / cpu_s if cpu_s else 0.0,
         ttft_curve=tally.ttft.curve(),
         ttft_over_time=tally.ttft_over_time.series(),
         hits_over_time=tally.hits_over_time.series(),
@@ -134,16 +134,16 @@ def result_of(setup: Setup, simulation: Simulation, wall_s: float) -> Result:
 
 
 def capacity_per_s(setup: Setup, arrivals: Iterable[Arrival], searched: int = SEARCHED_REQUESTS) -> float:
-    """The highest rate of requests that this fleet keeps up with, found by bisection on the first of the arrivals.
+    """The highest request rate that these replicas keep up with, found by bisection on the first `searched` arrivals.
 
-    Those must take longer to come than their answers, or memory never fills. It keeps up when nearly all requests have
-    their first token soon after the last one came. The policy is a plain one of another router, so that a load means
-    the same before and after a change of ours.
+    These must arrive over a longer time than an answer takes, or memory never fills. Keeping up means that nearly all
+    requests have their first token soon after the last arrival. The policy is a simple one of another router, so that
+    a load means the same before and after a change to ours.
     """
     sample = list(islice(arrivals, searched))
     natural = facts(sample).rate_per_s
     if natural == inf:
-        raise SettingsError("a load needs requests that come at different times")
+        raise SettingsError("a load needs requests that arrive at different times")
     reference = replace(setup, policy=REFERENCE_POLICY)
 
     def keeps_up(rate: float) -> bool:

@@ -1,6 +1,6 @@
-"""`homing simulate --autoscale`: the autoscaler of production over modelled replicas that take time to start.
+"""`homing simulate --autoscale`: the production autoscaler over modelled replicas that take time to start.
 
-Counts what it costs: replica seconds, those of starting replicas included. Pure but for CPU time, which comes in.
+Counts the cost in replica seconds, including starting replicas. Pure except for CPU time, which is passed in.
 """
 
 from collections.abc import Callable, Iterable
@@ -13,7 +13,7 @@ from .runs import Setup, result_of, simulation_of
 from .simulation import Simulation
 from .workload import Arrival
 
-#: As often as the controller looks.
+#: Seconds between two decisions, as in the controller.
 LOOK_S = 1.0
 
 
@@ -30,13 +30,13 @@ class Scaled:
 
 
 class ScaledCluster:
-    """Starts and drains modelled replicas as the autoscaler wants; the oldest name that is free is given again."""
+    """Starts and drains modelled replicas as the autoscaler decides; each new replica gets a new name."""
 
     def __init__(self, simulation: Simulation, terms: ScalingTerms, start_s: float) -> None:
         self._simulation = simulation
         self._scaler = Autoscaler(terms)
         self._start_s = start_s
-        self._starting: list[float] = []  #: when each of them is ready
+        self._starting: list[float] = []  #: for each starting replica, the time when it is ready
         self._last = 0.0
         self._started = len(simulation.replicas)
         self.wanted = self.highest = len(simulation.replicas)
@@ -44,7 +44,7 @@ class ScaledCluster:
         self.steps = 0
 
     def look(self, now: float) -> None:
-        """One look, as the controller takes it."""
+        """Start replicas that are ready and make one scaling decision, as the controller does."""
         simulation = self._simulation
         self.replica_s += (now - self._last) * (len(simulation.replicas) + len(self._starting))
         self._last = now
@@ -66,7 +66,7 @@ class ScaledCluster:
         held = {name: {block.block_hash for block in replicas[name].residents()} for name in staying}
 
         def worth(name: str) -> int:
-            """Blocks that nobody else holds, as in production."""
+            """Number of blocks that no other staying replica holds, as in production."""
             return len(held[name].difference(*(held[other] for other in staying if other != name)))
 
         for name in sorted(staying, key=worth)[: max(0, -missing)]:
@@ -75,7 +75,7 @@ class ScaledCluster:
 
 
 def demand_of(simulation: Simulation, now: float) -> Demand:
-    """What waits and works, as the routers' views add up in production."""
+    """The waiting and running load, as production adds it up from the routers."""
     serving = [each for name, each in simulation.replicas.items() if name not in simulation.draining]
     reports = [replica.report(now) for replica in serving]
     waiting = simulation.waiting
@@ -99,7 +99,7 @@ def run_scaled(
     cpu_s: Callable[[], float],
     show: Callable[[int], None] = lambda _: None,
 ) -> Scaled:
-    """Run to the end, from as few replicas as may be."""
+    """Run to the end, starting with the minimum number of replicas."""
     setup = replace(setup, replicas=terms.least)
     simulation = simulation_of(setup)
     cluster = ScaledCluster(simulation, terms, start_s)

@@ -1,6 +1,6 @@
-"""Situations in which exact knowledge of the replicas should pay, each as a workload with its faults. Pure.
+"""Scenarios in which exact knowledge of the replicas should pay off, each a workload with its faults. Pure.
 
-A scenario fixes the requests and the faults; the policy is the caller's choice (runs.py).
+A scenario fixes the requests and the faults; the caller chooses the policy (runs.py).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -39,30 +39,30 @@ def _drawn(**fields: float) -> Callable[[], Iterator[Arrival]]:
 
 @dataclass(slots=True, frozen=True)
 class Scenario:
-    """A workload over some replicas; times of faults are shares of its span."""
+    """A workload and its replicas; times of faults are given as shares of the workload's span."""
 
     about: str
     arrivals: Callable[[], Iterator[Arrival]] = _chats
     _: KW_ONLY
-    load: float | None = 0.7  #: of the capacity; None: as the workload is
-    searched: int = SEARCHED_REQUESTS  #: of the search for that capacity
+    load: float | None = 0.7  #: share of the capacity; None: the workload's own rate
+    searched: int = SEARCHED_REQUESTS  #: number of requests in the search for that capacity
     replicas: int = 8
     routers: int = 1
     blocks: int = 2048
     block_tokens: int = 512
     faults: Sequence[Fault] = ()
-    #: Share of the prompt tokens that one endless cache serves, worked out by hand (docs/simulate.md).
+    #: Share of the prompt tokens that one endless cache serves, computed by hand (docs/simulate.md).
     hits: float | None = None
 
 
 @dataclass(slots=True, frozen=True)
 class Staged:
-    """A scenario made ready: everything but the policy."""
+    """A scenario ready to run, with its load and fault times scaled."""
 
     setup: Setup
     arrivals: Callable[[], Iterator[Arrival]]
     faults: Sequence[Fault] = ()
-    fault_s: float | None = None  #: when the first one strikes
+    fault_s: float | None = None  #: time of the first fault
 
 
 SCENARIOS = {
@@ -75,14 +75,14 @@ SCENARIOS = {
         faults=(Fault(0.5, Simulation.kill, "r0"), Fault(0.52, Simulation.join, "r0")),
     ),
     "engine-restart": Scenario(
-        "four of eight engines start anew behind their addresses, one after the other, with empty caches",
+        "four of eight engines restart at their addresses, one after the other, with empty caches",
         faults=tuple(Fault(0.4 + 0.05 * number, Simulation.restart_engine, f"r{number}") for number in range(4)),
     ),
     "replica-added": Scenario(
-        "a ninth replica joins, empty, while eight are hot", load=0.9, faults=(Fault(0.3, Simulation.join, "r8"),)
+        "a ninth, empty replica joins eight with warm caches", load=0.9, faults=(Fault(0.3, Simulation.join, "r8"),)
     ),
     "working-set": Scenario(
-        "prefixes of twice the capacity in all, whose popularity shifts",
+        "prefixes of twice the total cache capacity, with shifting popularity",
         _drawn(groups=1024, prefix_tokens=16384, tail_tokens=1024, skew=0.8, shift_every_s=60.0),
     ),
     "tenants": Scenario(
@@ -90,7 +90,7 @@ SCENARIOS = {
         _drawn(groups=16, prefix_tokens=8192, tail_tokens=2048, tenants=16, skew=0.5),
     ),
     "own-tail": Scenario(
-        "a long shared prefix with a longer tail of one's own: most of a prompt is never a match",
+        "a long shared prefix and a longer tail of its own: most of each prompt never matches",
         _drawn(groups=32, prefix_tokens=8192, tail_tokens=24576, skew=0.5),
     ),
     "burst": Scenario(
@@ -108,12 +108,12 @@ SCENARIOS = {
         hits=0.889,
     ),
     "few-shot": Scenario(
-        "100 tasks, each with 6,144 tokens of instructions and examples before 512 of one's own",
+        "100 tasks, each with 6,144 tokens of instructions and examples before 512 unique tokens",
         _drawn(groups=100, prefix_tokens=6144),
         hits=0.908,
     ),
     "rag": Scenario(
-        "questions of 150 tokens about one of 300 documents of 4,096, behind a system prompt of 1,024",
+        "questions of 150 tokens about one of 300 documents of 4,096, after a system prompt of 1,024",
         lambda: questions(
             Documents(requests=6000, seed=1, rate_per_s=20.0, topics=300, document_blocks=(8, 8), picked=(1, 1))
         ),
@@ -125,13 +125,13 @@ SCENARIOS = {
         hits=0.874,
     ),
     "tree-search": Scenario(
-        "solutions are searched for three steps deep, three next steps from each; equal prompts come at once",
+        "a search for solutions, three steps deep with three branches each; equal prompts arrive at once",
         lambda: searches(Trees(requests=6006, seed=1)),
         searched=6006,
         hits=0.969,
     ),
     "agents": Scenario(
-        "36 programs in long conversations, on caches that hold a few of them: requests wait for memory",
+        "36 programs in long conversations on caches that hold only a few of them: requests wait for memory",
         lambda: agents(Agents(conversations=36)),
         load=None,
         replicas=4,
@@ -143,7 +143,7 @@ SCENARIOS = {
 
 
 def stage(scenario: Scenario, *, policy: str, seed: int = 0, channel: Channel | None = None) -> Staged:
-    """Scale the workload to its load, and the faults to its span."""
+    """Scale the scenario's workload to its load and its faults to the workload's span."""
     setup = Setup(
         limits=ReplicaLimits(blocks=scenario.blocks, block_tokens=scenario.block_tokens),
         policy=policy,
@@ -163,16 +163,16 @@ def stage(scenario: Scenario, *, policy: str, seed: int = 0, channel: Channel | 
 
 
 def find(name: str) -> Scenario:
-    """A scenario by its name. Raises SettingsError."""
+    """Return the scenario of this name. Raises SettingsError if there is none."""
     if name not in SCENARIOS:
-        raise SettingsError(f"no scenario {name!r}; there are {', '.join(SCENARIOS)}")
+        raise SettingsError(f"unknown scenario {name!r}; the scenarios are {', '.join(SCENARIOS)}")
     return SCENARIOS[name]
 
 
 def recovery_s(series: Sequence[tuple[float, float]], fault_s: float, share: float = 0.95) -> float | None:
-    """Seconds after a fault until the hit share is back at `share` of what it was before, for good; None: never."""
+    """Seconds after a fault until the hit rate permanently returns to `share` of its earlier value; None: never."""
     before = [hits for at_s, hits in series if fault_s * 0.5 <= at_s < fault_s]
-    # The last window ends in the middle of its requests: a few of them say nothing.
+    # The last window is cut off: its few requests are not representative.
     after = [(at_s, hits) for at_s, hits in series[:-1] if at_s >= fault_s]
     if not before or not after:
         return None

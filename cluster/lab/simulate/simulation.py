@@ -1,10 +1,10 @@
-"""The event loop of a simulation: virtual time, arrivals, faults, replicas, and what routers learn of them and when.
+"""The event loop of a simulation: virtual time, arrivals, faults, replicas, and delivery of their events to routers.
 
-Pure: no clock, no sockets; equal inputs give equal results. Memory grows with what is in flight, not with the trace.
+Pure: no clock, no sockets; equal inputs give equal results. Memory grows with requests in flight, not with the trace.
 
-A request arrives at one of the routers (in turn), is placed or held there, and is queued on its replica at once. Tokens
-of a replica's step reach their router at once; its cache events and load report go to every router through the channel
-(delivery.py).
+Requests arrive at the routers in turn. A router places a request, which is then queued on the replica at once, or holds
+it. Tokens of a replica's step reach their router at once; its cache events and load report go to every router through
+the channel (delivery.py).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,7 +25,7 @@ from .workload import Arrival
 
 @dataclass(slots=True, frozen=True)
 class Fault:
-    """Something that goes wrong, or changes, in the middle of a run: a method of Simulation with its argument."""
+    """A failure or change in the middle of a run: a method of Simulation and its argument."""
 
     at_s: float
     strike: Callable[..., None]
@@ -44,7 +44,7 @@ class Simulation:
         channel: Channel | None = None,
         seed: int = 0,
     ) -> None:
-        """`make_replica` makes a replica by name and incarnation."""
+        """`make_replica` takes a replica's name and epoch, which counts its starts from 1."""
         self.tally = Tally()
         self.replicas: dict[str, SimulatedReplica] = {}
         self.retired: list[SimulatedReplica] = []
@@ -55,8 +55,8 @@ class Simulation:
         self._queue = EventQueue()
         self.delivery = (channel or Channel()).delivery(self._queue, self._pump, Random(f"{seed} channel"))
         self._due: dict[str, float] = {}
-        self.draining: set[str] = set()  #: replicas that take nothing new
-        self._arrived = False  # all of them
+        self.draining: set[str] = set()  #: replicas that accept no new requests
+        self._arrived = False  # whether all requests have arrived
         self._epochs: dict[str, int] = {}
         self._last_id = 0
         self._turn = 0
@@ -68,7 +68,7 @@ class Simulation:
             self.join(f"r{number}")
 
     def _rng(self, router: str) -> Random:
-        """Several routers of one run draw different numbers."""
+        """A generator for this router, so that the routers of a run draw different numbers."""
         return Random(f"{self._seed} {router}")
 
     @property
@@ -80,7 +80,7 @@ class Simulation:
         return [work for router in self.routers for work in router.waiting]
 
     def run(self, arrivals: Iterable[Arrival], faults: Sequence[Fault] = (), *, until_s: float = inf) -> Iterator[int]:
-        """Run to the end, or to a time after all arrivals; yields the number that have arrived, for a progress bar."""
+        """Run to the end, or to a time after all arrivals; yields the number of arrivals so far, for a progress bar."""
         for fault in faults:
             self._queue.at(fault.at_s, partial(fault.strike, self, fault.target))
         for arrival in arrivals:
@@ -90,17 +90,17 @@ class Simulation:
         self._arrived = True
         self._queue.until(until_s)
 
-    # What faults do
+    # Effects of faults
 
     def join(self, name: str) -> None:
-        """A replica starts, empty, perhaps under the name of a lost one; routers follow it from its first event on."""
+        """Start an empty replica, perhaps under the name of a lost one; routers follow it from its first event on."""
         replica = self._start(name)
         for router in self.routers:
             self.delivery.follow(router, replica)
             self._pump(router)
 
     def kill(self, name: str) -> None:
-        """A replica dies; its requests are continued elsewhere."""
+        """End a replica; its requests continue on other replicas."""
         lost = self._stop(name)
         self.draining.discard(name)
         for router in self.routers:
@@ -110,8 +110,8 @@ class Simulation:
             self._pump(router)
 
     def restart_engine(self, name: str) -> None:
-        """A replica's engine restarts behind its address: empty, with its events numbered from 0 again. Its requests
-        are continued, there or elsewhere."""
+        """Restart a replica's engine at its address: empty, with events numbered from 0 again. Its requests continue
+        there or on other replicas."""
         lost = self._stop(name)
         replica = self._start(name)
         for router in self.routers:
@@ -119,7 +119,7 @@ class Simulation:
                 if work.router == router.name:
                     router.placement.ended(name, work.request_id)
             policy = router.placement.policy
-            if policy.notices_restarts:  # by the epoch in whatever the replica sends
+            if policy.notices_restarts:  # by the epoch in the replica's messages
                 router.placement.leave(name)
                 self.delivery.follow(router, replica)
             else:
@@ -130,14 +130,14 @@ class Simulation:
             self._pump(router)
 
     def drain(self, name: str) -> None:
-        """Routers send nothing new there, and it ends when it has nothing left to do."""
+        """Make routers send a replica no new requests; it ends when its requests have finished."""
         for router in self.routers:
             router.placement.loads.set_unavailable(name, "draining")
         self.draining.add(name)
         self._end_if_idle(self.replicas[name])
 
     def every(self, seconds: float, call: Callable[[float], None]) -> None:
-        """Call this with the time, repeatedly for as long as requests arrive or run."""
+        """Call a function with the time at this interval for as long as requests arrive or run."""
 
         def again() -> None:
             call(self.now)
@@ -147,7 +147,7 @@ class Simulation:
         self._queue.at(self.now + seconds, again)
 
     def restart_router(self, number: int) -> None:
-        """A router loses all it knew, and gets every replica's snapshot; a policy's own books are empty."""
+        """Restart a router: it loses all state, including its policy's, and gets every replica's snapshot."""
         router = self.routers[number]
         router.restart(self._make_policy(), self._rng(router.name))
         for replica in self.replicas.values():
@@ -168,7 +168,7 @@ class Simulation:
         return replica.lose_all()
 
     def _requeue(self, router: SimulatedRouter, lost: Sequence[Work]) -> None:
-        """Requests that were lost with their replica wait before all that came later, each under a new id."""
+        """Put requests that were lost with their replica at the head of the queue, each under a new id."""
         mine = []
         for work in lost:
             if work.router == router.name:
@@ -234,7 +234,7 @@ class Simulation:
         self.delivery.send(replica.replica_id, changes, updates, progress.report)
         self._tokens(replica, progress)
         if replica.shares_cache:
-            for other in self.replicas.values():  # a request there may wait for the blocks that came free here
+            for other in self.replicas.values():  # their requests may wait for blocks that were freed here
                 other.wake(self.now)
                 self._schedule(other)
         self._end_if_idle(replica)

@@ -1,6 +1,6 @@
-"""Requests of a simulation: from a recorded trace, compressed in time, or drawn. Pure iterators, never a whole list.
+"""Requests of a simulation: from a recorded trace, compressed in time, or generated. Pure iterators, no whole lists.
 
-A block is named by an int that stands for its whole prefix, as the wire hash does.
+A block is named by an int that identifies its whole prefix, as the wire hash does.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -12,23 +12,23 @@ from random import Random
 
 from ..recorded_trace import MOONCAKE_BLOCK_TOKENS, TraceRequest
 
-#: Ids of recorded traces lie below this, so that the number of the round above them makes unique names.
+#: Block ids of a round are below this, so adding a multiple of it per round gives unique names.
 ROUND = 1 << 40
 
 
 @dataclass(slots=True, frozen=True)
 class Arrival:
     at_s: float
-    tokens: int  #: of the prompt, at least 1
+    tokens: int  #: prompt tokens, at least 1
     output_tokens: int  #: at least 1
     blocks: tuple[int, ...]  #: names of the prompt's full blocks
-    #: the same as a router sees them that knows the text alone (no tenant, no adapter); None: no difference
+    #: the names as seen by a router that knows only the text (no tenant, no adapter); None: the same as `blocks`
     text: tuple[int, ...] | None = None
     session: str | None = None
 
 
 def from_trace(requests: Iterable[TraceRequest], block_tokens: int = MOONCAKE_BLOCK_TOKENS) -> Iterator[Arrival]:
-    """A recorded trace as it was. Requests without a prompt or an answer get one token."""
+    """The requests of a recorded trace. Prompts and answers have at least one token."""
     for request in requests:
         yield Arrival(
             at_s=request.arrival_s,
@@ -39,13 +39,13 @@ def from_trace(requests: Iterable[TraceRequest], block_tokens: int = MOONCAKE_BL
 
 
 def compress(arrivals: Iterable[Arrival], factor: float) -> Iterator[Arrival]:
-    """The same requests `factor` times as fast."""
+    """The same requests, arriving `factor` times as fast."""
     return (replace(arrival, at_s=arrival.at_s / factor) for arrival in arrivals)
 
 
 @dataclass(slots=True, frozen=True)
 class WorkloadFacts:
-    """How many requests a workload has, from the first to the last arrival."""
+    """The number of requests of a workload and the seconds from its first to its last arrival."""
 
     requests: int
     span_s: float
@@ -66,7 +66,7 @@ def facts(arrivals: Iterable[Arrival]) -> WorkloadFacts:
 
 
 def repeated(one_round: Callable[[], Iterator[Arrival]], count: int) -> Iterator[Arrival]:
-    """A workload `count` times, one round after the other, each over blocks of its own; read again for each round."""
+    """A workload repeated `count` times, with different blocks in each round; it is read again for each round."""
     start_s = 0.0
     for number in range(count):
         last_s = gap_s = 0.0
@@ -81,7 +81,7 @@ def repeated(one_round: Callable[[], Iterator[Arrival]], count: int) -> Iterator
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Chats:
-    """Conversations that are drawn: assistants, each with a system prompt that all its users share."""
+    """Generated conversations with assistants, each of which has a system prompt that all its users share."""
 
     requests: int = 4000
     seed: int = 0
@@ -89,14 +89,14 @@ class Chats:
     rate_per_s: float = 4.0
     assistants: int = 20
     system_tokens: int = 2048
-    turn_tokens: int = 1500  #: mean of what a turn adds, answer included
+    turn_tokens: int = 1500  #: mean number of tokens that a turn adds, including the answer
     turns: int = 5  #: mean
     pause_s: float = 30.0  #: mean, between two turns
     output_tokens: int = 200  #: mean
 
 
 def conversations(chats: Chats) -> Iterator[Arrival]:
-    """Users come at random, choose an assistant (some are popular), and stay for some turns; in order of time."""
+    """Requests in order of time: users arrive at random, choose an assistant by popularity, and stay for some turns."""
     rng = Random(chats.seed)
     names = count(chats.assistants * 1_000_000)
     systems = [range(n * 1_000_000, n * 1_000_000 + chats.system_tokens) for n in range(chats.assistants)]
@@ -130,29 +130,29 @@ class _Chat:
 class Agents:
     """Long conversations of programs: each answer leads to a tool call, whose result is the next turn.
 
-    Ranges are uniform. The figures are those of recorded traffic of coding agents: long system parts with tools, short
-    pauses, contexts that grow until they are cut down to a summary.
+    Ranges are uniform. The figures come from recorded traffic of coding agents: long system parts with tools, short
+    pauses, contexts that grow until they are compacted to a summary.
     """
 
     requests: int = 2000
     seed: int = 0
     block_tokens: int = 512
-    conversations: int = 40  #: at once; the load
-    kinds: int = 8  #: of agents, each with a system part that all its conversations share
+    conversations: int = 40  #: concurrent ones; sets the load
+    kinds: int = 8  #: kinds of agents, each with a system part that all its conversations share
     system_tokens: tuple[int, int] = (14_000, 23_000)
-    turn_tokens: tuple[int, int] = (500, 3_000)  #: that a turn adds, the former answer included
+    turn_tokens: tuple[int, int] = (500, 3_000)  #: tokens that a turn adds, including the previous answer
     turns: tuple[int, int] = (20, 60)
     output_tokens: int = 489  #: mean; log-normal with a sigma of 1
-    context_tokens: int = 60_000  #: beyond it the conversation is cut down to a summary
+    context_tokens: int = 60_000  #: beyond this, the conversation is compacted to a summary
     summary_tokens: tuple[int, int] = (1_000, 3_000)
-    sub_agents: float = 0.04  #: share of turns that are left to a sub-agent, which starts from the system part
+    sub_agents: float = 0.04  #: share of turns that start a sub-agent, which begins with the system part
     sub_turns: tuple[int, int] = (5, 15)
-    first_token_s: float = 1.0  #: how long an answer takes is part of the workload: it does not react to waiting
+    first_token_s: float = 1.0  #: answer times are part of the workload and do not react to waiting
     token_s: float = 0.02
 
 
 def agents(drawn: Agents) -> Iterator[Arrival]:
-    """Turns in order of time. A conversation that ends is followed by another at once."""
+    """Turns in order of time. When a conversation ends, another one starts at once."""
     rng = Random(f"agents {drawn.seed}")
     names = count(1)
     systems: list[tuple[int, list[int]]] = []
@@ -169,7 +169,7 @@ def agents(drawn: Agents) -> Iterator[Arrival]:
     due: list[tuple[float, int, _Agent]] = []
     for _ in range(drawn.conversations):
         agent = opened(rng.randrange(drawn.kinds), drawn.turns, None)
-        agent.turns = rng.randint(1, agent.turns)  # they are somewhere in their course
+        agent.turns = rng.randint(1, agent.turns)  # conversations start at a random point of their course
         agent.grow(min(drawn.context_tokens - agent.tokens, agent.turns * sum(drawn.turn_tokens) // 2), names, drawn)
         heappush(due, (rng.uniform(0.0, 30.0), next(order), agent))
     for _ in range(drawn.requests):
@@ -190,7 +190,7 @@ def agents(drawn: Agents) -> Iterator[Arrival]:
 
 
 def _tool_s(rng: Random) -> float:
-    """A tool call's time: 86 % below a second, 95 % below ten, the rest up to three minutes."""
+    """Duration of a tool call: 86 % below a second, 95 % below ten, the rest up to three minutes."""
     share = rng.random()
     low, high = (0.05, 1.0) if share < 0.86 else (1.0, 10.0) if share < 0.95 else (10.0, 180.0)
     return exp(rng.uniform(log(low), log(high)))
@@ -202,8 +202,8 @@ class _Agent:
     kind: int
     tokens: int
     blocks: list[int]
-    turns: int  #: left
-    parent: "_Agent | None"  #: goes on when this one ends
+    turns: int  #: remaining turns
+    parent: "_Agent | None"  #: continues when this one ends
 
     def grow(self, tokens: int, names: Iterator[int], drawn: Agents) -> None:
         self.tokens += tokens
@@ -213,7 +213,7 @@ class _Agent:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Siblings:
-    """Requests in groups that share a prefix, each with a tail of its own, at random times."""
+    """Requests at random times, in groups that share a prefix; each request has its own tail."""
 
     requests: int
     seed: int = 0
@@ -223,18 +223,18 @@ class Siblings:
     prefix_tokens: int = 4096
     tail_tokens: int = 512
     output_tokens: int = 100
-    spread: float = 0.0  #: of tails and answers: log-normal about their means with this sigma
-    burst: int = 1  #: requests of one group that come at once
+    spread: float = 0.0  #: sigma of the log-normal lengths of tails and answers about their means
+    burst: int = 1  #: requests of one group that arrive at once
     skew: float = 1.0  #: a group's popularity is its rank to the power of minus this
-    tenants: int = 1  #: each has the same texts, and caches of its own
-    shift_every_s: float = 0.0  #: after so long the least popular groups become the most popular ones; 0: never
+    tenants: int = 1  #: all have the same texts; each has its own cache
+    shift_every_s: float = 0.0  #: interval at which the least popular groups become the most popular; 0: never
 
 
 def siblings(drawn: Siblings) -> Iterator[Arrival]:
     rng = Random(drawn.seed)
     weights = [(rank + 1) ** -drawn.skew for rank in range(drawn.groups)]
     prefix_blocks = drawn.prefix_tokens // drawn.block_tokens
-    own = count(1 << 32)  # behind all names of prefixes
+    own = count(1 << 32)  # above all names of prefixes
     now_s = 0.0
     rank = 0
     for number in range(drawn.requests):
@@ -259,7 +259,7 @@ def _spread(rng: Random, mean: int, sigma: float) -> int:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Documents:
-    """Questions about a few documents each, which stand before the question in the order of their rank (RAG)."""
+    """Questions about a few documents each (RAG); the documents precede the question, in random order."""
 
     requests: int = 2000
     seed: int = 0
@@ -269,19 +269,19 @@ class Documents:
     documents: int = 300
     document_blocks: tuple[int, int] = (1, 10)
     picked: tuple[int, int] = (1, 5)
-    topics: int = 60  #: the documents of one question are neighbours, so that questions about a topic share them
+    topics: int = 60  #: a question's documents are neighbours, so that questions about a topic share them
     skew: float = 0.9  #: a topic's popularity is its rank to the power of minus this
     question_tokens: int = 150
     output_tokens: int = 250  #: mean; log-normal with a sigma of 1
 
 
 def questions(drawn: Documents) -> Iterator[Arrival]:
-    """Questions at random times. Only an equal sequence of documents from the first on is an equal prefix."""
+    """Questions at random times. Prefixes are equal only if the documents are the same from the first one on."""
     rng = Random(f"documents {drawn.seed}")
     lengths = [rng.randint(*drawn.document_blocks) for _ in range(drawn.documents)]
     weights = [(rank + 1) ** -drawn.skew for rank in range(drawn.topics)]
     names = count(1)
-    tree: dict[tuple[int, int], list[int]] = {}  # names of a document's blocks, by the block before it and its number
+    tree: dict[tuple[int, int], list[int]] = {}  # (preceding block, document number) -> names of its blocks
     system = [next(names) for _ in range(drawn.system_tokens // drawn.block_tokens)]
     now_s = 0.0
     for _ in range(drawn.requests):
@@ -302,7 +302,7 @@ def questions(drawn: Documents) -> Iterator[Arrival]:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Trees:
-    """Searches for the solution of a problem: `width` next steps are drawn at once, then each of them is continued.
+    """Searches for a problem's solution: `width` next steps are requested at once, then each of them is continued.
 
     With a depth of 1 this is self-consistency: several answers to one prompt.
     """
@@ -310,18 +310,18 @@ class Trees:
     requests: int = 2000
     seed: int = 0
     block_tokens: int = 512
-    rate_per_s: float = 1.0  #: of problems
-    prompt_tokens: int = 4096  #: of all problems of a kind, instructions and examples
+    rate_per_s: float = 1.0  #: problems per second
+    prompt_tokens: int = 4096  #: instructions and examples, shared by all problems of a kind
     kinds: int = 1
     problem_tokens: int = 1024
-    step_tokens: int = 512  #: that each level adds to the prompt
+    step_tokens: int = 512  #: tokens that each level adds to the prompt
     width: int = 3
     depth: int = 3
-    level_s: float = 5.0  #: mean, until the children of a step are asked for
+    level_s: float = 5.0  #: mean time until the children of a step are requested
 
 
 def searches(drawn: Trees) -> Iterator[Arrival]:
-    """Requests in order of time. Equal prompts, those of one level below one step, come at once."""
+    """Requests in order of time. The children of a step have equal prompts and arrive at once."""
     rng = Random(f"trees {drawn.seed}")
     names = count(1)
     size = drawn.block_tokens

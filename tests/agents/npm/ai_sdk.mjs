@@ -1,4 +1,4 @@
-// One task of ten tool calls and one object of a schema, with each of the AI SDK's providers. Run with the router's URL.
+// Runs a task of ten tool calls, or requests an object of a schema, with one of the AI SDK's providers.
 import { createAnthropic } from "@ai-sdk/anthropic";
 import { createOpenAI } from "@ai-sdk/openai";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";

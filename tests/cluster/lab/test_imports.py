@@ -1,4 +1,4 @@
-"""The offline tools stay out of the serving path."""
+"""Serving code does not import the offline tools."""
 
 import ast
 from pathlib import Path
@@ -17,7 +17,7 @@ def imported(node: ast.AST) -> str:
 
 
 def test_no_serving_code_imports_the_lab() -> None:
-    """A simulator in a router process costs memory, start-up time and dependencies, and one day decides something."""
+    """In a router, a simulator would cost memory, start-up time and dependencies, and might affect decisions."""
     found = []
     for room in ("events", "kvcache", "replica", "router", "cluster"):
         for path in (ROOT / room).rglob("*.py"):

@@ -1,4 +1,4 @@
-"""Charts become files of each form, legible without colour; what cannot be drawn is said before the work begins."""
+"""Charts can be written in each file format and read without colour; impossible plots are refused early."""
 
 import subprocess
 import sys
@@ -25,7 +25,7 @@ PAGE = Page("A <log>", [LINES, POINTS], [Table("Sizes", ["size", "hits"], [["1 k
 
 @pytest.mark.parametrize("suffix", [".png", ".svg", ".html"])
 def test_the_suffix_says_the_form(tmp_path: Path, suffix: str):
-    """One option for a user to remember."""
+    """Users need to remember only one option."""
     path = tmp_path / f"plot{suffix}"
 
     write_plot(path, PAGE)
@@ -35,7 +35,7 @@ def test_the_suffix_says_the_form(tmp_path: Path, suffix: str):
 
 
 def test_the_words_of_a_chart_stay_text_in_svg(tmp_path: Path):
-    """Searchable, and readable aloud."""
+    """Text can be searched and read aloud."""
     path = tmp_path / "plot.svg"
 
     write_plot(path, PAGE)
@@ -46,7 +46,7 @@ def test_the_words_of_a_chart_stay_text_in_svg(tmp_path: Path):
 
 
 def test_a_short_log_axis_has_more_numbers_than_powers_of_ten(tmp_path: Path):
-    """Times to a first token lie within a decade or two; one number alone gives no scale."""
+    """Times to first token span a decade or two; a single labelled tick gives no scale."""
     path = tmp_path / "plot.svg"
     points = PointChart("Waiting", "seconds", ["homing"], {"mean": [0.13], "p99": [0.7]})
 
@@ -57,7 +57,7 @@ def test_a_short_log_axis_has_more_numbers_than_powers_of_ten(tmp_path: Path):
 
 
 def test_the_page_needs_nothing_else_and_escapes_what_it_is_given(tmp_path: Path):
-    """It is mailed around: no script, no link to another file; text of a log must not become markup."""
+    """Pages are sent by mail: no scripts, no links to other files; text from a log must not become markup."""
     path = tmp_path / "plot.html"
 
     write_plot(path, PAGE)
@@ -71,7 +71,7 @@ def test_the_page_needs_nothing_else_and_escapes_what_it_is_given(tmp_path: Path
 
 
 def test_the_same_page_gives_the_same_bytes(tmp_path: Path):
-    """A plot that is kept under version control changes only with its data."""
+    """A plot under version control changes only with its data."""
     first, second = tmp_path / "a.html", tmp_path / "b.html"
 
     write_plot(first, PAGE)
@@ -82,13 +82,13 @@ def test_the_same_page_gives_the_same_bytes(tmp_path: Path):
 
 @pytest.mark.parametrize(("name", "expected"), [("plot.gif", r"\.png, \.svg, \.html"), ("no/plot.png", "no folder")])
 def test_a_file_that_cannot_be_written_is_refused_at_once(tmp_path: Path, name: str, expected: str):
-    """Not after an hour of simulation."""
+    """Refused at once, not after an hour of simulation."""
     with pytest.raises(PlotFailed, match=expected):
         check_plot_path(tmp_path / name)
 
 
 def test_without_matplotlib_the_error_says_what_to_install(tmp_path: Path):
-    """It is an extra: most who serve never draw."""
+    """matplotlib is an extra, because most installations never draw."""
     code = (
         "import sys; sys.modules['matplotlib'] = None\n"
         "from pathlib import Path; from homing.cluster.lab.plots import check_plot_path, PlotFailed\n"

@@ -8,12 +8,12 @@ LINE = '{"timestamp": 1500, "input_length": 1030, "output_length": 7, "hash_ids"
 
 
 def test_a_trace_is_read_line_by_line() -> None:
-    """Blank lines and keys that others add are no fault."""
+    """Blank lines and unknown keys are allowed."""
     assert list(read_trace([LINE, "\n", LINE.encode()])) == [TraceRequest(1.5, 1030, 7, (4, 5, 6))] * 2
 
 
 def test_only_blocks_that_the_prompt_fills_can_be_cached() -> None:
-    """The last id of a prompt may stand for fewer tokens than a block has."""
+    """The last id of a prompt may cover fewer tokens than a block."""
     request = TraceRequest(0.0, 1030, 7, (4, 5, 6))
 
     assert request.full_blocks(512) == (4, 5)

@@ -1,4 +1,4 @@
-"""vLLM, imported once and quietly. Where it is missing, these tests are skipped; `make compat` installs it."""
+"""Imports vLLM once and quietly. Tests are skipped where vLLM is missing; `make compat` installs it."""
 
 import importlib.util
 import logging
@@ -12,7 +12,7 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Everything in this folder carries the marker, and is skipped where there is no vLLM."""
+    """Give every test of this folder the marker `compat`, and skip it if vLLM is missing."""
     here = [item for item in items if "/events/compat/" in item.nodeid]
     missing = importlib.util.find_spec("vllm") is None
     for item in here:
@@ -22,7 +22,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _import_quietly() -> None:
-    # It warns of a missing GPU and of deprecated parts of its dependencies; our tests take warnings for errors.
+    # vLLM warns of a missing GPU and of deprecated dependencies; our tests treat warnings as errors.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import vllm.distributed.kv_events

@@ -1,6 +1,6 @@
-"""vLLM's own `KVCacheManager` on a CPU: requests in, its events out. Needs vLLM 0.33; no model, no GPU.
+"""vLLM's own `KVCacheManager` on a CPU: requests in, its events out. Needs vLLM 0.33, but no model and no GPU.
 
-Also the peer of `tests/bench/core.py`.
+Also used by `tests/bench/core.py` for comparison.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,14 +22,14 @@ Hasher = Callable[[Any], list[bytes]]
 
 
 def hasher(algorithm: str, block_size: int) -> Hasher:
-    """The function with which vLLM hashes a request's new full blocks: `sha256`, `xxhash`, …"""
+    """vLLM's function that hashes a request's new full blocks with `sha256`, `xxhash`, …"""
     function = get_hash_fn_by_name(algorithm)
     init_none_hash(function)
     return get_request_block_hasher(block_size, function)
 
 
 def manager(num_blocks: int, block_size: int, *, events: bool, max_tokens: int = 65_536) -> KVCacheManager:
-    """A manager with one group of full attention."""
+    """A manager with one full-attention group."""
     spec = FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=1, dtype=torch.float32)
     config = KVCacheConfig(
         num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
@@ -45,27 +45,27 @@ def manager(num_blocks: int, block_size: int, *, events: bool, max_tokens: int =
 
 
 def request(name: str, tokens: Sequence[int], hash_blocks: Hasher | None, salt: str | None = None) -> Request:
-    """A request as the scheduler sees it; its blocks are hashed as it is made."""
+    """A request as the scheduler sees it; its blocks are hashed when it is created."""
     params = SamplingParams(max_tokens=10_000)
     return Request(name, list(tokens), params, None, arrival_time=0.0, block_hasher=hash_blocks, cache_salt=salt)
 
 
 def admit(cache: KVCacheManager, asked: Request) -> None:
-    """Look a prompt up, allocate its slots and take it for computed, as one scheduler step does."""
+    """Look up a prompt, allocate its slots and mark it as computed, as one scheduler step does."""
     found, computed, _ = cache.get_computed_blocks(asked)
     slots = cache.allocate_slots(asked, asked.num_tokens - computed, computed, found)
-    assert slots is not None, f"no room for {asked.request_id}"
+    assert slots is not None, f"no free blocks for {asked.request_id}"
     asked.num_computed_tokens = asked.num_tokens
 
 
 def cached(cache: KVCacheManager) -> set[int]:
-    """Names of the distinct cached blocks, cut as on vLLM's wire."""
+    """Wire hashes of the distinct cached blocks, truncated as vLLM does."""
     hashes = (block.block_hash for block in cache.block_pool.blocks if block.block_hash is not None)
-    return {int.from_bytes(key[:-4][-8:], "big") for key in hashes}  # the last four bytes are the group's number
+    return {int.from_bytes(key[:-4][-8:], "big") for key in hashes}  # the last four bytes are the group id
 
 
 def life(cache: KVCacheManager, hash_blocks: Hasher) -> Iterator[str]:
-    """Everything that can happen to cached blocks, one thing at a time, with its name."""
+    """Everything that can happen to cached blocks, one thing at a time; yields a name for each."""
     first, twin = (request(name, range(16), hash_blocks) for name in ("first", "twin"))
     admit(cache, first)
     yield "a prompt of four blocks"
@@ -94,7 +94,7 @@ def life(cache: KVCacheManager, hash_blocks: Hasher) -> Iterator[str]:
 
 
 def batches() -> Iterator[tuple[str, KVEventBatch, list[int]]]:
-    """That life as named batches, each with what is cached after it; without those in which nothing happened."""
+    """The life as named batches, each with the blocks cached after it; steps without events are left out."""
     hash_blocks = hasher("sha256", 4)
     cache = manager(16, 4, events=True)
     for number, name in enumerate(life(cache, hash_blocks)):

@@ -1,10 +1,10 @@
-"""Records what another engine's own publisher sends, as a fixture for the tests that run without that engine.
+"""Record another engine's own event stream as a fixture for the tests that run without that engine.
 
     python tests/events/compat/record.py vllm|sglang OUT.jsonl [--bytes] [--engine]
 
-Runs where that package can be imported (see the README of the fixtures). The first line names package and version; each
-further line is one message as a SUB or DEALER socket received it, with what the engine was told to say. `--engine`
-records vLLM's block pool at work instead of the scenario, `--bytes` makes hashes 32 bytes long.
+Requires that engine's package (see the README of the fixtures). The first line names package and version; each further
+line is one message as a SUB or DEALER socket received it, with the events that the engine was given. `--engine` records
+vLLM's block pool at work instead of the scenario, `--bytes` makes hashes 32 bytes long.
 """
 
 import argparse
@@ -27,7 +27,7 @@ END = b"\xff" * 8
 
 
 def neighbour(name: str) -> ModuleType:
-    """A module of this folder: the recorder runs as a script where neither homing nor pytest need be installed."""
+    """Import a module of this folder: the recorder runs as a script, possibly without homing and pytest."""
     spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
     assert spec is not None
     assert spec.loader is not None
@@ -37,12 +37,12 @@ def neighbour(name: str) -> ModuleType:
 
 
 def as_bytes(value: int) -> bytes:
-    """A hash of SHA-256's size whose last 8 bytes are this number."""
+    """A hash of SHA-256's size whose last 8 bytes are `value`."""
     return b"\xaa" * 24 + value.to_bytes(8, "big")
 
 
 def with_bytes(event: Mapping[str, Any]) -> dict[str, Any]:
-    """The same event under bytes hashes."""
+    """The event with its hashes converted to bytes."""
     changed = dict(event)
     for name in event.keys() & {"block_hashes", "parent_block_hash"}:
         value = event[name]
@@ -51,7 +51,7 @@ def with_bytes(event: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def struct_of(module: Any, event: Mapping[str, Any]) -> Any:
-    """The engine's own struct, without the fields that this version does not have."""
+    """The engine's own struct, without fields that this version does not have."""
     kind = getattr(module, event["type"])
     if event.get("cache_salt") and hasattr(module, "BlockStoredWithMetadata"):
         kind = module.BlockStoredWithMetadata
@@ -60,14 +60,14 @@ def struct_of(module: Any, event: Mapping[str, Any]) -> Any:
 
 
 def batches(module: Any, *, bytes_hashes: bool) -> Iterator[tuple[str, Any, None]]:
-    """The scenario in the engine's structs."""
+    """The scenario as the engine's structs."""
     for number, (name, events) in enumerate(neighbour("scenario").SCENARIO.items()):
         spelled = map(with_bytes, events) if bytes_hashes else events
         yield name, module.KVEventBatch(ts=1000.0 + number, events=[struct_of(module, e) for e in spelled]), None
 
 
 def said(batch: Any) -> dict[str, Any]:
-    """What a batch says, in JSON's types; bytes become their hex digits behind `0x`."""
+    """A batch's content as JSON types; bytes become hex digits with the prefix `0x`."""
     events = [
         {"type": type(event).__struct_config__.tag} | {name: getattr(event, name) for name in event.__struct_fields__}
         for event in batch.events
@@ -89,7 +89,7 @@ def _plain(value: Any) -> Any:
 
 
 class Recorder:
-    """An engine's publisher and the two sockets on which everybody hears it."""
+    """An engine's publisher, with a SUB and a DEALER socket that receive its messages."""
 
     def __init__(self, module: Any, folder: Path) -> None:
         events, replay = f"ipc://{folder}/events", f"ipc://{folder}/replay"
@@ -103,15 +103,15 @@ class Recorder:
             socket.rcvtimeo = 10_000
             socket.connect(address)
         self._sub.subscribe(b"")
-        time.sleep(0.5)  # until the subscription is there
+        time.sleep(0.5)  # the subscription takes a moment to reach the publisher
 
     def live(self, batch: Any) -> Sequence[bytes]:
-        """What arrives when this batch is published."""
+        """Publish a batch and return the frames that arrive."""
         self.publisher.publish(batch)
         return self._sub.recv_multipart()
 
     def replayed(self, since: int) -> Iterator[Sequence[bytes]]:
-        """The answers to a replay request, the end marker included."""
+        """The answers to a replay request, including the end marker."""
         self._dealer.send_multipart([b"", since.to_bytes(8, "big")])
         answer: Sequence[bytes] = []
         while END not in answer:
@@ -126,7 +126,7 @@ class Recorder:
 def lines(
     package: str, recorder: Recorder, told: Iterator[tuple[str, Any, list[int] | None]], command: str
 ) -> Iterator[dict[str, Any]]:
-    """The fixture: its origin, the live messages, the answers to one replay request."""
+    """The lines of the fixture: origin, live messages, and the answers to one replay request."""
     yield {"package": package, "version": version(package), "command": command}
     for name, batch, cached in told:
         line = {"socket": "events", "name": name, "frames": [frame.hex() for frame in recorder.live(batch)]}
@@ -139,8 +139,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Record another engine's event stream.")
     parser.add_argument("package", choices=MODULES)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--bytes", action="store_true", help="hashes as bytes instead of ints")
-    parser.add_argument("--engine", action="store_true", help="vLLM's block pool at work instead of the scenario")
+    parser.add_argument("--bytes", action="store_true", help="record hashes as bytes instead of ints")
+    parser.add_argument("--engine", action="store_true", help="record vLLM's block pool instead of the scenario")
     options = parser.parse_args()
     module = importlib.import_module(MODULES[options.package])
     told = neighbour("engine").batches() if options.engine else batches(module, bytes_hashes=options.bytes)

@@ -1,7 +1,7 @@
-"""What the recorder has every engine's publisher say, in plain values. Knows neither their structs nor our reader.
+"""The events that the recorder makes every engine's publisher send, as plain values, independent of their structs.
 
-A batch is a list of events, an event a map with the fields that any version of any engine has; the recorder leaves out
-those that the struct at hand lacks. Hashes are ints; in a fixture with bytes they become SHA-256-sized names.
+A batch is a list of events, and an event is a map of fields. A field may exist only in some engines or versions; the
+recorder leaves out those that the current struct lacks. Hashes are ints; with `--bytes` they get SHA-256's size.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ LARGEST = 2**64 - 1
 
 
 def stored(hashes: Sequence[int], parent: int | None, tokens: Sequence[int], **more: object) -> Plain:
-    """A `BlockStored` with blocks of 4 tokens on the GPU, unless it says otherwise."""
+    """A `BlockStored` of 4-token blocks on the GPU, unless `more` says otherwise."""
     fields = {"block_hashes": list(hashes), "parent_block_hash": parent, "token_ids": list(tokens), "block_size": 4}
     return {"type": "BlockStored", **fields, "lora_id": None, "medium": "GPU", "lora_name": None, **more}
 
@@ -24,7 +24,7 @@ def removed(hashes: Sequence[int], **more: object) -> Plain:
 
 CLEARED: Plain = {"type": "AllBlocksCleared"}
 
-#: Each name says what the batch is there for.
+#: Batches by name; the name says what the batch covers.
 SCENARIO: Mapping[str, Sequence[Plain]] = {
     "a prompt of three blocks": [
         stored([11, 12, 13], None, range(12), group_idx=0, kv_cache_spec_kind="full_attention")

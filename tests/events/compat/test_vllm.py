@@ -1,4 +1,4 @@
-"""The stream against vLLM itself, over real sockets: its typed decoder reads ours, our reader follows its publisher."""
+"""The stream against vLLM itself over real sockets: its decoder reads our stream, our reader follows its publisher."""
 
 import asyncio
 import random
@@ -27,7 +27,7 @@ TOPIC = b"kv-events"
 
 @pytest.fixture
 def publisher_of(tmp_path: Path) -> Iterator[Callable[[EventsSettings], EventPublisher]]:
-    """Our publishers, closed at the end."""
+    """Makes our publishers, closed at the end."""
     made: list[EventPublisher] = []
 
     def make(settings: EventsSettings) -> EventPublisher:
@@ -40,7 +40,7 @@ def publisher_of(tmp_path: Path) -> Iterator[Callable[[EventsSettings], EventPub
 
 
 def a_life(publisher: EventPublisher) -> None:
-    """Every kind of event."""
+    """Publish every kind of event."""
     store(publisher, 1, 2)
     publisher.flush()
     publisher.stored(block(2), [block(2**64 - 1)], tokens(9))
@@ -50,7 +50,7 @@ def a_life(publisher: EventPublisher) -> None:
 
 
 def replayed(context: Any, kind: int, endpoint: str, since: int) -> Iterator[list[bytes]]:
-    """As vLLM's own example of a subscriber asks: 8 bytes, by REQ or DEALER."""
+    """Request a replay as vLLM's example subscriber does: 8 bytes, sent by a REQ or DEALER socket."""
     with context.socket(kind) as socket:
         socket.linger, socket.rcvtimeo = 0, 20_000
         socket.connect(endpoint)
@@ -60,14 +60,14 @@ def replayed(context: Any, kind: int, endpoint: str, since: int) -> Iterator[lis
             frames = socket.recv_multipart()
             yield frames
             if kind == zmq.REQ:
-                return  # a REQ takes one answer to a request
+                return  # a REQ socket accepts one answer per request
 
 
 @pytest.mark.parametrize("hash_format", ["int64", "bytes"])
 def test_vllms_decoder_reads_our_stream_and_its_replay(
     publisher_of: Callable[[EventsSettings], EventPublisher], hash_format: str
 ) -> None:
-    """Its `KVEventBatch` is what every Python reader of vLLM's stream decodes with."""
+    """Python readers of vLLM's stream decode with its `KVEventBatch`."""
     from vllm.distributed import kv_events
 
     publisher = publisher_of(EventsSettings(hash_format=hash_format, heartbeat_interval_s=0.05))
@@ -96,7 +96,7 @@ def test_vllms_decoder_reads_our_stream_and_its_replay(
 
 
 def test_the_schema_of_the_ordinary_tests_is_vllms() -> None:
-    """Those run without vLLM, against a copy of its structs' fields."""
+    """The other tests run without vLLM, against a copy of its structs' fields."""
     from vllm.distributed import kv_events
 
     for ours in (foreign_schema.BlockStored, foreign_schema.BlockRemoved, foreign_schema.AllBlocksCleared):
@@ -111,7 +111,7 @@ def test_the_schema_of_the_ordinary_tests_is_vllms() -> None:
     ("fixture", "flags"), [("vllm-0.33", []), ("vllm-0.33-bytes", ["--bytes"]), ("vllm-0.33-engine", ["--engine"])]
 )
 def test_recording_again_gives_the_very_bytes_of_the_fixtures(tmp_path: Path, fixture: str, flags: list[str]) -> None:
-    """The ordinary tests hang on them; nobody may have touched them up."""
+    """The other tests depend on these fixtures, which must not have been edited by hand."""
     script, kept = Path(__file__).with_name("record.py"), Path(__file__).parents[1] / "fixtures" / f"{fixture}.jsonl"
     fresh = tmp_path / kept.name
 
@@ -121,7 +121,7 @@ def test_recording_again_gives_the_very_bytes_of_the_fixtures(tmp_path: Path, fi
 
 
 class Engine:
-    """vLLM's block pool under random prompts, and its publisher behind a wire that can lose messages."""
+    """vLLM's block pool with random prompts, and its publisher behind a relay that can drop messages."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         from vllm.distributed.kv_events import ZmqEventPublisher
@@ -150,7 +150,7 @@ class Engine:
         return self._parts.cached(self.cache)
 
     def step(self) -> None:
-        """Admit a prompt that shares its head with others, or end one; publish what that changed."""
+        """Admit a prompt that shares its prefix with others, or finish one, and publish the changes."""
         if self._running and self._rng.random() < 0.5:
             self.cache.free(self._running.pop(self._rng.randrange(len(self._running))))
         elif self.cache.block_pool.get_num_free_blocks() > 20:
@@ -163,14 +163,14 @@ class Engine:
         self.publish()
 
     def reset(self) -> None:
-        """As an operator does."""
+        """Clear the prefix cache, as an operator does."""
         while self._running:
             self.cache.free(self._running.pop())
         assert self.cache.reset_prefix_cache()
         self.publish()
 
     def publish(self, *, always: bool = False) -> None:
-        """Send what changed; `always`: also when nothing did."""
+        """Publish the changes; with `always`, even if there are none."""
         from vllm.distributed.kv_events import KVEventBatch
 
         events = self.cache.take_events()
@@ -178,7 +178,7 @@ class Engine:
             self.publisher.publish(KVEventBatch(ts=time.time(), events=events))
 
     def carry(self, *, lose: bool = False) -> None:
-        """Take what was sent to the other side, or lose it."""
+        """Relay all pending messages to the reader, or drop them."""
         while self._sub.poll(0):
             frames = self._sub.recv_multipart()
             if not lose:
@@ -190,9 +190,9 @@ class Engine:
 
 
 async def settled(engine: Engine, sink: FoldingSink) -> None:
-    """Until the reader holds what vLLM's pool has cached.
+    """Wait until the reader holds exactly what vLLM's pool has cached.
 
-    A last batch that was lost shows only in the next one's number, as vLLM has no heartbeat: so another follows.
+    vLLM has no heartbeat, so a lost last batch shows only in the number of another batch, which is published if needed.
     """
     for turn in range(10_000):
         if sink.live and set(sink.mirror.parents) == engine.cached:
@@ -205,7 +205,7 @@ async def settled(engine: Engine, sink: FoldingSink) -> None:
 
 
 async def test_our_reader_holds_what_vllms_pool_has_cached(tmp_path: Path) -> None:
-    """Late join, live batches, a hole closed by its replay, a reset, and a restart that counts from 0 again."""
+    """Covers a late join, live batches, a gap closed by a replay, a reset, and a restart that counts from 0 again."""
     engine, sink = Engine(tmp_path, 1), FoldingSink()
     for _ in range(20):
         engine.step()

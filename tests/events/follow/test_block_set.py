@@ -1,4 +1,4 @@
-"""The fold from events to a set."""
+"""The set of blocks built from events."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,7 +18,7 @@ EVENTS = st.lists(
 
 @given(EVENTS)
 def test_the_mirror_is_the_set_of_what_was_stored_and_not_removed(events: list[Stored | Removed | Cleared]) -> None:
-    """Against a plain set, with the digest recomputed from scratch."""
+    """Compared with a plain set, with the digest recomputed from scratch."""
     mirror, naive = CacheMirror(), set()
     for event in events:
         mirror.apply(event)
@@ -35,7 +35,7 @@ def test_the_mirror_is_the_set_of_what_was_stored_and_not_removed(events: list[S
 
 
 def test_replacing_makes_the_mirror_hold_exactly_that() -> None:
-    """A snapshot voids everything that was held before."""
+    """A snapshot replaces everything that was held before."""
     mirror = CacheMirror()
     mirror.store(None, [1, 2, 3])
 

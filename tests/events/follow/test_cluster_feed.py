@@ -1,4 +1,4 @@
-"""Who is followed: exactly those that /cluster lists, in their present incarnation."""
+"""The cluster feed follows exactly the replicas that /cluster lists, each in its current epoch."""
 
 import asyncio
 from collections.abc import Callable
@@ -18,7 +18,7 @@ ENDS = EventEndpoints(events="ipc:///e", replay="", state="", snapshot="")
 
 
 class NotingSink:
-    """Writes down what it is told, by kind."""
+    """A sink that records its calls: kind and source."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, Source]] = []
@@ -34,7 +34,7 @@ class NotingSink:
 
 
 def test_sources_are_the_replicas_that_can_be_heard() -> None:
-    """A foreign server may publish nothing, and a replica that is being rebuilt has no address."""
+    """An external engine may publish no events, and a replica that is being rebuilt has no addresses."""
     listing = Listing()
     listing.put("r0", 7, ENDS)
     listing.put("r1", 8, EventEndpoints(events="", replay="", state="", snapshot=""))
@@ -46,14 +46,14 @@ def test_sources_are_the_replicas_that_can_be_heard() -> None:
 
 
 @pytest.mark.parametrize("view", [[], None, {}, {"replicas": [{"replica_id": "r0", "event_endpoints": {"events": 3}}]}])
-def test_another_kind_of_answer_is_told(view: Any) -> None:
-    """The address may be somebody else's."""
+def test_another_kind_of_answer_is_an_error(view: Any) -> None:
+    """The address may belong to another kind of server."""
     with pytest.raises(ClusterUnreachable, match="not a homing router"):
         sources(view)
 
 
 def test_the_router_is_asked_over_http() -> None:
-    """By its address, with or without a slash at the end."""
+    """The router's URL may end with a slash."""
     listing = Listing()
     listing.put("r0", 7, ENDS)
 
@@ -64,7 +64,7 @@ def test_the_router_is_asked_over_http() -> None:
 
 
 async def test_a_rebuilt_replica_is_left_and_followed_again(make_publisher: Publishers) -> None:
-    """Its old addresses are dead for ever."""
+    """The old epoch's addresses never become valid again."""
     listing, sink, first, second = Listing(), NotingSink(), make_publisher(epoch=7), make_publisher(epoch=8)
     listing.put("r0", 7, first.start())
     feed = ClusterFeed(listing.view, sink, refresh_s=0.01)
@@ -85,7 +85,7 @@ async def test_a_rebuilt_replica_is_left_and_followed_again(make_publisher: Publ
 
 
 async def test_a_router_that_comes_back_was_never_gone(make_publisher: Publishers) -> None:
-    """It is rebuilt within seconds; the replicas' streams do not pass through it."""
+    """A router is restarted within seconds, and the replicas' streams do not pass through it."""
     listing, sink = Listing(), NotingSink()
     listing.put("r0", 7, make_publisher().start())
     answers = [listing.view, *[unreachable] * (PATIENCE - 1), listing.view]
@@ -99,8 +99,8 @@ async def test_a_router_that_comes_back_was_never_gone(make_publisher: Publisher
     assert "left" not in sink.kinds(Source("r0", 7))
 
 
-async def test_a_router_that_is_gone_ends_it() -> None:
-    """At once where it was never there, else after some questions."""
+async def test_the_feed_fails_when_the_router_is_gone() -> None:
+    """The feed fails at once if the router never answered, else after PATIENCE failed requests."""
     asked = 0
 
     def ask() -> Any:

@@ -1,4 +1,4 @@
-"""A feed over real sockets follows a real publisher."""
+"""A feed follows a real publisher over real sockets."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -24,7 +24,7 @@ Feeds = Callable[..., EventFeed]
 
 @pytest.fixture
 async def follow() -> AsyncIterator[Feeds]:
-    """Feeds in this test's loop, closed at the end."""
+    """Starts feeds in the test's event loop and closes them at the end."""
     made: list[EventFeed] = []
 
     def make(endpoints: EventEndpoints, sink: FoldingSink, **options: object) -> EventFeed:
@@ -40,7 +40,7 @@ async def follow() -> AsyncIterator[Feeds]:
 
 
 async def test_a_late_joiner_holds_what_was_stored_before_it_came(make_publisher: Publishers, follow: Feeds) -> None:
-    """A router that starts after its replicas must route by their caches at once, not after hours of new events."""
+    """A router that starts after its replicas must know their caches at once, not after hours of new events."""
     publisher, sink = make_publisher(), FoldingSink()
     endpoints = publisher.start()
     store(publisher, 1, 2, 3)
@@ -58,7 +58,7 @@ async def test_a_late_joiner_holds_what_was_stored_before_it_came(make_publisher
 
 
 async def test_load_reports_come_at_once_and_again_with_heartbeats(make_publisher: Publishers, follow: Feeds) -> None:
-    """A router that misses a report, or joins between two, must not stay blind to a replica that idles."""
+    """A router that misses a report, or joins between two, still learns the load of an idle replica."""
     publisher, sink = make_publisher(EventsSettings(heartbeat_interval_s=0.05, publish_events=False)), FoldingSink()
     follow(publisher.start(), sink)
 
@@ -72,7 +72,7 @@ async def test_load_reports_come_at_once_and_again_with_heartbeats(make_publishe
 async def test_a_restarted_publisher_is_followed_from_its_own_beginning(
     make_publisher: Publishers, follow: Feeds
 ) -> None:
-    """What the dead one held is gone; blocks that are credited to it would attract requests to an empty cache."""
+    """The old cache is gone; crediting its blocks would attract requests to an empty cache."""
     first, sink = make_publisher(), FoldingSink()
     endpoints = first.start()
     store(first, 1, 2)
@@ -93,8 +93,8 @@ async def test_a_restarted_publisher_is_followed_from_its_own_beginning(
     assert set(sink.mirror.parents) == {9}
 
 
-async def test_a_message_that_cannot_be_read_is_told_and_the_stream_goes_on(no_leaks: None, follow: Feeds) -> None:
-    """One bad message must not end the feed, nor vanish without a trace."""
+async def test_a_malformed_message_is_reported_and_the_stream_continues(no_leaks: None, follow: Feeds) -> None:
+    """One malformed message must be reported and must not stop the feed."""
     context, sink = zmq.Context(), FoldingSink()
     pub = context.socket(zmq.PUB)
     pub.bind("tcp://127.0.0.1:*")
@@ -118,7 +118,7 @@ async def test_a_message_that_cannot_be_read_is_told_and_the_stream_goes_on(no_l
 async def test_batches_that_the_publisher_lost_are_made_good_by_a_snapshot(
     make_publisher: Publishers, follow: Feeds, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The queue was full, the numbers show it, and the reader ends with the publisher's very set."""
+    """When the queue overflows, the numbers show the gap, and the reader ends with exactly the publisher's set."""
     publisher, sink = make_publisher(EventsSettings(publish_queue_batches=1, heartbeat_interval_s=0.05)), FoldingSink()
     feed = follow(publisher.start(), sink)
     await until(lambda: sink.live)
@@ -137,7 +137,7 @@ async def test_batches_that_the_publisher_lost_are_made_good_by_a_snapshot(
 async def test_a_reset_reaches_readers_while_the_engine_is_idle(
     make_publisher: Publishers, follow: Feeds, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """No step follows that would flush it; requests would be steered to a cache that is gone."""
+    """No step follows to flush the event; readers must still stop crediting the cleared cache."""
     publisher, sink = make_publisher(), FoldingSink()
     feed = follow(publisher.start(), sink)
     store(publisher, 1, 2)
@@ -152,13 +152,13 @@ async def test_a_reset_reaches_readers_while_the_engine_is_idle(
 
 
 async def test_a_reader_past_the_high_water_mark_ends_exact(make_publisher: Publishers, follow: Feeds) -> None:
-    """It does not read while the publisher sends more than its socket holds; the publisher never waits for it."""
+    """The reader pauses while the publisher sends more than its socket queues; the publisher never waits."""
     settings = EventsSettings(send_high_water_mark=10, replay_batches=100, heartbeat_interval_s=0.05)
     publisher, sink = make_publisher(settings), FoldingSink()
     feed = follow(publisher.start(), sink)
     await until(lambda: sink.live)
 
-    for number in range(1, 20_001):  # without a pause: the loop does not turn
+    for number in range(1, 20_001):  # without awaiting, so that the reader cannot run
         publisher.stored(None, [block(number)], tokens(number) * 100)
         publisher.flush()
     await until(lambda: sink.live and len(sink.mirror) == 20_000)
@@ -170,7 +170,7 @@ async def test_a_reader_past_the_high_water_mark_ends_exact(make_publisher: Publ
 async def test_dropped_doubled_and_swapped_messages_are_told_apart(
     make_publisher: Publishers, follow: Feeds, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A relay between publisher and reader that does all of it to every message, over sockets."""
+    """A relay between publisher and reader drops, duplicates and reorders messages on real sockets."""
     publisher, sink, context = make_publisher(), FoldingSink(), zmq.Context()
     ends = publisher.start()
     upstream, relay = context.socket(zmq.SUB), context.socket(zmq.PUB)
@@ -204,7 +204,7 @@ async def test_dropped_doubled_and_swapped_messages_are_told_apart(
 async def test_a_burst_of_thousands_of_batches_ends_exact(
     make_publisher: Publishers, follow: Feeds, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The descriptor tells once of many messages; one that stays behind would stop the feed."""
+    """The descriptor signals once for many messages; a message left behind would stall the feed."""
     publisher, sink = make_publisher(), FoldingSink()
     feed = follow(publisher.start(), sink)
     await until(lambda: sink.live)
@@ -219,7 +219,7 @@ async def test_a_burst_of_thousands_of_batches_ends_exact(
 
 
 async def test_a_callback_that_raises_does_not_stop_the_feed(make_publisher: Publishers, follow: Feeds) -> None:
-    """The loop reports it; what waits behind it in the socket has no other wake-up."""
+    """The loop reports the exception; messages behind the failed one have no other wake-up."""
     reported: list[dict[str, object]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
 
@@ -238,7 +238,7 @@ async def test_a_callback_that_raises_does_not_stop_the_feed(make_publisher: Pub
 
 
 async def test_a_callback_may_close_its_feed(make_publisher: Publishers, follow: Feeds) -> None:
-    """A router drops a replica the moment it says that it drains."""
+    """A router closes the feed as soon as its replica reports that it drains."""
 
     class Leaving(FoldingSink):
         def load(self, report: LoadReport) -> None:
@@ -257,7 +257,7 @@ async def test_a_callback_may_close_its_feed(make_publisher: Publishers, follow:
 async def test_a_foreign_engine_is_followed_through_a_hole_and_a_restart(
     no_leaks: None, follow: Feeds, tmp_path: Path
 ) -> None:
-    """vLLM behind the same router: positional arrays, every copy announced, no snapshot, no epoch, fixed addresses."""
+    """Like vLLM: positional arrays, every copy announced, no snapshot, no epoch, fixed addresses."""
     events, replay = f"ipc://{tmp_path}/e", f"ipc://{tmp_path}/r"
     context, sink = zmq.Context(), FoldingSink()
     engine = ForeignPublisher(context, events, replay, first_ts=0.0)

@@ -1,4 +1,4 @@
-"""What a monitor's events mean."""
+"""Meaning of a socket monitor's handshake events."""
 
 import struct
 
@@ -11,7 +11,7 @@ FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
 
 def message(event: int) -> list[bytes]:
-    """As a monitor socket sends it."""
+    """Frames as a monitor socket sends them."""
     return [struct.pack("=hi", event, 0) if event < 1 << 15 else struct.pack("=Hi", event, 0), b"tcp://x"]
 
 
@@ -21,7 +21,7 @@ def observe(handshakes: Handshakes, *events: int) -> list[Connection | None]:
 
 @pytest.mark.parametrize("event", [zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL])
 def test_a_refusal_is_known_when_the_connection_is_lost(event: int) -> None:
-    """libzmq does not try again after it: this is the only chance to tell."""
+    """libzmq does not retry after a refusal, so no later event would report it."""
     handshakes = Handshakes()
 
     assert observe(handshakes, event, zmq.EVENT_DISCONNECTED) == [None, Connection.LOST]
@@ -29,7 +29,7 @@ def test_a_refusal_is_known_when_the_connection_is_lost(event: int) -> None:
 
 
 def test_connections_that_just_end_are_believed_to_be_refused_after_some() -> None:
-    """A process that dies during a handshake looks the same, once."""
+    """A process that dies during a handshake causes the same events, but only once."""
     handshakes = Handshakes()
 
     observe(handshakes, *[FAILED, zmq.EVENT_DISCONNECTED] * (PATIENCE - 1))
@@ -40,7 +40,7 @@ def test_connections_that_just_end_are_believed_to_be_refused_after_some() -> No
 
 
 def test_a_connection_that_comes_about_ends_all_doubt() -> None:
-    """Somebody has mended the keys."""
+    """The keys may have been corrected meanwhile."""
     handshakes = Handshakes()
     observe(handshakes, zmq.EVENT_HANDSHAKE_FAILED_AUTH, FAILED, FAILED)
 
@@ -49,7 +49,7 @@ def test_a_connection_that_comes_about_ends_all_doubt() -> None:
 
 
 def test_a_plain_loss_is_no_refusal() -> None:
-    """Processes die."""
+    """A connection is also lost when the publisher's process dies."""
     handshakes = Handshakes()
 
     assert observe(handshakes, zmq.EVENT_CLOSED, zmq.EVENT_DISCONNECTED) == [Connection.LOST] * 2

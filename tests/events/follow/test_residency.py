@@ -1,4 +1,4 @@
-"""Counting announcements."""
+"""Residency of publishers that announce every copy of a block."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,7 +8,7 @@ from homing.events.follow.residency import CountedResidency
 
 
 def test_a_block_is_held_until_its_last_copy_goes() -> None:
-    """vLLM announces every physical copy: the first removal must not end a block of which another copy is left."""
+    """vLLM announces every physical copy: the first removal must not drop a block that has another copy."""
     residency = CountedResidency()
     residency.apply([Stored(None, [1, 2], medium="GPU")])
     residency.apply([Stored(None, [1], medium="GPU")])
@@ -19,7 +19,7 @@ def test_a_block_is_held_until_its_last_copy_goes() -> None:
 
 
 def test_a_copy_in_another_medium_or_group_is_a_copy() -> None:
-    """A block that left the GPU for host memory is still a hit."""
+    """A block moved from the GPU to host memory is still a hit."""
     residency = CountedResidency()
     residency.apply([Stored(None, [1], medium="GPU", group=0)])
     residency.apply([Stored(None, [1], medium="CPU", group=0)])
@@ -30,7 +30,7 @@ def test_a_copy_in_another_medium_or_group_is_a_copy() -> None:
 
 
 def test_removals_of_unknown_blocks_go_no_further() -> None:
-    """They come from publishers that we joined late."""
+    """A late subscriber sees removals of blocks whose stores it missed."""
     assert CountedResidency().apply([Removed([1])]) == []
 
 
@@ -39,7 +39,7 @@ COPIES = st.tuples(st.sampled_from(["GPU", "CPU"]), st.integers(0, 1), st.intege
 
 @given(st.lists(st.tuples(st.booleans(), COPIES) | st.none(), max_size=60))
 def test_counts_agree_with_a_bag_of_copies(actions: list[tuple[bool, tuple[str, int, int]] | None]) -> None:
-    """Against the naive bag."""
+    """Compared with a naive list of copies."""
     residency, bag = CountedResidency(), []
     for action in actions:
         if action is None:

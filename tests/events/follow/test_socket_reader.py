@@ -1,4 +1,4 @@
-"""The reader of one socket in a loop."""
+"""The reader of one socket in an event loop."""
 
 import asyncio
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ Pair = tuple["zmq.Socket[bytes]", "zmq.Socket[bytes]"]
 
 @pytest.fixture
 def pair(no_leaks: None) -> Iterator[Pair]:
-    """Two sockets that are connected to each other."""
+    """Two connected sockets."""
     context = zmq.Context()
     here, there = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
     here.bind("inproc://pair")
@@ -27,7 +27,7 @@ def pair(no_leaks: None) -> Iterator[Pair]:
 
 
 async def test_more_messages_than_one_wake_up_takes_all_arrive_in_order(pair: Pair) -> None:
-    """The descriptor tells once of many messages; what is left for fairness must not wait for the next one."""
+    """The descriptor signals once for many messages; those left over for fairness need their own wake-up."""
     got: list[Message] = []
     reader = SocketReader(asyncio.get_running_loop(), pair[0], got.append)
     sent = [[b"%d" % number] for number in range(3 * MESSAGES_PER_WAKE + 1)]
@@ -41,7 +41,7 @@ async def test_more_messages_than_one_wake_up_takes_all_arrive_in_order(pair: Pa
 
 
 async def test_what_waited_before_the_reader_came_is_handed_on(pair: Pair) -> None:
-    """The descriptor's edge may have passed before anybody looked."""
+    """The descriptor's edge may have passed before the reader was created."""
     got: list[Message] = []
     pair[1].send_multipart([b"early"])
 
@@ -53,7 +53,7 @@ async def test_what_waited_before_the_reader_came_is_handed_on(pair: Pair) -> No
 
 
 async def test_a_handler_may_answer_and_is_not_called_within_itself(pair: Pair) -> None:
-    """An answer takes the descriptor's edge; draining at once would hand the next message to a handler that runs."""
+    """Sending consumes the descriptor's edge; draining at once would call the handler while it runs."""
     got: list[Message] = []
     depth = 0
 
@@ -76,7 +76,7 @@ async def test_a_handler_may_answer_and_is_not_called_within_itself(pair: Pair) 
 
 
 async def test_a_handler_that_raises_does_not_stop_the_reader(pair: Pair) -> None:
-    """The loop reports it; what waits behind it in the socket has no other wake-up."""
+    """The loop reports the exception; messages behind the failed one have no other wake-up."""
     reported: list[dict[str, object]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
     got: list[Message] = []
@@ -96,7 +96,7 @@ async def test_a_handler_that_raises_does_not_stop_the_reader(pair: Pair) -> Non
 
 
 async def test_no_message_comes_after_close_even_from_within_a_handler(pair: Pair) -> None:
-    """Whoever closes has given its own things back already."""
+    """The owner may already have released its own resources."""
     got: list[Message] = []
 
     def handle(frames: Message) -> None:

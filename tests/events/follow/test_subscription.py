@@ -1,4 +1,4 @@
-"""The state machine over a faulty network: it ends exact, and never credits a block past a hole on the way."""
+"""The subscription over a faulty network: it ends exact, and never credits a block past a gap."""
 
 from collections import Counter
 from dataclasses import replace
@@ -30,7 +30,7 @@ from ..simulation import MIXED, Faults, World
 SEEDS = st.integers(0, 2**64 - 1)
 
 
-#: One kind of fault at a time, and how the simulation tells that it has really happened.
+#: One kind of fault at a time; the simulation counts how often it has happened.
 KINDS = {
     "drop": Faults(drop=0.2),
     "duplicate": Faults(duplicate=0.3),
@@ -47,7 +47,7 @@ KINDS = {
 
 
 def exact_after(world: World) -> bool:
-    """Whether the reader, once the network is quiet, has the publisher's set by the publisher's own digest."""
+    """Whether the reader has the publisher's set, by the publisher's digest, once the network is quiet."""
     world.settle()
     world.ledger.check()
     world.sink.check()
@@ -56,7 +56,7 @@ def exact_after(world: World) -> bool:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_thousand_times_each_fault_the_reader_ends_with_the_publishers_set(kind: str, scale: float) -> None:
-    """Each alone, so that one fault's repair cannot hide another's. `World` compares the sets at every single step."""
+    """Each fault alone, so that recovery from one cannot hide another. `World` compares the sets after every action."""
     happened: Counter[str] = Counter()
     wrong = []
 
@@ -78,7 +78,7 @@ def test_a_thousand_times_each_fault_the_reader_ends_with_the_publishers_set(kin
 
 @pytest.mark.parametrize("fault", ["steps over holes", "trusts its own set"])
 def test_the_simulation_catches_a_reader_that_breaks_the_promise(fault: str) -> None:
-    """A test that cannot fail proves nothing."""
+    """The simulation must be able to fail."""
     caught = 0
 
     for seed in range(200):
@@ -93,7 +93,7 @@ def test_the_simulation_catches_a_reader_that_breaks_the_promise(fault: str) -> 
 
 
 class StepsOverHoles(Subscription):
-    """Takes any number that is not lower for the next one."""
+    """A broken reader: accepts any number that is not lower than expected."""
 
     def on_batch(self, epoch: int | None, seq: int, batch: Batch) -> list[Instruction]:
         if epoch == self.cursor.epoch and seq > (self.cursor.expected or seq):
@@ -102,7 +102,7 @@ class StepsOverHoles(Subscription):
 
 
 class TrustsItself(Subscription):
-    """Never compares: a lost last batch stays lost."""
+    """A broken reader: ignores heartbeats, so a lost last batch stays lost."""
 
     def on_heartbeat(self, beat: Heartbeat) -> list[Instruction]:
         return []
@@ -117,7 +117,7 @@ BROKEN = {
 @settings(max_examples=1000, deadline=None)
 @given(seed=SEEDS)
 def test_whatever_the_network_did_the_reader_ends_with_the_publishers_set(seed: int) -> None:
-    """The one promise of the room: drops, duplicates, reordering, lost batches, resets, restarts all heal."""
+    """The package's main promise: it recovers from drops, duplicates, reordering, lost batches, resets and restarts."""
     world = World(seed)
     world.run(120)
 
@@ -127,7 +127,7 @@ def test_whatever_the_network_did_the_reader_ends_with_the_publishers_set(seed: 
 @settings(max_examples=300, deadline=None)
 @given(seed=SEEDS)
 def test_a_foreign_publisher_is_followed_by_replay_alone_and_never_overcredited(seed: int) -> None:
-    """vLLM has no snapshot: a hole out of its history leaves us with a part of the truth, but with nothing false."""
+    """vLLM has no snapshot: after a gap beyond its history, our set may be incomplete, but holds nothing false."""
     world = World(seed, foreign=True, faults=replace(MIXED, reorder=0.0, disconnect=0.0))
     world.run(120)
 
@@ -139,18 +139,18 @@ def test_a_foreign_publisher_is_followed_by_replay_alone_and_never_overcredited(
 
 
 def stored(*blocks: int, parent: int | None = None) -> Batch:
-    """A batch that stores a chain."""
+    """A batch that stores one chain."""
     return Batch(1.0, [Stored(parent, blocks)])
 
 
 def snapshot(seq: int | None, *blocks: int, epoch: int = 7) -> SnapshotChunk:
-    """A snapshot in one part."""
+    """A snapshot in a single part."""
     held = [SnapshotBlock(block, None, []) for block in blocks]
     return SnapshotChunk(epoch=epoch, seq=seq, index=0, last=True, blocks=held)
 
 
 def beat(seq: int | None, *blocks: int, epoch: int = 7) -> Heartbeat:
-    """A heartbeat that proves these blocks."""
+    """A heartbeat whose digest covers exactly these blocks."""
     xor = 0
     for block in blocks:
         xor ^= block
@@ -159,8 +159,8 @@ def beat(seq: int | None, *blocks: int, epoch: int = 7) -> Heartbeat:
 
 @pytest.fixture
 def live() -> Subscription:
-    """A subscription that holds {1} as of number 4 of epoch 7; checked afterwards."""
-    subscription = Subscription(FeedOptions(buffer_batches=4))
+    """A subscription that holds {1} after batch 4 of epoch 7."""
+    subscription = Subscription(Reach(buffer_batches=4))
     assert subscription.start() == [RequestSnapshot()]
     subscription.on_chunk(snapshot(4, 1))
     assert subscription.status is FeedStatus.LIVE
@@ -168,19 +168,19 @@ def live() -> Subscription:
 
 
 def test_the_next_batch_is_applied_at_once(live: Subscription) -> None:
-    """The usual case must not wait for anything."""
+    """The common case involves no waiting."""
     batch = stored(2, parent=1)
 
     assert live.on_batch(7, 5, batch) == [Apply(5, 1.0, batch.events)]
 
 
 def test_a_duplicate_is_ignored(live: Subscription) -> None:
-    """Applied twice, a removal of one copy would become two."""
+    """Applied twice, the removal of one copy would count as two."""
     assert live.on_batch(7, 4, stored(9)) == []
 
 
 def test_a_hole_is_replayed_and_what_waited_is_applied_behind_it(live: Subscription) -> None:
-    """Replay is cheap; the batch that showed the hole need not come again."""
+    """Replay is cheap, and the batch that revealed the gap is kept and need not be sent again."""
     assert live.on_batch(7, 6, stored(3)) == [RequestReplay(5), SetStatus(FeedStatus.SYNCING)]
 
     out = live.on_replayed(7, 5, stored(2))
@@ -190,7 +190,7 @@ def test_a_hole_is_replayed_and_what_waited_is_applied_behind_it(live: Subscript
 
 
 def test_a_hole_out_of_the_replays_reach_is_closed_by_a_snapshot(live: Subscription) -> None:
-    """History is bounded; a reader must not ask it again and again for what it has lost."""
+    """The publisher's history is limited; a reader must not request a replay of it over and over."""
     assert live.on_batch(7, 9, stored(3)) == [RequestReplay(5), SetStatus(FeedStatus.SYNCING)]
 
     assert live.on_replay_end() == [RequestSnapshot()]
@@ -200,7 +200,7 @@ def test_a_hole_out_of_the_replays_reach_is_closed_by_a_snapshot(live: Subscript
 
 
 def test_a_lost_last_batch_is_found_by_the_heartbeat(live: Subscription) -> None:
-    """Without a next batch nothing else would ever show the hole. A short lag of the other socket is not one."""
+    """Without a next batch, only the heartbeat reveals the loss. A short lag of the events socket is no loss."""
     assert live.on_heartbeat(beat(5, 1, 2)) == []
     assert live.on_tick() == []
 
@@ -208,7 +208,7 @@ def test_a_lost_last_batch_is_found_by_the_heartbeat(live: Subscription) -> None
 
 
 def test_a_batch_that_lags_behind_its_heartbeat_is_no_hole(live: Subscription) -> None:
-    """Events and heartbeats come over two sockets; under load every heartbeat would cause a replay."""
+    """Events and heartbeats use two sockets; under load, every heartbeat would otherwise cause a replay."""
     live.on_heartbeat(beat(5, 1, 2))
     live.on_tick()
     live.on_batch(7, 5, stored(2))
@@ -218,13 +218,13 @@ def test_a_batch_that_lags_behind_its_heartbeat_is_no_hole(live: Subscription) -
 
 
 def test_a_heartbeat_that_disproves_us_leads_to_a_snapshot(live: Subscription) -> None:
-    """Drift must not last, whatever caused it."""
-    assert live.on_heartbeat(beat(4, 1, 2)) == [DigestMismatch(1, 0), RequestSnapshot(), SetStatus(FeedStatus.SYNCING)]
+    """A wrong set must be corrected, whatever the cause."""
+    assert live.on_heartbeat(beat(4, 1, 2)) == [Disproved(1, 0), RequestSnapshot(), SetStatus(FeedStatus.SYNCING)]
 
 
 def test_a_publisher_that_never_agrees_is_asked_less_and_less_often() -> None:
-    """Its digest may be wrong for good; its whole set with every heartbeat of every reader would be its end."""
-    reader = Subscription(FeedOptions(answer_ticks=4, max_pause_ticks=20))
+    """Its digest may be permanently wrong, and a snapshot per heartbeat and reader would overload it."""
+    reader = Subscription(Reach(answer_ticks=4, doubt_ticks=20))
     reader.start()
     reader.on_chunk(snapshot(4, 1))
     asked_at: list[int] = []
@@ -241,7 +241,7 @@ def test_a_publisher_that_never_agrees_is_asked_less_and_less_often() -> None:
 
 
 def test_while_a_snapshot_is_postponed_batches_go_on_and_nothing_is_trusted(live: Subscription) -> None:
-    """What is known to be wrong must not steer requests; what is known to be next need not wait."""
+    """A set known to be wrong must not be used for routing, but consecutive batches still apply."""
     live.on_heartbeat(beat(4, 1, 2))
     live.on_chunk(snapshot(4, 1))
     assert live.on_heartbeat(beat(4, 1, 2)) == [DigestMismatch(2, 10), SetStatus(FeedStatus.SYNCING)]
@@ -251,7 +251,7 @@ def test_while_a_snapshot_is_postponed_batches_go_on_and_nothing_is_trusted(live
 
 
 def test_a_heartbeat_that_agrees_ends_the_doubt(live: Subscription) -> None:
-    """The next disagreement is a new one: it is asked about at once."""
+    """The next disagreement then counts as a new one and is resolved at once."""
     live.on_heartbeat(beat(4, 1, 2))
     live.on_chunk(snapshot(4, 1))
     live.on_heartbeat(beat(4, 1, 2))
@@ -261,14 +261,14 @@ def test_a_heartbeat_that_agrees_ends_the_doubt(live: Subscription) -> None:
 
 
 def test_a_heartbeat_ahead_is_proved_when_its_batch_arrives(live: Subscription) -> None:
-    """Under load a heartbeat seldom meets us at its own number; skipping those would never prove anything."""
+    """Under load, the batch often arrives after its heartbeat; ignoring those heartbeats would verify nothing."""
     live.on_heartbeat(beat(5, 1, 99))
 
     assert RequestSnapshot() in live.on_batch(7, 5, stored(2))
 
 
 def test_another_epoch_is_learnt_from_its_snapshot(live: Subscription) -> None:
-    """A restarted replica starts from an empty cache and counts from 0 again."""
+    """A restarted replica has an empty cache and numbers its batches from 0 again."""
     assert RequestSnapshot() in live.on_batch(8, 1, stored(50))
 
     out = live.on_chunk(snapshot(0, 40, epoch=8))
@@ -277,7 +277,7 @@ def test_another_epoch_is_learnt_from_its_snapshot(live: Subscription) -> None:
 
 
 def test_late_messages_of_the_former_epoch_are_ignored(live: Subscription) -> None:
-    """They may still be in a socket when the new incarnation speaks; they must not bring the old one back."""
+    """They may still be queued in a socket when the new epoch starts, and must not revert the reader to the old one."""
     live.on_heartbeat(beat(None, epoch=8))
     live.on_chunk(snapshot(None, epoch=8))
 
@@ -288,14 +288,14 @@ def test_late_messages_of_the_former_epoch_are_ignored(live: Subscription) -> No
 
 
 def test_a_load_report_is_passed_on_at_any_time() -> None:
-    """Routing by load is what is left while a stream syncs."""
+    """While a stream syncs, the replica is routed by load alone."""
     report = load_report(3)
 
     assert ForwardLoad(report) in Subscription().on_load(report)
 
 
 def test_silence_makes_a_publisher_stale_and_a_sign_of_life_brings_it_back(live: Subscription) -> None:
-    """A frozen replica keeps its sockets open; only its heartbeat stops."""
+    """A frozen replica keeps its sockets open; only its heartbeats stop."""
     told = [i for _ in range(12) for i in live.on_tick()]
     assert told == [SetStatus(FeedStatus.STALE)]
 
@@ -303,20 +303,20 @@ def test_silence_makes_a_publisher_stale_and_a_sign_of_life_brings_it_back(live:
 
 
 def test_a_lost_connection_makes_a_publisher_stale_at_once(live: Subscription) -> None:
-    """A killed replica must not be scored by its cache for the length of a timeout."""
+    """A killed replica must not be scored by its cache until a timeout."""
     assert live.on_disconnect() == [SetStatus(FeedStatus.STALE)]
 
 
 def test_an_unanswered_request_is_made_again() -> None:
-    """Requests get lost when the publisher is not there yet."""
-    subscription = Subscription(FeedOptions(answer_ticks=3))
+    """Requests are lost while the publisher is not running yet."""
+    subscription = Subscription(Reach(answer_ticks=3))
     subscription.start()
 
     assert [subscription.on_tick() for _ in range(3)] == [[], [], [RequestSnapshot()]]
 
 
 def test_what_overruns_the_buffer_is_a_hole_again(live: Subscription) -> None:
-    """Memory is bounded while a publisher does not answer; nothing is applied out of order for it."""
+    """Memory is bounded while a publisher does not answer, and batches are still applied only in sequence."""
     for seq in range(6, 12):
         live.on_batch(7, seq, stored(seq))
     live.check()
@@ -328,8 +328,8 @@ def test_what_overruns_the_buffer_is_a_hole_again(live: Subscription) -> None:
 
 
 def test_a_foreign_publishers_history_is_replayed_from_its_beginning() -> None:
-    """It has no snapshot; an idle one would otherwise look empty for ever."""
-    subscription = Subscription(FeedOptions(snapshot=False, heartbeats=False))
+    """It has no snapshot; an idle engine would otherwise look empty for ever."""
+    subscription = Subscription(Reach(snapshot=False, heartbeats=False))
     assert RequestReplay(0) in subscription.start()
 
     subscription.on_replayed(None, 0, stored(1))
@@ -338,8 +338,8 @@ def test_a_foreign_publishers_history_is_replayed_from_its_beginning() -> None:
 
 
 def test_a_foreign_restart_is_told_by_a_number_that_falls_while_time_advances() -> None:
-    """vLLM has no epoch; Dynamo's router ate the new incarnation's first batches as duplicates."""
-    subscription = Subscription(FeedOptions(snapshot=False, heartbeats=False))
+    """vLLM has no epoch; Dynamo's router dropped the first batches after a restart as duplicates."""
+    subscription = Subscription(Reach(snapshot=False, heartbeats=False))
     subscription.start()
     subscription.on_replayed(None, 0, stored(1))
     subscription.on_replayed(None, 1, stored(2))
@@ -352,8 +352,8 @@ def test_a_foreign_restart_is_told_by_a_number_that_falls_while_time_advances() 
 
 
 def test_a_publisher_with_events_alone_is_followed_from_the_first_batch_seen() -> None:
-    """Nothing can be asked; what was stored before is missing, and `exact` says so."""
-    subscription = Subscription(FeedOptions(replay=False, snapshot=False, heartbeats=False))
+    """Nothing can be requested: earlier blocks stay unknown, and `exact` is false."""
+    subscription = Subscription(Reach(replay=False, snapshot=False, heartbeats=False))
     subscription.start()
 
     subscription.on_batch(None, 6, stored(1))

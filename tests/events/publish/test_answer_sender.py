@@ -1,4 +1,4 @@
-"""Long answers to readers that read, read slowly, or not at all."""
+"""Long answers to readers that read, read slowly, or do not read at all."""
 
 from collections.abc import Callable, Iterator
 
@@ -13,7 +13,7 @@ PART = b"x" * 100_000
 
 @pytest.fixture
 def router(no_leaks: None) -> Iterator["zmq.Socket[bytes]"]:
-    """A ROUTER that queues one message for each reader."""
+    """A ROUTER socket that queues one message per reader."""
     context = zmq.Context()
     sock = context.socket(zmq.ROUTER)
     sock.set_hwm(1)
@@ -25,7 +25,7 @@ def router(no_leaks: None) -> Iterator["zmq.Socket[bytes]"]:
 
 @pytest.fixture
 def reader(router: "zmq.Socket[bytes]") -> Iterator[Reader]:
-    """Makes readers that have asked."""
+    """Makes readers that have sent a request."""
     made: list[zmq.Socket[bytes]] = []
 
     def make(identity: bytes) -> "zmq.Socket[bytes]":
@@ -43,18 +43,18 @@ def reader(router: "zmq.Socket[bytes]") -> Iterator[Reader]:
 
 
 def long_answer(parts: int = 50) -> Iterator[list[bytes]]:
-    """More than a socket queues."""
+    """An answer with more parts than a socket queues."""
     return iter([[b"%d" % number, PART] for number in range(parts)])
 
 
-def ask(transfers: AnswerSender) -> None:
-    """Start an answer for everybody who has asked."""
+def ask(transfers: SnapshotSender) -> None:
+    """Start an answer to every pending request."""
     for identity, _ in transfers.requests():
         transfers.start(identity, long_answer())
 
 
 def read_all(sock: "zmq.Socket[bytes]") -> list[bytes]:
-    """First frames of what has arrived."""
+    """The first frames of all messages that have arrived."""
     got = []
     while sock.poll(5):
         got.append(sock.recv_multipart()[0])
@@ -62,8 +62,8 @@ def read_all(sock: "zmq.Socket[bytes]") -> list[bytes]:
 
 
 def test_a_slow_reader_gets_every_part_in_order(router: "zmq.Socket[bytes]", reader: Reader) -> None:
-    """A ROUTER would drop what exceeds the mark, silently. As long as it reads at all, it is not given up."""
-    slow, transfers, now_s, got = reader(b"slow"), AnswerSender(router), 0.0, []
+    """A ROUTER silently drops messages above its high-water mark. A reader that keeps reading is never given up."""
+    slow, transfers, now_s, got = reader(b"slow"), SnapshotSender(router), 0.0, []
     ask(transfers)
     while transfers:
         transfers.advance(now_s)
@@ -75,8 +75,8 @@ def test_a_slow_reader_gets_every_part_in_order(router: "zmq.Socket[bytes]", rea
 
 
 def test_readers_that_never_read_are_given_up_and_make_room(router: "zmq.Socket[bytes]", reader: Reader) -> None:
-    """Each of them holds a place and keeps the publisher's thread awake; enough of them would shut others out."""
-    transfers = AnswerSender(router)
+    """Each holds a slot and keeps the publisher's thread busy; enough of them would block all other readers."""
+    transfers = SnapshotSender(router)
     for number in range(256):
         reader(b"idle%d" % number)
     for _ in range(4):
@@ -97,8 +97,8 @@ def test_readers_that_never_read_are_given_up_and_make_room(router: "zmq.Socket[
 def test_a_reader_that_asks_again_gets_a_whole_answer_and_new_patience(
     router: "zmq.Socket[bytes]", reader: Reader
 ) -> None:
-    """It has given up the former answer by itself; a part of that must not stand before the new one."""
-    again, transfers = reader(b"again"), AnswerSender(router)
+    """The reader has abandoned the earlier answer, so no part of it may precede the new one."""
+    again, transfers = reader(b"again"), SnapshotSender(router)
     ask(transfers)
     transfers.advance(0.0)
     again.send(b"ask")

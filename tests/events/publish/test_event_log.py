@@ -1,4 +1,4 @@
-"""A publisher's event log."""
+"""The publisher's event log."""
 
 import msgspec
 import pytest
@@ -14,17 +14,17 @@ from ..fakes import BLOCK_SIZE, block, tokens
 
 
 def new_log(**settings: object) -> EventLog:
-    """An empty log."""
+    """An empty log of epoch 7."""
     return EventLog(EventsSettings(**settings), epoch=7, block_size=BLOCK_SIZE, medium="GPU")
 
 
 def chain(*numbers: int, parent: int | None = None) -> StoredBlocks:
-    """A stored chain."""
+    """A change that stores a chain of blocks."""
     return StoredBlocks(None if parent is None else block(parent), tuple(map(block, numbers)), tokens(*numbers))
 
 
 def test_the_payload_is_byte_for_byte_what_vllm_readers_expect() -> None:
-    """By a plain msgpack reader: three elements, maps tagged by `type`, every promised key, nil where absent."""
+    """By a plain msgpack decoder: three elements, maps tagged by `type`, every promised key, nil if absent."""
     sent = new_log().commit([chain(1, 2, parent=9), RemovedBlocks((block(5),))], 2.5)
 
     assert sent.seq == 0
@@ -51,7 +51,7 @@ def test_the_payload_is_byte_for_byte_what_vllm_readers_expect() -> None:
 
 
 def test_a_cleared_event_by_hand() -> None:
-    """The smallest message, spelt out: array(3) of float64 1.0, array(1) of map(1) type: AllBlocksCleared, rank 0."""
+    """The smallest message in bytes: array(3) of float64 1.0, array(1) of map(1) type: AllBlocksCleared, rank 0."""
     payload = new_log().commit([AllCleared()], 1.0).payload
 
     assert payload == (
@@ -60,7 +60,7 @@ def test_a_cleared_event_by_hand() -> None:
 
 
 def test_hashes_may_be_sent_whole() -> None:
-    """64 bits are enough to route by, not to index a store that outlives the process."""
+    """64 bits suffice for routing, but not to index a store that outlives the process."""
     log = new_log(hash_format="bytes")
 
     events = msgspec.msgpack.decode(log.commit([chain(1, parent=9)], 1.0).payload)[1]
@@ -71,7 +71,7 @@ def test_hashes_may_be_sent_whole() -> None:
 
 
 def test_in_hash_only_mode_no_token_id_leaves_the_replica() -> None:
-    """Token ids are a tenant's text."""
+    """Token ids reveal a tenant's text."""
     log = new_log(hash_only=True)
 
     events = msgspec.msgpack.decode(log.commit([chain(1)], 1.0).payload)[1]
@@ -81,7 +81,7 @@ def test_in_hash_only_mode_no_token_id_leaves_the_replica() -> None:
 
 
 def test_a_snapshot_is_of_one_moment_though_it_is_read_in_parts() -> None:
-    """The publisher keeps sending between two parts; a torn snapshot would be a set that never was."""
+    """The publisher keeps sending between two parts; mixing states would give a set that never existed."""
     log = new_log()
     log.commit([chain(1, 2, 3, 4, 5)], 1.0)
 
@@ -103,7 +103,7 @@ def _stored(numbers: list[int], back: int) -> StoredBlocks:
     return chain(*numbers, parent=parent if parent >= 0 else None)
 
 
-#: A block's parent has a lower number, as a block cannot follow itself.
+#: Chains of ascending numbers: a block's parent always has a lower number.
 CHAINS = st.lists(st.integers(0, 30), min_size=1, max_size=5, unique=True).map(sorted)
 CHANGES = st.lists(
     st.one_of(
@@ -117,7 +117,7 @@ CHANGES = st.lists(
 
 @given(CHANGES, st.integers(1, 4))
 def test_a_snapshot_lists_every_block_once_and_no_child_before_its_parent(changes: list[Change], size: int) -> None:
-    """A tree is rebuilt in one pass; a child before its parent could not be attached."""
+    """Readers rebuild the tree in one pass; a child before its parent could not be attached."""
     log, held = new_log(), set[int]()
     for change in changes:
         log.commit([change], 1.0)
@@ -140,15 +140,15 @@ def test_a_snapshot_lists_every_block_once_and_no_child_before_its_parent(change
 
 
 def test_an_empty_log_still_answers_a_snapshot() -> None:
-    """A reader waits for a last part."""
+    """Readers wait for a part marked as the last."""
     (only,) = new_log().snapshot(token_ids=False)
 
     assert (only.seq, only.index, only.last, only.blocks) == (None, 0, True, [])
 
 
 def test_lost_steps_use_up_numbers_and_are_folded() -> None:
-    """The hole tells the readers; the digest still tells the truth."""
-    log, lost = new_log(), LostSteps()
+    """The gap tells readers that steps are lost, and the digest must include them."""
+    log, lost = new_log(), Lost()
     log.commit([chain(1)], 1.0)
     lost.add([chain(2)])
     lost.add([RemovedBlocks((block(1),))])
@@ -165,7 +165,7 @@ def test_lost_steps_use_up_numbers_and_are_folded() -> None:
 
 @pytest.mark.parametrize(("kept", "replayed"), [(0, []), (2, [3, 4]), (10, [2, 3, 4])])
 def test_replay_gives_what_is_kept(kept: int, replayed: list[int]) -> None:
-    """History is bounded by a setting."""
+    """The history is limited by a setting."""
     log = new_log(replay_batches=kept)
     for number in range(5):
         log.commit([chain(number)], 1.0)

@@ -1,4 +1,4 @@
-"""The publisher over real sockets, read by plain pyzmq."""
+"""The publisher over real sockets, read with plain pyzmq."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ Connect = Callable[..., "zmq.Socket[bytes]"]
 
 @pytest.fixture
 def connect(no_leaks: None) -> Iterator[Connect]:
-    """Plain sockets with a timeout that only catches hangs."""
+    """Makes plain sockets with a timeout that only catches hangs."""
     context = zmq.Context()
     made: list[zmq.Socket[bytes]] = []
 
@@ -41,13 +41,13 @@ def connect(no_leaks: None) -> Iterator[Connect]:
 
 
 def replay(dealer: "zmq.Socket[bytes]", since: int) -> list[list[bytes]]:
-    """A replay's answers, without the end marker."""
+    """The answers to a replay request, without the end marker."""
     dealer.send_multipart(replay_request(since))
     return list(iter(dealer.recv_multipart, [b"", b"kv-events@%016x" % 7, END_SEQ, b""]))
 
 
 def snapshot(dealer: "zmq.Socket[bytes]") -> list[SnapshotChunk]:
-    """A snapshot's parts."""
+    """The parts of a snapshot."""
     dealer.send_multipart([b"", msgspec.msgpack.encode(SnapshotRequest())])
     parts = [msgspec.msgpack.decode(dealer.recv_multipart()[-1], type=SnapshotChunk)]
     while not parts[-1].last:
@@ -56,7 +56,7 @@ def snapshot(dealer: "zmq.Socket[bytes]") -> list[SnapshotChunk]:
 
 
 def test_live_messages_and_replayed_ones_are_the_same(make_publisher: Publishers, connect: Connect) -> None:
-    """Three frames live, the same three behind an empty one in a replay, then the end marker."""
+    """A replay answer is an empty frame and the three live frames; an end marker follows the last one."""
     publisher = make_publisher()
     endpoints = publisher.start()
     events, dealer = connect(zmq.SUB, endpoints.events), connect(zmq.DEALER, endpoints.replay)
@@ -78,7 +78,7 @@ def test_live_messages_and_replayed_ones_are_the_same(make_publisher: Publishers
 
 
 def test_a_step_without_changes_sends_nothing(make_publisher: Publishers, connect: Connect) -> None:
-    """Most decode steps store no block."""
+    """Most decode steps store no block and should cost no message."""
     publisher = make_publisher()
     endpoints = publisher.start()
     publisher.flush()
@@ -90,7 +90,7 @@ def test_a_step_without_changes_sends_nothing(make_publisher: Publishers, connec
 
 
 def test_a_reset_needs_no_step_to_be_sent(make_publisher: Publishers, connect: Connect) -> None:
-    """An idle engine takes no step; readers would credit a cache that is gone."""
+    """An idle engine takes no steps; without this, readers would credit a cache that was cleared."""
     publisher = make_publisher()
     endpoints = publisher.start()
     state = connect(zmq.SUB, endpoints.state, b"heartbeat")
@@ -104,7 +104,7 @@ def test_a_reset_needs_no_step_to_be_sent(make_publisher: Publishers, connect: C
 
 
 def test_without_cache_events_load_and_heartbeats_still_flow(make_publisher: Publishers, connect: Connect) -> None:
-    """Routing by load alone is a setting, not a failure."""
+    """Users may choose to route by load alone."""
     publisher = make_publisher(EventsSettings(publish_events=False, heartbeat_interval_s=0.02))
     endpoints = publisher.start()
     state = connect(zmq.SUB, endpoints.state)
@@ -124,9 +124,9 @@ def test_without_cache_events_load_and_heartbeats_still_flow(make_publisher: Pub
 def test_steps_beyond_the_queue_are_numbered_holes_and_the_snapshot_stays_exact(
     make_publisher: Publishers, connect: Connect
 ) -> None:
-    """The engine did not wait; the readers can see what they missed, and get it."""
+    """The engine does not wait; readers detect the gap and can recover from a snapshot."""
     publisher = make_publisher(EventsSettings(publish_queue_batches=3, heartbeat_interval_s=0.05))
-    for number in range(1, 11):  # before the thread runs, so that the queue fills for certain
+    for number in range(1, 11):  # before the thread runs, so that the queue is certain to fill
         store(publisher, number)
         publisher.flush()
     endpoints = publisher.start()
@@ -145,7 +145,7 @@ def test_steps_beyond_the_queue_are_numbered_holes_and_the_snapshot_stays_exact(
 def test_a_long_replay_reaches_a_slow_reader_whole_while_others_are_served(
     make_publisher: Publishers, connect: Connect
 ) -> None:
-    """A ROUTER drops what exceeds a reader's high-water mark: 1,000 messages by default, silently."""
+    """A ROUTER silently drops messages above a reader's high-water mark (1,000 messages by default)."""
     publisher = make_publisher()
     endpoints = publisher.start()
     for number in range(1, 6001):
@@ -165,7 +165,7 @@ def test_a_long_replay_reaches_a_slow_reader_whole_while_others_are_served(
 def test_a_request_that_cannot_be_read_is_logged_and_the_next_is_answered(
     make_publisher: Publishers, connect: Connect, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Anybody on the network can send one."""
+    """Anyone who can connect may send a malformed request."""
     publisher = make_publisher()
     endpoints = publisher.start()
     dealer, asker = connect(zmq.DEALER, endpoints.replay), connect(zmq.DEALER, endpoints.snapshot)
@@ -180,7 +180,7 @@ def test_a_request_that_cannot_be_read_is_logged_and_the_next_is_answered(
 
 
 def test_what_was_flushed_before_closing_is_sent(make_publisher: Publishers, connect: Connect) -> None:
-    """Closing twice is harmless, and so is announcing to a closed publisher: an engine may still be winding down."""
+    """Closing twice and announcing after closing are harmless, because an engine may still be shutting down."""
     before = set(threading.enumerate())  # other tests' publishers may still run
     publisher = make_publisher()
     publisher.start()
@@ -198,7 +198,7 @@ def test_what_was_flushed_before_closing_is_sent(make_publisher: Publishers, con
 
 @pytest.mark.parametrize("host", ["", "*", "0.0.0.0", "::"])
 def test_a_publisher_refuses_to_listen_on_every_interface(host: str, no_leaks: None) -> None:
-    """The stream carries tenants' token ids and has no password."""
+    """Unless CURVE keys are configured, anyone who connects can read tenants' token ids."""
     publisher = EventPublisher(EventsSettings(), host=host, block_size=4, epoch=1, medium="CPU")
 
     with pytest.raises(EndpointUnusable, match="all interfaces"):
@@ -206,13 +206,13 @@ def test_a_publisher_refuses_to_listen_on_every_interface(host: str, no_leaks: N
 
 
 def test_a_folder_too_long_for_a_socket_address_is_refused_by_name(tmp_path, no_leaks: None) -> None:
-    """ZeroMQ would say only that a file name is too long."""
+    """ZeroMQ's own error only says that a file name is too long."""
     with pytest.raises(EndpointUnusable, match="at most 103"):
         new_publisher(ipc_dir=tmp_path / ("x" * 120)).start()
 
 
 def test_an_address_that_cannot_be_bound_leaves_nothing_behind(tmp_path, no_leaks: None) -> None:
-    """A failed start is retried by whoever places replicas."""
+    """The cluster retries a failed start."""
     publisher = new_publisher(ipc_dir=tmp_path / "missing")
 
     with pytest.raises(EndpointUnusable, match="cannot bind"):

@@ -1,4 +1,4 @@
-"""Steps between the two threads: arranged, melted into losses, never blocking."""
+"""Changes passed from the engine's thread to the publisher's: arranged, merged into losses, never blocking."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,7 +21,7 @@ NUMBERS = st.integers(0, 12)
 
 @st.composite
 def histories(draw: st.DrawFn) -> tuple[set[int], list[Step]]:
-    """What is resident at first, and steps that announce first copies and last copies only."""
+    """A set of resident blocks, and steps that announce only first stores and last removals."""
     resident = draw(st.sets(NUMBERS))
     held, steps = set(resident), []
     for _ in range(draw(st.integers(1, 4))):
@@ -48,7 +48,7 @@ def _draw_change(draw: st.DrawFn, held: set[int]) -> Change:
 
 
 def fold(held: set[bytes], step: Step) -> set[bytes]:
-    """The plain meaning of changes in their order."""
+    """The set after applying the changes in order."""
     held = set(held)
     for change in step:
         match change:
@@ -63,7 +63,7 @@ def fold(held: set[bytes], step: Step) -> set[bytes]:
 
 @given(histories())
 def test_an_arranged_step_has_the_same_effect_and_coalesced_removals(history: tuple[set[int], list[Step]]) -> None:
-    """Readers replay a batch in order; a block may come and go, or go and come back, within one step."""
+    """Readers apply a batch in order, so blocks stored and removed in one step must end in the same state."""
     resident, steps = history
     held = {block(n) for n in resident}
     for step in steps:
@@ -78,7 +78,7 @@ def test_an_arranged_step_has_the_same_effect_and_coalesced_removals(history: tu
 
 @given(histories())
 def test_a_loss_keeps_the_net_effect_of_all_its_steps(history: tuple[set[int], list[Step]]) -> None:
-    """The publisher's record stays exact although the batches are never sent."""
+    """The publisher's own record must stay exact although the batches are never sent."""
     resident, steps = history
     held, lost = {block(n) for n in resident}, LostSteps()
     expected = held
@@ -91,8 +91,8 @@ def test_a_loss_keeps_the_net_effect_of_all_its_steps(history: tuple[set[int], l
 
 
 def test_a_loss_is_bounded_by_the_cache_and_not_by_time() -> None:
-    """A publisher that hangs for minutes must not eat the engine's memory."""
-    lost = LostSteps()
+    """A publisher that hangs for minutes must not fill the engine's memory."""
+    lost = Lost()
     for n in range(10_000):
         lost.add([StoredBlocks(None, (block(n),), tokens(n)), RemovedBlocks((block(n),))])
 
@@ -101,7 +101,7 @@ def test_a_loss_is_bounded_by_the_cache_and_not_by_time() -> None:
 
 
 def test_a_full_mailbox_melts_steps_into_a_numbered_loss_in_its_place() -> None:
-    """The engine never waits; what comes after the loss stays behind it."""
+    """The engine never waits, and a step after the loss is delivered after it."""
     mailbox = Mailbox(2)
     steps: list[Step] = [[StoredBlocks(None, (block(n),), b"")] for n in range(5)]
     assert [mailbox.put(step) for step in steps[:4]] == [True, True, False, False]

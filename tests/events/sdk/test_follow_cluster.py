@@ -1,4 +1,4 @@
-"""The SDK for a cluster: one loop, every replica, across rebuilds."""
+"""The SDK for a cluster: one loop follows every replica, across rebuilds."""
 
 import asyncio
 from collections.abc import Callable
@@ -33,7 +33,7 @@ NO_ENDS = EventEndpoints(events="", replay="", state="", snapshot="")
 
 
 async def test_folding_records_gives_every_replicas_cache_across_a_rebuild(make_publisher: Publishers) -> None:
-    """One loop over records is all that a user writes; what a dead replica held is held no more."""
+    """A user writes only one loop over records; the blocks of a dead replica must disappear."""
     listing = Listing()
     publishers = {name: make_publisher(epoch=epoch) for name, epoch in (("r0", 7), ("r1", 8))}
     for number, (name, publisher) in enumerate(publishers.items(), 1):
@@ -57,7 +57,7 @@ async def test_folding_records_gives_every_replicas_cache_across_a_rebuild(make_
 
 
 async def test_a_replica_that_leaves_holds_nothing(make_publisher: Publishers) -> None:
-    """It is told in the words of the stream: nobody needs to know of memberships."""
+    """The stream reports it as an ordinary clearing, so consumers need not track membership."""
     listing, publisher = Listing(), make_publisher()
     listing.put("r0", 7, publisher.start())
     store(publisher, 1)
@@ -77,7 +77,7 @@ async def test_a_replica_that_leaves_holds_nothing(make_publisher: Publishers) -
 
 
 def test_a_program_without_a_loop_follows_the_router_s_address(make_publisher: Publishers) -> None:
-    """Notebooks and scripts know an address and nothing else; other replicas are none of their business."""
+    """Notebooks and scripts need only an address; replicas that were not selected are not reported."""
     listing, publisher, other = Listing(), make_publisher(), make_publisher(epoch=8)
     listing.put("r0", 7, publisher.start())
     listing.put("r1", 8, other.start())
@@ -96,7 +96,7 @@ def test_a_program_without_a_loop_follows_the_router_s_address(make_publisher: P
 
 
 async def test_a_router_that_is_not_there_and_keys_that_do_not_fit_are_errors(make_publisher: Publishers) -> None:
-    """A loop that never turns tells its author nothing."""
+    """A loop that never yields would not tell its user what is wrong."""
     listing = Listing()
     listing.put("r0", 7, make_publisher(keys=ServerKeys(new_pair(), frozenset)).start())
 
@@ -109,7 +109,7 @@ async def test_a_router_that_is_not_there_and_keys_that_do_not_fit_are_errors(ma
 
 
 async def test_busy_replicas_are_read_in_turn() -> None:
-    """One that never rests must not silence the others."""
+    """A busy replica must not starve the others."""
     inbox = Inbox(10, lambda call: call())
     for replica in ("r0", "r1"):
         inbox.joined(Source(replica, 7), EventFeed(NO_ENDS, Inbox(1, print)))

@@ -21,15 +21,15 @@ BLOCKS = [
 ]
 
 
-def test_a_batch_is_told_event_by_event() -> None:
-    """Each with the number and the time of its batch."""
+def test_a_batch_is_reported_event_by_event() -> None:
+    """Each event has its batch's number and time."""
     events = [Removed([1]), Stored(None, [2])]
 
     assert list(stream_events(Apply(4, 2.5, events))) == [StreamEvent(4, 2.5, event) for event in events]
 
 
-def test_a_resync_is_told_as_a_clearing_and_the_chains_that_are_held() -> None:
-    """Whoever folds events needs to know nothing of resyncs."""
+def test_a_resync_is_reported_as_a_clearing_and_the_chains_that_are_held() -> None:
+    """Consumers that apply events need no special case for resyncs."""
     items = list(stream_events(Reset(7, 9, BLOCKS)))
 
     assert [item.event for item in items] == [
@@ -40,8 +40,8 @@ def test_a_resync_is_told_as_a_clearing_and_the_chains_that_are_held() -> None:
     assert all(item.resync and item.seq == 9 and item.ts is None for item in items)
 
 
-def test_folding_what_is_told_gives_the_same_set_as_the_snapshot() -> None:
-    """Whatever was held before."""
+def test_applying_the_events_gives_the_same_set_as_the_snapshot() -> None:
+    """The result must not depend on the blocks held before."""
     folded, direct = CacheMirror(), CacheMirror()
     folded.store(None, [77])
     for item in stream_events(Reset(7, 9, BLOCKS)):
@@ -64,12 +64,12 @@ def test_folding_what_is_told_gives_the_same_set_as_the_snapshot() -> None:
     ],
 )
 def test_every_event_is_one_readable_line(event: CacheEvent, text: str) -> None:
-    """A person follows this while it scrolls."""
+    """People read these lines as they scroll by."""
     assert describe("r0", StreamEvent(41, NOON, event), UTC) == f"12:01:02.345 r0 #41 {text}"
 
 
 def test_a_resync_says_so_and_has_no_time_of_its_own() -> None:
-    """What it tells happened at many times before."""
+    """Its blocks were stored at many different times."""
     item = StreamEvent(None, None, Cleared(), resync=True)
 
     assert describe("r0", item, UTC) == "--:--:--.--- r0 #- cleared (resync)"

@@ -45,7 +45,7 @@ RECORDS = st.builds(
 
 @given(RECORDS)
 def test_a_record_is_read_back_as_it_was_written(record: Recorded) -> None:
-    """One line each, whatever stands in a replica's name."""
+    """Every record is one line, even if a replica's name contains special characters."""
     line = to_line(record)
 
     assert b"\n" not in line
@@ -53,7 +53,7 @@ def test_a_record_is_read_back_as_it_was_written(record: Recorded) -> None:
 
 
 def test_hashes_are_written_as_hex_digits() -> None:
-    """As JSON numbers they would lose their last digits in every reader that uses doubles."""
+    """As JSON numbers, they would lose precision in every reader that uses doubles."""
     item = StreamEvent(3, 1.5, Stored(2**64 - 1, [255], [1, 2], 2))
 
     assert json.loads(to_line(Recorded("r0", item))) == {
@@ -69,7 +69,7 @@ def test_hashes_are_written_as_hex_digits() -> None:
 
 
 def test_each_replicas_tree_is_rebuilt_from_a_mixed_recording() -> None:
-    """`homing watch --json` prints all replicas into one pipe."""
+    """`homing watch --json` prints all replicas into one stream."""
     lines = [
         to_line(Recorded("r0", StreamEvent(0, 1.0, Stored(None, [1, 2])))),
         to_line(Recorded("r1", StreamEvent(0, 1.0, Stored(None, [1])))),
@@ -83,8 +83,8 @@ def test_each_replicas_tree_is_rebuilt_from_a_mixed_recording() -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(REMARKS))
-def test_what_is_told_of_the_stream_itself_is_no_event_of_the_cache(kind: str) -> None:
-    """`homing watch --json` prints both into one file, which is a recording all the same."""
+def test_remarks_about_the_stream_are_no_events_of_the_cache(kind: str) -> None:
+    """`homing watch --json` mixes remarks and events in one file, which must still be readable as a recording."""
     line = remark("r0", 2**64 - 1, kind, message="x")
 
     assert json.loads(line) == {"replica": "r0", "epoch": "f" * 16, "event": kind, "message": "x"}
@@ -95,7 +95,7 @@ def test_what_is_told_of_the_stream_itself_is_no_event_of_the_cache(kind: str) -
     "line", ["nonsense", "{}", '{"replica":"r0","seq":1,"ts":1,"event":"stored","hashes":["xyz"]}']
 )
 def test_a_line_that_is_no_record_is_named_by_its_number(line: str) -> None:
-    """Recordings get cut and edited."""
+    """Recordings get truncated and edited by hand."""
     good = to_line(Recorded("r0", StreamEvent(0, 1.0, Cleared())))
 
     with pytest.raises(BadRecord, match="line 2: "):

@@ -18,7 +18,7 @@ Publishers = Callable[..., EventPublisher]
 
 
 async def test_a_subscriber_sees_the_present_state_and_then_every_event(make_publisher: Publishers) -> None:
-    """One loop over events is all that a user writes."""
+    """A user writes only one loop over events."""
     publisher, mirror = make_publisher(), CacheMirror()
     endpoints = publisher.start()
     store(publisher, 1, 2)
@@ -38,7 +38,7 @@ async def test_a_subscriber_sees_the_present_state_and_then_every_event(make_pub
 
 
 def test_a_program_without_a_loop_follows_too(make_publisher: Publishers) -> None:
-    """Notebooks and scripts."""
+    """Notebooks and scripts have no event loop."""
     publisher = make_publisher()
     endpoints = publisher.start()
     store(publisher, 1, 2)
@@ -54,7 +54,7 @@ def test_a_program_without_a_loop_follows_too(make_publisher: Publishers) -> Non
 
 
 async def test_a_consumer_that_is_too_slow_is_resynced_and_not_fed_with_a_hole() -> None:
-    """Memory is bounded; what it sees next is a whole set again."""
+    """Memory is bounded: the slow consumer next sees a complete set again."""
     asked: list[bool] = []
     arrivals = Arrivals()
     backlog = Backlog(2, lambda: asked.append(True), arrivals)
@@ -69,7 +69,7 @@ async def test_a_consumer_that_is_too_slow_is_resynced_and_not_fed_with_a_hole()
 
 
 async def test_a_consumer_that_waits_is_woken() -> None:
-    """The usual case: nothing is there yet."""
+    """The common case: no event is available yet."""
     arrivals = Arrivals()
     backlog = Backlog(2, lambda: pytest.fail("no resync is due"), arrivals)
     waiting = asyncio.ensure_future(arrivals.wait_for(backlog.take))
@@ -81,7 +81,7 @@ async def test_a_consumer_that_waits_is_woken() -> None:
 
 
 async def test_a_reader_learns_that_the_publisher_is_gone(make_publisher: Publishers) -> None:
-    """One that was rebuilt elsewhere is never heard again at this address: waiting for it would look like peace."""
+    """A publisher rebuilt elsewhere never returns to this address; waiting would look like an idle cluster."""
     publisher = make_publisher()
     endpoints = publisher.start()
     store(publisher, 1)
@@ -101,7 +101,7 @@ async def test_a_reader_learns_that_the_publisher_is_gone(make_publisher: Publis
 
 
 async def test_a_publisher_that_is_only_quiet_is_waited_for(make_publisher: Publishers) -> None:
-    """Its heartbeats are signs of life enough."""
+    """Heartbeats show that the publisher is alive."""
     publisher = make_publisher()
     endpoints = publisher.start()
     store(publisher, 1)
@@ -122,8 +122,8 @@ async def test_a_publisher_that_is_only_quiet_is_waited_for(make_publisher: Publ
         assert (await waiting).event is not None
 
 
-async def test_nobody_there_is_told_too(make_publisher: Publishers) -> None:
-    """A wrong address, or a cluster that has ended."""
+async def test_a_missing_publisher_is_an_error_too(make_publisher: Publishers) -> None:
+    """The address is wrong, or the cluster has stopped."""
     publisher = make_publisher()
     endpoints = publisher.start()
     publisher.close()

@@ -1,4 +1,4 @@
-"""Who is let in, decided purely, and the socket that libzmq asks."""
+"""The pure decision about which clients are admitted, and the socket through which libzmq asks."""
 
 import contextlib
 from collections.abc import Iterator
@@ -18,16 +18,16 @@ REQUEST = [b"1.0", b"id", b"homing", b"10.0.0.7", b"", b"CURVE", RAW]
 
 
 def test_a_known_key_is_let_in() -> None:
-    """The reply is version, request id, status, words, user, metadata."""
-    verdict = authorize(REQUEST, frozenset([KEY]))
+    """The reply consists of version, request id, status code, status text, user and metadata."""
+    verdict = judge(REQUEST, frozenset([KEY]))
 
     assert verdict.accepted
     assert verdict.reply == [b"1.0", b"id", b"200", b"OK", KEY, b""]
 
 
 def test_an_unknown_key_is_refused_and_named() -> None:
-    """With its name somebody can let it in."""
-    verdict = authorize(REQUEST, frozenset())
+    """The log names the key, so that an administrator can add it."""
+    verdict = judge(REQUEST, frozenset())
 
     assert not verdict.accepted
     assert (verdict.key, verdict.address, verdict.reply[2]) == (KEY, "10.0.0.7", b"400")
@@ -35,7 +35,7 @@ def test_an_unknown_key_is_refused_and_named() -> None:
 
 @given(st.lists(st.binary(max_size=40), max_size=9))
 def test_whatever_is_asked_has_an_answer_or_a_name(request: list[bytes]) -> None:
-    """An exception of any other kind would end the publisher's thread."""
+    """Any other exception would stop the publisher's thread."""
     with contextlib.suppress(MalformedFrame):
         assert not authorize(request, frozenset()).accepted
 
@@ -48,12 +48,12 @@ def context(no_leaks: None) -> Iterator[zmq.Context]:
 
 
 def unreadable() -> frozenset[bytes]:
-    """A clients' folder with a file that is just being written."""
+    """Fails like a clients' folder with a file that is being written."""
     raise BadKeys("clients/x.key", "no key in it")
 
 
 def test_keys_that_cannot_be_read_let_nobody_in_and_end_nothing(context: zmq.Context) -> None:
-    """The engine's thread drives this gate."""
+    """The publisher's thread runs the authenticator and must survive an error."""
     gate, asker = CurveAuthenticator(context, unreadable), context.socket(zmq.REQ)
     asker.connect("inproc://zeromq.zap.01")
     asker.send_multipart(REQUEST)

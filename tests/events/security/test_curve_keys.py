@@ -1,4 +1,4 @@
-"""Key files: what is written is what is read, secrets stay with their owner, and mistakes are told by file."""
+"""Key files: keys are read back as written, secrets stay private, and errors name the file."""
 
 from pathlib import Path
 
@@ -20,18 +20,18 @@ from homing.events.security.curve_keys import (
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A cluster's keys."""
+    """A folder with a cluster's keys."""
     make_folder(tmp_path / "keys")
     return tmp_path / "keys"
 
 
 def settings(folder: Path, clients: str = "listed") -> EventsSettings:
-    """Settings that use these keys."""
+    """Settings that use the keys of this folder."""
     return EventsSettings(events_curve_keys=str(folder), events_curve_clients=clients)
 
 
 def test_a_new_folder_lets_the_clusters_own_readers_in_and_nobody_else(folder: Path) -> None:
-    """`homing serve` and `homing watch` work with it as it is."""
+    """`homing serve` and `homing watch` work with a new folder without further changes."""
     server, reader = server_keys(settings(folder)), reader_keys(settings(folder))
 
     assert server.allowed() == {reader.public}
@@ -40,7 +40,7 @@ def test_a_new_folder_lets_the_clusters_own_readers_in_and_nobody_else(folder: P
 
 
 def test_a_client_is_let_in_and_locked_out_while_replicas_run(folder: Path) -> None:
-    """A restart of all replicas would be a high price for one more subscriber, and for one less."""
+    """Adding or removing a subscriber must not require a restart of all replicas."""
     server = server_keys(settings(folder))
 
     pair = load_pair(add_client(folder, "lmcache"))
@@ -51,18 +51,18 @@ def test_a_client_is_let_in_and_locked_out_while_replicas_run(folder: Path) -> N
 
 
 def test_without_a_folder_nothing_is_encrypted() -> None:
-    """The default."""
+    """Encryption is off by default."""
     assert server_keys(EventsSettings()) is None
     assert reader_keys(EventsSettings()) is None
 
 
 def test_any_client_may_be_let_in(folder: Path) -> None:
-    """Encryption without a list, for those who guard the network otherwise."""
+    """Encryption without a list of clients, for networks that are protected otherwise."""
     assert server_keys(settings(folder, "any")).allowed is None
 
 
 def test_secrets_are_readable_to_their_owner_only_and_in_no_repr(folder: Path) -> None:
-    """Logs, tracebacks and dashboards print objects."""
+    """Objects may be printed in logs, tracebacks and dashboards."""
     pair = reader_keys(settings(folder))
 
     assert {path.stat().st_mode & 0o777 for path in folder.glob("*.key_secret")} == {0o600}
@@ -72,7 +72,7 @@ def test_secrets_are_readable_to_their_owner_only_and_in_no_repr(folder: Path) -
 
 
 def test_keys_are_never_overwritten(folder: Path) -> None:
-    """Others hold their other halves: a second `homing keys` would lock everybody out."""
+    """Others hold the matching public keys; overwriting the pair would lock all of them out."""
     before = load_pair(folder / "server.key_secret")
 
     with pytest.raises(BadKeys, match=r"server\.key_secret: it already exists"):
@@ -85,7 +85,7 @@ def test_keys_are_never_overwritten(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["", "../x", "a b", ".hidden", "x/y"])
 def test_a_clients_name_is_no_path(folder: Path, name: str) -> None:
-    """It becomes a file's name."""
+    """The name becomes part of a file name."""
     with pytest.raises(BadKeys, match="name"):
         add_client(folder, name)
 
@@ -104,7 +104,7 @@ def test_a_clients_name_is_no_path(folder: Path, name: str) -> None:
 def test_a_file_that_is_no_key_pair_is_told_by_name_and_not_by_content(
     tmp_path: Path, content: str | None, told: str
 ) -> None:
-    """The remedy is in the message; the key is not."""
+    """The message says what to do, without showing the key."""
     path = tmp_path / "broken.key_secret"
     if content is not None:
         path.write_text(content)
@@ -117,7 +117,7 @@ def test_a_file_that_is_no_key_pair_is_told_by_name_and_not_by_content(
 
 
 def test_pairs_compare_by_value() -> None:
-    """A file read twice is the same pair."""
+    """A file read twice gives equal pairs."""
     pair = new_pair()
 
     assert pair == KeyPair(pair.public, pair.secret)

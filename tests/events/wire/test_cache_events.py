@@ -1,4 +1,4 @@
-"""Event types, and what an unknown type does: it raises, and changes nothing."""
+"""Event types. An unknown type raises and changes nothing."""
 
 import msgspec
 import pytest
@@ -8,13 +8,13 @@ from homing.events.wire.cache_events import apply_event
 
 
 class Moved(msgspec.Struct, frozen=True):
-    """An event type that nobody has entered anywhere."""
+    """An event type that the code does not handle anywhere."""
 
     hashes: list[int]
 
 
 def test_events_change_a_set_as_they_say() -> None:
-    """The one apply_event that readers, routers and recordings share."""
+    """Readers, routers and recordings share this one function."""
     held = CacheMirror()
 
     apply_event(Stored(None, [1, 2, 3]), held)
@@ -26,7 +26,7 @@ def test_events_change_a_set_as_they_say() -> None:
 
 
 def test_an_unknown_event_type_never_clears() -> None:
-    """It used to count as a reset: one new type would have emptied a replica's index without a word."""
+    """An unknown type once counted as a reset: a new type would have silently emptied a replica's index."""
     held = CacheMirror()
     apply_event(Stored(None, [1, 2]), held)
     unknown: CacheEvent = Moved([1])  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""Payloads of every dialect become the same few structs; anything else is one named error."""
+"""Payloads of every dialect decode to the same structs; anything else raises MalformedFrame."""
 
 import msgspec
 import pytest
@@ -30,7 +30,7 @@ def stored(**changes: object) -> dict[str, object]:
 
 
 def test_our_own_batches_are_read_back_as_they_were_meant() -> None:
-    """The round trip through the real encoder, with the largest hash that fits."""
+    """A round trip through the real encoder, with the largest possible hash."""
     event = BlockStored(
         block_hashes=[MAX, 1],
         parent_block_hash=None,
@@ -66,14 +66,14 @@ def test_our_own_batches_are_read_back_as_they_were_meant() -> None:
     ids=["map", "unknown key", "positional", "longer positional", "bytes"],
 )
 def test_every_dialect_means_the_same(event: object) -> None:
-    """Readers of these forms are in the field; their meaning must not depend on the spelling."""
+    """All these forms are in use; their meaning must not depend on the encoding."""
     batch = BatchDecoder(token_ids=True).decode(pack([1.0, [event]]))
 
     assert batch.events == [Stored(10, [11, 12], [1, 2, 3, 4], 2, "GPU")]
 
 
 def test_sglangs_positional_form_ends_in_a_map_that_is_no_adapter() -> None:
-    """Where vLLM has an adapter's name it has a salt; signed hashes are the same 64 bits."""
+    """vLLM has the adapter's name where SGLang has a map with a salt; signed hashes are the same 64 bits."""
     event = ["BlockStored", [-1], None, [7], 1, None, "GPU", {"cache_salt": "tenant-a"}]
 
     batch = BatchDecoder(token_ids=True).decode(pack([1.0, [event]]))
@@ -82,7 +82,7 @@ def test_sglangs_positional_form_ends_in_a_map_that_is_no_adapter() -> None:
 
 
 def test_a_batch_may_be_a_map() -> None:
-    """One vLLM version sent it so."""
+    """One vLLM version sent batches as maps."""
     payload = pack({"ts": 2, "events": [{"type": "AllBlocksCleared"}], "data_parallel_rank": 3})
 
     batch = BatchDecoder().decode(payload)
@@ -92,19 +92,19 @@ def test_a_batch_may_be_a_map() -> None:
 
 @pytest.mark.parametrize("form", [stored(token_ids=[1]), ["BlockStored", [11, 12], 10, [1], 2, None, "GPU"]])
 def test_sparse_token_ids_leave_the_hashes_usable(form: object) -> None:
-    """Other cache groups send fewer; SGLang's router once dropped whole batches for it, removals included."""
+    """Some cache groups send fewer tokens; SGLang's router once dropped whole batches for that, removals included."""
     batch = BatchDecoder(token_ids=True).decode(pack([1.0, [form]]))
 
     assert batch.events == [Stored(10, [11, 12], (), 2, "GPU")]
 
 
 def test_token_ids_are_skipped_unless_asked_for() -> None:
-    """A router of our own replicas needs the hashes alone."""
+    """A router needs only hashes from our own replicas."""
     assert BatchDecoder().decode(pack([1.0, [stored()]])).events == [Stored(10, [11, 12], (), 2, "GPU")]
 
 
 def test_unknown_event_types_are_logged_and_the_others_kept(caplog: pytest.LogCaptureFixture) -> None:
-    """A newer publisher must not silence an older reader, nor reset it; each unknown type is logged once."""
+    """A newer publisher must neither silence nor reset an older reader; each unknown type is logged once."""
     decoder = BatchDecoder()
     payload = pack([1.0, [{"type": "BlockPinned"}, ["Else", 1], {"type": "BlockRemoved", "block_hashes": [5]}]])
 
@@ -119,7 +119,7 @@ def test_unknown_event_types_are_logged_and_the_others_kept(caplog: pytest.LogCa
 
 
 def test_map_headers_of_any_width_are_read() -> None:
-    """msgspec itself writes some small maps as map16."""
+    """msgspec itself encodes some small maps as map16."""
     body = pack("type") + pack("BlockRemoved") + pack("block_hashes") + pack([5]) + pack("medium") + pack(None)
     for header in (b"\x83", b"\xde\x00\x03", b"\xdf\x00\x00\x00\x03"):
         payload = b"\x92" + pack(1.0) + b"\x91" + header + body
@@ -149,7 +149,7 @@ def test_map_headers_of_any_width_are_read() -> None:
     ],
 )
 def test_a_malformed_payload_is_one_error_that_names_the_part(payload: bytes, what: str) -> None:
-    """Whoever reads the log must see whose format to look at."""
+    """The log must show which part of the format to look at."""
     with pytest.raises(MalformedFrame) as caught:
         BatchDecoder().decode(payload)
 
@@ -158,7 +158,7 @@ def test_a_malformed_payload_is_one_error_that_names_the_part(payload: bytes, wh
 
 @given(st.binary(max_size=60))
 def test_any_bytes_are_a_batch_or_that_error(payload: bytes) -> None:
-    """They come from a socket."""
+    """Payloads come from a socket and may contain anything."""
     _decode_or_refuse(payload)
 
 
@@ -171,7 +171,7 @@ VALUES = st.recursive(
 
 @given(st.sampled_from(sorted(stored())), VALUES, st.booleans())
 def test_any_value_in_any_field_is_a_batch_or_that_error(field: str, value: object, token_ids: bool) -> None:
-    """The nearer a malformed message is to a good one, the deeper it gets."""
+    """A message that is nearly valid gets deeper into the decoder."""
     for payload in (pack([1.0, [stored(**{field: value})]]), pack([1.0, [["BlockRemoved", value]]])):
         _decode_or_refuse(payload, token_ids=token_ids)
 
@@ -187,6 +187,6 @@ def _decode_or_refuse(payload: bytes, *, token_ids: bool = False) -> None:
 
 
 def test_a_hash_is_named_by_its_last_eight_bytes() -> None:
-    """That is how vLLM cuts its own, so both spellings of a stream name the same blocks."""
-    assert wire_hash(bytes(range(16))) == int.from_bytes(bytes(range(8, 16)), "big")
-    assert wire_hash(-1) == MAX
+    """vLLM truncates its hashes the same way, so both encodings of a stream give the same wire hashes."""
+    assert wire_name(bytes(range(16))) == int.from_bytes(bytes(range(8, 16)), "big")
+    assert wire_name(-1) == MAX

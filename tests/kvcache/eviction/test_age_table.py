@@ -1,4 +1,4 @@
-"""What is learned from cohorts, against traffic whose densities are known."""
+"""Hit densities learned from cohorts, compared with traffic of known density."""
 
 import pytest
 from hypothesis import given
@@ -18,7 +18,7 @@ def table():
 
 
 def live(table: AgeTable, epochs: int, hit_after: dict[int, int]) -> None:
-    """In each epoch a cohort in each lane; half of a lane's cohort is hit after so many epochs."""
+    """Each epoch adds a cohort to each lane; half of a lane's cohort is hit after that lane's number of epochs."""
     for _ in range(epochs):
         for lane in (0, 1):
             table.idle(lane, COHORT)
@@ -29,26 +29,26 @@ def live(table: AgeTable, epochs: int, hit_after: dict[int, int]) -> None:
 
 
 def test_nothing_is_expected_before_anything_was_seen(table: AgeTable):
-    """All are equal then, and the oldest goes."""
+    """All densities are then equal, and the oldest block is evicted."""
     assert table.density(0, 0) == table.density(1, 0) == 0
 
 
 def test_the_lane_that_is_hit_is_worth_more(table: AgeTable):
-    """What prompts come back to must not give way to what they do not."""
+    """Blocks that prompts reuse must stay longer than blocks that they do not."""
     live(table, 10 * AGES, {1: 4})
 
     assert table.density(1, table.epoch) > 5 * table.density(0, table.epoch)
 
 
 def test_after_the_age_of_hits_nothing_is_worth_waiting_for(table: AgeTable):
-    """A finished conversation's blocks are as dead as those of one that never began, however often they were hit."""
+    """Blocks of a finished conversation are useless, however often they were hit before."""
     live(table, 10 * AGES, {1: 4})
 
     assert table.density(1, table.epoch - 4 - EPOCHS_PER_TURNOVER) < table.density(1, table.epoch) / 5
 
 
 def test_a_hit_sooner_is_worth_more_than_a_hit_later(table: AgeTable):
-    """The block is in the way for less time."""
+    """A block that is hit sooner occupies its space for less time."""
     later = AgeTable(2, EPOCH_BLOCKS)
     live(table, 10 * AGES, {1: 2})
     live(later, 10 * AGES, {1: 20})
@@ -57,7 +57,7 @@ def test_a_hit_sooner_is_worth_more_than_a_hit_later(table: AgeTable):
 
 
 def test_what_holds_no_more_is_forgotten(table: AgeTable):
-    """Yesterday's traffic must not decide for ever."""
+    """Old traffic must not determine the order for ever."""
     live(table, 10 * AGES, {1: 4})
     before = table.density(1, table.epoch)
     live(table, 60 * AGES, {})
@@ -67,7 +67,7 @@ def test_what_holds_no_more_is_forgotten(table: AgeTable):
 
 @given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, AGES), st.integers(1, COHORT)), max_size=150))
 def test_densities_fall_with_age_and_not_from_lane_to_lane(hits: list[tuple[int, int, int]]):
-    """Prefixes stay closed by it, so it must hold for any traffic; `check` asserts it."""
+    """Evictions stay prefix-closed only if it holds for any traffic; `check` asserts it."""
     table = AgeTable(2, EPOCH_BLOCKS)
     left: dict[tuple[int, int], int] = {}
     for lane, age, count in hits:

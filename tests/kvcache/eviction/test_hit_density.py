@@ -1,4 +1,4 @@
-"""What the policy of our own promises beyond the suite of all policies: it learns, forgets in time, stays closed."""
+"""Properties of our own policy beyond the common suite: it learns, forgets in bounded memory, stays prefix-closed."""
 
 from collections.abc import Iterable, Sequence
 from itertools import count
@@ -30,7 +30,7 @@ def cache_of(name: EvictionName, capacity: int) -> PrefixCache:
 
 
 def start(cache: PrefixCache, chain: Chain, use_cache: bool = True) -> list[Block] | None:
-    """Look up, compute and commit the rest; None without room."""
+    """Match, acquire and commit a prompt; returns its table, or None without enough free blocks."""
     hashes, tokens = hashes_of(chain), token_bytes(chain)
     match = cache.match(ROOT, hashes, tokens, len(chain) + 1 if use_cache else 0)
     held = len(match.blocks)
@@ -51,7 +51,7 @@ def hit_rate(name: EvictionName, chains: Iterable[Chain], capacity: int) -> floa
 
 
 def optimal_rate(chains: Sequence[Chain], capacity: int) -> float:
-    """Belady's, as naively as it can be said: of all idle blocks the one that is asked for last goes."""
+    """Hit rate of Belady's optimal policy, computed naively: the idle block whose next use is latest is evicted."""
     resident: set[int] = set()
     hits = 0
     for now, chain in enumerate(chains):
@@ -65,7 +65,7 @@ def optimal_rate(chains: Sequence[Chain], capacity: int) -> float:
 
 
 def prompts_between_bursts(requests: int) -> list[Chain]:
-    """System prompts in steady use; now and then a batch job whose prompts come once."""
+    """System prompts in steady use, with regular batch jobs whose prompts occur only once."""
     rng = Random(5)
     chains: list[Chain] = []
     for now in range(requests):
@@ -81,7 +81,7 @@ def traffic() -> list[Chain]:
 
 
 def test_it_stands_between_lru_and_the_optimum_and_closes_a_third_of_the_gap(traffic: list[Chain]):
-    """The reason to have it; longer runs and recorded traffic are in tests/bench/eviction.py."""
+    """The reason for the policy; tests/bench/eviction.py has longer runs and recorded traffic."""
     capacity = 60
     lru, ours = hit_rate("lru", traffic, capacity), hit_rate("hit-density", traffic, capacity)
     optimum = optimal_rate(traffic, capacity)
@@ -91,7 +91,7 @@ def test_it_stands_between_lru_and_the_optimum_and_closes_a_third_of_the_gap(tra
 
 
 def test_a_hot_prefix_survives_a_burst_of_prompts_that_come_once(traffic: list[Chain]):
-    """A batch job must not cost everybody else their prefixes; with LRU it does."""
+    """A batch job must not evict everybody else's prefixes, as it does with LRU."""
     kept: dict[EvictionName, int] = {}
     hot: Chain = (0, 1, 2, 3, 4)
     names: tuple[EvictionName, ...] = ("lru", "hit-density")
@@ -106,8 +106,8 @@ def test_a_hot_prefix_survives_a_burst_of_prompts_that_come_once(traffic: list[C
 
 
 def test_traffic_in_which_hits_mislead_costs_little():
-    """Prompts asked four times at once and never again, between others that come back once, just before LRU gives them
-    up: the learned order alone lost ten points here."""
+    """Some prompts are asked four times and never again; others recur once, just before LRU would evict them. Without
+    the guard, the learned order lost ten points here."""
     chains: list[Chain] = []
     for number in range(1_000):
         chains += [tuple(range(1_000 * number, 1_000 * number + 8))] * 4
@@ -119,7 +119,7 @@ def test_traffic_in_which_hits_mislead_costs_little():
 
 
 def test_what_comes_back_is_recognized():
-    """Its hits from before it was given up count; else nothing would ever stay in a cache that is far too small."""
+    """Hits before an eviction count; otherwise nothing would ever stay in a cache that is far too small."""
     cache = cache_of("hit-density", 4)
     for chain in ((1, 2), (1, 2), (5, 6, 7, 8), (1, 2)):
         table = start(cache, chain)
@@ -130,7 +130,7 @@ def test_what_comes_back_is_recognized():
 
 
 def test_what_only_shares_a_hash_with_a_ghost_is_not_put_above_its_parent():
-    """Hashes may collide; a parent that goes before its child would leave a hole in the prefix."""
+    """Hashes may collide; evicting a parent before its child would leave a gap in the prefix."""
     cache = cache_of("hit-density", 4)
     for chain in ((1, 2), (1, 2), (5, 6, 7, 8), (9, 2)):
         table = start(cache, chain)
@@ -142,7 +142,7 @@ def test_what_only_shares_a_hash_with_a_ghost_is_not_put_above_its_parent():
 
 
 def test_computing_a_block_again_does_not_put_it_above_its_parent():
-    """The parent counted this request when it was hit, before a ghost of the same hash lifted the child."""
+    """The parent counted this request when it was hit, before an evicted block of the same hash raised the child."""
     cache = cache_of("hit-density", 4)
     for chain in ((1, 2), (1, 2), (5, 6, 7, 8)):
         cache.release(start(cache, chain) or [])
@@ -169,7 +169,7 @@ def test_the_memory_of_what_is_gone_is_bounded():
 
 
 def test_the_memory_of_what_comes_back_again_and_again_is_bounded_too():
-    """In a loop that is a little too long everything is given up and comes back, and is no ghost in between."""
+    """In a loop slightly larger than the cache, every block is evicted and recomputed over and over."""
     policy = HitDensity()
     cache = PrefixCache(65, 1, policy=policy)
     for at in range(400):
@@ -180,28 +180,28 @@ def test_the_memory_of_what_comes_back_again_and_again_is_bounded_too():
 
 
 def test_the_memory_is_eight_times_the_capacity():
-    """The figure that the docs give; tiny caches remember more."""
+    """The docs state this number; tiny caches remember more."""
     policy = HitDensity()
     policy.begin(8_000)
 
     assert policy.memory_limit == 8_000 * AGES // EPOCHS_PER_TURNOVER == 64_000
 
 
-#: Blocks of the machine's cache.
+#: Number of usable blocks in the state machine's cache.
 CAPACITY = 24
 
 
 class SwitchedGuard(LruGuard):
-    """A guard that the test switches; its own judgement is tested in test_lru_guard.py."""
+    """A guard switched by the test; its own judgement is tested in test_lru_guard.py."""
 
     def turnover(self, stored: int, lru_age: float) -> None:
-        """Judge nothing."""
+        """Do not judge."""
 
 
 class NaiveHitDensity:
-    """The policy in its plainest form, from the calls alone: one list of idle blocks, scanned block by block.
+    """The policy in its simplest form, driven only by the calls: one list of idle blocks, scanned block by block.
 
-    It counts ages in a table of its own; what a table learns from counts is tested in test_age_table.py.
+    It counts ages in its own table; test_age_table.py tests what a table learns from the counts.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -209,18 +209,18 @@ class NaiveHitDensity:
         self.table = AgeTable(LANES, self.epoch_blocks)
         self.learned = True
         self.stored = self.batches = 0
-        #: idle blocks as (lane, epoch, batch of `add`), in the order in which they fell idle
+        #: idle blocks as (lane, epoch, batch of `add`), in the order in which they became idle
         self.idle: dict[BlockId, tuple[int, int, int]] = {}
-        #: blocks that were given up, oldest first, with lane and epoch; None: it came back
+        #: evicted blocks, oldest first, with lane and epoch; None if it was stored again
         self.gone: list[tuple[BlockHash, tuple[int, int] | None]] = []
 
     def store(self, blocks: Sequence[Block], parent: Block | None, before: list[int]) -> None:
-        """Judges the hits that blocks have now, which had so many before."""
+        """Check the blocks' current hits, given their hits before the call."""
         hits: list[int] = []
         for block, had in zip(blocks, before, strict=True):
             assert block.block_hash is not None
             known = dict(self.gone).get(block.block_hash)
-            # The policy forgets whole batches, which may be a little earlier.
+            # The policy forgets whole batches, so it may forget a little earlier.
             if known and block.block_hash in self.nearly_forgotten() and block.hits == had:
                 known = None
             if known is None:
@@ -259,7 +259,7 @@ class NaiveHitDensity:
         self.gone.append((block.block_hash, (lane, epoch)))
 
     def forget(self) -> None:
-        """Of what was given up, the latest stay known."""
+        """Remember only the latest evicted blocks."""
         del self.gone[: -self.epoch_blocks * AGES]
 
     def order(self) -> list[BlockId]:
@@ -283,7 +283,7 @@ class NaiveHitDensity:
 
 
 class Judged(HitDensity):
-    """The policy, with the oracle listening to every call and judging every answer."""
+    """The policy, with every call repeated on the oracle and every answer compared."""
 
     def __init__(self) -> None:
         self.guard = SwitchedGuard()
@@ -323,16 +323,16 @@ class Judged(HitDensity):
         assert [block.block_id for block in self] == self.oracle.order()
 
     def switch(self, *, learned: bool) -> None:
-        """As the guard does when the learned order turns out to be worse than LRU's, and after a rest."""
+        """Switch as the guard does when the learned order falls behind LRU's, and after a rest."""
         self.guard.learned = self.oracle.learned = learned
 
 
-#: Enough to tell lanes apart before the machine starts.
+#: Enough traffic to distinguish the lanes before the machine starts.
 LEARNED_FROM = prompts_between_bursts(600)
 
 
 class HitDensityMachine(RuleBasedStateMachine):
-    """Requests come and go in any order, with and without the cache, many of them at once."""
+    """Requests start and finish in any order, with and without the cache, many at a time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -365,7 +365,7 @@ class HitDensityMachine(RuleBasedStateMachine):
 
     @rule(prompts=st.integers(1, 12))
     def scan(self, prompts: int):
-        """Other prompts push everything towards the end, and time on."""
+        """Other prompts age all blocks and advance the epochs."""
         for _ in range(prompts):
             table = start(self.cache, tuple(next(self.fresh) for _ in range(5)))
             if table is None:
@@ -377,7 +377,7 @@ class HitDensityMachine(RuleBasedStateMachine):
         self.policy.judge()
 
     def teardown(self) -> None:
-        self.policy.switch(learned=True)  # the guard never rested, which its own check would object to
+        self.policy.switch(learned=True)  # the guard never rested, so its own check would fail
         self.cache.check()
 
 

@@ -1,4 +1,4 @@
-"""The guard: LRU's order rules while the learned one has had less."""
+"""The guard uses LRU's order while the learned order has had fewer hits."""
 
 import pytest
 
@@ -15,7 +15,7 @@ def guard():
 
 
 def pass_turnover(guard: LruGuard, *, own: int, lru: int) -> None:
-    """So many hits on blocks that were kept, and so many that LRU would have had."""
+    """One turnover with `own` hits on resident blocks and `lru` hits that LRU would have had."""
     guard.hit(1, min(own, lru), resident=True)
     guard.hit(9, max(0, own - lru), resident=True)
     guard.hit(1, max(0, lru - own), resident=False)
@@ -23,7 +23,7 @@ def pass_turnover(guard: LruGuard, *, own: int, lru: int) -> None:
 
 
 def rest(guard: LruGuard) -> int:
-    """Turnovers until the learned order rules again."""
+    """Number of turnovers until the learned order is used again."""
     turnovers = 0
     while not guard.learned:
         pass_turnover(guard, own=50, lru=50)
@@ -32,7 +32,7 @@ def rest(guard: LruGuard) -> int:
 
 
 def test_the_learned_order_rules_while_it_is_ahead(guard: LruGuard):
-    """One bad turnover after good ones is the price of what comes later."""
+    """One bad turnover after good ones must not switch the order."""
     for own in (60, 60, 60, 30):
         pass_turnover(guard, own=own, lru=50)
 
@@ -40,7 +40,7 @@ def test_the_learned_order_rules_while_it_is_ahead(guard: LruGuard):
 
 
 def test_lru_rules_once_the_learned_order_is_behind(guard: LruGuard):
-    """And longer after each relapse, up to a limit."""
+    """Each relapse doubles the rest, up to a limit."""
     rests = []
     for _ in range(7):
         pass_turnover(guard, own=40, lru=50)
@@ -52,7 +52,7 @@ def test_lru_rules_once_the_learned_order_is_behind(guard: LruGuard):
 
 
 def test_a_lead_earns_shorter_rests(guard: LruGuard):
-    """Traffic changes: what misled once may be gone."""
+    """Traffic changes, so the cause of the relapses may be gone."""
     for _ in range(3):
         pass_turnover(guard, own=40, lru=50)
         rest(guard)
@@ -67,7 +67,7 @@ def test_a_lead_earns_shorter_rests(guard: LruGuard):
 
 
 def test_nothing_is_judged_before_the_cache_gives_blocks_up():
-    """The age at which LRU gives up is not known by then."""
+    """Before the first eviction, the age at which LRU evicts is unknown."""
     guard = LruGuard()
     for _ in range(WARM_UP):
         pass_turnover(guard, own=0, lru=50)
@@ -77,7 +77,7 @@ def test_nothing_is_judged_before_the_cache_gives_blocks_up():
 
 
 def test_a_hit_at_the_very_age_counts_by_its_share():
-    """Ages are whole epochs, LRU's limit lies within one."""
+    """Ages are whole epochs, but LRU's limit lies within one, so hits at that age count in part."""
     guard = LruGuard()
     guard.turnover(100, 2.25)
 

@@ -1,4 +1,4 @@
-"""One suite for every eviction policy, then what each promises on top."""
+"""One suite for every eviction policy, then tests of what each guarantees on top."""
 
 from typing import get_args
 
@@ -10,7 +10,7 @@ from homing.kvcache.pool import Block, BlockId
 
 
 def chain(first_id: int, length: int) -> list[Block]:
-    """Idle cached blocks of one chain, the first of the chain first."""
+    """Idle cached blocks of one chain, from its first block on."""
     blocks = [Block(BlockId(first_id + place)) for place in range(length)]
     parent = BlockHash(b"root")
     for block in blocks:
@@ -34,13 +34,13 @@ def policy(request: pytest.FixtureRequest):
 
 
 def test_a_new_policy_has_nothing_to_give_up(policy: EvictionPolicy):
-    """No hidden blocks."""
+    """A new policy holds no blocks."""
     assert len(policy) == 0
     assert policy.take(0) == []
 
 
 def test_what_is_iterated_is_the_order_of_giving_up(policy: EvictionPolicy):
-    """Diagnosis and tests look at the order without disturbing it."""
+    """Diagnosis and tests inspect the order without changing it."""
     policy.add(tail_first(chain(1, 3)))
     policy.add(tail_first(chain(10, 3)))
     expected = list(policy)
@@ -50,7 +50,7 @@ def test_what_is_iterated_is_the_order_of_giving_up(policy: EvictionPolicy):
 
 
 def test_children_go_before_their_parent(policy: EvictionPolicy):
-    """Residency stays prefix-closed whatever else the policy prefers."""
+    """The cached set stays prefix-closed, whatever else the policy prefers."""
     one, two = chain(1, 4), chain(10, 4)
     policy.add(tail_first(one))
     policy.add(tail_first(two))
@@ -64,7 +64,7 @@ def test_children_go_before_their_parent(policy: EvictionPolicy):
 
 
 def test_what_is_hit_is_not_given_up(policy: EvictionPolicy):
-    """A block in a table must never be handed to somebody else."""
+    """A block in use must never be given to another request."""
     blocks = chain(1, 4)
     policy.add(tail_first(blocks))
     policy.reuse(blocks[:2])
@@ -73,7 +73,7 @@ def test_what_is_hit_is_not_given_up(policy: EvictionPolicy):
 
 
 def test_what_is_discarded_is_not_given_up(policy: EvictionPolicy):
-    """It is on the stack of free blocks then."""
+    """A discarded block is already on the stack of free blocks."""
     blocks = chain(1, 4)
     policy.add(tail_first(blocks))
     policy.discard(blocks[3])
@@ -82,7 +82,7 @@ def test_what_is_discarded_is_not_given_up(policy: EvictionPolicy):
 
 
 def test_lru_gives_up_what_became_idle_first():
-    """The order of release, nothing else."""
+    """LRU depends only on the order of release."""
     policy = eviction_policy("lru")
     one, two = chain(1, 2), chain(10, 2)
     policy.add(tail_first(one))

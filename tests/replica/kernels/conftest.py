@@ -1,6 +1,6 @@
-"""Kernels run in Triton's interpreter where there is no GPU. Fresh tensors hold NaN, so that what is not written shows.
+"""Without a GPU, kernels run in Triton's interpreter. Fresh tensors hold NaN, so that unwritten outputs are noticed.
 
-Triton looks at the variable when a kernel's file is imported, so it is set before any test imports one.
+Triton reads the variable when a kernel's module is imported, so it is set before any test imports one.
 """
 
 import os
@@ -37,7 +37,7 @@ if find_spec("triton") is not None:
 
 @pytest.fixture(autouse=True)
 def poison() -> Iterator[None]:
-    """Every torch.empty is filled with NaN, integers with their greatest value."""
+    """Fill every torch.empty with NaN, or with the greatest value of an integer dtype."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)

@@ -1,4 +1,4 @@
-"""Random paged KV whose unused slots are NaN, and attention over it in float64 by the definition."""
+"""Random paged KV whose unused slots are NaN, and attention over it in float64 from its definition."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ if not torch.cuda.is_available():
 
         IMPLEMENTATIONS += (CompiledKernels,)
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3}
-#: Those for numbers of 8 bits, of which GPUs before compute capability 8.9 have none, and the dtypes beside them.
+#: Implementations without 8-bit floats (GPUs lack them below compute capability 8.9), and dtypes used with 8-bit KV.
 WITHOUT_8_BITS: tuple[str, ...] = ("compiled",)
 DTYPES_BESIDE_8_BITS: tuple[torch.dtype, ...] = tuple(TOLERANCE)
 if torch.cuda.is_available():
@@ -37,11 +37,11 @@ class Shape:
     value_dim: int = 64
     page: int = 16
     dtype: torch.dtype = torch.float32
-    kv_dtype: torch.dtype | None = None  #: that of the queries
+    kv_dtype: torch.dtype | None = None  #: None: the dtype of the queries
 
 
 def paged(shape: Shape, lengths: Sequence[int], device: torch.device, seed: int = 0) -> PagedRows:
-    """Rows of these lengths on shuffled pages; slots and table entries that no row owns must not be used."""
+    """Rows of these lengths on shuffled pages; unused slots and table entries are poisoned."""
     generator = torch.Generator().manual_seed(seed)
     counts = [-(-length // shape.page) for length in lengths]
     order = (torch.randperm(sum(counts), generator=generator) + 1).int()
@@ -65,7 +65,7 @@ def paged(shape: Shape, lengths: Sequence[int], device: torch.device, seed: int 
 
 
 def exact(q: torch.Tensor, rows: PagedRows, q_lens: Sequence[int], scale: float, window: int | None) -> torch.Tensor:
-    """Attention of consecutive rows' queries, each row's last tokens, in float64 on the CPU."""
+    """Attention in float64 on the CPU; `q` holds the queries of each row's last tokens, row after row."""
     found, first = [], 0
     page = rows.keys.shape[1]
     for row, count in enumerate(q_lens):
@@ -83,5 +83,5 @@ def exact(q: torch.Tensor, rows: PagedRows, q_lens: Sequence[int], scale: float,
 
 
 def error(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Relative error of the whole tensor; NaN where something was not written."""
+    """Relative error of the whole tensor; NaN if any element was not written."""
     return float((got.cpu().double() - wanted).norm() / wanted.norm())

@@ -1,4 +1,4 @@
-"""What Triton's launcher is built with is checked as Triton itself looks for it."""
+"""Our check of the tools that Triton's launcher needs agrees with Triton itself."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,7 +13,7 @@ from homing.replica.kernels.toolchain import launcher_problem, problem_of
 def test_a_problem_is_reported_exactly_where_triton_fails(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, variable: str | None
 ) -> None:
-    """An empty PATH is a slim image's; CC overrides what is on the PATH."""
+    """A slim image has no compiler on its PATH; CC overrides the PATH."""
     from triton.runtime.build import compile_module_from_src
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
@@ -32,14 +32,14 @@ def test_a_problem_is_reported_exactly_where_triton_fails(
 
 
 def test_all_that_is_missing_is_named_at_once(tmp_path: Path) -> None:
-    """An operator who installs a compiler should not find the headers missing at the next start."""
+    """An operator who installs a compiler should not learn of missing headers only at the next start."""
     assert problem_of(False, tmp_path) == f"there is no C compiler on the PATH and {tmp_path} has no Python.h"
     (tmp_path / "Python.h").touch()
     assert problem_of(True, tmp_path) is None
 
 
 def module_source(name: str) -> str:
-    """An empty C module for Python."""
+    """C source of an empty Python module."""
     return (
         "#include <Python.h>\n"
         f'static struct PyModuleDef definition = {{PyModuleDef_HEAD_INIT, "{name}", NULL, -1, NULL}};\n'

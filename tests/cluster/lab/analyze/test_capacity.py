@@ -1,4 +1,4 @@
-"""Blocks, bytes and GPUs: known models, and configurations that do not say enough."""
+"""Blocks, bytes and GPUs: known models, and incomplete configurations."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ def config(folder: Path, content: dict[str, Any]) -> Path:
 
 
 def test_llama_70b_takes_five_mebibytes_a_block_and_45_gigabytes_hold_8583(tmp_path: Path):
-    """8,582 of them for requests: one is the null block."""
+    """8,582 of the 8,583 are usable for requests, because one is the null block."""
     found = KvCapacity(block_bytes_of_config(config(tmp_path, LLAMA_70B), 16), parse_size("45GB", "--kv-memory"))
 
     assert found.block_bytes == 5_242_880
@@ -44,18 +44,18 @@ def test_llama_70b_takes_five_mebibytes_a_block_and_45_gigabytes_hold_8583(tmp_p
     ],
 )
 def test_the_configuration_decides(tmp_path: Path, change: dict[str, Any], factor: float):
-    """What a configuration leaves out follows from the rest, as in transformers."""
+    """Missing fields are derived from the others, as in transformers."""
     assert block_bytes_of_config(config(tmp_path, LLAMA_70B | change).parent, 16) == 5_242_880 * factor
 
 
 def test_a_model_of_several_parts_is_sized_by_its_text_part(tmp_path: Path):
-    """Multimodal configurations nest it."""
+    """Multimodal configurations nest the text model's fields."""
     assert block_bytes_of_config(config(tmp_path, {"text_config": LLAMA_70B}), 16) == 5_242_880
 
 
 @pytest.mark.parametrize("change", [{"num_hidden_layers": None}, {"num_attention_heads": "x"}, {"torch_dtype": "int3"}])
 def test_a_configuration_that_does_not_say_enough_is_refused(tmp_path: Path, change: dict[str, Any]):
-    """The way out is to give the bytes."""
+    """The error suggests giving the bytes directly."""
     with pytest.raises(ModelUnavailable, match="--bytes-per-block"):
         block_bytes_of_config(config(tmp_path, LLAMA_70B | change), 16)
 
@@ -72,18 +72,18 @@ def test_a_configuration_that_does_not_say_enough_is_refused(tmp_path: Path, cha
     ],
 )
 def test_sizes_are_read_as_people_write_them(text: str, expected: int):
-    """Decimal by default, binary with an i."""
+    """Units are decimal by default, and binary with an i."""
     assert parse_size(text, "--x") == expected
 
 
 @pytest.mark.parametrize("text", ["", "many", "1.2.3", "12 apples", "-4", "k"])
 def test_what_is_no_size_is_refused_by_flag(text: str):
-    """One line that helps."""
+    """The error is one line that names the flag."""
     with pytest.raises(SettingsError, match="--x"):
         parse_size(text, "--x")
 
 
 def test_memory_for_no_block_is_refused():
-    """Not a division by zero three lines later."""
+    """Otherwise a division by zero would follow."""
     with pytest.raises(SettingsError, match="--kv-memory"):
         KvCapacity(1000, 1500)

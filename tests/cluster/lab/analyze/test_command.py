@@ -1,4 +1,4 @@
-"""`homing analyze` as a user types it: small logs in, tables, JSON and plots out."""
+"""`homing analyze` as a user runs it: small logs in; tables, JSON and plots out."""
 
 import gzip
 import io
@@ -27,7 +27,7 @@ RULES = " ".join(f"Rule {number}: be kind in matter {number * 37}." for number i
 
 
 def trace_line(at_ms: int, blocks: str, tokens: int | None = None) -> str:
-    """A prompt of blocks of four tokens, each named by a letter, and one token more."""
+    """A trace line: blocks of four tokens, each named by a letter, and by default one further token."""
     length = 4 * len(blocks) + 1 if tokens is None else tokens
     ids = [ord(letter) for letter in blocks] + [1000 + at_ms] * (length > 4 * len(blocks))
     return json.dumps({"timestamp": at_ms, "input_length": length, "output_length": 1, "hash_ids": ids})
@@ -35,7 +35,7 @@ def trace_line(at_ms: int, blocks: str, tokens: int | None = None) -> str:
 
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
-    """Two conversations in turn, then a stranger."""
+    """Two interleaved conversations, then an unrelated prompt."""
     path = tmp_path / "trace.jsonl"
     lines = ["ab", "xy", "abc", "xyz", "abcd", "q"]
     path.write_text("\n".join(trace_line(1000 * at, blocks) for at, blocks in enumerate(lines)) + "\n")
@@ -66,8 +66,8 @@ def ran_json(*words: str | Path) -> dict[str, Any]:
     return json.loads(ran(*words, "--json"))
 
 
-def test_a_trace_is_told_in_figures(trace: Path):
-    """All of them can be counted by hand."""
+def test_a_trace_is_summarized_in_figures(trace: Path):
+    """All numbers can be counted by hand."""
     told = ran_json(trace, "--block-size", "4", "--sizes", "4,8", "--replicas", "1,2")
 
     assert (told["format"], told["requests"], told["prompt_tokens"]) == ("mooncake", 6, 66)
@@ -97,7 +97,7 @@ def test_the_table_names_what_a_person_looks_for(trace: Path):
 
 
 def test_requests_are_tokenized_and_advice_is_given(chats: Path):
-    """The demo model's tokenizer, template included, so that figures are those of its cluster."""
+    """Uses the demo model's tokenizer and template, so that the numbers match its cluster."""
     told = ran_json(chats)
 
     assert (told["format"], told["block_size"], told["requests"]) == ("openai", 16, 20)
@@ -108,7 +108,7 @@ def test_requests_are_tokenized_and_advice_is_given(chats: Path):
 
 
 def test_tokens_are_those_of_the_model(chats: Path):
-    """Counted by the text side that serves requests."""
+    """Counted by the same code that tokenizes served requests."""
     text = TextModel.load(demo_model_path(), cache_bytes=0)
     request = json.loads(chats.read_text().splitlines()[0])
     expected = len(text.encode_chat_now(TemplateInput(request["messages"])))
@@ -120,7 +120,7 @@ def test_tokens_are_those_of_the_model(chats: Path):
 
 
 def test_snippets_are_shown_unless_told_otherwise(chats: Path):
-    """Some logs may not be quoted."""
+    """Some logs must not be quoted."""
     assert "12:10:11" in ran(chats)
     assert "12:10:11" not in ran(chats, "--no-snippets")
 
@@ -137,7 +137,7 @@ def test_models_and_salts_share_nothing(tmp_path: Path):
 
 
 def test_a_packed_log_and_standard_input_are_read_alike(trace: Path):
-    """Logs are kept packed, and come out of pipes."""
+    """Logs are often compressed, or read from a pipe."""
     packed = trace.with_suffix(".jsonl.gz")
     packed.write_bytes(gzip.compress(trace.read_bytes()))
     out = io.StringIO()
@@ -156,7 +156,7 @@ def test_a_packed_log_and_standard_input_are_read_alike(trace: Path):
 
 @pytest.mark.parametrize("suffix", [".png", ".svg", ".html"])
 def test_a_plot_is_drawn(trace: Path, suffix: str):
-    """With marks for working set and recommendation."""
+    """The plot marks the working set and the recommendation."""
     path = trace.with_suffix(suffix)
 
     ran(trace, "--block-size", "4", "--plot", path)
@@ -167,14 +167,14 @@ def test_a_plot_is_drawn(trace: Path, suffix: str):
 
 
 def test_blocks_may_be_larger_than_those_of_a_cluster(trace: Path):
-    """Traces name 512 tokens by one id; the setting of a cluster ends at 256."""
+    """Traces have 512 tokens per id, while a cluster's setting is at most 256."""
     trace.write_text(json.dumps({"timestamp": 0, "input_length": 2048, "output_length": 1, "hash_ids": [7, 8]}))
 
     assert ran_json(trace, "--block-size", "1024")["full_blocks"] == 2
 
 
 def test_the_end_says_how_fast_it_went() -> None:
-    """So that the time for a longer log can be estimated."""
+    """Users can estimate the time for a longer log."""
     err, seconds = io.StringIO(), iter(range(100))
     prompts = [Prompt(1, [])] * 3
 
@@ -183,7 +183,7 @@ def test_the_end_says_how_fast_it_went() -> None:
 
 
 def test_malformed_lines_are_refused_or_counted(trace: Path):
-    """By line; the option is named."""
+    """The error names the line and the option to skip it."""
     trace.write_text(trace.read_text() + "{broken\n")
 
     with pytest.raises(LogUnreadable, match=r"line 7.*--skip-malformed"):
@@ -204,7 +204,7 @@ def test_what_the_template_refuses_is_named_or_counted(chats: Path, tmp_path: Pa
 
 
 def test_a_folder_without_a_tokenizer_is_named(chats: Path, tmp_path: Path):
-    """A configuration alone sizes blocks, but cannot read text."""
+    """A configuration alone is enough to size blocks, but not to tokenize text."""
     config = tmp_path / "config.json"
     shutil.copy(demo_model_path() / "config.json", config)
 
@@ -218,7 +218,7 @@ def test_a_folder_without_a_tokenizer_is_named(chats: Path, tmp_path: Path):
     ("words", "error", "said"),
     [
         (["no-such-file"], LogUnreadable, "no-such-file cannot be read: No such file"),
-        (["{trace}"], LogUnreadable, "no blocks of 512; say how many tokens an id stands for, such as --block-size 4"),
+        (["{trace}"], LogUnreadable, "blocks of 512; give the number of tokens per id, such as --block-size 4"),
         (["{trace}", "--format", "openay"], SettingsError, "did you mean openai"),
         (["{trace}", "--sizes", "1k,lots"], SettingsError, "--sizes: 'lots'"),
         (["{trace}", "--replicas", "0"], SettingsError, "--replicas: '0' must be at least 1"),
@@ -226,11 +226,11 @@ def test_a_folder_without_a_tokenizer_is_named(chats: Path, tmp_path: Path):
         (["{trace}", "--plot", "x.gif"], PlotFailed, "x.gif"),
         (["{trace}", "--block-size", "4", "--kv-memory", "1GB"], SettingsError, "--bytes-per-block"),
         (["{trace}", "--format", "openai"], LogUnreadable, "neither field 'messages' nor"),
-        (["{empty}"], LogUnreadable, "holds no requests"),
+        (["{empty}"], LogUnreadable, "contains no requests"),
     ],
 )
 def test_a_mistake_is_named(trace: Path, words: Sequence[str], error: type[ClusterError], said: str):
-    """Whose fault it is and what to do."""
+    """The error says what is wrong and what to do."""
     empty = trace.with_name("empty.jsonl")
     empty.write_text("\n\n")
 
@@ -241,7 +241,7 @@ def test_a_mistake_is_named(trace: Path, words: Sequence[str], error: type[Clust
 
 
 def test_the_console_script_prints_to_both_streams(trace: Path):
-    """The report goes to standard output, the pace to standard error, so that a pipe gets the report alone."""
+    """The report goes to standard output and the speed to standard error, so that a pipe gets only the report."""
     command = [sys.executable, "-m", "homing.cluster.cli.main", "analyze", str(trace), "--block-size", "4"]
 
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
@@ -254,7 +254,7 @@ def test_the_console_script_prints_to_both_streams(trace: Path):
 
 
 def test_a_sample_holds_each_prompt_with_the_same_chance():
-    """Otherwise advice would depend on when a prompt came."""
+    """Otherwise the advice would depend on a prompt's position in the log."""
     taken = [0] * 20
     for seed in range(2000):
         sample = Sample(5, random.Random(seed))

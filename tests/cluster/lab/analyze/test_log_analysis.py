@@ -1,4 +1,4 @@
-"""What a log comes to: figures that can be counted by hand."""
+"""Results for small logs, which can be counted by hand."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from homing.cluster.lab.analyze.log_analysis import BreakRow, LogAnalysis, Logge
 
 
 def prompt(blocks: str, *, tokens: int | None = None, at: float | None = None) -> LoggedPrompt:
-    """Blocks of four tokens, named by the prefixes of a word; one token more than they hold, unless said."""
+    """Blocks of four tokens named by the prefixes of a word; by default one token longer than its blocks."""
     names = [blocks[: end + 1] for end in range(len(blocks))]
     return LoggedPrompt(4 * len(blocks) + 1 if tokens is None else tokens, names, at)
 
@@ -19,7 +19,7 @@ def analyzed(*log: LoggedPrompt) -> LogReport:
 
 
 def test_the_figures_of_a_small_log():
-    """Three requests with a common head, one without."""
+    """Three requests with a common prefix, one without."""
     report = analyzed(prompt("abc"), prompt("abd"), prompt("x"), prompt("abc"))
 
     assert (report.requests, report.prompt_tokens, report.full_blocks) == (4, 44, 10)
@@ -32,7 +32,7 @@ def test_the_figures_of_a_small_log():
 
 
 def test_a_prompt_of_whole_blocks_computes_its_last_block_again():
-    """The first answer needs the logits of its last token; the engine does the same."""
+    """The first token needs the logits of the prompt's last token; the engine does the same."""
     analysis = LogAnalysis(4)
     analysis.observe(prompt("ab", tokens=8))
 
@@ -40,7 +40,7 @@ def test_a_prompt_of_whole_blocks_computes_its_last_block_again():
 
 
 def test_the_recommendation_has_headroom_over_what_is_useful():
-    """Four prompts in turn need a cache of all four; a smaller one finds nothing under LRU."""
+    """Four alternating prompts need a cache for all four; LRU finds nothing in a smaller one."""
     report = analyzed(*(prompt(word) for word in ("ab", "cd", "ef", "gh") * 5))
 
     assert report.useful_blocks == 8
@@ -49,12 +49,12 @@ def test_the_recommendation_has_headroom_over_what_is_useful():
 
 
 def test_the_recommendation_holds_the_largest_prompt():
-    """Nothing is shared, yet a smaller cache could not run the request at all."""
+    """No block is shared, yet a smaller cache could not run the request at all."""
     assert analyzed(prompt("abcdefghij")).recommended_blocks == 14
 
 
 def test_windows_slide_with_the_requests():
-    """Distinct blocks of the last minute, at the worst moment."""
+    """The largest number of distinct blocks in any window."""
     report = analyzed(prompt("ab", at=0), prompt("cd", at=50), prompt("ab", at=70), prompt("x", at=1000))
 
     assert [(row.window_s, row.peak_blocks) for row in report.windows] == [(60, 4), (300, 4), (900, 4)]
@@ -63,12 +63,12 @@ def test_windows_slide_with_the_requests():
 
 
 def test_a_window_holds_what_came_less_than_its_length_ago():
-    """Exactly sixty seconds ago is gone."""
+    """A prompt exactly sixty seconds old is no longer in the window."""
     assert analyzed(prompt("ab", at=0), prompt("cd", at=60)).windows[0].peak_blocks == 2
 
 
 def test_a_log_without_times_has_no_windows():
-    """One request without a time is enough: the rest would be guessed."""
+    """A single request without a time is enough, because its window would be a guess."""
     report = analyzed(prompt("ab", at=0), prompt("cd"), prompt("ef", at=1))
 
     assert (report.windows, report.span_s) == ((), None)
@@ -90,7 +90,7 @@ def test_each_number_of_replicas_is_estimated_under_both_rules():
 
 
 def test_an_empty_log_is_no_mistake():
-    """Every figure is nothing."""
+    """Every number is zero."""
     report = LogAnalysis(16).report()
 
     assert (report.requests, report.mean_shared_tokens, report.share(0), report.recommended_blocks) == (0, 0, 0, 0)

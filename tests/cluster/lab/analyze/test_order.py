@@ -1,4 +1,4 @@
-"""Advice on the order of prompts: it names the place, shows what varies, and keeps quiet where nothing is wrong."""
+"""Advice on prompt order: it names the place, shows what varies, and is silent if nothing is wrong."""
 
 import random
 from collections.abc import Callable
@@ -15,7 +15,7 @@ TOOLS = [f'{{"name":"tool_{letter}","description":"{" ".join([letter * 5] * 30)}
 
 
 def prompts(write: Callable[[int], list[Part]], count: int = 30, shared_tokens: int = 0) -> list[SampledPrompt]:
-    """A token for every four characters."""
+    """Sampled prompts, with one token per four characters."""
     made = [tuple(write(number)) for number in range(count)]
     return [SampledPrompt(parts, sum(len(part.text) for part in parts) // 4, shared_tokens) for parts in made]
 
@@ -43,7 +43,7 @@ def test_a_time_stamp_before_the_rules_is_found():
 
 
 def test_an_id_is_found_and_masked():
-    """A report is shown around; whole ids of customers have no place in it."""
+    """Reports are passed around and must not contain customers' full ids."""
     rng = random.Random(1)
     sample = prompts(lambda n: chat(f"Session {rng.randbytes(8).hex()}\n{RULES}", f"Question {n * 7919}?"))
 
@@ -54,7 +54,7 @@ def test_an_id_is_found_and_masked():
 
 
 def test_a_name_is_found():
-    """Any text will do: it need not look like anything."""
+    """Any varying text counts; it need not have a special format."""
     names = "Ada Bo Cid Dora Eve Finn Gus Hal Ida Jo".split()
     sample = prompts(lambda n: chat(f"You talk to {names[n % 10]}. {RULES}", f"Question {n * 7919}?"))
 
@@ -65,7 +65,7 @@ def test_a_name_is_found():
 
 
 def test_addresses_are_masked():
-    """The same for people."""
+    """Reports must not contain people's e-mail addresses."""
     sample = prompts(lambda n: chat(f"Customer {'abcdefgh'[n % 8]}{n}@example.org. {RULES}", "Hello there, friend"))
 
     assert set(only(advise(sample)).snippets) == {"Customer <email>"} or set(only(advise(sample)).snippets) == {
@@ -74,7 +74,7 @@ def test_addresses_are_masked():
 
 
 def test_shuffled_examples_are_found():
-    """Random few-shot order is a habit of evaluation code."""
+    """Evaluation code often uses a random order of few-shot examples."""
     rng = random.Random(2)
     sample = prompts(lambda n: chat("\n".join(rng.sample(EXAMPLES, 6)), f"Question {n * 7919}?"))
 
@@ -85,7 +85,7 @@ def test_shuffled_examples_are_found():
 
 
 def test_tools_in_changing_order_are_found():
-    """Tools that come out of a set or a map of a service."""
+    """Services may list tools from an unordered set or map."""
     rng = random.Random(3)
 
     def write(number: int) -> list[Part]:
@@ -95,11 +95,11 @@ def test_tools_in_changing_order_are_found():
     finding = only(advise(prompts(write)))
 
     assert finding.part.startswith("tools")
-    assert "one order" in finding.advice
+    assert "same order" in finding.advice
 
 
 def test_a_question_before_the_document_is_found():
-    """The document is the part to share; the question belongs behind it. It is one habit, whatever the document."""
+    """The document should be shared and the question should follow it. One finding covers all documents."""
     documents = [" ".join(f"Fact {n} of paper {d} says {n * d}." for n in range(60)) for d in range(1, 4)]
     sample = prompts(lambda n: [Part("prompt", f"Who is number {n * 7919}?\n\n{documents[n % 3]}")], count=60)
 
@@ -111,7 +111,7 @@ def test_a_question_before_the_document_is_found():
 
 
 def test_a_habit_before_many_texts_is_worth_telling_although_each_is_small():
-    """Forty system prompts, each with a time stamp: for some of them alone it would not pay."""
+    """Forty system prompts, each with a time stamp: one of them alone would not be worth a finding."""
     systems = [f"You are clerk {who}. " + " ".join(f"Duty {n * who} of {who}." for n in range(20)) for who in range(40)]
     sample = prompts(lambda n: chat(f"It is 12:{n % 50 + 10}:{n % 47 + 10}. {systems[n % 40]}", "Hello?"), count=160)
 
@@ -123,7 +123,7 @@ def test_a_habit_before_many_texts_is_worth_telling_although_each_is_small():
 
 
 def test_one_odd_prompt_does_not_hide_the_place():
-    """The first difference is that of the great majority."""
+    """The place is the first difference of the great majority."""
     sample = prompts(lambda n: chat(f"It is 2026-11-21 1{n % 10}:{n + 10}:07. {RULES}", f"Question {n * 7919}?"))
     sample.append(SampledPrompt(tuple(chat(f"IT IS LATE. {RULES}", "Hm?")), 500, 0))
 
@@ -154,7 +154,7 @@ def test_prompts_without_anything_in_common_give_no_advice():
 
 
 def test_what_is_shared_already_is_no_gain():
-    """Sharing is measured on the whole log: a sample must not invent savings."""
+    """Sharing is measured on the whole log, so that a sample does not suggest false savings."""
     sample = prompts(lambda n: chat(f"It is 1{n % 10}:{n + 10}. {RULES}", "Hello?"), shared_tokens=10_000)
 
     assert advise(sample) == []
@@ -162,5 +162,5 @@ def test_what_is_shared_already_is_no_gain():
 
 @pytest.mark.parametrize("sample", [[], [SampledPrompt((), 100, 0)], [SampledPrompt((Part("prompt", ""),), 0, 0)] * 3])
 def test_nothing_to_look_at_gives_no_advice(sample: list[SampledPrompt]):
-    """Empty logs, token ids, empty prompts."""
+    """Covers empty logs, token ids and empty prompts."""
     assert advise(sample) == []

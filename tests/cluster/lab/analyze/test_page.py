@@ -13,7 +13,7 @@ SESSION = re.compile(r"```console\n\$ homing (.*?)\n(.*?)```", re.DOTALL)
 
 
 def test_the_example_prints_what_the_page_shows(tmp_path: Path):
-    """A reader compares; the example is also the whole command on a log of text."""
+    """Readers compare their output; the example also covers the whole command on a log of texts."""
     page = PAGE.read_text()
     code = CODE.search(page)
     session = SESSION.search(page)

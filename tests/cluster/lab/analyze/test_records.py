@@ -1,4 +1,4 @@
-"""Lines of logs as people have them; and what is said about lines that cannot be read."""
+"""Log lines in the formats that people have, and the errors for unreadable lines."""
 
 import pytest
 
@@ -25,7 +25,7 @@ def timed(field: bytes) -> float | None:
     ("line", "expected"), [(CHAT, "openai"), (PROMPT, "openai"), (BATCH, "openai"), (TRACE, "mooncake")]
 )
 def test_the_first_line_shows_the_format(line: bytes, expected: str):
-    """Nobody should have to say what can be seen."""
+    """Users need not state a format that can be detected."""
     assert detect_format(line) == expected
 
 
@@ -35,7 +35,7 @@ def test_a_batch_line_is_its_body():
 
 
 def test_a_chat_is_what_the_template_is_given():
-    """Content parts are joined, arguments of tool calls become objects, as in the HTTP front."""
+    """Content parts are joined and tool call arguments become objects, as in the HTTP API."""
     line = (
         b'{"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],'
         b' "extra": 1}], "tools": [{"type": "function", "function": {"name": "f"}}], "temperature": 0.5,'
@@ -49,7 +49,7 @@ def test_a_chat_is_what_the_template_is_given():
 
 
 def test_a_list_of_prompts_is_several_requests():
-    """The server computes each of them."""
+    """The server computes each prompt as its own request."""
     line = b'{"prompt": ["one", "two"], "cache_salt": "s"}'
 
     assert [(request.prompt, request.salt) for request in read(line)] == [("one", "s"), ("two", "s")]
@@ -72,7 +72,7 @@ def test_a_list_of_prompts_is_several_requests():
     ],
 )
 def test_times_are_read_in_the_forms_that_logs_have(field: bytes, expected: float | None):
-    """Seconds, milliseconds and so on by their size, or ISO 8601."""
+    """Numbers are seconds, milliseconds and so on, depending on their size; strings are ISO 8601."""
     assert timed(field) == (None if expected is None else pytest.approx(expected, abs=1e-3))
 
 
@@ -93,7 +93,7 @@ def test_times_are_read_in_the_forms_that_logs_have(field: bytes, expected: floa
     ],
 )
 def test_a_malformed_line_is_named_or_counted(line: bytes, said: str):
-    """A log of a million lines cannot be searched by eye, and one bad line should not stop who does not care."""
+    """A log of a million lines cannot be searched by eye; users who accept losses may skip bad lines."""
     with pytest.raises(LogUnreadable, match=said):
         read(PROMPT, line, PROMPT)
 
@@ -103,24 +103,24 @@ def test_a_malformed_line_is_named_or_counted(line: bytes, said: str):
 
 
 def test_a_malformed_trace_line_is_named():
-    """The same for traces."""
+    """Trace lines get the same errors."""
     with pytest.raises(LogUnreadable, match=r"line 2: .*hash_ids"):
         read(TRACE, TRACE.replace(b"[4, 5]", b'"45"'))
 
 
-@pytest.mark.parametrize(("line", "said"), [(b"GET /", "no JSON object"), (b'{"question": 1}', "but question")])
+@pytest.mark.parametrize(("line", "said"), [(b"GET /", "not a JSON object"), (b'{"question": 1}', "but question")])
 def test_a_log_of_another_kind_is_refused(line: bytes, said: str):
-    """With the fields that were found, and the option that says the format."""
+    """The error names the fields found and the option that sets the format."""
     with pytest.raises(LogUnreadable, match=said):
         read(line)
 
 
 def test_a_malformed_first_line_is_counted_like_any_other() -> None:
-    """Logs are cut anywhere: the first line that can be read shows the format."""
+    """A log may start in the middle of a line: the format is detected from the first readable line."""
     reader = LogReader(skip_malformed=True)
 
     requests = list(reader.read([b'"age": 3}', b'{"prompt": "a"}']))
 
     assert len(requests) == reader.skipped_lines == 1
-    with pytest.raises(LogUnreadable, match="line 1: no JSON object"):
+    with pytest.raises(LogUnreadable, match="line 1: not a JSON object"):
         read(b'"age": 3}')

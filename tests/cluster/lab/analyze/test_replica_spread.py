@@ -1,4 +1,4 @@
-"""Spreading requests over replicas: what affinity keeps, and what it must not do."""
+"""Requests spread over replicas: what affinity keeps, and what it must avoid."""
 
 from collections import Counter
 
@@ -14,12 +14,12 @@ def curve_of(replicas: int, rule, log: list[list[str]]):
 
 
 def conversations(count: int, turns: int) -> list[list[str]]:
-    """Turn by turn; each prompt is the one before and one more block. No prefix is common to all."""
+    """Interleaved turns; each prompt extends its predecessor by one block. No prefix is common to all conversations."""
     return [[f"c{who}b{turn}" for turn in range(length)] for length in range(1, turns + 1) for who in range(count)]
 
 
 def test_one_replica_is_one_cache():
-    """Both rules."""
+    """Holds for both rules."""
     log = conversations(3, 4)
     alone = ReuseStack()
     for blocks in log:
@@ -31,7 +31,7 @@ def test_one_replica_is_one_cache():
 
 
 def test_affinity_keeps_conversations_together():
-    """Round robin over an odd number of replicas tears them apart."""
+    """Round robin over an odd number of replicas separates their turns."""
     log = conversations(4, 6)
 
     assert curve_of(3, Affine(), log).endless == curve_of(1, Affine(), log).endless
@@ -39,7 +39,7 @@ def test_affinity_keeps_conversations_together():
 
 
 def test_a_prefix_that_all_share_does_not_draw_everything_to_one_replica():
-    """The longest prefix alone would: every request begins with the same block."""
+    """Every request begins with the same block, so the longest prefix alone would choose one replica for all."""
     caches, rule = [ReuseStack() for _ in range(4)], Affine(lead_prompts=2)
     chosen: Counter[int] = Counter()
     for number in range(200):
@@ -52,7 +52,7 @@ def test_a_prefix_that_all_share_does_not_draw_everything_to_one_replica():
 
 
 def test_requests_that_share_nothing_go_where_least_was_done():
-    """No affinity: least loaded."""
+    """Without affinity, the least loaded replica is chosen."""
     caches, rule = [ReuseStack() for _ in range(3)], Affine()
     chosen = []
     for number in range(6):

@@ -1,4 +1,4 @@
-"""The curve of all sizes equals what caches of each size do: a naive list, and the real prefix cache."""
+"""The curve equals the hits of a cache of each size: compared with a naive list and with the real prefix cache."""
 
 from array import array
 
@@ -12,7 +12,7 @@ from homing.kvcache.hashing import BlockHash, BlockHasher, token_bytes
 from homing.kvcache.prefix_cache import PrefixCache
 
 BLOCK = 2
-#: Prompts over two token ids share prefixes of every length, and are often equal.
+#: Prompts over two token ids share prefixes of every length and are often equal.
 prompts = st.lists(st.lists(st.integers(0, 1), max_size=11), min_size=1, max_size=40)
 
 
@@ -21,12 +21,12 @@ def usable(prompt: list[int]) -> int:
 
 
 def named(prompt: list[int]) -> list[tuple[int, ...]]:
-    """Names of prefixes that hold the whole prefix: the most naive ones."""
+    """Block names in the simplest form: each is its whole prefix."""
     return [tuple(prompt[:end]) for end in range(BLOCK, len(prompt) + 1, BLOCK)]
 
 
 def naive_hits(log: list[list[int]], size: int) -> int:
-    """A list of blocks, the latest used first and of one chain the head first, cut off behind `size`."""
+    """Hits of an LRU list truncated at `size`: most recently used chains first, each from its first block."""
     order: list[tuple[int, ...]] = []
     hits = 0
     for prompt in log:
@@ -46,7 +46,7 @@ def stack_of(log: list[list[int]]) -> ReuseStack:
 
 @given(prompts)
 def test_every_size_finds_what_a_cut_list_finds(log: list[list[int]]):
-    """The runs and the tree are only a fast way to know each block's place."""
+    """The runs and the tree only speed up finding each block's place."""
     stack = stack_of(log)
 
     curve = stack.curve()
@@ -56,12 +56,12 @@ def test_every_size_finds_what_a_cut_list_finds(log: list[list[int]]):
 
 
 class Replay:
-    """One request after the other through the real cache."""
+    """Runs one request after the other through the real cache."""
 
     ROOT = BlockHash(bytes(16))
 
     def __init__(self, size: int) -> None:
-        # The null block is no room; the curve counts whole blocks.
+        # The null block is unusable, and the curve counts whole blocks.
         self._cache = PrefixCache(size + 1, BLOCK, partial_block_reuse=False)
         self._hasher = BlockHasher(BLOCK, seed=1)
 
@@ -84,7 +84,7 @@ class Replay:
 @given(prompts, st.integers(0, 12))
 @settings(max_examples=200)
 def test_the_real_cache_lies_within_one_block_of_the_curve(log: list[list[int]], more: int):
-    """A prompt's partial block takes room while it is computed; nothing else differs."""
+    """A prompt's partial block takes space while it is computed; there is no other difference."""
     size = max(1, *(-(-len(prompt) // BLOCK) for prompt in log)) + more
     replay = Replay(size)
 
@@ -98,7 +98,7 @@ def test_the_real_cache_lies_within_one_block_of_the_curve(log: list[list[int]],
 
 @given(prompts)
 def test_shared_blocks_are_those_of_two_requests(log: list[list[int]]):
-    """Counted on the way, without a set for each block."""
+    """The stack counts them incrementally, without a set of requests per block."""
     stack = stack_of(log)
 
     users = {block: sum(block in named(prompt) for prompt in log) for prompt in log for block in named(prompt)}
@@ -108,7 +108,7 @@ def test_shared_blocks_are_those_of_two_requests(log: list[list[int]]):
 
 @given(prompts, st.lists(st.integers(0, 1), max_size=11))
 def test_what_is_known_is_the_longest_prefix_of_any_request(log: list[list[int]], prompt: list[int]):
-    """The affine rule asks each replica for it."""
+    """The affine rule asks each replica for this number."""
     stack = stack_of(log)
 
     seen = {block for each in log for block in named(each)}
@@ -117,7 +117,7 @@ def test_what_is_known_is_the_longest_prefix_of_any_request(log: list[list[int]]
 
 @given(prompts)
 def test_used_since_counts_distinct_blocks_of_the_last_requests(log: list[list[int]]):
-    """The working set of a window."""
+    """This is the working set of a window."""
     stack = stack_of(log)
 
     for request in range(-1, len(log)):
@@ -126,7 +126,7 @@ def test_used_since_counts_distinct_blocks_of_the_last_requests(log: list[list[i
 
 
 def test_the_smallest_size_for_a_share():
-    """The recommendation stands on it."""
+    """The recommendation depends on it."""
     curve = HitCurve(array("q", [0, 2, 2, 8, 10]))
 
     assert [curve.size_for(share) for share in (0.1, 0.2, 0.5, 0.8, 0.95, 1.0)] == [2, 2, 4, 4, 5, 5]
@@ -134,7 +134,7 @@ def test_the_smallest_size_for_a_share():
 
 
 def test_a_log_without_reuse_has_a_flat_curve():
-    """And asks for no cache at all."""
+    """No cache is needed at all."""
     curve = stack_of([[0, 0], [1, 1]]).curve()
 
     assert (curve.endless, curve.size_for(0.95)) == (0, 0)
@@ -143,7 +143,7 @@ def test_a_log_without_reuse_has_a_flat_curve():
 
 @given(prompts, prompts)
 def test_lists_that_count_into_one_add_up_by_the_size_of_one(first: list[list[int]], second: list[list[int]]):
-    """Several replicas of one size each."""
+    """Models several replicas of equal size."""
     counts = PlaceCounts()
     for log in (first, second):
         stack = ReuseStack(counts)
@@ -158,7 +158,7 @@ def test_lists_that_count_into_one_add_up_by_the_size_of_one(first: list[list[in
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9))))
 def test_run_lengths_sum_like_a_list(changes: list[tuple[int, int]]):
-    """Appending and changing mixed, as the stack does."""
+    """Appends and changes are mixed, as in the stack."""
     runs, plain = RunLengths(), []
     for place, value in changes:
         if place < len(plain):
@@ -176,7 +176,7 @@ def test_run_lengths_sum_like_a_list(changes: list[tuple[int, int]]):
 
 @pytest.mark.parametrize("chains", [[[5, 7], [7], [5, 8]], [[1, 1, 1], [1, 1]]])
 def test_equal_ids_behind_different_prefixes_get_different_names(chains: list[list[int]]):
-    """Some traces name the content of a block only; a cache shares prefixes."""
+    """Some traces' ids identify only a block's own content, while a cache shares prefixes."""
     names: dict[tuple[int, int], int] = {}
 
     made = {tuple(chain[: end + 1]): name for chain in chains for end, name in enumerate(prefix_names(names, chain))}

@@ -1,4 +1,4 @@
-"""`homing simulate` from its words to its table, files and mistakes."""
+"""`homing simulate`: its options, table, files and errors."""
 
 import gzip
 import io
@@ -35,7 +35,7 @@ def trace(tmp_path: Path) -> Path:
 
 
 def test_policies_stand_side_by_side(trace: Path) -> None:
-    """One row each, in the order asked for."""
+    """One row per policy, in the order given."""
     told = output(["simulate", str(trace), "--policies", "expected-ttft,rr,oracle", "--replicas", "2", "--load", "0.5"])
 
     rows = [line.split()[0] for line in told.splitlines()[3:]]
@@ -44,19 +44,19 @@ def test_policies_stand_side_by_side(trace: Path) -> None:
 
 
 def test_the_results_can_be_read_by_programs(tmp_path: Path) -> None:
-    """And equal runs give equal numbers, but for the time they took."""
+    """Equal runs give equal numbers, except for the run time."""
     found = []
     for name in ("a.json", "b.json"):
         output([*QUICK, "--policies", "expected-ttft,sglang", "--speed", "5", "--json", str(tmp_path / name)])
         results = json.loads((tmp_path / name).read_text())["results"]
-        found.append([{k: v for k, v in row.items() if k not in ("wall_s", "simulated_per_s")} for row in results])
+        found.append([{k: v for k, v in row.items() if k not in ("cpu_s", "simulated_per_s")} for row in results])
 
     assert found[0] == found[1]
     assert [row["finished"] for row in found[0]] == [60, 60]
 
 
 def test_a_higher_rate_draws_more_users_not_faster_ones(tmp_path: Path) -> None:
-    """Pauses stay as they are, so that turns of one conversation do not overlap, and all predictions hold."""
+    """Pauses stay unchanged, so that turns of one conversation do not overlap and all predictions hold."""
     many = ["simulate", "--policies", "expected-ttft", "--replicas", "64", "--requests", "800", "--rate", "400"]
     output([*many, "--json", str(tmp_path / "found.json")])
 
@@ -64,7 +64,7 @@ def test_a_higher_rate_draws_more_users_not_faster_ones(tmp_path: Path) -> None:
 
 
 def test_a_page_is_drawn(tmp_path: Path) -> None:
-    """Self-contained: nothing is fetched."""
+    """The page is self-contained and loads nothing."""
     pytest.importorskip("matplotlib")
 
     output([*QUICK, "--policies", "expected-ttft,oracle", "--plot", str(tmp_path / "page.html")])
@@ -75,15 +75,15 @@ def test_a_page_is_drawn(tmp_path: Path) -> None:
 
 
 def test_a_scenario_with_a_fault_says_when_hits_were_back() -> None:
-    """That is what a restart costs."""
+    """The recovery time is the cost of a fault. A scenario without one has no recovery to report."""
     told = output(["simulate", "--scenario", "burst", "--requests", "300", "--policies", "expected-ttft,llm-d"])
 
     assert told.startswith("burst: ")
     assert "recovery" not in told
 
 
-def test_the_replicas_for_a_target_are_told() -> None:
-    """What a cluster should be ordered with."""
+def test_the_replicas_for_a_target_are_reported() -> None:
+    """Users size their clusters with this number."""
     told = output([*QUICK, "--policies", "expected-ttft", "--speed", "20", "--ttft-target", "0.5"])
 
     assert "replicas for a mean TTFT of 0.5 s: expected-ttft " in told
@@ -92,15 +92,15 @@ def test_the_replicas_for_a_target_are_told() -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["simulate", "--policies", "fastest"], "no policy 'fastest'"),
-        (["simulate", "--scenario", "doom"], "no scenario 'doom'"),
+        (["simulate", "--policies", "fastest"], "unknown policy 'fastest'"),
+        (["simulate", "--scenario", "doom"], "unknown scenario 'doom'"),
         (["simulate", "nowhere.jsonl"], "nowhere.jsonl cannot be read"),
         (["simulate", "--prefill-rate", "100"], "--decode-step-ms go together"),
         (["simulate", "--plot", "x.bmp"], "x.bmp"),
     ],
 )
 def test_mistakes_are_named(words: list[str], says: str) -> None:
-    """One line, before hours of work."""
+    """Errors take one line and come before any long computation."""
     with pytest.raises(Exception, match=says) as caught:
         run(words, io.StringIO())
 
@@ -109,7 +109,7 @@ def test_mistakes_are_named(words: list[str], says: str) -> None:
 
 @pytest.fixture
 def log(tmp_path: Path) -> Path:
-    """Requests as clients send them: three conversations that share a system prompt."""
+    """Requests as clients send them: three different conversations that share a system prompt."""
     path = tmp_path / "requests.jsonl"
     system = {"role": "system", "content": "You are helpful, and you know the house rules by heart. " * 20}
     lines = [
@@ -121,7 +121,7 @@ def log(tmp_path: Path) -> Path:
 
 
 def test_a_log_of_requests_is_simulated_like_a_trace(log: Path, tmp_path: Path) -> None:
-    """What `homing analyze` reads: the texts are tokenized and hashed, and what they share is hit."""
+    """The same logs as for `homing analyze`: texts are tokenized and hashed, so shared prefixes are hit."""
     found = tmp_path / "found.json"
 
     told = output(["simulate", str(log), "--policies", "expected-ttft,rr", "--replicas", "2", "--json", str(found)])
@@ -133,7 +133,7 @@ def test_a_log_of_requests_is_simulated_like_a_trace(log: Path, tmp_path: Path) 
 
 
 def test_a_packed_trace_is_read_as_it_is(trace: Path, tmp_path: Path) -> None:
-    """As by `homing analyze`."""
+    """Compressed traces work as in `homing analyze`."""
     packed = tmp_path / "trace.jsonl.gz"
     packed.write_bytes(gzip.compress(trace.read_bytes()))
 
@@ -141,7 +141,7 @@ def test_a_packed_trace_is_read_as_it_is(trace: Path, tmp_path: Path) -> None:
 
 
 def test_rates_are_taken_from_a_running_cluster(trace: Path) -> None:
-    """The mean over its replicas, as the load reports have them."""
+    """The rates are the means over the cluster's replicas, from their load reports."""
     replicas = [{"prefill_tokens_per_s": rate, "decode_step_s": 0.02} for rate in (1000.0, 3000.0)]
 
     with answering({"/cluster": {"replicas": replicas}}) as url:
@@ -155,18 +155,18 @@ def test_rates_are_taken_from_a_running_cluster(trace: Path) -> None:
     ("words", "complaint"),
     [
         (["-"], "standard input"),
-        (["--calibrate", "http://127.0.0.1:1", "--prefill-rate", "5"], "leave one out"),
+        (["--calibrate", "http://127.0.0.1:1", "--prefill-rate", "5"], "give one or the other"),
         (["--event-loss", "1.5"], "cannot be lost"),
     ],
 )
 def test_what_cannot_be_run_is_refused_with_a_remedy(words: list[str], complaint: str) -> None:
-    """Before anything was read or computed."""
+    """Refused before anything is read or computed."""
     with pytest.raises(SettingsError, match=complaint):
         output(["simulate", *words])
 
 
 def test_losses_have_columns_of_their_own(trace: Path) -> None:
-    """Only where something can be lost."""
+    """The columns appear only if messages can be lost."""
     told = output(["simulate", str(trace), "--policies", "expected-ttft", "--event-loss", "0.3"])
 
     header, row = told.splitlines()[2:4]
@@ -180,7 +180,7 @@ def without_speed(told: str) -> list[list[str]]:
 
 @contextmanager
 def answering(answers: dict[str, object]) -> Iterator[str]:
-    """A server of these documents."""
+    """A server that answers each path with its document."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -199,7 +199,7 @@ def answering(answers: dict[str, object]) -> Iterator[str]:
 
 
 def test_the_number_of_replicas_follows_demand_beside_fixed_numbers(trace: Path) -> None:
-    """The autoscaler of production; what it costs is told in replicas."""
+    """Uses production's autoscaler; its cost is reported as a number of replicas."""
     told = output([*QUICK, "--speed", "4", "--autoscale", "1:4", "--start-s", "5", "--ttft-target", "0.2"])
 
     assert "1:4 replicas" in told

@@ -1,4 +1,4 @@
-"""What routers learn over a channel that is late and lossy: never anything false, and in the end everything."""
+"""Routers behind a delayed and lossy channel never learn anything false, and in the end learn everything."""
 
 from random import Random
 
@@ -28,7 +28,7 @@ LIMITS = ReplicaLimits(blocks=100, block_tokens=100)
 
 
 class Notebook(RoundRobin):
-    """A router whose policy notes the load reports that it gets."""
+    """A router whose policy records the load reports that it gets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def changes_of(before: set[int], after: set[int]) -> list[Change]:
 def test_a_router_holds_what_the_replica_once_held_and_in_the_end_what_it_holds(
     states: list[set[int]], loss: float, resync_s: float, seed: int
 ) -> None:
-    """Whatever is lost: nothing is applied past a hole, time never runs backwards, and quiet makes it exact."""
+    """No update is applied past a gap, the state never goes backwards, and after a quiet time it is exact."""
     queue, book = EventQueue(), Notebook()
     history: list[set[int]] = [set()]
     reached = 0
@@ -80,7 +80,7 @@ def test_a_router_holds_what_the_replica_once_held_and_in_the_end_what_it_holds(
     def heard(_: SimulatedRouter) -> None:
         nonlocal reached
         later = [place for place in range(reached, len(history)) if history[place] == book.held]
-        assert later, f"{book.held} was never held behind state {reached} of {history}"
+        assert later, f"{book.held} was never held after state {reached} of {history}"
         reached = later[0]
 
     channel = Channel(delay_s=0.02, loss=loss, resync_s=resync_s, wire=True)
@@ -98,7 +98,7 @@ def test_a_router_holds_what_the_replica_once_held_and_in_the_end_what_it_holds(
 
 
 def test_without_loss_and_wire_nothing_is_asked_for() -> None:
-    """The shortest way: the same values, a delay later."""
+    """The shortest path: the same updates, one delay later."""
     queue, book = EventQueue(), Notebook()
     delivery = Channel(delay_s=0.5).delivery(queue, lambda _: None, Random(0))
     replica = SimulatedReplica("r0", MODEL, LIMITS, SmoothedRates(1000.0, 0.01))
@@ -129,7 +129,7 @@ def test_a_load_report_that_was_lost_comes_with_the_next_heartbeat() -> None:
 
 
 def test_what_is_on_its_way_from_a_lost_replica_does_not_arrive() -> None:
-    """Its successor of the same name holds nothing of it."""
+    """A new replica of the same name holds none of the old one's blocks."""
     queue, book = EventQueue(), Notebook()
     delivery = Channel(delay_s=1.0, wire=True).delivery(queue, lambda _: None, Random(0))
     delivery.follow(book.router, SimulatedReplica("r0", MODEL, LIMITS, SmoothedRates(1000.0, 0.01)))
@@ -152,7 +152,7 @@ def chats() -> list[Arrival]:
 
 
 def test_after_quiet_every_router_knows_every_cache_exactly() -> None:
-    """Production's placement behind production's stream, with losses, late answers, restarts and evictions."""
+    """Production's placement and event stream, with losses, late answers, restarts and evictions."""
     faults = (
         Fault(30.0, Simulation.kill, "r1"),
         Fault(35.0, Simulation.join, "r1"),
@@ -175,7 +175,7 @@ def test_after_quiet_every_router_knows_every_cache_exactly() -> None:
 
 
 def test_the_real_stream_without_loss_changes_next_to_nothing() -> None:
-    """But for the first snapshots, the routers learn the same at the same times."""
+    """Except for the first snapshots, the routers learn the same at the same times."""
     direct = run(setup_of(replicas=3, channel=Channel(delay_s=0.01)), chats(), cpu_s=lambda: 0.0)
 
     wire = run(setup_of(replicas=3, channel=Channel(delay_s=0.01, wire=True)), chats(), cpu_s=lambda: 0.0)
@@ -187,6 +187,6 @@ def test_the_real_stream_without_loss_changes_next_to_nothing() -> None:
 
 @pytest.mark.parametrize("loss", [-0.1, 1.0])
 def test_a_share_that_cannot_be_lost_is_refused(loss: float) -> None:
-    """With all of them lost no router would ever be exact, and the run never end."""
+    """If all messages were lost, no router would ever be exact, and the run would never end."""
     with pytest.raises(SettingsError, match="cannot be lost"):
         Channel(loss=loss)

@@ -1,4 +1,4 @@
-"""A modelled replica: its times, its cache and its bookkeeping."""
+"""A simulated replica: its times, its cache and its accounting."""
 
 from collections.abc import Iterator
 from random import Random
@@ -31,7 +31,7 @@ def add(replica: SimulatedReplica, number: int, request: Arrival, now: float) ->
 
 
 def run(replica: SimulatedReplica) -> dict[int, tuple[float, float]]:
-    """Until it is idle: when each request had its first token, and its last."""
+    """Run until idle; returns the times of each request's first and last token."""
     first: dict[int, float] = {}
     last: dict[int, float] = {}
     while (now := replica.next_at) is not None:
@@ -43,14 +43,14 @@ def run(replica: SimulatedReplica) -> dict[int, tuple[float, float]]:
 
 
 def test_a_lone_request_takes_its_prefill_and_its_decode_steps(replica: SimulatedReplica) -> None:
-    """1,000 tokens at 1,000 a second, then four more tokens at 10 ms."""
+    """1,000 tokens at 1,000 per second, then four more tokens at 10 ms each."""
     add(replica, 1, arrival(0, list(range(10)), output=5), 0.0)
 
     assert run(replica)[1] == pytest.approx((1.0, 1.04))
 
 
 def test_a_prefix_that_is_there_is_not_computed_again(replica: SimulatedReplica) -> None:
-    """But for the last token of an equal prompt: its logits are wanted."""
+    """Only the last token of an equal prompt is computed, for its logits."""
     add(replica, 1, arrival(0, list(range(10))), 0.0)
     run(replica)
 
@@ -61,7 +61,7 @@ def test_a_prefix_that_is_there_is_not_computed_again(replica: SimulatedReplica)
 
 
 def test_prefills_run_first_come_first_served() -> None:
-    """One step has room for one prompt here, so that the second waits for the first."""
+    """A step here fits one prompt, so that the second waits for the first."""
     replica = replica_of(max_batched_tokens=1000)
     add(replica, 1, arrival(0, list(range(10))), 0.0)
     add(replica, 2, arrival(0, list(range(10, 15))), 0.0)
@@ -71,8 +71,8 @@ def test_prefills_run_first_come_first_served() -> None:
     assert (times[1][0], times[2][0]) == pytest.approx((1.0, 1.5))
 
 
-def test_decoding_goes_on_beside_a_prefill_at_the_pace_of_its_steps() -> None:
-    """Each step of 500 tokens takes 0.5 s and the decode's 10 ms, and gives the other request one token."""
+def test_decoding_continues_during_a_prefill_at_the_pace_of_its_steps() -> None:
+    """Each step of 500 tokens takes 0.5 s plus the decode's 10 ms, and gives the other request one token."""
     replica = replica_of(max_batched_tokens=501)
     add(replica, 1, arrival(0, [0], output=4), 0.0)
     replica.advance(replica.next_at or 0.0)
@@ -85,7 +85,7 @@ def test_decoding_goes_on_beside_a_prefill_at_the_pace_of_its_steps() -> None:
 
 
 def test_a_request_that_finds_no_block_waits_until_one_is_free() -> None:
-    """Admission is by blocks: the second prompt does not fit beside the first one's answer."""
+    """Admission depends on free blocks: the second prompt does not fit next to the first one's answer."""
     replica = replica_of(blocks=12)
     add(replica, 1, arrival(0, list(range(9)), output=50), 0.0)
     add(replica, 2, arrival(0, list(range(20, 29))), 0.0)
@@ -96,7 +96,7 @@ def test_a_request_that_finds_no_block_waits_until_one_is_free() -> None:
 
 
 def test_the_latest_request_gives_way_when_decodes_run_out_of_blocks() -> None:
-    """It is computed again later, and nobody loses a token."""
+    """The preempted request is computed again later, and no token is lost."""
     replica = replica_of(blocks=10)
     add(replica, 1, arrival(0, list(range(4)), output=250), 0.0)
     add(replica, 2, arrival(0, list(range(20, 24)), output=250), 0.0)
@@ -108,7 +108,7 @@ def test_the_latest_request_gives_way_when_decodes_run_out_of_blocks() -> None:
 
 
 def test_a_request_gets_no_token_after_its_last_one_when_another_wants_a_block_in_that_step() -> None:
-    """It leaves before anyone looks for memory: preempted, it would draw a token too many, or never fit again."""
+    """It must leave before blocks are allocated: if preempted, it would get one token too many or never fit again."""
     replica = replica_of(blocks=2)
     add(replica, 1, arrival(0, [], tail=50, output=100), 0.0)
     ending = add(replica, 2, arrival(0, [], tail=50, output=50), 0.0)
@@ -121,7 +121,7 @@ def test_a_request_gets_no_token_after_its_last_one_when_another_wants_a_block_i
 
 @pytest.mark.parametrize("seed", range(5))
 def test_every_request_ends_and_its_tokens_add_up(seed: int) -> None:
-    """Whatever comes together: with evictions, preemptions and shared prefixes, in a pool that is always full."""
+    """Evictions, preemptions and shared prefixes are combined in a pool that is always full."""
     rng = Random(seed)
     replica = replica_of(blocks=30, max_batched_tokens=300, max_running_requests=6)
     now, works = 0.0, []

@@ -1,4 +1,4 @@
-"""Numbers that do not grow with the trace."""
+"""Statistics whose size does not grow with the trace."""
 
 import pytest
 from hypothesis import given
@@ -9,7 +9,7 @@ from homing.cluster.lab.simulate.results import Durations, Windows
 
 @given(st.lists(st.floats(1e-4, 1e4), min_size=1, max_size=200), st.sampled_from([0.5, 0.9, 0.99]))
 def test_quantiles_are_exact_to_one_per_cent(values: list[float], share: float) -> None:
-    """A histogram instead of a list; the error is half a bucket."""
+    """A histogram replaces the list of values; its error is at most half a bucket."""
     durations = Durations()
     for value in values:
         durations.add(value)
@@ -21,7 +21,7 @@ def test_quantiles_are_exact_to_one_per_cent(values: list[float], share: float) 
 
 
 def test_a_curve_rises_to_one() -> None:
-    """It is a distribution."""
+    """The curve is a cumulative distribution."""
     durations = Durations()
     for value in (0.1, 0.2, 0.2, 5.0):
         durations.add(value)

@@ -1,4 +1,4 @@
-"""Autoscaling in simulation: no request is lost whatever comes and goes, and it costs less than the most replicas."""
+"""Simulated autoscaling: no request is lost while replicas come and go, and the mean stays below the maximum."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ CHATS = Chats(requests=600, block_tokens=100, rate_per_s=30.0, system_tokens=400
 
 
 def waves() -> list[Arrival]:
-    """A rush, a long silence, another rush."""
+    """Two bursts of requests with a long pause between them."""
     first = list(conversations(CHATS))
     gap = first[-1].at_s + 600.0
     return [*first, *(replace(arrival, at_s=arrival.at_s + gap) for arrival in first)]
@@ -27,7 +27,7 @@ def scaled(terms: ScalingTerms, start_s: float = 10.0) -> Scaled:
 
 @pytest.mark.parametrize("least", [0, 1])
 def test_every_request_is_answered_while_replicas_come_and_go(least: int) -> None:
-    """From nothing, too: the first ones are held until a replica is there."""
+    """With a minimum of zero, the first requests are held until a replica is ready."""
     run = scaled(ScalingTerms(least=least, most=6, target_s=0.2, down_after_s=30.0))
 
     assert run.result.finished == run.result.requests == 1200
@@ -39,7 +39,7 @@ def test_every_request_is_answered_while_replicas_come_and_go(least: int) -> Non
 
 
 def test_equal_runs_are_equal() -> None:
-    """A tuning compares one thing only."""
+    """Tuning runs must differ only in the tuned setting."""
     terms = ScalingTerms(least=1, most=4, target_s=0.2)
 
     assert scaled(terms) == scaled(terms)

@@ -1,4 +1,4 @@
-"""Whole runs: nothing is lost, nothing is random, and what is known by hand comes out."""
+"""Complete simulations: no request is lost, runs are deterministic, and results computed by hand are reproduced."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -37,7 +37,7 @@ def result_of(policy: str, arrivals: Sequence[Arrival], faults: Sequence[Fault] 
 
 @pytest.mark.parametrize("policy", policy_names())
 def test_every_request_ends_and_a_run_is_determined_by_its_seed(policy: str) -> None:
-    """Whoever steers, and with events that come late. Two runs that are compared must differ in one thing only."""
+    """Holds for every policy, even with late events. Compared runs must differ only in what is compared."""
     late = Channel(delay_s=0.1)
     first, second = (result_of(policy, chats(3.0), replicas=3, seed=5, channel=late) for _ in range(2))
 
@@ -47,7 +47,7 @@ def test_every_request_ends_and_a_run_is_determined_by_its_seed(policy: str) -> 
 
 @pytest.mark.parametrize("policy", [name for name in policy_names() if name != ORACLE])
 def test_no_request_is_lost_with_its_replica_or_router(policy: str) -> None:
-    """Requests of a lost replica go on elsewhere; a router that starts anew finishes what the old one began."""
+    """Requests of a lost replica continue elsewhere, and a restarted router finishes its old requests."""
     faults = (
         Fault(60.0, Simulation.kill, "r1"),
         Fault(65.0, Simulation.restart_router, 0),
@@ -62,7 +62,7 @@ def test_no_request_is_lost_with_its_replica_or_router(policy: str) -> None:
 
 
 def test_what_is_held_is_hit() -> None:
-    """Three equal prompts, one after the other: the second and the third find all but their last block."""
+    """Three equal prompts in sequence: the second and the third hit all but their last block."""
     result = result_of(
         "expected-ttft", [arrival(at_s, list(range(9)), tail=100) for at_s in (0.0, 5.0, 10.0)], replicas=4
     )
@@ -73,7 +73,7 @@ def test_what_is_held_is_hit() -> None:
 
 
 def test_the_oracle_hits_at_least_as_much_as_any_router() -> None:
-    """It has what any replica holds, on each of them; but who waits for a sibling to compute a prefix finds it, too."""
+    """The oracle hits what any replica holds, but a request that waits for a sibling's prefill hits that, too."""
     oracle = result_of(ORACLE, chats(3.0), replicas=4)
 
     others = [result_of(policy, chats(3.0), replicas=4) for policy in policy_names()]
@@ -82,14 +82,14 @@ def test_the_oracle_hits_at_least_as_much_as_any_router() -> None:
 
 
 def test_predictions_are_exact_without_delay_and_evictions() -> None:
-    """The index is the very set that the replicas hold."""
+    """The index then always equals the replicas' caches."""
     result = result_of("expected-ttft", chats(2.0), replicas=4, blocks=10_000)
 
     assert result.exact_rate == 1.0
 
 
 def test_without_reuse_nothing_is_lost_against_least_loaded() -> None:
-    """The field's most cited failure of cache-aware routers: here it is the very same run."""
+    """A common failure of cache-aware routers; here the results must be those of the same run."""
     drawn = list(siblings(Siblings(requests=500, prefix_tokens=0, tail_tokens=900, block_tokens=100, rate_per_s=3.0)))
 
     ours, plain = (result_of(policy, drawn, replicas=4) for policy in ("expected-ttft", "least-loaded"))
@@ -103,9 +103,9 @@ def test_without_reuse_nothing_is_lost_against_least_loaded() -> None:
 def test_a_burst_on_a_cold_prefix_is_computed_once_on_each_replica_that_was_idle(
     model: StepTimes, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """100 requests with one new prefix of 2,000 tokens: on fewer than all 8, each would wait longer for nobody's gain.
+    """100 requests with one new prefix of 2,000 tokens: on fewer than all 8 replicas, each would wait longer.
 
-    By rates, 13 tails of 64 ms behind a prefix of 2 s on each; on five replicas it would be 20.
+    With RateModel, each replica computes the 2 s prefix and 13 tails of 64 ms; with five replicas it would be 20 tails.
     """
     drawn = siblings(
         Siblings(requests=100, groups=1, rate_per_s=0.0, block_tokens=16, prefix_tokens=2000, tail_tokens=64)
@@ -124,14 +124,14 @@ def test_a_burst_on_a_cold_prefix_is_computed_once_on_each_replica_that_was_idle
 
 
 def test_a_prompt_that_fits_nowhere_is_refused_and_counted() -> None:
-    """It would wait for ever."""
+    """Otherwise it would wait for ever."""
     result = result_of("expected-ttft", [arrival(0.0, list(range(300))), arrival(1.0, [1])], replicas=2)
 
     assert (result.rejected, result.finished) == (1, 1)
 
 
 def test_a_restarted_router_of_ours_knows_at_once_what_replicas_hold() -> None:
-    """It gets snapshots; the hit share does not suffer."""
+    """The new router gets snapshots, so the hit rate does not suffer."""
     steady = result_of("expected-ttft", chats(2.0), replicas=4)
 
     restarted = result_of("expected-ttft", chats(2.0), (Fault(100.0, Simulation.restart_router, 0),), replicas=4)
@@ -140,7 +140,7 @@ def test_a_restarted_router_of_ours_knows_at_once_what_replicas_hold() -> None:
 
 
 def test_nobody_beats_the_oracle_where_memory_is_short() -> None:
-    """It is a bound also where requests wait for blocks: conversations of programs, a few of which fit."""
+    """The oracle is a bound even where requests wait for blocks: few of the agents' conversations fit in memory."""
     drawn = list(agents(Agents(requests=250, conversations=18)))
     fleet = {"replicas": 2, "limits": ReplicaLimits(blocks=512, block_tokens=512), "model": MockerModel()}
     oracle = result_of(ORACLE, drawn, **fleet)
@@ -153,11 +153,11 @@ def test_nobody_beats_the_oracle_where_memory_is_short() -> None:
 
 
 def test_at_its_capacity_a_fleet_keeps_up_and_above_it_does_not() -> None:
-    """Capacity is a rate that was tried, whatever the rate of the traffic as drawn."""
+    """Capacity is measured by trial, independent of the rate at which the traffic was generated."""
     setup, drawn = setup_of(replicas=3), list(siblings(Siblings(requests=400, prefix_tokens=0, tail_tokens=500)))
     capacity, drawn_rate = capacity_per_s(setup, drawn), facts(drawn).rate_per_s
 
-    assert capacity == pytest.approx(3 * 2.0, rel=0.15)  # each prompt takes half a second of three replicas
+    assert capacity == pytest.approx(3 * 2.0, rel=0.15)  # three replicas take half a second per prompt
     assert capacity == pytest.approx(capacity_per_s(setup, compress(drawn, 7.0)), rel=0.1)
     below, above = (
         result_of("queue-2-misses", compress(drawn, share * capacity / drawn_rate), replicas=3) for share in (0.7, 1.5)
@@ -166,7 +166,7 @@ def test_at_its_capacity_a_fleet_keeps_up_and_above_it_does_not() -> None:
 
 
 def test_a_long_prompt_costs_what_its_steps_cost() -> None:
-    """As in Dynamo's mocker: 64k tokens are eight steps of 8,192, 1.35 s in all."""
+    """As in Dynamo's mocker: 64k tokens take eight steps of 8,192 and 1.35 s in total."""
     model = MockerModel()
 
     assert 8 * model.prefill_s(8192) == pytest.approx(1.353, abs=0.001)

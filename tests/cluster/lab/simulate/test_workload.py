@@ -1,4 +1,4 @@
-"""Requests, recorded and drawn."""
+"""Recorded and generated requests."""
 
 from itertools import pairwise
 
@@ -37,12 +37,12 @@ def test_only_full_blocks_have_names() -> None:
 
 
 def test_a_compressed_trace_is_the_same_in_less_time() -> None:
-    """Load is scaled by time alone."""
+    """Load is scaled only by compressing time."""
     assert [request.at_s for request in compress(recorded(), 4.0)] == [0.0, 0.5]
 
 
 def test_rounds_follow_each_other_and_share_nothing() -> None:
-    """A repeated trace must not hit what the round before left behind."""
+    """A repetition must not hit blocks that the previous round cached."""
     twice = list(repeated(lambda: iter(recorded()), 2))
 
     assert [request.at_s for request in twice] == [0.0, 2.0, 4.0, 6.0]
@@ -50,7 +50,7 @@ def test_rounds_follow_each_other_and_share_nothing() -> None:
 
 
 def test_drawn_conversations_come_in_order_and_grow() -> None:
-    """A turn holds its conversation's blocks, and each system prompt is one chain."""
+    """Each turn repeats its conversation's blocks, and each system prompt is one chain."""
     drawn = list(conversations(Chats(requests=500)))
 
     assert all(before.at_s <= after.at_s for before, after in pairwise(drawn))
@@ -63,7 +63,7 @@ def test_drawn_conversations_come_in_order_and_grow() -> None:
 
 
 def test_a_blocks_name_stands_for_its_whole_prefix() -> None:
-    """Equal names at different places, or behind different blocks, would be hits that no cache has."""
+    """Equal block names at different places or after different blocks would be hits that no cache has."""
     for drawn in (conversations(Chats(requests=300)), siblings(Siblings(requests=300, tenants=3, shift_every_s=5.0))):
         before: dict[int, int | None] = {}
         for request in drawn:
@@ -73,7 +73,7 @@ def test_a_blocks_name_stands_for_its_whole_prefix() -> None:
 
 
 def test_tenants_share_texts_and_no_blocks() -> None:
-    """That is what a router cannot see that knows texts alone."""
+    """A router that sees only texts cannot distinguish them."""
     drawn = list(siblings(Siblings(requests=200, groups=1, tenants=4)))
 
     assert len({(request.text or ())[:8] for request in drawn}) == 1
@@ -81,14 +81,14 @@ def test_tenants_share_texts_and_no_blocks() -> None:
 
 
 def test_facts_add_up() -> None:
-    """One pass tells what a run will be about."""
+    """One pass summarizes a workload."""
     about = facts(recorded())
 
     assert (about.requests, about.span_s) == (2, 2.0)
 
 
 def test_agents_grow_share_their_systems_and_are_cut_down() -> None:
-    """Equal seeds give equal traffic; names stand for whole prefixes; no context outgrows its limit."""
+    """Equal seeds give equal traffic; block names identify whole prefixes; no context exceeds its limit."""
     drawn = Agents(requests=1500, seed=3, conversations=30, kinds=4)
     turns = list(agents(drawn))
     most = drawn.context_tokens + 1
@@ -97,7 +97,7 @@ def test_agents_grow_share_their_systems_and_are_cut_down() -> None:
     assert all(before.at_s <= after.at_s for before, after in pairwise(turns))
     assert all(14_000 < turn.tokens < most and len(turn.blocks) == turn.tokens // 512 for turn in turns)
     assert len({turn.blocks[0] for turn in turns}) == 4
-    assert len({turn.session for turn in turns}) > 30 + 15, "no sub-agents, and nobody follows one that ended"
+    assert len({turn.session for turn in turns}) > 30 + 15, "no sub-agents, and no successors of finished conversations"
     parents = {block: parent for turn in turns for parent, block in pairwise((None, *turn.blocks))}
     assert all(parents[block] == parent for turn in turns for parent, block in pairwise((None, *turn.blocks)))
     by_session: dict[str | None, list[int]] = {}
@@ -109,7 +109,7 @@ def test_agents_grow_share_their_systems_and_are_cut_down() -> None:
 
 
 def test_agents_pause_as_recorded() -> None:
-    """Most tools answer at once, some take minutes: from the time between turns, less what the answer takes."""
+    """Most tools answer at once, some take minutes. A pause is the time between turns minus the answer's duration."""
     turns = list(agents(Agents(requests=3000, seed=1, conversations=20, sub_agents=0.0)))
     last: dict[str | None, Arrival] = {}
     pauses = []
@@ -123,7 +123,7 @@ def test_agents_pause_as_recorded() -> None:
 
 
 def test_questions_share_what_they_begin_with_alone() -> None:
-    """A block's name stands for all before it: equal names have equal parents, and order matters."""
+    """A block's name identifies its whole prefix: equal names have equal parents, and the order matters."""
     drawn = list(questions(Documents(requests=500, seed=3)))
     parents = {block: parent for each in drawn for parent, block in pairwise((None, *each.blocks))}
 
@@ -139,7 +139,7 @@ def test_questions_share_what_they_begin_with_alone() -> None:
 
 
 def test_a_batch_comes_at_once_with_one_prefix_and_tails_of_many_lengths() -> None:
-    """As a job that asks the same of many texts."""
+    """Like a job that asks the same question about many texts."""
     drawn = list(siblings(Siblings(requests=200, groups=4, burst=50, spread=1.0, tail_tokens=2000, rate_per_s=1.0)))
 
     for start in range(0, 200, 50):

@@ -1,4 +1,4 @@
-"""Kernels for a CPU run with the instructions of this processor and with those of every other one."""
+"""CPU kernels are tested with this processor's own instructions and with those that every processor has."""
 
 import pytest
 
@@ -9,8 +9,8 @@ from homing.replica.kernels.cpu.runtime.vectors import NATIVE, WIDENED, dot
 
 @pytest.fixture(params=[pytest.param(NATIVE, id="native"), pytest.param(WIDENED, id="widened")])
 def instructions(request, monkeypatch):
-    """Those of this processor, and those of every other one."""
+    """Run a test with native bfloat16 products, and with products in widened numbers."""
     if request.param is NATIVE is not dot():
-        pytest.skip("this processor has no products of bfloat16")
+        pytest.skip("this processor has no bfloat16 products")
     for module in (decode, prefill, product):
         monkeypatch.setattr(module, "dot", lambda: request.param)

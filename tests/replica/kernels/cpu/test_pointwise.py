@@ -1,4 +1,4 @@
-"""Gathered rows are copies, bit for bit, rotary tables equal float64, and masks hide what they do not allow."""
+"""Gathered rows are exact copies, rotary tables equal float64, and masks hide exactly the disallowed tokens."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ PAIRS = [
 @pytest.mark.parametrize(("implementation", "dtype"), PAIRS)
 @pytest.mark.parametrize("places", [[], [3], [8, 0, 0, 7, 8]])
 def test_taken_rows_equal_the_table(implementation, dtype, places, device):
-    """In any order, repeated, none at all, and from a table that is a slice of a wider one."""
+    """Covers any order, repetition, no rows at all, and a table that is a slice of a wider one."""
     table = torch.randn(9, 70, device=device).to(dtype)[:, 3:50]
     places = torch.tensor(places, dtype=torch.int64, device=device)
 
@@ -29,7 +29,7 @@ def test_taken_rows_equal_the_table(implementation, dtype, places, device):
 
 @pytest.mark.parametrize(("implementation", "dtype"), PAIRS)
 def test_a_decoder_begins_with_embeddings_and_rotary_tables(implementation, dtype, device):
-    """Tables also at late positions, whose angles are many turns, rounded to float32 first, as in models."""
+    """Late positions have angles of many turns; as in models, angles are rounded to float32 first."""
     positions = torch.tensor([0, 1, 17, 4095, 131071], device=device)
     frequencies = 1 / 500000 ** (torch.arange(0, 96, 2, device=device).float() / 96)
     angles = (positions[:, None].float() * frequencies).double()
@@ -47,7 +47,7 @@ def test_a_decoder_begins_with_embeddings_and_rotary_tables(implementation, dtyp
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("vocab", [1, 31, 32, 97, 5000])
 def test_masks_hide_what_they_do_not_allow_in_their_rows_alone(implementation, vocab, device):
-    """Words that allow all, none and some tokens, and one that is longer than the vocabulary."""
+    """Words that allow all, no and some tokens, and a last word that extends beyond the vocabulary."""
     generator = torch.Generator().manual_seed(vocab)
     logits = torch.randn(5, vocab, generator=generator).to(device)
     allowed = torch.rand(3, vocab, generator=generator) < 0.5

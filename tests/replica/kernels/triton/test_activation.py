@@ -10,7 +10,7 @@ from ..layouts import IMPLEMENTATIONS, TOLERANCE, error
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(("tokens", "features"), [(5, 96), (2, 3072), (0, 8)])
 def test_equals_float64(implementation, dtype, tokens, features, device):
-    """Features below and above a block, and no tokens at all."""
+    """Covers features below and above a block, and no tokens at all."""
     gate_up = (3 * torch.randn(tokens, 2 * features)).to(device, dtype)
     gate, up = gate_up.double().chunk(2, -1)
     wanted = gate * torch.sigmoid(gate) * up
@@ -25,7 +25,7 @@ def test_equals_float64(implementation, dtype, tokens, features, device):
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # numpy's, in Triton's interpreter
 def test_extreme_gates_close_or_open(implementation, dtype, device):
-    """Weights in half precision now and then make one; an exponential of it must not overflow into the answer."""
+    """Half-precision weights occasionally cause extreme gates, whose exponential must not overflow into the answer."""
     gates = torch.tensor([[-1e38, -1e30, -200.0, -90.0, 0.0, 90.0, 1e30]], dtype=dtype)
     gate_up = torch.cat((gates, torch.ones_like(gates)), -1).to(device)
 
@@ -36,7 +36,7 @@ def test_extreme_gates_close_or_open(implementation, dtype, device):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_slices_of_wider_tensors_are_read_by_their_rows(implementation, device):
-    """Products give such ones."""
+    """Products return such slices."""
     wide = torch.randn(3, 200, device=device)
 
     got = implementation().silu_mul(wide[:, :90])

@@ -1,4 +1,4 @@
-"""Decode attention equals the definition in float64, whatever the lengths, pages, heads and dtype."""
+"""Decode attention equals float64 for all lengths, pages, heads and dtypes."""
 
 import heapq
 from dataclasses import replace
@@ -36,7 +36,7 @@ TILES = kernel.tiles_for(torch.float32, 16)
 
 
 def decode(implementation, shape, lengths, device, window=None):
-    """What the kernel gives, and what it should give for the rows that are not padding."""
+    """The kernel's output, and the expected output of the rows that are not padding."""
     rows = paged(shape, lengths, device)
     q = torch.randn(len(lengths), shape.heads, shape.key_dim, generator=torch.Generator().manual_seed(1))
     q = q.to(device, shape.dtype)
@@ -51,7 +51,7 @@ def decode(implementation, shape, lengths, device, window=None):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_equals_attention_in_float64(implementation, shape, device):
-    """Lengths at, below and above pages and tiles; the long row is cut into several chunks."""
+    """Lengths at, below and above page and tile boundaries; the long row is split into several chunks."""
     out, wanted = decode(implementation, shape, [1, 17, 64, 200, 5], device)
 
     assert error(out, wanted) < TOLERANCE[shape.dtype]
@@ -61,7 +61,7 @@ def test_equals_attention_in_float64(implementation, shape, device):
 @pytest.mark.parametrize("dtype", DTYPES_BESIDE_8_BITS, ids=str)
 @pytest.mark.parametrize("window", [None, 30])
 def test_keys_and_values_of_8_bits_are_exactly_what_is_stored(implementation, dtype, window, device):
-    """Nothing but the stored numbers is rounded."""
+    """Only the stored numbers are rounded."""
     shape = Shape(dtype=dtype, kv_dtype=torch.float8_e4m3fn)
 
     out, wanted = decode(implementation, shape, [1, 17, 64, 200, 5], device, window)
@@ -73,7 +73,7 @@ def test_keys_and_values_of_8_bits_are_exactly_what_is_stored(implementation, dt
 @pytest.mark.parametrize("page", [16, 64, 256])
 @pytest.mark.parametrize("lengths", [[5, 0, 70, 0, 33, 0, 0, 0], [0, 0, 9], [0, 1], [0, 0]], ids=str)
 def test_padding_rows_are_zero_and_touch_no_other(implementation, lengths, page, device):
-    """A batch is padded to the size of its graph; garbage there would be NaN in every later layer."""
+    """A batch is padded to the size of its graph; garbage in padding would be NaN in every later layer."""
     out, wanted = decode(implementation, Shape(page=page), lengths, device)
 
     padding = torch.tensor(lengths) == 0
@@ -84,7 +84,7 @@ def test_padding_rows_are_zero_and_touch_no_other(implementation, lengths, page,
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("window", [1, 16, 50, 500])
 def test_window_hides_all_but_the_last_keys(implementation, window, device):
-    """A sliding layer reads nothing before its window."""
+    """A sliding-window layer reads nothing before its window."""
     out, wanted = decode(implementation, Shape(), [3, 150, 49], device, window)
 
     assert error(out, wanted) < TOLERANCE[torch.float32]
@@ -92,7 +92,7 @@ def test_window_hides_all_but_the_last_keys(implementation, window, device):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_softcap_and_sinks_are_honoured_by_all(implementation, device):
-    """No kernel has them; whoever has none must not ignore them."""
+    """No Triton kernel supports them, so such an implementation must not silently ignore them."""
     rows = paged(Shape(), [20, 3], device)
     q = torch.randn(2, 4, 64, device=device)
     rule = AttentionRule(0.3, softcap=2.0, sinks=torch.tensor([0.1, -1.0, 2.0, 0.5], device=device))
@@ -109,7 +109,7 @@ def test_softcap_and_sinks_are_honoured_by_all(implementation, device):
 
 
 def planned(lengths, kv_heads, window, programs):
-    """The device's plan for rows of these lengths, with too many query heads for several rows in a product."""
+    """The device's plan for rows of these lengths, with too many query heads to share a product between rows."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     pages = torch.empty(1, 16, kv_heads, 16, device=device)
     tables = torch.zeros(len(lengths), 1, dtype=torch.int32, device=device)
@@ -118,7 +118,7 @@ def planned(lengths, kv_heads, window, programs):
 
 
 def chunks_of(lengths, kv_heads, window, tile, programs):
-    """The plan in numpy: how many chunks each row has, and how many tiles it sees."""
+    """The expected plan, computed with numpy: chunks per row, and visible tiles per row."""
     tiles = -(-np.minimum(lengths, window or max(lengths)) // tile)
     least = -(-int(tiles.sum()) * kv_heads // programs)
     for turns in range(1, 17):
@@ -130,17 +130,17 @@ def chunks_of(lengths, kv_heads, window, tile, programs):
 
 
 def balance(lengths, kv_heads, window, tile, programs):
-    """The time of the step if each program had an equal share of all tiles, by that of the program that ends last."""
+    """Efficiency of a step: its ideal time with equal shares of all tiles, divided by its slowest program's time."""
     chunks, tiles = chunks_of(np.asarray(lengths), kv_heads, window, tile, programs)
     busy = [0] * programs
     for count, of_row in zip(chunks.tolist(), tiles.tolist(), strict=True):
         ends = [number * of_row // count for number in range(count + 1)]
         for size in np.repeat(np.diff(ends), kv_heads).tolist():
-            heapq.heapreplace(busy, busy[0] + size)  # whoever is idle first takes the next
+            heapq.heapreplace(busy, busy[0] + size)  # the first idle program takes the next chunk
     return -(-int(tiles.sum()) * kv_heads // programs) / max(*busy, 1)
 
 
-#: Equal rows, one long row among short ones, lengths around a tile's and a page's ends.
+#: Equal rows, one long row among short ones, and lengths around tile and page boundaries.
 MIXES = st.lists(
     st.tuples(st.one_of(st.sampled_from([0, 1, 32, 33, 1025, 32_768]), st.integers(0, 9000)), st.integers(1, 90)),
     min_size=1,
@@ -151,12 +151,12 @@ MIXES = st.lists(
 @settings(max_examples=100, deadline=None)
 @given(MIXES.filter(any), st.sampled_from([1, 2, 8]), st.sampled_from([None, 1, 1000]), st.sampled_from([7, 132, 528]))
 def test_no_mix_of_lengths_leaves_programs_idle(lengths, kv_heads, window, programs):
-    """The step ends with its last program: what the others wait for it is bandwidth that nobody uses."""
+    """The step takes as long as its last program; other programs' idle time is unused bandwidth."""
     assert balance(lengths, kv_heads, window, 32, programs) >= 0.9
 
 
 def test_rows_that_are_a_token_longer_than_chunks_are_balanced():
-    """Where a plan has one length of chunks for all, such rows have a second chunk of one token each."""
+    """If all chunks had the same length, such rows would have a second chunk of one token each."""
     for length in (1024, 1025, 1056, 2049):
         assert balance([length] * 64, 8, None, 32, 528) >= 0.9
         assert balance([length] * 70, 8, None, 32, 528) >= 0.9
@@ -165,7 +165,7 @@ def test_rows_that_are_a_token_longer_than_chunks_are_balanced():
 @settings(max_examples=25, deadline=None)
 @given(MIXES, st.sampled_from([1, 3, 8]), st.sampled_from([None, 1, 1000]), st.sampled_from([6, 528]))
 def test_the_device_s_plan_is_that_of_numpy_and_fits_its_buffers(lengths, kv_heads, window, programs):
-    """No length is read on the host, so the bound on chunks must hold for all."""
+    """The host never reads the lengths, so the bound on the number of chunks must hold for all of them."""
     plan = planned(lengths, kv_heads, window, programs)
 
     chunks, _ = chunks_of(np.asarray(lengths), kv_heads, window, 32, programs)
@@ -182,7 +182,7 @@ def test_the_device_s_plan_is_that_of_numpy_and_fits_its_buffers(lengths, kv_hea
     st.sampled_from([(2, 1), (3, 3), (6, 2)]),
 )
 def test_equals_float64_for_any_lengths(lengths, page, window, heads):
-    """Splits at any place: tiles of 16, so that even short rows have several chunks."""
+    """Tiles of 16 keys, so that even short rows are split into several chunks, at any place."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shape = Shape(*heads, key_dim=16, value_dim=16, page=page)
     rows = paged(shape, lengths, device)
@@ -199,9 +199,9 @@ def test_equals_float64_for_any_lengths(lengths, page, window, heads):
 
 
 def test_equal_bits_whichever_program_ends_last_and_however_many_rows_are_padding(device):
-    """A launch leaves the plan as it found it for the next layer, and merges a row's chunks in their order.
+    """A launch resets the plan's progress for the next layer, and merges each row's chunks in a fixed order.
 
-    A graph has more rows than its step, and must give what the step gives without one.
+    A graph has more rows than its step, and its result must equal that of the step without a graph.
     """
     shape = Shape(heads=2, kv_heads=1, key_dim=16, value_dim=16)
     q, found = torch.randn(4, 2, 16, generator=torch.Generator().manual_seed(1)).to(device), []
@@ -219,7 +219,7 @@ def test_equal_bits_whichever_program_ends_last_and_however_many_rows_are_paddin
 
 
 def test_rows_that_share_pages_read_them_once(device):
-    """Wherever they are in the step: rows are sorted by their pages, here four of each of two documents in turns."""
+    """Rows need not be adjacent, because they are sorted by their pages; here two documents' rows alternate."""
     shape = Shape(heads=4, kv_heads=1, key_dim=16, value_dim=16)
     rows = paged(shape, [70, 39, 33, 50, 36, 90, 35, 40, 0], device)
     for row in range(2, 8):
@@ -244,7 +244,7 @@ def test_rows_that_share_pages_read_them_once(device):
     st.sampled_from([6, 60]),
 )
 def test_rows_that_share_pages_equal_float64(mix, heads, window, programs):
-    """Of five trees of prefixes any number of pages, of which a row may end in the middle."""
+    """Rows share any number of pages with one of five prefixes, and may end inside a page."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shape = Shape(*heads, key_dim=16, value_dim=16)
     rows = paged(shape, [64] * 5 + [16 * pages + own for _, pages, own in mix], device)

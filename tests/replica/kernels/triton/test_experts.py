@@ -1,4 +1,4 @@
-"""Each token is multiplied by the weights of the experts that it chose."""
+"""Each token is multiplied by the weights of its chosen experts."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from ..layouts import IMPLEMENTATIONS, TOLERANCE, error
 @pytest.mark.parametrize("counts", [[3, 0, 17, 1], [0, 0, 40, 0], [70, 65, 64, 80], [0, 0, 0, 0]], ids=str)
 @pytest.mark.parametrize("ordered", [True, False])
 def test_equals_float64(implementation, dtype, counts, ordered, device):
-    """Experts without tokens, with one, with several tiles; sizes that no tile divides."""
+    """Experts with no tokens, with one, and with several tiles; sizes that no tile divides."""
     generator = torch.Generator().manual_seed(1)
     choices = sum(counts)
     rows = None if ordered else torch.randint(0, 9, (choices,), generator=generator)

@@ -11,7 +11,7 @@ from ..layouts import IMPLEMENTATIONS, TOLERANCE, error
 @pytest.mark.parametrize("features", [48, 64, 5120])
 @pytest.mark.parametrize("adds", [True, False])
 def test_equals_float64(implementation, dtype, features, adds, device):
-    """With and without something to add; features that are no power of two."""
+    """With and without an addend; features that are no power of two."""
     x, delta = (torch.randn(5, features).to(device, dtype) for _ in range(2))
     weight = torch.randn(features).to(device, dtype)
     total = x.double() + (delta.double() if adds else 0)
@@ -25,7 +25,7 @@ def test_equals_float64(implementation, dtype, features, adds, device):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_no_tokens_are_no_error(implementation, device):
-    """A step may want no logits at all."""
+    """A step may need no logits at all."""
     x = torch.empty(0, 64, device=device)
 
     _, normed = implementation().add_rms_norm(x, x, torch.ones(64, device=device), 1e-6)

@@ -1,4 +1,4 @@
-"""Prefill attention equals the definition in float64: whole prompts, chunks after a prefix, lone tokens, at once."""
+"""Prefill attention equals float64: whole prompts, chunks after a prefix and lone tokens in one step."""
 
 import math
 
@@ -26,7 +26,7 @@ SHAPES = {
 
 
 def prefill(run, shape, q_lens, lengths, device, window=None):
-    """What `run` gives, and what it should give; queries of padding rows do not exist."""
+    """The output of `run` and the expected output; padding rows have no queries."""
     rows = paged(shape, lengths, device)
     tokens = sum(q_lens)
     q = torch.randn(tokens, shape.heads, shape.key_dim, generator=torch.Generator().manual_seed(1))
@@ -51,7 +51,7 @@ def test_equals_attention_in_float64(implementation, shape, device):
 @pytest.mark.parametrize("dtype", DTYPES_BESIDE_8_BITS, ids=str)
 @pytest.mark.parametrize("window", [None, 30])
 def test_keys_and_values_of_8_bits_are_exactly_what_is_stored(implementation, dtype, window, device):
-    """Nothing but the stored numbers is rounded."""
+    """Only the stored numbers are rounded."""
     shape = Shape(dtype=dtype, kv_dtype=torch.float8_e4m3fn)
 
     out, wanted = prefill(implementation().prefill, shape, [9, 40, 1, 0, 70], [9, 100, 33, 0, 70], device, window)
@@ -62,7 +62,7 @@ def test_keys_and_values_of_8_bits_are_exactly_what_is_stored(implementation, dt
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("window", [1, 7, 64, 300])
 def test_window_hides_all_but_the_last_keys(implementation, window, device):
-    """Each query has a window of its own; tiles before all of them are skipped."""
+    """Each query has its own window; tiles before all windows are skipped."""
     out, wanted = prefill(implementation().prefill, Shape(), [30, 20], [200, 20], device, window)
 
     assert error(out, wanted) < TOLERANCE[torch.float32]
@@ -72,7 +72,7 @@ def test_window_hides_all_but_the_last_keys(implementation, window, device):
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("number", [math.nan, math.inf])
 def test_a_token_without_numbers_reaches_those_who_see_it_and_no_others(implementation, window, number, device):
-    """Or a prefix that stands before it in a chunk would be cached as NaN, and given to others."""
+    """Otherwise an earlier prefix in the chunk would be cached as NaN and reused by other requests."""
     q_lens, lengths = [9, 100, 30], [9, 130, 30]
     clean, _ = prefill(implementation().prefill, Shape(), q_lens, lengths, device, window)
 
@@ -91,7 +91,7 @@ def test_a_token_without_numbers_reaches_those_who_see_it_and_no_others(implemen
 @pytest.mark.parametrize("queries", [16, 32])
 @pytest.mark.parametrize("q_lens", [[16], [16, 16, 16], [15, 1, 17, 31], [0, 33, 0, 1], [64, 0]], ids=str)
 def test_every_query_has_a_tile(queries, q_lens, device):
-    """Rows that end at, before and after a tile's end: the grid is a bound, and beyond a row nothing is done."""
+    """Rows end at, before and after a tile's end: the grid is an upper bound, and excess tiles do nothing."""
 
     def run(q, rows, first, rule, out):
         kernel.prefill(q, rows, first, rule.scale, rule.window, out, kernel.Tiles(queries, 16, 8, 3))
@@ -104,7 +104,7 @@ def test_every_query_has_a_tile(queries, q_lens, device):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_rows_without_queries_alone_are_no_error(implementation, device):
-    """Nothing is there to be written."""
+    """There is no output to write."""
     out, _ = prefill(implementation().prefill, Shape(), [0, 0, 0], [0, 0, 0], device)
 
     assert out.shape == (0, 4, 64)
@@ -117,7 +117,7 @@ def test_rows_without_queries_alone_are_no_error(implementation, device):
     st.sampled_from([None, 1, 20, 100]),
 )
 def test_equals_float64_for_any_lengths(rows, page, window):
-    """Cached parts and new ones of any length, empty rows among them."""
+    """Cached and new parts of any length, and empty rows among them."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     q_lens = [count for count, _ in rows]
     lengths = [count and count + before for count, before in rows]

@@ -1,4 +1,4 @@
-"""Norm, rotation and store in one: queries, stored keys and values equal float64, and nothing else is touched."""
+"""Fused norm, rotation and store: queries and stored KV equal float64, and no other slot is written."""
 
 import math
 
@@ -30,7 +30,7 @@ def turn(x, angles):
     ("heads", "kv_heads", "dim", "page"), [(4, 2, 64, 16), (5, 1, 96, 8), (3, 3, 128, 64), (2, 1, 64, 256)]
 )
 def test_equals_float64(implementation, dtype, norms, heads, kv_heads, dim, page, device):
-    """Head counts that do not fill a program, head dims that are no power of two; a padding token stores nothing."""
+    """Head counts that do not fill a program, head dims that are no power of two; padding tokens store nothing."""
     generator = torch.Generator().manual_seed(3)
     qkv = torch.randn(len(SLOTS), (heads + 2 * kv_heads) * dim, generator=generator).to(device, dtype)
     angles = torch.rand(len(SLOTS), dim // 2, generator=generator).to(device) * 100
@@ -57,7 +57,7 @@ def test_equals_float64(implementation, dtype, norms, heads, kv_heads, dim, page
 @pytest.mark.parametrize("implementation", OF_8_BITS)
 @pytest.mark.parametrize("dtype", DTYPES_BESIDE_8_BITS, ids=str)
 def test_8_bits_hold_the_nearest_number_there_is(implementation, dtype, device):
-    """What is out of range becomes the greatest one, but what is no number stays none: its request must end."""
+    """Values out of range become the largest number, but NaN stays NaN, because its request must fail."""
     numbers = torch.tensor([0.0, -0.0, 1.0, 1.08, -17.3, 448.0, 500.0, -1e4, 2e-3, 1e-4, -3.1, 240.0, 7.0, 0.3])
     head = torch.cat([numbers[:7], torch.tensor([math.inf]), numbers[7:], torch.tensor([math.nan])])
     qkv = head.repeat(3)[None].to(device, dtype)
@@ -77,7 +77,7 @@ def test_8_bits_hold_the_nearest_number_there_is(implementation, dtype, device):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_no_tokens_store_nothing(implementation, device):
-    """A batch of padding alone."""
+    """A batch that consists only of padding."""
     keys, values = (torch.full((2, 16, 1, 64), 7.0, device=device) for _ in range(2))
     wave = torch.empty(0, 32, device=device)
 
@@ -95,7 +95,7 @@ def test_no_tokens_store_nothing(implementation, device):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_slices_of_wider_tensors_are_read_by_their_rows(implementation, device):
-    """Products give such ones."""
+    """Products return such slices."""
     wide, slots = torch.randn(3, 200, device=device), torch.tensor([1, 2, 20], device=device)
     rotary = Rotary(*torch.randn(2, 3, 8, device=device), None, None, 1e-6)
 

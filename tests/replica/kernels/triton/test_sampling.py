@@ -1,4 +1,4 @@
-"""The device's sampler draws the tokens that `sampler.sample` draws."""
+"""The device's sampler draws the same tokens as `sampler.sample`."""
 
 import math
 from bisect import bisect_right
@@ -67,7 +67,7 @@ def both(logits, rows, device):
 
 @pytest.mark.parametrize(("vocab", "kinds"), [(5, KINDS), (211, KINDS), (4096, MIXED), (5000, MIXED), (70_000, MIXED)])
 def test_draws_what_the_cpu_draws(vocab, kinds, device):
-    """One, two, three, four and five steps of choice; rows of several kinds side by side in one batch."""
+    """Vocabularies with one to five levels of choice; rows of several kinds in one batch."""
     logits = 3 * torch.randn(len(kinds), vocab, generator=torch.Generator().manual_seed(vocab))
 
     got, wanted = both(logits, rows_of([KINDS[kind] for kind in kinds], seed=vocab), device)
@@ -84,7 +84,7 @@ def test_draws_what_the_cpu_draws(vocab, kinds, device):
     st.floats(0.01, 1.0),
 )
 def test_draws_what_the_cpu_draws_for_any_numbers(seed, position, temperature, top_k, top_p):
-    """Seeds use all 64 bits, positions more than 32; another replica must go on with the same tokens."""
+    """Seeds use all 64 bits and positions more than 32. Another replica must continue with the same tokens."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     logits = 2 * torch.randn(1, 97, generator=torch.Generator().manual_seed(seed % 1000))
     params = SamplingParams(seed=seed, temperature=temperature, top_k=top_k, top_p=top_p, max_tokens=1)
@@ -95,7 +95,7 @@ def test_draws_what_the_cpu_draws_for_any_numbers(seed, position, temperature, t
 
 
 def drawn_in_float64(logits: torch.Tensor, row: SamplingRow) -> int:
-    """By the definition: filters on a sorted list, then one of at most 16 groups at each level, in float64."""
+    """The definition: filters on a sorted list, then one of at most 16 groups at each level, in float64."""
     params = row.params
     scaled = logits.double() / params.temperature
     weights = (scaled - scaled.max()).exp()
@@ -119,7 +119,7 @@ def drawn_in_float64(logits: torch.Tensor, row: SamplingRow) -> int:
 @pytest.mark.parametrize("vocab", [5, 211, 4100])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_draws_what_the_definition_draws_in_float64(implementation, vocab, device):
-    """The same numbers, sorted lists and sums in double precision; greedy rows and padding between them."""
+    """The same random numbers with sorting and sums in double precision; greedy rows are mixed in."""
     kinds = [kind for kind in KINDS if vocab < 4000 or kind in MIXED]
     logits = 3 * torch.randn(len(kinds), vocab, generator=torch.Generator().manual_seed(vocab))
     rows = rows_of([KINDS[kind] for kind in kinds], seed=1)
@@ -139,7 +139,7 @@ def test_draws_what_the_definition_draws_in_float64(implementation, vocab, devic
 @pytest.mark.parametrize("vocab", [211, 4100])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_logits_that_are_no_numbers_give_no_token(implementation, vocab, device):
-    """Greedy or drawn, wherever in the row; the rows beside are drawn as ever."""
+    """Greedy or sampled, anywhere in the row; other rows are not affected."""
     kinds = ["greedy", "hot", "everything"] * 3
     logits = 3 * torch.randn(len(kinds), vocab, generator=torch.Generator().manual_seed(1))
     rows = rows_of([KINDS[kind] for kind in kinds])
@@ -157,7 +157,7 @@ def test_logits_that_are_no_numbers_give_no_token(implementation, vocab, device)
 @pytest.mark.filterwarnings("ignore:overflow encountered in divide")
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_a_logit_beyond_all_range_over_its_temperature_is_certain(implementation, device):
-    """The model's number was finite, so it is an answer."""
+    """The model's logit was finite, so its token is a valid answer."""
     logits = torch.zeros(2, 211)
     logits[0, 9], logits[1, 7] = 3.3e38, 3.3e38
     rows = rows_of([KINDS["everything"], KINDS["top-k"] | {"temperature": 1e-3}])
@@ -170,7 +170,7 @@ def test_a_logit_beyond_all_range_over_its_temperature_is_certain(implementation
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_no_rows_are_no_error(implementation, device):
-    """A step of chunks alone draws nothing."""
+    """A step that contains only chunks draws nothing."""
     out = torch.empty(0, dtype=torch.int64, device=device)
 
     implementation().sample(torch.empty(0, 50, device=device), inputs_of([], device), out)
@@ -179,7 +179,7 @@ def test_no_rows_are_no_error(implementation, device):
 
 
 def test_ties_are_kept_together(device):
-    """No set may depend on how ties are sorted: with top-k 1 all that tie with the best can be drawn."""
+    """The set must not depend on the order of ties: with top-k 1, every token that ties with the best can be drawn."""
     logits = torch.zeros(10, 8)
     logits[:, [2, 5]] = 4.0
     rows = rows_of([{"temperature": 1.0, "top_k": 1}] * 10)
@@ -200,7 +200,7 @@ BOTH = {"top_k": 300, "top_p": 0.9}
     ids=str,
 )
 def test_a_floor_is_found_wherever_it_lies(shape, kind, device):
-    """Among logits that tie by the hundred, as products in bfloat16 do; far below the greatest; among more than fit."""
+    """Covers hundreds of tied logits (as in bfloat16), logits far below the largest, and more than fit."""
     logits = 2 * torch.randn(1, 4500, generator=torch.Generator().manual_seed(7))
     match shape:
         case "equal":
@@ -221,7 +221,7 @@ def test_a_floor_is_found_wherever_it_lies(shape, kind, device):
 
 
 def test_greedy_takes_the_first_of_equals(device):
-    """As argmax on the CPU."""
+    """The same as argmax on the CPU."""
     logits = torch.zeros(2, 9000)
     logits[0, [10, 8000]] = 1.0
     logits[1, [5000, 8999]] = 1.0
@@ -233,5 +233,5 @@ def test_greedy_takes_the_first_of_equals(device):
 
 @pytest.mark.parametrize(("vocab", "levels"), [(1, 1), (16, 1), (17, 2), (256, 2), (4096, 3), (151_936, 5)])
 def test_levels_are_those_of_the_cpu_sampler(vocab, levels):
-    """Each step has a number of its own, so another count would be another token."""
+    """Each level uses its own random number, so a different number of levels would give different tokens."""
     assert levels_of(vocab) == levels

@@ -1,4 +1,4 @@
-"""A step reads its rows from the device's table of requests, and where they stand."""
+"""A step reads its rows' tokens, positions, slots and lengths from the device's table of requests."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ SIZE = 4
 
 @pytest.mark.parametrize("rows", [[3, 1, 2, 0, 0], [2], [0, 0], []], ids=str)
 def test_rows_are_read_from_the_table_and_go_on(rows, device):
-    """Rows in any order, at a block's first and last token, with padding; the table's lengths grow by one."""
+    """Rows in any order, at a block's first and last token, and padding; the table's lengths grow by one."""
     found = []
     for kernels in (TorchKernels(), TritonKernels()):
         seq_lens = torch.tensor([0, 7, 8, 21], dtype=torch.int32, device=device)
@@ -30,7 +30,7 @@ def test_rows_are_read_from_the_table_and_go_on(rows, device):
 
 
 def test_slots_are_written_in_every_layer(device):
-    """And no others: a copy of KV must not touch a neighbour's."""
+    """No other slot may be written: a copy of KV must not affect its neighbours."""
     generator = torch.Generator().manual_seed(5)
     stack = torch.randn(3, 9, 1500, generator=generator).to(device)
     values, slots = torch.randn(3, 2, 1500, generator=generator).to(device), torch.tensor([7, 2], device=device)

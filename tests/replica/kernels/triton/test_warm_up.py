@@ -1,4 +1,4 @@
-"""What is launched before a replica is ready works on any device; tests/gpu/compile.py shows that it is enough."""
+"""The launches that warm a replica up work on any device; tests/gpu/compile.py shows that they are sufficient."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ SPEC = ModelSpec((KvShape(1, 16, 16),) * 2, 40, 64, (), "float32", 4, query_head
 
 @pytest.mark.parametrize("spec", [SPEC, replace(SPEC, dtype="bfloat16").with_kv("fp8")], ids=["float32", "8 bits"])
 def test_every_launch_works(spec, device):
-    """One after the other: Triton's interpreter, unlike its compiler, works in one thread only."""
+    """Sequentially, because Triton's interpreter, unlike its compiler, works in only one thread."""
     calls = launches(spec, 16, device)
 
     for call in calls:

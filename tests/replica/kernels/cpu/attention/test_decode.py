@@ -1,4 +1,4 @@
-"""Decode attention by pairs equals float64 with the instructions of every processor."""
+"""Decode attention on a CPU equals float64, with native and with widened instructions."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("window", [None, 1, 20, 1_100])
 def test_equals_attention_in_float64(shape, window):
-    """Whatever begins or ends inside a vector or a part; slots that no row owns hold NaN, and padding rows are 0."""
+    """Lengths begin and end inside vectors and parts; unused slots hold NaN, and padding rows become 0."""
     lengths = [1, 17, 0, 64, 200, 5, 2 * PART + 200]
     rows, scale = paged(shape, lengths, CPU), 0.2
     q = torch.randn(len(lengths), shape.heads, shape.key_dim).bfloat16()
@@ -42,7 +42,7 @@ def test_equals_attention_in_float64(shape, window):
 @pytest.mark.usefixtures("instructions")
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_softcap_and_sinks_equal_plain_torch(shape):
-    """Models with such rules decode through the same kernel; a padding row stays 0."""
+    """Models with such rules use the same kernel; a padding row stays 0."""
     lengths = [1, 17, 0, PART + 1]
     rows, q = paged(shape, lengths, CPU), torch.randn(len(lengths), shape.heads, shape.key_dim).bfloat16()
     rule = AttentionRule(0.5, softcap=2.0, sinks=torch.linspace(-1, 2, shape.heads))
@@ -57,7 +57,7 @@ def test_softcap_and_sinks_equal_plain_torch(shape):
 
 @pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16])
 def test_a_long_row_is_the_same_alone_among_others_and_by_any_number_of_threads(dtype):
-    """To the last bit, also in a recorded step, each time it runs: threads share the row and the last one merges it."""
+    """Bit for bit, also in a repeatedly run recorded step: threads share the row, and the last one merges it."""
     shape, lengths = Shape(heads=4, kv_heads=1, dtype=dtype), [3, 3 * PART + 5, PART, 900]
     rows, q = paged(shape, lengths, CPU), torch.randn(len(lengths), 4, shape.key_dim).to(dtype)
     rule, before = AttentionRule(0.2), torch.get_num_threads()
@@ -84,6 +84,6 @@ def test_a_long_row_is_the_same_alone_among_others_and_by_any_number_of_threads(
     [((64, 64, 16), True), ((128, 32, 256), True), ((48, 64, 16), False), ((64, 80, 16), False), ((64, 64, 8), False)],
 )
 def test_heads_and_pages_must_fill_vectors(sizes, fit):
-    """Others are computed number by number, and float32 always."""
+    """Other sizes are computed element by element, and float32 always is."""
     assert fills_vectors(storage_of(BFLOAT16), *sizes) is fit
     assert not fills_vectors(storage_of(torch.float32), *sizes)

@@ -1,4 +1,4 @@
-"""Attention of rows with several queries equals float64, and of each query only on what it sees."""
+"""Prefill attention on a CPU equals float64, and each query depends only on the tokens that it sees."""
 
 import math
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ SHAPES = {
     "float32, odd pages": Shape(heads=5, kv_heads=1, key_dim=31, value_dim=33, page=5),
 }
 USUAL = SHAPES["three queries a head"]
-#: New tokens of each row and all of its tokens: lone ones, none, whole prompts, chunks, more than tiles taken at once.
+#: Per row, its new tokens and all its tokens: a lone token, none, whole prompts, chunks, and more than a tile.
 Q_LENS, LENGTHS = [1, 0, 2, 150, 33, 5, 64], [1, 0, 130, 150, 500, 5, 1088]
 
 
@@ -33,7 +33,7 @@ def queries_of(shape: Shape, tokens: int) -> torch.Tensor:
 def attended(
     q: torch.Tensor, rows: PagedRows, q_lens: Sequence[int], scale: float, window: int | None = None
 ) -> torch.Tensor:
-    """What the kernel writes; NaN is what it does not."""
+    """The kernel's output; elements that it does not write stay NaN."""
     out = torch.full((*q.shape[:2], rows.values.shape[3]), torch.nan, dtype=q.dtype)
     prefill(q, rows, torch.tensor([0, *q_lens]).cumsum(0).int(), AttentionRule(scale, window=window), out)
     return out
@@ -43,7 +43,7 @@ def attended(
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("window", [None, 1, 20, 300])
 def test_equals_attention_in_float64(shape, window):
-    """Whatever begins or ends inside a tile, a block or a page; slots that no row owns hold NaN."""
+    """Rows begin and end inside tiles, blocks and pages; unused slots hold NaN."""
     rows, q = paged(shape, LENGTHS, CPU), queries_of(shape, sum(Q_LENS))
 
     out = attended(q, rows, Q_LENS, 0.2, window)
@@ -54,7 +54,7 @@ def test_equals_attention_in_float64(shape, window):
 @pytest.mark.usefixtures("instructions")
 @pytest.mark.parametrize("window", [None, 20])
 def test_a_query_s_result_depends_on_nothing_but_what_it_sees(window):
-    """To the bit: neither on the rows beside it, nor on the threads, nor on how its prompt was cut into steps."""
+    """Bit for bit, regardless of the other rows, the number of threads, and the chunks of its prompt."""
     rows, q = paged(USUAL, LENGTHS, CPU), queries_of(USUAL, sum(Q_LENS))
     together = attended(q, rows, Q_LENS, 0.2, window)
 
@@ -70,7 +70,7 @@ def test_a_query_s_result_depends_on_nothing_but_what_it_sees(window):
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 7])
 def test_threads_share_the_tiles(threads):
-    """Of one short prompt, too, and each query is one thread's."""
+    """Threads also share one short prompt, and each query is computed by a single thread."""
     before = torch.get_num_threads()
     rows, q = paged(USUAL, [1100, 40], CPU), queries_of(USUAL, 103)
     wanted = attended(q, rows, [63, 40], 0.2)
@@ -89,7 +89,7 @@ def test_threads_share_the_tiles(threads):
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("number", [math.nan, -math.nan, math.inf])
 def test_a_token_without_numbers_reaches_those_who_see_it_and_no_others(number, window, of_values):
-    """Tokens before it in a chunk may be a prefix that others share; those after it must not look sound."""
+    """Earlier tokens of the chunk may be a prefix that others share; later tokens must not look valid."""
     q_lens, lengths = [100, 30], [130, 30]
     rows, q = paged(USUAL, lengths, CPU), queries_of(USUAL, 130)
     clean = attended(q, rows, q_lens, 0.2, window)
@@ -101,7 +101,7 @@ def test_a_token_without_numbers_reaches_those_who_see_it_and_no_others(number, 
     seeing = torch.zeros(130, dtype=torch.bool)
     seeing[30 : 100 if window is None else 30 + window] = True
     torch.testing.assert_close(out[~seeing], clean[~seeing], rtol=2**-7, atol=1e-4)
-    # A key of infinities scores infinity or its negative, which weighs nothing.
+    # An infinite key scores inf or -inf; a score of -inf gets no weight.
     sound = out[seeing].isfinite().all(-1)
     assert not sound.any() or (not of_values and number == math.inf and not sound.all())
 
@@ -109,7 +109,7 @@ def test_a_token_without_numbers_reaches_those_who_see_it_and_no_others(number, 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 30.0])
 def test_any_spread_of_scores_is_weighed(scale, dtype):
-    """Near ties and certainties; what is far below the greatest weighs nothing, and overflows nothing."""
+    """From near ties to near certainty: scores far below the largest get no weight, and nothing overflows."""
     shape = Shape(heads=6, dtype=dtype)
     rows, q = paged(shape, [300], CPU), queries_of(shape, 40)
 
@@ -119,7 +119,7 @@ def test_any_spread_of_scores_is_weighed(scale, dtype):
 
 
 def test_heads_need_not_lie_side_by_side():
-    """transformers' models pass such queries, and slices of a wider tensor."""
+    """transformers' models pass such queries, and also slices of wider tensors."""
     rows, q = paged(USUAL, [50], CPU), queries_of(USUAL, 30)
     wanted = attended(q, rows, [30], 0.2)
 
@@ -139,5 +139,5 @@ def test_heads_need_not_lie_side_by_side():
     ids=str,
 )
 def test_what_the_kernel_cannot_compute_does_not_fit(dtype, dim, rule, fit):
-    """Others compute it."""
+    """Another implementation computes these."""
     assert fits(torch.zeros(3, 6, dim, dtype=dtype), rule) is fit

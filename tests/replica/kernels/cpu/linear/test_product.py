@@ -1,4 +1,4 @@
-"""Products equal float64, whatever the sizes and the processor; a copy in large pages is a copy."""
+"""Products equal float64 for all sizes and instructions, and a copy in large pages is exact."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ import torch
 from homing.replica.kernels.cpu.linear.product import LARGE_PAGE_BYTES, in_large_pages, pack, product
 from homing.replica.kernels.cpu.linear.tile import ROWS
 
-#: Of sums that are rounded to bfloat16 once: half a unit in the last of its eight bits.
+#: Relative error of sums rounded to bfloat16 once: half a unit in the last of its eight bits.
 ROUNDING = 2**-8
 
 
@@ -22,7 +22,7 @@ def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> t
 @pytest.mark.parametrize("outputs", [1, 32, 333])
 @pytest.mark.parametrize("biased", [True, False])
 def test_equals_float64(features, outputs, biased):
-    """Of every number of rows up to two blocks of them, and of sizes that no register and no thread's share divides."""
+    """All numbers of rows up to two blocks, and sizes not divisible by registers or threads."""
     weight = torch.randn(outputs, features).bfloat16()
     bias = torch.randn(outputs).bfloat16() if biased else None
     packed = pack(weight, bias)
@@ -46,7 +46,7 @@ def three_threads() -> Iterator[None]:
 @pytest.mark.usefixtures("three_threads")
 @pytest.mark.parametrize("tokens", [1, 2, 50])
 def test_several_threads_write_all_outputs(tokens):
-    """Each its share: of outputs, or of rows."""
+    """Each thread computes a share of the outputs or of the rows."""
     x, weight = torch.randn(tokens, 256).bfloat16(), torch.randn(1001, 256).bfloat16()
 
     y = product(x, pack(weight))
@@ -56,7 +56,7 @@ def test_several_threads_write_all_outputs(tokens):
 
 @pytest.mark.usefixtures("instructions")
 def test_a_row_does_not_depend_on_those_beside_it():
-    """So a token's logits are the same alone and in a batch, as far as products go."""
+    """A token's logits must be the same alone and in a batch."""
     x, packed = torch.randn(2 * ROWS + 3, 96).bfloat16(), pack(torch.randn(40, 96).bfloat16())
 
     together = product(x, packed)
@@ -66,7 +66,7 @@ def test_a_row_does_not_depend_on_those_beside_it():
 
 @pytest.mark.usefixtures("instructions")
 def test_what_is_no_number_stays_none():
-    """A broken row must be noticed, and must not break the others."""
+    """A broken row must be noticed, and must not affect the others."""
     x, packed = torch.randn(3, 64).bfloat16(), pack(torch.randn(40, 64).bfloat16())
     x[1, 5] = torch.nan
 
@@ -77,7 +77,7 @@ def test_what_is_no_number_stays_none():
 
 
 def test_slices_of_wider_tensors_are_read_by_their_rows():
-    """Callers pass views, also such whose features do not lie side by side."""
+    """Callers pass views, even views whose features are not contiguous."""
     wide, weight = torch.randn(3, 200).bfloat16(), torch.randn(9, 64).bfloat16()
 
     for x in (wide[:, 50:114], wide[:, 1:129:2]):
@@ -85,7 +85,7 @@ def test_slices_of_wider_tensors_are_read_by_their_rows():
 
 
 def test_what_the_kernel_cannot_read_is_refused():
-    """It would read beside the tensors."""
+    """Otherwise the kernel would read out of bounds."""
     weight = torch.ones(9, 64, dtype=torch.bfloat16)
 
     with pytest.raises(AssertionError, match="32 features, weight of 64"):
@@ -100,7 +100,7 @@ def test_what_the_kernel_cannot_read_is_refused():
 
 @pytest.mark.parametrize("outputs", [3, 700, 1100])
 def test_a_copy_in_large_pages_has_the_weight_s_numbers_in_its_order(outputs):
-    """Also of a weight that lies transposed, and on both sides of the size from which pages are large."""
+    """Also for a transposed weight, and for sizes below and above the threshold for large pages."""
     weight = torch.randn(1024, outputs).bfloat16().T
 
     copied = in_large_pages(weight)

@@ -1,4 +1,4 @@
-"""A recorded step gives what the step gives, on what its tensors hold then, and records nothing that it would miss."""
+"""A recorded step computes the same as the step itself from its tensors' current contents, or is refused."""
 
 from collections.abc import Iterator
 
@@ -17,7 +17,7 @@ NORM = torch.ones(FEATURES).bfloat16()
 
 
 def chain(x: torch.Tensor) -> torch.Tensor:
-    """Products by all threads, the norms and activations of a row by one."""
+    """Products run on all threads; the norm and activation of a row run on one."""
     for weight in WEIGHTS:
         _, normed = add_rms_norm(x, None, NORM, 1e-6)
         x, _ = add_rms_norm(x, silu_mul(product(normed, weight)), NORM, 1e-6)
@@ -35,7 +35,7 @@ def threads(request) -> Iterator[int]:
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("rows", [1, 5])
 def test_runs_again_on_what_its_tensors_hold(rows):
-    """Bit for bit. Each call needs what the one before it wrote, often with another number of threads."""
+    """Bit for bit. Each call needs the previous call's output, often with another number of threads."""
     x = torch.randn(rows, FEATURES).bfloat16()
 
     recording = record(Arena(), lambda: chain(x))
@@ -48,7 +48,7 @@ def test_runs_again_on_what_its_tensors_hold(rows):
 @pytest.mark.parametrize("threads", [3], indirect=True)
 @pytest.mark.parametrize("given", [1, 2])
 def test_a_team_may_be_smaller_than_calls_ask_for(threads, given):
-    """OpenMP gives what its limits leave (OMP_THREAD_LIMIT): those who are there do all, and wait for nobody else."""
+    """OpenMP may give fewer threads than requested (OMP_THREAD_LIMIT); those must do all the work without waiting."""
     x = torch.randn(5, FEATURES).bfloat16()
     recording = record(Arena(), lambda: chain(x))
     assert recording.threads == threads
@@ -61,7 +61,7 @@ def test_a_team_may_be_smaller_than_calls_ask_for(threads, given):
 
 
 def test_steps_share_their_memory():
-    """One runs after the other: a batch size more needs no memory more, and spoils no other's results."""
+    """Steps run one at a time: another batch size needs no more memory and must not overwrite other results."""
     arena, x = Arena(), torch.randn(8, FEATURES).bfloat16()
     largest = record(arena, lambda: chain(x))
     pieces = arena.pieces
@@ -74,7 +74,7 @@ def test_steps_share_their_memory():
 
 
 def test_what_a_step_reads_stays():
-    """Also where nobody else holds it any more."""
+    """A recording keeps its inputs alive, even if nothing else references them."""
     x = torch.randn(1, FEATURES).bfloat16()
     wanted = chain(x)
     recording = recorded_on_a_copy(x)
@@ -106,7 +106,7 @@ def recorded_on_a_copy(x):
     ],
 )
 def test_what_depends_on_numbers_is_refused(step, named):
-    """Named, so that the log says which operation it is: run again, it would be as it was."""
+    """The log names the operation. A replay would repeat the result of the recorded values."""
     x = torch.randn(1, FEATURES).bfloat16()
 
     with torch.inference_mode(), pytest.raises(NotRecorded, match=named):
@@ -114,7 +114,7 @@ def test_what_depends_on_numbers_is_refused(step, named):
 
 
 def mixed(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Operations of torch as models use them, before, between and after kernels: into new memory, in place, views."""
+    """Torch operations as models use them, before, between and after kernels: new memory, in place, views."""
     first, second = add_rms_norm(x, None, NORM, 1e-6)[1].chunk(2, -1)
     turned = torch.cat((-second, first), -1) * torch.arange(FEATURES, dtype=x.dtype).cos()
     strided = turned.view(len(x), 4, -1).transpose(1, 2).reshape(len(x), -1).unsqueeze_(0)[0]
@@ -128,7 +128,7 @@ def mixed(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("rows", [1, 5])
 def test_operations_of_torch_run_again_between_kernels(rows):
-    """Bit for bit: models of transformers compute by torch what we have no kernels for."""
+    """Bit for bit: transformers' models use torch operations for which we have no kernels."""
     x, places, arena = torch.randn(rows, FEATURES).bfloat16(), torch.arange(rows), Arena()
     with torch.inference_mode():
         recording = record(arena, lambda: mixed(x, places))
@@ -145,7 +145,7 @@ def test_operations_of_torch_run_again_between_kernels(rows):
 
 @pytest.mark.skipif(packing_problem(torch.float32) is not None, reason="this build of torch packs no linears")
 def test_products_of_onednn_are_repeated():
-    """Their packed weights are tensors without an address."""
+    """oneDNN's packed weights are tensors without an address."""
     x, linear = torch.randn(3, FEATURES), Linear(torch.randn(7, FEATURES))
     with torch.inference_mode():
         recording = record(Arena(), lambda: linear(x))
@@ -155,7 +155,7 @@ def test_products_of_onednn_are_repeated():
 
 
 def test_pieces_are_given_out_again_when_no_view_is_left():
-    """A view of a tensor holds its memory as the tensor does."""
+    """A view keeps its tensor's memory in use."""
     arena = Arena()
     view = arena.empty((3, 5), torch.bfloat16)[1:].flatten()
 
@@ -169,5 +169,5 @@ def test_pieces_are_given_out_again_when_no_view_is_left():
 
 
 def test_no_numbers_are_no_error():
-    """A step may want no logits."""
+    """A step may need no logits."""
     assert Arena().empty((0, 7), torch.float32).shape == (0, 7)

@@ -1,4 +1,4 @@
-"""Machine code comes back as it was kept, or not at all."""
+"""The code store returns machine code exactly as it was stored, or not at all."""
 
 import os
 import threading
@@ -19,7 +19,7 @@ def store(tmp_path: Path) -> CodeStore:
 
 
 def test_code_comes_back_under_its_words_alone(store):
-    """Code that was made for another shape would read and write beside its tensors."""
+    """Code made for another shape would read and write out of bounds."""
     store.put("norm of 64", CODE)
 
     assert store.get("norm of 64") == CODE
@@ -27,7 +27,7 @@ def test_code_comes_back_under_its_words_alone(store):
 
 
 def test_another_process_of_the_same_user_finds_it(store):
-    """That is what it is for: ranks are new processes."""
+    """The purpose of the store: every rank is a new process."""
     store.put("norm", CODE)
 
     again = open_store(store.folder)
@@ -37,8 +37,8 @@ def test_another_process_of_the_same_user_finds_it(store):
 
 
 @pytest.mark.parametrize("left", [0, 20, 40])
-def test_a_damaged_file_is_nothing(store, left):
-    """A disk that was full, a machine that lost power: what is read must never be run."""
+def test_a_damaged_file_is_ignored(store, left):
+    """The disk was full, or the machine lost power: damaged code must never be run."""
     store.put("norm", CODE)
     (file,) = store.folder.iterdir()
     file.write_bytes(file.read_bytes()[:left])
@@ -47,8 +47,8 @@ def test_a_damaged_file_is_nothing(store, left):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
-def test_a_file_of_somebody_else_is_nothing(store):
-    """The folder was open to others once, and its mode was mended since."""
+def test_another_users_file_is_ignored(store):
+    """The folder was once writable by others, and its mode has been corrected since."""
     store.put("norm", CODE)
     (file,) = store.folder.iterdir()
     os.chown(file, 12345, 12345)
@@ -57,12 +57,12 @@ def test_a_file_of_somebody_else_is_nothing(store):
 
 
 def test_turns_are_taken_one_after_the_other(store):
-    """Ranks of a gang and all replicas of a cluster start at once: one compiles, the others find what it put."""
+    """All ranks of a cluster start at once: one should compile, and the others should use its code."""
     together, compiled = threading.Barrier(4), []
 
     def start() -> None:
         together.wait()
-        with store.lock("norm"):  # a lock belongs to the file that was opened, so threads stand for processes
+        with store.lock("norm"):  # a lock belongs to an open file, so threads behave like processes here
             if store.get("norm") is None:
                 compiled.append(threading.get_ident())
                 store.put("norm", CODE)
@@ -76,8 +76,8 @@ def test_turns_are_taken_one_after_the_other(store):
     assert len(compiled) == 1
 
 
-def test_who_waits_for_one_that_hangs_goes_on(store):
-    """A process that was stopped in its turn costs the next one its patience, once; other kernels have other locks."""
+def test_a_process_does_not_wait_for_ever_for_one_that_hangs(store):
+    """A process that hangs while holding a lock delays the next one once; other kernels have other locks."""
     waiting = CodeStore(store.folder, lock_timeout_s=0.05)
 
     with store.lock("norm"), waiting.lock("gather"):
@@ -87,13 +87,13 @@ def test_who_waits_for_one_that_hangs_goes_on(store):
 
 
 def test_without_a_lock_everybody_compiles(tmp_path, caplog):
-    """A folder that cannot be written; the start goes on."""
+    """The folder is not writable, but the replica must start."""
     with CodeStore(tmp_path / "gone").lock("norm"):
         assert "kernels_not_locked" in caplog.text
 
 
 def test_a_folder_that_others_may_write_into_is_not_used(tmp_path):
-    """Whoever could put a file there would run code in every replica."""
+    """Anyone able to put a file there could run code in every replica."""
     folder = tmp_path / "kernels"
     folder.mkdir()
     folder.chmod(0o777)
@@ -109,7 +109,7 @@ def test_a_folder_that_cannot_be_made_is_done_without(tmp_path):
 
 
 def test_what_cannot_be_written_is_done_without(tmp_path):
-    """A disk that is full keeps no replica from its start."""
+    """A full disk must not prevent a replica from starting."""
     store = CodeStore(tmp_path / "gone")
 
     store.put("norm", CODE)
@@ -130,7 +130,7 @@ def test_a_file_that_cannot_be_put_in_place_is_not_left_behind(store):
 
 
 def test_files_are_bounded(store):
-    """Each version of a kernel's source, of numba, and each CPU that a home folder meets leaves its own."""
+    """Every version of a kernel's source and of numba, and every CPU that uses the home folder, adds files."""
     for number in range(MOST_FILES + 10):
         store.put(f"kernel {number}", CODE)
 

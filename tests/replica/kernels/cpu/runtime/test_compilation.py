@@ -1,4 +1,4 @@
-"""Kernels that were read are the kernels that were compiled."""
+"""Loaded kernels are identical to the kernels that were compiled."""
 
 import multiprocessing
 import threading
@@ -25,24 +25,24 @@ BFLOAT16, FLOAT32 = storage_of(torch.bfloat16), storage_of(torch.float32)
 
 @pytest.fixture(autouse=True)
 def _without_the_store_of_the_run(monkeypatch):
-    """What these tests ask for is compiled, also where the run has a folder of compiled kernels."""
+    """Make these tests compile their kernels even if the run has a folder of compiled ones."""
     monkeypatch.setattr(compilation, "_store", lambda: None)
 
 
 def source_of(make, *arguments):
-    """The function that becomes a kernel, past the kernels that are made already."""
+    """The Python function of a kernel, bypassing the cache of compiled kernels."""
     return make.__wrapped__(*arguments).__wrapped__
 
 
 def silu_of(kernel, gate_up):
-    """What a kernel for activations answers, by two threads."""
+    """The output of an activation kernel run by two threads."""
     out = torch.empty(len(gate_up), gate_up.shape[1] // 2, dtype=gate_up.dtype)
     run(kernel, (gate_up, out), (len(gate_up), out.shape[1], gate_up.stride(0)), 2)
     return out
 
 
 def test_kept_code_answers_as_the_compiled_one(tmp_path):
-    """Bit for bit, calls into OpenMP included: or an answer would depend on which process compiled."""
+    """Bit for bit, including calls into OpenMP; otherwise answers would depend on which process compiled."""
     store, source, x = CodeStore(tmp_path), source_of(activation, FLOAT32), torch.randn(5, 66)
 
     compiled = load_or_compile(source, store)
@@ -53,8 +53,8 @@ def test_kept_code_answers_as_the_compiled_one(tmp_path):
     assert torch.equal(silu_of(kept, x), silu_of(compiled, x))
 
 
-def test_who_waited_takes_what_was_compiled_meanwhile(tmp_path):
-    """Of two ranks that start at once one compiles: the other looks again when it is its turn."""
+def test_a_process_that_waited_uses_what_was_compiled_meanwhile(tmp_path):
+    """Of two ranks that start at once, one compiles; the other looks again once it holds the lock."""
     store, source = CodeStore(tmp_path), source_of(activation, FLOAT32)
     kernels, waits = [], threading.Thread(target=lambda: kernels.append(load_or_compile(source, CodeStore(tmp_path))))
 
@@ -67,13 +67,13 @@ def test_who_waited_takes_what_was_compiled_meanwhile(tmp_path):
 
 
 def fill_as_another_would(store, source):
-    """Compiles under a turn that is held already."""
+    """Compile and store a kernel whose lock is already held."""
     unlocked = CodeStore(store.folder, lock_timeout_s=0.0)
     assert not isinstance(load_or_compile(source, unlocked), StoredKernel)
 
 
 def test_kernels_that_two_processes_stored_share_no_specialized_function(tmp_path):
-    """Both processes number their functions alike. A linker that took one kernel's for the other's gave NaN."""
+    """Both processes number their functions alike. A linker that mixed up functions of two kernels caused NaN."""
     store = CodeStore(tmp_path)
     for source in [source_of(norm, storage, True) for storage in (FLOAT32, BFLOAT16)]:
         process = multiprocessing.get_context("fork").Process(target=load_or_compile, args=(source, store))
@@ -87,7 +87,7 @@ def test_kernels_that_two_processes_stored_share_no_specialized_function(tmp_pat
 
 
 def exported(content):
-    """The functions that the linker would also use for other kernels."""
+    """Functions that the linker could also use for other kernels."""
     code = msgspec.msgpack.decode(content[DIGEST_BYTES:], type=MachineCode)
     functions = llvm.parse_bitcode(code.bitcode).functions
     return {
@@ -96,12 +96,12 @@ def exported(content):
 
 
 def test_without_a_store_kernels_are_compiled():
-    """As where the folder is not to be trusted."""
+    """For example, when the folder is not trusted."""
     assert not isinstance(load_or_compile(source_of(activation, FLOAT32), None), StoredKernel)
 
 
-def test_words_tell_apart_all_that_a_kernel_is_made_for():
-    """One source gives a kernel for each dtype and each choice that it closes over."""
+def test_a_description_distinguishes_all_that_a_kernel_is_made_for():
+    """One source gives a different kernel for each dtype and each value that it closes over."""
     norms = [source_of(norm, *which) for which in ((BFLOAT16, True), (BFLOAT16, False), (FLOAT32, True))]
     sources = [*norms, source_of(activation, FLOAT32), source_of(product, WIDENED)]
 
@@ -111,14 +111,14 @@ def test_words_tell_apart_all_that_a_kernel_is_made_for():
     assert "0x" not in "".join(words)
 
 
-def test_what_has_no_words_is_refused():
-    """It would be left out of them, and code for another value be taken."""
+def test_what_cannot_be_described_is_refused():
+    """Otherwise the description would omit the value, and code for another value would be loaded."""
     with pytest.raises(TypeError, match="cannot be described"):
         description(object())
 
 
 def test_helpers_from_elsewhere_are_refused():
-    """Their source is not in the fingerprint: code that they were compiled into would outlive a change."""
+    """Their source is not in the fingerprint, so code compiled from an old version would be loaded."""
     elsewhere = njit(lambda x: x)
 
     with pytest.raises(AssertionError, match="not among the kernels"):

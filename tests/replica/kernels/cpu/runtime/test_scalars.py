@@ -1,4 +1,4 @@
-"""Numbers of compiled kernels: close to libm and torch, NaN included, and tensors of mixed dtypes are refused."""
+"""Scalar functions of compiled kernels match libm and torch, including NaN; mixed dtypes are refused."""
 
 import math
 
@@ -14,7 +14,7 @@ from homing.replica.models.base import AttentionRule
 
 
 def test_exponential_is_that_of_libm():
-    """To a few units in the last place, over all that float32 can tell."""
+    """Accurate to a few units in the last place over the whole range of float32."""
     xs = np.linspace(-86.5, 87.5, 501, dtype=np.float32)
 
     found = np.array([exponential(x) for x in xs])
@@ -23,7 +23,7 @@ def test_exponential_is_that_of_libm():
 
 
 def test_exponential_saturates_and_hides_no_nan():
-    """A NaN that became a number would be an answer that nobody can tell from a right one."""
+    """A NaN that became a number would look like a valid answer."""
     assert 0 <= exponential(np.float32(-math.inf)) < 1e-37
     assert exponential(np.float32(math.inf)) > 1e38
     assert math.isnan(exponential(np.float32(math.nan)))
@@ -31,7 +31,7 @@ def test_exponential_saturates_and_hides_no_nan():
 
 @pytest.mark.parametrize("value", [0.0, 1.0, -1.00390625, 1.01171875, 3.3e38, math.inf, -math.inf, math.nan], ids=str)
 def test_rounding_to_bfloat16_is_torch_s(value):
-    """To the nearest, ties to even; what is too large becomes infinite."""
+    """To the nearest, ties to even; values out of range become infinite."""
     storage = storage_of(torch.bfloat16)
     assert storage is not None
 
@@ -43,7 +43,7 @@ def test_rounding_to_bfloat16_is_torch_s(value):
 
 
 def test_tensors_of_different_dtypes_are_refused():
-    """Bytes would be taken for what they are not, and twice as many read as there are."""
+    """Bytes would be misinterpreted, and twice as many read as exist."""
     pages, q = torch.zeros(2, 4, 1, 8, dtype=torch.bfloat16), torch.zeros(1, 1, 8)
     one = torch.ones(1, dtype=torch.int32)
 
