@@ -316,7 +316,7 @@ class Streamed:
                     self.snapshots += isinstance(instruction, RequestSnapshot)
                     answer = partial(self._answer, publisher, instruction)
                     self._later(self._channel.delay_s, publisher, [link], answer)
-                case Disproved():
+                case DigestMismatch():
                     pass  # the subscription counts it and then requests a snapshot
         if instructions:
             self._heard(link.router)

@@ -160,7 +160,7 @@ def beat(seq: int | None, *blocks: int, epoch: int = 7) -> Heartbeat:
 @pytest.fixture
 def live() -> Subscription:
     """A subscription that holds {1} after batch 4 of epoch 7."""
-    subscription = Subscription(Reach(buffer_batches=4))
+    subscription = Subscription(FeedOptions(buffer_batches=4))
     assert subscription.start() == [RequestSnapshot()]
     subscription.on_chunk(snapshot(4, 1))
     assert subscription.status is FeedStatus.LIVE
@@ -219,12 +219,12 @@ def test_a_batch_that_lags_behind_its_heartbeat_is_no_hole(live: Subscription) -
 
 def test_a_heartbeat_that_disproves_us_leads_to_a_snapshot(live: Subscription) -> None:
     """A wrong set must be corrected, whatever the cause."""
-    assert live.on_heartbeat(beat(4, 1, 2)) == [Disproved(1, 0), RequestSnapshot(), SetStatus(FeedStatus.SYNCING)]
+    assert live.on_heartbeat(beat(4, 1, 2)) == [DigestMismatch(1, 0), RequestSnapshot(), SetStatus(FeedStatus.SYNCING)]
 
 
 def test_a_publisher_that_never_agrees_is_asked_less_and_less_often() -> None:
     """Its digest may be permanently wrong, and a snapshot per heartbeat and reader would overload it."""
-    reader = Subscription(Reach(answer_ticks=4, doubt_ticks=20))
+    reader = Subscription(FeedOptions(answer_ticks=4, max_pause_ticks=20))
     reader.start()
     reader.on_chunk(snapshot(4, 1))
     asked_at: list[int] = []
@@ -309,7 +309,7 @@ def test_a_lost_connection_makes_a_publisher_stale_at_once(live: Subscription) -
 
 def test_an_unanswered_request_is_made_again() -> None:
     """Requests are lost while the publisher is not running yet."""
-    subscription = Subscription(Reach(answer_ticks=3))
+    subscription = Subscription(FeedOptions(answer_ticks=3))
     subscription.start()
 
     assert [subscription.on_tick() for _ in range(3)] == [[], [], [RequestSnapshot()]]
@@ -329,7 +329,7 @@ def test_what_overruns_the_buffer_is_a_hole_again(live: Subscription) -> None:
 
 def test_a_foreign_publishers_history_is_replayed_from_its_beginning() -> None:
     """It has no snapshot; an idle engine would otherwise look empty for ever."""
-    subscription = Subscription(Reach(snapshot=False, heartbeats=False))
+    subscription = Subscription(FeedOptions(snapshot=False, heartbeats=False))
     assert RequestReplay(0) in subscription.start()
 
     subscription.on_replayed(None, 0, stored(1))
@@ -339,7 +339,7 @@ def test_a_foreign_publishers_history_is_replayed_from_its_beginning() -> None:
 
 def test_a_foreign_restart_is_told_by_a_number_that_falls_while_time_advances() -> None:
     """vLLM has no epoch; Dynamo's router dropped the first batches after a restart as duplicates."""
-    subscription = Subscription(Reach(snapshot=False, heartbeats=False))
+    subscription = Subscription(FeedOptions(snapshot=False, heartbeats=False))
     subscription.start()
     subscription.on_replayed(None, 0, stored(1))
     subscription.on_replayed(None, 1, stored(2))
@@ -353,7 +353,7 @@ def test_a_foreign_restart_is_told_by_a_number_that_falls_while_time_advances() 
 
 def test_a_publisher_with_events_alone_is_followed_from_the_first_batch_seen() -> None:
     """Nothing can be requested: earlier blocks stay unknown, and `exact` is false."""
-    subscription = Subscription(Reach(replay=False, snapshot=False, heartbeats=False))
+    subscription = Subscription(FeedOptions(replay=False, snapshot=False, heartbeats=False))
     subscription.start()
 
     subscription.on_batch(None, 6, stored(1))

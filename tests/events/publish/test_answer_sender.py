@@ -47,7 +47,7 @@ def long_answer(parts: int = 50) -> Iterator[list[bytes]]:
     return iter([[b"%d" % number, PART] for number in range(parts)])
 
 
-def ask(transfers: SnapshotSender) -> None:
+def ask(transfers: AnswerSender) -> None:
     """Start an answer to every pending request."""
     for identity, _ in transfers.requests():
         transfers.start(identity, long_answer())
@@ -63,7 +63,7 @@ def read_all(sock: "zmq.Socket[bytes]") -> list[bytes]:
 
 def test_a_slow_reader_gets_every_part_in_order(router: "zmq.Socket[bytes]", reader: Reader) -> None:
     """A ROUTER silently drops messages above its high-water mark. A reader that keeps reading is never given up."""
-    slow, transfers, now_s, got = reader(b"slow"), SnapshotSender(router), 0.0, []
+    slow, transfers, now_s, got = reader(b"slow"), AnswerSender(router), 0.0, []
     ask(transfers)
     while transfers:
         transfers.advance(now_s)
@@ -76,7 +76,7 @@ def test_a_slow_reader_gets_every_part_in_order(router: "zmq.Socket[bytes]", rea
 
 def test_readers_that_never_read_are_given_up_and_make_room(router: "zmq.Socket[bytes]", reader: Reader) -> None:
     """Each holds a slot and keeps the publisher's thread busy; enough of them would block all other readers."""
-    transfers = SnapshotSender(router)
+    transfers = AnswerSender(router)
     for number in range(256):
         reader(b"idle%d" % number)
     for _ in range(4):
@@ -98,7 +98,7 @@ def test_a_reader_that_asks_again_gets_a_whole_answer_and_new_patience(
     router: "zmq.Socket[bytes]", reader: Reader
 ) -> None:
     """The reader has abandoned the earlier answer, so no part of it may precede the new one."""
-    again, transfers = reader(b"again"), SnapshotSender(router)
+    again, transfers = reader(b"again"), AnswerSender(router)
     ask(transfers)
     transfers.advance(0.0)
     again.send(b"ask")

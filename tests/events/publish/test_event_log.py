@@ -148,7 +148,7 @@ def test_an_empty_log_still_answers_a_snapshot() -> None:
 
 def test_lost_steps_use_up_numbers_and_are_folded() -> None:
     """The gap tells readers that steps are lost, and the digest must include them."""
-    log, lost = new_log(), Lost()
+    log, lost = new_log(), LostSteps()
     log.commit([chain(1)], 1.0)
     lost.add([chain(2)])
     lost.add([RemovedBlocks((block(1),))])

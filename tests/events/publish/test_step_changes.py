@@ -92,7 +92,7 @@ def test_a_loss_keeps_the_net_effect_of_all_its_steps(history: tuple[set[int], l
 
 def test_a_loss_is_bounded_by_the_cache_and_not_by_time() -> None:
     """A publisher that hangs for minutes must not fill the engine's memory."""
-    lost = Lost()
+    lost = LostSteps()
     for n in range(10_000):
         lost.add([StoredBlocks(None, (block(n),), tokens(n)), RemovedBlocks((block(n),))])
 

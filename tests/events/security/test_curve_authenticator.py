@@ -19,7 +19,7 @@ REQUEST = [b"1.0", b"id", b"homing", b"10.0.0.7", b"", b"CURVE", RAW]
 
 def test_a_known_key_is_let_in() -> None:
     """The reply consists of version, request id, status code, status text, user and metadata."""
-    verdict = judge(REQUEST, frozenset([KEY]))
+    verdict = authorize(REQUEST, frozenset([KEY]))
 
     assert verdict.accepted
     assert verdict.reply == [b"1.0", b"id", b"200", b"OK", KEY, b""]
@@ -27,7 +27,7 @@ def test_a_known_key_is_let_in() -> None:
 
 def test_an_unknown_key_is_refused_and_named() -> None:
     """The log names the key, so that an administrator can add it."""
-    verdict = judge(REQUEST, frozenset())
+    verdict = authorize(REQUEST, frozenset())
 
     assert not verdict.accepted
     assert (verdict.key, verdict.address, verdict.reply[2]) == (KEY, "10.0.0.7", b"400")

@@ -188,5 +188,5 @@ def _decode_or_refuse(payload: bytes, *, token_ids: bool = False) -> None:
 
 def test_a_hash_is_named_by_its_last_eight_bytes() -> None:
     """vLLM truncates its hashes the same way, so both encodings of a stream give the same wire hashes."""
-    assert wire_name(bytes(range(16))) == int.from_bytes(bytes(range(8, 16)), "big")
-    assert wire_name(-1) == MAX
+    assert wire_hash(bytes(range(16))) == int.from_bytes(bytes(range(8, 16)), "big")
+    assert wire_hash(-1) == MAX
