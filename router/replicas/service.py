@@ -53,7 +53,7 @@ from ..routing.policy.registry import make_policy
 from ..routing.replica_load import LoadBook, Rest
 from ..routing.reservations import Reservations
 from .external.external_replica import ExternalReplica
-from .external.probe import ExternalTerms, started_terms
+from .external.probe import EngineRequirements, requirements_of
 from .membership import changes, compare, own_parity, text_digests
 from .own_replica import OwnReplica
 from .replica_handle import Observer, ServiceContext
@@ -81,7 +81,7 @@ class RouterService:
         heartbeat_interval_s: float = 0.2,
         follows_events: bool = True,
         keys: KeyPair | None = None,
-        external: ExternalTerms | None = None,
+        external: EngineRequirements | None = None,
         counters: RouterCounters | None = None,
         clock: Callable[[], float] = time.monotonic,
         rng: Random | None = None,
@@ -373,7 +373,7 @@ class RouterService:
             self._flow.adopt(model)
         if description.foreign:
             replica: OwnReplica | ExternalReplica = ExternalReplica(
-                description, self._flow, self._context, model, self._external or started_terms(description), rest
+                description, self._flow, self._context, model, self._external or requirements_of(description), rest
             )
         else:
             replica = OwnReplica(description, self._flow, self._context, rest)
