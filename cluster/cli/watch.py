@@ -389,7 +389,7 @@ class WatchSession:
         del self._followed[source]
         self._printer.remark(source, "gone")
 
-    def told(self, source: Source, instruction: Apply | Reset) -> None:
+    def blocks_changed(self, source: Source, instruction: Apply | Reset) -> None:
         self._followed[source][0].add(instruction, time.time())
         batch = [] if self._recording is None and self._rates_s is not None else recorded(source, instruction)
         if self._recording is not None:

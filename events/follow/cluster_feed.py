@@ -45,7 +45,7 @@ class ClusterSink(Protocol):
     def gone(self, source: Source) -> None:
         """The replica is no longer listed, or was restarted: everything reported about it is void."""
 
-    def told(self, source: Source, instruction: Apply | Reset) -> None:
+    def blocks_changed(self, source: Source, instruction: Apply | Reset) -> None:
         """Receives the next batch, without a gap before it, or the whole set of held blocks."""
 
     # As in `FeedSink`.
@@ -153,7 +153,7 @@ class _OneOfMany:
     """The `FeedSink` of one source."""
 
     def __init__(self, sink: ClusterSink, source: Source) -> None:
-        self.told: Callable[[Apply | Reset], None] = functools.partial(sink.told, source)
+        self.blocks_changed: Callable[[Apply | Reset], None] = functools.partial(sink.blocks_changed, source)
         self.status: Callable[[FeedStatus], None] = functools.partial(sink.status, source)
         self.malformed: Callable[[EventError], None] = functools.partial(sink.malformed, source)
         self.refused: Callable[[KeysRefused], None] = functools.partial(sink.refused, source)

@@ -60,7 +60,7 @@ _NO_KEYS = "no key was given, so a new, unlisted one was used: provide keys (hom
 class FeedSink(Protocol):
     """The user of a publisher's stream. All calls come from the loop's thread."""
 
-    def told(self, instruction: Apply | Reset) -> None:
+    def blocks_changed(self, instruction: Apply | Reset) -> None:
         """Receives the next batch, without a gap before it, or the whole set of held blocks."""
 
     def status(self, status: FeedStatus) -> None: ...
@@ -259,7 +259,7 @@ class EventFeed:
                 return  # closed by a callback
             match instruction:
                 case Apply() | Reset():
-                    self._sink.told(instruction)
+                    self._sink.blocks_changed(instruction)
                 case SetStatus(status):
                     self._sink.status(status)
                 case PassLoad(report):

@@ -44,7 +44,7 @@ class Inbox:
         self._left.append(source)
         self._arrivals.note()
 
-    def told(self, source: Source, instruction: Apply | Reset) -> None:
+    def blocks_changed(self, source: Source, instruction: Apply | Reset) -> None:
         self._backlogs[source].put(instruction)
 
     def refused(self, source: Source, error: KeysRefused) -> None:  # noqa: ARG002 - the error names the endpoint

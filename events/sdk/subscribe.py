@@ -103,7 +103,7 @@ class _Sink:
         self._giving_up: asyncio.TimerHandle | None = None
         self.status(FeedStatus.STALE)
 
-    def told(self, instruction: Apply | Reset) -> None:
+    def blocks_changed(self, instruction: Apply | Reset) -> None:
         self._backlog.put(instruction)
 
     def refused(self, error: KeysRefused) -> None:

@@ -134,8 +134,8 @@ class OwnReplica(ReplicaHandle):
         self._flow.counters.malformed_frames += 1
         log.warning("reply_malformed replica=%s reason=%s", self.replica_id, reason)
 
-    def told(self, instruction: Apply | Reset) -> None:
-        """Nothing to do: the feed updates the index itself, through the `blocks` passed to it."""
+    def blocks_changed(self, instruction: Apply | Reset) -> None:
+        """Do nothing: the feed updates the index itself, through the `blocks` passed to it."""
 
     def _new_feed(self) -> EventFeed:
         context, endpoints = self._context, self.description.event_endpoints

@@ -62,7 +62,7 @@ class ServiceContext:
 
 
 class ReplicaHandle(ABC):
-    """A replica that the membership lists. Together with the subclass's `told` it is its own feed's sink."""
+    """A replica that the membership lists. Together with the subclass's `blocks_changed` it is its own feed's sink."""
 
     def __init__(
         self, description: ReplicaDescription, flow: RequestFlow, context: ServiceContext, rest: Rest | None = None

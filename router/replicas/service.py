@@ -178,7 +178,7 @@ class RouterService:
         if replicas and self._first_replica_at is None:
             self._first_replica_at = self._context.clock()
         for description in joined:
-            self._let_in(description, cluster_seed, resting.get(description.replica_id))
+            self._add_replica(description, cluster_seed, resting.get(description.replica_id))
         self._run(instructions)
 
     def in_flight(self, replica_id: str) -> int:
@@ -358,7 +358,7 @@ class RouterService:
 
     # Membership
 
-    def _let_in(self, description: ReplicaDescription, cluster_seed: int, rest: Rest | None) -> None:
+    def _add_replica(self, description: ReplicaDescription, cluster_seed: int, rest: Rest | None) -> None:
         name = description.replica_id
         try:
             model = self._examine(description, cluster_seed)
@@ -445,7 +445,7 @@ class RouterService:
                 log.warning("replica_silent replica=%s age_s=%.1f", name, loads.age_s(name, now))
                 self._silent.add(name)
             elif not silent and name in self._silent:
-                log.info("replica_heard_again replica=%s", name)
+                log.info("replica_responding replica=%s", name)
                 self._silent.discard(name)
         self._run(self._flow.expire(now))
         self._refuse_waiting()

@@ -68,7 +68,7 @@ class IndexSink(FeedSink):
         self.index.join("r0", 10**9, closed=True)
         self.batches = 0
 
-    def told(self, instruction: Apply | Reset) -> None:
+    def blocks_changed(self, instruction: Apply | Reset) -> None:
         self.batches += isinstance(instruction, Apply)
 
     def malformed(self, error: Exception) -> None:

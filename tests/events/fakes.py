@@ -90,7 +90,7 @@ class FoldingSink:
     def live(self) -> bool:
         return bool(self.statuses) and self.statuses[-1] is FeedStatus.LIVE
 
-    def told(self, instruction: Apply | Reset) -> None:
+    def blocks_changed(self, instruction: Apply | Reset) -> None:
         if isinstance(instruction, Reset):
             self.resets += 1
             self.mirror.replace(snapshot_pairs(instruction.blocks))

@@ -306,7 +306,7 @@ class ExternalReplica(ReplicaHandle):
             self._check_now.set()
         super().status(status)
 
-    def told(self, instruction: Apply | Reset) -> None:
+    def blocks_changed(self, instruction: Apply | Reset) -> None:
         if isinstance(instruction, Reset):
             # External engines send no snapshots: their content is unknown until they store it again.
             assert not instruction.blocks, f"a snapshot of {len(instruction.blocks)} blocks of an external engine"

@@ -82,7 +82,7 @@ async def test_rates_are_lines_of_the_kind_that_was_asked_for(as_json: bool) -> 
     nowhere = EventFeed(EventEndpoints(events="", replay="", state="", snapshot=""), IgnoringSink())
 
     watching.joined(SOURCE, nowhere)
-    watching.told(SOURCE, Apply(5, 60.0, [Stored(None, [3, 4])]))
+    watching.blocks_changed(SOURCE, Apply(5, 60.0, [Stored(None, [3, 4])]))
     asyncio.get_running_loop().call_later(0.05, watching.stop)
     await watching.until_stopped()
 

@@ -18,7 +18,7 @@ ENDS = EventEndpoints(events="ipc:///e", replay="", state="", snapshot="")
 
 
 class NotingSink:
-    """Writes down what it is told, by kind."""
+    """Writes down the calls that it gets, by kind."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, Source]] = []
@@ -69,12 +69,12 @@ async def test_a_rebuilt_replica_is_left_and_followed_again(make_publisher: Publ
     listing.put("r0", 7, first.start())
     feed = ClusterFeed(listing.view, sink, refresh_s=0.01)
     running = asyncio.ensure_future(feed.run())
-    await until(lambda: "told" in sink.kinds(Source("r0", 7)))
+    await until(lambda: "blocks_changed" in sink.kinds(Source("r0", 7)))
 
     listing.put("r0", 8, second.start())
     store(second, 1)
     second.flush()
-    await until(lambda: "told" in sink.kinds(Source("r0", 8)))
+    await until(lambda: "blocks_changed" in sink.kinds(Source("r0", 8)))
     assert list(feed.feeds) == [Source("r0", 8)]
     running.cancel()
     await asyncio.wait([running])

@@ -114,8 +114,8 @@ async def test_busy_replicas_are_read_in_turn() -> None:
     for replica in ("r0", "r1"):
         inbox.joined(Source(replica, 7), EventFeed(NO_ENDS, Inbox(1, print)))
     for seq in range(3):
-        inbox.told(Source("r0", 7), Apply(seq, 1.0, [Cleared()]))
-    inbox.told(Source("r1", 7), Reset(7, 0, []))
+        inbox.blocks_changed(Source("r0", 7), Apply(seq, 1.0, [Cleared()]))
+    inbox.blocks_changed(Source("r1", 7), Reset(7, 0, []))
 
     assert [(record.replica, record.item.seq) for record in await inbox.get()] == [("r0", 0), ("r1", 0)]
     assert [(record.replica, record.item.seq) for record in await inbox.get()] == [("r0", 1)]

@@ -74,7 +74,7 @@ def stored(*hashes: int) -> Stored:
 def test_the_index_follows_each_type_of_event(events: list[CacheEvent], held: int) -> None:
     """The counterpart of the test below: known types have their effect."""
     with joined() as (replica, placement):
-        replica.told(Apply(0, 1.0, events))
+        replica.blocks_changed(Apply(0, 1.0, events))
 
         assert placement.index.count("r0") == held
 
@@ -82,9 +82,9 @@ def test_the_index_follows_each_type_of_event(events: list[CacheEvent], held: in
 def test_an_unknown_type_of_event_is_an_error_and_clears_nothing() -> None:
     """A new type that is not handled here must not be taken for `Cleared`."""
     with joined() as (replica, placement):
-        replica.told(Apply(0, 1.0, [stored(1, 2)]))
+        replica.blocks_changed(Apply(0, 1.0, [stored(1, 2)]))
 
         with pytest.raises(AssertionError, match="Moved"):
-            replica.told(Apply(1, 1.0, [Moved([1])]))  # type: ignore[list-item]
+            replica.blocks_changed(Apply(1, 1.0, [Moved([1])]))  # type: ignore[list-item]
 
         assert placement.index.count("r0") == 2
