@@ -371,7 +371,7 @@ class RouterService:
             return
         if model != self._flow.model:
             self._flow.adopt(model)
-        if description.foreign:
+        if description.external:
             replica: OwnReplica | ExternalReplica = ExternalReplica(
                 description, self._flow, self._context, model, self._external or requirements_of(description), rest
             )

@@ -69,7 +69,7 @@ def describe(
         prefill_tokens_per_s=UNKNOWN_PREFILL_TOKENS_PER_S,
         decode_step_s=UNKNOWN_DECODE_STEP_S,
         node=replica.address.host,
-        foreign=True,
+        external=True,
         data_parallel_rank=replica.rank,
     )
 

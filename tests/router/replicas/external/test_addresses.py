@@ -27,7 +27,7 @@ def test_an_engine_is_described_as_a_replica() -> None:
 
     about = describe(backend, parity_of(), LIMITS, max_running_requests=9)
 
-    assert (about.foreign, about.request_endpoint, about.max_running_requests) == (True, "http://a:8000", 9)
+    assert (about.external, about.request_endpoint, about.max_running_requests) == (True, "http://a:8000", 9)
     assert about.event_endpoints == EventEndpoints(events="tcp://a:5", replay="tcp://a:6", state="", snapshot="")
 
 

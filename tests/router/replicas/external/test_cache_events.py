@@ -46,7 +46,7 @@ def joined() -> Iterator[tuple[ExternalReplica, Placement]]:
     flow = RequestFlow(placement, RouterSettings(), block_size=BLOCK, counters=RouterCounters())
     flow.adopt(MODEL)
     shared = ServiceContext(loop, context, "me", 0.2, lambda: 0.0, None, None, lambda _: None)
-    description = description_of("r0", foreign=True, request_endpoint="http://127.0.0.1:1")
+    description = description_of("r0", external=True, request_endpoint="http://127.0.0.1:1")
     flow.join(description, 0.0)
     try:
         yield ExternalReplica(description, flow, shared, MODEL, TERMS), placement

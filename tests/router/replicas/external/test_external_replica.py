@@ -80,7 +80,7 @@ class Cluster:
     def _description(self, name: str, engine: FakeEngine, events: bool) -> ReplicaDescription:
         fields = {"event_endpoints": engine.endpoints} if events else {}
         return description_of(
-            name, request_endpoint=engine.url, foreign=True, parity=self._parity, model=LIMITS, **fields
+            name, request_endpoint=engine.url, external=True, parity=self._parity, model=LIMITS, **fields
         )
 
     def replica(self, name: str) -> ReplicaView:
