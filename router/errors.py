@@ -63,6 +63,16 @@ class PreviousResponseNotFound(InvalidRequest, code="previous_response_not_found
         super().__init__(f"previous response {response_id!r} not found", param="previous_response_id")
 
 
+class ConversationTooLong(InvalidRequest, code="conversation_too_long"):
+    """The conversation that a request wants to continue has too many stored responses."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(
+            f"the conversation has more than {most} stored responses; send its items as input instead",
+            param="previous_response_id",
+        )
+
+
 class ContextTooLong(InvalidRequest, code="context_length_exceeded"):
     """Prompt and requested output together exceed the model's context."""
 

@@ -24,12 +24,12 @@ from ...router.backend import EngineView, ReplicaView
 from ...router.errors import BackendsInvalid, RouterError, TemplateRefusal
 from ...router.http.front import TextModels
 from ...router.metrics import RouterMetrics
-from ...router.replicas.external.addresses import backends, describe, foreign_root
-from ...router.replicas.external.discovery import EngineAddress, FoundEngine, discover
-from ...router.replicas.external.fleet import ADMINS, Engine, Fleet
-from ...router.replicas.external.http_client import Address, BackendUnreachableError, Client
-from ...router.replicas.external.probe import CANARY, CANARY_CHAT, Card, ExternalTerms
-from ...router.replicas.external.sources import EngineFile, EngineName, is_name
+from ...router.replicas.external.addresses import describe, external_root, replica_addresses
+from ...router.replicas.external.discovery import EngineAddress, EngineInfo, discover
+from ...router.replicas.external.fleet import API_SOURCE, Engine, EngineFleet
+from ...router.replicas.external.http_client import Address, Client, EngineUnreachableError
+from ...router.replicas.external.probe import CANARY, CANARY_CHAT, Card, EngineRequirements
+from ...router.replicas.external.sources import EngineDnsName, EngineFile, is_dns_url
 from ...router.replicas.membership import own_parity, text_digests, text_source
 from ...router.replicas.service import RouterService
 from ...router.server import RouterServer, settle
@@ -103,14 +103,14 @@ def route_to(settings: Settings, out: TextIO, *, detached: bool, quiet: bool) ->
             return runner.run(router.run(detached=detached))
 
 
-def listed_engines(settings: Settings) -> tuple[Fleet, list[EngineFile | EngineName]]:
+def listed_engines(settings: Settings) -> tuple[EngineFleet, list[EngineFile | EngineDnsName]]:
     """The engines listed by the settings, and the sources that may list others later. Raises BackendsInvalid."""
-    fleet, sources = Fleet(), list[EngineFile | EngineName]()
-    for backend in backends(settings.router):
-        if is_name(backend.address.url):
-            sources.append(EngineName(backend.address, backend.events, backend.replay))
+    fleet, sources = EngineFleet(), list[EngineFile | EngineDnsName]()
+    for each in replica_addresses(settings.router):
+        if is_dns_url(each.address.url):
+            sources.append(EngineDnsName(each.address, each.events, each.replay))
         else:
-            fleet.add(EngineAddress(backend.address.url, backend.events, backend.replay), "flags")
+            fleet.add(EngineAddress(each.address.url, each.events, each.replay), "flags")
     if settings.router.engines:
         sources.append(EngineFile(Path(settings.router.engines).expanduser()))
         fleet.replace(sources[-1].read() or [], sources[-1].name)
@@ -119,7 +119,7 @@ def listed_engines(settings: Settings) -> tuple[Fleet, list[EngineFile | EngineN
     return fleet, sources
 
 
-def adopted(settings: Settings, engines: list[FoundEngine]) -> Settings:
+def adopted(settings: Settings, engines: list[EngineInfo]) -> Settings:
     """The settings, with values that the user did not set taken from the engines."""
     first, card = engines[0], card_of(settings, engines[0])
     replica, router, theirs = settings.replica, settings.router, dict[str, str | int]()
@@ -137,7 +137,7 @@ def adopted(settings: Settings, engines: list[FoundEngine]) -> Settings:
     return prepare(replaced(settings, **theirs))
 
 
-def card_of(settings: Settings, engine: FoundEngine) -> Card:
+def card_of(settings: Settings, engine: EngineInfo) -> Card:
     """The served model among those that the engine offers, else its first. Raises StartFailed if it offers none."""
     if not engine.cards:
         raise StartFailed(f"{engine.address.url} offers no model")
@@ -158,8 +158,8 @@ class FleetRouter:
     """The router of the listed engines; also the `EngineList` of its HTTP server."""
 
     settings: Settings  #: include the engines' settings once one has answered
-    fleet: Fleet
-    sources: list[EngineFile | EngineName]
+    fleet: EngineFleet
+    sources: list[EngineFile | EngineDnsName]
     api_key: str
     console: Console
     registry: ClusterRegistry
@@ -180,7 +180,7 @@ class FleetRouter:
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         if not await self._until_heard():
             return 0
-        self.settings = adopted(self.settings, [each.found for each in self.fleet.engines.values() if each.found])
+        self.settings = adopted(self.settings, [each.info for each in self.fleet.engines.values() if each.info])
         settings = self.settings
         self.entry = msgspec.structs.replace(self.entry, model=runs(settings.served_name, settings.replica.model))
         self.console.opening(settings)
@@ -220,7 +220,7 @@ class FleetRouter:
         return [engine.view() for engine in self.fleet.engines.values()]
 
     async def add(self, url: str, events: str, replay: str) -> EngineView:
-        engine = self.fleet.add(EngineAddress(url, events, replay), ADMINS)
+        engine = self.fleet.add(EngineAddress(url, events, replay), API_SOURCE)
         await asyncio.create_task(self._ask(engine))  # request handlers do not run in a task
         self._apply()
         return engine.view()
@@ -236,7 +236,7 @@ class FleetRouter:
         """Wait until one engine has answered; False if stopped before."""
         while not self._stop.is_set():
             await self._keep_up()
-            if any(engine.found for engine in self.fleet.engines.values()):
+            if any(engine.info for engine in self.fleet.engines.values()):
                 return True
             await self._pause(ASK_AGAIN_S)
         return False
@@ -250,20 +250,20 @@ class FleetRouter:
                     self.fleet.replace(addresses, source.name)
             except BackendsInvalid as error:  # keep the engines from the last successful read
                 self.console.step(source.name, error.message)
-        await asyncio.gather(*map(self._ask, self.fleet.unheard()))
+        await asyncio.gather(*map(self._ask, self.fleet.undiscovered()))
         self._apply()
 
     async def _ask(self, engine: Engine) -> None:
         client = Client(Address.of(engine.address.url), loop=asyncio.get_running_loop(), api_key=self.api_key)
         try:
-            engine.found = await discover(client, engine.address, try_ports=not self.fleet.shares_host(engine))
-        except BackendUnreachableError as error:
+            engine.info = await discover(client, engine.address, try_ports=not self.fleet.shares_host(engine))
+        except EngineUnreachableError as error:
             engine.trouble = str(error)
             self.console.step(engine.name, f"{engine.address.url} · no answer, retrying: {error}")
             return
         engine.trouble = ""
-        self.console.step(engine.name, f"{engine.address.url} · {engine.found.summary()}")
-        for missing in engine.found.missing():
+        self.console.step(engine.name, f"{engine.address.url} · {engine.info.summary()}")
+        for missing in engine.info.missing():
             self.console.line(f"           {engine.name} without {missing}")
 
     def _apply(self) -> None:
@@ -272,12 +272,12 @@ class FleetRouter:
         if service is None or limits is None:
             return
         if self._parity is None:
-            root = BlockHash(foreign_root(limits.name))
+            root = BlockHash(external_root(limits.name))
             digests = text_digests(text_folder(self.settings.replica, self._model_dir))
             self._parity = own_parity(digests, self.settings.kvcache, self._seed, root)
         parity = self._parity
         most = self.settings.router.backend_max_requests
-        members = [describe(each, parity, limits, max_running_requests=most) for each in self.fleet.backends()]
+        members = [describe(each, parity, limits, max_running_requests=most) for each in self.fleet.replica_addresses()]
         service.apply_membership(members, self._seed)
 
     # Serving
@@ -299,7 +299,7 @@ class FleetRouter:
             observer=self._metrics.of(limits.name),
             model_dir=text_folder(settings.replica, self._model_dir),
             heartbeat_interval_s=settings.events.heartbeat_interval_s,
-            external=ExternalTerms(
+            external=EngineRequirements(
                 model_names=model_names(settings),
                 max_model_len=limits.max_model_len,
                 block_size=settings.kvcache.block_size,

@@ -35,11 +35,11 @@ from ...replica.load.cpu_threads import usable_cores
 from ...replica.messages import ReplicaDescription
 from ...replica.progress import report
 from ...replica.rank_server import RankServer
-from ...router.replicas.external.addresses import Backend, describe, foreign_root
+from ...router.replicas.external.addresses import ReplicaAddress, describe, external_root
 from ...router.replicas.external.block_keys import ExternalBlocks
-from ...router.replicas.external.http_client import Address, BackendUnreachableError, Client
+from ...router.replicas.external.http_client import Address, Client, EngineUnreachableError
 from ...router.replicas.external.load import EngineMetrics
-from ...router.replicas.external.probe import CANARY, Card, ExternalTerms, probe, read_cards
+from ...router.replicas.external.probe import CANARY, Card, EngineRequirements, probe, read_cards
 from ...router.replicas.external.wire import error_message
 from ...router.replicas.membership import own_parity, text_digests
 from ...router.text.export import load_parts
@@ -176,7 +176,7 @@ def start_engine(spec: RankSpec, model_dir: Path, folder: Path | None, node: str
     process = EngineProcess(words, environment(place, os.environ), settings.replica.engine)
     url = f"http://{f'[{host}]' if ':' in host else host}:{place.port}"
     try:
-        description = _examined(process, Backend(spec.replica_id, Address.of(url), *ends), spec, model_dir)
+        description = _examined(process, ReplicaAddress(spec.replica_id, Address.of(url), *ends), spec, model_dir)
     except BaseException:
         process.end(ask=False)
         process.ended.wait(END_S)
@@ -196,21 +196,21 @@ def _place(spec: RankSpec, model_dir: Path, folder: Path | None, host: str) -> t
     return EnginePlace(settings, model_dir, host, port, binds, cores), ends
 
 
-def _examined(process: EngineProcess, backend: Backend, spec: RankSpec, model_dir: Path) -> ReplicaDescription:
+def _examined(process: EngineProcess, engine: ReplicaAddress, spec: RankSpec, model_dir: Path) -> ReplicaDescription:
     """Wait until the engine is ready and check it; returns its description as a replica."""
     settings = spec.model.settings
     replica, cache, texts = settings.replica, settings.kvcache, text_folder(settings.replica, model_dir)
     limits = model_limits(model_dir, replica, spec.model.name)
-    _until_ready(process, backend, settings)
-    canary, root = _canary_ids(texts), BlockHash(foreign_root(limits.name))
+    _until_ready(process, engine, settings)
+    canary, root = _canary_ids(texts), BlockHash(external_root(limits.name))
     # Two full blocks and one token, or fewer if the context is shorter.
     prompt = list(islice(cycle(canary), min(2 * cache.block_size + 1, limits.max_model_len - 1)))
-    card, metrics = asyncio.run(_examine(backend, settings, canary, prompt))
-    if backend.replay and cache.prefix_caching:
-        _check_blocks(backend, BlockHasher(cache.block_size, spec.model.seed, cache.hash_algorithm), root, prompt)
+    card, metrics = asyncio.run(_examine(engine, settings, canary, prompt))
+    if engine.replay and cache.prefix_caching:
+        _check_blocks(engine, BlockHasher(cache.block_size, spec.model.seed, cache.hash_algorithm), root, prompt)
     limits = msgspec.structs.replace(limits, max_model_len=card.max_model_len or limits.max_model_len)
     parity = own_parity(text_digests(texts), cache, spec.model.seed, root)
-    described = describe(backend, parity, limits, max_running_requests=replica.max_running_requests)
+    described = describe(engine, parity, limits, max_running_requests=replica.max_running_requests)
     return msgspec.structs.replace(
         described,
         epoch=secrets.randbits(63),
@@ -243,10 +243,10 @@ def _event_addresses(folder: Path | None, host: str, ports: Sequence[int]) -> tu
     return EventAddresses(*binds), EventAddresses(*ends)
 
 
-def _until_ready(process: EngineProcess, backend: Backend, settings: Settings) -> None:
+def _until_ready(process: EngineProcess, engine: ReplicaAddress, settings: Settings) -> None:
     kind, limit_s = settings.replica.engine, settings.cluster.start_timeout_s * START_SHARE
     deadline = time.monotonic() + limit_s
-    while not _answers_health(backend.address.url):
+    while not _answers_health(engine.address.url):
         if process.ended.wait(POLL_S):
             raise StartFailed(f"{kind} exited during startup: {last_words(process.lines)}")
         if time.monotonic() > deadline:
@@ -275,11 +275,11 @@ def _canary_ids(folder: Path) -> tuple[int, ...]:
 
 
 async def _examine(
-    backend: Backend, settings: Settings, canary: tuple[int, ...], prompt: Sequence[int]
+    engine: ReplicaAddress, settings: Settings, canary: tuple[int, ...], prompt: Sequence[int]
 ) -> tuple[Card, EngineMetrics]:
     """Compare model, tokenizer and block size; have it compute the prompt. Raises StartFailed and ParityMismatch."""
-    client = Client(backend.address, loop=asyncio.get_running_loop())
-    terms = ExternalTerms(
+    client = Client(engine.address, loop=asyncio.get_running_loop())
+    requirements = EngineRequirements(
         model_names=(settings.served_name,),
         max_model_len=settings.replica.max_model_len,
         block_size=settings.kvcache.block_size,
@@ -289,35 +289,35 @@ async def _examine(
     kind = settings.replica.engine
     asked = {"model": settings.served_name, "prompt": prompt, "max_tokens": 1, "temperature": 0, "seed": 0}
     try:
-        name, metrics = await probe(client, backend.replica_id, terms)
+        name, metrics = await probe(client, engine.replica_id, requirements)
         cards = await read_cards(client)
         body = msgspec.json.encode(asked)
         answer = await client.ask("POST", "/v1/completions", body, timeout_s=CANARY_TIMEOUT_S)
-    except BackendUnreachableError as error:
+    except EngineUnreachableError as error:
         raise StartFailed(f"{kind} does not answer a canary prompt: {error}") from error
     if answer.status != 200:
         raise StartFailed(f"{kind} returned {answer.status} for a canary prompt: {error_message(answer.body)}")
     return next((card for card in cards or () if card.id == name), Card(name)), metrics
 
 
-def _check_blocks(backend: Backend, hasher: BlockHasher, root: BlockHash, prompt: Sequence[int]) -> None:
+def _check_blocks(engine: ReplicaAddress, hasher: BlockHasher, root: BlockHash, prompt: Sequence[int]) -> None:
     """Check that the engine's events announce the prompt's blocks. Raises StartFailed and ParityMismatch."""
     wanted = {wire_hash(each) for each in hasher.chain(tenant_root(root), token_bytes(prompt))}
     deadline = time.monotonic() + EVENTS_TIMEOUT_S
     while True:
-        blocks, decoder, held = ExternalBlocks(backend.replica_id, hasher, root), BatchDecoder(token_ids=True), set()
+        blocks, decoder, held = ExternalBlocks(engine.replica_id, hasher, root), BatchDecoder(token_ids=True), set()
         try:
-            for payload in replayed(backend.replay, 0):
+            for payload in replayed(engine.replay, 0):
                 for event in decoder.decode(payload).events:
                     if isinstance(event, Stored):
                         held |= {*blocks.stored(event)}
         except (zmq.ZMQError, EventError) as error:
-            raise StartFailed(f"the event publisher at {backend.replay} does not answer: {error}") from error
+            raise StartFailed(f"the event publisher at {engine.replay} does not answer: {error}") from error
         if wanted <= held:
             return
         if time.monotonic() > deadline:
             raise StartFailed(
-                f"the events at {backend.events} announce {len(wanted & held)} of the {len(wanted)} blocks of a canary "
+                f"the events at {engine.events} announce {len(wanted & held)} of the {len(wanted)} blocks of a canary "
                 f"prompt (not understood: {dict(blocks.unplaced) or 'none'})"
             )
         time.sleep(POLL_S)

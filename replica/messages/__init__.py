@@ -239,5 +239,5 @@ class ReplicaDescription(msgspec.Struct, frozen=True, kw_only=True):
     decode_step_s: float  #: measured at warm-up for a batch of one
     node: str = ""
     pids: tuple[int, ...] = ()  #: process ids of all ranks
-    foreign: bool = False  #: an external engine; `request_endpoint` is the URL of its OpenAI-compatible server
+    external: bool = False  #: an external engine; `request_endpoint` is the URL of its OpenAI-compatible server
     data_parallel_rank: int | None = None  #: which rank this is, of an external engine with several

@@ -17,7 +17,7 @@ ENTRY_BYTES = 200
 #: Room for the spans of 4 million tokens at 16 tokens per block.
 CAPACITY_BYTES = 6 * 2**20
 #: Maximum number of cached tenant roots; when it is reached, all are dropped at once.
-ROOTS_KEPT = 4096
+MAX_ROOTS = 4096
 
 
 class BlockHashCache:
@@ -35,7 +35,7 @@ class BlockHashCache:
         """Root of the block hashes under this salt. Deriving one costs as much as hashing ten blocks."""
         root = self._roots.get(salt)
         if root is None:
-            if len(self._roots) >= ROOTS_KEPT:
+            if len(self._roots) >= MAX_ROOTS:
                 self._roots.clear()
             root = self._roots[salt] = tenant_root(self._model_root, salt=salt)
         return root

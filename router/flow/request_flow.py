@@ -62,7 +62,6 @@ from .request_state import (
     Event,
     Instruction,
     Outcome,
-    Phase,
     RequestId,
     RequestState,
     Send,
@@ -273,7 +272,7 @@ class RequestFlow:
 
     def explain(self, request: GenerationRequest, now: float) -> Explanation:
         """Explain the decision that `submit` would make now. Raises NoReplica or PromptTooLong."""
-        prompt, candidates = self._situation(self._new_request(request, now), now)
+        prompt, candidates = self._prompt_and_candidates(self._new_request(request, now), now)
         table = self.placement.explain(prompt, candidates)
         for row, each in enumerate(table.replicas):
             if (progress := self.warm_ups.progress(each.replica_id)) is not None:
@@ -312,10 +311,6 @@ class RequestFlow:
     def deadlines(self) -> int:
         """Number of entries in the deadline heap, including those of finished requests."""
         return len(self._deadlines)
-
-    def phase_of(self, request_id: RequestId) -> Phase:
-        request = self._requests.get(request_id)
-        return Phase.OVER if request is None else request.phase
 
     def replica_of(self, request_id: RequestId) -> str | None:
         """The replica that the request is on or was last on; None if it was never sent or is over."""
@@ -374,7 +369,7 @@ class RequestFlow:
         request.hashes = cache.hashes(request.root, request.tokens)
         request.keys = wire_hashes(request.hashes)
 
-    def _situation(self, request: RequestState, now: float) -> tuple[Prompt, Candidates]:
+    def _prompt_and_candidates(self, request: RequestState, now: float) -> tuple[Prompt, Candidates]:
         # Prompt logprobs and mean pooling need every prompt token to be computed, so the cache does not help.
         scores_prompt = request.request.sampling.prompt_logprobs is not None and not request.generated
         embedding = request.request.embedding
@@ -396,7 +391,7 @@ class RequestFlow:
 
     def _place(self, request: RequestState, now: float) -> Send | None:
         """Choose a replica and reserve its capacity; None if no replica can take the request now."""
-        prompt, candidates = self._situation(request, now)
+        prompt, candidates = self._prompt_and_candidates(request, now)
         decision = self.placement.decide(prompt, candidates)
         chosen = decision.chosen
         if chosen is None:
@@ -517,7 +512,7 @@ class RequestFlow:
         request.continuations += 1
         self.counters.continued += 1
         trace_id = request.request.trace_id
-        log.info("request_moves trace=%s from=%s generated=%d", trace_id, request.replica, request.generated)
+        log.info("request_moved trace=%s from=%s generated=%d", trace_id, request.replica, request.generated)
         assert self._hash_cache is not None, "a request without a model"
         self._hash_blocks(request, self._hash_cache)
         self._queue.resume(request.request_id, priority=request.request.priority)

@@ -13,7 +13,7 @@ from .request_state import RequestId
 class RequestStream:
     """A `TokenStream` (backend.py)."""
 
-    __slots__ = ("_cancel", "_cancelled", "_error", "_kept", "_over", "_replica", "_replica_of", "_request_id", "_sink")
+    __slots__ = ("_buffer", "_cancel", "_cancelled", "_error", "_id", "_over", "_replica", "_replica_of", "_sink")
 
     def __init__(
         self,
@@ -22,23 +22,23 @@ class RequestStream:
         cancel: Callable[[RequestId], None],
     ) -> None:
         """`replica_of` returns the replica that a request is on; `cancel` stops a request."""
-        self._request_id = request_id
+        self._id = request_id
         self._replica_of = replica_of
         self._cancel = cancel
         self._replica: str | None = None  #: the replica that produced the last delta
-        self._kept: list[TokenDelta] | None = None  #: deltas that arrived before there was a sink
+        self._buffer: list[TokenDelta] | None = None  #: deltas that arrived before there was a sink
         self._sink: TokenSink | None = None
         self._over = self._cancelled = False
         self._error: RouterError | None = None
 
     @property
     def replica_id(self) -> str | None:
-        return self._replica or self._replica_of(self._request_id)
+        return self._replica or self._replica_of(self._id)
 
     def listen(self, sink: TokenSink) -> None:
         assert self._sink is None, "a stream has one sink"
         self._sink = sink
-        for delta in self._kept or ():
+        for delta in self._buffer or ():
             if not self._cancelled:
                 sink.delta(delta)
         if self._error is not None and not self._cancelled:
@@ -50,7 +50,7 @@ class RequestStream:
         self._cancelled = True
         self._sink = None
         if not self._over:
-            self._cancel(self._request_id)
+            self._cancel(self._id)
 
     def put(self, delta: TokenDelta, replica_id: str | None) -> None:
         self._replica = replica_id
@@ -58,7 +58,7 @@ class RequestStream:
         if self._sink is not None:
             self._sink.delta(delta)
         elif not self._cancelled:
-            self._kept = [*(self._kept or ()), delta]
+            self._buffer = [*(self._buffer or ()), delta]
 
     def end(self, replica_id: str | None, error: RouterError | None = None) -> None:
         """End the stream. Buffered deltas are still delivered, before the error if there is one."""

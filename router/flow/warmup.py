@@ -21,7 +21,7 @@ from .request_state import Instruction, Send
 log = logging.getLogger(__name__)
 
 #: Lower than any priority that a client may request.
-LAST_PRIORITY = 2**31 - 1
+LOWEST_PRIORITY = 2**31 - 1
 _ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0)
 
 
@@ -66,7 +66,7 @@ class CacheWarmup:
         prefixes = self._hot_prefixes.hottest(
             max(0, blocks), held=partial(index.holds, replica), kept=index.__contains__
         )
-        log.info("warm_up_begins replica=%s prefixes=%d", replica, len(prefixes))
+        log.info("warm_up_started replica=%s prefixes=%d", replica, len(prefixes))
         planned = sum(len(prefix.tokens) // TOKEN_BYTES for prefix in prefixes)
         self._by_replica[replica] = _WarmUp(deque(prefixes), WarmUpProgress(done_tokens=0, planned_tokens=planned))
         return self._send_next(replica)
@@ -92,7 +92,7 @@ class CacheWarmup:
         """Abort the replica's warm-up. Does nothing if there is none."""
         if replica not in self._by_replica:
             return []
-        log.info("warm_up_cut replica=%s progress=%s", replica, self.progress(replica))
+        log.info("warm_up_stopped replica=%s progress=%s", replica, self.progress(replica))
         wire_id = self._by_replica[replica].wire_id
         self.drop(replica)
         return [Send(replica, Abort(request_ids=[wire_id]))]
@@ -110,7 +110,7 @@ class CacheWarmup:
         warm_up, wire_id = self._by_replica[replica], next(self._wire_ids)
         if not warm_up.prefixes:
             del self._by_replica[replica]
-            log.info("warm_up_ends replica=%s", replica)
+            log.info("warm_up_finished replica=%s", replica)
             return []
         prefix = warm_up.computing = warm_up.prefixes.popleft()
         warm_up.wire_id = wire_id
@@ -121,7 +121,7 @@ class CacheWarmup:
             root=prefix.root,
             block_hashes=prefix.hashes,
             sampling=_ONE_TOKEN,
-            priority=LAST_PRIORITY,
+            priority=LOWEST_PRIORITY,
             trace_id=f"warm-up-{replica}",
             warm_up=True,
         )

@@ -13,7 +13,7 @@ from typing import Any
 from ..errors import BodyTooLarge, NotJson, RouterError, Superseded
 from .caller import REQUEST_ID, request_id, tenant_of
 from .endpoints import error_body_of, find, label, takes_large_bodies
-from .errors import fail
+from .errors import send_error
 from .front import Front
 from .protocol.access import AccessLog
 from .protocol.connection import SMALL_BODY_BYTES, HttpConnection
@@ -49,7 +49,7 @@ class App:
         return exchange
 
     def refuse(self, request: Request, wire: HttpConnection, error: RouterError) -> None:
-        fail(self._exchange(request, wire), error)
+        send_error(self._exchange(request, wire), error)
 
     def admit(self, path: str, headers: Mapping[str, str]) -> None:
         if not takes_large_bodies(path):
@@ -64,7 +64,7 @@ class App:
         started_at = self._front.monotonic()
         envelope = error_body_of(request.path)
         exchange = Exchange(
-            request, wire, exchange_id, started_at, self._over, error_body=envelope, call_endpoint=self._restart
+            request, wire, exchange_id, started_at, self._on_end, error_body=envelope, call_endpoint=self._restart
         )
         if self._spans is not None:
             self._spans.begin(exchange)
@@ -78,7 +78,7 @@ class App:
 
     def _restart(self, exchange: Exchange) -> None:
         """Call the endpoint again, in a later iteration of the event loop: the caller is still replacing the model."""
-        log.info("request_begins_anew request_id=%s", exchange.id)
+        log.info("request_restarted request_id=%s", exchange.id)
         asyncio.get_running_loop().call_soon(self._call_endpoint, exchange)
 
     async def _run(self, exchange: Exchange) -> None:
@@ -91,12 +91,12 @@ class App:
         except Superseded:
             exchange.restart()
         except RouterError as error:
-            fail(exchange, error)
+            send_error(exchange, error)
         except Exception as error:
             log.exception("request_crashed path=%s request_id=%s", exchange.request.path, exchange.id)
-            fail(exchange, RouterError(f"internal error: {type(error).__name__}"))
+            send_error(exchange, RouterError(f"internal error: {type(error).__name__}"))
 
-    def _over(self, exchange: Exchange) -> None:
+    def _on_end(self, exchange: Exchange) -> None:
         duration_s = self._front.monotonic() - exchange.started_at
         assert exchange.status is not None, "an exchange ended without a status"
         metrics = self._front.metrics

@@ -16,7 +16,7 @@ ENTRY_COST = 5
 CONTAINER_COST = 6
 BYTES_PER_UNIT = 32
 ESCAPES_PER_UNIT = 2
-#: Bytes that one step of `costs` reads, in 1 to 2 ms.
+#: Bytes that one step of `running_costs` reads, in 1 to 2 ms.
 SLICE_BYTES = 256 * 1024
 
 #: Bytes searched for the name of a field, at either end of the part of the body that was read.
@@ -26,14 +26,14 @@ _SEPARATORS = b',:[{"\\'
 _OTHERS = bytes(set(range(256)) - set(_SEPARATORS))
 
 
-def cost_at_most(body: bytes) -> int:
+def cost_bound(body: bytes) -> int:
     """An upper bound of the cost, found in one pass: it counts separators even inside strings."""
     separators = body.translate(None, _OTHERS)
     texts = separators.count(b'"') + separators.count(b"\\") // ESCAPES_PER_UNIT
     return len(body) // BYTES_PER_UNIT + texts + _structure(separators)
 
 
-def costs(body: bytes) -> Iterator[tuple[int, int]]:
+def running_costs(body: bytes) -> Iterator[tuple[int, int]]:
     """The end of each slice of `body`, and the cost up to there. Separators inside strings do not count."""
     total, start, inside = 0, 0, False
     while start < len(body):
@@ -68,7 +68,7 @@ def _after_escape(body: bytes, start: int, end: int) -> int:
     return end + backslashes % 2
 
 
-def dearest_field(body: bytes, fields: Sequence[str]) -> str | None:
+def last_field(body: bytes, fields: Sequence[str]) -> str | None:
     """The field in which `body` ends or was cut: the last of `fields` named near its end, or else near its start."""
     names = "|".join(map(re.escape, fields))
     for part in (body[-SEARCHED_BYTES:], body[:SEARCHED_BYTES]):

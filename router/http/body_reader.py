@@ -4,7 +4,7 @@ from collections.abc import Generator, Sequence
 from typing import TypeVar
 
 from ..errors import InvalidRequest
-from .body_cost import MAX_COST, SLICE_BYTES, cost_at_most, costs, dearest_field
+from .body_cost import MAX_COST, SLICE_BYTES, cost_bound, last_field, running_costs
 from .protocol.exchange import ClientGoneError, Exchange
 from .turns import Turns
 
@@ -51,14 +51,14 @@ class BodyReader:
         bound = 0
         for start in range(0, len(body), SLICE_BYTES):
             await self.turn(exchange, tenant)
-            bound += cost_at_most(body[start : start + SLICE_BYTES])
+            bound += cost_bound(body[start : start + SLICE_BYTES])
             if bound > MAX_COST:
                 break
         else:
             return
-        for end, cost in costs(body):
+        for end, cost in running_costs(body):
             if cost > MAX_COST:
-                raise _too_costly(dearest_field(body[:end], fields))
+                raise _too_costly(last_field(body[:end], fields))
             await self.turn(exchange, tenant)
 
     async def turn(self, exchange: Exchange, tenant: bytes) -> None:

@@ -21,7 +21,7 @@ AGENT_HEADERS = ("x-claude-code-agent-id", "thread-id", "thread_id")
 PARENT_HEADERS = ("x-claude-code-parent-agent-id", "x-codex-parent-thread-id", "x-parent-session-id")
 #: Longer names are hashed: the router remembers tens of thousands of sessions, and an HTTP head may have 64 KB.
 MAX_SESSION_CHARS = 64
-_MARKS = frozenset((*SESSION_HEADERS, *AGENT_HEADERS, *PARENT_HEADERS))
+_NAMING_HEADERS = frozenset((*SESSION_HEADERS, *AGENT_HEADERS, *PARENT_HEADERS))
 #: The JSON objects of bodies up to this size are not counted.
 FEW_OBJECTS_BYTES = 16 * 1024
 _PRINTABLE = re.compile(r"[\x21-\x7e]{1,256}")
@@ -32,15 +32,15 @@ def request_id(given: str | None, random_bits: Callable[[int], int]) -> str:
     return given if given and _PRINTABLE.fullmatch(given) else f"{random_bits(64):016x}"
 
 
-def named_by(headers: Mapping[str, str], names: Sequence[str] = SESSION_HEADERS) -> str | None:
-    """The `bounded` value of the first of these headers that is present; by default, the request's session."""
+def first_header(headers: Mapping[str, str], names: Sequence[str] = SESSION_HEADERS) -> str | None:
+    """The `bounded_session` value of the first of these headers that is present; by default, the request's session."""
     for name in names:
         if value := headers.get(name):
-            return bounded(value)
+            return bounded_session(value)
     return None
 
 
-def bounded(session: str) -> str:
+def bounded_session(session: str) -> str:
     """The name of a session, or its SHA-256 in hex if it is longer than `MAX_SESSION_CHARS`."""
     return session if len(session) <= MAX_SESSION_CHARS else sha256(session.encode()).hexdigest()
 
@@ -51,7 +51,7 @@ def tenant_of(front: Front, headers: Mapping[str, str]) -> Tenant:
 
 
 class Caller:
-    """Charges the request to its tenant: `begin`, then either `undo` or `end`, which do nothing without `begin`.
+    """Charges the request to its tenant: `begin`, then either `refund` or `end`, which do nothing without `begin`.
 
     Every step but `end` updates the rate-limit headers of the response. Only tenants in the keys file are charged.
     """
@@ -67,10 +67,10 @@ class Caller:
         self.tenant = tenant_of(front, headers)
         self.request_id = exchange.id
         self.session = self.agent = self.parent = None
-        if not _MARKS.isdisjoint(headers):
-            self.session = named_by(headers)
-            self.agent = named_by(headers, AGENT_HEADERS)
-            self.parent = named_by(headers, PARENT_HEADERS)
+        if not _NAMING_HEADERS.isdisjoint(headers):
+            self.session = first_header(headers)
+            self.agent = first_header(headers, AGENT_HEADERS)
+            self.parent = first_header(headers, PARENT_HEADERS)
         self._exchange = exchange
         self._limiter = front.limiters.get(self.tenant.digest)
         self._now = front.monotonic
@@ -111,10 +111,10 @@ class Caller:
             self._charged = prompts
             self._show_limits(self._limiter)
 
-    def undo(self) -> None:
+    def refund(self) -> None:
         """Refund a request that was not accepted."""
         if self._limiter is not None and self._charged is not None:
-            self._limiter.undo(self._charged, self._now())
+            self._limiter.refund(self._charged, self._now())
             self._charged = None
             self._show_limits(self._limiter)
 

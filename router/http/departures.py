@@ -29,7 +29,7 @@ MAX_PLACED_TOKENS = 64 * 1024
 #: The cache salt, the session, and the agent within the session.
 SessionKey = tuple[bytes, str, str | None]
 #: A prompt's token ids (uint32 LE), and the conversation that it was rendered from; None: it was no chat.
-Known = tuple[bytes, Conversation | None]
+KnownPrompt = tuple[bytes, Conversation | None]
 
 
 class Departure(msgspec.Struct, frozen=True):
@@ -58,17 +58,17 @@ class SessionPrompts:
 
     def __init__(self, capacity_bytes: int = MAX_BYTES) -> None:
         self._capacity = capacity_bytes
-        self._known: OrderedDict[SessionKey, Known] = OrderedDict()
+        self._known: OrderedDict[SessionKey, KnownPrompt] = OrderedDict()
         self.used_bytes = 0
 
     def __len__(self) -> int:
         return len(self._known)
 
-    def get(self, key: SessionKey) -> Known | None:
+    def get(self, key: SessionKey) -> KnownPrompt | None:
         """The last prompt; None if there is none."""
         return self._known.get(key)
 
-    def put(self, key: SessionKey, prompt: Known) -> Known | None:
+    def put(self, key: SessionKey, prompt: KnownPrompt) -> KnownPrompt | None:
         """Store a prompt and return the previous one."""
         before = self._known.pop(key, None)
         self._known[key] = prompt
@@ -95,25 +95,25 @@ def common_tokens(one: bytes, other: bytes) -> int:
     return low
 
 
-def continues(before: Known, new: Known) -> bool:
+def continues(before: KnownPrompt, new: KnownPrompt) -> bool:
     """Whether the new prompt begins with the previous one, less `TAIL_TOKENS`. Costs a few memory copies."""
     return new[0].startswith(before[0][: -4 * TAIL_TOKENS])
 
 
-def from_longest(before: Known | None, new: Known, held_tokens: int, text: TextModel) -> Departure | None:
+def from_longest(before: KnownPrompt | None, new: KnownPrompt, held_tokens: int, text: TextModel) -> Departure | None:
     """Where a prompt departs from its longest known prefix: shared with the previous prompt or held by a replica."""
     if before is not None and common_tokens(before[0], new[0]) >= held_tokens:
         return between(before, new, text)
     return in_blocks(new, held_tokens, text)
 
 
-def header(before: Known | None, new: Known, text: TextModel, held_tokens: int) -> str | None:
+def header(before: KnownPrompt | None, new: KnownPrompt, text: TextModel, held_tokens: int) -> str | None:
     """`from_longest` as a response header; None: there is no departure, or no prefix was known."""
     found = from_longest(before, new, held_tokens, text) if before is not None or held_tokens else None
     return None if found is None else found.header()
 
 
-def between(known: Known, new: Known, text: TextModel) -> Departure | None:
+def between(known: KnownPrompt, new: KnownPrompt, text: TextModel) -> Departure | None:
     """Where the second prompt departs from the first; None: one is a prefix of the other."""
     token = common_tokens(known[0], new[0])
     if 4 * token == min(len(known[0]), len(new[0])):
@@ -135,7 +135,7 @@ def place_between(one: Conversation, other: Conversation) -> str:
     return "template"
 
 
-def in_blocks(new: Known, held_tokens: int, text: TextModel) -> Departure | None:
+def in_blocks(new: KnownPrompt, held_tokens: int, text: TextModel) -> Departure | None:
     """Where a prompt departs from the prefix that a replica holds, of which only whole blocks are known."""
     token_ids, conversation = new
     if 4 * held_tokens >= len(token_ids):

@@ -51,7 +51,7 @@ from .front import Front
 from .generation import Generation, Job, generation_request
 from .live.page import page
 from .protocol.exchange import EVENTS, JSON, Exchange, Request
-from .response_store import Turn
+from .response_store import StoredResponse
 
 MODELS = "/v1/models"
 RESPONSES_PATH = "/v1/responses"
@@ -286,14 +286,17 @@ async def create_response(front: Front, exchange: Exchange) -> None:
     await _put_history(front, caller, body)
 
     def keep(response_id: str, made: bytes) -> None:
-        store.put(tenant, response_id, Turn(given, made, previous))
+        store.put(tenant, response_id, StoredResponse(given, made, previous))
 
     kept = None if body.store is False else keep
-    await _generate(RESPONSES, front, exchange, caller, body, lambda builder: builder.continues(previous, kept))
+    await _generate(RESPONSES, front, exchange, caller, body, lambda builder: builder.continue_from(previous, kept))
 
 
 async def _put_history(front: Front, caller: Caller, body: ResponsesBody) -> None:
-    """If responses are stored, prepend the continued conversation to the input. Raises PreviousResponseNotFound."""
+    """If responses are stored, prepend the continued conversation to the input.
+
+    Raises PreviousResponseNotFound and ConversationTooLong.
+    """
     previous = body.previous_response_id
     if front.responses is None or previous is None:
         return
@@ -303,14 +306,14 @@ async def _put_history(front: Front, caller: Caller, body: ResponsesBody) -> Non
     body.input, body.previous_response_id = [*history, *items_of(body)], None
 
 
-async def _stored(front: Front, exchange: Exchange) -> tuple[str, Turn]:
+async def _stored(front: Front, exchange: Exchange) -> tuple[str, StoredResponse]:
     """The id and the stored response that the path names. Raises ResponseNotFound."""
     tenant = Caller(front, exchange).tenant.digest
     response_id = _response_id(exchange)
-    turn = await front.responses.get(tenant, response_id) if front.responses is not None else None
-    if turn is None:
+    stored = await front.responses.get(tenant, response_id) if front.responses is not None else None
+    if stored is None:
         raise ResponseNotFound(response_id)
-    return response_id, turn
+    return response_id, stored
 
 
 def _response_id(exchange: Exchange) -> str:
@@ -323,9 +326,9 @@ async def stored_response(front: Front, exchange: Exchange) -> None:
 
 async def stored_items(front: Front, exchange: Exchange) -> None:
     """List the input items of a stored response on one page, last item first, as OpenAI does."""
-    response_id, turn = await _stored(front, exchange)
+    response_id, stored = await _stored(front, exchange)
     items = [
-        shown_item(item, f"{response_id.removeprefix('resp_')}{index:04x}") for index, item in enumerate(turn.input)
+        shown_item(item, f"{response_id.removeprefix('resp_')}{index:04x}") for index, item in enumerate(stored.input)
     ]
     items.reverse()
     respond(exchange, ItemList(items, items[0]["id"] if items else None, items[-1]["id"] if items else None))

@@ -31,7 +31,7 @@ def error_body(error: RouterError) -> bytes:
     return msgspec.json.encode(ErrorBody(detail))
 
 
-def fail(exchange: Exchange, error: RouterError) -> None:
+def send_error(exchange: Exchange, error: RouterError) -> None:
     """Respond with `error`, unless a response has begun."""
     if error.http_status >= 500 and error.http_status != 503:  # readiness probes get a 503 until a replica is ready
         log.warning("request_failed request_id=%s status=%d error=%s", exchange.id, error.http_status, error)

@@ -23,7 +23,7 @@ from ..text.tokenizer import SamplingDefaults, TextModel
 from .body_reader import BodyReader
 from .departures import SessionPrompts
 from .live.feed import LiveFeed
-from .live.view import ModelTotals, Situation, items_of
+from .live.view import LiveSnapshot, ModelTotals, items_of
 from .response_store import ResponseStore, StoreBounds
 from .turns import Turns
 
@@ -39,7 +39,7 @@ class TextModels:
     def __init__(self, load: Callable[[Path], TextModel]) -> None:
         self._load = load
         self._loading: dict[TextSource, asyncio.Future[TextModel]] = {}
-        self._kept: frozenset[TextSource] = frozenset()
+        self._sources: frozenset[TextSource] = frozenset()
 
     async def get(self, source: TextSource) -> TextModel:
         """The `TextModel` from this source. Raises TokenizerUnavailable; the next call then tries again."""
@@ -67,10 +67,10 @@ class TextModels:
         was loaded before its first replica joined is kept.
         """
         kept = frozenset(sources)
-        for gone in self._kept - kept:
+        for gone in self._sources - kept:
             self._loading.pop(gone, None)
             log.info("tokenizer_forgotten path=%s", gone.path)
-        self._kept = kept
+        self._sources = kept
 
     def _loaded(self, source: TextSource, loading: "asyncio.Future[TextModel]") -> None:
         if loading.cancelled() or loading.exception() is not None:
@@ -94,8 +94,8 @@ class Served(msgspec.Struct, frozen=True, gc=False):
     text: TextModel
     metrics: ModelMetrics
     backend: ModelBackend  #: accepts the requests that were tokenized with `text`
-    calls: ToolFamily | None = None  #: the format of tool calls; None: they are returned as text
-    thoughts: ReasoningFamily | None = None  #: the markers of reasoning; None: it is returned as text
+    tool_family: ToolFamily | None = None  #: the format of tool calls; None: they are returned as text
+    reasoning_family: ReasoningFamily | None = None  #: the markers of reasoning; None: it is returned as text
     defaults: SamplingDefaults = SamplingDefaults()  #: for sampling fields that a request does not set
 
 
@@ -148,7 +148,7 @@ class Front:
             )
             self.responses = ResponseStore(settings.response_store, bounds, wall)
         self._clock_offset_s = wall() - monotonic()
-        self.live = LiveFeed(lambda: items_of(self.situation()), wall=wall)
+        self.live = LiveFeed(lambda: items_of(self.live_snapshot()), wall=wall)
         self._served: dict[str, Served] = {}  #: by model name, as of the last request
         #: The model of each alias; None: the only model.
         self.aliases: dict[str, str | None] = {
@@ -175,16 +175,16 @@ class Front:
             assert source is not None, f"{limits.name!r} has limits but no text source"
             text, metrics = await self.texts.get(source), self.metrics.of(limits.name)
             shown = text.templates, text.model_type
-            calls = choose_tools(*shown, self.settings.tool_call_parser)
-            thoughts = choose_reasoning(*shown, self.settings.reasoning_parser)
+            tools = choose_tools(*shown, self.settings.tool_call_parser)
+            reasoning = choose_reasoning(*shown, self.settings.reasoning_parser)
             defaults = text.sampling_defaults if self.settings.generation_config else SamplingDefaults()
-            served = self._served[limits.name] = Served(limits, text, metrics, backend, calls, thoughts, defaults)
+            served = self._served[limits.name] = Served(limits, text, metrics, backend, tools, reasoning, defaults)
         return served
 
-    def situation(self) -> Situation:
+    def live_snapshot(self) -> LiveSnapshot:
         """The state that the live page shows."""
         view = self.backend.view()
-        return Situation(
+        return LiveSnapshot(
             version=__version__,
             started_at=self.started_at,
             clock_offset_s=self._clock_offset_s,

@@ -19,7 +19,7 @@ from ..text.conversation import Conversation
 from ..text.parsers.deltas import Content, Reasoning, ToolCallStart
 from ..text.parsers.parser import AnswerParser
 from .caller import Caller
-from .errors import fail
+from .errors import send_error
 from .front import Front, Served
 from .protocol.exchange import ClientGoneError, Exchange, GenerationSummary, Headers
 
@@ -235,7 +235,7 @@ class Generation:
                     self.choices.append(RunningChoice(self, len(self.choices), prompt, stream, answer, parser=parser))
         except BaseException:
             self._cancel()
-            self._caller.undo()
+            self._caller.refund()
             raise
         self.left = len(self.choices)
         exchange.on_gone = self._client_left
@@ -267,7 +267,7 @@ class Generation:
         if isinstance(error, Superseded) and all(choice.last_token_at is None for choice in self.choices):
             self.over = True
             self._cancel()
-            self._caller.undo()
+            self._caller.refund()
             self.choices = []
             self._exchange.restart()
         else:
@@ -278,7 +278,7 @@ class Generation:
         if not self.over:
             self._close()
         if not self.writer.fail(self, error):
-            fail(self._exchange, error)
+            send_error(self._exchange, error)
         self.choices = []
 
     def crash(self, cause: Exception) -> None:

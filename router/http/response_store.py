@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from ..errors import RouterError
+from ..errors import ConversationTooLong, RouterError
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ CREATE TABLE IF NOT EXISTS responses (
 CREATE INDEX IF NOT EXISTS by_age ON responses (created, bytes);
 """
 #: Maximum number of responses in one conversation: all of them are read to continue it.
-MAX_TURNS = 1000
+MAX_CONVERSATION = 1000
 #: Pause before a missing response is looked up again: another router process may still be committing it.
 RETRY_S = 0.1
 BUSY_S = 5.0
@@ -47,7 +47,7 @@ class StoreBounds(NamedTuple):
     age_s: float
 
 
-class Turn(NamedTuple):
+class StoredResponse(NamedTuple):
     """A stored response: the input items of its request, its JSON body, and the id of the previous response."""
 
     input: list[Item]
@@ -66,19 +66,22 @@ class ResponseStore:
         self._file: sqlite3.Connection | None = None
         self._writes = 0
 
-    def put(self, tenant: bytes, response_id: str, turn: Turn) -> "Future[None]":
+    def put(self, tenant: bytes, response_id: str, response: StoredResponse) -> "Future[None]":
         """Store a response. Need not be awaited: later calls to this store run after the write."""
-        done = self._pool.submit(self._put, tenant, response_id, turn, self._wall())
+        done = self._pool.submit(self._put, tenant, response_id, response, self._wall())
         done.add_done_callback(_log_failure)
         return done
 
-    async def get(self, tenant: bytes, response_id: str) -> Turn | None:
+    async def get(self, tenant: bytes, response_id: str) -> StoredResponse | None:
         """A response of this tenant; None if there is none. Raises RouterError."""
-        return await self._found(lambda: self._get(tenant, response_id))
+        return await self._with_retry(lambda: self._get(tenant, response_id))
 
     async def history(self, tenant: bytes, response_id: str) -> list[Item] | None:
-        """All items of the conversation that ends with this response; None if a part is gone. Raises RouterError."""
-        return await self._found(lambda: self._history(tenant, response_id))
+        """All items of the conversation that ends with this response; None if a part is gone.
+
+        Raises ConversationTooLong and RouterError.
+        """
+        return await self._with_retry(lambda: self._history(tenant, response_id))
 
     async def delete(self, tenant: bytes, response_id: str) -> bool:
         """Delete a response. Returns whether it existed. Raises RouterError."""
@@ -89,7 +92,7 @@ class ResponseStore:
         self._pool.submit(self._close)
         self._pool.shutdown(wait=True)
 
-    async def _found(self, work: Callable[[], Result | None]) -> Result | None:
+    async def _with_retry(self, work: Callable[[], Result | None]) -> Result | None:
         found = await self._run(work)
         if found is None:
             await asyncio.sleep(RETRY_S)
@@ -120,9 +123,9 @@ class ResponseStore:
         if self._file is not None:
             self._file.close()
 
-    def _put(self, tenant: bytes, response_id: str, turn: Turn, created: float) -> None:
-        given = msgspec.json.encode(turn.input)
-        row = (response_id, tenant, turn.previous, created, len(given) + len(turn.body), given, turn.body)
+    def _put(self, tenant: bytes, response_id: str, response: StoredResponse, created: float) -> None:
+        given = msgspec.json.encode(response.input)
+        row = (response_id, tenant, response.previous, created, len(given) + len(response.body), given, response.body)
         self._open().execute("INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?, ?, ?, ?)", row)
         self._writes += 1
         if self._writes % WRITES_PER_SWEEP == 1:
@@ -139,7 +142,7 @@ class ResponseStore:
                 file.execute("DELETE FROM responses WHERE created <= ?", (created,))
                 break
 
-    def _get(self, tenant: bytes, response_id: str) -> Turn | None:
+    def _get(self, tenant: bytes, response_id: str) -> StoredResponse | None:
         row = (
             self._open()
             .execute(
@@ -148,18 +151,21 @@ class ResponseStore:
             )
             .fetchone()
         )
-        return None if row is None else Turn(msgspec.json.decode(row[0]), row[1], row[2])
+        return None if row is None else StoredResponse(msgspec.json.decode(row[0]), row[1], row[2])
 
     def _history(self, tenant: bytes, response_id: str) -> list[Item] | None:
-        turns: list[Turn] = []
+        responses: list[StoredResponse] = []
         left: str | None = response_id
         while left is not None:
-            turn = self._get(tenant, left)
-            if turn is None or len(turns) == MAX_TURNS:
+            response = self._get(tenant, left)
+            if response is None:
                 return None
-            turns.append(turn)
-            left = turn.previous
-        return [item for turn in reversed(turns) for item in (*turn.input, *msgspec.json.decode(turn.body)["output"])]
+            if len(responses) == MAX_CONVERSATION:
+                raise ConversationTooLong(MAX_CONVERSATION)
+            responses.append(response)
+            left = response.previous
+        responses.reverse()
+        return [item for each in responses for item in (*each.input, *msgspec.json.decode(each.body)["output"])]
 
     def _delete(self, tenant: bytes, response_id: str) -> bool:
         done = self._open().execute("DELETE FROM responses WHERE id = ? AND tenant = ?", (response_id, tenant))

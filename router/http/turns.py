@@ -19,14 +19,14 @@ class Turns:
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._monotonic = monotonic
         self._lanes: OrderedDict[bytes, deque[asyncio.Future[None]]] = OrderedDict()
-        self._taken = False  #: a turn is in progress
+        self._busy = False  #: a turn is in progress
         self._since = 0.0
 
     async def next(self, tenant: bytes) -> None:
         """Wait for a turn; the step is the caller's work until it next waits."""
         loop = asyncio.get_running_loop()
-        if not self._taken:
-            self._taken, self._since = True, self._monotonic()
+        if not self._busy:
+            self._busy, self._since = True, self._monotonic()
             loop.call_soon(self._over)
             return
         if not self._lanes and self._monotonic() - self._since < SHORT_S:
@@ -39,11 +39,11 @@ class Turns:
         took_s = self._monotonic() - self._since
         loop = asyncio.get_running_loop()
         if took_s < SHORT_S:
-            self._give()
+            self._grant_next()
         else:
-            loop.call_later(took_s, self._give)
+            loop.call_later(took_s, self._grant_next)
 
-    def _give(self) -> None:
+    def _grant_next(self) -> None:
         while self._lanes:
             tenant, lane = self._lanes.popitem(last=False)
             turn = lane.popleft()
@@ -54,4 +54,4 @@ class Turns:
                 self._since = self._monotonic()
                 asyncio.get_running_loop().call_soon(self._over)
                 return
-        self._taken = False
+        self._busy = False

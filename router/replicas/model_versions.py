@@ -53,13 +53,13 @@ class _Version:
     members: tuple[Member, ...] = ()
 
     @property
-    def takers(self) -> int:
+    def accepting(self) -> int:
         return sum(member.rest is None for member in self.members)
 
     @property
     def is_replaced(self) -> bool:
         """Whether only other versions accept new requests. Held requests must end before this version's replicas do."""
-        return not self.takers and any(each.takers for each in self.model.versions)
+        return not self.accepting and any(each.accepting for each in self.model.versions)
 
     def unavailable(self) -> dict[str, UnavailableReason]:
         """Replicas that get no requests. A replaced version's draining replicas still get the requests it holds."""
@@ -80,8 +80,8 @@ class _Model:
 
     def limits(self) -> ModelLimits | None:
         """Limits of the newest version that accepts requests; None until a replica was accepted."""
-        takers = [version for version in self.versions if version.takers] or self.versions
-        return takers[-1].service.model() if takers else None
+        accepting = [version for version in self.versions if version.accepting] or self.versions
+        return accepting[-1].service.model() if accepting else None
 
     def turned_off(self) -> NoReplica:
         """The error for requests while the model is turned off."""
@@ -138,36 +138,36 @@ class ModelVersions:
             case CountInFlight(replica_id):
                 return sum(self._in_flight(replica_id, version) for version in self._versions)
             case WeighCaches():
-                return [worth for version in self._versions for worth in _worths(version)]
+                return [worth for version in self._versions for worth in _cache_worths(version)]
             case MeasureDemand():
                 return self._demands()
             case _:
                 assert_never(question)
 
-    def _set_membership(self, told: SetMembership) -> None:
-        if told.number < self._membership_number:
-            log.info("membership_late number=%d known=%d", told.number, self._membership_number)
+    def _set_membership(self, membership: SetMembership) -> None:
+        if membership.number < self._membership_number:
+            log.info("membership_outdated number=%d known=%d", membership.number, self._membership_number)
             return
-        self._membership_number = told.number
-        for name in told.models:
+        self._membership_number = membership.number
+        for name in membership.models:
             self._models.setdefault(name, _Model(name))
         for model in self._models.values():
-            model.leaving = model.name not in told.models
+            model.leaving = model.name not in membership.models
             self._turn_away(model)
         for version in self._versions:
             version.members = ()
-        for member in told.members:
+        for member in membership.members:
             version = self._version_of(member)
             version.members = (*version.members, member)
         for version in self._versions:
             descriptions = [each.description for each in version.members]
-            version.service.apply_membership(descriptions, told.cluster_seed, version.unavailable())
+            version.service.apply_membership(descriptions, membership.cluster_seed, version.unavailable())
         for model in self._models.values():
             self._retire(model)
 
     async def _warm_up(self, replica_id: str, share: float) -> WarmUpEnded:
         for version in self._versions:
-            if _lists(version, replica_id):
+            if _has_member(version, replica_id):
                 if refusal := await version.service.until_joined(replica_id):
                     return WarmUpEnded(refusal=f"the router refused it: {refusal}")
                 return WarmUpEnded(pressed=not await version.service.warm_up(replica_id, share))
@@ -175,7 +175,7 @@ class ModelVersions:
 
     def _in_flight(self, replica_id: str, version: _Version) -> int:
         """Number of unfinished requests on the replica, plus held requests that no other version can take."""
-        held = version.service.waiting if version.is_replaced and _lists(version, replica_id) else 0
+        held = version.service.waiting if version.is_replaced and _has_member(version, replica_id) else 0
         return version.service.in_flight(replica_id) + held
 
     def _demands(self) -> dict[str, Demand]:
@@ -213,7 +213,7 @@ class ModelVersions:
                 known.append(_Version(model, self._make(member, model.counters), parity))
                 model.versions += known
                 if len(model.versions) > 1:
-                    log.info("generation_begins model=%s version=%d", name, member.version)
+                    log.info("model_version_added model=%s version=%d", name, member.version)
             self._by_settings[member.version] = known[-1]
         return self._by_settings[member.version]
 
@@ -234,13 +234,13 @@ class ModelVersions:
             model.versions.remove(version)
             self._by_settings = {number: each for number, each in self._by_settings.items() if each is not version}
             version.service.supersede()
-            log.info("generation_ends model=%s generations=%d", model.name, len(model.versions))
+            log.info("model_version_removed model=%s versions=%d", model.name, len(model.versions))
 
     # For the HTTP front
 
     def choose(self, model: str | None) -> RouterService:
         named = self._named(model)
-        weights = [version.takers for version in named.versions]
+        weights = [version.accepting for version in named.versions]
         if any(weights):
             return self._rng.choices(named.versions, weights)[0].service
         if named.off:
@@ -329,11 +329,11 @@ class ModelVersions:
         return served[name]
 
 
-def _lists(version: _Version, replica_id: str) -> bool:
+def _has_member(version: _Version, replica_id: str) -> bool:
     return any(member.description.replica_id == replica_id for member in version.members)
 
 
-def _worths(version: _Version) -> Sequence[CacheWorth]:
+def _cache_worths(version: _Version) -> Sequence[CacheWorth]:
     unique, block_size = version.service.unique_blocks(), version.parity.block_size
     return [
         CacheWorth(

@@ -139,7 +139,7 @@ class OwnReplica(ReplicaHandle):
         log.warning("reply_malformed replica=%s reason=%s", self.replica_id, reason)
 
     def blocks_changed(self, instruction: Apply | Reset) -> None:
-        """Nothing to do: the feed updates the index itself, through the `blocks` passed to it."""
+        """Do nothing: the feed updates the index itself, through the `blocks` passed to it."""
 
     def _new_feed(self) -> EventFeed:
         context, endpoints = self._context, self.description.event_endpoints

@@ -53,7 +53,7 @@ from ..routing.policy.registry import make_policy
 from ..routing.replica_load import LoadBook, UnavailableReason
 from ..routing.reservations import Reservations
 from .external.external_replica import ExternalReplica
-from .external.probe import ExternalTerms, started_terms
+from .external.probe import EngineRequirements, requirements_of
 from .membership import changes, compare, own_parity, text_digests
 from .own_replica import OwnReplica
 from .replica_handle import Observer, ServiceContext
@@ -81,7 +81,7 @@ class RouterService:
         heartbeat_interval_s: float = 0.2,
         follows_events: bool = True,
         keys: KeyPair | None = None,
-        external: ExternalTerms | None = None,
+        external: EngineRequirements | None = None,
         counters: RouterCounters | None = None,
         clock: Callable[[], float] = time.monotonic,
         rng: Random | None = None,
@@ -181,7 +181,7 @@ class RouterService:
         if replicas and self._first_replica_at is None:
             self._first_replica_at = self._context.clock()
         for description in joined:
-            self._let_in(description, cluster_seed, unavailable.get(description.replica_id))
+            self._add_replica(description, cluster_seed, unavailable.get(description.replica_id))
         self._run(instructions)
 
     def in_flight(self, replica_id: str) -> int:
@@ -361,7 +361,7 @@ class RouterService:
 
     # Membership
 
-    def _let_in(
+    def _add_replica(
         self, description: ReplicaDescription, cluster_seed: int, unavailable: UnavailableReason | None
     ) -> None:
         name = description.replica_id
@@ -376,9 +376,14 @@ class RouterService:
             return
         if model != self._flow.model:
             self._flow.adopt(model)
-        if description.foreign:
+        if description.external:
             replica: OwnReplica | ExternalReplica = ExternalReplica(
-                description, self._flow, self._context, model, self._external or started_terms(description), unavailable
+                description,
+                self._flow,
+                self._context,
+                model,
+                self._external or requirements_of(description),
+                unavailable,
             )
         else:
             replica = OwnReplica(description, self._flow, self._context, unavailable)
@@ -450,7 +455,7 @@ class RouterService:
                 log.warning("replica_silent replica=%s age_s=%.1f", name, loads.age_s(name, now))
                 self._silent.add(name)
             elif not silent and name in self._silent:
-                log.info("replica_heard_again replica=%s", name)
+                log.info("replica_responding replica=%s", name)
                 self._silent.discard(name)
         self._run(self._flow.expire(now))
         self._refuse_waiting()

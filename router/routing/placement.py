@@ -54,10 +54,10 @@ class Placement:
     def join(self, description: ReplicaDescription, now: float) -> None:
         """Add a replica that can take requests but whose events are not followed yet."""
         # External engines do not guarantee that a cached block's parents are cached.
-        self.index.join(description.replica_id, description.num_blocks, closed=not description.foreign)
+        self.index.join(description.replica_id, description.num_blocks, closed=not description.external)
         self.loads.join(description, now)
         self.policy.join(description)
-        if description.foreign:
+        if description.external:
             self._eviction_orders[description.replica_id] = EvictionOrder(description.num_blocks)
         self._in_flight[description.replica_id] = {}
         self.set_feed(description.replica_id, FeedState.SYNCING)

@@ -28,7 +28,7 @@ OWN_TENANT = "api-key"
 #: Length of a tenant's digest and of a cache salt.
 DIGEST_BYTES = 16
 #: Longer keys of unnamed tenants are not cached: a key can fill an HTTP head of 64 KiB, and thousands are cached.
-REMEMBERED_CHARACTERS = 256
+MAX_CACHED_KEY_CHARS = 256
 #: Digests are looked up by their first bytes, then compared in full in constant time.
 _BUCKET_BYTES = 4
 
@@ -97,7 +97,7 @@ class Tenants:
         """The tenant that owns the key in this Authorization header. Raises MissingKey or UnknownKey."""
         key = (authorization or "").removeprefix("Bearer ").strip()
         if self._buckets is None:
-            return _remembered(key) if len(key) <= REMEMBERED_CHARACTERS else _unnamed(key)
+            return _cached_unnamed(key) if len(key) <= MAX_CACHED_KEY_CHARS else _unnamed(key)
         if not key:
             raise MissingKey("this server requires an API key: send 'Authorization: Bearer KEY'")
         digest = sha256(key.encode()).digest()
@@ -163,7 +163,7 @@ def _unnamed(key: str) -> Tenant:
     return Tenant(own, own if key else b"", admin=True)
 
 
-_remembered = lru_cache(4096)(_unnamed)
+_cached_unnamed = lru_cache(4096)(_unnamed)
 
 
 def _digest(*fields: bytes) -> bytes:

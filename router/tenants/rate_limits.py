@@ -125,12 +125,12 @@ class RateLimiter:
                 self._refuse(f"{name}_per_minute", bucket.capacity, wait_s)
 
     def begin(self, prompts: Sequence[int], now: float) -> None:
-        """Begin a request; call exactly one of `end` and `undo` later. Raises like `check`, then changes nothing."""
+        """Begin a request; call exactly one of `end` and `refund` later. Raises like `check`, then changes nothing."""
         with self._record.lock:
             self.check(prompts, now)
             self._charge(1, sum(prompts), now)
 
-    def undo(self, prompts: Sequence[int], now: float) -> None:
+    def refund(self, prompts: Sequence[int], now: float) -> None:
         """Refund a request that began and was then not accepted."""
         with self._record.lock:
             self._charge(-1, -sum(prompts), now)

@@ -310,7 +310,7 @@ class RouterView(FeedSink):
         self.held: set[int] = set()
         self.live = False
 
-    def told(self, instruction: Apply | Reset) -> None:
+    def blocks_changed(self, instruction: Apply | Reset) -> None:
         if isinstance(instruction, Reset):
             self.held = {int(block.block_hash) for block in instruction.blocks}
             return

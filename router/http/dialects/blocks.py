@@ -16,15 +16,15 @@ class BlockBuilder(ResponseBuilder):
         self._open = False  #: the last block may still grow
 
     @abstractmethod
-    def opened(self, index: int, block: Block) -> bytes:
+    def start_block(self, index: int, block: Block) -> bytes:
         """The events that start a block; its text follows."""
 
     @abstractmethod
-    def grown(self, index: int, block: Block, text: str) -> bytes:
+    def extend_block(self, index: int, block: Block, text: str) -> bytes:
         """The event of a block's next piece of text."""
 
     @abstractmethod
-    def closed(self, index: int, block: Block, *, cut: bool) -> bytes:
+    def end_block(self, index: int, block: Block, *, cut: bool) -> bytes:
         """The events that end a block; `cut`: the token limit ended it."""
 
     def block_events(self, shown: TextDelta) -> Iterator[bytes]:
@@ -47,13 +47,13 @@ class BlockBuilder(ResponseBuilder):
             index, block = len(self._blocks) - 1, self._blocks[-1]
             if begins:
                 self._open = True
-                yield self.opened(index, block)
+                yield self.start_block(index, block)
             if text:
-                yield self.grown(index, block, text)
+                yield self.extend_block(index, block, text)
         if shown.ending:
             yield from self._close(cut=shown.ending == "length")
 
     def _close(self, *, cut: bool) -> Iterator[bytes]:
         if self._open:
             self._open = False
-            yield self.closed(len(self._blocks) - 1, self._blocks[-1], cut=cut)
+            yield self.end_block(len(self._blocks) - 1, self._blocks[-1], cut=cut)

@@ -13,7 +13,7 @@ from ..errors import error_body
 from ..front import Served
 from ..generation import RunningChoice
 from ..protocol.exchange import GenerationSummary
-from .dialect import MARK, ResponseBuilder
+from .dialect import PLACEHOLDER, ResponseBuilder
 from .schema import ENCODER, Body, PromptLogprobs, Usage, prompt_logprobs, usage, usage_of
 
 #: `usage` of a chunk: counts, null (they come later), or absent (they were not requested).
@@ -70,9 +70,9 @@ class ChunkBuilder(ResponseBuilder):
         name = self._model_text.piece
         return prompt_logprobs(choice.prompt_logprobs or (), lambda each: name(each).decode(errors="replace"))
 
-    def whole(self, choices: Sequence[RunningChoice], used: GenerationSummary) -> bytes:
+    def whole(self, choices: Sequence[RunningChoice], summary: GenerationSummary) -> bytes:
         common = {**self._common, **self.extras(choices)}
-        return ENCODER.encode(self.whole_type(**common, choices=self.choices(choices), usage=usage_of(used)))
+        return ENCODER.encode(self.whole_type(**common, choices=self.choices(choices), usage=usage_of(summary)))
 
     def text(self, choice: RunningChoice, text: str) -> bytes:
         """Put the text into a chunk that was encoded once: encoding every chunk would take 2 us each."""
@@ -80,7 +80,8 @@ class ChunkBuilder(ResponseBuilder):
         return before + encode(text) + after
 
     def _template(self, choice: RunningChoice) -> tuple[bytes, bytes]:
-        before, _, after = self.events(choice, TextDelta(MARK), first=False).partition(ENCODER.encode(MARK))
+        event = self.events(choice, TextDelta(PLACEHOLDER), first=False)
+        before, _, after = event.partition(ENCODER.encode(PLACEHOLDER))
         if not self._continuous_usage:  # otherwise counts differ from chunk to chunk
             self._templates[choice.index] = before, after
         return before, after
@@ -91,8 +92,8 @@ class ChunkBuilder(ResponseBuilder):
             counts = usage(len(choice.prompt.token_ids), choice.generated, choice.cached, choice.reasoning_tokens)
         return b"".join([self._chunk([part], counts) for part in self.parts(choice, shown, first=first)])
 
-    def end(self, choices: Sequence[RunningChoice], used: GenerationSummary) -> bytes:  # noqa: ARG002
-        return self._chunk([], usage_of(used)) + DONE if self._include_usage else DONE
+    def end(self, choices: Sequence[RunningChoice], summary: GenerationSummary) -> bytes:  # noqa: ARG002
+        return self._chunk([], usage_of(summary)) + DONE if self._include_usage else DONE
 
     def error(self, error: RouterError) -> bytes:
         return b"data: " + error_body(error) + b"\n\n"

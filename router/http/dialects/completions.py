@@ -26,7 +26,7 @@ from .schema import Body, NonNegative, PromptLogprobs, finite
 #: array type in a union.
 PromptField = str | list[str | int | list[int]]
 #: Output limit of a completion that sets none: models that only continue a text often never stop.
-USUAL_MAX_TOKENS = 512
+FALLBACK_MAX_TOKENS = 512
 
 
 class CompletionBody(Body, kw_only=True, forbid_unknown_fields=True):
@@ -87,7 +87,7 @@ async def job(front: Front, served: Served, body: CompletionBody, sender: Sender
         ],
         prompt_param="prompt",
         wanted=body.max_tokens,
-        usual=USUAL_MAX_TOKENS,
+        fallback_max_tokens=FALLBACK_MAX_TOKENS,
         best_of=best_of,
         logprobs=scored,
         prompt_logprobs=body.logprobs if body.echo else None,
@@ -176,11 +176,11 @@ class CompletionBuilder(ChunkBuilder):
         super().__init__(served, body, f"cmpl-{response_id}", created)
         self._top = body.logprobs if body.logprobs is None else len(body.logprob_token_ids or ()) or body.logprobs
         self._echo = bool(body.echo)
-        self._kept = body.n or 1
-        self._drawn = body.best_of or self._kept
+        self._n = body.n or 1
+        self._best_of = body.best_of or self._n
 
     def choices(self, choices: Sequence[RunningChoice]) -> list[CompletionChoice]:
-        return [self._choice(index, each) for index, each in enumerate(self._best(choices))]
+        return [self._choice(index, each) for index, each in enumerate(self._ranked(choices))]
 
     def parts(self, choice: RunningChoice, shown: TextDelta, *, first: bool) -> list[CompletionChoice]:
         text = self._echoed(choice.prompt) + shown.text if first else shown.text
@@ -226,13 +226,13 @@ class CompletionBuilder(ChunkBuilder):
             for token_id, start, position in zip(prompt.token_ids, ends, logprobs, strict=False)
         ]
 
-    def _best(self, choices: Sequence[RunningChoice]) -> Sequence[RunningChoice]:
+    def _ranked(self, choices: Sequence[RunningChoice]) -> Sequence[RunningChoice]:
         """The `n` best of each prompt's choices, best first; all choices in order if no more were generated."""
-        if self._drawn == self._kept:
+        if self._best_of == self._n:
             return choices
-        by_prompt = [choices[start : start + self._drawn] for start in range(0, len(choices), self._drawn)]
+        by_prompt = [choices[start : start + self._best_of] for start in range(0, len(choices), self._best_of)]
         ranked = [sorted(each, key=_mean_logprob, reverse=True) for each in by_prompt]
-        return [choice for each in ranked for choice in each[: self._kept]]
+        return [choice for each in ranked for choice in each[: self._n]]
 
     def logprobs(self, tokens: Sequence[TokenAt]) -> CompletionLogprobs | None:
         """Parallel lists over the tokens; None if logprobs were not requested."""

@@ -23,14 +23,14 @@ from .schema import ENCODER, Body
 BodyType = TypeVar("BodyType", bound=Body)
 
 #: Placeholder for the text while the template of an event is made; no model, id or name can contain it.
-MARK = "\ue000"
+PLACEHOLDER = "\ue000"
 
 
 class WholeBuilder(ABC):
     """Builds the body of a response that is not streamed, in the types of a dialect."""
 
     @abstractmethod
-    def whole(self, choices: Sequence[RunningChoice], used: GenerationSummary) -> bytes:
+    def whole(self, choices: Sequence[RunningChoice], summary: GenerationSummary) -> bytes:
         """The body. May raise RouterError."""
 
 
@@ -49,7 +49,7 @@ class ResponseBuilder(WholeBuilder):
         """The events of any other delta of a choice."""
 
     @abstractmethod
-    def end(self, choices: Sequence[RunningChoice], used: GenerationSummary) -> bytes:
+    def end(self, choices: Sequence[RunningChoice], summary: GenerationSummary) -> bytes:
         """The last events, after all choices have ended without an error."""
 
     @abstractmethod

@@ -102,9 +102,9 @@ class EmbeddingBuilder(WholeBuilder):
         self._model = served.limits.name
         self._base64 = body.encoding_format == "base64"
 
-    def whole(self, choices: Sequence[RunningChoice], used: GenerationSummary) -> bytes:
+    def whole(self, choices: Sequence[RunningChoice], summary: GenerationSummary) -> bytes:
         data = [Embedding(choice.index, self._encoded(choice.embedding)) for choice in choices]
-        tokens = used.prompt_tokens
+        tokens = summary.prompt_tokens
         return ENCODER.encode(EmbeddingsResponse(data, self._model, EmbeddingsUsage(tokens, tokens)))
 
     def _encoded(self, vector: bytes | None) -> list[float] | str:

@@ -29,7 +29,7 @@ from ..front import Front, Served
 from ..generation import Job, RunningChoice
 from ..protocol.exchange import GenerationSummary
 from .blocks import BlockBuilder
-from .dialect import MARK, Dialect, named_event
+from .dialect import PLACEHOLDER, Dialect, named_event
 from .schema import ENCODER, Body, CacheControl, converted, known_keys, unknown_keys
 from .validate import conversation_job
 
@@ -257,7 +257,7 @@ class _Collector:
         self._settings = settings
         self._characters = 0  #: length of the texts, with a line break after each
         self._calls: list[ToolCall] = []
-        self._thoughts: list[str] = []
+        self._reasoning: list[str] = []
 
     def messages(self, content: str | list[dict[str, Any]], param: str) -> Iterator[Message]:
         if isinstance(content, str):
@@ -297,7 +297,7 @@ class _Collector:
                 use = converted(block, _ToolUse, param)
                 self._calls.append(ToolCall(use.name, use.input, use.id))
             case "thinking":
-                self._thoughts.append(str(block.get("thinking") or ""))
+                self._reasoning.append(str(block.get("thinking") or ""))
             case "image" | "document" | "container_upload":
                 raise InvalidRequest(f"{param}.type: only text is supported", param=f"{param}.type")
             case kind if not isinstance(kind, str):
@@ -318,15 +318,15 @@ class _Collector:
         return None if given is None else _mark(converted(given, Mark, param), param, self._settings)
 
     def _flush(self) -> Iterator[Message]:
-        if self.texts or self._calls or self._thoughts:
+        if self.texts or self._calls or self._reasoning:
             yield Message(
                 self._role,
                 "\n".join(self.texts) if self.texts else None,
-                reasoning="".join(self._thoughts) or None,
+                reasoning="".join(self._reasoning) or None,
                 tool_calls=self._calls,
                 marks=self.marks,
             )
-        self.texts, self.marks, self._calls, self._thoughts = [], [], [], []
+        self.texts, self.marks, self._calls, self._reasoning = [], [], [], []
         self._characters = 0
 
 
@@ -429,9 +429,10 @@ class MessagesBuilder(BlockBuilder):
         self._model = served.limits.name
         self._text: tuple[bytes, bytes] | None = None  #: bytes around a delta's text; None: no text block is open
 
-    def whole(self, choices: Sequence[RunningChoice], used: GenerationSummary) -> bytes:
+    def whole(self, choices: Sequence[RunningChoice], summary: GenerationSummary) -> bytes:
         [choice] = choices
         reason, sequence = _stopped(choice)
+        usage = _usage(summary.prompt_tokens, summary.cached_tokens, summary.pinned_tokens, summary.output_tokens)
         return ENCODER.encode(
             MessageResponse(
                 id=f"msg_{self._id}",
@@ -439,7 +440,7 @@ class MessagesBuilder(BlockBuilder):
                 content=[self._shown(index, block) for index, block in enumerate(choice.blocks)],
                 stop_reason=reason,
                 stop_sequence=sequence,
-                usage=_usage(used.prompt_tokens, used.cached_tokens, used.pinned_tokens, used.output_tokens),
+                usage=usage,
             )
         )
 
@@ -456,27 +457,27 @@ class MessagesBuilder(BlockBuilder):
             parts += [_event("message_start", message=begun), _event("ping")]
         return b"".join([*parts, *self.block_events(shown)])
 
-    def end(self, choices: Sequence[RunningChoice], used: GenerationSummary) -> bytes:
+    def end(self, choices: Sequence[RunningChoice], summary: GenerationSummary) -> bytes:
         reason, sequence = _stopped(choices[0])
-        usage = _usage(used.prompt_tokens, used.cached_tokens, used.pinned_tokens, used.output_tokens)
+        usage = _usage(summary.prompt_tokens, summary.cached_tokens, summary.pinned_tokens, summary.output_tokens)
         delta = {"stop_reason": reason, "stop_sequence": sequence}
         return _event("message_delta", delta=delta, usage=usage) + _event("message_stop")
 
     def error(self, error: RouterError) -> bytes:
         return named_event("error", error_of(error))
 
-    def opened(self, index: int, block: Block) -> bytes:
+    def start_block(self, index: int, block: Block) -> bytes:
         if block.kind == "text":
-            before, _, after = self.grown(index, block, MARK).partition(ENCODER.encode(MARK))
+            before, _, after = self.extend_block(index, block, PLACEHOLDER).partition(ENCODER.encode(PLACEHOLDER))
             self._text = before, after
         return _event("content_block_start", index=index, content_block=_empty(block))
 
-    def grown(self, index: int, block: Block, text: str) -> bytes:
+    def extend_block(self, index: int, block: Block, text: str) -> bytes:
         kinds = {"text": ("text_delta", "text"), "reasoning": ("thinking_delta", "thinking")}
         kind, field = kinds.get(block.kind, ("input_json_delta", "partial_json"))
         return _event("content_block_delta", index=index, delta={"type": kind, field: text})
 
-    def closed(self, index: int, block: Block, *, cut: bool) -> bytes:  # noqa: ARG002
+    def end_block(self, index: int, block: Block, *, cut: bool) -> bytes:  # noqa: ARG002
         self._text = None
         signed = b""
         if block.kind == "reasoning":

@@ -412,7 +412,7 @@ class ResponsesBuilder(BlockBuilder):
         self._id = response_id
         self._sequence = 0
         self._before_text = b""  #: a text delta's event up to its number; empty: no text block is open
-        self._keep: Callable[[str, bytes], object] | None = None
+        self._store: Callable[[str, bytes], object] | None = None
         given = body.tools or []
         #: Type, namespace and name of tools that are not plain functions, by the name that the model uses.
         self._special = dict(_special_tools(given))
@@ -439,18 +439,18 @@ class ResponsesBuilder(BlockBuilder):
             prompt_cache_key=body.prompt_cache_key,
         )
 
-    def continues(self, previous: str | None, keep: Callable[[str, bytes], object] | None) -> None:
-        """Set the id of the previous response, and `keep`, which gets the id and the body of the complete response."""
-        self._keep = keep
-        self._response = msgspec.structs.replace(self._response, previous_response_id=previous, store=keep is not None)
+    def continue_from(self, previous: str | None, store: Callable[[str, bytes], object] | None) -> None:
+        """Set the id of the previous response, and `store`, which gets the id and the body of the complete response."""
+        self._store = store
+        self._response = msgspec.structs.replace(self._response, previous_response_id=previous, store=store is not None)
 
-    def whole(self, choices: Sequence[RunningChoice], used: GenerationSummary) -> bytes:
+    def whole(self, choices: Sequence[RunningChoice], summary: GenerationSummary) -> bytes:
         self._blocks = choices[0].blocks or [Block("text", [])]
-        return self._kept(ENCODER.encode(self._finished(choices[0], used)))
+        return self._completed(ENCODER.encode(self._finished(choices[0], summary)))
 
-    def _kept(self, body: bytes) -> bytes:
-        if self._keep is not None:
-            self._keep(self._response.id, body)
+    def _completed(self, body: bytes) -> bytes:
+        if self._store is not None:
+            self._store(self._response.id, body)
         return body
 
     def text(self, choice: RunningChoice, text: str) -> bytes:
@@ -467,12 +467,12 @@ class ResponsesBuilder(BlockBuilder):
         if shown.ending and not self._blocks and not shown.text and not shown.deltas:
             self._open = True
             self._blocks.append(Block("text", []))
-            parts.append(self.opened(0, self._blocks[0]))
+            parts.append(self.start_block(0, self._blocks[0]))
         return b"".join([*parts, *self.block_events(shown)])
 
-    def end(self, choices: Sequence[RunningChoice], used: GenerationSummary) -> bytes:
-        response = self._finished(choices[0], used)
-        body = self._kept(ENCODER.encode(response))
+    def end(self, choices: Sequence[RunningChoice], summary: GenerationSummary) -> bytes:
+        response = self._finished(choices[0], summary)
+        body = self._completed(ENCODER.encode(response))
         return self._event(f"response.{response.status}", response=msgspec.Raw(body))
 
     def error(self, error: RouterError) -> bytes:
@@ -481,15 +481,15 @@ class ResponsesBuilder(BlockBuilder):
         failed = msgspec.structs.replace(self._response, status="failed", error=what, output=output)
         return self._event("response.failed", response=failed)
 
-    def _finished(self, choice: RunningChoice, used: GenerationSummary) -> Response:
+    def _finished(self, choice: RunningChoice, summary: GenerationSummary) -> Response:
         cut = choice.ending == "length"
         last = len(self._blocks) - 1
         usage = ResponseUsage(
-            used.prompt_tokens,
-            InputTokensDetails(used.cached_tokens, max(0, used.pinned_tokens - used.cached_tokens)),
-            used.output_tokens,
-            OutputTokensDetails(used.reasoning_tokens),
-            used.prompt_tokens + used.output_tokens,
+            summary.prompt_tokens,
+            InputTokensDetails(summary.cached_tokens, max(0, summary.pinned_tokens - summary.cached_tokens)),
+            summary.output_tokens,
+            OutputTokensDetails(summary.reasoning_tokens),
+            summary.prompt_tokens + summary.output_tokens,
         )
         return msgspec.structs.replace(
             self._response,
@@ -503,7 +503,7 @@ class ResponsesBuilder(BlockBuilder):
         self._sequence += 1
         return named_event(kind, {"type": kind, "sequence_number": self._sequence - 1, **fields})
 
-    def opened(self, index: int, block: Block) -> bytes:
+    def start_block(self, index: int, block: Block) -> bytes:
         place = self._place(index)
         item = self._item(index, "in_progress", empty=True)
         added = self._event("response.output_item.added", output_index=index, item=item)
@@ -516,7 +516,7 @@ class ResponsesBuilder(BlockBuilder):
         part = _part(block.kind, "")
         return added + self._event("response.content_part.added", **place, content_index=0, part=part)
 
-    def grown(self, index: int, block: Block, text: str) -> bytes:
+    def extend_block(self, index: int, block: Block, text: str) -> bytes:
         place = self._place(index)
         if block.kind == "text":
             return self._event("response.output_text.delta", **place, content_index=0, logprobs=[], delta=text)
@@ -526,7 +526,7 @@ class ResponsesBuilder(BlockBuilder):
             return b""
         return self._event("response.function_call_arguments.delta", **place, delta=text)
 
-    def closed(self, index: int, block: Block, *, cut: bool) -> bytes:
+    def end_block(self, index: int, block: Block, *, cut: bool) -> bytes:
         self._before_text = b""
         place, item = self._place(index), self._item(index, "incomplete" if cut else "completed")
         if block.kind == "tool_call":

@@ -93,7 +93,7 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     guided_whitespace_pattern: Any = None
     cache_salt: Annotated[str, Meta(min_length=1)] | None = None
     cache_control: CacheControl | None = None
-    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None  #: replica messages encode at most 64 bits
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None  #: lower goes first
     timeout: Annotated[float, Meta(gt=0)] | None = None
     # Ignored: they concern billing, storage or models of other kinds.
     user: Any = None

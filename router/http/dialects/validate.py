@@ -20,9 +20,9 @@ from ...text.encoder_threads import Sender
 from ...text.parsers.guided import shape_of
 from ...text.parsers.parser import AnswerParser
 from ...text.template import TemplateInput
-from ..body_cost import MAX_COST, costs
+from ..body_cost import MAX_COST, running_costs
 from ..body_reader import UNMEASURED_BYTES
-from ..caller import bounded
+from ..caller import bounded_session
 from ..front import Front, Served
 from ..generation import SEED_MASK, EncodedPrompt, Job, PinRequest
 from . import pins
@@ -56,7 +56,7 @@ def job(
     prompt_param: str,
     wanted: int | None,
     wanted_param: str = "max_tokens",
-    usual: int | None = None,
+    fallback_max_tokens: int | None = None,
     best_of: int | None = None,
     logprobs: int | None = None,
     prompt_logprobs: int | None = None,
@@ -66,8 +66,8 @@ def job(
     """The job that the body requests for these prompts.
 
     `wanted`: the requested output limit, from the field `wanted_param`; 0 generates a token that is not shown.
-    `usual`: the limit if neither body nor settings have one; None: the model's context. `best_of`: choices per prompt
-    instead of `n`. `logprobs`: alternatives per token; None: no logprobs at all.
+    `fallback_max_tokens`: the limit if neither body nor settings have one; None: the model's context.
+    `best_of`: choices per prompt instead of `n`. `logprobs`: alternatives per token; None: no logprobs at all.
     Raises InvalidRequest, PromptTooLong and ContextTooLong.
     """
     settings = front.settings
@@ -80,7 +80,7 @@ def job(
     if longest >= context:
         raise PromptTooLong(longest, context, param=prompt_param)
     if wanted is None:
-        max_tokens = min(settings.default_max_tokens or usual or context, context - longest)
+        max_tokens = min(settings.default_max_tokens or fallback_max_tokens or context, context - longest)
     else:
         max_tokens = _output_limit(wanted, longest, context, wanted_param)
     stops = _stops(body)
@@ -244,10 +244,10 @@ async def conversation_job(
     if clamp:
         room = max(1, served.limits.max_model_len - len(token_ids))
         wanted = room if wanted is None else min(wanted, room)
-    thoughts, tail = served.thoughts, ""
-    if thoughts is not None:
+    reasoning, tail = served.reasoning_family, ""
+    if reasoning is not None:
         tail = text.decode(token_ids[-TAIL_TOKENS:])
-    opened = thoughts is not None and thoughts.leaves_open(tail)
+    opened = reasoning is not None and reasoning.leaves_open(tail)
     guided = await _requested_guidance(served, body, conversation, sender, tail)
     found = job(
         front,
@@ -266,7 +266,7 @@ async def conversation_job(
     if parsing is None and conversation.session is None:
         return found
     parser, markers = parsing or (None, ())
-    session = bounded(conversation.session) if conversation.session else None
+    session = bounded_session(conversation.session) if conversation.session else None
     return msgspec.structs.replace(found, session=session, parser=parser, markers=markers)
 
 
@@ -311,9 +311,9 @@ def _parsing(
 
     `opened`: the answer begins inside reasoning.
     """
-    calls, thoughts, choice = served.calls, served.thoughts, conversation.tool_choice
+    calls, reasoning, choice = served.tool_family, served.reasoning_family, conversation.tool_choice
     shown = conversation.callable_tools() if calls is not None and conversation.tools else ()
-    if thoughts is None and not shown:
+    if reasoning is None and not shown:
         return None
     tools = {tool.name: tool.parameters for tool in shown}
 
@@ -321,14 +321,14 @@ def _parsing(
         base = front.random_bits(95)
         return AnswerParser(
             calls,
-            thoughts,
+            reasoning,
             tools,
             lambda index: f"call_{base + index:024x}",
             starts_in_reasoning=opened,
             parallel=choice.parallel,
         )
 
-    return parser, (*(calls.markers if calls and tools else ()), *(thoughts.markers if thoughts else ()))
+    return parser, (*(calls.markers if calls and tools else ()), *(reasoning.markers if reasoning else ()))
 
 
 def mark(control: CacheControl | None, param: str) -> CacheMark | None:
@@ -341,7 +341,7 @@ def decoded_arguments(arguments: Any, param: str) -> Any:
     if not isinstance(arguments, str):
         return arguments
     data = arguments.encode()
-    if len(data) > UNMEASURED_BYTES and max(cost for _, cost in costs(data)) > MAX_COST:
+    if len(data) > UNMEASURED_BYTES and max(cost for _, cost in running_costs(data)) > MAX_COST:
         raise InvalidRequest.field(param, "'arguments' has too many values")
     try:
         return msgspec.json.decode(data or b"{}")
@@ -361,12 +361,12 @@ def _guided(
     served: Served, conversation: Conversation, asked: FieldConstraint | None, calls: FieldConstraint | None, tail: str
 ) -> FieldConstraint | None:
     """The constraint to apply, and where in the answer it begins. `tail`: the prompt's end, if the model reasons."""
-    thoughts = served.thoughts
+    reasoning = served.reasoning_family
     guiding = asked if calls is None else calls
-    if guiding is None or thoughts is None:
+    if guiding is None or reasoning is None:
         return guiding
     wishes = {**conversation.reasoning.template_arguments(), **conversation.template_arguments}
-    opener, end = thoughts.guided_from(
+    opener, end = reasoning.guided_from(
         tail,
         calls=calls is not None,
         may_open=conversation.add_generation_prompt and wishes.get("enable_thinking") is not False,
@@ -409,7 +409,7 @@ def _calls(served: Served, conversation: Conversation, asked: FieldConstraint | 
     definitions = [tool.definition for tool in conversation.callable_tools()]
     if choice.mode != "required" and not definitions:
         return None
-    shape = None if served.calls is None else shape_of(served.calls.shapes, served.text.templates)
+    shape = None if served.tool_family is None else shape_of(served.tool_family.shapes, served.text.templates)
     wanted = choice.mode if choice.name is None else {"function": {"name": choice.name}}
     otherwise = None if asked is None else asked.constraint
     restricted = bool(choice.allowed)

@@ -42,7 +42,7 @@ class ModelTotals(msgspec.Struct, frozen=True):
     gaps: Mapping[str, int]  #: gaps in the event stream, by replica
 
 
-class Situation(msgspec.Struct, frozen=True, kw_only=True):
+class LiveSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """A snapshot of everything that the page shows."""
 
     version: str
@@ -56,7 +56,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     tenants: Mapping[bytes, str]  #: names of the tenants in the keys file, by digest
 
 
-def items_of(now: Situation) -> Items:
+def items_of(now: LiveSnapshot) -> Items:
     """All documents by name, encoded."""
     documents: dict[str, Any] = {"router": _router(now)}
     documents |= {f"model/{model.name}": _model(model, now.totals[model.name]) for model in now.cluster.models}
@@ -80,7 +80,7 @@ def frame(before: Items, after: Items, wall_s: float) -> bytes:
     )
 
 
-def _router(now: Situation) -> dict[str, Any]:
+def _router(now: LiveSnapshot) -> dict[str, Any]:
     view = now.cluster
     return {
         "id": view.router_id,
@@ -133,7 +133,7 @@ def _blocks(report: LoadReport) -> dict[str, int]:
     }
 
 
-def _activity(now: Situation, activity: ModelActivity) -> Iterator[tuple[str, str, Any]]:
+def _activity(now: LiveSnapshot, activity: ModelActivity) -> Iterator[tuple[str, str, Any]]:
     """The kind, name and content of each document about one model's activity."""
     nodes = [_prefix(node, activity.block_size) for node in activity.prefixes]
     yield "tree", "", {**_fields(activity, "model block_size"), "nodes": nodes}
@@ -155,7 +155,7 @@ def _prefix(node: PrefixNode, block_size: int) -> dict[str, Any]:
     }
 
 
-def _routed(now: Situation, routed: RoutedRequest) -> dict[str, Any]:
+def _routed(now: LiveSnapshot, routed: RoutedRequest) -> dict[str, Any]:
     table = routed.explanation
     return {
         "at": round(routed.at + now.clock_offset_s, 3),
@@ -192,7 +192,7 @@ def _candidate(row: ReplicaScore) -> dict[str, Any]:
     }
 
 
-def _running(now: Situation, each: RunningRequest) -> dict[str, Any]:
+def _running(now: LiveSnapshot, each: RunningRequest) -> dict[str, Any]:
     return {
         "since": round(each.arrived + now.clock_offset_s, 3),
         "id": each.trace_id,
@@ -201,7 +201,7 @@ def _running(now: Situation, each: RunningRequest) -> dict[str, Any]:
     }
 
 
-def _failed(now: Situation, failed: FailedRequest) -> dict[str, Any]:
+def _failed(now: LiveSnapshot, failed: FailedRequest) -> dict[str, Any]:
     return {
         "at": round(failed.at + now.clock_offset_s, 3),
         "id": failed.trace_id,
@@ -215,7 +215,7 @@ def _fields(source: object, names: str) -> dict[str, Any]:
     return {name: getattr(source, name) for name in names.split()}
 
 
-def _tenant(now: Situation, digest: bytes) -> str:
+def _tenant(now: LiveSnapshot, digest: bytes) -> str:
     return now.tenants.get(digest) or digest[:4].hex()
 
 

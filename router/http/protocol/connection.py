@@ -61,7 +61,7 @@ _KNOWN_NAMES = {
     )
     for written in (name, name.title())
 }
-_PROPOSAL = frozenset({"upgrade", "connection", "http2-settings"})
+_UPGRADE_HEADERS = frozenset({"upgrade", "connection", "http2-settings"})
 
 
 class Handler(Protocol):
@@ -103,9 +103,9 @@ class HttpConnection(asyncio.Protocol):
         self._unparsed = b""  #: received bytes for the loop's next iteration
         self._events = 0  #: parser events in this iteration
         self._chunked = False
-        self._behind = False  #: the transport holds more than HIGH_WATER_BYTES unsent bytes
+        self._write_paused = False  #: the transport holds more than HIGH_WATER_BYTES unsent bytes
         self._sent = 0  #: bytes handed to the transport
-        self._taken, self._taken_at = 0, self._since  #: bytes that the client accepted, and when it last did
+        self._accepted, self._accepted_at = 0, self._since  #: bytes that the client accepted, and when it last did
         self._renew()
 
     def _renew(self) -> None:
@@ -143,10 +143,10 @@ class HttpConnection(asyncio.Protocol):
         self._leave()
 
     def pause_writing(self) -> None:
-        self._behind = True
+        self._write_paused = True
 
     def resume_writing(self) -> None:
-        self._behind = False
+        self._write_paused = False
 
     def data_received(self, data: bytes) -> None:
         if self._unparsed:
@@ -223,7 +223,7 @@ class HttpConnection(asyncio.Protocol):
             self._handler.admit(_path(self._url), headers)
         if "expect" in headers and headers["expect"].lower() == "100-continue":
             self._continue_due = self._parser.get_http_version() == "1.1"
-            self._invite()
+            self._send_continue()
 
     def on_chunk_header(self) -> None:
         """A chunk's content follows or, after the last chunk, trailers, which have a head's limits and are ignored."""
@@ -282,7 +282,7 @@ class HttpConnection(asyncio.Protocol):
         if method == b"CONNECT":
             self.close()
             return
-        fields = [f"{name}: {value}" for name, value in self._headers.items() if name not in _PROPOSAL]
+        fields = [f"{name}: {value}" for name, value in self._headers.items() if name not in _UPGRADE_HEADERS]
         # Keep the version: an HTTP/1.0 client cannot read chunks.
         lines = [f" HTTP/{self._parser.get_http_version()}", *fields, "", ""]
         head = method + b" " + self._url + "\r\n".join(lines).encode("latin-1")
@@ -302,7 +302,7 @@ class HttpConnection(asyncio.Protocol):
         self._advancing = False
         if self._exchange is not None:
             return
-        self._invite()
+        self._send_continue()
         if self._paused_reading and len(self._waiting) < MAX_PIPELINED and not self._transport.is_closing():
             self._paused_reading = False
             if self._unparsed:
@@ -310,7 +310,7 @@ class HttpConnection(asyncio.Protocol):
             else:
                 self._transport.resume_reading()
 
-    def _invite(self) -> None:
+    def _send_continue(self) -> None:
         """Send `100 Continue` to a client that waits for it, once no other request is ahead."""
         if self._continue_due and self._exchange is None and not self._waiting:
             self._continue_due = False
@@ -374,7 +374,7 @@ class HttpConnection(asyncio.Protocol):
         if transport.is_closing():
             return
         # This piece itself does not count: a response in one piece may have any size.
-        if self._behind and transport.get_write_buffer_size() > self._settings.max_unsent_bytes:
+        if self._write_paused and transport.get_write_buffer_size() > self._settings.max_unsent_bytes:
             self._cut("unsent")
             return
         transport.write(data)
@@ -388,7 +388,7 @@ class HttpConnection(asyncio.Protocol):
         return self._since
 
     @property
-    def waits(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether no request is being answered."""
         return self._exchange is None
 
@@ -399,7 +399,7 @@ class HttpConnection(asyncio.Protocol):
     def release_body(self) -> None:
         """Stop counting the received bodies: they are decoded, or no longer needed."""
         if self.held_bytes:
-            self._server.hold(self, -self.held_bytes)
+            self._server.release(self.held_bytes)
             self.held_bytes = 0
 
     def refuse(self, error: RouterError) -> None:
@@ -437,9 +437,9 @@ class HttpConnection(asyncio.Protocol):
     def watch(self, now: float) -> None:
         """Enforce the time limits; called about once a second."""
         settings, unsent = self._settings, self._transport.get_write_buffer_size()
-        if not unsent or self._sent - unsent != self._taken:
-            self._taken, self._taken_at = self._sent - unsent, now
-        if now - self._taken_at > settings.stall_timeout_s:
+        if not unsent or self._sent - unsent != self._accepted:
+            self._accepted, self._accepted_at = self._sent - unsent, now
+        if now - self._accepted_at > settings.stall_timeout_s:
             self._cut("stalled")
         elif self._exchange is not None or self._transport.is_closing():
             return

@@ -62,7 +62,7 @@ class Exchange(msgspec.Struct, eq=False):
     wire: "HttpConnection"
     id: str
     started_at: float  #: monotonic seconds at which the request was complete
-    when_over: Callable[["Exchange"], None]
+    on_end: Callable[["Exchange"], None]
     status: int | None = None  #: None: no head was sent
     over: bool = False
     gone: bool = False  #: the client left before the end
@@ -119,10 +119,10 @@ class Exchange(msgspec.Struct, eq=False):
         self.status = CLIENT_GONE
         if self.on_gone is not None:
             self.on_gone()
-        self.when_over(self)
+        self.on_end(self)
 
     def _finish(self) -> None:
         self.over = True
         self.on_gone = None
-        self.when_over(self)
+        self.on_end(self)
         self.wire.exchange_over()

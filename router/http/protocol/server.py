@@ -146,7 +146,7 @@ class HttpServer:
         else:
             return
         others = [each for each in self.connections if each.client == crowded and each is not connection]
-        victim = min((each for each in others if each.waits), key=lambda each: each.since, default=connection)
+        victim = min((each for each in others if each.is_idle), key=lambda each: each.since, default=connection)
         self.handler.cut("connections")
         victim.abort()
 
@@ -161,14 +161,14 @@ class HttpServer:
             self._no_connection.set()
 
     def hold(self, connection: HttpConnection, amount: int) -> None:
-        """Count bytes of a large body; a negative `amount` releases them.
+        """Count bytes of a large body.
 
         Above the maximum, the client that holds the most bytes has its largest incomplete body refused. Raises
         TooManyBodies if that is the body of this connection.
         """
         self._held_bytes += amount
         self._trim_due = True
-        if amount <= 0 or self._held_bytes <= self._max_held_bytes:
+        if self._held_bytes <= self._max_held_bytes:
             return
         held: Counter[str] = Counter()
         for each in self.connections:
@@ -180,6 +180,10 @@ class HttpServer:
         if victim is connection:
             raise error
         victim.refuse(error)
+
+    def release(self, amount: int) -> None:
+        self._held_bytes -= amount
+        self._trim_due = True
 
     def _watch(self) -> None:
         self._watching = asyncio.get_running_loop().call_later(WATCH_S, self._watch)

@@ -1,5 +1,6 @@
 """Describes the external engines in the settings as replicas. Pure: settings in, descriptions out."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -17,8 +18,8 @@ TYPICAL_BATCHED_TOKENS = 8192
 
 
 @dataclass(slots=True, frozen=True)
-class Backend:
-    """One external engine: its server and its event addresses (empty: it publishes none)."""
+class ReplicaAddress:
+    """One replica of an external engine: its server and its event addresses (empty: it publishes none)."""
 
     replica_id: str
     address: Address
@@ -27,31 +28,38 @@ class Backend:
     rank: int | None = None  #: data-parallel rank that this replica is; None: the engine has a single one
 
 
-def backends(settings: RouterSettings) -> list[Backend]:
+def replica_addresses(settings: RouterSettings) -> list[ReplicaAddress]:
     """The engines in the settings, named b0, b1, … in that order. Raises BackendsInvalid."""
     urls = _items(settings.backend)
     if "" in urls:
         raise BackendsInvalid("backend: an address between two commas is empty")
     events = _endpoints("events", settings.events, len(urls))
     replay = _endpoints("replay", settings.replay, len(urls))
-    addresses = [Address.of(url) for url in urls]
-    if len({address.url for address in addresses}) < len(addresses):
-        raise BackendsInvalid(f"backend: a server is named twice in {settings.backend}")
-    return [Backend(f"b{number}", *each) for number, each in enumerate(zip(addresses, events, replay, strict=True))]
+    servers = [Address.of(url) for url in urls]
+    check_distinct([server.url for server in servers])
+    return [ReplicaAddress(f"b{place}", *each) for place, each in enumerate(zip(servers, events, replay, strict=True))]
 
 
-def foreign_root(model: str) -> BlockHash:
+def check_distinct(urls: Sequence[str]) -> None:
+    """Raise BackendsInvalid if a server is named twice."""
+    if twice := [url for url, count in Counter(urls).items() if count > 1]:
+        raise BackendsInvalid(f"a server is named twice: {twice[0]}")
+
+
+def external_root(model: str) -> BlockHash:
     """Root of the block hashes of an external engine's model, from its name, as the weights are unknown here."""
     return BlockHash(sha256(canonical(b"homing-foreign", model.encode())).digest()[:HASH_BYTES])
 
 
-def describe(backend: Backend, parity: Parity, limits: ModelLimits, *, max_running_requests: int) -> ReplicaDescription:
+def describe(
+    replica: ReplicaAddress, parity: Parity, limits: ModelLimits, *, max_running_requests: int
+) -> ReplicaDescription:
     """Describe the engine as a replica, with defaults for what only probing can tell."""
     return ReplicaDescription(
-        replica_id=backend.replica_id,
+        replica_id=replica.replica_id,
         epoch=0,
-        request_endpoint=backend.address.url,
-        event_endpoints=EventEndpoints(events=backend.events, replay=backend.replay, state="", snapshot=""),
+        request_endpoint=replica.address.url,
+        event_endpoints=EventEndpoints(events=replica.events, replay=replica.replay, state="", snapshot=""),
         parity=parity,
         model=limits,
         num_blocks=UNKNOWN_BLOCKS,
@@ -60,9 +68,9 @@ def describe(backend: Backend, parity: Parity, limits: ModelLimits, *, max_runni
         tensor_parallel_size=1,
         prefill_tokens_per_s=UNKNOWN_PREFILL_TOKENS_PER_S,
         decode_step_s=UNKNOWN_DECODE_STEP_S,
-        node=backend.address.host,
-        foreign=True,
-        data_parallel_rank=backend.rank,
+        node=replica.address.host,
+        external=True,
+        data_parallel_rank=replica.rank,
     )
 
 

@@ -204,7 +204,7 @@ class ExternalBlocks:
             if not any(handle in copies for copies in others):
                 del self._hashes[handle]
             key = wire_hash(block)
-            if _take(held, key) and place.medium == GPU and _take(self._on_gpu, key):
+            if _decrement(held, key) and place.medium == GPU and _decrement(self._on_gpu, key):
                 gone.append(key)
         if not held:
             self._held.pop(place, None)
@@ -246,7 +246,7 @@ class ExternalBlocks:
         assert on_gpu == self._on_gpu, f"{len(self._on_gpu)} blocks counted on the GPU, {len(on_gpu)} are"
 
 
-def _take(counts: dict[int, int], key: int) -> bool:
+def _decrement(counts: dict[int, int], key: int) -> bool:
     """Decrement a count; returns whether it was the last."""
     left = counts[key] - 1
     if left:

@@ -14,8 +14,8 @@ import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from ...errors import BackendsInvalid
-from .addresses import Backend, check_endpoint
-from .http_client import Address, BackendUnreachableError, Client
+from .addresses import ReplicaAddress, check_endpoint
+from .http_client import Address, Client, EngineUnreachableError
 from .load import EngineMetrics, metric_ranks, read_metrics
 from .probe import PROBE_TIMEOUT_S, Card, read_cards
 
@@ -42,7 +42,7 @@ class EngineAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class FoundEngine:
+class EngineInfo:
     """An engine that answered. Empty or None: not reported."""
 
     address: EngineAddress
@@ -55,13 +55,13 @@ class FoundEngine:
     events: str  #: event address of rank 0
     replay: str  #: replay address of rank 0
 
-    def backends(self, name: str) -> list[Backend]:
+    def replica_addresses(self, name: str) -> list[ReplicaAddress]:
         """The engine's replicas as the router sees them: one per rank, as each rank has its own cache."""
         address = Address.of(self.address.url)
         if not self.ranks:
-            return [Backend(name, address, self.events, self.replay)]
+            return [ReplicaAddress(name, address, self.events, self.replay)]
         return [
-            Backend(f"{name}.{rank}", address, of_rank(self.events, rank), of_rank(self.replay, rank), rank)
+            ReplicaAddress(f"{name}.{rank}", address, of_rank(self.events, rank), of_rank(self.replay, rank), rank)
             for rank in self.ranks
         ]
 
@@ -102,24 +102,24 @@ def of_rank(endpoint: str, rank: int) -> str:
     return f"{head}{colon}{int(port) + rank}" if port.isdigit() else endpoint
 
 
-async def discover(client: Client, address: EngineAddress, *, try_ports: bool) -> FoundEngine:
-    """Query an engine over HTTP. Raises BackendUnreachableError.
+async def discover(client: Client, address: EngineAddress, *, try_ports: bool) -> EngineInfo:
+    """Query an engine over HTTP. Raises EngineUnreachableError.
 
     `try_ports`: look for event sockets at the usual ports of its host. Do not set it if several engines share a host:
     another engine's events could be mistaken for this one's.
     """
     cards = await read_cards(client)
     if cards is None:
-        raise BackendUnreachableError(f"{client.address.url}/v1/models cannot be read")
+        raise EngineUnreachableError(f"{client.address.url}/v1/models cannot be read")
     server = await _json(client, "/server_info?config_format=json") or await _json(client, "/get_server_info")
     version = await _json(client, "/version")
     text = await _text(client, "/metrics")
     metrics = read_metrics(text)
     kind = "vllm" if "vllm:" in text else "sglang" if "sglang:" in text or "dp_size" in server else ""
-    ranks = metric_ranks(text) or _sizes(server.get("dp_size"))
-    said = _event_sockets(server, client.address.host)
-    tried = await _usual_ports(client.address.host, len(ranks) or 1) if try_ports and not any(said) else ("", "")
-    return FoundEngine(
+    ranks = metric_ranks(text) or _rank_numbers(server.get("dp_size"))
+    reported = _event_sockets(server, client.address.host)
+    probed = await _default_ports(client.address.host, len(ranks) or 1) if try_ports and not any(reported) else ("", "")
+    return EngineInfo(
         address=address,
         kind=kind,
         version=str(version.get("version") or server.get("version") or ""),
@@ -127,8 +127,8 @@ async def discover(client: Client, address: EngineAddress, *, try_ports: bool) -
         model_path=str(server.get("tokenizer_path") or server.get("model_path") or ""),
         block_size=_block_size(metrics, server),
         ranks=ranks if len(ranks) > 1 else (),
-        events=address.events or said[0] or tried[0],
-        replay=address.replay or said[1] or tried[1],
+        events=address.events or reported[0] or probed[0],
+        replay=address.replay or reported[1] or probed[1],
     )
 
 
@@ -137,7 +137,7 @@ def _block_size(metrics: EngineMetrics, server: dict[str, Any]) -> int | None:
     return metrics.block_size or (size if isinstance(size, int) and size > 0 else None)
 
 
-def _sizes(count: object) -> tuple[int, ...]:
+def _rank_numbers(count: object) -> tuple[int, ...]:
     return tuple(range(count)) if isinstance(count, int) else ()
 
 
@@ -170,7 +170,7 @@ def _reachable(endpoint: object, host: str) -> str:
     return endpoint
 
 
-async def _usual_ports(host: str, ranks: int) -> tuple[str, str]:
+async def _default_ports(host: str, ranks: int) -> tuple[str, str]:
     shown = f"[{host}]" if ":" in host else host
     events = f"tcp://{shown}:{EVENTS_PORT}"
     if not await _accepts(events, zmq.SUB):

@@ -34,9 +34,9 @@ from ...flow.request_state import Instruction
 from ...routing.replica_load import UnavailableReason
 from ..replica_handle import REOPEN_S, RESET_TIMEOUT_S, ReplicaHandle, ResetOutcome, ServiceContext
 from .block_keys import ExternalBlocks, cache_salt
-from .http_client import Address, BackendUnreachableError, Call, Client, NoAnswerError
+from .http_client import Address, Call, Client, EngineUnreachableError, NoAnswerError
 from .load import EngineMetrics, ExternalLoad
-from .probe import ExternalTerms, ask_metrics, probe, same_chats
+from .probe import EngineRequirements, ask_metrics, probe, same_chats
 from .request import ExternalRequest
 from .wire import chat_body, completion_body
 
@@ -62,13 +62,13 @@ class ExternalReplica(ReplicaHandle):
         flow: RequestFlow,
         context: ServiceContext,
         model: ServedModel,
-        terms: ExternalTerms,
+        requirements: EngineRequirements,
         unavailable: UnavailableReason | None = None,
     ) -> None:
         super().__init__(description, flow, context, unavailable)
-        self._terms = terms
+        self._requirements = requirements
         address = Address.of(description.request_endpoint)
-        self._client = Client(address, loop=context.loop, api_key=terms.api_key, most_idle=IDLE_CONNECTIONS)
+        self._client = Client(address, loop=context.loop, api_key=requirements.api_key, max_idle=IDLE_CONNECTIONS)
         self._blocks = ExternalBlocks(description.replica_id, model.hasher, model.root, description.data_parallel_rank)
         self._open_root = tenant_root(model.root)
         self._eos = frozenset(model.limits.eos_token_ids)
@@ -76,7 +76,7 @@ class ExternalReplica(ReplicaHandle):
         self._model = ""  #: the model's name at the engine
         self._calls: dict[int, tuple[ExternalRequest, Call]] = {}
         self._watching: asyncio.Task[None] | None = None
-        self._doubt = asyncio.Event()  #: set when a request or the event feed fails: check the health at once
+        self._check_now = asyncio.Event()  #: set when a request or the event feed fails: check the health at once
         self._restarted = False  #: the event stream broke off, so the engine may have restarted: probe it again
         self._refusal: ParityMismatch | None = None
         self.trouble = ""  #: why the engine cannot be reached; empty while it can
@@ -118,7 +118,7 @@ class ExternalReplica(ReplicaHandle):
         for path in RESET_PATHS:
             try:
                 answer = await self._client.ask("POST", path, timeout_s=RESET_TIMEOUT_S)
-            except BackendUnreachableError:
+            except EngineUnreachableError:
                 return "lost"
             if answer.status == 200:
                 self._forget_blocks()  # vLLM announces it only with its next step, and requests may be placed earlier
@@ -143,7 +143,7 @@ class ExternalReplica(ReplicaHandle):
                 model, metrics = await self._probe()
             except ParityMismatch as error:
                 self._refuse(error)
-            except BackendUnreachableError as error:
+            except EngineUnreachableError as error:
                 self._note_trouble(str(error))
             else:
                 await self._serve(model, metrics)
@@ -151,10 +151,10 @@ class ExternalReplica(ReplicaHandle):
 
     async def _probe(self) -> tuple[str, EngineMetrics]:
         rank = self.description.data_parallel_rank
-        found = await probe(self._client, self.replica_id, self._terms, rank)
-        if not await same_chats(self._client, self._terms):
+        found = await probe(self._client, self.replica_id, self._requirements, rank)
+        if not await same_chats(self._client, self._requirements):
             log.warning(
-                "backend_chats_differ replica=%s: its chat template differs; hits are estimates", self.replica_id
+                "engine_chats_differ replica=%s: its chat template differs; hits are estimates", self.replica_id
             )
         return found
 
@@ -180,8 +180,8 @@ class ExternalReplica(ReplicaHandle):
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(HEALTH_INTERVAL_S):
-                    await self._doubt.wait()
-            self._doubt.clear()
+                    await self._check_now.wait()
+            self._check_now.clear()
             try:
                 if self._restarted and self.joined:
                     self._restarted = False
@@ -189,8 +189,9 @@ class ExternalReplica(ReplicaHandle):
                 answer = await self._client.ask("GET", "/health", timeout_s=HEALTH_TIMEOUT_S)
                 if answer.status != 200:
                     return f"/health answers {answer.status}"
-                self._load.asks()
-                self._load.look(await ask_metrics(self._client, HEALTH_TIMEOUT_S, self.description.data_parallel_rank))
+                self._load.query_started()
+                metrics = await ask_metrics(self._client, HEALTH_TIMEOUT_S, self.description.data_parallel_rank)
+                self._load.update(metrics)
             except ParityMismatch as error:
                 self._refuse(error)
                 self._context.run(self._drop("parity"))
@@ -198,13 +199,13 @@ class ExternalReplica(ReplicaHandle):
             except NoAnswerError as error:
                 if not self._calls or self._load.silent_s(self._context.clock()) > HEALTH_TIMEOUT_S:
                     return str(error)
-            except BackendUnreachableError as error:
+            except EngineUnreachableError as error:
                 return str(error)
             self._report()
 
     def _note_trouble(self, trouble: str) -> None:
         if trouble != self.trouble:
-            log.warning("backend_unreachable replica=%s reason=%s", self.replica_id, trouble)
+            log.warning("engine_unreachable replica=%s reason=%s", self.replica_id, trouble)
         self.trouble = trouble
 
     def _refuse(self, error: ParityMismatch) -> None:
@@ -276,10 +277,10 @@ class ExternalReplica(ReplicaHandle):
             if over:
                 self._load.ended(request)
                 if reply.retry:
-                    self._doubt.set()
+                    self._check_now.set()
                 self._reply(reply, now)
             return
-        started = self._load.heard(request, now)
+        started = self._load.tokens_arrived(request, now)
         if started and self._feed is None:
             self._placement.computed(self.replica_id, wire_hashes(request.generate.block_hashes))
         if over:
@@ -302,7 +303,7 @@ class ExternalReplica(ReplicaHandle):
         """If the event stream breaks off, the engine may be restarting, perhaps with another model: check it."""
         if self.feed_state is FeedState.LIVE and status is not FeedState.LIVE:
             self._restarted = True
-            self._doubt.set()
+            self._check_now.set()
         super().status(status)
 
     def blocks_changed(self, instruction: Apply | Reset) -> None:
@@ -319,7 +320,7 @@ class ExternalReplica(ReplicaHandle):
                         if self.unplaced_blocks and not self._unplaced_logged:
                             self._unplaced_logged = True
                             first = dict(self._blocks.unplaced)
-                            log.warning("backend_blocks_unplaced replica=%s first=%s", self.replica_id, first)
+                            log.warning("engine_blocks_unplaced replica=%s first=%s", self.replica_id, first)
                     case Removed():
                         gone = self._blocks.removed(event.hashes, event.medium, event.group, instruction.rank)
                         self._placement.removed(self.replica_id, gone)

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ...backend import EngineView
-from ...errors import BackendsInvalid, EngineNotFound
-from .addresses import Backend
-from .discovery import EngineAddress, FoundEngine
+from ...errors import EngineNotFound
+from .addresses import ReplicaAddress, check_distinct
+from .discovery import EngineAddress, EngineInfo
 from .http_client import Address
 
 #: The source of engines that admins add over the API.
-ADMINS = "api"
+API_SOURCE = "api"
 
 
 @dataclass(slots=True)
@@ -21,34 +21,33 @@ class Engine:
     name: str
     address: EngineAddress
     source: str  #: see `EngineView.source`
-    found: FoundEngine | None = None
+    info: EngineInfo | None = None
     trouble: str = ""  #: why the engine could not be queried
 
     def view(self) -> EngineView:
-        found = self.found
+        info = self.info
         return EngineView(
             name=self.name,
             url=self.address.url,
             source=self.source,
-            summary=found.summary() if found else "",
-            replicas=[backend.replica_id for backend in found.backends(self.name)] if found else [],
-            missing=list(found.missing()) if found else [],
+            summary=info.summary() if info else "",
+            replicas=[each.replica_id for each in info.replica_addresses(self.name)] if info else [],
+            missing=list(info.missing()) if info else [],
             trouble=self.trouble,
         )
 
 
-class Fleet:
+class EngineFleet:
     def __init__(self) -> None:
         self.engines: dict[str, Engine] = {}
-        self._named = 0
+        self._next_number = 0
 
     def add(self, address: EngineAddress, source: str) -> Engine:
         """List an engine. Raises BackendsInvalid."""
         address = address.check()
-        if any(engine.address.url == address.url for engine in self.engines.values()):
-            raise BackendsInvalid(f"a server is named twice: {address.url}")
-        engine = Engine(f"b{self._named}", address, source)
-        self._named += 1
+        check_distinct([address.url, *(engine.address.url for engine in self.engines.values())])
+        engine = Engine(f"b{self._next_number}", address, source)
+        self._next_number += 1
         self.engines[engine.name] = engine
         return engine
 
@@ -62,27 +61,26 @@ class Fleet:
 
     def replace(self, addresses: Sequence[EngineAddress], source: str) -> bool:
         """Replace a source's list; returns whether that changes anything. Raises BackendsInvalid."""
-        checked = {address.url: address for address in (each.check() for each in addresses)}
-        if len(checked) < len(addresses):
-            raise BackendsInvalid("a server is named twice")
+        checked = [address.check() for address in addresses]
+        check_distinct([address.url for address in checked])
         present = {engine.address: engine.name for engine in self.engines.values() if engine.source == source}
         taken = {engine.address.url for engine in self.engines.values() if engine.source != source}
-        fresh = [address for address in checked.values() if address not in present and address.url not in taken]
-        gone = [name for address, name in present.items() if address not in checked.values()]
+        fresh = [address for address in checked if address not in present and address.url not in taken]
+        gone = [name for address, name in present.items() if address not in checked]
         for name in gone:
             del self.engines[name]
         for address in fresh:
             self.add(address, source)
         return bool(fresh or gone)
 
-    def unheard(self) -> list[Engine]:
-        return [engine for engine in self.engines.values() if engine.found is None]
+    def undiscovered(self) -> list[Engine]:
+        return [engine for engine in self.engines.values() if engine.info is None]
 
-    def backends(self) -> Iterable[Backend]:
+    def replica_addresses(self) -> Iterable[ReplicaAddress]:
         """The replicas of all engines that have answered."""
         for engine in self.engines.values():
-            if engine.found is not None:
-                yield from engine.found.backends(engine.name)
+            if engine.info is not None:
+                yield from engine.info.replica_addresses(engine.name)
 
     def shares_host(self, engine: Engine) -> bool:
         host = Address.of(engine.address.url).host

@@ -17,7 +17,7 @@ from ...errors import BackendsInvalid
 
 CONNECT_TIMEOUT_S = 5.0
 #: How long idle connections are reused. Servers close them (uvicorn after 5 s), which must not coincide with a request.
-KEPT_S = 2.0
+MAX_IDLE_S = 2.0
 #: Limit for answers other than token streams: model lists, metrics, errors.
 MAX_ANSWER_BYTES = 16 * 1024 * 1024
 
@@ -170,15 +170,15 @@ class Answer:
     body: bytes
 
 
-class BackendUnreachableError(Exception):
+class EngineUnreachableError(Exception):
     """The server did not send a complete answer."""
 
 
-class NoAnswerError(BackendUnreachableError):
+class NoAnswerError(EngineUnreachableError):
     """The server did not answer within the timeout."""
 
 
-class _Whole:
+class _AnswerCollector:
     """An `AnswerSink` that collects a complete answer."""
 
     def __init__(self, done: "asyncio.Future[Answer]") -> None:
@@ -201,36 +201,36 @@ class _Whole:
         if broken is None and self._bytes > MAX_ANSWER_BYTES:
             broken = f"the answer is too large: {self._bytes} bytes"
         if broken is not None:
-            self._done.set_exception(BackendUnreachableError(broken))
+            self._done.set_exception(EngineUnreachableError(broken))
         else:
             self._done.set_result(Answer(self._status, b"".join(self._pieces)))
 
 
 class Client:
-    """Sends requests to one server. If it keeps idle connections (`most_idle`), it must be closed."""
+    """Sends requests to one server. If it keeps idle connections (`max_idle`), it must be closed."""
 
     def __init__(
-        self, address: Address, *, loop: asyncio.AbstractEventLoop, api_key: str = "", most_idle: int = 0
+        self, address: Address, *, loop: asyncio.AbstractEventLoop, api_key: str = "", max_idle: int = 0
     ) -> None:
-        """`most_idle`: maximum number of idle connections kept for later requests."""
+        """`max_idle`: maximum number of idle connections kept for later requests."""
         self.address = address
         self.loop = loop
-        self._most_idle = most_idle
+        self._max_idle = max_idle
         self._idle: list[_Idle] = []  #: most recently used last
         bearer = f"authorization: Bearer {api_key}\r\n" if api_key else ""
-        close = "" if most_idle else "connection: close\r\n"
+        close = "" if max_idle else "connection: close\r\n"
         self._head = f"host: {address.host}:{address.port}\r\n{close}accept: */*\r\n{bearer}"
 
     def close(self) -> None:
         """Close idle connections, and keep none from now on."""
-        self._most_idle = 0
+        self._max_idle = 0
         for idle in self._idle:
             idle.transport.abort()
         self._idle.clear()
 
     def keep(self, transport: asyncio.Transport) -> bool:
         """Take back a connection that a call no longer needs. Returns whether it is kept."""
-        if len(self._idle) >= self._most_idle or transport.is_closing():
+        if len(self._idle) >= self._max_idle or transport.is_closing():
             return False
         idle = _Idle(transport, self.loop.time())
         transport.set_protocol(idle)
@@ -241,7 +241,7 @@ class Client:
         """A reusable connection for the next call; None: there is none."""
         while self._idle:
             idle = self._idle.pop()
-            if self.loop.time() - idle.since < KEPT_S and not idle.transport.is_closing():
+            if self.loop.time() - idle.since < MAX_IDLE_S and not idle.transport.is_closing():
                 return idle.transport
             idle.transport.abort()
         return None
@@ -258,9 +258,9 @@ class Client:
         return Call(self, head.encode() + body, sink)
 
     async def ask(self, method: str, path: str, body: bytes = b"", *, timeout_s: float) -> Answer:
-        """Send a request and wait for the complete answer. Raises BackendUnreachableError."""
+        """Send a request and wait for the complete answer. Raises EngineUnreachableError."""
         done: asyncio.Future[Answer] = self.loop.create_future()
-        call = self.call(method, path, body, _Whole(done))
+        call = self.call(method, path, body, _AnswerCollector(done))
         try:
             async with asyncio.timeout(timeout_s):
                 return await done

@@ -37,9 +37,9 @@ MIN_PREFILL_TOKENS = 64
 #: with vLLM 0.32: 4 s for the first request with logprobs) does not look slow for long. Not tuned.
 PREFILL_OBSERVATIONS = 15
 #: A measurement ends after this many prompts even if others wait, which are partly computed by then. Not tuned.
-MOST_PROMPTS = 8
+MAX_PROMPTS = 8
 #: Lower bound of measured times: nothing that comes over a network is faster.
-CLOCK_S = 1e-6
+MIN_SECONDS = 1e-6
 #: Decode speed is the median over this many gaps between tokens: some gaps contain another client's prefill and last
 #: seconds. The first entries are guesses, so that a single such gap has little effect. Not tuned.
 DECODE_OBSERVATIONS = 31
@@ -58,7 +58,7 @@ class EngineMetrics:
 
 
 @dataclass(slots=True)
-class Pace:
+class EngineRates:
     """One engine's rates, learned from the arrival times of its tokens.
 
     They include network delay and the engine's own queue, as clients experience them. Our own replicas measure their
@@ -75,18 +75,18 @@ class Pace:
     def decode_step_s(self) -> float:
         return median(self._steps_s)
 
-    def first_token(self, tokens: int, seconds: float) -> None:
+    def observe_prefill(self, tokens: int, seconds: float) -> None:
         """Record that the first tokens of prompts with `tokens` uncached tokens took `seconds` to arrive."""
         if tokens < MIN_PREFILL_TOKENS or seconds <= 0:
             return
-        self._seconds_per_token.append(max(seconds, CLOCK_S) / tokens)
+        self._seconds_per_token.append(max(seconds, MIN_SECONDS) / tokens)
         self.prefill_tokens_per_s = 1 / median(self._seconds_per_token)
 
-    def next_tokens(self, tokens: int, seconds: float) -> None:
+    def observe_decode(self, tokens: int, seconds: float) -> None:
         """Record that `tokens` tokens of one request arrived `seconds` after the previous ones."""
         if tokens < 1 or seconds <= 0:
             return
-        self._steps_s.append(max(seconds, CLOCK_S) / tokens)
+        self._steps_s.append(max(seconds, MIN_SECONDS) / tokens)
 
 
 @dataclass(slots=True)
@@ -107,19 +107,19 @@ class ExternalLoad:
 
     def __init__(self, description: ReplicaDescription) -> None:
         self.description = description
-        self.pace = Pace()
+        self.rates = EngineRates()
         self._prefilling: _Prefills | None = None  #: None: discarded, as a request ended before its first token
         #: The measurements, reported like a replica's steps: the router fits all its engines' together. One engine's
         #: alone are few, so routing would react to every moment in which the engine shares its machine.
         self._measured = PrefillSums()
         self._metrics = EngineMetrics()
-        self._others = 0  #: requests of the engine's other clients
+        self._other_requests = 0  #: requests of the engine's other clients
         self._used: dict[int, int] = {}  #: our requests' blocks that the last reported KV usage includes
         self._freed = 0  #: of these, blocks that were freed since, or that the router counts itself
         self._waiting: dict[int, ExternalRequest] = {}
         self._running: dict[int, ExternalRequest] = {}
         self._ended: dict[int, ExternalRequest] = {}  #: requests that ended since the last metrics query was sent
-        self._heard_at = 0.0
+        self._last_token_at = 0.0
         self._started_at = -inf  #: when a request's first token last arrived
         self._reports = 0
         self._counters = CacheCounters()
@@ -129,22 +129,22 @@ class ExternalLoad:
         self._waiting.clear()
         self._running.clear()
         self._ended.clear()
-        self.look(metrics)
+        self.update(metrics)
         self.description = msgspec.structs.replace(
             self.description,
             num_blocks=metrics.num_blocks or UNKNOWN_BLOCKS,
-            prefill_tokens_per_s=self.pace.prefill_tokens_per_s,
-            decode_step_s=self.pace.decode_step_s,
+            prefill_tokens_per_s=self.rates.prefill_tokens_per_s,
+            decode_step_s=self.rates.decode_step_s,
         )
 
-    def asks(self) -> None:
+    def query_started(self) -> None:
         """Note that metrics are being queried: the answer may still count requests that end before it arrives."""
         self._ended.clear()
 
-    def look(self, metrics: EngineMetrics) -> None:
+    def update(self, metrics: EngineMetrics) -> None:
         self._metrics = metrics
         reported = (metrics.running or 0) + (metrics.waiting or 0)
-        self._others = max(0, reported - len(self._waiting) - len(self._running) - len(self._ended))
+        self._other_requests = max(0, reported - len(self._waiting) - len(self._running) - len(self._ended))
         begun = islice(self._waiting.values(), max(0, (metrics.running or 0) - len(self._running) - len(self._ended)))
         counted_twice = {each.request_id: self._blocks(each) for each in begun}
         self._freed = sum(counted_twice.values()) + sum(map(self._blocks, self._ended.values()))
@@ -155,13 +155,13 @@ class ExternalLoad:
             self._prefilling = _Prefills(request.sent_at)
         self._waiting[request.request_id] = request
 
-    def heard(self, request: ExternalRequest, now: float) -> bool:
+    def tokens_arrived(self, request: ExternalRequest, now: float) -> bool:
         """Record that tokens of the request arrived. Returns whether they are its first."""
-        before, request.heard_at = request.heard_at, now
-        self._heard_at = now
+        before, request.last_token_at = request.last_token_at, now
+        self._last_token_at = now
         if request.request_id in self._running:
             if not self._waiting and self._started_at <= before:  # else a prefill was part of these steps
-                self.pace.next_tokens(1, now - before)
+                self.rates.observe_decode(1, now - before)
             return False
         self._started_at = now
         self._waiting.pop(request.request_id, None)
@@ -174,9 +174,9 @@ class ExternalLoad:
         if (done := self._prefilling) is not None:
             done.prompts += 1
             done.tokens += started.uncached_tokens
-            if self._waiting and done.prompts < MOST_PROMPTS:
+            if self._waiting and done.prompts < MAX_PROMPTS:
                 return
-            self.pace.first_token(done.tokens, now - done.since)
+            self.rates.observe_prefill(done.tokens, now - done.since)
             self._measured.observe(PrefillWork(done.prompts, done.tokens, 0.0, 0.0), now - done.since)
         self._prefilling = _Prefills(now)
 
@@ -190,7 +190,7 @@ class ExternalLoad:
             self._count(request)
 
     def silent_s(self, now: float) -> float:
-        return now - self._heard_at
+        return now - self._last_token_at
 
     def report(self, now: float, *, cached_blocks: int) -> LoadReport:
         self._reports += 1
@@ -201,15 +201,15 @@ class ExternalLoad:
             epoch=self.description.epoch,
             step=self._reports,
             ts=now,
-            running=len(self._running) + self._others,
+            running=len(self._running) + self._other_requests,
             waiting=0,
             queued_prefill_tokens=0,
             decode_context_tokens=sum(request.context_tokens for request in self._running.values()),
             free_blocks=free,
             cached_free_blocks=max(0, min(free, cached_blocks - (total - free))),
             total_blocks=total,
-            prefill_tokens_per_s=self.pace.prefill_tokens_per_s,
-            decode_step_s=self.pace.decode_step_s,
+            prefill_tokens_per_s=self.rates.prefill_tokens_per_s,
+            decode_step_s=self.rates.decode_step_s,
             counters=self._counters,
             prefill_sums=self._measured.values,
         )

@@ -12,7 +12,7 @@ import msgspec
 
 from ....replica.messages import ReplicaDescription
 from ...errors import ParityMismatch
-from .http_client import BackendUnreachableError, Client
+from .http_client import Client, EngineUnreachableError
 from .load import EngineMetrics, read_metrics
 
 Read = TypeVar("Read")
@@ -25,7 +25,7 @@ CANARY_CHAT = [{"role": "user", "content": CANARY}]
 
 
 @dataclass(slots=True, frozen=True)
-class ExternalTerms:
+class EngineRequirements:
     """The requirements for external engines."""
 
     model_names: tuple[str, ...]  #: accepted names of the served model
@@ -37,9 +37,9 @@ class ExternalTerms:
     chat_ids: tuple[int, ...] = ()  #: the router's token ids of `CANARY_CHAT`, with its template; empty: not compared
 
 
-def started_terms(description: ReplicaDescription) -> ExternalTerms:
+def requirements_of(description: ReplicaDescription) -> EngineRequirements:
     """Terms for an engine that the cluster started, whose tokenizer and block size it has already compared."""
-    return ExternalTerms(
+    return EngineRequirements(
         model_names=(description.model.name,),
         max_model_len=description.model.max_model_len,
         block_size=description.parity.block_size,
@@ -66,61 +66,60 @@ class _Tokens(msgspec.Struct, frozen=True):
 
 def examine(
     replica: str,
-    terms: ExternalTerms,
+    requirements: EngineRequirements,
     cards: Sequence[Card],
     canary_ids: Sequence[int] | None,
     block_size: int | None,
 ) -> str:
     """Return the model's name at the engine. Arguments are None if not reported. Raises ParityMismatch."""
-    card = next((card for card in cards if {card.id, card.root} & set(terms.model_names)), None)
+    card = next((card for card in cards if {card.id, card.root} & set(requirements.model_names)), None)
     if card is None:
         offered = ", ".join(card.id for card in cards) or "none"
-        raise ParityMismatch(
-            replica, "model", " or ".join(terms.model_names), offered, remedy="pass its name with --backend-model"
-        )
-    if card.max_model_len is not None and card.max_model_len < terms.max_model_len:
+        wanted = " or ".join(requirements.model_names)
+        raise ParityMismatch(replica, "model", wanted, offered, remedy="pass its name with --backend-model")
+    if card.max_model_len is not None and card.max_model_len < requirements.max_model_len:
         remedy = f"start homing with --max-model-len {card.max_model_len}"
-        raise ParityMismatch(replica, "max_model_len", terms.max_model_len, card.max_model_len, remedy=remedy)
-    if canary_ids is not None and terms.canary_ids not in (None, tuple(canary_ids)):
+        raise ParityMismatch(replica, "max_model_len", requirements.max_model_len, card.max_model_len, remedy=remedy)
+    if canary_ids is not None and requirements.canary_ids not in (None, tuple(canary_ids)):
         remedy = "MODEL must be the folder of the model that the backend serves"
-        raise ParityMismatch(replica, "tokenizer", terms.canary_ids, tuple(canary_ids), remedy=remedy)
-    if block_size is not None and block_size != terms.block_size:
+        raise ParityMismatch(replica, "tokenizer", requirements.canary_ids, tuple(canary_ids), remedy=remedy)
+    if block_size is not None and block_size != requirements.block_size:
         remedy = f"start homing with --block-size {block_size}"
-        raise ParityMismatch(replica, "block_size", terms.block_size, block_size, remedy=remedy)
+        raise ParityMismatch(replica, "block_size", requirements.block_size, block_size, remedy=remedy)
     return card.id
 
 
 async def probe(
-    client: Client, replica: str, terms: ExternalTerms, rank: int | None = None
+    client: Client, replica: str, requirements: EngineRequirements, rank: int | None = None
 ) -> tuple[str, EngineMetrics]:
-    """Query the model's name at the engine and the metrics. Raises BackendUnreachableError or ParityMismatch."""
+    """Query the model's name at the engine and the metrics. Raises EngineUnreachableError or ParityMismatch."""
     health = await client.ask("GET", "/health", timeout_s=PROBE_TIMEOUT_S)
     if health.status != 200:
-        raise BackendUnreachableError(f"{client.address.url}/health answers {health.status}")
+        raise EngineUnreachableError(f"{client.address.url}/health answers {health.status}")
     cards = await read_cards(client)
     if cards is None:
-        raise BackendUnreachableError(f"{client.address.url}/v1/models cannot be read")
+        raise EngineUnreachableError(f"{client.address.url}/v1/models cannot be read")
     asked = msgspec.json.encode({"prompt": CANARY, "add_special_tokens": False})
     tokens = await _read(client, "POST", "/tokenize", asked, _Tokens)
     metrics = await ask_metrics(client, PROBE_TIMEOUT_S, rank)
-    return examine(replica, terms, cards, tokens.tokens if tokens else None, metrics.block_size), metrics
+    return examine(replica, requirements, cards, tokens.tokens if tokens else None, metrics.block_size), metrics
 
 
-async def same_chats(client: Client, terms: ExternalTerms) -> bool:
-    """Whether the engine renders chats like this router; True if it cannot tell. Raises BackendUnreachableError."""
+async def same_chats(client: Client, requirements: EngineRequirements) -> bool:
+    """Whether the engine renders chats like this router; True if it cannot tell. Raises EngineUnreachableError."""
     asked = msgspec.json.encode({"messages": CANARY_CHAT, "add_generation_prompt": True})
-    tokens = await _read(client, "POST", "/tokenize", asked, _Tokens) if terms.chat_ids else None
-    return tokens is None or tuple(tokens.tokens) == terms.chat_ids
+    tokens = await _read(client, "POST", "/tokenize", asked, _Tokens) if requirements.chat_ids else None
+    return tokens is None or tuple(tokens.tokens) == requirements.chat_ids
 
 
 async def read_cards(client: Client) -> list[Card] | None:
-    """The models that the engine offers; None: not reported. Raises BackendUnreachableError."""
+    """The models that the engine offers; None: not reported. Raises EngineUnreachableError."""
     cards = await _read(client, "GET", "/v1/models", b"", _Cards)
     return None if cards is None else cards.data
 
 
 async def ask_metrics(client: Client, timeout_s: float, rank: int | None = None) -> EngineMetrics:
-    """The engine's `/metrics`; empty if it has none. Raises BackendUnreachableError."""
+    """The engine's `/metrics`; empty if it has none. Raises EngineUnreachableError."""
     answer = await client.ask("GET", "/metrics", timeout_s=timeout_s)
     return read_metrics(answer.body.decode(errors="replace"), rank) if answer.status == 200 else EngineMetrics()
 

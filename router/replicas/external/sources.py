@@ -14,11 +14,11 @@ from .discovery import EngineAddress
 from .http_client import Address
 
 #: Prefix of a URL that lists an engine at every address of its host, such as that of a headless Kubernetes Service.
-NAME_PREFIX = "dns+"
+DNS_PREFIX = "dns+"
 
 
-def is_name(url: str) -> bool:
-    return url.startswith(NAME_PREFIX)
+def is_dns_url(url: str) -> bool:
+    return url.startswith(DNS_PREFIX)
 
 
 class EngineFile:
@@ -53,7 +53,7 @@ def addresses_of(host: str, port: int) -> set[str]:
         return set()
 
 
-class EngineName:
+class EngineDnsName:
     """One engine at each address of a host name."""
 
     def __init__(

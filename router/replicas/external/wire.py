@@ -34,7 +34,7 @@ def completion_body(model: str, generate: Generate, cache_salt: str | None) -> b
         "return_tokens_as_token_ids": None if sampling.logprobs is None else True,
     }
     constrained = constraint_fields(generate.constraint) if generate.constraint else {}
-    return msgspec.json.encode(body | _given(optional) | constrained)
+    return msgspec.json.encode(body | _without_none(optional) | constrained)
 
 
 def chat_body(model: str, generate: Generate, cache_salt: str | None) -> bytes:
@@ -68,10 +68,10 @@ def _sampling_body(model: str, generate: Generate, cache_salt: str | None) -> di
         "allowed_token_ids": sampling.allowed_token_ids or None,
         "cache_salt": cache_salt,
     }
-    return body | _given(optional)
+    return body | _without_none(optional)
 
 
-def _given(optional: dict[str, Any]) -> dict[str, Any]:
+def _without_none(optional: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in optional.items() if value is not None}
 
 
@@ -274,15 +274,15 @@ def _positions(logprobs: _Logprobs) -> list[PositionLogprobs] | None:
     if not all(name.startswith(_TOKEN_ID) for name in logprobs.tokens):
         return None
     return [
-        PositionLogprobs(_named(name, chosen), _ranked(top))
+        PositionLogprobs(_token_logprob(name, chosen), _top_logprobs(top))
         for name, chosen, top in zip(logprobs.tokens, logprobs.token_logprobs, tops, strict=False)
     ]
 
 
-def _named(name: str, logprob: float | None) -> TokenLogprob:
+def _token_logprob(name: str, logprob: float | None) -> TokenLogprob:
     return TokenLogprob(int(name.removeprefix(_TOKEN_ID)), float("-inf") if logprob is None else logprob)
 
 
-def _ranked(top: dict[str, float] | None) -> list[TokenLogprob]:
+def _top_logprobs(top: dict[str, float] | None) -> list[TokenLogprob]:
     ranked = sorted((top or {}).items(), key=lambda item: -item[1])
-    return [_named(name, logprob) for name, logprob in ranked if name.startswith(_TOKEN_ID)]
+    return [_token_logprob(name, logprob) for name, logprob in ranked if name.startswith(_TOKEN_ID)]

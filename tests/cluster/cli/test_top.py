@@ -44,7 +44,7 @@ def router(backend: FakeBackend, **settings: str) -> Iterator[str]:
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     server = RouterServer(RouterSettings(access_log="", **settings), backend, grace_s=60.0)
-    server.front.live = LiveFeed(lambda: items_of(server.front.situation()), pause=lambda cost_s: 0.001)
+    server.front.live = LiveFeed(lambda: items_of(server.front.live_snapshot()), pause=lambda cost_s: 0.001)
     try:
         port = asyncio.run_coroutine_threadsafe(server.start("127.0.0.1", 0), loop).result()
         yield f"http://127.0.0.1:{port}"

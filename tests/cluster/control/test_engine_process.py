@@ -119,7 +119,7 @@ def test_an_engine_is_described_watched_and_ended_with_all_its_children(tmp_path
     family = [each for each in below(os.getpid()) if each not in others]
 
     with running(server) as outcome:
-        assert (about.foreign, about.model.name, about.model.max_model_len) == (True, "demo", 8192)
+        assert (about.external, about.model.name, about.model.max_model_len) == (True, "demo", 8192)
         assert about.event_endpoints.events == f"ipc://{tmp_path}/events"
         assert about.num_blocks == 500
         assert len(family) == 4  # two keepers, the engine and its child

@@ -8,7 +8,7 @@ from homing.replica.messages import Abort, Generate, Refused, TokenBatch, TokenO
 from homing.router.backend import RouterCounters, TextOutput, WarmUpProgress
 from homing.router.flow.hot_prefixes import HotPrefixes
 from homing.router.flow.request_state import Instruction, Send
-from homing.router.flow.warmup import LAST_PRIORITY, CacheWarmup
+from homing.router.flow.warmup import LOWEST_PRIORITY, CacheWarmup
 from homing.router.routing.placement import Placement
 from homing.router.routing.policy.registry import make_policy
 from homing.router.routing.replica_load import LoadBook
@@ -68,7 +68,7 @@ def test_each_prefix_is_computed_for_one_token_behind_everybody() -> None:
 
     assert request is not None
     assert (request.request_id, request.prompt_tokens, request.warm_up) == (1, 8 * BLOCK, True)
-    assert (request.sampling.max_tokens, request.priority) == (1, LAST_PRIORITY)
+    assert (request.sampling.max_tokens, request.priority) == (1, LOWEST_PRIORITY)
     assert world.answer(1) is not None
     assert world.warm_ups.progress("new") == WarmUpProgress(done_tokens=8 * BLOCK, planned_tokens=24 * BLOCK)
 

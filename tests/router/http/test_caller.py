@@ -11,7 +11,7 @@ from homing.replica.messages import PositionLogprobs
 from homing.router.backend import TokenDelta
 from homing.router.config import RouterSettings
 from homing.router.errors import NoReplica
-from homing.router.http.caller import AGENT_HEADERS, MAX_SESSION_CHARS, PARENT_HEADERS, named_by
+from homing.router.http.caller import AGENT_HEADERS, MAX_SESSION_CHARS, PARENT_HEADERS, first_header
 from homing.router.http.front import Front
 from homing.router.metrics import RouterMetrics
 from homing.router.tenants.api_keys import tenants_of
@@ -232,17 +232,17 @@ async def test_routers_of_one_cluster_share_limits(settings, backend: FakeBacken
 @pytest.mark.parametrize("name", ["x-session-affinity", "x-correlation-id"])
 def test_a_conversation_is_known_by_either_header(name: str) -> None:
     """Clients and proxies write the one or the other."""
-    assert named_by({name: "chat-7"}) == "chat-7"
-    assert named_by({}) is None
+    assert first_header({name: "chat-7"}) == "chat-7"
+    assert first_header({}) is None
 
 
 def test_a_long_name_of_a_conversation_is_kept_short() -> None:
     """65,536 are remembered: with 64 KB each, whoever may ask could fill 4 GB."""
-    one, other = named_by({"x-session-affinity": "a" * 60_000}), named_by({"x-session-affinity": "a" * 60_001})
+    one, other = first_header({"x-session-affinity": "a" * 60_000}), first_header({"x-session-affinity": "a" * 60_001})
 
     assert one is not None
     assert len(one) <= MAX_SESSION_CHARS
-    assert one == named_by({"x-session-affinity": "a" * 60_000})
+    assert one == first_header({"x-session-affinity": "a" * 60_000})
     assert one != other
 
 

@@ -13,8 +13,9 @@ from openai.types.responses import Response
 
 from homing.kvcache.hashing import token_array
 from homing.router.config import RouterSettings
+from homing.router.errors import ConversationTooLong
 from homing.router.http.front import Front
-from homing.router.http.response_store import ResponseStore, StoreBounds, Turn
+from homing.router.http.response_store import MAX_CONVERSATION, ResponseStore, StoreBounds, StoredResponse
 from homing.router.text.tokenizer import TextModel
 
 from .conftest import ANSWER
@@ -118,8 +119,8 @@ def store(tmp_path: Path, wall: Wall) -> Iterator[ResponseStore]:
     made.close()
 
 
-def turn(previous: str | None = None, size: int = 10) -> Turn:
-    return Turn([{"role": "user", "content": "x" * size}], b'{"output": []}', previous)
+def stored(previous: str | None = None, size: int = 10) -> StoredResponse:
+    return StoredResponse([{"role": "user", "content": "x" * size}], b'{"output": []}', previous)
 
 
 def test_the_oldest_go_first(tmp_path: Path, wall: Wall) -> None:
@@ -128,7 +129,7 @@ def test_the_oldest_go_first(tmp_path: Path, wall: Wall) -> None:
         store = ResponseStore(str(tmp_path / f"{number}.db"), bounds, wall)
         for index in range(33):
             wall.now += 1.0
-            store.put(b"t", f"r{index}", turn(size=size))
+            store.put(b"t", f"r{index}", stored(size=size))
         store.close()
         with closing(sqlite3.connect(tmp_path / f"{number}.db")) as file:
             kept = {name for (name,) in file.execute("SELECT id FROM responses")}
@@ -137,7 +138,7 @@ def test_the_oldest_go_first(tmp_path: Path, wall: Wall) -> None:
 
 
 async def test_what_is_too_old_is_gone(store: ResponseStore, wall: Wall) -> None:
-    store.put(b"t", "r", turn())
+    store.put(b"t", "r", stored())
     wall.now += 59.0
     assert await store.get(b"t", "r") is not None
     wall.now += 2.0
@@ -148,8 +149,8 @@ async def test_another_process_finds_it(store: ResponseStore, tmp_path: Path, wa
     """Connections of one client reach any of several routers, and these may restart."""
     other = ResponseStore(str(tmp_path / "store.db"), BOUNDS, wall)
 
-    store.put(b"t", "a", turn()).result(5.0)
-    other.put(b"t", "b", turn("a")).result(5.0)
+    store.put(b"t", "a", stored()).result(5.0)
+    other.put(b"t", "b", stored("a")).result(5.0)
     history = await store.history(b"t", "b")
     gone = await other.delete(b"t", "a"), await store.history(b"t", "b")
     other.close()
@@ -159,11 +160,26 @@ async def test_another_process_finds_it(store: ResponseStore, tmp_path: Path, wa
     assert gone == (True, None)
 
 
+async def test_a_conversation_beyond_the_bound_is_named_as_too_long(tmp_path: Path, wall: Wall) -> None:
+    """Not as missing: every one of its responses is stored."""
+    store = ResponseStore(str(tmp_path / "store.db"), BOUNDS._replace(responses=2000), wall)
+    for index in range(MAX_CONVERSATION + 1):
+        store.put(b"t", f"r{index}", stored(f"r{index - 1}" if index else None))
+
+    history = await store.history(b"t", f"r{MAX_CONVERSATION - 1}")
+    with pytest.raises(ConversationTooLong, match=str(MAX_CONVERSATION)):
+        await store.history(b"t", f"r{MAX_CONVERSATION}")
+    store.close()
+
+    assert history is not None
+    assert len(history) == MAX_CONVERSATION
+
+
 async def test_a_file_that_cannot_be_used_fails_the_request_alone(tmp_path: Path, wall: Wall) -> None:
     """What cannot be stored is answered all the same, and logged."""
     store = ResponseStore(str(tmp_path / "missing" / "store.db"), BOUNDS, wall)
 
-    failed = store.put(b"t", "a", turn())
+    failed = store.put(b"t", "a", stored())
     with pytest.raises(Exception, match="response store failed"):
         await store.get(b"t", "a")
     assert failed.exception(1.0) is not None
@@ -173,7 +189,7 @@ async def test_a_file_that_cannot_be_used_fails_the_request_alone(tmp_path: Path
 def test_only_the_owner_can_read_the_files(tmp_path: Path, wall: Wall) -> None:
     """They hold conversations."""
     store = ResponseStore(str(tmp_path / "store.db"), BOUNDS, wall)
-    store.put(b"t", "a", turn()).result(5.0)
+    store.put(b"t", "a", stored()).result(5.0)
 
     assert {file.stat().st_mode & 0o777 for file in tmp_path.glob("store.db*")} == {0o600}
     store.close()

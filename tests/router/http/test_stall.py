@@ -22,7 +22,7 @@ import pytest
 from homing.replica.messages import ModelLimits
 from homing.router.config import RouterSettings
 from homing.router.http.app import App
-from homing.router.http.body_cost import MAX_COST, costs
+from homing.router.http.body_cost import MAX_COST, running_costs
 from homing.router.http.front import Front
 from homing.router.http.protocol import heap
 from homing.router.http.protocol.server import HttpServer
@@ -389,7 +389,7 @@ def test_costs_do_not_depend_on_how_a_body_is_cut(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr("homing.router.http.body_cost.SLICE_BYTES", size)
         monkeypatch.setattr("homing.router.http.body_cost.BYTES_PER_UNIT", len(body) + 1)
         monkeypatch.setattr("homing.router.http.body_cost.ESCAPES_PER_UNIT", len(body) + 1)
-        *_, (_, cost) = costs(body)
+        *_, (_, cost) = running_costs(body)
         found.add(cost)
 
     # Five commas, six texts, three entries, two lists, and three objects.
@@ -402,5 +402,5 @@ def test_a_prompt_of_honest_length_costs_little():
     chat = {"messages": [{"role": "user", "content": "x = {'a': [1, 2]}\n" * 60}] * 2000, "tools": [tool] * 200}
 
     for body in ({"prompt": "some words, " * 350_000}, {"prompt": [100_000] * 131_072}, chat):
-        *_, (_, cost) = costs(json.dumps(body).encode())
+        *_, (_, cost) = running_costs(json.dumps(body).encode())
         assert cost <= MAX_COST

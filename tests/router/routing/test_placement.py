@@ -220,7 +220,7 @@ def test_an_engine_with_rules_of_its_own_is_asked_for_its_hit(placement: Placeme
 def engine() -> Placement:
     """Before one engine that is not ours."""
     placement = Placement(ExpectedTtft(), loads=LoadBook("router", 3.0), reservations=Reservations(30.0), rng=Random(0))
-    placement.join(structs.replace(description_of("b0"), foreign=True, num_blocks=100), 0.0)
+    placement.join(structs.replace(description_of("b0"), external=True, num_blocks=100), 0.0)
     placement.set_feed("b0", FeedState.LIVE)
     return placement
 

@@ -7,7 +7,14 @@ import pytest
 import yaml
 
 from homing.router.errors import KeysFileInvalid, MissingKey, UnknownKey
-from homing.router.tenants.api_keys import REMEMBERED_CHARACTERS, Tenant, Tenants, _remembered, read_tenants, tenants_of
+from homing.router.tenants.api_keys import (
+    MAX_CACHED_KEY_CHARS,
+    Tenant,
+    Tenants,
+    _cached_unnamed,
+    read_tenants,
+    tenants_of,
+)
 
 
 def entry(key: str, tenant: str, **more: object) -> dict[str, object]:
@@ -35,12 +42,12 @@ def test_without_a_file_each_key_is_a_tenant_and_strangers_are_one_more():
 
 def test_long_keys_are_tenants_and_are_not_remembered():
     """Whoever sends thousands of them, each as long as a head may be, must not fill the router's memory."""
-    tenants, long = Tenants(), "k" * (REMEMBERED_CHARACTERS + 1)
-    before = _remembered.cache_info().currsize
+    tenants, long = Tenants(), "k" * (MAX_CACHED_KEY_CHARS + 1)
+    before = _cached_unnamed.cache_info().currsize
 
     assert by(tenants, long) == by(tenants, long)
     assert by(tenants, long).digest != by(tenants, long + "k").digest
-    assert _remembered.cache_info().currsize == before
+    assert _cached_unnamed.cache_info().currsize == before
 
 
 def test_with_a_file_its_keys_are_the_only_ones():

@@ -145,7 +145,7 @@ def test_a_request_that_was_not_taken_costs_nothing() -> None:
     account = meter(requests_per_minute=1, tokens_per_minute=100, max_running=1)
     account.begin([40, 60], 0.0)
 
-    account.undo([40, 60], 0.0)
+    account.refund([40, 60], 0.0)
 
     assert (account.requests, account.prompt_tokens, account.running) == (0, 0, 0)
     assert let_in(account, 100, 0.0)

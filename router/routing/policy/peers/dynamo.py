@@ -43,7 +43,7 @@ class Dynamo(Peer):
 
     def join(self, description: ReplicaDescription) -> None:
         super().join(description)
-        self._index.join(description.replica_id, description.num_blocks, closed=not description.foreign)
+        self._index.join(description.replica_id, description.num_blocks, closed=not description.external)
         self._books[description.replica_id] = _Books()
 
     def leave(self, replica: str) -> None:

@@ -7,7 +7,7 @@ import msgspec
 from homing.events.load_report import CacheCounters, LoadReport
 from homing.router.activity import FailedRequest, ModelActivity, PrefixNode, RoutedRequest, RunningRequest
 from homing.router.backend import Explanation, ReplicaScore
-from homing.router.http.live.view import ModelTotals, Situation
+from homing.router.http.live.view import LiveSnapshot, ModelTotals
 
 from ..fakes import FakeBackend, replica_view
 
@@ -97,10 +97,10 @@ def activity(*, candidates: int = 2) -> ModelActivity:
     )
 
 
-def situation(backend: FakeBackend, **changes: Any) -> Situation:
+def situation(backend: FakeBackend, **changes: Any) -> LiveSnapshot:
     """The fake backend's cluster with that activity, at the router's time 0."""
     view = msgspec.structs.replace(backend.view(), replicas=[replica_view("r0", "serving")])
-    made = Situation(
+    made = LiveSnapshot(
         version="1",
         started_at=1000,
         clock_offset_s=1000.0,

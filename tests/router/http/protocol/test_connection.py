@@ -11,7 +11,7 @@ import pytest
 
 from homing.router.config import RouterSettings
 from homing.router.errors import RouterError
-from homing.router.http.errors import fail
+from homing.router.http.errors import send_error
 from homing.router.http.protocol.connection import (
     FREE_CHUNKS,
     KEEP_ALIVE_S,
@@ -49,7 +49,7 @@ class Handler:
         return exchange
 
     def refuse(self, request: Request, wire: HttpConnection, error: RouterError) -> None:
-        fail(Exchange(request, wire, "refused", 0.0, self.over.append), error)
+        send_error(Exchange(request, wire, "refused", 0.0, self.over.append), error)
 
     def admit(self, path: str, headers: Mapping[str, str]) -> None:
         pass

@@ -5,7 +5,7 @@ import pytest
 from homing.events.wire.messages import EventEndpoints
 from homing.router.config import RouterSettings
 from homing.router.errors import BackendsInvalid
-from homing.router.replicas.external.addresses import backends, describe
+from homing.router.replicas.external.addresses import describe, replica_addresses
 
 from ...fakes import LIMITS, parity_of
 
@@ -14,7 +14,7 @@ def test_lists_are_paired_by_their_order() -> None:
     """An empty place is a server without events."""
     settings = RouterSettings(backend="http://a:1/v1/, https://b", events=",tcp://b:5", replay="")
 
-    first, second = backends(settings)
+    first, second = replica_addresses(settings)
 
     assert (first.replica_id, first.address.url, first.address.port, first.events) == ("b0", "http://a:1", 1, "")
     assert (second.replica_id, second.address.port, second.address.tls, second.events) == ("b1", 443, True, "tcp://b:5")
@@ -23,11 +23,11 @@ def test_lists_are_paired_by_their_order() -> None:
 
 def test_an_engine_is_described_as_a_replica() -> None:
     """With events, and without what it does not have."""
-    (backend,) = backends(RouterSettings(backend="a:8000", events="tcp://a:5", replay="tcp://a:6"))
+    (backend,) = replica_addresses(RouterSettings(backend="a:8000", events="tcp://a:5", replay="tcp://a:6"))
 
     about = describe(backend, parity_of(), LIMITS, max_running_requests=9)
 
-    assert (about.foreign, about.request_endpoint, about.max_running_requests) == (True, "http://a:8000", 9)
+    assert (about.external, about.request_endpoint, about.max_running_requests) == (True, "http://a:8000", 9)
     assert about.event_endpoints == EventEndpoints(events="tcp://a:5", replay="tcp://a:6", state="", snapshot="")
 
 
@@ -46,4 +46,4 @@ def test_an_engine_is_described_as_a_replica() -> None:
 def test_what_does_not_fit_is_named(settings: dict[str, str], message: str) -> None:
     """Before anything is started."""
     with pytest.raises(BackendsInvalid, match=message.replace("*", r"\*")):
-        backends(RouterSettings(**settings))
+        replica_addresses(RouterSettings(**settings))

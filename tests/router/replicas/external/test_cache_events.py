@@ -15,7 +15,7 @@ from homing.router.backend import RouterCounters
 from homing.router.config import RouterSettings
 from homing.router.flow.request_flow import RequestFlow, ServedModel
 from homing.router.replicas.external.external_replica import ExternalReplica
-from homing.router.replicas.external.probe import ExternalTerms
+from homing.router.replicas.external.probe import EngineRequirements
 from homing.router.replicas.replica_handle import ServiceContext
 from homing.router.routing.placement import Placement
 from homing.router.routing.policy.registry import make_policy
@@ -25,7 +25,7 @@ from homing.router.routing.reservations import Reservations
 from ...fakes import BLOCK, HASHER, LIMITS, ROOT, description_of
 
 MODEL = ServedModel(HASHER, ROOT, LIMITS)
-TERMS = ExternalTerms(
+TERMS = EngineRequirements(
     model_names=("fake",), max_model_len=4096, block_size=BLOCK, canary_ids=(), max_running_requests=8
 )
 
@@ -46,7 +46,7 @@ def joined() -> Iterator[tuple[ExternalReplica, Placement]]:
     flow = RequestFlow(placement, RouterSettings(), block_size=BLOCK, counters=RouterCounters())
     flow.adopt(MODEL)
     shared = ServiceContext(loop, context, "me", 0.2, lambda: 0.0, None, None, lambda _: None)
-    description = description_of("r0", foreign=True, request_endpoint="http://127.0.0.1:1")
+    description = description_of("r0", external=True, request_endpoint="http://127.0.0.1:1")
     flow.join(description, 0.0)
     try:
         yield ExternalReplica(description, flow, shared, MODEL, TERMS), placement

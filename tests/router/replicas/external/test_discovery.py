@@ -6,7 +6,7 @@ import pytest
 import zmq
 
 from homing.router.replicas.external.discovery import EngineAddress, _accepts, discover, of_rank
-from homing.router.replicas.external.http_client import Address, BackendUnreachableError, Client
+from homing.router.replicas.external.http_client import Address, Client, EngineUnreachableError
 
 from .fakes import FakeEngine
 
@@ -38,7 +38,7 @@ async def test_an_engine_that_is_not_there_is_said_to_be_so() -> None:
     await engine.start()
     await engine.stop()
 
-    with pytest.raises(BackendUnreachableError):
+    with pytest.raises(EngineUnreachableError):
         await discover(client_of(engine.url), EngineAddress(engine.url), try_ports=False)
 
 

@@ -15,7 +15,7 @@ from homing.router.config import RouterSettings
 from homing.router.errors import InvalidGeneration, ReplicaLost, RequestFailed, RouterError
 from homing.router.flow.request_state import RequestState
 from homing.router.replicas.external.block_keys import cache_salt
-from homing.router.replicas.external.probe import ExternalTerms
+from homing.router.replicas.external.probe import EngineRequirements
 from homing.router.replicas.membership import text_digests
 from homing.router.replicas.service import RouterService
 from homing.router.routing.replica_load import UnavailableReason
@@ -25,7 +25,7 @@ from .fakes import FakeEngine, answer
 
 PROMPT = list(range(200))
 BLOCKS = len(PROMPT) // BLOCK
-TERMS = ExternalTerms(
+TERMS = EngineRequirements(
     model_names=("fake",), max_model_len=4096, block_size=BLOCK, canary_ids=(1, 2, 3), max_running_requests=8
 )
 
@@ -51,7 +51,7 @@ class Watcher:
 class Cluster:
     """A service with fake engines behind it."""
 
-    def __init__(self, folder, external: ExternalTerms | None = TERMS) -> None:
+    def __init__(self, folder, external: EngineRequirements | None = TERMS) -> None:
         self.watcher = Watcher()
         self.service = RouterService(
             RouterSettings(replica_silence_s=30.0),
@@ -80,7 +80,7 @@ class Cluster:
     def _description(self, name: str, engine: FakeEngine, events: bool) -> ReplicaDescription:
         fields = {"event_endpoints": engine.endpoints} if events else {}
         return description_of(
-            name, request_endpoint=engine.url, foreign=True, parity=self._parity, model=LIMITS, **fields
+            name, request_endpoint=engine.url, external=True, parity=self._parity, model=LIMITS, **fields
         )
 
     def replica(self, name: str) -> ReplicaView:

@@ -5,15 +5,15 @@ from pathlib import Path
 import pytest
 
 from homing.router.errors import BackendsInvalid, EngineNotFound
-from homing.router.replicas.external.discovery import EngineAddress, FoundEngine
-from homing.router.replicas.external.fleet import Fleet
+from homing.router.replicas.external.discovery import EngineAddress, EngineInfo
+from homing.router.replicas.external.fleet import EngineFleet
 from homing.router.replicas.external.http_client import Address
 from homing.router.replicas.external.probe import Card
-from homing.router.replicas.external.sources import EngineFile, EngineName
+from homing.router.replicas.external.sources import EngineDnsName, EngineFile
 
 
-def found(address: EngineAddress, *ranks: int, events: str = "tcp://h:5557") -> FoundEngine:
-    return FoundEngine(
+def found(address: EngineAddress, *ranks: int, events: str = "tcp://h:5557") -> EngineInfo:
+    return EngineInfo(
         address=address,
         kind="vllm",
         version="0.33",
@@ -28,13 +28,13 @@ def found(address: EngineAddress, *ranks: int, events: str = "tcp://h:5557") -> 
 
 def test_each_rank_is_a_replica_with_event_sockets_of_its_own() -> None:
     """Ranks share no cache; vLLM adds the rank to the port."""
-    fleet = Fleet()
+    fleet = EngineFleet()
     one, many = (fleet.add(EngineAddress(url), "flags") for url in ("http://a", "http://b"))
-    assert not list(fleet.backends())
+    assert not list(fleet.replica_addresses())
 
-    one.found, many.found = found(one.address), found(many.address, 0, 1)
+    one.info, many.info = found(one.address), found(many.address, 0, 1)
 
-    assert [(each.replica_id, each.events, each.rank) for each in fleet.backends()] == [
+    assert [(each.replica_id, each.events, each.rank) for each in fleet.replica_addresses()] == [
         ("b0", "tcp://h:5557", None),
         ("b1.0", "tcp://h:5557", 0),
         ("b1.1", "tcp://h:5558", 1),
@@ -52,7 +52,7 @@ def test_what_is_missing_is_said_with_its_remedy() -> None:
 
 def test_a_source_replaces_its_own_engines_alone() -> None:
     """An engine that stays keeps its name, and what was found of it."""
-    fleet = Fleet()
+    fleet = EngineFleet()
     fleet.add(EngineAddress("http://a"), "flags")
     assert fleet.replace([EngineAddress("http://b"), EngineAddress("http://c")], "file")
     kept = fleet.engines["b2"]
@@ -69,7 +69,7 @@ def test_a_source_replaces_its_own_engines_alone() -> None:
 
 
 def test_mistakes_are_refused_by_name() -> None:
-    fleet = Fleet()
+    fleet = EngineFleet()
     fleet.add(EngineAddress("http://a/v1"), "flags")
 
     with pytest.raises(BackendsInvalid, match="named twice"):
@@ -98,7 +98,7 @@ def test_a_file_is_read_again_when_it_changes(tmp_path: Path) -> None:
 
 def test_a_name_stands_for_its_addresses() -> None:
     """As the name of a headless Service does."""
-    source = EngineName(Address.of("dns+http://127.0.0.1:81"), "tcp://127.0.0.1:5557", "")
+    source = EngineDnsName(Address.of("dns+http://127.0.0.1:81"), "tcp://127.0.0.1:5557", "")
 
     assert source.read() == [EngineAddress("http://127.0.0.1:81", "tcp://127.0.0.1:5557")]
     assert source.read() is None
@@ -109,8 +109,8 @@ def test_engines_follow_the_addresses_of_their_name() -> None:
     known = [{"10.0.0.1", "10.0.0.2"}, {"fd00::3", "10.0.0.2"}, set[str]()]
     answers = iter(known)
     name = Address.of("dns+http://vllm.default.svc:8000")
-    source = EngineName(name, "tcp://vllm.default.svc:5557", "", lambda host, port: next(answers))
-    fleet, seen = Fleet(), []
+    source = EngineDnsName(name, "tcp://vllm.default.svc:5557", "", lambda host, port: next(answers))
+    fleet, seen = EngineFleet(), []
     for _ in known:
         fleet.replace(source.read() or [], source.name)
         seen.append({engine.name: (engine.address.url, engine.address.events) for engine in fleet.engines.values()})

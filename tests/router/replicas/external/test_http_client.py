@@ -6,13 +6,13 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 
-from homing.router.replicas.external.http_client import Address, Answer, BackendUnreachableError, Client, NoAnswerError
+from homing.router.replicas.external.http_client import Address, Answer, Client, EngineUnreachableError, NoAnswerError
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 @asynccontextmanager
-async def served(handle: Handler, *, api_key: str = "", most_idle: int = 0) -> AsyncIterator[Client]:
+async def served(handle: Handler, *, api_key: str = "", max_idle: int = 0) -> AsyncIterator[Client]:
     """A server that handles each connection so, and a client of it."""
 
     handlers: set[asyncio.Task[None] | None] = set()
@@ -28,7 +28,7 @@ async def served(handle: Handler, *, api_key: str = "", most_idle: int = 0) -> A
     async with await asyncio.start_server(closing, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
         address, loop = Address.of(f"http://127.0.0.1:{port}/base"), asyncio.get_running_loop()
-        client = Client(address, loop=loop, api_key=api_key, most_idle=most_idle)
+        client = Client(address, loop=loop, api_key=api_key, max_idle=max_idle)
         yield client
         client.close()
     await asyncio.gather(*filter(None, handlers))
@@ -66,7 +66,7 @@ async def test_a_request_names_host_path_and_key() -> None:
 async def test_half_an_answer_is_none(data: bytes) -> None:
     """Whatever the reason, it comes by one error."""
     async with served(saying(data)) as client:
-        with pytest.raises(BackendUnreachableError):
+        with pytest.raises(EngineUnreachableError):
             await client.ask("GET", "/health", timeout_s=120)
 
 
@@ -82,7 +82,7 @@ async def test_silence_is_told_from_refusal() -> None:
             await client.ask("GET", "/health", timeout_s=0.05)
         release.set()
 
-    with pytest.raises(BackendUnreachableError, match="no connection"):
+    with pytest.raises(EngineUnreachableError, match="no connection"):
         await client.ask("GET", "/health", timeout_s=120)
 
 
@@ -112,7 +112,7 @@ async def test_a_connection_serves_one_request_after_the_other() -> None:
             answered += 1
             writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi")
 
-    async with served(handle, most_idle=1) as client:
+    async with served(handle, max_idle=1) as client:
         for _ in range(3):
             assert await client.ask("GET", "/health", timeout_s=120) == Answer(200, b"hi")
         both = await asyncio.gather(*(client.ask("GET", "/health", timeout_s=120) for _ in range(2)))
@@ -128,7 +128,7 @@ async def test_a_connection_that_the_server_has_closed_costs_no_request(says: by
     """Servers close what is idle, and may do so while the next request is on its way."""
     heard: list[bytes] = []
     answer = b"HTTP/1.1 200 OK\r\n" + says + b"content-length: 2\r\n\r\nhi"
-    async with served(saying(answer, heard), most_idle=4) as client:
+    async with served(saying(answer, heard), max_idle=4) as client:
         for _ in range(3):
             assert await client.ask("GET", "/health", timeout_s=120) == Answer(200, b"hi")
 

@@ -12,8 +12,8 @@ from homing.router.replicas.external.load import (
     UNKNOWN_BLOCKS,
     UNKNOWN_PREFILL_TOKENS_PER_S,
     EngineMetrics,
+    EngineRates,
     ExternalLoad,
-    Pace,
     read_metrics,
 )
 from homing.router.replicas.external.request import ExternalRequest
@@ -54,8 +54,8 @@ def test_requests_count_as_running_from_their_first_token_on(load: ExternalLoad)
     load.sent(request)
     assert load.report(0.0, cached_blocks=0).running == 0
 
-    assert load.heard(request, 0.5)
-    assert not load.heard(request, 0.6)
+    assert load.tokens_arrived(request, 0.5)
+    assert not load.tokens_arrived(request, 0.6)
     assert load.report(0.6, cached_blocks=0).running == 1
     load.ended(request)
     load.ended(request)
@@ -70,7 +70,7 @@ def test_a_short_prompt_costs_more_than_its_length(load: ExternalLoad) -> None:
     for number in range(40):
         request = request_at(number, uncached=50 if number % 2 else 2000)
         load.sent(request)
-        load.heard(request, 0.02 + request.uncached_tokens / 1000)
+        load.tokens_arrived(request, 0.02 + request.uncached_tokens / 1000)
         load.ended(request)
 
     report = load.report(9.0, cached_blocks=0)
@@ -91,8 +91,8 @@ def test_a_prompt_behind_another_one_is_not_measured_as_if_it_had_computed_both(
         )
         load.sent(long)
         load.sent(short)
-        load.heard(long, at + 2.09)
-        load.heard(short, at + 2.09)
+        load.tokens_arrived(long, at + 2.09)
+        load.tokens_arrived(short, at + 2.09)
         load.ended(long)
         load.ended(short)
 
@@ -109,9 +109,9 @@ def test_a_request_that_leaves_before_its_first_token_spoils_no_measurement(load
         load.sent(each)
     load.ended(gone)
 
-    load.heard(waiting, 3.0)
+    load.tokens_arrived(waiting, 3.0)
     assert load.report(3.0, cached_blocks=0).prefill_tokens_per_s == UNKNOWN_PREFILL_TOKENS_PER_S
-    load.heard(other, 4.0)
+    load.tokens_arrived(other, 4.0)
     assert load.report(4.0, cached_blocks=0).prefill_tokens_per_s == 500
 
 
@@ -120,7 +120,7 @@ def test_an_engine_that_is_never_idle_is_measured_too(load: ExternalLoad) -> Non
     for number in range(40):
         load.sent(request_at(number, sent_at=number / 10))
         if number:
-            load.heard(request_at(number - 1), number / 10)
+            load.tokens_arrived(request_at(number - 1), number / 10)
 
     assert load.report(4.0, cached_blocks=0).prefill_tokens_per_s == pytest.approx(1000)
 
@@ -129,14 +129,14 @@ def test_other_clients_requests_are_those_beyond_ours(load: ExternalLoad) -> Non
     """The engine counts all of them."""
     load.sent(request_at(1))
 
-    load.look(EngineMetrics(running=3, waiting=2, kv_usage=0.5))
+    load.update(EngineMetrics(running=3, waiting=2, kv_usage=0.5))
 
     assert load.report(0.0, cached_blocks=0).running == 4
 
 
 def test_blocks_come_from_usage_as_far_as_it_is_told(load: ExternalLoad) -> None:
     """Cached blocks beyond the used ones are free and still hold something."""
-    load.look(EngineMetrics(kv_usage=0.2))
+    load.update(EngineMetrics(kv_usage=0.2))
 
     report = load.report(0.0, cached_blocks=150)
 
@@ -147,16 +147,16 @@ def test_memory_is_free_when_a_request_ends_and_not_a_second_later(load: Externa
     """And what the engine counts before the first token, the router counts, too: here it is counted once."""
     running, waiting = request_at(1), request_at(2)
     load.sent(running)
-    load.heard(running, 0.1)
+    load.tokens_arrived(running, 0.1)
     load.sent(waiting)
     blocks = -(-100 // load.description.parity.block_size)
 
     def used(now: float) -> int:
         return 500 - load.report(now, cached_blocks=0).free_blocks
 
-    load.look(EngineMetrics(running=2, num_blocks=500, kv_usage=2 * blocks / 500))
+    load.update(EngineMetrics(running=2, num_blocks=500, kv_usage=2 * blocks / 500))
     assert used(0.2) == blocks
-    load.heard(waiting, 0.3)
+    load.tokens_arrived(waiting, 0.3)
     assert used(0.3) == 2 * blocks
     load.ended(running)
     load.ended(waiting)
@@ -169,16 +169,16 @@ def test_what_ends_while_an_engine_is_asked_is_not_another_clients(load: Externa
     request = request_at(1)
     blocks = -(-100 // load.description.parity.block_size)
     load.sent(request)
-    load.heard(request, 0.1)
+    load.tokens_arrived(request, 0.1)
 
-    load.asks()
+    load.query_started()
     load.ended(request)
-    load.look(EngineMetrics(running=1, num_blocks=500, kv_usage=blocks / 500))
+    load.update(EngineMetrics(running=1, num_blocks=500, kv_usage=blocks / 500))
 
     report = load.report(0.2, cached_blocks=0)
     assert (report.running, report.free_blocks) == (0, 500)
-    load.asks()
-    load.look(EngineMetrics(running=1))
+    load.query_started()
+    load.update(EngineMetrics(running=1))
     assert load.report(1.2, cached_blocks=0).running == 1
 
 
@@ -186,20 +186,20 @@ def test_steps_with_a_prefill_in_them_are_no_decode_steps(load: ExternalLoad) ->
     """An engine whose first answer ran beside a long prompt looked a hundred times as slow, and lost its prefixes."""
     decoding, waiting = request_at(1), request_at(2)
     load.sent(decoding)
-    load.heard(decoding, 0.1)
-    decoding.heard_at = 0.1
+    load.tokens_arrived(decoding, 0.1)
+    decoding.last_token_at = 0.1
     load.sent(waiting)
-    before = load.pace.decode_step_s
+    before = load.rates.decode_step_s
 
-    load.heard(decoding, 1.0)
-    load.heard(waiting, 1.1)
-    load.heard(decoding, 1.2)
-    assert load.pace.decode_step_s == before
+    load.tokens_arrived(decoding, 1.0)
+    load.tokens_arrived(waiting, 1.1)
+    load.tokens_arrived(decoding, 1.2)
+    assert load.rates.decode_step_s == before
 
     for number in range(3):
-        decoding.heard_at = 1.2 + 0.05 * number
-        load.heard(decoding, decoding.heard_at + 0.05)
-    assert load.pace.decode_step_s == pytest.approx(0.05)
+        decoding.last_token_at = 1.2 + 0.05 * number
+        load.tokens_arrived(decoding, decoding.last_token_at + 0.05)
+    assert load.rates.decode_step_s == pytest.approx(0.05)
 
 
 def test_an_engine_that_tells_nothing_has_room() -> None:
@@ -212,54 +212,54 @@ def test_an_engine_that_tells_nothing_has_room() -> None:
 
 def test_observations_replace_the_guess() -> None:
     """A guess is nobody's pace."""
-    pace = Pace()
+    rates = EngineRates()
 
-    pace.first_token(1000, 0.25)
+    rates.observe_prefill(1000, 0.25)
     for _ in range(3):
-        pace.next_tokens(2, 0.02)
+        rates.observe_decode(2, 0.02)
 
-    assert (round(pace.prefill_tokens_per_s), pace.decode_step_s) == (4000, 0.01)
+    assert (round(rates.prefill_tokens_per_s), rates.decode_step_s) == (4000, 0.01)
 
 
 def test_one_long_gap_between_tokens_changes_nothing() -> None:
     """The engine has computed a prompt of somebody else; even if it is the first gap that is seen."""
-    pace, before = Pace(), Pace().decode_step_s
+    rates, before = EngineRates(), EngineRates().decode_step_s
 
-    pace.next_tokens(1, 2.0)
+    rates.observe_decode(1, 2.0)
 
-    assert pace.decode_step_s == before
+    assert rates.decode_step_s == before
 
 
 def test_one_odd_answer_changes_little() -> None:
     """Engines compile things in the middle of serving."""
-    pace = Pace()
+    rates = EngineRates()
     for _ in range(5):
-        pace.first_token(1000, 0.1)
+        rates.observe_prefill(1000, 0.1)
 
-    pace.first_token(1000, 60.0)
+    rates.observe_prefill(1000, 60.0)
 
-    assert round(pace.prefill_tokens_per_s) == 10_000
+    assert round(rates.prefill_tokens_per_s) == 10_000
 
 
 def test_a_short_prompt_tells_nothing_of_prefill() -> None:
     """Its time is the way there and back."""
-    pace, before = Pace(), Pace().prefill_tokens_per_s
+    rates, before = EngineRates(), EngineRates().prefill_tokens_per_s
 
-    pace.first_token(MIN_PREFILL_TOKENS - 1, 5.0)
+    rates.observe_prefill(MIN_PREFILL_TOKENS - 1, 5.0)
 
-    assert pace.prefill_tokens_per_s == before
+    assert rates.prefill_tokens_per_s == before
 
 
 @given(st.lists(st.tuples(st.integers(-5, 10**6), st.floats(-1.0, 1e6, allow_nan=False)), max_size=40))
 def test_rates_stay_above_zero(seen: list[tuple[int, float]]) -> None:
     """Whatever a clock says: they are divided by."""
-    pace = Pace()
+    rates = EngineRates()
     for tokens, seconds in seen:
-        pace.first_token(tokens, seconds)
-        pace.next_tokens(tokens, seconds)
+        rates.observe_prefill(tokens, seconds)
+        rates.observe_decode(tokens, seconds)
 
-    assert pace.prefill_tokens_per_s > 0
-    assert pace.decode_step_s > 0
+    assert rates.prefill_tokens_per_s > 0
+    assert rates.decode_step_s > 0
 
 
 VLLM = """# HELP vllm:num_requests_running Number of requests in model execution batches.

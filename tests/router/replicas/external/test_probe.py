@@ -7,9 +7,9 @@ import pytest
 
 from homing.router.errors import ParityMismatch
 from homing.router.replicas.external.http_client import Address, Answer, Client
-from homing.router.replicas.external.probe import Card, ExternalTerms, examine, same_chats
+from homing.router.replicas.external.probe import Card, EngineRequirements, examine, same_chats
 
-TERMS = ExternalTerms(
+TERMS = EngineRequirements(
     model_names=("org/m", "m"), max_model_len=4096, block_size=16, canary_ids=(1, 2), max_running_requests=8
 )
 
