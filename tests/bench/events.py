@@ -138,8 +138,7 @@ def follow(frames: list[Frames]) -> None:
     reader.on_chunk(SnapshotChunk(epoch=EPOCH, seq=None, index=0, last=True, blocks=[]))
     for message in frames:
         frame = read_event(message)
-        for instruction in reader.on_batch(frame.epoch, frame.seq, decoder.decode(frame.payload)):
-            sink.apply(instruction.events)  # type: ignore[union-attr]
+        reader.on_batch(frame.epoch, frame.seq, decoder.decode(frame.payload))
 
 
 def commit(todo: list[Step]) -> None:
