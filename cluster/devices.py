@@ -15,7 +15,7 @@ from .errors import SettingsError
 CPU_REPLICAS = 2
 
 
-def settle(settings: Settings, gpus: tuple[float, ...]) -> Settings:
+def resolve_devices(settings: Settings, gpus: tuple[float, ...]) -> Settings:
     """Return the settings with `gpus_per_rank`, `device`, `replicas` and limits filled in; those already set stay.
 
     `gpus` is the number of GPUs of each machine. Raises SettingsError for contradictory settings.

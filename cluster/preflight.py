@@ -174,8 +174,8 @@ def with_tokenizer(settings: Settings) -> Settings:
     return _absolute(settings, settings.replica, "tokenizer", "engine_python")
 
 
-def _absolute(settings: Settings, room: msgspec.Struct, *names: str) -> Settings:
-    given = {name: getattr(room, name) for name in names}
+def _absolute(settings: Settings, section: msgspec.Struct, *names: str) -> Settings:
+    given = {name: getattr(section, name) for name in names}
     # Links are not resolved: a virtual environment's Python is a link, and its location identifies the environment.
     return replaced(settings, **{name: str(Path(path).expanduser().absolute()) for name, path in given.items() if path})
 

@@ -39,7 +39,7 @@ class Console:
 
     def waits_for(self, status: ClusterStatus) -> None:
         """On a terminal, show what replicas and router are doing until they serve."""
-        waiting = {each.replica_id: _state(each) for each in status.replicas if each.phase != "ready"}
+        waiting = {each.replica_id: _replica_state(each) for each in status.replicas if each.phase != "ready"}
         self._waiting.show(waiting if status.url else waiting | {"router": "starting"})
 
     def close(self) -> None:
@@ -74,7 +74,7 @@ class Console:
         self.waits_for(status)
         for replica in status.replicas:
             if replica.phase == "ready" or not self._terminal:
-                self.step(replica.replica_id, _state(replica))
+                self.step(replica.replica_id, _replica_state(replica))
         if status.url or not self._terminal:
             self.step("router", f"listening on {status.url}" if status.url else "starting")
 
@@ -124,7 +124,7 @@ class Console:
         self.line(f"\n  try it:\n\ncurl {url}/v1/{path} {headers} -d '{body}'\n{rule}")
 
 
-def _state(replica: ReplicaStatus) -> str:
+def _replica_state(replica: ReplicaStatus) -> str:
     if replica.phase == "ready":
         return f"ready · {replica.blocks} KV blocks · pid {', '.join(map(str, replica.pids))}"
     return replica.reason or {"placing": "waiting for a place"}.get(replica.phase, replica.phase)

@@ -70,12 +70,12 @@ def _follow(daemon: "subprocess.Popen[bytes]", registry: ClusterRegistry, name: 
 
 def stop(
     *,
-    given: FindCluster = NOTHING,
+    flags: FindCluster = NOTHING,
     out: Out,
     force: Annotated[bool, option("kill it at once instead of shutting down gracefully")] = False,
 ) -> int:
     """Stop a cluster; processes that do not exit in time are killed. Raises NotRunning and StopFailed."""
-    settings = settings_of(given)
+    settings = settings_of(flags)
     registry, name = ClusterRegistry(state_folder(settings)), settings.cluster.name
     entry = registry.running(name)
     began = time.monotonic()

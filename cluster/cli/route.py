@@ -56,7 +56,7 @@ def route(
     model: Annotated[str | None, option("the engines' model, if not found by the name that they report")] = None,
     /,
     *,
-    given: AllSettings = NOTHING,
+    flags: AllSettings = NOTHING,
     out: Out,
     words: Words,
     engine_url: Annotated[list[str] | None, option("the same as --backend; may be repeated", metavar="URL")] = None,
@@ -65,8 +65,8 @@ def route(
     background: Background = False,
 ) -> int:
     """Route to the engines listed in the settings."""
-    urls = [*given.get("backend", ()), *(engine_url or ())]
-    settings = settings_of({**given, "backend": urls} if urls else given, model)
+    urls = [*flags.get("backend", ()), *(engine_url or ())]
+    settings = settings_of({**flags, "backend": urls} if urls else flags, model)
     if detach:
         return start_in_background(settings, words, out)
     return route_to(settings, out, detached=background, quiet=quiet)
@@ -149,8 +149,8 @@ def model_names(settings: Settings) -> tuple[str, ...]:
     """The names that engines may use for the model."""
     if settings.router.backend_model:
         return (settings.router.backend_model,)
-    given = settings.replica.model
-    return tuple(dict.fromkeys((given, settings.router.served_model_name, Path(given).name)))
+    model = settings.replica.model
+    return tuple(dict.fromkeys((model, settings.router.served_model_name, Path(model).name)))
 
 
 @dataclass(slots=True)
@@ -352,7 +352,7 @@ class FleetRouter:
         view = service.view()
         refusals = {refused.replica_id: refused.message for refused in view.refused}
         for replica in view.replicas:
-            self.console.step(f"{replica.replica_id} ", refusals.get(replica.replica_id) or _state(replica))
+            self.console.step(f"{replica.replica_id} ", refusals.get(replica.replica_id) or _engine_state(replica))
 
     async def _pause(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
@@ -367,7 +367,7 @@ class FleetRouter:
         self._stop.set()
 
 
-def _state(replica: ReplicaView) -> str:
+def _engine_state(replica: ReplicaView) -> str:
     if replica.state == "joining":
         return f"{replica.url} · {replica.trouble or 'waiting for its answer'}"
     return f"{replica.url} · {replica.state} · events {replica.feed}"

@@ -25,7 +25,7 @@ from ..config import Settings, state_folder
 from ..control.autoscale import most_ranks
 from ..control.compiled_kernels import begin_to_compile
 from ..control.control_messages import CONTROLLER, SUPERVISOR, ClusterStatus, ModelSpec
-from ..devices import settle
+from ..devices import resolve_devices
 from ..errors import ClusterError, RayLost, StartFailed
 from ..flags import NOTHING, AllSettings, Background, Detach, Out, Quiet, Words, option, settings_of
 from ..host import visible_gpus
@@ -50,7 +50,7 @@ def serve(
     ] = None,
     /,
     *,
-    given: AllSettings = NOTHING,
+    flags: AllSettings = NOTHING,
     out: Out,
     words: Words,
     detach: Detach = False,
@@ -58,7 +58,7 @@ def serve(
     background: Background = False,
 ) -> int:
     """Serve replicas, or route to the engines listed in the settings."""
-    settings = settings_of(given, model)
+    settings = settings_of(flags, model)
     if detach:
         return start_in_background(settings, words, out)
     if settings.router.backend or settings.router.engines:
@@ -75,7 +75,7 @@ def serve_replicas(settings: Settings, out: TextIO, *, detached: bool, quiet: bo
     """
     settings = prepare(settings)
     if not settings.cluster.ray_address:
-        settings = settle(settings, (float(visible_gpus()),))
+        settings = resolve_devices(settings, (float(visible_gpus()),))
     for each in settings.each_model:
         check_bounds(each, f"model {each.served_name}: " if settings.models else "")
     console = Console(out, program=program())
@@ -201,7 +201,7 @@ class ServeRun:
         if self._folder:
             self._ray = local_ray.local_processes()
         else:
-            self._settings = settle(self._settings, local_ray.gpus_by_machine())
+            self._settings = resolve_devices(self._settings, local_ray.gpus_by_machine())
         self._register(
             ray_address=local_ray.address(),
             ray_token=local_ray.requires_token(),

@@ -66,7 +66,7 @@ class Shown:
 
 def top(
     *,
-    given: FindCluster = NOTHING,
+    flags: FindCluster = NOTHING,
     out: Out,
     url: Url = None,
     api_key_file: Annotated[
@@ -75,7 +75,7 @@ def top(
     once: Annotated[bool, option("print it once as plain lines; automatic if the output is not a terminal")] = False,
 ) -> int:
     """Show the live view until interrupted. Raises NotRunning and ClusterError."""
-    address = f"{router_urls(settings_of(given), url)[0]}/live"
+    address = f"{router_urls(settings_of(flags), url)[0]}/live"
     key = read_key(api_key_file, "--api-key-file", sys.stdin)
     frames, shown = follow_events(address, key), Shown()
     shown.apply(next(frames))

@@ -142,7 +142,7 @@ class EventRates:
 
 def watch(
     *,
-    given: FollowEvents = NOTHING,
+    flags: FollowEvents = NOTHING,
     out: Out,
     url: Url = None,
     replica: Annotated[tuple[str, ...], option("follow only this replica; may be repeated", metavar="ID")] = (),
@@ -165,7 +165,7 @@ def watch(
         raise SettingsError(f"--rates {rates:g}: give seconds above 0")
     shown = EventFilter.of(replica, event, hash_prefix)
     options = WatchOptions(shown=shown, as_json=as_json, rates_s=rates, record=record)
-    return show_recording(replay, out, options) if replay else follow(settings_of(given), out, options, url=url)
+    return show_recording(replay, out, options) if replay else follow(settings_of(flags), out, options, url=url)
 
 
 def follow(settings: Settings, out: TextIO, options: WatchOptions, *, url: str | None) -> int:

@@ -75,12 +75,12 @@ class ReplicaRank:
         self,
         make: Callable[[RankSpec], RankServer],
         log_level: str = "warning",
-        settle: Callable[[], None] = lambda: None,
+        after_loading: Callable[[], None] = lambda: None,
     ) -> None:
-        """`settle` is called once, after everything has been loaded."""
+        """`after_loading` is called once, after everything has been loaded."""
         set_up_logging(log_level)
         self._make = make
-        self._settle = settle
+        self._after_loading = after_loading
         self._server: RankServer | None = None
         self._started: Started | Failed | None = None
         self._stopping = threading.Event()
@@ -168,7 +168,7 @@ class ReplicaRank:
             server = self._server = self._make(spec)
             if self._stopping.is_set():  # `stop` was called while it was loading
                 server.stop()
-            self._settle()
+            self._after_loading()
             started = Started(os.getpid(), node_address(), server.description)
         except BaseException as error:  # a Rust library's panic is not an Exception, and `start` waits for a result
             log.exception("rank_failed_to_start replica=%s rank=%d", spec.replica_id, spec.rank)

@@ -257,7 +257,7 @@ class Controller:
 
     async def _end(self, generation: int, reason: str) -> None:
         if group := self._groups.get(generation):
-            log.info("gang_ends replica=%s generation=%d reason=%r", group.replica_id, generation, reason)
+            log.info("rank_group_ended replica=%s generation=%d reason=%r", group.replica_id, generation, reason)
             await self._groups.end(generation)
 
     async def _drain(self, order: Drain, published: "asyncio.Task[None] | None") -> None:
@@ -378,10 +378,11 @@ class Controller:
             if not fleet.wanted and not self._versions[fleet.version].settings.cluster.autoscale
         )
 
-    def _member(self, enrolled: RoutedReplica) -> Member:
-        spec = self._versions[enrolled.version]
-        rest = None if enrolled.role == "serving" else enrolled.role
-        return Member(enrolled.description, spec.settings.kvcache, spec.text_dir, version=enrolled.version, rest=rest)
+    def _member(self, routed: RoutedReplica) -> Member:
+        spec = self._versions[routed.version]
+        unavailable = None if routed.role == "serving" else routed.role
+        kvcache = spec.settings.kvcache
+        return Member(routed.description, kvcache, spec.text_dir, version=routed.version, rest=unavailable)
 
     def _notice(self, level: str, text: str) -> None:
         self._last_notice += 1

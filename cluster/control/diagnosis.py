@@ -75,8 +75,9 @@ def explain_pending(bundle: Mapping[str, float], world: int, nodes: Sequence[Nod
     if not able:
         return f"{words}; {_explain_impossible(needed, nodes)}"
     best = min(able, key=lambda node: len(_lacking(needed, node.free)))
-    missing = {name: needed[name] - best.free.get(name, 0.0) for name in _lacking(needed, best.free)}
-    return f"{words}; {best.address} comes closest and lacks {_amounts(missing) or 'nothing now'}"
+    if missing := {name: needed[name] - best.free.get(name, 0.0) for name in _lacking(needed, best.free)}:
+        return f"{words}; {best.address} comes closest and lacks {_amounts(missing)}"
+    return f"{words}; {best.address} now has all of it"
 
 
 def _explain_impossible(needed: Mapping[str, float], nodes: Sequence[NodeResources]) -> str:

@@ -85,7 +85,7 @@ class RankGroups:
             results: list[Started | Failed | None] = await asyncio.gather(*asked)
             description = _described(group, results) if group.ranks else None
         except (StartFailed, RayActorError, TimeoutError) as error:
-            log.warning("gang_not_adopted replica=%s reason=%s", group.replica_id, death(error))
+            log.warning("rank_group_not_adopted replica=%s reason=%s", group.replica_id, death(error))
             description = None
         if description is None:
             await self.end(group.generation)
@@ -134,7 +134,7 @@ class RankGroups:
             description = await self._start_ranks(group)
         except Exception as error:
             if not isinstance(error, StartFailed):
-                log.exception("gang_failed_to_start replica=%s", group.replica_id)
+                log.exception("rank_group_failed_to_start replica=%s", group.replica_id)
             self._observer.group_failed(group, death(error))
             return
         finally:
