@@ -236,7 +236,7 @@ class ControllerClient:
         with closing(self._console):
             while True:
                 status = self.status()
-                self._console.happened(status.notices)
+                self._console.print_notices(status.notices)
                 everything = status.replicas
                 status = dataclasses.replace(
                     status,
@@ -251,7 +251,7 @@ class ControllerClient:
                     return 0
                 if failed := failed_since(self._before, status):
                     raise StartFailed(failed)
-                self._console.waits_for(status)
+                self._console.show_waiting(status)
                 if status.settled:
                     break
                 time.sleep(POLL_S)

@@ -44,7 +44,7 @@ from ..model_source import DEMO, find_text, has_chat_template, model_limits, tex
 from ..preflight import check_front, check_tokenizer, prepare
 from ..registry import ClusterRegistry, RegistryEntry, own_entry
 from ..runtime import fast_loop, raise_open_files_limit, set_up_logging
-from .console import Console, program, runs
+from .console import Console, model_label, program
 from .daemon import detach as start_in_background
 
 POLL_S = 0.05
@@ -92,7 +92,7 @@ def route_to(settings: Settings, out: TextIO, *, detached: bool, quiet: bool) ->
     console = Console(out, program=program())
     registry, name = ClusterRegistry(state_folder(settings)), settings.cluster.name
     entry = own_entry(
-        name, runs(named.served_name, named.replica.model), str(registry.log_path(name)) if detached else None
+        name, model_label(named.served_name, named.replica.model), str(registry.log_path(name)) if detached else None
     )
     with registry.claim(entry):
         check_front(settings.router)
@@ -119,7 +119,7 @@ def listed_engines(settings: Settings) -> tuple[Fleet, list[EngineFile | EngineN
     return fleet, sources
 
 
-def adopted(settings: Settings, engines: list[FoundEngine]) -> Settings:
+def with_engine_settings(settings: Settings, engines: list[FoundEngine]) -> Settings:
     """The settings, with values that the user did not set taken from the engines."""
     first, card = engines[0], card_of(settings, engines[0])
     replica, router, theirs = settings.replica, settings.router, dict[str, str | int]()
@@ -178,12 +178,13 @@ class FleetRouter:
             if signal.getsignal(number) is signal.SIG_IGN:  # as under nohup
                 continue
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
-        if not await self._until_heard():
+        if not await self._until_engine_answers():
             return 0
-        self.settings = adopted(self.settings, [each.found for each in self.fleet.engines.values() if each.found])
-        settings = self.settings
-        self.entry = msgspec.structs.replace(self.entry, model=runs(settings.served_name, settings.replica.model))
-        self.console.opening(settings)
+        engines = [each.found for each in self.fleet.engines.values() if each.found]
+        settings = self.settings = with_engine_settings(self.settings, engines)
+        label = model_label(settings.served_name, settings.replica.model)
+        self.entry = msgspec.structs.replace(self.entry, model=label)
+        self.console.print_opening(settings)
         self._model_dir = find_text(settings.replica)
         text_dir = text_folder(settings.replica, self._model_dir)
         check_tokenizer(text_dir)
@@ -232,16 +233,16 @@ class FleetRouter:
 
     # The engines
 
-    async def _until_heard(self) -> bool:
+    async def _until_engine_answers(self) -> bool:
         """Wait until one engine has answered; False if stopped before."""
         while not self._stop.is_set():
-            await self._keep_up()
+            await self._refresh_engines()
             if any(engine.found for engine in self.fleet.engines.values()):
                 return True
             await self._pause(ASK_AGAIN_S)
         return False
 
-    async def _keep_up(self) -> None:
+    async def _refresh_engines(self) -> None:
         """Read the engine sources, and retry engines that have not answered."""
         for source in self.sources:
             try:
@@ -331,9 +332,9 @@ class FleetRouter:
         while not self._stop.is_set():
             self._show(service)
             await self._pause(ASK_AGAIN_S)
-            await self._keep_up()
+            await self._refresh_engines()
         self.registry.write(msgspec.structs.replace(self.entry, phase="stopping"))
-        self.console.farewell("stopping")
+        self.console.print_shutdown("stopping")
         return 0
 
     async def _until_ready(self, service: RouterService) -> bool:

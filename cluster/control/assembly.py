@@ -210,7 +210,7 @@ def _request_log(model: ModelSpec, seat: int) -> RequestLog | None:
         return None
     try:
         return RequestLog(model.log_dir, seat, model.log_format)
-    except OSError as error:  # `keep_log` has logged a warning
+    except OSError as error:  # `log_to_file` has logged a warning
         log.info("requests_not_logged reason=%r", str(error))
         return None
 

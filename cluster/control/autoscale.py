@@ -101,7 +101,7 @@ def most_ranks(settings: Settings) -> int:
     return replicas * settings.replica.tensor_parallel_size
 
 
-def together(views: Sequence[Demand]) -> Demand:
+def combined_demand(views: Sequence[Demand]) -> Demand:
     """Combine several routers' demands: each router holds its own requests, but all see the same replicas."""
     assert views, "no router has answered"
     widest = max(views, key=lambda view: (view.serving, view.queued_tokens))

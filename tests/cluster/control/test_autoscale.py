@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from homing.cluster.config import ClusterSettings
-from homing.cluster.control.autoscale import Autoscaler, ScalingTerms, expected_wait_s, terms_of, together
+from homing.cluster.control.autoscale import Autoscaler, ScalingTerms, combined_demand, expected_wait_s, terms_of
 from homing.router.control import Demand
 
 TERMS = ScalingTerms(least=1, most=8, target_s=1.0, up_after_s=3.0, down_after_s=60.0, cool_down_s=20.0)
@@ -119,7 +119,7 @@ def test_whatever_is_seen_the_bounds_hold(sights: list[tuple[int, int, int, int]
 
 def test_several_routers_hold_requests_of_their_own_and_see_the_same_replicas() -> None:
     """Counted twice, replicas would seem to be twice as fast."""
-    seen = together([demand(2, queued=100, held=1), demand(2, queued=50, held=2)])
+    seen = combined_demand([demand(2, queued=100, held=1), demand(2, queued=50, held=2)])
 
     assert (seen.held_requests, seen.held_tokens, seen.queued_tokens, seen.serving) == (3, 300, 100, 2)
     assert expected_wait_s(seen) == pytest.approx(0.2)
