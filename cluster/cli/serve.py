@@ -22,7 +22,7 @@ import psutil
 from .. import local_ray
 from ..client import get_json, is_ready
 from ..config import Settings, state_folder
-from ..control.autoscale import most_ranks
+from ..control.autoscale import max_ranks
 from ..control.compiled_kernels import start_compilation
 from ..control.control_messages import CONTROLLER, SUPERVISOR, ClusterStatus, ModelSpec
 from ..devices import resolve_devices
@@ -275,7 +275,7 @@ class ServeRun:
         sockets = str(local_ray.sockets_folder(self._folder)) if self._folder else None
         seed, host = secrets.randbits(64), "127.0.0.1" if self._folder else None
         log_dir = str(self._registry.log_folder(self._entry.name)) if self._folder else None
-        ranks = sum(most_ranks(each) for each in self._settings.each_model)
+        ranks = sum(max_ranks(each) for each in self._settings.each_model)
         models = tuple(
             ModelSpec(
                 settings=each,

@@ -22,7 +22,7 @@ from ray.exceptions import OutOfMemoryError, RayActorError
 from ...kvcache.prefix_cache import CachedBlock
 from ...replica.messages import ReplicaDescription
 from ...replica.parallel.step_broadcast import SECRET_BYTES
-from ...replica.progress import present
+from ...replica.progress import current
 from ...replica.rank_server import RankServer
 from ...router.control import Answer, AnyQuestion, SetMembership
 from ..config import ClusterSettings
@@ -128,7 +128,7 @@ class ReplicaRank:
 
     def progress(self) -> str:
         """What the rank is doing while it starts; empty if nothing was reported."""
-        return present()
+        return current()
 
     def watch(self) -> Failed | None:
         """Wait until the rank stops serving or its step hangs; None if it still serves after WATCH_S.

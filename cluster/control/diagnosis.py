@@ -10,7 +10,7 @@ from .planner import RankGroup
 
 _PHASES = {"placing": "waiting for a place", "waiting": "waiting before the next attempt"}
 #: Smaller amounts of a resource are not reported: they are requested only because Ray accepts no empty bundle.
-LEAST_AMOUNT = 0.01
+MIN_AMOUNT = 0.01
 #: Interval in seconds. A timer, because a replica's reason changes without a decision of the planner.
 PUBLISH_INTERVAL_S = 0.2
 
@@ -69,7 +69,7 @@ def explain_pending(bundle: Mapping[str, float], world: int, nodes: Sequence[Nod
 
     `bundle`: what each of `world` ranks reserves; all ranks must be on one node.
     """
-    needed = {name: amount * world for name, amount in bundle.items() if amount >= LEAST_AMOUNT}
+    needed = {name: amount * world for name, amount in bundle.items() if amount >= MIN_AMOUNT}
     words = f"no room: {world} × {_amounts(bundle)} needed on one node"
     able = [node for node in nodes if not _lacking(needed, node.total)]
     if not able:
@@ -95,4 +95,4 @@ def _lacking(needed: Mapping[str, float], present: Mapping[str, float]) -> list[
 
 
 def _amounts(amounts: Mapping[str, float]) -> str:
-    return ", ".join(f"{amount:g} {name}" for name, amount in amounts.items() if amount >= LEAST_AMOUNT or not amount)
+    return ", ".join(f"{amount:g} {name}" for name, amount in amounts.items() if amount >= MIN_AMOUNT or not amount)

@@ -23,7 +23,7 @@ from ..errors import StartFailed
 from .actors import death, until_failed, until_silent, within
 from .control_messages import Failed, ModelSpec, RankSpec, Started
 from .diagnosis import NodeResources, explain_pending
-from .supervisor import LEAST_CPUS, RankGroupRecord
+from .supervisor import MIN_CPUS, RankGroupRecord
 
 log = logging.getLogger(__name__)
 
@@ -198,7 +198,7 @@ def bundle_of(spec: ModelSpec) -> dict[str, float]:
     share = spec.settings.replica.tensor_parallel_size / world_of(spec)
     cpus = 0.0 if spec.run_dir else cluster.cpus_per_rank * share
     gpus = {"GPU": cluster.gpus_per_rank * share} if cluster.gpus_per_rank else {}
-    return {"CPU": cpus or LEAST_CPUS} | gpus
+    return {"CPU": cpus or MIN_CPUS} | gpus
 
 
 def world_of(spec: ModelSpec) -> int:

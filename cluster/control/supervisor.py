@@ -20,7 +20,7 @@ from .actors import MakeRouter, ReplicaRank, RouterProcess
 from .control_messages import Models, ModelSpec, RankSpec
 
 #: Ray accepts no empty bundle; such a small share of a CPU does not affect scheduling.
-LEAST_CPUS = 0.001
+MIN_CPUS = 0.001
 #: Calls that a rank must be able to run at the same time: watch, start, ping, drain and stop, and the same again from
 #: a controller that died while waiting for answers.
 RANK_CALLS = 10

@@ -153,6 +153,8 @@ class PagedAttention:
 
     #: Prompt lengths that together use every kernel that is compiled on first use and is not part of a graph.
     kernel_lengths: ClassVar[tuple[int, ...]] = ()
+    #: Whether `begin_mixed` may be called. Subclasses that read lengths on the host do not support it.
+    mixes: ClassVar[bool] = True
 
     def __init__(self, pool: KvPool, kernels: TorchKernels) -> None:
         self._pool = pool
@@ -176,11 +178,6 @@ class PagedAttention:
         Padding rows have length 0 and write to the null block.
         """
         self._start(PagedStep(slots, tables, seq_lens, len(seq_lens), None, [], []))
-
-    @property
-    def mixes(self) -> bool:
-        """Whether `begin_mixed` may be called. Subclasses do not support it, because they read lengths on the host."""
-        return type(self) is PagedAttention
 
     @property
     def device(self) -> torch.device:

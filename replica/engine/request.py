@@ -82,8 +82,8 @@ class RequestState:
     priority: int = 0
     #: Order of arrival.
     arrival: int = 0
-    #: Place within its priority (order.py); kept across preemptions, so a preempted request does not go to the end.
-    turn: int = 0
+    #: Place within a priority (queue_order.py); kept across preemptions, so that preempted requests do not go last.
+    queue_key: int = 0
     #: Prefixes of the prompt to keep once it is computed.
     pins: tuple[Pin, ...] = ()
     tokens_per_output: int = 1
@@ -135,7 +135,7 @@ class RequestState:
     @property
     def urgency(self) -> tuple[int, int, int]:
         """Sort key; the smallest runs first."""
-        return self.priority, self.turn, self.arrival
+        return self.priority, self.queue_key, self.arrival
 
     @property
     def loss(self) -> int:

@@ -14,7 +14,7 @@ from ..load.preflight import check_quantization
 from ..load.quantized import Scaling
 from ..load.weight_files import tensors_in, weight_files
 from ..progress import report
-from .fp8 import BLOCK, DTYPE, ScaledWeight
+from .fp8 import BLOCK, FP8_DTYPE, ScaledWeight
 
 #: Rows (outputs) or columns (inputs) of a linear layer's weight.
 ROWS, COLUMNS = 0, 1
@@ -29,7 +29,7 @@ class Checkpoint:
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
-        """Open the folder's files. Raises WeightsMissing, WeightsTorn and UnsupportedModel."""
+        """Open the folder's files. Raises WeightsMissing, WeightsDamaged and UnsupportedModel."""
         self._dtype = dtype
         self._device = device
         self._file_of: dict[str, Any] = {}
@@ -67,7 +67,7 @@ class Checkpoint:
         width = shape[dim] // parts
         at[dim] = slice(index * width, (index + 1) * width)
         numbers: torch.Tensor = self._slice(name)[tuple(at)]
-        if numbers.dtype != DTYPE:
+        if numbers.dtype != FP8_DTYPE:
             return f"weights of {numbers.dtype}"
         scales = self._slice(scaling.scales)[...].float()
         if scaling.block[1] == shape[1] and scaling.block[0] in (1, shape[0]):  # one scale per row or matrix

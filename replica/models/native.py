@@ -71,7 +71,7 @@ def inverse_frequencies(parameters: Mapping[str, Any], head_dim: int) -> torch.T
 
 
 @dataclass(slots=True, frozen=True)
-class Share:
+class RankShard:
     """The part of the weights that one rank holds. With fewer KV heads than ranks, neighbouring ranks share a head."""
 
     rank: int
@@ -81,7 +81,7 @@ class Share:
     kv_parts: int
 
     @classmethod
-    def of(cls, config: Any, group: RankGroup | None) -> "Share":
+    def of(cls, config: Any, group: RankGroup | None) -> "RankShard":
         rank, ranks = (group.rank, group.size) if group else (0, 1)
         problem = split_problem(config, ranks)
         if problem:
@@ -186,7 +186,7 @@ class _LayerReader:
         self,
         config: Any,
         checkpoint: Checkpoint,
-        share: Share,
+        share: RankShard,
         index: int,
         linear: type[Linear | Int8Linear],
         joins_experts: bool,
@@ -295,7 +295,7 @@ class NativeModel:
         """
         self._group = group
         self._kernels = choose_kernels(device, dtype)
-        share = Share.of(config, group)
+        share = RankShard.of(config, group)
         self._rank = share.rank
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._epsilon = config.rms_norm_eps
@@ -321,7 +321,7 @@ class NativeModel:
         ]
         mixtures = [layer.feedforward for layer in self._layers if isinstance(layer.feedforward, Mixture)]
         separate = any(isinstance(mixture.experts, SeparateExperts) for mixture in mixtures)
-        self.uncapturable = "the number of tokens per expert is read back" if separate else None
+        self.capture_problem = "the number of tokens per expert is read back" if separate else None
         self.spec = ModelSpec(
             kv_shapes=(KvShape(share.kv_heads, head_dim, head_dim),) * len(self._layers),
             vocab_size=len(self._embedding),

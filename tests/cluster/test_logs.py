@@ -75,6 +75,7 @@ def test_the_log_of_a_running_process_is_not_removed(tmp_path: Path) -> None:
     os.utime(tmp_path / "controller.log", (1, 1))
     for number in range(FILES_KEPT + 10):
         (tmp_path / f"r{number}.log").write_text("")
+        os.utime(tmp_path / f"r{number}.log", (2, 2))  # before that of r99, even if the clock does not tick
 
     log_to_file(str(tmp_path), "r99")
     controller.close()

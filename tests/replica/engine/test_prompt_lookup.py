@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from homing.replica.engine import prompt_lookup
-from homing.replica.engine.prompt_lookup import LEAST_EQUAL, MOST_EQUAL, PromptLookup
+from homing.replica.engine.prompt_lookup import MAX_EQUAL, MIN_EQUAL, PromptLookup
 from homing.replica.engine.request import REST_FACTOR, Drafting
 
 
@@ -52,7 +52,7 @@ def test_guesses_are_those_of_a_plain_search(tokens: list[int], own: int, most: 
 
 def searched(tokens: Sequence[int], most: int) -> list[int]:
     """The same by its definition."""
-    for equal in range(MOST_EQUAL, LEAST_EQUAL - 1, -1):
+    for equal in range(MAX_EQUAL, MIN_EQUAL - 1, -1):
         for end in range(len(tokens) - 1, equal - 1, -1):
             if tokens[end - equal : end] == tokens[len(tokens) - equal :]:
                 text = list(tokens)

@@ -12,7 +12,7 @@ from homing.events.wire.messages import PrefillWork
 from homing.kvcache.hashing import BlockHasher
 from homing.kvcache.pins import PinLimits
 from homing.kvcache.prefix_cache import PrefixCache
-from homing.replica.engine.order import PATIENCE
+from homing.replica.engine.queue_order import PATIENCE
 from homing.replica.engine.request import RequestPhase, RequestState
 from homing.replica.engine.scheduler import (
     Drafter,

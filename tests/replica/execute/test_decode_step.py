@@ -110,7 +110,7 @@ def test_a_mixture_says_that_it_cannot_be_captured(checkpoint):
     with torch.inference_mode(), Launches(), pytest.raises(RuntimeError, match="cannot be captured"):
         step.run(ROWS)
 
-    assert model.uncapturable
+    assert model.capture_problem
 
 
 def test_ranks_hear_within_the_step_what_rank_0_drew(checkpoint):

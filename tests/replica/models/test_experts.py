@@ -44,7 +44,7 @@ def launches_of(experts: int, per_token: int) -> list[str]:
     step = DecodeStep(model, attention, Likeliest(), RequestTable(4, 4, META), most=4, block_size=8, group=None)
     with torch.inference_mode(), Launches() as launches:
         step.compute(4)
-    assert model.uncapturable is None
+    assert model.capture_problem is None
     return launches.seen
 
 

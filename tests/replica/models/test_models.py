@@ -278,6 +278,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "mamba2": ("mamba2", {"num_heads": 4, "head_dim": 32, "n_groups": 1, "state_size": 16}, STATES),
     "jamba": ("jamba", {"num_experts": 2, "mamba_d_state": 8}, STATES),
     "lfm2 with convolutions": ("lfm2", {"layer_types": ["conv", "full_attention"]}, "conv need more"),
+    "layer types beyond the layers": ("lfm2", {"layer_types": ["full_attention"] * 3}, "2 layers but 3 layer_types"),
     "llama4 in chunks": ("llama4_text", {**MIXTURE, "attention_chunk_size": 64}, "chunked_attention need more"),
     "dynamic rope": ("llama", {"rope_parameters": DEFAULT_ROPE | {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
     "longrope": ("phi3", {"rope_parameters": LONG_ROPE}, "longrope"),
