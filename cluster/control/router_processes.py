@@ -166,20 +166,20 @@ class RouterProcesses:
         try:
             membership = self._membership
             router = running or await self._supervisor.start_router.remote(seat.number, self._models)
-            found: Listening | Failed | None = (
+            listening: Listening | Failed | None = (
                 await asyncio.wait_for(router.listening.remote(), ASK_TIMEOUT_S)
                 if running
                 else await router.start.remote(self._port, seat.direct_port, membership, seat.number)
             )
-            if found is None:
+            if listening is None:
                 ray.kill(router)
                 return "it was still starting when the controller died"
-            if isinstance(found, Failed):
-                return found.message
-            self._port = found.port
+            if isinstance(listening, Failed):
+                return listening.message
+            self._port = listening.port
             self._port_known.set()
-            seat.actor, seat.direct_port, seat.error, seat.missing = router, found.direct_port, None, SetMissing()
-            self._notify("info", f"router_ready router={seat.number} port={found.port}")
+            seat.actor, seat.direct_port, seat.error, seat.missing = router, listening.direct_port, None, SetMissing()
+            self._notify("info", f"router_ready router={seat.number} port={listening.port}")
             if running:
                 router.ask.remote(SetMissing())  # resets what the previous controller sent, which is unknown
             if running or membership != self._membership:  # it changed while the router was starting

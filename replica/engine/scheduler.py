@@ -385,7 +385,7 @@ class Scheduler:
         if not request.drafting.trusted:
             most = min(most, 1)
         # With a guide, each draft would need the mask of a state that is discarded if an earlier draft is wrong.
-        if most <= 0 or request.guide is not None or request.generated < request.drafting.rests_until:
+        if most <= 0 or request.guide is not None or request.generated < request.drafting.paused_until:
             return ()
         return tuple(drafter(request.tokens, most)[:most])
 

@@ -51,7 +51,7 @@ class MixedStep:
             zeros(rows, pages, dtype=torch.int32),
         )
         self._first_queries = zeros(rows + 1, dtype=torch.int32)
-        self._of_prompts = zeros(tokens, dtype=torch.bool)
+        self._is_prompt = zeros(tokens, dtype=torch.bool)
 
     def write(self, batch: RaggedBatch, size: int, move: Move) -> None:
         """Set the inputs of a step that `fits`, padded to `size` tokens."""
@@ -61,7 +61,7 @@ class MixedStep:
         wide[:3, :tokens] = batch.token_ids, batch.positions, batch.slots
         wide[3, :decodes] = kv_lens[:decodes]
         wide[4, decodes:tokens] = 1
-        inputs = (self.token_ids, self._positions, self._slots, self._lengths, self._of_prompts)
+        inputs = (self.token_ids, self._positions, self._slots, self._lengths, self._is_prompt)
         for target, source in zip(inputs, move(wide), strict=True):
             target[:size].copy_(source)
         prompts = np.zeros((2, MAX_PROMPTS + 2), dtype=np.int32)
@@ -87,7 +87,7 @@ class MixedStep:
             self._prompt_tables,
             self._prompt_lengths,
             self._first_queries,
-            self._of_prompts[:size],
+            self._is_prompt[:size],
         )
         places = self._logits_at[: min(size, self._max_rows)]
         logits = self._model.forward(self.token_ids[:size], self._positions[:size], self._attention, places)

@@ -123,10 +123,7 @@ def adapter_problem(config: Any) -> str | None:
     unfixed = sorted(rope_kinds(getattr(config, "rope_parameters", None)) - set(ROPE_KINDS))
     if unfixed:
         return f"rope type {', '.join(unfixed)} has frequencies that depend on the batch, or is not known"
-    layer_types = getattr(config, "layer_types", None) or ()
-    if layer_types and len(layer_types) > config.num_hidden_layers:
-        return f"it has {config.num_hidden_layers} layers but {len(layer_types)} layer_types"
-    kinds = set(layer_types) - set(LAYER_KINDS)
+    kinds = set(getattr(config, "layer_types", None) or ()) - set(LAYER_KINDS)
     chunk = getattr(config, "attention_chunk_size", None)
     if chunk is not None and chunk >= config.max_position_embeddings:
         kinds.discard("chunked_attention")  # a single chunk is full attention

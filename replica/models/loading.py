@@ -63,11 +63,12 @@ def load_model(settings: ReplicaSettings, model_dir: Path, group: RankGroup | No
 def read_config(model_dir: Path) -> Any:
     """The model's configuration with transformers' defaults; old spellings are converted. Raises UnsupportedModel."""
     _import_validators()
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     try:
         return AutoConfig.from_pretrained(model_dir, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         raise UnsupportedModel(f"{model_dir} has no configuration that transformers can read: {error}") from error
 
 

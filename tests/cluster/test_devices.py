@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from homing.cluster.config import Settings, load_settings
 from homing.cluster.devices import resolve_devices
 from homing.cluster.errors import SettingsError
-from homing.cluster.host import shown
+from homing.cluster.host import visible_count
 from homing.replica.config import ReplicaSettings, for_device
 
 
@@ -80,4 +80,4 @@ def test_models_that_fit_share_the_gpus_without_overlap(gpus: list[int], wanted:
 )
 def test_hidden_gpus_are_not_counted(visible: str | None, count: int) -> None:
     """As CUDA itself reads the variable: names end at the first that is none."""
-    assert shown(8, visible) == count
+    assert visible_count(8, visible) == count

@@ -74,7 +74,7 @@ def step_of(model: Model, group: RankGroup | None = None) -> tuple[DecodeStep, R
     pool = KvPool(model.spec, ROWS * PAGES + 1, SIZE, torch.float32, CPU)
     kernels = Likeliest()
     attention = PagedAttention(pool, kernels)
-    step = DecodeStep(model, attention, kernels, table, most=ROWS, block_size=SIZE, group=group)
+    step = DecodeStep(model, attention, kernels, table, max_rows=ROWS, block_size=SIZE, group=group)
     table.block_tables[1:] = torch.arange(1, ROWS * PAGES + 1).view(ROWS, PAGES)
     return step, table
 

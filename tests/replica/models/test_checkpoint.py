@@ -124,8 +124,8 @@ def test_every_part_of_an_fp8_weight_has_its_own_scales(kind, checkpoint, tmp_pa
     weights, wanted = Checkpoint(packed, torch.float32, CPU), load_file(plain / "model.safetensors")[Q_PROJ]
 
     assert torch.equal(weights.whole(Q_PROJ), wanted)
-    assert torch.equal(weights.share(Q_PROJ, ROWS, 3, 4), wanted[48:])
-    assert torch.equal(weights.share(Q_PROJ, COLUMNS, 1, 2), wanted[:, 32:])
+    assert torch.equal(weights.shard(Q_PROJ, ROWS, 3, 4), wanted[48:])
+    assert torch.equal(weights.shard(Q_PROJ, COLUMNS, 1, 2), wanted[:, 32:])
     assert torch.equal(weights.span(Q_PROJ, ROWS, 39, 70), wanted[39:])
     assert weights.whole("model.norm.weight").dtype == torch.float32
 

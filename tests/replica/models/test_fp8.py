@@ -243,7 +243,7 @@ def test_a_rank_s_share_has_its_own_scales(kind, checkpoint, tmp_path):
         name = f"model.layers.1.{name}.weight"
         share = weights.scaled(name, dim, 1, 2)
         assert isinstance(share, ScaledWeight)
-        torch.testing.assert_close(exact(share).float(), weights.share(name, dim, 1, 2), rtol=1e-6, atol=0)
+        torch.testing.assert_close(exact(share).float(), weights.shard(name, dim, 1, 2), rtol=1e-6, atol=0)
 
 
 def test_shares_that_cannot_have_scales_say_why(checkpoint, tmp_path):
