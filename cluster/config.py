@@ -155,7 +155,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 @dataclass(slots=True, frozen=True)
 class Setting:
-    room: str
+    section: str
     name: str
     type: Any
     default: Any
@@ -184,7 +184,7 @@ class Setting:
 
 
 @dataclass(slots=True, frozen=True)
-class Given:
+class SourcedValue:
     """A value from one source. `typed` is True for YAML values and False for text."""
 
     value: Any
@@ -193,15 +193,15 @@ class Given:
 
 
 #: The settings in a file's sections, and those of each entry in its `models`, by name. Without entries, one model.
-FileContent = tuple[dict[str, Given], dict[str, dict[str, Given]]]
+FileContent = tuple[dict[str, SourcedValue], dict[str, dict[str, SourcedValue]]]
 #: File keys of the list of models and of each model's name.
 MODELS, MODEL_NAME = "models", "name"
-_ROOM_TYPES = {field.name: field.type for field in msgspec.structs.fields(Settings) if field.name != MODELS}
-ROOMS: tuple[str, ...] = tuple(_ROOM_TYPES)
+_SECTION_TYPES = {field.name: field.type for field in msgspec.structs.fields(Settings) if field.name != MODELS}
+SECTIONS: tuple[str, ...] = tuple(_SECTION_TYPES)
 #: All settings by field name, which is unique across packages.
 SETTINGS: dict[str, Setting] = {
-    field.name: Setting(room, field.name, field.type, field.default, get_args(field.type)[1])
-    for room, struct in _ROOM_TYPES.items()
+    field.name: Setting(section, field.name, field.type, field.default, get_args(field.type)[1])
+    for section, struct in _SECTION_TYPES.items()
     for field in msgspec.structs.fields(struct)
 }
 #: Settings that all models share, in addition to those of the router.
@@ -210,7 +210,7 @@ SHARED = (
     *("name", "routers", "ray_address", "state_dir", "log_format", "log_level", "stop_timeout_s"),
 )
 #: All settings that all models share.
-COMMON = frozenset({name for name, setting in SETTINGS.items() if setting.room == "router"} | {*SHARED})
+COMMON = frozenset({name for name, setting in SETTINGS.items() if setting.section == "router"} | {*SHARED})
 #: Settings that an update cannot change, because routers keep running with them, and what to do instead.
 FIXED: dict[str, str] = {
     **dict.fromkeys(
@@ -233,8 +233,8 @@ def load_settings(
     for name in _NAMES if own else ():
         if name in shared:
             raise SettingsError(f"{shared[name].origin}: each model has its own {name}: set it in the list of models")
-    models = tuple(_settled(shared | given) for given in own.values())
-    return msgspec.structs.replace(_settled(shared), models=models)
+    models = tuple(_settings_from(shared | given) for given in own.values())
+    return msgspec.structs.replace(_settings_from(shared), models=models)
 
 
 def changed_settings(
@@ -271,30 +271,30 @@ def added_settings(running: Mapping[str, Settings], file: Path | None) -> dict[s
 
 def replaced(settings: Settings, **values: Any) -> Settings:
     """Return the settings with some values replaced, by field name."""
-    rooms: dict[str, dict[str, Any]] = {room: {} for room in ROOMS}
+    sections: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     for name, value in values.items():
-        rooms[SETTINGS[name].room][name] = value
-    changed = {room: msgspec.structs.replace(getattr(settings, room), **own) for room, own in rooms.items()}
+        sections[SETTINGS[name].section][name] = value
+    changed = {name: msgspec.structs.replace(getattr(settings, name), **own) for name, own in sections.items()}
     return msgspec.structs.replace(settings, **changed)
 
 
-def _settled(given: Mapping[str, Given]) -> Settings:
+def _settings_from(given: Mapping[str, SourcedValue]) -> Settings:
     return replaced(Settings(), **{name: _convert(SETTINGS[name], source) for name, source in given.items()})
 
 
-def _added(cluster: Settings, given: Mapping[str, Given]) -> Settings:
+def _added(cluster: Settings, given: Mapping[str, SourcedValue]) -> Settings:
     common = COMMON.difference(_NAMES)
     _changed(cluster, {name: source for name, source in given.items() if name in common})
-    settled = _settled({name: source for name, source in given.items() if name not in common})
-    return replaced(settled, **{name: getattr(getattr(cluster, SETTINGS[name].room), name) for name in common})
+    own = _settings_from({name: source for name, source in given.items() if name not in common})
+    return replaced(own, **{name: getattr(getattr(cluster, SETTINGS[name].section), name) for name in common})
 
 
-def _changed(running: Settings, given: Mapping[str, Given]) -> Settings:
+def _changed(running: Settings, given: Mapping[str, SourcedValue]) -> Settings:
     values = {name: _convert(SETTINGS[name], source) for name, source in given.items()}
     if not values.get("replicas", 1):  # 0 (as many as fit) was resolved at the start
         del values["replicas"]
     for name, value in values.items():
-        if value != getattr(getattr(running, SETTINGS[name].room), name) and name in FIXED:
+        if value != getattr(getattr(running, SETTINGS[name].section), name) and name in FIXED:
             raise SettingsError(f"{given[name].origin}: {name} cannot change while the cluster runs; {FIXED[name]}")
     return replaced(running, **values)
 
@@ -314,18 +314,18 @@ def nearest(word: str, words: Iterable[str]) -> str:
     return f"; did you mean {found[0]}?" if found else ""
 
 
-def _from_flags(flags: Mapping[str, str]) -> dict[str, Given]:
-    return {name: Given(value, f"flag {SETTINGS[name].flag}", typed=False) for name, value in flags.items()}
+def _from_flags(flags: Mapping[str, str]) -> dict[str, SourcedValue]:
+    return {name: SourcedValue(value, f"flag {SETTINGS[name].flag}", typed=False) for name, value in flags.items()}
 
 
-def _from_environ(environ: Mapping[str, str]) -> dict[str, Given]:
+def _from_environ(environ: Mapping[str, str]) -> dict[str, SourcedValue]:
     known = {setting.variable: name for name, setting in SETTINGS.items()} | {VARIABLE_PREFIX + "CONFIG": None}
     given = {}
     for variable, value in environ.items():
         if variable.startswith(VARIABLE_PREFIX) and variable not in known:
             raise SettingsError(f"environment variable {variable}: no such setting{nearest(variable, known)}")
         if name := known.get(variable):
-            given[name] = Given(value, f"environment variable {variable}", typed=False)
+            given[name] = SourcedValue(value, f"environment variable {variable}", typed=False)
     return given
 
 
@@ -342,16 +342,16 @@ def _read(path: Path | None) -> FileContent:
         return {}, {}
     if not isinstance(content, dict):
         raise SettingsError(
-            f"{path}: the top level must map sections ({', '.join(ROOMS)}) to settings, or list {MODELS}"
+            f"{path}: the top level must map sections ({', '.join(SECTIONS)}) to settings, or list {MODELS}"
         )
     entries = content.pop(MODELS, None)
     return _sections(path, content), {} if entries is None else _entries(path, entries)
 
 
-def _entries(path: Path, entries: Any) -> dict[str, dict[str, Given]]:
+def _entries(path: Path, entries: Any) -> dict[str, dict[str, SourcedValue]]:
     if not isinstance(entries, list) or not entries:
         raise SettingsError(f"{path}: models must be a list of at least one model, not {entries!r}")
-    models: dict[str, dict[str, Given]] = {}
+    models: dict[str, dict[str, SourcedValue]] = {}
     for index, entry in enumerate(entries):
         model = _entry(path, f"models[{index}]", entry)
         name = model["served_model_name"].value
@@ -363,7 +363,7 @@ def _entries(path: Path, entries: Any) -> dict[str, dict[str, Given]]:
     return models
 
 
-def _entry(path: Path, where: str, entry: Any) -> dict[str, Given]:
+def _entry(path: Path, where: str, entry: Any) -> dict[str, SourcedValue]:
     if not isinstance(entry, dict):
         raise SettingsError(f"{path}: {where} must map keys to values, not be {entry!r}")
     for key, meaning in (
@@ -372,42 +372,42 @@ def _entry(path: Path, where: str, entry: Any) -> dict[str, Given]:
     ):
         if not isinstance(entry.get(key), str) or not entry[key]:
             raise SettingsError(f"{path}: {where}.{key}: give {meaning}, not {entry.get(key)!r}")
-    given: dict[str, Given] = {}
+    given: dict[str, SourcedValue] = {}
     for key, value in ((str(key), value) for key, value in entry.items()):
         name = "served_model_name" if key == MODEL_NAME else key
         if key in COMMON and key != MODEL_NAME:
             raise SettingsError(f"{path}: {where}.{key}: all models share this setting{_section_hint(key)}")
         if name not in SETTINGS:
-            hint = f"; put its settings next to {MODEL_NAME}, without sections" if key in ROOMS else ""
+            hint = f"; put its settings next to {MODEL_NAME}, without sections" if key in SECTIONS else ""
             raise SettingsError(
                 f"{path}: {where}.{key}: no such setting{hint or nearest(key, SETTINGS.keys() - COMMON)}"
             )
-        given[name] = Given(value, f"{path}, {where}.{key}", typed=True)
+        given[name] = SourcedValue(value, f"{path}, {where}.{key}", typed=True)
     return given
 
 
-def _sections(path: Path, sections: Mapping[Any, Any]) -> dict[str, Given]:
-    given: dict[str, Given] = {}
-    for room, section in sections.items():
-        if room not in ROOMS:
-            hint = _section_hint(str(room)) or nearest(str(room), (*ROOMS, MODELS))
-            raise SettingsError(f"{path}: no section {room!r}{hint}")
-        if section is not None and not isinstance(section, dict):
-            raise SettingsError(f"{path}: section {room!r} must map keys to values, not be {section!r}")
-        own = [setting.name for setting in SETTINGS.values() if setting.room == room]
-        for key, value in (section or {}).items():
+def _sections(path: Path, sections: Mapping[Any, Any]) -> dict[str, SourcedValue]:
+    given: dict[str, SourcedValue] = {}
+    for section, content in sections.items():
+        if section not in SECTIONS:
+            hint = _section_hint(str(section)) or nearest(str(section), (*SECTIONS, MODELS))
+            raise SettingsError(f"{path}: no section {section!r}{hint}")
+        if content is not None and not isinstance(content, dict):
+            raise SettingsError(f"{path}: section {section!r} must map keys to values, not be {content!r}")
+        own = [setting.name for setting in SETTINGS.values() if setting.section == section]
+        for key, value in (content or {}).items():
             if key not in own:
                 hint = _section_hint(str(key)) or nearest(str(key), own)
-                raise SettingsError(f"{path}: no setting {str(key)!r} in section {room!r}{hint}")
-            given[key] = Given(value, f"{path}, {room}.{key}", typed=True)
+                raise SettingsError(f"{path}: no setting {str(key)!r} in section {section!r}{hint}")
+            given[key] = SourcedValue(value, f"{path}, {section}.{key}", typed=True)
     return given
 
 
 def _section_hint(key: str) -> str:
-    return f"; it belongs in section {SETTINGS[key].room!r}" if key in SETTINGS else ""
+    return f"; it belongs in section {SETTINGS[key].section!r}" if key in SETTINGS else ""
 
 
-def _convert(setting: Setting, given: Given) -> Any:
+def _convert(setting: Setting, given: SourcedValue) -> Any:
     try:
         value = msgspec.convert(given.value, setting.type, strict=given.typed)
     except msgspec.ValidationError as error:

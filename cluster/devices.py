@@ -15,7 +15,7 @@ from .errors import SettingsError
 CPU_REPLICAS = 2
 
 
-def settle(settings: Settings, gpus: tuple[float, ...]) -> Settings:
+def resolve_devices(settings: Settings, gpus: tuple[float, ...]) -> Settings:
     """Return the settings with `gpus_per_rank`, `device`, `replicas` and limits filled in; those already set stay.
 
     `gpus` is the number of GPUs of each machine. Raises SettingsError for contradictory settings.
@@ -52,5 +52,5 @@ def _with_replicas(settings: Settings, gpus: tuple[float, ...], share: float) ->
     except ValueError:
         terms = None  # `preflight.check_bounds` reports it
     if terms is not None:
-        count = min(max(count, terms.least, 1), max(terms.most, 1))
+        count = min(max(count, terms.min_replicas, 1), max(terms.max_replicas, 1))
     return replaced(settings, replicas=count)

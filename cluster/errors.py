@@ -14,7 +14,7 @@
         ├── AlreadyRunning     a cluster of this name already runs on this machine
         ├── DoesNotFit         the settings ask for more GPUs than the machine has
         ├── NoSuchModel        the model is not served, or several are and the command names none
-        ├── NoSuchReplica      no such replica exists
+        ├── OrderRefused       the controller refuses an order, such as to drain an unknown replica
         ├── NoSuchLog          no part of the cluster has this name, or nothing was logged
         ├── LogUnreadable      a line of a request log is malformed; names the line and the field
         └── PlotFailed         unknown suffix, unwritable file, or matplotlib is missing
@@ -74,7 +74,7 @@ class DoesNotFit(UserError): ...
 class NoSuchModel(UserError): ...
 
 
-class NoSuchReplica(UserError): ...
+class OrderRefused(UserError): ...
 
 
 class NoSuchLog(UserError): ...

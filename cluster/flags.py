@@ -1,7 +1,7 @@
 """Command flags for settings, derived from `config.SETTINGS`, and the parameters that several commands share.
 
 A command is a function whose parameters cyclopts turns into arguments and flags. A parameter such as
-`given: FindCluster` receives the settings of a group that the user gave; `settings_of` converts them to `Settings`.
+`flags: FindCluster` receives the settings of a group that the user gave; `settings_of` converts them to `Settings`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,8 +17,8 @@ from .errors import SettingsError
 #: Settings with which a command finds a running cluster.
 LOOKUP = ("name", "state_dir")
 #: The values given for each setting, in command-line order, and the settings file as `config`.
-Given = Mapping[str, Any]
-NOTHING: Given = MappingProxyType({})
+FlagValues = Mapping[str, Any]
+NOTHING: FlagValues = MappingProxyType({})
 
 
 def option(text: str, *names: str, **more: Any) -> Parameter:
@@ -34,13 +34,13 @@ def group_of(*names: str, file: str = "YAML file of settings") -> Any:
     """Return the type of a parameter that receives the given ones of these settings. `file`: help of `--config`."""
     fields: dict[str, Any] = {"config": Annotated[Path, option(file, metavar="FILE")]}
     fields |= {name: _flag(SETTINGS[name]) for name in names}
-    return Annotated[TypedDict("Given", fields, total=False), Parameter(name="*")]  # type: ignore[operator]
+    return Annotated[TypedDict("FlagValues", fields, total=False), Parameter(name="*")]  # type: ignore[operator]
 
 
 def _flag(setting: Setting) -> Any:
     default = "empty" if setting.default == "" else str(setting.default).replace("True", "on").replace("False", "off")
     text = f"{setting.meta.description} (default: {default})"
-    group, completed = f"Settings: {setting.room}", setting.choices or ()
+    group, completed = f"Settings: {setting.section}", setting.choices or ()
     if setting.bare_type is bool:
         off = setting.flag.replace("--", "--no-", 1)
         return Annotated[list[bool], option(text, *setting.flags, negative=off, group=group)]
@@ -51,19 +51,19 @@ def _flag(setting: Setting) -> Any:
     return Annotated[list[str], option(text, *setting.flags, completer=lambda _: completed, **more)]
 
 
-def texts(given: Given) -> dict[str, str]:
+def texts(flags: FlagValues) -> dict[str, str]:
     """Return the given settings as text, by name."""
     repeatable = {name for name, setting in SETTINGS.items() if (setting.meta.extra or {}).get("repeatable")}
     return {
         name: ",".join(values) if name in repeatable else str(values[-1])
-        for name, values in given.items()
+        for name, values in flags.items()
         if name != "config"
     }
 
 
-def settings_of(given: Given, model: str | None = None) -> Settings:
+def settings_of(flags: FlagValues, model: str | None = None) -> Settings:
     """Return a command's settings. `model` is the one given as an argument. Raises SettingsError."""
-    return load_settings(with_model(texts(given), model), file=given.get("config"))
+    return load_settings(with_model(texts(flags), model), file=flags.get("config"))
 
 
 def with_model(flags: dict[str, str], model: str | None) -> dict[str, str]:
@@ -73,11 +73,11 @@ def with_model(flags: dict[str, str], model: str | None) -> dict[str, str]:
 
 
 if TYPE_CHECKING:
-    AllSettings = Given
-    Changes = Given
-    FindCluster = Given
-    FollowEvents = Given
-    TextSettings = Given
+    AllSettings = FlagValues
+    Changes = FlagValues
+    FindCluster = FlagValues
+    FollowEvents = FlagValues
+    TextSettings = FlagValues
 else:
     AllSettings = group_of(*SETTINGS)
     Changes = group_of(

@@ -76,10 +76,10 @@ def _version(package: str) -> str | None:
 
 def visible_gpus() -> int:
     """Return the number of the driver's GPUs, except those that CUDA_VISIBLE_DEVICES hides from this process."""
-    return shown(_gpus_seen(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return visible_count(_gpus_seen(), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
-def shown(gpus: int, visible: str | None) -> int:
+def visible_count(gpus: int, visible: str | None) -> int:
     """Return how many of `gpus` are visible with this value of CUDA_VISIBLE_DEVICES (None: not set)."""
     if visible is None:
         return gpus

@@ -254,7 +254,7 @@ def _check_answers(address: str) -> None:
 
 
 @contextlib.contextmanager
-def _replaced(owner: Any, **attributes: Any) -> Iterator[None]:
+def _patched(owner: Any, **attributes: Any) -> Iterator[None]:
     """Patch attributes of Ray's modules while the body runs, for behaviour that Ray 2.60 has no setting for."""
     originals = {name: getattr(owner, name) for name in attributes}
     for name, value in attributes.items():
@@ -275,10 +275,10 @@ def _start_ray(folder: Path, options: dict[str, Any], *, follow_logs: bool) -> N
         with _own_process_groups(started), _without_unused_processes(follow_logs=follow_logs), patient_start(started):
             ray.init(**options, _temp_dir=str(folder))
     except StartFailed as error:
-        told = _last_lines(folder / "session_latest" / "logs" / "raylet.out")
+        log_lines = _last_lines(folder / "session_latest" / "logs" / "raylet.out")
         _end(started)
         ray.shutdown()
-        raise StartFailed(f"{error}; {told}") from error
+        raise StartFailed(f"{error}; {log_lines}") from error
 
 
 def _last_lines(log_file: Path, count: int = 3) -> str:
@@ -311,7 +311,7 @@ def _own_process_groups(started: list["subprocess.Popen[bytes]"]) -> AbstractCon
             super().__init__(*args, **kwargs, process_group=0)
             started.append(self)
 
-    return _replaced(services, ConsolePopen=OwnGroup)
+    return _patched(services, ConsolePopen=OwnGroup)
 
 
 def patient_start(
@@ -341,7 +341,7 @@ def patient_start(
                     raise StartFailed(f"Ray's processes did not start within {timeout_s:g} s") from error
                 time.sleep(0.1)
 
-    return _replaced(services, get_node=wait_for_node)
+    return _patched(services, get_node=wait_for_node)
 
 
 def _without_unused_processes(*, follow_logs: bool) -> AbstractContextManager[None]:
@@ -353,7 +353,7 @@ def _without_unused_processes(*, follow_logs: bool) -> AbstractContextManager[No
     from ray._private.node import Node
 
     names = ["start_monitor", "start_api_server", *([] if follow_logs else ["start_log_monitor"])]
-    return _replaced(Node, **dict.fromkeys(names, lambda _node, **_options: None))
+    return _patched(Node, **dict.fromkeys(names, lambda _node, **_options: None))
 
 
 def _survive_raylet_exit() -> None:

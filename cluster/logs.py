@@ -99,7 +99,7 @@ class RequestLog:
         return f"{time} INFO    {line}\n"
 
 
-def keep_log(folder: str | None, part: str, form: LogFormat = "text") -> None:
+def log_to_file(folder: str | None, part: str, form: LogFormat = "text") -> None:
     """Also write this process's log messages to the file of `part`. Does nothing without a folder.
 
     If the folder is not writable, logs a warning and has no other effect.
@@ -181,7 +181,7 @@ class LogTail:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._places = {path.stat().st_ino: path.stat().st_size for path in _files(folder)} if folder.is_dir() else {}
+        self._offsets = {path.stat().st_ino: path.stat().st_size for path in _files(folder)} if folder.is_dir() else {}
 
     def read(self, wanted: str | None) -> list[LogLine]:
         """Return the new lines of the selected parts (None: all), ordered by time."""
@@ -197,12 +197,12 @@ class LogTail:
         try:
             with path.open("rb") as file:
                 about = os.fstat(file.fileno())
-                inode, begin = about.st_ino, self._places.get(about.st_ino, 0)
+                inode, begin = about.st_ino, self._offsets.get(about.st_ino, 0)
                 if begin > about.st_size:  # the inode number of a file removed by rotation was reused
                     begin = 0
                 file.seek(begin)
                 whole, newline, _ = file.read().rpartition(b"\n")  # the last line may be incomplete
         except FileNotFoundError:
             return []
-        self._places[inode] = begin + len(whole) + len(newline)
+        self._offsets[inode] = begin + len(whole) + len(newline)
         return whole.decode(errors="replace").splitlines()

@@ -31,7 +31,7 @@ def name_order(name: str) -> tuple[str, int, str]:
     return name.rstrip("0123456789"), len(name), name
 
 
-def has_room(out: TextIO) -> bool:
+def can_write(out: TextIO) -> bool:
     """Return whether a line can be written without blocking: False for a pipe that is full or has no reader."""
     try:
         writable = select.poll()

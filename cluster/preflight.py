@@ -18,7 +18,7 @@ from ..events.errors import BadKeys
 from ..events.security.curve_keys import reader_keys, server_keys
 from ..kvcache.errors import KvCacheError
 from ..replica.config import ReplicaSettings
-from ..replica.errors import StartupError, UnsupportedModel, WeightsMissing, WeightsTorn
+from ..replica.errors import StartupError, UnsupportedModel, WeightsDamaged, WeightsMissing
 from ..replica.load.preflight import check_model
 from ..router.config import RouterSettings
 from ..router.errors import KeysFileInvalid, TlsUnusable, TokenizerUnavailable, TracingUnavailable
@@ -98,7 +98,7 @@ def check_bounds(settings: Settings, where: str) -> None:
         terms = terms_of(cluster)
     except ValueError as error:
         raise SettingsError(f"{where}autoscale: {error}") from error
-    if terms is not None and cluster.replicas and not max(1, terms.least) <= cluster.replicas <= terms.most:
+    if terms and cluster.replicas and not max(1, terms.min_replicas) <= cluster.replicas <= terms.max_replicas:
         raise SettingsError(f"{where}replicas: {cluster.replicas} is outside autoscale {cluster.autoscale}")
 
 
@@ -113,7 +113,7 @@ def check_folder(folder: Path, settings: Settings) -> None:
     check_tokenizer(text_folder(settings.replica, folder))
     try:
         check_model(folder, settings.replica, settings.kvcache)
-    except (WeightsMissing, WeightsTorn, UnsupportedModel) as error:
+    except (WeightsMissing, WeightsDamaged, UnsupportedModel) as error:
         raise ModelUnavailable(str(error)) from error
     except (StartupError, KvCacheError) as error:
         raise SettingsError(str(error)) from error
@@ -174,8 +174,8 @@ def with_tokenizer(settings: Settings) -> Settings:
     return _absolute(settings, settings.replica, "tokenizer", "engine_python")
 
 
-def _absolute(settings: Settings, room: msgspec.Struct, *names: str) -> Settings:
-    given = {name: getattr(room, name) for name in names}
+def _absolute(settings: Settings, section: msgspec.Struct, *names: str) -> Settings:
+    given = {name: getattr(section, name) for name in names}
     # Links are not resolved: a virtual environment's Python is a link, and its location identifies the environment.
     return replaced(settings, **{name: str(Path(path).expanduser().absolute()) for name, path in given.items() if path})
 

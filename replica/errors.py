@@ -75,11 +75,11 @@ class WeightsMissing(ModelError):
     """The model folder has no safetensors files, or lacks some that its index lists."""
 
 
-class WeightsUnlike(ModelError):
+class WeightsMismatch(ModelError):
     """The weights belong to another model: tensors are missing, or there are some that the model does not use."""
 
 
-class WeightsTorn(ModelError):
+class WeightsDamaged(ModelError):
     """A weights file is incomplete or damaged, for example by an interrupted download or a full disk."""
 
 

@@ -19,7 +19,7 @@ def report(doing: str, done: int = 0, of: int = 0) -> None:
     _doing = f"{doing}, {percent} %" if percent else doing
 
 
-def present() -> str:
+def current() -> str:
     """The activity reported last; empty if there is none. Callable from any thread."""
     return _doing
 

@@ -43,7 +43,7 @@ class RequestSocket:
         self._decode = msgspec.msgpack.Decoder(Request).decode
         self._encode = msgspec.msgpack.Encoder().encode
         self._context = zmq.Context()
-        self._gate = (
+        self._authenticator = (
             CurveAuthenticator(self._context, keys.allowed) if keys is not None and keys.allowed is not None else None
         )
         self._socket = self._context.socket(zmq.ROUTER)
@@ -65,12 +65,12 @@ class RequestSocket:
 
     @property
     def sockets(self) -> list["zmq.Socket[bytes]"]:
-        return [self._socket] if self._gate is None else [self._socket, self._gate.socket]
+        return [self._socket] if self._authenticator is None else [self._socket, self._authenticator.socket]
 
     def receive(self) -> Iterator[tuple[str, Request]]:
         """Yield up to REQUESTS_PER_TURN waiting requests without blocking. Also answers routers that authenticate."""
-        if self._gate is not None:
-            self._gate.answer()
+        if self._authenticator is not None:
+            self._authenticator.answer()
         for _ in range(REQUESTS_PER_TURN):
             if not int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:  # costs half as much as an exception
                 return
@@ -100,8 +100,8 @@ class RequestSocket:
     def close(self) -> None:
         """Wait at most 0.5 s for queued replies to be sent, then close the socket and remove its file."""
         self._socket.close(linger=500)
-        if self._gate is not None:
-            self._gate.close()
+        if self._authenticator is not None:
+            self._authenticator.close()
         self._context.term()
         if self._file:
             self._file.unlink(missing_ok=True)

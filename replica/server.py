@@ -206,8 +206,8 @@ def _prefix_cache(kvcache: KvCacheSettings, num_blocks: int, publisher: EventPub
     )
 
 
-def _engine(model: _LoadedModel, cache: PrefixCache, hasher: BlockHasher, epoch: int, guesses: int) -> Engine:
-    """Create the engine. `guesses`: most tokens proposed for one request in one step; 0: none."""
+def _engine(model: _LoadedModel, cache: PrefixCache, hasher: BlockHasher, epoch: int, max_drafts: int) -> Engine:
+    """Create the engine. `max_drafts`: most tokens proposed for one request in one step; 0: none."""
     device, spec = model.runner.device, model.spec
     kind: type[Engine] = OverlappedEngine if isinstance(model.runner, GpuRunner) else Engine
     drafted = CUDA_STEP_TOKENS if device.type == "cuda" else CPU_STEP_TOKENS
@@ -220,7 +220,7 @@ def _engine(model: _LoadedModel, cache: PrefixCache, hasher: BlockHasher, epoch:
         executor=model.executor,
         rates=model.rates,
         epoch=epoch,
-        drafter=PromptLookup(guesses) if guesses else None,
+        drafter=PromptLookup(max_drafts) if max_drafts else None,
         mask=mask_of(device),
     )
 
@@ -335,7 +335,7 @@ class ReplicaServer(RankServer):
         error: ReplicaError | None = None
         try:
             while not self._stopping.is_set():
-                self._turn()
+                self._run_once()
         except ReplicaError as broken:
             error = broken
             raise
@@ -385,7 +385,7 @@ class ReplicaServer(RankServer):
 
     # Everything below runs in the engine's thread.
 
-    def _turn(self) -> None:
+    def _run_once(self) -> None:
         """Run commands and read requests, then run one step or wait for work."""
         if self._waker.clear():
             self._run_commands()

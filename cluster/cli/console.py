@@ -17,7 +17,7 @@ from ... import __version__
 from ..config import Settings, state_folder
 from ..control.control_messages import ClusterStatus, Notice, ReplicaStatus
 from ..logs import LogLine
-from ..output import Waiting, count, has_room
+from ..output import Waiting, can_write, count
 from ..preflight import exposures
 
 CHAT = {"messages": [{"role": "user", "content": "Tell me a story about a fox."}], "temperature": 0}
@@ -37,16 +37,16 @@ class Console:
     def line(self, text: str = "") -> None:
         self._waiting.line(text)
 
-    def waits_for(self, status: ClusterStatus) -> None:
+    def show_waiting(self, status: ClusterStatus) -> None:
         """On a terminal, show what replicas and router are doing until they serve."""
-        waiting = {each.replica_id: _state(each) for each in status.replicas if each.phase != "ready"}
+        waiting = {each.replica_id: _replica_state(each) for each in status.replicas if each.phase != "ready"}
         self._waiting.show(waiting if status.url else waiting | {"router": "starting"})
 
     def close(self) -> None:
         """Clear the status lines at the bottom of the terminal."""
         self._waiting.close()
 
-    def farewell(self, text: str) -> None:
+    def print_shutdown(self, text: str) -> None:
         """Print a line while shutting down; a closed output does not interrupt the shutdown."""
         with contextlib.suppress(BrokenPipeError):
             self.close()
@@ -59,7 +59,7 @@ class Console:
         self._shown[part] = state
         self.line(f"  {time.monotonic() - self._began:5.1f} s  {part:<8} {state}")
 
-    def opening(self, settings: Settings) -> None:
+    def print_opening(self, settings: Settings) -> None:
         """Print what is about to start, with warnings about what it exposes."""
         if not settings.models:
             self.line(f"homing {__version__} · model {settings.replica.model} · {_shape(settings)}")
@@ -71,23 +71,23 @@ class Console:
             self.line(f"  warning  {exposure}")
 
     def progress(self, status: ClusterStatus) -> None:
-        self.waits_for(status)
+        self.show_waiting(status)
         for replica in status.replicas:
             if replica.phase == "ready" or not self._terminal:
-                self.step(replica.replica_id, _state(replica))
+                self.step(replica.replica_id, _replica_state(replica))
         if status.url or not self._terminal:
             self.step("router", f"listening on {status.url}" if status.url else "starting")
 
-    def happened(self, notices: tuple[Notice, ...]) -> None:
+    def print_notices(self, notices: tuple[Notice, ...]) -> None:
         for notice in notices:
             if notice.seq > self.last_notice:
                 self.last_notice = notice.seq
                 self.line(f"{time.strftime('%H:%M:%S')} {notice.level:<7} {notice.text}")
 
-    def answered(self, lines: Iterable[LogLine]) -> None:
+    def print_requests(self, lines: Iterable[LogLine]) -> None:
         """Print completed requests from lines of the access log. If nobody reads the output, drop the rest."""
         for line in lines:
-            if not has_room(self._out):
+            if not can_write(self._out):
                 return  # printing must not block `homing serve`; `homing logs requests` has all of them
             if line.time:  # otherwise the line's beginning is missing
                 self.line(f"{line.time[11:19]} {request_line(line.text)}")
@@ -124,7 +124,7 @@ class Console:
         self.line(f"\n  try it:\n\ncurl {url}/v1/{path} {headers} -d '{body}'\n{rule}")
 
 
-def _state(replica: ReplicaStatus) -> str:
+def _replica_state(replica: ReplicaStatus) -> str:
     if replica.phase == "ready":
         return f"ready · {replica.blocks} KV blocks · pid {', '.join(map(str, replica.pids))}"
     return replica.reason or {"placing": "waiting for a place"}.get(replica.phase, replica.phase)
@@ -143,17 +143,17 @@ def request_line(logged: str) -> str:
     return " · ".join(parts)
 
 
-def runs(name: str, source: str) -> str:
+def model_label(name: str, source: str) -> str:
     """A served model's name, followed by the model that runs under it if that differs."""
     return name if source == name else f"{name} ({source})"
 
 
 def program() -> str:
     """How to call this command from the user's shell: by its bare name only if the shell finds it."""
-    return called(Path(sys.executable), shutil.which("homing"), Path.cwd())
+    return command_name(Path(sys.executable), shutil.which("homing"), Path.cwd())
 
 
-def called(interpreter: Path, found: str | None, here: Path) -> str:
+def command_name(interpreter: Path, found: str | None, here: Path) -> str:
     """The command that runs `interpreter`'s `homing` from the folder `here`. `found`: the `homing` on the PATH."""
     script = interpreter.with_name("homing")
     if not script.exists():

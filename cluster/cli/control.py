@@ -13,12 +13,12 @@ from typing import Annotated, Any, TextIO
 from .. import local_ray
 from ..config import Settings, added_settings, changed_settings, state_folder
 from ..control.control_messages import CONTROLLER, ClusterStatus, Failed, ModelSpec
-from ..devices import settle
+from ..devices import resolve_devices
 from ..errors import (
     ClusterError,
     NoSuchModel,
-    NoSuchReplica,
     NotRunning,
+    OrderRefused,
     SettingsError,
     StartFailed,
     UpdateAbandoned,
@@ -28,7 +28,7 @@ from ..flags import (
     NOTHING,
     Changes,
     FindCluster,
-    Given,
+    FlagValues,
     NoWait,
     Out,
     ServedModel,
@@ -49,12 +49,13 @@ ANSWER_TIMEOUT_S = 60.0
 
 def scale(
     *words: Annotated[str, option("number of replicas, after the model's name if several are served", "N")],
-    given: FindCluster = NOTHING,
+    flags: FindCluster = NOTHING,
     out: Out,
     asked_model: ServedModel = None,
     no_wait: NoWait = False,
 ) -> int:
-    """Change the number of replicas; returns when all of them serve. Raises NotRunning, NoSuchModel and StartFailed."""
+    """Change the number of replicas; returns when all of them serve. Raises NotRunning, NoSuchModel, OrderRefused and
+    StartFailed."""
     if not 1 <= len(words) <= 2:
         raise SettingsError("scale: give the number of replicas (see: homing scale --help)")
     model, wanted = words[0] if words[1:] else None, words[-1]
@@ -62,7 +63,7 @@ def scale(
         raise SettingsError(f"scale: {wanted!r} is not a number of replicas")
     if model and asked_model and model != asked_model:
         raise SettingsError(f"the model is given twice: {model} and --served-model-name {asked_model}")
-    with _visit(given):
+    with _visit(flags):
         client = ControllerClient(out)
         name = choose_model([each.name for each in client.status().models], model or asked_model)
         client.order("scale", name, int(wanted))
@@ -83,18 +84,16 @@ def drain(
     replica_id: Annotated[str, option("name of the replica, such as r0", "REPLICA")],
     /,
     *,
-    given: FindCluster = NOTHING,
+    flags: FindCluster = NOTHING,
     out: Out,
     replace: Annotated[bool, option("start another replica in its place first")] = False,
     no_wait: NoWait = False,
 ) -> int:
-    """Drain one replica; returns when it has ended. Raises NotRunning and NoSuchReplica."""
-    with _visit(given):
+    """Drain one replica; returns when it has ended. Raises NotRunning and OrderRefused."""
+    with _visit(flags):
         client = ControllerClient(out)
         models = {replica.model for replica in client.status().replicas if replica.replica_id == replica_id}
-        failed: Failed | None = client.ask("drain", replica_id, replace=replace)
-        if failed is not None:
-            raise NoSuchReplica(failed.message)
+        client.order("drain", replica_id, replace=replace)
         return client.follow(models, wait=not no_wait, done=f"{replica_id} is drained")
 
 
@@ -102,7 +101,7 @@ def update(
     model: Annotated[str | None, option("another model, or another version of it")] = None,
     /,
     *,
-    given: Changes = NOTHING,
+    flags: Changes = NOTHING,
     out: Out,
     remove: Annotated[
         tuple[str, ...], option("stop serving this model; may be repeated", metavar="NAME", consume_multiple=False)
@@ -112,16 +111,16 @@ def update(
 ) -> int:
     """Replace replicas whose settings change, start models that a file adds, and remove models.
 
-    Raises NotRunning, SettingsError, NoSuchModel, StartFailed and UpdateAbandoned.
+    Raises NotRunning, SettingsError, NoSuchModel, OrderRefused, StartFailed and UpdateAbandoned.
     """
     # The settings in `LOOKUP` select the cluster; the others and the file are changes.
-    flags = with_model({name: text for name, text in texts(given).items() if name not in LOOKUP}, model)
-    with _visit({name: values for name, values in given.items() if name in LOOKUP}):
+    changes = with_model({name: text for name, text in texts(flags).items() if name not in LOOKUP}, model)
+    with _visit({name: values for name, values in flags.items() if name in LOOKUP}):
         client = ControllerClient(out)
         running = {model.name: model for model in client.ask("current")}
         gpus = local_ray.gpus_by_machine()
         orders = update_orders(
-            running, flags=flags, file=given.get("config"), remove=remove, restart=restart, gpus=gpus
+            running, flags=changes, file=flags.get("config"), remove=remove, restart=restart, gpus=gpus
         )
         if not orders:
             print("nothing changes (to replace every replica: --restart)", file=out)
@@ -168,12 +167,12 @@ def update_orders(
     orders: list[tuple[str, ModelSpec | str]] = [("remove", name) for name in removed]
     template = next(iter(running.values()))
     for added in added_settings(staying, file).values():
-        added = settle(added, gpus)
+        added = resolve_devices(added, gpus)
         check_bounds(added, f"model {added.served_name}: ")
         orders.append(("add", _with_settings(template, added)))
     for name, changed in changed_settings(staying, flags, file).items():
         if restart or changed != running[name].settings:
-            orders.append(("update", _with_settings(running[name], settle(changed, gpus))))
+            orders.append(("update", _with_settings(running[name], resolve_devices(changed, gpus))))
     return orders
 
 
@@ -223,11 +222,11 @@ class ControllerClient:
         except ray.exceptions.RayError as error:
             raise ClusterError(f"the controller does not answer: {str(error).splitlines()[0]}") from error
 
-    def order(self, verb: str, *args: object) -> None:
-        """Call a method that changes the wanted state. Raises NoSuchModel if the controller refuses."""
-        failed: Failed | None = self.ask(verb, *args)
-        if failed is not None:
-            raise NoSuchModel(failed.message)
+    def order(self, verb: str, *args: object, **kwargs: object) -> None:
+        """Call a method that changes the wanted state. Raises OrderRefused."""
+        refusal: Failed | None = self.ask(verb, *args, **kwargs)
+        if refusal is not None:
+            raise OrderRefused(refusal.message)
 
     def follow(self, models: Collection[str], *, wait: bool, done: str, updating: bool = False) -> int:
         """Print what happens until these models are settled, then `done`; returns 0.
@@ -237,7 +236,7 @@ class ControllerClient:
         with closing(self._console):
             while True:
                 status = self.status()
-                self._console.happened(status.notices)
+                self._console.print_notices(status.notices)
                 everything = status.replicas
                 status = dataclasses.replace(
                     status,
@@ -252,7 +251,7 @@ class ControllerClient:
                     return 0
                 if failed := failed_since(self._before, status):
                     raise StartFailed(failed)
-                self._console.waits_for(status)
+                self._console.show_waiting(status)
                 if status.settled:
                     break
                 time.sleep(POLL_S)
@@ -262,8 +261,8 @@ class ControllerClient:
         return 0
 
 
-def _visit(given: Given) -> AbstractContextManager[None]:
-    settings = settings_of(given)
+def _visit(flags: FlagValues) -> AbstractContextManager[None]:
+    settings = settings_of(flags)
     entry = ClusterRegistry(state_folder(settings)).running(settings.cluster.name)
     if entry.ray_address is None:
         raise NotRunning(f"cluster {entry.name!r} is still starting, or has no replicas of its own (pid {entry.pid})")

@@ -70,18 +70,18 @@ def _follow(daemon: "subprocess.Popen[bytes]", registry: ClusterRegistry, name: 
 
 def stop(
     *,
-    given: FindCluster = NOTHING,
+    flags: FindCluster = NOTHING,
     out: Out,
     force: Annotated[bool, option("kill it at once instead of shutting down gracefully")] = False,
 ) -> int:
     """Stop a cluster; processes that do not exit in time are killed. Raises NotRunning and StopFailed."""
-    settings = settings_of(given)
+    settings = settings_of(flags)
     registry, name = ClusterRegistry(state_folder(settings)), settings.cluster.name
     entry = registry.running(name)
     began = time.monotonic()
     # A second signal would kill it at once, so only wait if it is already stopping.
     ask, timeout_s = entry.phase != "stopping", settings.cluster.stop_timeout_s + GRACE_S
-    killed = _end(entry, ask=ask and not force, timeout_s=0 if force else timeout_s)
+    killed = _stop_processes(entry, ask=ask and not force, timeout_s=0 if force else timeout_s)
     registry.remove(name)
     how = f"; killed {killed} processes that had not exited" if killed else ""
     print(f"stopped {name} (pid {entry.pid}) in {time.monotonic() - began:.1f} s{how}", file=out)
@@ -90,7 +90,7 @@ def stop(
     return 0
 
 
-def _end(entry: RegistryEntry, *, ask: bool, timeout_s: float) -> int:
+def _stop_processes(entry: RegistryEntry, *, ask: bool, timeout_s: float) -> int:
     """Stop the processes; returns how many were killed. Raises StopFailed if some survive even that."""
     process = entry.process()
     if process is None:

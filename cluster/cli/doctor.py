@@ -21,7 +21,7 @@ from ...replica.kernels.toolchain import REMEDY
 from ...replica.load.preflight import weight_bytes
 from ..client import get_json
 from ..config import Settings, state_folder
-from ..devices import settle
+from ..devices import resolve_devices
 from ..errors import ClusterError
 from ..flags import NOTHING, AllSettings, Out, option, settings_of
 from ..host import DiskInfo, MachineInfo, inspect_machine
@@ -54,12 +54,12 @@ def doctor(
     model: Annotated[str | None, option("the model to be served")] = None,
     /,
     *,
-    given: AllSettings = NOTHING,
+    flags: AllSettings = NOTHING,
     out: Out,
     as_json: Annotated[bool, option("print a list of findings, for programs", "--json")] = False,
 ) -> int:
     """Check the machine, the settings and a running cluster; returns the exit code."""
-    settings = settings_of(given, model)
+    settings = settings_of(flags, model)
     entry = ClusterRegistry(state_folder(settings)).live(settings.cluster.name)
     host = inspect_machine(_folders(settings))
     findings = [*examine_host(host, settings), *examine_settings(settings, entry), *_examine_cluster(entry)]
@@ -84,7 +84,7 @@ def render(findings: Iterable[Finding]) -> Table:
 
 
 def examine_host(host: MachineInfo, settings: Settings) -> list[Finding]:
-    settings = settle(settings, () if settings.cluster.ray_address else (float(host.gpus_seen),))
+    settings = resolve_devices(settings, () if settings.cluster.ray_address else (float(host.gpus_seen),))
     checks = (_versions, _gpus, _compiler, _memory, _shared_memory, _files, _clock, _token)
     return [*(check(host, settings) for check in checks), *map(_disk, host.disks)]
 

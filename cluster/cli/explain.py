@@ -25,7 +25,7 @@ def explain(
     prompt: Annotated[str | None, option("sent as one user message; with --raw without a chat template")] = None,
     /,
     *,
-    given: FindCluster = NOTHING,
+    flags: FindCluster = NOTHING,
     out: Out,
     raw: Annotated[bool, option("no chat template: the prompt of a completion")] = False,
     asked_model: ServedModel = None,
@@ -55,7 +55,7 @@ def explain(
     else:
         path, asked = "explain", request_body(prompt, body, raw=raw) | named
     try:
-        found = post_json(f"{router_urls(settings_of(given), url)[0]}/{path}", asked, api_key=api_key)
+        found = post_json(f"{router_urls(settings_of(flags), url)[0]}/{path}", asked, api_key=api_key)
     except ClusterError as error:
         if diff or "model" in asked or "field 'model'" not in str(error):
             raise

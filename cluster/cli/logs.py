@@ -19,14 +19,14 @@ def logs(
     part: Annotated[str | None, option("a replica such as r0, router, requests or controller (default: all)")] = None,
     /,
     *,
-    given: FindCluster = NOTHING,
+    flags: FindCluster = NOTHING,
     out: Out,
     lines: Annotated[int, option("print only the last N lines; 0: all that are kept", metavar="N")] = 200,
     follow: Annotated[bool, option("keep printing new lines until interrupted", "--follow", "-f")] = False,
     pause: Annotated[Callable[[float], None], Parameter(parse=False)] = time.sleep,
 ) -> int:
     """Print the logs of one part or of all. Raises NoSuchLog."""
-    settings = settings_of(given)
+    settings = settings_of(flags)
     folder = ClusterRegistry(state_folder(settings)).log_folder(settings.cluster.name)
     known = parts(folder)
     selected = [each for each in known if part is None or belongs(each, part)]

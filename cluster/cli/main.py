@@ -18,7 +18,7 @@ from ..output import console
 
 if TYPE_CHECKING:
     from ..config import Settings
-    from ..flags import Given
+    from ..flags import FlagValues
 
 #: The commands by task, with their help. To add one, add a row here, and a function to the module of the same name.
 COMMANDS: dict[str, dict[str, str]] = {
@@ -110,15 +110,15 @@ class Invocation:
     arguments: Mapping[str, Any]
 
     @property
-    def given(self) -> "Given":
-        given: Given = self.arguments.get("given", {})
-        return given
+    def flags(self) -> "FlagValues":
+        flags: FlagValues = self.arguments.get("flags", {})
+        return flags
 
     @property
     def settings(self) -> "Settings":
         from ..flags import settings_of
 
-        return settings_of(self.given, self.arguments.get("model"))
+        return settings_of(self.flags, self.arguments.get("model"))
 
 
 def parse(words: Sequence[str], out: TextIO = sys.stdout) -> Invocation:

@@ -44,7 +44,7 @@ from ..model_source import DEMO, find_text, has_chat_template, model_limits, tex
 from ..preflight import check_front, check_tokenizer, prepare
 from ..registry import ClusterRegistry, RegistryEntry, own_entry
 from ..runtime import fast_loop, raise_open_files_limit, set_up_logging
-from .console import Console, program, runs
+from .console import Console, model_label, program
 from .daemon import detach as start_in_background
 
 POLL_S = 0.05
@@ -56,7 +56,7 @@ def route(
     model: Annotated[str | None, option("the engines' model, if not found by the name that they report")] = None,
     /,
     *,
-    given: AllSettings = NOTHING,
+    flags: AllSettings = NOTHING,
     out: Out,
     words: Words,
     engine_url: Annotated[list[str] | None, option("the same as --backend; may be repeated", metavar="URL")] = None,
@@ -65,8 +65,8 @@ def route(
     background: Background = False,
 ) -> int:
     """Route to the engines listed in the settings."""
-    urls = [*given.get("backend", ()), *(engine_url or ())]
-    settings = settings_of({**given, "backend": urls} if urls else given, model)
+    urls = [*flags.get("backend", ()), *(engine_url or ())]
+    settings = settings_of({**flags, "backend": urls} if urls else flags, model)
     if detach:
         return start_in_background(settings, words, out)
     return route_to(settings, out, detached=background, quiet=quiet)
@@ -92,7 +92,7 @@ def route_to(settings: Settings, out: TextIO, *, detached: bool, quiet: bool) ->
     console = Console(out, program=program())
     registry, name = ClusterRegistry(state_folder(settings)), settings.cluster.name
     entry = own_entry(
-        name, runs(named.served_name, named.replica.model), str(registry.log_path(name)) if detached else None
+        name, model_label(named.served_name, named.replica.model), str(registry.log_path(name)) if detached else None
     )
     with registry.claim(entry):
         check_front(settings.router)
@@ -119,7 +119,7 @@ def listed_engines(settings: Settings) -> tuple[EngineFleet, list[EngineFile | E
     return fleet, sources
 
 
-def adopted(settings: Settings, engines: list[EngineInfo]) -> Settings:
+def with_engine_settings(settings: Settings, engines: list[EngineInfo]) -> Settings:
     """The settings, with values that the user did not set taken from the engines."""
     first, card = engines[0], card_of(settings, engines[0])
     replica, router, theirs = settings.replica, settings.router, dict[str, str | int]()
@@ -149,8 +149,8 @@ def model_names(settings: Settings) -> tuple[str, ...]:
     """The names that engines may use for the model."""
     if settings.router.backend_model:
         return (settings.router.backend_model,)
-    given = settings.replica.model
-    return tuple(dict.fromkeys((given, settings.router.served_model_name, Path(given).name)))
+    model = settings.replica.model
+    return tuple(dict.fromkeys((model, settings.router.served_model_name, Path(model).name)))
 
 
 @dataclass(slots=True)
@@ -178,12 +178,13 @@ class FleetRouter:
             if signal.getsignal(number) is signal.SIG_IGN:  # as under nohup
                 continue
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
-        if not await self._until_heard():
+        if not await self._until_engine_answers():
             return 0
-        self.settings = adopted(self.settings, [each.info for each in self.fleet.engines.values() if each.info])
-        settings = self.settings
-        self.entry = msgspec.structs.replace(self.entry, model=runs(settings.served_name, settings.replica.model))
-        self.console.opening(settings)
+        engines = [each.info for each in self.fleet.engines.values() if each.info]
+        settings = self.settings = with_engine_settings(self.settings, engines)
+        label = model_label(settings.served_name, settings.replica.model)
+        self.entry = msgspec.structs.replace(self.entry, model=label)
+        self.console.print_opening(settings)
         self._model_dir = find_text(settings.replica)
         text_dir = text_folder(settings.replica, self._model_dir)
         check_tokenizer(text_dir)
@@ -232,16 +233,16 @@ class FleetRouter:
 
     # The engines
 
-    async def _until_heard(self) -> bool:
+    async def _until_engine_answers(self) -> bool:
         """Wait until one engine has answered; False if stopped before."""
         while not self._stop.is_set():
-            await self._keep_up()
+            await self._refresh_engines()
             if any(engine.info for engine in self.fleet.engines.values()):
                 return True
             await self._pause(ASK_AGAIN_S)
         return False
 
-    async def _keep_up(self) -> None:
+    async def _refresh_engines(self) -> None:
         """Read the engine sources, and retry engines that have not answered."""
         for source in self.sources:
             try:
@@ -331,9 +332,9 @@ class FleetRouter:
         while not self._stop.is_set():
             self._show(service)
             await self._pause(ASK_AGAIN_S)
-            await self._keep_up()
+            await self._refresh_engines()
         self.registry.write(msgspec.structs.replace(self.entry, phase="stopping"))
-        self.console.farewell("stopping")
+        self.console.print_shutdown("stopping")
         return 0
 
     async def _until_ready(self, service: RouterService) -> bool:
@@ -352,7 +353,7 @@ class FleetRouter:
         view = service.view()
         refusals = {refused.replica_id: refused.message for refused in view.refused}
         for replica in view.replicas:
-            self.console.step(f"{replica.replica_id} ", refusals.get(replica.replica_id) or _state(replica))
+            self.console.step(f"{replica.replica_id} ", refusals.get(replica.replica_id) or _engine_state(replica))
 
     async def _pause(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
@@ -367,7 +368,7 @@ class FleetRouter:
         self._stop.set()
 
 
-def _state(replica: ReplicaView) -> str:
+def _engine_state(replica: ReplicaView) -> str:
     if replica.state == "joining":
         return f"{replica.url} · {replica.trouble or 'waiting for its answer'}"
     return f"{replica.url} · {replica.state} · events {replica.feed}"

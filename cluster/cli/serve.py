@@ -22,10 +22,10 @@ import psutil
 from .. import local_ray
 from ..client import get_json, is_ready
 from ..config import Settings, state_folder
-from ..control.autoscale import most_ranks
-from ..control.compiled_kernels import begin_to_compile
+from ..control.autoscale import max_ranks
+from ..control.compiled_kernels import start_compilation
 from ..control.control_messages import CONTROLLER, SUPERVISOR, ClusterStatus, ModelSpec
-from ..devices import settle
+from ..devices import resolve_devices
 from ..errors import ClusterError, RayLost, StartFailed
 from ..flags import NOTHING, AllSettings, Background, Detach, Out, Quiet, Words, option, settings_of
 from ..host import visible_gpus
@@ -33,7 +33,7 @@ from ..logs import REQUESTS, LogTail
 from ..model_source import find_model, has_chat_template, text_folder
 from ..preflight import check_bounds, check_folder, check_front, check_keys, prepare
 from ..registry import ClusterRegistry, ProcessMark, RegistryEntry, is_alive, kill, own_entry, wait_gone
-from .console import Console, program, runs
+from .console import Console, model_label, program
 from .daemon import detach as start_in_background
 
 POLL_S = 0.2
@@ -50,7 +50,7 @@ def serve(
     ] = None,
     /,
     *,
-    given: AllSettings = NOTHING,
+    flags: AllSettings = NOTHING,
     out: Out,
     words: Words,
     detach: Detach = False,
@@ -58,7 +58,7 @@ def serve(
     background: Background = False,
 ) -> int:
     """Serve replicas, or route to the engines listed in the settings."""
-    settings = settings_of(given, model)
+    settings = settings_of(flags, model)
     if detach:
         return start_in_background(settings, words, out)
     if settings.router.backend or settings.router.engines:
@@ -75,14 +75,15 @@ def serve_replicas(settings: Settings, out: TextIO, *, detached: bool, quiet: bo
     """
     settings = prepare(settings)
     if not settings.cluster.ray_address:
-        settings = settle(settings, (float(visible_gpus()),))
+        settings = resolve_devices(settings, (float(visible_gpus()),))
     for each in settings.each_model:
         check_bounds(each, f"model {each.served_name}: " if settings.models else "")
     console = Console(out, program=program())
-    console.opening(settings)
+    console.print_opening(settings)
     registry, name = ClusterRegistry(state_folder(settings)), settings.cluster.name
     log = str(registry.log_path(name)) if detached else None
-    entry = own_entry(name, ", ".join(runs(each.served_name, each.replica.model) for each in settings.each_model), log)
+    models = ", ".join(model_label(each.served_name, each.replica.model) for each in settings.each_model)
+    entry = own_entry(name, models, log)
     with registry.claim(entry):
         check_front(settings.router)
         local = not settings.cluster.ray_address  # otherwise each node locates the models
@@ -157,7 +158,7 @@ class ServeRun:
         self._signals.catch()
         try:
             models = zip(self._settings.each_model, folders, strict=True)
-            self._compilers = [begin_to_compile(each, folder) for each, folder in models if folder is not None]
+            self._compilers = [start_compilation(each, folder) for each, folder in models if folder is not None]
             self._start_ray()
             self._start(folders)
             first = self._settings.each_model[0].replica
@@ -169,9 +170,9 @@ class ServeRun:
             print(f"homing: {error}", file=sys.stderr)
             self._end_now(error.exit_code)
         except BaseException:
-            self._leave()
+            self._shut_down_ray()
             raise
-        self._leave()
+        self._shut_down_ray()
         return code
 
     def _register(self, **changes: Any) -> None:
@@ -201,7 +202,7 @@ class ServeRun:
         if self._folder:
             self._ray = local_ray.local_processes()
         else:
-            self._settings = settle(self._settings, local_ray.gpus_by_machine())
+            self._settings = resolve_devices(self._settings, local_ray.gpus_by_machine())
         self._register(
             ray_address=local_ray.address(),
             ray_token=local_ray.requires_token(),
@@ -209,7 +210,7 @@ class ServeRun:
         )
         self._console.step("ray", "ready")
 
-    def _leave(self) -> None:
+    def _shut_down_ray(self) -> None:
         self._console.close()
         self._end_compilers()
         local_ray.leave(self._settings.cluster.stop_timeout_s / 4)
@@ -224,7 +225,7 @@ class ServeRun:
 
     def _asked_to_stop(self) -> None:
         if self._starting_ray:
-            self._console.farewell("stopping: Ray was still starting")
+            self._console.print_shutdown("stopping: Ray was still starting")
             raise Interrupted
 
     def _kill_all(self) -> NoReturn:
@@ -248,13 +249,13 @@ class ServeRun:
                 if self._ray:
                     local_ray.reap_orphans({process.pid for process in self._ray.values()})
                 if requests is not None and not (detached or quiet):
-                    self._console.answered(requests.read(REQUESTS))
+                    self._console.print_requests(requests.read(REQUESTS))
                 if time.monotonic() < asked_at + ASK_S:
                     continue
                 asked_at = time.monotonic()
                 if status := self._status():
-                    self._console.happened(status.notices)
-                    models = ", ".join(runs(each.name, each.source) for each in status.models)
+                    self._console.print_notices(status.notices)
+                    models = ", ".join(model_label(each.name, each.source) for each in status.models)
                     if models != self._entry.model:  # an update has changed the models under these names
                         self._register(model=models)
             return 0
@@ -274,7 +275,7 @@ class ServeRun:
         sockets = str(local_ray.sockets_folder(self._folder)) if self._folder else None
         seed, host = secrets.randbits(64), "127.0.0.1" if self._folder else None
         log_dir = str(self._registry.log_folder(self._entry.name)) if self._folder else None
-        ranks = sum(most_ranks(each) for each in self._settings.each_model)
+        ranks = sum(max_ranks(each) for each in self._settings.each_model)
         models = tuple(
             ModelSpec(
                 settings=each,
@@ -369,7 +370,7 @@ class ServeRun:
         """Stop everything gracefully; remaining processes are killed when Ray shuts down."""
         import ray
 
-        self._console.farewell("stopping")
+        self._console.print_shutdown("stopping")
         if self._settings.cluster.log_level != "debug":
             local_ray.silence_native_stderr()
         if self._lost():  # Ray can make no calls now; without the raylet all others end, and routers end their streams
@@ -378,4 +379,4 @@ class ServeRun:
         try:
             ray.get(self._controller.stop.remote(), timeout=self._settings.cluster.stop_timeout_s * 3 / 4)
         except ray.exceptions.RayError as error:
-            self._console.farewell(f"  graceful stop failed: {type(error).__name__}; killing what remains")
+            self._console.print_shutdown(f"  graceful stop failed: {type(error).__name__}; killing what remains")

@@ -21,13 +21,13 @@ RIGHT = frozenset({"ranks", "running", "waiting", "kv used", "cached", "hit rate
 
 def status(
     *,
-    given: FindCluster = NOTHING,
+    flags: FindCluster = NOTHING,
     out: Out,
     url: Url = None,
     as_json: Annotated[bool, option("print the response of /cluster, for programs", "--json")] = False,
 ) -> int:
     """Print the state of a cluster. Raises NotRunning."""
-    settings = settings_of(given)
+    settings = settings_of(flags)
     found, *routers = router_urls(settings, url)
     views = [get_json(f"{each}/cluster") for each in routers or [found]]
     if as_json:

@@ -40,12 +40,12 @@ class Section:
 
 
 @dataclass(slots=True)
-class Shown:
+class LiveView:
     """The stream's documents as of the last frame, and the totals of the last RATE_S seconds."""
 
     documents: dict[str, Any] = field(default_factory=dict)
     totals: deque[tuple[float, Mapping[str, float]]] = field(default_factory=deque)
-    trouble: str = ""  #: why no frames arrive; empty if they do
+    problem: str = ""  #: why no frames arrive; empty if they do
 
     def apply(self, frame: Mapping[str, Any]) -> None:
         if frame["all"]:
@@ -54,7 +54,7 @@ class Shown:
         self.documents.update(frame["set"])
         for name in frame["gone"]:
             self.documents.pop(name, None)
-        self.trouble = ""
+        self.problem = ""
         self.totals.append((frame["now"], _sums(self.of("model").values())))
         while len(self.totals) > 2 and self.totals[1][0] <= frame["now"] - RATE_S:
             self.totals.popleft()
@@ -66,7 +66,7 @@ class Shown:
 
 def top(
     *,
-    given: FindCluster = NOTHING,
+    flags: FindCluster = NOTHING,
     out: Out,
     url: Url = None,
     api_key_file: Annotated[
@@ -75,14 +75,14 @@ def top(
     once: Annotated[bool, option("print it once as plain lines; automatic if the output is not a terminal")] = False,
 ) -> int:
     """Show the live view until interrupted. Raises NotRunning and ClusterError."""
-    address = f"{router_urls(settings_of(given), url)[0]}/live"
+    address = f"{router_urls(settings_of(flags), url)[0]}/live"
     key = read_key(api_key_file, "--api-key-file", sys.stdin)
-    frames, shown = follow_events(address, key), Shown()
-    shown.apply(next(frames))
+    frames, view = follow_events(address, key), LiveView()
+    view.apply(next(frames))
     if not once and out.isatty():
-        _show(shown, out, reconnecting(frames, lambda: follow_events(address, key)))
-    shown.apply(next(frames))  # rates need two frames, and the second has the replicas' next evictions
-    print(plain(*_parts(shown)), file=out)
+        _show(view, out, reconnecting(frames, lambda: follow_events(address, key)))
+    view.apply(next(frames))  # rates need two frames, and the second has the replicas' next evictions
+    print(plain(*_renderables(view)), file=out)
     return 0
 
 
@@ -101,26 +101,26 @@ def reconnecting(
         frames = connect()
 
 
-def _show(shown: Shown, out: TextIO, frames: Iterable[dict[str, Any] | ClusterError]) -> NoReturn:
+def _show(view: LiveView, out: TextIO, frames: Iterable[dict[str, Any] | ClusterError]) -> NoReturn:
     """Redraw the whole terminal with each frame until interrupted."""
-    with Live(Group(*_parts(shown)), console=console(out), screen=True, auto_refresh=False) as live:
+    with Live(Group(*_renderables(view)), console=console(out), screen=True, auto_refresh=False) as live:
         for frame in frames:
             if isinstance(frame, ClusterError):
-                shown.trouble = f"{frame}; trying again"
+                view.problem = f"{frame}; trying again"
             else:
-                shown.apply(frame)
-            live.update(Group(*_parts(shown)), refresh=True)
+                view.apply(frame)
+            live.update(Group(*_renderables(view)), refresh=True)
     raise AssertionError("the frames have ended")
 
 
-def _parts(shown: Shown) -> list[RenderableType]:
+def _renderables(view: LiveView) -> list[RenderableType]:
     """The view as rich renderables. Text from the router is never parsed as markup."""
     parts: list[RenderableType] = [
-        Text(line, style="bold" if place == 0 else "") for place, line in enumerate(_head(shown))
+        Text(line, style="bold" if place == 0 else "") for place, line in enumerate(_head(view))
     ]
-    if shown.trouble:
-        parts.append(Text(_safe(shown.trouble), style="bold red"))
-    for section in _sections(shown):
+    if view.problem:
+        parts.append(Text(_safe(view.problem), style="bold red"))
+    for section in _sections(view):
         parts += [Text(), Text(section.title, style="bold")]
         if section.rows:
             made = table(section.columns, [[Text(cell) for cell in row] for row in section.rows], right=NUMBERS)
@@ -130,10 +130,10 @@ def _parts(shown: Shown) -> list[RenderableType]:
     return parts
 
 
-def _head(shown: Shown) -> list[str]:
-    router, models = shown.documents["router"], shown.of("model")
+def _head(view: LiveView) -> list[str]:
+    router, models = view.documents["router"], view.of("model")
     served = ", ".join(f"{name} on {count(each['serving'], 'replica')}" for name, each in models.items())
-    (began, first), (now, last) = shown.totals[0], shown.totals[-1]
+    (began, first), (now, last) = view.totals[0], view.totals[-1]
     new = {name: last[name] - first[name] for name in last}
     rate = new["requests"] / (now - began) if now > began else 0.0
     cached = f"{new['cached_tokens'] / new['prompt_tokens']:.0%}" if new["prompt_tokens"] else "-"
@@ -146,31 +146,31 @@ def _head(shown: Shown) -> list[str]:
     ]
 
 
-def _sections(shown: Shown) -> list[Section]:
-    router, replicas = shown.documents["router"], shown.of("replica")
-    doomed = {name.partition("/")[2]: hashes for name, hashes in shown.of("evictions").items()}
-    rows = [_replica(name, replicas[name], doomed.get(name, ())) for name in sorted(replicas, key=name_order)]
+def _sections(view: LiveView) -> list[Section]:
+    router, replicas = view.documents["router"], view.of("replica")
+    evictions = {name.partition("/")[2]: hashes for name, hashes in view.of("evictions").items()}
+    rows = [_replica(name, replicas[name], evictions.get(name, ())) for name in sorted(replicas, key=name_order)]
     rows += [(each["replica_id"], each["state"], *["-"] * (len(COLUMNS) - 2)) for each in router["absent"]]
     sections = [Section("replicas and their KV blocks" if rows else "no replica yet", COLUMNS, rows)]
-    if prefixes := [row for tree in shown.of("tree").values() for row in _prefixes(tree)]:
+    if prefixes := [row for tree in view.of("tree").values() for row in _prefixes(tree)]:
         sections.append(Section("hottest prefixes", ("requests", "tokens", "prefix", "held by"), prefixes))
-    decisions = sorted(shown.of("decision").values(), key=lambda each: each["at"], reverse=True)[:MAX_DECISIONS]
+    decisions = sorted(view.of("decision").values(), key=lambda each: each["at"], reverse=True)[:MAX_DECISIONS]
     if decisions:
         columns = ("at", "to", "tokens", "cached", "expected", "took", "state", "why")
         sections.append(Section("latest decisions", columns, [_decision(each) for each in decisions]))
-    failures = sorted(shown.of("failure").values(), key=lambda each: each["at"], reverse=True)[:MAX_FAILURES]
+    failures = sorted(view.of("failure").values(), key=lambda each: each["at"], reverse=True)[:MAX_FAILURES]
     if failures:
         failed = [(_clock(each["at"]), str(each["status"]), _safe(each["reason"])) for each in failures]
         sections.append(Section("errors", ("at", "status", "why"), failed))
     return sections
 
 
-def _replica(name: str, each: Mapping[str, Any], doomed: Sequence[str]) -> tuple[str, ...]:
+def _replica(name: str, each: Mapping[str, Any], evictions: Sequence[str]) -> tuple[str, ...]:
     blocks = each["blocks"] or {}
     rate = f"{each['hit_tokens'] / each['query_tokens']:.0%}" if each["query_tokens"] else "-"
     counts = [str(blocks.get(state, "-")) for state in BLOCK_STATES]
-    following = f"{doomed[0]} +{len(doomed) - 1}" if doomed else "-"
-    return name, each["state"], each["events"], str(each["running"]), str(each["waiting"]), *counts, rate, following
+    upcoming = f"{evictions[0]} +{len(evictions) - 1}" if evictions else "-"
+    return name, each["state"], each["events"], str(each["running"]), str(each["waiting"]), *counts, rate, upcoming
 
 
 def _prefixes(tree: Mapping[str, Any]) -> list[tuple[str, ...]]:

@@ -142,7 +142,7 @@ class EventRates:
 
 def watch(
     *,
-    given: FollowEvents = NOTHING,
+    flags: FollowEvents = NOTHING,
     out: Out,
     url: Url = None,
     replica: Annotated[tuple[str, ...], option("follow only this replica; may be repeated", metavar="ID")] = (),
@@ -165,13 +165,13 @@ def watch(
         raise SettingsError(f"--rates {rates:g}: give seconds above 0")
     shown = EventFilter.of(replica, event, hash_prefix)
     options = WatchOptions(shown=shown, as_json=as_json, rates_s=rates, record=record)
-    return show_recording(replay, out, options) if replay else follow(settings_of(given), out, options, url=url)
+    return show_recording(replay, out, options) if replay else follow(settings_of(flags), out, options, url=url)
 
 
 def follow(settings: Settings, out: TextIO, options: WatchOptions, *, url: str | None) -> int:
     """Print events until interrupted; returns the exit code. Raises ClusterError if the cluster ends."""
-    found = f"{router_urls(settings, url)[0]}/cluster"
-    check_replicas(options.shown.replicas, listed(get_json(found)), "the cluster")
+    address = f"{router_urls(settings, url)[0]}/cluster"
+    check_replicas(options.shown.replicas, listed_replicas(get_json(address)), "the cluster")
     try:
         keys = reader_keys(settings.events)
     except BadKeys as error:
@@ -183,7 +183,7 @@ def follow(settings: Settings, out: TextIO, options: WatchOptions, *, url: str |
             raise SettingsError(f"cannot record to {options.record}: {error.strerror}") from error
         session = WatchSession(options, partial(print, file=out, flush=True), recording)
         try:
-            asyncio.run(_follow(found, session, options.shown.replicas, keys))
+            asyncio.run(_follow(address, session, options.shown.replicas, keys))
         except ClusterUnreachable as error:
             raise ClusterError(str(error)) from error
     return 0
@@ -216,7 +216,7 @@ def _place(record: Recorded) -> tuple[str, int | None, int | None, bool]:
     return record.replica, record.epoch, record.item.seq, record.item.resync
 
 
-def listed(view: Any) -> set[str]:
+def listed_replicas(view: Any) -> set[str]:
     return {replica["replica_id"] for kind in ("replicas", "absent", "refused") for replica in view.get(kind, ())}
 
 
@@ -283,7 +283,7 @@ class TextPrinter:
 
 
 @dataclass(slots=True)
-class _Replayed:
+class _ReplayedReplica:
     """The state of one replica at the current position of a recording."""
 
     rates: EventRates = field(default_factory=EventRates)
@@ -299,13 +299,13 @@ class ReplaySession:
         self._options = options
         self._printer = (JsonPrinter if options.as_json else TextPrinter)(write, options.shown, lambda: self._now_s)
         self._now_s: float | None = None
-        self._replicas: dict[Source, _Replayed] = {}
+        self._replicas: dict[Source, _ReplayedReplica] = {}
         self._reported_s: float | None = None
 
     def batch(self, records: Sequence[Recorded]) -> None:
         """Process the events of one batch or resync of one replica."""
         first, source = records[0].item, _source(records)
-        replica = self._replicas.setdefault(source, _Replayed())
+        replica = self._replicas.setdefault(source, _ReplayedReplica())
         if first.ts is not None:
             self._now_s = max(first.ts, self._now_s or first.ts)
             self._report(self._now_s)

@@ -22,11 +22,11 @@ from ray.exceptions import OutOfMemoryError, RayActorError
 from ...kvcache.prefix_cache import CachedBlock
 from ...replica.messages import ReplicaDescription
 from ...replica.parallel.step_broadcast import SECRET_BYTES
-from ...replica.progress import present
+from ...replica.progress import current
 from ...replica.rank_server import RankServer
 from ...router.control import Answer, AnyQuestion, SetMembership
 from ..config import ClusterSettings
-from ..logs import keep_log
+from ..logs import log_to_file
 from ..runtime import fast_loop, raise_open_files_limit, set_up_logging
 from .control_messages import Failed, Listening, Models, ModelSpec, RankSpec, Rendezvous, Started
 
@@ -37,7 +37,7 @@ T = TypeVar("T")
 WATCH_S = 10.0
 SPARE_NICENESS = 10
 #: A step may take this many times its duration at the measured speed: other work and long contexts slow it down.
-SLOWEST = 10.0
+MAX_STEP_SLOWDOWN = 10.0
 
 
 class Router(Protocol):
@@ -65,7 +65,7 @@ def step_limit_s(timeout_s: float, description: ReplicaDescription | None) -> fl
     """Seconds until a step counts as hung. A large model's full step takes minutes on a CPU, longer on a busy one."""
     if description is None:  # workers do not time their steps
         return timeout_s
-    return max(timeout_s, SLOWEST * description.max_batched_tokens / description.prefill_tokens_per_s)
+    return max(timeout_s, MAX_STEP_SLOWDOWN * description.max_batched_tokens / description.prefill_tokens_per_s)
 
 
 class ReplicaRank:
@@ -75,12 +75,12 @@ class ReplicaRank:
         self,
         make: Callable[[RankSpec], RankServer],
         log_level: str = "warning",
-        settle: Callable[[], None] = lambda: None,
+        after_loading: Callable[[], None] = lambda: None,
     ) -> None:
-        """`settle` is called once, after everything has been loaded."""
+        """`after_loading` is called once, after everything has been loaded."""
         set_up_logging(log_level)
         self._make = make
-        self._settle = settle
+        self._after_loading = after_loading
         self._server: RankServer | None = None
         self._started: Started | Failed | None = None
         self._stopping = threading.Event()
@@ -111,14 +111,14 @@ class ReplicaRank:
 
     def start(self, spec: RankSpec) -> Started | Failed:
         """Load the model and serve. A failure is returned, not raised: users need its message, not Ray's traceback."""
-        keep_log(
+        log_to_file(
             spec.model.log_dir,
             f"{spec.replica_id}.{spec.rank}" if spec.rank else spec.replica_id,
             spec.model.log_format,
         )
-        begun: Future[Started | Failed] = Future()
-        threading.Thread(target=self._live, args=(spec, begun), name="rank", daemon=True).start()
-        self._started = begun.result()
+        outcome: Future[Started | Failed] = Future()
+        threading.Thread(target=self._load_and_run, args=(spec, outcome), name="rank", daemon=True).start()
+        self._started = outcome.result()
         if isinstance(self._started, Started):
             self._step_timeout_s = step_limit_s(spec.model.settings.cluster.step_timeout_s, self._started.description)
         return self._started
@@ -128,7 +128,7 @@ class ReplicaRank:
 
     def progress(self) -> str:
         """What the rank is doing while it starts; empty if nothing was reported."""
-        return present()
+        return current()
 
     def watch(self) -> Failed | None:
         """Wait until the rank stops serving or its step hangs; None if it still serves after WATCH_S.
@@ -162,19 +162,19 @@ class ReplicaRank:
             self._server.stop()
             self._ended.wait(5)
 
-    def _live(self, spec: RankSpec, begun: "Future[Started | Failed]") -> None:
+    def _load_and_run(self, spec: RankSpec, outcome: "Future[Started | Failed]") -> None:
         """Load and run in one thread; replica/load/cpu_threads.py states the cost of using two."""
         try:
             server = self._server = self._make(spec)
             if self._stopping.is_set():  # `stop` was called while it was loading
                 server.stop()
-            self._settle()
+            self._after_loading()
             started = Started(os.getpid(), node_address(), server.description)
         except BaseException as error:  # a Rust library's panic is not an Exception, and `start` waits for a result
             log.exception("rank_failed_to_start replica=%s rank=%d", spec.replica_id, spec.rank)
-            begun.set_result(Failed(describe(error)))
+            outcome.set_result(Failed(describe(error)))
             return
-        begun.set_result(started)
+        outcome.set_result(started)
         try:
             server.run()
         except BaseException as error:
@@ -203,10 +203,10 @@ class RouterProcess:
 
     def start(self, port: int, direct_port: int, membership: SetMembership, seat: int) -> Listening | Failed:
         """Listen on `port` (0: any free one) as router number `seat` and route to these replicas."""
-        keep_log(self._models[0].log_dir, f"router-{seat}", self._models[0].log_format)
+        log_to_file(self._models[0].log_dir, f"router-{seat}", self._models[0].log_format)
         try:
             wanted = Listening(port, direct_port)
-            self._router = self._do(self._make_router(self._models, wanted, membership, seat))
+            self._router = self._run_on_loop(self._make_router(self._models, wanted, membership, seat))
             return self._router.listening
         except Exception as error:
             log.exception("router_failed_to_start")
@@ -220,21 +220,21 @@ class RouterProcess:
 
     def ask(self, question: AnyQuestion) -> Answer:
         assert self._router is not None, "the router has not been started"
-        return self._do(self._router.ask(question))
+        return self._run_on_loop(self._router.ask(question))
 
     def watch(self) -> Failed | None:
         """Wait until the router is stopped; None if it still serves after WATCH_S."""
         return Failed("stopped") if self._stopped.wait(WATCH_S) else None
 
     def ping(self) -> None:
-        self._do(asyncio.sleep(0))
+        self._run_on_loop(asyncio.sleep(0))
 
     def stop(self) -> None:
         if self._router is not None:
             asyncio.run_coroutine_threadsafe(self._router.stop(), self._loop).result(10)
         self._stopped.set()
 
-    def _do(self, work: Coroutine[Any, Any, T]) -> T:
+    def _run_on_loop(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
 

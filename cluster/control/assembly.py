@@ -90,7 +90,7 @@ def prepare_rank(spec: ModelSpec) -> None:
 def _engine_server(spec: RankSpec) -> RankServer:
     from .engine_process import start_engine
 
-    return start_engine(spec, _model_dir(spec.model), _made_socket_folder(spec), node_address())
+    return start_engine(spec, _model_dir(spec.model), _make_socket_folder(spec), node_address())
 
 
 def _rank_server(spec: RankSpec) -> RankServer:
@@ -115,7 +115,7 @@ def _rank_server(spec: RankSpec) -> RankServer:
         replica_id=spec.replica_id,
         cluster_seed=model.seed,
         host=model.host or node_address(),
-        ipc_dir=_made_socket_folder(spec),
+        ipc_dir=_make_socket_folder(spec),
         place=place if spec.world > 1 else None,
         node=node_address(),
         keys=server_keys(model.settings.events),
@@ -126,7 +126,7 @@ def _model_dir(model: ModelSpec) -> Path:
     return Path(model.model_dir) if model.model_dir else find_model(model.settings.replica)
 
 
-def _made_socket_folder(spec: RankSpec) -> Path | None:
+def _make_socket_folder(spec: RankSpec) -> Path | None:
     folder = socket_folder(spec.model, spec.generation)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -210,7 +210,7 @@ def _request_log(model: ModelSpec, seat: int) -> RequestLog | None:
         return None
     try:
         return RequestLog(model.log_dir, seat, model.log_format)
-    except OSError as error:  # `keep_log` has logged a warning
+    except OSError as error:  # `log_to_file` has logged a warning
         log.info("requests_not_logged reason=%r", str(error))
         return None
 

@@ -16,10 +16,10 @@ from ...router.control import Demand
 from ..config import ClusterSettings, Settings
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
+@dataclass(slots=True, frozen=True)
 class ScalingTerms:
-    least: int
-    most: int
+    min_replicas: int
+    max_replicas: int
     target_s: float = 1.0  #: of the expected wait for a first token
     up_after_s: float = 3.0  #: how long overload must last
     #: how long low load must last. Tuned with the other terms on Mooncake's conversations at ½, 3 and 0.3 times their
@@ -44,10 +44,10 @@ class Autoscaler:
     def decide(self, wanted: int, demand: Demand, now: float) -> int:
         """How many replicas there should be. `wanted`: the current target."""
         terms = self.terms
-        if not terms.least <= wanted <= terms.most:
-            return self._step(max(terms.least, min(terms.most, wanted)), now)
+        if not terms.min_replicas <= wanted <= terms.max_replicas:
+            return self._step(max(terms.min_replicas, min(terms.max_replicas, wanted)), now)
         if not wanted:  # scaled to zero; the last replica may still be draining
-            return self._step(1, now) if demand.held_requests and terms.most else 0
+            return self._step(1, now) if demand.held_requests and terms.max_replicas else 0
         self._complete = self._complete or demand.serving >= wanted
         over = bool(demand.held_requests) or expected_wait_s(demand) > terms.target_s
         under = self._complete and self._idle(wanted, demand)
@@ -55,9 +55,9 @@ class Autoscaler:
         self._under_since = _since(under, self._under_since, now)
         if self.changed_at is not None and now - self.changed_at < terms.cool_down_s:
             return wanted
-        if demand.serving >= wanted < terms.most and _lasts(self._over_since, terms.up_after_s, now):
-            return self._step(min(terms.most, wanted + self._missing(demand)), now)
-        if wanted > terms.least and _lasts(self._under_since, terms.down_after_s, now):
+        if demand.serving >= wanted < terms.max_replicas and _lasts(self._over_since, terms.up_after_s, now):
+            return self._step(min(terms.max_replicas, wanted + self._missing(demand)), now)
+        if wanted > terms.min_replicas and _lasts(self._under_since, terms.down_after_s, now):
             return self._step(wanted - 1, now)
         return wanted
 
@@ -89,19 +89,17 @@ def terms_of(cluster: ClusterSettings) -> ScalingTerms | None:
     least, separator, most = bounds.partition(":")
     if not separator or not least.isdigit() or not most.isdigit() or not int(least) <= int(most) >= 1:
         raise ValueError(f"{bounds!r} is not MIN:MAX, such as 1:8")
-    return ScalingTerms(
-        least=int(least), most=int(most), target_s=cluster.ttft_target_s, down_after_s=cluster.scale_down_after_s
-    )
+    return ScalingTerms(int(least), int(most), cluster.ttft_target_s, down_after_s=cluster.scale_down_after_s)
 
 
-def most_ranks(settings: Settings) -> int:
+def max_ranks(settings: Settings) -> int:
     """A model's number of ranks at its maximum number of replicas."""
     terms = terms_of(settings.cluster)
-    replicas = settings.cluster.replicas if terms is None else max(terms.most, settings.cluster.replicas)
+    replicas = settings.cluster.replicas if terms is None else max(terms.max_replicas, settings.cluster.replicas)
     return replicas * settings.replica.tensor_parallel_size
 
 
-def together(views: Sequence[Demand]) -> Demand:
+def combined_demand(views: Sequence[Demand]) -> Demand:
     """Combine several routers' demands: each router holds its own requests, but all see the same replicas."""
     assert views, "no router has answered"
     widest = max(views, key=lambda view: (view.serving, view.queued_tokens))

@@ -48,7 +48,7 @@ def prepare_torch() -> None:
         os.environ.setdefault(name, value)
 
 
-def begin_to_compile(settings: Settings, model_dir: Path) -> subprocess.Popen[bytes] | None:
+def start_compilation(settings: Settings, model_dir: Path) -> subprocess.Popen[bytes] | None:
     """Start a process that compiles the kernels for ranks on this machine's CPUs; None if there is nothing to compile.
 
     On a first start this takes 8 CPU seconds, which overlap with the start of Ray. Ranks wait for single kernels, and
@@ -59,8 +59,8 @@ def begin_to_compile(settings: Settings, model_dir: Path) -> subprocess.Popen[by
     if replica.engine != "homing" or settings.cluster.gpus_per_rank or not folder or find_spec("numba") is None:
         return None
     wanted = replica.dtype, str(settings.kvcache.block_size)
-    made_of = __version__, version("numba"), (model_dir / "config.json").read_bytes(), *wanted
-    done = Path(folder) / f"{sha256(repr(made_of).encode()).hexdigest()[:16]}.complete"
+    key_fields = __version__, version("numba"), (model_dir / "config.json").read_bytes(), *wanted
+    done = Path(folder) / f"{sha256(repr(key_fields).encode()).hexdigest()[:16]}.complete"
     if open_store(done.parent) is None or done.exists():
         return None
     command = [sys.executable, "-P", "-m", "homing.replica.execute.cpu_warm_up", str(model_dir), *wanted, str(done)]

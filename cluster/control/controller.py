@@ -18,7 +18,7 @@ import ray
 
 from ...replica.messages import ReplicaDescription
 from ...router.control import Member
-from ..logs import keep_log
+from ..logs import log_to_file
 from ..runtime import set_up_logging
 from .autoscale import Autoscaler, expected_wait_s, terms_of
 from .control_messages import (
@@ -34,16 +34,16 @@ from .control_messages import (
 from .diagnosis import publish_missing
 from .fleets import Fleets
 from .planner import (
+    AbandonUpdate,
     Drain,
     Fleet,
-    GiveUp,
     KillRankGroup,
     Publish,
     RankGroup,
     RoutedReplica,
     StartRankGroup,
     WarmUp,
-    replica_worths,
+    cache_worths_s,
 )
 from .rank_groups import DRAIN_POLL_S, RankGroups, RunningRankGroup
 from .router_processes import RouterProcesses
@@ -63,7 +63,7 @@ class Controller:
 
     def __init__(self, models: Models) -> None:
         set_up_logging(models[0].settings.cluster.log_level)
-        keep_log(models[0].log_dir, "controller", models[0].log_format)
+        log_to_file(models[0].log_dir, "controller", models[0].log_format)
         #: model settings by version; each version belongs to one model
         self._versions = dict(enumerate(models, start=1))
         self._fleets = Fleets.of([(model.name, model.settings.cluster) for model in models])
@@ -76,12 +76,12 @@ class Controller:
         self._groups = RankGroups(self._supervisor, self)
         self._scalers: dict[str, Autoscaler] = {}  #: by name, for models with `autoscale`
         self._routers = RouterProcesses(models, notify=self._notice)
-        self._began = asyncio.Event()
+        self._started = asyncio.Event()
         self._wake = asyncio.Event()
         self._warming = asyncio.Semaphore(WARM_UPS_AT_ONCE)
         self._background: set[asyncio.Task[None]] = set()
         self._publishing: asyncio.Task[None] | None = None
-        self._remembered: tuple[dict[int, ModelSpec], Fleets] | None = None
+        self._saved_state: tuple[dict[int, ModelSpec], Fleets] | None = None
         self._stopping = False
 
     async def run(self) -> None:
@@ -89,8 +89,8 @@ class Controller:
         kept: SupervisorState = await self._supervisor.state.remote()
         await self._take_over(kept)
         self._spawn(self._routers.keep(self._supervisor, kept.routers))
-        self._spawn(publish_missing(self._fleets.groups, self._errors, self._off, self._routers.tell_absent))
-        self._began.set()
+        self._spawn(publish_missing(self._fleets.groups, self._errors, self._models_off, self._routers.send_missing))
+        self._started.set()
         self._scalers = dict(_autoscalers(self._models()))
         self._spawn(self._autoscale())
         while True:
@@ -117,24 +117,24 @@ class Controller:
                     self._versions[fleet.version].settings.replica.model,
                 )
                 for model, fleet in self._fleets.by_model.items()
-                if fleet.groups or not fleet.leaving
+                if fleet.groups or not fleet.being_removed
             ),
         )
 
     async def scale(self, model: str, wanted: int) -> Failed | None:
         """Change the number of replicas. Surplus replicas drain, those with the least valuable caches first."""
-        await self._began.wait()
-        await self._weigh()
+        await self._started.wait()
+        await self._update_cache_worths()
         fleet = self._fleets.served.get(model)
         if fleet is None:
-            return self._unknown(model)
+            return self._unknown_model(model)
         self._notice("info", f"scaled model={model} from={fleet.wanted} to={wanted}")
         fleet.scale(wanted)
         self._changed()
         return None
 
     async def drain(self, replica_id: str, *, replace: bool) -> Failed | None:
-        await self._began.wait()
+        await self._started.wait()
         fleet = self._fleets.fleet_of(replica_id)
         if fleet is None or not fleet.drain(replica_id, replace=replace, now=time.monotonic()):
             return Failed(f"no replica {replica_id!r} (there are: {self._names()})")
@@ -143,11 +143,11 @@ class Controller:
 
     async def update(self, spec: ModelSpec) -> Failed | None:
         """Replace this model's replicas one by one with replicas that have these settings."""
-        await self._began.wait()
-        await self._weigh()
+        await self._started.wait()
+        await self._update_cache_worths()
         fleet = self._fleets.served.get(spec.name)
         if fleet is None:
-            return self._unknown(spec.name)
+            return self._unknown_model(spec.name)
         version = self._next_version(spec)
         fleet.update(version)
         fleet.settings = spec.settings.cluster
@@ -156,7 +156,7 @@ class Controller:
         return None
 
     async def add(self, spec: ModelSpec) -> Failed | None:
-        await self._began.wait()
+        await self._started.wait()
         if spec.name in self._fleets.served:
             return Failed(f"model {spec.name!r} is served already")
         self._fleets.add(spec.name, spec.settings.cluster, self._next_version(spec))
@@ -167,20 +167,20 @@ class Controller:
 
     async def remove(self, model: str) -> Failed | None:
         """Stop serving this model: new requests are refused and its replicas drain."""
-        await self._began.wait()
+        await self._started.wait()
         served = self._fleets.served
         if model not in served:
-            return self._unknown(model)
+            return self._unknown_model(model)
         if len(served) == 1:
             return Failed(f"{model!r} is the only model: end the cluster with homing stop")
-        served[model].leave()
+        served[model].remove()
         self._scalers.pop(model, None)
         self._notice("info", f"model_removed model={model}")
         self._changed()
         return None
 
     async def current(self) -> tuple[ModelSpec, ...]:
-        await self._began.wait()
+        await self._started.wait()
         return self._models()
 
     async def stop(self) -> None:
@@ -235,8 +235,8 @@ class Controller:
                         self._draining.discard(generation)
                         self._notice("warning", f"drain_cut_short replica={replica_id} reason={reason!r}")
                     self._spawn(self._end(generation, reason))
-                case GiveUp(version, back_to, reason):
-                    spec = self._versions[back_to]
+                case AbandonUpdate(version, fallback_version, reason):
+                    spec = self._versions[fallback_version]
                     self._fleets.by_model[spec.name].settings = spec.settings.cluster
                     self._notice("error", f"update_abandoned version={version} reason={reason!r}")
                 case Drain():
@@ -249,7 +249,7 @@ class Controller:
                     if not self._fleets.by_model[spec.name].groups[replica_id].failures:
                         self._errors.pop(replica_id, None)  # from an earlier replica of this name
                     self._groups.start(RunningRankGroup(replica_id, generation, version, spec))
-        self._remember()
+        self._save_state()
 
     def _changed(self) -> None:
         self._act()
@@ -257,12 +257,12 @@ class Controller:
 
     async def _end(self, generation: int, reason: str) -> None:
         if group := self._groups.get(generation):
-            log.info("gang_ends replica=%s generation=%d reason=%r", group.replica_id, generation, reason)
+            log.info("rank_group_ended replica=%s generation=%d reason=%r", group.replica_id, generation, reason)
             await self._groups.end(generation)
 
     async def _drain(self, order: Drain, published: "asyncio.Task[None] | None") -> None:
         """Wait until neither the replica nor any router has requests for it."""
-        loss = next((worth for worth in await self._routers.worths() if worth.replica_id == order.replica_id), None)
+        loss = next((each for each in await self._routers.cache_worths() if each.replica_id == order.replica_id), None)
         lost = "" if loss is None else f" unique_tokens={loss.unique_tokens} pinned_blocks={loss.pinned_blocks}"
         self._notice("info", f"replica_drains replica={order.replica_id} reason={order.reason!r}{lost}")
         if published is not None:
@@ -310,24 +310,24 @@ class Controller:
                     self._notice("info", f"autoscaled model={model} held={demand.held_requests} wait_s={wait_s:.2f}")
                     await self.scale(model, wanted)
 
-    async def _weigh(self) -> None:
-        """Update `Fleet.worths` from the routers: what would be lost with each replica's cache."""
-        seconds = replica_worths(await self._routers.worths())
+    async def _update_cache_worths(self) -> None:
+        """Update `Fleet.cache_worths_s` from the routers: what would be lost with each replica's cache."""
+        seconds = cache_worths_s(await self._routers.cache_worths())
         for fleet in self._fleets.by_model.values():
-            fleet.worths = seconds
+            fleet.cache_worths_s = seconds
 
     # State that outlives this process
 
-    def _remember(self) -> None:
-        memory = self._versions, self._fleets
-        if memory != self._remembered:
-            self._remembered = copy.deepcopy(memory)  # both are mutable
-            self._supervisor.remember.remote(memory)
+    def _save_state(self) -> None:
+        state = self._versions, self._fleets
+        if state != self._saved_state:
+            self._saved_state = copy.deepcopy(state)  # both are mutable
+            self._supervisor.save.remote(state)
 
     async def _take_over(self, kept: SupervisorState) -> None:
-        if kept.memory is None:
+        if kept.saved is None:
             return
-        self._versions, self._fleets = kept.memory
+        self._versions, self._fleets = kept.saved
         adopting = [self._groups.adopt(group, self._versions[group.version]) for group in kept.groups]
         found = zip(kept.groups, await asyncio.gather(*adopting), strict=True)
         running = {group.generation: description for group, description in found if description is not None}
@@ -346,7 +346,7 @@ class Controller:
         self._versions[version] = spec
         return version
 
-    def _unknown(self, model: str) -> Failed:
+    def _unknown_model(self, model: str) -> Failed:
         return Failed(f"no model {model!r} is served here (served: {', '.join(self._fleets.served)})")
 
     def _fleet_of(self, group: RunningRankGroup) -> Fleet:
@@ -370,7 +370,7 @@ class Controller:
             version=group.version,
         )
 
-    def _off(self) -> frozenset[str]:
+    def _models_off(self) -> frozenset[str]:
         """Models scaled to zero without autoscaling: no request will start a replica for them."""
         return frozenset(
             model
@@ -378,10 +378,11 @@ class Controller:
             if not fleet.wanted and not self._versions[fleet.version].settings.cluster.autoscale
         )
 
-    def _member(self, enrolled: RoutedReplica) -> Member:
-        spec = self._versions[enrolled.version]
-        rest = None if enrolled.role == "serving" else enrolled.role
-        return Member(enrolled.description, spec.settings.kvcache, spec.text_dir, version=enrolled.version, rest=rest)
+    def _member(self, routed: RoutedReplica) -> Member:
+        spec = self._versions[routed.version]
+        unavailable = None if routed.role == "serving" else routed.role
+        kvcache = spec.settings.kvcache
+        return Member(routed.description, kvcache, spec.text_dir, version=routed.version, rest=unavailable)
 
     def _notice(self, level: str, text: str) -> None:
         self._last_notice += 1

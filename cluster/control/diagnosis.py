@@ -10,7 +10,7 @@ from .planner import RankGroup
 
 _PHASES = {"placing": "waiting for a place", "waiting": "waiting before the next attempt"}
 #: Smaller amounts of a resource are not reported: they are requested only because Ray accepts no empty bundle.
-LEAST_AMOUNT = 0.01
+MIN_AMOUNT = 0.01
 #: Interval in seconds. A timer, because a replica's reason changes without a decision of the planner.
 PUBLISH_INTERVAL_S = 0.2
 
@@ -69,14 +69,15 @@ def explain_pending(bundle: Mapping[str, float], world: int, nodes: Sequence[Nod
 
     `bundle`: what each of `world` ranks reserves; all ranks must be on one node.
     """
-    needed = {name: amount * world for name, amount in bundle.items() if amount >= LEAST_AMOUNT}
+    needed = {name: amount * world for name, amount in bundle.items() if amount >= MIN_AMOUNT}
     words = f"no room: {world} × {_amounts(bundle)} needed on one node"
     able = [node for node in nodes if not _lacking(needed, node.total)]
     if not able:
         return f"{words}; {_explain_impossible(needed, nodes)}"
     best = min(able, key=lambda node: len(_lacking(needed, node.free)))
-    missing = {name: needed[name] - best.free.get(name, 0.0) for name in _lacking(needed, best.free)}
-    return f"{words}; {best.address} comes closest and lacks {_amounts(missing) or 'nothing now'}"
+    if missing := {name: needed[name] - best.free.get(name, 0.0) for name in _lacking(needed, best.free)}:
+        return f"{words}; {best.address} comes closest and lacks {_amounts(missing)}"
+    return f"{words}; {best.address} now has all of it"
 
 
 def _explain_impossible(needed: Mapping[str, float], nodes: Sequence[NodeResources]) -> str:
@@ -94,4 +95,4 @@ def _lacking(needed: Mapping[str, float], present: Mapping[str, float]) -> list[
 
 
 def _amounts(amounts: Mapping[str, float]) -> str:
-    return ", ".join(f"{amount:g} {name}" for name, amount in amounts.items() if amount >= LEAST_AMOUNT or not amount)
+    return ", ".join(f"{amount:g} {name}" for name, amount in amounts.items() if amount >= MIN_AMOUNT or not amount)

@@ -188,8 +188,8 @@ def for_engine(settings: Settings) -> Settings:
         return settings
     extra_arguments(replica.engine_args)
     for name in _OWN:
-        room = getattr(settings, SETTINGS[name].room)
-        if getattr(room, name) != SETTINGS[name].default:
+        section = getattr(settings, SETTINGS[name].section)
+        if getattr(section, name) != SETTINGS[name].default:
             raise SettingsError(f"{name}: only homing's own engine has it; unset it for engine {replica.engine}")
     if settings.events.events_curve_keys:
         raise SettingsError(f"events_curve_keys: {replica.engine} cannot encrypt its events")

@@ -69,12 +69,12 @@ LINES_KEPT = 200
 LINE_BYTES = 16 * 1024
 
 
-def last_words(lines: Sequence[str]) -> str:
+def error_summary(lines: Sequence[str]) -> str:
     """The first error that an engine wrote and its last lines, joined to one line for a user."""
     written = [line.strip()[:300] for line in lines if line.strip()]
-    telling = [line for line in written if not re.search(r"\b(DEBUG|INFO|WARNING)\b", line)] or written
-    errors = [line for line in telling if re.search(r"\b\w*(Error|Exception): ", line)]
-    return " | ".join(dict.fromkeys(errors[:1] + telling[-3:])) or "it wrote nothing"
+    relevant = [line for line in written if not re.search(r"\b(DEBUG|INFO|WARNING)\b", line)] or written
+    errors = [line for line in relevant if re.search(r"\b\w*(Error|Exception): ", line)]
+    return " | ".join(dict.fromkeys(errors[:1] + relevant[-3:])) or "it wrote nothing"
 
 
 class EngineProcess:
@@ -134,30 +134,30 @@ class EngineServer(RankServer):
 
     def run(self) -> None:
         """Watch the engine until it exits. Raises EngineLost unless it was stopped."""
-        heard_at = time.monotonic()
+        healthy_at = time.monotonic()
         try:
             while not self._process.ended.wait(self._interval_s):
-                trouble = self._trouble()
-                if not trouble:
-                    heard_at = time.monotonic()
-                elif time.monotonic() - heard_at > self._timeout_s:
-                    raise EngineLost(f"{self._kind} has been unhealthy for {self._timeout_s:g} s: {trouble}")
+                problem = self._health_problem()
+                if not problem:
+                    healthy_at = time.monotonic()
+                elif time.monotonic() - healthy_at > self._timeout_s:
+                    raise EngineLost(f"{self._kind} has been unhealthy for {self._timeout_s:g} s: {problem}")
         finally:
             self._process.end(ask=False)
             self._process.ended.wait(END_S)
         if not self._stopping:
-            raise EngineLost(f"{self._kind} has exited: {last_words(self._process.lines)}")
+            raise EngineLost(f"{self._kind} has exited: {error_summary(self._process.lines)}")
 
     def stop(self) -> None:
         self._stopping = True
         self._process.end(ask=True)
 
-    def _trouble(self) -> str:
+    def _health_problem(self) -> str:
         if not _answers_health(self.description.request_endpoint, min(HEALTH_TIMEOUT_S, self._timeout_s)):
             return "/health does not return 200"
         if replay := self.description.event_endpoints.replay:
             try:
-                replayed(replay, (1 << 64) - 2)  # no batch has this number: only the end marker comes
+                read_replay_payloads(replay, (1 << 64) - 2)  # no batch has this number: only the end marker comes
             except (zmq.ZMQError, EventError):
                 return f"no answer from its event publisher at {replay}"
         return ""
@@ -169,14 +169,14 @@ def start_engine(spec: RankSpec, model_dir: Path, folder: Path | None, node: str
     Raises StartFailed, ParityMismatch, ModelUnavailable, SettingsError or TokenizerUnavailable, leaving nothing behind.
     """
     settings, host = spec.model.settings, spec.model.host or node
-    place, ends = _place(spec, model_dir, folder, host)
+    place, ends = _find_place(spec, model_dir, folder, host)
     words = command(place)
     log.info("engine_starts replica=%s command=%s", spec.replica_id, shlex.join(words))
     report(f"starting {settings.replica.engine}")
     process = EngineProcess(words, environment(place, os.environ), settings.replica.engine)
     url = f"http://{f'[{host}]' if ':' in host else host}:{place.port}"
     try:
-        description = _examined(process, ReplicaAddress(spec.replica_id, Address.of(url), *ends), spec, model_dir)
+        description = _check_engine(process, ReplicaAddress(spec.replica_id, Address.of(url), *ends), spec, model_dir)
     except BaseException:
         process.end(ask=False)
         process.ended.wait(END_S)
@@ -184,7 +184,7 @@ def start_engine(spec: RankSpec, model_dir: Path, folder: Path | None, node: str
     return EngineServer(process, description, settings)
 
 
-def _place(spec: RankSpec, model_dir: Path, folder: Path | None, host: str) -> tuple[EnginePlace, EventAddresses]:
+def _find_place(spec: RankSpec, model_dir: Path, folder: Path | None, host: str) -> tuple[EnginePlace, EventAddresses]:
     """The place where the engine will run, and the addresses at which routers reach its events."""
     settings = spec.model.settings
     port, *event_ports = _free_ports(host, 3)
@@ -196,7 +196,9 @@ def _place(spec: RankSpec, model_dir: Path, folder: Path | None, host: str) -> t
     return EnginePlace(settings, model_dir, host, port, binds, cores), ends
 
 
-def _examined(process: EngineProcess, engine: ReplicaAddress, spec: RankSpec, model_dir: Path) -> ReplicaDescription:
+def _check_engine(
+    process: EngineProcess, engine: ReplicaAddress, spec: RankSpec, model_dir: Path
+) -> ReplicaDescription:
     """Wait until the engine is ready and check it; returns its description as a replica."""
     settings = spec.model.settings
     replica, cache, texts = settings.replica, settings.kvcache, text_folder(settings.replica, model_dir)
@@ -205,7 +207,7 @@ def _examined(process: EngineProcess, engine: ReplicaAddress, spec: RankSpec, mo
     canary, root = _canary_ids(texts), BlockHash(external_root(limits.name))
     # Two full blocks and one token, or fewer if the context is shorter.
     prompt = list(islice(cycle(canary), min(2 * cache.block_size + 1, limits.max_model_len - 1)))
-    card, metrics = asyncio.run(_examine(engine, settings, canary, prompt))
+    card, metrics = asyncio.run(_probe_engine(engine, settings, canary, prompt))
     if engine.replay and cache.prefix_caching:
         _check_blocks(engine, BlockHasher(cache.block_size, spec.model.seed, cache.hash_algorithm), root, prompt)
     limits = msgspec.structs.replace(limits, max_model_len=card.max_model_len or limits.max_model_len)
@@ -248,9 +250,9 @@ def _until_ready(process: EngineProcess, engine: ReplicaAddress, settings: Setti
     deadline = time.monotonic() + limit_s
     while not _answers_health(engine.address.url):
         if process.ended.wait(POLL_S):
-            raise StartFailed(f"{kind} exited during startup: {last_words(process.lines)}")
+            raise StartFailed(f"{kind} exited during startup: {error_summary(process.lines)}")
         if time.monotonic() > deadline:
-            raise StartFailed(f"{kind} is not ready after {limit_s:g} s: {last_words(process.lines)}")
+            raise StartFailed(f"{kind} is not ready after {limit_s:g} s: {error_summary(process.lines)}")
 
 
 def _answers_health(url: str, timeout_s: float = HEALTH_TIMEOUT_S) -> bool:
@@ -274,7 +276,7 @@ def _canary_ids(folder: Path) -> tuple[int, ...]:
     return tuple(Tokenizer.from_str(load_parts(folder).tokenizer).encode(CANARY, add_special_tokens=False).ids)
 
 
-async def _examine(
+async def _probe_engine(
     engine: ReplicaAddress, settings: Settings, canary: tuple[int, ...], prompt: Sequence[int]
 ) -> tuple[Card, EngineMetrics]:
     """Compare model, tokenizer and block size; have it compute the prompt. Raises StartFailed and ParityMismatch."""
@@ -307,7 +309,7 @@ def _check_blocks(engine: ReplicaAddress, hasher: BlockHasher, root: BlockHash, 
     while True:
         blocks, decoder, held = ExternalBlocks(engine.replica_id, hasher, root), BatchDecoder(token_ids=True), set()
         try:
-            for payload in replayed(engine.replay, 0):
+            for payload in read_replay_payloads(engine.replay, 0):
                 for event in decoder.decode(payload).events:
                     if isinstance(event, Stored):
                         held |= {*blocks.stored(event)}
@@ -323,7 +325,7 @@ def _check_blocks(engine: ReplicaAddress, hasher: BlockHasher, root: BlockHash, 
         time.sleep(POLL_S)
 
 
-def replayed(endpoint: str, since: int) -> list[bytes]:
+def read_replay_payloads(endpoint: str, since: int) -> list[bytes]:
     """The payloads of all event batches from number `since` on. Raises zmq.ZMQError and EventError."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as sock:
         sock.linger = 0

@@ -32,13 +32,13 @@ class Fleets:
 
     @property
     def served(self) -> dict[str, Fleet]:
-        return {model: fleet for model, fleet in self.by_model.items() if not fleet.leaving}
+        return {model: fleet for model, fleet in self.by_model.items() if not fleet.being_removed}
 
     def add(self, model: str, settings: ClusterSettings, version: int, *, named: bool = True) -> None:
         """Serve another model. `version` is unique across models; `named`: replica names start with the model's."""
         if fleet := self.by_model.get(model):
             fleet.settings = settings
-            fleet.come_back(settings.replicas, version)
+            fleet.restore(settings.replicas, version)
             return
         prefix = replica_prefix(model) if named else ""
         self.by_model[model] = Fleet(settings, settings.replicas, self.names, prefix, version=version)

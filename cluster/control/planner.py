@@ -37,7 +37,7 @@ ROLES: dict[GroupPhase, Role] = {
     GroupPhase.READY: "serving",
     GroupPhase.DRAINING: "draining",
 }
-COMING_UP = (GroupPhase.PLACING, GroupPhase.STARTING)
+STARTING_PHASES = (GroupPhase.PLACING, GroupPhase.STARTING)
 
 
 @dataclass(slots=True, frozen=True)
@@ -60,11 +60,11 @@ class KillRankGroup:
 
 
 @dataclass(slots=True, frozen=True)
-class GiveUp:
+class AbandonUpdate:
     """Abandon an update: new groups get the previous settings again."""
 
     version: int  #: the abandoned version, of which no group has served
-    back_to: int  #: the version for new groups
+    fallback_version: int  #: the version for new groups
     reason: str
 
 
@@ -99,7 +99,7 @@ class Publish:
     members: tuple[RoutedReplica, ...]
 
 
-Action = StartRankGroup | KillRankGroup | GiveUp | WarmUp | Drain | Publish
+Action = StartRankGroup | KillRankGroup | AbandonUpdate | WarmUp | Drain | Publish
 
 
 @dataclass(slots=True)
@@ -112,7 +112,7 @@ class RankGroup:
     failures: int = 0  #: in a row
     reason: str = ""  #: why it failed last, why it drains or what it waits for
     description: ReplicaDescription | None = None  #: set exactly while routers know it
-    leaving: bool = False  #: another group is to replace it
+    being_replaced: bool = False  #: another group is to replace it
 
 
 @dataclass(slots=True)
@@ -142,27 +142,27 @@ class Fleet:
     #: version to return to while no group of `version` has served; None: one has, or there was no update
     fallback: int | None = None
     abandoned: str = ""  #: why the last update was abandoned
-    leaving: bool = False  #: whether the model is being removed; its groups only finish their requests
+    being_removed: bool = False  #: whether the model is being removed; its groups only finish their requests
     #: seconds of prefill that would be lost with each replica; 0 for those not listed
-    worths: dict[str, float] = field(default_factory=dict)
+    cache_worths_s: dict[str, float] = field(default_factory=dict)
     #: the members in the last `Publish`
     published: tuple[RoutedReplica, ...] = ()
-    _dying: list[KillRankGroup] = field(default_factory=list)
-    _begun: list[GiveUp | WarmUp | Drain] = field(default_factory=list)
+    _kills: list[KillRankGroup] = field(default_factory=list)
+    _pending_actions: list[AbandonUpdate | WarmUp | Drain] = field(default_factory=list)
 
     # Orders from a user or the autoscaler
 
     def scale(self, wanted: int) -> None:
         """Change the number of replicas. It stays 0 for a model that is being removed."""
-        self.wanted = 0 if self.leaving else wanted
+        self.wanted = 0 if self.being_removed else wanted
 
-    def leave(self) -> None:
-        self.leaving, self.wanted = True, 0
+    def remove(self) -> None:
+        self.being_removed, self.wanted = True, 0
 
-    def come_back(self, wanted: int, version: int) -> None:
+    def restore(self, wanted: int, version: int) -> None:
         """Serve a removed model again, with new settings; its old groups still end."""
-        assert self.leaving, "come_back was called for a model that is served"
-        self.leaving, self.wanted, self.version = False, wanted, version
+        assert self.being_removed, "restore was called for a model that is served"
+        self.being_removed, self.wanted, self.version = False, wanted, version
         self.fallback, self.abandoned = None, ""
 
     def drain(self, replica_id: str, *, replace: bool, now: float) -> bool:
@@ -171,7 +171,7 @@ class Fleet:
         if group is None or group.phase is GroupPhase.DRAINING:
             return group is not None
         if replace:
-            group.leaving = True
+            group.being_replaced = True
             return True
         self.wanted = max(0, self.wanted - 1)
         self._retire(group, "drained by hand", now)
@@ -190,18 +190,18 @@ class Fleet:
     @property
     def settled(self) -> bool:
         """Whether exactly the wanted replicas serve, all with the current settings."""
-        return len(self._in(GroupPhase.READY)) == len(self.groups) == self.wanted and not self.rolling
+        return len(self._in_phase(GroupPhase.READY)) == len(self.groups) == self.wanted and not self.rolling
 
     # Facts
 
     def resume(self, running: Mapping[int, ReplicaDescription], now: float) -> None:
         """Continue in a new controller process. `running`: descriptions of the groups that survive, by generation."""
         self.groups = {name: group for name, group in self.groups.items() if group.generation in running}
-        self.published, self.abandoned, self._dying, self._begun = (), "", [], []
+        self.published, self.abandoned, self._kills, self._pending_actions = (), "", [], []
         for group in self.groups.values():
             group.description, group.since, group.failures = running[group.generation], now, 0
             if group.phase is GroupPhase.DRAINING:
-                self._begun.append(Drain(group.replica_id, group.generation, group.reason))
+                self._pending_actions.append(Drain(group.replica_id, group.generation, group.reason))
             else:
                 group.phase, group.reason = GroupPhase.READY, ""
 
@@ -225,11 +225,11 @@ class Fleet:
         if group is None:
             return
         group.since, group.reason, group.description = now, "", description
-        if not self.settings.warm_up_s or not self._in(GroupPhase.READY):
-            self._serves(group)
+        if not self.settings.warm_up_s or not self._in_phase(GroupPhase.READY):
+            self._set_ready(group)
             return
         group.phase, group.reason = GroupPhase.WARMING, "warming up"
-        self._begun.append(WarmUp(replica_id, generation))
+        self._pending_actions.append(WarmUp(replica_id, generation))
 
     def is_warming(self, replica_id: str, generation: int) -> bool:
         return self._current(replica_id, generation, GroupPhase.WARMING) is not None
@@ -237,7 +237,7 @@ class Fleet:
     def warmed(self, replica_id: str, generation: int, now: float) -> None:
         if group := self._current(replica_id, generation, GroupPhase.WARMING):
             group.since = now
-            self._serves(group)
+            self._set_ready(group)
 
     def drained(self, replica_id: str, generation: int) -> None:
         if group := self._current(replica_id, generation, GroupPhase.DRAINING):
@@ -245,7 +245,7 @@ class Fleet:
 
     def failed(self, replica_id: str, generation: int, reason: str, now: float) -> bool:
         """One of the group's ranks died or could not start. False: this was known already."""
-        group = self._current(replica_id, generation, *COMING_UP, *ROLES)
+        group = self._current(replica_id, generation, *STARTING_PHASES, *ROLES)
         if group is None:
             return False
         if group.phase is GroupPhase.DRAINING:
@@ -257,7 +257,7 @@ class Fleet:
         stable = group.phase is GroupPhase.READY and now - group.since >= self.settings.stable_after_s
         group.failures = 1 if stable else group.failures + 1
         group.phase, group.since, group.reason, group.description = GroupPhase.WAITING, now, reason, None
-        self._dying.append(KillRankGroup(replica_id, generation, reason, lost=True))
+        self._kills.append(KillRankGroup(replica_id, generation, reason, lost=True))
         return True
 
     # Decisions
@@ -265,45 +265,45 @@ class Fleet:
     def reconcile(self, now: float) -> list[Action]:
         """The actions to take now. `Publish` is first, so that routers drop lost replicas before all else."""
         self._expire(now)
-        if not self._in(GroupPhase.READY):  # requests wait, so warming up would only delay them
-            for group in self._in(GroupPhase.WARMING):
+        if not self._in_phase(GroupPhase.READY):  # requests wait, so warming up would only delay them
+            for group in self._in_phase(GroupPhase.WARMING):
                 self.warmed(group.replica_id, group.generation, now)
-        surplus = len(self._staying()) - self._room()
-        for group in sorted(self._staying(), key=self._merit)[: max(0, surplus)]:
+        surplus = len(self._staying()) - self._max_staying()
+        for group in sorted(self._staying(), key=self._retirement_key)[: max(0, surplus)]:
             self._retire(group, "no longer wanted", now)
         self._roll(now)
         actions: list[Action] = []
         if (members := self._members()) != self.published:
             self.published = members
             actions.append(Publish(members))
-        actions += [*self._dying, *self._begun]
-        self._dying, self._begun = [], []
+        actions += [*self._kills, *self._pending_actions]
+        self._kills, self._pending_actions = [], []
         return actions + self._start(now)
 
     def next_deadline(self, now: float) -> float | None:
         """Seconds until `reconcile` must be called again; None: not before a fact is reported."""
         limits = self._limits()
-        ends = [group.since + limits[group.phase] for group in self._in(*limits)]
-        ends += [self._restart_at(group) for group in self._in(GroupPhase.WAITING)]
+        ends = [group.since + limits[group.phase] for group in self._in_phase(*limits)]
+        ends += [self._restart_at(group) for group in self._in_phase(GroupPhase.WAITING)]
         return max(0.0, min(ends) - now) if ends else None
 
     def _current(self, replica_id: str, generation: int, *phases: GroupPhase) -> RankGroup | None:
         group = self.groups.get(replica_id)
         return group if group and group.generation == generation and group.phase in phases else None
 
-    def _in(self, *phases: GroupPhase) -> list[RankGroup]:
+    def _in_phase(self, *phases: GroupPhase) -> list[RankGroup]:
         return [group for group in self.groups.values() if group.phase in phases]
 
     def _staying(self) -> list[RankGroup]:
         return [group for group in self.groups.values() if group.phase is not GroupPhase.DRAINING]
 
     def _outdated(self, group: RankGroup) -> bool:
-        return group.phase is not GroupPhase.DRAINING and self._replaced(group)
+        return group.phase is not GroupPhase.DRAINING and self._needs_replacement(group)
 
-    def _replaced(self, group: RankGroup) -> bool:
-        return group.leaving or group.version != self.version
+    def _needs_replacement(self, group: RankGroup) -> bool:
+        return group.being_replaced or group.version != self.version
 
-    def _room(self) -> int:
+    def _max_staying(self) -> int:
         """The allowed number of groups that are not draining."""
         return self.wanted + (1 if self.settings.surge and self.wanted and self.rolling else 0)
 
@@ -315,14 +315,14 @@ class Fleet:
         )
 
     def _limits(self) -> dict[GroupPhase, float]:
-        return dict.fromkeys(COMING_UP, self.settings.start_timeout_s) | {
+        return dict.fromkeys(STARTING_PHASES, self.settings.start_timeout_s) | {
             GroupPhase.WARMING: self.settings.warm_up_s,
             GroupPhase.DRAINING: self.settings.drain_timeout_s,
         }
 
     def _expire(self, now: float) -> None:
         limits = self._limits()
-        for group in [group for group in self._in(*limits) if now - group.since >= limits[group.phase]]:
+        for group in [group for group in self._in_phase(*limits) if now - group.since >= limits[group.phase]]:
             if self.groups.get(group.replica_id) is not group:
                 continue  # removed by an abandoned update in this loop
             limit = limits[group.phase]
@@ -334,7 +334,7 @@ class Fleet:
                 reason = f"not ready after {limit:g} s ({group.reason or group.phase.value})"
                 self.failed(group.replica_id, group.generation, reason, now)
 
-    def _serves(self, group: RankGroup) -> None:
+    def _set_ready(self, group: RankGroup) -> None:
         group.phase, group.reason = GroupPhase.READY, ""
         if group.version == self.version:
             self.fallback = None
@@ -342,7 +342,7 @@ class Fleet:
     def _abandon_update(self, culprit: RankGroup, reason: str) -> None:
         assert self.fallback is not None, "no version to fall back to"
         failed, self.version, self.fallback, self.abandoned = self.version, self.fallback, None, reason
-        self._begun.append(GiveUp(failed, self.version, reason))
+        self._pending_actions.append(AbandonUpdate(failed, self.version, reason))
         for group in [group for group in self.groups.values() if group.version == failed]:
             lost = group is culprit
             self._remove(group, reason if lost else "the update was abandoned", lost=lost)
@@ -353,52 +353,52 @@ class Fleet:
         """Drain one outdated group if enough others serve. Outdated groups that do not serve end at once."""
         outdated = [group for group in self.groups.values() if self._outdated(group)]
         for group in outdated:
-            if group.phase is not GroupPhase.READY and (group.leaving or group.version != self.fallback):
-                self._retire(group, _why_replaced(group), now)
-        ready = self._in(GroupPhase.READY)
+            if group.phase is not GroupPhase.READY and (group.being_replaced or group.version != self.fallback):
+                self._retire(group, _replacement_reason(group), now)
+        ready = self._in_phase(GroupPhase.READY)
         enough = len(ready) > self.wanted if self.settings.surge else len(self.groups) <= self.wanted <= len(ready)
         if candidates := [group for group in ready if enough and self._outdated(group)]:
-            group = min(candidates, key=self._merit)
-            self._retire(group, _why_replaced(group), now)
+            group = min(candidates, key=self._retirement_key)
+            self._retire(group, _replacement_reason(group), now)
 
-    def _merit(self, group: RankGroup) -> tuple[bool, bool, float, int]:
+    def _retirement_key(self, group: RankGroup) -> tuple[bool, bool, float, int]:
         """Sort key; the lowest ends first: not serving, then outdated, then the least cache worth, then the newest."""
         serves = group.phase in ROLES
-        return serves, not self._outdated(group), self.worths.get(group.replica_id, 0.0), -group.generation
+        return serves, not self._outdated(group), self.cache_worths_s.get(group.replica_id, 0.0), -group.generation
 
     def _retire(self, group: RankGroup, reason: str, now: float) -> None:
         if group.phase not in ROLES:
             self._remove(group, reason)
             return
         group.phase, group.since, group.reason = GroupPhase.DRAINING, now, reason
-        self._begun.append(Drain(group.replica_id, group.generation, reason))
+        self._pending_actions.append(Drain(group.replica_id, group.generation, reason))
 
     def _remove(self, group: RankGroup, reason: str, *, lost: bool = False) -> None:
         if group.phase is not GroupPhase.WAITING:
-            self._dying.append(KillRankGroup(group.replica_id, group.generation, reason, lost))
+            self._kills.append(KillRankGroup(group.replica_id, group.generation, reason, lost))
         del self.groups[group.replica_id]
         self.names.taken.discard(group.replica_id)
 
     # Starting groups
 
     def _start(self, now: float) -> list[Action]:
-        due = [group for group in self._in(GroupPhase.WAITING) if now >= self._restart_at(group)]
-        actions: list[Action] = [self._begin(group.replica_id, group.version, now, group) for group in due]
+        due = [group for group in self._in_phase(GroupPhase.WAITING) if now >= self._restart_at(group)]
+        actions: list[Action] = [self._start_group(group.replica_id, group.version, now, group) for group in due]
         missing = range(self._missing())
-        return actions + [self._begin(self.names.take_name(self.prefix), self.version, now) for _ in missing]
+        return actions + [self._start_group(self.names.take_name(self.prefix), self.version, now) for _ in missing]
 
     def _restart_at(self, group: RankGroup) -> float:
         return group.since + restart_pause_s(self.settings, group.failures)
 
     def _missing(self) -> int:
         """The number of groups to start. During an update, draining groups count too, as they still take room."""
-        replacing = any(self._replaced(group) for group in self.groups.values())
+        replacing = any(self._needs_replacement(group) for group in self.groups.values())
         present = len(self.groups) if replacing else len(self._staying())
         current = sum(not self._outdated(group) for group in self._staying())
-        return max(0, min(self._room() - present, self.wanted - current))
+        return max(0, min(self._max_staying() - present, self.wanted - current))
 
-    def _begin(self, replica_id: str, version: int, now: float, before: RankGroup | None = None) -> StartRankGroup:
-        failures, reason = (before.failures, before.reason) if before else (0, "")
+    def _start_group(self, replica_id: str, version: int, now: float, prior: RankGroup | None = None) -> StartRankGroup:
+        failures, reason = (prior.failures, prior.reason) if prior else (0, "")
         self.names.generation += 1
         generation, phase = self.names.generation, GroupPhase.PLACING
         self.groups[replica_id] = RankGroup(replica_id, generation, phase, now, version, failures, reason)
@@ -412,11 +412,11 @@ def restart_pause_s(cluster: ClusterSettings, failures: int) -> float:
     return min(cluster.restart_backoff_limit_s, cluster.restart_backoff_s * 2.0 ** min(failures - 2, 32))
 
 
-def _why_replaced(group: RankGroup) -> str:
-    return "replaced by hand" if group.leaving else "out of date"
+def _replacement_reason(group: RankGroup) -> str:
+    return "replaced by hand" if group.being_replaced else "out of date"
 
 
-def replica_worths(caches: Iterable[CacheWorth]) -> dict[str, float]:
+def cache_worths_s(caches: Iterable[CacheWorth]) -> dict[str, float]:
     """Seconds of prefill that would be lost with each replica: unique cached tokens divided by prefill rate."""
     return {
         each.replica_id: each.unique_tokens / each.prefill_tokens_per_s if each.prefill_tokens_per_s > 0 else 0.0

@@ -23,7 +23,7 @@ from ..errors import StartFailed
 from .actors import death, until_failed, until_silent, within
 from .control_messages import Failed, ModelSpec, RankSpec, Started
 from .diagnosis import NodeResources, explain_pending
-from .supervisor import LEAST_CPUS, KeptRankGroup
+from .supervisor import MIN_CPUS, RankGroupRecord
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class RunningRankGroup:
     version: int
     spec: ModelSpec  #: with the settings of `version`
     ranks: list[Any] = field(default_factory=list)
-    place: PlacementGroup | None = None
+    placement: PlacementGroup | None = None
     pids: tuple[int, ...] = ()
     tasks: list["asyncio.Task[None]"] = field(default_factory=list)
 
@@ -76,16 +76,16 @@ class RankGroups:
         self._groups[group.generation] = group
         group.tasks.append(asyncio.create_task(self._bring_up(group)))
 
-    async def adopt(self, kept: KeptRankGroup, spec: ModelSpec) -> ReplicaDescription | None:
+    async def adopt(self, kept: RankGroupRecord, spec: ModelSpec) -> ReplicaDescription | None:
         """Take over a running group. If it does not serve, end it and return None."""
-        group = RunningRankGroup(kept.replica_id, kept.generation, kept.version, spec, kept.ranks, kept.place)
+        group = RunningRankGroup(kept.replica_id, kept.generation, kept.version, spec, kept.ranks, kept.placement)
         self._groups[group.generation] = group
         try:
             asked = (asyncio.wait_for(rank.started.remote(), 10) for rank in group.ranks)
             results: list[Started | Failed | None] = await asyncio.gather(*asked)
             description = _described(group, results) if group.ranks else None
         except (StartFailed, RayActorError, TimeoutError) as error:
-            log.warning("gang_not_adopted replica=%s reason=%s", group.replica_id, death(error))
+            log.warning("rank_group_not_adopted replica=%s reason=%s", group.replica_id, death(error))
             description = None
         if description is None:
             await self.end(group.generation)
@@ -134,7 +134,7 @@ class RankGroups:
             description = await self._start_ranks(group)
         except Exception as error:
             if not isinstance(error, StartFailed):
-                log.exception("gang_failed_to_start replica=%s", group.replica_id)
+                log.exception("rank_group_failed_to_start replica=%s", group.replica_id)
             self._observer.group_failed(group, death(error))
             return
         finally:
@@ -147,8 +147,8 @@ class RankGroups:
     async def _place(self, group: RunningRankGroup) -> None:
         bundle, world = bundle_of(group.spec), world_of(group.spec)
         order = (group.replica_id, group.generation, group.version, bundle, world)
-        group.place = await self._supervisor.place.remote(*order)
-        while not await asyncio.to_thread(group.place.wait, PLACE_POLL_S):
+        group.placement = await self._supervisor.place.remote(*order)
+        while not await asyncio.to_thread(group.placement.wait, PLACE_POLL_S):
             nodes = await asyncio.to_thread(node_resources)
             self._observer.group_pending(group, explain_pending(bundle, world, nodes))
         self._observer.group_placed(group)
@@ -198,7 +198,7 @@ def bundle_of(spec: ModelSpec) -> dict[str, float]:
     share = spec.settings.replica.tensor_parallel_size / world_of(spec)
     cpus = 0.0 if spec.run_dir else cluster.cpus_per_rank * share
     gpus = {"GPU": cluster.gpus_per_rank * share} if cluster.gpus_per_rank else {}
-    return {"CPU": cpus or LEAST_CPUS} | gpus
+    return {"CPU": cpus or MIN_CPUS} | gpus
 
 
 def world_of(spec: ModelSpec) -> int:

@@ -29,7 +29,7 @@ from ...router.control import (
     WeighCaches,
 )
 from .actors import death, until_failed, until_silent, within
-from .autoscale import together
+from .autoscale import combined_demand
 from .control_messages import Failed, Listening, Models, ModelSpec
 from .planner import restart_pause_s
 
@@ -91,7 +91,7 @@ class RouterProcesses:
         self._models = models
         await asyncio.gather(*(self._send_membership(seat, membership) for seat in self._seats))
 
-    async def tell_absent(self, absent: tuple[AbsentReplica, ...], off: frozenset[str]) -> None:
+    async def send_missing(self, absent: tuple[AbsentReplica, ...], off: frozenset[str]) -> None:
         """Show these replicas as missing, and refuse requests for the models in `off`, in every router."""
         missing = SetMissing(absent, off)
         for seat in self._seats:
@@ -123,7 +123,7 @@ class RouterProcesses:
         answers = await asyncio.gather(*(self._ask(seat, CountInFlight(replica_id)) for seat in self._seats))
         return sum(answer for answer in answers if answer is not None)
 
-    async def worths(self) -> list[CacheWorth]:
+    async def cache_worths(self) -> list[CacheWorth]:
         """What would be lost with each replica's cache, from the first router that answers: all know the same."""
         for seat in self._seats:
             if (answer := await self._ask(seat, WeighCaches())) is not None:
@@ -135,7 +135,7 @@ class RouterProcesses:
         asked = (self._ask(seat, MeasureDemand()) for seat in self._seats)
         answers = [answer for answer in await asyncio.gather(*asked) if answer is not None]
         models = dict.fromkeys(model for answer in answers for model in answer)
-        return {model: together([each[model] for each in answers if model in each]) for model in models}
+        return {model: combined_demand([each[model] for each in answers if model in each]) for model in models}
 
     async def stop(self) -> None:
         self._stopping = True
@@ -166,20 +166,20 @@ class RouterProcesses:
         try:
             membership = self._membership
             router = running or await self._supervisor.start_router.remote(seat.number, self._models)
-            found: Listening | Failed | None = (
+            listening: Listening | Failed | None = (
                 await asyncio.wait_for(router.listening.remote(), ASK_TIMEOUT_S)
                 if running
                 else await router.start.remote(self._port, seat.direct_port, membership, seat.number)
             )
-            if found is None:
+            if listening is None:
                 ray.kill(router)
                 return "it was still starting when the controller died"
-            if isinstance(found, Failed):
-                return found.message
-            self._port = found.port
+            if isinstance(listening, Failed):
+                return listening.message
+            self._port = listening.port
             self._port_known.set()
-            seat.actor, seat.direct_port, seat.error, seat.missing = router, found.direct_port, None, SetMissing()
-            self._notify("info", f"router_ready router={seat.number} port={found.port}")
+            seat.actor, seat.direct_port, seat.error, seat.missing = router, listening.direct_port, None, SetMissing()
+            self._notify("info", f"router_ready router={seat.number} port={listening.port}")
             if running:
                 router.ask.remote(SetMissing())  # resets what the previous controller sent, which is unknown
             if running or membership != self._membership:  # it changed while the router was starting

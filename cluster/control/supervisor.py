@@ -20,7 +20,7 @@ from .actors import MakeRouter, ReplicaRank, RouterProcess
 from .control_messages import Models, ModelSpec, RankSpec
 
 #: Ray accepts no empty bundle; such a small share of a CPU does not affect scheduling.
-LEAST_CPUS = 0.001
+MIN_CPUS = 0.001
 #: Calls that a rank must be able to run at the same time: watch, start, ping, drain and stop, and the same again from
 #: a controller that died while waiting for answers.
 RANK_CALLS = 10
@@ -31,18 +31,18 @@ ROUTER_CALLS = 16
 
 
 @dataclass(slots=True)
-class KeptRankGroup:
+class RankGroupRecord:
     replica_id: str
     generation: int
     version: int
-    place: PlacementGroup
+    placement: PlacementGroup
     ranks: list[Any] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class SupervisorState:
-    memory: Any  #: the previous controller's state; None: there was no previous controller
-    groups: list[KeptRankGroup]
+    saved: Any  #: the previous controller's state; None: there was no previous controller
+    groups: list[RankGroupRecord]
     routers: dict[int, Any]  #: by seat
 
 
@@ -64,22 +64,22 @@ class Supervisor:
         self._make_router = make_router
         self._router_node = router_node
         self._prepare_rank = prepare_rank
-        self._groups: dict[int, KeptRankGroup] = {}
+        self._groups: dict[int, RankGroupRecord] = {}
         self._routers: dict[int, Any] = {}
         self._spares: list[Any] = []
-        self._memory: Any = None
+        self._saved: Any = None
 
     def state(self) -> SupervisorState:
-        return SupervisorState(self._memory, list(self._groups.values()), dict(self._routers))
+        return SupervisorState(self._saved, list(self._groups.values()), dict(self._routers))
 
-    def remember(self, memory: Any) -> None:
-        self._memory = memory
+    def save(self, state: Any) -> None:
+        self._saved = state
 
     def place(self, replica_id: str, generation: int, version: int, bundle: dict[str, float], world: int) -> Any:
         """Request a placement group that has room for all of a replica's ranks on one node."""
-        place = placement_group([bundle] * world, strategy="STRICT_PACK")
-        self._groups[generation] = KeptRankGroup(replica_id, generation, version, place)
-        return place
+        placement = placement_group([bundle] * world, strategy="STRICT_PACK")
+        self._groups[generation] = RankGroupRecord(replica_id, generation, version, placement)
+        return placement
 
     def start_ranks(self, generation: int, log_level: str, use_spares: bool) -> list[Any]:
         """Start a placed rank group's processes; a repeated call returns the same ones."""
@@ -87,7 +87,7 @@ class Supervisor:
         if group.ranks:
             return group.ranks
         ranks = []
-        for index, bundle in enumerate(group.place.bundle_specs):
+        for index, bundle in enumerate(group.placement.bundle_specs):
             if use_spares and (spare := self._spare()) is not None:
                 ranks.append(spare)
                 continue
@@ -96,7 +96,7 @@ class Supervisor:
                 num_cpus=bundle["CPU"],
                 num_gpus=bundle.get("GPU", 0),
                 max_concurrency=RANK_CALLS,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group.place, placement_group_bundle_index=index),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group.placement, index),
             )
             ranks.append(actor.remote(self._make_rank, log_level, freeze_loaded_objects))
         group.ranks = ranks
@@ -143,4 +143,4 @@ class Supervisor:
         if group := self._groups.pop(generation, None):
             for rank in group.ranks:
                 ray.kill(rank, no_restart=True)
-            remove_placement_group(group.place)
+            remove_placement_group(group.placement)

@@ -29,6 +29,8 @@ Prefill = Callable[[torch.Tensor, PagedRows, PagedStep, AttentionRule], torch.Te
 class FlashAttention(PagedAttention):
     """`PagedAttention` that prefills with a library. Our kernels handle rules that the library does not support."""
 
+    mixes = False
+
     def __init__(self, pool: KvPool, kernels: TorchKernels, prefill: Prefill) -> None:
         super().__init__(pool, kernels)
         self._library = prefill
@@ -50,6 +52,7 @@ class Flash4Attention(PagedAttention):
 
     #: The library has separate kernels for prompts whose tokens times queries per KV head fit one or two tiles.
     kernel_lengths = tuple(2**power for power in range(1, 10))
+    mixes = False
 
     def __init__(self, pool: KvPool, kernels: TorchKernels, call: Callable[..., Any], *, splits: bool) -> None:
         """`splits`: whether `call` can split a row's keys; if not, it decodes a row with one program per KV head."""
@@ -105,7 +108,7 @@ class Flash4Attention(PagedAttention):
         out.copy_(found[0] if isinstance(found, tuple) else found)
 
 
-class flash2:  # noqa: N801 - called like the other libraries' functions
+class Flash2Prefill:
     """`flash_attn.flash_attn_varlen_func` on gathered keys and values; their slots are computed once per step."""
 
     def __init__(self, call: Callable[..., torch.Tensor]) -> None:
@@ -128,7 +131,7 @@ class flash2:  # noqa: N801 - called like the other libraries' functions
         )
 
 
-def flash3(call: Callable[..., torch.Tensor]) -> Prefill:
+def flash3_prefill(call: Callable[..., torch.Tensor]) -> Prefill:
     """`flash_attn_with_kvcache` of FlashAttention 3, which reads our pages."""
 
     def prefill(q: torch.Tensor, rows: PagedRows, step: PagedStep, rule: AttentionRule) -> torch.Tensor:
@@ -169,13 +172,13 @@ def load_flash4() -> Callable[..., Any]:
 
 
 def load_flash2() -> Prefill:
-    return flash2(importlib.import_module("flash_attn").flash_attn_varlen_func)
+    return Flash2Prefill(importlib.import_module("flash_attn").flash_attn_varlen_func)
 
 
 def load_flash3() -> Prefill:
     for name in FLASH3_MODULES:
         try:
-            return flash3(importlib.import_module(name).flash_attn_with_kvcache)
+            return flash3_prefill(importlib.import_module(name).flash_attn_with_kvcache)
         except ModuleNotFoundError:
             continue
     raise ImportError(f"none of {', '.join(FLASH3_MODULES)} can be imported")

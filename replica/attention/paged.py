@@ -142,7 +142,7 @@ class MixedStep:
     tables: torch.Tensor  #: [T, pages]
     seq_lens: torch.Tensor  #: [T] int32, 0 for tokens that do not decode
     prompts: PagedStep
-    of_prompts: torch.Tensor  #: [T] bool: whether the token belongs to a prompt
+    is_prompt: torch.Tensor  #: [T] bool: whether the token belongs to a prompt
 
 
 class PagedAttention:
@@ -153,6 +153,8 @@ class PagedAttention:
 
     #: Prompt lengths that together use every kernel that is compiled on first use and is not part of a graph.
     kernel_lengths: ClassVar[tuple[int, ...]] = ()
+    #: Whether `begin_mixed` may be called. Subclasses that read lengths on the host do not support it.
+    mixes: ClassVar[bool] = True
 
     def __init__(self, pool: KvPool, kernels: TorchKernels) -> None:
         self._pool = pool
@@ -178,11 +180,6 @@ class PagedAttention:
         self._start(PagedStep(slots, tables, seq_lens, len(seq_lens), None, [], []))
 
     @property
-    def mixes(self) -> bool:
-        """Whether `begin_mixed` may be called. Subclasses do not support it, because they read lengths on the host."""
-        return type(self) is PagedAttention
-
-    @property
     def device(self) -> torch.device:
         device: torch.device = self._pool.keys[0].device
         return device
@@ -195,15 +192,15 @@ class PagedAttention:
         prompt_tables: torch.Tensor,
         prompt_lens: torch.Tensor,
         first_queries: torch.Tensor,
-        of_prompts: torch.Tensor,
+        is_prompt: torch.Tensor,
     ) -> None:
         """Start a step of decodes, prompts and padding, without reading anything back to the host.
 
-        slots, tables, seq_lens and of_prompts have one entry per token; seq_lens are 0 for tokens that do not decode.
+        slots, tables, seq_lens and is_prompt have one entry per token; seq_lens are 0 for tokens that do not decode.
         The others have one row per prompt, after a first row that covers all decode tokens and reads the null block.
         """
         prompts = PagedStep(slots, prompt_tables, prompt_lens, 0, first_queries, [], [])
-        self._step, self._mixed = None, MixedStep(slots, tables, seq_lens, prompts, of_prompts)
+        self._step, self._mixed = None, MixedStep(slots, tables, seq_lens, prompts, is_prompt)
         self._plans.clear()
 
     def __call__(
@@ -235,7 +232,7 @@ class PagedAttention:
             self._prefill(q, rows, step.prompts, rule, out)
             decoded = torch.empty_like(out)
             self._decode(q, PagedRows(keys, values, step.tables, step.seq_lens), rule, decoded)
-            return torch.where(step.of_prompts[:, None, None], out, decoded)  # padding decodes to 0
+            return torch.where(step.is_prompt[:, None, None], out, decoded)  # padding decodes to 0
         split = step.decodes
         if split:
             rows = PagedRows(keys, values, step.tables[:split], step.seq_lens[:split])

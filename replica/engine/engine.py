@@ -292,7 +292,7 @@ class Engine:
                 embedding=vector.astype("<f4").tobytes(),
             )
         )
-        request.answered = True
+        request.output_sent = True
         self.scheduler.finish(request)
 
     def _restriction(self, masks: TokenMasks, device: torch.device) -> Restriction:
@@ -337,7 +337,7 @@ class Engine:
 
         All tokens but the last matched their drafts, so their KV is already computed.
         """
-        first = not request.answered
+        first = not request.output_sent
         pinned = 0 if first and request.pins else None
         if request.pins and request.phase is RequestPhase.RUNNING:  # if preempted in flight, it pins with a later token
             pinned, request.pins = self.scheduler.pin(request, self._clock()), ()
@@ -376,7 +376,7 @@ class Engine:
                 pinned_tokens=pinned,
             )
         )
-        request.answered = True
+        request.output_sent = True
         if finish_reason:
             self.scheduler.finish(request)
 

@@ -78,7 +78,7 @@ class SlotTable:
     def __init__(self, count: int) -> None:
         self._free = list(range(count, 0, -1))
         #: By the request's `arrival`: its slot, the request, and its preemption count when it got the slot.
-        self._held: dict[int, tuple[int, RequestState, int]] = {}
+        self._assigned: dict[int, tuple[int, RequestState, int]] = {}
 
     @property
     def free(self) -> int:
@@ -87,23 +87,23 @@ class SlotTable:
 
     def assign(self, requests: Iterable[RequestState]) -> tuple[list[int], list[RequestState]]:
         """Return a slot for each of these running requests, and the requests whose slot is new."""
-        for slot, request, preemptions in list(self._held.values()):
+        for slot, request, preemptions in list(self._assigned.values()):
             if request.phase is not RequestPhase.RUNNING or request.preemptions != preemptions:
-                del self._held[request.arrival]
+                del self._assigned[request.arrival]
                 self._free.append(slot)
         slots: list[int] = []
         started: list[RequestState] = []
         for request in requests:
-            if request.arrival not in self._held:
-                self._held[request.arrival] = self._free.pop(), request, request.preemptions
+            if request.arrival not in self._assigned:
+                self._assigned[request.arrival] = self._free.pop(), request, request.preemptions
                 started.append(request)
-            slots.append(self._held[request.arrival][0])
+            slots.append(self._assigned[request.arrival][0])
         return slots, started
 
     def check(self) -> None:
         """Assert that no slot is lost or assigned twice."""
-        slots = [*self._free, *(slot for slot, _, _ in self._held.values())]
-        assert len(set(slots)) == len(slots), (self._free, self._held)
+        slots = [*self._free, *(slot for slot, _, _ in self._assigned.values())]
+        assert len(set(slots)) == len(slots), (self._free, self._assigned)
 
 
 def needs_terms(request: RequestState) -> bool:

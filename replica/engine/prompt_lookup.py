@@ -17,33 +17,33 @@ import numpy as np
 #: float32. Not measured on a GPU.
 CPU_STEP_TOKENS, CUDA_STEP_TOKENS = 16, 128
 #: Shortest match that counts: shorter ones recur in any text.
-LEAST_EQUAL = 3
+MIN_EQUAL = 3
 #: Longest match to look for. Among several places, the longest match wins, then the latest.
-MOST_EQUAL = 16
+MAX_EQUAL = 16
 #: Tokens to search, from the end.
 SEARCHED_TOKENS = 32_768
 
 
 @dataclass(slots=True, frozen=True)
 class PromptLookup:
-    """A `Drafter` that guesses at most `most` tokens."""
+    """A `Drafter` of at most `max_tokens` tokens."""
 
-    most: int
+    max_tokens: int
 
-    def __call__(self, tokens: Sequence[int], most: int) -> Sequence[int]:
+    def __call__(self, tokens: Sequence[int], limit: int) -> Sequence[int]:
         known = np.asarray(tokens, dtype=np.uint32)[-SEARCHED_TOKENS:]
         last = len(known) - 1
         ends = np.flatnonzero(known[:last] == known[last])
         equal = 1 if len(ends) else 0
-        while 0 < equal < MOST_EQUAL:
+        while 0 < equal < MAX_EQUAL:
             longer = ends[ends >= equal]
             longer = longer[known[longer - equal] == known[last - equal]]
             if not len(longer):
                 break
             ends, equal = longer, equal + 1
-        if equal < LEAST_EQUAL:
+        if equal < MIN_EQUAL:
             return ()
         followed = known[ends[-1] + 1 :]
         # After a match close to the end, fewer tokens follow than are drafted; `resize` repeats them.
-        guessed: list[int] = np.resize(followed, min(self.most, most, equal)).tolist()
-        return guessed
+        drafts: list[int] = np.resize(followed, min(self.max_tokens, limit, equal)).tolist()
+        return drafts

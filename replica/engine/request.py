@@ -23,7 +23,7 @@ from ..structured.guide import Guide
 #: Maximum number of alternatives besides a token's own logprob. OpenAI allows 20 (chat) and 5 (completions).
 MAX_LOGPROBS = 100
 #: Tokens without drafts after a first failure; each further failure in a row multiplies the pause by this.
-REST_FACTOR = 5
+PAUSE_FACTOR = 5
 #: Length of a tenant's digest.
 TENANT_BYTES = 16
 
@@ -52,7 +52,7 @@ class Drafting:
 
     failures: int = 0  #: in a row
     trusted: bool = False  #: whether at least half of the last drafts were right
-    rests_until: int = 0  #: no drafts until this many tokens are generated
+    paused_until: int = 0  #: no drafts until this many tokens are generated
     #: Index and guess of a token in flight, while the next step waits to learn whether the guess is right.
     expected: tuple[int, int] | None = None
 
@@ -63,7 +63,7 @@ class Drafting:
             self.failures = 0
             return
         self.failures += 1
-        self.rests_until = generated + REST_FACTOR**self.failures
+        self.paused_until = generated + PAUSE_FACTOR**self.failures
 
 
 @dataclass(slots=True, eq=False)
@@ -82,8 +82,8 @@ class RequestState:
     priority: int = 0
     #: Order of arrival.
     arrival: int = 0
-    #: Place within its priority (order.py); kept across preemptions, so a preempted request does not go to the end.
-    turn: int = 0
+    #: Place within a priority (queue_order.py); kept across preemptions, so that preempted requests do not go last.
+    queue_key: int = 0
     #: Prefixes of the prompt to keep once it is computed.
     pins: tuple[Pin, ...] = ()
     tokens_per_output: int = 1
@@ -117,7 +117,7 @@ class RequestState:
     #: Number of free blocks when the request last did not fit; None if it was not tried or has run since.
     refused_at_free: int | None = None
     #: Whether an output was sent. The first one carries additional fields.
-    answered: bool = False
+    output_sent: bool = False
     #: Tokens, and their logprobs if requested, that no output has carried yet.
     unsent: list[int] = field(default_factory=list)
     unsent_logprobs: list[PositionLogprobs] = field(default_factory=list)
@@ -135,7 +135,7 @@ class RequestState:
     @property
     def urgency(self) -> tuple[int, int, int]:
         """Sort key; the smallest runs first."""
-        return self.priority, self.turn, self.arrival
+        return self.priority, self.queue_key, self.arrival
 
     @property
     def loss(self) -> int:
@@ -169,7 +169,7 @@ class RequestState:
     @property
     def scores_prompt(self) -> bool:
         """Whether prompt logprobs are still to be sent."""
-        return self.sampling.prompt_logprobs is not None and not self.answered
+        return self.sampling.prompt_logprobs is not None and not self.output_sent
 
     def block_table(self) -> "array[int]":
         """Ids of all blocks, in order. Read-only for the caller."""

@@ -6,14 +6,14 @@ Prefill and decode share one token budget. Decodes come first (one token each); 
 urgent first, with started and waiting prompts in one order. A request is admitted when there are free blocks for all
 its current tokens, so only decodes need more later. If none is free, the running request that loses least is preempted:
 its blocks are released (still cached, tail evicted first), it waits again and recomputes what the cache no longer has.
-order.py defines both the order and that choice.
+queue_order.py defines both the order and that choice.
 
 With drafts from a `Drafter`, a request can compute several tokens of its answer in one step. Drafts use the budget and
 the free blocks that all other rows leave. A request whose drafts fail gets none for a while.
 
 No deadlock: among the most urgent running requests, the one that loses most can take all other blocks, and it fits
 alone (`add` refuses requests that could never fit; pins in its way are broken). No starvation within a priority: a
-request's turn is fixed on arrival and kept across preemptions, and it bounds the work that can go first (order.py).
+request's queue key is fixed on arrival and kept across preemptions, and it bounds the work that can go first.
 """
 
 from bisect import insort
@@ -28,7 +28,7 @@ from ...kvcache.pool import Block
 from ...kvcache.prefix_cache import PrefixCache, PrefixMatch
 from ..errors import PromptTooLong
 from ..messages import WORTH_WAITING_TOKENS
-from .order import gives_way, turn
+from .queue_order import choose_victim, queue_key
 from .request import RequestKey, RequestPhase, RequestState
 from .step_plan import BlockCopy, PlanRow, StepPlan, plan_of_rows
 
@@ -206,7 +206,7 @@ class Scheduler:
         self._arrivals += 1
         request.arrival = self._arrivals
         self._expect(request)
-        request.turn = turn(self._prefilled, request.num_tokens - request.expected_cached)
+        request.queue_key = queue_key(self._prefilled, request.num_tokens - request.expected_cached)
         self._requests[request.key] = request
         insort(self._waiting, request, key=_by_urgency)
 
@@ -227,12 +227,12 @@ class Scheduler:
         drafter, spare = self._drafter, self._spare(sum(row.count for row in rows))
         if drafter is None or spare <= 0:
             return rows
-        found: list[ScheduledRow] = []
+        drafted: list[ScheduledRow] = []
         for row in rows:
             drafts = self._drafts(row.request, spare, drafter) if row.decodes and row.samples else ()
             spare -= len(drafts)
-            found.append(replace(row, drafts=drafts) if drafts else row)
-        return found
+            drafted.append(replace(row, drafts=drafts) if drafts else row)
+        return drafted
 
     def expects_drafts(self) -> bool:
         """Whether a decode can get drafts now or, with tokens in flight, probably can once they are known."""
@@ -373,19 +373,19 @@ class Scheduler:
 
     def _drafts(self, request: RequestState, spare: int, drafter: Drafter) -> tuple[int, ...]:
         """Drafts for a request, within `spare` and the free blocks; none for its last token."""
-        drafts = self._guesses(request, spare, drafter)
+        drafts = self._proposed(request, spare, drafter)
         missing = self._missing_blocks(request, len(drafts)) if drafts else 0
         if missing > 0:
             request.blocks += self._cache.allocate(missing) or ()
         return drafts[: len(request.blocks) * self._hasher.block_size - request.num_tokens]
 
-    def _guesses(self, request: RequestState, spare: int, drafter: Drafter) -> tuple[int, ...]:
+    def _proposed(self, request: RequestState, spare: int, drafter: Drafter) -> tuple[int, ...]:
         places = self.limits.max_model_len - request.num_tokens - 1
         most = min(spare, places, request.sampling.max_tokens - request.generated - 1)
         if not request.drafting.trusted:
             most = min(most, 1)
         # With a guide, each draft would need the mask of a state that is discarded if an earlier draft is wrong.
-        if most <= 0 or request.guide is not None or request.generated < request.drafting.rests_until:
+        if most <= 0 or request.guide is not None or request.generated < request.drafting.paused_until:
             return ()
         return tuple(drafter(request.tokens, most)[:most])
 
@@ -395,7 +395,7 @@ class Scheduler:
             place, token_id = drafting.expected
             drafting.learn(1, int(request.tokens[place] == token_id), request.generated)
             drafting.expected = None
-        drafts = self._guesses(request, spare, drafter)
+        drafts = self._proposed(request, spare, drafter)
         if drafts and request.pending:
             drafting.expected = len(request.tokens), drafts[0]
         return bool(drafts)
@@ -409,7 +409,7 @@ class Scheduler:
                 return True
             if len(self._running) == 1 and self._cache.break_pin():
                 continue
-            victim = gives_way(self._running)
+            victim = choose_victim(self._running)
             self.preemptions += 1
             victim.preemptions += 1
             self._leave(victim)
@@ -428,7 +428,7 @@ class Scheduler:
         """Whether a running request is computing a part of what this one lacks that is worth waiting for.
 
         That request may also compute it in a step in flight, and may then count as decoding already. The wait is
-        bounded: the other request runs already and keeps its own turn.
+        bounded: the other request runs already and keeps its own queue key.
         """
         if not self._cache.enabled or not request.may_use_cache:
             return False

@@ -22,9 +22,9 @@ log = logging.getLogger(__name__)
 Forward = Callable[[Batch], torch.Tensor | None]
 
 #: Number of shapes to keep: one per batch size, and for some sizes two or three table widths.
-MOST_SHAPES = 256
+MAX_SHAPES = 256
 #: Width of the narrowest block tables, in pages.
-LEAST_PAGES = 16
+MIN_PAGES = 16
 
 
 @dataclass(slots=True, frozen=True)
@@ -39,7 +39,7 @@ def decode_shape(batch: RaggedBatch, threads: int) -> DecodeShape | None:
     rows = len(batch.q_lens)
     if not rows or len(batch.token_ids) != rows or len(batch.logits_at) != rows or batch.copied_slots.size:
         return None
-    pages = max(LEAST_PAGES, batch.block_tables.shape[1])
+    pages = max(MIN_PAGES, batch.block_tables.shape[1])
     return DecodeShape(rows, 1 << (pages - 1).bit_length(), threads)
 
 
@@ -50,12 +50,12 @@ class CapturedSteps:
         self._arena = Arena()
         #: By shape, most recently used last; None for a shape that occurred only once.
         self._steps: OrderedDict[DecodeShape, _CapturedStep | None] = OrderedDict()
-        self._most_rows: float = math.inf
+        self._max_rows: float = math.inf
 
     def run(self, batch: RaggedBatch) -> torch.Tensor | None:
         """The logits [rows, vocab], valid until the next step; None if this batch has no captured step."""
         shape = decode_shape(batch, torch.get_num_threads())
-        if shape is None or shape.rows > self._most_rows:
+        if shape is None or shape.rows > self._max_rows:
             return None
         step = self._steps.get(shape) or self._capture_second(shape, batch)
         if step is None:
@@ -67,7 +67,7 @@ class CapturedSteps:
         """Capture the step, unless its shape occurs for the first time or cannot be captured."""
         if shape not in self._steps:
             self._steps[shape] = None
-            if len(self._steps) > MOST_SHAPES:
+            if len(self._steps) > MAX_SHAPES:
                 self._steps.popitem(last=False)
             return None
         try:
@@ -75,8 +75,8 @@ class CapturedSteps:
         except NotRecorded as error:
             log.info("decode_programs_unusable rows=%d reason=%r", shape.rows, str(error))
             # No step with this many rows or more can be captured. Up to FEW_ROWS use other kernels, so these may work.
-            self._most_rows = min(shape.rows - 1, FEW_ROWS)
-            for larger in [each for each in self._steps if each.rows > self._most_rows]:
+            self._max_rows = min(shape.rows - 1, FEW_ROWS)
+            for larger in [each for each in self._steps if each.rows > self._max_rows]:
                 del self._steps[larger]
             return None
         return step

@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 import torch
 
 
-def graph_sizes(most: int) -> list[int]:
+def graph_sizes(max_rows: int) -> list[int]:
     """Batch sizes to capture: densest among small batches, where a padding row costs most in proportion."""
-    sizes = [1, 2, 4, *range(8, min(most, 64), 8), *range(64, most, 16), most]
-    return sorted({size for size in sizes if size <= most})
+    sizes = [1, 2, 4, *range(8, min(max_rows, 64), 8), *range(64, max_rows, 16), max_rows]
+    return sorted({size for size in sizes if size <= max_rows})
 
 
 def padded_size(rows: int, sizes: Sequence[int]) -> int | None:

@@ -77,7 +77,7 @@ class DecodeStep:
     """A decode step that reads the request table and writes to it: embedding, layers, sampler, write-back.
 
     Its only input besides the table is the slots in `rows`. It allocates only through torch and reads nothing back to
-    the host, so a CUDA graph can capture it. A batch of fewer than `most` rows uses the front of the buffers.
+    the host, so a CUDA graph can capture it. A batch of fewer than `max_rows` rows uses the front of the buffers.
 
     It has two halves, so that masks that depend on the previous step's tokens can reach the device in between.
     """
@@ -89,7 +89,7 @@ class DecodeStep:
         kernels: TorchKernels,
         table: RequestTable,
         *,
-        most: int,
+        max_rows: int,
         block_size: int,
         group: RankGroup | None,
     ) -> None:
@@ -97,14 +97,14 @@ class DecodeStep:
         self._model, self._attention, self._kernels, self._table = model, attention, kernels, table
         self._block_size = block_size
         self._group = group
-        #: [most, vocab] of the last step; None on ranks that draw no tokens.
+        #: [max_rows, vocab] of the last step; None on ranks that draw no tokens.
         self.logits: torch.Tensor | None = None
         if group is None or group.rank == 0:
-            self.logits = torch.zeros(most, model.spec.vocab_size, dtype=torch.float32, device=device)
+            self.logits = torch.zeros(max_rows, model.spec.vocab_size, dtype=torch.float32, device=device)
         #: Each row's slot; 0 for padding rows.
-        self.rows = torch.zeros(most, dtype=torch.int64, device=device)
+        self.rows = torch.zeros(max_rows, dtype=torch.int64, device=device)
         #: The latest drawn tokens; `NO_TOKEN` where the logits were not finite.
-        self.tokens = torch.zeros(most, dtype=torch.int64, device=device)
+        self.tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
 
     def run(self, size: int) -> None:
         """Compute and draw one token for each of the first `size` rows."""
@@ -168,10 +168,10 @@ class GpuRunner(ModelRunner):
     ) -> None:
         super().__init__(settings, model_dir, block_size, group, model=model, memory=memory)
         limits = for_device(settings, cuda=self.device.type == "cuda")
-        self._most_rows = min(limits.max_running_requests, limits.max_batched_tokens)
+        self._max_rows = min(limits.max_running_requests, limits.max_batched_tokens)
         self._max_model_len = settings.max_model_len or self.spec.max_positions
         self._graphs: EagerSteps = graphs or (CudaGraphs() if self.device.type == "cuda" else EagerSteps())
-        self._sizes = graph_sizes(self._most_rows)
+        self._sizes = graph_sizes(self._max_rows)
         self._state: _DeviceState | None = None
         #: Draws the tokens of the held step that was launched last; None if there is none.
         self._undrawn: _Draw | None = None
@@ -187,13 +187,13 @@ class GpuRunner(ModelRunner):
         super()._allocate(num_blocks)
         assert self._attention is not None
         pages = min(num_blocks, -(-self._max_model_len // self.block_size) + 1)
-        table = RequestTable(self._most_rows, pages, self.device)
+        table = RequestTable(self._max_rows, pages, self.device)
         decode = DecodeStep(
             self._model,
             self._attention,
             self._kernels,
             table,
-            most=self._most_rows,
+            max_rows=self._max_rows,
             block_size=self.block_size,
             group=self._group,
         )
@@ -204,9 +204,9 @@ class GpuRunner(ModelRunner):
             for size in reversed(self._sizes)  # largest first, so that the others fit into its memory
             for name, run in (("compute", decode.compute), ("draw", decode.draw))
         ]
-        problem = self._model.uncapturable or self._capture(parts)
+        problem = self._model.capture_problem or self._capture(parts)
         if problem is None:
-            log.info("graphs_captured sizes=%d largest=%d", len(self._sizes), self._most_rows)
+            log.info("graphs_captured sizes=%d largest=%d", len(self._sizes), self._max_rows)
             return
         log.warning("graphs_unusable reason=%r", problem)
         self._graphs.clear()
@@ -215,9 +215,9 @@ class GpuRunner(ModelRunner):
 
     def _mixed_step(self, attention: PagedAttention, decode: DecodeStep, pages: int) -> MixedStep | None:
         """Capture steps with prompts; None where attention, device or model do not allow it."""
-        if self._model.uncapturable or not (attention.mixes and self._graphs.pads_mixed):
+        if self._model.capture_problem or not (attention.mixes and self._graphs.pads_mixed):
             return None
-        mixed = MixedStep(self._model, attention, decode.logits, most=self._most_rows, pages=pages)
+        mixed = MixedStep(self._model, attention, decode.logits, max_rows=self._max_rows, pages=pages)
         problem = self._capture([("mixed", size, mixed.run) for size in reversed(MIXED_SIZES)])
         if problem is None:
             return mixed
@@ -291,7 +291,7 @@ class GpuRunner(ModelRunner):
     def _set_rows(self, slots: Sequence[int], decode: DecodeStep) -> int:
         """Make these slots the rows of the next draw. Returns the size that they are padded to."""
         size = padded_size(len(slots), self._sizes)
-        assert size is not None, f"{len(slots)} rows, {self._most_rows} at most"
+        assert size is not None, f"{len(slots)} rows, {self._max_rows} at most"
         rows = np.zeros(size, dtype=np.int64)
         rows[: len(slots)] = slots
         decode.rows[:size].copy_(to_device(rows, self.device))
@@ -309,7 +309,7 @@ class GpuRunner(ModelRunner):
         """Run a step with prompts, from a graph if one of its kind is captured."""
         ragged, mixed, decode = self._lay_out(plan), state.mixed, state.decode
         size = padded_size(len(ragged.token_ids), MIXED_SIZES)
-        if mixed is None or size is None or not fits(ragged, min(size, self._most_rows)):
+        if mixed is None or size is None or not fits(ragged, min(size, self._max_rows)):
             return self._run(plan, ragged, state)
         self._copy(ragged)
         mixed.write(ragged, size, partial(to_device, device=self.device))

@@ -16,34 +16,34 @@ from ..models.base import Model
 #: one by one (calculated: 600 tokens for an 8B model on one H200), so a graph gains nothing. Not measured.
 SIZES = (32, 64, 128, 256, 512)
 #: Maximum number of prompts in a captured step.
-MOST_PROMPTS = 16
+MAX_PROMPTS = 16
 
 
 def leading_decodes(q_lens: list[int]) -> int:
     return next((row for row, count in enumerate(q_lens) if count > 1), len(q_lens))
 
 
-def fits(batch: RaggedBatch, most_rows: int) -> bool:
-    """Whether a captured step can run this batch, which may need at most `most_rows` logits."""
+def fits(batch: RaggedBatch, max_rows: int) -> bool:
+    """Whether a captured step can run this batch, which may need at most `max_rows` logits."""
     prompts = len(batch.q_lens) - leading_decodes(batch.q_lens)
-    return prompts <= MOST_PROMPTS and len(batch.logits_at) <= most_rows
+    return prompts <= MAX_PROMPTS and len(batch.logits_at) <= max_rows
 
 
 class MixedStep:
-    """Inputs of steps with up to `SIZES[-1]` tokens. Logits of up to `most` tokens are written to `logits`."""
+    """Inputs of steps with up to `SIZES[-1]` tokens. Logits of up to `max_rows` tokens are written to `logits`."""
 
     def __init__(
-        self, model: Model, attention: PagedAttention, logits: torch.Tensor | None, *, most: int, pages: int
+        self, model: Model, attention: PagedAttention, logits: torch.Tensor | None, *, max_rows: int, pages: int
     ) -> None:
         device = attention.device
-        self._model, self._attention, self._logits, self._most = model, attention, logits, most
+        self._model, self._attention, self._logits, self._max_rows = model, attention, logits, max_rows
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
-        tokens, rows = SIZES[-1], MOST_PROMPTS + 1
+        tokens, rows = SIZES[-1], MAX_PROMPTS + 1
         self.token_ids, self._positions, self._slots = (zeros(tokens) for _ in range(3))
-        self._logits_at = zeros(most)
+        self._logits_at = zeros(max_rows)
         self._lengths, self._tables = zeros(tokens, dtype=torch.int32), zeros(tokens, pages, dtype=torch.int32)
         #: Row 0 represents all decodes and reads only the null block.
         self._prompt_lengths, self._prompt_tables = (
@@ -51,7 +51,7 @@ class MixedStep:
             zeros(rows, pages, dtype=torch.int32),
         )
         self._first_queries = zeros(rows + 1, dtype=torch.int32)
-        self._of_prompts = zeros(tokens, dtype=torch.bool)
+        self._is_prompt = zeros(tokens, dtype=torch.bool)
 
     def write(self, batch: RaggedBatch, size: int, move: Move) -> None:
         """Set the inputs of a step that `fits`, padded to `size` tokens."""
@@ -61,10 +61,10 @@ class MixedStep:
         wide[:3, :tokens] = batch.token_ids, batch.positions, batch.slots
         wide[3, :decodes] = kv_lens[:decodes]
         wide[4, decodes:tokens] = 1
-        inputs = (self.token_ids, self._positions, self._slots, self._lengths, self._of_prompts)
+        inputs = (self.token_ids, self._positions, self._slots, self._lengths, self._is_prompt)
         for target, source in zip(inputs, move(wide), strict=True):
             target[:size].copy_(source)
-        prompts = np.zeros((2, MOST_PROMPTS + 2), dtype=np.int32)
+        prompts = np.zeros((2, MAX_PROMPTS + 2), dtype=np.int32)
         prompts[0, : 1 + rows - decodes] = decodes, *kv_lens[decodes:]
         prompts[1, 1:] = tokens
         prompts[1, 1 : 2 + rows - decodes] = decodes + np.cumsum([0, *batch.q_lens[decodes:]])
@@ -74,7 +74,7 @@ class MixedStep:
         tables, width = move(batch.block_tables), batch.block_tables.shape[1]
         self._tables[:decodes, :width].copy_(tables[:decodes])
         self._prompt_tables[1 : 1 + rows - decodes, :width].copy_(tables[decodes:])
-        places = np.zeros(self._most, dtype=np.int64)
+        places = np.zeros(self._max_rows, dtype=np.int64)
         places[: len(batch.logits_at)] = batch.logits_at
         self._logits_at.copy_(move(places))
 
@@ -87,9 +87,9 @@ class MixedStep:
             self._prompt_tables,
             self._prompt_lengths,
             self._first_queries,
-            self._of_prompts[:size],
+            self._is_prompt[:size],
         )
-        places = self._logits_at[: min(size, self._most)]
+        places = self._logits_at[: min(size, self._max_rows)]
         logits = self._model.forward(self.token_ids[:size], self._positions[:size], self._attention, places)
         if logits is not None:
             assert self._logits is not None, "logits on a rank that draws nothing"

@@ -17,7 +17,7 @@ from ..engine.step_plan import PlanRow, RaggedBatch, StepPlan, lay_out, plan_of_
 from ..errors import StartupError
 from ..kernels.choice import choose_kernels, compiled_problem
 from ..models.base import Model
-from ..models.loading import DTYPES, load_model
+from ..models.loading import TORCH_DTYPES, load_model
 from ..models.spec import ModelSpec
 from ..parallel.rank_group import RankGroup
 from ..progress import report
@@ -122,7 +122,7 @@ class ModelRunner:
         self._memory = memory or (CudaMemory(self.device) if self.device.type == "cuda" else None)
         self._model: Model = model or load_model(settings, model_dir, self._group, device=self.device)
         self.spec = _with_kv(self._model.spec, settings.kv_cache_dtype, self.device)
-        self._kernels = choose_kernels(self.device, DTYPES[self.spec.dtype])
+        self._kernels = choose_kernels(self.device, TORCH_DTYPES[self.spec.dtype])
         self._kernels.warm_up(self.spec, block_size, self.device)
 
     @torch.inference_mode()

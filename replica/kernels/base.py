@@ -22,9 +22,9 @@ from ..models.spec import ModelSpec
 #: Prefill queries per matrix product. On an AMD EPYC, 64 and 128 were equally fast and 256 was a tenth slower.
 TILE = 128
 #: Largest finite FP8 (E4M3) number.
-FP8_MOST = 448.0
+FP8_MAX = 448.0
 #: Lower bound of an FP8 scale, so that all-zero features have one too.
-LEAST_SCALE = 1e-12
+MIN_SCALE = 1e-12
 #: `round_rows` pads to a multiple of this many rows, so that each column of scales is 16-byte aligned for cuBLAS.
 ROUNDED_ROWS = 4
 #: Stands for "no token" in tensors of token ids.
@@ -98,9 +98,9 @@ class TorchKernels:
         seq_lens.index_copy_(0, rows, lengths)
         return DecodeRows(last_tokens[rows].clamp(min=0), positions, slots, tables, lengths)
 
-    def take(self, table: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """Rows of `table` [N, F] at the indices `places` [T] int64, all below N; returns [T, F]."""
-        return F.embedding(places, table)
+    def take(self, table: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        """Rows of `table` [N, F] at the indices `indices` [T] int64, all below N; returns [T, F]."""
+        return F.embedding(indices, table)
 
     def rotary_table(
         self, positions: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype
@@ -205,10 +205,10 @@ class TorchKernels:
     def round_rows(self, x: torch.Tensor, features: int) -> tuple[torch.Tensor, torch.Tensor]:
         """x [T, F] in FP8, padded to a multiple of `ROUNDED_ROWS` rows, and scales [rows, ceil(F / features)] float32.
 
-        Each scale applies to `features` features of a row and maps the largest to `FP8_MOST`. Scales are column-major.
+        Each scale applies to `features` features of a row and maps the largest to `FP8_MAX`. Scales are column-major.
         """
         padded = F.pad(x.float(), (0, -x.shape[1] % features, 0, -len(x) % ROUNDED_ROWS)).unflatten(1, (-1, features))
-        scales = padded.abs().amax(2).clamp(min=LEAST_SCALE * FP8_MOST) / FP8_MOST
+        scales = padded.abs().amax(2).clamp(min=MIN_SCALE * FP8_MAX) / FP8_MAX
         rounded = as_stored(padded / scales[:, :, None], torch.float8_e4m3fn).flatten(1)[:, : x.shape[1]]
         return rounded.contiguous(), scales.t().contiguous().t()
 
@@ -258,7 +258,7 @@ def as_stored(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Keys or values as stored in KV of `dtype`. For FP8, finite numbers are clamped and infinities become NaN."""
     if dtype != torch.float8_e4m3fn:
         return x
-    return torch.where(x.isfinite(), x.clamp(-FP8_MOST, FP8_MOST), nan).to(dtype)
+    return torch.where(x.isfinite(), x.clamp(-FP8_MAX, FP8_MAX), nan).to(dtype)
 
 
 def as_moved(pages: torch.Tensor) -> torch.Tensor:
@@ -327,6 +327,6 @@ def weighted_sum(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     found = torch.bmm(weights, values)  # reads strided values; @ would copy them
     if isfinite(float(found.sum(dtype=torch.float32))):
         return found
-    odd = ~values.isfinite()
-    reached = (weights != 0).float() @ odd.float() > 0
-    return (weights @ values.masked_fill(odd, 0)).masked_fill(reached, nan)
+    non_finite = ~values.isfinite()
+    reached = (weights != 0).float() @ non_finite.float() > 0
+    return (weights @ values.masked_fill(non_finite, 0)).masked_fill(reached, nan)

@@ -40,24 +40,24 @@ class CpuTimes:
 @dataclass(slots=True)
 class ThreadChoice:
     cores: int
-    most: int
+    max_threads: int
     threads: int = 1
     fixed: bool = False
     _last: CpuTimes | None = None
-    _offered: int = field(init=False)  #: number of threads according to the last observation alone
+    _available: int = field(init=False)  #: number of threads according to the last observation alone
 
     def __post_init__(self) -> None:
-        self._offered = self.most  # the first observation counts as two
+        self._available = self.max_threads  # the first observation counts as two
 
     def observe(self, times: CpuTimes) -> int:
         """Take CPU times into account; returns the number of threads to use from now on."""
         last, self._last = self._last, times
         if self.fixed or last is None or times.at_s <= last.at_s:
             return self.threads
-        taken = (times.busy_s - last.busy_s - (times.own_s - last.own_s)) / (times.at_s - last.at_s)
-        offered = min(max(1, math.floor(self.cores - taken + TOLERATED)), self.most)
-        self.threads = min(offered, max(self._offered, self.threads))
-        self._offered = offered
+        others = (times.busy_s - last.busy_s - (times.own_s - last.own_s)) / (times.at_s - last.at_s)
+        available = min(max(1, math.floor(self.cores - others + TOLERATED)), self.max_threads)
+        self.threads = min(available, max(self._available, self.threads))
+        self._available = available
         return self.threads
 
 

@@ -24,7 +24,7 @@ from .quantized import Scaling, block_sizes, method_problem, scalings
 from .weight_files import FETCH_AGAIN, TensorHeader, tensors_in, tensors_of, weight_files, weight_map
 
 #: Bytes of a KV element in the smallest dtype: a block that does not fit in this one fits in no dtype.
-_LEAST_DTYPE_BYTES = 2
+_MIN_DTYPE_BYTES = 2
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -125,7 +125,7 @@ def check_vocabulary_size(folder: Path, vocab_size: int) -> None:
 def weight_bytes(folder: Path, settings: ReplicaSettings) -> int:
     """Estimated bytes of one rank's weights on a CPU. Counts norms and biases as if they were split among the ranks.
 
-    Raises UnsupportedModel, WeightsMissing, WeightsTorn.
+    Raises UnsupportedModel, WeightsMissing, WeightsDamaged.
     """
     config = read_config(folder)
     native = config.model_type in FAMILIES and settings.model_provider != "transformers"
@@ -210,11 +210,11 @@ def check_pool(config: ModelConfig, settings: ReplicaSettings, cache: KvCacheSet
                 f"num_kv_blocks {cache.num_kv_blocks}: the blocks besides the null block hold {tokens} tokens; raise it"
             )
         return
-    if cache.kv_cache_bytes and (least := _least_block_bytes(config, settings, cache)):
+    if cache.kv_cache_bytes and (least := _min_block_bytes(config, settings, cache)):
         blocks_that_fit(cache.kv_cache_bytes, least)
 
 
-def _least_block_bytes(config: ModelConfig, settings: ReplicaSettings, cache: KvCacheSettings) -> int:
+def _min_block_bytes(config: ModelConfig, settings: ReplicaSettings, cache: KvCacheSettings) -> int:
     """Bytes of one block on one rank in the smallest dtype; 0 if the configuration lacks the values."""
     heads, layers = config.num_attention_heads, config.num_hidden_layers
     width = config.head_dim or (config.hidden_size or 0) // (heads or 1)
@@ -224,7 +224,7 @@ def _least_block_bytes(config: ModelConfig, settings: ReplicaSettings, cache: Kv
         block_size=cache.block_size,
         kv_heads=config.num_key_value_heads or heads,
         head_dim=width,
-        dtype_bytes=1 if settings.kv_cache_dtype == "fp8" else _LEAST_DTYPE_BYTES,
+        dtype_bytes=1 if settings.kv_cache_dtype == "fp8" else _MIN_DTYPE_BYTES,
         layers=layers,
         tensor_parallel_size=settings.tensor_parallel_size,
     )

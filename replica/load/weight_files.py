@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from ..errors import WeightsMissing, WeightsTorn
+from ..errors import WeightsDamaged, WeightsMissing
 
 _LENGTH_BYTES = 8
 #: safetensors itself refuses longer headers.
@@ -28,7 +28,7 @@ class TensorHeader(msgspec.Struct, frozen=True):
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of the model, chosen as in transformers, as the folder may hold other formats too.
 
-    That is `model.safetensors`, else the files in the index, else all files. Raises WeightsMissing and WeightsTorn.
+    That is `model.safetensors`, else the files in the index, else all files. Raises WeightsMissing and WeightsDamaged.
     """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -40,26 +40,26 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    """The file of each tensor, from a weights index. Raises WeightsTorn."""
+    """The file of each tensor, from a weights index. Raises WeightsDamaged."""
     try:
         content: Any = json.loads(index.read_bytes())
         return msgspec.convert(content["weight_map"], dict[str, str])
     except (ValueError, KeyError, TypeError, msgspec.ValidationError) as error:
-        raise WeightsTorn(f"{index} is not a weights index: {error!r}; {FETCH_AGAIN}") from error
+        raise WeightsDamaged(f"{index} is not a weights index: {error!r}; {FETCH_AGAIN}") from error
 
 
 def tensors_in(folder: Path) -> Mapping[str, TensorHeader]:
-    """All tensors of the model. Raises WeightsMissing and WeightsTorn."""
+    """All tensors of the model. Raises WeightsMissing and WeightsDamaged."""
     return {name: header for path in weight_files(folder) for name, header in tensors_of(path).items()}
 
 
 def tensors_of(path: Path) -> dict[str, TensorHeader]:
-    """The tensors of a safetensors file, from its header alone. Raises WeightsTorn."""
+    """The tensors of a safetensors file, from its header alone. Raises WeightsDamaged."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
         if size < _LENGTH_BYTES or length > min(_MAX_HEADER_BYTES, size - _LENGTH_BYTES):
-            raise WeightsTorn(f"{path} is incomplete: it has {size} bytes, less than its header; {FETCH_AGAIN}")
+            raise WeightsDamaged(f"{path} is incomplete: it has {size} bytes, less than its header; {FETCH_AGAIN}")
         header = file.read(length)
     try:
         parts = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
@@ -67,10 +67,10 @@ def tensors_of(path: Path) -> dict[str, TensorHeader]:
             name: msgspec.json.decode(raw, type=TensorHeader) for name, raw in parts.items() if name != "__metadata__"
         }
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise WeightsTorn(f"{path} is damaged: its header is not safetensors' ({error}); {FETCH_AGAIN}") from error
+        raise WeightsDamaged(f"{path} is damaged: its header is not safetensors' ({error}); {FETCH_AGAIN}") from error
     expected = _LENGTH_BYTES + length + max((tensor.data_offsets[1] for tensor in tensors.values()), default=0)
     if expected != size:
-        raise WeightsTorn(f"{path} is incomplete: it has {size} bytes of {expected}; {FETCH_AGAIN}")
+        raise WeightsDamaged(f"{path} is incomplete: it has {size} bytes of {expected}; {FETCH_AGAIN}")
     return tensors
 
 

@@ -50,7 +50,7 @@ class Model(Protocol):
 
     spec: ModelSpec
     #: The reason why its steps cannot be captured in a graph; None: no known reason.
-    uncapturable: str | None
+    capture_problem: str | None
 
     def forward(
         self, ids: torch.Tensor, positions: torch.Tensor, attend: QkvAttend, logits_at: torch.Tensor | None

@@ -14,7 +14,7 @@ from ..load.preflight import check_quantization
 from ..load.quantized import Scaling
 from ..load.weight_files import tensors_in, weight_files
 from ..progress import report
-from .fp8 import BLOCK, DTYPE, ScaledWeight
+from .fp8 import BLOCK, FP8_DTYPE, ScaledWeight
 
 #: Rows (outputs) or columns (inputs) of a linear layer's weight.
 ROWS, COLUMNS = 0, 1
@@ -25,15 +25,15 @@ _ROWS_AT_ONCE = 1024
 class Checkpoint:
     """All tensors of a Hugging Face folder by name, converted to one dtype and device when read.
 
-    Reads `*.safetensors`, sharded or not. Files are memory-mapped, so a rank reads only the bytes of its share.
+    Reads `*.safetensors`, sharded or not. Files are memory-mapped, so a rank reads only the bytes of its shard.
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
-        """Open the folder's files. Raises WeightsMissing, WeightsTorn and UnsupportedModel."""
+        """Open the folder's files. Raises WeightsMissing, WeightsDamaged and UnsupportedModel."""
         self._dtype = dtype
         self._device = device
         self._file_of: dict[str, Any] = {}
-        self._begun: set[str] = set()
+        self._names_read: set[str] = set()
         for path in weight_files(folder):
             file: Any = safe_open(path, framework="pt")
             self._file_of.update(dict.fromkeys(file.keys(), file))
@@ -51,7 +51,7 @@ class Checkpoint:
     def whole(self, name: str) -> torch.Tensor:
         return self._read(name, ...)
 
-    def share(self, name: str, dim: int, index: int, parts: int) -> torch.Tensor:
+    def shard(self, name: str, dim: int, index: int, parts: int) -> torch.Tensor:
         """The `index`-th of `parts` equal parts along `dim` (0 or 1); `parts` must divide its size."""
         size = self._slice(name).get_shape()[dim]
         assert size % parts == 0, f"{name}: {size} along {dim} does not divide into {parts} parts"
@@ -59,7 +59,7 @@ class Checkpoint:
         return self.span(name, dim, index * width, (index + 1) * width)
 
     def scaled(self, name: str, dim: int, index: int, parts: int) -> ScaledWeight | str | None:
-        """As `share`, but kept in FP8; a reason (str) if it must be dequantized; None if it is not quantized."""
+        """As `shard`, but kept in FP8; a reason (str) if it must be dequantized; None if it is not quantized."""
         scaling, shape = self._scalings.get(name), self._slice(name).get_shape()
         if scaling is None:
             return None
@@ -67,7 +67,7 @@ class Checkpoint:
         width = shape[dim] // parts
         at[dim] = slice(index * width, (index + 1) * width)
         numbers: torch.Tensor = self._slice(name)[tuple(at)]
-        if numbers.dtype != DTYPE:
+        if numbers.dtype != FP8_DTYPE:
             return f"weights of {numbers.dtype}"
         scales = self._slice(scaling.scales)[...].float()
         if scaling.block[1] == shape[1] and scaling.block[0] in (1, shape[0]):  # one scale per row or matrix
@@ -93,8 +93,8 @@ class Checkpoint:
         return tensor.to(device=self._device, dtype=self._dtype).contiguous()
 
     def _slice(self, name: str) -> Any:
-        self._begun.add(name)
-        report("reading the weights", len(self._begun), len(self._file_of))
+        self._names_read.add(name)
+        report("reading the weights", len(self._names_read), len(self._file_of))
         return self._file_of[name].get_slice(name)
 
 

@@ -13,18 +13,19 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch.nn.functional import ScalingType
 
-from ..kernels.base import TorchKernels
+from ..kernels.base import ROUNDED_ROWS, TorchKernels
+from .spec import FP8
 
 log = logging.getLogger(__name__)
 
-DTYPE = torch.float8_e4m3fn
+FP8_DTYPE: torch.dtype = getattr(torch, FP8)
 #: Rows and columns of a block with its own scale: the only size that `scaled_mm` supports.
 BLOCK = 128
 #: Row counts to try: those of decodes, and of a prompt.
 TRIED_ROWS = (1, 3, 40)
 #: Largest accepted error of a product, relative to its norm. Rounding normally distributed activations to FP8 gives
 #: about 0.026.
-MOST_ERROR = 0.06
+MAX_ERROR = 0.06
 
 #: `torch.nn.functional.scaled_mm`.
 ScaledProduct = Callable[..., torch.Tensor]
@@ -77,7 +78,7 @@ class ScaledLinear:
             self._scales = weight.scales.t()
         else:
             self._features, self._recipes = BLOCK, (ScalingType.BlockWise1x128, ScalingType.BlockWise128x128)
-            self._scales = F.pad(weight.scales, (0, -weight.scales.shape[1] % 4)).t()  # columns must be 16-byte aligned
+            self._scales = F.pad(weight.scales, (0, -weight.scales.shape[1] % ROUNDED_ROWS)).t()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         rounded, scales = self._kernels.round_rows(x, self._features)
@@ -131,6 +132,6 @@ def _problem(linear: ScaledLinear, weight: ScaledWeight, dtype: torch.dtype) -> 
             error = float((linear(x).float() - wanted).norm() / wanted.norm())
         except (RuntimeError, ValueError, NotImplementedError) as failure:
             return f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}"
-        if not error < MOST_ERROR:
+        if not error < MAX_ERROR:
             return f"results differ from the exact ones by {error:.1%}"
     return None

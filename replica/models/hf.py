@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AutoModelForCausalLM, Mxfp4Config
 
-from ..errors import ModelError, UnsupportedModel, WeightsUnlike
+from ..errors import ModelError, UnsupportedModel, WeightsMismatch
 from ..kernels.base import TorchKernels
 from ..kernels.choice import choose_kernels
 from ..load.quantized import MXFP4, declared
@@ -30,7 +30,7 @@ from .spec import KvShape, ModelSpec
 from .tensor_names import mismatch
 
 IMPLEMENTATION = "homing_paged"
-_SLOT = "homing_slot"
+_CONTEXT = "homing_attention"
 #: Appended to error messages.
 NEEDED = "docs/models.md lists what is supported: attention through transformers' AttentionInterface, without a mask"
 
@@ -45,7 +45,7 @@ HARMLESS = frozenset(("dropout", "is_causal", "position_ids", "cache_position", 
 
 
 @dataclass(slots=True)
-class Slot:
+class AttentionContext:
     """The current step's attention, shared by all modules of one model."""
 
     attend: Attend | None = None
@@ -53,7 +53,7 @@ class Slot:
 
 
 @dataclass(slots=True)
-class Trial:
+class TrialAttention:
     """An `Attend` for the trial step that returns zeros and records its calls."""
 
     calls: list[int] = field(default_factory=list)
@@ -77,23 +77,23 @@ def paged_attention(
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
     """The function that transformers calls: query [1, heads, T, D], key, value; returns [1, T, heads, D] and None."""
-    slot: Slot = getattr(module, _SLOT)
-    assert slot.attend is not None, "attention was called outside a step"
+    context: AttentionContext = getattr(module, _CONTEXT)
+    assert context.attend is not None, "attention was called outside a step"
     layer: int = module.layer_idx  # type: ignore[assignment]
-    rule = slot.rules.get(layer)
+    rule = context.rules.get(layer)
     if rule is None:
         _refuse_arguments(module, attention_mask, arguments)
         scale = arguments.get("scaling")
         if scale is None:
             scale = getattr(module, "scaling", None)
-        rule = slot.rules[layer] = AttentionRule(
+        rule = context.rules[layer] = AttentionRule(
             scale=float(query.shape[-1] ** -0.5 if scale is None else scale),
             window=arguments.get("sliding_window"),
             softcap=arguments.get("softcap"),
             sinks=arguments.get("s_aux"),
         )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return slot.attend(layer, q, k, v, rule)[None], None
+    return context.attend(layer, q, k, v, rule)[None], None
 
 
 def _refuse_arguments(module: torch.nn.Module, mask: torch.Tensor | None, arguments: dict[str, Any]) -> None:
@@ -152,7 +152,7 @@ def _load(config: Any, folder: Path, dtype: torch.dtype) -> Any:
         ) from error
     unlike = mismatch(report["missing_keys"], report["unexpected_keys"])
     if unlike is not None:
-        raise WeightsUnlike(f"{folder}: {unlike}")
+        raise WeightsMismatch(f"{folder}: {unlike}")
     return model
 
 
@@ -243,7 +243,7 @@ class TransformersModel:
     """A causal transformers model on one rank."""
 
     #: Not known in advance: only a trial capture can tell.
-    uncapturable: str | None = None
+    capture_problem: str | None = None
 
     def __init__(
         self, config: Any, folder: Path, eos_token_ids: tuple[int, ...], dtype: torch.dtype, device: torch.device
@@ -256,9 +256,9 @@ class TransformersModel:
         if device.type == "cpu":
             _use_our_kernels(self._model, choose_kernels(device, dtype))
         self._keeps_logits = "logits_to_keep" in inspect.signature(self._model.forward).parameters
-        self._slot = Slot()
+        self._context = AttentionContext()
         for module in self._model.modules():
-            setattr(module, _SLOT, self._slot)
+            setattr(module, _CONTEXT, self._context)
         #: The last step's hidden states [1, T, hidden], if a hook was registered for them.
         self._hidden: torch.Tensor | None = None
         hook = self._model.base_model.register_forward_hook(self._keep_hidden)
@@ -299,17 +299,17 @@ class TransformersModel:
         self, ids: torch.Tensor, positions: torch.Tensor, attend: Attend, logits_at: torch.Tensor | None
     ) -> torch.Tensor:
         keep = {"logits_to_keep": logits_at} if self._keeps_logits and logits_at is not None else {}
-        self._slot.attend = attend
+        self._context.attend = attend
         try:
             out = self._model(input_ids=ids[None], position_ids=positions[None], use_cache=False, **keep)
         finally:
-            self._slot.attend = None
+            self._context.attend = None
         logits: torch.Tensor = out.logits[0]
         return logits if self._keeps_logits or logits_at is None else logits[logits_at]
 
-    def _try_one_step(self, config: Any, device: torch.device) -> Trial:
+    def _try_one_step(self, config: Any, device: torch.device) -> TrialAttention:
         """Run two tokens. Raises UnsupportedModel unless attention is called exactly once per layer, in order."""
-        trial = Trial()
+        trial = TrialAttention()
         ids = torch.tensor([0, 1], device=device)
         try:
             with torch.inference_mode():
@@ -325,6 +325,6 @@ class TransformersModel:
             )
         # A layer that the configuration calls sliding must pass its window, otherwise it would see too many tokens.
         for layer, kind in enumerate(getattr(config, "layer_types", None) or ()):
-            if kind.startswith("sliding") and self._slot.rules[layer].window is None:
+            if kind.startswith("sliding") and self._context.rules[layer].window is None:
                 raise UnsupportedModel(f"{config.model_type}: sliding layer {layer} passes no window to attention")
         return trial

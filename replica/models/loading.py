@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import scaled_mm
 
 from ..config import ReplicaSettings
-from ..errors import TensorParallelUnsupported, UnsupportedModel, WeightsUnlike
+from ..errors import TensorParallelUnsupported, UnsupportedModel, WeightsMismatch
 from ..load.preflight import multiplies_bfloat16
 from ..parallel.rank_group import RankGroup
 from ..progress import report
@@ -27,7 +27,7 @@ from .tensor_names import names_problem
 
 logger = logging.getLogger(__name__)
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def load_model(settings: ReplicaSettings, model_dir: Path, group: RankGroup | None, *, device: torch.device) -> Model:
@@ -40,9 +40,9 @@ def load_model(settings: ReplicaSettings, model_dir: Path, group: RankGroup | No
     if problem is None:
         logger.info("model_provider provider=native model_type=%s dtype=%s", config.model_type, dtype)
         weights = Checkpoint(model_dir, dtype, device)
-        unlike = names_problem(config, weights.names)
-        if unlike is not None:
-            raise WeightsUnlike(f"{model_dir}: {unlike}")
+        mismatch = names_problem(config, weights.names)
+        if mismatch is not None:
+            raise WeightsMismatch(f"{model_dir}: {mismatch}")
         product = scaled_product(device, dtype) if weights.quantized else None
         return NativeModel(config, weights, eos, dtype, device, group, _linear(settings, device), product)
     if settings.model_provider == "native":
@@ -63,11 +63,12 @@ def load_model(settings: ReplicaSettings, model_dir: Path, group: RankGroup | No
 def read_config(model_dir: Path) -> Any:
     """The model's configuration with transformers' defaults; old spellings are converted. Raises UnsupportedModel."""
     _import_validators()
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     try:
         return AutoConfig.from_pretrained(model_dir, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         raise UnsupportedModel(f"{model_dir} has no configuration that transformers can read: {error}") from error
 
 
@@ -106,10 +107,10 @@ def scaled_product(device: torch.device, dtype: torch.dtype) -> ScaledProduct | 
 def weights_dtype(settings: ReplicaSettings, config: Any, device: torch.device) -> torch.dtype:
     """The dtype from the settings, or the one that `auto` selects for this device."""
     if settings.dtype != "auto":
-        return DTYPES[settings.dtype]
+        return TORCH_DTYPES[settings.dtype]
     stored = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
     name = str(stored).removeprefix("torch.")
-    return DTYPES[auto_dtype(name, cuda=device.type == "cuda", multiplies_bfloat16=multiplies_bfloat16())]
+    return TORCH_DTYPES[auto_dtype(name, cuda=device.type == "cuda", multiplies_bfloat16=multiplies_bfloat16())]
 
 
 def eos_token_ids(model_dir: Path, config: Any) -> tuple[int, ...]:

@@ -71,7 +71,7 @@ def inverse_frequencies(parameters: Mapping[str, Any], head_dim: int) -> torch.T
 
 
 @dataclass(slots=True, frozen=True)
-class Share:
+class RankShard:
     """The part of the weights that one rank holds. With fewer KV heads than ranks, neighbouring ranks share a head."""
 
     rank: int
@@ -81,7 +81,7 @@ class Share:
     kv_parts: int
 
     @classmethod
-    def of(cls, config: Any, group: RankGroup | None) -> "Share":
+    def of(cls, config: Any, group: RankGroup | None) -> "RankShard":
         rank, ranks = (group.rank, group.size) if group else (0, 1)
         problem = split_problem(config, ranks)
         if problem:
@@ -186,19 +186,19 @@ class _LayerReader:
         self,
         config: Any,
         checkpoint: Checkpoint,
-        share: Share,
+        shard: RankShard,
         index: int,
         linear: type[Linear | Int8Linear],
         joins_experts: bool,
         scaled: ScaledLinears | None,
     ) -> None:
-        self._config, self._checkpoint, self._share, self._index = config, checkpoint, share, index
+        self._config, self._checkpoint, self._shard, self._index = config, checkpoint, shard, index
         self._linear, self._joins_experts, self._scaled = linear, joins_experts, scaled
         self._prefix = f"model.layers.{index}."
 
     def read(self, rule: AttentionRule) -> DecoderLayer:
-        share = self._share
-        own, kv = (share.rank, share.ranks), (share.kv_index, share.kv_parts)
+        shard = self._shard
+        own, kv = (shard.rank, shard.ranks), (shard.kv_index, shard.kv_parts)
         return DecoderLayer(
             input_norm=self._norm("input_layernorm"),
             qkv=self._by_outputs([("self_attn.q_proj", own), ("self_attn.k_proj", kv), ("self_attn.v_proj", kv)]),
@@ -211,7 +211,7 @@ class _LayerReader:
         )
 
     def _mlp(self, prefix: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> GatedMlp:
-        own = (self._share.rank, self._share.ranks)
+        own = (self._shard.rank, self._shard.ranks)
         return GatedMlp(
             self._by_outputs([(f"{prefix}{gate}", own), (f"{prefix}{up}", own)]), self._by_inputs(f"{prefix}{down}")
         )
@@ -237,10 +237,10 @@ class _LayerReader:
             return SeparateExperts([self._mlp(prefix, gate, up, down) for prefix in prefixes])
         if self._scaled is not None:
             self._scaled.refuse("there is no FP8 product for experts")
-        own = (self._share.rank, self._share.ranks)
+        own = (self._shard.rank, self._shard.ranks)
         return JoinedExperts(
             torch.stack([self._joined([(p + gate, own), (p + up, own)], "weight") for p in prefixes]),
-            torch.stack([self._checkpoint.share(f"{self._prefix}{p}{down}.weight", COLUMNS, *own) for p in prefixes]),
+            torch.stack([self._checkpoint.shard(f"{self._prefix}{p}{down}.weight", COLUMNS, *own) for p in prefixes]),
         )
 
     def _norm(self, name: str) -> torch.Tensor:
@@ -257,15 +257,15 @@ class _LayerReader:
         return scaled or self._linear(self._joined(parts, "weight"), bias)
 
     def _joined(self, parts: list[tuple[str, tuple[int, int]]], kind: str) -> torch.Tensor:
-        return torch.cat([self._checkpoint.share(f"{self._prefix}{n}.{kind}", ROWS, *part) for n, part in parts])
+        return torch.cat([self._checkpoint.shard(f"{self._prefix}{n}.{kind}", ROWS, *part) for n, part in parts])
 
     def _by_inputs(self, name: str) -> AnyLinear:
         """A linear whose partial results are summed over ranks; only rank 0 adds the bias."""
         name = self._prefix + name
-        biased = self._share.rank == 0 and f"{name}.bias" in self._checkpoint
+        biased = self._shard.rank == 0 and f"{name}.bias" in self._checkpoint
         bias = self._checkpoint.whole(f"{name}.bias") if biased else None
-        part = (f"{name}.weight", COLUMNS, self._share.rank, self._share.ranks)
-        return self._in_8_bits([part], bias) or self._linear(self._checkpoint.share(*part), bias)
+        part = (f"{name}.weight", COLUMNS, self._shard.rank, self._shard.ranks)
+        return self._in_8_bits([part], bias) or self._linear(self._checkpoint.shard(*part), bias)
 
     def _in_8_bits(self, parts: Sequence[tuple[str, int, int, int]], bias: torch.Tensor | None) -> ScaledLinear | None:
         """An FP8 linear of these weight shares, or None if the checkpoint or the product does not allow it."""
@@ -295,16 +295,16 @@ class NativeModel:
         """
         self._group = group
         self._kernels = choose_kernels(device, dtype)
-        share = Share.of(config, group)
-        self._rank = share.rank
+        shard = RankShard.of(config, group)
+        self._rank = shard.rank
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._epsilon = config.rms_norm_eps
         self._frequencies = inverse_frequencies(config.rope_parameters, head_dim).to(device)
         self._embedding = checkpoint.whole("model.embed_tokens.weight")
         self._norm = checkpoint.whole("model.norm.weight")
         # This rank's part of the vocabulary. All parts are equally long; the last ones are padded with zeros.
-        width = -(-len(self._embedding) // share.ranks)
-        start = share.rank * width
+        width = -(-len(self._embedding) // shard.ranks)
+        start = shard.rank * width
         if config.tie_word_embeddings:
             head = self._embedding[start : start + width]
         else:
@@ -314,23 +314,23 @@ class NativeModel:
         scaled = ScaledLinears(self._kernels, dtype, product) if product is not None else None
         joins_experts = device.type != "cpu"  # on CPUs, each linear packs its weight
         self._layers = [
-            _LayerReader(config, checkpoint, share, index, linear, joins_experts, scaled).read(
+            _LayerReader(config, checkpoint, shard, index, linear, joins_experts, scaled).read(
                 AttentionRule(head_dim**-0.5, window)
             )
             for index, window in enumerate(layer_windows(config))
         ]
         mixtures = [layer.feedforward for layer in self._layers if isinstance(layer.feedforward, Mixture)]
         separate = any(isinstance(mixture.experts, SeparateExperts) for mixture in mixtures)
-        self.uncapturable = "the number of tokens per expert is read back" if separate else None
+        self.capture_problem = "the number of tokens per expert is read back" if separate else None
         self.spec = ModelSpec(
-            kv_shapes=(KvShape(share.kv_heads, head_dim, head_dim),) * len(self._layers),
+            kv_shapes=(KvShape(shard.kv_heads, head_dim, head_dim),) * len(self._layers),
             vocab_size=len(self._embedding),
             max_positions=config.max_position_embeddings,
             eos_token_ids=eos_token_ids,
             dtype=str(dtype).removeprefix("torch."),
             dtype_bytes=dtype.itemsize,
             hidden_size=config.hidden_size,
-            query_heads=config.num_attention_heads // share.ranks,
+            query_heads=config.num_attention_heads // shard.ranks,
         )
 
     def forward(

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPE_NAMES = ("float32", "bfloat16", "float16")
 #: The dtype of FP8 KV.
 FP8 = "float8_e4m3fn"
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe")
@@ -49,7 +49,7 @@ def auto_dtype(stored: str | None, *, cuda: bool, multiplies_bfloat16: bool) -> 
 
     On CPUs, float16 is always slow, and bfloat16 is slow on processors that cannot multiply it.
     """
-    served = DTYPES if cuda else ("bfloat16",) if multiplies_bfloat16 else ()
+    served = DTYPE_NAMES if cuda else ("bfloat16",) if multiplies_bfloat16 else ()
     return stored if stored is not None and stored in served else "float32"
 
 

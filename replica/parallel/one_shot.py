@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 NAME = "homing"
 #: For larger tensors, nccl's ring moves fewer bytes. Not measured; vLLM's limit for two to eight H100 is of this order.
-MOST_BYTES = 512 * 1024
+MAX_BYTES = 512 * 1024
 DTYPES = (torch.bfloat16, torch.float32)
 #: Only tensors whose size is a multiple of this are summed here: the kernel reads 16 bytes at once.
 ALIGNED_BYTES = 16
@@ -24,13 +24,13 @@ class TorchMemory:
     """The parts of torch in use, so that tests can replace them."""
 
     def open(self, rank: int, size: int, store: Store, device: torch.device) -> torch.Tensor:
-        """Map MOST_BYTES of memory, [bytes] uint8, that all ranks share. Raises RuntimeError where unsupported."""
+        """Map MAX_BYTES of memory, [bytes] uint8, that all ranks share. Raises RuntimeError where unsupported."""
         from torch._C._distributed_c10d import _SymmetricMemory
 
         # Each rank sees only its own GPU, as number 0, which torch would take for one GPU with several ranks.
         os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
         _SymmetricMemory.set_group_info(NAME, rank, size, store)
-        memory: torch.Tensor = _SymmetricMemory.empty_strided_p2p((MOST_BYTES,), (1,), torch.uint8, device, NAME)
+        memory: torch.Tensor = _SymmetricMemory.empty_strided_p2p((MAX_BYTES,), (1,), torch.uint8, device, NAME)
         _SymmetricMemory.rendezvous(memory, NAME)
         return memory
 
@@ -57,7 +57,7 @@ class OneShotSums:
             return None
 
     def fits(self, x: torch.Tensor) -> bool:
-        return x.dtype in DTYPES and x.nbytes <= MOST_BYTES and x.nbytes % ALIGNED_BYTES == 0
+        return x.dtype in DTYPES and x.nbytes <= MAX_BYTES and x.nbytes % ALIGNED_BYTES == 0
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' x. Each of them must satisfy `fits`."""

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from ..errors import RankLost
-from .one_shot import MOST_BYTES, OneShotSums
+from .one_shot import MAX_BYTES, OneShotSums
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class RankGroup:
         able = torch.tensor([int(one_shot is not None)], dtype=torch.int32, device=device)
         if int(self.all_reduce(able)) == self.size:
             self._one_shot = one_shot
-            log.info("one_shot_sums rank=%d most_bytes=%d", self.rank, MOST_BYTES)
+            log.info("one_shot_sums rank=%d most_bytes=%d", self.rank, MAX_BYTES)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' x. May overwrite `x`."""

@@ -102,7 +102,7 @@ class Guide:
             return
         self._tail = None
         if rest := rest.lstrip():  # white space after the reasoning is not part of the answer
-            self._matcher.consume_tokens(self._vocabulary.spelled(rest))
+            self._matcher.consume_tokens(self._vocabulary.tokenize(rest))
 
     def fill(self, words: npt.NDArray[np.int32], address: int) -> None:
         """Write the next token's mask, one bit per token id; `words` is contiguous and starts at `address`.
@@ -135,7 +135,7 @@ class Vocabulary:
         text: bytes = self._tokenizer.decode_bytes([token_id])
         return b"\xff" + text if self._tokenizer.is_special_token(token_id) else text
 
-    def spelled(self, text: bytes) -> list[int]:
+    def tokenize(self, text: bytes) -> list[int]:
         """Tokens that spell a text."""
         return list(self._tokenizer.tokenize_bytes(text))
 

@@ -26,7 +26,7 @@ from homing.replica.demo import demo_model_path
 from homing.replica.engine.step_plan import BlockCopy, PlanRow, lay_out, plan_of_rows
 from homing.replica.execute.runner import ModelRunner
 from homing.replica.kernels.base import TorchKernels
-from homing.replica.models.loading import DTYPES
+from homing.replica.models.loading import TORCH_DTYPES
 
 ROOT = BlockHash(b"root-of-a-tenant")
 BLOCK_SIZES = (16, 64, 256)
@@ -110,7 +110,7 @@ def print_copy_cost() -> None:
         runner.allocate_kv(40)
         table = list(range(1, 2 + 256 // size))
         prefill = cpu_us(partial(runner.forward, plan_of_rows(0, [PlanRow([1] * 256, 0, table)])))
-        pool = KvPool(runner.spec, 40, size, DTYPES[runner.spec.dtype], runner.device)
+        pool = KvPool(runner.spec, 40, size, TORCH_DTYPES[runner.spec.dtype], runner.device)
         tokens = size // 2
         one, eight = (_copy_us(pool, count, tokens) for count in (1, 8))
         print(f"{size:5}   {prefill / 256:20.1f}   {one:28.1f}   {one / tokens:10.2f}   {eight / (8 * tokens):30.2f}")

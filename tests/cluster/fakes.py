@@ -170,7 +170,7 @@ def check_fleet(fleet: Fleet) -> None:
         if group.description is not None
     )
     assert fleet.published == members, "routers know another membership"
-    assert not (fleet.leaving and fleet.wanted), f"{fleet.wanted} groups are wanted of a removed model"
+    assert not (fleet.being_removed and fleet.wanted), f"{fleet.wanted} groups are wanted of a removed model"
     staying = sum(group.phase is not GroupPhase.DRAINING for group in fleet.groups.values())
     room = fleet.wanted + (1 if fleet.settings.surge and fleet.wanted and fleet.rolling else 0)
     assert staying <= room, f"{staying} groups, room for {room}"

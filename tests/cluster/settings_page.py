@@ -1,6 +1,6 @@
 """Writes docs/settings.md: `python -m tests.cluster.settings_page > docs/settings.md`."""
 
-from homing.cluster.config import ROOMS, SETTINGS, SHARED, Setting, Settings
+from homing.cluster.config import SECTIONS, SETTINGS, SHARED, Setting, Settings
 
 
 def markdown() -> str:
@@ -41,11 +41,11 @@ def markdown() -> str:
         "",
         "All models share the settings of section `router` and " + ", ".join(f"`{name}`" for name in SHARED) + ".",
     ]
-    for room in ROOMS:
-        summary = (type(getattr(Settings(), room)).__doc__ or "").splitlines()[0]
-        lines += ["", f"## {room}", "", summary, "", "| key | flag | variable | default | allowed | |"]
+    for section in SECTIONS:
+        summary = (type(getattr(Settings(), section)).__doc__ or "").splitlines()[0]
+        lines += ["", f"## {section}", "", summary, "", "| key | flag | variable | default | allowed | |"]
         lines += ["|---|---|---|---|---|---|"]
-        lines += [_row(setting) for setting in SETTINGS.values() if setting.room == room]
+        lines += [_row(setting) for setting in SETTINGS.values() if setting.section == section]
     return "\n".join(lines) + "\n"
 
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from homing.cluster.config import (
-    ROOMS,
+    SECTIONS,
     SETTINGS,
     Settings,
     added_settings,
@@ -28,10 +28,10 @@ def write(folder: Path, text: str) -> Path:
     return path
 
 
-def test_no_two_rooms_declare_a_setting_of_the_same_name() -> None:
-    """A flag has no room in front, so a name must be enough."""
-    rooms = [room.type for room in msgspec.structs.fields(Settings) if room.name in ROOMS]
-    names = [field.name for room in rooms for field in msgspec.structs.fields(room)]
+def test_no_two_sections_declare_a_setting_of_the_same_name() -> None:
+    """A flag has no section in front, so a name must be enough."""
+    types = [section.type for section in msgspec.structs.fields(Settings) if section.name in SECTIONS]
+    names = [field.name for section in types for field in msgspec.structs.fields(section)]
 
     assert len(names) == len(set(names))
     assert set(names) == set(SETTINGS)
@@ -152,7 +152,7 @@ def test_the_settings_page_is_the_generated_one() -> None:
 
 def test_the_settings_page_has_a_section_for_every_room() -> None:
     """What can be set in a file is documented under the file's own section names."""
-    assert all(f"\n## {room}\n" in markdown() for room in ROOMS)
+    assert all(f"\n## {section}\n" in markdown() for section in SECTIONS)
 
 
 MODELS = """

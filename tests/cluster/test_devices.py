@@ -5,14 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from homing.cluster.config import Settings, load_settings
-from homing.cluster.devices import settle
+from homing.cluster.devices import resolve_devices
 from homing.cluster.errors import SettingsError
-from homing.cluster.host import shown
+from homing.cluster.host import visible_count
 from homing.replica.config import ReplicaSettings, for_device
 
 
 def settled(*gpus: float, **flags: str) -> Settings:
-    return settle(load_settings(flags, {}), gpus)
+    return resolve_devices(load_settings(flags, {}), gpus)
 
 
 def shape(settings: Settings) -> tuple[int, float, str]:
@@ -65,8 +65,8 @@ def test_models_that_fit_share_the_gpus_without_overlap(gpus: list[int], wanted:
     models = tuple(load_settings({"replicas": str(count)}, {}) for count in wanted)
     total = sum(gpus)
 
-    found = settle(Settings(models=models), tuple(map(float, gpus))).each_model
-    again = settle(Settings(models=found), tuple(map(float, gpus))).each_model
+    found = resolve_devices(Settings(models=models), tuple(map(float, gpus))).each_model
+    again = resolve_devices(Settings(models=found), tuple(map(float, gpus))).each_model
 
     assert all(each.cluster.replicas == count or not count for each, count in zip(found, wanted, strict=True))
     assert again == found
@@ -80,4 +80,4 @@ def test_models_that_fit_share_the_gpus_without_overlap(gpus: list[int], wanted:
 )
 def test_hidden_gpus_are_not_counted(visible: str | None, count: int) -> None:
     """As CUDA itself reads the variable: names end at the first that is none."""
-    assert shown(8, visible) == count
+    assert visible_count(8, visible) == count

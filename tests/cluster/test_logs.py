@@ -16,7 +16,7 @@ from homing.cluster.logs import (
     LogTail,
     RequestLog,
     belongs,
-    keep_log,
+    log_to_file,
     parts,
     read_log,
 )
@@ -44,7 +44,7 @@ def test_what_a_process_logs_is_in_the_file_of_its_part(tmp_path: Path) -> None:
     """And only its user can read it: messages may quote prompts."""
     folder = tmp_path / "state" / "default.logs"
 
-    keep_log(str(folder), "router-0")
+    log_to_file(str(folder), "router-0")
     log.warning("router_ready port=%d", 8000)
 
     assert parts(folder) == ["router-0"]
@@ -59,7 +59,7 @@ def test_logs_are_bounded(tmp_path: Path) -> None:
         (tmp_path / f"r{number}.log").write_text("")
         os.utime(tmp_path / f"r{number}.log", (number, number))
 
-    keep_log(str(tmp_path), "controller")
+    log_to_file(str(tmp_path), "controller")
     for _ in range(3 * FILE_BYTES // 1000):
         log.warning("x" * 1000)
 
@@ -75,8 +75,9 @@ def test_the_log_of_a_running_process_is_not_removed(tmp_path: Path) -> None:
     os.utime(tmp_path / "controller.log", (1, 1))
     for number in range(FILES_KEPT + 10):
         (tmp_path / f"r{number}.log").write_text("")
+        os.utime(tmp_path / f"r{number}.log", (2, 2))  # before that of r99, even if the clock does not tick
 
-    keep_log(str(tmp_path), "r99")
+    log_to_file(str(tmp_path), "r99")
     controller.close()
 
     assert {"controller", "r99"} < set(parts(tmp_path))
@@ -87,8 +88,8 @@ def test_a_folder_that_cannot_be_written_changes_nothing_else(tmp_path: Path, ca
     """A replica serves without its log."""
     (tmp_path / "file").write_text("")
 
-    keep_log(str(tmp_path / "file" / "logs"), "r0")
-    keep_log(None, "r0")
+    log_to_file(str(tmp_path / "file" / "logs"), "r0")
+    log_to_file(None, "r0")
 
     assert "log_not_kept part=r0" in caplog.text
 
@@ -145,7 +146,7 @@ def test_a_tail_reads_a_new_file_from_its_beginning_though_its_inode_was_that_of
 
 def test_logs_may_be_lines_of_json(tmp_path: Path) -> None:
     """For programs that collect logs: a traceback is one field, and `homing logs` knows the time of each line."""
-    keep_log(str(tmp_path), "r0", "json")
+    log_to_file(str(tmp_path), "r0", "json")
     try:
         raise ValueError("torn")
     except ValueError:

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from homing.cluster.output import Waiting, has_room, plain, progress, show, table
+from homing.cluster.output import Waiting, can_write, plain, progress, show, table
 
 
 class Terminal(io.StringIO):
@@ -85,13 +85,13 @@ def test_a_pipe_that_nobody_reads_has_no_room_and_one_that_is_read_has() -> None
     """`homing serve` must not stop looking after its replicas because its lines are not read."""
     reader, writer = os.pipe()
     with os.fdopen(writer, "w") as out:
-        empty = has_room(out)
+        empty = can_write(out)
         os.set_blocking(writer, False)
         with contextlib.suppress(BlockingIOError):
             while True:
                 os.write(writer, b"x" * 4096)
-        full = has_room(out)
+        full = can_write(out)
         os.close(reader)
-        broken = has_room(out)
+        broken = can_write(out)
 
-    assert (empty, full, broken, has_room(io.StringIO())) == (True, False, False, True)
+    assert (empty, full, broken, can_write(io.StringIO())) == (True, False, False, True)

@@ -104,7 +104,7 @@ def test_the_warning_is_among_the_first_lines() -> None:
     """Before anything listens."""
     out = io.StringIO()
 
-    Console(out).opening(Settings(router=RouterSettings(host="0.0.0.0")))
+    Console(out).print_opening(Settings(router=RouterSettings(host="0.0.0.0")))
 
     assert "warning" in out.getvalue()
     assert "--api-keys-file" in out.getvalue()

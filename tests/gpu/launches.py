@@ -75,7 +75,8 @@ def launches_of(name: str, rows: int) -> list[tuple[str, int]]:
     model = NativeModel(config, RandomWeights(config, torch.bfloat16, META), (), torch.bfloat16, META)
     kernels = model._kernels = TritonKernels()
     attention = PagedAttention(KvPool(model.spec, 100, 16, torch.bfloat16, META), kernels)
-    step = DecodeStep(model, attention, kernels, RequestTable(rows, 2561, META), most=rows, block_size=16, group=None)
+    table = RequestTable(rows, 2561, META)
+    step = DecodeStep(model, attention, kernels, table, max_rows=rows, block_size=16, group=None)
     with torch.inference_mode(), seen:
         step.run(rows)
     return seen.found

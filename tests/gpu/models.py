@@ -104,7 +104,7 @@ class RandomWeights:
         tensor = torch.ones(shape, dtype=self._dtype, device=self._device)
         return tensor.normal_(0, 1.0 if "embed" in name else shape[-1] ** -0.5) if len(shape) > 1 else tensor
 
-    def share(self, name: str, dim: int, index: int, parts: int) -> torch.Tensor:
+    def shard(self, name: str, dim: int, index: int, parts: int) -> torch.Tensor:
         return self.whole(name).chunk(parts, dim)[index]
 
     def span(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:

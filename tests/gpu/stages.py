@@ -32,8 +32,7 @@ from homing.replica.execute.gpu_runner import GpuRunner
 from homing.replica.execute.runner import ModelRunner
 from homing.replica.kernels.choice import choose_kernels
 from homing.replica.messages import Generate, SamplingParams
-from homing.replica.models.fp8 import DTYPE as FP8
-from homing.replica.models.fp8 import ScaledLinears, ScaledWeight
+from homing.replica.models.fp8 import FP8_DTYPE, ScaledLinears, ScaledWeight
 
 Runner = TypeVar("Runner", bound=ModelRunner)
 ROOT = Path(__file__).resolve().parents[2]
@@ -347,7 +346,7 @@ def reference(setup: Setup) -> Iterator[Figure]:
 def _products_in_8_bits(setup: Setup) -> Iterator[Figure]:
     """Whether the device can multiply 8-bit weights where it should; otherwise they are dequantized."""
     capability = torch.cuda.get_device_capability(setup.device) if setup.cuda else (0, 0)
-    numbers = torch.randn(512, 1024, device=setup.device).to(FP8)
+    numbers = torch.randn(512, 1024, device=setup.device).to(FP8_DTYPE)
     for kind, shape, expected in (("row", (512, 1), capability >= (8, 9)), ("block", (4, 8), capability == (9, 0))):
         linears = ScaledLinears(choose_kernels(setup.device, torch.bfloat16), torch.bfloat16, scaled_mm)
         made = linears.linear([ScaledWeight(numbers, torch.rand(shape, device=setup.device) + 0.5)], None) is not None

@@ -2,7 +2,7 @@
 
 import pytest
 
-from homing.replica.progress import during, present, report
+from homing.replica.progress import current, during, report
 
 
 def test_shares_are_shown_in_steps() -> None:
@@ -10,7 +10,7 @@ def test_shares_are_shown_in_steps() -> None:
     shown = []
     for done in range(40):
         report("reading the weights", done, 40)
-        shown.append(present())
+        shown.append(current())
 
     assert [*dict.fromkeys(shown)][:3] == [
         "reading the weights",
@@ -26,10 +26,10 @@ def test_an_interruption_ends_with_what_was_done_before() -> None:
 
     def compile_badly() -> None:
         with during("waiting"), during("compiling kernels"):
-            assert present() == "compiling kernels"
+            assert current() == "compiling kernels"
             raise RuntimeError
 
     with pytest.raises(RuntimeError):
         compile_badly()
 
-    assert present() == "measuring its speed"
+    assert current() == "measuring its speed"

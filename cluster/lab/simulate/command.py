@@ -308,7 +308,7 @@ def _scaled(order: Order, show: ShowProgress) -> Outcome:
     shown = partial(show, f"autoscale {order.autoscale}", about.requests)
     scaled = run_scaled(setup, staged.arrivals(), terms, start_s=order.start_s, cpu_s=time.process_time, show=shown)
     results = [replace(scaled.result, policy=f"autoscale {order.autoscale}")]
-    for count in sorted({max(1, ceil(scaled.mean_replicas)), terms.most}):
+    for count in sorted({max(1, ceil(scaled.mean_replicas)), terms.max_replicas}):
         result = _one(replace(setup, replicas=count), staged, show, about.requests)
         results.append(replace(result, policy=f"fixed {count}"))
     heading = (

@@ -24,7 +24,7 @@ from ....kvcache.eviction import EvictionName, eviction_policy
 from ....kvcache.hashing import BlockHash
 from ....kvcache.pool import Block
 from ....kvcache.prefix_cache import CachedBlock, PrefixCache, PrefixMatch
-from ....replica.engine import order
+from ....replica.engine import queue_order
 from ....replica.engine.throughput import SmoothedRates
 from ....replica.messages import WORTH_WAITING_TOKENS
 from ...errors import SettingsError
@@ -188,7 +188,7 @@ class SimulatedReplica:
         assert self.fits(work.arrival), f"a request of {work.arrival.tokens} tokens can never run"
         work.hashes = [BlockHash(block.to_bytes(16, "big")) for block in work.arrival.blocks]
         self._enqueue(work)
-        work.turn = order.turn(self.prefilled_tokens, work.prefill_tokens - work.expected_cached)
+        work.turn = queue_order.queue_key(self.prefilled_tokens, work.prefill_tokens - work.expected_cached)
         insort(self._waiting, work, key=_by_turn)
         self._accepted[work.router] = work.request_id
         if self.next_at is None:
@@ -474,7 +474,7 @@ class SimulatedReplica:
             for each in running:
                 generated = self._generated(each) if each.request_id in self._decoding else 0
                 each.loss = each.computed + generated - each.cached
-            victim = order.gives_way(running)
+            victim = queue_order.choose_victim(running)
             self._preempt(victim)
             if victim is work:
                 return False

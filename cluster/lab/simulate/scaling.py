@@ -100,7 +100,7 @@ def run_scaled(
     show: Callable[[int], None] = lambda _: None,
 ) -> Scaled:
     """Run to the end, starting with the minimum number of replicas."""
-    setup = replace(setup, replicas=terms.least)
+    setup = replace(setup, replicas=terms.min_replicas)
     simulation = simulation_of(setup)
     cluster = ScaledCluster(simulation, terms, start_s)
     simulation.every(LOOK_S, cluster.look)

@@ -16,11 +16,11 @@ from .runtime.scalars import FAST_MATH, LEAST, Storage, exponential, pointer, st
 from .runtime.thread_team import run, share, threads_for
 
 
-def take(table: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    taken = torch.empty(len(places), table.shape[1], dtype=table.dtype)
-    numbers = len(places), table.shape[1], table.stride(0)
-    run(_take(storage_of(table.dtype)), (table, places, taken), numbers, threads_for(taken.nbytes))
-    return taken
+def take(table: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    out = torch.empty(len(indices), table.shape[1], dtype=table.dtype)
+    numbers = len(indices), table.shape[1], table.stride(0)
+    run(_take(storage_of(table.dtype)), (table, indices, out), numbers, threads_for(out.nbytes))
+    return out
 
 
 @functools.cache
@@ -29,13 +29,13 @@ def _take(storage: Storage):
 
     @kernel
     def take(data, number, threads):
-        given = carray(data, (6,), np.int64)
-        features = given[4]
-        places = carray(pointer(given[1]), (given[3],), np.int64)
-        first, stop = share(given[3], number, threads)
+        args = carray(data, (6,), np.int64)
+        table, out, rows, features, stride = args[0], args[2], args[3], args[4], args[5]
+        indices = carray(pointer(args[1]), (rows,), np.int64)
+        first, stop = share(rows, number, threads)
         for row in range(first, stop):
-            source = carray(pointer(given[0] + places[row] * given[5] * size), (features,), kind)
-            target = carray(pointer(given[2] + row * features * size), (features,), kind)
+            source = carray(pointer(table + indices[row] * stride * size), (features,), kind)
+            target = carray(pointer(out + row * features * size), (features,), kind)
             for i in range(features):
                 target[i] = source[i]
 
@@ -62,25 +62,26 @@ def _add_rms_norm(storage: Storage, adds: bool):
 
     @kernel
     def add_rms_norm(data, number, threads):
-        given = carray(data, (10,), np.int64)
+        args = carray(data, (10,), np.int64)
         epsilon = np.float32(carray(data, (10,), np.float64)[9])
-        tokens, features = given[5], given[6]
-        weight = carray(pointer(given[2]), (features,), kind)
+        all_x, all_delta, all_summed, all_normed = args[0], args[1], args[3], args[4]
+        tokens, features, x_stride, delta_stride = args[5], args[6], args[7], args[8]
+        weight = carray(pointer(args[2]), (features,), kind)
         first, stop = share(tokens, number, threads)
         for token in range(first, stop):
-            x = carray(pointer(given[0] + token * given[7] * size), (features,), kind)
+            x = carray(pointer(all_x + token * x_stride * size), (features,), kind)
             row = x
             squares = np.float32(0)
             if adds:
-                delta = carray(pointer(given[1] + token * given[8] * size), (features,), kind)
-                row = carray(pointer(given[3] + token * features * size), (features,), kind)
+                delta = carray(pointer(all_delta + token * delta_stride * size), (features,), kind)
+                row = carray(pointer(all_summed + token * features * size), (features,), kind)
                 for i in range(features):
                     row[i] = narrow(widen(x[i]) + widen(delta[i]))
             for i in range(features):
                 value = widen(row[i])  # normalize the rounded sum, which the next layer gets
                 squares += value * value
             inverse = np.float32(1) / math.sqrt(squares / np.float32(features) + epsilon)
-            normed = carray(pointer(given[4] + token * features * size), (features,), kind)
+            normed = carray(pointer(all_normed + token * features * size), (features,), kind)
             for i in range(features):
                 normed[i] = narrow(widen(row[i]) * inverse * widen(weight[i]))
 
@@ -101,14 +102,14 @@ def _silu_mul(storage: Storage):
 
     @kernel
     def silu_mul(data, number, threads):
-        given = carray(data, (5,), np.int64)
-        features = given[3]
-        first, stop = share(given[2], number, threads)
+        args = carray(data, (5,), np.int64)
+        gate_up, all_out, tokens, features, stride = args[0], args[1], args[2], args[3], args[4]
+        first, stop = share(tokens, number, threads)
         for token in range(first, stop):
-            row = given[0] + token * given[4] * size
+            row = gate_up + token * stride * size
             gates = carray(pointer(row), (features,), kind)
             ups = carray(pointer(row + features * size), (features,), kind)
-            out = carray(pointer(given[1] + token * features * size), (features,), kind)
+            out = carray(pointer(all_out + token * features * size), (features,), kind)
             for i in range(features):
                 wide = widen(gates[i])
                 gate = LEAST if wide < LEAST else wide  # below it, `exponential` is clamped
@@ -127,18 +128,18 @@ def mask(logits: torch.Tensor, rows: torch.Tensor, bits: torch.Tensor) -> None:
 def _mask():
     @kernel
     def mask(data, number, threads):
-        given = carray(data, (7,), np.int64)
-        words, vocab = given[4], given[5]
-        rows = carray(pointer(given[1]), (given[3],), np.int64)
-        bits = carray(pointer(given[2]), (given[3] * words,), np.int32)
-        first, stop = share(given[3] * words, number, threads)
+        args = carray(data, (7,), np.int64)
+        all_logits, count, words, vocab, stride = args[0], args[3], args[4], args[5], args[6]
+        rows = carray(pointer(args[1]), (count,), np.int64)
+        bits = carray(pointer(args[2]), (count * words,), np.int32)
+        first, stop = share(count * words, number, threads)
         for place in range(first, stop):
             word = bits[place]
             if word == -1:  # most words allow either all of their tokens or none
                 continue
             row, start = place // words, place % words * 32
             width = min(32, vocab - start)
-            logits = carray(pointer(given[0] + (rows[row] * given[6] + start) * 4), (width,), np.float32)
+            logits = carray(pointer(all_logits + (rows[row] * stride + start) * 4), (width,), np.float32)
             for i in range(width):
                 if not (word >> i) & 1:
                     logits[i] = -np.inf
@@ -161,14 +162,14 @@ def _rotary_table(storage: Storage):
 
     @kernel
     def rotary_table(data, number, threads):
-        given = carray(data, (6,), np.int64)
-        count, width = given[4], given[5]
-        positions = carray(pointer(given[0]), (count,), np.int64)
-        frequencies = carray(pointer(given[1]), (width,), np.float32)
+        args = carray(data, (6,), np.int64)
+        all_cos, all_sin, count, width = args[2], args[3], args[4], args[5]
+        positions = carray(pointer(args[0]), (count,), np.int64)
+        frequencies = carray(pointer(args[1]), (width,), np.float32)
         first, stop = share(count, number, threads)
         for row in range(first, stop):
-            cos = carray(pointer(given[2] + row * width * size), (width,), kind)
-            sin = carray(pointer(given[3] + row * width * size), (width,), kind)
+            cos = carray(pointer(all_cos + row * width * size), (width,), kind)
+            sin = carray(pointer(all_sin + row * width * size), (width,), kind)
             for i in range(width):
                 angle = np.float32(positions[row]) * frequencies[i]
                 cos[i] = narrow(np.float32(math.cos(angle)))
@@ -217,29 +218,31 @@ def _rotate_and_store(storage: Storage, table: Storage, dim: int, norms: bool):
 
     @kernel
     def rotate_and_store(data, number, threads):
-        given = carray(data, (16,), np.int64)
+        args = carray(data, (16,), np.int64)
         epsilon = np.float32(carray(data, (16,), np.float64)[15])
-        heads, kv_heads = given[10], given[11]
-        slots = carray(pointer(given[3]), (given[9],), np.int64)
-        q_norm, k_norm = carray(pointer(given[7]), (dim,), kind), carray(pointer(given[8]), (dim,), kind)
-        first, stop = share(given[9], number, threads)
+        qkv, all_cos, all_sin, keys, values, queries = args[0], args[1], args[2], args[4], args[5], args[6]
+        tokens, heads, kv_heads = args[9], args[10], args[11]
+        qkv_stride, cos_stride, sin_stride = args[12], args[13], args[14]
+        slots = carray(pointer(args[3]), (tokens,), np.int64)
+        q_norm, k_norm = carray(pointer(args[7]), (dim,), kind), carray(pointer(args[8]), (dim,), kind)
+        first, stop = share(tokens, number, threads)
         for token in range(first, stop):
-            row = given[0] + token * given[12] * size
-            cos = carray(pointer(given[1] + token * given[13] * table_size), (half,), table_kind)
-            sin = carray(pointer(given[2] + token * given[14] * table_size), (half,), table_kind)
+            row = qkv + token * qkv_stride * size
+            cos = carray(pointer(all_cos + token * cos_stride * table_size), (half,), table_kind)
+            sin = carray(pointer(all_sin + token * sin_stride * table_size), (half,), table_kind)
             for head in range(heads):
                 source = carray(pointer(row + head * dim * size), (dim,), kind)
-                target = carray(pointer(given[6] + (token * heads + head) * dim * size), (dim,), kind)
+                target = carray(pointer(queries + (token * heads + head) * dim * size), (dim,), kind)
                 rotate(source, target, cos, sin, q_norm, epsilon)
             if slots[token] < 0:
                 continue
-            place = slots[token] * kv_heads * dim * size
+            at = slots[token] * kv_heads * dim * size
             for head in range(kv_heads):
                 source = carray(pointer(row + (heads + head) * dim * size), (dim,), kind)
-                target = carray(pointer(given[4] + place + head * dim * size), (dim,), kind)
+                target = carray(pointer(keys + at + head * dim * size), (dim,), kind)
                 rotate(source, target, cos, sin, k_norm, epsilon)
             fresh = carray(pointer(row + (heads + kv_heads) * dim * size), (kv_heads * dim,), kind)
-            stored = carray(pointer(given[5] + place), (kv_heads * dim,), kind)
+            stored = carray(pointer(values + at), (kv_heads * dim,), kind)
             for i in range(kv_heads * dim):
                 stored[i] = fresh[i]
 

@@ -25,7 +25,7 @@ _OTHER_PROGRAMS = 6
 #: Rows that the plan kernel reads per iteration. Constant, because each new size would compile the kernel again.
 PLAN_ROWS = 256
 #: Most chunks per program if each is at least a tenth of the program's work, which the plan ensures, in whole tiles.
-MOST_SHARES = 19
+MAX_SHARES = 19
 #: Rows that a program of `_sort` places, and rows that it compares them with per iteration.
 SORTED, COMPARED = 16, 64
 #: Registers of a multiprocessor; a thread gets a multiple of eight.
@@ -33,9 +33,9 @@ REGISTERS = 65536
 #: Numbers that a merge reads per iteration.
 MERGED = 2048
 #: Fewest matrix rows of a product; the query heads of several rows may fill them.
-LEAST_ROWS = 16
+MIN_ROWS = 16
 #: Fewest keys that rows must share to be read once; with fewer, the additional chunks cost more. Not measured.
-LEAST_SHARED = 128
+MIN_SHARED = 128
 #: More keys than any row has.
 NOTHING = 1 << 30
 
@@ -85,7 +85,7 @@ class DecodePlan:
     pack: int  #: rows per pack; 1: no packs, and `order` is not used
     tiles: Tiles
     programs: int
-    most_chunks: int
+    max_chunks: int
     window: int | None
 
 
@@ -103,7 +103,7 @@ def plan_decode(
     window: int | None,
     tiles: Tiles | None = None,
     programs: int | None = None,
-    least_shared: int = LEAST_SHARED,
+    min_shared: int = MIN_SHARED,
 ) -> DecodePlan:
     """Split the rows' keys into chunks without reading lengths back. `heads` is the number of query heads.
 
@@ -113,7 +113,7 @@ def plan_decode(
     page, kv_heads, key_dim = rows.keys.shape[1:]
     tiles = tiles or tiles_for(rows.keys.dtype, max(key_dim, rows.values.shape[3]))
     programs = programs or programs_of(device, tiles)
-    pack = max(1, LEAST_ROWS * kv_heads // heads)
+    pack = max(1, MIN_ROWS * kv_heads // heads)
     packs = -(-count // pack) if pack > 1 else 0
     spans = count + packs
     first_chunk, progress, order, shared = (
@@ -123,10 +123,10 @@ def plan_decode(
     if packs:
         _sort[(-(-count // SORTED),)](*tables, order, progress, count, PAGE=page, SORTED=SORTED, BLOCK=COMPARED)
     _plan[(max(packs, 1),)](
-        *tables, first_chunk, progress, order, shared, count, window or 0, NOTHING if window else least_shared,
+        *tables, first_chunk, progress, order, shared, count, window or 0, NOTHING if window else min_shared,
         PAGE=page, PACK=pack, PROGRAMS=programs, KV_HEADS=kv_heads, TILE=tiles.keys, BLOCK=PLAN_ROWS,
     )  # fmt: skip
-    most = (spans + MOST_SHARES * programs // kv_heads) * pack
+    most = (spans + MAX_SHARES * programs // kv_heads) * pack
     return DecodePlan(first_chunk, progress, order, shared, pack, tiles, programs, most, window)
 
 
@@ -136,13 +136,13 @@ def decode(q: torch.Tensor, rows: PagedRows, plan: DecodePlan, scale: float, out
     kv_heads, value_dim = rows.keys.shape[2], rows.values.shape[3]
     group = heads // kv_heads
     flat = triton.next_power_of_2(group * value_dim)
-    partial = torch.empty(plan.most_chunks, heads, value_dim, dtype=torch.float32, device=q.device)
-    weights = torch.empty(plan.most_chunks, heads, dtype=torch.float32, device=q.device)
+    partial = torch.empty(plan.max_chunks, heads, value_dim, dtype=torch.float32, device=q.device)
+    weights = torch.empty(plan.max_chunks, heads, dtype=torch.float32, device=q.device)
     _decode[(plan.programs,)](
         q, rows.keys, rows.values, rows.tables, rows.seq_lens, plan.first_chunk, plan.progress, plan.order, plan.shared,
         partial, weights, out, count, scale * LOG2E, plan.window or 0, *q.stride()[:2], *rows.keys.stride()[:3],
         *rows.values.stride()[:3], *out.stride()[:2], rows.tables.stride(0), KV_HEADS=kv_heads, GROUP=group,
-        GROUP_PAD=max(LEAST_ROWS, triton.next_power_of_2(group)), PACK=plan.pack, DK=key_dim,
+        GROUP_PAD=max(MIN_ROWS, triton.next_power_of_2(group)), PACK=plan.pack, DK=key_dim,
         DK_PAD=triton.next_power_of_2(key_dim), DV=value_dim, DV_PAD=triton.next_power_of_2(value_dim), FLAT=flat,
         MERGED=max(1, MERGED // flat), PAGE=rows.keys.shape[1], TILE=plan.tiles.keys, UPCASTS=upcasts(q),
         num_warps=plan.tiles.warps, num_stages=plan.tiles.stages,
@@ -300,12 +300,13 @@ def _attend_chunk(
 
 @triton.jit
 def _merge(
-    partial, weights, places, place, turn, step, count, heads, HEADS: tl.constexpr, FLAT: tl.constexpr,
-    MERGED: tl.constexpr, DV: tl.constexpr, REAL: tl.constexpr,
+    partial, weights, shared_first, own_first, shared_count, step, count, heads, HEADS: tl.constexpr,
+    FLAT: tl.constexpr, MERGED: tl.constexpr, DV: tl.constexpr, REAL: tl.constexpr,
 ):  # fmt: skip
     """The weighted mean of `count` chunks: [FLAT], a group's heads side by side.
 
-    The first `turn` are at `places`, `step` apart, the rest from `place` on. Read from L2: other programs wrote them.
+    The first `shared_count` are at `shared_first`, `step` apart, the rest from `own_first` on. Read from L2: other
+    programs wrote them.
     """
     e = tl.arange(0, FLAT)
     greatest = tl.full([FLAT], float("-inf"), tl.float32)
@@ -314,7 +315,8 @@ def _merge(
     for start in tl.range(0, count, MERGED, num_stages=1):
         some = start + tl.arange(0, MERGED)[:, None]
         there = (some < count) & (e < REAL)[None, :]
-        at = tl.where(some < turn, places + some * step, place + some - turn) * HEADS + heads
+        chunk = tl.where(some < shared_count, shared_first + some * step, own_first + some - shared_count)
+        at = chunk * HEADS + heads
         weight = tl.load(weights + at + (e // DV)[None, :], mask=there, other=float("-inf"), cache_modifier=".cg")
         mean = tl.load(partial + at * DV + e[None, :], mask=there, other=0.0, cache_modifier=".cg")
         highest = tl.maximum(tl.maximum(greatest, tl.max(weight, 0)), -1e30)  # there are no weights beyond the heads

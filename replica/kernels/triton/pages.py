@@ -6,7 +6,7 @@ import triton.language as tl
 
 from .. import base
 
-FP8_MOST = tl.constexpr(base.FP8_MOST)
+FP8_MAX = tl.constexpr(base.FP8_MAX)
 
 
 def upcasts(x: torch.Tensor) -> bool:
@@ -28,7 +28,7 @@ def stored(x, pages):
     kind = pages.dtype.element_ty
     if kind == tl.float8e4nv:
         wide = x.to(tl.float32)
-        near = tl.minimum(tl.maximum(wide, -FP8_MOST), FP8_MOST)
+        near = tl.minimum(tl.maximum(wide, -FP8_MAX), FP8_MAX)
         return tl.where(tl.abs(wide) < float("inf"), near, float("nan")).to(kind)
     return x.to(kind)
 

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from ...models.base import Rotary
-from ..base import FP8_MOST, LEAST_SCALE, ROUNDED_ROWS, DecodeRows
+from ..base import FP8_MAX, MIN_SCALE, ROUNDED_ROWS, DecodeRows
 from .pages import stored
 
 #: Elements per program or iteration.
@@ -235,7 +235,7 @@ def round_rows(x: torch.Tensor, features: int) -> tuple[torch.Tensor, torch.Tens
     block = triton.next_power_of_2(features)
     if rows:
         _round_rows[(rows, parts)](
-            x, rounded, scales, len(x), rows, x.shape[1], features, x.stride(0), MOST=FP8_MOST, LEAST=LEAST_SCALE,
+            x, rounded, scales, len(x), rows, x.shape[1], features, x.stride(0), MOST=FP8_MAX, LEAST=MIN_SCALE,
             BLOCK=block, num_warps=8 if block >= 4096 else 4 if block > 128 else 1,
         )  # fmt: skip
     return rounded, scales.t()

@@ -113,7 +113,7 @@ def _scaled(logits, row, i, there, stride, temperature, greatest):
 
 
 @triton.jit
-def _held(logits, row, depth, vocab, stride, temperature, greatest, BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr):
+def _mass_up_to(logits, row, depth, vocab, stride, temperature, greatest, BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr):
     """The number of tokens with at most this depth (scaled logit bits without the sign), or their total weight."""
     held = tl.zeros([BLOCK], tl.float64)
     for start in range(0, vocab, BLOCK):
@@ -126,15 +126,15 @@ def _held(logits, row, depth, vocab, stride, temperature, greatest, BY_WEIGHT: t
 
 
 @triton.jit
-def _depth_that_holds(
+def _least_depth(
     logits, row, wanted, vocab, stride, temperature, greatest, BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The least depth for which `_held` is at least `wanted`; at most the bits of +inf (all tokens)."""
+    """The least depth for which `_mass_up_to` is at least `wanted`; at most the bits of +inf (all tokens)."""
     low = tl.full([], 0, tl.int32)
     high = tl.full([], 0x7F800000, tl.int32)
     for _ in range(31):
         middle = low + (high - low) // 2
-        enough = _held(logits, row, middle, vocab, stride, temperature, greatest, BY_WEIGHT, BLOCK) >= wanted
+        enough = _mass_up_to(logits, row, middle, vocab, stride, temperature, greatest, BY_WEIGHT, BLOCK) >= wanted
         high = tl.where(enough, middle, high)
         low = tl.where(enough, low, tl.minimum(middle + 1, high))
     return high
@@ -274,16 +274,16 @@ def _depth_by_bits(logits, row, top_k, top_p, vocab, stride, temperature, greate
     """Like `_depth_of_entries`, but for rows with too many entries: reads the logits again."""
     depth = tl.full([], 0x7F800000, tl.int32)
     if _limits(top_k, vocab):
-        depth = _depth_that_holds(logits, row, top_k.to(tl.float64), vocab, stride, temperature, greatest, False, BLOCK)
+        depth = _least_depth(logits, row, top_k.to(tl.float64), vocab, stride, temperature, greatest, False, BLOCK)
     if top_p < 1.0:
-        kept = _held(logits, row, depth, vocab, stride, temperature, greatest, True, BLOCK)
-        held = _depth_that_holds(logits, row, kept * top_p, vocab, stride, temperature, greatest, True, BLOCK)
+        kept = _mass_up_to(logits, row, depth, vocab, stride, temperature, greatest, True, BLOCK)
+        held = _least_depth(logits, row, kept * top_p, vocab, stride, temperature, greatest, True, BLOCK)
         depth = tl.minimum(depth, held)
     return depth
 
 
 @triton.jit
-def _settle(
+def _resolve_floor(
     logits, row, near, entries, sums, collected, top_k, top_p, floor, vocab, stride, temperature, greatest,
     ENTRIES: tl.constexpr, BUCKETS: tl.constexpr, PER_NAT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -385,7 +385,7 @@ def _draw(
         return
     if _filters(top_k, top_p, vocab):
         near = _near(counts, weights, row, top_k, top_p, vocab, BUCKETS)
-        floor = _settle(
+        floor = _resolve_floor(
             logits, row, near, entries, sums, tl.atomic_add(arrived, 0), top_k, top_p, floor, vocab, stride,
             temperature, top, ENTRIES, BUCKETS, PER_NAT, BLOCK,
         )  # fmt: skip

@@ -14,7 +14,7 @@ from . import decode, prefill, sampling
 
 ROWS = 2
 #: Largest head dim to compile: larger kernels may not fit a GPU, and layers with softcap or sinks do not use them.
-MOST_DIM = 256
+MAX_DIM = 256
 
 
 def launches(spec: ModelSpec, block_size: int, device: torch.device) -> list[Callable[[], None]]:
@@ -23,7 +23,7 @@ def launches(spec: ModelSpec, block_size: int, device: torch.device) -> list[Cal
     found: list[Callable[[], None]] = []
     if spec.query_heads:
         for shape in dict.fromkeys(spec.kv_shapes):
-            if max(shape.key_dim, shape.value_dim) > MOST_DIM or spec.query_heads % shape.kv_heads:
+            if max(shape.key_dim, shape.value_dim) > MAX_DIM or spec.query_heads % shape.kv_heads:
                 continue
             rows = partial(_rows, shape, block_size, getattr(torch, spec.kv_dtype or spec.dtype), device)
             found += [partial(each, rows, spec.query_heads, dtype) for each in (_prefill, _decode)]

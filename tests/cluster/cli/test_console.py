@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from homing.cluster.cli.console import Console, called, request_line, runs
+from homing.cluster.cli.console import Console, command_name, model_label, request_line
 from homing.cluster.cli.main import parse
 from homing.cluster.config import Settings, load_settings
 from homing.cluster.control.control_messages import ClusterStatus
@@ -36,18 +36,18 @@ def test_a_command_is_called_as_this_shell_would_find_it(tmp_path: Path) -> None
     other = make_script(tmp_path / "usr" / "bin").with_name("homing")
     here = tmp_path / "project"
 
-    assert called(python, None, here) == ".venv/bin/homing"
-    assert called(python, str(python.with_name("homing")), here) == "homing"
-    assert called(python, str(other), here) == ".venv/bin/homing"
-    assert called(python, None, tmp_path / "usr") == str(python.with_name("homing"))
+    assert command_name(python, None, here) == ".venv/bin/homing"
+    assert command_name(python, str(python.with_name("homing")), here) == "homing"
+    assert command_name(python, str(other), here) == ".venv/bin/homing"
+    assert command_name(python, None, tmp_path / "usr") == str(python.with_name("homing"))
 
 
 def test_what_the_shell_would_take_apart_is_quoted(tmp_path: Path) -> None:
     """Home folders have spaces."""
     python = make_script(tmp_path / "my project" / "bin")
 
-    assert shlex.split(called(python, None, tmp_path)) == ["my project/bin/homing"]
-    assert shlex.split(called(tmp_path / "no script" / "python", None, tmp_path))[1:] == [
+    assert shlex.split(command_name(python, None, tmp_path)) == ["my project/bin/homing"]
+    assert shlex.split(command_name(tmp_path / "no script" / "python", None, tmp_path))[1:] == [
         "-m",
         "homing.cluster.cli.main",
     ]
@@ -80,7 +80,7 @@ def test_one_replica_is_not_called_replicas() -> None:
     assert "homing is ready: fox on 1 replica\n" in banner(
         load_settings({"replicas": "1", "served_model_name": "fox"}, {})
     )
-    assert (runs("demo", "demo"), runs("fox", "./ox")) == ("demo", "fox (./ox)")
+    assert (model_label("demo", "demo"), model_label("fox", "./ox")) == ("demo", "fox (./ox)")
 
 
 def test_several_models_are_all_named_and_the_commands_choose_one() -> None:
@@ -89,7 +89,7 @@ def test_several_models_are_all_named_and_the_commands_choose_one() -> None:
     settings = msgspec.structs.replace(Settings(), models=(fox, owl))
     out = io.StringIO()
 
-    Console(out).opening(settings)
+    Console(out).print_opening(settings)
     Console(out).banner(STATUS, settings, detached=False)
 
     page = out.getvalue()
@@ -127,7 +127,7 @@ def test_a_reader_that_goes_away_ends_all_but_taking_down() -> None:
 
     with pytest.raises(BrokenPipeError):
         console.line("ready")
-    console.farewell("stopping")
+    console.print_shutdown("stopping")
 
 
 def test_the_usual_cluster_needs_no_flags() -> None:

@@ -57,6 +57,6 @@ def test_what_is_added_is_printed_until_interrupted(state: Path) -> None:
                 file.write(f"2026-11-22 10:00:1{pauses}.000 INFO    {part} added\n")
 
     with pytest.raises(KeyboardInterrupt):
-        logs("r0", given={"state_dir": [str(state)]}, out=out, lines=1, follow=True, pause=pause)
+        logs("r0", flags={"state_dir": [str(state)]}, out=out, lines=1, follow=True, pause=pause)
 
     assert [each.split()[1] for each in out.getvalue().splitlines()] == ["10:00:02.000", "10:00:11.000", "10:00:12.000"]

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from homing.cluster.cli.main import run
-from homing.cluster.cli.top import Shown, _parts, reconnecting
+from homing.cluster.cli.top import LiveView, _renderables, reconnecting
 from homing.cluster.errors import ClusterError
 from homing.cluster.output import plain
 from homing.router.config import RouterSettings
@@ -30,9 +30,9 @@ def backend() -> FakeBackend:
     return made
 
 
-def shown(backend: FakeBackend, **changes: object) -> Shown:
+def shown(backend: FakeBackend, **changes: object) -> LiveView:
     """The view of the small cluster, after one frame."""
-    view = Shown()
+    view = LiveView()
     view.apply(msgspec.json.decode(frame({}, items_of(situation(backend, **changes)), 2000.0)[6:]))
     return view
 
@@ -78,7 +78,7 @@ def test_a_key_that_may_not_see_it_is_refused_in_the_routers_words(backend: Fake
 
 def test_replicas_prefixes_decisions_and_errors_are_shown(backend: FakeBackend) -> None:
     """The essentials of the page."""
-    text = plain(*_parts(shown(backend)))
+    text = plain(*_renderables(shown(backend)))
 
     assert (
         "r0       serving  live          2        1          30      10      20    40       50%  ab0000000000" in text
@@ -97,9 +97,9 @@ def test_what_others_wrote_moves_no_cursor_and_is_no_markup(backend: FakeBackend
     view = shown(backend, activities=[hostile])
     console = Console(file=io.StringIO(), width=200)
 
-    console.print(*_parts(view))
+    console.print(*_renderables(view))
 
-    for text in (plain(*_parts(view)), console.file.getvalue()):
+    for text in (plain(*_renderables(view)), console.file.getvalue()):
         assert "?[2J[red]gone[/red]" in text
         assert "\x1b" not in text
 
@@ -108,12 +108,12 @@ def test_a_cluster_without_replicas_is_shown(backend: FakeBackend) -> None:
     """While the first one starts, or after the last one died."""
     cluster = msgspec.structs.replace(situation(backend).cluster, replicas=[])
 
-    assert "no replica yet" in plain(*_parts(shown(backend, cluster=cluster, activities=[]))).splitlines()
+    assert "no replica yet" in plain(*_renderables(shown(backend, cluster=cluster, activities=[]))).splitlines()
 
 
 def test_rates_are_those_of_the_last_seconds(backend: FakeBackend) -> None:
     """Totals since the start would hide what happens now."""
-    view = Shown()
+    view = LiveView()
     counts = dict.fromkeys(
         ("requests", "failed", "prompt_tokens", "cached_tokens", "ttft_count", "ttft_sum_s", "serving"), 0
     )
@@ -122,7 +122,7 @@ def test_rates_are_those_of_the_last_seconds(backend: FakeBackend) -> None:
         model = counts | {"requests": 5 * second if second > 50 else 0}
         view.apply({"now": float(second), "all": not second, "set": {"router": router, "model/m": model}, "gone": []})
 
-    assert plain(*_parts(view)).splitlines()[1].startswith("5.0 requests/s")
+    assert plain(*_renderables(view)).splitlines()[1].startswith("5.0 requests/s")
 
 
 def test_a_stream_that_breaks_is_opened_again() -> None:

@@ -16,7 +16,7 @@ from homing.cluster.cli.watch import (
     WatchOptions,
     WatchSession,
     check_replicas,
-    listed,
+    listed_replicas,
     recorded,
 )
 from homing.cluster.errors import SettingsError
@@ -271,7 +271,7 @@ def test_a_replica_that_is_not_there_is_named_beside_those_that_are(recording: P
     view = {"replicas": [{"replica_id": "r0"}], "absent": [{"replica_id": "r1"}], "refused": [{"replica_id": "r2"}]}
 
     with pytest.raises(SettingsError, match=r"--replica r9: the cluster has no such replica \(there are: r0, r1, r2\)"):
-        check_replicas({"r0", "r1", "r9"}, listed(view), "the cluster")
+        check_replicas({"r0", "r1", "r9"}, listed_replicas(view), "the cluster")
     with pytest.raises(SettingsError, match=r"--replica r9: .*events.jsonl has no such replica \(there are: r0, r1\)"):
         run(["watch", "--replay", str(recording), "--replica", "r9"], io.StringIO())
 

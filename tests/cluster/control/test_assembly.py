@@ -14,7 +14,7 @@ from homing.cluster.control.assembly import (
     share_of_gpu,
     share_of_memory,
 )
-from homing.cluster.control.autoscale import most_ranks
+from homing.cluster.control.autoscale import max_ranks
 from homing.cluster.control.compiled_kernels import TORCH_ENVIRONMENT, prepare_torch
 from homing.cluster.control.control_messages import Listening, ModelSpec
 from homing.kvcache.config import KvCacheSettings
@@ -143,7 +143,7 @@ def test_ranks_of_replicas_that_may_come_are_counted():
     settings = load_settings({"replicas": "2", "tensor_parallel_size": "3"}, {})
     growing = load_settings({"replicas": "2", "autoscale": "1:5"}, {})
 
-    assert (most_ranks(settings), most_ranks(growing)) == (6, 5)
+    assert (max_ranks(settings), max_ranks(growing)) == (6, 5)
 
 
 @NEEDS_PIDFD

@@ -5,10 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from homing.cluster.config import ClusterSettings
-from homing.cluster.control.autoscale import Autoscaler, ScalingTerms, expected_wait_s, terms_of, together
+from homing.cluster.control.autoscale import Autoscaler, ScalingTerms, combined_demand, expected_wait_s, terms_of
 from homing.router.control import Demand
 
-TERMS = ScalingTerms(least=1, most=8, target_s=1.0, up_after_s=3.0, down_after_s=60.0, cool_down_s=20.0)
+TERMS = ScalingTerms(min_replicas=1, max_replicas=8, target_s=1.0, up_after_s=3.0, down_after_s=60.0, cool_down_s=20.0)
 
 
 def demand(serving: int, *, queued: int = 0, held: int = 0, running: int = 0) -> Demand:
@@ -66,7 +66,7 @@ def test_between_too_much_and_too_little_nothing_happens() -> None:
 
 def test_zero_is_left_by_the_first_held_request_at_once() -> None:
     """It waits for a whole start as it is."""
-    scaler = Autoscaler(ScalingTerms(least=0, most=4))
+    scaler = Autoscaler(ScalingTerms(min_replicas=0, max_replicas=4))
     scaler.decide(0, demand(0), 0.0)
 
     assert scaler.decide(0, demand(0, held=1), 0.1) == 1
@@ -74,7 +74,7 @@ def test_zero_is_left_by_the_first_held_request_at_once() -> None:
 
 def test_at_rest_while_the_last_replica_still_drains_it_waits_for_a_held_request() -> None:
     """A share of no replicas cannot be computed: a look in these seconds once ended the autoscaler."""
-    scaler = Autoscaler(ScalingTerms(least=0, most=4))
+    scaler = Autoscaler(ScalingTerms(min_replicas=0, max_replicas=4))
     scaler.decide(1, demand(1), 0.0)
 
     assert scaler.decide(0, demand(1), 1.0) == 0
@@ -83,7 +83,7 @@ def test_at_rest_while_the_last_replica_still_drains_it_waits_for_a_held_request
 
 def test_zero_is_reached_only_when_nothing_runs() -> None:
     """Where it is allowed; a single request keeps the last replica."""
-    terms = ScalingTerms(least=0, most=4, down_after_s=60.0)
+    terms = ScalingTerms(min_replicas=0, max_replicas=4, down_after_s=60.0)
 
     assert after(Autoscaler(terms), 1, demand(1, running=1), start=0, seconds=500) == 1
     assert after(Autoscaler(terms), 1, demand(1), start=0, seconds=60) == 0
@@ -111,7 +111,7 @@ def test_a_number_beyond_the_bounds_is_brought_back() -> None:
 )
 def test_whatever_is_seen_the_bounds_hold(sights: list[tuple[int, int, int, int]], least: int) -> None:
     """Also where the routers see other replicas than are wanted."""
-    scaler, wanted = Autoscaler(ScalingTerms(least=least, most=5, down_after_s=5, cool_down_s=2)), 2
+    scaler, wanted = Autoscaler(ScalingTerms(min_replicas=least, max_replicas=5, down_after_s=5, cool_down_s=2)), 2
     for now, (serving, queued, held, running) in enumerate(sights):
         wanted = scaler.decide(wanted, demand(serving, queued=queued, held=held, running=running), float(now))
         assert least <= wanted <= 5
@@ -119,7 +119,7 @@ def test_whatever_is_seen_the_bounds_hold(sights: list[tuple[int, int, int, int]
 
 def test_several_routers_hold_requests_of_their_own_and_see_the_same_replicas() -> None:
     """Counted twice, replicas would seem to be twice as fast."""
-    seen = together([demand(2, queued=100, held=1), demand(2, queued=50, held=2)])
+    seen = combined_demand([demand(2, queued=100, held=1), demand(2, queued=50, held=2)])
 
     assert (seen.held_requests, seen.held_tokens, seen.queued_tokens, seen.serving) == (3, 300, 100, 2)
     assert expected_wait_s(seen) == pytest.approx(0.2)
@@ -137,4 +137,4 @@ def test_bounds_are_read() -> None:
     settings = ClusterSettings(autoscale="0:4", ttft_target_s=2.0, scale_down_after_s=9.0)
 
     assert terms_of(ClusterSettings()) is None
-    assert terms_of(settings) == ScalingTerms(least=0, most=4, target_s=2.0, down_after_s=9.0)
+    assert terms_of(settings) == ScalingTerms(min_replicas=0, max_replicas=4, target_s=2.0, down_after_s=9.0)

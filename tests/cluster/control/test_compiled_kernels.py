@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from homing.cluster.config import Settings, replaced
-from homing.cluster.control.compiled_kernels import begin_to_compile
+from homing.cluster.control.compiled_kernels import start_compilation
 from homing.replica.demo import demo_model_path
 
 #: Of which there are no kernels, so that nothing is compiled here.
@@ -25,13 +25,13 @@ def test_a_first_start_begins_to_compile_and_a_later_one_does_not(
     """It would cost each start two seconds to find that all is there. Modules of the working directory are not run."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "torch.py").write_text("raise SystemExit(3)")
-    process = begin_to_compile(NOTHING, demo_model_path())
+    process = start_compilation(NOTHING, demo_model_path())
     assert process is not None
 
     assert process.wait(120) == 0
     assert [path.suffix for path in cache.iterdir()] == [".complete"]
-    assert begin_to_compile(NOTHING, demo_model_path()) is None
-    other = begin_to_compile(replaced(NOTHING, block_size=32), demo_model_path())
+    assert start_compilation(NOTHING, demo_model_path()) is None
+    other = start_compilation(replaced(NOTHING, block_size=32), demo_model_path())
     assert other is not None, "another block size has other kernels"
     assert other.wait(120) == 0
 
@@ -39,7 +39,7 @@ def test_a_first_start_begins_to_compile_and_a_later_one_does_not(
 @pytest.mark.parametrize("changes", [{"gpus_per_rank": 1.0}, {"engine": "vllm"}], ids=str)
 def test_nothing_is_compiled_for_ranks_that_need_none(changes: dict[str, object]) -> None:
     """GPUs have kernels of their own, and other engines, too."""
-    assert begin_to_compile(replaced(Settings(), **changes), demo_model_path()) is None
+    assert start_compilation(replaced(Settings(), **changes), demo_model_path()) is None
 
 
 def test_nothing_is_compiled_where_kernels_cannot_be_kept(cache: Path) -> None:
@@ -47,4 +47,4 @@ def test_nothing_is_compiled_where_kernels_cannot_be_kept(cache: Path) -> None:
     cache.mkdir()
     cache.chmod(0o777)  # others could write code that we would run
 
-    assert begin_to_compile(NOTHING, demo_model_path()) is None
+    assert start_compilation(NOTHING, demo_model_path()) is None

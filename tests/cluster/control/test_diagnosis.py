@@ -90,6 +90,7 @@ def node(address: str, *, cpus: float = 8, gpus: float = 0, free_cpus: float | N
         ({"CPU": 1, "GPU": 0.5}, 1, [node("a")], "no node has 0.5 GPU, the largest has 0 GPU"),
         ({"CPU": 1, "GPU": 0.5}, 1, [node("a", gpus=1, free_gpus=0.25)], "a comes closest and lacks 0.25 GPU"),
         ({"CPU": 4}, 1, [node("a", free_cpus=1), node("b", cpus=2)], "a comes closest and lacks 3 CPU"),
+        ({"CPU": 1}, 1, [node("a")], "needed on one node; a now has all of it"),
         ({"CPU": 0.001, "GPU": 1}, 1, [node("a", cpus=0)], "needed on one node; no node has 1 GPU"),
         (
             {"CPU": 4, "GPU": 1},

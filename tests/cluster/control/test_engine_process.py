@@ -17,7 +17,7 @@ import pytest
 
 from homing.cluster.config import load_settings
 from homing.cluster.control.control_messages import ModelSpec, RankSpec, Rendezvous
-from homing.cluster.control.engine_process import EngineServer, last_words, start_engine
+from homing.cluster.control.engine_process import EngineServer, error_summary, start_engine
 from homing.cluster.errors import EngineLost, StartFailed
 from homing.replica.demo import demo_model_path
 from homing.router.errors import ParityMismatch
@@ -233,4 +233,4 @@ def test_an_engine_ends_with_the_process_that_started_it(tmp_path: Path) -> None
 )
 def test_the_last_words_have_the_first_error(lines: list[str], words: str) -> None:
     """vLLM ends with "see the root cause above"."""
-    assert last_words(lines) == words
+    assert error_summary(lines) == words

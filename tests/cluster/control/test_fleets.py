@@ -136,8 +136,8 @@ def test_a_model_that_leaves_drains_and_is_scaled_up_by_nobody() -> None:
     made = fleets(fox=1, owl=1, ox=0)
     serve(made)
 
-    made.by_model["owl"].leave()
-    made.by_model["ox"].leave()
+    made.by_model["owl"].remove()
+    made.by_model["ox"].remove()
     made.by_model["owl"].scale(3)
     first, *others = made.reconcile(1.0)
     check(made)
@@ -156,7 +156,7 @@ def test_a_model_may_come_back_while_its_last_replica_drains() -> None:
     """With settings of its own, and in the room of what still drains, as in an update."""
     made = fleets(fox=1, owl=1)
     serve(made)
-    made.by_model["owl"].leave()
+    made.by_model["owl"].remove()
     made.reconcile(1.0)
 
     owl = made.by_model["owl"]
@@ -190,7 +190,7 @@ def test_fleets_that_go_on_know_what_was_wanted_and_what_runs() -> None:
     made.by_model["owl"].scale(2)
     made.by_model["owl"].settings = ClusterSettings(drain_timeout_s=5.0, warm_up_s=0)
     made.add("ox", replicas(0), 3)
-    made.by_model["ox"].leave()
+    made.by_model["ox"].remove()
     serve(made)
 
     running = {group.generation: group.description for _, group in made.groups() if group.description is not None}

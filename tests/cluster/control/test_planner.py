@@ -10,10 +10,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from homing.cluster.config import ClusterSettings
 from homing.cluster.control.planner import (
+    AbandonUpdate,
     Action,
     Drain,
     Fleet,
-    GiveUp,
     GroupPhase,
     KillRankGroup,
     NameAllocator,
@@ -22,7 +22,7 @@ from homing.cluster.control.planner import (
     RoutedReplica,
     StartRankGroup,
     WarmUp,
-    replica_worths,
+    cache_worths_s,
 )
 from homing.router.control import CacheWorth
 
@@ -176,7 +176,7 @@ def fewest_serving(actions: list[Action]) -> int:
 def test_fewer_wanted_replicas_drain_the_one_whose_cache_is_worth_least(fleet: Fleet) -> None:
     """Routers learn of it before it drains, and it is killed when it has finished."""
     bring_up(fleet)
-    fleet.worths = {"r0": 0.5, "r1": 2.0}
+    fleet.cache_worths_s = {"r0": 0.5, "r1": 2.0}
     fleet.scale(1)
 
     draining = RoutedReplica(describe_replica("r0", 1), "draining")
@@ -269,7 +269,7 @@ def test_an_update_is_abandoned_when_its_first_replica_fails(fleet: Fleet) -> No
 
     assert fleet.reconcile(2) == [
         KillRankGroup("r2", 3, "the weights are torn", lost=True),
-        GiveUp(2, 1, "the weights are torn"),
+        AbandonUpdate(2, 1, "the weights are torn"),
     ]
     assert (fleet.version, fleet.abandoned, fleet.settled) == (1, "the weights are torn", True)
 
@@ -370,7 +370,7 @@ def test_what_a_replica_is_worth_is_the_time_to_compute_it_anew() -> None:
     """A fast replica's blocks are cheaper than a slow one's; one of unknown speed is worth nothing."""
     caches = [CacheWorth("r0", 1000, 0, 500.0), CacheWorth("r1", 1000, 0, 250.0), CacheWorth("r2", 9, 0, 0.0)]
 
-    assert replica_worths(caches) == {"r0": 2, "r1": 4, "r2": 0}
+    assert cache_worths_s(caches) == {"r0": 2, "r1": 4, "r2": 0}
 
 
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -407,17 +407,17 @@ class FleetMachine(RuleBasedStateMachine):
         self.fleet.update(self.versions)
         self.reconcile()
 
-    @precondition(lambda self: not self.fleet.leaving)
+    @precondition(lambda self: not self.fleet.being_removed)
     @rule()
     def leave(self) -> None:
-        self.fleet.leave()
+        self.fleet.remove()
         self.reconcile()
 
-    @precondition(lambda self: self.fleet.leaving)
+    @precondition(lambda self: self.fleet.being_removed)
     @rule(wanted=st.integers(min_value=0, max_value=4))
-    def come_back(self, wanted: int) -> None:
+    def restore(self, wanted: int) -> None:
         self.versions += 1
-        self.fleet.come_back(wanted, self.versions)
+        self.fleet.restore(wanted, self.versions)
         self.reconcile()
 
     @rule(index=st.integers(min_value=0, max_value=4))

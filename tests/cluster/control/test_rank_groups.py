@@ -5,7 +5,7 @@ import pytest
 from homing.cluster.config import load_settings
 from homing.cluster.control.control_messages import ModelSpec
 from homing.cluster.control.rank_groups import bundle_of, uses_spares, world_of
-from homing.cluster.control.supervisor import LEAST_CPUS
+from homing.cluster.control.supervisor import MIN_CPUS
 
 
 def spec_of(run_dir: str | None = None, **flags: str) -> ModelSpec:
@@ -30,4 +30,4 @@ def test_an_external_engine_takes_over_no_spare_process() -> None:
     ours, other = spec_of("/run"), spec_of("/run", engine="vllm")
 
     assert (uses_spares(ours), uses_spares(other)) == (True, False)
-    assert bundle_of(ours) == bundle_of(other) == {"CPU": LEAST_CPUS}
+    assert bundle_of(ours) == bundle_of(other) == {"CPU": MIN_CPUS}

@@ -95,7 +95,7 @@ async def test_routers_are_told_of_missing_replicas_once() -> None:
     missing = AbsentReplica(replica_id="r0", model="fox", state="starting", reason="", since=0.0)
     async with running(lambda _: None, lambda _: None) as (routers, actors):
         for _ in range(3):
-            await routers.tell_absent((missing,), frozenset({"fox"}))
+            await routers.send_missing((missing,), frozenset({"fox"}))
 
         assert [actor.asked[1:] for actor in actors] == [[SetMissing((missing,), frozenset({"fox"}))]] * 2
 
@@ -111,7 +111,7 @@ async def test_what_caches_are_worth_is_asked_of_one_router() -> None:
     """All know the same."""
     worth = CacheWorth("r0", 1, 2, 3.0)
     async with running(lambda _: [worth], lambda _: never()) as (routers, actors):
-        assert await routers.worths() == [worth]
+        assert await routers.cache_worths() == [worth]
         assert WeighCaches() not in actors[1].asked
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from homing.cluster.control.diagnosis import explain_pending
 from homing.cluster.control.rank_groups import node_resources
-from homing.cluster.control.supervisor import LEAST_CPUS, Supervisor
+from homing.cluster.control.supervisor import MIN_CPUS, Supervisor
 
 from ..fakes import FakeRank, FakeRouter
 
@@ -55,7 +55,7 @@ class Cluster:
 
 def bundle(gpus: float) -> dict[str, float]:
     """What a rank reserves on a local cluster; without GPUs it names none."""
-    return {"CPU": LEAST_CPUS} | ({"GPU": gpus} if gpus else {})
+    return {"CPU": MIN_CPUS} | ({"GPU": gpus} if gpus else {})
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from homing.replica.attention.flash import Flash4Attention, FlashAttention, flash2, flash3
+from homing.replica.attention.flash import Flash2Prefill, Flash4Attention, FlashAttention, flash3_prefill
 from homing.replica.kernels.base import PagedRows, TorchKernels
 from homing.replica.models.base import AttentionRule
 
@@ -163,7 +163,7 @@ def test_prompts_of_kernel_lengths_need_every_kernel_of_flash_attn_4():
 
 def test_both_libraries_compute_what_the_reference_does():
     """Windows, softcap, sinks and short values too: what a library lacks is not left out but done by the kernels."""
-    for prefill in (flash2(varlen), flash3(with_kvcache)):
+    for prefill in (Flash2Prefill(varlen), flash3_prefill(with_kvcache)):
         for shape in SHAPES.values():
             for rule in (fitted(each, shape) for each in RULES.values()):
                 batch = batch_of(ROWS)
@@ -183,7 +183,7 @@ def test_where_keys_are_is_computed_once_for_all_layers():
         return varlen(*arguments, cu_seqlens_k=cu_seqlens_k, **options)
 
     shape, batch = SHAPES["grouped"], batch_of(ROWS)
-    attention = FlashAttention(filled_pool(shape, 40, seed=0), TorchKernels(), flash2(recorded))
+    attention = FlashAttention(filled_pool(shape, 40, seed=0), TorchKernels(), Flash2Prefill(recorded))
     attention.begin(batch)
     for layer in (0, 1):
         attention(layer, *(torch.zeros(len(batch.token_ids), heads, 8) for heads in (4, 2, 2)), RULES["plain"])

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from homing.replica.engine import prompt_lookup
-from homing.replica.engine.prompt_lookup import LEAST_EQUAL, MOST_EQUAL, PromptLookup
-from homing.replica.engine.request import REST_FACTOR, Drafting
+from homing.replica.engine.prompt_lookup import MAX_EQUAL, MIN_EQUAL, PromptLookup
+from homing.replica.engine.request import PAUSE_FACTOR, Drafting
 
 
 def test_guesses_go_on_as_the_same_tokens_did() -> None:
@@ -52,7 +52,7 @@ def test_guesses_are_those_of_a_plain_search(tokens: list[int], own: int, most: 
 
 def searched(tokens: Sequence[int], most: int) -> list[int]:
     """The same by its definition."""
-    for equal in range(MOST_EQUAL, LEAST_EQUAL - 1, -1):
+    for equal in range(MAX_EQUAL, MIN_EQUAL - 1, -1):
         for end in range(len(tokens) - 1, equal - 1, -1):
             if tokens[end - equal : end] == tokens[len(tokens) - equal :]:
                 text = list(tokens)
@@ -69,8 +69,8 @@ def test_drafts_rest_longer_after_each_failure_in_a_row() -> None:
     rests, trusted = [], []
     for right in (1, 0, 0, 2, 1):
         drafting.learn(4, right, 100)
-        rests.append(drafting.rests_until - 100)
+        rests.append(drafting.paused_until - 100)
         trusted.append(drafting.trusted)
 
-    assert rests == [REST_FACTOR, REST_FACTOR**2, REST_FACTOR**3, REST_FACTOR**3, REST_FACTOR]
+    assert rests == [PAUSE_FACTOR, PAUSE_FACTOR**2, PAUSE_FACTOR**3, PAUSE_FACTOR**3, PAUSE_FACTOR]
     assert trusted == [False, False, False, True, False]

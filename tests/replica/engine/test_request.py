@@ -40,6 +40,6 @@ def test_prompt_logprobs_keep_a_request_from_the_cache_until_they_are_out() -> N
     request = request_state(1, [1, 2, 3], BlockHasher(2, seed=5), prompt_logprobs=0)
 
     before = request.may_use_cache
-    request.answered = True
+    request.output_sent = True
 
     assert (before, request.may_use_cache) == (False, True)

@@ -12,7 +12,7 @@ from homing.events.wire.messages import PrefillWork
 from homing.kvcache.hashing import BlockHasher
 from homing.kvcache.pins import PinLimits
 from homing.kvcache.prefix_cache import PrefixCache
-from homing.replica.engine.order import PATIENCE
+from homing.replica.engine.queue_order import PATIENCE
 from homing.replica.engine.request import RequestPhase, RequestState
 from homing.replica.engine.scheduler import (
     Drafter,
@@ -100,10 +100,10 @@ class Bench:
         return len(rows)
 
     def advance(self, request: RequestState, token: int) -> None:
-        if request.pins and not request.answered:
+        if request.pins and not request.output_sent:
             self.scheduler.pin(request, now=0.0)
         request.append(token, self.hasher)
-        request.answered = True
+        request.output_sent = True
         full = request.num_tokens >= self.scheduler.limits.max_model_len
         if full or request.generated >= request.sampling.max_tokens:
             self.ended[request.key.request_id] = request
@@ -315,7 +315,7 @@ def test_requests_whose_drafts_fail_get_none_for_a_while() -> None:
 
     failing.drafting.learn(4, 0, failing.generated)
     rests = [len(row.drafts) > 0 for row in bench.next_rows()]
-    for token in range(failing.drafting.rests_until - failing.generated):
+    for token in range(failing.drafting.paused_until - failing.generated):
         failing.append(token, bench.hasher)
         failing.computed += 1
     guessed = [row.request for row in bench.next_rows() if row.drafts]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from homing.replica.attention.paged import Batch
 from homing.replica.config import ReplicaSettings
 from homing.replica.engine.step_plan import PlanRow, lay_out, plan_of_rows
-from homing.replica.execute.captured_steps import MOST_SHAPES, CapturedSteps, DecodeShape, decode_shape
+from homing.replica.execute.captured_steps import MAX_SHAPES, CapturedSteps, DecodeShape, decode_shape
 from homing.replica.execute.runner import ModelRunner, captured_steps_for
 from homing.replica.kernels.cpu.pointwise import take
 from homing.replica.kernels.cpu.runtime.processor import beats_packed
@@ -190,7 +190,7 @@ def test_a_shape_is_recorded_when_it_comes_again():
     first = laid_out([PlanRow([7], 0, [1])])
 
     assert programs.run(first) is None
-    for rows in range(2, MOST_SHAPES + 2):
+    for rows in range(2, MAX_SHAPES + 2):
         assert programs.run(laid_out([PlanRow([7], 0, [1])] * rows)) is None
 
     assert forward.steps == 0

@@ -74,7 +74,7 @@ def step_of(model: Model, group: RankGroup | None = None) -> tuple[DecodeStep, R
     pool = KvPool(model.spec, ROWS * PAGES + 1, SIZE, torch.float32, CPU)
     kernels = Likeliest()
     attention = PagedAttention(pool, kernels)
-    step = DecodeStep(model, attention, kernels, table, most=ROWS, block_size=SIZE, group=group)
+    step = DecodeStep(model, attention, kernels, table, max_rows=ROWS, block_size=SIZE, group=group)
     table.block_tables[1:] = torch.arange(1, ROWS * PAGES + 1).view(ROWS, PAGES)
     return step, table
 
@@ -110,7 +110,7 @@ def test_a_mixture_says_that_it_cannot_be_captured(checkpoint):
     with torch.inference_mode(), Launches(), pytest.raises(RuntimeError, match="cannot be captured"):
         step.run(ROWS)
 
-    assert model.uncapturable
+    assert model.capture_problem
 
 
 def test_ranks_hear_within_the_step_what_rank_0_drew(checkpoint):

@@ -12,7 +12,7 @@ from homing.replica.engine.step_plan import BlockCopy, PlanRow, plan_of_rows
 from homing.replica.errors import StartupError
 from homing.replica.execute.gpu_runner import GpuRunner
 from homing.replica.execute.runner import ModelRunner, resolve_device
-from homing.replica.models.loading import DTYPES
+from homing.replica.models.loading import TORCH_DTYPES
 
 from ..toys import BLOCK_SIZE, ToyScheduler, make_runner
 
@@ -159,7 +159,7 @@ def test_half_precision_stays_within_its_bounds(model_type, overrides, dtype, pr
 
     ours, exact = (all_logits(runner, ids) for runner in (half, make_runner(folder, provider)))
 
-    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype], attn_implementation="eager")
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=TORCH_DTYPES[dtype], attn_implementation="eager")
     with torch.inference_mode():
         error = distance(theirs(torch.tensor([ids])).logits[0].float(), exact)
     assert ours.dtype == torch.float32

@@ -41,12 +41,12 @@ def chosen(choice: ThreadChoice, others: list[float]) -> list[int]:
 
 def test_a_free_core_is_taken_the_second_time_and_given_up_at_once() -> None:
     """Two threads on one core cost ten times, an idle core not even twice."""
-    assert chosen(ThreadChoice(cores=2, most=2), [0.1, 0.2, 1.0, 0.1, 0.1]) == [2, 2, 1, 1, 2]
+    assert chosen(ThreadChoice(cores=2, max_threads=2), [0.1, 0.2, 1.0, 0.1, 0.1]) == [2, 2, 1, 1, 2]
 
 
 def test_a_little_work_of_others_takes_no_core() -> None:
     """The router beside the replica, and Ray's own processes, always do something."""
-    assert chosen(ThreadChoice(cores=4, most=4), [0.3, 0.3, 0.3]) == [4, 4, 4]
+    assert chosen(ThreadChoice(cores=4, max_threads=4), [0.3, 0.3, 0.3]) == [4, 4, 4]
 
 
 @given(st.integers(1, 64), st.integers(1, 8), st.lists(st.floats(0, 64), max_size=20))
@@ -67,7 +67,7 @@ def test_a_tuner_looks_once_in_a_while_and_applies_changes_alone() -> None:
         looks.append(clock.now)
         return machine.pass_by(0.0, 1.0)
 
-    tuner = ThreadTuner(ThreadChoice(cores=2, most=2), applied.append, read, clock)
+    tuner = ThreadTuner(ThreadChoice(cores=2, max_threads=2), applied.append, read, clock)
     tuner.apply()
     for _ in range(40):
         tuner.update()
@@ -80,7 +80,7 @@ def test_a_tuner_looks_once_in_a_while_and_applies_changes_alone() -> None:
 def test_a_system_that_does_not_tell_keeps_its_threads() -> None:
     """Not every system has Linux' counters."""
     applied: list[int] = []
-    tuner = ThreadTuner(ThreadChoice(cores=2, most=2, threads=2), applied.append, lambda: None)
+    tuner = ThreadTuner(ThreadChoice(cores=2, max_threads=2, threads=2), applied.append, lambda: None)
 
     tuner.apply()
     tuner.update()
@@ -102,7 +102,7 @@ def test_this_machine_tells_its_cores_and_times() -> None:
 )
 def test_threads_are_at_most_a_rank_s_share_of_the_cores(settings, most):
     """Ranks of one replica compute at the same time, so each may take its share at most."""
-    assert thread_choice(ReplicaSettings(**settings), 8).most == most
+    assert thread_choice(ReplicaSettings(**settings), 8).max_threads == most
 
 
 def test_threads_that_were_set_stay():

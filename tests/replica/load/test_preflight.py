@@ -13,7 +13,13 @@ from homing.kvcache.config import KvCacheSettings
 from homing.kvcache.errors import KvCacheError, PoolTooSmall
 from homing.replica.config import ReplicaSettings
 from homing.replica.demo import demo_model_path
-from homing.replica.errors import StartupError, TensorParallelUnsupported, UnsupportedModel, WeightsMissing, WeightsTorn
+from homing.replica.errors import (
+    StartupError,
+    TensorParallelUnsupported,
+    UnsupportedModel,
+    WeightsDamaged,
+    WeightsMissing,
+)
 from homing.replica.execute.runner import ModelRunner
 from homing.replica.kernels.cpu.runtime.processor import beats_packed
 from homing.replica.load.preflight import check_model, multiplies_bfloat16, weight_bytes
@@ -91,14 +97,14 @@ def break_index(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("harm", "error", "told"),
     [
-        (cut, WeightsTorn, r"two\.safetensors is incomplete: it has \d+ bytes of \d+; fetch the model again"),
-        (cut_in_header, WeightsTorn, r"two\.safetensors is incomplete.*less than its header"),
-        (empty, WeightsTorn, r"two\.safetensors is incomplete"),
-        (scramble, WeightsTorn, r"two\.safetensors is damaged: its header"),
+        (cut, WeightsDamaged, r"two\.safetensors is incomplete: it has \d+ bytes of \d+; fetch the model again"),
+        (cut_in_header, WeightsDamaged, r"two\.safetensors is incomplete.*less than its header"),
+        (empty, WeightsDamaged, r"two\.safetensors is incomplete"),
+        (scramble, WeightsDamaged, r"two\.safetensors is damaged: its header"),
         (lose_shard, WeightsMissing, r"index\.json names two\.safetensors, which is not in the folder"),
         (swap_shard, WeightsMissing, r"lists 'b' in two\.safetensors, which does not contain it"),
         (lose_all, WeightsMissing, r"no \*\.safetensors"),
-        (break_index, WeightsTorn, r"not a weights index"),
+        (break_index, WeightsDamaged, r"not a weights index"),
     ],
 )
 def test_weights_that_are_not_whole_are_named(

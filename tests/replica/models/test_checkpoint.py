@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from homing.replica.errors import ModelError, UnsupportedModel, WeightsUnlike
+from homing.replica.errors import ModelError, UnsupportedModel, WeightsMismatch
 from homing.replica.load.quantized import scalings
 from homing.replica.load.weight_files import TensorHeader
 from homing.replica.models.checkpoint import COLUMNS, ROWS, Checkpoint, dequantized
@@ -124,8 +124,8 @@ def test_every_part_of_an_fp8_weight_has_its_own_scales(kind, checkpoint, tmp_pa
     weights, wanted = Checkpoint(packed, torch.float32, CPU), load_file(plain / "model.safetensors")[Q_PROJ]
 
     assert torch.equal(weights.whole(Q_PROJ), wanted)
-    assert torch.equal(weights.share(Q_PROJ, ROWS, 3, 4), wanted[48:])
-    assert torch.equal(weights.share(Q_PROJ, COLUMNS, 1, 2), wanted[:, 32:])
+    assert torch.equal(weights.shard(Q_PROJ, ROWS, 3, 4), wanted[48:])
+    assert torch.equal(weights.shard(Q_PROJ, COLUMNS, 1, 2), wanted[:, 32:])
     assert torch.equal(weights.span(Q_PROJ, ROWS, 39, 70), wanted[39:])
     assert weights.whole("model.norm.weight").dtype == torch.float32
 
@@ -180,7 +180,7 @@ def test_tensors_that_lack_or_are_not_used_are_listed(provider, checkpoint, tmp_
     """Without its norms, or with what it does not use, a model answers nonsense and nobody is told."""
     folder = altered(checkpoint("qwen3"), tmp_path, lose_and_add)
 
-    with pytest.raises(WeightsUnlike) as caught:
+    with pytest.raises(WeightsMismatch) as caught:
         make_runner(folder, provider)
 
     said = str(caught.value)
@@ -201,7 +201,7 @@ def test_each_difference_is_an_error(provider, change, said, checkpoint, tmp_pat
     """A head that is not tied, a bias that the configuration denies, and scales beside plain weights."""
     folder = altered(checkpoint("llama"), tmp_path, change)
 
-    with pytest.raises(WeightsUnlike, match=said):
+    with pytest.raises(WeightsMismatch, match=said):
         make_runner(folder, provider)
 
 

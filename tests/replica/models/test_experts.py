@@ -41,10 +41,10 @@ def launches_of(experts: int, per_token: int) -> list[str]:
     config = AutoConfig.for_model(**sizes)
     model = NativeModel(config, RandomWeights(config, torch.bfloat16, META), (), torch.bfloat16, META)
     attention = PagedAttention(KvPool(model.spec, 20, 8, torch.bfloat16, META), Likeliest())
-    step = DecodeStep(model, attention, Likeliest(), RequestTable(4, 4, META), most=4, block_size=8, group=None)
+    step = DecodeStep(model, attention, Likeliest(), RequestTable(4, 4, META), max_rows=4, block_size=8, group=None)
     with torch.inference_mode(), Launches() as launches:
         step.compute(4)
-    assert model.uncapturable is None
+    assert model.capture_problem is None
     return launches.seen
 
 

@@ -13,7 +13,7 @@ from homing.replica.engine.step_plan import PlanRow, plan_of_rows
 from homing.replica.execute.runner import ModelRunner
 from homing.replica.kernels.base import TorchKernels
 from homing.replica.models.checkpoint import Checkpoint
-from homing.replica.models.fp8 import BLOCK, DTYPE, ScaledLinears, ScaledWeight, joined
+from homing.replica.models.fp8 import BLOCK, FP8_DTYPE, ScaledLinears, ScaledWeight, joined
 from homing.replica.models.loading import read_config, scaled_product
 from homing.replica.models.native import NativeModel
 from homing.replica.parallel.rank_group import RankGroup
@@ -42,7 +42,7 @@ class Device:
 
     def __call__(self, a, b, scale_a, recipe_a, scale_b, recipe_b, *, output_dtype):
         (rows, inputs), outputs = a.shape, b.shape[1]
-        assert a.dtype == b.dtype == DTYPE
+        assert a.dtype == b.dtype == FP8_DTYPE
         assert scale_a.dtype == scale_b.dtype == torch.float32
         assert a.is_contiguous()
         assert b.t().is_contiguous()
@@ -73,7 +73,7 @@ def weight_of(outputs: int, inputs: int, by_row: bool = True, seed: int = 1) -> 
     generator = torch.Generator().manual_seed(seed)
     shape = (outputs, 1) if by_row else (-(-outputs // BLOCK), -(-inputs // BLOCK))
     numbers = torch.randn(outputs, inputs, generator=generator) * 50
-    return ScaledWeight(numbers.to(DTYPE), torch.rand(shape, generator=generator) * 0.02 + 0.001)
+    return ScaledWeight(numbers.to(FP8_DTYPE), torch.rand(shape, generator=generator) * 0.02 + 0.001)
 
 
 def exact(weight: ScaledWeight) -> torch.Tensor:
@@ -201,7 +201,7 @@ def packed(folder: Path, made: Path, kind: str) -> Path:
         ]
         factors = scales.repeat_interleave(steps[0], 0).repeat_interleave(steps[1], 1)
         factors = factors[: len(weight), : weight.shape[1]]
-        tensors[name] = (weight / factors).clamp(-448, 448).to(DTYPE)
+        tensors[name] = (weight / factors).clamp(-448, 448).to(FP8_DTYPE)
         tensors[name.replace("weight", "weight_scale")] = scales if kind != "tensor" else scales.reshape(())
     save_file(tensors, made / "model.safetensors", {"format": "pt"})
     (made / "config.json").write_bytes((folder / "config.json").read_bytes())
@@ -243,7 +243,7 @@ def test_a_rank_s_share_has_its_own_scales(kind, checkpoint, tmp_path):
         name = f"model.layers.1.{name}.weight"
         share = weights.scaled(name, dim, 1, 2)
         assert isinstance(share, ScaledWeight)
-        torch.testing.assert_close(exact(share).float(), weights.share(name, dim, 1, 2), rtol=1e-6, atol=0)
+        torch.testing.assert_close(exact(share).float(), weights.shard(name, dim, 1, 2), rtol=1e-6, atol=0)
 
 
 def test_shares_that_cannot_have_scales_say_why(checkpoint, tmp_path):

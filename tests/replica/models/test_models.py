@@ -310,6 +310,15 @@ def test_folder_without_weights_is_named(tmp_path, checkpoint):
         make_runner(tmp_path, "native")
 
 
+def test_configuration_with_a_kind_for_more_layers_than_it_has_is_refused(tmp_path, checkpoint):
+    """transformers checks it with an exception type of its own, which must not end in a traceback."""
+    config = msgspec.json.decode((checkpoint("llama") / "config.json").read_bytes())
+    (tmp_path / "config.json").write_bytes(msgspec.json.encode(config | {"layer_types": ["full_attention"] * 3}))
+
+    with pytest.raises(UnsupportedModel, match="layer_types"):
+        make_runner(tmp_path)
+
+
 def test_folder_without_configuration_is_named(tmp_path):
     """A wrong path must not end in a traceback of another library."""
     with pytest.raises(ModelError, match="configuration"):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from homing.replica.parallel.one_shot import MOST_BYTES, OneShotSums
+from homing.replica.parallel.one_shot import MAX_BYTES, OneShotSums
 from homing.replica.parallel.rank_group import RankGroup
 
 CPU = torch.device("cpu")
@@ -17,7 +17,7 @@ class Doubling:
         self.sums = 0
 
     def open(self, rank, size, store, device):
-        return torch.zeros(MOST_BYTES, dtype=torch.uint8)
+        return torch.zeros(MAX_BYTES, dtype=torch.uint8)
 
     def sum(self, x):
         self.sums += 1
@@ -65,7 +65,7 @@ def test_small_tensors_are_summed_in_shared_memory(dtype):
 
 @pytest.mark.parametrize(
     "x",
-    [torch.zeros(MOST_BYTES // 4 + 4), torch.zeros(3), torch.zeros(16, dtype=torch.float16)],
+    [torch.zeros(MAX_BYTES // 4 + 4), torch.zeros(3), torch.zeros(16, dtype=torch.float16)],
     ids=["large", "not a multiple of 16 bytes", "float16"],
 )
 def test_what_does_not_fit_goes_through_the_group(x):

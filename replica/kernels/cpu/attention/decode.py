@@ -35,15 +35,15 @@ def decode(q: torch.Tensor, rows: PagedRows, rule: AttentionRule, out: torch.Ten
     page, kv_heads, key_dim = rows.keys.shape[1:]
     sizes = Sizes(key_dim, rows.values.shape[3], q.shape[1] // kv_heads)
     longest = rows.tables.shape[1] * page
-    seen = longest if rule.window is None else min(longest, rule.window + LANES)
-    parts = -(-seen // PART)
-    threads = threads_for(len(q) * seen * kv_heads * (key_dim + sizes.value_dim) * storage.size)
+    visible = longest if rule.window is None else min(longest, rule.window + LANES)
+    parts = -(-visible // PART)
+    threads = threads_for(len(q) * visible * kv_heads * (key_dim + sizes.value_dim) * storage.size)
     scores = torch.empty(threads, sizes.group * PART, dtype=torch.float32)
-    found = torch.empty(len(q), kv_heads, parts, sizes.group * (STATE + sizes.value_dim), dtype=torch.float32)
+    partials = torch.empty(len(q), kv_heads, parts, sizes.group * (STATE + sizes.value_dim), dtype=torch.float32)
     with torch._C._DisableTorchDispatch():  # keep it out of recorded steps: the kernel resets it to zeros
         complete = torch.zeros(len(q) * kv_heads, dtype=torch.int32)
-    sinks = found if rule.sinks is None else rule.sinks.float()
-    tensors = q, rows.keys, rows.values, rows.tables, rows.seq_lens, out, scores, found, complete, sinks
+    sinks = partials if rule.sinks is None else rule.sinks.float()
+    tensors = q, rows.keys, rows.values, rows.tables, rows.seq_lens, out, scores, partials, complete, sinks
     strides = q.stride(0), out.stride(0), rows.tables.stride(0)
     counts = len(q), kv_heads, page, parts, *strides, rule.window or 0, int(rule.sinks is not None)
     pairs = dot() if fills_vectors(storage, key_dim, sizes.value_dim, page) else None
@@ -59,20 +59,23 @@ def _compiled(storage: Storage, sizes: Sizes, pairs: Dot | None):
 
     @kernel
     def decode(data, thread, threads):
-        given, floats = carray(data, (21,), np.int64), carray(data, (21,), np.float64)
-        rows, kv_heads, page, most_parts, window = given[10], given[11], given[12], given[13], given[17]
+        args, floats = carray(data, (21,), np.int64), carray(data, (21,), np.float64)
+        q, all_keys, all_values, tables, out = args[0], args[1], args[2], args[3], args[5]
+        partials, complete, has_sinks = args[7], args[8], args[18]
+        rows, kv_heads, page, max_parts, window = args[10], args[11], args[12], args[13], args[17]
+        q_stride, out_stride, table_stride = args[14], args[15], args[16]
         rule = np.float32(floats[19]), np.float32(floats[20])
         steps = kv_heads * key_dim * size, kv_heads * value_dim * size
-        lengths = carray(pointer(given[4]), (rows,), np.int32)
-        scores = given[6] + thread * group * PART * WORD
+        lengths = carray(pointer(args[4]), (rows,), np.int32)
+        scores = args[6] + thread * group * PART * WORD
         whole, done = np.int64(0), np.int64(0)
         for row in range(rows):
             first, _, parts = _extent(np.int64(lengths[row]), window, align)
             whole += kv_heads * (lengths[row] - first + parts)
         for head in range(kv_heads):
-            keys, values = given[1] + head * key_dim * size, given[2] + head * value_dim * size
-            sinks = given[9] + head * group * WORD if given[18] else np.int64(0)
-            for part in range(most_parts):
+            keys, values = all_keys + head * key_dim * size, all_values + head * value_dim * size
+            sinks = args[9] + head * group * WORD if has_sinks else np.int64(0)
+            for part in range(max_parts):
                 for row in range(rows):
                     first, begin, parts = _extent(np.int64(lengths[row]), window, align)
                     if part >= parts:
@@ -83,13 +86,13 @@ def _compiled(storage: Storage, sizes: Sizes, pairs: Dot | None):
                     done += end - first + 1
                     if mine:
                         unit = row * kv_heads + head
-                        query = given[0] + (row * given[14] + head * group * key_dim) * size
-                        found = given[7] + unit * most_parts * part_size
-                        pages = given[3] + row * given[16] * 4, page, keys, values, steps
-                        attend(query, scores, found + part * part_size, pages, (begin, first, end), rule)
-                        if parts == 1 or count_up(given[8] + unit * 4) == parts - 1:
-                            carray(pointer(given[8] + unit * 4), (1,), np.int32)[0] = 0
-                            merge(found, parts, sinks, given[5] + (row * given[15] + head * group * value_dim) * size)
+                        query = q + (row * q_stride + head * group * key_dim) * size
+                        partial = partials + unit * max_parts * part_size
+                        pages = tables + row * table_stride * 4, page, keys, values, steps
+                        attend(query, scores, partial + part * part_size, pages, (begin, first, end), rule)
+                        if parts == 1 or count_up(complete + unit * 4) == parts - 1:
+                            carray(pointer(complete + unit * 4), (1,), np.int32)[0] = 0
+                            merge(partial, parts, sinks, out + (row * out_stride + head * group * value_dim) * size)
 
     return decode
 
@@ -114,13 +117,13 @@ def _attend(storage: Storage, sizes: Sizes, loops: Loops):
                 prefetch_line(start + token * step + line)
 
     @njit(fastmath=FAST_MATH, error_model="numpy")
-    def attend(query, scores, found, pages, part, rule):
+    def attend(query, scores, partial, pages, part, rule):
         """Attend to tokens `first` up to `end`; `begin` is the aligned token at or before `first`."""
         table, page, keys, values, (key_step, value_step) = pages
         begin, first, end = part
         scale, softcap = rule
         blocks = carray(pointer(table), ((end + page - 1) // page,), np.int32)
-        sums = found + group * STATE * WORD
+        sums = partial + group * STATE * WORD
         zeroed = carray(pointer(sums), (group * value_dim,), np.float32)
         for i in range(group * value_dim):
             zeroed[i] = np.float32(0)
@@ -131,7 +134,7 @@ def _attend(storage: Storage, sizes: Sizes, loops: Loops):
                 prefetch(keys + np.int64(blocks[at // page + 1]) * page * key_step, key_step, page, key_dim)
             score(keys + (start + at % page) * key_step, key_step, tokens, query, scale, scores + (at - begin) * WORD)
             at += tokens
-        _weigh(scores + (first - begin) * WORD, group, end - first, softcap, found)
+        _weigh(scores + (first - begin) * WORD, group, end - first, softcap, partial)
         at = first
         while at < end:
             tokens, start = min(page - at % page, end - at), np.int64(blocks[at // page]) * page
@@ -167,11 +170,11 @@ def _merge(sizes: Sizes, loops: Loops):
     sums_at, words = group * STATE * WORD, group * (STATE + value_dim)
 
     @njit(fastmath=FAST_MATH, error_model="numpy")
-    def merge(found, parts, sinks, out):
+    def merge(partials, parts, sinks, out):
         """Merge a row's parts into the first and store it. `sinks`: address of the heads' float32 sinks; 0: none."""
         for head in range(group):
             # Part i has its state at `words * i`.
-            states = carray(pointer(found + head * STATE * WORD), (parts * words,), np.float32)
+            states = carray(pointer(partials + head * STATE * WORD), (parts * words,), np.float32)
             top, total = np.float32(LOWEST), np.float32(0)
             if sinks:
                 top = carray(pointer(sinks + head * WORD), (1,), np.float32)[0]
@@ -181,11 +184,11 @@ def _merge(sizes: Sizes, loops: Loops):
                 top = own_top if own_top > top else top
                 total = total * exponential(known - top) + own_total * exponential(own_top - top)
             inverse = ONE / total if total != 0 else np.float32(0)  # a padding row
-            sums = carray(pointer(found + sums_at + head * value_dim * WORD), (parts * words,), np.float32)
+            sums = carray(pointer(partials + sums_at + head * value_dim * WORD), (parts * words,), np.float32)
             for part in range(parts):
                 factor = exponential(states[part * words] - top) * inverse
                 for i in range(value_dim):
                     sums[i] = (sums[i] if part else np.float32(0)) + sums[part * words + i] * factor
-        store(found + sums_at, out)
+        store(partials + sums_at, out)
 
     return merge

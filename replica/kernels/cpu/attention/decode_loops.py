@@ -14,14 +14,14 @@ from numba.extending import intrinsic
 
 from ..runtime import vectors as v
 from ..runtime.scalars import FAST_MATH, Storage, pointer
-from ..runtime.vectors import FLOAT, FLOATS, HALF, INT64, LANES, WORD, WORDS, Dot
+from ..runtime.vectors import BF16, FLOAT, FLOATS, INT64, LANES, WORD, WORDS, Dot
 
 #: Tokens per softmax, in whole vectors: their scores and keys fit a core's cache, and a row has work for many threads.
 PART = 512
 #: bfloat16 numbers in one vector of words.
 CHUNK = 2 * LANES
 #: Most vectors of sums in one loop: half of AVX-512's registers.
-MOST_SUMS = 16
+MAX_SUMS = 16
 
 
 @dataclass(slots=True, frozen=True)
@@ -133,22 +133,22 @@ def loops_of_pairs(storage: Storage, sizes: Sizes, dot: Dot) -> Loops:
     """Loops with instructions that multiply pairs of numbers, `LANES` tokens at a time."""
     kind, narrow, key_dim, value_dim, group = storage.kind, storage.narrow, sizes.key_dim, sizes.value_dim, sizes.group
     chunks = value_dim // CHUNK
-    heads_at_once = _greatest_divisor(group, MOST_SUMS // 4)
-    chunks_at_once = _greatest_divisor(chunks, MOST_SUMS // 2 // heads_at_once)
+    heads_at_once = _greatest_divisor(group, MAX_SUMS // 4)
+    chunks_at_once = _greatest_divisor(chunks, MAX_SUMS // 2 // heads_at_once)
     scores_of, add_some = _scores_of(dot, key_dim), _sums_of(heads_at_once, chunks_at_once)
 
     @njit(fastmath=FAST_MATH, error_model="numpy")
     def score(keys, step, tokens, queries, scale, scores):
         for token in range(0, tokens, LANES):
             for head in range(group):
-                query, found = queries + head * key_dim * HALF, scores + (head * PART + token) * WORD
+                query, found = queries + head * key_dim * BF16, scores + (head * PART + token) * WORD
                 scores_of(keys + token * step, step, query, scale, found)
 
     @njit(fastmath=FAST_MATH, error_model="numpy")
     def add(values, step, tokens, weights, sums):
         for head in range(0, group, heads_at_once):
             for chunk in range(0, chunks, chunks_at_once):
-                read, target = values + chunk * CHUNK * HALF, sums + (head * value_dim + chunk * CHUNK) * WORD
+                read, target = values + chunk * CHUNK * BF16, sums + (head * value_dim + chunk * CHUNK) * WORD
                 own = weights + head * PART * WORD
                 add_some(read, step, tokens, own, np.int64(PART * WORD), target, np.int64(value_dim * WORD))
 
@@ -178,7 +178,7 @@ def _scores_of(dot: Dot, dim: int) -> Any:
     def score(_context, _keys, _step, _query, _scale, _scores):
         def generate(context, builder, _signature, arguments):
             keys, step, query, scale, scores = arguments
-            parts = range(0, dim * HALF, CHUNK * HALF)
+            parts = range(0, dim * BF16, CHUNK * BF16)
             factors = [dot.factor(builder, _words(builder, query, part)) for part in parts]
             sums = []
             for key in v.strided(builder, keys, step, LANES):
@@ -215,7 +215,7 @@ def _sums_of(heads: int, chunks: int) -> Any:
     It adds to the sums of `heads` heads. All are int64. Reads `chunks` chunks of each of `tokens` values, `step` bytes
     apart. Weights and sums are float32. Each chunk's sums are first those of its even numbers, then of its odd ones.
     """
-    assert heads * chunks * 2 <= MOST_SUMS, f"{heads} heads of {chunks} chunks"
+    assert heads * chunks * 2 <= MAX_SUMS, f"{heads} heads of {chunks} chunks"
 
     @intrinsic
     def add(_context, _values, _step, _tokens, _weights, _weights_step, _sums, _sums_step):
@@ -230,7 +230,7 @@ def _sums_of(heads: int, chunks: int) -> Any:
             def weigh(token, held):
                 value = builder.add(values, builder.mul(token, step))
                 weight = builder.add(weights, builder.mul(token, ir.Constant(INT64, WORD)))
-                parts = [v.widen_pairs(builder, _words(builder, value, part * CHUNK * HALF)) for part in range(chunks)]
+                parts = [v.widen_pairs(builder, _words(builder, value, part * CHUNK * BF16)) for part in range(chunks)]
                 numbers = list(chain(*parts))
                 own = [v.load(builder, place, FLOAT, WORD) for place in v.strided(builder, weight, weights_step, heads)]
                 factors = [factor for each in own for factor in [v.splat(builder, each)] * len(numbers)]
@@ -247,4 +247,4 @@ def _sums_of(heads: int, chunks: int) -> Any:
 
 
 def _words(builder: Any, start: Any, offset: int) -> Any:
-    return v.load(builder, builder.add(start, ir.Constant(INT64, offset)), WORDS, HALF)
+    return v.load(builder, builder.add(start, ir.Constant(INT64, offset)), WORDS, BF16)

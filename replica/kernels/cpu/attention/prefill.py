@@ -87,17 +87,19 @@ def prefill(
 
 @functools.cache
 def _compiled(storage: Storage, sizes: Sizes, dot: Dot):
-    size, key_dim, value_dim, group, scratch = storage.size, sizes.key_dim, sizes.value_dim, sizes.group, sizes.scratch
-    attend = _attend(storage, sizes, dot)
+    size, key_dim, value_dim, group = storage.size, sizes.key_dim, sizes.value_dim, sizes.group
+    attend, scratch_size = _attend(storage, sizes, dot), sizes.scratch
 
     @kernel
     def prefill(data, thread, threads):
-        given = carray(data, (16,), np.int64)
+        args = carray(data, (16,), np.int64)
         scale = np.float32(carray(data, (16,), np.float64)[15])
-        rows, kv_heads, page, window = given[8], given[9], given[10], given[14]
-        lengths = carray(pointer(given[4]), (rows,), np.int32)
-        firsts = carray(pointer(given[5]), (rows + 1,), np.int32)
-        own = given[7] + thread * scratch
+        q, keys, values, tables, all_out = args[0], args[1], args[2], args[3], args[6]
+        rows, kv_heads, page, window = args[8], args[9], args[10], args[14]
+        q_stride, out_stride, table_stride = args[11], args[12], args[13]
+        lengths = carray(pointer(args[4]), (rows,), np.int32)
+        firsts = carray(pointer(args[5]), (rows + 1,), np.int32)
+        scratch = args[7] + thread * scratch_size
         whole, done = np.int64(0), np.int64(0)
         for row in range(rows):
             queries, length = np.int64(firsts[row + 1] - firsts[row]), np.int64(lengths[row])
@@ -113,13 +115,13 @@ def _compiled(storage: Storage, sizes: Sizes, dot: Dot):
                         first = first if stop else np.int64(tile)
                         stop = np.int64(tile + 1)
                     done += cost
-                query = given[0] + (firsts[row] * given[11] + head * group * key_dim) * size
-                found = given[6] + (firsts[row] * given[12] + head * group * value_dim) * size
-                places = query, given[11] * size, found, given[12] * size, own
-                pages = given[1], given[2], given[3] + row * given[13] * 4
+                query = q + (firsts[row] * q_stride + head * group * key_dim) * size
+                out = all_out + (firsts[row] * out_stride + head * group * value_dim) * size
+                addresses = query, q_stride * size, out, out_stride * size, scratch
+                pages = keys, values, tables + row * table_stride * 4
                 for tile in range(first, stop, TILES):
-                    some = tile, min(tile + TILES, stop)
-                    attend(some, places, pages, (kv_heads, head, page), (queries, length, window), scale)
+                    tiles = tile, min(tile + TILES, stop)
+                    attend(tiles, addresses, pages, (kv_heads, head, page), (queries, length, window), scale)
 
     return prefill
 
@@ -150,11 +152,11 @@ def _tile_ends(storage: Storage, sizes: Sizes):
     group, key_words, width = sizes.group, sizes.key_words, sizes.width
 
     @njit(error_model="numpy")
-    def begin_tile(own, query, query_step, tile, queries, length):
+    def begin_tile(scratch, query, query_step, tile, queries, length):
         """Copy queries into lanes, padded with the last query, and reset sums and state."""
-        lanes = carray(pointer(own), (key_words, QUERIES), np.uint32)
-        sums = carray(pointer(own + QUERIES * key_words * WORD), (QUERIES * width,), np.float32)
-        state = own + QUERIES * (key_words + width) * WORD
+        lanes = carray(pointer(scratch), (key_words, QUERIES), np.uint32)
+        sums = carray(pointer(scratch + QUERIES * key_words * WORD), (QUERIES * width,), np.float32)
+        state = scratch + QUERIES * (key_words + width) * WORD
         tops, totals = carray(pointer(state), (2, QUERIES), np.float32)
         lasts = carray(pointer(state + 2 * QUERIES * WORD), (QUERIES,), np.int32)
         for lane in range(QUERIES):
@@ -162,23 +164,23 @@ def _tile_ends(storage: Storage, sizes: Sizes):
             token, head = number // group, number % group
             tops[lane], totals[lane] = np.float32(LOWEST), np.float32(0)
             lasts[lane] = length - queries + token
-            given = carray(pointer(query + token * query_step + head * key_words * WORD), (key_words,), np.uint32)
+            source = carray(pointer(query + token * query_step + head * key_words * WORD), (key_words,), np.uint32)
             for word in range(key_words):
-                lanes[word, lane] = given[word]
+                lanes[word, lane] = source[word]
         for i in range(QUERIES * width):
             sums[i] = np.float32(0)
 
     @njit(error_model="numpy")
-    def end_tile(own, found, found_step, tile, queries):
-        sums = carray(pointer(own + QUERIES * key_words * WORD), (QUERIES, width), np.float32)
-        totals = carray(pointer(own + QUERIES * (key_words + width + 1) * WORD), (QUERIES,), np.float32)
+    def end_tile(scratch, out, out_step, tile, queries):
+        sums = carray(pointer(scratch + QUERIES * key_words * WORD), (QUERIES, width), np.float32)
+        totals = carray(pointer(scratch + QUERIES * (key_words + width + 1) * WORD), (QUERIES,), np.float32)
         for lane in range(min(QUERIES, queries * group - tile * QUERIES)):
             number = tile * QUERIES + lane
             token, head = number // group, number % group
-            out = carray(pointer(found + token * found_step + head * value_dim * size), (value_dim,), kind)
+            target = carray(pointer(out + token * out_step + head * value_dim * size), (value_dim,), kind)
             inverse = np.float32(1) / totals[lane]
             for i in range(value_dim):
-                out[i] = narrow(sums[lane, i] * inverse)
+                target[i] = narrow(sums[lane, i] * inverse)
 
     return begin_tile, end_tile
 
@@ -214,9 +216,9 @@ def _block_copies(sizes: Sizes):
         """Copy the keys of `tokens` tokens from `first` on. What follows them in `copied` is never visible."""
         words = carray(pointer(copied), (BLOCK, key_words), np.uint32)
         for token in range(tokens):
-            given = carray(pointer(keys + _slot(blocks, page, first + token) * step), (key_words,), np.uint32)
+            source = carray(pointer(keys + _slot(blocks, page, first + token) * step), (key_words,), np.uint32)
             for word in range(key_words):
-                words[token, word] = given[word]
+                words[token, word] = source[word]
 
     return gather, copy
 
@@ -232,28 +234,28 @@ def _attend(storage: Storage, sizes: Sizes, dot: Dot):
     add_block = _add_block(storage, sizes, dot)
 
     @njit(error_model="numpy")
-    def attend(tiles, places, pages, shape, row, scale):
-        query, query_step, found, found_step, own = places
+    def attend(tiles, addresses, pages, shape, row, scale):
+        query, query_step, out, out_step, scratch = addresses
         keys, values, table = pages
         kv_heads, head, page = shape
         queries, length, window = row
-        held = own + scores_at, own + keys_at, own + values_at, own + rescale_at
+        buffers = scratch + scores_at, scratch + keys_at, scratch + values_at, scratch + rescale_at
         for tile in range(tiles[0], tiles[1]):
-            begin_tile(own + (tile - tiles[0]) * tile_size, query, query_step, tile, queries, length)
+            begin_tile(scratch + (tile - tiles[0]) * tile_size, query, query_step, tile, queries, length)
         begin = max(np.int64(0), _ends(tiles[0], queries, length, group)[0] + 1 - window)
         end = _ends(tiles[1] - 1, queries, length, group)[1] + 1
         blocks = carray(pointer(table), ((end + page - 1) // page,), np.int32)
         for block in range(begin - begin % BLOCK, end, BLOCK):
             tokens = min(end - block, BLOCK)
-            gather(values + head * value_size, kv_heads * value_size, blocks, page, block, tokens, held[2])
-            copy(keys + head * key_size, kv_heads * key_size, blocks, page, block, tokens, held[1])
+            gather(values + head * value_size, kv_heads * value_size, blocks, page, block, tokens, buffers[2])
+            copy(keys + head * key_size, kv_heads * key_size, blocks, page, block, tokens, buffers[1])
             for tile in range(tiles[0], tiles[1]):
                 first, last = _ends(tile, queries, length, group)
                 if block <= last and block + BLOCK > first + 1 - window:
-                    at, lanes = own + (tile - tiles[0]) * tile_size, queries * group - tile * QUERIES
-                    add_block(at, held, block, (first, last, window), lanes, scale)
+                    at, lanes = scratch + (tile - tiles[0]) * tile_size, queries * group - tile * QUERIES
+                    add_block(at, buffers, block, (first, last, window), lanes, scale)
         for tile in range(tiles[0], tiles[1]):
-            end_tile(own + (tile - tiles[0]) * tile_size, found, found_step, tile, queries)
+            end_tile(scratch + (tile - tiles[0]) * tile_size, out, out_step, tile, queries)
 
     return attend
 
@@ -271,12 +273,12 @@ def _add_block(storage: Storage, sizes: Sizes, dot: Dot):
     def are_finite(ordered, count):
         """Whether the values of the first `count` tokens contain neither NaN nor infinity."""
         words = carray(pointer(ordered), (BLOCK // numbers, width), np.uint32)
-        odd = np.uint32(0)
+        non_finite = np.uint32(0)
         for word in range(count // numbers):
             for i in range(value_dim):
                 value = words[word, i]
-                odd |= np.uint32((value & high) == high) | np.uint32((value & low) == low)
-        return odd == 0
+                non_finite |= np.uint32((value & high) == high) | np.uint32((value & low) == low)
+        return non_finite == 0
 
     @njit(error_model="numpy")
     def add_visible(scores, ordered, block, count, rescale, tile_sums, state, window):
@@ -297,8 +299,8 @@ def _add_block(storage: Storage, sizes: Sizes, dot: Dot):
                     sums[lane, i] += weight * widen(values[word, i, part])
 
     @njit(fastmath=False, error_model="numpy")  # fast math would remove `power`'s rounding by addition
-    def add_block(tile, held, block, visible, lanes, scale):
-        scores, keys, ordered, rescale = held
+    def add_block(tile, buffers, block, visible, lanes, scale):
+        scores, keys, ordered, rescale = buffers
         first, last, window = visible
         count = min((last - block) // KEYS * KEYS + KEYS, BLOCK)
         for key in range(0, count, KEYS):

@@ -27,7 +27,7 @@ COEFFICIENTS = 1.0, 6.931472029e-01, 2.402264791e-01, 5.550332471e-02, 9.6184373
 #: Adding it to a float32 leaves the nearest integer in the low bits.
 ROUNDER = 1.5 * 2**23
 #: Smaller exponents are raised to this one, the least of normal float32 numbers.
-LEAST_POWER = -126.0
+MIN_POWER = -126.0
 MANTISSA_BITS = 23
 
 
@@ -178,7 +178,7 @@ class _Scores:
 
     def power(self, exponent: Any) -> Any:
         """2^exponent. NaN stays NaN."""
-        builder, least = self._builder, v.constant(LEAST_POWER)
+        builder, least = self._builder, v.constant(MIN_POWER)
         exponent = builder.select(builder.fcmp_ordered("<", exponent, least), least, exponent)
         shifted = builder.fadd(exponent, v.constant(ROUNDER))
         rest = builder.fsub(exponent, builder.fsub(shifted, v.constant(ROUNDER)))

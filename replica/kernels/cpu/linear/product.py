@@ -17,7 +17,7 @@ from numba import carray
 
 from ..runtime.compilation import kernel
 from ..runtime.thread_team import run, share, threads_for
-from ..runtime.vectors import HALF, WORD, Dot, dot
+from ..runtime.vectors import BF16, WORD, Dot, dot
 from .tile import OUTPUTS, ROWS, tile
 
 log = logging.getLogger(__name__)
@@ -100,17 +100,18 @@ def compiled(dot: Dot):
 
     @kernel
     def product(data, number, threads):
-        given = carray(data, (8,), np.int64)
-        tokens, pairs, blocks = given[4], given[6], given[7]
-        x_step, y_step = given[5] * HALF, blocks * OUTPUTS * HALF
+        args = carray(data, (8,), np.int64)
+        all_x, all_weights, all_bias, all_y = args[0], args[1], args[2], args[3]
+        tokens, pairs, blocks = args[4], args[6], args[7]
+        x_step, y_step = args[5] * BF16, blocks * OUTPUTS * BF16
         parts = (tokens + ROWS - 1) // ROWS
         first, stop = share(blocks * parts, number, threads)
         size, last = pairs * OUTPUTS * WORD, (stop - 1) // parts
         for item in range(first, stop):
             block, part = item // parts, item % parts
-            row, weights = part * ROWS, given[1] + block * size
-            rows, x = min(tokens - row, ROWS), given[0] + row * x_step
-            bias, y = given[2] + block * OUTPUTS * WORD, given[3] + row * y_step + block * OUTPUTS * HALF
+            row, weights = part * ROWS, all_weights + block * size
+            rows, x = min(tokens - row, ROWS), all_x + row * x_step
+            bias, y = all_bias + block * OUTPUTS * WORD, all_y + row * y_step + block * OUTPUTS * BF16
             step = OUTPUTS * WORD // parts
             ahead = weights + size + part * pairs * step
             if parts == 1 or block == last:

@@ -8,7 +8,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from ..runtime import vectors as v
-from ..runtime.vectors import FLOATS, HALF, INT32, INT64, LANES, WORD, WORDS, Dot
+from ..runtime.vectors import BF16, FLOATS, INT32, INT64, LANES, WORD, WORDS, Dot
 
 #: Vectors of outputs per tile. With `ROWS` rows that is 16 independent sums, which hide the products' latency.
 VECTORS = 2
@@ -73,8 +73,8 @@ def products(
             start, step = ahead
             v.prefetch(builder, builder.add(start, builder.mul(number, step)))
         first = at(weights, number, weights_step)
-        read = [v.load(builder, v.words_after(builder, first, each * LANES), WORDS, HALF) for each in range(VECTORS)]
-        words = [v.load(builder, at(row, number, row_step), INT32, HALF) for row in rows]
+        read = [v.load(builder, v.words_after(builder, first, each * LANES), WORDS, BF16) for each in range(VECTORS)]
+        words = [v.load(builder, at(row, number, row_step), INT32, BF16) for row in rows]
         factors = [dot.factor(builder, v.splat(builder, word)) for word in words]
         by_row = [(factor, weight) for factor in factors for weight in read]
         return [dot.add(builder, each, weight, factor) for each, (factor, weight) in zip(totals, by_row, strict=True)]
@@ -87,4 +87,4 @@ def _write(builder: Any, sums: Sequence[Any], bias: Any, rows: Sequence[Any]) ->
         of_outputs = v.load(builder, v.words_after(builder, bias, vector * LANES), FLOATS, WORD)
         for row, total in zip(rows, sums[vector::VECTORS], strict=True):
             result = v.to_bfloat16(builder, builder.fadd(total, of_outputs))
-            v.store(builder, result, builder.add(row, ir.Constant(INT64, vector * LANES * HALF)), HALF)
+            v.store(builder, result, builder.add(row, ir.Constant(INT64, vector * LANES * BF16)), BF16)

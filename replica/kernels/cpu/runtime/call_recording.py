@@ -124,7 +124,7 @@ def writing_variant(func: Any) -> Any:
     """The overload of an operation that writes its only result to a given tensor, or None."""
 
     def signature(each: Any) -> list[tuple[str, str]]:
-        return [(given.name, str(given.type)) for given in each._schema.arguments if not given.kwarg_only]
+        return [(arg.name, str(arg.type)) for arg in each._schema.arguments if not arg.kwarg_only]
 
     packet = func.overloadpacket
     for overload in (getattr(packet, name) for name in packet.overloads()):
@@ -164,24 +164,24 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         refuse_unrepeatable(func, args)
-        found = func(*args, **kwargs)
-        tensors = list(found) if isinstance(found, tuple | list) else [found]
+        result = func(*args, **kwargs)
+        tensors = list(result) if isinstance(result, tuple | list) else [result]
         if not tensors or not all(isinstance(each, torch.Tensor) for each in tensors):
             raise NotRecorded(f"{func}, which returns no tensor")
         if torch.Tag.inplace_view in func.tags:
-            return found
+            return result
         if func._schema.is_mutable:
             self._parts.append(partial(func, *self._unowned(args), **self._unowned(kwargs)))
-            return found
-        given = {address_of_storage(each) for each in pytree.tree_leaves(args) if isinstance(each, torch.Tensor)}
-        if func.is_view and all(address_of_storage(each) in given for each in tensors):
-            return found
-        held = [self._arena.empty(each.shape, each.dtype) for each in tensors]
+            return result
+        inputs = {address_of_storage(each) for each in pytree.tree_leaves(args) if isinstance(each, torch.Tensor)}
+        if func.is_view and all(address_of_storage(each) in inputs for each in tensors):
+            return result
+        targets = [self._arena.empty(each.shape, each.dtype) for each in tensors]
         if func.overloadpacket.__name__ not in _EMPTY:
-            for target, each in zip(held, tensors, strict=True):
+            for target, each in zip(targets, tensors, strict=True):
                 target.copy_(each)
-            self._parts.append(self._again(func, args, kwargs, [self._arena.unowned(each) for each in held]))
-        return type(found)(held) if isinstance(found, tuple | list) else held[0]
+            self._parts.append(self._again(func, args, kwargs, [self._arena.unowned(each) for each in targets]))
+        return type(result)(targets) if isinstance(result, tuple | list) else targets[0]
 
     def _unowned(self, arguments: Any) -> Any:
         """Arguments of an operation, in a form that does not prevent reuse of their memory."""

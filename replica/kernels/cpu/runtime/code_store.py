@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 SUFFIX = ".kernel"
 DIGEST_BYTES = 32
 #: A model has about ten files of 20 to 60 KB. Beyond the limit, the oldest files are deleted.
-MOST_FILES = 256
+MAX_FILES = 256
 LOCK = ".lock"
 #: Compiling a kernel takes a second. A process that was suspended while compiling must not delay every start.
 LOCK_TIMEOUT_S, LOCK_RETRY_S = 20.0, 0.02
@@ -91,7 +91,7 @@ class CodeStore:
         return msgspec.msgpack.decode(data, type=MachineCode)
 
     def put(self, key: str, code: MachineCode) -> None:
-        """Store the code atomically, and delete the oldest files beyond `MOST_FILES`."""
+        """Store the code atomically, and delete the oldest files beyond `MAX_FILES`."""
         data = msgspec.msgpack.encode(code)
         try:
             with NamedTemporaryFile(dir=self.folder, delete=False) as file, ExitStack() as stack:
@@ -100,7 +100,7 @@ class CodeStore:
                 file.flush()
                 Path(file.name).replace(self._path(key))
             by_age = sorted(self.folder.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime)
-            for path in by_age[:-MOST_FILES]:
+            for path in by_age[:-MAX_FILES]:
                 path.unlink(missing_ok=True)
                 path.with_suffix(LOCK).unlink(missing_ok=True)
         except OSError as error:

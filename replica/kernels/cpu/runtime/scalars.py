@@ -23,7 +23,7 @@ HIGH_BITS, ROUNDING = np.uint32(16), np.uint32(0x7FFF)
 LOG2_E, LN2_HIGH, LN2_LOW = np.float32(1.44269504), np.float32(0.693359375), np.float32(-2.12194440e-4)
 P0, P1, P2 = np.float32(1.9875691500e-4), np.float32(1.3981999507e-3), np.float32(8.3334519073e-3)
 P3, P4, P5 = np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float32(5.0000001201e-1)
-HALF, ONE = np.float32(0.5), np.float32(1.0)
+ONE_HALF, ONE = np.float32(0.5), np.float32(1.0)
 #: Arguments of `exponential` are clamped to these: beyond them, the power of two would exceed float32's exponents.
 LEAST, GREATEST = np.float32(-87.0), np.float32(88.0)
 
@@ -108,7 +108,7 @@ def exponential(x):
     """exp(x) of a float32, to a few units in the last place. Unlike a libm call, LLVM can vectorize it."""
     x = LEAST if x < LEAST else x  # not min(), so that NaN stays NaN
     x = GREATEST if x > GREATEST else x
-    power = np.float32(np.floor(x * LOG2_E + HALF))
+    power = np.float32(np.floor(x * LOG2_E + ONE_HALF))
     rest = x - power * LN2_HIGH - power * LN2_LOW
     polynomial = ((((P0 * rest + P1) * rest + P2) * rest + P3) * rest + P4) * rest + P5
     scale = float_of(np.uint32(np.int32(power) + np.int32(127)) << np.uint32(23))

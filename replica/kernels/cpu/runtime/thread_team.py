@@ -115,8 +115,8 @@ def _parallel() -> Any:
 
 @intrinsic
 def _invoke(_context, _kernel, _arguments, _number, _threads):
-    def generate(context, builder, _signature, given):
-        address, arguments, number, threads = given
+    def generate(context, builder, _signature, operands):
+        address, arguments, number, threads = operands
         kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, INT64, INT64])
         called = builder.inttoptr(address, kind.as_pointer())
         builder.call(called, [builder.inttoptr(arguments, cgutils.voidptr_t), number, threads])

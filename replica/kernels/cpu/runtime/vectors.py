@@ -15,7 +15,7 @@ from .processor import multiplies_bfloat16
 
 LANES = 16  #: Words per vector register.
 WORD = 4  #: Bytes of a pair of bfloat16 numbers, and of a float32.
-HALF = 2  #: Bytes of a bfloat16.
+BF16 = 2  #: Bytes of a bfloat16.
 
 INT16, INT32, INT64, FLOAT = *(ir.IntType(bits) for bits in (16, 32, 64)), ir.FloatType()
 FLOATS, WORDS, HALVES = (ir.VectorType(kind, LANES) for kind in (FLOAT, INT32, INT16))
@@ -110,8 +110,8 @@ def to_bfloat16(builder: Any, exact: Any) -> Any:
     """A vector of float32 rounded to bfloat16, ties to even."""
     bits, half, one = (ir.Constant(WORDS, [value] * LANES) for value in (16, 0x7FFF, 1))
     words = builder.bitcast(exact, WORDS)
-    odd = builder.and_(builder.lshr(words, bits), one)
-    return builder.trunc(builder.lshr(builder.add(words, builder.add(half, odd)), bits), HALVES)
+    lowest_kept_bit = builder.and_(builder.lshr(words, bits), one)
+    return builder.trunc(builder.lshr(builder.add(words, builder.add(half, lowest_kept_bit)), bits), HALVES)
 
 
 def loop(

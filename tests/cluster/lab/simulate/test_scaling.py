@@ -28,7 +28,7 @@ def scaled(terms: ScalingTerms, start_s: float = 10.0) -> Scaled:
 @pytest.mark.parametrize("least", [0, 1])
 def test_every_request_is_answered_while_replicas_come_and_go(least: int) -> None:
     """With a minimum of zero, the first requests are held until a replica is ready."""
-    run = scaled(ScalingTerms(least=least, most=6, target_s=0.2, down_after_s=30.0))
+    run = scaled(ScalingTerms(min_replicas=least, max_replicas=6, target_s=0.2, down_after_s=30.0))
 
     assert run.result.finished == run.result.requests == 1200
     assert run.result.rejected == run.result.moved == 0
@@ -40,6 +40,6 @@ def test_every_request_is_answered_while_replicas_come_and_go(least: int) -> Non
 
 def test_equal_runs_are_equal() -> None:
     """Tuning runs must differ only in the tuned setting."""
-    terms = ScalingTerms(least=1, most=4, target_s=0.2)
+    terms = ScalingTerms(min_replicas=1, max_replicas=4, target_s=0.2)
 
     assert scaled(terms) == scaled(terms)

@@ -170,7 +170,7 @@ def test_the_device_s_plan_is_that_of_numpy_and_fits_its_buffers(lengths, kv_hea
 
     chunks, _ = chunks_of(np.asarray(lengths), kv_heads, window, 32, programs)
     assert [stop - start for start, stop in pairwise(plan.first_chunk.tolist())] == chunks.tolist()
-    assert int(plan.first_chunk[-1]) <= plan.most_chunks
+    assert int(plan.first_chunk[-1]) <= plan.max_chunks
     assert not plan.progress.any()
 
 
@@ -225,7 +225,7 @@ def test_rows_that_share_pages_read_them_once(device):
     for row in range(2, 8):
         rows.tables[row, :2] = rows.tables[row % 2, :2]
 
-    plan = kernel.plan_decode(rows, 4, None, replace(TILES, keys=16), least_shared=32)
+    plan = kernel.plan_decode(rows, 4, None, replace(TILES, keys=16), min_shared=32)
 
     assert plan.shared.tolist() == [32, 32, 0]
     assert {frozenset(plan.order[:4].tolist()), frozenset(plan.order[4:8].tolist())} == {
@@ -254,7 +254,7 @@ def test_rows_that_share_pages_equal_float64(mix, heads, window, programs):
     q = torch.randn(len(mix), shape.heads, 16, generator=torch.Generator().manual_seed(1)).to(device)
     out = torch.full((len(mix), shape.heads, 16), torch.nan, device=device)
 
-    plan = kernel.plan_decode(rows, shape.heads, window, replace(TILES, keys=16), programs, least_shared=1)
+    plan = kernel.plan_decode(rows, shape.heads, window, replace(TILES, keys=16), programs, min_shared=1)
     kernel.decode(q, rows, plan, 0.25, out)
 
     real = rows.seq_lens > 0
@@ -262,5 +262,5 @@ def test_rows_that_share_pages_equal_float64(mix, heads, window, programs):
     assert not real.any() or error(out[real], exact(q[real], rows, lengths, 0.25, window)) < TOLERANCE[torch.float32]
     assert bool((out[~real] == 0).all())
     assert sorted(plan.order.tolist()) == list(range(len(mix)))
-    assert int(plan.first_chunk[-1]) * plan.pack <= plan.most_chunks
+    assert int(plan.first_chunk[-1]) * plan.pack <= plan.max_chunks
     assert not plan.progress.any()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from homing.replica.kernels.cpu.runtime.code_store import MOST_FILES, CodeStore, MachineCode, open_store
+from homing.replica.kernels.cpu.runtime.code_store import MAX_FILES, CodeStore, MachineCode, open_store
 
 CODE = MachineCode("symbol", "library", b"code", b"bitcode")
 
@@ -131,8 +131,8 @@ def test_a_file_that_cannot_be_put_in_place_is_not_left_behind(store):
 
 def test_files_are_bounded(store):
     """Every version of a kernel's source and of numba, and every CPU that uses the home folder, adds files."""
-    for number in range(MOST_FILES + 10):
+    for number in range(MAX_FILES + 10):
         store.put(f"kernel {number}", CODE)
 
-    assert len(list(store.folder.iterdir())) == MOST_FILES
-    assert store.get(f"kernel {MOST_FILES + 9}") == CODE
+    assert len(list(store.folder.iterdir())) == MAX_FILES
+    assert store.get(f"kernel {MAX_FILES + 9}") == CODE

@@ -1,9 +1,9 @@
 """The order in which requests start, and which running one is preempted. Pure; used by the engine and the simulator.
 
-Requests start in ascending order of `turn`: the prompt tokens that the replica had scheduled when the request arrived,
-plus PATIENCE times the request's own uncached tokens. So requests with little work go first, such as those with a long
-cached prefix. Once the replica has computed PATIENCE times a request's own tokens, no later arrival passes it, however
-small; this bounds how long a long prompt waits. The key is fixed on arrival, so a step costs no sorting.
+Requests start in ascending order of `queue_key`: the prompt tokens that the replica had scheduled when the request
+arrived, plus PATIENCE times the request's own uncached tokens. So requests with little work go first, such as those
+with a long cached prefix. Once the replica has computed PATIENCE times a request's own tokens, no later arrival passes
+it, however small; this bounds how long a long prompt waits. The key is fixed on arrival, so a step costs no sorting.
 
 When memory runs out, the request that loses least is preempted: the one with the fewest tokens to recompute.
 """
@@ -31,7 +31,7 @@ class Victim(Protocol):
 Running = TypeVar("Running", bound=Victim)
 
 
-def turn(computed: int, uncached: int) -> int:
+def queue_key(computed: int, uncached: int) -> int:
     """A request's place in the queue; the lowest starts first.
 
     `computed`: prompt tokens that the replica computed between its start and the request's arrival; `uncached`: prompt
@@ -40,7 +40,7 @@ def turn(computed: int, uncached: int) -> int:
     return computed + PATIENCE * uncached
 
 
-def gives_way(running: Sequence[Running]) -> Running:
+def choose_victim(running: Sequence[Running]) -> Running:
     """The request to preempt: within the least urgent priority, the one that loses least; among equals, the last.
 
     This guarantees progress: among the most urgent requests, the one that loses most is never chosen while another
