@@ -169,7 +169,7 @@ class Policy(ABC):
         """Sort key of a request that starts waiting in the router, among its tenant's requests: the lowest goes first.
 
         The best holder would have to compute `uncached` tokens, in `prefill_s` seconds. As in our engine
-        (replica/engine/order.py), only shorter requests that arrive within that time can pass this one.
+        (replica/engine/queue_order.py), only shorter requests that arrive within that time can pass this one.
         """
         del uncached
         return prompt.now + prefill_s
