@@ -1,4 +1,4 @@
-"""What a starting process says about itself."""
+"""The progress that a starting process reports."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from homing.replica.progress import current, during, report
 
 
 def test_shares_are_shown_in_steps() -> None:
-    """A log gets a line for each."""
+    """Each change becomes a log line, so progress is rounded to tenths."""
     shown = []
     for done in range(40):
         report("reading the weights", done, 40)
@@ -21,7 +21,7 @@ def test_shares_are_shown_in_steps() -> None:
 
 
 def test_an_interruption_ends_with_what_was_done_before() -> None:
-    """Kernels are compiled when they are first used: in the midst of something else, which may fail."""
+    """Kernels are compiled on first use, in the middle of another phase, and compilation may fail."""
     report("measuring its speed")
 
     def compile_badly() -> None:

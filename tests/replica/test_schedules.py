@@ -1,7 +1,7 @@
-"""Whatever the schedule, both providers and both engines give the tokens of transformers, and give everything back.
+"""For any schedule, both providers and both engines generate transformers' tokens and release everything they held.
 
-One engine per provider and kind runs the same random schedule (`schedules.py`). The overlapped engine runs on the eager
-stand-in of its graphs.
+One engine per provider and kind runs the same random schedule (`schedules.py`). The overlapped engine uses the eager
+stand-in for CUDA graphs.
 """
 
 from collections import Counter
@@ -21,7 +21,7 @@ from .fakes import Guesses
 from .schedules import ASKS, SAMPLINGS, SETUPS, Ask, Got, Schedule, Setup, made_runner, oracle_of, runner_of
 from .toys import without_numbers
 
-#: A token that prompts end with, which may also be generated.
+#: A token that ends some prompts and that may also be generated.
 DAMAGED = 6
 PROVIDERS = ("native", "transformers")
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -33,7 +33,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     ),
 }
-#: What the schedules are for. Each must happen in a few of them, or the property would hold of nothing.
+#: Events that the schedules must produce. Each must occur in several of them, or the property would hold vacuously.
 REACHED = (
     "prefix hit",
     "copy inside a block",
@@ -51,7 +51,7 @@ REACHED_AHEAD = ("step launched ahead", "abort of a row in flight", "preemption"
 
 
 def assert_same(got: Got, wanted: Got, whole: bool) -> None:
-    """Tokens exactly, logprobs within 1e-4; `whole`: else it is the beginning."""
+    """Tokens must match exactly, logprobs within 1e-4. Without `whole`, `got` need only be a prefix of `wanted`."""
     count = len(got.tokens)
     assert got.tokens == wanted.tokens[:count]
     assert_alike(got.logprobs, wanted.logprobs[:count])
@@ -84,7 +84,7 @@ def assert_alike(got: Sequence[PositionLogprobs | None], wanted: Sequence[Positi
 def test_every_engine_answers_as_transformers_whatever_the_schedule(
     checkpoint: Callable[..., Path], model: str, asks: list[Ask], setup: Setup
 ) -> None:
-    """Token for token in float32, logprobs within 1e-4; an aborted request got the beginning of it."""
+    """Tokens must match exactly in float32, logprobs within 1e-4; an aborted request must have received a prefix."""
     model_type, overrides = MODELS[model]
     folder = checkpoint(model_type, **overrides)
     oracle = oracle_of(folder)
@@ -103,7 +103,7 @@ def test_every_engine_answers_as_transformers_whatever_the_schedule(
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(ASKS, SETUPS, st.sampled_from([0.3, 0.8, 1.0]))
 def test_drafts_change_no_token(checkpoint: Callable[..., Path], asks: list[Ask], setup: Setup, right: float) -> None:
-    """Guesses, right and wrong, beside every sampling; those that are right came several a step."""
+    """Drafts, right and wrong, must not change tokens under any sampling; right ones yield several tokens per step."""
     folder = checkpoint("llama")
     oracle = oracle_of(folder)
     answers = [[*ask.prompt, *oracle.answer(ask, choice).tokens] for ask in asks for choice in range(ask.choices)]
@@ -125,7 +125,7 @@ def test_drafts_change_no_token(checkpoint: Callable[..., Path], asks: list[Ask]
 def test_answers_found_by_lookup_are_the_same_to_the_last_bit(
     checkpoint: Callable[..., Path], dtype: str, resident: bool
 ) -> None:
-    """In bfloat16, too, where other kernels would round otherwise; answers of small random models repeat themselves."""
+    """Includes bfloat16, where other kernels would round differently. Small random models repeat themselves."""
     runner = made_runner(checkpoint("llama"), resident, dtype=dtype)
     copying = [Ask((40 + number, 41, 42, 5), "greedy", 100, 2) for number in range(3)]
     others = [Ask((50, 51), "top-k and top-p", 20, 9), Ask((52, 53), "greedy bias", 20, 1, logprobs=2)]
@@ -144,7 +144,7 @@ def test_answers_found_by_lookup_are_the_same_to_the_last_bit(
 def sound_and_damaged(
     request: pytest.FixtureRequest, checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Path]:
-    """A model, and the same for which one token of many prompts is no number."""
+    """A model, and a copy in which the embedding of a token that many prompts contain is NaN."""
     model_type, overrides = MODELS[request.param]
     sound = checkpoint(model_type, **overrides)
     return sound, without_numbers(sound, DAMAGED, tmp_path_factory.mktemp("damaged"))
@@ -155,8 +155,8 @@ def sound_and_damaged(
 def test_a_token_without_numbers_ends_the_requests_that_hold_it_and_no_others(
     sound_and_damaged: tuple[Path, Path], asks: list[Ask], setup: Setup, guesses: Guesses | None
 ) -> None:
-    """They end with an error when it is their turn to draw; who shares batch, prefix or used blocks with them is not
-    touched, nor is who had it guessed.
+    """Affected requests fail when they first draw. Requests that share their batch, prefix or reused blocks must be
+    unaffected, and so must requests for which the damaged token was only a draft.
     """
     sound, damaged = sound_and_damaged
     oracle = oracle_of(sound)
@@ -174,7 +174,7 @@ def test_a_token_without_numbers_ends_the_requests_that_hold_it_and_no_others(
 
 
 def sound_part(answer: Got, prompt: Sequence[int]) -> Got:
-    """What an answer is when nothing follows the damaged token."""
+    """The expected answer if it is cut off after the damaged token."""
     if DAMAGED in prompt:
         return Got(finish_reason="refused")
     count = answer.tokens.index(DAMAGED) + 1 if DAMAGED in answer.tokens[:-1] else None
@@ -184,7 +184,7 @@ def sound_part(answer: Got, prompt: Sequence[int]) -> Got:
 
 
 def following(answers: Sequence[list[int]], tokens: Sequence[int]) -> int:
-    """The token after these in an answer that begins so; 0: there is none."""
+    """The token that follows `tokens` in an answer that starts with them; 0 if there is none."""
     count = len(tokens)
     return next((answer[count] for answer in answers if answer[:count] == tokens and len(answer) > count), 0)
 
@@ -193,7 +193,7 @@ def following(answers: Sequence[list[int]], tokens: Sequence[int]) -> int:
 def test_these_schedules_reach_what_they_are_for(
     checkpoint: Callable[..., Path], resident: bool, reached: Sequence[str]
 ) -> None:
-    """Hits, copies, chunks, preemptions and aborts happen among the first of them; none may vanish unseen."""
+    """The first examples must cover hits, copies, chunks, preemptions and aborts; no case may silently disappear."""
     runner, seen = runner_of(checkpoint("llama"), "native", resident), Counter[str]()
 
     @settings(max_examples=60, deadline=None, derandomize=True, database=None, phases=[Phase.generate])

@@ -1,4 +1,4 @@
-"""Attention written out as mathematics, one row at a time: the oracle of the backends."""
+"""Attention computed directly from its definition, one row at a time: the oracle for the backends."""
 
 import math
 
@@ -9,7 +9,7 @@ from homing.replica.models.base import AttentionRule
 
 
 def visible(q_positions: torch.Tensor, k_positions: torch.Tensor, window: int | None) -> torch.Tensor:
-    """Which keys a query sees, [queries, keys]: none after it, and only the last `window`, itself included."""
+    """Mask [queries, keys] of the keys a query sees: none after it, and only the last `window` including itself."""
     distance = q_positions[:, None] - k_positions[None, :]
     seen = distance >= 0
     return seen if window is None else seen & (distance < window)
@@ -34,7 +34,7 @@ def attention(
         sinks = rule.sinks.float()[:, None, None].expand(-1, q.shape[0], 1)
         weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
     out = weights @ values.float().nan_to_num(0.0, 0.0, 0.0)
-    # A weight of 0 hides any value, NaN included; any other weight of such a value gives NaN.
+    # A weight of 0 hides any value, NaN included; any other weight of a non-finite value gives NaN.
     reached = (weights != 0).float() @ (~values.isfinite()).float() > 0
     return out.masked_fill(reached, math.nan).transpose(0, 1).to(q.dtype)
 

@@ -1,4 +1,4 @@
-"""Every backend equals attention written out as mathematics, and that equals a dense computation."""
+"""Every backend equals attention computed from its definition, and that reference equals a dense computation."""
 
 import math
 from collections.abc import Callable
@@ -33,7 +33,7 @@ class Shape:
 
 
 class Backend(Attend, Protocol):
-    """Attention over a pool, and the oracle."""
+    """The interface shared by the backends and the reference."""
 
     def begin(self, batch: Batch) -> None: ...
 
@@ -44,7 +44,7 @@ def spec(shape: Shape) -> ModelSpec:
 
 
 def filled_pool(shape: Shape, blocks: int, seed: int) -> KvPool:
-    """A pool in which every slot, also those that must not be read, holds something."""
+    """A pool in which every slot has data, including slots that must not be read."""
     pool = KvPool(spec(shape), blocks, BLOCK, torch.float32, CPU)
     generator = torch.Generator().manual_seed(seed)
     for tensor in (*pool.keys, *pool.values):
@@ -53,7 +53,7 @@ def filled_pool(shape: Shape, blocks: int, seed: int) -> KvPool:
 
 
 def test_copied_slots_hold_what_the_sources_held_in_every_layer():
-    """Layers of several shapes are stacked by shape; a copy must reach all of them, and read before it writes."""
+    """Layers are stacked by shape: a copy must reach every stack, and must read all sources before it writes."""
     shapes = (KvShape(2, 8, 8), KvShape(2, 8, 6), KvShape(1, 8, 8))
     pool = KvPool(ModelSpec(shapes, 10, 64, (), "float32", 4), 4, BLOCK, torch.float32, CPU)
     tensors = [tensor.normal_().flatten(0, 1) for tensor in (*pool.keys, *pool.values)]
@@ -70,7 +70,7 @@ def test_copied_slots_hold_what_the_sources_held_in_every_layer():
 
 
 def batch_of(lengths: list[tuple[int, int]]) -> Batch:
-    """Rows of (start, new tokens), each with blocks of its own."""
+    """Rows of (start, new tokens), each with its own blocks."""
     rows, block = [], 1
     for start, new in lengths:
         count = -(-(start + new) // BLOCK)
@@ -114,7 +114,7 @@ SHAPES = {
 
 
 def fitted(rule: AttentionRule, shape: Shape) -> AttentionRule:
-    """The rule with as many sinks as the shape has heads."""
+    """The rule with one sink per head of the shape."""
     return rule if rule.sinks is None else replace(rule, sinks=torch.linspace(-1, 2, shape.heads))
 
 
@@ -138,7 +138,7 @@ BACKENDS = (torch_attention, *ON_CPU)
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_backend_equals_the_reference(shape, rule, backend):
-    """Prefill from zero, chunks after a prefix, and decode rows of different lengths in one step, in any order."""
+    """One step mixes prefill from zero, chunks after a prefix and decode rows of different lengths, in any order."""
     batch = batch_of([(22, 1), (40, 1), (0, 9), (6, 5), (0, 1), (3, 1), (16, 16)])
     rule = fitted(rule, shape)
 
@@ -153,7 +153,7 @@ def test_backend_equals_the_reference(shape, rule, backend):
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
 def test_what_others_left_in_pages_reaches_nobody(number, rule, backend):
-    """A request whose numbers ran out of range ends, and its blocks are the next one's: 0 times NaN is NaN."""
+    """Blocks of a request that produced NaN or infinity are reused by others, and 0 times NaN is NaN."""
     batch = batch_of([(22, 1), (40, 1), (0, 9), (6, 5), (0, 1), (3, 1), (17, 1), (16, 16)])
     rule = fitted(rule, Shape())
 
@@ -176,7 +176,7 @@ def test_what_others_left_in_pages_reaches_nobody(number, rule, backend):
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("number", [math.nan, math.inf])
 def test_a_token_without_numbers_reaches_those_who_see_it_and_no_others(number, rule, backend):
-    """Tokens before it in a chunk may be a prefix that others share; those after it must not look sound."""
+    """Earlier tokens of the chunk may be a shared prefix and must stay valid; later ones must not look valid."""
     batch = batch_of([(22, 1), (40, 1), (6, 20), (0, 20), (20, 1)])
     odd_token = 2 + 10  # position 16 of the third row
     rule = fitted(rule, Shape())
@@ -196,7 +196,7 @@ def test_a_token_without_numbers_reaches_those_who_see_it_and_no_others(number, 
 
 @dataclass
 class Poisoned:
-    """A backend that is given one value that is no number."""
+    """A backend whose input contains one non-finite value."""
 
     backend: Backend
     token: int
@@ -219,7 +219,7 @@ class Poisoned:
     st.one_of(st.none(), st.integers(1, 40)),
 )
 def test_cpu_backends_equal_the_reference_for_any_lengths(lengths, window):
-    """Also where a window starts inside the first page."""
+    """Includes windows that start inside the first page."""
     batch, rule = batch_of(lengths), AttentionRule(0.4, window=window)
 
     wanted, _ = run(ReferenceAttention, batch, Shape(), rule)
@@ -237,7 +237,7 @@ def test_cpu_backends_equal_the_reference_for_any_lengths(lengths, window):
     st.none() | st.integers(1, 90),
 )
 def test_rows_that_share_a_prefix_get_what_each_would_get_alone(rows, pages, rule, shape, window):
-    """Two groups of rows share pages here, with rows of any length; a window may start inside a shared page."""
+    """Two groups of rows share pages, next to rows of any length; a window may start inside a shared page."""
     plans, block = [], 1 + 2 * pages
     for family, own in rows:
         count = own // BLOCK + 1
@@ -255,7 +255,7 @@ def test_rows_that_share_a_prefix_get_what_each_would_get_alone(rows, pages, rul
 
 @pytest.mark.parametrize("window", [40, 41, 43, 44])
 def test_window_that_begins_inside_a_shared_page_hides_the_keys_before_it(window):
-    """Four rows of 41 to 44 tokens on eight shared pages: of the first page some see less than others."""
+    """Four rows of 41 to 44 tokens on eight shared pages; rows see different parts of the first page."""
     plans = [PlanRow([1], 40 + i, [*range(1, 9), *range(9 + 3 * i, 12 + 3 * i)]) for i in range(4)]
     batch = Batch.on_device(lay_out(plan_of_rows(0, plans), BLOCK), CPU)
     rule = AttentionRule(0.4, window=window)
@@ -267,7 +267,7 @@ def test_window_that_begins_inside_a_shared_page_hides_the_keys_before_it(window
 
 
 def test_reference_equals_dense_causal_attention():
-    """The oracle itself, held to torch: a prompt of its own with no cached part."""
+    """Checks the oracle itself against torch on a prompt without a cached part."""
     generator = torch.Generator().manual_seed(2)
     q, k, v = (torch.randn(7, 4, 8, generator=generator) for _ in range(3))
     positions = torch.arange(7)
@@ -279,14 +279,14 @@ def test_reference_equals_dense_causal_attention():
 
 
 def test_window_counts_the_token_itself():
-    """As transformers: with a window of 3, the token at 5 sees 3, 4 and 5."""
+    """As in transformers: with a window of 3, the token at position 5 sees positions 3, 4 and 5."""
     seen = visible(torch.tensor([5]), torch.arange(7), 3)
 
     assert seen.tolist() == [[False, False, False, True, True, True, False]]
 
 
 def test_sinks_take_weight_and_give_nothing():
-    """With one key and a sink of the same score, half of the weight is lost."""
+    """With one key and a sink of equal score, the output is half of the value."""
     q, k, v = torch.zeros(1, 1, 4), torch.zeros(1, 1, 4), torch.ones(1, 1, 4)
 
     out = attention(q, k, v, torch.ones(1, 1, dtype=torch.bool), AttentionRule(1.0, sinks=torch.zeros(1)))

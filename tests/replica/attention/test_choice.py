@@ -1,4 +1,4 @@
-"""The choice of a backend is pure: for every device, dtype and set of packages it is known, with all reasons."""
+"""Choosing a backend is pure: every device, dtype and set of packages gives a known result, with all reasons."""
 
 import msgspec
 import pytest
@@ -43,7 +43,7 @@ def facts(**changes) -> Facts:
     ],
 )
 def test_best_usable_backend_is_chosen(changes, name):
-    """Nothing is chosen that would fail in the first step."""
+    """The choice must not fail in the first step."""
     chosen, refused = choose(facts(**changes))
 
     assert chosen == name
@@ -51,7 +51,7 @@ def test_best_usable_backend_is_chosen(changes, name):
 
 
 def test_all_reasons_are_given_at_once():
-    """An operator who mends one must not find the next at the next start."""
+    """An operator who fixes one problem must not find the next one only at the next start."""
     found = problems("flash2", facts(capability=(7, 0), dtype="float32", head_dims=(300,), installed=frozenset()))
 
     assert [
@@ -81,8 +81,8 @@ def pool(dtype: str = "float32") -> KvPool:
     ],
 )
 def test_cpu_gets_its_best_backend_or_the_named_one(wanted, dtype, chosen, caplog):
-    """`auto` never takes a slower backend than necessary; the log names the chosen one."""
-    caplog.set_level("INFO", logger="homing")  # other tests leave it less to say
+    """`auto` never takes a slower backend than necessary, and the log names its choice."""
+    caplog.set_level("INFO", logger="homing")  # other tests may have raised the level
 
     attention = choose_attention(pool(dtype), torch.device("cpu"), wanted)
 
@@ -91,13 +91,13 @@ def test_cpu_gets_its_best_backend_or_the_named_one(wanted, dtype, chosen, caplo
 
 
 def test_named_backend_that_cannot_work_is_refused_with_the_reasons():
-    """Falling back in silence would serve at a fraction of the speed that was asked for."""
+    """A silent fallback would serve at a fraction of the requested speed."""
     with pytest.raises(StartupError, match=r"attention_backend: flash3 .*works on cuda, not on cpu"):
         choose_attention(pool(), torch.device("cpu"), "flash3")
 
 
 def test_every_name_is_a_value_of_the_setting():
-    """The setting's type is written out, as a settings struct knows no attention."""
+    """The setting's type repeats the names because settings must not import attention."""
     from homing.replica.attention.choice import NAMES
     from homing.replica.config import ReplicaSettings
 
@@ -116,7 +116,7 @@ def test_every_name_is_a_value_of_the_setting():
     ],
 )
 def test_kv_in_8_bits_is_refused_where_no_kernel_reads_it(capability, dtype, said):
-    """Triton has no numbers of 8 bits for older GPUs, and its tiles for float32 are for keys of float32."""
+    """Triton has no 8-bit floats for older GPUs, and its float32 tiles are for float32 keys."""
     found = fp8_kv_problem(capability, dtype)
 
     assert said in found if said else found is None

@@ -1,4 +1,4 @@
-"""FlashAttention's calls get what they document: stand-ins of its signatures in plain torch give the same answers."""
+"""Our calls match FlashAttention's documented signatures: stand-ins in plain torch give the reference's answers."""
 
 from functools import partial
 
@@ -18,7 +18,7 @@ ROWS = [(22, 1), (0, 9), (6, 5), (16, 16), (3, 1)]
 def varlen(
     q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap
 ):
-    """`flash_attn_varlen_func`: causal from the bottom right; a window of (left, 0) sees `left` tokens before it."""
+    """`flash_attn_varlen_func`: causal, aligned bottom right; a window of (left, 0) sees `left` earlier tokens."""
     starts, stops = cu_seqlens_k[:-1].tolist(), cu_seqlens_k[1:].tolist()
     lengths = [stop - start for start, stop in zip(starts, stops, strict=True)]
     assert causal
@@ -50,7 +50,7 @@ def with_kvcache(
     window_size,
     softcap,
 ):
-    """`flash_attn_with_kvcache` of FlashAttention 3 with pages."""
+    """FlashAttention 3's `flash_attn_with_kvcache` with pages."""
     assert causal
     window = None if window_size == (-1, -1) else window_size[0] + 1
     rows = PagedRows(k_cache, v_cache, page_table, cache_seqlens)
@@ -83,9 +83,9 @@ def cute_varlen(
     *,
     splits,
 ):
-    """`flash_attn.cute.flash_attn_varlen_func` of flash-attn-4 4.0.0b36 with pages, and what it asserts; in float64.
+    """`flash_attn.cute.flash_attn_varlen_func` of flash-attn-4 4.0.0b36 with pages and its assertions, in float64.
 
-    `splits` is ours: whether the device is one for which it splits keys, which it refuses on sm_90.
+    `splits` is ours: whether the library splits keys on this device. On sm_90 it refuses to.
     """
     assert causal
     assert num_splits == 1 or splits
@@ -106,7 +106,7 @@ def cute_varlen(
 
 @pytest.mark.parametrize("splits", [False, True])
 def test_flash_attn_4_computes_what_the_reference_does(splits):
-    """Prefill and decode, with windows, softcap and sinks; layers with short values are left to the kernels."""
+    """Prefill and decode, with windows, softcap and sinks; layers with shorter values are left to our kernels."""
     call = partial(cute_varlen, splits=splits)
     decodes_first = [(22, 1), (3, 1), (0, 9), (6, 5), (16, 16)]
     for shape in SHAPES.values():
@@ -120,7 +120,7 @@ def test_flash_attn_4_computes_what_the_reference_does(splits):
 
 
 def test_padding_rows_of_flash_attn_4_are_zero():
-    """What the library leaves in the output of a row without keys is not defined."""
+    """The library leaves the output of a row without keys undefined."""
     attention = Flash4Attention(
         filled_pool(SHAPES["grouped"], 3, seed=0),
         TorchKernels(),
@@ -134,7 +134,7 @@ def test_padding_rows_of_flash_attn_4_are_zero():
 
 
 def test_where_flash_attn_4_cannot_split_keys_it_decodes_only_what_our_kernels_cannot():
-    """One program per KV head would read a row's keys, be they 100,000."""
+    """Without key splits, one program per KV head would read all of a row's keys, even 100,000 of them."""
     calls = []
 
     def recorded(q, *_, max_seqlen_q, num_splits, softcap, learnable_sink, **__):
@@ -151,7 +151,7 @@ def test_where_flash_attn_4_cannot_split_keys_it_decodes_only_what_our_kernels_c
 
 
 def test_prompts_of_kernel_lengths_need_every_kernel_of_flash_attn_4():
-    """A kernel is for as many tiles of 128 or 192 rows as tokens times queries per KV head fill: 1, 2 or more."""
+    """The library compiles a kernel per number of 128- or 192-row tiles that tokens times queries per KV head fill."""
     for tile in (128, 192):
         for group in (1, 2, 4, 5, 7, 8, 16, 32):
 
@@ -162,7 +162,7 @@ def test_prompts_of_kernel_lengths_need_every_kernel_of_flash_attn_4():
 
 
 def test_both_libraries_compute_what_the_reference_does():
-    """Windows, softcap, sinks and short values too: what a library lacks is not left out but done by the kernels."""
+    """Includes windows, softcap, sinks and shorter values: our kernels handle whatever a library does not support."""
     for prefill in (Flash2Prefill(varlen), flash3_prefill(with_kvcache)):
         for shape in SHAPES.values():
             for rule in (fitted(each, shape) for each in RULES.values()):
@@ -175,7 +175,7 @@ def test_both_libraries_compute_what_the_reference_does():
 
 
 def test_where_keys_are_is_computed_once_for_all_layers():
-    """It takes a dozen small operations and a copy to the device: per layer they would cost more than the attention."""
+    """It takes a dozen small operations and a copy to the device: per layer, more than the attention itself."""
     starts = []
 
     def recorded(*arguments, cu_seqlens_k, **options):

@@ -1,4 +1,4 @@
-"""Embeddings are what transformers' last hidden states say, whatever the steps look like that compute them."""
+"""Embeddings equal transformers' last hidden states, however the steps that compute them are scheduled."""
 
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -32,7 +32,7 @@ TEXTS = [[7], list(range(40, 61)), [*SHARED, 5, 6, 7], [*SHARED, 8, 9], [*SHARED
 
 
 class Rig:
-    """An engine on a real model, with small steps."""
+    """An engine on a real model with small steps."""
 
     def __init__(self, runner: ModelRunner, *, budget: int = 11, blocks: int = 40) -> None:
         self.hasher = BlockHasher(runner.block_size, seed=3)
@@ -88,7 +88,7 @@ def reference_model(folder: Path) -> torch.nn.Module:
 
 
 def expected(folder: Path, tokens: Sequence[int], pooling: Pooling, dimensions: int | None = None) -> np.ndarray:
-    """From transformers' last hidden states."""
+    """The expected vector, from transformers' last hidden states."""
     with torch.inference_mode():
         hidden = reference_model(folder)(input_ids=torch.tensor([list(tokens)])).last_hidden_state[0].double()
     pooled = (hidden[-1] if pooling == "last" else hidden.mean(0))[:dimensions]
@@ -115,7 +115,7 @@ def test_vectors_are_those_of_transformers(
     kind: type[ModelRunner],
     pooling: Pooling,
 ) -> None:
-    """In chunks, beside each other and beside an answer, twice: the second time with what the cache has by then."""
+    """Computed in chunks, in parallel and next to an answer, then again with the prefixes that are cached by then."""
     folder = checkpoint(model_type, **overrides)
     rig = Rig(runner_of(folder, provider, kind))
     rig.engine.add("a", generate(100, list(range(90, 99)), rig.hasher, max_tokens=30))
@@ -134,7 +134,7 @@ def test_vectors_are_those_of_transformers(
 
 @pytest.mark.parametrize("pooling", POOLINGS)
 def test_vectors_of_the_demo_model_are_those_of_transformers(pooling: Pooling) -> None:
-    """The model that the quick start serves."""
+    """The quick start serves this model."""
     folder = demo_model_path()
     rig = Rig(runner_of(folder), budget=64)
 
@@ -148,7 +148,7 @@ def test_vectors_of_the_demo_model_are_those_of_transformers(pooling: Pooling) -
 
 
 def test_only_the_last_tokens_state_can_be_had_with_cached_blocks(checkpoint: Callable[..., Path]) -> None:
-    """The mean needs the states of all tokens, and blocks hold only keys and values."""
+    """Mean pooling needs the states of all tokens, but blocks hold only keys and values."""
     rig = Rig(runner_of(checkpoint("llama")))
     rig.embed(0, SHARED, "mean")
     rig.run()
@@ -163,7 +163,7 @@ def test_only_the_last_tokens_state_can_be_had_with_cached_blocks(checkpoint: Ca
 
 @pytest.mark.parametrize("pooling", POOLINGS)
 def test_preempted_request_begins_its_sum_anew(checkpoint: Callable[..., Path], pooling: Pooling) -> None:
-    """Its blocks went to a more urgent answer that grows."""
+    """A more urgent, growing answer took its blocks."""
     folder, text = checkpoint("llama"), list(range(40, 40 + 4 * BLOCK_SIZE))
     rig = Rig(runner_of(folder), budget=5, blocks=8)
     urgent = generate(1, list(range(90, 90 + 4 * BLOCK_SIZE - 1)), rig.hasher, max_tokens=20)
@@ -179,7 +179,7 @@ def test_preempted_request_begins_its_sum_anew(checkpoint: Callable[..., Path], 
 
 
 def test_aborted_request_leaves_nothing(checkpoint: Callable[..., Path]) -> None:
-    """Amid its chunks."""
+    """The abort arrives between two chunks."""
     rig = Rig(runner_of(checkpoint("llama")))
     rig.embed(1, SHARED, "mean")
     rig.step()
@@ -192,7 +192,7 @@ def test_aborted_request_leaves_nothing(checkpoint: Callable[..., Path]) -> None
 
 
 def test_prompt_may_fill_the_context(checkpoint: Callable[..., Path]) -> None:
-    """No room for an answer is needed; one token more is refused."""
+    """No room for an answer is needed; one more token is refused."""
     rig = Rig(runner_of(checkpoint("llama")), budget=64)
     rig.embed(1, [5] * 200, "last")
     rig.run()
@@ -204,7 +204,7 @@ def test_prompt_may_fill_the_context(checkpoint: Callable[..., Path]) -> None:
 
 
 def test_damaged_weights_are_no_vector(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    """An error, as for an answer; the request beside it is served."""
+    """The request fails with an error, as an answer would; a concurrent request is unaffected."""
     rig = Rig(runner_of(without_numbers(checkpoint("llama"), 17, tmp_path)), budget=64)
 
     rig.embed(1, [5, 17, 6], "mean")
@@ -216,7 +216,7 @@ def test_damaged_weights_are_no_vector(checkpoint: Callable[..., Path], tmp_path
 
 
 def test_request_for_a_vector_has_no_tokens_yet(checkpoint: Callable[..., Path]) -> None:
-    """Protects the engine from a router of another version."""
+    """A router of another version might send generated tokens with such a request."""
     rig = Rig(runner_of(checkpoint("llama")))
     request = generate(1, [5, 6, 7], rig.hasher, prompt_tokens=2)
 

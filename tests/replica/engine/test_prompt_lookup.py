@@ -1,4 +1,4 @@
-"""Guesses follow what followed the same tokens before; whether they pay is noted for each request."""
+"""Drafts copy the tokens that followed the same text before; their success is tracked per request."""
 
 from array import array
 from collections.abc import Sequence
@@ -13,18 +13,18 @@ from homing.replica.engine.request import PAUSE_FACTOR, Drafting
 
 
 def test_guesses_go_on_as_the_same_tokens_did() -> None:
-    """As many as agreed before: four here."""
+    """The draft is as long as the match: four tokens here."""
     assert PromptLookup(8)(array("I", [5, 1, 2, 3, 4, 20, 21, 22, 23, 24, 6, 1, 2, 3, 4]), 8) == [20, 21, 22, 23]
 
 
 @pytest.mark.parametrize("tokens", [[7], [1, 2, 9, 1, 2], [1, 2, 3, 4, 5]])
 def test_nothing_is_guessed_where_too_little_agrees(tokens: list[int]) -> None:
-    """Two equal tokens recur in any text."""
+    """Two matching tokens recur in any text."""
     assert PromptLookup(8)(array("I", tokens), 8) == ()
 
 
 def test_the_place_that_agrees_longest_counts_and_then_the_latest() -> None:
-    """In a file with many similar lines, the right one is told by what stands further before it."""
+    """In a file with many similar lines, earlier context identifies the right one."""
     long, short = [9, 1, 2, 3, 50], [8, 1, 2, 3, 60]
 
     assert PromptLookup(1)([*long, *short, 9, 1, 2, 3], 8) == [50]
@@ -32,12 +32,12 @@ def test_the_place_that_agrees_longest_counts_and_then_the_latest() -> None:
 
 
 def test_a_repeated_line_goes_on_repeating() -> None:
-    """What followed ends with the text, so it is taken up again from its beginning."""
+    """The continuation reaches the end of the text and then wraps to its start."""
     assert PromptLookup(8)([1, 2] * 6, 7) == [1, 2, 1, 2, 1, 2, 1]
 
 
 def test_what_lies_too_far_back_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step of a very long request must not wait for its look-up."""
+    """Lookup must not delay a step of a very long request."""
     monkeypatch.setattr(prompt_lookup, "SEARCHED_TOKENS", 6)
 
     assert PromptLookup(4)([1, 2, 3, 4, 5, 1, 2, 3], 4) == ()
@@ -46,12 +46,12 @@ def test_what_lies_too_far_back_is_not_searched(monkeypatch: pytest.MonkeyPatch)
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=60), st.integers(1, 9), st.integers(1, 9))
 def test_guesses_are_those_of_a_plain_search(tokens: list[int], own: int, most: int) -> None:
-    """Whatever the text, and however often its parts recur."""
+    """Holds for any text, however often parts of it recur."""
     assert list(PromptLookup(own)(array("I", tokens), most)) == searched(tokens, min(own, most))
 
 
 def searched(tokens: Sequence[int], most: int) -> list[int]:
-    """The same by its definition."""
+    """The same result, computed from the definition."""
     for equal in range(MAX_EQUAL, MIN_EQUAL - 1, -1):
         for end in range(len(tokens) - 1, equal - 1, -1):
             if tokens[end - equal : end] == tokens[len(tokens) - equal :]:
@@ -63,7 +63,7 @@ def searched(tokens: Sequence[int], most: int) -> list[int]:
 
 
 def test_drafts_rest_longer_after_each_failure_in_a_row() -> None:
-    """Half right is a success, after which a failure counts as the first one again."""
+    """A draft that is half right is a success and resets the count of failures."""
     drafting = Drafting()
 
     rests, trusted = [], []

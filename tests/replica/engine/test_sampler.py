@@ -1,4 +1,4 @@
-"""What is drawn follows the distribution that was asked for, and depends on nothing else in the batch."""
+"""Drawn tokens follow the requested distribution and depend on nothing else in the batch."""
 
 import math
 
@@ -26,13 +26,13 @@ def row(position: int = 0, prompt=(), generated=(), banned=(), **params) -> Samp
 
 
 def draw(logits: torch.Tensor, count: int, **params) -> list[int]:
-    """Tokens at positions 0 .. count - 1 under the same logits."""
+    """Tokens drawn at positions 0 .. count - 1 from the same logits."""
     rows = [row(position=position, **params) for position in range(count)]
     return [sampled.token_id for sampled in sample(logits.expand(count, -1), rows)]
 
 
 def kept_by_definition(logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float) -> set[int]:
-    """Top-k, then the smallest likeliest set of what is left that holds top_p, then min_p; ties stay."""
+    """Top-k, then the smallest set of likeliest remaining tokens that reaches top_p, then min_p; ties are kept."""
     likeliest = sorted(range(len(logits)), key=lambda token: -logits[token])
     weight = {token: math.exp((logits[token] - logits[likeliest[0]]) / temperature) for token in likeliest}
     if top_k:
@@ -57,7 +57,7 @@ def kept_by_definition(logits: list[float], temperature: float, top_k: int, top_
     rounded=st.booleans(),
 )
 def test_drawn_tokens_are_those_that_the_filters_keep(seed, temperature, top_k, top_p, min_p, rounded):
-    """Every kept token is drawn when all of [0, 1) is swept, and no other; rounded logits bring many ties."""
+    """Sweeping all of [0, 1) draws every kept token and no other; rounded logits produce many ties."""
     logits = logits_of(seed).round() if rounded else logits_of(seed)
     kept = kept_by_definition(logits[0].double().tolist(), temperature, top_k, top_p, min_p)
 
@@ -84,7 +84,7 @@ def test_frequencies_follow_the_softmax(temperature):
 
 
 def test_nucleus_of_a_flat_row_is_wide():
-    """3,000 tokens of nearly equal weight fall into one bucket; the set must still be cut at the right token."""
+    """3,000 nearly equal weights fall into one bucket; the set must still be cut at the right token."""
     logits = 0.001 * logits_of(5, vocab=3000)
 
     drawn = draw(logits, 4000, top_p=0.9)
@@ -97,7 +97,7 @@ def test_nucleus_of_a_flat_row_is_wide():
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(0, 11), min_size=1, max_size=10))
 def test_token_does_not_depend_on_the_rest_of_the_batch(chosen):
-    """The same seed gives the same tokens, whatever else is in the batch."""
+    """The same seed gives the same tokens in any batch."""
     logits = logits_of(1, rows=12)
     rows = [
         row(position=3, seed=5),
@@ -121,9 +121,9 @@ def test_token_does_not_depend_on_the_rest_of_the_batch(chosen):
 
 
 def test_rounding_hardly_ever_changes_what_is_drawn():
-    """Other batches, chunks and replicas round otherwise, and a seed promises the same tokens all the same.
+    """Other batches, chunks and replicas round differently, and the same seed must still give the same tokens.
 
-    One cumulative distribution over the vocabulary would change 13 of these 1,000 draws.
+    A single cumulative distribution over the vocabulary would change 13 of these 1,000 draws.
     """
     logits = logits_of(9, rows=1000, vocab=4096) * (2 / 3)
     rounded = logits + 1e-4 * torch.randn(logits.shape, generator=torch.Generator().manual_seed(10))
@@ -135,7 +135,7 @@ def test_rounding_hardly_ever_changes_what_is_drawn():
 
 
 def test_logits_are_left_as_they_are():
-    """The engine takes logprobs from the same tensor."""
+    """The engine computes logprobs from the same tensor."""
     logits = logits_of(2, rows=2)
     before = logits.clone()
 
@@ -145,7 +145,7 @@ def test_logits_are_left_as_they_are():
 
 
 def test_zero_temperature_takes_the_likeliest():
-    """Greedy, also when other rows of the batch are not."""
+    """Greedy rows stay greedy in a batch with sampled rows."""
     logits = logits_of(4, rows=3)
 
     sampled = sample(logits, [row(temperature=0.0), row(), row(temperature=0.0)])
@@ -154,7 +154,7 @@ def test_zero_temperature_takes_the_likeliest():
 
 
 def test_penalties_change_the_logits_as_documented():
-    """Read back through logprobs of a second call on hand-edited logits: the same greedy choice at every margin."""
+    """Greedy choices on hand-made logits change exactly where the documented formulas say."""
     logits = torch.zeros(1, 4)
     logits[0] = torch.tensor([4.0, 3.0, -1.0, 2.0])
 
@@ -174,7 +174,7 @@ def test_penalties_change_the_logits_as_documented():
 
 
 def test_repetition_penalty_pushes_negative_logits_down():
-    """Dividing a negative logit would reward the repeated token."""
+    """Dividing a negative logit would favour the repeated token."""
     logits = torch.tensor([[-1.0, -1.5]])
 
     assert sample(logits, [row(temperature=0.0, generated=(0,), repetition_penalty=2.0)])[0].token_id == 1
@@ -182,14 +182,14 @@ def test_repetition_penalty_pushes_negative_logits_down():
 
 @given(st.integers(0, 5), st.integers(0, 5))
 def test_stop_ids_are_banned_until_min_tokens(position, min_tokens):
-    """At position p, p tokens exist already."""
+    """At position p, p tokens have already been generated."""
     params = SamplingParams(max_tokens=9, min_tokens=min_tokens, stop_token_ids=(8,))
 
     assert banned_before(params, position, (2, 3)) == ((2, 3, 8) if position < min_tokens else ())
 
 
 def test_banned_tokens_are_never_drawn():
-    """Even when they hold nearly all of the probability."""
+    """Even if they hold nearly all of the probability."""
     logits = torch.zeros(1, 4)
     logits[0, 2] = 30.0
 
@@ -213,7 +213,7 @@ FILTERS = [{}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"top_p": 0.5, "top
     ids=str,
 )
 def test_parameters_that_overflow_harm_nobody(odd, filters):
-    """A penalty may divide by next to nothing and stop ids may be the whole vocabulary; others share the batch."""
+    """A penalty may divide by almost zero and stop ids may cover the vocabulary; other rows must be unaffected."""
     logits = logits_of(3, rows=2)
     neighbour = row(seed=4, top_p=0.8)
 
@@ -241,7 +241,7 @@ ODD = {
     "params", [{"temperature": 0.0}, {"top_p": 0.9, "top_k": 2}, {"presence_penalty": 1.0}], ids=str
 )
 def test_a_model_s_logits_that_are_no_numbers_are_told_of_their_row_alone(params, odd):
-    """Whatever was drawn from them would be an answer that nobody can tell from a right one."""
+    """A token drawn from such logits could not be told apart from a valid one."""
     logits = logits_of(3, rows=3)
     logits[1, :3] = torch.tensor(odd)
     if math.isinf(odd[0]):
@@ -256,7 +256,7 @@ def test_a_model_s_logits_that_are_no_numbers_are_told_of_their_row_alone(params
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_only_allowed_tokens_are_drawn(temperature):
-    """A grammar leaves few tokens, mostly unlikely ones; rows without a mask in the same batch are as before."""
+    """A grammar allows few, mostly unlikely tokens; rows without a mask in the same batch do not change."""
     logits = torch.zeros(2, 6)
     logits[:, 2] = 30.0
     bits = torch.tensor([[0b010001]], dtype=torch.int32)
@@ -276,7 +276,7 @@ def test_only_allowed_tokens_are_drawn(temperature):
 
 
 def test_logprobs_are_of_the_raw_model():
-    """Before temperature, penalties and bans, as the API promises; likeliest first."""
+    """Logprobs precede temperature, penalties and bans, as the API documents; likeliest first."""
     logits = logits_of(6)
     wanted = logits.double().log_softmax(-1)[0]
 
@@ -291,7 +291,7 @@ def test_logprobs_are_of_the_raw_model():
 
 
 def test_each_row_gets_as_many_logprobs_as_it_asked_for():
-    """Rows without get none; 0 means the chosen token alone; more than the vocabulary gives the vocabulary."""
+    """A row that asked for none gets none; 0 gives the chosen token only; counts are capped at the vocabulary size."""
     sampled = sample(logits_of(7, rows=4), [row(), row(logprobs=0), row(logprobs=2), row(logprobs=VOCAB + 1)])
 
     assert sampled[0].logprobs is None
@@ -299,7 +299,7 @@ def test_each_row_gets_as_many_logprobs_as_it_asked_for():
 
 
 def test_prompt_logprobs_are_of_the_given_tokens():
-    """Row i predicts the token that stands next."""
+    """Row i of the logits predicts the i-th given token."""
     logits = logits_of(8, rows=3)
 
     found = prompt_logprobs(logits, [5, 6, 7], 1)
@@ -311,13 +311,13 @@ def test_prompt_logprobs_are_of_the_given_tokens():
 
 
 def test_empty_batch_is_nothing():
-    """A step of prefill chunks alone samples nobody."""
+    """A step with only prefill chunks draws no tokens."""
     assert sample(torch.empty(0, VOCAB), []) == []
     assert prompt_logprobs(torch.empty(0, VOCAB), [], 2) == []
 
 
 def test_only_allowed_ids_are_drawn():
-    """Greedily the likeliest of them; a ban counts more."""
+    """Greedy takes the likeliest allowed id; a ban takes precedence."""
     logits = logits_of(9)
 
     assert set(draw(logits, 200, allowed_token_ids=(3, 7), temperature=2.0)) <= {3, 7}
@@ -332,7 +332,7 @@ def test_only_allowed_ids_are_drawn():
     [((), {5}), ((1,), {5, 2}), ((1, 2), {5, 3}), ((9, 1, 2), {5, 3}), ((1, 2, 9), {5}), ((2,), {5})],
 )
 def test_a_bad_word_is_cut_before_its_last_token(generated: tuple[int, ...], banned: set[int]):
-    """Of each word that the answer is about to end."""
+    """Applies to each bad word whose other tokens are already at the end of the answer."""
     logits = torch.zeros(1, VOCAB)
     words = ((5,), (1, 2), (1, 2, 3))
 
@@ -344,7 +344,7 @@ def test_a_bad_word_is_cut_before_its_last_token(generated: tuple[int, ...], ban
 
 
 def test_logprobs_are_of_the_ids_that_are_asked_for():
-    """Best first, and beside them the token's own; other rows have their likeliest ids."""
+    """Requested ids come best first, plus the drawn token's own; other rows get their likeliest ids."""
     logits = logits_of(10, rows=2)
 
     listed, plain = sample(logits, [row(logprobs=0, logprob_token_ids=(4, 9, 11)), row(logprobs=1)])
@@ -358,7 +358,7 @@ def test_logprobs_are_of_the_ids_that_are_asked_for():
     assert [each.token_id for each in plain.logprobs.top] == [int(logits[1].argmax())]
 
 
-# --- uniform numbers
+# --- uniform random numbers
 
 
 @pytest.mark.parametrize(
@@ -382,7 +382,7 @@ def test_known_answers(counter, key, answer):
 
 @given(st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**40)), min_size=1, max_size=8))
 def test_number_depends_on_seed_and_position_alone(pairs):
-    """Drawn together or alone, the number is the same; another replica can continue."""
+    """The number is the same whether drawn in a batch or alone, so another replica can continue."""
     together = uniforms(*zip(*pairs, strict=True), 3)
 
     assert together.tolist() == [uniforms([seed], [position], 3)[0].tolist() for seed, position in pairs]
@@ -390,7 +390,7 @@ def test_number_depends_on_seed_and_position_alone(pairs):
 
 
 def test_numbers_are_uniform_over_positions_over_seeds_and_within_a_position():
-    """Neighbouring counters and neighbouring keys must look unrelated: 100 equal bins, chi-square below 99.9 %."""
+    """Neighbouring counters and keys must look uncorrelated: 100 equal bins, chi-square below 99.9 %."""
     count = 100_000
     for numbers in (
         uniforms([7] * count, range(count), 1),

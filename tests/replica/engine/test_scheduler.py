@@ -1,4 +1,4 @@
-"""The scheduler against a model whose every token can be computed by hand."""
+"""The scheduler, driven with a model whose tokens can be computed by hand."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,7 +33,7 @@ HANG = 5_000
 
 @dataclass
 class Bench:
-    """A scheduler with a fake model behind it."""
+    """A scheduler with a fake model."""
 
     blocks: int = 16
     block_size: int = 2
@@ -72,7 +72,7 @@ class Bench:
         return request
 
     def step(self, abort_meanwhile: RequestState | None = None) -> int:
-        """One step of the engine, and what it would do with the tokens."""
+        """Run one step as the engine would, including its handling of the tokens; return the number of rows."""
         self.rows = rows = self.scheduler.schedule()
         self.check_rows(rows)
         if not rows:
@@ -89,11 +89,11 @@ class Bench:
         return len(rows)
 
     def next_rows(self) -> list[ScheduledRow]:
-        """The next step of an engine, with drafts; it does not run."""
+        """Schedule the engine's next step with drafts, without running it."""
         return self.scheduler.add_drafts(self.scheduler.schedule())
 
     def fail(self) -> int:
-        """A step that raises: its requests end. How many."""
+        """Run a step that raises, which ends its requests; return their number."""
         rows = self.scheduler.schedule()
         for row in rows:
             self.scheduler.finish(row.request)
@@ -118,12 +118,12 @@ class Bench:
         for _ in range(HANG):
             if not len(self.scheduler):
                 return
-            assert self.step(), "requests are alive and nothing runs: a deadlock"
+            assert self.step(), "deadlock: requests exist but none is scheduled"
             self.scheduler.check()
-        raise AssertionError("requests never end")
+        raise AssertionError("requests did not finish")
 
     def check_end(self) -> None:
-        """Nothing is held, and everybody got what an undisturbed run yields."""
+        """No blocks are held, and every request got the tokens of an undisturbed run."""
         assert self.cache.free_blocks + self.cache.pinned_idle_blocks == self.cache.total_blocks
         for request in self.ended.values():
             prompt = list(request.tokens[: request.prompt_tokens])
@@ -140,7 +140,7 @@ def bench():
 
 
 def test_decodes_go_first_and_a_prefill_takes_the_rest_of_the_budget() -> None:
-    """A long prompt must not stall those who are already answering."""
+    """A long prompt must not stall requests that are already generating."""
     bench = Bench(budget=4)
     bench.add([1, 2, 3], max_tokens=5)
     bench.step()
@@ -152,7 +152,7 @@ def test_decodes_go_first_and_a_prefill_takes_the_rest_of_the_budget() -> None:
 
 
 def test_a_prompt_longer_than_the_budget_runs_in_chunks() -> None:
-    """Chunks add up to the prompt and its tokens are those of one whole prefill."""
+    """The chunks add up to the prompt and give the same tokens as one whole prefill."""
     bench = Bench(budget=3)
     bench.add(list(range(10)), max_tokens=1)
 
@@ -163,7 +163,7 @@ def test_a_prompt_longer_than_the_budget_runs_in_chunks() -> None:
 
 
 def test_the_second_of_two_equal_prompts_takes_the_cached_blocks(bench: Bench) -> None:
-    """All but the last token, which has to be computed: of its block the tokens before it are copied."""
+    """The last token must be computed; the tokens before it in its block are copied."""
     bench.add([1, 2, 3, 4, 5, 6])
     bench.run()
 
@@ -177,7 +177,7 @@ def test_the_second_of_two_equal_prompts_takes_the_cached_blocks(bench: Bench) -
 
 
 def test_a_prompt_that_diverges_inside_a_block_computes_from_there_on() -> None:
-    """Every token that a block shares with the prompt is one token less to compute."""
+    """Tokens shared within a block are copied instead of computed."""
     bench = Bench(block_size=8)
     bench.add([*range(13)], max_tokens=4)
     bench.run()
@@ -191,7 +191,7 @@ def test_a_prompt_that_diverges_inside_a_block_computes_from_there_on() -> None:
 
 
 def test_one_admission_s_source_may_be_the_next_one_s_block() -> None:
-    """Copies of a step are read before anything is written, so a source need not be held for its reader."""
+    """A step reads all copy sources before it writes, so a source need not be held for its reader."""
     bench = Bench(blocks=4, block_size=4, running=2)
     bench.add([1, 2, 3, 4], max_tokens=1)
     bench.run()
@@ -210,7 +210,7 @@ def test_one_admission_s_source_may_be_the_next_one_s_block() -> None:
 
 
 def test_a_source_that_becomes_its_own_target_is_not_copied() -> None:
-    """The only block that is left may be the one to copy from: the tokens are where they belong."""
+    """The only free block may be the copy source itself, whose tokens are already in place."""
     bench = Bench(blocks=2, block_size=4)
     bench.add([1, 2, 3, 4], max_tokens=1)
     bench.run()
@@ -226,7 +226,7 @@ def test_a_source_that_becomes_its_own_target_is_not_copied() -> None:
 
 
 def test_with_copying_switched_off_whole_blocks_alone_are_taken() -> None:
-    """The setting for when a wrong answer is looked into."""
+    """Operators switch copying off to investigate a wrong answer."""
     bench = Bench(partial_block_reuse=False)
     for _ in range(2):
         last = bench.add([1, 2, 3, 4, 5, 6])
@@ -237,7 +237,7 @@ def test_with_copying_switched_off_whole_blocks_alone_are_taken() -> None:
 
 
 def test_drafts_take_what_prompts_leave_of_the_budget() -> None:
-    """A guess may be wrong; a prompt's tokens are needed."""
+    """Drafts may be wrong, but a prompt's tokens are needed."""
     bench = Bench(budget=6, drafter=lambda _, most: [9] * most)
     bench.add([1, 2], max_tokens=20)
     bench.step()
@@ -249,7 +249,7 @@ def test_drafts_take_what_prompts_leave_of_the_budget() -> None:
 
 
 def test_each_draft_is_a_row_of_its_own() -> None:
-    """Of one token behind the one before it, as kernels for decoding take it."""
+    """Each draft row has one token and follows the previous row, as decode kernels expect."""
     bench = Bench(drafter=lambda tokens, most: [9] * min(most, 3) if tokens[0] == 1 else [])
     for first in (3, 1):
         bench.add([first, 2], max_tokens=20).drafting.trusted = True
@@ -265,7 +265,7 @@ def test_each_draft_is_a_row_of_its_own() -> None:
 
 
 def test_drafts_take_blocks_only_while_some_are_free() -> None:
-    """Nobody is preempted for a guess: it is cut to the room there is."""
+    """Drafts are cut to the free space; no request is preempted for them."""
     bench = Bench(blocks=4, block_size=2, drafter=lambda _, most: [9] * most)
     requests = [bench.add([number, 2], max_tokens=6) for number in (1, 3)]
     bench.step()
@@ -278,7 +278,7 @@ def test_drafts_take_blocks_only_while_some_are_free() -> None:
 
 
 def test_a_step_has_drafts_only_while_further_tokens_cost_little() -> None:
-    """From a number of tokens on, a step takes longer by about what it computes."""
+    """Beyond some number of tokens, step time grows almost in proportion to the work."""
     bench = Bench(drafter=lambda _, most: [9] * most, drafted_step=4)
     for first in (1, 3, 5):
         bench.add([first, 2], max_tokens=20)
@@ -293,7 +293,7 @@ def test_a_step_has_drafts_only_while_further_tokens_cost_little() -> None:
 
 
 def test_one_token_is_guessed_until_a_guess_is_right() -> None:
-    """A wrong guess costs as many rows as it has tokens, and the next one is likely to be wrong, too."""
+    """A wrong draft costs one row per token, and the next draft is likely to be wrong too."""
     bench = Bench(drafter=lambda _, most: [9] * min(most, 3))
     request = bench.add([1, 2], max_tokens=20)
     bench.step()
@@ -308,7 +308,7 @@ def test_one_token_is_guessed_until_a_guess_is_right() -> None:
 
 
 def test_requests_whose_drafts_fail_get_none_for_a_while() -> None:
-    """Others, and later it, are still guessed at."""
+    """Other requests keep getting drafts, and this one gets them again later."""
     bench = Bench(drafter=lambda _, most: [9] * most, budget=8)
     failing, other = bench.add([1, 2], max_tokens=20), bench.add([3, 4], max_tokens=20)
     bench.step()
@@ -326,7 +326,7 @@ def test_requests_whose_drafts_fail_get_none_for_a_while() -> None:
 
 
 def test_no_draft_lies_beyond_an_answer_s_end() -> None:
-    """Its last token is drawn after the one before it, so no more than the rest but one is worth guessing."""
+    """The last token is always drawn, so at most the remaining tokens less one are worth drafting."""
     bench = Bench(drafter=lambda _, most: [9] * (most + 3))
     bench.add([1, 2], max_tokens=4).drafting.trusted = True
     bench.step()
@@ -337,18 +337,18 @@ def test_no_draft_lies_beyond_an_answer_s_end() -> None:
 
 
 def test_generated_blocks_are_cached(bench: Bench) -> None:
-    """The next turn of a conversation starts with the last answer."""
+    """The next turn of a conversation starts with the previous answer."""
     first = bench.add([1, 2, 3], max_tokens=4)
     bench.run()
 
     following = bench.add([*first.tokens, 9])
     bench.step()
 
-    assert following.cached_tokens == 6, "7 tokens, of which the KV of the last was never computed"
+    assert following.cached_tokens == 6, "7 tokens, but the last one's KV was never computed"
 
 
 def test_a_block_is_not_shared_before_its_kv_is_there(bench: Bench) -> None:
-    """Two equal prompts of one step both compute: the second would otherwise read what is being written."""
+    """Two equal prompts in one step are both computed: otherwise the second would read unfinished blocks."""
     bench.add([1, 2, 3, 4, 5])
     bench.add([1, 2, 3, 4, 5])
 
@@ -360,7 +360,7 @@ def test_a_block_is_not_shared_before_its_kv_is_there(bench: Bench) -> None:
 
 
 def test_a_request_waits_for_a_prefix_that_another_computes() -> None:
-    """Eight callers of one system prompt at once: it is computed once, in chunks here, and those behind go ahead."""
+    """A shared system prompt is computed once, here in chunks, while requests behind the waiter proceed."""
     bench = Bench(budget=5, worth_waiting=4)
     first = bench.add([1, 2, 3, 4, 5, 6, 7, 8, 9])
     second = bench.add([1, 2, 3, 4, 5, 6, 7, 8, 5])
@@ -378,7 +378,7 @@ def test_a_request_waits_for_a_prefix_that_another_computes() -> None:
 
 
 def test_nobody_waits_for_a_few_tokens_or_without_a_cache() -> None:
-    """A step's fixed cost would be more than what is saved; without a cache the blocks would never come."""
+    """A step's fixed cost would exceed the saving; without a cache the blocks would never become available."""
     for options in ({"worth_waiting": 6}, {"worth_waiting": 4, "enabled": False}):
         bench = Bench(**options)
         bench.add([1, 2, 3, 4, 5])
@@ -392,7 +392,7 @@ def test_nobody_waits_for_a_few_tokens_or_without_a_cache() -> None:
 
 
 def test_prompts_that_fill_a_step_leave_further_ones_to_the_next() -> None:
-    """Each first token comes as soon as its own prompt is done, not when those of all are; no prompt is cut for it."""
+    """A first token comes as soon as its own prompt is done, not after all of them; no prompt is split for this."""
     bench = Bench(prefill_step=4)
     first, second, third = bench.add([1, 2, 3]), bench.add([4, 5, 6, 7, 8]), bench.add([9] * 6)
 
@@ -409,7 +409,7 @@ LONG = [1, 2, 3, 4, 5, 6, 7, 8]
 
 
 def two_of_one_prefix() -> tuple[Bench, RequestState, RequestState]:
-    """The first computes it in chunks, the second waits for that."""
+    """The first request computes the prefix in chunks while the second waits for it."""
     bench = Bench(budget=4, worth_waiting=4)
     leader, waiter = bench.add([*LONG, 9]), bench.add([*LONG, 5])
     bench.step()
@@ -418,7 +418,7 @@ def two_of_one_prefix() -> tuple[Bench, RequestState, RequestState]:
 
 
 def test_who_waits_for_a_prefix_goes_on_when_its_computer_is_aborted() -> None:
-    """With what was computed until then; nobody else would ever compute the rest."""
+    """The waiter takes the blocks computed so far and must compute the rest itself."""
     bench, leader, waiter = two_of_one_prefix()
 
     bench.scheduler.finish(leader)
@@ -430,7 +430,7 @@ def test_who_waits_for_a_prefix_goes_on_when_its_computer_is_aborted() -> None:
 
 
 def test_who_waits_for_a_prefix_goes_on_when_the_step_fails() -> None:
-    """Blocks of a failed step are not committed, so what the waiter gets is what was there before."""
+    """Blocks of a failed step are not committed, so the waiter gets only the blocks from before it."""
     bench, _, waiter = two_of_one_prefix()
 
     failed = bench.fail()
@@ -443,7 +443,7 @@ def test_who_waits_for_a_prefix_goes_on_when_the_step_fails() -> None:
 
 
 def test_who_waits_for_a_prefix_goes_on_when_its_computer_is_preempted() -> None:
-    """A decode takes the leader's blocks; it comes back before the waiter, and both end."""
+    """A decode takes the leader's blocks; the leader resumes before the waiter, and both finish."""
     bench = Bench(blocks=8, budget=3, worth_waiting=4)
     bench.add([9, 7, 5, 3, 1], max_tokens=9)
     bench.step()
@@ -461,7 +461,7 @@ def test_who_waits_for_a_prefix_goes_on_when_its_computer_is_preempted() -> None
 
 
 def test_who_loses_least_is_preempted_and_gets_its_tokens_all_the_same() -> None:
-    """Preemption by recomputation: of equal losses the last gives way, waits, and nobody notices in the tokens."""
+    """Preemption recomputes: among equal losses the last request is preempted, and its tokens do not change."""
     bench = Bench(blocks=6)
     old = bench.add([1, 2, 3, 4], max_tokens=7)
     young = bench.add([5, 6, 7, 8], max_tokens=7)
@@ -474,12 +474,12 @@ def test_who_loses_least_is_preempted_and_gets_its_tokens_all_the_same() -> None
 
 
 def test_a_request_that_has_generated_little_gives_way_to_one_that_has_generated_much() -> None:
-    """Though it came first, and is the more urgent for it: its tokens cost less to compute again."""
+    """It is preempted although it came first, because its tokens cost less to recompute."""
     bench = Bench(blocks=8)
     old = bench.add([1, 2, 3, 4, 5, 6], max_tokens=10)
     bench.step()
     bench.scheduler.finish(old)
-    again = bench.add([1, 2, 3, 4, 5, 6], max_tokens=10)  # its prompt is cached, but for the last block
+    again = bench.add([1, 2, 3, 4, 5, 6], max_tokens=10)  # all but the last block of its prompt is cached
     young = bench.add([5, 6, 7, 8, 9, 9], max_tokens=9)
 
     bench.run()
@@ -489,7 +489,7 @@ def test_a_request_that_has_generated_little_gives_way_to_one_that_has_generated
 
 
 def test_the_less_urgent_priority_gives_way_however_much_it_loses() -> None:
-    """Priority wins over what is lost."""
+    """Priority counts before the amount of lost work."""
     bench = Bench(blocks=6)
     low = bench.add([1, 2, 3, 4, 5, 6], max_tokens=5, priority=1)
     bench.step()
@@ -503,7 +503,7 @@ def test_the_less_urgent_priority_gives_way_however_much_it_loses() -> None:
 
 
 def test_a_short_prompt_starts_before_the_rest_of_a_long_one() -> None:
-    """The long one is computed in chunks anyway; its first token is hardly later, the short one's far sooner."""
+    """The long prompt is chunked anyway; its first token is barely delayed, the short one's comes far sooner."""
     bench = Bench(budget=4)
     long = bench.add([1] * 16)
     bench.step()
@@ -517,7 +517,7 @@ def test_a_short_prompt_starts_before_the_rest_of_a_long_one() -> None:
 
 
 def test_a_longer_cached_prefix_starts_first() -> None:
-    """Of equal prompts the one that has less to compute."""
+    """Among equally long prompts, the one with less to compute starts first."""
     bench = Bench(budget=8, running=1)
     bench.add([1, 2, 3, 4, 5, 6], max_tokens=1)
     bench.run()
@@ -539,7 +539,7 @@ def test_a_longer_cached_prefix_starts_first() -> None:
 def test_no_prompt_waits_for_those_that_come_after_its_own_length_was_computed(
     prompts: list[tuple[int, int]], budget: int, running: int
 ) -> None:
-    """The bound against starvation: an endless stream of short prompts cannot keep a long one waiting."""
+    """Bound on starvation: an endless stream of short prompts cannot keep a long one waiting."""
     bench = Bench(blocks=64, budget=budget, running=running, enabled=False)
     computed, came, started = 0, {}, []
 
@@ -566,7 +566,7 @@ def test_no_prompt_waits_for_those_that_come_after_its_own_length_was_computed(
 
 
 def test_a_preempted_request_gets_its_cached_prefix_back() -> None:
-    """Its blocks stay cached until somebody needs them; only what was evicted is recomputed."""
+    """Its blocks stay cached until they are needed; only evicted blocks are recomputed."""
     bench = Bench(blocks=6)
     bench.add([1, 2, 3, 4], max_tokens=5)
     young = bench.add([5, 6, 7, 8], max_tokens=7)
@@ -582,7 +582,7 @@ def test_a_preempted_request_gets_its_cached_prefix_back() -> None:
 
 
 def test_priority_goes_before_arrival() -> None:
-    """A lower number runs first; equals run in the order in which they came."""
+    """Lower numbers run first; equal ones run in order of arrival."""
     bench = Bench(running=1)
     for priority in (1, 0, 1, 0):
         bench.add([1, 2], priority=priority, max_tokens=1)
@@ -594,7 +594,7 @@ def test_priority_goes_before_arrival() -> None:
 
 
 def test_who_does_not_fit_holds_up_those_behind() -> None:
-    """A big request that small ones overtook for ever would starve."""
+    """If small requests could overtake it indefinitely, a big one would starve."""
     bench = Bench(blocks=8)
     bench.add([1] * 8, max_tokens=6)
     bench.add([4] * 3, max_tokens=1)
@@ -610,7 +610,7 @@ def test_who_does_not_fit_holds_up_those_behind() -> None:
 
 
 def test_a_request_that_can_never_fit_is_refused_by_name(bench: Bench) -> None:
-    """It would wait for ever, and all behind it."""
+    """It would wait forever and block all requests behind it."""
     with pytest.raises(PromptTooLong, match="32 tokens leave no room"):
         bench.add([1] * 32)
 
@@ -618,7 +618,7 @@ def test_a_request_that_can_never_fit_is_refused_by_name(bench: Bench) -> None:
 
 
 def test_an_abort_frees_the_blocks_at_once(bench: Bench) -> None:
-    """A client that goes away pays nobody's memory."""
+    """Memory must not be held for a client that has disconnected."""
     running = bench.add([1, 2, 3, 4])
     waiting = bench.add([1, 2, 3, 4])
     bench.step()
@@ -631,7 +631,7 @@ def test_an_abort_frees_the_blocks_at_once(bench: Bench) -> None:
 
 
 def test_a_request_with_prompt_logprobs_takes_no_cached_blocks(bench: Bench) -> None:
-    """The logits of skipped tokens would be missing."""
+    """Cached tokens produce no logits, so their logprobs would be missing."""
     bench.add([1, 2, 3, 4, 5], max_tokens=1)
     bench.run()
 
@@ -639,11 +639,11 @@ def test_a_request_with_prompt_logprobs_takes_no_cached_blocks(bench: Bench) -> 
     bench.step()
 
     assert echo.cached_tokens == 0
-    assert logits_layout([ScheduledRow(echo, 0, 5)]).logits_at[1:] == []  # answered: no more prompt rows
+    assert logits_layout([ScheduledRow(echo, 0, 5)]).logits_at[1:] == []  # logprobs already delivered: no prompt rows
 
 
 def test_the_layout_names_the_sampling_rows_first_then_the_prompt_positions() -> None:
-    """Sampler and prompt logprobs each take one slice of the logits."""
+    """The sampler and the prompt logprobs each take one slice of the logits."""
     bench = Bench(budget=6)
     echo = bench.add([1, 2, 3, 4], prompt_logprobs=1)
     plain = bench.add([5, 6, 7, 8, 9])
@@ -656,7 +656,7 @@ def test_the_layout_names_the_sampling_rows_first_then_the_prompt_positions() ->
 
 
 def test_the_backlog_counts_uncached_prompt_tokens_and_decode_context() -> None:
-    """The router foresees waiting times from these."""
+    """The router predicts waiting times from these numbers."""
     bench = Bench(budget=4, running=2)
     bench.add([1, 2, 3], max_tokens=8)
     bench.step()
@@ -674,12 +674,12 @@ def test_the_backlog_counts_uncached_prompt_tokens_and_decode_context() -> None:
         context=12 * 2,
     )
     assert backlog.decode_context_tokens == 4
-    assert backlog.waiting_blocks == 6  # [1, 2] is in use already
-    assert backlog.running_generated == [1, 0, 1]  # no token, and two
+    assert backlog.waiting_blocks == 6  # [1, 2] is already in use
+    assert backlog.running_generated == [1, 0, 1]  # none, or two tokens
 
 
 class Schedules(RuleBasedStateMachine):
-    """Random arrivals, pins, steps, failures and aborts over random limits, in pools down to one block: all end."""
+    """Random arrivals, pins, steps, failures and aborts under random limits and pools down to one block; all finish."""
 
     @initialize(
         blocks=st.integers(1, 12),

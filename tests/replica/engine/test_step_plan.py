@@ -1,4 +1,4 @@
-"""The layout that every rank derives from a plan."""
+"""The memory layout that every rank derives from a step plan."""
 
 import msgspec
 import numpy as np
@@ -13,7 +13,7 @@ BLOCK = 4
 
 @st.composite
 def rows(draw):
-    """Rows with disjoint block tables that are at least long enough."""
+    """Rows with disjoint block tables that are long enough for their tokens."""
     shapes = draw(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 11), st.integers(0, 2)), min_size=1, max_size=5))
     free = draw(st.permutations(range(1, 60)))
     made = []
@@ -26,7 +26,7 @@ def rows(draw):
 
 @given(rows())
 def test_each_token_goes_where_its_row_says(rows):
-    """The naive layout, token by token: position p of a row lies in its block p // size at offset p % size."""
+    """Oracle, token by token: position p of a row lies in its block p // size at offset p % size."""
     expected = [
         (token, row.start + index, row.block_table[(row.start + index) // BLOCK] * BLOCK + (row.start + index) % BLOCK)
         for row in rows
@@ -43,7 +43,7 @@ def test_each_token_goes_where_its_row_says(rows):
 
 @given(rows())
 def test_tables_hold_the_used_blocks_then_the_null_block(rows):
-    """Padding is only ever read under a mask, and block 0 is nobody's."""
+    """Padding is only read under a mask, and block 0 belongs to no request."""
     batch = lay_out(plan_of_rows(0, rows), BLOCK)
 
     for row, length, table in zip(rows, batch.kv_lens, batch.block_tables.tolist(), strict=True):
@@ -57,7 +57,7 @@ COPIES = st.lists(st.builds(BlockCopy, st.integers(1, 60), st.integers(1, 60), s
 
 @given(COPIES)
 def test_copies_go_from_slot_to_slot_at_equal_offsets(copies):
-    """Keys carry their position, so a token may only move to the same offset of another block."""
+    """A key encodes its position, so a token may only move to the same offset of another block."""
     plan = plan_of_rows(0, [PlanRow([1], 0, [7])], copies=copies)
     expected = [
         (copy.source * BLOCK + offset, copy.target * BLOCK + offset) for copy in copies for offset in range(copy.tokens)
@@ -70,7 +70,7 @@ def test_copies_go_from_slot_to_slot_at_equal_offsets(copies):
 
 @given(rows(), st.integers(0, 2**40), COPIES)
 def test_plan_survives_the_wire(rows, step, copies):
-    """Every rank must lay out what rank 0 planned."""
+    """Every rank must derive the same layout as rank 0."""
     plan = plan_of_rows(step, rows, logits_at=[0], copies=copies)
 
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=StepPlan) == plan
@@ -82,7 +82,7 @@ def test_plan_survives_the_wire(rows, step, copies):
     + [{"copies": [BlockCopy(*copy)]} for copy in ((0, 7, 1), (7, 0, 1), (7, 8, 0), (7, 8, BLOCK))],
 )
 def test_plan_that_contradicts_itself_is_caught(changes):
-    """A wrong plan would write over another request's blocks; it must stop the step instead."""
+    """A wrong plan would overwrite another request's blocks, so it must fail the step."""
     plan = plan_of_rows(0, [PlanRow([1, 2, 3], 2, [7, 8])])
 
     with pytest.raises(AssertionError):

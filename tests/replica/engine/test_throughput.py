@@ -1,4 +1,4 @@
-"""Measured speed, smoothed."""
+"""Smoothing of measured rates."""
 
 import pytest
 from hypothesis import given
@@ -18,7 +18,7 @@ def rates():
 
 
 def test_rates_approach_what_is_observed(rates: SmoothedRates) -> None:
-    """The router's forecasts follow the machine as it is now, not as it was at warm-up."""
+    """The router's forecasts must follow the machine's current speed, not the speed at warm-up."""
     for _ in range(200):
         rates.observe(prefill(1024), decode_rows=0, seconds=0.5)
         rates.observe(prefill(0), decode_rows=8, seconds=0.03)
@@ -28,21 +28,21 @@ def test_rates_approach_what_is_observed(rates: SmoothedRates) -> None:
 
 
 def test_one_odd_step_moves_the_rates_only_a_little(rates: SmoothedRates) -> None:
-    """A page fault or a neighbour's burst must not send all traffic elsewhere."""
+    """A page fault or a burst of another process must not send all traffic elsewhere."""
     rates.observe(prefill(0), decode_rows=1, seconds=0.1)
 
     assert rates.decode_step_s < 0.015
 
 
 def test_a_short_prefill_says_nothing_about_the_rate(rates: SmoothedRates) -> None:
-    """Its time is the fixed cost of a step: after a prefix hit the "rate" would seem a fraction of the true one."""
+    """A short step is dominated by its fixed cost: after a prefix hit, the rate would look far too low."""
     rates.observe(prefill(MIN_PREFILL_TOKENS - 1), decode_rows=0, seconds=5.0)
 
     assert rates.prefill_tokens_per_s == 1000.0
 
 
 def test_decodes_in_the_same_step_are_not_charged_to_the_prefill(rates: SmoothedRates) -> None:
-    """A mixed step takes longer than its prefill alone."""
+    """A mixed step takes longer than its prefill alone would."""
     rates.observe(prefill(100), decode_rows=4, seconds=0.11)
 
     assert rates.prefill_tokens_per_s == pytest.approx(1000.0)
@@ -50,7 +50,7 @@ def test_decodes_in_the_same_step_are_not_charged_to_the_prefill(rates: Smoothed
 
 @given(st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 64), st.floats(0, 100)), max_size=30))
 def test_rates_stay_above_zero(steps: list[tuple[int, int, float]]) -> None:
-    """They are divided by."""
+    """Other code divides by the rates."""
     rates = SmoothedRates(prefill_tokens_per_s=500.0, decode_step_s=0.002)
 
     for tokens, decodes, seconds in steps:

@@ -32,7 +32,7 @@ def change(path: Path, position: int) -> None:
     ("name", "position"), [("config.json", 4), ("model.safetensors", 20), ("model.safetensors", -1)]
 )
 def test_another_model_has_another_fingerprint(folder: Path, name: str, position: int) -> None:
-    """Configuration, header or (sampled) weights: a base model and its fine-tune must not share KV."""
+    """Configuration, header and (sampled) weights all count: a base model and its fine-tune must not share KV."""
     before = model_fingerprint(folder, "float32")
 
     change(folder / name, position)
@@ -41,7 +41,7 @@ def test_another_model_has_another_fingerprint(folder: Path, name: str, position
 
 
 def test_the_type_is_part_of_the_fingerprint(folder: Path) -> None:
-    """KV in bfloat16 is other KV."""
+    """KV computed in bfloat16 is not interchangeable with float32 KV."""
     assert model_fingerprint(folder, "float32") != model_fingerprint(folder, "bfloat16")
 
 
@@ -55,7 +55,7 @@ def test_a_fingerprint_does_not_depend_on_where_the_folder_is(folder: Path, tmp_
 
 
 def test_tokenizer_and_template_have_digests_of_their_own(folder: Path) -> None:
-    """A refusal names what differs: here a template moves from one file into another, then changes."""
+    """A refusal must be able to say which of the two differs; here the template changes."""
     tokenizer, template = tokenizer_digest(folder), template_digest(folder)
 
     (folder / "chat_template.jinja").write_text("{{ messages }}!")
@@ -65,7 +65,7 @@ def test_tokenizer_and_template_have_digests_of_their_own(folder: Path) -> None:
 
 
 def test_the_canary_tells_seeds_and_block_sizes_apart(folder: Path) -> None:
-    """The same folder under another seed or block size gives other block hashes: hits would never come."""
+    """The same folder under another seed or block size gives other block hashes, which would never hit."""
     settings = KvCacheSettings(block_size=8)
     same, again, seed, size = (
         parity(folder, cache_identity(folder, "float32", settings), hasher).canary

@@ -1,4 +1,4 @@
-"""What is refused before anything is loaded, by its name and with a remedy; and what is not."""
+"""The preflight check names each problem, with a remedy, before anything is loaded, and accepts valid models."""
 
 import json
 import shutil
@@ -38,7 +38,7 @@ SHAPE = {
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Two shards with an index, as large models come."""
+    """Two shards with an index, as for a large model."""
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
     shards = {"a": "one.safetensors", "b": "two.safetensors"}
     for tensor, file in shards.items():
@@ -53,7 +53,7 @@ def check(folder: Path, cache: KvCacheSettings | None = None, **settings: object
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_whole_models_pass(folder: Path, ranks: int) -> None:
-    """A check that refuses what would run is worse than none."""
+    """A check that refuses a working model is worse than no check."""
     check(folder, tensor_parallel_size=ranks)
     check(demo_model_path(), tensor_parallel_size=ranks)
 
@@ -110,7 +110,7 @@ def break_index(folder: Path) -> None:
 def test_weights_that_are_not_whole_are_named(
     folder: Path, harm: Callable[[Path], None], error: type[StartupError], told: str
 ) -> None:
-    """A download that broke off is the usual case; loading finds it after minutes, or never."""
+    """Interrupted downloads are the usual case; loading notices them after minutes, or never."""
     harm(folder)
 
     with pytest.raises(error, match=told):
@@ -119,7 +119,7 @@ def test_weights_that_are_not_whole_are_named(
 
 @pytest.mark.parametrize("content", ["", "[]", '{"num_attention_heads": "four"}'])
 def test_a_configuration_that_is_none_is_named(folder: Path, content: str) -> None:
-    """With the file."""
+    """The message includes the file's name."""
     (folder / "config.json").write_text(content)
 
     with pytest.raises(UnsupportedModel, match=r"config\.json is not a model's configuration"):
@@ -142,7 +142,7 @@ def test_a_configuration_that_is_none_is_named(folder: Path, content: str) -> No
 def test_settings_that_no_replica_could_have_are_named(
     folder: Path, settings: dict[str, object], cache: dict[str, int], error: type[Exception], told: str
 ) -> None:
-    """With the setting's name, before Ray is started."""
+    """The error names the setting, before Ray is started."""
     with pytest.raises(error, match=told) as caught:
         check(folder, KvCacheSettings(**cache), **settings)
 
@@ -150,7 +150,7 @@ def test_settings_that_no_replica_could_have_are_named(
 
 
 def test_what_the_configuration_does_not_tell_is_left_to_the_replica(folder: Path) -> None:
-    """Families of transformers call things otherwise, and some keep their weights in other files."""
+    """Some transformers families use other key names, and some keep their weights in other files."""
     (folder / "config.json").write_text('{"model_type": "gpt2", "n_head": 3}')
     lose_all(folder)
     (folder / "model.safetensors.index.json").unlink()
@@ -160,11 +160,11 @@ def test_what_the_configuration_does_not_tell_is_left_to_the_replica(folder: Pat
 
 
 def test_large_blocks_do_where_nothing_is_cached(folder: Path) -> None:
-    """They only waste room then."""
+    """Without prefix caching, large blocks only waste memory."""
     check(folder, KvCacheSettings(block_size=256, prefix_caching=False))
 
 
-#: Bytes of a weight in a linear.
+#: Bytes per weight of a bfloat16 linear layer.
 IN_BFLOAT16 = 2 if beats_packed() else 4
 
 
@@ -180,9 +180,9 @@ IN_BFLOAT16 = 2 if beats_packed() else 4
     ids=str,
 )
 def test_weights_are_counted_as_they_are_held(checkpoint, asked, by_linear, by_head, by_other, tied):
-    """Linears in bfloat16 twice where the processor does not multiply it, and a tied head beside its embedding.
+    """bfloat16 linears count twice without CPU support for the type; a tied head counts in addition to its embedding.
 
-    The head is never in 8 bits. Models of transformers have the same linears.
+    The head is never stored in 8 bits. Models run through transformers hold the same linears.
     """
     folder = checkpoint("llama", tie_word_embeddings=tied)
     tensors = load_file(folder / "model.safetensors")
@@ -217,13 +217,13 @@ def test_weights_are_counted_as_they_are_held(checkpoint, asked, by_linear, by_h
 def test_the_checkpoints_type_is_taken_where_it_is_fast(
     stored: str | None, cuda: bool, multiplies: bool, chosen: str
 ) -> None:
-    """float32 is right everywhere, and two to three times as slow."""
+    """float32 works everywhere, but is two to three times as slow."""
     assert auto_dtype(stored, cuda=cuda, multiplies_bfloat16=multiplies) == chosen
 
 
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
 def test_weights_are_counted_and_loaded_in_the_same_type(checkpoint, tmp_path, key):
-    """Whichever name the configuration has for it."""
+    """The configuration may call the key `dtype` or `torch_dtype`."""
     folder = shutil.copytree(checkpoint("llama"), tmp_path, dirs_exist_ok=True)
     config = json.loads((folder / "config.json").read_text())
     del config["dtype"]
@@ -239,7 +239,7 @@ def test_weights_are_counted_and_loaded_in_the_same_type(checkpoint, tmp_path, k
 
 @pytest.mark.parametrize("vocabulary", [{"a": 0, "b": 99}, [["a", 0.0]] * 100])
 def test_a_tokenizer_of_another_model_is_named(folder: Path, tmp_path: Path, vocabulary: object) -> None:
-    """Its ids would lie behind the embedding: every request that has one would fail."""
+    """Token ids beyond the embedding would fail every request that contains one."""
     other = tmp_path / "other"
     other.mkdir()
     (other / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))

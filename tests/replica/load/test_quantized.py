@@ -1,4 +1,4 @@
-"""Which quantized checkpoints are recognised, by their configuration or their tensors alone."""
+"""Quantized checkpoints are recognised by their configuration or their tensors alone."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ def compressed(kind: str = "float", bits: int = 8, strategy: str = "channel", **
     ids=str,
 )
 def test_what_can_be_dequantized_is_not_refused(quantization: dict[str, Any]) -> None:
-    """Also where the configuration of a model that accepts images holds that of its text model."""
+    """Includes models that accept images, whose configuration nests that of their text model."""
     assert method_problem({"quantization_config": quantization}) is None
     assert method_problem({"text_config": {"quantization_config": quantization}}) is None
 
@@ -51,7 +51,7 @@ def test_what_can_be_dequantized_is_not_refused(quantization: dict[str, Any]) ->
     ids=str,
 )
 def test_other_methods_are_refused_by_name(quantization: dict[str, Any], named: str) -> None:
-    """A model that is served with other weights than it has answers nonsense."""
+    """Loading weights with the wrong interpretation would produce nonsense answers."""
     problem = method_problem({"text_config": {"quantization_config": quantization}}) or ""
 
     assert named in problem
@@ -59,7 +59,7 @@ def test_other_methods_are_refused_by_name(quantization: dict[str, Any], named: 
 
 
 def test_blocks_are_taken_from_either_configuration() -> None:
-    """Two kinds of linears may have blocks of their own."""
+    """The two kinds of linears may have different block sizes."""
     both = compressed(strategy="block", block_structure=[128, 128])
 
     assert block_sizes({"quantization_config": FP8_BLOCKS}) == {(128, 64)}
@@ -84,7 +84,7 @@ def tensor(dtype: str, *shape: int) -> TensorHeader:
 )
 @pytest.mark.parametrize("ending", ["_scale", "_scale_inv"])
 def test_scales_cover_a_matrix_a_row_or_a_block(shape: tuple[int, ...], block: tuple[int, int], ending: str) -> None:
-    """The sizes need not divide; scales may themselves be of 8 bits."""
+    """Sizes need not be divisible by the block; scales may themselves be 8-bit."""
     tensors = {"a.weight": tensor("F8_E4M3", 300, 200), f"a.weight{ending}": tensor("F8_E8M0", *shape)}
 
     assert scalings(tensors, {(128, 64)}) == ({"a.weight": Scaling(f"a.weight{ending}", block)}, None)
@@ -103,7 +103,7 @@ def test_scales_cover_a_matrix_a_row_or_a_block(shape: tuple[int, ...], block: t
     ids=str,
 )
 def test_experts_in_one_tensor_have_scales_of_their_own(shape: tuple[int, ...], block: tuple[int, int]) -> None:
-    """As transformers stores them: a matrix for each expert, or its transposed one."""
+    """As stored by transformers: one matrix per expert, possibly transposed."""
     tensors = {
         "experts.gate_up_proj": tensor("F8_E4M3", 4, 300, 200),
         "experts.gate_up_proj_scale": tensor("F32", *shape),
@@ -131,7 +131,7 @@ def test_experts_in_one_tensor_have_scales_of_their_own(shape: tuple[int, ...], 
     ids=str,
 )
 def test_weights_that_are_packed_otherwise_are_listed(tensors: dict[str, TensorHeader]) -> None:
-    """Whatever the configuration says of them, which is often nothing."""
+    """The configuration often says nothing about them."""
     found, problem = scalings(tensors, {(128, 64)})
 
     assert found == {}
@@ -139,14 +139,14 @@ def test_weights_that_are_packed_otherwise_are_listed(tensors: dict[str, TensorH
 
 
 def test_masks_and_positions_are_no_weights() -> None:
-    """GPT-2 stores its causal masks."""
+    """GPT-2 stores its causal masks as tensors."""
     plain = {"h.0.attn.bias": tensor("U8", 1, 1, 8, 8), "positions": tensor("I64", 8), "a.weight": tensor("BF16", 2, 2)}
 
     assert scalings(plain, set()) == ({}, None)
 
 
 def test_lists_name_each_kind_once() -> None:
-    """A model has hundreds of layers' tensors; a terminal has fifty lines."""
+    """A model has tensors of hundreds of layers; a terminal has fifty lines."""
     names = [f"layers.{n}.norm.weight" for n in range(28)] + ["head.weight"]
     many = [f"{letter}.weight" for letter in "abcdefghijklmnop"]
 

@@ -1,4 +1,4 @@
-"""How many blocks a GPU gets: what the largest step leaves, found by running it, the same on all ranks."""
+"""Block count of a GPU: the memory that the largest step leaves free, found by a trial run, equal on all ranks."""
 
 import threading
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ from homing.replica.parallel.worker import load_rank_0, start_worker
 
 from ..toys import BLOCK_SIZE
 
-CUDA = torch.device("cuda")  # as a name alone: nothing of it is asked
+CUDA = torch.device("cuda")  # only the name is used; CUDA is never called
 CPU = torch.device("cpu")
 SPEC = ModelSpec((KvShape(2, 16, 16),) * 2, 50, 300, (2,), "float32", 4)
 BLOCK_BYTES = SPEC.bytes_per_block(16)
@@ -35,7 +35,7 @@ BLOCK_BYTES = SPEC.bytes_per_block(16)
 
 @dataclass
 class TrialRun:
-    """An executor without a model, whose ranks say what they are told to say."""
+    """An executor without a model whose ranks report preset readings."""
 
     found: list[MemoryReading]
     error: Exception | None = None
@@ -57,7 +57,7 @@ class TrialRun:
 
 @dataclass
 class FakeMemory:
-    """A device with a fixed reading."""
+    """A device with a fixed memory reading."""
 
     reading: MemoryReading
     begun: int = 0
@@ -70,7 +70,7 @@ class FakeMemory:
 
 
 def reading(kv_bytes: int) -> MemoryReading:
-    """A rank that has room for so much at a utilization of 0.5."""
+    """A reading that leaves `kv_bytes` for KV at a utilization of 0.5."""
     return MemoryReading(total_bytes=2 * (kv_bytes + 700), free_bytes=kv_bytes + 700, held_bytes=600, peak_bytes=100)
 
 
@@ -80,7 +80,7 @@ def blocks(executor: Any, device: torch.device = CUDA, cache: dict[str, Any] | N
 
 
 def test_the_pool_is_what_the_rank_with_the_least_has_left():
-    """All ranks hold the same blocks; one that has less would run out."""
+    """All ranks hold the same number of blocks; a larger pool would exceed the smallest rank's memory."""
     executor = TrialRun([reading(9 * BLOCK_BYTES), reading(5 * BLOCK_BYTES + 3), reading(7 * BLOCK_BYTES)])
 
     found = blocks(executor)
@@ -99,7 +99,7 @@ def test_the_pool_is_what_the_rank_with_the_least_has_left():
     ],
 )
 def test_what_is_set_or_known_is_not_tried(device, cache, expected):
-    """A trial costs seconds, and on a CPU the memory is not ours alone."""
+    """A trial takes seconds, and on a CPU the memory is shared with other processes."""
     executor = TrialRun([])
 
     assert blocks(executor, device, cache) == expected
@@ -111,11 +111,11 @@ def test_what_is_set_or_known_is_not_tried(device, cache, expected):
     [
         (40, 0.5, 20),
         (46, 0.5, 20),  # three significant bits of 23
-        (10_000_000, 0.5, 1 + 64 * -(-300 // 16)),  # what 64 requests of 300 tokens take
+        (10_000_000, 0.5, 1 + 64 * -(-300 // 16)),  # the blocks of 64 requests of 300 tokens
     ],
 )
 def test_on_a_cpu_the_pool_is_a_share_of_the_free_memory(free_blocks, utilization, expected):
-    """Half a gigabyte for everybody was a context of 2,340 tokens on a machine with 64."""
+    """A fixed half gigabyte allowed a context of only 2,340 tokens on a machine with 64 GB."""
     cache = KvCacheSettings(cpu_memory_utilization=utilization)
 
     found = number_of_blocks(cache, ReplicaSettings(), SPEC, TrialRun([]), CPU, lambda: free_blocks * BLOCK_BYTES)
@@ -124,7 +124,7 @@ def test_on_a_cpu_the_pool_is_a_share_of_the_free_memory(free_blocks, utilizatio
 
 
 def test_on_a_cpu_without_free_memory_no_replica_starts():
-    """With the setting that gives it some nevertheless."""
+    """The error names the setting that overrides the limit."""
     with pytest.raises(PoolTooSmall, match="raise kv_cache_bytes, free memory"):
         number_of_blocks(KvCacheSettings(), ReplicaSettings(), SPEC, TrialRun([]), CPU, lambda: 100)
 
@@ -139,7 +139,7 @@ def test_on_a_cpu_without_free_memory_no_replica_starts():
     ],
 )
 def test_a_containers_limit_counts(files, left, tmp_path):
-    """What the machine has beyond it ends the process that takes it."""
+    """A process that exceeds the container's limit is killed, however much memory the machine has."""
     for name, text in files.items():
         (tmp_path / name).write_text(text)
 
@@ -150,7 +150,7 @@ def test_a_containers_limit_counts(files, left, tmp_path):
 
 @given(st.integers(1, 70), st.integers(1, 300), st.integers(2, 400), st.sampled_from([1, 8, 16]))
 def test_trial_steps_are_the_largest_that_the_limits_allow(running, budget, longest, block_size):
-    """A larger one later would find no memory; one that no scheduler would make would waste some."""
+    """A larger step later would run out of memory; one that no scheduler would build would waste memory."""
     limits = SchedulerLimits(running, budget, longest)
 
     alone, shared = largest_steps(limits, block_size)
@@ -165,7 +165,7 @@ def test_trial_steps_are_the_largest_that_the_limits_allow(running, budget, long
 
 
 def test_logits_of_the_trial_go_through_all_that_logits_may():
-    """A filtered draw for each request, and a chunk of prompt logprobs: their copies are as large as activations."""
+    """The trial includes a filtered draw per request and a chunk of prompt logprobs: copies as large as activations."""
     executor = TrialRun([reading(9 * BLOCK_BYTES)])
 
     blocks(executor, max_running_requests=6, max_batched_tokens=290)
@@ -174,7 +174,7 @@ def test_logits_of_the_trial_go_through_all_that_logits_may():
 
 
 def test_too_little_is_refused_with_the_setting_the_rank_and_the_numbers():
-    """Whoever reads it must know what to turn."""
+    """The operator must learn which setting to change."""
     with pytest.raises(StartupError) as refused:
         blocks(TrialRun([reading(9 * BLOCK_BYTES), reading(BLOCK_BYTES)]))
 
@@ -187,7 +187,7 @@ def test_too_little_is_refused_with_the_setting_the_rank_and_the_numbers():
 
 @pytest.mark.parametrize(("length", "words"), [(1, "at least two tokens"), (301, "more than the model's 300")])
 def test_lengths_that_no_request_can_have_are_refused_before_anything_is_tried(length, words):
-    """A step of no tokens would be tried, or one beyond the model's positions."""
+    """Otherwise the trial would run a step without tokens, or one beyond the model's positions."""
     executor = TrialRun([reading(9 * BLOCK_BYTES)])
 
     with pytest.raises(StartupError, match=words):
@@ -197,7 +197,7 @@ def test_lengths_that_no_request_can_have_are_refused_before_anything_is_tried(l
 
 
 def test_a_length_of_two_is_served():
-    """One token of prompt, one of answer: the least that there is."""
+    """The minimum: one prompt token and one generated token."""
     executor = TrialRun([reading(9 * BLOCK_BYTES)])
 
     assert blocks(executor, max_model_len=2) == 9
@@ -208,7 +208,7 @@ def test_a_length_of_two_is_served():
 
 
 class UnfinishedLogits:
-    """Logits of a step that is still running until one of them is read."""
+    """Logits of a step that counts as running until one of them is read."""
 
     def __init__(self, executor):
         self._executor = executor
@@ -219,7 +219,7 @@ class UnfinishedLogits:
 
 
 class LaunchingExecutor:
-    """Launches at once; its clock goes on when a result is read, as a device's work does."""
+    """Launches return at once; its clock advances when a result is read, as device work would."""
 
     now = 0.0
 
@@ -229,7 +229,7 @@ class LaunchingExecutor:
 
 
 def test_rates_are_of_finished_steps():
-    """On CUDA a launch returns at once: its time would tell routers of a replica that is a hundred times as fast."""
+    """On CUDA a launch returns at once; its duration would report a rate a hundred times too high to routers."""
     executor = LaunchingExecutor()
 
     rates = measure_rates(executor, SchedulerLimits(4, 32, 100), 16, clock=lambda: executor.now)
@@ -239,7 +239,7 @@ def test_rates_are_of_finished_steps():
 
 
 def test_memory_that_others_hold_is_named():
-    """Raising the share would not help then."""
+    """Raising the memory share would not help in this case."""
     taken = MemoryReading(total_bytes=1 << 30, free_bytes=1000, held_bytes=1000, peak_bytes=100)
 
     with pytest.raises(StartupError, match="another process holds memory of this GPU"):
@@ -247,13 +247,13 @@ def test_memory_that_others_hold_is_named():
 
 
 def test_step_that_does_not_fit_is_refused_with_the_remedy():
-    """Before any request meets it."""
+    """The failure must occur at startup, before any request."""
     with pytest.raises(StartupError, match="lower max_batched_tokens or max_running_requests"):
         blocks(TrialRun([], torch.OutOfMemoryError("CUDA out of memory")))
 
 
 def test_bytes_that_hold_no_block_are_refused_by_their_setting():
-    """The operator set them."""
+    """The operator set the value, so the error names the setting."""
     with pytest.raises(PoolTooSmall, match="kv_cache_bytes"):
         blocks(TrialRun([]), cache={"kv_cache_bytes": 100})
 
@@ -263,7 +263,7 @@ PROMPT = plan_of_rows(0, [PlanRow(list(range(3, 16)), 0, [1, 2])])
 
 @pytest.mark.parametrize("kind", [ModelRunner, GpuRunner])
 def test_a_runner_is_as_new_after_its_trial(kind, checkpoint):
-    """The trial's pool, table and graphs are given back, and what it computed is nowhere read."""
+    """The trial's pool, table and graphs are released, and its results are never read."""
     folder = checkpoint("llama")
     settings = ReplicaSettings(dtype="float32", device="cpu", max_running_requests=3, max_model_len=60)
     untried = kind(settings, folder, BLOCK_SIZE)
@@ -281,7 +281,7 @@ def test_a_runner_is_as_new_after_its_trial(kind, checkpoint):
 
 
 def test_ranks_agree_on_the_pool_of_the_one_with_the_least(checkpoint, free_port):
-    """Two ranks over gloo, a device of its own each: rank 0 hears of both and tells both."""
+    """Two ranks over gloo with different free memory: rank 0 takes the minimum and both use it."""
     folder: Path = checkpoint("llama")
     settings = ReplicaSettings(
         dtype="float32", device="cpu", tensor_parallel_size=2, max_model_len=60, max_running_requests=3, cpu_threads=1
