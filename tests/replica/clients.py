@@ -1,4 +1,4 @@
-"""A replica in a thread of this process, and a router's end of its sockets."""
+"""A replica in a thread of this process, and the router's end of its sockets."""
 
 import contextlib
 import threading
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from homing.replica.server import ReplicaServer
 
 SEED = 99
-#: Catches hangs only.
+#: Only catches hangs.
 PATIENCE_S = 120
 
 
 class Client:
-    """A router as the replica sees it."""
+    """A router, as the replica sees it."""
 
     def __init__(self, description: ReplicaDescription, hasher: BlockHasher, identity: bytes = b"router-1") -> None:
         self.hasher = hasher
@@ -60,7 +60,7 @@ class Client:
         self.send(Abort(request_ids=list(request_ids)))
 
     def reset_cache(self, ask_id: int) -> bool:
-        """Ask for it and wait for the answer."""
+        """Ask the replica to reset its cache; return whether it did."""
         self.send(ResetCache(ask_id=ask_id))
         while not isinstance(reply := self.receive(), CacheReset):
             continue
@@ -68,14 +68,14 @@ class Client:
         return reply.done
 
     def next_evictions(self) -> list[bytes]:
-        """Ask for them and wait for the answer."""
+        """Ask the replica which blocks it would evict next."""
         self.send(AskNextEvictions())
         while not isinstance(reply := self.receive(), NextEvictions):
             continue
         return [reply.hashes[start : start + 16] for start in range(0, len(reply.hashes), 16)]
 
     def receive(self) -> Reply:
-        assert self.socket.poll(PATIENCE_S * 1000), "the replica does not answer"
+        assert self.socket.poll(PATIENCE_S * 1000), "the replica did not answer"
         reply: Reply = msgspec.msgpack.decode(self.socket.recv(), type=Reply)
         if isinstance(reply, Refused):
             self.refused[reply.request_id] = reply
@@ -127,7 +127,7 @@ class Served:
     def end(self) -> None:
         self.server.stop()
         self.thread.join(PATIENCE_S)
-        assert not self.thread.is_alive(), "the replica does not end"
+        assert not self.thread.is_alive(), "the replica did not stop"
         for client in self.clients:
             client.close()
 
@@ -142,7 +142,7 @@ def served(
     events: dict[str, Any] | None = None,
     **options: Any,
 ) -> Iterator[Served]:
-    """Start a replica of this model; it has ended, with nothing left behind, when the block is left."""
+    """Start a replica of this model. On exit, it has stopped and left nothing behind."""
     replica_settings = ReplicaSettings(**{"dtype": "float32", "device": "cpu", "cpu_threads": 1, **(settings or {})})
     kvcache_settings = KvCacheSettings(**{"block_size": 8, "num_kv_blocks": 65, **(kvcache or {})})
     from homing.replica.server import start_replica  # imports torch, which tests of routers do not need
@@ -166,4 +166,4 @@ def served(
     finally:
         running.end()
     if ipc_dir:
-        assert not list(ipc_dir.iterdir()), "socket files stay behind"
+        assert not list(ipc_dir.iterdir()), "socket files were left behind"

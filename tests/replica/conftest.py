@@ -1,4 +1,4 @@
-"""Random checkpoints and transformers' answers to them, made once a session. Loads torch only for tests that ask."""
+"""Random checkpoints and transformers' answers, made once per session. Only tests that use them load torch."""
 
 import socket
 from collections.abc import Callable
@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """`checkpoint("llama", head_dim=32)`: the folder of such a model."""
+    """`checkpoint("llama", head_dim=32)` returns the folder of such a model."""
     from .toys import save_checkpoint
 
     made: dict[str, Path] = {}
@@ -26,7 +26,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def prompts() -> list[list[int]]:
-    """Prompts for a vocabulary of at least 211; some share their first blocks."""
+    """Prompts for a vocabulary of at least 211 tokens; some share their first blocks."""
     from .toys import make_prompts
 
     return make_prompts()
@@ -34,7 +34,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="session")
 def reference() -> Callable[[Path, list[list[int]], int], list[list[int]]]:
-    """`reference(folder, prompts, new_tokens)`: greedy answers of transformers' `generate`."""
+    """`reference(folder, prompts, new_tokens)` returns the greedy answers of transformers' `generate`."""
     from .toys import generate
 
     known: dict[str, list[list[int]]] = {}
@@ -50,7 +50,7 @@ def reference() -> Callable[[Path, list[list[int]], int], list[list[int]]]:
 
 @pytest.fixture
 def free_port() -> int:
-    """Where the ranks of a gang may meet."""
+    """A free port where the ranks of a group can meet."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,4 +1,4 @@
-"""Stand-ins that we own: a model whose tokens can be computed by hand, and that notices wrong KV."""
+"""Fakes that we own: a model whose tokens can be computed by hand and that detects wrong KV."""
 
 from array import array
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ ROOT = BlockHash(b"r" * 16)
 
 
 def kv_entries(tokens: Sequence[int], before: Sequence[int] = ()) -> list[int]:
-    """The "KV" of tokens that follow `before`: one number each, which depends on all tokens up to there."""
+    """The "KV" of tokens that follow `before`: one number per token, which depends on all tokens up to it."""
     entries = list(before)
     for token in tokens:
         entries.append(crc32(token.to_bytes(4, "little"), entries[-1] if entries else 1))
@@ -26,12 +26,12 @@ def kv_entries(tokens: Sequence[int], before: Sequence[int] = ()) -> list[int]:
 
 
 def next_token(entries: Sequence[int]) -> int:
-    """The model: it reads every entry, so one wrong block anywhere shows."""
+    """The model's next token. It depends on every entry, so a single wrong block changes it."""
     return crc32(array("Q", entries).tobytes()) % VOCAB
 
 
 def undisturbed(prompt: Sequence[int], count: int, stop: Sequence[int] = ()) -> list[int]:
-    """What a run without neighbours, chunks, cache or preemption generates."""
+    """The tokens generated without other requests, chunks, cache or preemption."""
     tokens = list(prompt)
     while len(tokens) - len(prompt) < count:
         tokens.append(next_token(kv_entries(tokens)))
@@ -42,7 +42,7 @@ def undisturbed(prompt: Sequence[int], count: int, stop: Sequence[int] = ()) -> 
 
 @dataclass(frozen=True)
 class Guesses:
-    """A `Drafter` that is right as often as it is told to be, and says as much as it likes, asked for or not."""
+    """A `Drafter` of preset accuracy that drafts as many tokens as it likes, also more than asked for."""
 
     right: float
     seed: int = 0
@@ -59,7 +59,7 @@ class Guesses:
 
 @dataclass
 class FakeModel:
-    """Paged KV of one number a token; reads the history through the block tables, as attention does."""
+    """Paged KV with one number per token; reads the history through the block tables, as attention does."""
 
     num_blocks: int
     block_size: int
@@ -70,7 +70,7 @@ class FakeModel:
         self.memory = [None] * (self.num_blocks * self.block_size)
 
     def run(self, plan: StepPlan) -> list[int]:
-        """The token that follows each position of `plan.logits_at`."""
+        """The token that follows each position in `plan.logits_at`."""
         self.plans.append(plan)
         batch = lay_out(plan, self.block_size)
         sources, targets = batch.copied_slots.tolist()
@@ -99,7 +99,7 @@ class FakeModel:
 
 @dataclass
 class FakeExecutor:
-    """The fake model behind the engine's protocol. `fail_next` steps raise."""
+    """The fake model behind the engine's executor protocol. The next `fail_next` steps raise."""
 
     model: FakeModel
     fail_next: int = 0
@@ -110,7 +110,7 @@ class FakeExecutor:
 
         if self.fail_next:
             self.fail_next -= 1
-            raise self.error("the fake model fails as it was told to")
+            raise self.error("the fake model fails as configured")
         followers = self.model.run(plan)
         logits = torch.zeros(len(followers), VOCAB)
         logits[torch.arange(len(followers)), torch.tensor(followers, dtype=torch.long)] = 10.0
@@ -118,7 +118,7 @@ class FakeExecutor:
 
 
 class FakeClock:
-    """Time that passes only when told, or by a fixed step at each look."""
+    """A clock that advances only when told to, or by a fixed step per reading."""
 
     def __init__(self, tick: float = 0.0) -> None:
         self.now, self.tick = 1000.0, tick

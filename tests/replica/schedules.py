@@ -1,7 +1,7 @@
-"""Random schedules, an engine that runs them, and what transformers alone would have answered.
+"""Random schedules, an engine that runs them, and transformers' answers as the oracle.
 
-A schedule is what a replica may meet: prompts that branch off inside blocks, arrivals at any step, few tokens a step,
-pools too small for all, aborts, several choices of one prompt, every parameter of sampling.
+A schedule covers what a replica may meet: prompts that branch inside blocks, arrivals at any step, few tokens a step,
+pools too small for all, aborts, several choices of one prompt, every sampling parameter.
 """
 
 from array import array
@@ -38,10 +38,10 @@ from .toys import BLOCK_SIZE, NUM_BLOCKS
 
 SEEDS = 1 << 64
 HANG = 5_000
-#: A list, as newer models have; a sixth of the vocabulary, so that answers do end by it.
+#: Several ids, as in newer models; a sixth of the vocabulary, so that answers do end.
 EOS = (2, *range(60, 95))
 STOPS = tuple(range(100, 160))
-#: What the device can draw without the host.
+#: Sampling parameters that the device can apply without the host.
 ON_DEVICE: dict[str, dict[str, Any]] = {
     "greedy": {"ignore_eos": True},
     "greedy until the end": {},
@@ -64,7 +64,7 @@ WITH_HOST: dict[str, dict[str, Any]] = {
     "drawn echo": {"temperature": 0.9, "seed": 1, "prompt_logprobs": 0, "min_p": 0.01},
 }
 SAMPLINGS = ON_DEVICE | WITH_HOST
-#: What transformers' `generate` can do itself, in its words; for all else its logits are drawn from by our sampler.
+#: The parameters that transformers' `generate` supports, in its terms; for others, our sampler draws from its logits.
 GENERATE: dict[str, dict[str, Any]] = {
     "greedy": {},
     "echo": {},
@@ -77,19 +77,19 @@ GENERATE: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Ask:
-    """One request of a schedule, or several choices of one."""
+    """One request of a schedule, or several choices of one prompt."""
 
     prompt: tuple[int, ...]
     sampling: str
     max_tokens: int
     steps_before: int
-    abort_after: int | None = None  #: steps after its arrival
+    abort_after: int | None = None  #: in steps after its arrival
     choices: int = 1
     logprobs: int | None = None
     priority: int = 0
 
     def params(self, choice: int = 0) -> SamplingParams:
-        """Of one of the choices; the router gives each a seed of its own in the same way."""
+        """The parameters of one choice; as in the router, each choice has its own seed."""
         wanted = {"temperature": 0.0, "seed": 0} | SAMPLINGS[self.sampling]
         wanted["seed"] = (wanted["seed"] + choice) % SEEDS
         minimum = min(wanted.pop("min_tokens", 0), self.max_tokens)
@@ -97,7 +97,7 @@ class Ask:
 
 
 def asks_with(samplings: Sequence[str], logprobs: Sequence[int | None]) -> st.SearchStrategy[list[Ask]]:
-    """Few words, so that prefixes are shared and diverge anywhere."""
+    """A strategy for schedules with a small vocabulary, so that prefixes are shared and diverge anywhere."""
     ask = st.builds(
         lambda shared, own, *rest: Ask((*range(40, 40 + shared), *own), *rest),
         st.integers(0, 30),
@@ -113,13 +113,13 @@ def asks_with(samplings: Sequence[str], logprobs: Sequence[int | None]) -> st.Se
     return st.lists(ask, min_size=2, max_size=6)
 
 
-#: Half of the schedules are such that the device draws every step without the host.
+#: In half of the schedules, the device draws every step without the host.
 ASKS = asks_with(tuple(ON_DEVICE), (None,)) | asks_with(tuple(SAMPLINGS), (None, 0, 2))
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What a replica may be: its budget of tokens a step, its pool, when requests wait for each other's prefix."""
+    """A replica's limits: token budget per step, pool size, and the prefix length that is worth waiting for."""
 
     budget: int = 64
     blocks: int = 40
@@ -131,14 +131,14 @@ SETUPS = st.builds(Setup, st.integers(3, 40), st.integers(7, 14), st.sampled_fro
 
 @cache
 def runner_of(folder: Path, provider: str, resident: bool) -> ModelRunner:
-    """One for all examples: what stands in its blocks from an example before must not matter."""
-    # One provider on each of the backends that a CPU may get.
+    """A runner shared by all examples: leftovers of an earlier example in its blocks must not matter."""
+    # Covers both CPU attention backends, one per provider.
     backend = "auto" if provider == "native" or resident else "cpu-scratch"
     return made_runner(folder, resident, dtype="float32", model_provider=provider, attention_backend=backend)
 
 
 def made_runner(folder: Path, resident: bool, **values: str) -> ModelRunner:
-    """One with so many blocks and requests as schedules need, and these settings."""
+    """A runner with enough blocks and requests for the schedules, and with these settings."""
     kind = GpuRunner if resident else ModelRunner
     given = {"device": "cpu", "max_running_requests": 4, "max_model_len": 200} | values
     runner = kind(msgspec.convert(given, ReplicaSettings), folder, BLOCK_SIZE)
@@ -147,7 +147,7 @@ def made_runner(folder: Path, resident: bool, **values: str) -> ModelRunner:
 
 
 class Watched:
-    """A runner that counts what a schedule really brought about."""
+    """A runner that counts the situations that a schedule actually produced."""
 
     def __init__(self, runner: ModelRunner, seen: Counter[str]) -> None:
         self._runner = runner
@@ -175,7 +175,7 @@ class Watched:
 
 @dataclass
 class Got:
-    """What one choice was told."""
+    """The output of one choice."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[PositionLogprobs] = field(default_factory=list)
@@ -210,7 +210,7 @@ class Schedule:
         self._aborts: dict[int, int] = {}
 
     def run(self, asks: Sequence[Ask]) -> dict[tuple[Ask, int], Got]:
-        """All of it, to the last token; by ask and choice. What was refused has the reason in place of an end."""
+        """Run all requests to the end. Results by ask and choice; a refusal's finish reason is its message."""
         numbers: dict[tuple[int, int], int] = {}
         for place, ask in enumerate(asks):
             self._step(ask.steps_before)
@@ -225,7 +225,7 @@ class Schedule:
         }
 
     def add(self, ask: Ask, choice: int = 0, generated: Sequence[int] = ()) -> int:
-        """A request's number; `generated`: what another engine gave it before."""
+        """Add a request and return its number; `generated` are tokens from another engine."""
         number = len(self._asked)
         self._asked[number] = ask
         self.engine.add("a", self._request(number, ask, choice, generated))
@@ -246,9 +246,9 @@ class Schedule:
         )
 
     def finish(self) -> None:
-        """Run until nothing is left; whatever was held is free again."""
+        """Run until all requests are done and check that everything held was released."""
         while self.engine.has_work:
-            assert self._steps < HANG, "requests never end"
+            assert self._steps < HANG, "requests did not finish"
             self._step(1)
         assert len(self.engine.scheduler) == 0
         assert self.cache.free_blocks == self.cache.total_blocks
@@ -294,7 +294,7 @@ class Schedule:
 
 
 class Oracle:
-    """transformers' model, one request at a time; greedy answers are its `generate`'s."""
+    """transformers' model, one request at a time; for greedy sampling, its own `generate`."""
 
     def __init__(self, folder: Path) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
@@ -302,7 +302,7 @@ class Oracle:
         self._known: dict[tuple[Any, ...], Got] = {}
 
     def answer(self, ask: Ask, choice: int = 0) -> Got:
-        """What an undisturbed run gives."""
+        """The answer of an undisturbed run."""
         params = ask.params(choice)
         key = (ask.prompt, ask.sampling, ask.max_tokens, ask.logprobs, choice)
         if key not in self._known:
@@ -352,5 +352,5 @@ class Oracle:
 
 @cache
 def oracle_of(folder: Path) -> Oracle:
-    """One for all examples."""
+    """The oracle shared by all examples."""
     return Oracle(folder)

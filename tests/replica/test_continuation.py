@@ -1,4 +1,4 @@
-"""A request continued elsewhere from its generated ids yields the tokens that it would have yielded."""
+"""A request that continues elsewhere from its generated ids yields the same remaining tokens."""
 
 from collections.abc import Callable
 from itertools import product
@@ -14,7 +14,7 @@ PROMPT = (*range(40, 61), 3, 4)
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_continued_request_goes_on_as_if_it_had_never_moved(checkpoint: Callable[..., Path], sampling: str) -> None:
-    """From any place, by either provider and either engine, whatever the sampling, beside other continuations."""
+    """Holds from any position, for both providers and engines and any sampling, next to other continuations."""
     ask = Ask(PROMPT, sampling, max_tokens=8, steps_before=0, choices=1)
     schedules = {kind: Schedule(runner_of(checkpoint("llama"), *kind), Setup(budget=30, blocks=30)) for kind in KINDS}
     whole = oracle_of(checkpoint("llama")).answer(ask)

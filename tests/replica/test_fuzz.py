@@ -1,6 +1,6 @@
-"""Whatever a stranger sends to a replica's sockets, it goes on answering those who send what is right.
+"""Whatever a stranger sends to its sockets, a replica keeps answering well-formed requests.
 
-Damaged messages get further than random bytes do: they are read, and then make no sense.
+Damaged messages get further than random bytes: they decode, but their contents make no sense.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ def answer(client: Client, request_id: int) -> list[int]:
 
 
 def wounded(data: bytes, rng: random.Random) -> bytes:
-    """One to three bytes changed, or a part cut out or doubled."""
+    """The data with one to three bytes changed, or with a part cut out or repeated."""
     wound = bytearray(data)
     for _ in range(rng.randint(1, 3)):
         at, end = sorted(rng.randrange(len(wound) + 1) for _ in range(2))
@@ -54,7 +54,7 @@ def wounded(data: bytes, rng: random.Random) -> bytes:
 
 
 def nonsense(request_id: int, rng: random.Random) -> Generate:
-    """Of the right types, and of nothing else that is right."""
+    """A request whose fields have the right types but random values."""
     sampling = SamplingParams(
         max_tokens=rng.choice([-1, 0, 1, 10**9]),
         temperature=rng.choice([-1.0, 0.0, float("nan"), float("inf"), 1.0]),
@@ -81,7 +81,7 @@ def nonsense(request_id: int, rng: random.Random) -> Generate:
 
 
 def test_damaged_requests_harm_nobody(replica: Served) -> None:
-    """A message that can be read may still be wounded: its ids, its lengths, its hashes."""
+    """A damaged message that still decodes may have wrong ids, lengths or hashes."""
     rng, client = random.Random(1), replica.client()
     right = answer(client, 1)
     whole = [generate(1000, PROMPT, replica.hasher), Abort(request_ids=[7]), ResetCache(ask_id=1), AskNextEvictions()]
@@ -94,7 +94,7 @@ def test_damaged_requests_harm_nobody(replica: Served) -> None:
 
 
 def test_requests_that_make_no_sense_are_refused_or_run(replica: Served) -> None:
-    """The router checks what clients send; the engine must not need that."""
+    """The router validates client requests, but the engine must not rely on that."""
     rng, client = random.Random(2), replica.client()
     right = answer(client, 1)
     stranger = replica.client(b"stranger")
@@ -107,7 +107,7 @@ def test_requests_that_make_no_sense_are_refused_or_run(replica: Served) -> None
 
 
 def test_a_frame_beyond_all_bounds_ends_its_connection_alone(replica: Served, caplog: pytest.LogCaptureFixture) -> None:
-    """Held in memory, it would be a way to take all of it."""
+    """Buffering it would let any peer exhaust the memory."""
     client = replica.client()
     right = answer(client, 1)
     replica.client(b"stranger").socket.send(bytes(MAX_REQUEST_BYTES + 1))
@@ -120,14 +120,14 @@ def ask(endpoint: str, *messages: list[bytes]) -> "zmq.Socket[bytes]":
     sock: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     sock.linger = 0
     sock.connect(endpoint)
-    with contextlib.suppress(zmq.Again):  # libzmq gives a connection up for good when the other end is a PUB
+    with contextlib.suppress(zmq.Again):  # libzmq closes the connection for good if the peer is a PUB socket
         for message in messages:
             sock.send_multipart(message, zmq.NOBLOCK)
     return sock
 
 
 def test_damaged_questions_to_the_event_sockets_harm_nobody(replica: Served) -> None:
-    """Snapshot and replay answer whoever connects; what subscribers say to a PUB socket is theirs to get wrong."""
+    """Snapshot and replay sockets answer any peer; a PUB socket must ignore what subscribers send."""
     rng, ends = random.Random(3), replica.description.event_endpoints
     answer(replica.client(), 1)
     question = msgspec.msgpack.encode(SnapshotRequest(token_ids=True))

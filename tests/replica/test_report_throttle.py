@@ -1,4 +1,4 @@
-"""Steps that only decode are told seldom; everything that a router chooses by is told at once."""
+"""Load reports of decode-only steps are throttled; changes that matter for routing are reported at once."""
 
 import pytest
 from msgspec.structs import replace
@@ -25,12 +25,12 @@ BEFORE = LoadReport(
 
 
 def test_the_first_step_is_told():
-    """Routers know nothing yet."""
+    """Routers have no load report yet."""
     assert ReportThrottle().due(BEFORE, 0.0)
 
 
 def test_decoding_on_is_told_when_it_was_quiet_for_long_enough():
-    """The time runs from what was told, not from what was not."""
+    """The interval starts at the last report sent, not at the last one suppressed."""
     throttle = ReportThrottle()
     throttle.due(BEFORE, 0.0)
 
@@ -54,7 +54,7 @@ def test_decoding_on_is_told_when_it_was_quiet_for_long_enough():
     ids=lambda changed: next(iter(changed)),
 )
 def test_what_a_choice_depends_on_is_told_at_once(changed):
-    """Once: the same state again is not sent again."""
+    """Reported exactly once: the unchanged state is not sent again."""
     throttle = ReportThrottle()
     throttle.due(BEFORE, 0.0)
 

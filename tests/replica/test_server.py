@@ -1,4 +1,4 @@
-"""A whole replica on real sockets, with a small random model; transformers' `generate` says what is right."""
+"""A whole replica on real sockets with a small random model; transformers' `generate` is the oracle."""
 
 import asyncio
 import json
@@ -49,7 +49,7 @@ def replica(folder: Path, tmp_path: Path) -> Iterator[Served]:
 
 
 class LoadListener:
-    """Reads the load reports of a replica."""
+    """Reads a replica's load reports."""
 
     def __init__(self, running: Served) -> None:
         self.context = zmq.Context()
@@ -65,7 +65,7 @@ class LoadListener:
                 report = msgspec.msgpack.decode(self.socket.recv_multipart()[1], type=LoadReport)
                 if holds(report):
                     return report
-        raise AssertionError("no such load report")
+        raise AssertionError("no matching load report arrived")
 
     def close(self) -> None:
         self.socket.close()
@@ -82,7 +82,7 @@ def loads(replica: Served) -> Iterator[LoadListener]:
 def test_a_mixed_batch_answers_like_generate(
     replica: Served, folder: Path, prompts: list[list[int]], reference: Reference
 ) -> None:
-    """Greedy, float32, all prompts at once and then again over their cached prefixes: token for token."""
+    """Greedy in float32: all prompts at once, then again with cached prefixes; tokens must match exactly."""
     expected = reference(folder, prompts, 12)
     client = replica.client()
     for turn in range(2):
@@ -95,7 +95,7 @@ def test_a_mixed_batch_answers_like_generate(
 
 
 def test_the_second_identical_prompt_reports_its_cached_tokens(replica: Served) -> None:
-    """All but the last token: three blocks of 8 shared, seven tokens of the fourth copied."""
+    """All but the last token are cached: three shared blocks of 8, and seven tokens copied from the fourth."""
     client, prompt = replica.client(), list(range(3, 35))
     for request_id in (1, 2):
         client.ask(request_id, prompt)
@@ -105,7 +105,7 @@ def test_the_second_identical_prompt_reports_its_cached_tokens(replica: Served) 
 
 
 def test_a_description_says_how_to_reach_and_what_to_expect(replica: Served) -> None:
-    """The router compares parity and judges requests by the limits."""
+    """The router compares the parity fields and validates requests against the limits."""
     description = replica.description
     parity = description.parity
 
@@ -120,7 +120,7 @@ def test_a_description_says_how_to_reach_and_what_to_expect(replica: Served) -> 
 def test_preemption_in_a_tiny_pool_changes_no_token(
     folder: Path, tmp_path: Path, prompts: list[list[int]], reference: Reference
 ) -> None:
-    """The pool holds about one and a half of these requests; the budget cuts prompts at odd places."""
+    """The pool holds about one and a half of these requests, and the budget splits prompts at odd positions."""
     longest = max(map(len, prompts)) + 24
     blocks = 1 + -(-longest // 4) + 4
     expected = reference(folder, prompts, 24)
@@ -142,7 +142,7 @@ def test_preemption_in_a_tiny_pool_changes_no_token(
 def test_answers_that_repeat_themselves_come_several_tokens_at_once(
     folder: Path, tmp_path: Path, reference: Reference
 ) -> None:
-    """With `num_speculative_tokens`; they are the same tokens."""
+    """`num_speculative_tokens` must not change the tokens."""
     prompt = [40, 41, 42, 5]
 
     with served(folder, tmp_path, settings={"num_speculative_tokens": 8}) as running:
@@ -155,7 +155,7 @@ def test_answers_that_repeat_themselves_come_several_tokens_at_once(
 
 
 def test_an_abort_frees_the_blocks_within_a_step(replica: Served, loads: LoadListener) -> None:
-    """A client that goes away pays nobody's memory: no further token comes after the step that was under way."""
+    """A disconnected client must not hold memory: no token follows after the step in progress."""
     client = replica.client()
     client.ask(1, [5, 6, 7], max_tokens=200)
     client.receive()
@@ -168,7 +168,7 @@ def test_an_abort_frees_the_blocks_within_a_step(replica: Served, loads: LoadLis
 
 
 def test_the_load_report_tells_what_was_accepted_and_measured(replica: Served, loads: LoadListener) -> None:
-    """From it the router knows which of its requests are counted already."""
+    """Accepted counts tell a router which of its requests the report includes."""
     client = replica.client()
     client.ask(7, list(range(3, 60)))
     client.wait(7)
@@ -183,7 +183,7 @@ def test_the_load_report_tells_what_was_accepted_and_measured(replica: Served, l
 def test_a_frame_that_cannot_be_read_is_dropped_and_harms_nobody(
     replica: Served, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Logged, dropped; the next request is answered."""
+    """The frame is logged and dropped, and the next request is answered."""
     client = replica.client()
     client.socket.send(b"\xc1 no msgpack")
     client.socket.send(msgspec.msgpack.encode({"type": "generate", "request_id": "one"}))
@@ -197,7 +197,7 @@ def test_a_frame_that_cannot_be_read_is_dropped_and_harms_nobody(
 
 
 def test_a_request_that_cannot_run_is_refused_by_name(replica: Served) -> None:
-    """The reason becomes the client's error."""
+    """The refusal's text becomes the client's error message."""
     client = replica.client()
     client.ask(1, [3] * 256)
     client.ask(2, [3, 4], top_p=7.0)
@@ -209,7 +209,7 @@ def test_a_request_that_cannot_run_is_refused_by_name(replica: Served) -> None:
 
 @pytest.fixture(scope="module")
 def spelling_replica(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """With a tokenizer, which a constraint needs."""
+    """A replica with a tokenizer, which constraints need."""
     spelling = with_tokenizer(folder, tmp_path_factory.mktemp("model"))
     with served(spelling, tmp_path_factory.mktemp("ipc")) as running:
         yield running
@@ -220,7 +220,7 @@ def guided(client: Client, number: int, constraint: Constraint, **sampling: Any)
 
 
 def test_constrained_requests_are_answered_beside_others(spelling_replica: Served) -> None:
-    """Compiled in another thread, so that they may be admitted after requests that came later."""
+    """Constraints compile in another thread, so later requests may be admitted earlier."""
     client = spelling_replica.client(b"guided")
     digits = Constraint(kind="regex", source="[0-9]{6}")
 
@@ -236,7 +236,7 @@ def test_constrained_requests_are_answered_beside_others(spelling_replica: Serve
 
 
 def test_a_constraint_that_cannot_be_compiled_is_refused_by_name(spelling_replica: Served) -> None:
-    """A router of another version may let it pass."""
+    """A router of another version may accept it."""
     client = spelling_replica.client(b"refused")
 
     client.send(guided(client, 1, Constraint(kind="regex", source="(a")))
@@ -247,7 +247,7 @@ def test_a_constraint_that_cannot_be_compiled_is_refused_by_name(spelling_replic
 
 
 def test_an_abort_reaches_a_request_whose_constraint_is_being_compiled(spelling_replica: Served) -> None:
-    """Otherwise it would begin after its client has left."""
+    """Otherwise the request would start after its client has left."""
     client = spelling_replica.client(b"aborted")
     slow = Constraint(kind="json_schema", source=json.dumps({"enum": [f"value {each}" for each in range(4000)]}))
 
@@ -263,7 +263,7 @@ def test_an_abort_reaches_a_request_whose_constraint_is_being_compiled(spelling_
 
 
 def test_a_draining_replica_finishes_and_refuses_what_comes_later(replica: Served, loads: LoadListener) -> None:
-    """The refusal says that another replica may take it."""
+    """The refusal allows a retry on another replica."""
     client = replica.client()
     client.ask(1, [5, 6, 7], max_tokens=30)
     client.receive()
@@ -277,7 +277,7 @@ def test_a_draining_replica_finishes_and_refuses_what_comes_later(replica: Serve
 
 
 def test_a_router_that_vanished_loses_its_requests_and_stops_nobody(replica: Served, loads: LoadListener) -> None:
-    """Its sends fail at once; another router's stream goes on."""
+    """Sends to the lost router fail at once; another router's stream continues."""
     client, other = replica.client(), Client(replica.description, replica.hasher, b"router-2")
     other.ask(1, [9, 8, 7], max_tokens=240)
     other.receive()
@@ -292,7 +292,7 @@ def test_a_router_that_vanished_loses_its_requests_and_stops_nobody(replica: Ser
 
 
 def test_two_routers_get_their_own_tokens_only(replica: Served) -> None:
-    """Request ids are each router's own."""
+    """Request ids are unique only per router."""
     first, second = replica.client(b"router-1"), replica.client(b"router-2")
     first.ask(1, [5, 6, 7], max_tokens=6)
     second.ask(1, [5, 6, 7], max_tokens=3)
@@ -304,7 +304,7 @@ def test_two_routers_get_their_own_tokens_only(replica: Served) -> None:
 
 
 class RouterView(FeedSink):
-    """A sink that is a plain set."""
+    """A sink that keeps the held blocks in a plain set."""
 
     def __init__(self) -> None:
         self.held: set[int] = set()
@@ -333,7 +333,7 @@ class RouterView(FeedSink):
 
 
 async def test_a_set_built_from_the_stream_is_what_the_replica_holds(folder: Path, tmp_path: Path) -> None:
-    """Through eviction and a reset, with a reader that came late: the router knows by events alone."""
+    """Covers eviction, a reset and a late subscriber: a router knows the cache through events alone."""
     with served(folder, tmp_path, kvcache={"num_kv_blocks": 17}) as running:
         client, view = running.client(), RouterView()
         feed = EventFeed(running.description.event_endpoints, view)
@@ -351,7 +351,7 @@ async def test_a_set_built_from_the_stream_is_what_the_replica_holds(folder: Pat
 
 
 def test_a_router_is_told_which_blocks_go_next(folder: Path, tmp_path: Path) -> None:
-    """The oldest prompt's, its tail first."""
+    """The least recently used prompt's blocks come first, starting at its end."""
     with served(folder, tmp_path) as running:
         client, prompt = running.client(), list(range(3, 51))
         assert client.next_evictions() == []
@@ -363,7 +363,7 @@ def test_a_router_is_told_which_blocks_go_next(folder: Path, tmp_path: Path) -> 
 
 
 async def test_a_router_can_have_an_idle_cache_forgotten_and_everybody_hears_it(folder: Path, tmp_path: Path) -> None:
-    """New weights or a benchmark's next run: refused while in use, and told at once although no step follows."""
+    """For new weights or a new benchmark run: refused while blocks are in use, and announced without a further step."""
     with served(folder, tmp_path) as running:
         client, view = running.client(), RouterView()
         feed = EventFeed(running.description.event_endpoints, view)
@@ -382,7 +382,7 @@ async def test_a_router_can_have_an_idle_cache_forgotten_and_everybody_hears_it(
 
 
 def test_prefixes_are_shared_and_pinned_under_sha256(folder: Path, tmp_path: Path) -> None:
-    """The whole replica with the other hash, and a pin on the wire."""
+    """The whole replica with the other hash algorithm, and a pin on the wire."""
     kvcache = {"hash_algorithm": "sha256", "pin_tenant_share": 1.0}
     with served(folder, tmp_path, kvcache=kvcache) as running:
         client, prompt = running.client(), list(range(3, 35))
@@ -403,7 +403,7 @@ async def until(holds: Callable[[], bool]) -> None:
 
 
 def talk(client: Client, ids: range) -> None:
-    """Requests of 30 tokens each; some share their first half."""
+    """Send requests of 30 tokens each, some of which share their first half."""
     for request_id in ids:
         client.ask(request_id, [3 + request_id % 3] * 16 + [50 + request_id] * 14, max_tokens=9)
         client.wait(request_id)
@@ -414,7 +414,7 @@ def resident_names(running: Served) -> set[int]:
 
 
 def test_a_stopped_replica_sends_its_requests_elsewhere(folder: Path, tmp_path: Path) -> None:
-    """Whoever still waits may be continued at once, not after a timeout."""
+    """Unfinished requests can be continued elsewhere at once, not after a timeout."""
     with served(folder, tmp_path) as running:
         client = running.client()
         client.ask(1, [5, 6, 7], max_tokens=240)
@@ -429,7 +429,7 @@ def test_a_stopped_replica_sends_its_requests_elsewhere(folder: Path, tmp_path: 
 
 
 class FragileRunner(ModelRunner):
-    """Fails in as many forward passes as `fail_next` says; waits in each until its gate is open."""
+    """Fails the next `fail_next` forward passes; each pass first waits for the gate to open."""
 
     fail_next = 0
 
@@ -447,7 +447,7 @@ class FragileRunner(ModelRunner):
 
 
 class Loader:
-    """Keeps hold of the runner that it loads."""
+    """Keeps a reference to the runner that it loads."""
 
     def __call__(self, settings: ReplicaSettings, folder: Path, size: int, group: RankGroup | None) -> ModelRunner:
         self.runner = FragileRunner(settings, folder, size, group)
@@ -455,7 +455,7 @@ class Loader:
 
 
 def test_a_step_that_fails_ends_its_requests_and_the_replica_goes_on(folder: Path, tmp_path: Path) -> None:
-    """One bad request must not take a replica down."""
+    """A bad request must not take down the replica."""
     loader = Loader()
     with served(folder, tmp_path, load_runner=loader) as running:
         client = running.client()
@@ -471,7 +471,7 @@ def test_a_step_that_fails_ends_its_requests_and_the_replica_goes_on(folder: Pat
 
 
 def test_a_replica_whose_steps_keep_failing_ends_so_that_it_is_rebuilt(folder: Path, tmp_path: Path) -> None:
-    """A broken device fails every step; refusing all requests for ever would look like service."""
+    """A broken device fails every step; a replica that refuses every request would still look alive."""
     loader = Loader()
     with served(folder, tmp_path, load_runner=loader) as running:
         client = running.client()
@@ -485,7 +485,7 @@ def test_a_replica_whose_steps_keep_failing_ends_so_that_it_is_rebuilt(folder: P
 
 
 def test_a_step_that_does_not_end_shows(folder: Path, tmp_path: Path) -> None:
-    """A rank or a device that hangs raises nothing; its time is all that tells (cluster/control/actors.py)."""
+    """A hung rank or device raises nothing; only the step's duration reveals it (cluster/control/actors.py)."""
     loader = Loader()
     with served(folder, tmp_path, load_runner=loader) as running:
         client, before = running.client(), running.server.step_s()
@@ -504,7 +504,7 @@ def test_a_step_that_does_not_end_shows(folder: Path, tmp_path: Path) -> None:
 
 
 def test_ports_of_the_system_serve_where_no_folder_is_given(folder: Path) -> None:
-    """Routers on other nodes come by TCP."""
+    """Routers on other nodes connect by TCP."""
     with served(folder, None) as running:
         client = running.client()
         client.ask(1, [5, 6, 7])
@@ -515,7 +515,7 @@ def test_ports_of_the_system_serve_where_no_folder_is_given(folder: Path) -> Non
 
 
 def test_settings_that_cannot_work_are_refused_at_the_start(folder: Path, tmp_path: Path) -> None:
-    """With the name of the setting, and nothing left behind."""
+    """The error names the setting, and nothing is left behind."""
     settings = ReplicaSettings(dtype="float32", device="cpu", cpu_threads=1, max_model_len=100_000)
     kvcache = KvCacheSettings(num_kv_blocks=9)
 

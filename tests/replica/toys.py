@@ -21,7 +21,7 @@ torch.set_num_threads(1)
 BLOCK_SIZE = 8
 NUM_BLOCKS = 160
 
-#: An odd vocabulary, so that ranks cannot share it evenly.
+#: The vocabulary is odd, so that ranks cannot split it evenly.
 BASE: dict[str, Any] = {
     "vocab_size": 211,
     "hidden_size": 64,
@@ -38,7 +38,7 @@ BASE: dict[str, Any] = {
 
 
 def save_checkpoint(folder: Path, model_type: str, seed: int = 0, shard: str = "5GB", **overrides: Any) -> Path:
-    """A random model whose logits are spread, so that greedy choices do not tie."""
+    """Save a random model with well-spread logits, so that greedy choices do not tie."""
     config = AutoConfig.for_model(model_type, **(BASE | overrides))
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
@@ -56,7 +56,7 @@ def save_checkpoint(folder: Path, model_type: str, seed: int = 0, shard: str = "
 
 
 def without_numbers(folder: Path, token: int, made: Path) -> Path:
-    """The same model, but for one token whose embedding is NaN: damaged weights, or numbers out of range."""
+    """The same model, but with a NaN embedding for one token, as with damaged weights or overflow."""
     shutil.copytree(folder, made, dirs_exist_ok=True)
     file = made / "model.safetensors"
     tensors = load_file(file)
@@ -66,7 +66,7 @@ def without_numbers(folder: Path, token: int, made: Path) -> Path:
 
 
 def with_tokenizer(folder: Path, made: Path) -> Path:
-    """The same model with a tokenizer: ASCII's printable characters from id 3 on, pairs of letters behind them."""
+    """The same model with a tokenizer: ASCII's printable characters from id 3 on, then pairs of letters."""
     shutil.copytree(folder, made, dirs_exist_ok=True)
     letters = "abcdefghijklmnopqrstuvwxyz"
     signs = [chr(code) for code in range(33, 127)] + ["Ġ"]
@@ -80,7 +80,7 @@ def with_tokenizer(folder: Path, made: Path) -> Path:
 
 
 def make_prompts() -> list[list[int]]:
-    """Some share 21 tokens (two blocks and a part of the third), some fit into less than a block."""
+    """Some share 21 tokens (two blocks and part of a third), some fit into less than a block."""
     generator = torch.Generator().manual_seed(1)
 
     def ids(count: int) -> list[int]:
@@ -91,7 +91,7 @@ def make_prompts() -> list[list[int]]:
 
 
 def make_runner(folder: Path, provider: str = "auto", **settings: Any) -> ModelRunner:
-    """A float32 runner with KV memory."""
+    """A float32 runner with allocated KV memory."""
     chosen = ReplicaSettings(dtype="float32", device="cpu", model_provider=provider, **settings)
     runner = ModelRunner(chosen, folder, BLOCK_SIZE)
     runner.allocate_kv(NUM_BLOCKS)
@@ -127,7 +127,7 @@ class Progress:
 
 
 class ToyScheduler:
-    """Runs prompts greedily: one joins per step, prefills go in chunks, full blocks of equal prefixes are shared."""
+    """Runs prompts greedily: one joins per step, prefills are chunked, and full blocks of equal prefixes are shared."""
 
     def __init__(self, forward: Callable[[StepPlan], torch.Tensor | None], chunk: int, reuse: bool = True) -> None:
         self._forward = forward

@@ -1,4 +1,4 @@
-"""The engine against a model whose every token can be computed by hand; real scheduler, cache and sampler."""
+"""The engine with a model whose tokens can be computed by hand, and the real scheduler, cache and sampler."""
 
 import math
 from collections import defaultdict
@@ -33,7 +33,7 @@ Answer = list[TokenLogprob]
 
 @dataclass
 class Rig:
-    """An engine on a fake model, and all that it put out."""
+    """An engine on a fake model, with a record of its outputs."""
 
     blocks: int = 32
     block_size: int = 2
@@ -85,7 +85,7 @@ class Rig:
             if not self.engine.has_work:
                 return
             self.step()
-        raise AssertionError("requests never end")
+        raise AssertionError("requests did not finish")
 
     def tokens(self, request_id: int, source: str = "a") -> list[int]:
         return [token for output in self.outputs[source, request_id] for token in output.token_ids]
@@ -99,7 +99,7 @@ def rig():
 
 
 def prompt_that_ends(stop_after: int) -> list[int]:
-    """A prompt after which the fake model says the end-of-sequence id at that very place."""
+    """A prompt for which the fake model generates the end-of-sequence id as token number `stop_after`."""
     prompts = ([first, second] for first in range(VOCAB) for second in range(VOCAB))
     for prompt in prompts:
         answer = undisturbed(prompt, stop_after + 1)
@@ -109,7 +109,7 @@ def prompt_that_ends(stop_after: int) -> list[int]:
 
 
 def test_outputs_are_grouped_by_router_and_numbered(rig: Rig) -> None:
-    """One frame per router and step; the index lets a router see that nothing was lost or doubled."""
+    """One frame per router and step; the index lets a router detect lost or repeated tokens."""
     rig.add(1, [1, 2, 3], source="a", ignore_eos=True)
     rig.add(1, [4, 5], source="b", ignore_eos=True)
 
@@ -123,7 +123,7 @@ def test_outputs_are_grouped_by_router_and_numbered(rig: Rig) -> None:
 
 
 def test_the_first_output_alone_tells_cached_tokens(rig: Rig) -> None:
-    """`usage.prompt_tokens_details.cached_tokens` comes from here."""
+    """The API's `usage.prompt_tokens_details.cached_tokens` is taken from it."""
     for request_id in (1, 2):
         rig.add(request_id, [1, 2, 3, 4, 5], ignore_eos=True)
         rig.run()
@@ -133,7 +133,7 @@ def test_the_first_output_alone_tells_cached_tokens(rig: Rig) -> None:
 
 
 def test_tokens_may_be_told_together_but_never_late_or_twice(rig: Rig) -> None:
-    """An answer that is sent whole needs no message per token; its first token and its end are told at once."""
+    """A non-streamed answer needs no message per token, but its first token and its end are sent at once."""
     rig.add(1, [1, 2, 3], max_tokens=8, ignore_eos=True)
     together = rig.request(2, [1, 2, 3], max_tokens=8, ignore_eos=True)
     rig.engine.add("a", msgspec.structs.replace(together, tokens_per_output=3))
@@ -147,7 +147,7 @@ def test_tokens_may_be_told_together_but_never_late_or_twice(rig: Rig) -> None:
 
 
 def test_a_request_ends_at_its_limit(rig: Rig) -> None:
-    """finish_reason comes with the last token, so that no further message is needed."""
+    """finish_reason accompanies the last token, which saves a message."""
     rig.add(1, [1, 2, 3], max_tokens=3, ignore_eos=True)
     rig.run()
 
@@ -155,7 +155,7 @@ def test_a_request_ends_at_its_limit(rig: Rig) -> None:
 
 
 def test_a_request_ends_where_the_context_is_full(rig: Rig) -> None:
-    """max_tokens beyond the context is the router's concern; here it only means "as long as possible"."""
+    """The router validates max_tokens against the context; here a larger value only means "as long as possible"."""
     rig.add(1, [1] * 60, max_tokens=1000, ignore_eos=True)
     rig.run()
 
@@ -164,7 +164,7 @@ def test_a_request_ends_where_the_context_is_full(rig: Rig) -> None:
 
 
 def test_the_end_of_sequence_stops_a_request_unless_ignored(rig: Rig) -> None:
-    """The stop id is told and is part of the tokens; the router leaves it out of the text."""
+    """The stop id is reported and counts as a token; the router leaves it out of the text."""
     prompt = prompt_that_ends(2)
     rig.add(1, prompt, max_tokens=9)
     rig.add(2, prompt, max_tokens=9, ignore_eos=True)
@@ -176,7 +176,7 @@ def test_the_end_of_sequence_stops_a_request_unless_ignored(rig: Rig) -> None:
 
 
 def test_stop_ids_of_the_request_stop_it_too(rig: Rig) -> None:
-    """`stop_token_ids` holds even where the end of sequence is ignored."""
+    """`stop_token_ids` also applies when the end of sequence is ignored."""
     expected = undisturbed([1, 2], 6)
     stop = expected[3]
     rig.add(1, [1, 2], max_tokens=6, stop_token_ids=(stop,), ignore_eos=True)
@@ -187,7 +187,7 @@ def test_stop_ids_of_the_request_stop_it_too(rig: Rig) -> None:
 
 
 def test_no_stop_id_comes_before_min_tokens(rig: Rig) -> None:
-    """They are barred from sampling until then, so the answer goes on with another token."""
+    """Stop ids are banned from sampling until then, so the answer continues with another token."""
     prompt = prompt_that_ends(0)
     rig.add(1, prompt, max_tokens=6, min_tokens=3)
     rig.run()
@@ -197,7 +197,7 @@ def test_no_stop_id_comes_before_min_tokens(rig: Rig) -> None:
 
 
 def test_a_continued_request_goes_on_where_the_other_replica_stopped(rig: Rig) -> None:
-    """Index, limit and sampling position count the tokens that were generated elsewhere."""
+    """Index, limit and sampling position include the tokens that were generated elsewhere."""
     prompt, whole = [1, 2, 3], undisturbed([1, 2, 3], 6)
     rig.add(1, prompt + whole[:2], prompt_tokens=3, max_tokens=6, ignore_eos=True)
     rig.run()
@@ -208,7 +208,7 @@ def test_a_continued_request_goes_on_where_the_other_replica_stopped(rig: Rig) -
 
 
 def test_a_seeded_request_draws_the_same_tokens_after_a_continuation(rig: Rig) -> None:
-    """Sampling depends on (seed, position): failover must not change an answer."""
+    """Sampling depends on (seed, position) alone, so failover cannot change an answer."""
     options = {"max_tokens": 8, "temperature": 3.0, "seed": 17, "ignore_eos": True}
     rig.add(1, [1, 2, 3], **options)
     rig.run()
@@ -221,7 +221,7 @@ def test_a_seeded_request_draws_the_same_tokens_after_a_continuation(rig: Rig) -
 
 
 def test_logprobs_come_with_each_token_and_prompt_logprobs_with_the_first() -> None:
-    """`echo` with logprobs: every prompt token but the first has one, whatever the chunks."""
+    """`echo` with logprobs: every prompt token except the first has one, however the prompt is chunked."""
     rig = Rig(budget=2)
     prompt = [1, 2, 3, 4, 5]
     rig.add(1, prompt, max_tokens=2, logprobs=1, prompt_logprobs=1, ignore_eos=True)
@@ -239,7 +239,7 @@ def test_logprobs_come_with_each_token_and_prompt_logprobs_with_the_first() -> N
 
 
 def test_prompt_logprobs_survive_a_preemption_and_the_cache() -> None:
-    """No cached block is taken, and what was collected before is collected anew."""
+    """No cached blocks are used, and logprobs collected before the preemption are collected again."""
     rig = Rig(blocks=6, budget=3)
     rig.add(1, [1, 2, 3, 4], max_tokens=7, ignore_eos=True)
     rig.add(2, [1, 2, 3, 4, 5], max_tokens=3, prompt_logprobs=0, ignore_eos=True)
@@ -255,7 +255,7 @@ def pin(num_tokens: int, *, ttl_s: float = 60.0, tenant: int = 0) -> Pin:
 
 
 def scan(rig: Rig, first_id: int) -> None:
-    """One-off prompts that each need nearly every block that can be had."""
+    """One-off prompts, each of which needs nearly every available block."""
     for number in range(3):
         room = rig.cache.free_blocks * rig.block_size
         rig.add(first_id + number, [first_id + number] * (room - 4), ignore_eos=True)
@@ -263,7 +263,7 @@ def scan(rig: Rig, first_id: int) -> None:
 
 
 def test_a_pinned_prompt_survives_a_scan_that_takes_its_unpinned_twin(rig: Rig) -> None:
-    """What a caller pays for; the first output says that it holds."""
+    """A pin must protect the prefix that the caller pays for; the first output confirms it."""
     pinned, twin = list(range(10, 21)), list(range(30, 41))
     rig.add(1, twin, ignore_eos=True)
     rig.add(2, pinned, ignore_eos=True, pins=(pin(11),))
@@ -279,7 +279,7 @@ def test_a_pinned_prompt_survives_a_scan_that_takes_its_unpinned_twin(rig: Rig) 
 
 
 def test_a_pin_ends_when_its_time_is_over(rig: Rig) -> None:
-    """An idle engine looks at the clock, too: its load report must not tell of pins that are over."""
+    """An idle engine checks the clock too: its load report must not include expired pins."""
     rig.add(1, list(range(10, 21)), ignore_eos=True, pins=(pin(11, ttl_s=60.0),))
     rig.run()
     before = rig.engine.load()
@@ -292,7 +292,7 @@ def test_a_pin_ends_when_its_time_is_over(rig: Rig) -> None:
 
 
 def test_a_pin_over_the_budget_is_refused_and_the_request_runs(rig: Rig) -> None:
-    """A tenant may keep half of this pool; what was asked for beyond is told and counted, not kept in part."""
+    """A tenant may pin half of this pool. A pin beyond that is rejected as a whole, reported and counted."""
     for request_id, base in ((1, 10), (2, 40)):
         rig.add(request_id, list(range(base, base + 20)), ignore_eos=True, pins=(pin(20),))
         rig.run()
@@ -303,7 +303,7 @@ def test_a_pin_over_the_budget_is_refused_and_the_request_runs(rig: Rig) -> None
 
 
 def test_a_prompt_may_be_pinned_in_stages(rig: Rig) -> None:
-    """A system prompt for an hour, the conversation for minutes."""
+    """For example, a system prompt for an hour and the conversation for minutes."""
     pins = (pin(4, ttl_s=3600.0), pin(11, ttl_s=60.0))
     rig.add(1, list(range(10, 21)), ignore_eos=True, pins=pins)
     rig.run()
@@ -316,7 +316,7 @@ def test_a_prompt_may_be_pinned_in_stages(rig: Rig) -> None:
 
 @pytest.mark.parametrize("answer", [2, 30], ids=["for its prompt", "while it decodes"])
 def test_pins_give_way_when_nothing_else_can(answer: int) -> None:
-    """A pool that is pinned from end to end must still serve whoever fits into it alone."""
+    """Even a fully pinned pool must serve any request that fits into it alone."""
     rig = Rig(blocks=16)
     for request_id in (1, 2):
         prompt = [10 * request_id] * 16
@@ -336,13 +336,13 @@ def test_pins_give_way_when_nothing_else_can(answer: int) -> None:
     [(pin(5), "5 tokens of a prompt"), (pin(3, ttl_s=float("nan")), "ttl_s nan"), (Pin(3, 1.0, b"ann"), "3 bytes")],
 )
 def test_a_pin_that_makes_no_sense_is_refused(rig: Rig, wrong: Pin, field: str) -> None:
-    """A router of another version must not corrupt the budget."""
+    """A router of another version must not corrupt the pin budget."""
     with pytest.raises(InvalidRequest, match=field):
         rig.add(1, [1, 2, 3], pins=(wrong,))
 
 
 def test_a_request_without_the_field_has_no_pins(rig: Rig) -> None:
-    """Messages of routers that do not know pins decode as before."""
+    """Messages of routers without support for pins still decode."""
     encoded = msgspec.msgpack.encode(rig.request(1, [1, 2, 3]))
 
     assert b"pins" not in encoded
@@ -350,14 +350,14 @@ def test_a_request_without_the_field_has_no_pins(rig: Rig) -> None:
 
 
 class CollidingHasher(BlockHasher):
-    """Chained like the real one, but onto four values."""
+    """Chained like the real hasher, but with only four distinct values."""
 
     def chain(self, parent, tokens, extras=None) -> list[BlockHash]:
         return [BlockHash(bytes([block_hash[0] % 4]) * 16) for block_hash in super().chain(parent, tokens, extras)]
 
 
 def test_colliding_hashes_cost_hits_and_never_a_token() -> None:
-    """Anybody may find collisions of a fast hash; what they get must be their own answer, and a count for us."""
+    """Collisions of a fast hash can be forged; they must never change an answer, and are counted."""
     made = CollidingHasher(2, seed=3)
     rigs = [Rig(blocks=24, hasher_of=lambda _: made, enabled=enabled) for enabled in (True, False)]
     prompts = [[7, 7, first, second, 5, 6, third] for first in (1, 2) for second in (3, 4) for third in (8, 9)]
@@ -376,7 +376,7 @@ def test_colliding_hashes_cost_hits_and_never_a_token() -> None:
 
 @pytest.mark.parametrize("algorithm", ["xxh3_128", "sha256"])
 def test_prefixes_are_shared_under_either_hash(algorithm: HashAlgorithm) -> None:
-    """The slower hash is a choice, not another engine."""
+    """The engine behaves the same with the slower hash."""
     rig = Rig(hasher_of=lambda block_size: BlockHasher(block_size, 3, algorithm))
     for request_id in (1, 2):
         rig.add(request_id, [1, 2, 3, 4, 5], ignore_eos=True)
@@ -387,7 +387,7 @@ def test_prefixes_are_shared_under_either_hash(algorithm: HashAlgorithm) -> None
 
 
 def test_an_abort_frees_blocks_before_the_next_step(rig: Rig) -> None:
-    """And ids that are unknown, or of another router, are let be."""
+    """Aborts of unknown ids, or of another router's requests, are ignored."""
     rig.add(1, [1, 2, 3], source="a")
     rig.step()
 
@@ -401,7 +401,7 @@ def test_an_abort_frees_blocks_before_the_next_step(rig: Rig) -> None:
 
 
 def test_a_router_that_is_gone_takes_its_requests_along(rig: Rig) -> None:
-    """Nobody would read their tokens."""
+    """No router would read their tokens."""
     rig.add(1, [1, 2, 3], source="a")
     rig.add(2, [4, 5], source="a")
     rig.add(1, [6], source="b", max_tokens=9)
@@ -444,7 +444,7 @@ WRONG_SAMPLING = {
 
 @pytest.mark.parametrize("field", WRONG)
 def test_a_request_that_contradicts_itself_is_refused_by_field(rig: Rig, field: str) -> None:
-    """A router of another version or block size would otherwise fail a step for everybody."""
+    """A request from a router of another version or block size would otherwise fail a step for all requests."""
     request = msgspec.structs.replace(rig.request(1, [1, 2, 3]), **WRONG[field])
 
     with pytest.raises(InvalidRequest, match=field):
@@ -454,13 +454,13 @@ def test_a_request_that_contradicts_itself_is_refused_by_field(rig: Rig, field: 
 
 @pytest.mark.parametrize("field", WRONG_SAMPLING)
 def test_sampling_out_of_range_is_refused_by_field(rig: Rig, field: str) -> None:
-    """The name of the field is what the client gets to see."""
+    """The client sees the field's name in the error."""
     with pytest.raises(InvalidRequest, match=field):
         rig.add(1, [1, 2, 3], **WRONG_SAMPLING[field])
 
 
 def test_too_long_a_prompt_a_finished_answer_and_a_used_id_are_refused(rig: Rig) -> None:
-    """None of them could ever end well."""
+    """None of these requests could finish."""
     rig.add(1, [1, 2])
 
     with pytest.raises(PromptTooLong):
@@ -472,7 +472,7 @@ def test_too_long_a_prompt_a_finished_answer_and_a_used_id_are_refused(rig: Rig)
 
 
 def test_a_draining_engine_finishes_what_it_has_and_takes_nothing_new(rig: Rig) -> None:
-    """Scale-down and rolling updates lose no request; the refusal says that another replica may take it."""
+    """Scale-down and rolling updates must not lose requests; the refusal allows a retry on another replica."""
     rig.add(1, [1, 2, 3], ignore_eos=True)
     rig.engine.drain()
 
@@ -486,7 +486,7 @@ def test_a_draining_engine_finishes_what_it_has_and_takes_nothing_new(rig: Rig) 
 
 
 def test_the_load_report_counts_what_is_here(rig: Rig) -> None:
-    """Every field of it steers routing."""
+    """Routing depends on every field of the report."""
     rig.add(7, [1, 2, 3], source="a", max_tokens=9, ignore_eos=True)
     rig.step()
     rig.add(3, [4] * 10, source="b")
@@ -502,7 +502,7 @@ def test_the_load_report_counts_what_is_here(rig: Rig) -> None:
 
 
 def test_what_fills_the_cache_is_counted_as_nobodys_traffic(rig: Rig) -> None:
-    """Hit rates tell of users. The work itself is work, and later prompts find it."""
+    """Warm-up must not distort users' hit rates, but its work is counted, and later prompts hit its blocks."""
     for request_id in (1, 2):
         warm_up = rig.request(request_id, [1, 2, 3, 4, 5], max_tokens=1)
         rig.engine.add("a", msgspec.structs.replace(warm_up, warm_up=True))
@@ -519,7 +519,7 @@ def test_what_fills_the_cache_is_counted_as_nobodys_traffic(rig: Rig) -> None:
 
 
 def test_a_step_that_raises_ends_its_own_requests_and_commits_nothing(rig: Rig) -> None:
-    """Its KV may be half written. Requests that were not in the step go on, and so does the engine."""
+    """Its KV may be incomplete. Requests outside the step, and the engine itself, continue."""
     rig = Rig(running=1)
     rig.add(1, [1, 2, 3, 4, 5])
     rig.add(2, [1, 2, 3, 4, 5], ignore_eos=True)
@@ -537,7 +537,7 @@ def test_a_step_that_raises_ends_its_own_requests_and_commits_nothing(rig: Rig) 
 
 
 def test_logits_that_are_no_numbers_end_their_request_alone(rig: Rig) -> None:
-    """A clear error for it; nothing of its step is cached, its blocks are free, the step is no failure."""
+    """It gets a clear error; its step caches nothing and frees its blocks, and does not count as failed."""
     rig.add(1, [1, 2, 3, 4, 5])
     rig.add(2, [6, 7, 8, 9, 9, 9], max_tokens=8, ignore_eos=True)
     logits = rig.executor.forward
@@ -565,7 +565,7 @@ def test_logits_that_are_no_numbers_end_their_request_alone(rig: Rig) -> None:
 
 
 def test_a_step_that_raises_before_its_copies_harms_no_later_one() -> None:
-    """The copy never ran: its target holds nothing and is not shared, its source is as good as before."""
+    """The copy never ran: its target is empty and must not be shared; its source is still valid."""
     rig = Rig(block_size=8)
     rig.add(1, [*range(12)], max_tokens=6, ignore_eos=True)
     rig.run()
@@ -582,7 +582,7 @@ def test_a_step_that_raises_before_its_copies_harms_no_later_one() -> None:
 
 
 def test_a_lost_rank_is_passed_on(rig: Rig) -> None:
-    """The ranks are out of step: this replica must be rebuilt, not go on."""
+    """The ranks are out of step, so the replica must be rebuilt."""
     rig.executor.fail_next, rig.executor.error = 1, RankLost
     rig.add(1, [1, 2, 3])
 
@@ -592,7 +592,7 @@ def test_a_lost_rank_is_passed_on(rig: Rig) -> None:
 
 @cache
 def real_runner(folder: Path) -> ModelRunner:
-    """One for all examples: what stands in its blocks from an example before must not matter."""
+    """A runner shared by all examples: leftovers of an earlier example in its blocks must not matter."""
     from ..toys import make_runner
 
     return make_runner(folder)
@@ -600,7 +600,7 @@ def real_runner(folder: Path) -> ModelRunner:
 
 @dataclass
 class Real:
-    """An engine on a small random model in float32, and what its requests got."""
+    """An engine on a small random model in float32, with a record of the answers."""
 
     runner: ModelRunner
     partial_block_reuse: bool
@@ -623,7 +623,7 @@ class Real:
         )
 
     def answers(self, prompts: Sequence[Sequence[int]], steps_between: Sequence[int], **sampling) -> dict[int, Answer]:
-        """Logprobs by token of each answer; a request comes some steps after the one before it."""
+        """Logprobs by token for each answer; each request arrives some steps after the previous one."""
         collected: dict[int, Answer] = defaultdict(list)
         for number, (prompt, steps) in enumerate(zip(prompts, steps_between, strict=True)):
             self.engine.add("a", generate(number, prompt, self.hasher, logprobs=0, max_tokens=5, **sampling))
@@ -660,7 +660,7 @@ def test_copying_inside_blocks_changes_no_token(
     blocks: int,
     sampling: dict[str, float],
 ) -> None:
-    """Prompts that branch off at odd places, greedy and seeded, in chunks, evicted and preempted, in float32."""
+    """Prompts diverge at odd positions; greedy and seeded, chunked, evicted and preempted, in float32."""
     prompts = [[*range(40, 40 + shared), *own] for shared, own, _ in requests]
     steps = [count for _, _, count in requests]
 
@@ -676,7 +676,7 @@ def test_copying_inside_blocks_changes_no_token(
 
 
 def test_right_drafts_save_steps_and_wrong_ones_cost_none() -> None:
-    """What several tokens of a request in one step are for; a step draws at least the token it would have drawn."""
+    """Right drafts reduce the number of steps; every step still draws at least one token, as without drafts."""
     steps = {}
     for name, drafter in {"none": None, "right": Guesses(1.0), "wrong": Guesses(0.0)}.items():
         rig = Rig(drafter=drafter)
@@ -689,7 +689,7 @@ def test_right_drafts_save_steps_and_wrong_ones_cost_none() -> None:
 
 
 def test_an_answer_ends_inside_its_drafts() -> None:
-    """What was guessed beyond the stop id was never drawn; all that is told is told at once."""
+    """Draft tokens beyond the stop id are not drawn; the accepted tokens are sent at once."""
     rig = Rig(drafter=Guesses(1.0, seed=4))
     prompt = prompt_that_ends(6)
 
@@ -703,7 +703,7 @@ def test_an_answer_ends_inside_its_drafts() -> None:
 
 
 def test_what_is_copied_is_not_computed(checkpoint: Callable[..., Path]) -> None:
-    """The gain is exact: computed prompt tokens fall by the copied ones, and by nothing else."""
+    """The saving is exact: computed prompt tokens decrease by the number of copied tokens."""
     prompts = [[*range(40, 40 + shared), 7, 8] for shared in (30, 13, 27, 6)]
 
     counters = []
@@ -746,7 +746,7 @@ def test_whatever_the_schedule_everybody_gets_the_tokens_of_an_undisturbed_run(
     worth_waiting: int,
     guesses: Guesses | None,
 ) -> None:
-    """Budget, chunks, hits, waits, preemption, drafts and pins (of the first few) are matters of speed alone."""
+    """Budget, chunks, hits, waits, preemption, drafts and pins (of the first few requests) affect only speed."""
     rig = Rig(blocks, block_size, budget, running, worth_waiting, drafter=guesses)
     expected = {}
     for number, (shared, own, max_tokens, steps_before) in enumerate(requests):

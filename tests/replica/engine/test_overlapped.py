@@ -1,4 +1,4 @@
-"""Steps launched ahead give the tokens of steps run one by one, whatever the schedule, and leave nothing behind."""
+"""Launching steps ahead gives the same tokens as running them one by one, for any schedule, and releases everything."""
 
 import math
 from collections import Counter, defaultdict
@@ -38,7 +38,7 @@ HANG = 5_000
 
 @dataclass
 class FakeLaunched:
-    """Tokens that are known when they are asked for, not before."""
+    """Drawn tokens that become known only when they are read."""
 
     values: list[int | None]
     error: Exception | None = None
@@ -55,13 +55,13 @@ class FakeLaunched:
 
 @dataclass
 class FakeLauncher(FakeExecutor):
-    """The fake model with the device's memory of what it drew last for each slot."""
+    """The fake model, plus the device's memory of the last token it drew for each slot."""
 
     last: dict[int, int] = field(default_factory=dict)
     fail_landing: int = 0
     fail_drawing: int = 0
     undrawn: tuple[list[int], list[int]] | None = None
-    #: Of each step that waited for them.
+    #: The draw terms of each step that waited for them.
     terms: list[DrawTerms] = field(default_factory=list)
 
     def launch(self, plan: StepPlan) -> FakeLaunched | None:
@@ -75,8 +75,8 @@ class FakeLauncher(FakeExecutor):
         self.terms.append(terms)
         if self.fail_drawing:
             self.fail_drawing -= 1
-            raise self.error("the fake device cannot draw as it was told to")
-        assert self.undrawn is not None, "no step waits for its terms"
+            raise self.error("the fake device fails to draw, as configured")
+        assert self.undrawn is not None, "no step is waiting for its draw terms"
         return self._draw(*self.undrawn, terms)
 
     def _draw(self, followers: list[int], slots: list[int], terms: DrawTerms) -> FakeLaunched:
@@ -89,7 +89,7 @@ class FakeLauncher(FakeExecutor):
         self.last.update(zip(slots, tokens.tolist(), strict=True))
         if self.fail_landing:
             self.fail_landing -= 1
-            return FakeLaunched([], self.error("the fake device fails as it was told to"))
+            return FakeLaunched([], self.error("the fake device fails as configured"))
         scores = []
         for rows, first in ((terms.scored, 0), (terms.echoed, len(slots))):
             if rows:
@@ -100,9 +100,9 @@ class FakeLauncher(FakeExecutor):
     def _launch(self, plan: StepPlan) -> list[int]:
         if self.fail_next:
             self.fail_next -= 1
-            raise self.error("the fake model fails as it was told to")
+            raise self.error("the fake model fails as configured")
         plan.check()
-        assert len(set(plan.slots)) == len(plan.slots), "two rows of one slot"
+        assert len(set(plan.slots)) == len(plan.slots), "two rows share a slot"
         tokens = torch.frombuffer(bytearray(plan.token_ids), dtype=torch.int32)
         ends = torch.tensor(plan.q_lens).cumsum(0) - 1
         for row in plan.fed:
@@ -112,7 +112,7 @@ class FakeLauncher(FakeExecutor):
 
 @dataclass
 class Rig:
-    """An overlapped engine on a fake model, and all that it put out."""
+    """An overlapped engine on a fake model, with a record of its outputs."""
 
     blocks: int = 32
     block_size: int = 2
@@ -160,7 +160,7 @@ class Rig:
             if not self.engine.has_work:
                 return
             self.step()
-        raise AssertionError("requests never end")
+        raise AssertionError("requests did not finish")
 
     def tokens(self, number: int) -> list[int]:
         return [token for output in self.outputs[number] for token in output.token_ids]
@@ -176,7 +176,7 @@ def rig():
 
 
 def test_a_step_is_launched_before_the_one_before_has_landed(rig):
-    """That is the point: the device never waits for the host."""
+    """This is the point of overlapping: the device never waits for the host."""
     rig.add(1, [1, 2, 3], ignore_eos=True)
 
     first = rig.step()
@@ -189,7 +189,7 @@ def test_a_step_is_launched_before_the_one_before_has_landed(rig):
 
 
 def test_steps_wait_for_tokens_only_where_drafts_are_expected():
-    """Guesses need the newest token; where there are none, the device must not wait for the host."""
+    """A draft needs the newest token; without drafts, the device must not wait for the host."""
     wanted = undisturbed([1, 2, 3], 30)
     rig = Rig(drafter=lambda tokens, most: wanted[len(tokens) - 3 :][: min(most, 4)] if 10 <= len(tokens) < 20 else [])
     rig.add(1, [1, 2, 3], max_tokens=30, ignore_eos=True)
@@ -203,7 +203,7 @@ def test_steps_wait_for_tokens_only_where_drafts_are_expected():
 
 
 def test_tokens_that_are_not_those_expected_end_the_wait_for_drafts():
-    """A step that was held back in vain counts as a failed guess, or a bad drafter would end all overlap."""
+    """A step held back in vain counts as a failed draft; otherwise a bad drafter would disable all overlap."""
     rig = Rig(drafter=lambda tokens, most: [VOCAB - 1] if len(tokens) % 2 else [])
     rig.add(1, [1, 2, 3], max_tokens=40, ignore_eos=True)
 
@@ -214,7 +214,7 @@ def test_tokens_that_are_not_those_expected_end_the_wait_for_drafts():
 
 
 def test_no_step_is_launched_for_a_request_that_is_known_to_end(rig):
-    """Its length is known ahead; only ends by a token's value cost a row."""
+    """The final length is known ahead; only a stop by token value costs an extra row."""
     rig.add(1, [1, 2, 3], max_tokens=3, ignore_eos=True)
 
     rig.run()
@@ -224,7 +224,7 @@ def test_no_step_is_launched_for_a_request_that_is_known_to_end(rig):
 
 
 def test_a_request_ends_where_the_context_is_full(rig):
-    """Also in blocks that are full to the last slot; the step after the last token is never launched."""
+    """Includes blocks that are full to the last slot; no step is launched after the last token."""
     rig.add(1, [1] * 60, max_tokens=1000, ignore_eos=True)
 
     rig.run()
@@ -235,7 +235,7 @@ def test_a_request_ends_where_the_context_is_full(rig):
 
 
 def test_row_in_flight_of_an_ended_request_is_dropped(rig):
-    """The token after the end must not be told, nor its KV be announced."""
+    """The token after the end must not be sent, and its KV must not be announced."""
     prompt = next([a, b] for a in range(VOCAB) for b in range(VOCAB) if undisturbed([a, b], 2)[-1] == EOS)
     rig.add(1, prompt, max_tokens=20)
 
@@ -247,7 +247,7 @@ def test_row_in_flight_of_an_ended_request_is_dropped(rig):
 
 
 def test_aborted_request_is_told_nothing_more(rig):
-    """A step of it may be in flight when the abort comes."""
+    """The abort may arrive while one of the request's steps is in flight."""
     rig.add(1, [1, 2, 3], max_tokens=20, ignore_eos=True)
     rig.add(2, [4, 5], max_tokens=6, ignore_eos=True)
     for _ in range(3):
@@ -263,7 +263,7 @@ def test_aborted_request_is_told_nothing_more(rig):
 
 @pytest.mark.parametrize("where", ["fail_next", "fail_landing"])
 def test_failed_step_ends_its_requests_alone(rig, where):
-    """Whether the launch raised or the device: who comes later is served."""
+    """Requests that arrive after a failed launch or a failed device step are served."""
     rig.add(1, [1, 2, 3], max_tokens=20, ignore_eos=True)
     rig.step()
     setattr(rig.launcher, where, 1)
@@ -289,7 +289,7 @@ def test_failed_step_ends_its_requests_alone(rig, where):
     ids=str,
 )
 def test_what_depends_on_the_tokens_before_is_known_when_a_step_draws(rig, asked, wanted):
-    """Steps are launched ahead all the same, and others in them draw as ever."""
+    """Steps are still launched ahead, and the draws of other requests in them do not change."""
     rig.add(1, [1, 2, 3], max_tokens=12, ignore_eos=True)
     for _ in range(3):
         rig.step()
@@ -304,7 +304,7 @@ def test_what_depends_on_the_tokens_before_is_known_when_a_step_draws(rig, asked
 
 
 def test_logprobs_come_with_their_tokens():
-    """Of drawn tokens and of a prompt in chunks, beside a request that asks for none."""
+    """Covers drawn tokens and a prompt in chunks, next to a request without logprobs."""
     rig = Rig(budget=16, blocks=48)
     rig.add(1, [1, 2, 3], max_tokens=4, ignore_eos=True, logprobs=2)
     rig.add(2, [5] * 40, max_tokens=2, ignore_eos=True, prompt_logprobs=0)
@@ -324,7 +324,7 @@ def test_logprobs_come_with_their_tokens():
 
 
 def test_who_comes_while_the_last_chunk_of_its_prefix_is_in_flight_waits_for_it():
-    """Its blocks are announced a step later; computing them again would cost the whole prompt."""
+    """The prefix's blocks are announced one step later; recomputing them would cost the whole prompt."""
     rig = Rig(worth_waiting=4)
     rig.add(1, [1, 2, 3, 4, 5, 6, 7, 8, 9], ignore_eos=True)
     rig.step()
@@ -342,7 +342,7 @@ def test_who_comes_while_the_last_chunk_of_its_prefix_is_in_flight_waits_for_it(
 
 @pytest.mark.parametrize("where", ["fail_next", "fail_landing", "aborted"])
 def test_who_waits_for_a_prefix_in_flight_goes_on_when_it_never_comes(where):
-    """The step fails, or the one who computes it is aborted: nothing was announced, all is computed."""
+    """If the step fails or the leader is aborted, no block is announced and the waiter computes all of them."""
     rig = Rig(worth_waiting=4, budget=4)
     rig.add(1, [1, 2, 3, 4, 5, 6, 7, 8, 9], ignore_eos=True)
     rig.step()
@@ -380,7 +380,7 @@ REQUEST = st.tuples(
 def test_whatever_the_schedule_everybody_gets_the_tokens_of_an_undisturbed_run(
     requests, blocks, block_size, budget, running, worth_waiting, guesses
 ):
-    """Chunks, hits, waits, preemption of rows in flight, aborts, drafts and what a draw waits for, in any order."""
+    """Mixes chunks, hits, waits, preempted rows in flight, aborts, drafts and draws that wait, in any order."""
     rig = Rig(blocks, block_size, budget, running, worth_waiting, guesses)
     expected: dict[int, list[int]] = {}
     aborted: dict[int, list[int]] = {}
@@ -406,7 +406,7 @@ def test_whatever_the_schedule_everybody_gets_the_tokens_of_an_undisturbed_run(
 
 
 class FollowingGuide:
-    """A guide that allows every token, and keeps what it followed."""
+    """A guide that allows every token and records the tokens it accepted."""
 
     active, ended, problem = True, False, ""
 
@@ -430,7 +430,7 @@ def add_guided(rig: Rig, number: int, tokens: list[int], **options) -> Following
 
 
 def test_a_mask_is_filled_when_its_guide_knows_all_tokens_before_it() -> None:
-    """One mask for each token, in the step that draws it, though steps are launched ahead; neighbours are as before."""
+    """One mask per token, in the step that draws it, although steps are launched ahead; other rows do not change."""
     rig = Rig()
     rig.add(2, [4, 5], max_tokens=9)
     guide = add_guided(rig, 1, [1, 2, 3], max_tokens=6)
@@ -444,7 +444,7 @@ def test_a_mask_is_filled_when_its_guide_knows_all_tokens_before_it() -> None:
 
 
 def test_a_step_that_cannot_draw_ends_its_own_requests_alone() -> None:
-    """As any other step that fails."""
+    """It is handled like any other failed step."""
     rig = Rig()
     rig.launcher.fail_drawing = 1
     add_guided(rig, 1, [1, 2, 3], max_tokens=6)
@@ -471,7 +471,7 @@ SAMPLINGS: list[dict[str, Any]] = [
 
 
 class Counted(EagerSteps):
-    """Graphs that count how often they are replayed; steps with prompts are padded, too."""
+    """Graph stand-ins that count their replays; steps with prompts are padded too."""
 
     pads_mixed = True
 
@@ -486,7 +486,7 @@ class Counted(EagerSteps):
 
 @pytest.fixture
 def one_size(monkeypatch) -> None:
-    """Every batch of decodes is padded to the largest."""
+    """Pads every decode batch to the largest size."""
     monkeypatch.setattr("homing.replica.execute.gpu_runner.graph_sizes", lambda most: [most])
 
 
@@ -535,7 +535,7 @@ def runner_of(kind: type[ModelRunner], folder: Path, blocks: int, provider: str 
 @pytest.mark.parametrize("provider", ["native", "transformers"])
 @pytest.mark.parametrize("model", ["qwen3", "mistral"])
 def test_resident_steps_give_the_tokens_of_plain_steps(provider, model, checkpoint, prompts, one_size):
-    """Greedy and sampled, in chunks, with shared prefixes and preemption, by both providers; padded or not."""
+    """Greedy and sampled, chunked, with shared prefixes and preemption, for both providers, padded or not."""
     folder = checkpoint(model, **({"head_dim": 32} if model == "qwen3" else {"sliding_window": 12}))
     blocks = 14
 
@@ -562,7 +562,7 @@ class CountsEager(GpuRunner):
 
 
 def test_no_step_of_a_mixed_workload_is_eager(checkpoint, prompts, one_size):
-    """Chunks beside decodes, copied prefixes, penalties, biases, bans, logprobs: one of them slowed down everybody."""
+    """Covers chunks next to decodes, copies, penalties, biases, bans, logprobs: one eager step delays every request."""
     folder, graphs = checkpoint("llama"), Counted()
     runner = runner_of(CountsEager, folder, 30, graphs=graphs)
     asked = [*prompts, *prompts[:2]]
@@ -572,11 +572,11 @@ def test_no_step_of_a_mixed_workload_is_eager(checkpoint, prompts, one_size):
     assert found == answers(Engine, runner_of(ModelRunner, folder, 30), asked, 30)
     assert graphs.replayed["mixed"] > 5
     assert graphs.replayed["compute"] > 5
-    assert runner.eager == 2  # chunks whose prompt logprobs are of more positions than the batch has rows
+    assert runner.eager == 2  # chunks with prompt logprobs for more positions than the batch has rows
 
 
 class RefusesMixed(Counted):
-    """As a device does whose attention of prompts reads something back."""
+    """Fails as on a device whose prefill attention reads a result back."""
 
     def capture(self, key: tuple[str, int], run: Callable[[], None]) -> None:
         if key[0] == "mixed":
@@ -585,7 +585,7 @@ class RefusesMixed(Counted):
 
 
 def test_decodes_keep_their_graphs_where_steps_with_prompts_have_none(checkpoint, prompts, caplog):
-    """Most steps are decodes; models with softcaps or sinks have no kernel for prompts."""
+    """Most steps only decode. Models with softcaps or sinks have no capturable prefill kernel."""
     folder, graphs = checkpoint("llama"), RefusesMixed()
 
     with caplog.at_level("INFO"):
@@ -600,7 +600,7 @@ def test_decodes_keep_their_graphs_where_steps_with_prompts_have_none(checkpoint
 
 @dataclass
 class Refusing:
-    """Graphs that take the larger sizes only, as a device does whose step reads something back."""
+    """Captures only the larger sizes, as on a device where some steps read a result back."""
 
     captured: list[tuple[str, int]] = field(default_factory=list)
     cleared: int = 0
@@ -613,14 +613,14 @@ class Refusing:
         self.captured.append(key)
 
     def replay(self, key: tuple[str, int]) -> None:
-        raise AssertionError(f"{key} was replayed from a graph that is no use")
+        raise AssertionError(f"{key} was replayed although its capture failed")
 
     def clear(self) -> None:
         self.cleared += 1
 
 
 def test_steps_that_no_graph_takes_are_called(checkpoint, prompts, caplog):
-    """All sizes, so that one request's tokens come by one way whatever the batch; the log says why."""
+    """Applies to all sizes, so that a request's tokens are computed in one way whatever the batch; the log says why."""
     folder = checkpoint("llama")
     graphs = Refusing()
 
@@ -635,7 +635,7 @@ def test_steps_that_no_graph_takes_are_called(checkpoint, prompts, caplog):
 
 
 def test_experts_that_run_on_what_chose_them_are_not_captured(checkpoint, prompts, caplog):
-    """Their shapes depend on the data: a graph would replay the first step's."""
+    """Their shapes depend on the data: a graph would replay those of the captured step."""
     folder = checkpoint("mixtral", num_local_experts=4)
     graphs = Refusing()
 
@@ -651,7 +651,7 @@ def test_experts_that_run_on_what_chose_them_are_not_captured(checkpoint, prompt
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.lists(st.integers(3, 9), min_size=1, max_size=30), min_size=1, max_size=7), st.integers(6, 20))
 def test_resident_steps_give_the_tokens_of_plain_steps_for_any_prompts(checkpoint, prompts, blocks):
-    """Few words, so that prefixes are often shared; small pools, so that requests are preempted."""
+    """A small vocabulary makes shared prefixes frequent, and small pools make preemption frequent."""
     folder = checkpoint("llama")
 
     plain = answers(Engine, runner_of(ModelRunner, folder, blocks), prompts, blocks)
@@ -660,7 +660,7 @@ def test_resident_steps_give_the_tokens_of_plain_steps_for_any_prompts(checkpoin
     assert ahead == plain
 
 
-# --- slots of the device's request table
+# --- slots in the device's request table
 
 SLOT_HASHER = BlockHasher(2, seed=3)
 
@@ -679,7 +679,7 @@ def book():
 
 
 def test_slots_are_kept_and_start_once(book):
-    """A second start would make the device forget what it holds."""
+    """A second start would discard the device's state of the slot."""
     first, second = running(1), running(2)
 
     slots, started = book.assign([first])
@@ -693,7 +693,7 @@ def test_slots_are_kept_and_start_once(book):
 
 
 def test_slot_of_an_ended_request_is_given_on(book):
-    """There are no more slots than requests that may run."""
+    """There are only as many slots as requests that may run."""
     ended = [running(1), running(2), running(3)]
     book.assign(ended)
     for request in ended:
@@ -706,7 +706,7 @@ def test_slot_of_an_ended_request_is_given_on(book):
 
 
 def test_preempted_request_starts_anew(book):
-    """Its blocks are others when it comes back, though it may do so within one call of the scheduler."""
+    """It gets other blocks when it resumes, possibly within the same scheduler call."""
     request = running(1)
     book.assign([request])
     request.preemptions += 1

@@ -1,4 +1,4 @@
-"""Recorded decode steps give the logits of steps that were never recorded, bit for bit."""
+"""Captured decode steps give exactly the logits of steps that were not captured."""
 
 import logging
 import math
@@ -27,8 +27,8 @@ from ..toys import BLOCK_SIZE, make_runner
 from .test_runner import BOUNDS, distance
 
 PAGES_EACH = 40
-#: Own decoders and models of transformers; the vocabulary and the last one's sizes fill no whole blocks of a product's
-#: outputs.
+#: Native decoders and models run through transformers. The vocabulary, and the last model's sizes, are no multiples of
+#: a matrix product's output block.
 MODELS = {
     "llama": ("llama", {}),
     "mistral with a window": ("mistral", {"sliding_window": 12}),
@@ -41,7 +41,7 @@ MODELS = {
 
 
 class Counted(CapturedSteps):
-    """Counts the steps that a program made."""
+    """Counts the steps that were replayed."""
 
     made = 0
 
@@ -57,7 +57,7 @@ def runners(checkpoint):
 
 
 def runners_of(folder):
-    """The same model with and without programs."""
+    """The same model with and without captured steps."""
     found = [ModelRunner(ReplicaSettings(dtype="bfloat16", device="cpu"), folder, BLOCK_SIZE) for _ in range(2)]
     for runner in found:
         allocate(runner, 12 * PAGES_EACH)
@@ -67,7 +67,7 @@ def runners_of(folder):
 
 @torch.inference_mode()
 def allocate(runner, blocks):
-    """Memory that holds no number: what a row sees it must have written."""
+    """KV memory full of NaN: a row must only see values that were written."""
     runner.allocate_kv(blocks)
     runner.captured_steps = Counted(runner.batch_logits)
     for pages in (*runner.pool.keys, *runner.pool.values):
@@ -86,7 +86,7 @@ def laid_out(rows, **kwargs):
 
 
 def test_a_shape_is_of_rows_that_decode():
-    """Their number, the width of their tables in powers of two, and the threads."""
+    """A shape is the number of rows, the table width rounded up to a power of two, and the number of threads."""
     rows = [PlanRow([7], 20, list(range(1, 9))), PlanRow([8], 3, [9])]
 
     assert decode_shape(laid_out(rows), 2) == DecodeShape(2, 16, 2)
@@ -103,15 +103,15 @@ def test_a_shape_is_of_rows_that_decode():
     ids=["several tokens", "no logits", "no rows"],
 )
 def test_other_steps_have_no_shape(batch):
-    """They come in too many shapes, or compute what a program does not."""
+    """They come in too many shapes, or compute something that a captured step does not."""
     assert decode_shape(batch, 1) is None
 
 
 @pytest.mark.usefixtures("threads_as_before")
 @pytest.mark.parametrize("model", MODELS)
 def test_logits_are_those_of_steps_that_are_not_recorded(checkpoint, model):
-    """Whatever the order of batch sizes, lengths, blocks and wanted logits, and whatever the threads: a program keeps
-    nothing of the rows it was recorded on, and what nobody wrote may be NaN.
+    """Holds for any sequence of batch sizes, lengths, blocks and wanted logits, and any thread count: a captured step
+    keeps nothing of the rows it was recorded with, and unwritten memory may be NaN.
     """
     model_type, overrides = MODELS[model]
     runners = runners_of(checkpoint(model_type, **overrides))
@@ -137,7 +137,7 @@ def test_logits_are_those_of_steps_that_are_not_recorded(checkpoint, model):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_no_schedule_tells_recorded_steps_from_others(model, checkpoint, scale):
-    """Whatever joins, leaves, is preempted, copied or drafted: the same tokens and ends, logprobs to the last bit."""
+    """Joins, leaves, preemption, copies and drafts give the same tokens and ends, and bit-identical logprobs."""
     model_type, overrides = MODELS[model]
     folder = checkpoint(model_type, **overrides)
     recording, plain = (made_runner(folder, resident=False, dtype="bfloat16") for _ in range(2))
@@ -157,7 +157,7 @@ def test_no_schedule_tells_recorded_steps_from_others(model, checkpoint, scale):
 
 
 def test_a_text_computed_by_captured_steps_is_as_exact_as_a_prompt(checkpoint, runners):
-    """Within the bound of docs/models.md, beside float32."""
+    """The error against float32 stays within the bound of docs/models.md."""
     tokens, runner, exact = list(range(3, 43)), runners[0], make_runner(checkpoint("llama"))
     wanted = exact.forward(plan_of_rows(0, [PlanRow(tokens, 0, list(range(1, 8)))], range(len(tokens))))
 
@@ -170,7 +170,7 @@ def test_a_text_computed_by_captured_steps_is_as_exact_as_a_prompt(checkpoint, r
 
 @torch.inference_mode()
 def test_answers_are_the_caller_s_to_change(runners):
-    """The sampler writes into them, and the next step must not."""
+    """The sampler writes into the logits, which the next step must not overwrite."""
     row = PlanRow([7], 0, [1])
     runner = runners[0]
 
@@ -184,7 +184,7 @@ def test_answers_are_the_caller_s_to_change(runners):
 
 
 def test_a_shape_is_recorded_when_it_comes_again():
-    """And the one that was not used for longest is forgotten."""
+    """A shape is recorded on its second use, and the least recently used one is dropped."""
     forward = Forward()
     programs = CapturedSteps(forward)
     first = laid_out([PlanRow([7], 0, [1])])
@@ -194,14 +194,14 @@ def test_a_shape_is_recorded_when_it_comes_again():
         assert programs.run(laid_out([PlanRow([7], 0, [1])] * rows)) is None
 
     assert forward.steps == 0
-    assert programs.run(first) is None, "it was forgotten"
+    assert programs.run(first) is None, "the shape was not dropped"
     assert programs.run(first) is not None
     assert programs.run(first) is not None
     assert forward.steps == 1
 
 
 class Forward:
-    """A model whose logits are its token ids' embeddings."""
+    """A model whose logits are the embeddings of its token ids."""
 
     def __init__(self) -> None:
         self._table, self.steps = torch.randn(200, 3), 0
@@ -212,10 +212,10 @@ class Forward:
 
 
 def test_what_cannot_be_recorded_runs_as_ever(caplog):
-    """The log says why, and nothing is tried again."""
+    """The log gives the reason, and recording is not tried again."""
     calls = []
     programs = CapturedSteps(lambda batch: calls.append(batch) or batch.token_ids[batch.token_ids > 0])
-    caplog.set_level(logging.INFO, logger="homing")  # other tests leave it less to say
+    caplog.set_level(logging.INFO, logger="homing")  # other tests may have raised the level
 
     answers = [programs.run(laid_out([PlanRow([7], step % 16, [1])])) for step in range(5)]
 
@@ -229,10 +229,10 @@ def of_few_rows(taken):
 
 
 def test_few_rows_are_recorded_where_more_cannot_be(caplog):
-    """What a step of more rows does with them may depend on their numbers."""
+    """Larger steps may take a path that depends on values."""
     table = torch.randn(200, 3)
     programs = Counted(lambda batch: of_few_rows(take(table, batch.token_ids)))
-    caplog.set_level(logging.INFO, logger="homing")  # other tests leave it less to say
+    caplog.set_level(logging.INFO, logger="homing")  # other tests may have raised the level
 
     for rows in (1, 9, 9, FEW_ROWS + 1, FEW_ROWS + 1, 9, 1, FEW_ROWS, FEW_ROWS, 1):
         programs.run(laid_out([PlanRow([7], 0, [1])] * rows))
@@ -242,15 +242,15 @@ def test_few_rows_are_recorded_where_more_cannot_be(caplog):
 
 
 def test_several_ranks_have_no_captured_steps(caplog):
-    """They sum between kernels, which a program would leave out."""
-    caplog.set_level(logging.INFO, logger="homing")  # other tests leave it less to say
+    """Ranks sum between kernels, which a captured step would leave out."""
+    caplog.set_level(logging.INFO, logger="homing")  # other tests may have raised the level
 
     assert captured_steps_for(torch.device("cpu"), SimpleNamespace(size=2), None) is None
     assert "decode_programs_unusable reason='2 ranks" in caplog.text
 
 
 def test_a_step_that_fails_while_it_is_recorded_leaves_nothing_behind():
-    """Its error is the engine's to tell; the next one of its shape is recorded."""
+    """The engine handles the error; the next step of the same shape is recorded."""
     forward, failures = Forward(), [MemoryError("no more")]
 
     def fails_once(batch):
@@ -269,7 +269,7 @@ def test_a_step_that_fails_while_it_is_recorded_leaves_nothing_behind():
 
 
 def test_memory_made_anew_is_recorded_anew(runners):
-    """A program holds addresses of the old pool."""
+    """A captured step holds addresses of the old pool."""
     runner, without = runners
     plans = [plan_of_rows(step, [PlanRow([5 + step], step, [1])]) for step in range(5)]
     for plan in plans:

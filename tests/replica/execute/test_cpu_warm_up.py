@@ -1,4 +1,4 @@
-"""What is compiled ahead is all that a model's steps need."""
+"""Compiling kernels ahead covers everything that a model's steps need."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 
 from homing.replica.execute import cpu_warm_up
 
-#: Runs the steps of a model whose kernels were compiled ahead; one that is made then is an error.
+#: Runs a model's steps after its kernels were compiled ahead; any further compilation is an error.
 STEPS = """
 import sys
 from pathlib import Path
@@ -34,7 +34,7 @@ print("made late:", *made)
 
 
 def test_no_step_of_a_model_compiles_what_was_compiled_ahead(checkpoint, tmp_path: Path) -> None:
-    """Prompts and decodes, recorded or not, with norms of queries and keys."""
+    """Covers prompts and decodes, captured or not, with norms of queries and keys."""
     done = tmp_path / "done"
 
     ran = subprocess.run(
@@ -54,7 +54,7 @@ def test_no_step_of_a_model_compiles_what_was_compiled_ahead(checkpoint, tmp_pat
 def test_what_cannot_be_compiled_ahead_is_not_tried_at_each_start(
     checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """GPT-2's config.json has other names for its sizes: nine CPU seconds, and then an error of oneDNN."""
+    """GPT-2's config.json names its sizes differently; trying costs nine CPU seconds and ends in a oneDNN error."""
 
     def fail(*_arguments: object) -> None:
         raise RuntimeError("could not create a primitive descriptor")

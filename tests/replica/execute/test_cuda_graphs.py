@@ -1,4 +1,4 @@
-"""Batches are padded to few sizes, and a stand-in for CUDA graphs replays by calling."""
+"""Batches are padded to a few sizes, and the stand-in for CUDA graphs replays by calling the function."""
 
 from contextlib import contextmanager, nullcontext
 
@@ -11,7 +11,7 @@ from homing.replica.execute.cuda_graphs import CudaGraphs, EagerSteps, NotCaptur
 
 @given(st.integers(1, 600), st.data())
 def test_every_batch_has_a_size_that_is_not_much_larger(most, data):
-    """A padding row costs as much as a real one, and a batch without a graph costs a launch for each kernel."""
+    """A padding row costs as much as a real one; a batch without a graph costs one launch per kernel."""
     sizes = graph_sizes(most)
     rows = data.draw(st.integers(1, most))
 
@@ -29,7 +29,7 @@ def test_larger_batches_have_none():
 
 
 def test_eager_replays_run_the_function_of_their_size():
-    """What a graph does to its tensors, the stand-in does by calling again."""
+    """The stand-in has a graph's effect on its tensors by calling the function again."""
     calls: list[str] = []
     graphs = EagerSteps()
     graphs.capture(1, lambda: calls.append("one"))
@@ -55,7 +55,7 @@ class FakeGraph:
 
 
 class FakeCuda:
-    """The part of torch.cuda that captures use; records on which stream and from which pool each was made."""
+    """The part of torch.cuda that capturing uses; records the stream and pool of each capture."""
 
     CUDAGraph, Stream = FakeGraph, FakeStream
 
@@ -84,7 +84,7 @@ class FakeCuda:
 
 
 def test_all_captures_share_one_stream_and_one_pool():
-    """torch reuses a pool's memory on the same stream only: 0.35 GB more at 64 rows of an 8B model, by calculation."""
+    """torch reuses a pool's memory only on one stream: else 0.35 GB more at 64 rows of an 8B model, by calculation."""
     cuda = FakeCuda()
     graphs = CudaGraphs(cuda)
 
@@ -96,7 +96,7 @@ def test_all_captures_share_one_stream_and_one_pool():
 
 
 def test_a_failed_capture_leaves_the_stream_as_it_was():
-    """Everything after it would otherwise be launched on the capture stream."""
+    """Otherwise, all later work would be launched on the capture stream."""
     cuda = FakeCuda()
     calls = []
 

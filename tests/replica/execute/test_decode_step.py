@@ -1,4 +1,4 @@
-"""A decode step can be captured: it reads nothing back, and its launches are the same whatever its tensors hold."""
+"""A decode step can be captured: it reads nothing back, and its launches do not depend on tensor values."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ from homing.replica.parallel.rank_group import RankGroup
 CPU = torch.device("cpu")
 SIZE, PAGES, ROWS = 8, 4, 3
 aten = torch.ops.aten
-#: What waits for the device, or gives a shape that depends on values.
+#: Operations that wait for the device or whose output shape depends on values.
 READS = {
     aten._local_scalar_dense.default,
     aten.nonzero.default,
@@ -30,7 +30,7 @@ READS = {
 
 
 class Launches(TorchDispatchMode):
-    """Keeps what is launched, with all shapes; raises for what a graph cannot hold."""
+    """Records every launch with its shapes; raises for an operation that a graph cannot hold."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,14 +50,14 @@ def _flat(values: Any) -> list[Any]:
 
 
 class Likeliest(TorchKernels):
-    """TorchKernels whose sampler stays on the device, as Triton's does; it always takes the likeliest token."""
+    """TorchKernels whose sampler stays on the device, as Triton's does; it always draws the likeliest token."""
 
     def sample(self, logits: torch.Tensor, inputs: SamplingInputs, out: torch.Tensor) -> None:
         out.copy_(logits.argmax(-1))
 
 
 class Alone:
-    """The group of the only rank, which counts what it is asked to tell."""
+    """A group of one rank that counts its broadcasts."""
 
     rank, size = 0, 1
 
@@ -88,7 +88,7 @@ def model_of(checkpoint: Any, kind: str, provider: str) -> Model:
 @pytest.mark.parametrize("provider", ["native", "transformers"])
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_launches_do_not_depend_on_what_the_tensors_hold(checkpoint, kind, provider):
-    """Long rows, short rows and padding: a graph replays the launches of whatever it was captured with."""
+    """Long rows, short rows and padding: a graph replays the launches of the step it was captured with."""
     step, table = step_of(model_of(checkpoint, kind, provider))
     found = []
     for rows, lengths in (([1, 2, 3], [0, 30, 7]), ([3, 0, 0], [15, 16, 17])):
@@ -103,7 +103,7 @@ def test_launches_do_not_depend_on_what_the_tensors_hold(checkpoint, kind, provi
 
 
 def test_a_mixture_says_that_it_cannot_be_captured(checkpoint):
-    """And it is right: what the runner is told must be so."""
+    """The model's own statement, on which the runner relies, must be true."""
     model = model_of(checkpoint, "mixtral", "native")
     step, _ = step_of(model)
 
@@ -114,7 +114,7 @@ def test_a_mixture_says_that_it_cannot_be_captured(checkpoint):
 
 
 def test_ranks_hear_within_the_step_what_rank_0_drew(checkpoint):
-    """Their tables go on from it: no host stands between two steps."""
+    """The other ranks' tables continue from the drawn token, without a host between two steps."""
     group = Alone()
     step, table = step_of(model_of(checkpoint, "llama", "native"), group)  # type: ignore[arg-type]
     step.rows.copy_(torch.tensor([2, 1, 0]))

@@ -1,4 +1,4 @@
-"""The device is told exactly what it does not know: a table that gets deltas alone holds what the plans say."""
+"""Deltas tell the device exactly what it does not know: a table updated by deltas alone matches the plans."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def plan(rows: list[PlanRow], slots: list[int], begun: list[int] = [], fed: list
 
 
 def test_steady_decode_tells_nothing_but_a_page_now_and_then():
-    """Otherwise the host would copy all tables in every step."""
+    """Otherwise the host would copy all tables in every step; only an occasional new page is sent."""
     mirror = TableMirror(SIZE)
     mirror.delta(plan([PlanRow([5, 6, 7], 0, [9])], [1], begun=[1]))
 
@@ -45,7 +45,7 @@ def test_steady_decode_tells_nothing_but_a_page_now_and_then():
 
 
 def test_token_that_the_host_knows_is_told():
-    """After steps that were not launched ahead, the device has an old one."""
+    """After steps that were not launched ahead, the device's last token is outdated."""
     mirror = TableMirror(SIZE)
     mirror.delta(plan([PlanRow([5, 6, 7], 0, [9])], [1], begun=[1]))
 
@@ -58,7 +58,7 @@ def test_token_that_the_host_knows_is_told():
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 6), st.booleans()), min_size=1, max_size=25))
 def test_deltas_rebuild_what_the_plans_say(steps):
-    """Slots change hands, rows compute one token or many: before each step the table holds the row's state."""
+    """Slots are reused and rows compute one or more tokens; before each step the table must hold the row's state."""
     mirror, table = TableMirror(SIZE), RequestTable(4, 64, CPU)
     blocks: dict[int, list[int]] = {}
     lengths: dict[int, int] = {}
@@ -81,12 +81,12 @@ def test_deltas_rebuild_what_the_plans_say(steps):
         assert int(table.last_tokens[slot]) == ids[-1]
         assert not table.seq_lens[0]
         lengths[slot] = start + count
-        table.seq_lens[slot] = lengths[slot]  # as the step would
+        table.seq_lens[slot] = lengths[slot]  # as the step would do
 
 
 @pytest.mark.parametrize("seed", [0, 1, (1 << 64) - 1, 1 << 63])
 def test_sampling_numbers_arrive_whole(seed):
-    """A seed has 64 bits and top-p more digits than float32: the CPU's sampler must find the same numbers."""
+    """A seed has 64 bits and top-p exceeds float32 precision; the CPU's sampler must get the same numbers."""
     table = RequestTable(2, 4, CPU)
     mirror = TableMirror(SIZE)
     step = plan([PlanRow([1, 2, 3], 0, [1])], [2])

@@ -1,4 +1,4 @@
-"""The runner: device and threads as asked for, logits where the plan wants them, KV that outlives steps."""
+"""The runner uses the requested device and threads, returns the planned logits, and keeps KV across steps."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from ..toys import BLOCK_SIZE, ToyScheduler, make_runner
 
 
 def test_logits_stand_where_the_plan_wants_them(checkpoint):
-    """In the plan's order, also for tokens inside a row (prompt logprobs) and for rows out of order."""
+    """Logits come in the plan's order, also for tokens inside a row (prompt logprobs) and rows out of order."""
     runner = make_runner(checkpoint("llama"))
     rows = [PlanRow([5, 6, 7], 0, [1]), PlanRow([9, 8], 0, [2])]
 
@@ -31,7 +31,7 @@ def test_logits_stand_where_the_plan_wants_them(checkpoint):
 
 @pytest.mark.parametrize("provider", ["native", "transformers"])
 def test_step_without_logits_still_writes_kv(provider, checkpoint):
-    """The first chunk of a long prompt wants none; its KV must be there for the next."""
+    """The first chunk of a long prompt wants no logits, but the next chunk needs its KV."""
     runner = make_runner(checkpoint("llama"), provider)
     ids = list(range(3, 16))
 
@@ -45,7 +45,7 @@ def test_step_without_logits_still_writes_kv(provider, checkpoint):
 
 @pytest.mark.parametrize("provider", ["native", "transformers"])
 def test_copied_kv_is_as_good_as_computed_kv(provider, checkpoint):
-    """A prompt that diverges inside a block goes on from the copy."""
+    """A prompt that diverges inside a block continues from the copy."""
     runner = make_runner(checkpoint("llama"), provider)
     shared, own = list(range(3, 16)), [20, 21, 22]
     whole = runner.forward(plan_of_rows(0, [PlanRow(shared + own, 0, [1, 2])]))
@@ -60,7 +60,7 @@ def test_copied_kv_is_as_good_as_computed_kv(provider, checkpoint):
 
 
 def test_copies_of_a_step_are_read_before_any_is_written(checkpoint):
-    """One request's source may have become the next one's target within the same step."""
+    """One request's source block may be another's target within the same step."""
     runner = make_runner(checkpoint("llama"))
     prompts = [list(range(3, 11)), list(range(30, 38))]
     computed = [PlanRow(prompt, 0, [block]) for prompt, block in zip(prompts, (1, 2), strict=True)]
@@ -74,7 +74,7 @@ def test_copies_of_a_step_are_read_before_any_is_written(checkpoint):
 
 
 def test_blocks_of_one_request_do_not_leak_into_another(checkpoint, prompts):
-    """Answers in a used pool equal answers in a fresh one: what stands behind a row's end is masked."""
+    """Answers in a used pool equal answers in a fresh one: slots beyond a row's end are masked."""
     used = make_runner(checkpoint("llama"))
     ToyScheduler(used.forward, chunk=16, reuse=False).generate(prompts, 8)
 
@@ -85,7 +85,7 @@ def test_blocks_of_one_request_do_not_leak_into_another(checkpoint, prompts):
 
 
 def test_recomputed_request_goes_on_as_before(checkpoint, reference):
-    """Preemption throws KV away; prompt and generated tokens prefilled again give the same next tokens."""
+    """After preemption, prefilling the prompt and the generated tokens gives the same next tokens."""
     folder = checkpoint("qwen3", head_dim=32)
     prompt = list(range(3, 30))
     answer = ToyScheduler(make_runner(folder).forward, chunk=7).generate([prompt], 9)[0]
@@ -96,7 +96,7 @@ def test_recomputed_request_goes_on_as_before(checkpoint, reference):
 
 
 def test_a_token_beyond_the_vocabulary_is_refused(checkpoint):
-    """As a drafter could make it: kernels would read what lies behind the embedding."""
+    """A drafter might produce such an id, and kernels would read beyond the embedding."""
     runner = make_runner(checkpoint("llama"))
     vocabulary = runner.spec.vocab_size
 
@@ -107,7 +107,7 @@ def test_a_token_beyond_the_vocabulary_is_refused(checkpoint):
 @pytest.mark.parametrize("provider", ["native", "transformers"])
 @pytest.mark.parametrize("kind", [ModelRunner, GpuRunner])
 def test_a_row_may_ask_for_several_tokens_of_an_answer(kind, provider, checkpoint):
-    """As a drafter makes it: each guess has its logits, and a wrong one leaves nothing behind."""
+    """For drafts: each draft token gets its logits, and a rejected one has no lasting effect."""
     settings = ReplicaSettings(dtype="float32", device="cpu", model_provider=provider, max_model_len=64)
     runner = kind(settings, checkpoint("llama"), BLOCK_SIZE)
     runner.allocate_kv(10)
@@ -127,10 +127,10 @@ def test_a_row_may_ask_for_several_tokens_of_an_answer(kind, provider, checkpoin
     torch.testing.assert_close(corrected, torch.stack(one_by_one[2:]), rtol=1e-4, atol=1e-4)
 
 
-#: Norm of the error over a prompt's logits, in shares of theirs; docs/models.md states them. Measured over the models
-#: below and both providers: at most 0.0088 and 0.0011, as transformers' own.
+#: Norm of the error over a prompt's logits relative to the logits' norm, as stated in docs/models.md. Measured over the
+#: models below and both providers: at most 0.0088 and 0.0011, as transformers' own error.
 BOUNDS = {"bfloat16": 0.015, "float16": 0.002}
-#: All for every token: where two are nearly as likely, rounding chooses, and the error tells nothing of the arithmetic.
+#: All experts for every token: between nearly equal experts rounding decides, and the error would measure that choice.
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 32}
 HALVED = {
     "llama": ("llama", {}),
@@ -151,7 +151,7 @@ HALVED = {
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize(("model_type", "overrides"), HALVED.values(), ids=HALVED)
 def test_half_precision_stays_within_its_bounds(model_type, overrides, dtype, provider, checkpoint):
-    """In chunks, over the cache; logits come out as float32 all the same, and no worse than transformers' by half."""
+    """Chunked, over the cache. Logits are returned as float32, with an error at most 1.5 times transformers'."""
     folder = checkpoint(model_type, **overrides)
     ids = torch.randint(3, 200, (70,), generator=torch.Generator().manual_seed(4)).tolist()
     half = ModelRunner(ReplicaSettings(dtype=dtype, device="cpu", model_provider=provider), folder, BLOCK_SIZE)
@@ -168,14 +168,14 @@ def test_half_precision_stays_within_its_bounds(model_type, overrides, dtype, pr
 
 
 def test_bounds_of_half_precision_are_those_that_the_page_states():
-    """A bound that nobody can read is none."""
+    """Users must be able to look up the bounds."""
     page = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
 
     assert [dtype for dtype, bound in BOUNDS.items() if f"| {dtype} | {100 * bound:.1f} % |" not in page] == []
 
 
 def all_logits(runner, ids):
-    """Of every position, in chunks of 9."""
+    """Logits of every position, computed in chunks of 9."""
     parts = []
     for start in range(0, len(ids), 9):
         chunk = ids[start : start + 9]
@@ -189,7 +189,7 @@ def distance(logits, exact):
 
 
 def test_kernels_that_depend_on_a_prompt_s_length_are_compiled_before_ready(checkpoint, monkeypatch):
-    """A backend names lengths that need all of them; the model has no positions for some."""
+    """The backend lists lengths that need all its kernels; those beyond the model's positions are skipped."""
     lengths = []
     monkeypatch.setattr(PagedAttention, "kernel_lengths", (2, 8, 1 << 20))
     monkeypatch.setattr(ModelRunner, "forward", lambda self, plan: lengths.append(plan.q_lens))
@@ -200,7 +200,7 @@ def test_kernels_that_depend_on_a_prompt_s_length_are_compiled_before_ready(chec
 
 
 def test_forward_before_kv_is_a_broken_promise(checkpoint):
-    """The engine sizes the pool from the spec first."""
+    """The engine must size the pool from the model's spec first."""
     runner = ModelRunner(ReplicaSettings(device="cpu"), checkpoint("llama"), BLOCK_SIZE)
 
     with pytest.raises(AssertionError, match="allocate_kv"):
@@ -209,14 +209,14 @@ def test_forward_before_kv_is_a_broken_promise(checkpoint):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_absent_cuda_is_refused_by_name():
-    """Falling back in silence would serve at a hundredth of the speed."""
+    """A silent fallback would serve at a hundredth of the speed."""
     with pytest.raises(StartupError, match=r"torch cannot use it: .*docs/gpu\.md"):
         resolve_device(ReplicaSettings(device="cuda"))
 
 
 @pytest.mark.parametrize("provider", ["native", "transformers"])
 def test_kv_in_8_bits_is_near_for_any_schedule(provider, checkpoint, prompts):
-    """On a CPU by plain torch: half of the memory of bfloat16, and what is read is what was stored, also in a chunk."""
+    """Plain torch on a CPU: half of bfloat16's memory; every read, also within a chunk, gets the stored value."""
     plan = plan_of_rows(0, [PlanRow(list(range(3, 60)), 0, list(range(1, 9)))])
     exact = make_runner(checkpoint("llama"), provider).forward(plan)
     runner = make_runner(checkpoint("llama"), provider, kv_cache_dtype="fp8")
@@ -232,7 +232,7 @@ def test_kv_in_8_bits_is_near_for_any_schedule(provider, checkpoint, prompts):
 
 
 def test_copied_kv_in_8_bits_is_as_good_as_computed_kv(checkpoint):
-    """A copy moves bits."""
+    """A copy moves bits without converting them."""
     runner = make_runner(checkpoint("llama"), kv_cache_dtype="fp8")
     shared, own = list(range(3, 16)), [20, 21, 22]
     whole = runner.forward(plan_of_rows(0, [PlanRow(shared + own, 0, [1, 2])]))
@@ -243,7 +243,7 @@ def test_copied_kv_in_8_bits_is_as_good_as_computed_kv(checkpoint):
 
 
 def test_kv_in_8_bits_that_the_device_cannot_read_is_refused(checkpoint, monkeypatch):
-    """Before the pool is made, with the setting to change."""
+    """The refusal precedes allocating the pool and names the setting to change."""
     monkeypatch.setattr(
         "homing.replica.execute.runner.fp8_kv_problem", lambda capability, dtype: f"{capability} {dtype}"
     )

@@ -1,4 +1,4 @@
-"""What the grammar of a constraint accepts, byte by byte, and what has no grammar."""
+"""Which bytes a constraint's grammar accepts, and which constraints have no grammar."""
 
 import json
 from typing import Any
@@ -9,7 +9,7 @@ from llguidance import LLTokenizer, TokenizerWrapper
 from homing.replica.messages import Constraint, ConstraintKind
 from homing.replica.messages.grammar import GrammarError, grammar_of, new_matcher
 
-#: Two tokens that text cannot spell, behind the 256 bytes.
+#: Two special tokens, after the 256 byte tokens; no text encodes to them.
 SPECIAL = {"<|call|>": 257, "<|end call|>": 258}
 
 
@@ -25,7 +25,7 @@ TOKENIZER = LLTokenizer(TokenizerWrapper(Bytes()), slices=[])
 
 
 def taken(kind: ConstraintKind, source: object, text: str | list[int], special: dict[str, int] | None = None) -> Any:
-    """The matcher after the whole text; None if the grammar does not accept all of it."""
+    """The matcher after the whole text, or None if the grammar does not accept all of it."""
     written = source if isinstance(source, str) else json.dumps(source)
     matcher = new_matcher(TOKENIZER, grammar_of(Constraint(kind=kind, source=written), special))
     tokens = list(text.encode()) if isinstance(text, str) else text
@@ -63,7 +63,7 @@ def test_a_grammar_accepts_what_the_constraint_describes(
 
 
 def test_white_space_between_the_parts_of_json_is_bounded() -> None:
-    """A small model would write blanks until it runs out of tokens."""
+    """A small model would otherwise emit blanks until it runs out of tokens."""
     assert complete("json_schema", POINT, "{\n" + " " * 24 + '"x":1}')
     assert taken("json_schema", POINT, "{\n" + " " * 25) is None
     assert taken("json_schema", POINT, "{\n\n") is None
@@ -84,7 +84,7 @@ CALL = '<call>{"n": "f"}</call>'
 
 
 def test_tags_with_a_separator_allow_no_other_text() -> None:
-    """`tool_choice: required`: calls alone, at least one."""
+    """`tool_choice: required`: only calls, and at least one."""
     form = {"type": "tags_with_separator", "tags": [tag(), tag("g")], "separator": "\n", "at_least_one": True}
     one = {**form, "stop_after_first": True}
 
@@ -95,7 +95,7 @@ def test_tags_with_a_separator_allow_no_other_text() -> None:
 
 
 def test_triggered_tags_leave_other_text_free() -> None:
-    """Strict tools: text is free until a call begins, and the call follows its schema."""
+    """Strict tools: text is free until a call begins, which must follow its schema."""
     form = {"type": "triggered_tags", "triggers": ["<call>"], "tags": [tag()]}
 
     assert complete("structural_tag", {"format": form}, f"First: {CALL} and {CALL} < done.")
@@ -114,7 +114,7 @@ def test_structures_and_triggers_are_the_older_form_of_triggered_tags() -> None:
 
 
 def test_the_other_formats_combine() -> None:
-    """Reasoning first, then one of two answers."""
+    """Reasoning first, then one of two answer formats."""
     form = {
         "type": "sequence",
         "elements": [
@@ -132,7 +132,7 @@ def test_the_other_formats_combine() -> None:
 
 
 def test_a_special_token_in_a_tag_is_that_token() -> None:
-    """Text cannot spell it: a grammar of its letters would forbid the one token that the model knows."""
+    """Text cannot encode it: a grammar of its letters would ban the one token that the model knows."""
     call = {**tag(), "begin": "<|call|>f:", "end": "<|end call|>"}
     body = list(b'f:{"n": "f"}')
     forced = {"type": "tags_with_separator", "tags": [call], "separator": "", "at_least_one": True}

@@ -1,4 +1,4 @@
-"""What a frame may say."""
+"""Validity of wire messages."""
 
 import msgspec
 import pytest
@@ -8,7 +8,7 @@ from homing.replica.messages import Constraint, Generate, Request, SamplingParam
 
 @pytest.mark.parametrize("token_id", [-1, 1 << 32, -(1 << 62)])
 def test_a_token_that_no_request_could_be_sent_with_is_malformed(token_id: int) -> None:
-    """Found when its request goes on elsewhere, it would break off a callback that others wait for."""
+    """Decoding must refuse it: failing only on continuation would break a callback that serves other requests."""
     batch = TokenBatch(step=1, outputs=[TokenOutput(1, 0, [7, token_id])])
 
     with pytest.raises(msgspec.ValidationError, match=r"outputs\[0\]"):
@@ -16,14 +16,14 @@ def test_a_token_that_no_request_could_be_sent_with_is_malformed(token_id: int) 
 
 
 def test_tokens_come_as_they_were_sent() -> None:
-    """The largest included."""
+    """Includes the largest token id."""
     batch = TokenBatch(step=1, outputs=[TokenOutput(1, 0, [0, (1 << 32) - 1])])
 
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(batch), type=TokenBatch) == batch
 
 
 def test_a_constraint_reaches_the_replica_as_it_was_checked() -> None:
-    """And a router of an earlier version, which sends none, is still understood."""
+    """Messages from earlier router versions, without a constraint, still decode."""
     sampling = SamplingParams(max_tokens=3)
     constraint = Constraint(kind="json_schema", source='{"type": "integer"}', after=(5, 6))
     plain = Generate(

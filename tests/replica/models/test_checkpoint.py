@@ -1,4 +1,4 @@
-"""Checkpoints give the numbers that were saved, and are refused when their tensors are not the model's."""
+"""Checkpoints load the saved numbers, and are refused if their tensors do not match the model."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ from ..toys import ToyScheduler, make_runner
 
 CPU = torch.device("cpu")
 Tensors = dict[str, torch.Tensor]
-#: Divides neither the rows nor the columns of a toy's linears.
+#: Block sizes that divide neither the rows nor the columns of a toy's linears.
 BLOCK = (40, 24)
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 
@@ -68,7 +68,7 @@ def change_config(folder: Path, **changes: Any) -> None:
 
 
 def quantized(folder: Path, made: Path, kind: str) -> tuple[Path, Path]:
-    """Two folders: the model with FP8 linears, and the same numbers in float32."""
+    """Two folders: the model with FP8 linears, and the same values in float32."""
     scales_of, name, method = KINDS[kind]
     packed, plain = (Path(shutil.copytree(folder, made / each)) for each in ("packed", "plain"))
     tensors: Tensors = {}
@@ -94,7 +94,7 @@ def quantized(folder: Path, made: Path, kind: str) -> tuple[Path, Path]:
 def test_fp8_models_answer_as_their_weights_in_float32(
     kind, model_type, provider, checkpoint, tmp_path, prompts, reference
 ):
-    """Through both providers, whether or not the configuration says that they are FP8."""
+    """Holds for both providers, whether or not the configuration declares FP8."""
     packed, plain = quantized(checkpoint(model_type), tmp_path, kind)
     runner = make_runner(packed, provider)
 
@@ -103,7 +103,7 @@ def test_fp8_models_answer_as_their_weights_in_float32(
 
 @pytest.mark.parametrize("shape", [(), (3,), (3, 1, 1), (3, 4, 1), (3, 1, 6), (3, 2, 3)], ids=str)
 def test_joined_experts_are_multiplied_by_their_own_scales(shape):
-    """One scale for all, for each, for each row or column of each, for blocks of 2 by 2."""
+    """Scales per tensor, per expert, per row or column of each expert, and per 2 x 2 block."""
     generator = torch.Generator().manual_seed(4)
     weight = torch.randn(3, 4, 6, generator=generator).to(torch.float8_e4m3fn)
     scales = torch.rand(shape, generator=generator) + 0.5
@@ -119,7 +119,7 @@ def test_joined_experts_are_multiplied_by_their_own_scales(shape):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_part_of_an_fp8_weight_has_its_own_scales(kind, checkpoint, tmp_path):
-    """Ranks cut weights anywhere, also within a block."""
+    """Ranks may cut a weight anywhere, also within a block."""
     packed, plain = quantized(checkpoint("llama"), tmp_path, kind)
     weights, wanted = Checkpoint(packed, torch.float32, CPU), load_file(plain / "model.safetensors")[Q_PROJ]
 
@@ -131,7 +131,7 @@ def test_every_part_of_an_fp8_weight_has_its_own_scales(kind, checkpoint, tmp_pa
 
 
 def test_gpt_oss_is_served_from_mxfp4(checkpoint, tmp_path, prompts, reference):
-    """Its weights are published in no other type. E2M1 numbers, of which 32 share a power of two."""
+    """It is published in no other type: E2M1 numbers, 32 of which share a power of two."""
     shape = {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}
     rope = {"rope_type": "default", "rope_theta": 10000.0}
     folder = checkpoint("gpt_oss", **shape, rope_parameters=rope)
@@ -177,7 +177,7 @@ def lose_and_add(tensors: Tensors) -> None:
 
 @pytest.mark.parametrize("provider", ["native", "transformers"])
 def test_tensors_that_lack_or_are_not_used_are_listed(provider, checkpoint, tmp_path):
-    """Without its norms, or with what it does not use, a model answers nonsense and nobody is told."""
+    """A model with missing norms, or with tensors that it ignores, would silently answer nonsense."""
     folder = altered(checkpoint("qwen3"), tmp_path, lose_and_add)
 
     with pytest.raises(WeightsMismatch) as caught:
@@ -198,7 +198,7 @@ def test_tensors_that_lack_or_are_not_used_are_listed(provider, checkpoint, tmp_
 )
 @pytest.mark.parametrize("provider", ["native", "transformers"])
 def test_each_difference_is_an_error(provider, change, said, checkpoint, tmp_path):
-    """A head that is not tied, a bias that the configuration denies, and scales beside plain weights."""
+    """An untied head, a bias that the configuration denies, and scales of unquantized weights."""
     folder = altered(checkpoint("llama"), tmp_path, change)
 
     with pytest.raises(WeightsMismatch, match=said):
@@ -213,7 +213,7 @@ def add_harmless(tensors: Tensors) -> None:
 
 @pytest.mark.parametrize("provider", ["native", "transformers"])
 def test_harmless_tensors_are_not_refused(provider, checkpoint, tmp_path, prompts, reference):
-    """Tables that are computed, a tied head, the scale of KV in 8 bits; and the same model in its authors' format."""
+    """Precomputed tables, a tied head, scales of 8-bit KV, and a second copy in the authors' own format."""
     original = checkpoint("llama", tie_word_embeddings=True)
     folder = altered(original, tmp_path, add_harmless)
     save_file({"layers.0.attention.wq.weight": torch.ones(1)}, folder / "consolidated.safetensors")
@@ -224,7 +224,7 @@ def test_harmless_tensors_are_not_refused(provider, checkpoint, tmp_path, prompt
 
 
 def test_a_shape_that_is_not_the_models_is_an_error_of_the_model(checkpoint, tmp_path):
-    """transformers raises errors of several kinds."""
+    """transformers raises several kinds of errors, which must become one."""
     folder = altered(checkpoint("phi3"), tmp_path, lambda tensors: tensors.update({"lm_head.weight": torch.ones(3, 4)}))
 
     with pytest.raises(ModelError, match="transformers cannot load"):
@@ -232,7 +232,7 @@ def test_a_shape_that_is_not_the_models_is_an_error_of_the_model(checkpoint, tmp
 
 
 def test_weights_in_other_types_are_refused_at_load(checkpoint, tmp_path):
-    """As before anything starts: a replica on another machine may have other files."""
+    """The same check as before the start: a replica on another machine may have other files."""
     folder = altered(
         checkpoint("llama"), tmp_path, lambda tensors: tensors.update({Q_PROJ: tensors[Q_PROJ].to(torch.int8)})
     )

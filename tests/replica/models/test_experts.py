@@ -1,4 +1,4 @@
-"""Experts joined in three launches compute what they compute one by one, and what a graph holds."""
+"""Experts joined into three launches compute the same as separate experts, and can be captured in a graph."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ META = torch.device("meta")
 
 
 def test_joined_experts_are_those_that_run_one_by_one():
-    """Tokens that choose several, experts that nobody chooses."""
+    """Tokens choose several experts, and one expert is never chosen."""
     generator = torch.Generator().manual_seed(2)
     gate_up, down = torch.randn(6, 32, 24, generator=generator), torch.randn(6, 24, 16, generator=generator)
     x = torch.randn(11, 24, generator=generator)
@@ -34,7 +34,7 @@ def test_joined_experts_are_those_that_run_one_by_one():
 
 
 def launches_of(experts: int, per_token: int) -> list[str]:
-    """Of a decode step on meta tensors."""
+    """The launches of a decode step on meta tensors."""
     from models import SHAPES, RandomWeights
 
     sizes = SHAPES["tiny-experts"] | {"num_experts": experts, "num_experts_per_tok": per_token}
@@ -49,14 +49,14 @@ def launches_of(experts: int, per_token: int) -> list[str]:
 
 
 def test_a_step_of_experts_reads_nothing_back_and_launches_as_much_for_any_number(monkeypatch):
-    """30,000 launches a step, and a wait in each layer, made 200 ms of a token (by calculation)."""
+    """30,000 launches a step, and a wait in each layer, accounted for 200 ms per token (by calculation)."""
     monkeypatch.syspath_prepend(str(ROOT / "tests" / "gpu"))
 
     assert len(launches_of(8, 2)) == len(launches_of(128, 8))
 
 
 def test_a_tied_head_is_the_embedding_itself(monkeypatch):
-    """Held twice it took 0.8 GB of a GPU at 4B parameters."""
+    """A second copy took 0.8 GB of GPU memory at 4B parameters."""
     monkeypatch.syspath_prepend(str(ROOT / "tests" / "gpu"))
     from models import SHAPES, RandomWeights
 

@@ -1,4 +1,4 @@
-"""Weights that stay in 8 bits: products through a stand-in for CUDA's `scaled_mm`, and every reason to dequantize."""
+"""Weights that stay in 8 bits: products by a stand-in for CUDA's `scaled_mm`, and every reason to dequantize."""
 
 import logging
 from pathlib import Path
@@ -24,7 +24,7 @@ from .test_checkpoint import change_config
 CPU = torch.device("cpu")
 ROWS = (ScalingType.RowWise, ScalingType.RowWise)
 BLOCKS = (ScalingType.BlockWise1x128, ScalingType.BlockWise128x128)
-#: Two blocks of inputs, and heads that do not end within blocks.
+#: Two blocks of inputs, and heads that do not end at block boundaries.
 WIDE = {
     "hidden_size": 256,
     "num_attention_heads": 4,
@@ -87,7 +87,7 @@ def exact(weight: ScaledWeight) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(("outputs", "inputs", "by_row"), [(48, 32, True), (256, 640, False), (320, 144, False)])
 def test_products_are_those_of_float64_but_for_rounding_activations(outputs, inputs, by_row, dtype):
-    """Scales of rows, and of blocks whose columns are padded or that the weight does not fill."""
+    """Scales per row and per block, with padded columns and weights that do not fill their blocks."""
     weight, device = weight_of(outputs, inputs, by_row), Device()
     bias = torch.randn(outputs, generator=torch.Generator().manual_seed(2)).to(dtype)
     linear = ScaledLinears(TorchKernels(), dtype, device).linear([weight], bias)
@@ -104,7 +104,7 @@ def test_products_are_those_of_float64_but_for_rounding_activations(outputs, inp
 
 
 def test_torch_s_own_function_is_called_as_it_wants_to_be():
-    """On a CPU it multiplies by scales of rows, and refuses those of blocks."""
+    """On a CPU it supports row scales and refuses block scales."""
     linears = ScaledLinears(TorchKernels(), torch.bfloat16, scaled_mm)
     weight, x = weight_of(48, 32), torch.randn(5, 32, generator=torch.Generator().manual_seed(3)).bfloat16()
 
@@ -122,19 +122,19 @@ def test_torch_s_own_function_is_called_as_it_wants_to_be():
     ids=["used", "too inexact", "cpu"],
 )
 def test_weights_are_dequantized_on_a_cpu_and_for_float32(device, dtype, product):
-    """Where products in 8 bits would be slower, or less exact than was asked for."""
+    """On a CPU, 8-bit products would be slower; for float32, less exact than requested."""
     assert scaled_product(torch.device(device), dtype) is product
 
 
 def test_a_shape_is_tried_once():
-    """A model has dozens of layers of four shapes."""
+    """A model has dozens of layers but only four shapes."""
     device = Device()
     linears = ScaledLinears(TorchKernels(), torch.float32, device)
 
     for seed in (1, 2, 3):
         assert linears.linear([weight_of(48, 32, seed=seed)], None) is not None
 
-    assert len(device.calls) == 3  # for three numbers of rows
+    assert len(device.calls) == 3  # one trial for each of three row counts
 
 
 def refuses(*_arguments, **_options):
@@ -159,7 +159,7 @@ def swaps_scales(a, b, scale_a, recipe_a, scale_b, recipe_b, *, output_dtype):
     ids=["refused", "wrong", "sizes", "mixed scales", "cut blocks", "one unscaled", "other type"],
 )
 def test_what_cannot_be_multiplied_is_dequantized_and_logged_once(product, parts, said, caplog):
-    """Wrong products would be wrong answers, and a missing one would end the replica."""
+    """Wrong products would give wrong answers, and a missing implementation would stop the replica."""
     linears = ScaledLinears(TorchKernels(), torch.float32, product)
 
     with caplog.at_level(logging.WARNING):
@@ -171,13 +171,13 @@ def test_what_cannot_be_multiplied_is_dequantized_and_logged_once(product, parts
 
 
 def test_weights_without_scales_are_no_reason_for_a_warning(caplog):
-    """Checkpoints leave some of their linears as they were."""
+    """Checkpoints leave some linears unquantized."""
     assert ScaledLinears(TorchKernels(), torch.float32, Device()).linear([None, None], None) is None
     assert not caplog.records
 
 
 def test_joined_weights_keep_their_scales():
-    """q, k and v are one product."""
+    """q, k and v are computed as one product."""
     parts = [weight_of(128, 256, by_row=False, seed=1), weight_of(64, 256, by_row=False, seed=2)]
 
     whole = joined(parts)
@@ -187,7 +187,7 @@ def test_joined_weights_keep_their_scales():
 
 
 def packed(folder: Path, made: Path, kind: str) -> Path:
-    """The model with its linears in 8 bits."""
+    """A copy of the model with its linears in 8 bits."""
     made.mkdir()
     tensors = load_file(folder / "model.safetensors")
     for name in [each for each in tensors if "proj" in each and each.endswith("weight")]:
@@ -219,7 +219,7 @@ def runner_of(folder: Path, product: Device, group: RankGroup | None = None) -> 
 
 @pytest.mark.parametrize("kind", ["tensor", "row", "block"])
 def test_a_model_runs_on_its_8_bits(kind, checkpoint, tmp_path):
-    """All linears of all layers; the logits are those of dequantized weights but for rounding activations."""
+    """Covers all linears of all layers; logits match dequantized weights up to the rounding of activations."""
     folder = packed(checkpoint("qwen2", **WIDE), tmp_path / "packed", kind)
     plan, device = plan_of_rows(0, [PlanRow(list(range(3, 40)), 0, list(range(1, 6)))]), Device()
     wanted = make_runner(folder).forward(plan)
@@ -228,14 +228,14 @@ def test_a_model_runs_on_its_8_bits(kind, checkpoint, tmp_path):
 
     found = runner.forward(plan)
 
-    assert len(device.calls) - tried == 8  # four of each layer
+    assert len(device.calls) - tried == 8  # four per layer
     assert set(device.calls) == {BLOCKS if kind == "block" else ROWS}
     assert 0 < float((found - wanted).norm() / wanted.norm()) < 0.1
 
 
 @pytest.mark.parametrize("kind", ["tensor", "row", "block"])
 def test_a_rank_s_share_has_its_own_scales(kind, checkpoint, tmp_path):
-    """Of two ranks the second has other rows, columns and blocks."""
+    """The second of two ranks has other rows, columns and blocks."""
     folder = packed(checkpoint("llama", **WIDE | {"intermediate_size": 512}), tmp_path / "packed", kind)
     weights = Checkpoint(folder, torch.float32, CPU)
 
@@ -247,7 +247,7 @@ def test_a_rank_s_share_has_its_own_scales(kind, checkpoint, tmp_path):
 
 
 def test_shares_that_cannot_have_scales_say_why(checkpoint, tmp_path):
-    """Blocks that ranks cut, blocks of another size, another type of 8 bits, and none at all."""
+    """Blocks cut by ranks, blocks of another size, another 8-bit type, and no scales at all."""
     folder = packed(checkpoint("llama", **WIDE), tmp_path / "packed", "block")
     q, down = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.down_proj.weight"
     tensors = load_file(folder / "model.safetensors")

@@ -1,4 +1,4 @@
-"""Every provider gives transformers' own greedy answers, token for token, whatever the steps look like."""
+"""Every provider gives transformers' own greedy answers, token for token, however the steps are composed."""
 
 from pathlib import Path
 from typing import Any
@@ -104,7 +104,7 @@ LATENT = {"num_key_value_heads": 4, "head_dim": 8, "q_lora_rank": 32, "kv_lora_r
     "v_head_dim": 16,
 }
 WINDOW = {"sliding_window": 11}
-#: Types that run through transformers' code on our attention, as small as their configurations allow.
+#: Model types that run transformers' code on our attention, as small as their configurations allow.
 BREADTH: dict[str, dict[str, Any]] = {
     "apertus": {},
     "arcee": {},
@@ -162,7 +162,7 @@ BREADTH: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("chunk", [7, 64])
 @pytest.mark.parametrize("variant", NATIVE)
 def test_native_decoder_answers_as_transformers(variant, chunk, checkpoint, prompts, reference):
-    """Prefix reuse, odd chunks and steps that mix prefill with decode must not show in the answers."""
+    """Prefix reuse, odd chunk sizes and steps that mix prefill with decode must not change the answers."""
     model_type, overrides = NATIVE[variant]
     folder = checkpoint(model_type, **overrides)
     runner = make_runner(folder, "native")
@@ -177,7 +177,7 @@ def test_native_decoder_answers_as_transformers(variant, chunk, checkpoint, prom
 
 @pytest.mark.parametrize("variant", ADAPTED)
 def test_adapted_model_answers_as_transformers(variant, checkpoint, prompts, reference):
-    """The same holds for models that run with transformers' code on our attention."""
+    """The same property for models that run transformers' code on our attention."""
     model_type, overrides = ADAPTED[variant]
     folder = checkpoint(model_type, **overrides)
     scheduler = ToyScheduler(make_runner(folder, "transformers").forward, chunk=7)
@@ -191,7 +191,7 @@ def test_adapted_model_answers_as_transformers(variant, checkpoint, prompts, ref
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", BREADTH)
 def test_many_other_models_answer_as_transformers(model_type, checkpoint, prompts, reference):
-    """The fallback is one function; what it covers is found out by trying."""
+    """The fallback is one generic function, so its coverage has to be tested model by model."""
     folder = checkpoint(model_type, **({"head_dim": 16} | BREADTH[model_type]))
 
     answers = ToyScheduler(make_runner(folder, "transformers").forward, chunk=7).generate(prompts, NEW_TOKENS)
@@ -200,7 +200,7 @@ def test_many_other_models_answer_as_transformers(model_type, checkpoint, prompt
 
 
 def test_demo_model_answers_as_transformers(reference):
-    """The model that ships is the one that newcomers judge by; its bfloat16 weights run in float32."""
+    """Newcomers judge homing by the shipped model; its bfloat16 weights run in float32 here."""
     prompts = [[5 + i for i in range(length)] for length in (3, 40, 40, 17)]
     scheduler = ToyScheduler(make_runner(demo_model_path(), "native").forward, chunk=16)
 
@@ -228,7 +228,7 @@ def test_both_providers_give_the_same_logits(checkpoint, prompts):
 
 
 def test_provider_follows_the_configuration(checkpoint):
-    """`auto` must not hand a model to the native decoder that it would compute wrongly."""
+    """`auto` must not choose the native decoder for a model that it would compute wrongly."""
     native = make_runner(checkpoint("llama"))
     adapted = make_runner(checkpoint("llama", rope_parameters={**DEFAULT_ROPE, "rope_type": "yarn", "factor": 2.0}))
 
@@ -246,7 +246,7 @@ def test_provider_follows_the_configuration(checkpoint):
     ],
 )
 def test_native_decoder_names_what_it_cannot_run(overrides, reason):
-    """A configuration that it would run wrongly is refused with the reason."""
+    """A configuration that it would compute wrongly is refused with the reason."""
     config = AutoConfig.for_model(overrides.get("model_type", "llama"))
     for name, value in overrides.items():
         setattr(config, name, value)
@@ -255,7 +255,7 @@ def test_native_decoder_names_what_it_cannot_run(overrides, reason):
 
 
 def test_native_is_refused_by_name_when_it_was_asked_for(checkpoint):
-    """Silently taking the other provider would hide a tenfold difference in speed."""
+    """Silently choosing the other provider would hide a tenfold difference in speed."""
     with pytest.raises(UnsupportedModel, match="gpt2"):
         make_runner(checkpoint("gpt2"), "native")
 
@@ -286,7 +286,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_adapter_refuses_what_paged_attention_cannot_give(name, checkpoint):
-    """A model that bypasses our attention, or whose rotation depends on the batch, would answer wrongly in silence."""
+    """A model that bypasses our attention, or whose rotation depends on the batch, would silently answer wrongly."""
     model_type, overrides, reason = REFUSED[name]
 
     with pytest.raises(UnsupportedModel, match=reason):
@@ -294,7 +294,7 @@ def test_adapter_refuses_what_paged_attention_cannot_give(name, checkpoint):
 
 
 def test_models_that_are_said_to_run_or_not_are_those_that_are_tested():
-    """Fifty types through transformers' code; who reads the page must not find out by trying."""
+    """The page lists every tested model, supported or refused, among them fifty types that run transformers' code."""
     page = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
 
     assert len(BREADTH) == 50
@@ -303,7 +303,7 @@ def test_models_that_are_said_to_run_or_not_are_those_that_are_tested():
 
 
 def test_folder_without_weights_is_named(tmp_path, checkpoint):
-    """An interrupted download is the common cause."""
+    """Interrupted downloads are the usual cause."""
     (tmp_path / "config.json").write_bytes((checkpoint("llama") / "config.json").read_bytes())
 
     with pytest.raises(WeightsMissing, match="safetensors"):
@@ -311,7 +311,7 @@ def test_folder_without_weights_is_named(tmp_path, checkpoint):
 
 
 def test_configuration_with_a_kind_for_more_layers_than_it_has_is_refused(tmp_path, checkpoint):
-    """transformers checks it with an exception type of its own, which must not end in a traceback."""
+    """transformers raises its own exception type here, which must not reach the user as a traceback."""
     config = msgspec.json.decode((checkpoint("llama") / "config.json").read_bytes())
     (tmp_path / "config.json").write_bytes(msgspec.json.encode(config | {"layer_types": ["full_attention"] * 3}))
 
@@ -320,7 +320,7 @@ def test_configuration_with_a_kind_for_more_layers_than_it_has_is_refused(tmp_pa
 
 
 def test_folder_without_configuration_is_named(tmp_path):
-    """A wrong path must not end in a traceback of another library."""
+    """A wrong path must not end in another library's traceback."""
     with pytest.raises(ModelError, match="configuration"):
         make_runner(tmp_path)
 
@@ -335,7 +335,7 @@ def test_spec_tells_memory_and_limits(checkpoint):
 
 
 def test_end_ids_outside_the_vocabulary_are_left_out(tmp_path):
-    """Nobody can draw them; banning them before `min_tokens` would fail the step for all."""
+    """They can never be drawn, and banning them before `min_tokens` would fail the step for all requests."""
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 211, 128009, 5]}')
 
     assert eos_token_ids(tmp_path, AutoConfig.for_model("llama", vocab_size=211)) == (2, 5)
@@ -343,7 +343,7 @@ def test_end_ids_outside_the_vocabulary_are_left_out(tmp_path):
 
 
 def test_adapter_reports_the_same_spec(checkpoint):
-    """What the trial step saw agrees with what the native decoder knows."""
+    """The spec found by the adapter's trial step agrees with the native decoder's."""
     native, adapted = (make_runner(checkpoint("llama"), name).spec for name in ("native", "transformers"))
 
     assert native == adapted
@@ -353,7 +353,7 @@ def test_adapter_reports_the_same_spec(checkpoint):
 @pytest.mark.parametrize("rows", [0, 1, FEW_ROWS, FEW_ROWS + 1, 8])
 @pytest.mark.parametrize("features", [47, 48])
 def test_a_linear_equals_the_plain_one(dtype, rows, features):
-    """The packed operators are private to torch, the kernel for few rows ours: they must give what F.linear gives."""
+    """torch's packed operators are private and the few-row kernel is ours; both must match F.linear."""
     generator = torch.Generator().manual_seed(rows)
     shapes = (rows, features), (40, features), (40,)
     x, weight, bias = (torch.randn(*shape, generator=generator).to(dtype) for shape in shapes)
@@ -366,7 +366,7 @@ def test_a_linear_equals_the_plain_one(dtype, rows, features):
 
 
 def test_a_weight_that_the_compiled_kernel_reads_for_all_rows_is_held_once(monkeypatch):
-    """Otherwise oneDNN has its own form of it, for more rows than `FEW_ROWS`."""
+    """Otherwise oneDNN keeps a second, packed copy for more rows than `FEW_ROWS`."""
     generator, packs = torch.Generator().manual_seed(1), []
     monkeypatch.setattr(layers, "_pack", lambda weight: packs.append(1) or weight)
     x, weight = (torch.randn(rows, 768, generator=generator).bfloat16() for rows in (FEW_ROWS, 500))
@@ -380,7 +380,7 @@ def test_a_weight_that_the_compiled_kernel_reads_for_all_rows_is_held_once(monke
 @pytest.mark.skipif(int8_problem() is not None, reason="no 8-bit linears on this processor")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_eight_bits_are_near_and_the_same_alone_as_in_a_batch(dtype):
-    """A token must not depend on its neighbours, or a continued request would go astray."""
+    """A token must not depend on other rows, or a continued request would diverge."""
     generator = torch.Generator().manual_seed(1)
     x, weight, bias = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((9, 96), (40, 96), (40,)))
     x[3] = 0
@@ -396,7 +396,7 @@ def test_eight_bits_are_near_and_the_same_alone_as_in_a_batch(dtype):
 
 @pytest.mark.skipif(int8_problem() is not None, reason="no 8-bit linears on this processor")
 def test_a_model_in_eight_bits_gives_nearly_the_same_logits(checkpoint):
-    """Four linears a layer, each with an error of its own."""
+    """Each layer has four linears, each with its own quantization error."""
     folder = checkpoint("llama")
     plan = plan_of_rows(0, [PlanRow(list(range(3, 40)), 0, [1, 2, 3, 4, 5])], logits_at=range(37))
 
@@ -406,13 +406,13 @@ def test_a_model_in_eight_bits_gives_nearly_the_same_logits(checkpoint):
 
 
 def test_eight_bits_are_refused_where_they_are_not_computed(checkpoint):
-    """Serving in another precision than asked for would go unseen."""
+    """Serving in another precision than requested would go unnoticed."""
     with pytest.raises(UnsupportedModel, match="quantization"):
         make_runner(checkpoint("gpt2"), quantization="int8")
 
 
 def test_packing_is_used_here():
-    """On the pinned torch the fast path is really taken; without this, a slow fallback would pass all other tests."""
+    """The pinned torch must take the fast path; without this check, a slow fallback would pass all other tests."""
     assert packing_problem(torch.float32) is None
 
 
@@ -422,7 +422,7 @@ def test_unknown_dtype_is_reported_not_raised():
 
 
 def test_windows_follow_the_family():
-    """Mistral slides in all layers, Qwen only in those its layer types name."""
+    """Mistral uses a window in all layers, Qwen only in those that its layer types name."""
     mistral = AutoConfig.for_model("mistral", num_hidden_layers=2, sliding_window=9)
     qwen = AutoConfig.for_model(
         "qwen3", num_hidden_layers=2, use_sliding_window=True, sliding_window=9, max_window_layers=1
@@ -434,14 +434,14 @@ def test_windows_follow_the_family():
 
 @pytest.mark.parametrize(("ranks", "possible"), [(1, True), (2, True), (4, True), (8, False), (3, False)])
 def test_split_is_judged_before_weights_are_read(ranks, possible):
-    """4 heads and 2 KV heads go over 1, 2 or 4 ranks; the message for others comes at once."""
+    """4 heads and 2 KV heads split over 1, 2 or 4 ranks; other sizes are refused at once."""
     config = AutoConfig.for_model("llama", num_attention_heads=4, num_key_value_heads=2, intermediate_size=96)
 
     assert (split_problem(config, ranks) is None) == possible
 
 
 def test_llama3_rope_keeps_short_waves_and_slows_long_ones():
-    """The released definition: unchanged at high frequencies, divided by the factor at low ones."""
+    """From the released definition: unchanged at high frequencies, divided by the factor at low ones."""
     plain, scaled = (inverse_frequencies(p, 32) for p in (DEFAULT_ROPE, LLAMA3_ROPE))
 
     assert scaled[0] == plain[0]
@@ -449,7 +449,7 @@ def test_llama3_rope_keeps_short_waves_and_slows_long_ones():
 
 
 def test_sharded_checkpoint_really_has_several_files(checkpoint):
-    """Guards the variant above against a shard size that no longer splits."""
+    """Guards the sharded variant above against a shard size that no longer splits."""
     _, overrides = NATIVE["llama in many files"]
 
     assert len(list(checkpoint("llama", **overrides).glob("*.safetensors"))) > 1
@@ -457,7 +457,7 @@ def test_sharded_checkpoint_really_has_several_files(checkpoint):
 
 @pytest.mark.parametrize("variant", NATIVE)
 def test_reference_answers_are_not_trivial(variant, checkpoint, prompts, reference):
-    """A model that repeats one token would make every comparison above pass."""
+    """A model that repeats one token would pass every comparison above."""
     model_type, overrides = NATIVE[variant]
 
     answers = reference(checkpoint(model_type, **overrides), prompts, NEW_TOKENS)

@@ -1,4 +1,4 @@
-"""One rank of a replica in a process of its own. Says `ready` once it serves; exit status 3: another rank was lost.
+"""Runs one rank of a replica in its own process. Prints `ready` once it serves; exit status 3: another rank was lost.
 
 Arguments: model folder, rank, size, port, the setting overlap_steps.
 """

@@ -1,7 +1,7 @@
-"""One rank above 0 in a process of its own: joins the group, then runs every plan that arrives on standard input.
+"""Runs one rank above 0 in its own process: joins the group, then runs every plan that arrives on standard input.
 
 Arguments: folder, quantization, rank, size, port, block size, number of blocks. Frames: 4 bytes little-endian length,
-then a msgpack `StepPlan`; the end of the input ends it.
+then a msgpack `StepPlan`. Exits at the end of input.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Small sums go through shared memory where all ranks have it, larger ones and others through the group."""
+"""Small sums use shared memory if all ranks have it; larger sums, and other groups, use torch's group."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ CPU = torch.device("cpu")
 
 
 class Doubling:
-    """Memory of two ranks that hold the same."""
+    """Shared memory in which both ranks hold the same values."""
 
     def __init__(self) -> None:
         self.sums = 0
@@ -33,7 +33,7 @@ class Refused:
 
 
 class InnerGroup:
-    """A torch group in which `able` of two ranks have shared memory; sums are marked by 1000."""
+    """A torch group of two ranks, `able` of which have shared memory; its sums are marked by the value 1000."""
 
     def __init__(self, able: int) -> None:
         self.able = able
@@ -50,7 +50,7 @@ def group_with(memory, able: int) -> RankGroup:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_small_tensors_are_summed_in_shared_memory(dtype):
-    """Twice in a row, of several shapes: the memory is one."""
+    """Twice in a row with several shapes, because the shared memory is reused."""
     memory = Doubling()
     group = group_with(memory, able=2)
 
@@ -69,12 +69,12 @@ def test_small_tensors_are_summed_in_shared_memory(dtype):
     ids=["large", "not a multiple of 16 bytes", "float16"],
 )
 def test_what_does_not_fit_goes_through_the_group(x):
-    """A prefill's tensors are larger, and the kernel knows two dtypes."""
+    """A prefill's tensors are larger, and the kernel supports only two dtypes."""
     assert group_with(Doubling(), able=2).all_reduce(x).unique().tolist() == [1000]
 
 
 def test_all_ranks_use_it_or_none(caplog):
-    """One rank that waited in shared memory for another that waits in nccl would wait for good."""
+    """A rank that waits in shared memory while another waits in nccl would wait forever."""
     with caplog.at_level("INFO", logger="homing"):
         refused = group_with(Refused(), able=1)
     alone = group_with(Doubling(), able=1)
@@ -87,7 +87,7 @@ def test_all_ranks_use_it_or_none(caplog):
 
 
 def test_without_cuda_torch_says_so(caplog):
-    """As this machine does, or one with an older torch."""
+    """As on this machine, or with an older torch."""
     with caplog.at_level("INFO", logger="homing"):
         found = OneShotSums.open(0, 1, HashStore(), CPU)
 

@@ -1,4 +1,4 @@
-"""A model split over ranks answers like the whole one; a lost rank is an error, not a hang."""
+"""A model split over ranks gives the same answers as the whole model; a lost rank is an error, not a hang."""
 
 import socket
 import subprocess
@@ -32,7 +32,7 @@ def free_port() -> int:
 
 
 class Gang:
-    """Rank 0 in this process, the others in processes of their own that run every plan it runs."""
+    """Rank 0 in this process, and the other ranks in their own processes, which run the same plans."""
 
     def __init__(self, folder: Path, size: int, quantization: Literal["none", "int8"] = "none") -> None:
         port = free_port()
@@ -49,7 +49,7 @@ class Gang:
         self.runner.allocate_kv(NUM_BLOCKS)
 
     def send(self, plan: StepPlan) -> None:
-        """Have the other ranks run it."""
+        """Send the plan to the other ranks."""
         frame = msgspec.msgpack.encode(plan)
         for worker in self.workers:
             assert worker.stdin is not None
@@ -63,7 +63,7 @@ class Gang:
 
 @contextmanager
 def gang(folder: Path, size: int, quantization: Literal["none", "int8"] = "none") -> Iterator[Gang]:
-    """A gang whose processes are gone afterwards, whatever happened."""
+    """A rank group whose processes are gone on exit, in every case."""
     made = Gang(folder, size, quantization)
     try:
         yield made
@@ -103,7 +103,7 @@ def gang(folder: Path, size: int, quantization: Literal["none", "int8"] = "none"
     ],
 )
 def test_split_model_answers_as_the_whole(model_type, overrides, size, checkpoint, prompts, reference):
-    """Two ranks share KV heads, four ranks hold each of two twice; the vocabulary of 211 divides by neither."""
+    """Two ranks split the KV heads, four ranks share each head between two; 211 tokens divide by neither."""
     folder = checkpoint(model_type, **overrides)
 
     with gang(folder, size) as made:
@@ -120,7 +120,7 @@ def test_split_model_answers_as_the_whole(model_type, overrides, size, checkpoin
 @pytest.mark.skipif(int8_problem() is not None, reason="no 8-bit linears on this processor")
 @pytest.mark.parametrize("size", [2, 4])
 def test_eight_bits_on_ranks_are_as_near_as_on_one(size, checkpoint):
-    """Each rank scales its own part of what goes into a linear, so the logits are others; the error is no larger."""
+    """Each rank scales its own part of a linear's input, so logits differ, but the error is no larger."""
     folder = checkpoint("llama")
     plan = plan_of_rows(0, [PlanRow(list(range(3, 40)), 0, [1, 2, 3, 4, 5])], logits_at=range(37))
     exact, alone = (make_runner(folder, quantization=kind).forward(plan) for kind in ("none", "int8"))
@@ -133,7 +133,7 @@ def test_eight_bits_on_ranks_are_as_near_as_on_one(size, checkpoint):
 
 
 def test_hidden_states_of_ranks_are_those_of_the_whole(checkpoint):
-    """Every rank has them after its sums: rank 0 reads its own, beside the logits that all ranks make."""
+    """Every rank has them after its all-reduce: rank 0 reads its own, next to the logits that all ranks compute."""
     folder = checkpoint("qwen2")
     plan = plan_of_rows(0, [PlanRow([5, 6, 7], 0, [1]), PlanRow([9, 8], 0, [2])])
     whole, hidden = make_runner(folder).forward_hidden(plan, range(5))
@@ -152,7 +152,7 @@ def test_hidden_states_of_ranks_are_those_of_the_whole(checkpoint):
 
 
 def test_step_without_logits_keeps_ranks_together(checkpoint):
-    """A step of prefill chunks alone gathers nothing, on any rank; the next step must still meet."""
+    """A step of only prefill chunks gathers nothing on any rank; the next step must still be in sync."""
     with gang(checkpoint("qwen2"), 2) as made:
         nothing = made.forward(plan_of_rows(0, [PlanRow([5, 6, 7], 0, [1])], logits_at=[]))
         something = made.forward(plan_of_rows(1, [PlanRow([8], 3, [1])]))
@@ -164,7 +164,7 @@ def test_step_without_logits_keeps_ranks_together(checkpoint):
 
 
 def test_killed_rank_is_an_error_at_the_next_step(checkpoint):
-    """The supervisor rebuilds the gang; a step that never ends would hide the loss."""
+    """The supervisor rebuilds the group; a step that hangs would hide the loss."""
     plan = plan_of_rows(0, [PlanRow([5, 6, 7], 0, [1])])
     with gang(checkpoint("qwen2"), 2) as made:
         made.forward(plan)
@@ -176,20 +176,20 @@ def test_killed_rank_is_an_error_at_the_next_step(checkpoint):
 
 
 def test_absent_rank_is_an_error_in_time():
-    """Rank 1 never comes; rank 0 says so."""
+    """Rank 1 never joins, and rank 0 reports it."""
     with pytest.raises(RankLost, match="2 ranks"):
         RankGroup.join(0, 2, host="127.0.0.1", port=free_port(), backend="gloo", timeout_s=1)
 
 
 class Alone:
-    """A process group of one, for what is refused before any rank is called."""
+    """A placeholder process group for splits that are refused before any collective."""
 
 
 @pytest.mark.parametrize(
     ("provider", "size", "reason"), [("native", 3, "4 attention heads"), ("transformers", 2, "tensor_parallel_size: 1")]
 )
 def test_impossible_split_is_refused_by_name(provider, size, reason, checkpoint):
-    """Before weights are read, and with what to change."""
+    """The refusal precedes reading weights and names what to change."""
     settings = ReplicaSettings(device="cpu", model_provider=provider, tensor_parallel_size=size)
 
     with pytest.raises(TensorParallelUnsupported, match=reason):
@@ -197,7 +197,7 @@ def test_impossible_split_is_refused_by_name(provider, size, reason, checkpoint)
 
 
 def test_ranks_meet_on_their_own_address_alone() -> None:
-    """Torch's listener is on every interface, where a replica on loopback must not be."""
+    """Torch's listener binds to every interface, which a replica on loopback must avoid."""
     port = free_port()
     group = RankGroup.join(0, 1, host="127.0.0.1", port=port, backend="gloo", timeout_s=60)
     listening = [each.laddr for each in psutil.Process().net_connections("tcp") if each.status == psutil.CONN_LISTEN]
@@ -208,7 +208,7 @@ def test_ranks_meet_on_their_own_address_alone() -> None:
 
 
 class StreamGroup:
-    """A process group as nccl's: it returns no work for collectives that are not asynchronous."""
+    """A process group like nccl's: synchronous collectives return no work object."""
 
     def __init__(self) -> None:
         self.asynchronous: list[bool] = []
@@ -224,7 +224,7 @@ class StreamGroup:
 
 
 def test_collectives_run_on_the_stream_that_computes() -> None:
-    """Asynchronous ones cross to nccl's stream and back: two more events each, 72 times a step of an 8B model."""
+    """Asynchronous ones switch to nccl's stream and back: two more events each, 72 times a step of an 8B model."""
     inner = StreamGroup()
     group = RankGroup(0, 2, inner)
     x = torch.ones(3)

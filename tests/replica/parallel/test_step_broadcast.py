@@ -1,6 +1,6 @@
-"""The ranks' channel on real sockets: who does not know the gang's secret gets nothing in, and nothing out.
+"""The ranks' channel on real sockets: a peer without the group's secret can neither send nor receive.
 
-The socket is a TCP port of the node, so that any process of the host may knock.
+The socket is a TCP port of the node, to which any process that can reach the host may connect.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ from ..clients import PATIENCE_S
 SECRET, OTHER_SECRET = bytes(range(32)), bytes(32)
 SIZE = 3
 KNOCKS = 40
-#: ZMTP 3.1's greeting, as a client sends it that asks for this mechanism.
+#: ZMTP 3.1 greeting of a client that requests this mechanism.
 GREETING = b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\x01%s" + b"\0" * 32
 ORDERS = 20
 
@@ -54,7 +54,7 @@ def rank_0(size: int = SIZE) -> Iterator[StepBroadcast]:
 
 @contextlib.contextmanager
 def workers(channel: StepBroadcast, size: int = SIZE) -> Iterator[list[WorkerLink]]:
-    """The other ranks, one of which comes after the other."""
+    """The other ranks, created one after the other."""
     links = [WorkerLink(channel.endpoint, spec(rank, size)) for rank in range(1, size)]
     try:
         yield links
@@ -65,7 +65,7 @@ def workers(channel: StepBroadcast, size: int = SIZE) -> Iterator[list[WorkerLin
 
 @contextlib.contextmanager
 def dealer(endpoint: str, identity: bytes, server: bytes | None) -> Iterator["zmq.Socket[bytes]"]:
-    """Another client; without a `server` key it does not encrypt."""
+    """Another client; it is unencrypted without a `server` key."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as sock:
         sock.linger = 0
         sock.identity = identity
@@ -76,7 +76,7 @@ def dealer(endpoint: str, identity: bytes, server: bytes | None) -> Iterator["zm
 
 
 def knock(endpoint: str, rng: random.Random) -> None:
-    """Bytes of a stranger's on the bare connection: noise, or a handshake that turns into noise."""
+    """A stranger's bytes on the bare connection: noise, or a handshake that turns into noise."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     mechanism = rng.choice([b"NULL", b"PLAIN", b"CURVE", b"GSSAPI"]).ljust(20, b"\0")
     hello = b"\x04\x26\x05READY" + rng.randbytes(32)
@@ -87,7 +87,7 @@ def knock(endpoint: str, rng: random.Random) -> None:
 
 
 def obeyed(channel: StepBroadcast, links: list[WorkerLink]) -> bool:
-    """Whether every worker gets every order, in turn, and no other."""
+    """Whether every worker receives every order, in sequence, and nothing else."""
     orders = [(STEP, bytes([number])) for number in range(ORDERS)]
     for order in orders:
         channel.send(*order)
@@ -95,7 +95,7 @@ def obeyed(channel: StepBroadcast, links: list[WorkerLink]) -> bool:
 
 
 def test_ranks_are_told_apart_and_obey_in_turn() -> None:
-    """Eleven workers: as texts, 10 comes before 2."""
+    """Eleven workers: sorted as text, rank 10 would precede rank 2."""
     with rank_0(12) as channel, workers(channel, 12) as links:
         pids = channel.wait_for_workers(PATIENCE_S)
 
@@ -105,7 +105,7 @@ def test_ranks_are_told_apart_and_obey_in_turn() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_strangers_at_the_door_change_nothing(seed: int) -> None:
-    """Before the workers come, among them, and when they are at work."""
+    """They connect before the workers, among them and after them."""
     rng = random.Random(seed)
     with rank_0() as channel, ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(channel.wait_for_workers, PATIENCE_S)
@@ -126,7 +126,7 @@ def test_strangers_at_the_door_change_nothing(seed: int) -> None:
     ids=["plain", "other secret", "other pair"],
 )
 def test_without_the_secret_nobody_is_a_rank(server: bytes | None) -> None:
-    """A gang must not start with a stranger in the place of a rank: it would get all plans, and the rank none."""
+    """A group must not start with a stranger as a rank: it would receive all plans instead of the real rank."""
     with rank_0() as channel, dealer(channel.endpoint, b"1", server) as stranger:
         stranger.send_multipart([HELLO, msgspec.msgpack.encode(1)])
         with workers(channel) as links:
@@ -138,7 +138,7 @@ def test_without_the_secret_nobody_is_a_rank(server: bytes | None) -> None:
 
 
 def test_a_gang_of_strangers_does_not_start() -> None:
-    """However many of them say hello."""
+    """The number of strangers that say hello does not matter."""
     with rank_0() as channel, contextlib.ExitStack() as stack:
         for rank in range(1, SIZE):
             stranger = stack.enter_context(dealer(channel.endpoint, str(rank).encode(), None))
@@ -149,7 +149,7 @@ def test_a_gang_of_strangers_does_not_start() -> None:
 
 
 def test_who_knows_the_secret_and_says_nothing_sensible_is_passed_over() -> None:
-    """Such as a worker of another version: the gang waits for its own ranks."""
+    """For example, a worker of another version: rank 0 keeps waiting for its own ranks."""
     said: list[tuple[bytes, list[bytes]]] = [
         (b"7", [HELLO, msgspec.msgpack.encode(1)]),
         (b"0", [HELLO, msgspec.msgpack.encode(1)]),
@@ -172,7 +172,7 @@ def test_who_knows_the_secret_and_says_nothing_sensible_is_passed_over() -> None
 
 
 def test_a_worker_takes_no_orders_from_a_stranger() -> None:
-    """Somebody else may listen where rank 0 was: its orders, and STOP most of all, must not be read."""
+    """Another process may listen on rank 0's old port; its orders, above all STOP, must not be read."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as impostor:
         impostor.linger = 0
         _serve_curve(impostor, rank_0_keys(OTHER_SECRET))
@@ -186,7 +186,7 @@ def test_a_worker_takes_no_orders_from_a_stranger() -> None:
 
 
 def test_a_rank_that_is_gone_is_an_error_at_the_next_order() -> None:
-    """The others cannot go on without it."""
+    """The other ranks cannot continue without it."""
     with rank_0() as channel, contextlib.ExitStack() as stack:
         links = stack.enter_context(workers(channel))
         channel.wait_for_workers(PATIENCE_S)
@@ -199,7 +199,7 @@ def test_a_rank_that_is_gone_is_an_error_at_the_next_order() -> None:
 
 @given(st.lists(st.binary(max_size=20), max_size=5), st.integers(2, 9))
 def test_a_hello_is_read_or_refused_by_name(frames: list[bytes], size: int) -> None:
-    """Nothing else may come of any frames."""
+    """Any other frames must raise a named error."""
     try:
         rank, _ = read_hello(frames, size)
     except (ValueError, msgspec.MsgspecError):
@@ -209,7 +209,7 @@ def test_a_hello_is_read_or_refused_by_name(frames: list[bytes], size: int) -> N
 
 @given(st.integers(2, 64), st.data())
 def test_every_rank_is_known_by_its_hello(size: int, data: st.DataObject) -> None:
-    """And by nobody else's."""
+    """No rank's hello may be taken for another's."""
     rank, pid = data.draw(st.integers(1, size - 1)), data.draw(st.integers(1, 2**22))
     frames = [str(rank).encode(), HELLO, msgspec.msgpack.encode(pid)]
 
@@ -219,7 +219,7 @@ def test_every_rank_is_known_by_its_hello(size: int, data: st.DataObject) -> Non
 
 
 def test_the_secret_is_in_no_log() -> None:
-    """Specs are logged when something goes wrong."""
+    """Specs are logged when a start fails."""
     assert repr(SECRET) not in repr(spec(1))
     assert rank_0_keys(SECRET).secret.decode() not in repr(rank_0_keys(SECRET))
 
@@ -237,7 +237,7 @@ def _hears(link: WorkerLink) -> bool:
 
 
 def _until_raised(channel: StepBroadcast) -> None:
-    """ZeroMQ notices a closed connection soon, not at once."""
+    """ZeroMQ notices a closed connection with a delay."""
     for _ in range(int(PATIENCE_S * 100)):
         channel.send(STEP)
         time.sleep(0.01)

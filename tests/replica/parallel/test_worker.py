@@ -1,4 +1,4 @@
-"""Two ranks in two processes, over gloo and ZeroMQ: one replica, the same tokens, and no survivor without the other."""
+"""Two ranks in two processes, over gloo and ZeroMQ, act as one replica: same tokens, and both stop together."""
 
 import contextlib
 import socket
@@ -30,7 +30,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def rank_process(folder: Path, rank: int, port: int, overlap: str = "off") -> Iterator[subprocess.Popen[str]]:
-    """A rank of two; gone afterwards, whatever happened."""
+    """One of two ranks; its process is gone on exit, in every case."""
     command = [sys.executable, str(RANK), str(folder), str(rank), "2", str(port), overlap]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
@@ -55,7 +55,7 @@ def rank_0(port: int, overlap: str = "off") -> dict[str, object]:
 def test_two_ranks_answer_like_one_and_end_together(
     folder: Path, tmp_path: Path, prompts: list[list[int]], reference: Callable[..., list[list[int]]], overlap: str
 ) -> None:
-    """Greedy tokens of two ranks are those of `generate`, also when rank 0 alone draws tokens that both go on from."""
+    """Greedy tokens of two ranks equal `generate`'s, also when only rank 0 draws and both continue from its tokens."""
     port = free_port()
     with rank_process(folder, 1, port, overlap) as worker:
         with served(folder, tmp_path, **rank_0(port, overlap)) as running:
@@ -73,7 +73,7 @@ def test_two_ranks_answer_like_one_and_end_together(
 def test_two_ranks_that_launch_ahead_draw_what_one_rank_draws_step_by_step(
     folder: Path, tmp_path: Path, prompts: list[list[int]]
 ) -> None:
-    """Rank 0 alone draws; the others hear of it on the device, within the step, and the host tells nobody."""
+    """Only rank 0 draws; the others get the tokens on the device within the step, without the host."""
     port = free_port()
 
     def drawn(client: Client) -> list[list[int]]:
@@ -93,7 +93,7 @@ def test_two_ranks_that_launch_ahead_draw_what_one_rank_draws_step_by_step(
 def test_two_ranks_follow_a_grammar_like_one(
     folder: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Rank 0 alone has guides and masks; a step that waits for its masks must not leave the other rank behind."""
+    """Only rank 0 has guides and masks; a step that waits for masks must keep the other rank in sync."""
     port, spelling = free_port(), with_tokenizer(folder, tmp_path_factory.mktemp("model"))
     constraint = Constraint(kind="regex", source="[a-z]{4} [0-9]{3}")
 
@@ -115,7 +115,7 @@ def test_two_ranks_follow_a_grammar_like_one(
 def test_both_ranks_copy_the_tokens_that_prompts_share_inside_a_block(
     folder: Path, tmp_path: Path, prompts: list[list[int]], reference: Callable[..., list[list[int]]]
 ) -> None:
-    """Each rank holds its own heads' KV, so copies travel in the plan: a rank without them would change tokens."""
+    """Each rank holds its own heads' KV, so the plan carries copies: a rank that skipped them would change tokens."""
     port = free_port()
     branching = [prompts[0], prompts[2], [*prompts[2][:43], 9], prompts[0]]
     with rank_process(folder, 1, port), served(folder, tmp_path, **rank_0(port)) as running:
@@ -129,7 +129,7 @@ def test_both_ranks_copy_the_tokens_that_prompts_share_inside_a_block(
 
 
 def test_rank_0_ends_with_a_clear_error_when_a_worker_dies(folder: Path, tmp_path: Path) -> None:
-    """The requests are handed back at once; the supervisor rebuilds both ranks."""
+    """Its requests are handed back at once; the supervisor rebuilds both ranks."""
     port = free_port()
     with rank_process(folder, 1, port) as worker, served(folder, tmp_path, **rank_0(port)) as running:
         client = running.client()
@@ -144,7 +144,7 @@ def test_rank_0_ends_with_a_clear_error_when_a_worker_dies(folder: Path, tmp_pat
 
 
 def test_a_worker_ends_when_rank_0_dies(folder: Path) -> None:
-    """Even an idle one, which no broken collective would tell: it would hold its GPU for ever."""
+    """Even an idle worker must exit, although no collective fails there: otherwise it would hold its GPU forever."""
     port = free_port()
     with rank_process(folder, 0, port) as first, rank_process(folder, 1, port) as worker:
         assert first.stdout is not None

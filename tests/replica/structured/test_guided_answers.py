@@ -1,4 +1,4 @@
-"""Answers of the demo model under a grammar: they match it, on every engine, and go on elsewhere as if never moved."""
+"""The demo model's constrained answers match their grammar on every engine, and continue unchanged elsewhere."""
 
 import json
 import re
@@ -145,7 +145,7 @@ DRAWS = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 7}, {"temperature": 
 @pytest.mark.parametrize("kind", ENGINES)
 @pytest.mark.parametrize("sampling", DRAWS)
 def test_an_answer_matches_its_schema(guides: GuideCompiler, kind: str, sampling: dict[str, Any]) -> None:
-    """By the word of another library, whatever the model would rather say."""
+    """Validated by another library, whatever the model would prefer to generate."""
     got = answer(kind, guides, JSON, **sampling)
 
     jsonschema.validate(json.loads(got.text), SCHEMA)
@@ -154,7 +154,7 @@ def test_an_answer_matches_its_schema(guides: GuideCompiler, kind: str, sampling
 
 @pytest.mark.parametrize("kind", ENGINES)
 def test_guided_rows_and_others_share_steps_and_change_no_token_of_each_other(guides: GuideCompiler, kind: str) -> None:
-    """Each row gets its own mask, also when rows join and leave; the engines draw the same tokens."""
+    """Each row has its own mask, also as rows join and leave; all engines draw the same tokens."""
     asks: dict[int, tuple[Constraint | None, dict[str, Any]]] = {
         0: (JSON, DRAWS[1]),
         1: (None, {"temperature": 1.0, "seed": 3, "max_tokens": 40}),
@@ -180,7 +180,7 @@ def test_guided_rows_and_others_share_steps_and_change_no_token_of_each_other(gu
 
 @pytest.mark.parametrize("kind", ENGINES)
 def test_an_answer_goes_on_elsewhere_from_every_token(guides: GuideCompiler, kind: str) -> None:
-    """When a replica is killed, the next one follows the tokens so far: same tokens, same end."""
+    """After a replica is killed, the next one follows the tokens so far and gives the same tokens and end."""
     whole = answer(kind, guides, JSON, **DRAWS[1])
     rig = Rig(kind, guides)
 
@@ -207,7 +207,7 @@ def test_choices_of_one_request_are_guided_each_by_itself(guides: GuideCompiler)
 
 
 def test_the_end_of_text_comes_only_where_the_grammar_is_complete(guides: GuideCompiler) -> None:
-    """The demo model would stop after a few words; and where more is allowed, it may go on."""
+    """A biased model stops no earlier, and an answer that cannot continue ends despite `min_tokens`."""
     long = answer("plain", guides, Constraint(kind="regex", source="[a-z ]{80,}"), logit_bias={EOS[0]: 50.0})
     exact = answer("plain", guides, Constraint(kind="regex", source="[a-z ]{20}"), min_tokens=100)
 
@@ -224,7 +224,7 @@ def test_a_limit_of_tokens_ends_an_answer_as_ever(guides: GuideCompiler) -> None
 
 @pytest.mark.parametrize("kind", ENGINES)
 def test_a_grammar_may_begin_behind_the_reasoning(guides: GuideCompiler, kind: str) -> None:
-    """Free text until its marker, then the schema; also when the marker is in the past of a continued answer."""
+    """Text is free until the marker, then follows the schema, also if a continued answer already has the marker."""
     marker = tokenizer().tokenize_str("x</done>")
     constraint = msgspec.structs.replace(JSON, after=tuple(marker))
     free = answer(kind, guides, None, max_tokens=20)
@@ -245,7 +245,7 @@ def think(text: str = "hm") -> list[int]:
     return list(tokenizer().tokenize_str(f"<think>{text}</think>"))
 
 
-#: For a model that may begin with reasoning although its prompt does not.
+#: For a model that may open reasoning although its prompt does not.
 THOUGHTFUL = msgspec.structs.replace(
     JSON, opener=tuple(tokenizer().tokenize_str("<think>")), after=tuple(tokenizer().tokenize_str("</think>"))
 )
@@ -253,7 +253,7 @@ THOUGHTFUL = msgspec.structs.replace(
 
 @pytest.mark.parametrize("kind", ENGINES)
 def test_a_model_may_open_reasoning_itself(guides: GuideCompiler, kind: str) -> None:
-    """What begins like the opener becomes the opener, if the grammar allows nothing of it; then text is free."""
+    """Tokens that start the opener must complete it, unless the grammar allows them; then text is free."""
     opener = list(THOUGHTFUL.opener)
     rig = Rig(kind, guides)
 
@@ -272,7 +272,7 @@ def test_a_model_may_open_reasoning_itself(guides: GuideCompiler, kind: str) -> 
 
 
 def test_the_state_behind_any_token_follows_from_the_tokens(guides: GuideCompiler) -> None:
-    """Also inside of the opener, of the reasoning and of its end: so a lost answer goes on with the same bytes."""
+    """Includes the opener, the reasoning and its end, so that a lost answer continues with the same bytes."""
 
     def mask(guide: Any) -> list[int] | None:
         words = np.zeros(4096 // 32, dtype=np.int32)
@@ -294,7 +294,7 @@ def test_the_state_behind_any_token_follows_from_the_tokens(guides: GuideCompile
 
 
 def test_reasoning_ends_however_its_end_is_spelled(guides: GuideCompiler) -> None:
-    """Tokens of a text depend on what stands beside it."""
+    """The tokenization of a text depends on its surroundings."""
     spelled = [token for byte in b"so</think>" for token in tokenizer().tokenize_bytes(bytes([byte]))]
 
     guide = guides.compile(THOUGHTFUL, [*THOUGHTFUL.opener, *spelled])
@@ -305,7 +305,7 @@ def test_reasoning_ends_however_its_end_is_spelled(guides: GuideCompiler) -> Non
 
 
 class Merged:
-    """A vocabulary whose third token ends reasoning and holds what follows."""
+    """A vocabulary whose third token ends the reasoning and contains text after it."""
 
     def __init__(self, rest: bytes) -> None:
         self.pieces = [b"</", b"think>", b"</think>" + rest]
@@ -321,7 +321,7 @@ class Merged:
 def test_text_behind_the_end_of_reasoning_in_one_token_with_it_counts(
     guides: GuideCompiler, rest: bytes, problem: bool
 ) -> None:
-    """Space belongs to neither; anything else must match."""
+    """Whitespace is ignored; any other text must match the grammar."""
     vocabulary: Any = Merged(rest)
     guide = Guide(guides._matcher(JSON), vocabulary, after=(0, 1))
 
@@ -332,7 +332,7 @@ def test_text_behind_the_end_of_reasoning_in_one_token_with_it_counts(
 
 
 def test_a_drafter_changes_no_guided_token(guides: GuideCompiler) -> None:
-    """A guided row takes no drafts; its neighbours do."""
+    """A guided row gets no drafts; other rows in its batch do."""
     rig = Rig("plain", guides, drafter=Guesses(0.0, seed=1, following=lambda tokens: 7))
 
     rig.add(0, JSON, **DRAWS[1])
@@ -361,7 +361,7 @@ class Failing:
 
 @pytest.mark.parametrize("kind", ENGINES)
 def test_a_grammar_that_fails_ends_its_request_and_no_other(guides: GuideCompiler, kind: str) -> None:
-    """llguidance's limits are met in mid-answer; what follows would match nothing."""
+    """llguidance may reach its limits in mid-answer; the rest could not match the grammar."""
     rig = Rig(kind, guides)
     request = msgspec.structs.replace(generate(0, PROMPT, rig.hasher, max_tokens=20), constraint=JSON)
     guide: Any = Failing()
@@ -376,13 +376,13 @@ def test_a_grammar_that_fails_ends_its_request_and_no_other(guides: GuideCompile
 
 
 def test_tokens_that_do_not_match_are_refused(guides: GuideCompiler) -> None:
-    """A continued answer of another grammar."""
+    """For example, a continued answer that was generated under another grammar."""
     with pytest.raises(InvalidRequest, match="do not match"):
         guides.compile(JSON, tokenizer().tokenize_str("Hello"))
 
 
 def test_a_model_without_a_tokenizer_refuses_constraints_by_name(tmp_path: Path) -> None:
-    """All its other requests are served."""
+    """All other requests are served."""
     compiler = GuideCompiler(tmp_path, 100, (2,))
 
     with pytest.raises(InvalidRequest, match="structured output cannot use"):
