@@ -1,7 +1,7 @@
-"""A program that stands in for the Python of an environment with vLLM: `PROGRAM -m MODULE serve MODEL FLAGS...`.
+"""Stands in for the Python of an environment with vLLM: `PROGRAM -m MODULE serve MODEL FLAGS...`.
 
-Serves and publishes as vLLM does, by the fake engine of the router's tests, at the addresses in its flags. More flags,
-for `--engine-args`, let it misbehave. `engine_python` makes the file that `--engine-python` is to name.
+Serves and publishes like vLLM at the addresses in its flags, using the fake engine of the router's tests. Further
+flags, passed by `--engine-args`, make it misbehave. `engine_python` writes the file to pass as `--engine-python`.
 """
 
 import argparse
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def engine_python(folder: Path) -> Path:
-    """A program in this folder that runs this module."""
+    """Write an executable to this folder that runs this module; return its path."""
     program = folder / "python"
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -P {Path(__file__).resolve()} "$@"\n')
     program.chmod(0o755)
@@ -33,8 +33,8 @@ def parser() -> argparse.ArgumentParser:
     for flag in ("--port", "--block-size"):
         made.add_argument(flag, type=int)
     made.add_argument("--fake-fault", choices=["exit", "never-ready", "other-blocks"])
-    made.add_argument("--fake-child", action="store_true", help="also run a process that ignores SIGTERM")
-    made.add_argument("--fake-gate", type=Path, help="while there is such a file, answers stop before their 2nd token")
+    made.add_argument("--fake-child", action="store_true", help="also start a process that ignores SIGTERM")
+    made.add_argument("--fake-gate", type=Path, help="while this file exists, answers stop before their 2nd token")
     made.add_argument("--fake-token-s", type=float, default=0.0)
     return made
 

@@ -1,4 +1,4 @@
-"""Fake ranks and routers for the actors: they load nothing, and the router records its messages in files."""
+"""Fake ranks and routers for the actors: ranks load nothing, and the router records its messages in files."""
 
 import json
 import os
@@ -30,7 +30,7 @@ from homing.router.control import (
 
 
 def describe_replica(replica_id: str, epoch: int, block_size: int = 16) -> ReplicaDescription:
-    """A description whose only meaning is its name, epoch and block size."""
+    """A description in which only name, epoch and block size matter."""
     return ReplicaDescription(
         replica_id=replica_id,
         epoch=epoch,
@@ -55,7 +55,7 @@ def describe_replica(replica_id: str, epoch: int, block_size: int = 16) -> Repli
 
 
 class FakeRank(RankServer):
-    """A rank that serves nothing; with the model name `broken` it cannot start, with `endless` its start never ends."""
+    """A rank that serves nothing. The model name `broken` makes its start fail, and `endless` makes it hang."""
 
     def __init__(self, spec: RankSpec) -> None:
         self._stopped = threading.Event()
@@ -76,21 +76,21 @@ class FakeRank(RankServer):
 
 
 def prepare(spec: ModelSpec) -> None:
-    """What a spare process does: notes that it is one."""
+    """A spare process's preparation: records the pid."""
     with (Path(spec.settings.cluster.state_dir) / "prepared").open("a") as file:
         file.write(f"{os.getpid()}\n")
 
 
 def prepared(folder: Path) -> list[int]:
-    """The ids of the processes that were prepared, oldest first."""
+    """The pids of the prepared processes, oldest first."""
     file = folder / "prepared"
     return [int(pid) for pid in file.read_text().split()] if file.exists() else []
 
 
 class FakeRouter:
-    """A router that writes each membership it gets as a line of JSON: [[replica id, epoch, pids], ...].
+    """A router that writes each membership it receives as a line of JSON: [[replica id, epoch, pids], ...].
 
-    Replicas that drain or warm up are left out. It refuses replicas of block size 32.
+    Draining and warming replicas are left out. The router refuses replicas of block size 32.
     """
 
     def __init__(self, models: Models, listening: Listening) -> None:
@@ -125,7 +125,7 @@ class FakeRouter:
                 return WarmUpEnded(refusal="another block size" if refused else "")
             case CountInFlight():
                 return 0
-            case WeighCaches():  # the higher its number, the more a replica is worth
+            case WeighCaches():  # higher numbers are worth more
                 numbers = {name: int(name.rpartition("r")[2]) for name in self._members}
                 return [CacheWorth(name, number, 0, 1.0) for name, number in numbers.items()]
             case MeasureDemand():
@@ -134,7 +134,7 @@ class FakeRouter:
                 assert_never(question)
 
     def _demands(self) -> dict[str, Demand]:
-        """As many held requests for the first model as the file `held` says; nothing runs, so that it is found idle."""
+        """Each model holds as many requests as the file `held` says; nothing runs, so models count as idle."""
         held = self._told.with_name("held")
         count = int(held.read_text()) if held.exists() else 0
         demands = {}
@@ -156,7 +156,7 @@ class FakeRouter:
 
 
 def check_fleet(fleet: Fleet) -> None:
-    """What always holds after `reconcile`."""
+    """Invariants after `reconcile`."""
     for replica_id, group in fleet.groups.items():
         assert group.replica_id == replica_id
         assert (group.description is not None) == (group.phase in ROLES), f"{replica_id}: {group.phase}"
@@ -169,15 +169,15 @@ def check_fleet(fleet: Fleet) -> None:
         for group in fleet.groups.values()
         if group.description is not None
     )
-    assert fleet.published == members, "routers know another membership"
-    assert not (fleet.being_removed and fleet.wanted), f"{fleet.wanted} groups are wanted of a removed model"
+    assert fleet.published == members, "the published membership is outdated"
+    assert not (fleet.being_removed and fleet.wanted), f"{fleet.wanted} groups wanted for a removed model"
     staying = sum(group.phase is not GroupPhase.DRAINING for group in fleet.groups.values())
     room = fleet.wanted + (1 if fleet.settings.surge and fleet.wanted and fleet.rolling else 0)
     assert staying <= room, f"{staying} groups, room for {room}"
 
 
 def memberships(folder: Path) -> list[dict[str, tuple[int, list[int]]]]:
-    """The memberships that the fake router received: replica id -> (epoch, pids), oldest first."""
+    """The memberships that the fake router received, oldest first: replica id -> (epoch, pids)."""
     told = folder / "told"
     lines = told.read_text().splitlines() if told.exists() else []
     decoded = [msgspec.json.decode(line, type=list[tuple[str, int, list[int]]]) for line in lines]
@@ -185,12 +185,12 @@ def memberships(folder: Path) -> list[dict[str, tuple[int, list[int]]]]:
 
 
 def absences(folder: Path) -> list[list[list[str]]]:
-    """The missing replicas that the fake router received, oldest first: [replica id, state, reason] of each."""
+    """The missing replicas that the fake router received, oldest first: a list of [replica id, state, reason] each."""
     told = folder / "absent"
     return [json.loads(line) for line in told.read_text().splitlines()] if told.exists() else []
 
 
 def off(folder: Path) -> list[str]:
-    """The models in the last message about models without wanted replicas."""
+    """The models without wanted replicas, as in the last message."""
     told = folder / "off"
     return list(json.loads(told.read_text() or "[]")) if told.exists() else []

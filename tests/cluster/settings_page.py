@@ -1,4 +1,4 @@
-"""Writes docs/settings.md: `python -m tests.cluster.settings_page > docs/settings.md`."""
+"""Generates docs/settings.md: `python -m tests.cluster.settings_page > docs/settings.md`."""
 
 from homing.cluster.config import SECTIONS, SETTINGS, SHARED, Setting, Settings
 

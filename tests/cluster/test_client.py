@@ -1,4 +1,4 @@
-"""What commands send to a router."""
+"""Requests that commands send to a router."""
 
 import io
 import socket
@@ -14,13 +14,13 @@ from homing.cluster.client import get_json, post_json, read_key, router_urls, ss
 from homing.cluster.config import load_settings
 from homing.cluster.errors import ClusterError, NotRunning, SettingsError
 
-#: A certificate for the loopback, and its key: for tests alone.
+#: A certificate for the loopback address and its key, for tests only.
 TLS = Path(__file__).parents[1] / "router" / "tls" / "server.pem"
 
 
 @pytest.fixture
 def router() -> Iterator[HTTPServer]:
-    """Answers a POST with its Authorization header."""
+    """Echoes the Authorization header of a POST."""
 
     class Echo(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -41,7 +41,7 @@ def router() -> Iterator[HTTPServer]:
 
 
 def test_a_question_is_asked_in_the_name_of_a_key(router: HTTPServer) -> None:
-    """Tenants do not share cached blocks: without the key, `homing explain` would show none of the tenant's."""
+    """Tenants do not share cached blocks: without the key, `homing explain` would show none of the tenant's blocks."""
     url = f"http://127.0.0.1:{router.server_port}/explain"
 
     assert post_json(url, {}, api_key="ann") == "Bearer ann"
@@ -49,7 +49,7 @@ def test_a_question_is_asked_in_the_name_of_a_key(router: HTTPServer) -> None:
 
 
 def test_a_router_that_does_not_answer_is_told_with_a_remedy() -> None:
-    """In words: an error number of the system does not help."""
+    """The message is in words: a system error number does not help."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}/cluster"
@@ -59,7 +59,7 @@ def test_a_router_that_does_not_answer_is_told_with_a_remedy() -> None:
 
 
 def test_a_cluster_elsewhere_is_asked_without_a_registry_entry(tmp_path: Path) -> None:
-    """`--url`: no process of this machine has to be known by it."""
+    """`--url` requires no registry entry on this machine."""
     settings = load_settings({"state_dir": str(tmp_path)}, {})
 
     assert router_urls(settings, "gateway:8000/") == ("http://gateway:8000",)
@@ -68,7 +68,7 @@ def test_a_cluster_elsewhere_is_asked_without_a_registry_entry(tmp_path: Path) -
 
 
 def test_a_router_on_this_machine_is_believed_whatever_its_certificate_names(router: HTTPServer) -> None:
-    """It names the address that clients use, which the commands of this machine do not."""
+    """The certificate names the address for clients, while local commands use the loopback address."""
     trust = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     trust.load_cert_chain(TLS)
     router.socket = trust.wrap_socket(router.socket, server_side=True)
@@ -78,7 +78,7 @@ def test_a_router_on_this_machine_is_believed_whatever_its_certificate_names(rou
 
 
 def test_a_key_comes_from_a_file_or_standard_input(tmp_path: Path) -> None:
-    """Never from the command line: everybody on the machine can read those."""
+    """A command line is visible to every user of the machine, so keys are never given there."""
     file = tmp_path / "key"
     file.write_text("sk-1\n")
 

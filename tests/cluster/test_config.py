@@ -1,4 +1,4 @@
-"""Settings: declared once, taken from four places, and every mistake named."""
+"""Settings are declared once, read from four sources, and every mistake is named."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ def write(folder: Path, text: str) -> Path:
 
 
 def test_no_two_sections_declare_a_setting_of_the_same_name() -> None:
-    """A flag has no section in front, so a name must be enough."""
+    """A flag has no section prefix, so the name alone must be unique."""
     types = [section.type for section in msgspec.structs.fields(Settings) if section.name in SECTIONS]
     names = [field.name for section in types for field in msgspec.structs.fields(section)]
 
@@ -38,7 +38,7 @@ def test_no_two_sections_declare_a_setting_of_the_same_name() -> None:
 
 
 def test_every_setting_says_what_it_is_for() -> None:
-    """Help and table come from the description; without one they would show a bare name."""
+    """Help and documentation are generated from the description."""
     assert [name for name, setting in SETTINGS.items() if not setting.meta.description] == []
 
 
@@ -48,7 +48,7 @@ def test_nothing_given_is_the_defaults() -> None:
 
 
 def test_a_flag_wins_over_a_variable_over_the_file_over_the_default(tmp_path: Path) -> None:
-    """The nearer to the command that is typed, the stronger."""
+    """The more specific source wins."""
     path = write(tmp_path, "router:\n  port: 1\ncluster:\n  replicas: 5\nkvcache:\n  block_size: 8\n")
     environ = {"HOMING_PORT": "2", "HOMING_REPLICAS": "6", "HOME": "/"}
 
@@ -66,7 +66,7 @@ def test_the_file_can_be_named_by_a_variable(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("text", "value"), [("true", True), ("1", True), ("false", False), ("0", False)])
 def test_a_switch_reads_words_and_digits(text: str, value: bool) -> None:
-    """Shells and containers write truth in more than one way."""
+    """Shells and containers write booleans in several ways."""
     assert load_settings({}, {"HOMING_PUBLISH_EVENTS": text}).events.publish_events is value
 
 
@@ -86,7 +86,7 @@ def test_a_switch_reads_words_and_digits(text: str, value: bool) -> None:
     ],
 )
 def test_a_mistake_in_the_file_is_named_with_the_file(tmp_path: Path, text: str, words: list[str]) -> None:
-    """A typo that is silently ignored costs an afternoon."""
+    """Silently ignoring a typo would cost hours of searching."""
     path = write(tmp_path, text)
 
     with pytest.raises(SettingsError) as caught:
@@ -103,7 +103,7 @@ def test_a_mistake_in_the_file_is_named_with_the_file(tmp_path: Path, text: str,
     ],
 )
 def test_a_mistake_in_the_environment_is_named_with_the_variable(environ: dict[str, str], words: list[str]) -> None:
-    """The same for variables: the prefix is ours alone."""
+    """The `HOMING_` prefix is ours alone, so an unknown variable is a mistake."""
     with pytest.raises(SettingsError) as caught:
         load_settings({}, environ)
 
@@ -111,13 +111,13 @@ def test_a_mistake_in_the_environment_is_named_with_the_variable(environ: dict[s
 
 
 def test_a_malformed_flag_is_named() -> None:
-    """And for flags."""
+    """The error must repeat the flag."""
     with pytest.raises(SettingsError, match=r"--max-waiting-requests: '0' is not valid for max_waiting_requests"):
         load_settings({"max_waiting_requests": "0"}, {})
 
 
 def test_no_number_is_without_a_lower_bound() -> None:
-    """A negative size would be detected where it is used, in the middle of a start."""
+    """A negative size would otherwise be detected only where it is used, in the middle of a start."""
     numbers = [setting for setting in SETTINGS.values() if setting.bare_type in (int, float)]
 
     assert [setting.name for setting in numbers if setting.meta.ge is None and setting.meta.gt is None] == []
@@ -125,19 +125,19 @@ def test_no_number_is_without_a_lower_bound() -> None:
 
 @pytest.mark.parametrize("text", ["inf", "nan"])
 def test_a_number_is_finite(text: str) -> None:
-    """Nobody waits for ever on purpose, and timers refuse it."""
+    """Timers reject infinite values, and an endless wait is never intended."""
     with pytest.raises(SettingsError, match=r"--stop-timeout-s.*stop_timeout_s"):
         load_settings({"stop_timeout_s": text}, {})
 
 
 def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
-    """A file that was asked for and is not there must not mean defaults."""
+    """A missing file that was asked for must not mean defaults."""
     with pytest.raises(SettingsError, match=r"nowhere\.yaml: No such file"):
         load_settings({}, {}, tmp_path / "nowhere.yaml")
 
 
 def test_clusters_are_noted_in_the_users_state_folder_unless_set() -> None:
-    """XDG's place, and a setting for everybody else."""
+    """The XDG default location, unless a setting overrides it."""
     default, moved = Settings(), load_settings({"state_dir": "/srv/homing"}, {})
 
     assert state_folder(default, {"XDG_STATE_HOME": "/s"}) == Path("/s/homing")
@@ -146,12 +146,12 @@ def test_clusters_are_noted_in_the_users_state_folder_unless_set() -> None:
 
 
 def test_the_settings_page_is_the_generated_one() -> None:
-    """Docs that are written by hand go stale: `python -m tests.cluster.settings_page > docs/settings.md`."""
+    """Handwritten docs go stale; write with `python -m tests.cluster.settings_page > docs/settings.md`."""
     assert DOCS.read_text() == markdown()
 
 
 def test_the_settings_page_has_a_section_for_every_room() -> None:
-    """What can be set in a file is documented under the file's own section names."""
+    """Settings in a file are documented under the file's own section names."""
     assert all(f"\n## {section}\n" in markdown() for section in SECTIONS)
 
 
@@ -171,7 +171,7 @@ cluster: {replicas: 1, gpus_per_rank: 0.5}
 
 
 def test_each_listed_model_has_its_own_settings_over_those_of_all(tmp_path: Path) -> None:
-    """What an entry does not say is what sections, variables and flags say, as for one model."""
+    """Settings missing in an entry come from sections, variables and flags, as for a single model."""
     settings = load_settings({"max_model_len": "99"}, {"HOMING_DTYPE": "float32"}, write(tmp_path, MODELS))
 
     small, large = settings.each_model
@@ -186,7 +186,7 @@ def test_each_listed_model_has_its_own_settings_over_those_of_all(tmp_path: Path
 
 
 def test_one_model_needs_no_list() -> None:
-    """Then all is as ever: the settings are its own."""
+    """Without a list, the settings describe the one model."""
     settings = load_settings({}, {})
 
     assert settings.models == ()
@@ -212,7 +212,7 @@ def test_one_model_needs_no_list() -> None:
     ],
 )
 def test_a_mistake_in_the_list_is_named_by_its_place(tmp_path: Path, text: str, words: list[str]) -> None:
-    """In a list of ten models, `replicas` alone says little."""
+    """In a list of ten models, `replicas` alone would not tell which entry is wrong."""
     with pytest.raises(SettingsError) as caught:
         load_settings({}, {}, write(tmp_path, text))
 
@@ -221,7 +221,7 @@ def test_a_mistake_in_the_list_is_named_by_its_place(tmp_path: Path, text: str, 
 
 @pytest.mark.parametrize("name", ["model", "served_model_name"])
 def test_a_model_beside_the_list_is_refused(tmp_path: Path, name: str) -> None:
-    """`homing serve MODEL --config two.yaml` would serve something else than it says."""
+    """`homing serve MODEL --config two.yaml` would otherwise serve something else than MODEL."""
     path = write(tmp_path, MODELS)
 
     with pytest.raises(SettingsError, match=f"flag --{name.replace('_', '-')}: each model has its own {name}"):
@@ -231,7 +231,7 @@ def test_a_model_beside_the_list_is_refused(tmp_path: Path, name: str) -> None:
 
 
 def test_the_example_of_several_models_is_one() -> None:
-    """The README starts it."""
+    """The README starts this example."""
     settings = load_settings({}, {}, DOCS.parents[1] / "deploy" / "models.yaml")
 
     assert [(each.served_name, each.ranks) for each in settings.models] == [("qwen3-0.6b", 1), ("qwen3-8b", 4)]
@@ -243,7 +243,7 @@ def running(tmp_path: Path) -> dict[str, Settings]:
 
 
 def test_an_update_changes_the_model_that_is_named(tmp_path: Path) -> None:
-    """Flags mean one model; where there are several they must say which."""
+    """Flags apply to one model; with several, the command must name it."""
     before = running(tmp_path)
 
     changed = changed_settings(before, {"served_model_name": "large", "model": "org/larger"}, None)
@@ -258,7 +258,7 @@ def test_an_update_changes_the_model_that_is_named(tmp_path: Path) -> None:
 
 
 def test_an_update_from_a_file_changes_every_model_that_it_lists(tmp_path: Path) -> None:
-    """The file that the cluster was started with, edited: what is the same stays."""
+    """The edited file of the running cluster may be passed again: unchanged models are left alone."""
     before = running(tmp_path)
     path = write(tmp_path, MODELS.replace("org/small", "org/smaller"))
 
@@ -272,7 +272,7 @@ def test_an_update_from_a_file_changes_every_model_that_it_lists(tmp_path: Path)
 
 
 def test_a_model_that_a_file_adds_takes_what_is_common_from_the_cluster(tmp_path: Path) -> None:
-    """Its own settings are the file's, sections for all included; those that are not listed must not vanish unasked."""
+    """Its own settings and the file's sections apply; a setting left out of the file keeps the cluster's value."""
     before = {each.served_name: each for each in load_settings({"port": "81"}, {}, write(tmp_path, MODELS)).models}
     more = MODELS.replace("kvcache:", "  - name: third\n    model: org/third\n    replicas: 2\nkvcache:")
 
@@ -298,7 +298,7 @@ def test_a_model_that_a_file_adds_takes_what_is_common_from_the_cluster(tmp_path
     ],
 )
 def test_what_no_update_can_change_is_refused(tmp_path: Path, old: str, new: str, words: str) -> None:
-    """With what to do instead."""
+    """The error says what to do instead."""
     before = running(tmp_path)
 
     with pytest.raises(SettingsError) as caught:

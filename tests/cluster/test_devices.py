@@ -1,4 +1,4 @@
-"""Every rank gets a GPU of its own where there are any, and as many replicas run as fit, unless the settings say so."""
+"""Unless set otherwise, every rank gets its own GPU if there are any, and as many replicas run as fit."""
 
 import pytest
 from hypothesis import given
@@ -26,26 +26,26 @@ def shape(settings: Settings) -> tuple[int, float, str]:
         ((1.0,), {}, 1, 1.0, "cuda"),
         ((8.0,), {"replicas": "3"}, 3, 1.0, "cuda"),
         ((8.0,), {"tensor_parallel_size": "4"}, 2, 1.0, "cuda"),
-        ((6.0, 6.0), {"tensor_parallel_size": "4"}, 2, 1.0, "cuda"),  # a replica is on one machine
-        ((2.0,), {"tensor_parallel_size": "4"}, 1, 1.0, "cuda"),  # Ray then says that it does not fit
+        ((6.0, 6.0), {"tensor_parallel_size": "4"}, 2, 1.0, "cuda"),  # a replica must fit on one machine
+        ((2.0,), {"tensor_parallel_size": "4"}, 1, 1.0, "cuda"),  # Ray then reports that it does not fit
         ((1.0,), {"gpus_per_rank": "0.5"}, 2, 0.5, "cuda"),
         ((1.0,), {"gpus_per_rank": "0.1"}, 10, 0.1, "cuda"),
         ((8.0,), {"autoscale": "0:4"}, 4, 1.0, "cuda"),
         ((1.0,), {"autoscale": "3:4"}, 3, 1.0, "cuda"),
         ((8.0,), {"device": "cpu"}, 2, 0.0, "cpu"),
         ((0.0,), {}, 2, 0.0, "auto"),
-        ((), {"device": "cuda"}, 1, 1.0, "cuda"),  # an autoscaler may start a machine that has one
+        ((), {"device": "cuda"}, 1, 1.0, "cuda"),  # an autoscaler may add a machine with a GPU
     ],
 )
 def test_replicas_and_gpus_follow_the_machines(
     gpus: tuple[float, ...], flags: dict[str, str], replicas: int, per_rank: float, device: str
 ) -> None:
-    """Two replicas on one GPU would both profile nine tenths of its memory, and the second would fail."""
+    """Two replicas on one GPU would each claim nine tenths of its memory, and the second would fail."""
     assert shape(settled(*gpus, **flags)) == (replicas, per_rank, device)
 
 
 def test_limits_follow_the_device_unless_set() -> None:
-    """A GPU that runs 64 requests at a time reaches half of what it could."""
+    """With only 64 concurrent requests, a GPU reaches half of its throughput."""
     cuda, cpu = settled(1.0).replica, settled().replica
 
     assert (cuda.max_running_requests, cuda.max_batched_tokens) == (256, 8192)
@@ -54,14 +54,14 @@ def test_limits_follow_the_device_unless_set() -> None:
 
 
 def test_gpus_that_the_cpu_would_keep_reserved_are_refused() -> None:
-    """One of the two settings is a mistake."""
+    """One of the two settings must be a mistake."""
     with pytest.raises(SettingsError, match=r"gpus_per_rank 1 reserves GPUs for device: cpu"):
         settled(8.0, device="cpu", gpus_per_rank="1")
 
 
 @given(st.lists(st.integers(0, 8), max_size=3), st.lists(st.sampled_from([0, 0, 1, 2]), min_size=1, max_size=3))
 def test_models_that_fit_share_the_gpus_without_overlap(gpus: list[int], wanted: list[int]) -> None:
-    """Those that say how many replicas they want are counted first; the others divide what is left."""
+    """Models with a set number of replicas are counted first; the others share the remaining GPUs."""
     models = tuple(load_settings({"replicas": str(count)}, {}) for count in wanted)
     total = sum(gpus)
 
@@ -79,5 +79,5 @@ def test_models_that_fit_share_the_gpus_without_overlap(gpus: list[int], wanted:
     ("visible", "count"), [(None, 8), ("", 0), ("-1", 0), ("3", 1), ("0,1", 2), ("0,-1,2", 1), ("GPU-a, GPU-b", 2)]
 )
 def test_hidden_gpus_are_not_counted(visible: str | None, count: int) -> None:
-    """As CUDA itself reads the variable: names end at the first that is none."""
+    """As CUDA reads the variable: the list ends at the first invalid entry."""
     assert visible_count(8, visible) == count

@@ -20,7 +20,7 @@ from homing.cluster.local_ray import (
 
 
 def test_an_address_where_nothing_listens_is_reported_at_once_with_the_remedy() -> None:
-    """Ray itself retries for over a minute, and then reports its control store."""
+    """Ray itself retries for over a minute and then blames its control store."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -30,7 +30,7 @@ def test_an_address_where_nothing_listens_is_reported_at_once_with_the_remedy() 
 
 
 def test_nobody_else_may_enter_the_run_folder_or_read_the_token(tmp_path: Path) -> None:
-    """Ray makes its folder, the sockets in it and its token for everybody; with them code can be run."""
+    """Ray makes its folder, sockets and token accessible to all users, which would let them run code."""
     folder, token = run_folder(), tmp_path / "auth_token"
     mode = folder.stat().st_mode & 0o777
     folder.rmdir()
@@ -44,7 +44,7 @@ def test_nobody_else_may_enter_the_run_folder_or_read_the_token(tmp_path: Path) 
 
 
 def test_the_folder_for_sockets_is_there_before_any_process_uses_it(tmp_path: Path) -> None:
-    """Several routers keep a file in it, and are often up before the first replica; a second start finds it."""
+    """Routers keep a file in it and often start before the first replica; a second start must find it."""
     folder = sockets_folder(tmp_path)
 
     assert folder.stat().st_mode & 0o777 == 0o700
@@ -52,7 +52,7 @@ def test_the_folder_for_sockets_is_there_before_any_process_uses_it(tmp_path: Pa
 
 
 def test_what_ray_does_to_memory_and_priority_is_ours_unless_the_operator_wants_it() -> None:
-    """Its monitor kills restartable actors first: controller and supervisor, 50 MB each, and with them the cluster."""
+    """Ray's monitor first kills restartable actors: controller and supervisor, 50 MB each, and so the cluster."""
     ours: dict[str, str] = {}
     set_local_environment(ours)
     own = {"RAY_memory_monitor_refresh_ms": "250", "RAY_worker_niceness": "5", "RAY_USAGE_STATS_ENABLED": "1"}
@@ -67,7 +67,7 @@ def test_what_ray_does_to_memory_and_priority_is_ours_unless_the_operator_wants_
 def test_a_raylet_that_starts_slowly_is_waited_for_and_one_that_never_does_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Ray gives it 30 s, a constant, and ends with a traceback: too few on a busy machine."""
+    """Ray waits a fixed 30 s, too short on a busy machine, and then fails with a traceback."""
     from ray._private import services
 
     answers = iter([RuntimeError("not yet"), RuntimeError("not yet"), {"labels": {}}])
@@ -118,7 +118,7 @@ print(answers)
     [(2, ["start", "start"]), (3, ["start", "start", "no raylet; no raylet log: No such file or directory"])],
 )
 def test_a_start_that_fails_is_repeated_once(succeeds: int, expected: list[str], tmp_path: Path) -> None:
-    """Test runs have met raylets that never registered."""
+    """Raylets sometimes failed to register in test runs."""
     command = [sys.executable, "-c", FAILING, str(succeeds), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
 
@@ -136,14 +136,14 @@ print("after", file=sys.stderr)
 
 
 def test_lines_of_rays_own_at_the_end_are_discarded_and_ours_are_not() -> None:
-    """They look like errors, and are about calls that nobody waits for."""
+    """They look like errors, but concern calls whose results are not needed."""
     done = subprocess.run([sys.executable, "-c", NOISE], capture_output=True, text=True, timeout=60, check=True)
 
     assert done.stderr == "before\nafter\n"
 
 
 def test_orphans_that_have_ended_do_not_stay_as_zombies(tmp_path: Path) -> None:
-    """Without the ones that Ray's own code waits for: it would miss how they ended."""
+    """Children that Ray's own code waits for are left alone, because it needs their exit status."""
     code = """
 import os, subprocess, sys
 from homing.cluster.local_ray import reap_orphans

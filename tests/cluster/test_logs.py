@@ -1,4 +1,4 @@
-"""Log files of a cluster's parts: private, bounded, in the order of time."""
+"""Log files of a cluster's parts are private, bounded and printed in order of time."""
 
 import json
 import logging
@@ -26,7 +26,7 @@ log = logging.getLogger("homing.test")
 
 @pytest.fixture(autouse=True)
 def root_logger() -> Iterator[None]:
-    """A process has one log; that of the tests stays as it was."""
+    """A process has one root logger; the test run's own is restored afterwards."""
     root = logging.getLogger()
     before = list(root.handlers)
     yield
@@ -41,7 +41,7 @@ def line(second: int, text: str) -> str:
 
 
 def test_what_a_process_logs_is_in_the_file_of_its_part(tmp_path: Path) -> None:
-    """And only its user can read it: messages may quote prompts."""
+    """Only its user can read the file, because messages may quote prompts."""
     folder = tmp_path / "state" / "default.logs"
 
     log_to_file(str(folder), "router-0")
@@ -54,7 +54,7 @@ def test_what_a_process_logs_is_in_the_file_of_its_part(tmp_path: Path) -> None:
 
 
 def test_logs_are_bounded(tmp_path: Path) -> None:
-    """A part that complains a thousand times a second must not fill the disk, nor must replicas that come and go."""
+    """Neither a part that logs a thousand lines a second nor short-lived replicas may fill the disk."""
     for number in range(FILES_KEPT + 10):
         (tmp_path / f"r{number}.log").write_text("")
         os.utime(tmp_path / f"r{number}.log", (number, number))
@@ -70,12 +70,12 @@ def test_logs_are_bounded(tmp_path: Path) -> None:
 
 
 def test_the_log_of_a_running_process_is_not_removed(tmp_path: Path) -> None:
-    """A controller writes little: among a hundred replicas' files its log is soon the oldest."""
+    """A controller logs little: among a hundred replicas' files, its log is soon the oldest."""
     controller = LogFile(tmp_path / "controller.log")
     os.utime(tmp_path / "controller.log", (1, 1))
     for number in range(FILES_KEPT + 10):
         (tmp_path / f"r{number}.log").write_text("")
-        os.utime(tmp_path / f"r{number}.log", (2, 2))  # before that of r99, even if the clock does not tick
+        os.utime(tmp_path / f"r{number}.log", (2, 2))  # older than r99's, even if the clock does not tick
 
     log_to_file(str(tmp_path), "r99")
     controller.close()
@@ -85,7 +85,7 @@ def test_the_log_of_a_running_process_is_not_removed(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_written_changes_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A replica serves without its log."""
+    """A replica serves even if its log cannot be written."""
     (tmp_path / "file").write_text("")
 
     log_to_file(str(tmp_path / "file" / "logs"), "r0")
@@ -95,7 +95,7 @@ def test_a_folder_that_cannot_be_written_changes_nothing_else(tmp_path: Path, ca
 
 
 def test_lines_of_several_parts_are_in_the_order_of_time(tmp_path: Path) -> None:
-    """With the file before, and with tracebacks in one piece."""
+    """Includes rotated files, and keeps each traceback in one piece."""
     (tmp_path / "r0.log.1").write_text(line(1, "a"))
     (tmp_path / "r0.log").write_text(line(3, "c") + "Traceback\n  File\n" + line(5, "e"))
     (tmp_path / "router-0.log").write_text(line(2, "b") + line(4, "d"))
@@ -111,14 +111,14 @@ def test_lines_of_several_parts_are_in_the_order_of_time(tmp_path: Path) -> None
     [("r1", ["r1", "r1.1"]), ("router", ["router-0", "router-1"]), ("router-1", ["router-1"]), ("r", [])],
 )
 def test_a_name_selects_all_processes_of_a_replica_and_all_routers(wanted: str, selected: list[str]) -> None:
-    """Ranks and routers are parts that users do not count."""
+    """Users do not think of ranks and single routers as parts."""
     known = ["controller", "r1", "r1.1", "r10", "router-0", "router-1"]
 
     assert [part for part in known if belongs(part, wanted)] == selected
 
 
 def test_a_tail_reads_what_is_added_also_to_new_and_rotated_files(tmp_path: Path) -> None:
-    """Once each, and no half line."""
+    """Each line is read once, and only when complete."""
     (tmp_path / "r0.log").write_text(line(1, "old"))
     tail = LogTail(tmp_path)
     with (tmp_path / "r0.log").open("a") as file:
@@ -134,7 +134,7 @@ def test_a_tail_reads_what_is_added_also_to_new_and_rotated_files(tmp_path: Path
 
 
 def test_a_tail_reads_a_new_file_from_its_beginning_though_its_inode_was_that_of_another(tmp_path: Path) -> None:
-    """The second rotation removes a file, and the next one may get its inode: the tail went on amid a line of it."""
+    """A second rotation frees an inode that a new file may reuse; the tail used to continue in the middle of a line."""
     path = tmp_path / "r0.log"
     path.write_text("2026-11-01 10:00:00.000 INFO    a long line of the old file\n")
     tail = LogTail(tmp_path)
@@ -145,7 +145,7 @@ def test_a_tail_reads_a_new_file_from_its_beginning_though_its_inode_was_that_of
 
 
 def test_logs_may_be_lines_of_json(tmp_path: Path) -> None:
-    """For programs that collect logs: a traceback is one field, and `homing logs` knows the time of each line."""
+    """For log collectors: a traceback is one field, and `homing logs` finds each line's time."""
     log_to_file(str(tmp_path), "r0", "json")
     try:
         raise ValueError("torn")
@@ -162,7 +162,7 @@ def test_logs_may_be_lines_of_json(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", ["text", "json"])
 def test_each_request_is_a_line_of_the_log_of_requests(tmp_path: Path, form: LogFormat) -> None:
-    """Lines come in batches; those of all routers are one part, and what only looks at the cluster is left out."""
+    """Lines arrive in batches; all routers' lines form one part, without requests that only query the cluster."""
     for seat in range(2):
         requests = RequestLog(str(tmp_path), seat, form)
         requests.write("ts=1 method=POST status=200\nts=1 method=GET status=200\nts=2 method=POST status=400\n")

@@ -1,4 +1,4 @@
-"""Which models are refused by their configuration alone, and which files of a repository are fetched."""
+"""Models that are refused by their configuration alone, and the files that are fetched from a repository."""
 
 import json
 import shutil
@@ -30,7 +30,7 @@ def change(folder: Path, **changes: object) -> None:
 
 @pytest.mark.parametrize("method", ["awq", "gptq", "bitsandbytes"])
 def test_a_quantized_checkpoint_is_refused_with_the_reason(folder: Path, method: str) -> None:
-    """It would fail after 45 s with the advice to install a package that does not help; doctor says the same."""
+    """Otherwise it would fail after 45 s with useless advice to install a package; doctor reports the same reason."""
     change(folder, quantization_config={"quant_method": method, "bits": 4})
     settings = load_settings({"model": str(folder), "port": "0"}, {})
 
@@ -41,15 +41,15 @@ def test_a_quantized_checkpoint_is_refused_with_the_reason(folder: Path, method:
 
 
 def test_what_transformers_converts_is_not_refused(folder: Path) -> None:
-    """gpt-oss comes in mxfp4 only."""
+    """gpt-oss is published only in mxfp4."""
     change(folder, quantization_config={"quant_method": "mxfp4"})
 
     check_runnable(folder)
 
 
 def test_packed_weights_are_refused_whatever_the_configuration_says(folder: Path) -> None:
-    """Old AutoGPTQ and AWQ folders describe their weights in a file of their own; doctor says the same."""
-    import torch  # seconds for every process that collects tests
+    """Old AutoGPTQ and AWQ folders describe their weights in a separate file; doctor reports the same reason."""
+    import torch  # takes seconds, so not at import for every process that collects tests
     from safetensors.torch import load_file, save_file
 
     tensors = load_file(folder / "model.safetensors")
@@ -65,7 +65,7 @@ def test_packed_weights_are_refused_whatever_the_configuration_says(folder: Path
 
 
 def test_gguf_files_are_refused_by_their_name(folder: Path) -> None:
-    """Whoever has them has a whole model, and would look for what is missing."""
+    """Such a folder holds a complete model, so "missing files" would mislead the user."""
     (folder / "model.safetensors").rename(folder / "model.Q4_K_M.gguf")
 
     with pytest.raises(ModelUnavailable, match="contains GGUF files"):
@@ -78,7 +78,7 @@ def test_gguf_files_are_refused_by_their_name(folder: Path) -> None:
     ("kind", "known"), [("no-such-family", False), ("llama", True), ("phi3", True), ("bloom", True)]
 )
 def test_an_unknown_model_type_is_refused_before_ray_starts(folder: Path, kind: str, known: bool) -> None:
-    """Of those that transformers knows, loading tells which can be served."""
+    """Whether a model type known to transformers can be served is decided when it is loaded."""
     change(folder, model_type=kind)
 
     if known:
@@ -89,7 +89,7 @@ def test_an_unknown_model_type_is_refused_before_ray_starts(folder: Path, kind: 
 
 
 def test_a_chat_template_is_found_wherever_it_is_kept(folder: Path) -> None:
-    """In a file of its own, or among the tokenizer's settings; the banner shows a completion without one."""
+    """In a separate file or in the tokenizer's settings; without one, the banner shows a completion request."""
     assert has_chat_template(folder)
     (folder / "chat_template.jinja").unlink()
     assert not has_chat_template(folder)
@@ -100,7 +100,7 @@ def test_a_chat_template_is_found_wherever_it_is_kept(folder: Path) -> None:
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
-    """A hub of one repository; returns the names of what was fetched."""
+    """A hub with one repository; returns the list of fetched file names."""
     fetched: list[str] = []
 
     def serve(folder: Path) -> list[str]:
@@ -123,7 +123,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
 
 
 def test_weights_are_fetched_once(folder: Path, hub: Callable[..., list[str]]) -> None:
-    """Repositories with the authors' own format beside the usual one would take twice the time and the disk."""
+    """Repositories that also hold the authors' own format would take twice the time and disk space."""
     (folder / "consolidated.safetensors").touch()
     (folder / "original").mkdir()
     (folder / "original" / "consolidated.00.safetensors").touch()
@@ -134,7 +134,7 @@ def test_weights_are_fetched_once(folder: Path, hub: Callable[..., list[str]]) -
 
 
 def test_a_model_that_cannot_run_is_not_fetched(folder: Path, hub: Callable[..., list[str]]) -> None:
-    """Gigabytes, for a message that its first file already allows."""
+    """Its first file already shows the problem, before gigabytes are fetched."""
     change(folder, quantization_config={"quant_method": "awq"})
     fetched = hub(folder)
 
@@ -144,7 +144,7 @@ def test_a_model_that_cannot_run_is_not_fetched(folder: Path, hub: Callable[...,
 
 
 def test_limits_come_from_the_models_configuration(tmp_path: Path) -> None:
-    """No weights are read; models that take images keep theirs one level below."""
+    """No weights are read. Models that accept images nest these settings one level deeper."""
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"vocab_size": 9, "max_position_embeddings": 64, "eos_token_id": 2}))
     plain = model_limits(tmp_path, ReplicaSettings(), "fox")
@@ -157,7 +157,7 @@ def test_limits_come_from_the_models_configuration(tmp_path: Path) -> None:
 
 
 def test_a_configuration_that_tells_nothing_is_refused(tmp_path: Path) -> None:
-    """Better than a limit that is made up."""
+    """An error is better than an invented limit."""
     (tmp_path / "config.json").write_text('{"vocab_size": 9}')
 
     with pytest.raises(ModelUnavailable, match="--max-model-len"):
@@ -165,7 +165,7 @@ def test_a_configuration_that_tells_nothing_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_external_engine_may_run_what_ours_cannot(folder: Path) -> None:
-    """Quantized weights are a reason to choose one; its environment must be there."""
+    """Quantized weights are a reason to choose one. Its environment must exist."""
     change(folder, quantization_config={"quant_method": "awq"})
     settings = load_settings({"engine": "vllm", "engine_python": sys.executable}, {})
 

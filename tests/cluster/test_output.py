@@ -1,4 +1,4 @@
-"""What commands print at a terminal, and what everywhere else."""
+"""Command output at a terminal and elsewhere."""
 
 import contextlib
 import io
@@ -24,7 +24,7 @@ ROWS = table(("", "replica", "running"), [("→", "r0", "12"), ("", "r[1]", "3")
 
 
 def test_tables_are_aligned_lines_without_a_terminal() -> None:
-    """Scripts split them into words."""
+    """Scripts split the lines into words."""
     out = io.StringIO()
 
     show(out, "two replicas", "", ROWS)
@@ -39,7 +39,7 @@ def test_tables_are_aligned_lines_without_a_terminal() -> None:
 
 
 def test_a_long_line_is_not_wrapped_without_a_terminal() -> None:
-    """A path or an address must stay in one piece."""
+    """A path or an address must not be broken over lines."""
     assert plain("word " * 300, table(("", ""), [("r0", "word " * 100)])).count("\n") == 1
 
 
@@ -54,7 +54,7 @@ def test_a_terminal_gets_the_same_words_with_colours() -> None:
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_progress_is_shown_on_a_terminal_only(terminal: bool) -> None:
-    """A file of a hundred thousand carriage returns helps nobody."""
+    """A file with a hundred thousand carriage returns is useless."""
     err = Terminal() if terminal else io.StringIO()
 
     with progress(err) as show_progress:
@@ -67,7 +67,7 @@ def test_progress_is_shown_on_a_terminal_only(terminal: bool) -> None:
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_what_is_waited_for_stands_below_what_has_happened(terminal: bool) -> None:
-    """And goes when all is there. Logs get no spinner."""
+    """It disappears once everything is ready. Logs get no spinner."""
     out = Terminal() if terminal else io.StringIO()
     waiting = Waiting(out)
 
@@ -82,7 +82,7 @@ def test_what_is_waited_for_stands_below_what_has_happened(terminal: bool) -> No
 
 
 def test_a_pipe_that_nobody_reads_has_no_room_and_one_that_is_read_has() -> None:
-    """`homing serve` must not stop looking after its replicas because its lines are not read."""
+    """`homing serve` must keep supervising its replicas when its output is not read."""
     reader, writer = os.pipe()
     with os.fdopen(writer, "w") as out:
         empty = can_write(out)

@@ -1,4 +1,4 @@
-"""What `homing serve` refuses before it starts Ray: one line, the setting or file, and the remedy."""
+"""`homing serve` refuses bad settings before starting Ray: one line with the setting or file, and the remedy."""
 
 import io
 import shutil
@@ -24,14 +24,14 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_the_demo_model_passes() -> None:
-    """The first command must work."""
+    """The first command that a new user runs must work."""
     check_folder(demo_model_path(), Settings())
     check_front(msgspec.structs.replace(RouterSettings(), port=0))
 
 
 @pytest.mark.parametrize("left", [None, "", '{"model": '])
 def test_a_folder_without_a_whole_tokenizer_is_refused(folder: Path, left: str | None) -> None:
-    """transformers makes one that knows no word, and every answer would be empty."""
+    """transformers would create one that knows no word, and every answer would be empty."""
     path = folder / "tokenizer.json"
     path.unlink() if left is None else path.write_text(left)
 
@@ -40,7 +40,7 @@ def test_a_folder_without_a_whole_tokenizer_is_refused(folder: Path, left: str |
 
 
 def test_weights_and_settings_are_told_apart(folder: Path) -> None:
-    """One is fixed by a download, the other by a flag."""
+    """The first needs another download, the second another flag."""
     settings = msgspec.structs.replace(Settings(), replica=ReplicaSettings(tensor_parallel_size=3))
 
     with pytest.raises(SettingsError, match="tensor_parallel_size 3: 8 attention heads do not divide"):
@@ -51,7 +51,7 @@ def test_weights_and_settings_are_told_apart(folder: Path) -> None:
 
 
 def test_a_taken_port_and_a_foreign_address_have_different_remedies() -> None:
-    """Another port does not help where the address is not ours."""
+    """Another port does not help if the address is not on this machine."""
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -72,7 +72,7 @@ def test_a_taken_port_and_a_foreign_address_have_different_remedies() -> None:
     ],
 )
 def test_files_of_the_router_are_checked(router: dict[str, str], told: str) -> None:
-    """The router process would fail on them, after the replicas have loaded."""
+    """The router process would fail on them only after the replicas have loaded."""
     with pytest.raises(SettingsError, match=told):
         check_front(RouterSettings(port=0, **router))
 
@@ -83,25 +83,25 @@ def words(**router: str) -> str:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.9", "::1", "localhost"])
 def test_on_loopback_there_is_nothing_to_say(host: str) -> None:
-    """The default must not cry wolf."""
+    """The default must not raise false alarms."""
     assert words(host=host) == ""
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "10.0.0.5", "gateway.example"])
 def test_open_without_keys_is_a_warning_with_its_remedy(host: str) -> None:
-    """An empty host is every address; a name may lead anywhere."""
+    """An empty host means every address, and a name may resolve to any."""
     assert "--api-keys-file" in words(host=host)
 
 
 def test_keys_in_clear_text_are_a_warning_and_encrypted_ones_are_none() -> None:
-    """A key that is read on its way opens what it should have kept shut."""
+    """A key that is intercepted on its way gives access to everything it protects."""
     assert "--tls-cert-file" in words(host="0.0.0.0", api_keys_file="keys.yaml")
     assert words(host="0.0.0.0", api_keys_file="keys.yaml", tls_cert_file="cert.pem") == ""
     assert "--tls-cert-file" in words(host="0.0.0.0", api_key="k")
 
 
 def test_the_warning_is_among_the_first_lines() -> None:
-    """Before anything listens."""
+    """It must appear before anything listens."""
     out = io.StringIO()
 
     Console(out).print_opening(Settings(router=RouterSettings(host="0.0.0.0")))

@@ -1,4 +1,4 @@
-"""Registry entries of running clusters: valid only while their process runs, and never two of one name."""
+"""Registry entries of running clusters: valid only while their process runs, and unique by name."""
 
 import os
 import subprocess
@@ -18,14 +18,14 @@ def registry(tmp_path: Path) -> ClusterRegistry:
 
 
 def dead_entry(run_dir: Path) -> RegistryEntry:
-    """As a process would leave it that was killed."""
+    """An entry as a killed process would leave it."""
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     return RegistryEntry(name="default", pid=process.pid, started=0.0, phase="ready", run_dir=str(run_dir))
 
 
 def test_a_name_is_held_while_its_cluster_runs(registry: ClusterRegistry) -> None:
-    """And free again afterwards."""
+    """The name is free again afterwards."""
     with registry.claim(own_entry("default", "demo", None)):
         assert registry.running("default").pid == os.getpid()
         with pytest.raises(AlreadyRunning, match="running already"), registry.claim(own_entry("default", "demo", None)):
@@ -37,7 +37,7 @@ def test_a_name_is_held_while_its_cluster_runs(registry: ClusterRegistry) -> Non
 
 
 def test_a_stale_entry_is_removed_with_the_folder_of_its_process(registry: ClusterRegistry, tmp_path: Path) -> None:
-    """A killed cluster must not block its name, nor leave its folder for ever."""
+    """A killed cluster must neither block its name nor leave its folder behind forever."""
     left = tmp_path / "homing-k_ill3d0"
     left.mkdir()
     registry.folder.mkdir()
@@ -52,7 +52,7 @@ def test_a_stale_entry_is_removed_with_the_folder_of_its_process(registry: Clust
 def test_no_folder_is_removed_that_a_cluster_did_not_make(
     registry: ClusterRegistry, tmp_path: Path, folder: str
 ) -> None:
-    """`--state-dir` may name a folder with files of others; an entry in it may name any folder."""
+    """`--state-dir` may name a folder with unrelated files, and an entry in it may name any folder."""
     named = tmp_path / folder.removeprefix("relative/")
     kept = tmp_path / "kept"
     kept.mkdir()
@@ -72,7 +72,7 @@ def test_no_folder_is_removed_that_a_cluster_did_not_make(
 def test_a_file_that_is_not_our_entry_is_neither_believed_nor_removed(
     registry: ClusterRegistry, tmp_path: Path, kind: str
 ) -> None:
-    """It could name a process to end and a folder to remove."""
+    """It could otherwise name any process to kill and any folder to remove."""
     registry.make_folder()
     run_dir = tmp_path / "homing-k_ill3d0"
     run_dir.mkdir()
@@ -98,14 +98,14 @@ def test_a_file_that_is_not_our_entry_is_neither_believed_nor_removed(
 
 
 def test_other_users_cannot_write_entries(registry: ClusterRegistry) -> None:
-    """An entry says which process to end and which folder to remove."""
+    """An entry determines which process is stopped and which folder is removed."""
     with registry.claim(own_entry("default", "demo", None)):
         assert registry.folder.stat().st_mode & 0o777 == 0o700
         assert registry.path("default").stat().st_mode & 0o777 == 0o600
 
 
 def test_a_name_that_is_not_running_is_answered_by_those_that_are(registry: ClusterRegistry) -> None:
-    """Without `--name` the name is `default`, which may not be running."""
+    """Without `--name`, commands look for `default`, which may not be running."""
     with pytest.raises(NotRunning, match=r"no cluster 'default' is running; start one with: homing serve$"):
         registry.running("default")
 
@@ -120,7 +120,7 @@ def test_a_name_that_is_not_running_is_answered_by_those_that_are(registry: Clus
 
 
 def test_a_reused_pid_is_not_taken_for_the_cluster(registry: ClusterRegistry) -> None:
-    """`homing stop` must never end another process."""
+    """`homing stop` must never kill another process."""
     entry = own_entry("default", "demo", None)
 
     assert entry.process() is not None

@@ -1,4 +1,4 @@
-"""What a process sets up once."""
+"""One-time setup of a process."""
 
 import subprocess
 import sys
@@ -13,7 +13,7 @@ print(len(gc.get_objects()), gc.get_freeze_count())
 
 
 def test_loaded_objects_are_excluded_from_garbage_collection() -> None:
-    """A walk over all of torch and transformers takes a fifth of a second, in which no token comes."""
+    """A collection over all of torch and transformers takes a fifth of a second, during which no token is sent."""
     done = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, timeout=60, check=True)
     walked, spared = map(int, done.stdout.split())
 

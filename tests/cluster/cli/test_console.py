@@ -1,4 +1,4 @@
-"""What `homing serve` shows: what stands there can be typed."""
+"""The output of `homing serve`: every command it shows can be copied and run."""
 
 import io
 import json
@@ -24,14 +24,14 @@ def banner(settings: Settings, program: str = "homing") -> str:
 
 
 def make_script(folder: Path) -> Path:
-    """A folder as pip fills it; returns its interpreter."""
+    """A folder as pip fills it; returns the path of its interpreter."""
     folder.mkdir(parents=True)
     (folder / "homing").touch()
     return folder / "python"
 
 
 def test_a_command_is_called_as_this_shell_would_find_it(tmp_path: Path) -> None:
-    """`make serve` installs into .venv, which is on nobody's PATH; and another homing may be."""
+    """`make serve` installs into .venv, which is usually not on PATH, while another homing may be."""
     python = make_script(tmp_path / "project" / ".venv" / "bin")
     other = make_script(tmp_path / "usr" / "bin").with_name("homing")
     here = tmp_path / "project"
@@ -43,7 +43,7 @@ def test_a_command_is_called_as_this_shell_would_find_it(tmp_path: Path) -> None
 
 
 def test_what_the_shell_would_take_apart_is_quoted(tmp_path: Path) -> None:
-    """Home folders have spaces."""
+    """Home folders may contain spaces."""
     python = make_script(tmp_path / "my project" / "bin")
 
     assert shlex.split(command_name(python, None, tmp_path)) == ["my project/bin/homing"]
@@ -54,7 +54,7 @@ def test_what_the_shell_would_take_apart_is_quoted(tmp_path: Path) -> None:
 
 
 def test_every_command_of_the_banner_finds_the_cluster() -> None:
-    """In another terminal, where no variable is set."""
+    """The commands must work in another terminal, where no variable is set."""
     settings = load_settings({"name": "blue", "state_dir": "/srv/state folder"}, {})
 
     commands = [shlex.split(line)[1:] for line in re.findall(r"^  \w+ +(homing .*)$", banner(settings), re.MULTILINE)]
@@ -66,7 +66,7 @@ def test_every_command_of_the_banner_finds_the_cluster() -> None:
 
 
 def test_the_example_works_for_a_model_without_a_chat_template() -> None:
-    """Its first request must not be a 400."""
+    """A new user's first request must not fail with 400."""
     out = io.StringIO()
 
     Console(out).banner(STATUS, Settings(), detached=False, chats=False)
@@ -76,7 +76,7 @@ def test_the_example_works_for_a_model_without_a_chat_template() -> None:
 
 
 def test_one_replica_is_not_called_replicas() -> None:
-    """And what runs under another name is shown beside it."""
+    """A model served under another name is shown with both."""
     assert "homing is ready: fox on 1 replica\n" in banner(
         load_settings({"replicas": "1", "served_model_name": "fox"}, {})
     )
@@ -84,7 +84,7 @@ def test_one_replica_is_not_called_replicas() -> None:
 
 
 def test_several_models_are_all_named_and_the_commands_choose_one() -> None:
-    """What stands there is copied: without a model's name it would be refused."""
+    """The shown commands are copied; without a model's name they would be refused."""
     fox, owl = (load_settings({"served_model_name": name, "replicas": "3"}, {}) for name in ("fox", "forest/owl"))
     settings = msgspec.structs.replace(Settings(), models=(fox, owl))
     out = io.StringIO()
@@ -100,7 +100,7 @@ def test_several_models_are_all_named_and_the_commands_choose_one() -> None:
 
 
 def test_a_request_is_one_line_with_what_matters() -> None:
-    """Whoever starts a server wants to see that it is used, and not how it is watched."""
+    """Users who start a server want to see its requests, but not its monitoring."""
     line = (
         "2026-11-22 10:00:01.000 INFO    ts=1 request=abc method=POST path=/v1/completions status=200 "
         "duration_ms=1234.5 ttft_ms=23.4 tenant=- replica=r1 prompt=812 predicted=800 cached=640 output=96"
@@ -115,14 +115,14 @@ def test_a_request_is_one_line_with_what_matters() -> None:
 
 
 class Closed(io.StringIO):
-    """A pipe whose reader has gone."""
+    """A pipe whose reader has closed it."""
 
     def write(self, text: str) -> int:
         raise BrokenPipeError
 
 
 def test_a_reader_that_goes_away_ends_all_but_taking_down() -> None:
-    """It ends `homing serve | head`, which must leave nothing behind."""
+    """A closed pipe ends `homing serve | head`, but the shutdown must still clean up."""
     console = Console(Closed())
 
     with pytest.raises(BrokenPipeError):
@@ -131,5 +131,5 @@ def test_a_reader_that_goes_away_ends_all_but_taking_down() -> None:
 
 
 def test_the_usual_cluster_needs_no_flags() -> None:
-    """Short commands are read."""
+    """Short commands are easier to read."""
     assert re.search(r"^  status   homing status$", banner(Settings()), re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Which model a command means, what an update orders, and what a command holds for its failure."""
+"""The model that a command applies to, the orders of an update, and which failures a command reports."""
 
 from pathlib import Path
 from typing import Any
@@ -20,20 +20,20 @@ models:
 
 
 def test_the_only_model_needs_no_name() -> None:
-    """`homing scale 4` is what most clusters need."""
+    """`homing scale 4` suffices for most clusters."""
     assert choose_model(["fox"], None) == "fox"
     assert choose_model(["fox"], "fox") == "fox"
 
 
 def test_with_several_models_one_must_be_named() -> None:
-    """Whoever scales the wrong one pays for it."""
+    """Scaling the wrong model would be costly."""
     assert choose_model(["fox", "owl"], "owl") == "owl"
     with pytest.raises(NoSuchModel, match="several models are served: fox, owl; name one with --served-model-name"):
         choose_model(["fox", "owl"], None)
 
 
 def test_a_wrong_name_is_told_what_runs() -> None:
-    """A typo must not scale something else."""
+    """A typo must not scale another model."""
     with pytest.raises(NoSuchModel, match=r"no model 'ox' is served here \(served: fox, owl\)"):
         choose_model(["fox", "owl"], "ox")
 
@@ -45,7 +45,7 @@ def written(folder: Path, text: str = MODELS) -> Path:
 
 
 def orders(folder: Path, **changes: Any) -> list[tuple[str, str]]:
-    """What an update of fox and owl tells the controller: verb and model."""
+    """The orders that an update of fox and owl sends to the controller: (verb, model)."""
     started = load_settings({}, {}, written(folder)).models
     specs = (ModelSpec(settings=settings, seed=7, model_dir=None, run_dir=None, host=None) for settings in started)
     told = update_orders({spec.name: spec for spec in specs}, **changes)
@@ -53,7 +53,7 @@ def orders(folder: Path, **changes: Any) -> list[tuple[str, str]]:
 
 
 def test_an_update_orders_what_a_file_says_otherwise(tmp_path: Path) -> None:
-    """What is the same is left alone, what is missing is said by name, and what is more is started."""
+    """Unchanged models are left alone, missing ones must be removed by name, and new ones are started."""
     more = MODELS.replace("org/owl}", "org/owls}") + "  - {name: ox, model: org/ox}\n"
 
     assert orders(tmp_path, file=written(tmp_path)) == []
@@ -71,7 +71,7 @@ def test_an_update_orders_what_a_file_says_otherwise(tmp_path: Path) -> None:
 
 
 def test_an_update_that_would_leave_something_out_is_refused(tmp_path: Path) -> None:
-    """By a file that lists too few, by a name that nothing has, and where no model would be left."""
+    """The file omits models, a name is unknown, no model would be left, or settings contradict each other."""
     (tmp_path / "less").mkdir()
     less = written(tmp_path / "less", MODELS.replace("  - {name: owl, model: org/owl}\n", ""))
 
@@ -89,7 +89,7 @@ def test_an_update_that_would_leave_something_out_is_refused(tmp_path: Path) -> 
 
 
 def test_an_update_says_what_it_has_done(tmp_path: Path) -> None:
-    """A name stays when another model runs under it: without a word nothing would show what answers."""
+    """A name may stay while its model changes, which nothing else would show."""
     started = load_settings({}, {}, written(tmp_path)).models
     specs = [ModelSpec(settings=settings, seed=7, model_dir=None, run_dir=None, host=None) for settings in started]
     running = {spec.name: spec for spec in specs}
@@ -101,7 +101,7 @@ def test_an_update_says_what_it_has_done(tmp_path: Path) -> None:
 
 
 def test_an_update_takes_a_tokenizer_for_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its whole path: replicas and routers are other processes. A folder without one is refused before anything."""
+    """Its absolute path is passed to the other processes. A folder without a tokenizer is refused first."""
     (settings,) = load_settings({"model": "demo", "served_model_name": "fox"}, {}, None).each_model
     running = {"fox": ModelSpec(settings=settings, seed=7, model_dir=None, run_dir=None, host=None)}
     monkeypatch.chdir(demo_model_path().parent)
@@ -125,7 +125,7 @@ def cluster(**failures: int) -> ClusterStatus:
 
 
 def test_a_command_fails_by_what_does_not_come_up_after_it() -> None:
-    """A replica that was lost and rebuilt just before has nothing to do with it."""
+    """Replicas that were lost and rebuilt just before the command do not count."""
     before = cluster(r0=1, r1=0)
 
     assert failed_since(before, cluster(r0=1, r1=0, r2=0)) == ""

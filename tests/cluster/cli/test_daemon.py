@@ -1,4 +1,4 @@
-"""`homing stop` ends a cluster in bounded time, whatever its processes do."""
+"""`homing stop` stops a cluster in bounded time, whatever its processes do."""
 
 import io
 import subprocess
@@ -13,7 +13,7 @@ from homing.cluster.cli.main import run
 from homing.cluster.errors import NotRunning
 from homing.cluster.registry import ClusterRegistry, ProcessMark, RegistryEntry, is_alive
 
-#: Starts a child, and like it ends only by SIGKILL.
+#: Starts a child; both exit only on SIGKILL.
 STUBBORN = """
 import signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -46,7 +46,7 @@ def entry_of(process: psutil.Process, run_dir: Path, ray: tuple[ProcessMark, ...
 
 @pytest.mark.parametrize("flags", [[], ["--force"]])
 def test_what_does_not_end_by_itself_is_killed(stubborn: psutil.Process, tmp_path: Path, flags: list[str]) -> None:
-    """A stop that fails leaves ports taken and memory used; a second command for that is one too many."""
+    """A failed stop would leave ports and memory in use and require a second command."""
     registry = ClusterRegistry(tmp_path)
     registry.write(entry_of(stubborn, tmp_path / "homing-k_ill3d0"))
     (tmp_path / "settings.yaml").write_text("cluster: {stop_timeout_s: 0.2}")
@@ -64,7 +64,7 @@ def test_what_does_not_end_by_itself_is_killed(stubborn: psutil.Process, tmp_pat
 def test_ray_of_a_cluster_that_was_killed_is_removed_by_the_next_command(
     stubborn: psutil.Process, tmp_path: Path
 ) -> None:
-    """By the number and the start time in the entry: another process that has the number now is left alone."""
+    """The entry's pid and start time identify the process; a new process with the same pid is left alone."""
     registry = ClusterRegistry(tmp_path)
     (child,) = stubborn.children()
     other = ProcessMark(child.pid, child.create_time() - 60)

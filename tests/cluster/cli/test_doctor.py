@@ -1,4 +1,4 @@
-"""`homing doctor`: every fault of machine, settings or cluster is a finding that says what to do."""
+"""`homing doctor`: every problem of machine, settings or cluster is a finding with a remedy."""
 
 import io
 import json
@@ -36,7 +36,7 @@ def faults(host: MachineInfo, **flags: str) -> list[Finding]:
 
 
 def test_a_machine_in_order_has_no_fault() -> None:
-    """Each check says that it looked."""
+    """Each check reports that it ran."""
     findings = examine_host(WELL, load_settings({}, {}))
 
     assert {finding.level for finding in findings} == {"ok"}
@@ -80,7 +80,7 @@ def test_a_machine_in_order_has_no_fault() -> None:
 def test_each_fault_is_found_and_has_a_remedy(
     fault: dict[str, object], flags: dict[str, str], check: str, level: str, words: str
 ) -> None:
-    """And nothing else is said to be wrong."""
+    """No other check reports a problem."""
     (found,) = faults(replace(WELL, **fault), **flags)
 
     assert (found.check, found.level) == (check, level)
@@ -89,7 +89,7 @@ def test_each_fault_is_found_and_has_a_remedy(
 
 
 def test_settings_that_would_be_refused_are_errors(tmp_path: Path) -> None:
-    """A model that is not whole, and a door that is open to all."""
+    """An incomplete model, and a router that is open to everyone without keys."""
     settings = load_settings({"model": str(tmp_path), "host": "0.0.0.0", "port": "0"}, {})
 
     port, model, keys = examine_settings(settings, None)
@@ -102,7 +102,7 @@ def test_settings_that_would_be_refused_are_errors(tmp_path: Path) -> None:
 
 
 def test_what_a_running_cluster_tells_is_told_on() -> None:
-    """Who is refused, who is missing, and whose events cannot be trusted."""
+    """Refused replicas, missing replicas, and replicas whose events cannot be trusted."""
     row = {"replica_id": "r0", "state": "serving", "feed": "stale", "node": "n"}
     view = {
         "refused": [{"replica_id": "r1", "message": "another tokenizer"}],
@@ -123,7 +123,7 @@ def test_what_a_running_cluster_tells_is_told_on() -> None:
 
 
 def test_a_cluster_in_which_nothing_serves_is_an_error_with_its_remedy() -> None:
-    """A taken port, too, says what to do apart from what is wrong."""
+    """The remedy is separate from the problem, also for a port in use."""
     *_, replicas = examine_view({"refused": [], "absent": [], "replicas": [], "models": []})
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -136,7 +136,7 @@ def test_a_cluster_in_which_nothing_serves_is_an_error_with_its_remedy() -> None
 
 
 def test_a_finding_is_a_line_with_its_remedy_below() -> None:
-    """For a person; programs get JSON."""
+    """This format is for people; programs get JSON."""
     told = plain(render([Finding("clock", "warning", "it is wrong", "mend it"), Finding("gpus", "ok", "none")]))
 
     assert told.splitlines() == [
@@ -147,7 +147,7 @@ def test_a_finding_is_a_line_with_its_remedy_below() -> None:
 
 
 def test_the_command_looks_at_this_machine(tmp_path: Path) -> None:
-    """Everything is really looked at; what is found depends on the machine, and the exit code on what is found."""
+    """All checks really run; findings depend on the machine, and the exit code on the findings."""
     out = io.StringIO()
     code = run(["doctor", "--json", "--port", "0", "--state-dir", str(tmp_path)], out)
     findings = json.loads(out.getvalue())
@@ -158,7 +158,7 @@ def test_the_command_looks_at_this_machine(tmp_path: Path) -> None:
 
 
 def test_the_remedy_for_a_missing_package_can_be_followed() -> None:
-    """No index has homing itself."""
+    """homing itself is on no package index."""
     (found,) = faults(replace(WELL, packages=dict.fromkeys(PACKAGES, "1") | {"ray": None}))
 
     assert found.remedy == "make setup in a checkout, else: pip install ray"

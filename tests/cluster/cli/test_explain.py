@@ -1,4 +1,4 @@
-"""The table of `homing explain`."""
+"""The output of `homing explain`."""
 
 import io
 import json
@@ -46,7 +46,7 @@ def page(found: dict[str, Any]) -> str:
 
 
 def test_every_replica_is_a_line_and_the_choice_is_marked() -> None:
-    """An on-call engineer reads what was compared, and why one won."""
+    """An on-call engineer can see what was compared and why one replica won."""
     lines = page(FOUND).splitlines()
 
     assert lines[0].startswith("1009 tokens in 63 full blocks")
@@ -57,7 +57,7 @@ def test_every_replica_is_a_line_and_the_choice_is_marked() -> None:
 
 
 def test_a_departure_is_named_by_token_place_and_text() -> None:
-    """What to change in a client so that its prompts stay the same."""
+    """The output shows what to change in a client so that its prompts keep a common prefix."""
     departure = {"token": 812, "at": "messages[3]", "text": "dog", "instead_of": "cat", "exact": True}
     found = {"tokens": [900, 901], "common_tokens": 812, "departure": departure}
     by_blocks = {**departure, "instead_of": None, "exact": False}
@@ -73,7 +73,7 @@ def test_a_departure_is_named_by_token_place_and_text() -> None:
 
 
 def test_the_readme_shows_what_is_printed() -> None:
-    """The sample was copied once; the columns go on changing."""
+    """The README's sample is a copy, and the columns keep changing."""
     readme = (Path(__file__).parents[3] / "README.md").read_text()
     sample = next(part for part in readme.split("```") if "full blocks" in part).strip().splitlines()
     printed = page(FOUND).splitlines()
@@ -87,19 +87,19 @@ def test_the_readme_shows_what_is_printed() -> None:
 
 
 def test_one_block_is_not_many() -> None:
-    """The demo's first prompt has one."""
+    """The demo's first prompt has one block."""
     assert page({**FOUND, "prompt_blocks": 1}).startswith("1009 tokens in 1 full block ·")
 
 
 def test_a_held_request_goes_nowhere() -> None:
-    """Late binding is a decision, too."""
+    """Holding a request for late binding is a decision too."""
     held = {**FOUND, "chosen": None, "why": "held: r0 saturated"}
 
     assert page(held).splitlines()[-1] == "→ no replica yet, held: r0 saturated"
 
 
 def test_a_question_is_a_prompt_or_a_body(tmp_path: Path) -> None:
-    """Exactly one of them; a mistake names the file."""
+    """Exactly one of them must be given; a mistake names the file."""
     body = tmp_path / "body.json"
     body.write_text(json.dumps({"prompt": "x"}))
 
@@ -112,7 +112,7 @@ def test_a_question_is_a_prompt_or_a_body(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_no_json_is_told_so(tmp_path: Path) -> None:
-    """The parser's position does not help when the wrong file was given."""
+    """The parser's position does not help if the wrong file was given."""
     body = tmp_path / "README.md"
     body.write_text("# no JSON")
 
@@ -121,7 +121,7 @@ def test_a_file_that_is_no_json_is_told_so(tmp_path: Path) -> None:
 
 
 def test_with_several_models_the_flag_that_names_one_is_in_the_message(refusing: str) -> None:
-    """The router answers in terms of its API, whose user is not the one who types."""
+    """The router's message refers to its API, but the user has a command line."""
     words = ["explain", "--url", refusing, "hi"]
 
     with pytest.raises(SettingsError, match=r"say which: fox, owl; name one with --served-model-name"):
@@ -132,7 +132,7 @@ def test_with_several_models_the_flag_that_names_one_is_in_the_message(refusing:
 
 
 def test_two_files_are_compared(tmp_path: Path) -> None:
-    """The command sends both requests; the router knows template and tokenizer."""
+    """The command sends both requests, because the router has the template and the tokenizer."""
     one, other = tmp_path / "a.json", tmp_path / "b.json"
     one.write_text('{"prompt": "x"}')
     other.write_text('{"prompt": "y"}')
@@ -162,7 +162,7 @@ def refusing() -> Iterator[str]:
 
 @contextmanager
 def answering(answer: Callable[[str, object], tuple[int, object]]) -> Iterator[str]:
-    """The address of a router that answers POST requests so."""
+    """The address of a router that answers POST requests with `answer`."""
 
     class Answer(BaseHTTPRequestHandler):
         def do_POST(self) -> None:

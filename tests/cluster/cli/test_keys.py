@@ -1,4 +1,4 @@
-"""`homing keys`, and what `homing serve` says of keys that cannot work."""
+"""`homing keys`, and how `homing serve` reports unusable keys."""
 
 import io
 from pathlib import Path
@@ -15,13 +15,13 @@ from homing.events.security.curve_keys import new_pair
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Keys as the command makes them."""
+    """Keys as written by the command."""
     assert run(["keys", str(tmp_path / "keys")], io.StringIO()) == 0
     return tmp_path / "keys"
 
 
 def test_the_commands_keys_are_accepted_and_its_words_lead_on(tmp_path: Path) -> None:
-    """The next command is in the output."""
+    """The output contains the next command to run."""
     out = io.StringIO()
 
     assert run(["keys", str(tmp_path / "keys")], out) == 0
@@ -31,7 +31,7 @@ def test_the_commands_keys_are_accepted_and_its_words_lead_on(tmp_path: Path) ->
 
 
 def test_a_further_client_gets_a_file_of_its_own(folder: Path) -> None:
-    """What is printed is where it lies, and no key."""
+    """The command prints the file's path, but not the key."""
     out = io.StringIO()
 
     assert run(["keys", str(folder), "--client", "lmcache"], out) == 0
@@ -47,7 +47,7 @@ def test_a_second_run_changes_nothing_and_says_so(folder: Path) -> None:
 
 
 def test_keys_that_would_lock_the_router_out_are_told_before_anything_starts(folder: Path) -> None:
-    """A cluster whose own router is refused would start, and never be ready."""
+    """Otherwise, the cluster would start, refuse its own router and never become ready."""
     (folder / "clients" / "reader.key").write_text(f'curve\n    public-key = "{new_pair().public.decode()}"\n')
 
     with pytest.raises(SettingsError, match="events_curve_keys"):

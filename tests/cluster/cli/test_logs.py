@@ -1,4 +1,4 @@
-"""What `homing logs` prints."""
+"""The output of `homing logs`."""
 
 import io
 from pathlib import Path
@@ -12,7 +12,7 @@ from homing.cluster.errors import NoSuchLog
 
 @pytest.fixture
 def state(tmp_path: Path) -> Path:
-    """Of a cluster that has ended."""
+    """The state folder of a cluster that has ended."""
     folder = tmp_path / "default.logs"
     folder.mkdir()
     for second, part in enumerate(("controller", "router-0", "r0", "controller")):
@@ -28,7 +28,7 @@ def printed(state: Path, *words: str) -> list[str]:
 
 
 def test_logs_outlive_the_cluster(state: Path) -> None:
-    """Why it ended is asked afterwards; several parts are told apart, one needs no name."""
+    """The cause of an exit is investigated afterwards. Lines are labelled unless only one part is printed."""
     assert [each.split()[0] for each in printed(state)] == ["controller", "router-0", "r0", "controller"]
     assert printed(state, "router") == ["2026-11-22 10:00:01.000 INFO    router-0_said n=1"]
     assert [each.split("=")[1] for each in printed(state, "--lines", "2")] == ["2", "3"]
@@ -36,7 +36,7 @@ def test_logs_outlive_the_cluster(state: Path) -> None:
 
 
 def test_a_part_that_has_no_log_is_named_beside_those_that_have(state: Path, tmp_path: Path) -> None:
-    """Silence would look like a quiet part."""
+    """Empty output would look like a part without messages."""
     with pytest.raises(NoSuchLog, match=r"no log of 'contoller'; did you mean controller\? \(there are: controller, r"):
         printed(state, "contoller")
     with pytest.raises(NoSuchLog, match="cluster 'blue' has logged nothing here"):
@@ -44,7 +44,7 @@ def test_a_part_that_has_no_log_is_named_beside_those_that_have(state: Path, tmp
 
 
 def test_what_is_added_is_printed_until_interrupted(state: Path) -> None:
-    """As `tail -f` does, of one part."""
+    """Like `tail -f` for one part."""
     out, pauses = io.StringIO(), 0
 
     def pause(_: float) -> None:

@@ -1,4 +1,4 @@
-"""The command line: every setting is a flag, and every mistake is one line that helps."""
+"""The command line: every setting is a flag, and every mistake is reported in one helpful line."""
 
 import io
 import re
@@ -19,19 +19,19 @@ def flags(command: str) -> list[str]:
 
 @pytest.mark.parametrize("command", NAMES)
 def test_no_flag_of_a_command_hides_another(command: str) -> None:
-    """Most flags are derived from settings; one that clashed with a flag of the command itself would vanish."""
+    """Most flags are derived from settings; one that clashed with a command's own flag would vanish."""
     found = flags(command)
 
     assert len(found) == len(set(found))
 
 
 def test_every_setting_is_a_flag_of_serve() -> None:
-    """Whatever can be set in a file can be tried on the command line."""
+    """Any setting of a file can be tried on the command line."""
     assert {flag for setting in SETTINGS.values() for flag in setting.flags} <= {*flags("serve")}
 
 
 def test_flags_become_settings() -> None:
-    """Numbers, words, switches and the model's own place."""
+    """Covers numbers, words, switches and the model argument."""
     words = "serve ./m --replicas 3 --tensor-parallel-size 2 --no-publish-events --hash-only --policy round-robin"
 
     settings = parse(words.split()).settings
@@ -42,7 +42,7 @@ def test_flags_become_settings() -> None:
 
 
 def test_the_last_of_several_values_counts() -> None:
-    """Scripts put the user's flags behind their own."""
+    """Scripts append the user's flags to their own."""
     settings = parse(["serve", "--port", "1", "--hash-only", "--port", "2", "--no-hash-only"]).settings
 
     assert (settings.router.port, settings.events.hash_only) == (2, False)
@@ -50,7 +50,7 @@ def test_the_last_of_several_values_counts() -> None:
 
 @pytest.mark.parametrize("words", [["scale"], ["scale", "fox", "some"], ["scale", "1", "2", "3"]])
 def test_scale_takes_a_number_and_before_it_a_model(words: list[str]) -> None:
-    """One model needs no name; two words can be told apart by their places."""
+    """With one model, the name is optional; two words are told apart by position."""
     with pytest.raises(SettingsError, match=r"scale: .*number of replicas"):
         run(words, io.StringIO())
 
@@ -73,7 +73,7 @@ def test_scale_takes_a_number_and_before_it_a_model(words: list[str]) -> None:
     ],
 )
 def test_a_mistake_is_named(words: list[str], expected: str) -> None:
-    """With the nearest spelling where there is one."""
+    """The message suggests the nearest spelling if there is one."""
     with pytest.raises(SettingsError) as caught:
         assert parse(words).settings
 
@@ -97,7 +97,7 @@ def test_flags_of_vllm_are_answered_by_ours() -> None:
 
 
 def test_every_command_for_one_of_several_models_takes_the_same_flag() -> None:
-    """Three ways to name one thing are two to look up."""
+    """Users should have to learn only one way to name a model."""
     flag = SETTINGS["served_model_name"].flag
 
     assert all(flag in flags(command) for command in ("scale", "explain", "update"))
@@ -107,7 +107,7 @@ def test_every_command_for_one_of_several_models_takes_the_same_flag() -> None:
 
 
 def test_no_mistake_is_told_with_the_name_of_the_program() -> None:
-    """The entry point puts it in front: twice would look like a mistake of ours."""
+    """The entry point adds the name, and it must not appear twice."""
     for words in (["explain"], ["explain", "x", "--nay"], ["--nay"], ["nay"]):
         with pytest.raises(SettingsError) as caught:
             run(words, io.StringIO())
@@ -121,7 +121,7 @@ def test_a_running_ray_cluster_is_joined_by_either_flag() -> None:
 
 
 def test_no_command_shows_the_commands() -> None:
-    """Somebody who types only the name wants to know what there is, by task, and a script wants plain lines."""
+    """A user who types only the program's name wants a list of commands by task; scripts need plain lines."""
     out = io.StringIO()
 
     assert run([], out) == 0
@@ -133,7 +133,7 @@ def test_no_command_shows_the_commands() -> None:
 
 @pytest.mark.parametrize("command", NAMES)
 def test_every_command_explains_itself(command: str) -> None:
-    """And all of its flags."""
+    """The help covers all of the command's flags."""
     out = io.StringIO()
 
     assert run([command, "--help"], out) == 0
@@ -143,7 +143,7 @@ def test_every_command_explains_itself(command: str) -> None:
 
 
 def test_help_loads_nothing_heavy() -> None:
-    """It is the first thing that a new user types: it must be there at once."""
+    """Help is the first thing that a new user types, so it must appear at once."""
     heavy = (
         "{'ray', 'torch', 'transformers', 'numba', 'prometheus_client', 'psutil', 'asyncio', 'zmq', 'yaml', 'msgspec'}"
     )
@@ -164,7 +164,7 @@ def test_shells_complete_commands_and_flags(shell: str) -> None:
 
 
 def test_values_of_settings_are_completed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The script asks this command for what it cannot know."""
+    """The completion script runs this command to get the values."""
     monkeypatch.setattr(sys, "argv", ["homing", "__complete", "serve", "--policy", "round"])
 
     assert main() == 0
@@ -172,7 +172,7 @@ def test_values_of_settings_are_completed(capsys: pytest.CaptureFixture[str], mo
 
 
 def test_arguments_for_an_engine_may_begin_with_a_hyphen() -> None:
-    """They nearly always do, and nobody would guess that an equals sign is needed."""
+    """They nearly always do, and users would not guess that an equals sign is needed."""
     words = ["serve", "m", "--engine", "vllm", "--engine-args", "--enforce-eager --seed 3", "--port", "0"]
 
     settings = parse(words).settings

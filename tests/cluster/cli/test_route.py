@@ -1,4 +1,4 @@
-"""What `homing serve --backend` settles before it serves."""
+"""Settings that `homing serve --backend` resolves before it serves."""
 
 import msgspec
 
@@ -15,7 +15,7 @@ def settings_for(model: str, **router: str) -> Settings:
 
 
 def test_flags_may_be_given_again() -> None:
-    """One pair for each server reads better than two lists."""
+    """One pair of flags per server is easier to read than two lists."""
     words = ["serve", "m", "--backend", "http://a", "--events", "tcp://a:1", "--backend", "http://b,http://c"]
 
     settings = parse(words).settings
@@ -25,6 +25,6 @@ def test_flags_may_be_given_again() -> None:
 
 
 def test_the_model_goes_by_the_name_that_was_given_or_set() -> None:
-    """A server may call it by its whole name or its last part."""
+    """A server may use the model's full name or its last part."""
     assert model_names(settings_for("org/m", served_model_name="fox")) == ("org/m", "fox", "m")
     assert model_names(settings_for("org/m", backend_model="other")) == ("other",)

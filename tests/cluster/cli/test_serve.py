@@ -1,4 +1,4 @@
-"""What `homing serve` settles before it starts anything, and how it is asked to stop."""
+"""Checks of `homing serve` before it starts anything, and its handling of stop signals."""
 
 import signal
 import sys
@@ -28,7 +28,7 @@ def test_without_a_keys_file_nothing_changes() -> None:
 
 
 def test_the_keys_file_is_named_by_its_whole_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The router is another process, maybe in another folder."""
+    """The router is another process, possibly with another working directory."""
     digest = sha256(b"key").hexdigest()
     (tmp_path / "keys.yaml").write_text(f"keys:\n- key_sha256: '{digest}'\n  tenant: acme\n")
     monkeypatch.chdir(tmp_path)
@@ -37,7 +37,7 @@ def test_the_keys_file_is_named_by_its_whole_path(tmp_path: Path, monkeypatch: p
 
 
 def test_a_wrong_keys_file_is_a_setting_s_mistake(tmp_path: Path) -> None:
-    """Said before a minute of loading, with the setting and the entry."""
+    """The error names setting and entry, before a minute of loading."""
     path = tmp_path / "keys.yaml"
     path.write_text("keys:\n- tenant: acme\n")
 
@@ -46,7 +46,7 @@ def test_a_wrong_keys_file_is_a_setting_s_mistake(tmp_path: Path) -> None:
 
 
 def test_the_store_of_responses_is_named_by_its_whole_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All routers of the machine share the file, wherever they run; its folder must exist."""
+    """All routers of the machine share the file, whatever their working directory; its folder must exist."""
     monkeypatch.chdir(tmp_path)
 
     def named(path: str) -> str:
@@ -58,7 +58,7 @@ def test_the_store_of_responses_is_named_by_its_whole_path(tmp_path: Path, monke
 
 
 def test_the_chat_template_is_named_by_its_whole_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Routers may run in another folder; a wrong path is told before anything starts."""
+    """Routers may have another working directory; a wrong path is reported before anything starts."""
     monkeypatch.chdir(tmp_path)
     settings = msgspec.structs.replace(Settings(), router=RouterSettings(chat_template="own.jinja"))
     with pytest.raises(SettingsError, match=r"chat_template: no such file: .*own\.jinja"):
@@ -70,11 +70,11 @@ def test_the_chat_template_is_named_by_its_whole_path(tmp_path: Path, monkeypatc
 
 
 def test_a_signal_at_any_moment_asks_for_the_end() -> None:
-    """A handler that took a lock which the main thread held would wait for ever, and `homing serve` with it."""
+    """A handler that took a lock held by the main thread would deadlock, and `homing serve` with it."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     kept, traced = {number: signal.getsignal(number) for number in numbers}, sys.gettrace()
     asked: list[str] = []
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has it ignored
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores SIGHUP
     try:
         for moment in count(1):
             signals = StopSignals(lambda: asked.append("first"), lambda: asked.append("second"))
@@ -95,7 +95,7 @@ def test_a_signal_at_any_moment_asks_for_the_end() -> None:
             signal.raise_signal(signal.SIGHUP)
             assert (signals.number, asked) == (signal.SIGTERM, ["first", "second"])
             asked.clear()
-        assert moment > 3, "the wait was not interrupted at each of its steps"
+        assert moment > 3, "the signal did not hit every step of the wait"
     finally:
         sys.settrace(traced)
         for number, handler in kept.items():

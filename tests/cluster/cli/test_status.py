@@ -46,7 +46,7 @@ def test_a_replica_that_was_never_asked_has_no_hit_rate() -> None:
 
 
 def test_every_replica_is_a_line_with_its_load_and_hit_rate() -> None:
-    """One look must be enough."""
+    """The table must give the whole picture."""
     counters = dict.fromkeys(COUNTERS, 7)
     view = {
         "policy": "expected-ttft",
@@ -73,7 +73,7 @@ def test_every_replica_is_a_line_with_its_load_and_hit_rate() -> None:
 
 
 def test_a_cluster_elsewhere_is_known_by_its_address_alone() -> None:
-    """The name in our settings is another cluster's; and one block is not many."""
+    """The name in local settings would be another cluster's. Also, one block is singular."""
     one = replica("r0") | {"indexed_blocks": 1}
     view: dict[str, Any] = {
         "policy": "p",
@@ -93,7 +93,7 @@ def test_a_cluster_elsewhere_is_known_by_its_address_alone() -> None:
 
 
 def test_a_warm_up_shows_how_far_it_is() -> None:
-    """Or a new replica would look stuck. Another router's says nothing of it."""
+    """Otherwise a new replica would look stuck. Another router's warm-up has no progress here."""
     warm_up = {"done_tokens": 300, "planned_tokens": 1200}
     replicas = [
         replica("r0") | {"state": "warming", "warm_up": warm_up},
@@ -117,7 +117,7 @@ def test_a_warm_up_shows_how_far_it_is() -> None:
 
 
 def test_several_routers_tell_each_what_they_did() -> None:
-    """Counters are per process: a sum would hide a router that gets nothing."""
+    """Counters are per process: a sum would hide a router that gets no requests."""
     views: list[dict[str, Any]] = [
         {"policy": "p", "models": [], "in_flight": 0, "waiting": 0, "replicas": [], "absent": [], "refused": []}
         for _ in range(2)
@@ -132,7 +132,7 @@ def test_several_routers_tell_each_what_they_did() -> None:
 
 
 def test_several_models_have_a_line_each_and_their_replicas_stand_together() -> None:
-    """A model without replicas shows nowhere else."""
+    """A model without replicas appears nowhere else."""
     rows = [replica(name) for name in ("owl-r0", "fox-r10", "fox-r9")]
     view: dict[str, Any] = {"policy": "p", "models": [model("fox"), model("owl", 0)], "in_flight": 0, "waiting": 0}
     view |= {"replicas": rows, "absent": [], "refused": [], "counters": dict.fromkeys(COUNTERS, 0)}

@@ -1,4 +1,4 @@
-"""`homing top`: what a router streams, as lines and as rich draws it."""
+"""`homing top`: a router's stream, shown as lines or drawn by rich."""
 
 import asyncio
 import io
@@ -31,7 +31,7 @@ def backend() -> FakeBackend:
 
 
 def shown(backend: FakeBackend, **changes: object) -> LiveView:
-    """The view of the small cluster, after one frame."""
+    """The view of the small cluster after one frame."""
     view = LiveView()
     view.apply(msgspec.json.decode(frame({}, items_of(situation(backend, **changes)), 2000.0)[6:]))
     return view
@@ -39,7 +39,7 @@ def shown(backend: FakeBackend, **changes: object) -> LiveView:
 
 @contextmanager
 def router(backend: FakeBackend, **settings: str) -> Iterator[str]:
-    """A router over the backend in a thread of its own, which sends frames without a pause; its address."""
+    """The address of a router over the backend, in its own thread, that sends frames without a pause."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
@@ -56,7 +56,7 @@ def router(backend: FakeBackend, **settings: str) -> Iterator[str]:
 
 
 def test_without_a_terminal_it_prints_once(backend: FakeBackend, tmp_path) -> None:
-    """A script gets lines and an end, whether it says `--once` or not."""
+    """Output to a script is plain lines and ends, with or without `--once`."""
     out = io.StringIO()
     with router(backend) as url:
         assert run(["top", "--url", url, "--state-dir", str(tmp_path)], out) == 0
@@ -67,7 +67,7 @@ def test_without_a_terminal_it_prints_once(backend: FakeBackend, tmp_path) -> No
 
 
 def test_a_key_that_may_not_see_it_is_refused_in_the_routers_words(backend: FakeBackend, tmp_path) -> None:
-    """The operator must know what is missing."""
+    """The operator must learn what is missing."""
     with router(backend, api_key="right") as url:
         with pytest.raises(ClusterError, match="401 this server requires an API key"):
             run(["top", "--url", url, "--state-dir", str(tmp_path)], io.StringIO())
@@ -77,7 +77,7 @@ def test_a_key_that_may_not_see_it_is_refused_in_the_routers_words(backend: Fake
 
 
 def test_replicas_prefixes_decisions_and_errors_are_shown(backend: FakeBackend) -> None:
-    """The essentials of the page."""
+    """The page's essential contents."""
     text = plain(*_renderables(shown(backend)))
 
     assert (
@@ -89,7 +89,7 @@ def test_replicas_prefixes_decisions_and_errors_are_shown(backend: FakeBackend) 
 
 
 def test_what_others_wrote_moves_no_cursor_and_is_no_markup(backend: FakeBackend) -> None:
-    """An error's text may come from anywhere."""
+    """An error's text may come from an untrusted source."""
     hostile = activity()
     hostile = msgspec.structs.replace(
         hostile, failed=[msgspec.structs.replace(hostile.failed[0], reason="\x1b[2J[red]gone[/red]")]
@@ -105,14 +105,14 @@ def test_what_others_wrote_moves_no_cursor_and_is_no_markup(backend: FakeBackend
 
 
 def test_a_cluster_without_replicas_is_shown(backend: FakeBackend) -> None:
-    """While the first one starts, or after the last one died."""
+    """This is the case while the first replica starts, or after the last one died."""
     cluster = msgspec.structs.replace(situation(backend).cluster, replicas=[])
 
     assert "no replica yet" in plain(*_renderables(shown(backend, cluster=cluster, activities=[]))).splitlines()
 
 
 def test_rates_are_those_of_the_last_seconds(backend: FakeBackend) -> None:
-    """Totals since the start would hide what happens now."""
+    """Totals since the start would hide current changes."""
     view = LiveView()
     counts = dict.fromkeys(
         ("requests", "failed", "prompt_tokens", "cached_tokens", "ttft_count", "ttft_sum_s", "serving"), 0
@@ -126,7 +126,7 @@ def test_rates_are_those_of_the_last_seconds(backend: FakeBackend) -> None:
 
 
 def test_a_stream_that_breaks_is_opened_again() -> None:
-    """A router that restarts comes back; what was wrong is said meanwhile."""
+    """A restarted router comes back; meanwhile, the view shows the error."""
 
     def frames(*numbers: int) -> Iterator[dict[str, int]]:
         yield from ({"now": number} for number in numbers)

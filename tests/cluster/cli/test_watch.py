@@ -1,4 +1,4 @@
-"""What `homing watch` prints for each kind of event."""
+"""The output of `homing watch` for each kind of event."""
 
 import asyncio
 import io
@@ -52,7 +52,7 @@ def printed(printer: type[JsonPrinter] | type[TextPrinter], wanted: EventFilter 
 
 
 def test_json_lines_are_those_of_a_recording() -> None:
-    """One schema: what a program reads from the pipe it reads from the file, and no number is too large for it."""
+    """Pipe and file share one schema, and no number exceeds what JSON readers support."""
     lines = printed(JsonPrinter)
     events = [json.loads(line) for line in lines]
 
@@ -65,7 +65,7 @@ def test_json_lines_are_those_of_a_recording() -> None:
 
 
 def test_a_program_can_choose_what_it_reads() -> None:
-    """A resync counts as both: as a reset, and as the events that it repeats."""
+    """A resync matches two filters: as a reset, and as the events that it repeats."""
     kinds = [
         [json.loads(line)["event"] for line in printed(JsonPrinter, EventFilter(kinds=frozenset([kind])))]
         for kind in ("reset", "stored", "status", "joined")
@@ -76,7 +76,7 @@ def test_a_program_can_choose_what_it_reads() -> None:
 
 @pytest.mark.parametrize("as_json", [True, False])
 async def test_rates_are_lines_of_the_kind_that_was_asked_for(as_json: bool) -> None:
-    """A program that asked for JSON must not meet a table."""
+    """A program that asked for JSON must not get a table."""
     lines: list[str] = []
     watching = WatchSession(WatchOptions(as_json=as_json, rates_s=0.01), lines.append, None)
     nowhere = EventFeed(EventEndpoints(events="", replay="", state="", snapshot=""), IgnoringSink())
@@ -98,14 +98,14 @@ async def test_rates_are_lines_of_the_kind_that_was_asked_for(as_json: bool) -> 
 
 
 class IgnoringSink:
-    """Takes what a feed tells, and does nothing."""
+    """A feed sink that ignores everything."""
 
     def __getattr__(self, name: str) -> object:
         return lambda *_: None
 
 
 async def test_a_reader_that_goes_away_ends_the_command_quietly() -> None:
-    """`homing watch | head`: lines are printed from callbacks of the loop, where an error ends nothing."""
+    """`homing watch | head`: lines are printed in event-loop callbacks, where exceptions do not end the command."""
     attempts = 0
 
     def gone(_: str) -> None:
@@ -123,7 +123,7 @@ async def test_a_reader_that_goes_away_ends_the_command_quietly() -> None:
 
 
 def test_readable_lines_are_one_per_event() -> None:
-    """For eyes."""
+    """This format is for people."""
     words = [line.split(maxsplit=2)[2] for line in printed(TextPrinter)]
 
     assert words == [
@@ -143,7 +143,7 @@ def shown(wanted: EventFilter, *events: object) -> list[str]:
 
 
 def test_a_run_of_one_kind_is_one_line() -> None:
-    """A step of a busy engine stores a dozen chains; nobody reads a dozen lines for it."""
+    """A step of a busy engine stores a dozen chains, which are not worth a dozen lines."""
     chains = [Stored(None, [1, 2]), Stored(None, [3])]
 
     assert shown(EventFilter(), Removed([9]), *chains) == [
@@ -153,7 +153,7 @@ def test_a_run_of_one_kind_is_one_line() -> None:
 
 
 def test_filters_keep_the_kinds_and_blocks_that_were_asked_for() -> None:
-    """One block is followed through its life among thousands."""
+    """For example, one block can be followed through its life among thousands."""
     batch = [Stored(None, [0x1F << 56, 0x2F << 56]), Removed([0x1F << 56]), Cleared()]
 
     assert [line.split()[0] for line in shown(EventFilter(kinds=frozenset(["removed"])), *batch)] == ["removed"]
@@ -163,7 +163,7 @@ def test_filters_keep_the_kinds_and_blocks_that_were_asked_for() -> None:
 
 @pytest.fixture
 def recording(tmp_path: Path) -> Path:
-    """A file as `--record` writes it."""
+    """A file as written by `--record`."""
     items = [StreamEvent(4, None, Stored(None, [1, 2], [7, 8], 1), resync=True), StreamEvent(5, 60.0, Removed([1]))]
     path = tmp_path / "events.jsonl"
     path.write_bytes(b"".join(to_line(Recorded(replica, item)) + b"\n" for replica in ("r0", "r1") for item in items))
@@ -171,7 +171,7 @@ def recording(tmp_path: Path) -> Path:
 
 
 def test_a_recorded_file_is_printed_through_the_same_filters(recording: Path) -> None:
-    """What happened last night is looked at as what happens now."""
+    """Past events are inspected with the same tools as live ones."""
     out = io.StringIO()
 
     assert run(["watch", "--replay", str(recording), "--replica", "r1", "--event", "removed"], out) == 0
@@ -181,7 +181,7 @@ def test_a_recorded_file_is_printed_through_the_same_filters(recording: Path) ->
 
 
 def test_a_replay_prints_what_watch_has_printed(tmp_path: Path) -> None:
-    """Two formats of one thing are two things to learn; the time is that of the event, a resync has none."""
+    """A replay uses the format of live output; the time is the event's, and a resync has none."""
     instructions = [
         Reset(7, 4, [SnapshotBlock(1, None, [5]), SnapshotBlock(2, 1, [6])]),
         Apply(5, 60.0, [Stored(2, [3, 4], [7, 8], 1), Stored(4, [5], [9], 1), Removed([3]), Cleared()]),
@@ -201,7 +201,7 @@ def test_a_replay_prints_what_watch_has_printed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("flags", [[], ["--json"]])
 def test_a_replay_reports_rates_over_recorded_time(tmp_path: Path, flags: list[str]) -> None:
-    """A recording of an hour is read in a second; its rates are those of the hour."""
+    """A recording of an hour is read in a second, but its rates are per recorded time."""
     batches = [(0, 100.0, Stored(None, [1, 2])), (1, 101.0, Stored(2, [3, 4])), (3, 103.0, Removed([4]))]
     lines = [to_line(Recorded("r0", StreamEvent(seq, ts, event), 7)) for seq, ts, event in batches]
     (tmp_path / "record").write_bytes(b"\n".join(lines))
@@ -220,7 +220,7 @@ def test_a_replay_reports_rates_over_recorded_time(tmp_path: Path, flags: list[s
 
 
 def test_a_replay_as_json_is_the_recording(recording: Path) -> None:
-    """It can be filtered into another recording."""
+    """The output can be filtered into another recording."""
     out = io.StringIO()
 
     run(["watch", "--replay", str(recording), "--json"], out)
@@ -239,13 +239,13 @@ def test_a_replay_as_json_is_the_recording(recording: Path) -> None:
     ],
 )
 def test_mistakes_are_reported_by_name(words: list[str], told: str) -> None:
-    """With the remedy."""
+    """The message includes the remedy."""
     with pytest.raises(SettingsError, match=told):
         run(["watch", *words], io.StringIO())
 
 
 async def test_what_is_followed_is_recorded_whole_whatever_is_shown(tmp_path: Path) -> None:
-    """A filter for the eye must not put holes into the record: the tree rebuilt from it is the replica's."""
+    """A display filter must not leave gaps in the recording: the tree rebuilt from it equals the replica's."""
     publisher = EventPublisher(EventsSettings(), host="127.0.0.1", block_size=1, epoch=7, medium="CPU")
     endpoints = publisher.start()
     publisher.stored(None, [bytes(15) + b"\1", bytes(15) + b"\2"], bytes(8))
@@ -267,7 +267,7 @@ async def test_what_is_followed_is_recorded_whole_whatever_is_shown(tmp_path: Pa
 
 
 def test_a_replica_that_is_not_there_is_named_beside_those_that_are(recording: Path) -> None:
-    """Silence would look like a quiet cache."""
+    """Empty output would look like an idle cache."""
     view = {"replicas": [{"replica_id": "r0"}], "absent": [{"replica_id": "r1"}], "refused": [{"replica_id": "r2"}]}
 
     with pytest.raises(SettingsError, match=r"--replica r9: the cluster has no such replica \(there are: r0, r1, r2\)"):
@@ -277,7 +277,7 @@ def test_a_replica_that_is_not_there_is_named_beside_those_that_are(recording: P
 
 
 def test_a_report_says_rates_since_the_last_one() -> None:
-    """Blocks a second tell whether a cache churns."""
+    """Blocks per second show whether a cache churns."""
     rates = EventRates()
     rates.add(Apply(0, 99.0, [Stored(None, [1, 2, 3]), Removed([4])]), now_s=100.0)
     rates.add(Apply(1, 99.975, [Stored(3, [5])]), now_s=100.0)
@@ -293,7 +293,7 @@ def test_a_report_says_rates_since_the_last_one() -> None:
 
 
 def test_what_a_resync_tells_anew_is_not_counted() -> None:
-    """A late joiner's first report would show a burst that never was."""
+    """Otherwise, a late subscriber's first report would show a burst that never happened."""
     rates = EventRates()
 
     rates.add(Reset(7, 4, []), now_s=1.0)

@@ -1,4 +1,4 @@
-"""What the processes of ranks and routers do, without Ray."""
+"""The processes of ranks and routers, without Ray."""
 
 import resource
 import threading
@@ -25,7 +25,7 @@ from ..fakes import FakeRank, FakeRouter
 
 
 class ThreadedRank(FakeRank):
-    """Notes in which thread each part of its life happens."""
+    """Records the thread in which each phase of its life runs."""
 
     def __init__(self, spec: RankSpec) -> None:
         super().__init__(spec)
@@ -39,11 +39,11 @@ class ThreadedRank(FakeRank):
 
 
 class Panic(BaseException):
-    """What a Rust library raises when it gives up."""
+    """The exception that a Rust library raises when it panics."""
 
 
 class PanickyRank(FakeRank):
-    """Starts or runs into a panic."""
+    """A rank that panics, either at its start or while it runs."""
 
     def __init__(self, spec: RankSpec) -> None:
         if spec.model.settings.replica.model == "torn":
@@ -55,14 +55,14 @@ class PanickyRank(FakeRank):
 
 
 def rank_spec(model: str) -> RankSpec:
-    """Rank 0 of one, of this model."""
+    """Spec of rank 0 of 1 of this model."""
     settings = Settings(replica=ReplicaSettings(model=model))
     spec = ModelSpec(settings=settings, seed=7, model_dir="", run_dir=None, host="127.0.0.1")
     return RankSpec(spec, "r0", 1, 0, 1, Rendezvous("127.0.0.1", 1, b""))
 
 
 def test_a_rank_is_made_and_run_in_one_thread() -> None:
-    """A second thread that computes, even while it loads, slows down every later step (replica/load/cpu_threads.py)."""
+    """A second computing thread, even if only during loading, slows every later step (replica/load/cpu_threads.py)."""
     made: list[ThreadedRank] = []
 
     def make(spec: RankSpec) -> ThreadedRank:
@@ -80,7 +80,7 @@ def test_a_rank_is_made_and_run_in_one_thread() -> None:
 
 
 def test_a_rank_that_is_stopped_while_it_loads_serves_nothing() -> None:
-    """A stop that comes too early must not be lost: nobody would repeat it."""
+    """An early stop must not be lost, because it is not repeated."""
     actors: list[ReplicaRank] = []
 
     def make(spec: RankSpec) -> FakeRank:
@@ -94,7 +94,7 @@ def test_a_rank_that_is_stopped_while_it_loads_serves_nothing() -> None:
 
 
 def test_a_rank_settles_once_when_it_has_loaded() -> None:
-    """Before that there is nothing to spare the collector, and what cannot start ends anyway."""
+    """Before that, there is nothing worth excluding from collection, and a failed start exits anyway."""
     settled: list[str] = []
     good, broken = (ReplicaRank(FakeRank, "warning", lambda: settled.append("")) for _ in range(2))
 
@@ -106,14 +106,14 @@ def test_a_rank_settles_once_when_it_has_loaded() -> None:
 
 
 class HungRank(FakeRank):
-    """Its step waits for a device that never ends it."""
+    """A rank whose step waits forever for a device."""
 
     def step_s(self) -> float:
         return 1e9
 
 
 def test_a_rank_whose_step_does_not_end_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """nccl raises nothing for a peer that hangs, and the process answers pings; its group is rebuilt all the same."""
+    """nccl raises nothing for a hung peer, and the process still answers pings; the group must be rebuilt anyway."""
     monkeypatch.setattr("homing.cluster.control.actors.WATCH_S", 0.01)
     hung, well = ReplicaRank(HungRank), ReplicaRank(FakeRank)
     for actor in (hung, well):
@@ -129,7 +129,7 @@ def test_a_rank_whose_step_does_not_end_has_failed(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_slow_replica_has_time_for_its_longest_step() -> None:
-    """2,048 tokens of 8B parameters take two cores minutes: such a replica must not be rebuilt at each long prompt."""
+    """2,048 tokens of 8B parameters take two cores minutes; long prompts must not trigger rebuilds."""
     slow = description_of("r0", max_batched_tokens=2048, prefill_tokens_per_s=10.0)
     fast = description_of("r0", max_batched_tokens=2048, prefill_tokens_per_s=10_000.0)
 
@@ -137,7 +137,7 @@ def test_a_slow_replica_has_time_for_its_longest_step() -> None:
 
 
 def test_a_rank_that_cannot_start_says_why() -> None:
-    """In its own words; it does not run."""
+    """The reason is the rank's own message; the rank does not run."""
     actor = ReplicaRank(FakeRank)
 
     assert actor.start(rank_spec("broken")) == Failed("ValueError: the weights are torn")
@@ -145,12 +145,12 @@ def test_a_rank_that_cannot_start_says_why() -> None:
 
 
 def test_a_panic_at_the_start_is_told() -> None:
-    """It is not an Exception; if it were missed, the start would run into its timeout."""
+    """A panic is not an Exception; if it were missed, the start would run into its timeout."""
     assert ReplicaRank(PanickyRank).start(rank_spec("torn")) == Failed("Panic: index out of bounds")
 
 
 def test_a_panic_while_serving_is_told() -> None:
-    """As the reason for which the rank is gone."""
+    """It becomes the reason for the rank's loss."""
     actor = ReplicaRank(PanickyRank)
     actor.start(rank_spec("m"))
 
@@ -158,7 +158,7 @@ def test_a_panic_while_serving_is_told() -> None:
 
 
 def test_a_router_process_answers_the_controller_until_it_stops(tmp_path: Path) -> None:
-    """Its one method for questions runs on the router's own event loop; its death is noticed by `watch`."""
+    """A single method answers all questions on the router's own event loop; `watch` reports its death."""
     settings = load_settings({"served_model_name": "fox", "state_dir": str(tmp_path)}, {})
     spec = (ModelSpec(settings=settings, seed=7, model_dir=None, run_dir=None, host=""),)
     process = RouterProcess(FakeRouter.make, spec)
@@ -173,7 +173,7 @@ def test_a_router_process_answers_the_controller_until_it_stops(tmp_path: Path) 
 
 
 def test_a_router_may_open_more_files_than_it_was_started_with(tmp_path: Path) -> None:
-    """Each client is a file: at the usual soft limit of 1,024 one client's idle connections lock out all others."""
+    """Each client needs a file: with the usual soft limit of 1,024, idle connections of one lock out all others."""
     settings = load_settings({"served_model_name": "fox", "state_dir": str(tmp_path)}, {})
     spec = (ModelSpec(settings=settings, seed=7, model_dir=None, run_dir=None, host=""),)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -188,7 +188,7 @@ def test_a_router_may_open_more_files_than_it_was_started_with(tmp_path: Path) -
 
 
 def test_a_router_that_cannot_start_says_why(tmp_path: Path) -> None:
-    """As a value: a traceback through Ray is not for the user."""
+    """The error is returned as a value: a traceback through Ray is no help to the user."""
     settings = load_settings({"served_model_name": "fox", "state_dir": str(tmp_path / "nowhere")}, {})
     spec = (ModelSpec(settings=settings, seed=7, model_dir=None, run_dir=None, host=""),)
 
@@ -206,6 +206,6 @@ def test_a_router_that_cannot_start_says_why(tmp_path: Path) -> None:
     ],
 )
 def test_the_reason_of_a_death_names_memory_where_ray_killed_for_it(error: RayError, reason: str) -> None:
-    """An operator who reads "the process died" looks for a crash; Ray's own paragraph hides what to change."""
+    """The words "the process died" would suggest a crash, and Ray's own paragraph hides what to change."""
     assert reason in death(error)
     assert len(death(error)) < 120

@@ -1,4 +1,4 @@
-"""How the processes of replicas are prepared, and how a router handles its messages."""
+"""Preparation of replica processes, and a router's handling of control messages."""
 
 import os
 import subprocess
@@ -22,7 +22,7 @@ from homing.router.control import CountInFlight, MeasureDemand, SetMembership
 
 NEEDS_PIDFD = pytest.mark.skipif(sys.platform != "linux", reason="needs pidfd_open")
 PATIENCE_S = 120
-#: Runs a packed layer over 400 row counts, as steps do, and prints by how many MB the process grew.
+#: Runs a packed layer over 400 row counts, as steps do, and prints the process's growth in MB.
 PREPARED = "import os; from homing.cluster.control.compiled_kernels import prepare_torch as p; p(); "
 
 GROWTH = """
@@ -44,7 +44,7 @@ print((process.memory_info().rss - before) >> 20)
 
 
 async def test_a_router_answers_the_controller_from_its_start_to_its_stop() -> None:
-    """Through the whole of it, with the HTTP server that it listens with."""
+    """Covers the whole router, including the HTTP server that it listens with."""
     settings = load_settings({"served_model_name": "fox", "host": "127.0.0.1"}, {})
     fox = ModelSpec(settings=settings, seed=7, model_dir=None, run_dir=None, host="")
     router = await make_router((fox,), Listening(0, 0), SetMembership(("fox",), (), 7, number=5), 0)
@@ -63,22 +63,22 @@ async def test_a_router_answers_the_controller_from_its_start_to_its_stop() -> N
 
 
 def grown_mb(how: str) -> int:
-    """By how many MB a process grew."""
+    """The growth of a process in MB."""
     done = subprocess.run([sys.executable, "-c", GROWTH, how], capture_output=True, text=True, timeout=120, check=True)
     return int(done.stdout)
 
 
 @pytest.mark.cluster
 def test_a_replica_does_not_keep_what_was_compiled_for_every_batch_size():
-    """Each row count of a step is a shape of its own to oneDNN; kept by the thousand they are most of the memory."""
+    """oneDNN caches each row count as its own shape; thousands of them would take most of the memory."""
     kept, prepared = grown_mb("as torch has it"), grown_mb("prepared")
 
-    assert prepared < 0.6 * kept, f"{prepared} MB with the caches bounded, {kept} without"
+    assert prepared < 0.6 * kept, f"{prepared} MB with bounded caches, {kept} MB without"
 
 
 @pytest.mark.cluster
 def test_memory_of_a_replica_may_lie_in_large_pages():
-    """Without them SIGKILL takes 130 to 220 ms to give the memory back, and streams stand still for as long."""
+    """Without large pages, SIGKILL takes 130 to 220 ms to release the memory, and streams stall for as long."""
     code = PREPARED + "print(os.environ['THP_MEM_ALLOC_ENABLE'])"
     plain = {name: value for name, value in os.environ.items() if name not in TORCH_ENVIRONMENT}
 
@@ -91,7 +91,7 @@ def test_memory_of_a_replica_may_lie_in_large_pages():
 
 @pytest.mark.cluster
 def test_an_operators_own_value_stands():
-    """Whoever tunes oneDNN for a machine knows it better."""
+    """An operator who tunes oneDNN for a machine knows better."""
     code = PREPARED + "print(os.environ['LRU_CACHE_CAPACITY'])"
     own = os.environ | dict.fromkeys(TORCH_ENVIRONMENT, "7")
 
@@ -101,7 +101,7 @@ def test_an_operators_own_value_stands():
 
 
 def test_compiled_kernels_are_kept_in_the_users_cache(tmp_path, monkeypatch):
-    """flash-attn-4 keeps none unless told to, and then in a folder in /tmp: it runs what it finds there."""
+    """flash-attn-4 keeps none by default, and if enabled, runs code that it finds in a folder in /tmp."""
     monkeypatch.setattr(os, "environ", {"XDG_CACHE_HOME": str(tmp_path)})
 
     prepare_torch()
@@ -114,7 +114,7 @@ def test_compiled_kernels_are_kept_in_the_users_cache(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("gpus", "share"), [(0.0, 0.8), (1.0, 0.8), (2.0, 0.8), (0.5, 0.4), (0.25, 0.2)])
 def test_rank_with_a_part_of_a_gpu_takes_that_part_of_its_memory(gpus, share):
-    """Otherwise the first of two replicas on one GPU would leave the second nothing."""
+    """Otherwise the first of two replicas on one GPU would leave no memory for the second."""
     cache = KvCacheSettings(gpu_memory_utilization=0.8)
 
     assert share_of_gpu(cache, gpus).gpu_memory_utilization == pytest.approx(share)
@@ -130,7 +130,7 @@ def test_rank_with_a_part_of_a_gpu_takes_that_part_of_its_memory(gpus, share):
     ],
 )
 def test_ranks_divide_the_memory_of_their_machine(cluster, ranks, parts):
-    """In a joined cluster as many as a machine of four cores may have."""
+    """In a joined cluster, assume as many ranks as fit on a machine of four cores."""
     cache = KvCacheSettings(cpu_memory_utilization=0.6)
 
     shared = share_of_memory(cache, ClusterSettings(**cluster), ranks, cores=4)
@@ -139,7 +139,7 @@ def test_ranks_divide_the_memory_of_their_machine(cluster, ranks, parts):
 
 
 def test_ranks_of_replicas_that_may_come_are_counted():
-    """The first replica has its memory before the last one starts."""
+    """The first replica takes its memory before the last one starts."""
     settings = load_settings({"replicas": "2", "tensor_parallel_size": "3"}, {})
     growing = load_settings({"replicas": "2", "autoscale": "1:5"}, {})
 
@@ -148,7 +148,7 @@ def test_ranks_of_replicas_that_may_come_are_counted():
 
 @NEEDS_PIDFD
 def test_the_end_of_a_killed_process_is_reported() -> None:
-    """A raylet that dies takes its replicas along only when Ray comes to look; they must not wait for that."""
+    """Ray notices replicas of a dead raylet only later; the report must not wait for that."""
     told = threading.Event()
     with subprocess.Popen(["sleep", "600"]) as process:
         on_process_exit(process.pid, told.set)
@@ -162,7 +162,7 @@ def test_the_end_of_a_killed_process_is_reported() -> None:
 
 @NEEDS_PIDFD
 def test_a_process_that_has_already_ended_is_reported_at_once() -> None:
-    """It may die between a look at its number and the watch."""
+    """It may exit between reading its pid and starting the watch."""
     told = threading.Event()
     with subprocess.Popen(["true"]) as process:
         process.wait(PATIENCE_S)

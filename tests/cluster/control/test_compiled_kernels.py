@@ -1,4 +1,4 @@
-"""Kernels begin to be compiled before ranks need them, once, and only where ranks will."""
+"""Kernels are compiled before ranks need them, once, and only if the ranks will use them."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from homing.cluster.config import Settings, replaced
 from homing.cluster.control.compiled_kernels import start_compilation
 from homing.replica.demo import demo_model_path
 
-#: Of which there are no kernels, so that nothing is compiled here.
+#: Settings without any kernels, so that nothing is compiled here.
 NOTHING = replaced(Settings(), dtype="float16")
 
 
@@ -22,7 +22,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_first_start_begins_to_compile_and_a_later_one_does_not(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would cost each start two seconds to find that all is there. Modules of the working directory are not run."""
+    """A check at each start would take two seconds. Modules in the working directory must not be run."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "torch.py").write_text("raise SystemExit(3)")
     process = start_compilation(NOTHING, demo_model_path())
@@ -32,19 +32,19 @@ def test_a_first_start_begins_to_compile_and_a_later_one_does_not(
     assert [path.suffix for path in cache.iterdir()] == [".complete"]
     assert start_compilation(NOTHING, demo_model_path()) is None
     other = start_compilation(replaced(NOTHING, block_size=32), demo_model_path())
-    assert other is not None, "another block size has other kernels"
+    assert other is not None, "another block size needs other kernels"
     assert other.wait(120) == 0
 
 
 @pytest.mark.parametrize("changes", [{"gpus_per_rank": 1.0}, {"engine": "vllm"}], ids=str)
 def test_nothing_is_compiled_for_ranks_that_need_none(changes: dict[str, object]) -> None:
-    """GPUs have kernels of their own, and other engines, too."""
+    """GPUs and other engines have their own kernels."""
     assert start_compilation(replaced(Settings(), **changes), demo_model_path()) is None
 
 
 def test_nothing_is_compiled_where_kernels_cannot_be_kept(cache: Path) -> None:
-    """Each start would compile them again, beside ranks that do the same."""
+    """Each start would compile them again, in parallel with the ranks doing the same."""
     cache.mkdir()
-    cache.chmod(0o777)  # others could write code that we would run
+    cache.chmod(0o777)  # others could plant code that we would run
 
     assert start_compilation(NOTHING, demo_model_path()) is None

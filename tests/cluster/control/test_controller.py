@@ -1,4 +1,4 @@
-"""The controller on a real Ray, with fake ranks: deaths are detected, sent to the routers, and repaired."""
+"""The controller on a real Ray with fake ranks: deaths are detected, reported to routers and repaired."""
 
 import contextlib
 import dataclasses
@@ -35,15 +35,15 @@ def until(ask: Callable[[], T | None], what: str) -> T:
         if (answer := ask()) is not None:
             return answer
         time.sleep(0.02)
-    raise AssertionError(f"never: {what}")
+    raise AssertionError(f"timed out waiting for: {what}")
 
 
-#: Children of this process that are not the present test's: a cluster that several files share, actors that still end.
+#: Child processes that belong to other tests: a cluster shared by several files, and actors that are still exiting.
 OTHERS: set[psutil.Process] = set()
 
 
 def processes(title: str = "") -> list[psutil.Process]:
-    """Those of the Ray below that have this in their names."""
+    """Processes of the Ray below with `title` in their names."""
     found = []
     for process in set(local_ray.children()) - OTHERS:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -69,17 +69,17 @@ def own_ray() -> Iterator[None]:
         for left in wait_gone(ours, 20):
             left.kill()
         shutil.rmtree(folder, ignore_errors=True)
-        # A local Ray tells its processes by the environment that it is one; later tests start Rays of other kinds.
+        # A local Ray marks its environment as such for its processes; later tests start other kinds of Ray.
         os.environ.clear()
         os.environ.update(before)
         ray.cloudpickle.unregister_pickle_by_value(fakes)
 
 
 def test_only_processes_of_ray_that_homing_uses_are_started(own_ray: None) -> None:
-    """Each of the others would take a second of CPU from the replicas that start, and could end the cluster."""
+    """The others would take a second of CPU each from starting replicas, and a crash could end the cluster."""
     commands = []
     for process in processes():
-        with contextlib.suppress(psutil.NoSuchProcess):  # ended just now, of an earlier test
+        with contextlib.suppress(psutil.NoSuchProcess):  # just ended, from an earlier test
             commands.append(" ".join(process.cmdline()))
 
     assert any("raylet" in command for command in commands)
@@ -87,10 +87,10 @@ def test_only_processes_of_ray_that_homing_uses_are_started(own_ray: None) -> No
 
 
 class Cluster:
-    """A controller and what can be asked about it."""
+    """A controller, with helpers to query it."""
 
     def __init__(self, folder: Path, *models: dict[str, str], one_machine: bool = False) -> None:
-        """`one_machine`: replicas use spare processes."""
+        """With `one_machine`, replicas use spare processes."""
         import ray
 
         from homing.cluster.control.controller import Controller
@@ -171,7 +171,7 @@ def start(own_ray: None, tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
 
 
 def test_a_killed_rank_takes_its_rank_group_along_and_the_rank_group_is_rebuilt(start: Callable[..., Cluster]) -> None:
-    """Ray kills no siblings: a group with a hole would hang in its next step."""
+    """Ray does not kill the siblings, and an incomplete group would hang in its next step."""
     cluster = start(replicas="2", tensor_parallel_size="2")
     before = cluster.told("r0", "r1")
     generation, pids = before["r0"]
@@ -191,7 +191,7 @@ def test_a_killed_rank_takes_its_rank_group_along_and_the_rank_group_is_rebuilt(
 
 
 def test_a_prepared_process_replaces_a_killed_one_if_it_is_alive(start: Callable[..., Cluster]) -> None:
-    """And another one is prepared in its place."""
+    """The spare is replaced by a new one."""
     cluster = start(replicas="1", one_machine=True)
     generation, pids = cluster.told("r0")["r0"]
     [spare] = until(lambda: fakes.prepared(cluster.folder) or None, "a spare process is prepared")
@@ -213,7 +213,7 @@ def is_rebuilding(absent: list[list[str]]) -> bool:
 
 
 def test_a_killed_router_comes_back_on_its_port_and_knows_the_members(start: Callable[..., Cluster]) -> None:
-    """Clients know one address; the new router must not wait for a change in membership."""
+    """Clients know one address, and the new router must not wait for the next change in membership."""
     cluster = start(replicas="1")
     members = cluster.told("r0")
     url = until(lambda: cluster.status().url, "the router listens")
@@ -228,7 +228,7 @@ def test_a_killed_router_comes_back_on_its_port_and_knows_the_members(start: Cal
 
 
 def test_several_routers_share_a_port_and_each_is_told(start: Callable[..., Cluster]) -> None:
-    """Each has an address of its own besides; one that dies comes back there with the members of that time."""
+    """Each also has its own address; a restarted one returns there and gets the current members."""
     cluster = start(replicas="1", routers="3")
     members = cluster.told("r0")
     status = until(lambda: found if (found := cluster.status()).url else None, "all listen")
@@ -245,7 +245,7 @@ def test_several_routers_share_a_port_and_each_is_told(start: Callable[..., Clus
 
 
 def test_a_replica_that_cannot_start_says_so_in_its_own_words(start: Callable[..., Cluster]) -> None:
-    """A traceback through three processes hides the one line that helps."""
+    """A traceback through three processes would hide the one line that helps."""
     cluster = start(replicas="1", model="broken")
 
     failing = until(lambda: next((group for group in cluster.status().replicas if group.failures), None), "it fails")
@@ -254,7 +254,7 @@ def test_a_replica_that_cannot_start_says_so_in_its_own_words(start: Callable[..
 
 
 def test_a_replica_that_starts_says_what_it_does(start: Callable[..., Cluster]) -> None:
-    """A large model takes minutes: whoever waits wants to know for what, and the reason of a timeout names it."""
+    """A large model takes minutes: users want to know why they wait, and a timeout's message names the phase."""
     cluster = start(replicas="1", model="endless")
 
     doing = "reading the weights, 40 %"
@@ -274,7 +274,7 @@ def test_a_router_that_hangs_is_replaced(start: Callable[..., Cluster]) -> None:
 
     assert fakes.memberships(cluster.folder)[-1] == members
     assert until(lambda: cluster.status().url, "all listen again") == url
-    with contextlib.suppress(psutil.NoSuchProcess):  # where that took long, Ray has killed it meanwhile
+    with contextlib.suppress(psutil.NoSuchProcess):  # after a long wait, Ray has already killed it
         router.resume()
     until(lambda: None if router.is_running() else True, "the one that hung ends when it goes on")
     said = [notice.text for notice in cluster.status().notices]
@@ -282,7 +282,7 @@ def test_a_router_that_hangs_is_replaced(start: Callable[..., Cluster]) -> None:
 
 
 def test_a_rank_group_that_ends_while_it_is_being_placed_leaves_no_place_behind(start: Callable[..., Cluster]) -> None:
-    """Ray would keep the room for it, or ask for a machine, as long as the cluster runs."""
+    """Ray would keep the reservation, or request a machine, as long as the cluster runs."""
     cluster = start(replicas="1")
     cluster.told("r0")
 
@@ -295,7 +295,7 @@ def test_a_rank_group_that_ends_while_it_is_being_placed_leaves_no_place_behind(
 
 
 def places() -> int:
-    """RankGroups that Ray keeps room for, or looks for some."""
+    """The number of placement groups that Ray reserves or tries to place."""
     from ray.util import placement_group_table
 
     return sum(place["state"] != "REMOVED" for place in placement_group_table().values())
@@ -312,7 +312,7 @@ def test_a_rank_group_without_room_tells_what_it_waits_for(start: Callable[..., 
 
 
 def test_scaling_down_drains_the_replica_that_is_worth_least_and_up_starts_one(start: Callable[..., Cluster]) -> None:
-    """The routers say what each is worth; names that became free are given again."""
+    """The routers report each cache's worth; names that became free are reused."""
     cluster = start(replicas="3")
     cluster.told("r0", "r1", "r2")
 
@@ -326,7 +326,7 @@ def test_scaling_down_drains_the_replica_that_is_worth_least_and_up_starts_one(s
 
 
 def test_a_drained_replica_ends_and_a_replaced_one_has_a_successor_first(start: Callable[..., Cluster]) -> None:
-    """By hand: for good, or for another one."""
+    """A manual drain either removes the replica for good or replaces it."""
     cluster = start(replicas="2")
     before = cluster.told("r0", "r1")
 
@@ -347,7 +347,7 @@ def test_a_drained_replica_ends_and_a_replaced_one_has_a_successor_first(start: 
 def test_an_update_replaces_every_replica_and_one_that_cannot_start_changes_nothing(
     start: Callable[..., Cluster],
 ) -> None:
-    """Neither a torn model nor one that the routers refuse costs a replica."""
+    """Neither a damaged model nor one that the routers refuse costs a replica."""
     cluster = start(replicas="2")
     before = cluster.told("r0", "r1")
 
@@ -357,7 +357,7 @@ def test_an_update_replaces_every_replica_and_one_that_cannot_start_changes_noth
         assert words in given_up
         cluster.settled()
         assert cluster.told("r0", "r1") == before
-        # The next command succeeds: that update was another one's.
+        # The next command succeeds, because the failed update belonged to another command.
         assert ControllerClient(io.StringIO()).follow(["fox"], wait=True, done="as it was") == 0
     cluster.update("fox", {"max_running_requests": "3"})
     status = cluster.settled()
@@ -369,7 +369,7 @@ def test_an_update_replaces_every_replica_and_one_that_cannot_start_changes_noth
 
 
 def test_a_killed_controller_comes_back_and_takes_over_what_runs(start: Callable[..., Cluster]) -> None:
-    """Neither ranks nor routers are its own: they serve on, and afterwards it still knows what was wanted."""
+    """Ranks and routers keep serving without the controller, and the new one still knows what was wanted."""
     cluster = start(replicas="1", routers="2")
     cluster.told("r0")
     cluster.ask("scale", "fox", 2)
@@ -394,7 +394,7 @@ def test_a_killed_controller_comes_back_and_takes_over_what_runs(start: Callable
 
 
 def test_routers_are_told_of_a_model_that_nobody_will_start(start: Callable[..., Cluster]) -> None:
-    """Scaled to none by hand, a request would wait until its time is over; with an autoscaler it starts one."""
+    """Scaled to zero by hand, a request would wait until it times out; with an autoscaler, it starts a replica."""
     cluster = start(replicas="1", served_model_name="fox")
     cluster.told("r0")
 
@@ -406,7 +406,7 @@ def test_routers_are_told_of_a_model_that_nobody_will_start(start: Callable[...,
 
 
 def test_a_held_request_wakes_a_cluster_that_was_scaled_to_zero(start: Callable[..., Cluster]) -> None:
-    """And while it waits there are as many replicas as the bounds allow, no more."""
+    """While it waits, there are as many replicas as the bounds allow, and no more."""
     cluster = start(replicas="1", autoscale="0:2")
     cluster.told("r0")
     cluster.ask("scale", "fox", 0)
@@ -427,7 +427,7 @@ TWO = (
 
 
 def test_each_model_has_replicas_of_its_own(start: Callable[..., Cluster]) -> None:
-    """A rank that dies, a scale and a torn update concern one model; routers are told of all replicas together."""
+    """A dead rank, a scale and a failed update affect one model; routers get all replicas in one membership."""
     cluster = start(*TWO)
     before = cluster.told("fox-r0", "fox-r1", "org-owl-r0")
     assert len(before["org-owl-r0"][1]) == 2
@@ -451,7 +451,7 @@ def test_each_model_has_replicas_of_its_own(start: Callable[..., Cluster]) -> No
 
 
 def test_a_killed_controller_takes_over_the_replicas_of_all_models(start: Callable[..., Cluster]) -> None:
-    """What was wanted of each, and with which settings, is not forgotten; what comes later has other names."""
+    """Each model's wanted count and settings are kept; replicas started later get other names."""
     cluster = start(*TWO)
     cluster.told("fox-r0", "fox-r1", "org-owl-r0")
     cluster.ask("scale", "org/owl", 2)
@@ -473,7 +473,7 @@ def test_a_killed_controller_takes_over_the_replicas_of_all_models(start: Callab
 
 
 def test_models_come_and_go_and_a_killed_controller_knows_which(start: Callable[..., Cluster]) -> None:
-    """With replicas and bounds of their own; the others' replicas stay as they are."""
+    """Each has its own replicas and bounds; the other models' replicas are unaffected."""
     cluster = start(*TWO)
     before = cluster.told("fox-r0", "fox-r1", "org-owl-r0")
     flags = {"state_dir": str(cluster.folder), "served_model_name": "ox", "replicas": "1", "autoscale": "0:2"}
@@ -507,7 +507,7 @@ def test_models_come_and_go_and_a_killed_controller_knows_which(start: Callable[
 
 
 def test_a_model_at_rest_is_woken_by_its_own_requests_alone(start: Callable[..., Cluster]) -> None:
-    """Bounds are a model's own, and one without stays as it is."""
+    """Bounds belong to one model; a model without bounds does not scale."""
     cluster = start({"replicas": "1", "autoscale": "0:2"}, {"served_model_name": "owl", "replicas": "1"})
     cluster.told("fox-r0", "owl-r0")
     cluster.ask("scale", "fox", 0)

@@ -19,12 +19,12 @@ SERVING = RankGroup("r0", 1, GroupPhase.READY, 0.0, description=describe_replica
 
 
 def test_a_replica_that_serves_is_not_missing() -> None:
-    """It is listed among those that do."""
+    """It is listed among the serving replicas."""
     assert missing_replicas(of_fox(SERVING), {"r0": "the process died"}, (), 5.0) == ()
 
 
 def test_a_new_replica_is_starting_and_tells_what_it_waits_for() -> None:
-    """The first minutes of a large model."""
+    """A large model takes minutes to start."""
     placing = RankGroup("r1", 2, GroupPhase.PLACING, 0.0)
     loading = RankGroup("r2", 3, GroupPhase.STARTING, 0.0, reason="loading the model")
 
@@ -35,7 +35,7 @@ def test_a_new_replica_is_starting_and_tells_what_it_waits_for() -> None:
 
 
 def test_a_lost_replica_is_being_rebuilt_since_it_was_lost() -> None:
-    """Through all that it waits for; only serving ends it."""
+    """The time is kept through all phases of the rebuild, until the replica serves again."""
     losses = {"r1": "the process died"}
     waiting = RankGroup("r1", 2, GroupPhase.WAITING, 0.0, failures=1, reason="the process died")
     loading = RankGroup("r1", 3, GroupPhase.STARTING, 0.0, failures=1, reason="loading the model")
@@ -52,7 +52,7 @@ def test_a_lost_replica_is_being_rebuilt_since_it_was_lost() -> None:
 
 
 async def test_routers_are_told_again_and_again() -> None:
-    """One that was started meanwhile knows nothing; whether it needs the message is for its seat to decide."""
+    """A router started in the meantime needs the message; unchanged messages are suppressed per router."""
     told: list[tuple[tuple[AbsentReplica, ...], frozenset[str]]] = []
     twice = asyncio.Event()
 
@@ -104,5 +104,5 @@ def node(address: str, *, cpus: float = 8, gpus: float = 0, free_cpus: float | N
 def test_the_missing_resource_is_named(
     bundle: dict[str, float], world: int, nodes: list[NodeResources], expected: str
 ) -> None:
-    """STRICT_PACK wants all ranks on one node: what the cluster has in sum does not matter."""
+    """STRICT_PACK needs all ranks on one node, so the cluster's total does not matter."""
     assert expected in explain_pending(bundle, world, nodes)

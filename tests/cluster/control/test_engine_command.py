@@ -1,4 +1,4 @@
-"""What an engine is started with, for each kind, and which settings it cannot have."""
+"""The command line of each kind of external engine, and settings that it cannot have."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ def value(words: list[str], flag: str) -> str:
 
 
 def test_vllm_gets_the_settings_in_its_own_words() -> None:
-    """Addresses are ours to assign; events say what is cached, and usage what was hit."""
+    """We assign the addresses; events report what is cached, and usage what was hit."""
     words = command(place(engine_python="/env/bin/python", engine_args="--enforce-eager --seed 3", gpus_per_rank="1"))
 
     assert words[:5] == ["/env/bin/python", "-m", "vllm.entrypoints.cli.main", "serve", "/models/fox"]
@@ -43,7 +43,7 @@ def test_vllm_gets_the_settings_in_its_own_words() -> None:
 
 
 def test_sglang_gets_the_settings_in_its_own_words() -> None:
-    """Its events need no switch of their own."""
+    """Its events need no separate switch."""
     words = command(place(engine="sglang", max_model_len="2048", tensor_parallel_size="2", prefix_caching="false"))
 
     assert words[1:5] == ["-m", "sglang.launch_server", "--model-path", "/models/fox"]
@@ -63,7 +63,7 @@ def test_vllm_shares_a_gpu_and_its_ranks_use_several() -> None:
 
 
 def test_on_a_cpu_vllm_gets_memory_threads_and_blocks_that_it_takes() -> None:
-    """Its attention there takes multiples of 32, and its default of memory would be half of the machine."""
+    """Its CPU attention needs multiples of 32, and its default memory would be half of the machine."""
     there = place(block_size="40")
     words, environ = command(there), environment(there, {})
 
@@ -72,7 +72,7 @@ def test_on_a_cpu_vllm_gets_memory_threads_and_blocks_that_it_takes() -> None:
 
 
 def test_an_engine_inherits_gpus_and_nothing_of_ray_or_homing() -> None:
-    """Another environment must not import our packages, and vLLM must not join the Ray that it finds."""
+    """Another environment must not import our packages, and vLLM must not join the surrounding Ray."""
     actor = {"CUDA_VISIBLE_DEVICES": "3", "HF_HOME": "/m", "OMP_NUM_THREADS": "1"}
     foreign = {"RAY_ADDRESS": "a", "HOMING_API_KEY": "secret", "PYTHONPATH": "/x"}
 
@@ -94,13 +94,13 @@ def test_an_engine_inherits_gpus_and_nothing_of_ray_or_homing() -> None:
     ],
 )
 def test_settings_that_an_engine_cannot_have_are_refused_by_name(flags: dict[str, str], message: str) -> None:
-    """Ignored, they would be missed at the worst time."""
+    """Users would notice an ignored setting at the worst time."""
     with pytest.raises(SettingsError, match=message):
         place(**flags)
 
 
 def test_our_own_engine_is_left_alone() -> None:
-    """Blocks of any size, also on a CPU."""
+    """Any block size is allowed, also on a CPU."""
     settings = load_settings({"block_size": "40"}, {})
 
     assert for_engine(settings) == settings == Settings(kvcache=settings.kvcache)

@@ -1,4 +1,4 @@
-"""One engine under its keeper, without Ray: a program that speaks as vLLM does stands in for it."""
+"""One engine under its keeper process, without Ray; a program that speaks like vLLM is the engine."""
 
 import ctypes
 import os
@@ -55,7 +55,7 @@ def started(folder: Path, engine_args: str = "", **flags: str) -> EngineServer:
 def until(met: Callable[[], object], what: str) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not met():
-        assert time.monotonic() < deadline, f"never: {what}"
+        assert time.monotonic() < deadline, f"timed out waiting for: {what}"
         time.sleep(0.02)
 
 
@@ -64,7 +64,7 @@ def below(pid: int) -> list[psutil.Process]:
 
 
 def engine_process() -> psutil.Process:
-    """The engine's own process, which its keeper names as an argument."""
+    """The engine's own process; its keeper's command line contains the program as a later argument."""
     living = [each for each in below(os.getpid()) if each.status() != psutil.STATUS_ZOMBIE]
     (engine,) = [each for each in living if Path(each.cmdline()[2]).name == "engine_program.py"]
     return engine
@@ -72,7 +72,7 @@ def engine_process() -> psutil.Process:
 
 @contextmanager
 def running(server: EngineServer) -> Iterator[list[BaseException | None]]:
-    """Run it in a thread until it ends; the list then has how."""
+    """Run the server in a thread until it ends; the list then holds its exception, or None."""
     outcome: list[BaseException | None] = []
 
     def run() -> None:
@@ -90,12 +90,12 @@ def running(server: EngineServer) -> Iterator[list[BaseException | None]]:
     finally:
         server.stop()
         thread.join(PATIENCE_S)
-        assert not thread.is_alive(), "it does not end"
+        assert not thread.is_alive(), "the server did not end"
 
 
 @pytest.fixture(autouse=True)
 def orphans_go_to_init() -> Iterator[None]:
-    """A test that starts Ray in this process makes it adopt orphans: they would stay as zombies."""
+    """A test that starts Ray in this process makes it adopt orphans, which would stay as zombies."""
     libc, adopts = ctypes.CDLL(None), ctypes.c_int()
     libc.prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(adopts), 0, 0, 0)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
@@ -105,14 +105,14 @@ def orphans_go_to_init() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_process_left(orphans_go_to_init: None) -> Iterator[None]:
-    """Whatever happens to an engine, nothing of it stays, not even a zombie."""
+    """No process of an engine may remain in any case, not even a zombie."""
     before = {process.pid for process in below(os.getpid())}
     yield
     until(lambda: {process.pid for process in below(os.getpid())} <= before, "its processes have ended")
 
 
 def test_an_engine_is_described_watched_and_ended_with_all_its_children(tmp_path: Path) -> None:
-    """A child that ignores signals and has left its session is the hard case: vLLM's workers are children as well."""
+    """The hard case is a child that ignores signals and has left its session; vLLM's workers are children as well."""
     others = below(os.getpid())
     server = started(tmp_path, "--fake-child --fake-token-s 0.01")
     about = server.description
@@ -131,18 +131,18 @@ def test_an_engine_is_described_watched_and_ended_with_all_its_children(tmp_path
 
 
 def test_an_engine_on_a_cluster_of_several_nodes_is_reached_by_the_address_of_its_own(tmp_path: Path) -> None:
-    """Routers may run on another node. That its events arrive there was checked before it is described."""
+    """Routers may run on another node. The arrival of events is checked before the engine is described."""
     server = start_engine(rank_spec(tmp_path), demo_model_path(), None, "10.0.0.1")
     with running(server):
         ends = server.description.event_endpoints
 
-    assert server.description.request_endpoint.startswith("http://127.0.0.1:")  # the host in the settings goes first
+    assert server.description.request_endpoint.startswith("http://127.0.0.1:")  # the setting takes precedence
     assert {each.rpartition(":")[0] for each in (ends.events, ends.replay)} == {"tcp://127.0.0.1"}
     assert ends.events != ends.replay
 
 
 def test_an_engine_that_is_killed_is_lost_with_its_children(tmp_path: Path) -> None:
-    """The controller then starts another one; what is left of this one would keep its memory."""
+    """The controller then starts a new engine; survivors of the old one would keep its memory."""
     server = started(tmp_path, "--fake-child")
     engine = engine_process()
 
@@ -155,7 +155,7 @@ def test_an_engine_that_is_killed_is_lost_with_its_children(tmp_path: Path) -> N
 
 
 def test_an_engine_that_hangs_is_lost(tmp_path: Path) -> None:
-    """A process that exists and does not answer serves nobody."""
+    """A process that exists but does not answer is useless."""
     server = started(tmp_path, health_timeout_s="0.1")
     engine = engine_process()
 
@@ -178,13 +178,13 @@ def test_an_engine_that_hangs_is_lost(tmp_path: Path) -> None:
 def test_an_engine_that_cannot_serve_is_refused_in_its_own_words(
     tmp_path: Path, fault: str, error: type[Exception], words: str
 ) -> None:
-    """A user sees this line and not the engine's log."""
+    """The user sees this line, not the engine's log."""
     with pytest.raises(error, match=words):
         started(tmp_path, f"--fake-fault {fault}", start_timeout_s="2" if fault == "never-ready" else "600")
 
 
 def test_an_engine_whose_python_is_missing_is_refused(tmp_path: Path) -> None:
-    """On another node the path may be wrong."""
+    """The path may be wrong on another node."""
     spec = rank_spec(tmp_path, engine_python=str(tmp_path / "nowhere"))
 
     with pytest.raises(StartFailed, match=r"nowhere cannot be started: .*No such file"):
@@ -192,7 +192,7 @@ def test_an_engine_whose_python_is_missing_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_engine_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
-    """Also when that is killed: on a shared Ray cluster nobody else would end it, and it holds a GPU."""
+    """Even if that process is killed: on a shared Ray cluster, nothing else would stop the engine and free its GPU."""
     starter = textwrap.dedent("""
         import os, sys, time
         from pathlib import Path
@@ -210,7 +210,7 @@ def test_an_engine_ends_with_the_process_that_started_it(tmp_path: Path) -> None
         family = [psutil.Process(pid), *below(pid)]
         direct = psutil.Process(process.pid).children()
         process.kill()
-        for each in direct:  # as Ray does to the children of an actor
+        for each in direct:  # as Ray kills an actor's children
             each.kill()
 
         until(lambda: not any(each.is_running() for each in family), "the engine has ended")
@@ -232,5 +232,5 @@ def test_an_engine_ends_with_the_process_that_started_it(tmp_path: Path) -> None
     ],
 )
 def test_the_last_words_have_the_first_error(lines: list[str], words: str) -> None:
-    """vLLM ends with "see the root cause above"."""
+    """vLLM's last line is only "see the root cause above"."""
     assert error_summary(lines) == words

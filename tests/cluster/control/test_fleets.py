@@ -1,4 +1,4 @@
-"""Fleets of several models: separate decisions, common names and one membership for the routers."""
+"""Fleets of several models decide separately, but share names and publish one membership to routers."""
 
 import pickle
 
@@ -19,7 +19,7 @@ from ..fakes import check_fleet, describe_replica
 
 
 def replicas(count: int) -> ClusterSettings:
-    """Settings without warm-ups."""
+    """Settings with this many replicas and without warm-ups."""
     return ClusterSettings(replicas=count, warm_up_s=0)
 
 
@@ -28,9 +28,9 @@ def fleets(**wanted: int) -> Fleets:
 
 
 def check(fleets: Fleets) -> None:
-    """What always holds after `reconcile`."""
+    """Invariants after `reconcile`."""
     for fleet in fleets.by_model.values():
-        assert fleet.names is fleets.names, "a fleet allocates names of its own"
+        assert fleet.names is fleets.names, "a fleet has its own name allocator"
         check_fleet(fleet)
     names = [group.replica_id for _, group in fleets.groups()]
     assert len(names) == len(set(names)), f"shared names: {names}"
@@ -39,7 +39,7 @@ def check(fleets: Fleets) -> None:
 
 
 def serve(made: Fleets, now: float = 0.0) -> list[Action]:
-    """Let all that are asked for come up; returns what was said on the way."""
+    """Bring up all requested replicas; return the actions of the last reconcile."""
     said = made.reconcile(now)
     while started := [action for action in said if isinstance(action, StartRankGroup)]:
         for action in started:
@@ -53,7 +53,7 @@ def serve(made: Fleets, now: float = 0.0) -> list[Action]:
 
 
 def test_one_models_replicas_have_short_names_several_are_called_after_theirs() -> None:
-    """A person types them; and across models a name must say whose it is."""
+    """People type the names, and across models a name must show its model."""
     alone, both = fleets(fox=2), fleets(fox=1, owl=2)
     serve(alone)
     serve(both)
@@ -71,7 +71,7 @@ def test_one_models_replicas_have_short_names_several_are_called_after_theirs() 
     [("fox", "fox-"), ("org/Fox-3.1", "org-Fox-3-1-"), ("ein Fuchs!", "ein-Fuchs-"), ("狐", "model-")],
 )
 def test_a_replicas_name_fits_files_headers_and_labels(model: str, prefix: str) -> None:
-    """Model names have slashes, and may have anything."""
+    """Model names contain slashes and may contain any character."""
     assert replica_prefix(model) == prefix
 
 
@@ -84,7 +84,7 @@ def test_models_that_sound_alike_still_get_names_of_their_own() -> None:
 
 
 def test_routers_are_told_of_all_models_whenever_one_changes() -> None:
-    """A membership with one model alone would remove the others."""
+    """A membership with only the changed model would remove the others."""
     made = fleets(fox=1, owl=1)
     (published,) = [action for action in serve(made) if isinstance(action, Publish)]
     assert [each.description.replica_id for each in published.members] == ["fox-r0", "owl-r0"]
@@ -100,7 +100,7 @@ def test_routers_are_told_of_all_models_whenever_one_changes() -> None:
 
 
 def test_what_one_model_wants_is_nothing_to_the_others() -> None:
-    """Scaling and updating a model touches its own replicas alone."""
+    """Scaling or updating a model affects only its own replicas."""
     made = fleets(fox=2, owl=1)
     serve(made)
     before = {group.replica_id: group.generation for model, group in made.groups() if model == "owl"}
@@ -115,7 +115,7 @@ def test_what_one_model_wants_is_nothing_to_the_others() -> None:
 
 
 def test_a_model_that_is_added_gets_replicas_and_routers_hear_of_it_before_they_come() -> None:
-    """Requests meanwhile get 503, not 404."""
+    """Until its replicas are ready, requests get 503 instead of 404."""
     made = fleets(fox=1)
     serve(made)
 
@@ -132,7 +132,7 @@ def test_a_model_that_is_added_gets_replicas_and_routers_hear_of_it_before_they_
 
 
 def test_a_model_that_leaves_drains_and_is_scaled_up_by_nobody() -> None:
-    """RouterProcesses hear of it at once, also where no replica of it runs; the autoscaler may still be deciding."""
+    """Routers learn of it at once, even if the model has no replica; a late decision of the autoscaler is ignored."""
     made = fleets(fox=1, owl=1, ox=0)
     serve(made)
 
@@ -153,7 +153,7 @@ def test_a_model_that_leaves_drains_and_is_scaled_up_by_nobody() -> None:
 
 
 def test_a_model_may_come_back_while_its_last_replica_drains() -> None:
-    """With settings of its own, and in the room of what still drains, as in an update."""
+    """With its new settings, and next to the replica that still drains, as in an update."""
     made = fleets(fox=1, owl=1)
     serve(made)
     made.by_model["owl"].remove()
@@ -172,7 +172,7 @@ def test_a_model_may_come_back_while_its_last_replica_drains() -> None:
 
 
 def test_the_next_deadline_is_the_nearest_of_all() -> None:
-    """Nobody sleeps through another model's."""
+    """A deadline of any model must wake the planner."""
     made = fleets(fox=1, owl=1)
     assert made.next_deadline(0.0) is None
 
@@ -184,7 +184,7 @@ def test_the_next_deadline_is_the_nearest_of_all() -> None:
 
 
 def test_fleets_that_go_on_know_what_was_wanted_and_what_runs() -> None:
-    """As after the death of a controller: no name and no generation is given twice."""
+    """After a controller's death, no name or generation may be assigned twice."""
     made = fleets(fox=2, owl=1)
     serve(made)
     made.by_model["owl"].scale(2)

@@ -1,4 +1,4 @@
-"""The planner: whatever happens to the ranks, the wanted replicas come back and the routers know who serves."""
+"""The planner: after any failures, the wanted replicas come back and the routers know which ones serve."""
 
 import itertools
 
@@ -43,7 +43,7 @@ def serving(replica_id: str, generation: int, version: int = 1) -> RoutedReplica
 
 
 def bring_up(fleet: Fleet, now: float = 0.0) -> None:
-    """All groups that are being started get ready."""
+    """Make all starting groups ready."""
     for action in fleet.reconcile(now):
         if isinstance(action, StartRankGroup):
             fleet.placed(action.replica_id, action.generation, now)
@@ -59,7 +59,7 @@ def fleet() -> Fleet:
 
 
 def test_every_wanted_replica_is_started_once(fleet: Fleet) -> None:
-    """Reconciling again changes nothing while nothing happened."""
+    """Reconciling again without new facts does nothing."""
     first, second = fleet.reconcile(0), fleet.reconcile(1)
 
     assert first == [StartRankGroup("r0", 1), StartRankGroup("r1", 2)]
@@ -68,7 +68,7 @@ def test_every_wanted_replica_is_started_once(fleet: Fleet) -> None:
 
 
 def test_a_ready_replica_is_published(fleet: Fleet) -> None:
-    """RouterProcesses hear of a replica as soon as it can serve, not when all can."""
+    """Routers learn of a replica as soon as it can serve, not when all can."""
     fleet.reconcile(0)
     fleet.placed("r1", 2, 1)
     fleet.ready("r1", 2, describe_replica("r1", 2), 2)
@@ -77,7 +77,7 @@ def test_a_ready_replica_is_published(fleet: Fleet) -> None:
 
 
 def test_a_dead_rank_takes_its_rank_group_out_of_routing_before_anything_else(fleet: Fleet) -> None:
-    """Every millisecond in routing sends requests to the dead."""
+    """Every millisecond of delay sends requests to a dead replica."""
     bring_up(fleet)
     fleet.failed("r0", 1, "rank 0 died", 10)
 
@@ -92,7 +92,7 @@ def test_a_dead_rank_takes_its_rank_group_out_of_routing_before_anything_else(fl
 
 
 def test_news_of_a_former_generation_change_nothing(fleet: Fleet) -> None:
-    """Siblings of a dead rank report their own death after the group is being rebuilt."""
+    """A dead rank's siblings report their own death after the rebuild has started."""
     bring_up(fleet)
     fleet.failed("r0", 1, "rank 0 died", 10)
     fleet.reconcile(10)
@@ -104,7 +104,7 @@ def test_news_of_a_former_generation_change_nothing(fleet: Fleet) -> None:
 
 
 def test_a_rank_group_that_keeps_failing_is_built_with_growing_pauses(fleet: Fleet) -> None:
-    """A crash loop must not eat the machine."""
+    """A crash loop must not use up the machine."""
     starts, now = [], 0.0
     fleet = Fleet(PACING, wanted=1)
     for _ in range(8):
@@ -119,7 +119,7 @@ def test_a_rank_group_that_keeps_failing_is_built_with_growing_pauses(fleet: Fle
 
 
 def test_a_replica_that_served_long_enough_starts_over_with_the_shortest_pause(fleet: Fleet) -> None:
-    """A crash a month is no crash loop."""
+    """One crash a month is not a crash loop."""
     bring_up(fleet)
     fleet.groups["r0"].failures = 5
     fleet.failed("r0", 1, "rank 0 died", PACING.stable_after_s)
@@ -128,7 +128,7 @@ def test_a_replica_that_served_long_enough_starts_over_with_the_shortest_pause(f
 
 
 def test_a_rank_group_that_does_not_get_ready_is_failed_with_what_it_waited_for(fleet: Fleet) -> None:
-    """A placement without room stays pending silently; the reason must be heard."""
+    """A placement that does not fit stays pending silently, so the reason must be reported."""
     fleet.reconcile(0)
     fleet.pending("r0", 1, "needs 1 GPU, the cluster has none")
 
@@ -138,7 +138,7 @@ def test_a_rank_group_that_does_not_get_ready_is_failed_with_what_it_waited_for(
 
 
 def test_a_rank_group_that_starts_too_slowly_is_failed_with_what_it_did_last(fleet: Fleet) -> None:
-    """And what one of a former generation does is nobody's concern."""
+    """Progress of an earlier generation is ignored."""
     fleet.reconcile(0)
     fleet.placed("r0", 1, 10)
     fleet.progressed("r0", 1, "compiling kernels")
@@ -150,7 +150,7 @@ def test_a_rank_group_that_starts_too_slowly_is_failed_with_what_it_did_last(fle
 
 
 def advance(fleet: Fleet, now: float) -> list[Action]:
-    """What is started gets ready, what warms up is warm, what drains is idle, all at once; what happened on the way."""
+    """Complete every start, warm-up and drain at once until nothing is left to do; return all actions."""
     seen: list[Action] = []
     while actions := fleet.reconcile(now):
         check_fleet(fleet)
@@ -168,13 +168,13 @@ def advance(fleet: Fleet, now: float) -> list[Action]:
 
 
 def fewest_serving(actions: list[Action]) -> int:
-    """Over all memberships that were published, the fewest replicas that took requests."""
+    """The fewest serving replicas in any published membership."""
     published = [action.members for action in actions if isinstance(action, Publish)]
     return min(sum(member.role == "serving" for member in members) for members in published)
 
 
 def test_fewer_wanted_replicas_drain_the_one_whose_cache_is_worth_least(fleet: Fleet) -> None:
-    """Routers learn of it before it drains, and it is killed when it has finished."""
+    """Routers learn of it before it drains, and it is killed once it has finished."""
     bring_up(fleet)
     fleet.cache_worths_s = {"r0": 0.5, "r1": 2.0}
     fleet.scale(1)
@@ -189,7 +189,7 @@ def test_fewer_wanted_replicas_drain_the_one_whose_cache_is_worth_least(fleet: F
 
 
 def test_a_replica_that_serves_nothing_yet_goes_before_one_that_does(fleet: Fleet) -> None:
-    """Whatever the caches are worth; and what has not started needs no drain."""
+    """This comes before the caches' worth; a replica that has not started needs no drain."""
     bring_up(fleet)
     fleet.scale(3)
     fleet.reconcile(1)
@@ -199,7 +199,7 @@ def test_a_replica_that_serves_nothing_yet_goes_before_one_that_does(fleet: Flee
 
 
 def test_a_replica_that_drains_too_long_is_ended_with_what_it_has(fleet: Fleet) -> None:
-    """Its requests go on elsewhere: the routers hear that it is gone before it is killed."""
+    """Its requests continue elsewhere: routers learn that it is gone before it is killed."""
     bring_up(fleet)
     fleet.scale(1)
     fleet.reconcile(1)
@@ -213,7 +213,7 @@ def test_a_replica_that_drains_too_long_is_ended_with_what_it_has(fleet: Fleet) 
 
 
 def test_a_replica_that_dies_while_it_drains_is_not_built_again(fleet: Fleet) -> None:
-    """It was to go anyway."""
+    """It was being removed anyway."""
     bring_up(fleet)
     fleet.drain("r1", replace=False, now=1)
     fleet.reconcile(1)
@@ -224,7 +224,7 @@ def test_a_replica_that_dies_while_it_drains_is_not_built_again(fleet: Fleet) ->
 
 
 def test_a_replica_that_is_to_be_replaced_drains_when_the_other_serves(fleet: Fleet) -> None:
-    """A drain by hand, for a bad machine: never fewer than wanted."""
+    """For example, a manual drain because of a bad machine; never fewer than wanted serve."""
     bring_up(fleet)
     fleet.drain("r0", replace=True, now=1)
 
@@ -236,7 +236,7 @@ def test_a_replica_that_is_to_be_replaced_drains_when_the_other_serves(fleet: Fl
 
 @pytest.mark.parametrize(("surge", "fewest", "most"), [(True, 3, 4), (False, 2, 3)])
 def test_an_update_replaces_one_after_the_other(surge: bool, fewest: int, most: int) -> None:
-    """With room for one more never fewer than wanted serve; without, one fewer, and never more than wanted exist."""
+    """With surge, never fewer than wanted serve; without, one fewer, and never more than wanted exist."""
     fleet = Fleet(ClusterSettings(surge=surge, warm_up_s=0), wanted=3)
     advance(fleet, 0)
     fleet.update(2)
@@ -261,7 +261,7 @@ def test_an_update_replaces_one_after_the_other(surge: bool, fewest: int, most: 
 
 
 def test_an_update_is_abandoned_when_its_first_replica_fails(fleet: Fleet) -> None:
-    """Nothing that serves is touched, and the reason is kept for the one who asked."""
+    """Serving replicas are not touched, and the reason is kept for the caller."""
     bring_up(fleet)
     fleet.update(2)
     assert fleet.reconcile(1) == [StartRankGroup("r2", 3, 2)]
@@ -275,7 +275,7 @@ def test_an_update_is_abandoned_when_its_first_replica_fails(fleet: Fleet) -> No
 
 
 def test_an_update_takes_the_place_of_one_whose_replica_does_not_start(fleet: Fleet) -> None:
-    """Such as one that asked for a GPU which no node has: its replica would keep the room until start_timeout_s."""
+    """Such a replica may need a GPU that no node has; it would otherwise hold its place until start_timeout_s."""
     bring_up(fleet)
     fleet.update(2)
     fleet.reconcile(1)
@@ -291,7 +291,7 @@ def test_an_update_takes_the_place_of_one_whose_replica_does_not_start(fleet: Fl
 
 
 def test_an_update_goes_on_when_a_later_replica_fails(fleet: Fleet) -> None:
-    """The settings have proved themselves: this is a fault like any other."""
+    """The new settings have worked once, so this failure is like any other."""
     bring_up(fleet)
     fleet.update(2)
     fleet.reconcile(1)
@@ -306,7 +306,7 @@ def test_an_update_goes_on_when_a_later_replica_fails(fleet: Fleet) -> None:
 
 
 def test_a_replica_that_comes_to_others_is_warmed_up_for_a_bounded_time() -> None:
-    """It gets no requests until then; the first replica has no others to learn from."""
+    """It gets no requests until then; the first replica has no others to copy hot prefixes from."""
     fleet = Fleet(ClusterSettings(warm_up_s=5), wanted=1)
     bring_up(fleet)
     fleet.scale(2)
@@ -321,7 +321,7 @@ def test_a_replica_that_comes_to_others_is_warmed_up_for_a_bounded_time() -> Non
 
 
 def test_nobody_is_warmed_up_where_nobody_serves() -> None:
-    """The last one that served died: requests wait for the one that could."""
+    """When the last serving replica dies, waiting requests need the one that is warming up."""
     fleet = Fleet(ClusterSettings(warm_up_s=5), wanted=1)
     bring_up(fleet)
     fleet.scale(2)
@@ -336,7 +336,7 @@ def test_nobody_is_warmed_up_where_nobody_serves() -> None:
 
 
 def test_a_planner_that_takes_over_starts_nothing_that_runs() -> None:
-    """After the death of a controller: draining groups keep draining, what is missing is started under a free name."""
+    """After a controller's death, draining groups keep draining, and missing ones start under a free name."""
     phases = {4: GroupPhase.WARMING, 7: GroupPhase.DRAINING, 8: GroupPhase.STARTING}
     groups = {f"r{number}": RankGroup(f"r{number}", number, phase, 0.0) for number, phase in phases.items()}
     fleet = Fleet(PACING, wanted=2, names=NameAllocator(9, {*groups}), groups=groups)
@@ -353,7 +353,7 @@ def test_a_planner_that_takes_over_starts_nothing_that_runs() -> None:
 
 
 def test_fleets_that_share_an_allocator_give_no_name_twice() -> None:
-    """RouterProcesses know replicas by name, whatever model they serve."""
+    """Routers identify replicas by name, whatever model they serve."""
     names = NameAllocator()
     one, other = Fleet(PACING, 2, names), Fleet(PACING, 2, names)
     started = [*one.reconcile(0), *other.reconcile(0)]
@@ -367,7 +367,7 @@ def test_fleets_that_share_an_allocator_give_no_name_twice() -> None:
 
 
 def test_what_a_replica_is_worth_is_the_time_to_compute_it_anew() -> None:
-    """A fast replica's blocks are cheaper than a slow one's; one of unknown speed is worth nothing."""
+    """A fast replica's blocks are worth less than a slow one's; with unknown speed, they are worth nothing."""
     caches = [CacheWorth("r0", 1000, 0, 500.0), CacheWorth("r1", 1000, 0, 250.0), CacheWorth("r2", 9, 0, 0.0)]
 
     assert cache_worths_s(caches) == {"r0": 2, "r1": 4, "r2": 0}
@@ -375,7 +375,7 @@ def test_what_a_replica_is_worth_is_the_time_to_compute_it_anew() -> None:
 
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 class FleetMachine(RuleBasedStateMachine):
-    """Any order of facts and orders. The oracle tracks what runs (started and not killed) and the published members."""
+    """Facts and commands in any order. The oracle tracks running groups (started, not killed) and published members."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -457,7 +457,7 @@ class FleetMachine(RuleBasedStateMachine):
             case KillRankGroup(replica_id, generation):
                 assert self.running.pop(replica_id) == generation
             case Publish(members):
-                assert members != self.members, "told twice"
+                assert members != self.members, "published the same membership twice"
                 self.members = members
             case Drain(replica_id, generation) | WarmUp(replica_id, generation):
                 roles = {member.description.epoch: member.role for member in self.members}
@@ -479,14 +479,14 @@ class FleetMachine(RuleBasedStateMachine):
         check_fleet(self.fleet)
 
     def teardown(self) -> None:
-        """Left in peace, it comes to what is wanted."""
+        """Without further events, the fleet reaches the wanted state."""
         self.now += 1000
         advance_quietly(self.fleet, self.now)
         assert self.fleet.settled, self.fleet
 
 
 def advance_quietly(fleet: Fleet, now: float) -> None:
-    """Everything that was begun comes to its end."""
+    """Complete everything that was started."""
     for _ in range(40):
         now += 10
         fleet.reconcile(now)
@@ -501,7 +501,7 @@ test_any_order_of_facts_keeps_routers_and_gangs_right = FleetMachine.TestCase
 
 
 def test_a_replica_that_is_replaced_by_hand_drains_for_that_reason(fleet: Fleet) -> None:
-    """Its settings are those of the others: "out of date" would send the reader to look for an update."""
+    """Its settings are current: "out of date" would make the reader look for an update."""
     bring_up(fleet)
     fleet.drain("r0", replace=True, now=1)
     drains = [action for action in advance(fleet, 2) if isinstance(action, Drain)]

@@ -1,4 +1,4 @@
-"""What a replica reserves on Ray, with our own engine and with another one."""
+"""Resources that a replica reserves on Ray, with our own engine and with an external one."""
 
 import pytest
 
@@ -18,7 +18,7 @@ def spec_of(run_dir: str | None = None, **flags: str) -> ModelSpec:
 def test_a_replica_reserves_the_same_in_as_many_processes_as_ray_starts_for_it(
     engine: str, processes: int, cpus: float, gpus: float
 ) -> None:
-    """An external engine starts the processes of its ranks itself, on the GPUs of one actor."""
+    """An external engine starts its ranks' processes itself, on the GPUs of one actor."""
     spec = spec_of(engine=engine, tensor_parallel_size="4", gpus_per_rank="1", cpus_per_rank="2")
 
     assert world_of(spec) == processes
@@ -26,7 +26,7 @@ def test_a_replica_reserves_the_same_in_as_many_processes_as_ray_starts_for_it(
 
 
 def test_an_external_engine_takes_over_no_spare_process() -> None:
-    """Spares have imported what our own engine needs; on one machine CPUs limit neither."""
+    """Spares have imported our engine's packages; on one machine, CPUs limit neither kind."""
     ours, other = spec_of("/run"), spec_of("/run", engine="vllm")
 
     assert (uses_spares(ours), uses_spares(other)) == (True, False)

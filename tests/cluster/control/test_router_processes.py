@@ -1,4 +1,4 @@
-"""How the answers of several routers become one, without Ray."""
+"""Combining the answers of several routers into one, without Ray."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -27,7 +27,7 @@ Answers = Callable[[AnyQuestion], Any]
 
 
 class FakeActor:
-    """A router's actor, as far as it is asked."""
+    """The part of a router's actor that is called here."""
 
     def __init__(self, answers: Answers) -> None:
         self.asked: list[AnyQuestion] = []
@@ -56,7 +56,7 @@ def spec() -> Models:
 
 @asynccontextmanager
 async def running(*answers: Answers) -> AsyncIterator[tuple[RouterProcesses, list[FakeActor]]]:
-    """Two routers, which answer so."""
+    """Two routers with these answers."""
     actors = [FakeActor(each) for each in answers]
 
     async def start_router(seat: int, models: Models) -> FakeActor:
@@ -79,7 +79,7 @@ async def never() -> None:
 
 
 async def test_each_router_gets_each_membership_under_a_rising_number() -> None:
-    """The first one as it starts. The cluster's seed goes with it."""
+    """The first is sent at the router's start. It includes the cluster's seed."""
     async with running(lambda _: None, lambda _: None) as (routers, actors):
         await routers.publish(spec(), ())
 
@@ -91,7 +91,7 @@ async def test_each_router_gets_each_membership_under_a_rising_number() -> None:
 
 
 async def test_routers_are_told_of_missing_replicas_once() -> None:
-    """The controller looks several times a second, and mostly nothing has changed."""
+    """The controller checks several times a second, and usually nothing has changed."""
     missing = AbsentReplica(replica_id="r0", model="fox", state="starting", reason="", since=0.0)
     async with running(lambda _: None, lambda _: None) as (routers, actors):
         for _ in range(3):
@@ -101,14 +101,14 @@ async def test_routers_are_told_of_missing_replicas_once() -> None:
 
 
 async def test_requests_in_flight_are_added_up() -> None:
-    """Each router counts its own."""
+    """Each router counts only its own requests."""
     async with running(lambda _: 2, lambda _: 3) as (routers, actors):
         assert await routers.in_flight("r1") == 5
         assert actors[0].asked[-1] == CountInFlight("r1")
 
 
 async def test_what_caches_are_worth_is_asked_of_one_router() -> None:
-    """All know the same."""
+    """All routers have the same information."""
     worth = CacheWorth("r0", 1, 2, 3.0)
     async with running(lambda _: [worth], lambda _: never()) as (routers, actors):
         assert await routers.cache_worths() == [worth]
@@ -116,7 +116,7 @@ async def test_what_caches_are_worth_is_asked_of_one_router() -> None:
 
 
 async def test_demands_of_routers_are_joined_by_model() -> None:
-    """Held requests are each router's own; what works at the replicas is seen by all."""
+    """Held requests belong to one router each; the load of replicas is seen by all routers."""
 
     def demand(held: int) -> Demand:
         return Demand(
@@ -138,7 +138,7 @@ async def test_demands_of_routers_are_joined_by_model() -> None:
 
 
 async def test_a_warm_up_ends_when_all_have_ended_it_or_one_needs_the_replica_or_refuses_it() -> None:
-    """Each fills its part of the share; a router that needs the replica has let it in, and so will the others."""
+    """Each router warms up its part of the share. One that needs the replica has admitted it, so the others follow."""
     for answers, refusal in (
         ((lambda _: WarmUpEnded(), lambda _: WarmUpEnded()), ""),
         ((lambda _: WarmUpEnded(pressed=True), lambda _: never()), ""),

@@ -1,4 +1,4 @@
-"""Where a group is placed, on a real Ray of two nodes with one logical GPU each: all of it on one, or nowhere."""
+"""Placement of groups on a real Ray of two nodes with one logical GPU each: all ranks on one node, or none."""
 
 import os
 import time
@@ -16,14 +16,14 @@ from ..fakes import FakeRank, FakeRouter
 
 pytestmark = pytest.mark.cluster
 
-#: Only catches hangs; a place that there is takes milliseconds.
+#: Only catches hangs; a placement that fits takes milliseconds.
 PATIENCE_S = 120
-#: What has no place has none after that, either.
+#: A group that does not fit within this time is taken not to fit at all.
 LITTLE_WHILE_S = 1
 
 
 class Cluster:
-    """A supervisor, and where it put groups."""
+    """A supervisor and the placements it created."""
 
     def __init__(self) -> None:
         self.supervisor = Supervisor(FakeRank, FakeRouter.make, router_node="")
@@ -31,7 +31,7 @@ class Cluster:
         self._generations = count(1)
 
     def place(self, ranks: int, gpus: float) -> set[str]:
-        """Ask for room; the nodes that it is on, none while there is none."""
+        """Place a group; return its nodes, or an empty set if it does not fit."""
         from ray.util.placement_group import placement_group_table
 
         generation = next(self._generations)
@@ -54,13 +54,13 @@ class Cluster:
 
 
 def bundle(gpus: float) -> dict[str, float]:
-    """What a rank reserves on a local cluster; without GPUs it names none."""
+    """The resources that a rank reserves on a local cluster; without GPUs, the bundle names none."""
     return {"CPU": MIN_CPUS} | ({"GPU": gpus} if gpus else {})
 
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[None]:
-    """By Ray's own means to have several nodes on one machine."""
+    """Ray's own test utility for several nodes on one machine."""
     before = dict(os.environ)
     os.environ["RAY_AUTH_MODE"] = "disabled"
     import ray
@@ -87,7 +87,7 @@ def cluster(nodes: None) -> Iterator[Cluster]:
 
 
 def test_a_rank_group_is_not_spread_over_nodes(cluster: Cluster) -> None:
-    """Its ranks talk at every layer. There are two GPUs, and still no room; the reason says which node lacks what."""
+    """Ranks communicate in every layer. Two GPUs are free, but on two nodes; the reason names what each node lacks."""
     assert cluster.place(ranks=2, gpus=1) == set()
     assert explain_pending(bundle(1), 2, node_resources()) == (
         "no room: 2 × 1 GPU needed on one node; no node has 2 GPU, the largest has 1 GPU"
@@ -95,7 +95,7 @@ def test_a_rank_group_is_not_spread_over_nodes(cluster: Cluster) -> None:
 
 
 def test_ranks_share_a_gpu_where_each_wants_a_part(cluster: Cluster) -> None:
-    """Two groups of two halves fill two nodes; the third one waits for a half to be free."""
+    """Two groups of two halves fill two nodes; a third waits for free halves."""
     places = [cluster.place(ranks=2, gpus=0.5) for _ in range(3)]
 
     assert [len(place) for place in places] == [1, 1, 0]
@@ -104,14 +104,14 @@ def test_ranks_share_a_gpu_where_each_wants_a_part(cluster: Cluster) -> None:
 
 
 def test_a_rank_group_that_ends_frees_its_place(cluster: Cluster) -> None:
-    """In any phase: the supervisor may be the only one that knows of the placement group."""
+    """In any phase: possibly only the supervisor knows the placement group."""
     cluster.place(ranks=1, gpus=1)
     cluster.place(ranks=1, gpus=1)
     assert not cluster.has_room(ranks=1, gpus=1)
 
     cluster.supervisor.end_group(2)
     cluster.supervisor.end_group(2)
-    while not cluster.has_room(ranks=1, gpus=1):  # Ray tells of it a little later
+    while not cluster.has_room(ranks=1, gpus=1):  # Ray reports it with a short delay
         time.sleep(0.02)
 
     assert cluster.place(ranks=1, gpus=1)
@@ -119,7 +119,7 @@ def test_a_rank_group_that_ends_frees_its_place(cluster: Cluster) -> None:
 
 
 def test_ranks_without_gpus_need_none(cluster: Cluster) -> None:
-    """Also where all are taken: a replica on CPU beside those on GPUs."""
+    """A CPU replica must be placed even if all GPUs are taken."""
     assert cluster.place(ranks=1, gpus=1) != cluster.place(ranks=1, gpus=1)
 
     assert len(cluster.place(ranks=4, gpus=0)) == 1

@@ -199,7 +199,7 @@ def test_steps_wait_for_tokens_only_where_drafts_are_expected():
     assert rig.tokens(1) == wanted
     told = [len(output.token_ids) for output in rig.outputs[1]]
     assert told == [1] * 8 + [5, 5] + [1] * 12
-    assert [bool(plan.fed) for plan in rig.launcher.model.plans].count(False) == 4  # the prompt, drafts, one after them
+    assert [bool(plan.fed) for plan in rig.launcher.model.plans].count(False) == 4  # prompt, drafts and the next step
 
 
 def test_tokens_that_are_not_those_expected_end_the_wait_for_drafts():

@@ -1,4 +1,4 @@
-"""Digests of a model folder."""
+"""Digests of a model folder's configuration, weights, tokenizer and template."""
 
 import json
 from pathlib import Path
