@@ -272,7 +272,7 @@ def test_an_update_from_a_file_changes_every_model_that_it_lists(tmp_path: Path)
 
 
 def test_a_model_that_a_file_adds_takes_what_is_common_from_the_cluster(tmp_path: Path) -> None:
-    """Its own settings and the file's sections apply; a setting left out of the file keeps the cluster's value."""
+    """Settings shared by all models come from the cluster, others from the entry and the file's sections."""
     before = {each.served_name: each for each in load_settings({"port": "81"}, {}, write(tmp_path, MODELS)).models}
     more = MODELS.replace("kvcache:", "  - name: third\n    model: org/third\n    replicas: 2\nkvcache:")
 

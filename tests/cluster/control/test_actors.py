@@ -173,7 +173,7 @@ def test_a_router_process_answers_the_controller_until_it_stops(tmp_path: Path) 
 
 
 def test_a_router_may_open_more_files_than_it_was_started_with(tmp_path: Path) -> None:
-    """Each client needs a file: with the usual soft limit of 1,024, idle connections of one lock out all others."""
+    """Each client is a file: at the usual soft limit of 1,024, one client's idle connections lock out all others."""
     settings = load_settings({"served_model_name": "fox", "state_dir": str(tmp_path)}, {})
     spec = (ModelSpec(settings=settings, seed=7, model_dir=None, run_dir=None, host=""),)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -206,6 +206,6 @@ def test_a_router_that_cannot_start_says_why(tmp_path: Path) -> None:
     ],
 )
 def test_the_reason_of_a_death_names_memory_where_ray_killed_for_it(error: RayError, reason: str) -> None:
-    """The words "the process died" would suggest a crash, and Ray's own paragraph hides what to change."""
+    """After a kill for memory, "the process died" would suggest a crash, and Ray's own paragraph hides the remedy."""
     assert reason in death(error)
     assert len(death(error)) < 120

@@ -528,7 +528,7 @@ def test_a_step_that_raises_ends_its_own_requests_and_commits_nothing(rig: Rig) 
     result = rig.step()
 
     assert [(refused.request_id, refused.reason) for refused in result.refused["a"]] == [(1, "internal")]
-    assert "fails as it was told" in result.refused["a"][0].message
+    assert "fails as configured" in result.refused["a"][0].message
     assert rig.engine.failures_in_a_row == 1
     rig.run()
     assert rig.outputs["a", 2][0].cached_tokens == 0

@@ -103,7 +103,7 @@ def gang(folder: Path, size: int, quantization: Literal["none", "int8"] = "none"
     ],
 )
 def test_split_model_answers_as_the_whole(model_type, overrides, size, checkpoint, prompts, reference):
-    """Two ranks split the KV heads, four ranks share each head between two; 211 tokens divide by neither."""
+    """Two ranks split the KV heads, four share each head between two; neither divides the vocabulary of 211."""
     folder = checkpoint(model_type, **overrides)
 
     with gang(folder, size) as made:
