@@ -54,7 +54,7 @@ def wounded(data: bytes, rng: random.Random) -> bytes:
 
 
 def nonsense(request_id: int, rng: random.Random) -> Generate:
-    """A request whose fields have the right types but random values."""
+    """A request whose fields have the right types but mostly invalid values."""
     sampling = SamplingParams(
         max_tokens=rng.choice([-1, 0, 1, 10**9]),
         temperature=rng.choice([-1.0, 0.0, float("nan"), float("inf"), 1.0]),

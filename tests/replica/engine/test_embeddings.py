@@ -163,7 +163,7 @@ def test_only_the_last_tokens_state_can_be_had_with_cached_blocks(checkpoint: Ca
 
 @pytest.mark.parametrize("pooling", POOLINGS)
 def test_preempted_request_begins_its_sum_anew(checkpoint: Callable[..., Path], pooling: Pooling) -> None:
-    """A more urgent, growing answer took its blocks."""
+    """A more urgent, growing answer takes its blocks, so its sum must restart from zero."""
     folder, text = checkpoint("llama"), list(range(40, 40 + 4 * BLOCK_SIZE))
     rig = Rig(runner_of(folder), budget=5, blocks=8)
     urgent = generate(1, list(range(90, 90 + 4 * BLOCK_SIZE - 1)), rig.hasher, max_tokens=20)

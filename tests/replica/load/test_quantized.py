@@ -59,7 +59,7 @@ def test_other_methods_are_refused_by_name(quantization: dict[str, Any], named: 
 
 
 def test_blocks_are_taken_from_either_configuration() -> None:
-    """The two kinds of linears may have different block sizes."""
+    """The result is a set because different kinds of linears may have different block sizes."""
     both = compressed(strategy="block", block_structure=[128, 128])
 
     assert block_sizes({"quantization_config": FP8_BLOCKS}) == {(128, 64)}
