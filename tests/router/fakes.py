@@ -1,7 +1,7 @@
-"""Replicas that we own: a pure one for the cores, and one behind real sockets.
+"""Fake replicas: a pure one for tests of the cores, and one behind real sockets.
 
-A fake replica generates tokens that depend on (seed, position) alone, as real ones do, so that a test knows what a
-request must yield wherever it ran.
+A fake replica's tokens depend only on (seed, position), as a real one's do. So a test knows what a request must yield
+wherever it ran.
 """
 
 import asyncio
@@ -51,19 +51,19 @@ NOWHERE = EventEndpoints(events="", replay="", state="", snapshot="")
 
 
 def token_at(seed: int, position: int) -> int:
-    """What any fake replica generates as a request's `position`-th token."""
+    """Return the token that every fake replica generates at this position of a request."""
     return random.Random(seed * 100_003 + position).randrange(1, 1000)
 
 
 def answer(request: GenerationRequest) -> list[int]:
-    """The tokens that this request must yield."""
+    """Return the tokens that this request must yield."""
     return [token_at(request.sampling.seed, position) for position in range(request.sampling.max_tokens)]
 
 
 def request_of(
     tokens: list[int], *, max_tokens: int = 8, seed: int = 1, salt: bytes = b"", **fields: object
 ) -> GenerationRequest:
-    """A generation request."""
+    """Build a generation request."""
     return GenerationRequest(
         trace_id=f"trace-{seed}",
         token_ids=token_bytes(tokens),
@@ -74,7 +74,7 @@ def request_of(
 
 
 def parity_of(digests: TextDigests = DIGESTS, seed: int = SEED) -> Parity:
-    """What a replica of this deployment says."""
+    """Build the parity data of a replica in this deployment."""
     return Parity(
         tokenizer_digest=digests.tokenizer,
         template_digest=digests.template,
@@ -86,7 +86,7 @@ def parity_of(digests: TextDigests = DIGESTS, seed: int = SEED) -> Parity:
 
 
 def description_of(replica_id: str, *, epoch: int = 1, **fields: object) -> ReplicaDescription:
-    """A replica that introduces itself."""
+    """Build a replica's description."""
     values: dict[str, object] = {
         "request_endpoint": "",
         "event_endpoints": NOWHERE,
@@ -103,7 +103,7 @@ def description_of(replica_id: str, *, epoch: int = 1, **fields: object) -> Repl
 
 
 def load_of(**fields: object) -> ReplicaLoad:
-    """An idle replica's load, but for what is given."""
+    """Build the load of an idle replica, with the given fields replaced."""
     values: dict[str, Any] = {
         "running": 0,
         "waiting": 0,
@@ -124,7 +124,7 @@ def load_of(**fields: object) -> ReplicaLoad:
 
 
 def report_of(**fields: object) -> LoadReport:
-    """An idle replica's report, but for what is given."""
+    """Build the load report of an idle replica, with the given fields replaced."""
     values: dict[str, object] = {
         "epoch": 1,
         "step": 0,
@@ -144,20 +144,20 @@ def report_of(**fields: object) -> LoadReport:
 
 
 async def until(holds: Callable[[], object], seconds: float = 120.0) -> None:
-    """Wait until it holds; the limit only catches hangs."""
+    """Wait until `holds()` is true; the limit only catches hangs."""
     async with asyncio.timeout(seconds):
-        while not holds():  # noqa: ASYNC110 - what is waited for is a plain value of the thing under test
+        while not holds():  # noqa: ASYNC110 - the condition is a plain value of the object under test
             await asyncio.sleep(0.005)
 
 
 class Reading:
-    """A token stream as something to iterate over; it is its sink."""
+    """Iterates over a token stream; it is the stream's sink."""
 
     def __init__(self, stream: TokenStream) -> None:
         self.stream = stream
         self._items: asyncio.Queue[TokenDelta | RouterError] = asyncio.Queue()
         self._over = False
-        #: What the stream said of its replica as each delta came.
+        #: The stream's `replica_id` at each delta.
         self.replicas: list[str | None] = []
         stream.listen(self)
 
@@ -185,42 +185,42 @@ class Reading:
 class _Work:
     request: Generate
     generated: int
-    cached_tokens: int | None = None  #: None: not admitted yet
+    cached_tokens: int | None = None  #: None until admitted
     to_prefill: int = 0
     started: bool = False
 
 
 @dataclass(slots=True)
 class FakeReplica:
-    """An engine without a model: pure. A `step` prefills within its token budget and gives others one token each."""
+    """A pure engine without a model. A step prefills within its token budget; each prefilled request gets one token."""
 
     replica_id: str
     resident: set[bytes] = field(default_factory=set)
     work: dict[int, _Work] = field(default_factory=dict)
-    full_prefills: int = 0  #: requests whose prompt was not cached at all
+    full_prefills: int = 0  #: requests without any cached block
     highest: int = 0
     aborted: list[int] = field(default_factory=list)
     budget: int = 512
-    left: int = 512  #: of the budget, in this step
-    pinned_tokens: int | None = None  #: what it says of pins
-    copied_tokens: int = 0  #: taken of each prompt beyond its cached blocks
+    left: int = 512  #: of the step's token budget
+    pinned_tokens: int | None = None  #: reported with each request's first token
+    copied_tokens: int = 0  #: tokens of each prompt that count as cached beyond its cached blocks
 
     def take(self, message: Request) -> Refused | None:
-        """A message from the router."""
+        """Handle a message from the router."""
         if isinstance(message, Abort):
             self.aborted += message.request_ids
             for request_id in message.request_ids:
                 self.work.pop(request_id, None)
             return None
-        assert message.request_id > self.highest, f"{message.request_id} after {self.highest}: ids rise"
+        assert message.request_id > self.highest, f"{message.request_id} after {self.highest}: request ids must rise"
         self.highest = message.request_id
-        assert self._hashes_fit(message), "block hashes are not those of the tokens"
+        assert self._hashes_fit(message), "the block hashes do not match the tokens"
         generated = len(token_array(message.token_ids)) - message.prompt_tokens
         self.work[message.request_id] = _Work(message, generated)
         return None
 
     def step(self) -> tuple[TokenBatch, list[tuple[bytes | None, list[BlockHash], bytes]]]:
-        """The outputs, and the blocks that were stored: (parent, hashes, tokens) each."""
+        """Return the outputs and the newly stored blocks, as (parent, hashes, tokens)."""
         ready = [work for work in self.work.values() if self._prefill(work)]
         self.left = self.budget
         stored = [blocks for work in ready if not work.started for blocks in self._store(work.request)]
@@ -231,13 +231,13 @@ class FakeReplica:
         return TokenBatch(step=0, outputs=outputs), stored
 
     def load(self, router_id: str, **fields: object) -> LoadReport:
-        """What this replica reports."""
+        """Build this replica's load report."""
         queued = sum(work.to_prefill for work in self.work.values() if work.cached_tokens is not None)
         values = {"queued_prefill_tokens": queued} | fields
         return report_of(running=len(self.work), accepted={router_id: self.highest}, **values)
 
     def _prefill(self, work: _Work) -> bool:
-        """Go on with the prompt within what is left of the step's budget; True when it is done."""
+        """Continue the prefill within the rest of the step's budget; return True when it is complete."""
         if work.cached_tokens is None and self.left:
             work.cached_tokens = self._cached_tokens(work.request)
             work.to_prefill = len(work.request.token_ids) // 4 - work.cached_tokens
@@ -284,7 +284,7 @@ class FakeReplica:
 
 
 class SocketReplica:
-    """A `FakeReplica` behind the sockets of a real one, stepping in the test's own loop."""
+    """A `FakeReplica` behind the sockets of a real one. It steps in the test's event loop."""
 
     def __init__(self, replica_id: str, *, epoch: int = 1, step_s: float = 0.005, publish: bool = True) -> None:
         self.core = FakeReplica(replica_id)
@@ -312,11 +312,11 @@ class SocketReplica:
         self.on_message: Callable[[Request], Reply | None] = lambda message: None
 
     def start(self) -> None:
-        """Begin to step."""
+        """Start stepping."""
         self._task = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
-        """As a killed process: the sockets are gone at once, nothing is said."""
+        """Stop like a killed process: close the sockets at once, without a message."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -327,26 +327,26 @@ class SocketReplica:
             self._context.term()
 
     def disconnect(self) -> None:
-        """All connections break, as by a network that fails for a moment; the process lives on."""
+        """Break all connections, as a short network failure does; the replica stays alive."""
         self._socket.close(0)
         self._socket = self._bound(self._endpoint)
 
     def send_raw(self, router_id: str, payload: bytes) -> None:
-        """Any bytes as a reply."""
+        """Send any bytes as a reply."""
         self._socket.send_multipart([router_id.encode(), payload])
 
     def _bound(self, endpoint: str) -> zmq.Socket[bytes]:
         sock = self._context.socket(zmq.ROUTER)
         sock.linger = 0
         sock.router_handover = True
-        for _ in range(1000):  # a closed socket gives its address back a moment later, in libzmq's own thread
+        for _ in range(1000):  # libzmq's own thread releases a closed socket's address a moment later
             try:
                 sock.bind(endpoint)
             except zmq.ZMQError:
                 time.sleep(0.005)
                 continue
             return sock
-        raise AssertionError(f"{endpoint} does not become free")
+        raise AssertionError(f"{endpoint} is still in use")
 
     async def _run(self) -> None:
         while True:
@@ -387,5 +387,5 @@ class SocketReplica:
             self._socket.send_multipart([router, msgspec.msgpack.encode(TokenBatch(step=0, outputs=mine))])
             self._publisher.report(self.core.load(router.decode(), epoch=self.description.epoch))
         if not batch.outputs:
-            # As an idle engine does; one that never moves would pass for stuck after `replica_silence_s`.
+            # Idle engines report too: a replica without progress counts as stuck after `replica_silence_s`.
             self._publisher.report(self.core.load("", epoch=self.description.epoch, ts=time.time()))

@@ -1,8 +1,8 @@
-"""Streams that lose their replica anywhere go on with the same bytes: guided answers, tool calls and reasoning.
+"""Streams that lose their replica at any token continue with the same bytes: guided answers, tool calls and reasoning.
 
 HTTP, dialects, parsers and request flow are the router's own, in this process. The replicas are fakes that follow real
-grammars: what one writes at a position depends on the seed, the position and the mask there, as with a model. So a
-grammar or a parser that another replica or the router resumed wrongly shows in the bytes.
+grammars: as with a model, the token at a position depends on the seed, the position and the mask there. So the bytes
+differ if another replica resumes a grammar wrongly, or the router a parser.
 """
 
 import asyncio
@@ -74,11 +74,11 @@ PROSE = "Once a fox met 🦊 an owl by the river. It was late, and both of them 
 
 @dataclass(frozen=True)
 class Case:
-    """A request, and how its model writes."""
+    """A request, and the text that its model writes."""
 
     path: str
     body: Mapping[str, Any]
-    said: str  #: what the model writes before its grammar applies
+    said: str  #: the text that the model writes while no constraint is active
     tools: str = NONE
     reasoning: str = NONE
     thinks: bool = False  #: the template opens the reasoning
@@ -107,7 +107,7 @@ def claude(text: str, /, **fields: Any) -> tuple[str, dict[str, Any]]:
 
 
 def asked(rng: Random, output: Mapping[str, Any] | None = None, tools: bool = False, choice: str = "") -> Any:
-    """A request in one of the dialects: for an output of this schema, or with tools, or plain."""
+    """Return a request in a random dialect: with an output schema, tools, both or neither."""
     text = f"Tell me about fox {rng.randrange(1000)}. " * rng.randint(1, 8)
     functions = {"f": PARAMETERS, "get_time": {"type": "object", "properties": {}}} if tools else {}
     match rng.choice(["chat", "responses", "messages"]):
@@ -149,7 +149,7 @@ def asked(rng: Random, output: Mapping[str, Any] | None = None, tools: bool = Fa
 
 
 def case_of(rng: Random) -> Case:
-    """One of all kinds of answers."""
+    """Return a random case of one of six kinds of answers."""
     match rng.randrange(6):
         case 0:
             return Case(*asked(rng, output=rng.choice([PARAMETERS, NESTED])), said="")
@@ -168,7 +168,7 @@ def case_of(rng: Random) -> Case:
             return Case(*chat(f"Which {rng.randrange(1000)}?", structured_outputs=wanted), said="")
         case 3:
             choice = rng.choice(["any", "named", ""])
-            output = None if choice else NESTED  # calls, or an answer by the schema
+            output = None if choice else NESTED  # tool calls, or an answer that follows the schema
             return Case(*asked(rng, output=output, tools=True, choice=choice), said="", tools="hermes")
         case 4:
             return Case(*asked(rng), said=f"<think>{PROSE}</think>{PROSE}", reasoning="think")
@@ -186,7 +186,7 @@ class Work:
 
 @dataclass
 class Writer:
-    """A replica's engine: one token of each request in a step."""
+    """A replica's engine: each step generates one token of every request."""
 
     guides: GuideCompiler
     token_at: Callable[[Guide | None, int], int]
@@ -228,7 +228,7 @@ class Writer:
 
 
 class World(FakeBackend):
-    """Three replicas behind a request flow. They are lost when so many tokens have been delivered as `kills` says."""
+    """Three replicas behind a request flow. `kills` lists the counts of delivered tokens at which a replica dies."""
 
     def __init__(self, writer: Callable[[], Writer], kills: tuple[int, ...] = ()) -> None:
         super().__init__(LIMITS, lambda _: [])
@@ -256,12 +256,12 @@ class World(FakeBackend):
         return stream
 
     def turn(self, request_id: RequestId) -> None:
-        """A replica dies, or all make a step."""
+        """Kill the request's replica if its time has come; otherwise step all replicas."""
         if request_id not in self.running:
             return
         asyncio.get_running_loop().call_soon(self.turn, request_id)
         home = self.flow.replica_of(request_id)
-        assert home is not None, "with three replicas nobody waits"
+        assert home is not None, "with three replicas no request waits"
         if self.kills and self.tokens >= self.kills[0]:
             self.kills.pop(0)
             del self.writers[home]
@@ -284,7 +284,7 @@ class World(FakeBackend):
 
 
 class Lab:
-    """Servers of all families, whose requests go to one world after the other."""
+    """HTTP servers, one per combination of parsers and template. Every request runs in a new `World`."""
 
     def __init__(self, stack: AsyncExitStack, guides: GuideCompiler) -> None:
         parts = tokenizer.load_parts(demo_model_path())
@@ -301,7 +301,7 @@ class Lab:
         self._fronts: dict[tuple[str, str, bool], tuple[Front, httpx.AsyncClient]] = {}
 
     async def bytes_of(self, seed: int, case: Case, kills: tuple[int, ...] = ()) -> tuple[bytes, World]:
-        """The body of the case's stream."""
+        """Return the body of the case's streamed answer, and the world that it ran in."""
         text = self._texts[case.thinks]
         said = [*text.encode_now([case.said], special_tokens=False)[0]]
 
@@ -314,7 +314,7 @@ class Lab:
             rng = Random(f"{seed} {position}")
             if END in allowed and rng.random() < 0.5:
                 return END
-            # Brackets and quotes are rare among all words, and would end few strings.
+            # In a uniform choice, closing brackets and quotes would be so rare that few strings ended.
             ends = [each for each in allowed if set(text.piece(each)) & set(b'"]}')]
             return rng.choice(ends if ends and rng.random() < 0.3 else allowed)
 
@@ -357,7 +357,7 @@ async def lab() -> AsyncIterator[Lab]:
     "seeds", [SAMPLE, pytest.param(ALL, marks=[pytest.mark.slow, pytest.mark.timeout(900)])], ids=len
 )
 async def test_broken_streams_go_on_with_the_same_bytes(seeds: range) -> None:
-    """After none of its tokens, some or all but one, once or twice."""
+    """Replicas die once or twice per stream, after any number of its tokens from none to all but one."""
     kinds, lost = set(), 0
     async with lab() as made:
         for seed in seeds:
@@ -377,7 +377,7 @@ async def test_broken_streams_go_on_with_the_same_bytes(seeds: range) -> None:
 
 
 def events_of(body: bytes) -> set[str]:
-    """What kinds of deltas a stream has."""
+    """Return the kinds of deltas in a stream."""
     found: set[str] = set()
     for line in body.decode().split("\n"):
         if not line.startswith("data: {"):

@@ -1,7 +1,7 @@
-"""Whatever a replica says, a router goes on serving: its connection for requests, and the four of its event stream.
+"""A router keeps serving whatever a replica sends on its request socket and its four event sockets.
 
-A router opens these connections itself, to addresses that Ray told it; who answers there may be broken all the same.
-Damaged messages are read in part; those of the right types, and of nothing else that is right, get furthest.
+The router opens these connections itself, to addresses from Ray, but the process that answers may still be broken.
+Damaged messages are decoded only in part; messages of the right types with wrong values get furthest.
 """
 
 import asyncio
@@ -45,15 +45,15 @@ from ..replica.test_fuzz import wounded
 from .fakes import BLOCK, SEED, answer, description_of, report_of, request_of
 from .replicas.test_service import Cluster, Watcher, tokens
 
-#: Replica and stream of the one that lies.
+#: Replica id and epoch of the liar.
 LIAR, EPOCH = "r1", 5
-TURNS = 120  #: at least, until it was once believed and once asked
+TURNS = 120  #: the minimum; the test goes on until the liar's feed was live once and it got a request
 NUMBERS = (-(2**62), -1, 0, 1, 2, 7, 10**9, 2**62)
 FLOATS = (-1.0, 0.0, 1e-300, 1.0, 1e300, float("nan"), float("inf"), float("-inf"))
 
 
 class Liar:
-    """The sockets of a replica, on which anything may be said. Some of it fits, so that the rest gets further."""
+    """A replica's sockets that send random messages. Some are valid, so that the others are processed further."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -68,7 +68,7 @@ class Liar:
             request_endpoint=self._requests.getsockopt_string(zmq.LAST_ENDPOINT),
             event_endpoints=ends,
         )
-        self.requests = 0  #: that it was sent
+        self.requests = 0  #: number of requests received
         self._seq = 0
 
     def _bound(self, kind: int) -> "zmq.Socket[bytes]":
@@ -78,7 +78,7 @@ class Liar:
         return sock
 
     def take_turn(self) -> None:
-        """One more lie on every socket, to whoever asked."""
+        """Send random messages on every socket, and answer the questions received."""
         rng, self._seq = self._rng, self._seq + self._rng.choice([0, 1, 1, 1, 1, 2])
         self.requests += len(list(self._asked(self._requests)))
         for _ in range(4):
@@ -156,7 +156,7 @@ def batch(rng: random.Random) -> EventBatch:
 
 
 def load(rng: random.Random) -> msgspec.Struct:
-    """An idle replica's, but for a few fields."""
+    """Return the load report of an idle replica with a few random fields."""
 
     def number() -> int:
         return rng.choice(NUMBERS)
@@ -222,14 +222,14 @@ async def cluster(tmp_path) -> AsyncIterator[Cluster]:
 
 
 class FaithlessWatcher(Watcher):
-    """Holes are to be expected here."""
+    """Accepts gaps in the liar's events."""
 
     def events_gap(self, replica_id: str) -> None:
         assert replica_id == LIAR
 
 
 async def asked(cluster: Cluster, seed: int) -> bool:
-    """Whether a request ended with all its tokens; it may be refused by name."""
+    """Return whether a request got all its tokens; it may also fail with a `RouterError`."""
     try:
         _, deltas = await cluster.ask(request_of([seed] * 40, seed=seed))
     except RouterError:
@@ -238,7 +238,7 @@ async def asked(cluster: Cluster, seed: int) -> bool:
 
 
 async def test_a_replica_that_lies_on_every_socket_takes_nobody_along(cluster: Cluster) -> None:
-    """Its own requests may suffer; no callback breaks off, the books stay right, and who comes after is served."""
+    """Only the liar's requests may fail: no callback raises, the accounting stays right, later requests are served."""
     raised: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: raised.append(context))
     honest, liar = cluster.add("r0"), Liar(random.Random(13))

@@ -1,4 +1,4 @@
-"""Properties of metrics: totals go on over restarts, and the documented table is the real one."""
+"""Metrics: totals survive replica restarts, and docs/metrics.md matches the code."""
 
 import re
 from pathlib import Path
@@ -50,7 +50,7 @@ def view(*replicas: str, regret: int = 0) -> ClusterView:
 
 
 def test_replica_totals_go_on_after_a_rebuild():
-    """A counter that fell would read as a huge rate; the new replica counts from zero under a new epoch."""
+    """A rebuilt replica counts from zero under a new epoch, but a falling counter would read as a huge rate."""
     metrics = RouterMetrics()
 
     for epoch, hits in ((1, 10), (1, 15), (2, 3), (2, 3)):
@@ -65,7 +65,7 @@ def test_replica_totals_go_on_after_a_rebuild():
 
 
 def test_the_states_of_blocks_add_up_and_the_process_is_measured_too():
-    """A pool that is full of idle blocks is no reason to add machines."""
+    """A pool full of idle blocks is no reason to add machines."""
     metrics = RouterMetrics()
     metrics.of("demo").load_reported("r0", msgspec.structs.replace(report(1, 0), cached_free_blocks=20))
     metrics.observe_cluster(view("r0"))
@@ -79,7 +79,7 @@ def test_the_states_of_blocks_add_up_and_the_process_is_measured_too():
 
 
 def test_an_idle_replicas_pool_is_not_in_use():
-    """The view counts the null block, which nobody can use, among the blocks: only a report knows the usable ones."""
+    """The view's block count includes the null block, which is never usable; a report counts only usable blocks."""
     metrics = RouterMetrics()
 
     metrics.of("demo").load_reported("r0", msgspec.structs.replace(report(1, 0), free_blocks=100))
@@ -89,7 +89,7 @@ def test_an_idle_replicas_pool_is_not_in_use():
 
 
 def test_the_routing_sides_totals_are_taken_over():
-    """They are kept as plain numbers there; reading them twice counts nothing twice."""
+    """Routing keeps its totals as plain numbers; reading them twice must not count anything twice."""
     metrics = RouterMetrics()
 
     for regret in (5, 5, 8):
@@ -100,7 +100,7 @@ def test_the_routing_sides_totals_are_taken_over():
 
 
 def test_models_are_counted_apart():
-    """Two models have replicas, latencies and tokens of their own; a mean over both says nothing of either."""
+    """Models have separate replicas, latencies and tokens; a mean over two models describes neither."""
     metrics = RouterMetrics()
 
     for name, hits in (("fox", 3), ("owl", 5)):
@@ -118,7 +118,7 @@ def test_models_are_counted_apart():
 
 
 def test_predictions_are_counted_by_how_they_came_out():
-    """The share of exact ones says whether decisions rest on facts."""
+    """The share of exact predictions shows whether routing decisions rest on facts."""
     metrics = RouterMetrics()
     seen = view("r0")
     (model,) = seen.models
@@ -135,7 +135,7 @@ def test_predictions_are_counted_by_how_they_came_out():
 
 
 def test_a_replica_that_went_has_no_load():
-    """Its last gauges would stand for ever on dashboards; its totals are history and stay."""
+    """Otherwise its last gauges would stay on dashboards forever. Its totals are history and remain."""
     metrics = RouterMetrics()
     metrics.observe_cluster(view("r0", "r1"))
     metrics.of("demo").load_reported("r1", report(1, 7))
@@ -150,7 +150,7 @@ def test_a_replica_that_went_has_no_load():
 
 
 def test_a_model_that_was_taken_away_has_no_gauges():
-    """The alert on a model that nobody serves would never end."""
+    """Otherwise the alert on a model without replicas would never end."""
     metrics = RouterMetrics()
     seen = view("r0")
     metrics.observe_cluster(seen)
@@ -182,7 +182,7 @@ def test_every_copied_value_has_a_field_to_come_from():
 
 
 def test_the_documented_table_is_the_real_one():
-    """Dashboards are written from the page: each metric with its type, labels and meaning."""
+    """Dashboards are written from this page: it lists each metric with its type, labels and meaning."""
     rows = re.findall(r"^\| `(homing_\w+)` \| (\w+) \|([^|]*)\|([^|]*)\|$", DOCS.read_text(), re.MULTILINE)
 
     documented = {name: (kind, labels.strip().replace("`", ""), text.strip()) for name, kind, labels, text in rows}
@@ -193,7 +193,7 @@ def test_the_documented_table_is_the_real_one():
 
 
 def test_the_table_is_what_is_exported():
-    """Under its names, types and help texts, and with the number of labels that each metric declares."""
+    """Each metric is exported with the name, type, help text and labels that it declares."""
     metrics = RouterMetrics()
     metrics.of("demo").load_reported("r0", report(1, 3))
     metrics.observe_cluster(view("r0"))

@@ -1,5 +1,5 @@
 # ruff: noqa: F401, F811 (fixtures are imported and then named as arguments)
-"""Properties of the server behind a real socket: what only shows on the wire."""
+"""The server behind a real socket: properties that show only on the wire."""
 
 import asyncio
 import json
@@ -36,24 +36,24 @@ from .http.fakes import PAUSE, FakeBackend, reply
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 HANG_S = 120
-#: A certificate for the loopback, and its key: for tests alone.
+#: A certificate for the loopback address and its key, for tests only.
 TLS = Path(__file__).parent / "tls" / "server.pem"
 
 
 def post(path: str, body: bytes, **headers: str) -> bytes:
-    """A whole HTTP request."""
+    """Build a complete HTTP request."""
     head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {headers.pop('length', len(body))}\r\n\r\n"
     return head.encode() + body
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait for what another connection or the server's own loop brings about."""
+    """Wait for a condition that another connection or the server's own tasks make true."""
     while not condition():  # noqa: ASYNC110 (connections and metrics have no event to wait for)
         await asyncio.sleep(0.001)
 
 
 async def exchange(port: int, data: bytes) -> bytes:
-    """Send, and read what comes until the first answer is whole."""
+    """Send `data` and read one complete response."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(data)
     async with asyncio.timeout(HANG_S):
@@ -66,7 +66,7 @@ async def exchange(port: int, data: bytes) -> bytes:
 
 
 async def test_broken_json_on_the_wire_is_400(live: Live):
-    """Also where no client library stands between."""
+    """No client library would send it."""
     answer = await exchange(live.port, post("/v1/chat/completions", b"{"))
 
     assert answer.startswith(b"HTTP/1.1 400 ")
@@ -74,7 +74,7 @@ async def test_broken_json_on_the_wire_is_400(live: Live):
 
 
 async def test_a_huge_body_is_refused_before_it_is_read(live: Live):
-    """The announced length is enough to know; the connection is closed after."""
+    """The announced length is enough to decide; the connection is then closed."""
     answer = await exchange(live.port, post("/v1/chat/completions", b"", length=str(10**12)))
 
     assert answer.startswith(b"HTTP/1.1 413 ")
@@ -92,7 +92,7 @@ async def test_metrics_answer_head_requests(live: Live):
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("choices", [1, 2])
 async def test_a_client_that_leaves_cancels_its_streams(live: Live, backend, answer_ids, stream, choices):
-    """While the replica is silent between two tokens, streamed or not: its blocks are wanted elsewhere."""
+    """Also while the replica is silent between two tokens, streamed or not: other requests need its blocks."""
     whole = reply(answer_ids)
     backend.script = lambda request: [*list(whole(request))[:2], PAUSE]
     reader, writer = await asyncio.open_connection("127.0.0.1", live.port)
@@ -109,7 +109,7 @@ async def test_a_client_that_leaves_cancels_its_streams(live: Live, backend, ans
 
 
 async def test_a_client_that_leaves_before_the_first_token_cancels_too(live: Live, backend):
-    """Prefill is the dearest phase."""
+    """Prefill is the most expensive phase."""
     backend.script = lambda request: [PAUSE]
     _, writer = await asyncio.open_connection("127.0.0.1", live.port)
     writer.write(post("/v1/chat/completions", json.dumps(CHAT | {"stream": True}).encode()))
@@ -121,7 +121,7 @@ async def test_a_client_that_leaves_before_the_first_token_cancels_too(live: Liv
 
 
 async def test_closing_openais_stream_cancels(openai_client: AsyncOpenAI, backend, answer_ids):
-    """How applications leave."""
+    """This is how applications abandon an answer."""
     whole = reply(answer_ids)
     backend.script = lambda request: [*list(whole(request))[:2], PAUSE]
     messages = CHAT["messages"]
@@ -163,13 +163,13 @@ async def test_accepted_sockets_send_at_once(live: Live):
 
 
 async def test_a_taken_port_is_named(live: Live):
-    """Whoever starts a second server reads which address is taken."""
+    """The error says which address is in use."""
     with pytest.raises(AddressInUse, match=rf"127\.0\.0\.1:{live.port}"):
         listening_socket("127.0.0.1", live.port)
 
 
 async def test_a_shared_port_belongs_to_several_servers(settings: RouterSettings, backend: FakeBackend, text_model):
-    """Several router processes listen there; each has a port of its own besides."""
+    """Several router processes listen on the shared port; each also has a port of its own."""
     servers = [RouterServer(settings, backend, grace_s=1.0) for _ in range(2)]
     port = await servers[0].start("127.0.0.1", 0, shared=True)
     own = await servers[0].start("127.0.0.1", 0)
@@ -185,7 +185,7 @@ async def test_a_shared_port_belongs_to_several_servers(settings: RouterSettings
 
 
 async def test_a_stopped_server_frees_its_port(settings: RouterSettings, backend: FakeBackend, text_model):
-    """A restart on the same port must work at once; stopping twice is stopping once."""
+    """A restart on the same port must work at once; a second stop does nothing."""
     server = RouterServer(settings, backend, grace_s=1.0)
     port = await server.start("127.0.0.1", 0)
     await exchange(port, b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
@@ -200,7 +200,7 @@ async def test_a_stopped_server_frees_its_port(settings: RouterSettings, backend
 async def test_a_stop_ends_answers_that_outlast_the_grace_with_an_error(
     settings, backend, answer_ids, text_model, stream: bool
 ):
-    """A client can tell it from a broken network. Requests are cancelled at the replicas (the fixture checks)."""
+    """The error tells clients that the network is not broken. The fixture checks that replicas cancel the requests."""
     backend.script = lambda request: [*list(reply(answer_ids)(request))[:2], PAUSE]
     server = RouterServer(settings, backend, texts=LoadedText(text_model), grace_s=0.3)
     port = await server.start("127.0.0.1", 0)
@@ -208,7 +208,7 @@ async def test_a_stop_ends_answers_that_outlast_the_grace_with_an_error(
     writer.write(post("/v1/chat/completions", json.dumps(CHAT | {"stream": stream}).encode()))
 
     async with asyncio.timeout(HANG_S):
-        while not backend.streams:  # noqa: ASYNC110 - the fake is no event
+        while not backend.streams:  # noqa: ASYNC110 - the fake has no event to wait for
             await asyncio.sleep(0.01)
         await server.stop()
         answer = (await reader.read()).decode()
@@ -222,7 +222,7 @@ async def test_a_stop_ends_answers_that_outlast_the_grace_with_an_error(
 
 
 async def test_the_tokenizer_is_loaded_once_before_the_first_request(settings, backend):
-    """Once, however many ask meanwhile; a folder without one is named."""
+    """Concurrent requests share one load; the error names a folder without a tokenizer."""
     loads = []
 
     def load(path):
@@ -241,7 +241,7 @@ async def test_the_tokenizer_is_loaded_once_before_the_first_request(settings, b
 
 
 async def test_a_certificate_makes_it_https(settings: RouterSettings, backend: FakeBackend, text_model: TextModel):
-    """Streams too; a file with certificate and key in one is enough."""
+    """Streams use TLS too, and one file may hold both certificate and key."""
     encrypted = msgspec.structs.replace(settings, tls_cert_file=str(TLS))
     server = RouterServer(encrypted, backend, texts=LoadedText(text_model), grace_s=1.0)
     port = await server.start("127.0.0.1", 0)
@@ -259,7 +259,7 @@ async def test_a_certificate_makes_it_https(settings: RouterSettings, backend: F
     "fields", [{"tls_key_file": "x"}, {"tls_cert_file": "nowhere.pem"}, {"tls_cert_file": __file__}]
 )
 async def test_a_certificate_that_cannot_be_used_is_named(settings: RouterSettings, backend: FakeBackend, fields):
-    """At the start, not at the first client."""
+    """The error comes at startup, not with the first client."""
     server = RouterServer(msgspec.structs.replace(settings, **fields), backend)
 
     with pytest.raises(TlsUnusable, match="tls_cert_file"):
@@ -267,7 +267,7 @@ async def test_a_certificate_that_cannot_be_used_is_named(settings: RouterSettin
 
 
 async def test_each_request_leaves_a_line_in_the_access_log(settings, backend, text_model, tmp_path: Path):
-    """With what a person asks first: who, what, where, how long."""
+    """The line answers the first questions: who, what, where, how long."""
     file = tmp_path / "access.log"
     server = RouterServer(
         msgspec.structs.replace(settings, access_log=str(file)), backend, texts=LoadedText(text_model), grace_s=1.0

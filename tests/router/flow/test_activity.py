@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from homing.router.flow.activity import MAX_NODES, MAX_STEPS, hot_tree
 
 STEP = 2
-#: Prompts as words; a block's hash names all words up to it.
+#: Prompts as lists of words; a block's hash covers all words up to and including its own.
 prompts = st.lists(st.lists(st.integers(0, 2), max_size=9), max_size=8)
 
 
@@ -31,7 +31,7 @@ def test_every_step_of_every_prompt_is_in_one_node_with_the_right_count(given: l
 
 @given(prompts)
 def test_a_parent_comes_before_its_children_and_ends_where_they_begin(given: list[list[int]]) -> None:
-    """What the page indents."""
+    """The live page indents children under their parents."""
     nodes = hot_tree([hashes(words) for words in given], STEP)
 
     for place, node in enumerate(nodes):
@@ -45,7 +45,7 @@ def test_a_parent_comes_before_its_children_and_ends_where_they_begin(given: lis
 
 
 def test_the_hottest_nodes_of_the_newest_prompts_are_shown() -> None:
-    """Bounded in what is looked at and in what is shown, however many prompts are kept."""
+    """Both the prompts examined and the nodes shown are bounded, however many prompts are kept."""
     cold = [hashes([number, 0]) for number in range(3, MAX_STEPS)]
     hot = [hashes([1, 1])] * 3
     too_old = [hashes([2, 2])] * 100

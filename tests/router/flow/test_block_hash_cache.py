@@ -1,4 +1,4 @@
-"""Properties of remembered chains: they are the hasher's own, whatever came before, and they are bounded."""
+"""Cached block hashes equal the hasher's, whatever was cached before, and the cache is bounded."""
 
 import pytest
 from hypothesis import given
@@ -14,7 +14,7 @@ SPAN_COST = SPAN_BLOCKS * 16 + ENTRY_BYTES
 
 
 def tokens(prefix: int, length: int) -> bytes:
-    """One of few conversations, cut anywhere: prompts then share beginnings."""
+    """Return the first `length` tokens of one of a few conversations, so that prompts share prefixes."""
     return token_bytes([(prefix * 7 + index // SPAN) % 50 for index in range(length)])
 
 
@@ -28,7 +28,7 @@ prompts = st.lists(
 def test_hashes_are_those_of_the_hasher(
     algorithm: HashAlgorithm, prompts: list[tuple[BlockHash, int, int]], room: int
 ) -> None:
-    """The replica hashes the same prompt by itself: one wrong name and nothing behind it is found."""
+    """The replica hashes the same prompt itself: after one wrong hash, no later block would be found."""
     hasher = BlockHasher(BLOCK, 7, algorithm)
     cache = BlockHashCache(hasher, ROOTS[0], room * SPAN_COST)
 
@@ -39,7 +39,7 @@ def test_hashes_are_those_of_the_hasher(
 
 
 def test_a_further_turn_remembers_the_ones_before() -> None:
-    """What it is for: only what is new is hashed block by block."""
+    """The purpose of the cache: only the new part of a conversation is hashed block by block."""
     cache = BlockHashCache(BlockHasher(BLOCK, 7), ROOTS[0])
     cache.hashes(ROOTS[0], tokens(0, 3 * SPAN))
 
@@ -49,7 +49,7 @@ def test_a_further_turn_remembers_the_ones_before() -> None:
 
 
 def test_tenants_share_no_span() -> None:
-    """Otherwise the time that a prompt takes would tell one tenant what another has sent."""
+    """Otherwise the time that a prompt takes would reveal what another tenant has sent."""
     cache = BlockHashCache(BlockHasher(BLOCK, 7), ROOTS[0])
     cache.hashes(ROOTS[0], tokens(0, 2 * SPAN))
 

@@ -1,4 +1,4 @@
-"""Shares of tenants in the queue: bounded unfairness, nobody starves, and order where order was promised."""
+"""Tenants' shares in the queue: bounded unfairness, no starvation, and the promised order within a tenant."""
 
 from collections import Counter
 from hashlib import sha256
@@ -20,7 +20,7 @@ def push(queue: FairQueue, name: int, tenant: bytes, priority: int = 0, own_orde
 
 @given(st.lists(work, min_size=60, max_size=60), st.integers(1, 59))
 def test_what_waiting_tenants_get_differs_by_a_request_of_each(works: list[float], since: int) -> None:
-    """Over their weights, in any stretch of time, whatever the requests cost."""
+    """Work divided by weight differs by at most one request of each, in any interval and at any cost per request."""
     queue = FairQueue()
     tenant_of = {}
     for at in range(180):
@@ -41,7 +41,7 @@ def test_what_waiting_tenants_get_differs_by_a_request_of_each(works: list[float
 
 @given(st.integers(0, 300), st.lists(work, min_size=1, max_size=40), st.integers(1, 5))
 def test_a_newcomer_waits_for_one_request_of_each_other_tenant(before: int, works: list[float], others: int) -> None:
-    """However many a thousand they queue, and however long they have been at it."""
+    """This holds however many requests the others have queued, and however long they have been served."""
     queue = FairQueue()
     for at in range(1000):
         push(queue, at, b"flood%d" % (at % others))
@@ -57,7 +57,7 @@ def test_a_newcomer_waits_for_one_request_of_each_other_tenant(before: int, work
 
 
 def test_a_tenants_own_order_does_not_move_it_before_others() -> None:
-    """Three hundred urgent requests are urgent to their tenant only."""
+    """Three hundred urgent requests must not delay the requests of other tenants."""
     queue = FairQueue()
     for at in range(300):
         push(queue, at, b"flood", own_order=-1)
@@ -90,7 +90,7 @@ def test_a_tenant_s_requests_go_by_rank_and_never_before_another_tenant_s_turn()
 
 
 def test_who_idled_has_saved_nothing_up() -> None:
-    """Ann was away while bob was served; she is not owed his share of that time."""
+    """An idle tenant saves up no credit: ann was away while bob was served, and is not owed that time."""
     queue = FairQueue()
     for name in range(100):
         push(queue, name, b"bob")
@@ -108,7 +108,7 @@ def test_who_idled_has_saved_nothing_up() -> None:
 
 
 def test_requests_that_were_withdrawn_cost_nothing() -> None:
-    """A client that gave up a hundred times is not behind for it."""
+    """Withdrawn requests must not count against their tenant's share."""
     queue = FairQueue()
     for name in range(100):
         push(queue, name, b"ann")
@@ -121,7 +121,7 @@ def test_requests_that_were_withdrawn_cost_nothing() -> None:
 
 
 def test_work_that_shows_later_is_charged() -> None:
-    """Nobody knows the length of an answer before."""
+    """The length of an answer is not known in advance."""
     queue = FairQueue()
     for name in range(10):
         push(queue, name, (b"x", b"y")[name % 2])
@@ -136,7 +136,7 @@ def test_work_that_shows_later_is_charged() -> None:
 
 
 def test_endless_newcomers_neither_starve_others_nor_fill_the_memory() -> None:
-    """Without a keys file any key is a tenant, and each goes level with the least served."""
+    """Without a keys file any API key is a tenant, and each new one starts level with the tenant served last."""
     queue = FairQueue()
     for name in range(100):
         push(queue, name, b"regular")
@@ -151,7 +151,7 @@ def test_endless_newcomers_neither_starve_others_nor_fill_the_memory() -> None:
 
 
 def test_tenants_that_share_a_lane_are_charged_and_give_way_like_one() -> None:
-    """With more tenants than lanes, those that share one get no free work and no more places than one tenant."""
+    """With more tenants than lanes, tenants in a shared lane get no free work and no more places than one tenant."""
     queue = FairQueue()
     for name in range(MAX_OWN_LANES):
         push(queue, name, sha256(b"%d" % name).digest())
@@ -171,12 +171,12 @@ def test_tenants_that_share_a_lane_are_charged_and_give_way_like_one() -> None:
 
 
 class FairQueueMachine(RuleBasedStateMachine):
-    """Against a plain list: order by priority, resumed ones first, a tenant's by its own order; nothing lost."""
+    """Compared with a list: by priority, resumed requests first, each tenant in its own order; nothing is lost."""
 
     def __init__(self) -> None:
         super().__init__()
         self.queue = FairQueue()
-        #: Priority, in a lane, tenant, name, own order.
+        #: Priority, whether in a lane (otherwise resumed), tenant, name, own order.
         self.waiting: list[tuple[int, bool, bytes, int, int]] = []
         self.names = 0
 

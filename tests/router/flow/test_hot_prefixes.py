@@ -1,4 +1,4 @@
-"""What is hot: asked for again and again, kept somewhere, and no more of it than there is room for."""
+"""Hot prefixes: requested repeatedly, kept by some replica, and no more of them than fit."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -15,17 +15,17 @@ ROOTS = [BlockHash(bytes([index]) * 16) for index in range(2)]
 
 
 def prompt(*parts: int) -> bytes:
-    """A block for each part, and half a block more."""
+    """Return one block for each part, and another half block."""
     return token_bytes([part for part in parts for _ in range(BLOCK)] + [0] * (BLOCK // 2))
 
 
 class World:
-    """A book, and the blocks of the prompts that it was told of."""
+    """A `HotPrefixes`, and the blocks of the prompts added to it."""
 
     def __init__(self, capacity_bytes: int = 1 << 20, block_size: int = BLOCK) -> None:
         self.book = HotPrefixes(block_size, capacity_bytes)
         self.asked: Counter[int] = Counter()
-        self.sizes: list[tuple[int, tuple[int, ...]]] = []  #: bytes and blocks of each prompt, in order
+        self.sizes: list[tuple[int, tuple[int, ...]]] = []  #: bytes and block hashes of each prompt, oldest first
 
     def ask(self, *parts: int, root: BlockHash = ROOTS[0]) -> tuple[int, ...]:
         tokens = prompt(*parts)
@@ -45,7 +45,7 @@ def parts(prefix: HotPrefix) -> list[int]:
 
 
 def test_what_prompts_share_is_hot_and_what_one_alone_has_is_not() -> None:
-    """Who asks once may never come back; the hottest goes first, as a warm-up may be cut at any time."""
+    """A prefix used once may never be used again. The hottest comes first, because a warm-up may be cut short."""
     world = World()
     world.ask(5, 6, 1)
     world.ask(5, 6, 2)
@@ -56,7 +56,7 @@ def test_what_prompts_share_is_hot_and_what_one_alone_has_is_not() -> None:
 
 
 def test_of_two_that_are_as_hot_the_newest_goes_first() -> None:
-    """It is the likelier one to be asked for again."""
+    """The newer one is more likely to be requested again."""
     world = World()
     for part in (1, 2):
         world.ask(part, 8)
@@ -66,7 +66,7 @@ def test_of_two_that_are_as_hot_the_newest_goes_first() -> None:
 
 
 def test_a_shared_prefix_is_chosen_once() -> None:
-    """Conversations under one system prompt: the room is for what each of them adds."""
+    """Conversations share a system prompt; the rest of the room is for what each of them adds."""
     world = World()
     for chat in range(3):
         world.ask(1, 2, 3, 10 + chat)
@@ -76,7 +76,7 @@ def test_a_shared_prefix_is_chosen_once() -> None:
 
 
 def test_what_the_replica_holds_costs_nothing_and_what_nobody_kept_is_not_hot() -> None:
-    """Two routers fill one replica; and what was evicted everywhere was not worth its room."""
+    """Two routers may warm up one replica; and a prefix that was evicted everywhere was not worth its room."""
     world = World()
     names = [world.ask(part, part, own) for part in (1, 2) for own in range(3)]
 
@@ -85,7 +85,7 @@ def test_what_the_replica_holds_costs_nothing_and_what_nobody_kept_is_not_hot() 
 
 
 def test_tenants_have_nothing_in_common() -> None:
-    """A prefix is filled under the root of who asked for it, twice."""
+    """A prefix is warmed up only under the root of the tenant that requested it twice."""
     world = World()
     for root in (ROOTS[0], ROOTS[1], ROOTS[1]):
         world.ask(1, root=root)
@@ -96,7 +96,7 @@ def test_tenants_have_nothing_in_common() -> None:
 
 
 def test_short_beginnings_and_prompts_beyond_the_memory_are_not_kept() -> None:
-    """The first are computed sooner than asked for; nothing makes the second fit."""
+    """Short prefixes are faster to compute than to request; prompts larger than the memory cannot fit."""
     world = World(capacity_bytes=ENTRY_BYTES + 1000)
     for _ in range(2):
         world.ask()
@@ -107,7 +107,7 @@ def test_short_beginnings_and_prompts_beyond_the_memory_are_not_kept() -> None:
 
 
 def test_only_whole_grains_are_looked_at() -> None:
-    """Of blocks of 16 tokens eight at a time: it is an eighth of the work, done while requests wait for the loop."""
+    """Blocks of 16 tokens are examined eight at a time: an eighth of the work, which blocks the event loop."""
     hasher, book = BlockHasher(16, 7), HotPrefixes(16, 1 << 20)
     tokens = token_bytes(range(300))
     for _ in range(2):
@@ -128,7 +128,7 @@ def test_only_whole_grains_are_looked_at() -> None:
 def test_no_more_than_the_room_and_nothing_left_out_that_is_hotter(
     asked: list[tuple[BlockHash, list[int]]], room: int, entries: int
 ) -> None:
-    """Against a naive count over what the memory still holds."""
+    """Compared with a naive count over the prompts that are still in memory."""
     world = World(capacity_bytes=entries * (ENTRY_BYTES + 600))
     for root, each in asked:
         world.ask(*each, root=root)

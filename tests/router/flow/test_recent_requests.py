@@ -1,4 +1,4 @@
-"""What is kept of the last requests, for people who watch."""
+"""The recent requests and failures that are kept for the live page."""
 
 import msgspec
 
@@ -9,7 +9,7 @@ from .test_request_flow import World
 
 
 def test_the_newest_decision_comes_first_with_what_came_of_it() -> None:
-    """The table is that of the moment of the decision: the first request found nothing cached."""
+    """Each request shows the table as of its decision: the first request found nothing cached."""
     world = World()
     prompt = list(range(200))
     world.submit(request_of(prompt))
@@ -26,7 +26,7 @@ def test_the_newest_decision_comes_first_with_what_came_of_it() -> None:
 
 
 def test_a_few_requests_are_kept_and_none_of_their_prompts() -> None:
-    """A busy router with a page that nobody opens must not grow, nor keep what tenants sent."""
+    """A busy router whose page is never opened must not grow, nor keep tenants' prompts."""
     world = World()
     for number in range(2 * MAX_PLACED):
         world.submit(msgspec.structs.replace(request_of([number] * 100), trace_id="x" * 1000))
@@ -40,7 +40,7 @@ def test_a_few_requests_are_kept_and_none_of_their_prompts() -> None:
 
 
 def test_a_request_that_moves_shows_its_last_decision() -> None:
-    """Once, as one request."""
+    """It is listed once, as one request."""
     world = World()
     request_id = world.submit(request_of(list(range(200))))
     first = world.flow.replica_of(request_id)
@@ -55,7 +55,7 @@ def test_a_request_that_moves_shows_its_last_decision() -> None:
 
 
 def test_failures_are_bounded_and_the_newest_comes_first() -> None:
-    """An outage fails thousands."""
+    """An outage fails thousands of requests."""
     world = World(retries=0)
     for number in range(2 * MAX_FAILED):
         request_id = world.submit(request_of([number] * 40))
