@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from homing.kvcache.hashing import BlockHash, BlockHasher, join_hashes, token_bytes, wire_hashes
 from homing.router.flow.hot_prefixes import ENTRY_BYTES, MIN_REQUESTS, HotPrefix, HotPrefixes
 
-BLOCK = 128  #: one block a grain
+BLOCK = 128  #: one step of `HotPrefixes` is one block
 HASHER = BlockHasher(BLOCK, 7)
 ROOTS = [BlockHash(bytes([index]) * 16) for index in range(2)]
 

@@ -1,4 +1,4 @@
-"""The flow of requests, over fake replicas without sockets."""
+"""The request flow over fake replicas without sockets."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -48,7 +48,7 @@ from ..fakes import BLOCK, HASHER, LIMITS, ROOT, FakeReplica, answer, descriptio
 
 
 class World:
-    """A request flow with its fake replicas, and all that readers saw."""
+    """A request flow with its fake replicas, and a record of all deltas and outcomes."""
 
     def __init__(
         self, replicas: int = 2, *, retries: int = 3, max_waiting: int = 100, seed: int = 0, silence_s: float = 1e9
@@ -97,7 +97,7 @@ class World:
         self.run(self.flow.on_reply(name, TokenBatch(step=0, outputs=list(outputs)), self.now))
 
     def step(self, name: str) -> None:
-        """The replica takes what is on the wire, makes a step, and says so everywhere."""
+        """The replica takes its messages and makes a step; its outputs, events and load report are delivered."""
         replica = self.replicas[name]
         for message in self.on_wire.pop(name, []):
             refused = replica.take(message)
@@ -114,7 +114,7 @@ class World:
                 self.step(name)
             if not self.flow.in_flight and not self.flow.waiting:
                 return
-        raise AssertionError("requests do not end")
+        raise AssertionError("requests do not finish")
 
     def run(self, instructions: list[Instruction]) -> None:
         for instruction in instructions:
@@ -122,10 +122,10 @@ class World:
                 case Send(replica, message):
                     self.on_wire[replica].append(message)
                 case Deliver(request_id, delta, _):
-                    assert request_id not in self.records, "a delta after the end"
+                    assert request_id not in self.records, "a delta came after the request's end"
                     self.deltas[request_id].append(delta)
                 case Ended(request, error):
-                    assert request.request_id not in self.records, "a request ends once"
+                    assert request.request_id not in self.records, "a request ended twice"
                     self.records[request.request_id] = request
                     if error is not None:
                         self.errors[request.request_id] = error
@@ -155,7 +155,7 @@ PROMPT = list(range(100))
 
 
 def test_a_request_ends_with_exactly_its_tokens(world: World) -> None:
-    """The plain case."""
+    """The plain case: one replica serves the whole request."""
     request = request_of(PROMPT)
     request_id = world.submit(request)
 
@@ -168,14 +168,14 @@ def test_a_request_ends_with_exactly_its_tokens(world: World) -> None:
 
 
 def test_siblings_follow_the_first_before_any_event(world: World) -> None:
-    """Blocks are expected from dispatch on."""
+    """Blocks count as expected as soon as their request is dispatched."""
     homes = {world.home(world.submit(request_of([*PROMPT, index], seed=index))) for index in range(3)}
 
     assert len(homes) == 1
 
 
 def test_the_prediction_is_recorded_beside_what_was_delivered(world: World) -> None:
-    """The routing must be judged by its own words."""
+    """Routing decisions are judged by comparing their predictions with the outcome."""
     world.submit(request_of(PROMPT))
     world.settle()
 
@@ -184,11 +184,11 @@ def test_the_prediction_is_recorded_beside_what_was_delivered(world: World) -> N
 
     record = world.records[again]
     assert (record.predicted_cached_tokens, record.delivered_cached_tokens, record.regret_tokens) == (96, 96, 0)
-    assert record.known_tokens == 0, "it costs time and is only told to sessions"
+    assert record.known_tokens == 0, "it takes time to compute, so only sessions get it"
 
 
 def test_a_session_learns_how_much_of_its_prompt_was_known(world: World) -> None:
-    """By any replica, before its own blocks were."""
+    """These are tokens that any replica had cached before this request."""
     world.submit(request_of(PROMPT))
     world.settle()
 
@@ -200,7 +200,7 @@ def test_a_session_learns_how_much_of_its_prompt_was_known(world: World) -> None
 
 
 def test_tokens_copied_inside_a_block_are_more_than_predicted_and_no_regret(world: World) -> None:
-    """The stream names whole blocks alone; what a replica finds beyond them is a gain, not a wrong decision."""
+    """The event stream names only whole blocks; a partial hit beyond them is a gain, not a wrong decision."""
     world.submit(request_of(PROMPT))
     world.settle()
     for replica in world.replicas.values():
@@ -219,7 +219,7 @@ def predictions(world: World) -> tuple[int, int, int]:
 
 
 def test_predictions_are_judged_in_whole_blocks(world: World) -> None:
-    """What is right, too low and too high is counted when the first token tells; a part of a block is no error."""
+    """Exact, low and high predictions are counted at the first token; a part of a block is no error."""
     world.submit(request_of(PROMPT))
     world.settle()
     seen = [predictions(world)]
@@ -234,7 +234,7 @@ def test_predictions_are_judged_in_whole_blocks(world: World) -> None:
 
 
 def test_a_prompt_that_ends_with_a_block_is_predicted_without_it(world: World) -> None:
-    """Its last token is computed in any case, and the stream names whole blocks alone."""
+    """Its last token is always computed, and the event stream names only whole blocks."""
     world.submit(request_of(PROMPT[:96]))
     world.settle()
     again = world.submit(request_of(PROMPT[:96], seed=2))
@@ -244,7 +244,7 @@ def test_a_prompt_that_ends_with_a_block_is_predicted_without_it(world: World) -
 
 
 def test_a_prompt_to_be_scored_is_expected_nowhere(world: World) -> None:
-    """An engine computes all of it, so that where it is cached must not draw it."""
+    """An engine computes all of it, so cached blocks must not attract it."""
     world.submit(request_of(PROMPT))
     world.settle()
     request = request_of(PROMPT, seed=2)
@@ -257,7 +257,7 @@ def test_a_prompt_to_be_scored_is_expected_nowhere(world: World) -> None:
 
 
 def test_a_request_that_moves_before_its_first_token_is_predicted_anew(world: World) -> None:
-    """The prediction is held against the replica that computed the prompt."""
+    """The prediction is compared with the replica that computed the prompt."""
     world.submit(request_of(PROMPT))
     world.settle()
     again = world.submit(request_of(PROMPT, seed=2))
@@ -270,7 +270,7 @@ def test_a_request_that_moves_before_its_first_token_is_predicted_anew(world: Wo
 
 
 def test_a_busy_holder_is_regretted(world: World) -> None:
-    """The best hit forgone is known, so that its cost can be watched."""
+    """The best hit that was passed up is recorded, so that its cost can be monitored."""
     first = world.submit(request_of(PROMPT))
     holder = world.home(first)
     world.settle()
@@ -287,7 +287,7 @@ def test_a_busy_holder_is_regretted(world: World) -> None:
 
 
 def test_a_lost_replicas_request_goes_on_with_what_was_generated(world: World) -> None:
-    """No token lost, none doubled, and the blocks of prompt and answer are named for the next replica."""
+    """No token is lost or duplicated, and the next replica gets the block hashes of prompt and generated tokens."""
     request = request_of(PROMPT, max_tokens=40)
     request_id = world.submit(request)
     home = world.home(request_id)
@@ -305,7 +305,7 @@ def test_a_lost_replicas_request_goes_on_with_what_was_generated(world: World) -
 
 
 def test_a_constraint_goes_with_its_request_to_every_replica(world: World) -> None:
-    """The next replica computes the state of its grammar from the tokens behind the prompt."""
+    """The next replica computes its guide's state from the tokens after the prompt."""
     constraint = Constraint(kind="regex", source="a+")
     request_id = world.submit(msgspec.structs.replace(request_of(PROMPT, max_tokens=40), constraint=constraint))
     home = world.home(request_id)
@@ -321,7 +321,7 @@ def test_a_constraint_goes_with_its_request_to_every_replica(world: World) -> No
 
 
 def test_only_the_first_delta_carries_cached_tokens_wherever_it_comes_from(world: World) -> None:
-    """A usage that changed in the middle of an answer would be a lie about one of its halves."""
+    """A usage that changed in the middle of an answer would be wrong for one of its halves."""
     request_id = world.submit(request_of(PROMPT))
     world.step(world.home(request_id))
 
@@ -332,7 +332,7 @@ def test_only_the_first_delta_carries_cached_tokens_wherever_it_comes_from(world
 
 
 def test_a_request_that_only_lacks_its_last_word_is_finished_here(world: World) -> None:
-    """All tokens came, and the replica died before it could say so: there is nothing left to generate."""
+    """The replica died after all tokens and before the finish reason: nothing is left to generate."""
     request = request_of(PROMPT, max_tokens=2)
     request_id = world.submit(request)
     home = world.home(request_id)
@@ -346,7 +346,7 @@ def test_a_request_that_only_lacks_its_last_word_is_finished_here(world: World) 
 
 
 def test_continuations_are_bounded() -> None:
-    """A request that kills replicas must not kill them all."""
+    """A request that crashes replicas must not crash them all."""
     world = World(4, retries=2)
     request_id = world.submit(request_of(PROMPT))
 
@@ -359,7 +359,7 @@ def test_continuations_are_bounded() -> None:
 
 
 def test_a_stuck_replicas_request_goes_on_elsewhere_and_its_late_tokens_count_for_nothing() -> None:
-    """It is not dead, and what it has ready when it comes back must not be said twice."""
+    """A stuck replica is not dead: tokens that it sends after it recovers must not be delivered twice."""
     world = World(silence_s=3.0)
     request = request_of(range(40), max_tokens=8)
     request_id = world.submit(request)
@@ -383,7 +383,7 @@ def test_a_stuck_replicas_request_goes_on_elsewhere_and_its_late_tokens_count_fo
 
 
 def test_a_request_without_a_retry_left_stays_with_its_stuck_replica() -> None:
-    """It may come back; to fail the request would be certain to lose it."""
+    """The replica may recover; failing the request would certainly lose it."""
     world = World(retries=0, silence_s=3.0)
     request_id = world.submit(request_of(range(40), max_tokens=8))
     stuck = world.home(request_id)
@@ -398,7 +398,7 @@ def test_a_request_without_a_retry_left_stays_with_its_stuck_replica() -> None:
 
 
 def test_with_no_replica_left_requests_wait_for_the_next(world: World) -> None:
-    """A rebuild takes seconds; the client's stream can last that long."""
+    """Rebuilding a replica takes seconds; the client's stream can wait that long."""
     request = request_of(PROMPT)
     request_id = world.submit(request)
     world.step(world.home(request_id))
@@ -412,7 +412,7 @@ def test_with_no_replica_left_requests_wait_for_the_next(world: World) -> None:
 
 
 def test_tokens_that_came_before_are_dropped_and_counted(world: World) -> None:
-    """Overlap is harmless as long as it is seen."""
+    """Duplicate tokens are harmless if they are detected."""
     request = request_of(PROMPT)
     request_id = world.submit(request)
     home, right = world.home(request_id), answer(request)
@@ -427,7 +427,7 @@ def test_tokens_that_came_before_are_dropped_and_counted(world: World) -> None:
 
 
 def test_a_hole_in_the_tokens_fails_the_request(world: World) -> None:
-    """An answer with a word missing is worse than none; the replica is told to stop."""
+    """An answer with missing tokens is worse than none; the replica gets an abort."""
     request_id = world.submit(request_of(PROMPT))
     home = world.home(request_id)
     wire_id = world.sent(home).request_id
@@ -443,7 +443,7 @@ def test_a_hole_in_the_tokens_fails_the_request(world: World) -> None:
     [("prompt_too_long", PromptTooLong), ("invalid", InvalidGeneration), ("internal", RequestFailed)],
 )
 def test_a_final_refusal_says_whose_fault_it_is(world: World, reason: str, error: type[RouterError]) -> None:
-    """A caller's fault is a 400, the engine's is not."""
+    """A caller's mistake is a 400; an engine's failure is not."""
     request_id = world.submit(request_of(PROMPT))
     home = world.home(request_id)
 
@@ -454,7 +454,7 @@ def test_a_final_refusal_says_whose_fault_it_is(world: World, reason: str, error
 
 
 def test_a_refusal_with_retry_sends_the_request_elsewhere(world: World) -> None:
-    """A replica that drains says no to what was under way to it."""
+    """A draining replica refuses requests that were already on their way to it."""
     request_id = world.submit(request_of(PROMPT))
     home = world.home(request_id)
 
@@ -465,7 +465,7 @@ def test_a_refusal_with_retry_sends_the_request_elsewhere(world: World) -> None:
 
 
 def test_a_message_that_cannot_be_sent_goes_elsewhere(world: World) -> None:
-    """The connection may be gone before anybody says so."""
+    """The connection may be gone before the router learns of it."""
     request_id = world.submit(request_of(PROMPT))
     home = world.home(request_id)
 
@@ -476,7 +476,7 @@ def test_a_message_that_cannot_be_sent_goes_elsewhere(world: World) -> None:
 
 
 def test_a_cancelled_request_is_aborted_and_silent_from_then_on(world: World) -> None:
-    """What was under way when its client left belongs to nobody."""
+    """Tokens that arrive after the client left are dropped."""
     request_id = world.submit(request_of(PROMPT))
     home = world.home(request_id)
     wire_id = world.sent(home).request_id
@@ -491,7 +491,7 @@ def test_a_cancelled_request_is_aborted_and_silent_from_then_on(world: World) ->
 
 
 def test_a_deadline_ends_a_request_wherever_it_is() -> None:
-    """On a replica it is aborted; in the queue it is just over."""
+    """On a replica it is aborted; in the queue it is removed."""
     world = World(1)
     running = world.submit(request_of(PROMPT, deadline=5.0))
     world.lose("r0")
@@ -508,7 +508,7 @@ def test_a_deadline_ends_a_request_wherever_it_is() -> None:
 
 
 def test_saturated_replicas_leave_requests_in_the_router_in_order_of_priority() -> None:
-    """An engine's own queue cannot be reordered any more."""
+    """Requests in an engine's own queue can no longer be reordered."""
     world = World(1)
     for seed in range(8):
         world.submit(request_of(PROMPT, seed=seed))
@@ -525,7 +525,7 @@ def test_saturated_replicas_leave_requests_in_the_router_in_order_of_priority() 
 
 
 def test_a_single_request_does_not_wait_behind_a_flood() -> None:
-    """A tenant with a thousand queued requests gets its share, not the queue."""
+    """A tenant with a thousand queued requests gets its share and no more."""
     world = World(1, max_waiting=2000)
     flood = [world.submit(request_of(PROMPT, seed=seed, tenant=b"flood")) for seed in range(1000)]
     single = world.submit(request_of(PROMPT, seed=5000, tenant=b"single"))
@@ -540,7 +540,7 @@ def test_a_single_request_does_not_wait_behind_a_flood() -> None:
 
 
 def test_a_full_queue_makes_room_for_who_has_less_in_it() -> None:
-    """A flood must not lock others out; who gives way is the one that came last of the flood."""
+    """A flood must not lock others out: the flooding tenant's newest request gives way."""
     world = World(0, max_waiting=3)
     flood = [world.submit(request_of(PROMPT, seed=seed, tenant=b"flood")) for seed in range(3)]
 
@@ -555,7 +555,7 @@ def test_a_full_queue_makes_room_for_who_has_less_in_it() -> None:
 
 
 def test_what_was_generated_counts_as_service() -> None:
-    """Long answers are work, too: whoever got them waits for the other's turn."""
+    """Long answers are work too: a tenant that got one waits until the other tenant has had its share."""
     world = World(1)
     for seed in range(12):
         world.submit(request_of(PROMPT, seed=seed, tenant=b"long", max_tokens=200 if seed == 0 else 300))
@@ -573,7 +573,7 @@ def test_what_was_generated_counts_as_service() -> None:
 
 
 def test_deadlines_of_requests_that_are_over_are_forgotten(world: World) -> None:
-    """They lie minutes ahead; a busy router would note millions."""
+    """They are minutes ahead, so a busy router would accumulate millions."""
     for seed in range(3000):
         world.run(world.flow.cancel(world.submit(request_of(PROMPT, seed=seed)), world.now))
         world.on_wire.clear()
@@ -583,7 +583,7 @@ def test_deadlines_of_requests_that_are_over_are_forgotten(world: World) -> None
 
 
 def test_a_full_queue_says_when_to_come_back() -> None:
-    """429 with Retry-After, and nothing has changed."""
+    """The error carries a Retry-After time, and the queue is unchanged."""
     world = World(0, max_waiting=2)
     for seed in range(2):
         world.submit(request_of(PROMPT, seed=seed))
@@ -596,13 +596,13 @@ def test_a_full_queue_says_when_to_come_back() -> None:
 
 
 def test_a_prompt_that_leaves_no_room_for_an_answer_is_refused_here(world: World) -> None:
-    """No replica need be asked."""
+    """The router knows the limit, so no replica is asked."""
     with pytest.raises(PromptTooLong):
         world.submit(request_of([1] * LIMITS.max_model_len))
 
 
 def test_explaining_changes_nothing(world: World) -> None:
-    """Operators ask in the middle of an incident."""
+    """Operators call it in the middle of an incident."""
     table = world.flow.explain(request_of(PROMPT), world.now)
 
     assert table.chosen in ("r0", "r1")
@@ -611,7 +611,7 @@ def test_explaining_changes_nothing(world: World) -> None:
 
 
 def test_a_shutdown_ends_every_request_by_name(world: World) -> None:
-    """No reader may wait for ever."""
+    """No reader may wait forever."""
     request_ids = [world.submit(request_of(PROMPT, seed=seed)) for seed in range(30)]
 
     world.run(world.flow.fail_all(lambda: RouterClosed("bye")))
@@ -620,7 +620,7 @@ def test_a_shutdown_ends_every_request_by_name(world: World) -> None:
 
 
 def test_only_who_has_no_token_may_begin_anew_when_its_model_is_replaced() -> None:
-    """Another model would go on with another story. Who begins anew has not failed: nobody hears of it."""
+    """Another model would continue differently. A request that is resubmitted has not failed, so it is not an error."""
     world = World(1)
     begun = world.submit(request_of(PROMPT))
     world.step("r0")
@@ -637,10 +637,10 @@ def test_only_who_has_no_token_may_begin_anew_when_its_model_is_replaced() -> No
 
 
 def test_a_burst_of_siblings_neither_scatters_nor_herds(capsys: pytest.CaptureFixture[str]) -> None:
-    """One prefix, one hundred questions at once: no replica is sent the whole prefix twice.
+    """One hundred questions with the same prefix at once: no replica is sent the whole prefix twice.
 
-    An engine may still compute it twice: a sibling that is admitted in the very step that ends the first one's prefill
-    comes before its blocks are committed.
+    An engine may still compute it twice: a sibling admitted in the very step that completes the first one's prefill
+    comes before the first one's blocks are committed.
     """
     world = World(4)
     shared = list(range(960))
@@ -661,7 +661,7 @@ def test_a_burst_of_siblings_neither_scatters_nor_herds(capsys: pytest.CaptureFi
 
 
 def warming(world: World, share: float = 1.0) -> None:
-    """Twelve requests of two kinds, all answered; then a new replica begins to be filled."""
+    """Finish twelve requests with two kinds of prompt; then start the warm-up of a new replica."""
     for seed in range(12):
         world.submit(request_of([*([seed % 2 + 1] * 256), seed], seed=seed, salt=bytes([seed % 2])))
     world.settle()
@@ -670,7 +670,7 @@ def warming(world: World, share: float = 1.0) -> None:
 
 
 def test_a_new_replica_is_filled_with_what_is_hot_before_it_serves(world: World) -> None:
-    """One request at a time, behind all others, under the roots of the tenants who asked; nobody's traffic."""
+    """One request at a time, at the lowest priority, under the tenants' roots; not counted as client traffic."""
     warming(world)
     before = msgspec.structs.replace(world.flow.counters)
     sent = []
@@ -691,8 +691,8 @@ def test_a_new_replica_is_filled_with_what_is_hot_before_it_serves(world: World)
 
 
 def test_a_warm_up_takes_no_more_than_its_share_and_tells_how_far_it_is(world: World) -> None:
-    """The pool is for requests to come; and who asks why nothing goes there hears it."""
-    warming(world, share=0.017)  # of 1,000 blocks, one prefix of 16
+    """The pool is for future requests; and `explain` must say why the replica gets no requests yet."""
+    warming(world, share=0.017)  # of 1,000 blocks: one prefix of 16
 
     table = world.flow.explain(request_of(PROMPT), world.now)
     why = next(row.why for row in table.replicas if row.replica_id == "new")
@@ -705,7 +705,7 @@ def test_a_warm_up_takes_no_more_than_its_share_and_tells_how_far_it_is(world: W
 
 
 def test_a_warm_up_ends_at_once_when_a_request_is_held() -> None:
-    """A replica that could serve must not be kept from it."""
+    """A replica that could serve must not be kept from serving."""
     world = World(1)
     warming(world)
     world.run(world.flow.set_unavailable("r0", "draining", world.now))
@@ -724,7 +724,7 @@ def test_a_warm_up_ends_at_once_when_a_request_is_held() -> None:
 
 
 def test_a_warm_up_ends_when_requests_queue_wherever_they_can_go(world: World) -> None:
-    """A replica more takes them off the others at once, cold as it is; it is filled by what it serves, then."""
+    """One more replica, even a cold one, relieves the others at once; its requests then fill its cache."""
     warming(world)
     seconds = PRESSING_WAIT_S + 1
     for name in ("r0", "r1"):
@@ -740,7 +740,7 @@ def test_a_warm_up_ends_when_requests_queue_wherever_they_can_go(world: World) -
 
 
 def test_a_warm_up_ends_with_its_time_with_its_replica_and_where_it_cannot_be_sent(world: World) -> None:
-    """And what is still under way then disturbs nobody."""
+    """A warm-up request that is still running then must have no effect."""
     for end in ("serves", "is lost", "is not reached"):
         warming(world)
         if end == "serves":
@@ -754,7 +754,7 @@ def test_a_warm_up_ends_with_its_time_with_its_replica_and_where_it_cannot_be_se
 
 
 def test_a_prefix_that_the_new_replica_refuses_is_passed_over(world: World) -> None:
-    """One that it has no room for says nothing of the others."""
+    """A prefix that does not fit says nothing about the other prefixes."""
     warming(world)
     first = world.on_wire.pop("new")[0]
 
@@ -767,7 +767,7 @@ def test_a_prefix_that_the_new_replica_refuses_is_passed_over(world: World) -> N
 
 
 def test_only_who_rests_for_it_is_warmed_up(world: World) -> None:
-    """Whoever serves is filled by what it serves."""
+    """A serving replica's cache is filled by its own requests."""
     assert world.flow.warm_up("r0", 1.0, world.now) == []
     assert world.flow.warm_up("unknown", 1.0, world.now) == []
 
@@ -777,7 +777,7 @@ class FlowMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.world = World(2, retries=2, max_waiting=20, silence_s=2.0)  # who takes no step for so long is stuck
+        self.world = World(2, retries=2, max_waiting=20, silence_s=2.0)  # without a step for 2 s, a replica is stuck
         self.requests: dict[RequestId, GenerationRequest] = {}
         self.cancelled: set[RequestId] = set()
         self.names = 2
@@ -858,7 +858,7 @@ class FlowMachine(RuleBasedStateMachine):
         self.world.settle()
         for request_id, request in self.requests.items():
             outcome, got = self.world.records[request_id].outcome, self.world.tokens(request_id)
-            assert got == answer(request)[: len(got)], "a token was lost, doubled or wrong"
+            assert got == answer(request)[: len(got)], "a token was lost, duplicated or wrong"
             assert (outcome == "cancelled") == (request_id in self.cancelled)
             assert (outcome == "finished") == (len(got) == request.sampling.max_tokens and outcome != "cancelled") or (
                 outcome == "failed"
@@ -897,13 +897,13 @@ def cancel(world: World, request_id: RequestId) -> None:
 
 
 def lose(world: World, request_id: RequestId) -> None:
-    """All other replicas first, so that the request cannot be sent again."""
+    """Lose all other replicas first, so that the request cannot be sent again."""
     home = world.home(request_id)
     for name in [*(name for name in world.replicas if name != home), home]:
         world.lose(name)
 
 
-#: By transition: what brings a request into its phase, and what happens then.
+#: By transition: a function that brings a request into the phase, and one that triggers the event.
 SCENARIOS: dict[tuple[Phase, Event], tuple[Callable[[World], RequestId], Callable[[World, RequestId], object]]] = {
     (Phase.NEW, "send"): (sent, lambda world, request_id: None),
     (Phase.NEW, "queue"): (waiting, lambda world, request_id: None),
@@ -924,7 +924,7 @@ SCENARIOS: dict[tuple[Phase, Event], tuple[Callable[[World], RequestId], Callabl
 
 @pytest.mark.parametrize("transition", TRANSITIONS, ids=lambda each: f"{each.before.value}-{each.event}")
 def test_each_transition_of_the_table_happens(world: World, transition: Transition) -> None:
-    """The table describes the flow, and nothing that the flow never does. What it lacks is an assertion error."""
+    """The table has no row that the flow never uses. A transition missing from it is an assertion error."""
     begin, happen = SCENARIOS[transition.before, transition.event]
 
     request_id = begin(world)
@@ -936,7 +936,7 @@ def test_each_transition_of_the_table_happens(world: World, transition: Transiti
 
 
 def test_embedding_is_computed_elsewhere_when_its_replica_is_lost() -> None:
-    """As a whole: nothing of it was delivered."""
+    """It is computed again completely, because no part of it was delivered."""
     world = World()
     asked = EmbeddingParams("last", 8)
     request_id = world.submit(request_of([*range(3 * BLOCK)], embedding=asked))
@@ -954,7 +954,7 @@ def test_embedding_is_computed_elsewhere_when_its_replica_is_lost() -> None:
 
 
 def test_prompt_of_an_embedding_may_fill_the_context() -> None:
-    """It needs no room for an answer."""
+    """An embedding needs no room for an answer."""
     world = World()
     full = [*range(LIMITS.max_model_len)]
 
@@ -967,7 +967,7 @@ def test_prompt_of_an_embedding_may_fill_the_context() -> None:
 
 
 def test_mean_embedding_is_not_routed_to_cached_blocks() -> None:
-    """It cannot use them; the embedding of the last token can."""
+    """A mean over all tokens cannot use cached blocks; an embedding of the last token can."""
     world = World()
     prompt = [*range(4 * BLOCK)]
     world.submit(request_of(prompt))

@@ -1,4 +1,4 @@
-"""The table of a request's transitions."""
+"""The transition table of a request."""
 
 from itertools import product
 from typing import get_args
@@ -20,7 +20,7 @@ def in_phase(phase: Phase) -> RequestState:
 
 @pytest.mark.parametrize(("phase", "event"), list(product(Phase, get_args(Event))))
 def test_only_the_tables_transitions_are_possible(phase: Phase, event: Event) -> None:
-    """Any other one is a bug of the flow, and must not pass silently."""
+    """Any other transition is a bug in the flow and must not pass silently."""
     request = in_phase(phase)
 
     if (after := TABLE.get((phase, event))) is not None:
@@ -32,7 +32,7 @@ def test_only_the_tables_transitions_are_possible(phase: Phase, event: Event) ->
 
 
 def test_each_transition_is_listed_once_and_nothing_follows_the_end() -> None:
-    """Two rows for one event would leave open which of them holds."""
+    """With two rows for one event, the next phase would be ambiguous."""
     assert len(TABLE) == len(TRANSITIONS)
     assert all(each.before is not Phase.OVER for each in TRANSITIONS)
     assert {each.after for each in TRANSITIONS} == set(Phase) - {Phase.NEW}

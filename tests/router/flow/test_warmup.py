@@ -1,4 +1,4 @@
-"""What a new replica is sent to fill its cache, one prefix after the other."""
+"""The requests that fill a new replica's cache, one prefix after the other."""
 
 from itertools import count
 from random import Random
@@ -18,10 +18,10 @@ from ..fakes import BLOCK, HASHER, ROOT, description_of
 
 
 class World:
-    """A replica `new`, out of routing to be warmed up, beside `old`, which holds prompts that were sent twice."""
+    """A replica `new`, out of routing for its warm-up, and `old`, which holds prompts that were sent twice or more."""
 
     def __init__(self, *blocks: int) -> None:
-        """`blocks`: the length of each hot prompt."""
+        """`blocks`: the length of each hot prompt, in blocks."""
         self.counters = RouterCounters()
         self.placement = Placement(
             make_policy("expected-ttft"), loads=LoadBook("me", 1e9), reservations=Reservations(30.0), rng=Random(1)
@@ -51,7 +51,7 @@ class World:
 
 
 def sent(instructions: list[Instruction]) -> Generate | None:
-    """The only message, if there is one."""
+    """Return the only message, or None without instructions."""
     if not instructions:
         return None
     (send,) = instructions
@@ -61,7 +61,7 @@ def sent(instructions: list[Instruction]) -> Generate | None:
 
 
 def test_each_prefix_is_computed_for_one_token_behind_everybody() -> None:
-    """The token is dropped: only the blocks count."""
+    """The token is dropped; only the blocks matter."""
     world = World(16, 8)
 
     request = world.begin()
@@ -74,7 +74,7 @@ def test_each_prefix_is_computed_for_one_token_behind_everybody() -> None:
 
 
 def test_an_engine_that_tells_no_ids_is_warmed_up_too() -> None:
-    """SGLang answers with text."""
+    """SGLang replies with text instead of token ids."""
     world = World(16, 8)
     world.begin()
 
@@ -87,7 +87,7 @@ def test_an_engine_that_tells_no_ids_is_warmed_up_too() -> None:
 
 
 def test_it_ends_when_all_are_computed() -> None:
-    """Tokens that a prefix shares with one before it were in the cache, and are no work."""
+    """Tokens that a prefix shares with an earlier one come from the cache and do not count as computed."""
     world = World(16, 8)
     world.begin()
 
@@ -111,7 +111,7 @@ def test_only_the_reply_to_the_present_request_sends_the_next() -> None:
 
 
 def test_a_stop_aborts_the_present_request() -> None:
-    """Once; a replica that cannot be reached is sent nothing."""
+    """It is aborted once; a replica that cannot be reached is sent nothing."""
     world = World(8)
     world.begin()
 
@@ -125,7 +125,7 @@ def test_a_stop_aborts_the_present_request() -> None:
 
 
 def test_only_a_replica_that_is_out_of_routing_for_it_is_warmed_up() -> None:
-    """One that serves is filled by what it serves."""
+    """A serving replica's cache is filled by its own requests."""
     world = World(8)
 
     assert world.begin("old") is None

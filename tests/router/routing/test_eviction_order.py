@@ -1,4 +1,4 @@
-"""What requests ahead evict, beside an engine that evicts as vLLM's block pool does."""
+"""Predicted evictions by the requests ahead, compared with an engine that evicts like vLLM's block pool."""
 
 from collections import OrderedDict
 
@@ -11,14 +11,14 @@ ROOM = 12
 
 
 class Pool:
-    """An engine's memory: blocks that are free in the order in which they are given up, cached or not."""
+    """An engine's memory: free blocks, cached or empty, in the order in which they are reused."""
 
     def __init__(self) -> None:
         self.free: OrderedDict[object, None] = OrderedDict((f"empty {place}", None) for place in range(ROOM))
         self.users: dict[int, int] = {}
 
     def start(self, chain: list[int]) -> tuple[int, list[int], list[int]] | None:
-        """How many blocks of the prompt it finds, and what it evicts and stores; None: there is no room."""
+        """Return (blocks of the prompt found, blocks evicted, blocks stored), or None if it does not fit."""
         found = next((place for place, block in enumerate(chain) if not self.has(block)), len(chain))
         idle = [block for block in chain[:found] if block in self.free]
         if len(self.free) - len(idle) < len(chain) - found + 1:
@@ -49,7 +49,7 @@ def chain_of(prompt: int, length: int) -> list[int]:
 
 @given(st.lists(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 5)), min_size=1, max_size=4), max_size=12))
 def test_what_is_kept_is_what_the_engine_finds(bursts: list[list[tuple[int, int]]]) -> None:
-    """The requests of a burst, all of other prompts, are sent before the first of them starts, and end when all run."""
+    """All requests of a burst have different prompts, are sent before the first one starts, and end when all run."""
     order, pool, number = EvictionOrder(ROOM + 1), Pool(), 0
     for burst in bursts:
         asked: dict[int, tuple[list[int], int]] = {}
@@ -63,7 +63,7 @@ def test_what_is_kept_is_what_the_engine_finds(bursts: list[list[tuple[int, int]
             asked[number] = (chain, kept)
         for chain, kept in asked.values():
             if (start := pool.start(chain)) is None:
-                return  # it waits until another one ends; what that leaves to it is open
+                return  # it waits until another request ends; which of its blocks are then left is not predicted
             found, gone, new = start
             assert found == kept
             order.removed(gone)
@@ -76,7 +76,7 @@ def test_what_is_kept_is_what_the_engine_finds(bursts: list[list[tuple[int, int]
 
 
 def test_what_was_used_least_recently_is_forgotten_first() -> None:
-    """The beginning of a prompt lives longer than its end, and what a request uses is not given up."""
+    """The start of a prompt is kept longer than its end, and blocks in use by a request are kept."""
     order = EvictionOrder(5)
     for number, chain in enumerate(([1, 2, 3], [1, 9, 8])):
         order.sent(number, chain, 0)

@@ -1,4 +1,4 @@
-"""Decisions by columns of numbers are those that candidates one by one lead to."""
+"""Decisions from load columns equal decisions from single candidates."""
 
 from random import Random
 
@@ -22,12 +22,12 @@ CHAINS = [[group * 100 + place for place in range(40)] for group in range(3)]
 
 
 class Pair:
-    """Two routers that learn the same: one always has columns, the other never."""
+    """Two routers with the same inputs: one always uses columns, the other never."""
 
     def __init__(self, policy: str, seed: int) -> None:
         self.rng = Random(seed)
         self.now, self.last_id = 0.0, 0
-        #: In half of the runs nobody is ever full, by blocks or by requests that wait.
+        #: In half of the runs no replica is ever full, by blocks or by waiting requests.
         self.free, self.waiting = self.rng.choice([((0, 20, 60, 300, 900, 1000), (0, 0, 2, 5)), ((900, 1000), (0, 2))])
         self.past: list[tuple[list[Decision], Explanation]] = []
         self.routers = [
@@ -81,7 +81,7 @@ class Pair:
         self.in_flight.append((chosen.replica_id, self.last_id))
 
     def look_back(self) -> None:
-        """A decision is explained when somebody asks, by what was known when it was taken."""
+        """A decision is explained when requested, from what was known when it was made."""
         for decisions, explanation in self.past:
             assert [explanation_of(each) for each in decisions] == [explanation] * 2
 
@@ -141,7 +141,7 @@ class Pair:
 @pytest.mark.parametrize("policy", ["expected-ttft", "least-loaded"])
 @given(seed=st.integers(0, 2**32))
 def test_columns_lead_to_the_same_decision_as_candidates_one_by_one(policy: str, seed: int) -> None:
-    """To the last bit: also what the policy learns from its decisions, and its random draws."""
+    """Equal to the last bit, including what the policy learns from its decisions, and its random draws."""
     pair = Pair(policy, seed)
 
     for _ in range(40):

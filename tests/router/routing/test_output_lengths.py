@@ -1,4 +1,4 @@
-"""What is expected of answers, from those that ended."""
+"""The expected lengths of answers, learned from finished ones."""
 
 from random import Random
 from statistics import fmean
@@ -16,19 +16,19 @@ def learned(lengths: list[int]) -> OutputLengths:
 
 
 def test_nothing_known_is_the_prior_at_any_length() -> None:
-    """Without evidence an answer of any length goes on for as long."""
+    """Without evidence, an answer of any length is expected to continue for the prior's length."""
     assert set(OutputLengths().remaining()) == {TYPICAL_TOKENS}
 
 
 def test_a_new_request_generates_the_mean_of_recent_answers() -> None:
-    """Old traffic fades: only the new mean counts after a change."""
+    """Old traffic fades: after a change, only the new mean counts."""
     known = learned([2000] * 1000 + [50] * 5000)
 
     assert known.remaining()[0] == pytest.approx(50, rel=0.05)
 
 
 def test_a_long_answer_is_expected_to_go_on_for_longer() -> None:
-    """Of mixed lengths, what has outlived the short ones is one of the long ones."""
+    """With mixed lengths, an answer that is longer than the short ones is one of the long ones."""
     known = learned([20, 2000] * 500)
     remaining = known.remaining()
 
@@ -37,7 +37,7 @@ def test_a_long_answer_is_expected_to_go_on_for_longer() -> None:
 
 
 def test_remaining_lengths_follow_the_drawn_distribution() -> None:
-    """Against the samples themselves, to the width of a bucket."""
+    """Compared with the samples themselves, within the width of a bucket."""
     rng = Random(1)
     lengths = [max(1, round(rng.lognormvariate(5.7, 1.0))) for _ in range(4000)]
     remaining = learned(lengths).remaining()
@@ -48,7 +48,7 @@ def test_remaining_lengths_follow_the_drawn_distribution() -> None:
 
 
 def test_ends_add_up_over_what_runs() -> None:
-    """Each request ends at the rate of its bucket; those that no bucket has count as new."""
+    """Each request ends at the rate of its bucket; requests in no bucket count as new."""
     known = learned([100] * 2000)
     new, old = known.remaining()[0], known.remaining()[3]
 
@@ -57,7 +57,7 @@ def test_ends_add_up_over_what_runs() -> None:
 
 
 def test_weights_stay_bounded() -> None:
-    """The weight of a request grows with every later one, and is scaled down in time."""
+    """Each request gets a larger weight than the one before, and the weights are rescaled in time."""
     known = learned([7] * 100_000)
 
     assert known.remaining()[0] == pytest.approx(7, rel=0.2)

@@ -1,4 +1,4 @@
-"""What is known of the replicas when a request is placed."""
+"""The state of the replicas when a request is placed."""
 
 from random import Random
 
@@ -45,14 +45,14 @@ def place(placement: Placement, request_id: int) -> str:
 
 
 def test_siblings_follow_each_other_before_any_event(placement: Placement) -> None:
-    """The first one's blocks are expected where it went, so the others need not compute them elsewhere."""
+    """The first one's blocks are expected on its replica, so the others need not compute them elsewhere."""
     first = place(placement, 1)
 
     assert {place(placement, request_id) for request_id in range(2, 8)} == {first}
 
 
 def test_a_request_that_ended_leaves_nothing_behind(placement: Placement) -> None:
-    """What nobody computes any more is neither expected nor load."""
+    """Blocks that will not be computed are neither expected nor load."""
     replica = place(placement, 1)
 
     placement.ended(replica, 1)
@@ -63,7 +63,7 @@ def test_a_request_that_ended_leaves_nothing_behind(placement: Placement) -> Non
 
 
 def test_a_replica_that_left_is_no_candidate(placement: Placement) -> None:
-    """Nothing can be sent there."""
+    """Requests cannot be sent to it."""
     placement.leave("r0")
 
     placement.check()
@@ -72,7 +72,7 @@ def test_a_replica_that_left_is_no_candidate(placement: Placement) -> None:
 
 
 def test_regret_is_the_best_hit_forgone() -> None:
-    """Whoever ignores the cache computes what another replica holds."""
+    """A policy that ignores the cache computes blocks that another replica holds."""
     placement = placement_of(LeastLoaded())
     placement.stored("r0", KEYS)
     placement.book(1, placement.decide(PROMPT, placement.candidates([], (), 0.0)), [], 0.0)
@@ -81,7 +81,7 @@ def test_regret_is_the_best_hit_forgone() -> None:
     decision = placement.decide(PROMPT, candidates)
 
     assert regret_tokens(PROMPT, candidates, decision) == 62 * BLOCK
-    assert known_tokens(PROMPT, candidates) == PROMPT.tokens, "all of its full blocks are"
+    assert known_tokens(PROMPT, candidates) == PROMPT.tokens, "all full blocks are known"
 
 
 def test_blocks_that_are_held_or_expected_are_known(placement: Placement) -> None:
@@ -97,7 +97,7 @@ def test_blocks_that_are_held_or_expected_are_known(placement: Placement) -> Non
 
 @pytest.mark.parametrize("policy", ["expected-ttft", "dynamo"])
 def test_what_a_subscription_stores_reaches_index_and_policy_alike(policy: str) -> None:
-    """Policies of other routers keep books of their own; served, they must see the events that the index sees."""
+    """Policies of other routers keep their own state; in production they must see the same events as the index."""
     placement = placement_of(make_policy(policy))
     prompt = Prompt(tokens=1000, blocks=62, block_size=BLOCK, hashes=KEYS)
     for name in ("r0", "r1"):
@@ -114,7 +114,7 @@ def test_what_a_subscription_stores_reaches_index_and_policy_alike(policy: str) 
 
 
 def test_requests_that_wait_for_memory_keep_others_away(placement: Placement) -> None:
-    """The holder has no room for long: an empty replica computes the prompt in the meantime."""
+    """The holder will not have room for long: meanwhile, an empty replica computes the prompt."""
     placement.stored("r0", KEYS)
     full = {"free_blocks": 70, "waiting": 2, "running": 3, "step": 1}
 
@@ -127,7 +127,7 @@ def test_requests_that_wait_for_memory_keep_others_away(placement: Placement) ->
 
 
 def test_what_will_be_evicted_is_no_hit(placement: Placement) -> None:
-    """Requests ahead take the free blocks; only what running ones share, and what still fits, is found later."""
+    """Requests ahead take free blocks; only blocks shared with running requests, or that still fit, will be found."""
     placement.stored("r0", KEYS)
     holder, _ = placement.candidates(KEYS, (), 0.0)
     assert (holder.held_blocks, holder.expected_blocks) == (62, 62)
@@ -141,14 +141,14 @@ def test_what_will_be_evicted_is_no_hit(placement: Placement) -> None:
 
 
 def test_a_replica_that_reports_no_waiting_blocks_is_estimated(placement: Placement) -> None:
-    """Foreign engines do not say: their waiting requests count like the running ones."""
+    """External engines do not report it: each of their waiting requests counts like a running one."""
     placement.report("r0", report_of(step=1, free_blocks=0, total_blocks=100, running=4, waiting=2), 0.0)
 
     assert placement.loads.view("r0", 0.0).spare_blocks == -50
 
 
 def test_waits_follow_the_measured_lengths_of_answers(placement: Placement) -> None:
-    """Long answers free memory late."""
+    """Long answers free their memory late."""
     report = {"free_blocks": 0, "total_blocks": 100, "running": 4, "waiting": 1, "waiting_blocks": 30}
     placement.report("r0", report_of(step=1, **report), 0.0)
     before = placement.loads.view("r0", 0.0).ends_per_step
@@ -168,7 +168,7 @@ def test_waits_follow_the_measured_lengths_of_answers(placement: Placement) -> N
 def test_no_held_request_waits_for_those_that_come_later_than_its_own_prefill_takes(
     came: list[tuple[float, int, int]], left: Random
 ) -> None:
-    """The bound against starvation: an endless stream of short prompts cannot keep a long one waiting."""
+    """The bound on starvation: an endless stream of short prompts cannot keep a long one waiting."""
     placement, queue = placement_of(ExpectedTtft()), FairQueue()
     now = 0.0
     since: dict[int, float] = {}
@@ -194,7 +194,7 @@ def test_no_held_request_waits_for_those_that_come_later_than_its_own_prefill_ta
 
 
 def test_an_engine_with_rules_of_its_own_is_asked_for_its_hit(placement: Placement) -> None:
-    """What it holds in the index is not what it would find; the part in slower memory takes time to load."""
+    """Its index entries do not equal its hits; blocks in slower memory take time to load."""
     seen: list[int] = []
 
     def rule(keys) -> tuple[int, tuple[tuple[str, int], ...]]:
@@ -218,7 +218,7 @@ def test_an_engine_with_rules_of_its_own_is_asked_for_its_hit(placement: Placeme
 
 @pytest.fixture
 def engine() -> Placement:
-    """Before one engine that is not ours."""
+    """A placement with one external engine."""
     placement = Placement(ExpectedTtft(), loads=LoadBook("router", 3.0), reservations=Reservations(30.0), rng=Random(0))
     placement.join(structs.replace(description_of("b0"), external=True, num_blocks=100), 0.0)
     placement.set_feed("b0", FeedState.LIVE)
@@ -233,8 +233,8 @@ def expected_at(engine: Placement, now: float) -> int:
 
 
 def test_what_an_engine_has_computed_is_expected_until_it_is_announced(engine: Placement) -> None:
-    """Its events have a way of their own, and the next turn may come before them. One that never announces, as it
-    caches nothing, is believed for a second.
+    """Events arrive separately from replies, so the next turn may come before them. Blocks that are never announced,
+    because the engine caches nothing, are expected for one second.
     """
     place(engine, 1)
     engine.ended("b0", 1, computed_at=5.0)
@@ -250,7 +250,7 @@ def test_what_an_engine_has_computed_is_expected_until_it_is_announced(engine: P
 
 @pytest.mark.parametrize("event", ["announced", "cut off", "reset"])
 def test_what_will_not_be_announced_any_more_is_not_expected(engine: Placement, event: str) -> None:
-    """It was announced before the end, was perhaps not computed, or the engine has said that it holds nothing."""
+    """They were announced before the end, may not have been computed, or the engine reported an empty cache."""
     place(engine, 1)
     if event == "announced":
         engine.stored("b0", list(KEYS))
@@ -264,7 +264,7 @@ def test_what_will_not_be_announced_any_more_is_not_expected(engine: Placement, 
 
 
 def test_a_request_behind_one_that_evicts_its_prefix_finds_nothing_there(engine: Placement) -> None:
-    """As an engine of others says how it evicts; ours have several ways (kvcache/eviction)."""
+    """This holds for external engines, which say how they evict; ours have several ways (kvcache/eviction)."""
     engine.stored("b0", list(reversed(KEYS)))
     others = range(1000, 1062)
 

@@ -1,4 +1,4 @@
-"""What a prefill costs on each replica, by what all have measured."""
+"""The cost of a prefill on each replica, from the measurements of all replicas."""
 
 import random
 
@@ -13,7 +13,7 @@ RATE = 40_000.0
 
 
 class Measured:
-    """A replica that takes `slowness` times as long as COST says and reports to `pool`."""
+    """A replica that takes `slowness` times as long as COST says, and reports to `pool`."""
 
     def __init__(self, pool: CostPool, name: str, slowness: float = 1.0) -> None:
         self.pool, self.name, self.slowness = pool, name, slowness
@@ -36,7 +36,7 @@ def pool() -> CostPool:
 
 
 def test_a_replica_knows_of_long_prompts_what_another_has_computed(pool: CostPool) -> None:
-    """Its own short ones do not tell; an extrapolation of its own would be seconds from that of the next replica."""
+    """Its own short prompts do not show it; extrapolations on two replicas would differ by seconds."""
     Measured(pool, "r0").run(0.0, *SHORT)
     Measured(pool, "r1").run(0.0, *LONG)
 
@@ -47,7 +47,7 @@ def test_a_replica_knows_of_long_prompts_what_another_has_computed(pool: CostPoo
 
 
 def test_a_replica_that_really_is_slower_stays_so(pool: CostPool) -> None:
-    """Machines differ; with fresh evidence of many steps the pool does not hide it."""
+    """Machines differ; the pool must not hide this when there is fresh evidence from many steps."""
     replicas = [Measured(pool, "r0"), Measured(pool, "r1"), Measured(pool, "r2", slowness=3.0)]
     for second in range(300):
         for replica in replicas:
@@ -59,7 +59,7 @@ def test_a_replica_that_really_is_slower_stays_so(pool: CostPool) -> None:
 
 
 def test_a_replica_that_was_slow_once_is_taken_for_as_fast_as_the_others_in_the_end(pool: CostPool) -> None:
-    """It gets no requests while it seems slow, so nothing else would ever put it right."""
+    """It gets no requests while it seems slow, so no measurement would ever correct it."""
     fast, once = Measured(pool, "r0"), Measured(pool, "r1", slowness=3.0)
     once.run(0.0, *LONG)
     fast.run(0.0, *LONG)
@@ -73,7 +73,7 @@ def test_a_replica_that_was_slow_once_is_taken_for_as_fast_as_the_others_in_the_
 
 
 def test_new_evidence_outweighs_what_was_long_ago(pool: CostPool) -> None:
-    """Else the first request after a bad spell would bring the whole of it back."""
+    """Otherwise the first request after a slow period would restore the old estimate in full."""
     fast, once = Measured(pool, "r0"), Measured(pool, "r1", slowness=3.0)
     fast.run(0.0, *LONG)
     once.run(0.0, *LONG)
@@ -88,7 +88,7 @@ def test_new_evidence_outweighs_what_was_long_ago(pool: CostPool) -> None:
 
 
 def test_while_all_rest_nothing_is_forgotten(pool: CostPool) -> None:
-    """A quiet night does not make machines alike."""
+    """A quiet night must not make different machines look alike."""
     Measured(pool, "r0").run(0.0, *LONG)
     Measured(pool, "r1", slowness=3.0).run(0.0, *LONG)
 
@@ -99,7 +99,7 @@ def test_while_all_rest_nothing_is_forgotten(pool: CostPool) -> None:
 
 
 def test_a_start_anew_and_lost_reports_do_not_matter(pool: CostPool) -> None:
-    """Sums are of all steps since the start, so one report tells what any number of lost ones had."""
+    """Sums cover all steps since the start, so one report includes everything that lost ones contained."""
     Measured(pool, "r0").run(0.0, *LONG, *LONG, *LONG, *LONG, *LONG)
     Measured(pool, "r0").run(1.0, *LONG)
 
@@ -117,7 +117,7 @@ def test_who_has_left_counts_no_longer(pool: CostPool) -> None:
 
 
 def test_sums_of_another_width_are_left_alone(pool: CostPool) -> None:
-    """A replica of a later version may sum more; its own cost still comes with its report."""
+    """A replica of a later version may report more sums; its own cost still comes with its load report."""
     pool.report("r0", [1.0] * 21, RATE, now=0.0)
 
     assert pool.costs() == {}

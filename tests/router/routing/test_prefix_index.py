@@ -1,4 +1,4 @@
-"""The prefix index against a naive oracle."""
+"""The prefix index, compared with a naive oracle."""
 
 import tracemalloc
 
@@ -9,16 +9,16 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from homing.router.routing.prefix_index import GROUP, MAX_SHARED_SETS, STRETCH, PrefixIndex
 
-#: Two replicas promise that what they hold is prefix-closed, two do not.
+#: The blocks of two replicas are prefix-closed, those of the other two are not.
 CLOSED = {"r0": True, "r1": True, "r2": False, "r3": False}
-#: Prompts as block hashes: a hash names all before it, so equal hashes stand at equal places.
+#: Prompts as block hashes: a hash covers all words before it, so equal hashes are at equal positions.
 prompts = st.lists(st.integers(0, 2), max_size=8).map(
     lambda words: [hash(tuple(words[:n])) for n in range(1, 1 + len(words))]
 )
 
 
 class IndexMachine(RuleBasedStateMachine):
-    """Random changes on the index and on plain sets must give the same matches."""
+    """Random changes to the index and to plain sets must give the same matches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class IndexMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.oracle)
     @rule(data=st.data())
     def remove(self, data):
-        """One who promises closure gives up a prompt's blocks with all that follow them."""
+        """A prefix-closed replica removes blocks together with all blocks that follow them."""
         replica = data.draw(st.sampled_from(sorted(self.oracle)))
         prompt = data.draw(st.sampled_from(self.prompts))
         cut = data.draw(st.integers(0, len(prompt)))
@@ -90,7 +90,7 @@ class IndexMachine(RuleBasedStateMachine):
         assert self.index.unique() == {replica: len(self.alone(replica)) for replica in self.oracle}
 
     def alone(self, replica):
-        """Blocks that nobody else holds."""
+        """Return the blocks that no other replica holds."""
         return self.oracle[replica] - set().union(*(held for name, held in self.oracle.items() if name != replica))
 
 
@@ -104,7 +104,7 @@ TestIndex.settings = settings(max_examples=60, stateful_step_count=30, deadline=
 
 @given(st.lists(st.integers(0, 2**64 - 1), unique=True, min_size=1, max_size=50))
 def test_a_hole_ends_the_prefix_even_if_later_blocks_are_held(hashes: list[int]) -> None:
-    """KV behind a missing block is of no use: counting it would send requests to the wrong replica."""
+    """KV after a missing block is useless: counting it would send requests to the wrong replica."""
     index = PrefixIndex()
     index.join("r0", 100, closed=False)
     hole = len(hashes) // 2
@@ -115,7 +115,7 @@ def test_a_hole_ends_the_prefix_even_if_later_blocks_are_held(hashes: list[int])
 
 
 def test_memory_is_bounded_by_what_a_replica_says_it_has() -> None:
-    """A publisher gone wrong must not fill the router's memory."""
+    """A faulty publisher must not fill the router's memory."""
     index = PrefixIndex()
     index.join("r0", 10, closed=True)
 
@@ -127,7 +127,7 @@ def test_memory_is_bounded_by_what_a_replica_says_it_has() -> None:
 
 
 def test_a_replica_that_left_leaves_nothing_behind() -> None:
-    """Its bit goes to the next replica, which must not inherit its blocks."""
+    """Its bit is reused by the next replica, which must not inherit its blocks."""
     index = PrefixIndex()
     index.join("old", 10, closed=True)
     index.add("old", [1, 2])
@@ -141,7 +141,7 @@ def test_a_replica_that_left_leaves_nothing_behind() -> None:
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=90))
 def test_bisection_finds_what_a_walk_finds(ends: list[int]) -> None:
-    """Of many replicas, each with its own end in one long chain."""
+    """Many replicas hold prefixes of different lengths of one long chain."""
     chain = list(range(1000, 1040))
     jumping, walking = PrefixIndex(), PrefixIndex()
     for number, end in enumerate(ends):
@@ -154,21 +154,21 @@ def test_bisection_finds_what_a_walk_finds(ends: list[int]) -> None:
 
 @pytest.mark.parametrize("last", range(1, 9), ids=str)
 def test_a_large_group_of_any_last_replica_ends_where_it_does(last: int) -> None:
-    """Its bits are taken from whole octets, of which the last may be full."""
+    """Its bits are read from whole octets, of which the last may be full."""
     chain, ends = list(range(1000, 1008)), [3] * (2 * GROUP + last) + [5] * (GROUP + 1)
     index = PrefixIndex()
     for number, end in enumerate(ends):
         index.join(f"r{number}", 100, closed=True)
         index.add(f"r{number}", chain[:end])
     index.leave("r0")
-    index.join("late", 100, closed=True)  # its bit is the first one, its place the last
+    index.join("late", 100, closed=True)  # gets the first bit, but the last position
 
     assert index.match(chain) == {f"r{number}": end for number, end in enumerate(ends) if number} | {"late": 0}
 
 
 @given(st.integers(0, 3), st.booleans())
 def test_many_ends_in_one_prompt_are_found(apart: int, closed: bool) -> None:
-    """Where nearly every block is the last of some replica, halving would read all blocks several times."""
+    """Where almost every block is some replica's last one, bisection would read all blocks several times."""
     chain = list(range(1000, 1200))
     index = PrefixIndex()
     for end in range(0, 200, 1 + apart):
@@ -179,7 +179,7 @@ def test_many_ends_in_one_prompt_are_found(apart: int, closed: bool) -> None:
 
 
 def test_a_prompt_longer_than_a_stretch_is_walked_to_its_end() -> None:
-    """A walk reads stretches; holders that change at a seam must not be missed."""
+    """A walk reads stretches of blocks; a change of holders between two stretches must not be missed."""
     chain = list(range(10_000, 12_000))
     index = PrefixIndex()
     ends = [STRETCH - 1, STRETCH, STRETCH + 1, 2000]
@@ -191,7 +191,7 @@ def test_a_prompt_longer_than_a_stretch_is_walked_to_its_end() -> None:
 
 
 def test_sets_of_many_replicas_are_kept_once_and_not_for_ever() -> None:
-    """A set of 256 replicas takes 60 bytes: a block must not have its own, nor may sets that are gone pile up."""
+    """A set of 256 replicas takes 60 bytes: blocks must share sets, and unused sets must not pile up."""
     blocks, index = list(range(2000)), PrefixIndex()
     tracemalloc.start()
     for number in range(256):
@@ -205,5 +205,5 @@ def test_sets_of_many_replicas_are_kept_once_and_not_for_ever() -> None:
     churned, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
 
-    assert shared < 2000 * 120  # with sets of their own: 160 each
+    assert shared < 2000 * 120  # with one set per block: 160 each
     assert churned - shared < (2000 + MAX_SHARED_SETS) * 200
