@@ -1,4 +1,4 @@
-"""Load of a replica: what it reported, and what was sent since."""
+"""A replica's load: what it reported, plus the requests sent since."""
 
 import pytest
 
@@ -18,7 +18,7 @@ def book():
 
 
 def test_what_is_on_the_way_counts_at_once(book: LoadBook) -> None:
-    """Otherwise a burst herds onto the replica whose last report was the best."""
+    """Otherwise a burst would go to whichever replica had the best last report."""
     book.dispatched("r0", 1, Pending(uncached_tokens=100, blocks=7, prefill_s=0.1), now=0.0)
     book.dispatched("r0", 2, Pending(uncached_tokens=50, blocks=4, prefill_s=0.05), now=0.0)
 
@@ -28,7 +28,7 @@ def test_what_is_on_the_way_counts_at_once(book: LoadBook) -> None:
 
 
 def test_what_the_replica_has_accepted_is_counted_once(book: LoadBook) -> None:
-    """The report names the highest id that it has taken into account."""
+    """The report names the highest request id that it includes."""
     book.dispatched("r0", 1, Pending(100, 7, 0.1), now=0.0)
     book.dispatched("r0", 2, Pending(50, 4, 0.05), now=0.0)
 
@@ -40,7 +40,7 @@ def test_what_the_replica_has_accepted_is_counted_once(book: LoadBook) -> None:
 
 
 def test_a_replica_without_a_word_is_silent_until_it_is_heard_again(book: LoadBook) -> None:
-    """A publisher that died must not go on being the idlest replica for ever."""
+    """A replica whose publisher died must not look like the least loaded one forever."""
     assert not book.view("r0", now=3.0).silent
     assert book.view("r0", now=3.1).silent
 
@@ -50,7 +50,7 @@ def test_a_replica_without_a_word_is_silent_until_it_is_heard_again(book: LoadBo
 
 
 def test_a_replica_that_works_on_our_requests_without_a_word_is_stuck(book: LoadBook) -> None:
-    """Its process may well answer pings; what it was sent comes to nothing there."""
+    """Its process may still answer pings, but the requests sent to it make no progress."""
     book.join(description_of("r1"), now=0.0)
     book.dispatched("r0", 1, Pending(uncached_tokens=100, blocks=7, prefill_s=0.1), now=0.0)
     book.tokens_arrived("r1", now=4.0)
@@ -64,7 +64,7 @@ def test_a_replica_that_works_on_our_requests_without_a_word_is_stuck(book: Load
 
 
 def test_a_report_that_is_repeated_is_no_sign_that_anything_moves(book: LoadBook) -> None:
-    """A publisher has a thread of its own, which goes on when the engine hangs in a step."""
+    """A publisher has its own thread, which keeps running when the engine hangs in a step."""
     book.join(description_of("r1"), now=0.0)
     book.dispatched("r0", 1, Pending(uncached_tokens=100, blocks=7, prefill_s=0.1), now=0.0)
     for tenth in range(1, 50):
@@ -78,7 +78,7 @@ def test_a_report_that_is_repeated_is_no_sign_that_anything_moves(book: LoadBook
 
 
 def test_a_step_may_take_as_long_as_its_budget_does(book: LoadBook) -> None:
-    """A slow replica in the middle of a long prompt is no stuck one: 2,048 tokens at 200 a second are ten seconds."""
+    """A slow replica in the middle of a long prompt is not stuck: 2,048 tokens at 200 per second take ten seconds."""
     book.join(description_of("r1"), now=0.0)
     book.report("r0", report_of(prefill_tokens_per_s=200.0), now=0.0)
     book.dispatched("r0", 1, Pending(uncached_tokens=100, blocks=7, prefill_s=0.1), now=0.0)
@@ -93,7 +93,7 @@ def test_a_step_may_take_as_long_as_its_budget_does(book: LoadBook) -> None:
 
 
 def test_nobody_is_stuck_where_all_are_silent_or_nothing_is_asked(book: LoadBook) -> None:
-    """All at once: it is we who were asleep, or there is nowhere else to go."""
+    """If all are silent at once, the router itself was paused, or there is no other replica to move requests to."""
     book.join(description_of("r1"), now=0.0)
     book.dispatched("r0", 1, Pending(uncached_tokens=100, blocks=7, prefill_s=0.1), now=0.0)
     assert book.stalled(now=60.0) == []
@@ -104,7 +104,7 @@ def test_nobody_is_stuck_where_all_are_silent_or_nothing_is_asked(book: LoadBook
 
 
 def test_a_drained_replica_says_so_whoever_decided_it(book: LoadBook) -> None:
-    """The controller may drain it, or the replica itself may say that it does."""
+    """The controller may drain it, or the replica itself may report that it is draining."""
     book.report("r0", report_of(draining=True), now=0.0)
     assert book.view("r0", now=0.0).draining
 
@@ -115,7 +115,7 @@ def test_a_drained_replica_says_so_whoever_decided_it(book: LoadBook) -> None:
 
 
 def test_a_replica_that_warms_up_rests_until_it_is_let_go(book: LoadBook) -> None:
-    """It does not drain: it is about to come, not to leave."""
+    """It is not draining: it is about to start serving, not to leave."""
     book.set_unavailable("r0", "warming")
     warming = book.view("r0", now=0.0)
     book.set_unavailable("r0", None)
@@ -125,7 +125,7 @@ def test_a_replica_that_warms_up_rests_until_it_is_let_go(book: LoadBook) -> Non
 
 
 def test_a_finished_request_leaves_no_load(book: LoadBook) -> None:
-    """Also one that never showed in a report."""
+    """This includes a request that never appeared in a report."""
     book.dispatched("r0", 1, Pending(100, 7, 0.1), now=0.0)
 
     book.ended("r0", 1)
@@ -135,7 +135,7 @@ def test_a_finished_request_leaves_no_load(book: LoadBook) -> None:
 
 
 def test_the_rates_of_warm_up_count_until_others_are_measured(book: LoadBook) -> None:
-    """A replica that has not worked yet reports no rate; dividing by it would be fatal."""
+    """A replica that has not worked yet reports rates of zero; dividing by one would raise."""
     book.report("r0", report_of(prefill_tokens_per_s=0.0, decode_step_s=0.0), now=0.0)
 
     load = book.view("r0", now=0.0)
@@ -144,7 +144,7 @@ def test_the_rates_of_warm_up_count_until_others_are_measured(book: LoadBook) ->
 
 
 def test_a_replica_where_nothing_runs_is_as_fast_as_at_its_warm_up(book: LoadBook) -> None:
-    """Its last steps had a load that is over. Taken for slow it would get nothing, and so measure nothing new."""
+    """Its last steps had a load that is gone. Considered slow, it would get no requests and measure nothing new."""
     steps_s = []
     for running in (3, 0):
         book.report("r0", report_of(running=running, decode_step_s=0.05), now=0.0)
@@ -154,7 +154,7 @@ def test_a_replica_where_nothing_runs_is_as_fast_as_at_its_warm_up(book: LoadBoo
 
 
 def test_a_queue_is_worked_down_while_nothing_is_heard(book: LoadBook) -> None:
-    """A step of a long prompt takes most of a second: what was left of it at the last report is not left now."""
+    """A step of a long prompt takes most of a second, so work left at the last report may be done by now."""
     book.report("r0", report_of(step=1, queued_prefill_tokens=9, queued_prefill_s=2.0), now=10.0)
     book.dispatched("r0", 1, Pending(100, 7, 0.5), now=11.0)
 
@@ -162,7 +162,7 @@ def test_a_queue_is_worked_down_while_nothing_is_heard(book: LoadBook) -> None:
 
 
 def test_what_is_sent_to_an_idle_replica_begins_then(book: LoadBook) -> None:
-    """Its last report may be old: nothing of the time since was spent on this request."""
+    """Its last report may be old: none of the time since then was spent on this request."""
     book.report("r0", report_of(step=1), now=10.0)
     book.dispatched("r0", 1, Pending(100, 7, 0.5), now=60.0)
 
@@ -170,7 +170,7 @@ def test_what_is_sent_to_an_idle_replica_begins_then(book: LoadBook) -> None:
 
 
 def test_a_request_that_is_taken_back_is_not_waited_for(book: LoadBook) -> None:
-    """An idle replica repeats its report, so nothing else would say that the seconds are free again."""
+    """An idle replica repeats its report, so no report would show that the time is free again."""
     book.dispatched("r0", 1, Pending(10_000, 625, prefill_s=10.0), now=1.0)
     book.ended("r0", 1)
 
@@ -178,7 +178,7 @@ def test_a_request_that_is_taken_back_is_not_waited_for(book: LoadBook) -> None:
 
 
 def test_a_report_says_anew_how_long_the_queue_is(book: LoadBook) -> None:
-    """What it has accepted is in it; what is still on the way comes after it."""
+    """Accepted requests are included in the report; requests still on the way are added to it."""
     book.dispatched("r0", 1, Pending(100, 7, 0.1), now=0.0)
     book.dispatched("r0", 2, Pending(50, 4, 0.05), now=0.0)
 
@@ -189,7 +189,7 @@ def test_a_report_says_anew_how_long_the_queue_is(book: LoadBook) -> None:
 
 
 def test_a_heartbeat_that_repeats_a_report_does_not_undo_what_was_worked_since(book: LoadBook) -> None:
-    """It comes in the middle of a long step, with the numbers from before it."""
+    """It arrives in the middle of a long step, with the numbers from before the step."""
     report = report_of(step=1, queued_prefill_tokens=9, queued_prefill_s=2.0)
     book.report("r0", report, now=10.0)
     book.report("r0", report, now=11.0)
@@ -198,14 +198,14 @@ def test_a_heartbeat_that_repeats_a_report_does_not_undo_what_was_worked_since(b
 
 
 def test_a_replica_that_does_not_say_how_long_its_queue_takes_is_taken_at_its_rate(book: LoadBook) -> None:
-    """Foreign engines, and ours of a former version."""
+    """External engines do not report it, and neither do replicas of an earlier version."""
     book.report("r0", report_of(step=1, queued_prefill_tokens=5000), now=1.0)
 
     assert book.view("r0", now=1.0).busy_until == 1.5
 
 
 def test_a_queue_is_priced_by_what_all_replicas_have_measured(book: LoadBook) -> None:
-    """What a replica's own fit says of a long prompt may be seconds off; it is taken only where there is no better."""
+    """A replica's own fit may be seconds off for a long prompt; it is used only if there is nothing better."""
     work, sums = PrefillWork(1, 100, 0.0, 0.0), PrefillSums()
     for _ in range(100):
         sums.observe(work, 0.1)

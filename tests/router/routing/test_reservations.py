@@ -1,4 +1,4 @@
-"""Expected blocks: from dispatch until nobody is left who would store them."""
+"""Expected blocks: counted from dispatch until no request is left that would store them."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ CHAIN = [10, 11, 12, 13]
 
 
 def test_expected_blocks_prolong_what_is_held() -> None:
-    """A sibling that comes before the events must see where the prefix is going to be."""
+    """A sibling that comes before the events must see where the prefix will be."""
     reservations = Reservations(30)
     reservations.reserve(1, "r0", CHAIN, 1, now=0)
 
@@ -20,7 +20,7 @@ def test_expected_blocks_prolong_what_is_held() -> None:
 
 
 def test_a_prompt_shares_only_what_agrees() -> None:
-    """Two turns of one conversation have their beginning in common, not their end."""
+    """Two turns of one conversation share their first blocks, not their last."""
     reservations = Reservations(30)
     reservations.reserve(1, "r0", CHAIN, 0, now=0)
 
@@ -29,7 +29,7 @@ def test_a_prompt_shares_only_what_agrees() -> None:
 
 
 def test_expectations_of_several_requests_add_up() -> None:
-    """The longer prompt waits for the shorter one's blocks and adds its own."""
+    """The longer prompt will use the shorter one's blocks and adds its own."""
     reservations = Reservations(30)
     reservations.reserve(1, "r0", CHAIN[:2], 0, now=0)
     reservations.reserve(2, "r0", CHAIN, 0, now=0)
@@ -39,7 +39,7 @@ def test_expectations_of_several_requests_add_up() -> None:
 
 
 def test_a_block_stays_expected_while_any_request_will_store_it() -> None:
-    """The first sibling's abort must not take the second one's expectation away."""
+    """Aborting the first sibling must not remove the second one's expected blocks."""
     reservations = Reservations(30)
     reservations.reserve(1, "r0", CHAIN, 0, now=0)
     reservations.reserve(2, "r0", CHAIN, 0, now=0)
@@ -62,7 +62,7 @@ class CountedChain(list[int]):
 
 
 def test_the_cost_of_a_release_does_not_grow_with_those_before_it() -> None:
-    """A long prompt that expects a block of each of many shorter ones inherits each block once."""
+    """A long prompt that shares blocks with many shorter ones takes over each block once."""
     reservations, prompts = Reservations(30), 16
     for number in range(1, prompts):
         reservations.reserve(number, "r0", range(number), 0, now=0)
@@ -77,7 +77,7 @@ def test_the_cost_of_a_release_does_not_grow_with_those_before_it() -> None:
 
 
 def test_expectations_end_after_their_time() -> None:
-    """A replica that never stores them (caching is off there) must not look warm for ever."""
+    """A replica that never stores them (because caching is off) must not look warm forever."""
     reservations = Reservations(30)
     reservations.reserve(1, "r0", CHAIN, 0, now=0)
     reservations.reserve(2, "r0", [99], 0, now=20)
@@ -86,14 +86,14 @@ def test_expectations_end_after_their_time() -> None:
     assert reservations.count("r0") == 1
 
 
-#: Prompts as block hashes: a hash names all before it, so equal hashes stand at equal places.
+#: Prompts as block hashes: a hash covers all words before it, so equal hashes are at equal positions.
 prompts = st.lists(st.integers(0, 2), max_size=6).map(
     lambda words: [hash(tuple(words[:n])) for n in range(1, 1 + len(words))]
 )
 
 
 class ReservationMachine(RuleBasedStateMachine):
-    """Against the set of blocks that each request will leave."""
+    """Compared with the set of blocks that each request will store."""
 
     def __init__(self) -> None:
         super().__init__()

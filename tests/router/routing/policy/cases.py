@@ -1,4 +1,4 @@
-"""Candidates for policies, and a router that asks a policy through the production placement."""
+"""Candidates for policies, and a router that consults a policy through the production placement."""
 
 from collections.abc import Sequence
 from random import Random
@@ -45,7 +45,7 @@ SLOTS = 100
 
 
 class Router:
-    """A placement with three replicas, and one request after the other."""
+    """A placement that places one request after the other, by default on three replicas."""
 
     def __init__(self, policy: str, *, replicas: Sequence[str] = NAMES, seed: int = 0, block_size: int = BLOCK) -> None:
         self.block_size = block_size
@@ -78,9 +78,9 @@ class Router:
     def send(
         self, hashes: Sequence[int], *, now: float = 0.0, tail: int = 7, excluded: tuple[str, ...] = ()
     ) -> tuple[str, int]:
-        """Place a request; returns its replica and its id."""
+        """Place a request; return its replica and its id."""
         decision = self.decide(hashes, now=now, tail=tail, excluded=excluded)
-        assert decision.chosen is not None, "held"
+        assert decision.chosen is not None, "the request is held"
         self.last_id += 1
         self.placement.book(self.last_id, decision, hashes, now)
         return decision.chosen.replica_id, self.last_id

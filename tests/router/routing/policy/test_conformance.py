@@ -1,4 +1,4 @@
-"""What every registered policy promises, run through the production placement."""
+"""The contract of every registered policy, tested through the production placement."""
 
 import pickle
 from random import Random
@@ -15,7 +15,7 @@ from .cases import NAMES, SILENCE_S, SLOTS, Router, chain
 
 
 def traffic(router: Router, seed: int, *, explain: bool = False) -> list[str]:
-    """60 requests that share prefixes, with events, reports, first tokens and ends between them."""
+    """Send 60 requests that share prefixes, with events, reports, first tokens and finished requests in between."""
     rng, open_requests, taken = Random(seed), [], []
     for number in range(60):
         hashes = chain(rng.randrange(5), rng.randrange(12))
@@ -41,7 +41,7 @@ def policy(request: pytest.FixtureRequest) -> str:
 
 
 def test_names_are_unique_and_are_values_of_the_setting(policy: str) -> None:
-    """One registry: what it names can be served with."""
+    """Every policy in the registry can be selected by the setting."""
     assert make_policy(policy).name == policy
     assert msgspec.convert({"policy": policy}, RouterSettings).policy == policy
     with pytest.raises(msgspec.ValidationError):
@@ -49,7 +49,7 @@ def test_names_are_unique_and_are_values_of_the_setting(policy: str) -> None:
 
 
 def test_every_policy_class_is_registered_under_a_name_of_its_own() -> None:
-    """Two of one name would hide one of them; a forgotten POLICIES hides all of a file."""
+    """A duplicate name would hide one of two policies; a forgotten POLICIES would hide all policies of a file."""
 
     def named(base: type) -> set[type]:
         own = {base} if "name" in vars(base) else set()
@@ -59,14 +59,14 @@ def test_every_policy_class_is_registered_under_a_name_of_its_own() -> None:
 
 
 def test_one_replica_gets_every_request(policy: str) -> None:
-    """Also a prompt without a full block, and with no overlap."""
+    """This includes a prompt without a full block, and one without overlap."""
     router = Router(policy, replicas=["r0"])
 
     assert {router.send(hashes)[0] for hashes in ([], [1], chain(1, 9), chain(1, 9))} == {"r0"}
 
 
 def test_without_replicas_a_request_is_held(policy: str) -> None:
-    """And nothing breaks."""
+    """Neither `decide` nor `explain` fails."""
     router = Router(policy, replicas=[])
 
     assert router.decide([1, 2]).chosen is None
@@ -75,7 +75,7 @@ def test_without_replicas_a_request_is_held(policy: str) -> None:
 
 @pytest.mark.parametrize("obstacle", ["draining", "warming", "silent", "excluded"])
 def test_a_replica_that_cannot_take_the_request_never_gets_it(policy: str, obstacle: str) -> None:
-    """It looks idle, and it may be the only one that holds the prefix: a trap."""
+    """It looks idle and may be the only holder of the prefix, which makes it attractive."""
     router, hashes, now = Router(policy), chain(1, 10), 0.0
     router.placement.stored("r1", hashes)
     if obstacle == "silent":
@@ -93,7 +93,7 @@ def test_a_replica_that_cannot_take_the_request_never_gets_it(policy: str, obsta
 
 
 def test_a_full_replica_gets_requests_only_from_policies_that_hold_none(policy: str) -> None:
-    """Ours keep requests where they can still go anywhere; other routers send everything at once."""
+    """Our policies hold requests while any replica may still become the best; other routers send everything at once."""
     router = Router(policy, replicas=["r0"])
     router.placement.report("r0", report_of(running=SLOTS, waiting=4), 0.0)
 
@@ -111,7 +111,7 @@ def test_an_explanation_changes_no_later_decision(policy: str) -> None:
 
 
 def test_a_replica_that_left_gets_nothing_and_may_come_back(policy: str) -> None:
-    """The books of a replica go with it, and the ends of its requests come late."""
+    """A replica's state is dropped when it leaves, and the ends of its requests arrive late."""
     router = Router(policy)
     late = [router.send(chain(number % 4, 6)) for number in range(30)]
     router.placement.leave("r1")
@@ -126,7 +126,7 @@ def test_a_replica_that_left_gets_nothing_and_may_come_back(policy: str) -> None
 
 
 def test_memory_is_bounded_by_replicas_caches_and_requests_in_flight(policy: str) -> None:
-    """A router runs for months: what it has sent and what it was told must not pile up."""
+    """A router runs for months: the requests it sent and the events it received must not pile up."""
     router = Router(policy, block_size=1 << 20)
 
     def serve(requests: range) -> int:

@@ -1,4 +1,4 @@
-"""Which replica gets a request by its expected time to first token."""
+"""The choice of a replica by its expected time to first token."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ def prompt_of(session: str) -> Prompt:
 
 
 def busy_policy(decisions: int) -> ExpectedTtft:
-    """A policy that has seen prefills queued everywhere, once a second up to time 0."""
+    """Return a policy that has seen prefills queued on every replica, once a second up to time 0."""
     policy, queued = ExpectedTtft(), candidate("r0", queued_prefill_tokens=1)
     for number in range(decisions):
         policy.decide(replace(PROMPT, now=number + 1.0 - decisions), [queued], Random(0))
@@ -39,7 +39,7 @@ def busy_policy(decisions: int) -> ExpectedTtft:
 
 
 def test_requests_that_come_at_once_do_not_make_a_cluster_busy() -> None:
-    """A burst sees its own requests queued everywhere; that says nothing of the time in which others come."""
+    """A burst sees its own requests queued everywhere, which says nothing about the load over time."""
     policy, queued = ExpectedTtft(), candidate("r0", queued_prefill_tokens=1)
     for number in range(300):
         policy.decide(replace(PROMPT, now=float(number)), [candidate("r0")], Random(0))
@@ -52,7 +52,7 @@ def test_requests_that_come_at_once_do_not_make_a_cluster_busy() -> None:
 
 
 def test_a_copy_that_evicts_something_costs_more_than_one_in_unused_memory() -> None:
-    """What it evicts may be asked for again: then two prompts were computed for one."""
+    """The evicted blocks may be requested again: then two prompts are computed instead of one."""
     prompt_s = load_of().prefill_cost.seconds(0, PROMPT.tokens)
     unused, full = (
         [candidate("r0", free_blocks=500, cached_free_blocks=cached), candidate("r1", 62)] for cached in (0, 500)
@@ -63,7 +63,7 @@ def test_a_copy_that_evicts_something_costs_more_than_one_in_unused_memory() -> 
 
 
 def test_an_answer_goes_where_its_tokens_come_faster() -> None:
-    """The first token would come as soon at either, and the slower one has less to compute."""
+    """Both replicas would send the first token equally soon, and the slower one has less to compute."""
     slow, fast = ({"running": 2, "decode_step_s": step_s} for step_s in (0.011, 0.01))
     long, short = (
         [candidate("r0", 62, answer_tokens=tokens, **slow), candidate("r1", 61, answer_tokens=tokens, **fast)]
@@ -75,7 +75,7 @@ def test_an_answer_goes_where_its_tokens_come_faster() -> None:
 
 
 def test_a_prompt_whose_prefix_is_being_computed_takes_one_step_more() -> None:
-    """It starts when the step that computes its prefix has ended, and what decodes there takes part in both steps."""
+    """It starts after the step that computes its prefix, and the decoding requests take part in both steps."""
     about = {"running": 4, "queued_prefill_tokens": 100, "decode_step_s": 0.02}
     here, coming = candidate("r0", 62, **about), replace(candidate("r0", 62, **about), held_blocks=10)
 
@@ -85,7 +85,7 @@ def test_a_prompt_whose_prefix_is_being_computed_takes_one_step_more() -> None:
 
 
 def test_a_prefill_goes_where_it_delays_fewer_answers() -> None:
-    """A little more to compute on an empty replica is better than to keep forty answers waiting."""
+    """A slightly longer prefill on an almost idle replica is better than delaying forty answers."""
     few, many = (candidate("r0", 45, running=running, max_running_requests=64) for running in (1, 40))
     others = [candidate("r1", 38)]
 
@@ -110,7 +110,7 @@ loads = st.builds(
 def test_without_any_overlap_the_decision_is_least_loaded_bit_for_bit(
     drawn: list[ReplicaLoad], tokens: int, seed: int
 ) -> None:
-    """A cache-aware router that loses to least-loaded on traffic without reuse is the field's most cited failure."""
+    """A cache-aware router that is worse than least-loaded without reuse is the field's most cited failure."""
     prompt = Prompt(tokens=tokens, blocks=tokens // BLOCK, block_size=BLOCK)
     candidates = [
         Candidate(replica_id=f"r{index}", feed=FeedState.LIVE, load=load, held_blocks=0, expected_blocks=0)
@@ -128,7 +128,7 @@ def test_without_any_overlap_the_decision_is_least_loaded_bit_for_bit(
 def test_without_overlap_it_stays_least_loaded_however_busy_it_was(
     drawn: list[ReplicaLoad], tokens: int, busy: int
 ) -> None:
-    """What others lose is counted against the best holder, and there is none."""
+    """The loss to others is measured relative to the best holder, and here there is none."""
     prompt = Prompt(tokens=tokens, blocks=tokens // BLOCK, block_size=BLOCK)
     candidates = [
         Candidate(replica_id=f"r{index}", feed=FeedState.LIVE, load=load, held_blocks=0, expected_blocks=0)
@@ -145,7 +145,7 @@ def test_without_overlap_it_stays_least_loaded_however_busy_it_was(
 
 @given(st.lists(loads, min_size=2, max_size=6), st.randoms(use_true_random=False), st.integers(0, 99))
 def test_the_order_of_the_list_never_decides(drawn: list[ReplicaLoad], shuffler: Random, seed: int) -> None:
-    """An idle cluster of one peer sends everything to the first worker of its list."""
+    """A router that breaks ties by position sends everything in an idle cluster to the first worker."""
     candidates = [
         Candidate(replica_id=f"r{index}", feed=FeedState.LIVE, load=load, held_blocks=0, expected_blocks=0)
         for index, load in enumerate(drawn)
@@ -163,7 +163,7 @@ overlaps = st.tuples(loads, st.integers(0, 62), st.integers(0, 62), st.sampled_f
 def test_passing_over_hopeless_replicas_changes_no_decision(
     drawn: list[tuple[ReplicaLoad, int, int, FeedState]], seed: int, busy: int, now: float
 ) -> None:
-    """Of hundreds of replicas most need not be weighed; the choice is that of weighing them all."""
+    """Most of hundreds of replicas need not be weighed; the choice must equal that of weighing them all."""
     prompt = Prompt(tokens=1000, blocks=62, block_size=BLOCK, now=now)
     candidates = [
         Candidate(replica_id=f"r{index}", feed=feed, load=load, held_blocks=held, expected_blocks=max(held, expected))
@@ -176,7 +176,7 @@ def test_passing_over_hopeless_replicas_changes_no_decision(
 
 
 def weighing_all(rows: Sequence[Score], rng: Random) -> Candidate | None:
-    """The rule as it is written, step by step."""
+    """Apply the documented rule step by step."""
     usable = [row for row in rows if row.obstacle is None]
     if not usable:
         return None
@@ -192,7 +192,7 @@ def weighing_all(rows: Sequence[Score], rng: Random) -> Candidate | None:
 
 
 def test_equal_replicas_share_at_random() -> None:
-    """Nothing tells them apart, so nothing but chance may."""
+    """Nothing distinguishes them, so only chance may decide."""
     equal = [candidate(f"r{index}") for index in range(4)]
 
     taken = Counter(chosen(ExpectedTtft(), equal, seed=seed) for seed in range(400))
@@ -201,7 +201,7 @@ def test_equal_replicas_share_at_random() -> None:
 
 
 def test_the_holder_is_chosen() -> None:
-    """Computing 8 tokens is sooner done than computing 1,000."""
+    """Computing 8 tokens takes less time than computing 1,000."""
     assert chosen(ExpectedTtft(), [candidate("r0"), candidate("r1", 62)]) == "r1"
 
 
@@ -211,14 +211,14 @@ def test_an_expected_block_counts_as_a_held_one() -> None:
 
 
 def test_a_hot_prefix_spreads_when_waiting_costs_more_than_recomputing() -> None:
-    """The holder has 2,000 tokens to compute first; the idle one needs 1,000 only."""
+    """The holder must first compute 2,000 tokens; the idle replica only 1,000."""
     candidates = [candidate("r0"), candidate("r1", 62, queued_prefill_tokens=2000)]
 
     assert chosen(ExpectedTtft(), candidates) == "r0"
 
 
 def test_a_busy_cluster_does_not_compute_anew_what_a_replica_holds() -> None:
-    """The same situation: 100 ms of needless work would be paid by all who come after, not by this request alone."""
+    """In the same situation, 100 ms of needless work would delay all later requests, not only this one."""
     candidates = [candidate("r0"), candidate("r1", 62, queued_prefill_tokens=2000)]
     policy = busy_policy(300)
 
@@ -233,7 +233,7 @@ def test_a_busy_cluster_does_not_compute_anew_what_a_replica_holds() -> None:
 
 
 def test_a_busy_cluster_with_an_idle_replica_computes_anew() -> None:
-    """Whoever comes goes to the idle one and loses nothing; a queue at the holder beside it helps nobody."""
+    """Later requests go to the idle replica and lose nothing, so waiting for the busy holder would help no one."""
     busy = [candidate(f"b{index}", queued_prefill_tokens=2000) for index in range(7)]
     policy = ExpectedTtft()
 
@@ -244,7 +244,7 @@ def test_a_busy_cluster_with_an_idle_replica_computes_anew() -> None:
 
 
 def test_a_copy_costs_less_on_a_replica_that_is_seldom_busy() -> None:
-    """There it delays fewer of those who come. Else one that met many popular prefixes would keep them all."""
+    """There it delays fewer later requests. Otherwise a replica with many popular prefixes would keep them all."""
     policy, busy = ExpectedTtft(), {"queued_prefill_tokens": 2000}
     for number in range(300):
         seldom = candidate("r0", **busy) if number % 2 else candidate("r0")
@@ -258,7 +258,7 @@ def test_a_copy_costs_less_on_a_replica_that_is_seldom_busy() -> None:
 
 
 def test_what_was_seen_of_a_replica_is_not_taken_for_another_s() -> None:
-    """A replica that is rebuilt leaves and joins between two decisions: there are as many, in other places."""
+    """A rebuilt replica leaves and joins between two decisions: the number is equal, but positions have changed."""
     policy, busy = ExpectedTtft(), {"queued_prefill_tokens": 2000}
     for number in range(300):
         seen = [candidate("r0", **busy if number % 2 else {}), candidate("r1", 62, **busy), candidate("r2", **busy)]
@@ -272,7 +272,7 @@ def test_what_was_seen_of_a_replica_is_not_taken_for_another_s() -> None:
 
 
 def test_a_replica_that_takes_nothing_is_no_idle_one() -> None:
-    """A draining replica has no queue, but nobody who comes can go there."""
+    """A draining replica has no queue, but it accepts no requests."""
     busy = [candidate(f"b{index}", queued_prefill_tokens=2000) for index in range(7)]
     policy = ExpectedTtft()
 
@@ -283,7 +283,7 @@ def test_a_replica_that_takes_nothing_is_no_idle_one() -> None:
 
 
 def test_asking_for_an_explanation_teaches_nothing() -> None:
-    """A dry run must not change what the next request gets."""
+    """A dry run must not change the decision for the next request."""
     candidates = [candidate("r0"), candidate("r1", 62, queued_prefill_tokens=2000)]
     policy = ExpectedTtft()
 
@@ -294,7 +294,7 @@ def test_asking_for_an_explanation_teaches_nothing() -> None:
 
 
 def test_a_replica_whose_feed_is_stale_is_scored_by_load_alone() -> None:
-    """It has been silent: what is indexed of it may be gone by now, and so may the replica."""
+    """Its publisher has been silent: the indexed blocks may be gone by now, and so may the replica."""
     candidates = [
         candidate("r0", running=1),
         candidate("r1", 62, feed=FeedState.STALE, running=2, queued_prefill_tokens=100),
@@ -304,14 +304,14 @@ def test_a_replica_whose_feed_is_stale_is_scored_by_load_alone() -> None:
 
 
 def test_a_hole_in_the_stream_does_not_void_what_was_known_before_it() -> None:
-    """It was so a moment ago. Were it worth nothing, a lost message would send whole prefixes elsewhere."""
+    """The index was right a moment ago. If it counted for nothing, one lost message would move whole prefixes."""
     candidates = [candidate("r0"), candidate("r1", 62, feed=FeedState.SYNCING, running=1, queued_prefill_tokens=100)]
 
     assert chosen(ExpectedTtft(), candidates) == "r1"
 
 
 def test_a_long_prompt_does_not_wait_where_it_need_not() -> None:
-    """Of 20 seconds 5 % would be one; but however wrong the 20 are, they are as wrong on either replica."""
+    """5 % of 20 seconds is one second; but an error in the 20 seconds is the same on both replicas."""
     prompt = Prompt(tokens=200_000, blocks=0, block_size=BLOCK)
     candidates = [candidate("r0", queued_prefill_tokens=800), candidate("r1", cached_free_blocks=500)]
 
@@ -319,21 +319,21 @@ def test_a_long_prompt_does_not_wait_where_it_need_not() -> None:
 
 
 def test_the_least_work_wins_among_equal_times() -> None:
-    """Recomputing elsewhere what is being computed already gains nobody anything."""
+    """Recomputing elsewhere what is already being computed gains nothing."""
     candidates = [candidate("r0"), candidate("r1", expected=62, queued_prefill_tokens=1000)]
 
     assert chosen(ExpectedTtft(), candidates) == "r1"
 
 
 def test_unlike_prompts_go_to_the_replica_with_the_emptier_cache() -> None:
-    """They would evict what others need elsewhere."""
+    """On the other replica they would evict blocks that later requests need."""
     candidates = [candidate("r0", cached_free_blocks=500), candidate("r1", cached_free_blocks=100)]
 
     assert {chosen(ExpectedTtft(), candidates, seed=seed) for seed in range(9)} == {"r1"}
 
 
 def test_a_session_stays_where_it_was_among_equals_only() -> None:
-    """A hint must not cost time."""
+    """A session is only a hint and must not cost time."""
     policy, prompt = ExpectedTtft(), prompt_of("s")
     home = chosen(policy, [candidate("r0"), candidate("r1")], prompt)
     assert home is not None
@@ -341,7 +341,7 @@ def test_a_session_stays_where_it_was_among_equals_only() -> None:
     again = {
         chosen(policy, [candidate("r0", held), candidate("r1", held)], prompt, seed)
         for seed in range(20)
-        for held in (0, 40)  # a cold prompt, and a prefix that both have
+        for held in (0, 40)  # a cold prompt, and a prefix that both replicas hold
     }
     busy = [candidate(name, queued_prefill_tokens=5000 if name == home else 0) for name in ("r0", "r1")]
 
@@ -350,7 +350,7 @@ def test_a_session_stays_where_it_was_among_equals_only() -> None:
 
 
 def test_the_oldest_session_is_forgotten_first() -> None:
-    """Memory is bounded, however many sessions there are; a session that comes again is recent."""
+    """Memory is bounded for any number of sessions; a session that is used again becomes recent."""
     policy = ExpectedTtft(max_sessions=2)
     for session in ("a", "b", "a", "c"):
         policy.decide(prompt_of(session), [candidate(f"home of {session}")], Random(0))
@@ -366,7 +366,7 @@ def test_the_oldest_session_is_forgotten_first() -> None:
 
 
 def test_of_two_holders_the_one_with_memory_to_spare_is_chosen() -> None:
-    """Before any block is missing: the estimate of what is free when the turn comes is not exact."""
+    """It is chosen before any block is lacking, because the estimate of free blocks at admission is not exact."""
     about = {"running": 4, "total_blocks": 1000}
     candidates = [
         candidate("r0", 62, free_blocks=70, cached_free_blocks=62, **about),
@@ -377,7 +377,7 @@ def test_of_two_holders_the_one_with_memory_to_spare_is_chosen() -> None:
 
 
 def test_a_small_load_on_an_empty_replica_is_no_shortage() -> None:
-    """The error is a share of the blocks in use, which are few: a prompt of nearly all memory waits for nothing."""
+    """The error is a share of the few blocks in use: a prompt that needs nearly all memory does not wait."""
     empty = candidate("r0", free_blocks=64, total_blocks=66, running=1)
 
     assert expected_ttft_s(PROMPT, empty, 1000) == pytest.approx(0.1, abs=0.01)

@@ -1,4 +1,4 @@
-"""A decision as a table."""
+"""The table that explains a decision."""
 
 from random import Random
 
@@ -11,7 +11,7 @@ from .cases import PROMPT, candidate
 
 
 def test_a_decision_explains_itself() -> None:
-    """Each replica's row says what was counted, and why it was or was not taken."""
+    """Each replica's row says what was counted, and why the replica was or was not chosen."""
     decision = ExpectedTtft().decide(
         PROMPT, [candidate("r0"), candidate("r1", 60, expected=62), candidate("r2", silent=True)], Random(0)
     )
@@ -26,7 +26,7 @@ def test_a_decision_explains_itself() -> None:
 
 
 def test_a_held_request_names_each_obstacle() -> None:
-    """Otherwise nobody knows what it waits for."""
+    """Otherwise operators cannot see what it waits for."""
     policy = ExpectedTtft()
 
     held = explanation_of(

@@ -1,4 +1,4 @@
-"""The better of two."""
+"""Power of two: the better of two random replicas."""
 
 from homing.router.routing.policy.power_of_two import PowerOfTwo
 
@@ -6,7 +6,7 @@ from .cases import candidate, chosen
 
 
 def test_power_of_two_never_takes_the_busiest() -> None:
-    """Of any two drawn the other one is better."""
+    """In every pair that includes it, the other replica is better."""
     three = [candidate("r0"), candidate("r1", running=1), candidate("r2", running=7)]
 
     taken = {chosen(PowerOfTwo(), three, seed=seed) for seed in range(50)}

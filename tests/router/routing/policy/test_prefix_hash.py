@@ -13,20 +13,20 @@ EIGHT = [candidate(f"r{number}") for number in range(8)]
 
 
 def prompt(head: int, tail: int = 0) -> Prompt:
-    """`HEAD` blocks named by `head`, and more behind them."""
+    """`HEAD` blocks determined by `head`, followed by 9 blocks determined by `tail`."""
     hashes = [head * 1000 + place for place in range(HEAD)] + [tail * 7777 + place for place in range(9)]
     return Prompt(tokens=len(hashes) * BLOCK, blocks=len(hashes), block_size=BLOCK, hashes=hashes)
 
 
 def test_prompts_with_one_head_go_to_one_replica() -> None:
-    """Whatever comes behind it, in any router, and wherever the replica stands in the list."""
+    """This holds for any tail, in any router, and at any position of the replica in the list."""
     first = chosen(PrefixHash(), EIGHT, prompt(1))
 
     assert {chosen(PrefixHash(), EIGHT[::-1], prompt(1, tail)) for tail in range(20)} == {first}
 
 
 def test_heads_spread_over_all_replicas() -> None:
-    """By chance alone: 100 of 800 each, give or take 4 standard deviations."""
+    """The spread is by chance alone: 100 of 800 each, within 4 standard deviations."""
     taken = Counter(chosen(PrefixHash(), EIGHT, prompt(head)) for head in range(800))
 
     assert len(taken) == 8
@@ -34,7 +34,7 @@ def test_heads_spread_over_all_replicas() -> None:
 
 
 def test_a_replica_that_leaves_moves_only_its_own_heads() -> None:
-    """All others keep their caches."""
+    """All other heads keep their cached blocks."""
     before = {head: chosen(PrefixHash(), EIGHT, prompt(head)) for head in range(100)}
     after = {head: chosen(PrefixHash(), EIGHT[:-1], prompt(head)) for head in range(100)}
 
@@ -42,7 +42,7 @@ def test_a_replica_that_leaves_moves_only_its_own_heads() -> None:
 
 
 def test_a_hot_head_spreads_once_its_replica_reaches_the_bound() -> None:
-    """One prefix that everyone asks for must not bury one replica while others idle."""
+    """One popular prefix must not overload one replica while others are idle."""
     running = dict.fromkeys((f"r{number}" for number in range(4)), 0)
     for _ in range(40):
         taken = chosen(PrefixHash(), [candidate(name, running=count) for name, count in running.items()], prompt(1))

@@ -1,4 +1,4 @@
-"""Dynamo's KV router, against examples worked out by hand from its documentation."""
+"""Dynamo's KV router, compared with examples worked out by hand from its documentation."""
 
 import pytest
 
@@ -10,7 +10,7 @@ def router_of(name: str = "dynamo") -> Router:
 
 
 def cost(router: Router, replica: str, hashes: list[int]) -> str:
-    """What the request costs there, by the table of a decision from which the other replica is excluded."""
+    """Return the request's cost on `replica`, from a decision that excludes the other replica."""
     placement, others = router.placement, {"r0", "r1"} - {replica}
     return placement.explain(router.prompt(hashes, tail=0), placement.candidates(hashes, others, 0.0)).why
 
@@ -20,19 +20,19 @@ def blocks(count: float) -> str:
 
 
 def test_dynamo_adds_blocks_to_prefill_and_blocks_in_use() -> None:
-    """r0 holds 4 of 5 blocks and has one block to prefill and in use; r1 is empty."""
+    """r0 holds 4 of 5 blocks and has a request of one partial block to prefill and in use; r1 is empty."""
     router = router_of()
     router.send([], tail=router.block_size, excluded=("r1",))
     router.placement.stored("r0", range(4))
     hashes = list(range(5))
 
-    # Active blocks: the request of one partial block, and five fresh ones with one for the answer.
+    # Blocks in use: the request of one partial block, and five new ones plus one for the answer.
     assert cost(router, "r0", hashes) == blocks(1 * (1 + 5 - 4) + (1 + 5 + 1))
     assert cost(router, "r1", hashes) == blocks(5 + (5 + 1))
 
 
 def test_dynamo_clears_prefill_at_the_first_token_and_blocks_at_the_last() -> None:
-    """Books must end empty, or a router slowly goes blind."""
+    """The counts must return to zero, or the router's decisions slowly degrade."""
     router, other = router_of(), [9]
     replica, request_id = router.send(range(5), tail=0)
     assert cost(router, replica, other) == blocks((5 + 1) + (5 + 1 + 1 + 1))
@@ -45,7 +45,7 @@ def test_dynamo_clears_prefill_at_the_first_token_and_blocks_at_the_last() -> No
 
 
 def test_dynamo_keeps_what_an_engine_had_before_it_restarted() -> None:
-    """As measured: its events' numbers begin at 0 again, and are taken for old ones until they have caught up."""
+    """As measured: event numbers restart at 0 and are ignored as old ones until they have caught up."""
     router = router_of()
     router.placement.stored("r0", range(3))
     router.placement.stored("r0", range(3, 5))
@@ -79,7 +79,7 @@ def test_the_variants_weigh_prefill_or_overlap(name: str, held: int, empty: int)
 
 
 def test_wspt_holds_requests_while_all_replicas_are_over_the_threshold_and_starts_the_shortest_first() -> None:
-    """Four steps' tokens on each replica, and one more; the first token of one of them makes room."""
+    """Each replica has four steps' tokens plus one queued; the first token of one request makes room."""
     router, step = router_of("dynamo-wspt"), 8192
     sent = [router.send([], tail=4 * step + 1) for _ in range(2)]
 

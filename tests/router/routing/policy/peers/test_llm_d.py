@@ -1,4 +1,4 @@
-"""llm-d's scorers, against examples worked out by hand from its description."""
+"""llm-d's scorers, compared with examples worked out by hand from its description."""
 
 from ....fakes import report_of
 from ..cases import Router
@@ -13,7 +13,7 @@ def report(router: Router, replica: str, *, waiting: int = 0, free: int = 1000) 
 
 
 def test_llmd_weighs_the_held_share_against_queue_and_memory() -> None:
-    """r0 holds all (3), has the longest queue (0), and half its memory free (1): 4.0; r1 has 0 + 2 + 1.98."""
+    """r0 holds all blocks (3), has the longest queue (0) and half its memory free (1): 4.0; r1 has 0 + 2 + 1.98."""
     router = router_of()
     router.placement.stored("r0", range(10))
     report(router, "r0", waiting=5, free=500)
@@ -27,7 +27,7 @@ def test_llmd_weighs_the_held_share_against_queue_and_memory() -> None:
 
 
 def test_llmd_bridges_two_seconds_from_decision_to_event() -> None:
-    """Then it believes events alone: without a prefix both score 2 for the queue and 2 for the memory."""
+    """Afterwards it uses events only: without a prefix, both replicas score 2 for the queue and 2 for memory."""
     router = router_of()
     home, _ = router.send(range(10))
 

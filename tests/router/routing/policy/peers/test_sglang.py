@@ -1,4 +1,4 @@
-"""sglang's `cache_aware`, against examples worked out by hand from its description."""
+"""SGLang's `cache_aware`, compared with examples worked out by hand from its description."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ def router_of(replicas: Sequence[str] = ("r0", "r1")) -> Router:
 
 
 def test_sglang_follows_a_match_of_more_than_three_tenths() -> None:
-    """4 of 10 blocks are more than 0.3 of the prompt, 3 of 10 are not: then the shortest queue wins."""
+    """4 of 10 blocks are more than 0.3 of the prompt. 3 of 10 are not, so the shortest queue wins."""
     router = router_of()
     assert router.send(range(10), tail=0)[0] == "r0"
 
@@ -30,7 +30,7 @@ def test_sglang_sends_everything_to_the_first_of_an_idle_cluster() -> None:
 
 
 def test_sglang_forgets_affinity_when_queues_differ_too_much() -> None:
-    """More than 64 apart and more than 1.5 times: the 66th sibling goes to the empty one, and affinity to the first."""
+    """More than 64 apart and more than 1.5 times: the 66th sibling goes to the empty replica. Then affinity returns."""
     router = router_of()
 
     sent = [router.send(range(10)) for _ in range(66)]
@@ -41,13 +41,13 @@ def test_sglang_forgets_affinity_when_queues_differ_too_much() -> None:
 
 
 def test_sglang_forgets_what_was_used_longest_ago_when_its_tree_is_cut() -> None:
-    """Every 120 s, to 2^26 characters for each replica: here 16 blocks. Of a prompt the tail goes first."""
+    """Every 120 s it is cut to 2^26 characters per replica: 16 blocks here. The tail of a prompt is removed first."""
     router = Router("sglang", replicas=["r0", "r1"], block_size=1 << 20)
     for hashes in (range(12), range(100, 106)):
         replica, request_id = router.send(hashes)
         router.placement.ended(replica, request_id)
         assert replica == "r0"
-    for _ in range(3):  # r0 now has the longer queue, so that only a match leads there
+    for _ in range(3):  # r0 now has the longer queue, so only a match leads there
         router.send(range(100, 106), now=1.0)
     assert router.explain([10, 11]).chosen == "r0"
 

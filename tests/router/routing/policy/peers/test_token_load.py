@@ -1,17 +1,17 @@
-"""Routers that weigh queued tokens, against examples worked out by hand."""
+"""Routers that weigh queued tokens, compared with examples worked out by hand."""
 
 from ..cases import Router
 
 
 def router_of(name: str) -> Router:
-    """r0 has 3 blocks of prompt queued, and so one request; r1 has neither. The next prompt has 5 blocks."""
+    """r0 has one request with 3 blocks of prompt queued; r1 has none. The next prompt has 5 blocks."""
     router = Router(name, replicas=["r0", "r1"])
     router.send([900, 901, 902], tail=0, excluded=("r1",))
     return router
 
 
 def cost(router: Router, replica: str, hashes: list[int]) -> str:
-    """What the request costs there, by the table of a decision from which the other replica is excluded."""
+    """Return the request's cost on `replica`, from a decision that excludes the other replica."""
     placement, others = router.placement, {"r0", "r1"} - {replica}
     return placement.explain(router.prompt(hashes, tail=0), placement.candidates(hashes, others, 0.0)).why
 
@@ -21,7 +21,7 @@ def lowest(blocks: float, router: Router) -> str:
 
 
 def test_vllm_s_score_multiplies_tokens_by_requests() -> None:
-    """(1 of 5 blocks is new + 3 queued) * (1 request + 1) = 8 there, 5 * 1 at the empty one."""
+    """r0: (1 of 5 blocks is new + 3 queued) * (1 request + 1) = 8. The empty r1: 5 * 1."""
     router, hashes = router_of("vllm-kv-aware"), list(range(5))
     router.placement.stored("r0", hashes[:4])
 
@@ -30,7 +30,7 @@ def test_vllm_s_score_multiplies_tokens_by_requests() -> None:
 
 
 def test_own_misses_count_twice_beside_the_queue() -> None:
-    """3 queued and twice 1, or twice 5."""
+    """r0: 3 queued blocks plus twice 1 miss. r1: twice 5 misses."""
     router, hashes = router_of("queue-2-misses"), list(range(5))
     router.placement.stored("r0", hashes[:4])
 
@@ -39,7 +39,7 @@ def test_own_misses_count_twice_beside_the_queue() -> None:
 
 
 def test_the_first_token_takes_a_prompt_out_of_the_queue() -> None:
-    """Books must end empty, also when the request ends without one."""
+    """The counts must return to zero, also when a request ends without a first token."""
     router = Router("queue-2-misses", replicas=["r0"])
     replica, first = router.send([1, 2], tail=0)
     _, second = router.send([3, 4], tail=0)
@@ -51,7 +51,7 @@ def test_the_first_token_takes_a_prompt_out_of_the_queue() -> None:
 
 
 def test_llmd_stays_with_a_holder_until_its_queue_is_a_penalty_longer() -> None:
-    """A holder of 80 % of the prompt; a queue of over 1 s lets the request go."""
+    """r0 holds 80 % of the prompt; with a penalty of 1 s, its queue of 2 s sends the request elsewhere."""
     for name, stays in (("llm-d-token-load", True), ("llm-d-sticky", False)):
         router, hashes = Router(name, replicas=["r0", "r1"]), list(range(10))
         rate = router.placement.loads.description("r0").prefill_tokens_per_s
