@@ -1,4 +1,4 @@
-"""Who may ask, who shares with whom, and what is said of a wrong file."""
+"""API keys: which requests are let in, which tenants share a cache, and the errors for a wrong file."""
 
 from hashlib import sha256
 from pathlib import Path
@@ -30,7 +30,7 @@ def by(tenants: Tenants, key: str) -> Tenant:
 
 
 def test_without_a_file_each_key_is_a_tenant_and_strangers_are_one_more():
-    """A laptop needs no file, and two keys still see nothing of each other."""
+    """A laptop needs no file, but two keys still share no cache."""
     tenants = Tenants()
     ann, bob, nobody = by(tenants, "ann"), by(tenants, "bob"), tenants.of(None)
 
@@ -41,7 +41,7 @@ def test_without_a_file_each_key_is_a_tenant_and_strangers_are_one_more():
 
 
 def test_long_keys_are_tenants_and_are_not_remembered():
-    """Whoever sends thousands of them, each as long as a head may be, must not fill the router's memory."""
+    """A client that sends thousands of keys of maximum header length must not fill the router's memory."""
     tenants, long = Tenants(), "k" * (MAX_CACHED_KEY_CHARS + 1)
     before = _cached_unnamed.cache_info().currsize
 
@@ -51,7 +51,7 @@ def test_long_keys_are_tenants_and_are_not_remembered():
 
 
 def test_with_a_file_its_keys_are_the_only_ones():
-    """A key that is not in the file is nobody's."""
+    """A key that is not in the file belongs to no tenant."""
     tenants = known(entry("k1", "acme"))
 
     assert by(tenants, "k1").name == "acme"
@@ -62,20 +62,20 @@ def test_with_a_file_its_keys_are_the_only_ones():
 
 
 def test_an_empty_file_lets_nobody_in():
-    """A file that lost its keys must not open the server."""
+    """A file that lost its keys must not open the server to everyone."""
     with pytest.raises(UnknownKey):
         by(known(), "k1")
 
 
 def test_keys_of_a_tenant_are_one_account_and_share():
-    """A tenant rotates its keys without losing its cache."""
+    """A tenant can rotate its keys without losing its cache."""
     tenants = known(entry("old", "acme"), entry("new", "acme"))
 
     assert by(tenants, "old") == by(tenants, "new")
 
 
 def test_tenants_of_a_group_share_blocks_and_pay_for_themselves():
-    """Sharing is of the cache; budgets stay with the tenant."""
+    """They share only the cache; each tenant has its own budgets."""
     tenants = known(entry("a", "ann", group="lab"), entry("b", "bob", group="lab"), entry("c", "lab"))
     ann, bob, other = (by(tenants, key) for key in "abc")
 
@@ -85,7 +85,7 @@ def test_tenants_of_a_group_share_blocks_and_pay_for_themselves():
 
 
 def test_a_tenant_has_its_limits_whatever_the_key():
-    """They are the account's, and stand once in the file."""
+    """Limits belong to the tenant and appear once in the file."""
     limits = {"ann": {"requests_per_minute": 60, "weight": 2}}
     tenants = tenants_of({"keys": [entry("a", "ann"), entry("b", "ann"), entry("c", "bob")], "tenants": limits})
 
@@ -95,7 +95,7 @@ def test_a_tenant_has_its_limits_whatever_the_key():
 
 
 def test_a_digest_gives_nothing_away():
-    """It travels to replicas and stands in their accounts; the key must not."""
+    """Digests are sent to replicas and kept in their accounts; keys must not be."""
     secret = by(Tenants(), "secret-key")
 
     assert len(secret.digest) == 16
@@ -103,7 +103,7 @@ def test_a_digest_gives_nothing_away():
 
 
 def test_only_a_marked_key_is_an_admin_s():
-    """What empties everybody's cache is not for every tenant."""
+    """Emptying the cache of every tenant must not be open to every tenant."""
     tenants = known(entry("a", "ann"), entry("r", "root", admin=True))
 
     assert (by(tenants, "a").admin, by(tenants, "r").admin, Tenants().of(None).admin) == (False, True, True)
@@ -126,13 +126,13 @@ def test_only_a_marked_key_is_an_admin_s():
     ],
 )
 def test_a_wrong_entry_is_named(content: object, said: str):
-    """The one who edits the file must see where to look."""
+    """The error must tell the file's editor where to look."""
     with pytest.raises(KeysFileInvalid, match=said):
         tenants_of(content)
 
 
 def test_a_file_is_read_and_named_when_wrong(tmp_path: Path):
-    """YAML, as the settings are; no path is no file."""
+    """The file is YAML, like the settings. An empty path means no file."""
     path = tmp_path / "keys.yaml"
     path.write_text(yaml.safe_dump({"keys": [entry("a", "ann")]}))
     assert by(read_tenants(str(path)), "a").name == "ann"
@@ -148,7 +148,7 @@ def test_a_file_is_read_and_named_when_wrong(tmp_path: Path):
 
 
 def test_a_digest_that_only_begins_like_a_known_one_is_unknown() -> None:
-    """Keys are found by the first bytes and compared whole, in constant time: the way there must not let anybody in."""
+    """Keys are looked up by their first bytes, then compared whole in constant time: the lookup alone admits no one."""
     digest = sha256(b"secret").hexdigest()
     tenants = tenants_of(
         {"keys": [{"key_sha256": digest[:-2] + ("00" if digest[-2:] != "00" else "01"), "tenant": "a"}]}
@@ -159,7 +159,7 @@ def test_a_digest_that_only_begins_like_a_known_one_is_unknown() -> None:
 
 
 def test_one_key_needs_no_file(tmp_path: Path):
-    """It may do everything; beside a file it is one key more."""
+    """The single key is an admin's; together with a file, it is one more key."""
     path = tmp_path / "keys.yaml"
     path.write_text(yaml.safe_dump({"keys": [entry("a", "ann")]}))
 

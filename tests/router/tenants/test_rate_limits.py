@@ -1,4 +1,4 @@
-"""Limits of a tenant: what it gets in any time, and when it may come back."""
+"""A tenant's rate limits: what it may use in any interval, and when it may retry."""
 
 import pytest
 from hypothesis import given
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from homing.router.errors import PromptOverLimit, RateLimited
 from homing.router.tenants.rate_limits import RateLimiter, TenantLimits, TokenBucket, UsageRecord
 
-#: Seconds between two requests, tokens of the prompt, tokens generated.
+#: Per request: seconds since the previous one, prompt tokens, generated tokens.
 Requests = list[tuple[float, int, int]]
 requests = st.lists(st.tuples(st.floats(0, 30, allow_nan=False), st.integers(1, 300), st.integers(0, 100)), max_size=60)
 
@@ -17,7 +17,7 @@ def meter(**limits: int) -> RateLimiter:
 
 
 def let_in(account: RateLimiter, prompt: int, now: float) -> bool:
-    """Whether a request with such a prompt began."""
+    """Return whether a request with such a prompt was admitted."""
     try:
         account.begin([prompt], now)
     except RateLimited:
@@ -27,7 +27,7 @@ def let_in(account: RateLimiter, prompt: int, now: float) -> bool:
 
 @given(requests)
 def test_in_any_time_a_tenant_gets_its_rate_and_one_burst(asked: Requests) -> None:
-    """Of requests exactly; of tokens up to what one request takes beyond the last token of the bucket."""
+    """This is exact for requests; for tokens, one request may exceed the bucket's last token."""
     account, now = meter(requests_per_minute=6, tokens_per_minute=600), 0.0
     begun: list[tuple[float, int]] = []
     for pause, prompt, generated in asked:
@@ -49,14 +49,14 @@ def test_who_comes_back_when_told_is_let_in(asked: Requests) -> None:
     account, now = meter(requests_per_minute=6, tokens_per_minute=200), 0.0
     for pause, prompt, generated in asked:
         now += pause
-        for _ in range(2):  # the other limit may hold it once more
+        for _ in range(2):  # the other limit may delay it once more
             now += wait_s(account, prompt, now)
         account.begin([prompt], now)
         account.end(generated, now)
 
 
 def wait_s(account: RateLimiter, prompt: int, now: float) -> float:
-    """How long a request with such a prompt is told to wait."""
+    """Return how long a request with such a prompt is told to wait."""
     try:
         account.check([prompt], now)
     except RateLimited as refusal:
@@ -65,7 +65,7 @@ def wait_s(account: RateLimiter, prompt: int, now: float) -> float:
 
 
 def test_a_prompt_larger_than_the_bucket_waits_for_a_full_one() -> None:
-    """It would never be let in otherwise; the debt is earned back before the next."""
+    """Otherwise it would never be admitted; the debt must be earned back before the next request."""
     account = meter(tokens_per_minute=60)
     assert let_in(account, 100, now=0.0)
     account.end(20, now=0.0)
@@ -75,7 +75,7 @@ def test_a_prompt_larger_than_the_bucket_waits_for_a_full_one() -> None:
 
 
 def test_running_requests_are_bounded_and_counted_back() -> None:
-    """Also those that failed: each that begins ends once."""
+    """This includes failed requests: each admitted request ends once."""
     account = meter(max_running=2)
     begun = [let_in(account, 5, 0.0) for _ in range(3)]
     account.end(0, 0.0)
@@ -86,7 +86,7 @@ def test_running_requests_are_bounded_and_counted_back() -> None:
 
 
 def test_each_prompt_is_bounded_by_itself() -> None:
-    """Three short ones in one request are not a long one; the error is the caller's, not a matter of time."""
+    """Three short prompts in one request are not a long one. It is a caller's mistake, so waiting cannot help."""
     account = meter(max_prompt_tokens=10)
     account.check([10, 10, 10], 0.0)
 
@@ -95,7 +95,7 @@ def test_each_prompt_is_bounded_by_itself() -> None:
 
 
 def test_a_refusal_names_tenant_and_limit_and_takes_nothing() -> None:
-    """Who asks in vain is no worse off afterwards."""
+    """Refused requests must not count against the tenant."""
     account = meter(requests_per_minute=1)
     assert let_in(account, 5, 0.0)
 
@@ -107,7 +107,7 @@ def test_a_refusal_names_tenant_and_limit_and_takes_nothing() -> None:
 
 
 def test_the_standing_says_what_is_left_and_when_all_is() -> None:
-    """Clients pace themselves by it."""
+    """Clients use these numbers to pace themselves."""
     account = meter(requests_per_minute=60, tokens_per_minute=600)
     account.begin([100], 0.0)
 
@@ -117,7 +117,7 @@ def test_the_standing_says_what_is_left_and_when_all_is() -> None:
 
 
 def test_without_limits_only_the_account_is_kept() -> None:
-    """Nothing is refused, and metrics still tell who used what."""
+    """No request is refused, and metrics still show each tenant's usage."""
     account = meter()
     for _ in range(1000):
         assert let_in(account, 10_000, 0.0)
@@ -133,7 +133,7 @@ def test_without_limits_only_the_account_is_kept() -> None:
 
 
 def test_a_bucket_never_holds_more_than_a_minute_s_worth() -> None:
-    """A quiet night is no credit for a burst."""
+    """A quiet night must not allow a burst."""
     bucket = TokenBucket(60, [0.0, 0.0])
     bucket.take(60, 0.0)
 
@@ -153,7 +153,7 @@ def test_a_request_that_was_not_taken_costs_nothing() -> None:
 
 @given(requests, st.lists(st.integers(0, 2), min_size=60, max_size=60))
 def test_routers_with_one_book_let_in_what_one_router_would(asked: Requests, dealt: list[int]) -> None:
-    """Whichever of them the kernel gives a connection to."""
+    """This holds whichever router the kernel gives each connection to."""
     limits = TenantLimits(requests_per_minute=6, tokens_per_minute=600, max_running=2)
     rates, running = UsageRecord(), [0.0, 0.0, 0.0]
     several = [

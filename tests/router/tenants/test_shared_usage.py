@@ -1,4 +1,4 @@
-"""Accounts that several routers keep: one set of numbers, whoever changes them and whoever dies."""
+"""Usage shared by several routers: one set of numbers, whichever router changes them or dies."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ from homing.router.tenants.rate_limits import RateLimiter, TenantLimits
 from homing.router.tenants.shared_usage import SharedUsage
 
 ACME, OTHER = b"a" * 16, b"o" * 16
-#: Asks for far more than the limit from a process of its own, and prints how often it was let in.
+#: Sends far more requests than the limit from a separate process, and prints how many were admitted.
 ASKER = """
 import sys
 from pathlib import Path
@@ -41,12 +41,12 @@ def path(tmp_path: Path) -> Path:
 
 
 def account(path: Path, *, seat: int, tenant: bytes = ACME, **limits: int) -> RateLimiter:
-    """The account of a tenant as the router in this seat has it."""
+    """Return a tenant's rate limiter as the router in this seat has it."""
     return RateLimiter("acme", TenantLimits(**limits), SharedUsage(path, seat=seat, seats=3).records([tenant])[tenant])
 
 
 def test_processes_that_ask_at_the_same_time_get_the_limit_together(path: Path) -> None:
-    """Not one more: each request is looked at and booked under one lock."""
+    """Not one request more: each is checked and recorded under one lock."""
     askers = [
         subprocess.Popen([sys.executable, "-c", ASKER, str(path), str(seat)], stdout=subprocess.PIPE, text=True)
         for seat in range(3)
@@ -59,7 +59,7 @@ def test_processes_that_ask_at_the_same_time_get_the_limit_together(path: Path) 
 
 
 def test_what_one_router_books_the_others_refuse(path: Path) -> None:
-    """A client with one connection is dealt to one router: it must get its whole limit there, and no more elsewhere."""
+    """A client with one connection uses one router: it must get its whole limit there, and no more elsewhere."""
     here, there = (account(path, seat=seat, requests_per_minute=2, tokens_per_minute=100) for seat in (0, 1))
     here.begin([30], 0.0)
     there.begin([30], 0.0)
@@ -71,7 +71,7 @@ def test_what_one_router_books_the_others_refuse(path: Path) -> None:
 
 
 def test_a_router_that_dies_loses_nothing_but_its_running_requests(path: Path) -> None:
-    """What was used stays used; its requests are over, and its successor says so."""
+    """Its past usage remains; its running requests are over, and its successor sets their number to 0."""
     limits = {"requests_per_minute": 3, "max_running": 2}
     lost, other = (account(path, seat=seat, **limits) for seat in (0, 1))
     lost.begin([5], 0.0)
@@ -89,7 +89,7 @@ def test_a_router_that_dies_loses_nothing_but_its_running_requests(path: Path) -
 
 
 def test_a_router_that_lives_on_beside_its_successor_ends_its_requests(path: Path) -> None:
-    """It was believed dead, as when its machine stood still: its last requests end, and the number is never below 0."""
+    """It seemed dead, because its machine hung for example. Its last requests end; the number never drops below 0."""
     old = account(path, seat=0, max_running=2)
     old.begin([5], 0.0)
     successor = account(path, seat=0, max_running=2)
@@ -103,7 +103,7 @@ def test_a_router_that_lives_on_beside_its_successor_ends_its_requests(path: Pat
 
 
 def test_the_file_goes_with_the_cluster(path: Path) -> None:
-    """In a joined Ray it lies among the files of others; routers that stop a moment later mind nothing."""
+    """In a joined Ray cluster the file is among other users' files; routers that stop later ignore its absence."""
     first, second = (SharedUsage(path, seat=seat, seats=2) for seat in (0, 1))
     book = second.records([ACME])[ACME]
     first.close()
@@ -114,7 +114,7 @@ def test_the_file_goes_with_the_cluster(path: Path) -> None:
 
 
 def test_tenants_that_come_with_a_later_keys_file_get_records(path: Path) -> None:
-    """A router reads the file when it starts; those that run know nothing of new tenants, and lose none of theirs."""
+    """Routers read the file at startup; running ones do not know the new tenants, and must not lose their own."""
     first = account(path, seat=0, requests_per_minute=1)
     both = SharedUsage(path, seat=1, seats=3).records([OTHER, ACME])
     RateLimiter("other", TenantLimits(requests_per_minute=1), both[OTHER]).begin([5], 0.0)
@@ -126,7 +126,7 @@ def test_tenants_that_come_with_a_later_keys_file_get_records(path: Path) -> Non
 
 
 def test_a_router_without_tenants_needs_no_records(path: Path) -> None:
-    """No keys file names any."""
+    """Without a keys file there are no named tenants."""
     usage = SharedUsage(path, seat=0, seats=2)
 
     assert usage.records([]) == {}
