@@ -1,4 +1,4 @@
-"""Who may join."""
+"""Membership: which replicas may join."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ def test_any_difference_is_refused_by_name(field: str) -> None:
 
 
 def test_another_seed_shows_in_the_canary() -> None:
-    """All digests agree, and yet no hash would."""
+    """All digests agree, but no block hash would."""
     with pytest.raises(ParityMismatch, match="canary"):
         compare(own_parity(DIGESTS, CACHE, SEED + 1, ROOT), parity_of(), "r0")
 
@@ -50,7 +50,7 @@ def test_a_changed_tokenizer_or_template_changes_its_digest(tmp_path: Path) -> N
 
 
 def test_a_full_view_is_told_apart_from_what_is_known() -> None:
-    """A rebuilt replica keeps its name and is another one: lost and joined."""
+    """A rebuilt replica keeps its name but is a new one: the old one is lost, the new one joins."""
     known = {"same": 1, "rebuilt": 1, "gone": 1}
     view = [description_of("same"), description_of("rebuilt", epoch=2), description_of("new")]
 
