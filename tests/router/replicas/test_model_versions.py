@@ -1,4 +1,4 @@
-"""Models and their versions: a request belongs to replicas that hash blocks alike; each version has an own queue."""
+"""Models and their versions: replicas of a version hash blocks alike; each version has its own queue."""
 
 import asyncio
 import shutil
@@ -50,7 +50,7 @@ VIEW = ClusterView(
 
 
 class FakeService:
-    """Notes what it is told."""
+    """Records the calls that it gets."""
 
     def __init__(self, first: Member, counters: RouterCounters) -> None:
         self.name = first.description.model.name
@@ -104,7 +104,7 @@ class FakeService:
 
 
 def shown(name: str, model: str) -> ReplicaView:
-    """A replica that serves, with one request running and one waiting."""
+    """Return a serving replica with one running and one waiting request."""
     return ReplicaView(
         replica_id=name,
         epoch=1,
@@ -160,7 +160,7 @@ def membership(members: Sequence[Member], models: Sequence[str], number: int = 1
 
 
 class World:
-    """Model versions over fakes."""
+    """Model versions over fake services."""
 
     def __init__(self, *names: str) -> None:
         self.services: list[FakeService] = []
@@ -201,14 +201,14 @@ def world() -> Iterator[World]:
 
 @pytest.fixture
 def two() -> Iterator[World]:
-    """With two models."""
+    """A world with two models."""
     made = World("fox", "owl")
     yield made
     made.loop.close()
 
 
 def test_before_the_first_replica_there_is_nobody_to_ask(world: World) -> None:
-    """503, as with a single service."""
+    """The error is a 503, as with a single service."""
     assert world.models.models() == []
     assert not world.models.exact()
     with pytest.raises(NoReplica):
@@ -216,14 +216,14 @@ def test_before_the_first_replica_there_is_nobody_to_ask(world: World) -> None:
 
 
 def test_versions_that_name_blocks_alike_share_an_index(world: World) -> None:
-    """Most updates change no name: hits go on, and requests of the old replica continue on the new one."""
+    """Most updates keep block hashes: hits continue, and requests of an old replica continue on a new one."""
     world.publish(member("r0"), member("r1", version=2))
 
     assert [service.members for service in world.services] == [["r0", "r1"]]
 
 
 def test_replicas_that_name_blocks_otherwise_are_kept_apart(world: World) -> None:
-    """A router that mixed them up would compute every prompt anew, or refuse the new ones."""
+    """A router that mixed them would compute every prompt again, or refuse the new replicas."""
     world.publish(member("r0"), member("r1"), member("r2", version=2, block_size=32, rest="warming"))
 
     assert [service.members for service in world.services] == [["r0", "r1"], ["r2"]]
@@ -239,14 +239,14 @@ def test_replicas_that_name_blocks_otherwise_are_kept_apart(world: World) -> Non
 
 
 def test_new_requests_are_dealt_out_by_how_many_take_them(world: World) -> None:
-    """The first of the new ones must not get everything, nor nothing."""
+    """The first new replica must get neither all requests nor none."""
     world.publish(*(member(f"r{n}") for n in range(3)), member("r3", version=2, block_size=32))
 
     assert 200 < world.chosen(1000)[2] < 300
 
 
 def test_a_generation_ends_with_its_last_replica_but_for_the_newest(world: World) -> None:
-    """The newest holds requests until replicas come: a cluster may have been scaled to none."""
+    """The newest version holds requests until replicas join: a cluster may have been scaled to zero."""
     world.publish(member("r0"), member("r1", version=2, block_size=32))
     world.publish(member("r1", version=2, block_size=32))
     assert [service.closed for service in world.services] == [True, False]
@@ -260,7 +260,7 @@ def test_a_generation_ends_with_its_last_replica_but_for_the_newest(world: World
 
 
 def test_who_drains_still_gets_what_its_generation_holds(world: World) -> None:
-    """It was tokenized for these replicas and can go nowhere else: else it would wait for their end, and fail then."""
+    """Requests tokenized for these replicas cannot go elsewhere; otherwise they would wait for the drain, then fail."""
     world.publish(member("r0", rest="draining"), member("r1"), member("r2", version=2, block_size=32, rest="warming"))
     assert [service.unavailable for service in world.services] == [{"r0": "draining"}, {"r2": "warming"}]
     world.services[0].held = 5
@@ -286,7 +286,7 @@ def test_a_replica_is_filled_by_its_own_generation(world: World) -> None:
 
 
 def test_a_replica_that_is_missing_is_shown_until_it_is_there(world: World) -> None:
-    """Whoever looks during a rebuild must not think that it was never wanted, nor that one is there and missing."""
+    """During a rebuild, the view must not omit a wanted replica, nor list one as both present and missing."""
     absent = [
         AbsentReplica(replica_id=name, model="fox", state="rebuilding", reason="the process died", since=5.0)
         for name in ("r0", "r9")
@@ -299,7 +299,7 @@ def test_a_replica_that_is_missing_is_shown_until_it_is_there(world: World) -> N
 
 
 def test_what_is_held_waits_for_new_replicas_where_nobody_else_takes_any(world: World) -> None:
-    """A cluster that is scaled to none holds its requests; handed to those who drain, they would keep them for ever."""
+    """A cluster scaled to zero holds its requests; draining replicas that received them would never stop."""
     world.publish(member("r0", rest="draining"))
     world.services[0].held = 5
 
@@ -308,7 +308,7 @@ def test_what_is_held_waits_for_new_replicas_where_nobody_else_takes_any(world: 
 
 
 async def test_a_replaced_generation_ends_with_nothing_held(tmp_path: Path) -> None:
-    """Over real sockets: one slow replica with more requests than it takes, then another model."""
+    """Over real sockets: one slow replica with more requests than it accepts, then another model."""
     models = ModelVersions(service, ["fake"], router_id="me", policy="p", rng=Random(1))
     parity = parity_of(text_digests(tmp_path))
     old, new = SocketReplica("r0", step_s=0.01), SocketReplica("r1")
@@ -342,7 +342,7 @@ async def test_a_replaced_generation_ends_with_nothing_held(tmp_path: Path) -> N
 
 
 async def test_what_is_held_where_no_replica_is_left_may_begin_anew_at_the_next_model(tmp_path: Path) -> None:
-    """An update without room for one more ends the last replica before the first new one is there."""
+    """An update without surge stops the last old replica before the first new one joins."""
     models = ModelVersions(service, ["fox"], router_id="me", policy="p", rng=Random(1))
     parity = parity_of(text_digests(tmp_path))
     new = msgspec.structs.replace(
@@ -373,7 +373,7 @@ async def test_what_is_held_where_no_replica_is_left_may_begin_anew_at_the_next_
 
 
 def enrolled(replica: SocketReplica, version: int, folder: Path) -> Member:
-    """A replica of the model in this folder, served as `fox`."""
+    """Return a replica of the model in this folder, served as `fox`."""
     limits = ModelLimits(name="fox", path=str(folder), vocab_size=4096, max_model_len=512, eos_token_ids=(4,))
     parity = parity_of(text_digests(folder))
     description = msgspec.structs.replace(replica.description, parity=parity, model=limits)
@@ -381,13 +381,13 @@ def enrolled(replica: SocketReplica, version: int, folder: Path) -> Member:
 
 
 async def test_a_held_request_is_tokenized_anew_for_the_model_that_takes_the_place(tmp_path: Path) -> None:
-    """From the client's socket to the replicas': the last of the old one is gone before the first new one comes.
+    """From the client's socket to the replicas': the last old replica leaves before the first new one joins.
 
-    The text side of the old one goes with it.
+    The old model's tokenizer and template are unloaded with it.
     """
     other = Path(shutil.copytree(demo_model_path(), tmp_path / "other"))
     with (other / "tokenizer.json").open("a") as file:
-        file.write("\n")  # another tokenizer, as far as digests say
+        file.write("\n")  # changes the tokenizer's digest
     models = ModelVersions(service, ["fox"], router_id="me", policy="p", rng=Random(1))
     server = RouterServer(RouterSettings(access_log=""), models)
     old, new = SocketReplica("r0"), SocketReplica("r1")
@@ -424,14 +424,14 @@ async def test_a_held_request_is_tokenized_anew_for_the_model_that_takes_the_pla
 
 
 def test_a_replica_of_a_known_version_is_judged_by_that_version(world: World) -> None:
-    """One node with another tokenizer must be refused by its generation, not get one of its own."""
+    """A node with another tokenizer must be refused by its version, not get a version of its own."""
     world.publish(member("r0"), member("r1", block_size=32))
 
     assert [service.members for service in world.services] == [["r0", "r1"]]
 
 
 def test_a_model_that_was_turned_off_refuses_and_others_do_not(two: World) -> None:
-    """Scaled to none by an operator: to hold a request until its time is over helps nobody."""
+    """The operator scaled it to zero: holding a request until its deadline would not help."""
     two.publish(member("r0", rest="draining"), member("r1", version=2, model="owl"))
 
     two.turn_off("fox")
@@ -449,7 +449,7 @@ def test_a_model_that_was_turned_off_refuses_and_others_do_not(two: World) -> No
 
 
 def test_a_model_that_was_never_started_and_is_off_says_so(world: World) -> None:
-    """Not that its first replica is about to come."""
+    """The error must not promise a first replica."""
     world.turn_off("fox")
 
     with pytest.raises(NoReplica, match="is scaled to zero replicas"):
@@ -457,7 +457,7 @@ def test_a_model_that_was_never_started_and_is_off_says_so(world: World) -> None
 
 
 def test_a_model_that_is_added_is_known_before_its_first_replica_comes(world: World) -> None:
-    """503 and a later try, not 404."""
+    """The error is a 503 to be retried, not a 404."""
     with pytest.raises(ModelNotFound):
         world.models.choose("owl")
 
@@ -470,7 +470,7 @@ def test_a_model_that_is_added_is_known_before_its_first_replica_comes(world: Wo
 
 
 def test_a_model_that_leaves_refuses_what_comes_and_what_waits_and_ends_with_its_last_replica(two: World) -> None:
-    """What runs there ends as it would have; the other model is served as before, without being named, too."""
+    """Its running requests finish normally; the other model is served as before, also to requests without a name."""
     both = [member("r0"), member("r1", version=2, model="owl")]
     two.publish(*both)
 
@@ -490,7 +490,7 @@ def test_a_model_that_leaves_refuses_what_comes_and_what_waits_and_ends_with_its
 
 
 def test_a_model_that_comes_back_is_served_again(two: World) -> None:
-    """Its totals go on: counters that fell would be taken for a restart."""
+    """Its totals continue: counters that fell would be taken for a restart."""
     two.publish(member("r0"), member("r1", version=2, model="owl"))
     two.services[1].counters.requests = 5
     two.publish(member("r0"), serve=["fox"])
@@ -503,7 +503,7 @@ def test_a_model_that_comes_back_is_served_again(two: World) -> None:
 
 
 def test_a_router_that_starts_meets_the_last_replicas_of_a_model_that_leaves(world: World) -> None:
-    """It must start all the same, and send them nothing."""
+    """It must start all the same, and send them no requests."""
     world.publish(member("r0"), member("r1", version=2, model="owl", rest="draining"))
 
     with pytest.raises(ModelNotFound):
@@ -512,7 +512,7 @@ def test_a_router_that_starts_meets_the_last_replicas_of_a_model_that_leaves(wor
 
 
 def test_models_never_share_a_generation(two: World) -> None:
-    """Two models may name blocks alike (the same weights twice); their replicas still answer for one alone."""
+    """Two models may hash blocks alike (the same weights twice); their replicas still serve only one model."""
     two.publish(member("r0"), member("r1", version=2, model="owl"))
 
     assert [(service.name, service.members) for service in two.services] == [("fox", ["r0"]), ("owl", ["r1"])]
@@ -521,7 +521,7 @@ def test_models_never_share_a_generation(two: World) -> None:
 
 
 def test_a_model_is_asked_for_by_its_name(two: World) -> None:
-    """A misspelt name is told what there is; with several, one that names none is told so, too."""
+    """For an unknown name, the error lists the served models; with several models, it also does for no name."""
     two.publish(member("r0"))
 
     with pytest.raises(ModelNotFound, match="model 'ox' does not exist; served models: 'fox', 'owl'"):
@@ -531,7 +531,7 @@ def test_a_model_is_asked_for_by_its_name(two: World) -> None:
 
 
 def test_one_models_outage_is_not_anothers(two: World) -> None:
-    """A model without replicas answers 503 or holds what it has; the other's queue, index and end are its own."""
+    """A model without replicas returns 503 or holds its requests; the other's queue, index and end are separate."""
     two.publish(member("r0"))
 
     with pytest.raises(NoReplica):
@@ -545,14 +545,14 @@ def test_one_models_outage_is_not_anothers(two: World) -> None:
 
 
 def test_a_model_that_is_replaced_keeps_its_requests_from_the_others(two: World) -> None:
-    """Who drains still gets what its own model holds, whatever others have."""
+    """Draining replicas still get their own model's held requests, whatever other models have."""
     two.publish(member("r0", rest="draining"), member("r1", version=2, model="owl"))
 
     assert two.services[0].unavailable == {"r0": "draining"}
 
 
 def test_a_membership_that_comes_late_is_ignored(world: World) -> None:
-    """Ray runs two calls of one caller in either order; the router would route to a replica that is gone."""
+    """Ray may run two calls of one caller in either order; the router would use a replica that is gone."""
     world.publish(member("r1"), number=7)
 
     world.publish(member("r0"), member("r1"), number=6)
@@ -561,7 +561,7 @@ def test_a_membership_that_comes_late_is_ignored(world: World) -> None:
 
 
 def test_a_replica_that_its_version_refuses_is_not_warmed_up(world: World) -> None:
-    """The controller hears the reason, and replaces the replica."""
+    """The controller gets the reason and replaces the replica."""
     world.publish(member("odd"))
 
     assert world.ask(WarmUp("odd", 0.5, 10.0)) == WarmUpEnded(refusal="the router refused it: of another size")
@@ -569,7 +569,7 @@ def test_a_replica_that_its_version_refuses_is_not_warmed_up(world: World) -> No
 
 
 def test_demand_is_measured_by_model_over_the_replicas_that_serve(two: World) -> None:
-    """A draining replica of a replaced version takes nothing new; a model without replicas wants one to begin with."""
+    """A draining replica of an old version takes no new requests; a model without replicas needs a first one."""
     two.publish(member("r0", rest="draining"), member("r1", version=2, block_size=32), member("r2", 3, 32))
     two.services[0].held = 3
 

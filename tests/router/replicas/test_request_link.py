@@ -18,7 +18,7 @@ from ..fakes import until
 
 ABORT = Abort(request_ids=[1])
 BATCH = TokenBatch(step=1, outputs=[])
-#: A replica's socket, and nothing else of a replica.
+#: The request socket of a replica, and nothing else.
 LISTENER = """
 import time, zmq
 with zmq.Context() as context, context.socket(zmq.ROUTER) as sock:
@@ -29,7 +29,7 @@ with zmq.Context() as context, context.socket(zmq.ROUTER) as sock:
 
 
 class Sink:
-    """Keeps what a link says."""
+    """Records a link's callbacks."""
 
     def __init__(self) -> None:
         self.up = self.down = 0
@@ -78,7 +78,7 @@ async def received(peer) -> list[bytes]:
 
 
 async def test_messages_go_both_ways(context, peer) -> None:
-    """The identity is the router's id: the replica answers to it and counts by it."""
+    """The connection's identity is the router's id, which the replica uses to address replies and to count requests."""
     sink = Sink()
     link = open_link(context, listen(peer), sink)
     await until(lambda: sink.up)
@@ -94,7 +94,7 @@ async def test_messages_go_both_ways(context, peer) -> None:
 
 
 async def test_nothing_is_queued_for_a_peer_that_is_not_there(context) -> None:
-    """A request must not wait in a socket, out of everybody's sight."""
+    """A request must not wait in a socket, where neither router nor replica can see it."""
     sink = Sink()
     link = open_link(context, "tcp://127.0.0.1:1", sink)
 
@@ -106,7 +106,7 @@ async def test_nothing_is_queued_for_a_peer_that_is_not_there(context) -> None:
 
 
 async def test_a_lost_peer_is_noticed_at_once(context, peer) -> None:
-    """A killed process closes its sockets; what it said before still counts."""
+    """A killed process closes its sockets; replies that it sent before still count."""
     sink = Sink()
     link = open_link(context, listen(peer), sink)
     await until(lambda: sink.up)
@@ -125,10 +125,10 @@ async def test_a_lost_peer_is_noticed_at_once(context, peer) -> None:
 
 
 async def test_a_frozen_peer_is_lost(context) -> None:
-    """SIGSTOP closes no socket: only pings tell, and requests must go elsewhere within a second."""
+    """SIGSTOP closes no socket: only pings detect it, and requests must move within a second."""
     sink = Sink()
     command = [sys.executable, "-c", LISTENER]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:  # noqa: ASYNC220 - it says one line
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:  # noqa: ASYNC220 - prints one line
         try:
             link = open_link(context, process.stdout.readline().strip(), sink)
             await until(lambda: sink.up)
@@ -143,7 +143,7 @@ async def test_a_frozen_peer_is_lost(context) -> None:
 
 
 async def test_what_cannot_be_read_is_dropped_and_said(context, peer) -> None:
-    """One bad frame must not end the connection."""
+    """One malformed frame must not end the connection."""
     sink = Sink()
     link = open_link(context, listen(peer), sink)
     await until(lambda: sink.up)
@@ -160,7 +160,7 @@ async def test_what_cannot_be_read_is_dropped_and_said(context, peer) -> None:
 
 
 async def test_a_message_that_cannot_be_encoded_is_not_taken(context, peer) -> None:
-    """Raised, it would break off the handling of a lost replica, and leave the requests of others without a place."""
+    """An exception would interrupt the handling of a lost replica and leave other requests without a replica."""
     sink = Sink()
     link = open_link(context, listen(peer), sink)
     await until(lambda: sink.up)
@@ -172,7 +172,7 @@ async def test_a_message_that_cannot_be_encoded_is_not_taken(context, peer) -> N
 
 
 async def test_a_closed_link_says_nothing_more(context, peer) -> None:
-    """Its owner has forgotten it."""
+    """Its owner no longer expects callbacks."""
     sink = Sink()
     link = open_link(context, listen(peer), sink)
     await until(lambda: sink.up)
@@ -186,7 +186,7 @@ async def test_a_closed_link_says_nothing_more(context, peer) -> None:
 
 
 async def test_an_address_that_is_none_is_a_loss(context) -> None:
-    """A wrong description must not take the router down."""
+    """A wrong description must not stop the router."""
     sink = Sink()
     open_link(context, "nowhere", sink)
 
@@ -194,7 +194,7 @@ async def test_an_address_that_is_none_is_a_loss(context) -> None:
 
 
 async def test_a_link_with_the_replicas_key_is_encrypted_and_works(context, peer) -> None:
-    """Prompts and answers travel here."""
+    """Prompts and answers are sent over this connection."""
     keys, sink = new_pair(), Sink()
     protect_server(peer, ServerKeys(keys, None))
     link = ReplicaLink(
@@ -210,7 +210,7 @@ async def test_a_link_with_the_replicas_key_is_encrypted_and_works(context, peer
 
 
 async def test_a_link_that_is_refused_is_lost_and_says_why(context, peer) -> None:
-    """Without the replica's key, as with a wrong one, no connection ever comes about; somebody has to be told."""
+    """Without the replica's key or with a wrong one, no connection is ever made; the router must report why."""
     protect_server(peer, ServerKeys(new_pair(), None))
     endpoint, handshakes = listen(peer), Handshakes()
 

@@ -1,4 +1,4 @@
-"""The routing side over real sockets, with fake replicas behind them."""
+"""The router service over real sockets, with fake replicas behind them."""
 
 import asyncio
 import time
@@ -34,7 +34,7 @@ PROMPT = list(range(200))
 
 
 class Watcher:
-    """Keeps what the service tells its observer."""
+    """Records the service's calls to its observer."""
 
     def __init__(self) -> None:
         self.finished: list[RequestState] = []
@@ -51,7 +51,7 @@ class Watcher:
 
 
 class Cluster:
-    """A service and its replicas, each of which introduces itself with the digests of an empty model folder."""
+    """A service and its replicas, each described with the digests of an empty model folder."""
 
     def __init__(self, folder, watcher: Watcher) -> None:
         self.folder = folder
@@ -113,7 +113,7 @@ async def cluster(tmp_path) -> AsyncIterator[Cluster]:
 
 @pytest.fixture
 async def pair(cluster: Cluster) -> Cluster:
-    """Two replicas that serve, their events followed."""
+    """A cluster with two serving replicas whose feeds are live."""
     cluster.add("r0")
     cluster.add("r1")
     cluster.publish()
@@ -122,7 +122,7 @@ async def pair(cluster: Cluster) -> Cluster:
 
 
 async def test_a_request_ends_with_its_tokens_and_is_observed(pair: Cluster) -> None:
-    """The whole way: out on one socket, back on it, and a record for the metrics."""
+    """The whole path: out on one socket, back on it, and a record for the metrics."""
     request = request_of(PROMPT)
 
     replica, deltas = await pair.ask(request)
@@ -133,7 +133,7 @@ async def test_a_request_ends_with_its_tokens_and_is_observed(pair: Cluster) -> 
 
 
 async def test_the_replica_is_known_with_every_delta_and_after_the_last(pair: Cluster) -> None:
-    """The answer's head names it, and a short answer's head is written with its only delta."""
+    """The response head names it, and a short answer's head is written with its only delta."""
     reading = Reading(pair.service.generate(request_of(PROMPT, max_tokens=1)))
     deltas = [delta async for delta in reading]
 
@@ -143,7 +143,7 @@ async def test_the_replica_is_known_with_every_delta_and_after_the_last(pair: Cl
 
 
 async def test_the_holder_is_chosen_once_its_events_arrived(pair: Cluster) -> None:
-    """What replicas hold is learned from the stream alone."""
+    """The router learns from the event stream alone which blocks replicas hold."""
     home, first = await pair.ask(request_of(PROMPT))
     assert home is not None
     await pair.indexed(home, 12)
@@ -156,7 +156,7 @@ async def test_the_holder_is_chosen_once_its_events_arrived(pair: Cluster) -> No
 
 
 async def test_tenants_do_not_share(pair: Cluster) -> None:
-    """Another salt is another root: nothing matches."""
+    """Another salt gives another root, so no block matches."""
     home, _ = await pair.ask(request_of(PROMPT, salt=b"a"))
     assert home is not None
     await pair.indexed(home, 12)
@@ -168,7 +168,7 @@ async def test_tenants_do_not_share(pair: Cluster) -> None:
 
 
 async def test_without_events_routing_goes_by_load_alone(cluster: Cluster) -> None:
-    """The stream is cut off: nothing is claimed that nobody announced, and requests spread."""
+    """Without a stream no blocks are credited, and requests spread over the replicas."""
     for name in ("r0", "r1"):
         replica = cluster.add(name)
         silent = msgspec.structs.replace(replica.description.event_endpoints, events="tcp://127.0.0.1:1", snapshot="")
@@ -185,7 +185,7 @@ async def test_without_events_routing_goes_by_load_alone(cluster: Cluster) -> No
 
 
 async def test_a_router_is_exact_once_it_knows_what_every_replica_holds(pair: Cluster) -> None:
-    """It must not take requests before: a router that comes back would scatter every conversation."""
+    """It must not take requests earlier: a restarted router would scatter every conversation."""
     _, deltas = await pair.ask(request_of(PROMPT))
     late = Cluster(pair.folder, Watcher())
     assert tokens(deltas)
@@ -200,7 +200,7 @@ async def test_a_router_is_exact_once_it_knows_what_every_replica_holds(pair: Cl
 
 
 async def test_a_replica_killed_in_mid_stream_is_survived(pair: Cluster) -> None:
-    """The client's stream goes on; no token is lost and none doubled."""
+    """The client's stream continues; no token is lost or duplicated."""
     request = request_of(PROMPT, max_tokens=120)
     stream = pair.service.generate(request)
     reading = Reading(stream)
@@ -218,7 +218,7 @@ async def test_a_replica_killed_in_mid_stream_is_survived(pair: Cluster) -> None
 
 
 async def test_the_controllers_word_moves_requests_too(pair: Cluster) -> None:
-    """A gang that lost a rank still has its sockets open."""
+    """A rank group that lost a rank still has open sockets."""
     request = request_of(PROMPT, max_tokens=60)
     stream = pair.service.generate(request)
     reading = Reading(stream)
@@ -235,7 +235,7 @@ async def test_the_controllers_word_moves_requests_too(pair: Cluster) -> None:
 
 
 async def test_a_rebuilt_replica_is_a_new_one(pair: Cluster) -> None:
-    """Same name, new epoch: nothing of what the old one held is believed of it."""
+    """It has the same name and a new epoch, and none of the old one's blocks are credited to it."""
     home, _ = await pair.ask(request_of(PROMPT))
     assert home is not None
     await pair.indexed(home, 12)
@@ -250,7 +250,7 @@ async def test_a_rebuilt_replica_is_a_new_one(pair: Cluster) -> None:
 
 
 async def test_a_lost_connection_is_made_again_and_the_left_over_requests_are_stopped(pair: Cluster) -> None:
-    """The replica is alive and computes for nobody: it is told."""
+    """The replica is alive and still computes requests that have moved, so it gets an abort."""
     stream = pair.service.generate(request_of(PROMPT, max_tokens=2000))
     reading = Reading(stream)
     await anext(reading)
@@ -266,7 +266,7 @@ async def test_a_lost_connection_is_made_again_and_the_left_over_requests_are_st
 
 
 async def test_a_cancelled_stream_frees_its_replica(pair: Cluster) -> None:
-    """The client left; iteration ends, and the replica stops within a step."""
+    """The client left: iteration ends, and the replica stops within a step."""
     stream = pair.service.generate(request_of(PROMPT, max_tokens=2000))
     reading = Reading(stream)
     await anext(reading)
@@ -281,7 +281,7 @@ async def test_a_cancelled_stream_frees_its_replica(pair: Cluster) -> None:
 
 
 async def test_a_refused_request_goes_to_another_replica(pair: Cluster) -> None:
-    """One that drains says no; the client never hears of it."""
+    """A draining replica refuses it; the client does not notice."""
     for replica in pair.replicas.values():
         replica.on_message = lambda message: (
             Refused(request_id=message.request_id, reason="draining", message="no", retry=True)
@@ -296,7 +296,7 @@ async def test_a_refused_request_goes_to_another_replica(pair: Cluster) -> None:
 
 
 async def test_a_deadline_ends_the_stream_with_an_error(pair: Cluster) -> None:
-    """And frees the replica."""
+    """It also frees the replica."""
     stream = pair.service.generate(request_of(PROMPT, max_tokens=3000, deadline=time.monotonic() + 0.3))
     reading = Reading(stream)
 
@@ -307,7 +307,7 @@ async def test_a_deadline_ends_the_stream_with_an_error(pair: Cluster) -> None:
 
 
 async def test_a_replica_that_differs_is_refused_loudly(pair: Cluster, caplog: pytest.LogCaptureFixture) -> None:
-    """It shows in /cluster and in the logs, and gets nothing."""
+    """The refusal appears in /cluster and in the logs, and the replica gets no requests."""
     odd = pair.add("odd")
     parity = msgspec.structs.replace(odd.description.parity, template_digest="another")
     odd.description = msgspec.structs.replace(odd.description, parity=parity)
@@ -322,7 +322,7 @@ async def test_a_replica_that_differs_is_refused_loudly(pair: Cluster, caplog: p
 
 
 async def test_a_drained_replica_gets_nothing_new(pair: Cluster) -> None:
-    """What runs there goes on."""
+    """Its running requests continue."""
     pair.unavailable = {"r0": "draining", "unknown": "draining"}
     pair.publish()
 
@@ -334,7 +334,7 @@ async def test_a_drained_replica_gets_nothing_new(pair: Cluster) -> None:
 
 
 async def test_a_replica_that_warms_up_joins_and_is_asked_later(pair: Cluster) -> None:
-    """Its connection stands and its events are followed before the first request goes there."""
+    """It is connected and its events are followed before it gets its first request."""
     pair.unavailable = {"r0": "warming"}
     pair.publish()
     assert await pair.service.until_joined("r0") == ""
@@ -349,7 +349,7 @@ async def test_a_replica_that_warms_up_joins_and_is_asked_later(pair: Cluster) -
 
 
 async def test_a_new_replica_has_what_is_hot_before_it_serves(pair: Cluster) -> None:
-    """Over the sockets of a replica, whose cache and events are then those of anybody's requests."""
+    """The warm-up uses the replica's sockets, so blocks and events are the same as for clients' requests."""
     for seed in range(4):
         await pair.ask(request_of([*PROMPT, seed], seed=seed))
     new = pair.add("r2")
@@ -371,7 +371,7 @@ async def test_a_new_replica_has_what_is_hot_before_it_serves(pair: Cluster) -> 
 
 
 async def test_a_replica_that_is_refused_never_joins(pair: Cluster) -> None:
-    """Whoever waits for it hears why."""
+    """A caller that waits for it gets the reason."""
     odd = pair.add("odd")
     parity = msgspec.structs.replace(odd.description.parity, template_digest="another")
     odd.description = msgspec.structs.replace(odd.description, parity=parity)
@@ -382,7 +382,7 @@ async def test_a_replica_that_is_refused_never_joins(pair: Cluster) -> None:
 
 
 async def test_what_is_held_is_refused_while_nobody_will_come(pair: Cluster) -> None:
-    """At once, and also what comes to be held later; what runs goes on to its end."""
+    """Held requests fail at once, and so do later ones; running requests finish."""
     for replica in pair.all:
         replica.paused = True
     running = Reading(pair.service.generate(request_of(PROMPT)))
@@ -402,7 +402,7 @@ async def test_what_is_held_is_refused_while_nobody_will_come(pair: Cluster) -> 
 
 
 async def test_before_the_first_replica_there_is_nothing_to_ask(cluster: Cluster) -> None:
-    """503, and no model."""
+    """Requests get a 503, and there is no model."""
     assert cluster.service.model() is None
     with pytest.raises(NoReplica):
         cluster.service.generate(request_of(PROMPT))
@@ -411,7 +411,7 @@ async def test_before_the_first_replica_there_is_nothing_to_ask(cluster: Cluster
 
 
 async def test_a_prompt_that_is_too_long_is_counted_as_rejected(pair: Cluster) -> None:
-    """400 without asking anybody."""
+    """It is a 400, without asking a replica."""
     assert pair.service.model() == LIMITS
     with pytest.raises(PromptTooLong):
         pair.service.generate(request_of([1] * LIMITS.max_model_len))
@@ -419,7 +419,7 @@ async def test_a_prompt_that_is_too_long_is_counted_as_rejected(pair: Cluster) -
 
 
 async def test_garbage_from_a_replica_is_counted_and_survived(pair: Cluster) -> None:
-    """One bad frame costs nobody anything."""
+    """One malformed frame affects no request."""
     await pair.ask(request_of(PROMPT))
     for replica in pair.all:
         if replica.core.highest:
@@ -431,7 +431,7 @@ async def test_garbage_from_a_replica_is_counted_and_survived(pair: Cluster) -> 
 
 
 async def test_closing_ends_every_stream_by_name(pair: Cluster) -> None:
-    """No reader waits for ever, and nothing is taken afterwards."""
+    """No reader may wait forever, and later requests are refused."""
     stream = pair.service.generate(request_of(PROMPT, max_tokens=3000))
     reading = Reading(stream)
     await anext(reading)
@@ -447,7 +447,7 @@ async def test_closing_ends_every_stream_by_name(pair: Cluster) -> None:
 async def test_a_burst_of_siblings_neither_scatters_nor_herds(
     pair: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One hundred questions on one new system prompt, at once, over real sockets."""
+    """One hundred questions with one new system prompt, at once, over real sockets."""
     shared = list(range(960))
     requests = [request_of([*shared, *range(seed, seed + 20)], seed=seed, max_tokens=4) for seed in range(100)]
 
@@ -465,7 +465,7 @@ async def test_a_burst_of_siblings_neither_scatters_nor_herds(
 
 
 async def test_a_reset_empties_every_cache_and_the_index_follows(pair: Cluster) -> None:
-    """Benchmarks begin with it; a router that still believed in the blocks would steer by ghosts."""
+    """Benchmarks start with it; a router that kept the blocks in its index would route to hits that are gone."""
     replica, _ = await pair.ask(request_of(PROMPT))
     assert replica is not None
     await pair.indexed(replica, 12)
@@ -476,7 +476,7 @@ async def test_a_reset_empties_every_cache_and_the_index_follows(pair: Cluster) 
 
 
 async def test_a_reset_is_refused_while_requests_run(pair: Cluster) -> None:
-    """Nothing is asked of anybody then, so that no cache is lost for a refusal."""
+    """No replica is asked to reset then, so a refused reset empties no cache."""
     for replica in pair.all:
         replica.paused = True
     stream = pair.service.generate(request_of(PROMPT))
@@ -487,7 +487,7 @@ async def test_a_reset_is_refused_while_requests_run(pair: Cluster) -> None:
 
 
 async def test_a_replica_that_is_used_by_another_router_keeps_its_cache_and_is_named(pair: Cluster) -> None:
-    """This router cannot know of the others' requests; the replica does."""
+    """This router does not know the other routers' requests; the replica does."""
     pair.replicas["r1"].on_message = lambda message: (
         CacheReset(ask_id=message.ask_id, done=False) if isinstance(message, ResetCache) else None
     )
@@ -497,7 +497,7 @@ async def test_a_replica_that_is_used_by_another_router_keeps_its_cache_and_is_n
 
 
 async def test_a_replica_that_goes_while_it_is_asked_fails_the_reset(pair: Cluster) -> None:
-    """Whoever waits is told at once; nobody can say what became of that cache."""
+    """The caller gets an error at once; whether that cache was emptied is unknown."""
     pair.replicas["r1"].on_message = lambda message: (
         Refused(request_id=0, reason="internal", message="") if isinstance(message, ResetCache) else None
     )
@@ -511,13 +511,13 @@ async def test_a_replica_that_goes_while_it_is_asked_fails_the_reset(pair: Clust
 
 
 async def test_a_reset_needs_a_replica(cluster: Cluster) -> None:
-    """Nothing to reset is no success."""
+    """A reset without replicas must not be reported as a success."""
     with pytest.raises(NoReplica):
         await cluster.service.reset_caches()
 
 
 async def test_who_watches_sees_decisions_prefixes_and_next_evictions(cluster: Cluster) -> None:
-    """The replica says itself what it would evict; a lying one is cut to what a page can show."""
+    """The replica reports its next evictions itself; too long a list is cut to what a page can show."""
     replica = cluster.add("r0")
     replica.on_message = lambda message: (
         NextEvictions(hashes=b"\1" * 16 * 1000 + b"odd") if isinstance(message, AskNextEvictions) else None
@@ -536,7 +536,7 @@ async def test_who_watches_sees_decisions_prefixes_and_next_evictions(cluster: C
 
 
 async def test_a_request_that_fails_is_among_the_errors(cluster: Cluster) -> None:
-    """With its reason, and the status that its client got."""
+    """The error is listed with its reason and the status that its client got."""
     replica = cluster.add("r0")
     cluster.publish()
     await cluster.ready("r0")
@@ -551,12 +551,12 @@ async def test_a_request_that_fails_is_among_the_errors(cluster: Cluster) -> Non
 
 
 async def test_before_the_first_replica_there_is_no_activity(cluster: Cluster) -> None:
-    """Nothing is known of the model yet."""
+    """The model is not known yet."""
     assert cluster.service.activity() == []
 
 
 async def test_pins_reach_the_replica_and_its_word_comes_back(cluster: Cluster) -> None:
-    """The router promises nothing itself: the replica that holds the blocks says what it keeps."""
+    """The router itself promises nothing: the replica that holds the blocks reports what it pinned."""
     replica = cluster.add("r0")
     heard: list[Generate] = []
     replica.on_message = lambda message: heard.append(message) if isinstance(message, Generate) else None

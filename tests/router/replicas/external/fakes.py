@@ -1,6 +1,6 @@
-"""An OpenAI-compatible engine that we own: answers as vLLM does, caches blocks, and publishes its events as vLLM does.
+"""A fake OpenAI-compatible engine: answers, caches blocks and publishes events as vLLM does.
 
-Its tokens depend on (seed, position) alone, so that a test knows what a request must yield wherever it ran.
+Its tokens depend only on (seed, position), so a test knows what a request must yield wherever it ran.
 """
 
 import asyncio
@@ -26,36 +26,36 @@ Prefix = tuple[str | None, tuple[int, ...]]
 
 
 def token_at(seed: int, position: int) -> int:
-    """What any fake engine puts at this place of a sequence."""
+    """Return the token that every fake engine generates at this position of a sequence."""
     return random.Random(seed * 100_003 + position).randrange(5, 1000)
 
 
 def answer(prompt: list[int], seed: int, count: int) -> list[int]:
-    """The tokens that a request must yield."""
+    """Return the tokens that a request must yield."""
     return [token_at(seed, len(prompt) + place) for place in range(count)]
 
 
 @dataclass(slots=True)
 class Behaviour:
-    """How the engine behaves; to be changed at any time."""
+    """How the engine behaves; may be changed at any time."""
 
     tells_ids: bool = True
     tells_block_size: bool = True
-    tells_sockets: bool = False  #: its event sockets, as vLLM in its development mode
-    ranks: int = 1  #: of data parallelism, as far as its metrics show
-    refusal: tuple[int, str] | None = None  #: status and words for every completion
-    break_after: int | None = None  #: tokens, then the connection is cut
-    memory_tokens: int | None = None  #: after so many, memory is out: an error ends the stream, 500 every later one
+    tells_sockets: bool = False  #: report its event sockets, as vLLM does in development mode
+    ranks: int = 1  #: data-parallel ranks that its metrics show
+    refusal: tuple[int, str] | None = None  #: status and message for every completion
+    break_after: int | None = None  #: number of tokens after which the connection is cut
+    memory_tokens: int | None = None  #: memory runs out after this many: an error ends the stream, then always 500
     healthy: bool = True
-    stores: bool = True  #: the prompts that it answers, with their events
+    stores: bool = True  #: store the prompts that it answers, and publish their events
     hung: bool = False  #: neither requests nor replays are answered
     token_s: float = 0.0
     reset_path: str = "/reset_prefix_cache"
-    gate: asyncio.Event = field(default_factory=asyncio.Event)  #: closed: answers stop before their second token
+    gate: asyncio.Event = field(default_factory=asyncio.Event)  #: while unset, answers stop before their second token
 
 
 class FakeEngine:
-    """One server with its publisher. Runs in the loop that starts it."""
+    """One HTTP server with its publisher. Runs in the event loop that starts it."""
 
     def __init__(self, *, block_size: int = 16, model: str = "fake", canary_ids: tuple[int, ...] = (1, 2, 3)) -> None:
         self.block_size = block_size
@@ -65,11 +65,11 @@ class FakeEngine:
         self.behaves = Behaviour()
         self.behaves.gate.set()
         self.bodies: list[dict[str, Any]] = []
-        self.hung_up = 0  #: answers whose reader went away
+        self.hung_up = 0  #: answers whose client disconnected
         self.running = 0
         self.cached: dict[Prefix, int] = {}
         self.history: list[bytes] = []
-        self.replay_from = 0  #: older batches are out of the replay buffer
+        self.replay_from = 0  #: older batches are no longer in the replay buffer
         self.starts = 0
         self._ports: tuple[int, int, int] | None = None
         self._server: asyncio.Server | None = None
@@ -90,11 +90,11 @@ class FakeEngine:
         )
 
     def serve_at(self, port: int) -> None:
-        """Listen on this port; to be called before `start`."""
+        """Listen on this port; call it before `start`."""
         self._ports = (port, 0, 0)
 
     async def start(self) -> None:
-        """Begin with an empty cache and event number 0; on the same ports as before, if there were any."""
+        """Start with an empty cache and event number 0, on the same ports as before if it was started before."""
         http, events, replay = self._ports or (0, 0, 0)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._pub, self._router = self._context.socket(zmq.PUB), self._context.socket(zmq.ROUTER)
@@ -107,17 +107,17 @@ class FakeEngine:
         self._replays = asyncio.create_task(self._answer_replays())
 
     async def stop(self) -> None:
-        """As a process that is killed."""
+        """Stop like a killed process."""
         assert self._server is not None
         self._server.close()
-        await asyncio.sleep(0)  # connections that were just accepted get their handlers first
+        await asyncio.sleep(0)  # lets connections that were just accepted get their handlers first
         for writer in tuple(self._writers):
             writer.transport.abort()
         self._replays.cancel()
         for task in tuple(self._tasks):
             task.cancel()
         await asyncio.gather(self._replays, *self._tasks, return_exceptions=True)
-        await asyncio.sleep(0)  # aborted connections are given back in the loop's next turn
+        await asyncio.sleep(0)  # aborted connections are released in the loop's next iteration
         for sock in (self._pub, self._router):
             sock.close(0)
         self._context.term()
@@ -125,28 +125,28 @@ class FakeEngine:
     # The cache and its events
 
     def evict(self, prompt: list[int], *, blocks: int, salt: str | None = None) -> None:
-        """Give up the last blocks of a prompt."""
+        """Evict the last blocks of a prompt."""
         chain = self._chain(prompt, salt)
         gone = [self.cached.pop(prefix) for prefix in chain[len(chain) - blocks :]]
         self.publish({"type": "BlockRemoved", "block_hashes": gone, "medium": "GPU", "group_idx": 0})
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Empty the cache."""
         self.cached.clear()
         self.publish({"type": "AllBlocksCleared"})
 
     def publish(self, *events: dict[str, Any], heard: bool = True) -> None:
-        """Number and keep a batch; send it unless it is to get lost."""
+        """Number and keep a batch; send it, unless it is to be lost (`heard` is false)."""
         self.history.append(msgspec.msgpack.encode([1.0 + len(self.history), list(events), 0]))
         if heard:
             self.send(encode_seq(len(self.history) - 1), self.history[-1])
 
     def send(self, seq: bytes, payload: bytes) -> None:
-        """Publish one message as it is."""
+        """Publish one message unchanged."""
         self._pub.send_multipart([b"", seq, payload])
 
     def held(self, prompt: list[int], salt: str | None = None) -> int:
-        """Blocks of a prompt that are cached from its start on."""
+        """Return the number of leading blocks of a prompt that are cached."""
         count = 0
         for prefix in self._chain(prompt, salt):
             if prefix not in self.cached:
@@ -209,7 +209,7 @@ class FakeEngine:
             length = next((int(line[15:]) for line in head.lower().splitlines() if line[:15] == "content-length:"), 0)
             body = await reader.readexactly(length)
             method, path, _ = head.split(" ", 2)
-            while self.behaves.hung:  # noqa: ASYNC110 - any test may change it, from any thread
+            while self.behaves.hung:  # noqa: ASYNC110 - any test may change it from any thread
                 await asyncio.sleep(0.01)
             await self._answer(method, path, body, writer)
         except (ConnectionError, asyncio.IncompleteReadError):
@@ -253,7 +253,7 @@ class FakeEngine:
                 lines += [f'vllm:num_requests_running{{engine="{n}"}} 0.0' for n in range(1, self.behaves.ranks)]
                 self._whole(writer, 200, "\n".join(lines).encode())
             case self.behaves.reset_path:
-                self.cached.clear()  # vLLM announces it with its next step
+                self.cached.clear()  # vLLM announces this with its next step
                 self._whole(writer, 200, b"")
             case _:
                 self._whole(writer, 404, b'{"detail":"Not Found"}')
@@ -325,7 +325,7 @@ class FakeEngine:
 
 @contextmanager
 def engines_in_a_thread(*engines: FakeEngine) -> Iterator[asyncio.AbstractEventLoop]:
-    """Run engines beside a test that has no loop of its own."""
+    """Run engines in a thread, for tests without an event loop."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="engines")
     thread.start()
@@ -342,7 +342,7 @@ def engines_in_a_thread(*engines: FakeEngine) -> Iterator[asyncio.AbstractEventL
 
 
 def demo_engine() -> FakeEngine:
-    """An engine that claims to serve the demo model."""
+    """Return an engine that claims to serve the demo model."""
     tokenizer = Tokenizer.from_file(str(demo_model_path() / "tokenizer.json"))
     ids = tokenizer.encode(CANARY, add_special_tokens=False).ids
     engine = FakeEngine(model="demo", canary_ids=tuple(ids))
@@ -351,7 +351,7 @@ def demo_engine() -> FakeEngine:
 
 
 def backend_flags(*engines: FakeEngine) -> list[str]:
-    """What `homing serve` needs to find each of them."""
+    """Return the options with which `homing serve` finds these engines."""
     words = []
     for engine in engines:
         ends = engine.endpoints

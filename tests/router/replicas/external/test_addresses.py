@@ -1,4 +1,4 @@
-"""Settings that name engines."""
+"""Settings that list engines."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from ...fakes import LIMITS, parity_of
 
 
 def test_lists_are_paired_by_their_order() -> None:
-    """An empty place is a server without events."""
+    """An empty entry means an engine without events."""
     settings = RouterSettings(backend="http://a:1/v1/, https://b", events=",tcp://b:5", replay="")
 
     first, second = replica_addresses(settings)
@@ -22,7 +22,7 @@ def test_lists_are_paired_by_their_order() -> None:
 
 
 def test_an_engine_is_described_as_a_replica() -> None:
-    """With events, and without what it does not have."""
+    """The description has the engine's event sockets, and leaves the ones that it lacks empty."""
     (backend,) = replica_addresses(RouterSettings(backend="a:8000", events="tcp://a:5", replay="tcp://a:6"))
 
     about = describe(backend, parity_of(), LIMITS, max_running_requests=9)
@@ -44,6 +44,6 @@ def test_an_engine_is_described_as_a_replica() -> None:
     ],
 )
 def test_what_does_not_fit_is_named(settings: dict[str, str], message: str) -> None:
-    """Before anything is started."""
+    """The error comes before anything is started."""
     with pytest.raises(BackendsInvalid, match=message.replace("*", r"\*")):
         replica_addresses(RouterSettings(**settings))

@@ -1,4 +1,4 @@
-"""A foreign engine's announcements in our names."""
+"""An external engine's cache events, translated to our block hashes."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -21,25 +21,25 @@ HASHER = BlockHasher(SIZE, 7)
 
 
 def keys(tokens: Iterable[int], *, salt: bytes = b"") -> list[int]:
-    """What a prompt of these tokens is looked up by."""
+    """Return the wire hashes by which a prompt of these tokens is looked up."""
     return [wire_hash(name) for name in HASHER.chain(tenant_root(ROOT, salt=salt), token_bytes(tokens))]
 
 
 def stored(parent: int | None, handles: list[int], tokens: Iterable[int], **fields: object) -> Stored:
-    """An event of the engine."""
+    """Build an event of the engine."""
     return Stored(parent, handles, list(tokens), SIZE, **fields)
 
 
 @pytest.fixture
 def chains():
-    """Checked after every test."""
+    """External blocks whose invariants are checked after every test."""
     chains = ExternalBlocks("b0", HASHER, ROOT)
     yield chains
     chains.check()
 
 
 def test_a_block_goes_by_the_hash_of_its_content(chains: ExternalBlocks) -> None:
-    """The engine's own hashes are of another kind: only the content tells which prompt hits."""
+    """The engine uses other hashes than ours: only the content shows which prompts hit."""
     first = chains.stored(stored(None, [900, 901], range(8)))
     second = chains.stored(stored(901, [902], range(8, 12)))
 
@@ -47,7 +47,7 @@ def test_a_block_goes_by_the_hash_of_its_content(chains: ExternalBlocks) -> None
 
 
 def test_a_removal_names_the_handle_and_removes_the_content(chains: ExternalBlocks) -> None:
-    """Removals carry nothing but the engine's own hash."""
+    """Removals contain only the engine's own hash."""
     chains.stored(stored(None, [900, 901], range(8)))
 
     assert chains.removed([901]) == keys(range(8))[1:]
@@ -55,7 +55,7 @@ def test_a_removal_names_the_handle_and_removes_the_content(chains: ExternalBloc
 
 
 def test_a_block_is_held_until_its_last_copy_is_removed(chains: ExternalBlocks) -> None:
-    """vLLM announces each physical copy, and each removal of one."""
+    """vLLM announces each physical copy and each removal of one."""
     chains.stored(stored(None, [900], range(4)))
 
     assert chains.stored(stored(None, [900, 901], range(8))) == keys(range(8))[1:]
@@ -64,7 +64,7 @@ def test_a_block_is_held_until_its_last_copy_is_removed(chains: ExternalBlocks) 
 
 
 def test_two_handles_of_one_content_are_two_references(chains: ExternalBlocks) -> None:
-    """An engine whose hashes depend on more than the content has it twice, and may give up one of both."""
+    """If an engine's hashes depend on more than the content, it may store one content twice and evict one copy."""
     chains.stored(stored(None, [900], range(4)))
     chains.stored(stored(None, [800], range(4)))
 
@@ -73,7 +73,7 @@ def test_two_handles_of_one_content_are_two_references(chains: ExternalBlocks) -
 
 
 def test_a_chain_behind_an_unknown_parent_is_counted_and_earns_nothing(chains: ExternalBlocks) -> None:
-    """Without its beginning nobody knows which prompt it belongs to; guessing would credit what is not there."""
+    """Without the earlier blocks, the prompt is unknown; guessing would credit blocks that are not held."""
     assert chains.stored(stored(555, [900], range(4))) == []
     assert chains.stored(stored(900, [901], range(4, 8))) == []
     assert chains.unplaced["no_parent"] == 2
@@ -83,14 +83,14 @@ def test_a_chain_behind_an_unknown_parent_is_counted_and_earns_nothing(chains: E
 
 
 def test_tokens_that_are_not_one_block_for_each_hash_name_nothing(chains: ExternalBlocks) -> None:
-    """Groups of sliding windows announce blocks without all of their tokens."""
+    """Sliding-window groups announce blocks without all of their tokens."""
     assert chains.stored(stored(None, [900, 901], range(4))) == []
     assert chains.stored(stored(None, [902], [-1, 0, 0, 0])) == []
     assert chains.unplaced["no_tokens"] == 3
 
 
 def test_blocks_of_another_size_are_a_loud_refusal(chains: ExternalBlocks) -> None:
-    """No prompt would ever hit, silently. Side groups may have sizes of their own."""
+    """Otherwise no prompt would ever hit, without any error. Side groups may have other sizes."""
     with pytest.raises(ParityMismatch, match="block_size is 16"):
         chains.stored(Stored(None, [900], list(range(16)), 16))
 
@@ -99,7 +99,7 @@ def test_blocks_of_another_size_are_a_loud_refusal(chains: ExternalBlocks) -> No
 
 
 def test_a_copy_in_slower_memory_that_remains_is_not_in_the_index(chains: ExternalBlocks) -> None:
-    """It must be loaded first, so it is not what a copy in GPU memory is."""
+    """It must be loaded first, so it is worth less than a copy in GPU memory."""
     chains.stored(stored(None, [900, 901], range(8), medium="GPU"))
     assert chains.hit(keys(range(8))) is None
 
@@ -111,7 +111,7 @@ def test_a_copy_in_slower_memory_that_remains_is_not_in_the_index(chains: Extern
 
 @pytest.mark.parametrize("group", [None, 0])
 def test_a_placeholder_names_copies_by_their_handles_alone(chains: ExternalBlocks, group: int | None) -> None:
-    """vLLM's offloading connector sends no tokens and a block size of 0: no reason to refuse a healthy engine."""
+    """vLLM's offloading connector sends no tokens and block size 0: no reason to refuse a healthy engine."""
     placeholder = Stored(None, [900, 901, 555], [], 0, "CPU", group)
     chains.stored(stored(None, [900, 901], range(8)))
 
@@ -125,7 +125,7 @@ def test_a_placeholder_names_copies_by_their_handles_alone(chains: ExternalBlock
 
 
 def test_a_placeholder_that_comes_first_counts_once_its_content_is_known(chains: ExternalBlocks) -> None:
-    """The order of events of two media is the engine's affair."""
+    """The engine chooses the order of events from two media."""
     chains.stored(Stored(None, [900], [], 0, "CPU"))
     assert chains.hit(keys(range(4))) is None
 
@@ -136,7 +136,7 @@ def test_a_placeholder_that_comes_first_counts_once_its_content_is_known(chains:
 
 
 def test_copies_of_several_blocks_each_in_slower_memory_continue_a_hit(chains: ExternalBlocks) -> None:
-    """Connectors may be set to longer blocks than the engine's."""
+    """Connectors may be configured with longer blocks than the engine's."""
     chains.stored(stored(None, [900, 901, 902, 903], range(16)))
     chains.stored(Stored(None, [901, 903], list(range(16)), 8, "CPU"))
     chains.removed([901, 902, 903])
@@ -145,7 +145,7 @@ def test_copies_of_several_blocks_each_in_slower_memory_continue_a_hit(chains: E
 
 
 def test_a_group_of_sliding_windows_needs_its_last_window_only(chains: ExternalBlocks) -> None:
-    """Its earlier blocks are skipped, so its handles are fewer than its tokens; the main group tells their content."""
+    """Earlier blocks are skipped, so it has fewer handles than blocks; the main group supplies their content."""
     window = {"group": 1, "kind": "sliding_window", "window": 5}
     chains.stored(stored(901, [902, 903], range(12), **window))
     chains.stored(stored(None, [900, 901, 902, 903], range(16), group=0))
@@ -158,7 +158,7 @@ def test_a_group_of_sliding_windows_needs_its_last_window_only(chains: ExternalB
 
 
 def test_a_group_of_mamba_layers_needs_its_last_state_only(chains: ExternalBlocks) -> None:
-    """A state at the end of a prefix stands for all of it; between two states nothing is cached."""
+    """A state at the end of a prefix covers the whole prefix; between two states nothing is cached."""
     chains.stored(stored(None, [900, 901, 902], range(12), group=0))
     chains.stored(Stored(None, [901], [], SIZE, "GPU", 1, kind="mamba"))
 
@@ -167,7 +167,7 @@ def test_a_group_of_mamba_layers_needs_its_last_state_only(chains: ExternalBlock
 
 
 def test_ranks_hold_blocks_of_their_own(chains: ExternalBlocks) -> None:
-    """Where the engine chooses the rank, only what each of them has is sure."""
+    """If the engine chooses the rank, only blocks that every rank holds are certain hits."""
     chains.stored(stored(None, [900, 901], range(8)), 0)
     chains.stored(stored(None, [900], range(4)), 1)
 
@@ -178,7 +178,7 @@ def test_ranks_hold_blocks_of_their_own(chains: ExternalBlocks) -> None:
 
 
 def test_where_one_rank_is_asked_the_others_do_not_count() -> None:
-    """Each rank is a replica of its own."""
+    """Each rank is a separate replica."""
     chains = ExternalBlocks("b0", HASHER, ROOT, rank=1)
 
     assert chains.stored(stored(None, [900], range(4)), 0) == []
@@ -189,7 +189,7 @@ def test_where_one_rank_is_asked_the_others_do_not_count() -> None:
 
 
 def test_an_adapter_or_an_image_makes_other_blocks_of_the_same_tokens(chains: ExternalBlocks) -> None:
-    """Equal tokens under another adapter or around another image have other KV: no hit for a plain prompt."""
+    """Equal tokens under another adapter or around another image have different KV: no hit for a plain prompt."""
     plain = chains.stored(stored(None, [1], range(4)))
     adapter = chains.stored(stored(None, [2], range(4), lora_name="poet"))
     image = chains.stored(stored(None, [3], range(4), extra_keys=[["a picture", 0]]))
@@ -199,7 +199,7 @@ def test_an_adapter_or_an_image_makes_other_blocks_of_the_same_tokens(chains: Ex
 
 
 def test_a_tenants_salt_comes_back_as_the_tenants_root(chains: ExternalBlocks) -> None:
-    """The engine keeps tenants apart by the salt that the router gave it, and so does the index."""
+    """The engine separates tenants by the salt that the router sent, and so does the index."""
     salt = bytes(range(16))
     told = [[cache_salt(tenant_root(ROOT, salt=salt))]]
 
@@ -212,9 +212,9 @@ def test_a_tenants_salt_comes_back_as_the_tenants_root(chains: ExternalBlocks) -
 
 
 class Engine(RuleBasedStateMachine):
-    """An engine that announces every copy, some of them after their parents' names were lost, against a plain bag.
+    """An engine that announces every copy, some after their parents' hashes were lost, compared with a plain multiset.
 
-    The oracle hashes each block's whole prompt anew and knows nothing of handles.
+    The oracle hashes each block's whole prompt again and does not use handles.
     """
 
     @initialize(seed=st.integers(0, 1 << 16))
@@ -224,7 +224,7 @@ class Engine(RuleBasedStateMachine):
         self.index: set[int] = set()
         self.handles: dict[tuple[int, ...], int] = {}
         self.copies: Counter[tuple[str, tuple[int, ...]]] = Counter()
-        #: contents that can be named: told with their beginning, and not gone since
+        #: contents with a known hash: announced with all earlier blocks, and not removed since
         self.named: set[tuple[int, ...]] = set()
 
     def handle(self, content: tuple[int, ...]) -> int:
@@ -293,7 +293,7 @@ class Engine(RuleBasedStateMachine):
 
     @invariant()
     def a_hit_is_what_the_engine_would_find(self) -> None:
-        """First what the GPU has from the start on, then what continues that in slower memory."""
+        """A hit is the prefix in GPU memory, then the blocks that continue it in slower memory."""
         for prompt in self.held():
             blocks = 0
             media = []

@@ -1,4 +1,4 @@
-"""What cache events of external replicas do to the index, without sockets. Feeds change it for our own replicas."""
+"""The effect of external replicas' cache events on the index, without sockets. Our own replicas use feeds instead."""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -38,7 +38,7 @@ class Moved(msgspec.Struct, frozen=True, tag="moved"):
 
 @contextmanager
 def joined() -> Iterator[tuple[ExternalReplica, Placement]]:
-    """A replica in routing, and what is known of it."""
+    """Yield a replica in routing, and the placement that it updates."""
     loop, context = asyncio.new_event_loop(), zmq.Context[zmq.Socket[bytes]]()
     placement = Placement(
         make_policy("expected-ttft"), loads=LoadBook("me", 1e9), reservations=Reservations(30.0), rng=Random(1)
@@ -56,7 +56,7 @@ def joined() -> Iterator[tuple[ExternalReplica, Placement]]:
 
 
 def stored(*hashes: int) -> Stored:
-    """Blocks of a prompt of 0, 1, 2, …"""
+    """Build the event that stores blocks of the prompt 0, 1, 2, …"""
     return Stored(None, hashes, range(len(hashes) * BLOCK), BLOCK)
 
 
@@ -72,7 +72,7 @@ def stored(*hashes: int) -> Stored:
     ],
 )
 def test_the_index_follows_each_type_of_event(events: list[CacheEvent], held: int) -> None:
-    """The counterpart of the test below: known types have their effect."""
+    """The counterpart of the test below: each known type has its effect."""
     with joined() as (replica, placement):
         replica.blocks_changed(Apply(0, 1.0, events))
 
@@ -80,7 +80,7 @@ def test_the_index_follows_each_type_of_event(events: list[CacheEvent], held: in
 
 
 def test_an_unknown_type_of_event_is_an_error_and_clears_nothing() -> None:
-    """A new type that is not handled here must not be taken for `Cleared`."""
+    """A new type that this code does not handle must not be treated as `Cleared`."""
     with joined() as (replica, placement):
         replica.blocks_changed(Apply(0, 1.0, [stored(1, 2)]))
 
