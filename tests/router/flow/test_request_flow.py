@@ -620,7 +620,7 @@ def test_a_shutdown_ends_every_request_by_name(world: World) -> None:
 
 
 def test_only_who_has_no_token_may_begin_anew_when_its_model_is_replaced() -> None:
-    """Another model would continue differently. A request that is resubmitted has not failed, so it is not an error."""
+    """Another model would continue differently. A request that starts again has not failed: it counts as cancelled."""
     world = World(1)
     begun = world.submit(request_of(PROMPT))
     world.step("r0")

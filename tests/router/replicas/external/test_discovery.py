@@ -1,4 +1,4 @@
-"""What engines say of themselves, over real sockets."""
+"""Discovery of engines' properties, over real sockets."""
 
 import asyncio
 
@@ -16,7 +16,7 @@ def client_of(url: str) -> Client:
 
 
 async def test_an_engine_is_described_by_what_it_answers() -> None:
-    """Model, limits, version and block size need no flag; event sockets where it tells them."""
+    """Model, limits, version and block size need no flag; neither do event sockets if the engine reports them."""
     engine = FakeEngine()
     await engine.start()
     try:
@@ -33,7 +33,7 @@ async def test_an_engine_is_described_by_what_it_answers() -> None:
 
 
 async def test_an_engine_that_is_not_there_is_said_to_be_so() -> None:
-    """It is asked again later."""
+    """The router asks again later."""
     engine = FakeEngine()
     await engine.start()
     await engine.stop()
@@ -43,7 +43,7 @@ async def test_an_engine_that_is_not_there_is_said_to_be_so() -> None:
 
 
 async def test_the_handshake_tells_a_publisher_from_a_replay_socket() -> None:
-    """A usual port may belong to anything."""
+    """Any program may listen on a well-known port."""
     engine = FakeEngine()
     await engine.start()
     try:

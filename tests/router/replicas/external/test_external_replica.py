@@ -1,4 +1,4 @@
-"""Foreign engines behind the routing side, over real sockets: requests out over HTTP, their events in."""
+"""External engines behind the router service, over real sockets: requests go out over HTTP, events come in."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -31,7 +31,7 @@ TERMS = EngineRequirements(
 
 
 class Watcher:
-    """Keeps what the service tells its observer."""
+    """Records the service's calls to its observer."""
 
     def __init__(self) -> None:
         self.finished: list[RequestState] = []
@@ -121,7 +121,7 @@ async def pair(cluster: Cluster) -> Cluster:
 
 
 async def test_a_request_ends_with_the_engines_tokens_and_its_word_on_cached_ones(pair: Cluster) -> None:
-    """The dispatcher works with ids; how many were cached is only known at the end of the stream."""
+    """The request flow works with token ids; the number of cached tokens is known only at the stream's end."""
     await pair.ask()
     home, deltas = await pair.ask(seed=5)
 
@@ -133,7 +133,7 @@ async def test_a_request_ends_with_the_engines_tokens_and_its_word_on_cached_one
 
 
 async def test_the_holder_is_chosen_once_its_events_arrived(pair: Cluster) -> None:
-    """The point of it all: its own hashes mean nothing to us, what they stand for does."""
+    """The purpose of translated events: engine hashes differ from ours, but the blocks' content is known."""
     home, _ = await pair.ask()
     await until(lambda: pair.replica(home).indexed_blocks >= BLOCKS)
 
@@ -146,7 +146,7 @@ async def test_the_holder_is_chosen_once_its_events_arrived(pair: Cluster) -> No
 
 
 async def test_removals_and_clears_are_followed(pair: Cluster) -> None:
-    """A block that is gone must not be credited."""
+    """A block that was removed must not be credited."""
     home, _ = await pair.ask(max_tokens=1)
     engine = pair.engines[home]
     await until(lambda: pair.replica(home).indexed_blocks == BLOCKS)
@@ -158,7 +158,7 @@ async def test_removals_and_clears_are_followed(pair: Cluster) -> None:
 
 
 async def test_a_lost_batch_is_replayed(pair: Cluster) -> None:
-    """vLLM keeps its last batches for who asks."""
+    """vLLM keeps its last batches for replay."""
     home, _ = await pair.ask(max_tokens=1)
     engine = pair.engines[home]
     await until(lambda: pair.replica(home).indexed_blocks == BLOCKS)
@@ -172,7 +172,7 @@ async def test_a_lost_batch_is_replayed(pair: Cluster) -> None:
 
 
 async def test_blocks_without_a_known_beginning_are_shown_and_not_credited(pair: Cluster) -> None:
-    """Credit is for what is sure; what is dropped is counted where an operator looks."""
+    """Only blocks whose prompt is known are credited; dropped ones are counted where an operator sees them."""
     orphan = {"block_hashes": [1, 2], "parent_block_hash": 77, "token_ids": list(range(32)), "block_size": 16}
 
     pair.engines["b0"].publish({"type": "BlockStored", "lora_id": None, "medium": "GPU", "lora_name": None, **orphan})
@@ -182,7 +182,7 @@ async def test_blocks_without_a_known_beginning_are_shown_and_not_credited(pair:
 
 
 async def test_tenants_are_kept_apart_in_the_engine_and_in_the_index(pair: Cluster) -> None:
-    """The tenant's root travels as `cache_salt` and comes back with the events."""
+    """The tenant's root is sent as `cache_salt` and returned in the events."""
     salt = b"tenant a"
     home, _ = await pair.ask(salt=salt, max_tokens=1)
     await until(lambda: pair.replica(home).indexed_blocks == BLOCKS)
@@ -197,7 +197,7 @@ async def test_tenants_are_kept_apart_in_the_engine_and_in_the_index(pair: Clust
 
 
 async def test_an_engine_killed_in_mid_stream_is_survived(pair: Cluster) -> None:
-    """The client's stream goes on at the other one, from the very next token."""
+    """The client's stream continues on the other engine, from the very next token."""
     for engine in pair.engines.values():
         engine.behaves.gate.clear()
     stream = pair.service.generate(request_of(PROMPT, seed=9))
@@ -219,7 +219,7 @@ async def test_an_engine_killed_in_mid_stream_is_survived(pair: Cluster) -> None
 
 
 async def test_a_constrained_answer_cannot_go_on_at_an_engine(pair: Cluster) -> None:
-    """Its grammar would begin anew in the middle of the answer, which would then match nothing."""
+    """Its grammar would start again in the middle of the answer, so the answer would not match."""
     for engine in pair.engines.values():
         engine.behaves.gate.clear()
     constraint = Constraint(kind="regex", source="a+")
@@ -237,7 +237,7 @@ async def test_a_constrained_answer_cannot_go_on_at_an_engine(pair: Cluster) -> 
 
 
 async def test_an_engine_is_asked_for_no_embeddings(pair: Cluster) -> None:
-    """It would answer with text; a replica of ours may take the request."""
+    """It would reply with text; one of our own replicas may take the request."""
     asked = msgspec.structs.replace(request_of(PROMPT), embedding=EmbeddingParams("last"))
 
     with pytest.raises(RouterError, match="does not support embeddings"):
@@ -247,7 +247,7 @@ async def test_an_engine_is_asked_for_no_embeddings(pair: Cluster) -> None:
 
 
 async def test_a_restarted_engine_comes_back_with_an_empty_cache(pair: Cluster) -> None:
-    """What the former one held is gone, whatever its numbers say."""
+    """The blocks of the stopped engine are gone, whatever the event numbers say."""
     home, _ = await pair.ask(max_tokens=1)
     await until(lambda: pair.replica(home).indexed_blocks == BLOCKS)
 
@@ -260,7 +260,7 @@ async def test_a_restarted_engine_comes_back_with_an_empty_cache(pair: Cluster) 
 
 
 async def test_an_engine_that_is_there_later_joins_later(cluster: Cluster) -> None:
-    """Routers and engines start in any order."""
+    """Routers and engines may start in any order."""
     (engine,) = await cluster.add("b0")
     await engine.stop()
     stream = cluster.service.generate(request_of(PROMPT))
@@ -272,7 +272,7 @@ async def test_an_engine_that_is_there_later_joins_later(cluster: Cluster) -> No
 
 
 async def test_a_refusal_of_the_request_itself_is_the_callers(pair: Cluster) -> None:
-    """Another engine would say the same, and its words say what to change."""
+    """Another engine would refuse it too, and the engine's message says what to change."""
     for engine in pair.engines.values():
         engine.behaves.refusal = (400, "top_p must be in (0, 1]")
 
@@ -283,7 +283,7 @@ async def test_a_refusal_of_the_request_itself_is_the_callers(pair: Cluster) -> 
 
 
 async def test_mistakes_of_callers_are_nothing_against_an_engine(pair: Cluster) -> None:
-    """A breaker that counts them would take every engine from everybody, as sglang-router's does for a minute."""
+    """A breaker that counted them would disable every engine for all callers, as sglang-router's does for a minute."""
     for engine in pair.engines.values():
         engine.behaves.refusal = (400, "top_p must be in (0, 1]")
     for seed in range(60):
@@ -299,7 +299,7 @@ async def test_mistakes_of_callers_are_nothing_against_an_engine(pair: Cluster) 
 
 
 async def test_an_engine_in_trouble_passes_the_request_on(pair: Cluster) -> None:
-    """503 of one engine is nothing that a client should see while another one works."""
+    """Clients must not see one engine's 503 while another engine works."""
     pair.engines["b0"].behaves.refusal = (503, "out of service")
 
     for seed in range(4):
@@ -308,7 +308,7 @@ async def test_an_engine_in_trouble_passes_the_request_on(pair: Cluster) -> None
 
 
 async def test_when_every_engine_fails_the_client_gets_its_words(pair: Cluster) -> None:
-    """After the retries, with what the last engine said."""
+    """The error comes after the retries and contains the last engine's message."""
     for engine in pair.engines.values():
         engine.behaves.refusal = (500, "CUDA out of memory")
 
@@ -317,7 +317,7 @@ async def test_when_every_engine_fails_the_client_gets_its_words(pair: Cluster) 
 
 
 async def test_a_cancelled_stream_hangs_up(pair: Cluster) -> None:
-    """Engines stop when their client is gone: that is the abort."""
+    """Engines stop when their client disconnects: a disconnect is the abort."""
     for engine in pair.engines.values():
         engine.behaves.token_s = 0.01
     stream = pair.service.generate(request_of(PROMPT, max_tokens=2000))
@@ -331,7 +331,7 @@ async def test_a_cancelled_stream_hangs_up(pair: Cluster) -> None:
 
 
 async def test_an_engine_that_tells_no_ids_is_taken_by_its_text(cluster: Cluster) -> None:
-    """Older servers stream text alone: it is handed on as it is, and counted by the engine's own usage."""
+    """Older servers stream only text: it is passed on unchanged, and counted by the engine's own usage."""
     (engine,) = await cluster.add("b0")
     engine.behaves.tells_ids = False
     await cluster.live("b0")
@@ -344,7 +344,7 @@ async def test_an_engine_that_tells_no_ids_is_taken_by_its_text(cluster: Cluster
 
 
 async def test_text_without_ids_cannot_go_on_elsewhere(pair: Cluster) -> None:
-    """Nobody can say which tokens the text was; making them up would be worse than an error."""
+    """The tokens of the text are unknown; making them up would be worse than an error."""
     for engine in pair.engines.values():
         engine.behaves.tells_ids = False
         engine.behaves.break_after = 3
@@ -356,14 +356,14 @@ async def test_text_without_ids_cannot_go_on_elsewhere(pair: Cluster) -> None:
 
 
 async def test_pins_are_not_promised(pair: Cluster) -> None:
-    """Foreign engines keep nothing on request; the caller is told 0."""
+    """External engines do not pin blocks; the caller is told that 0 tokens are pinned."""
     _, deltas = await pair.ask(pins=(Pin(96, 60.0, bytes(16)),))
 
     assert deltas[0].pinned_tokens == 0
 
 
 async def test_a_busy_engine_is_avoided(pair: Cluster) -> None:
-    """Other clients' requests show in its metrics; ours we know."""
+    """Other clients' requests appear in its metrics; the router knows its own."""
     pair.engines["b0"].running = 30
     await until(lambda: pair.replica("b0").running == 30)
 
@@ -374,7 +374,7 @@ async def test_a_busy_engine_is_avoided(pair: Cluster) -> None:
 
 
 async def test_rates_are_learned_from_answers(pair: Cluster) -> None:
-    """Engines do not tell how fast they are."""
+    """Engines do not report how fast they are."""
     pair.engines["b0"].behaves.token_s = pair.engines["b1"].behaves.token_s = 0.002
     home, _ = await pair.ask()
 
@@ -396,7 +396,7 @@ async def test_rates_are_learned_from_answers(pair: Cluster) -> None:
 async def test_an_engine_that_differs_is_refused_by_name(
     cluster: Cluster, change: Callable[[FakeEngine], None], field: str
 ) -> None:
-    """It would answer wrongly, or never hit."""
+    """It would return wrong answers, or never hit."""
     engine = FakeEngine()
     change(engine)
     await engine.start()
@@ -411,7 +411,7 @@ async def test_an_engine_that_differs_is_refused_by_name(
 
 
 async def test_blocks_of_another_size_are_noticed_by_the_first_event(cluster: Cluster) -> None:
-    """Not every engine tells its block size beforehand."""
+    """Not every engine reports its block size beforehand."""
     engine = FakeEngine(block_size=32)
     engine.behaves.tells_block_size = False
     await engine.start()
@@ -427,7 +427,7 @@ async def test_blocks_of_another_size_are_noticed_by_the_first_event(cluster: Cl
 
 
 async def test_without_events_what_was_sent_is_remembered_and_marked(cluster: Cluster) -> None:
-    """Servers that publish nothing can still stand behind the router; that it guesses is shown."""
+    """Engines that publish no events also work; the view marks their blocks as approximate."""
     await cluster.add("b0", "b1", events=False)
     await until(lambda: all(cluster.replica(name).state == "serving" for name in ("b0", "b1")))
 
@@ -444,7 +444,7 @@ async def test_without_events_what_was_sent_is_remembered_and_marked(cluster: Cl
 
 
 async def test_a_reset_reaches_the_engines(pair: Cluster) -> None:
-    """vLLM offers it in its development mode, and announces it with its next step only. SGLang calls it otherwise."""
+    """vLLM offers it in development mode and announces it with its next step. SGLang uses another path."""
     pair.engines["b1"].behaves.reset_path = "/flush_cache"
     home, _ = await pair.ask(max_tokens=1)
     await until(lambda: pair.replica(home).indexed_blocks == BLOCKS)
@@ -457,7 +457,7 @@ async def test_a_reset_reaches_the_engines(pair: Cluster) -> None:
 
 
 async def test_an_engine_that_leaves_the_membership_is_left_alone(pair: Cluster) -> None:
-    """Its requests go on elsewhere, and nobody asks after it any more."""
+    """Its requests continue elsewhere, and the router stops checking its health."""
     engine = pair.engines.pop("b0")
     pair.tell()
 
@@ -469,7 +469,7 @@ async def test_an_engine_that_leaves_the_membership_is_left_alone(pair: Cluster)
 
 
 async def test_an_engine_that_a_replica_has_started_needs_no_terms(tmp_path) -> None:
-    """Its description says what it must match; it was examined where it was started. One that warms up waits."""
+    """Its description contains the requirements; it was checked where it was started. It waits while warming up."""
     cluster = Cluster(tmp_path, external=None)
     try:
         engine = cluster.engines["r0"] = FakeEngine(model=LIMITS.name)
@@ -488,7 +488,7 @@ async def test_an_engine_that_a_replica_has_started_needs_no_terms(tmp_path) -> 
 
 
 async def test_an_engine_that_is_refused_does_not_keep_an_update_waiting(cluster: Cluster) -> None:
-    """Whoever waits for it to join learns why it will not."""
+    """A caller that waits for it to join gets the reason why it will not."""
     await cluster.add("b0", model="another")
 
     assert "another" in await cluster.service.until_joined("b0")

@@ -1,4 +1,4 @@
-"""What engines do wrong, over real sockets: the index is exact afterwards, or known to be stale."""
+"""Failures of engines, over real sockets: afterwards the index is exact, or known to be stale."""
 
 from homing.router.replicas.external.external_replica import HEALTH_INTERVAL_S
 
@@ -10,7 +10,7 @@ __all__ = ["cluster", "pair"]  # fixtures
 
 
 async def hold(pair: Cluster) -> str:
-    """An engine that holds the prompt, with all its events applied."""
+    """Let an engine hold the prompt; return its name when all its events are applied."""
     home, _ = await pair.ask(max_tokens=1)
     await until(lambda: pair.replica(home).indexed_blocks == BLOCKS)
     return home
@@ -21,7 +21,7 @@ def held_at(pair: Cluster, name: str) -> int:
 
 
 async def test_an_engine_that_restarts_at_once_behind_its_address_holds_what_it_stores_anew(pair: Cluster) -> None:
-    """Faster than any health check: only its stream shows it."""
+    """The restart is faster than any health check: only the event stream shows it."""
     home = await hold(pair)
     engine = pair.engines[home]
 
@@ -36,7 +36,7 @@ async def test_an_engine_that_restarts_at_once_behind_its_address_holds_what_it_
 
 
 async def test_a_hung_engine_is_known_to_be_stale(pair: Cluster) -> None:
-    """Its connections stand; that its publisher answers nothing is the only sign, and comes within a second."""
+    """Its connections stay open; the only sign is that its publisher stops answering, noticed within a second."""
     home = await hold(pair)
     assert HEALTH_INTERVAL_S <= 1.0
 
@@ -49,7 +49,7 @@ async def test_a_hung_engine_is_known_to_be_stale(pair: Cluster) -> None:
 
 
 async def test_a_lost_last_batch_is_noticed_without_a_later_one(pair: Cluster) -> None:
-    """vLLM sends no heartbeats: it is asked for what follows."""
+    """vLLM sends no heartbeats, so the router asks for later batches."""
     home = await hold(pair)
 
     pair.engines[home].publish({"type": "AllBlocksCleared"}, heard=False)
@@ -58,7 +58,7 @@ async def test_a_lost_last_batch_is_noticed_without_a_later_one(pair: Cluster) -
 
 
 async def test_a_dead_event_port_leaves_an_engine_in_routing_without_credit(pair: Cluster) -> None:
-    """Its HTTP server works: no reason to drop it; but nothing that it held is credited any more."""
+    """Its HTTP server works, so it is not dropped, but its blocks are no longer credited."""
     home = await hold(pair)
     engine = pair.engines[home]
 
@@ -73,7 +73,7 @@ async def test_a_dead_event_port_leaves_an_engine_in_routing_without_credit(pair
 
 
 async def test_an_engine_that_runs_out_of_memory_costs_no_answer_and_keeps_no_credit(pair: Cluster) -> None:
-    """vLLM ends its streams with an error, answers 500, and its process ends; it comes back with an empty cache."""
+    """vLLM ends its streams with an error, returns 500, then exits; it comes back with an empty cache."""
     home = await hold(pair)
     engine, other = pair.engines[home], next(name for name in pair.engines if name != home)
     engine.behaves.memory_tokens = 3
@@ -94,7 +94,7 @@ async def test_an_engine_that_runs_out_of_memory_costs_no_answer_and_keeps_no_cr
 
 
 async def test_event_ports_that_nobody_binds_are_stale_and_not_live(cluster: Cluster) -> None:
-    """Nothing was ever heard there."""
+    """No event was ever received from there."""
     (engine,) = await cluster.add("b0", events=False)
     ports, engine._ports = engine._ports, (*(engine._ports or (0, 0, 0))[:1], 1, 1)
     cluster.service.apply_membership([], 7)
@@ -108,7 +108,7 @@ async def test_event_ports_that_nobody_binds_are_stale_and_not_live(cluster: Clu
 
 
 async def test_an_engine_that_comes_back_with_another_model_is_refused(pair: Cluster) -> None:
-    """It answers, under the same address and within a moment: wrongly."""
+    """It answers at the same address within a moment, but wrongly."""
     home = await hold(pair)
     engine = pair.engines[home]
 

@@ -1,4 +1,4 @@
-"""The list of engines: what was found of each, and which replicas a router gets from it."""
+"""The fleet of engines: what was discovered about each, and the replicas that it gives a router."""
 
 from pathlib import Path
 
@@ -42,7 +42,7 @@ def test_each_rank_is_a_replica_with_event_sockets_of_its_own() -> None:
 
 
 def test_what_is_missing_is_said_with_its_remedy() -> None:
-    """Without events the router guesses; the flags that mend it are printed."""
+    """Without events the router guesses; the message contains the flags that fix it."""
     lines = list(found(EngineAddress("http://a"), events="").missing())
 
     assert len(lines) == 1
@@ -51,7 +51,7 @@ def test_what_is_missing_is_said_with_its_remedy() -> None:
 
 
 def test_a_source_replaces_its_own_engines_alone() -> None:
-    """An engine that stays keeps its name, and what was found of it."""
+    """An engine that stays keeps its name and what was discovered about it."""
     fleet = EngineFleet()
     fleet.add(EngineAddress("http://a"), "flags")
     assert fleet.replace([EngineAddress("http://b"), EngineAddress("http://c")], "file")
@@ -82,7 +82,7 @@ def test_mistakes_are_refused_by_name() -> None:
 
 
 def test_a_file_is_read_again_when_it_changes(tmp_path: Path) -> None:
-    """Lists of URLs and of maps may be mixed; a mistake names the file."""
+    """URLs and maps may be mixed in the list; an error names the file."""
     path = tmp_path / "engines.yaml"
     path.write_text("- http://a\n- {url: http://b, events: tcp://b:1}\n")
     source = EngineFile(path)
@@ -97,7 +97,7 @@ def test_a_file_is_read_again_when_it_changes(tmp_path: Path) -> None:
 
 
 def test_a_name_stands_for_its_addresses() -> None:
-    """As the name of a headless Service does."""
+    """The name resolves as that of a headless Service does."""
     source = EngineDnsName(Address.of("dns+http://127.0.0.1:81"), "tcp://127.0.0.1:5557", "")
 
     assert source.read() == [EngineAddress("http://127.0.0.1:81", "tcp://127.0.0.1:5557")]
@@ -105,7 +105,7 @@ def test_a_name_stands_for_its_addresses() -> None:
 
 
 def test_engines_follow_the_addresses_of_their_name() -> None:
-    """Pods come and go. Each is an engine with event sockets of its own; one that stays keeps its name."""
+    """Pods come and go. Each is an engine with its own event sockets; an engine that stays keeps its name."""
     known = [{"10.0.0.1", "10.0.0.2"}, {"fd00::3", "10.0.0.2"}, set[str]()]
     answers = iter(known)
     name = Address.of("dns+http://vllm.default.svc:8000")

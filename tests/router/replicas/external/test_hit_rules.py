@@ -1,4 +1,4 @@
-"""The rules of engines, against the definition of a hit spelled out for every possible end."""
+"""The hit rules of engines, compared with the definition of a hit applied to every possible end."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +16,7 @@ RULES = st.one_of(
 
 
 def suffices(rule: GroupRule, held: frozenset[int], end: int) -> bool:
-    """Whether this group can continue behind the first `end` blocks."""
+    """Return whether this group can continue after the first `end` blocks."""
     if rule.kind == "mamba":
         return end == 0 or KEYS[end - 1] in held
     start = 0
@@ -28,7 +28,7 @@ def suffices(rule: GroupRule, held: frozenset[int], end: int) -> bool:
 
 @given(st.lists(st.tuples(RULES, st.frozensets(st.sampled_from(KEYS))), min_size=1, max_size=3))
 def test_a_hit_is_the_longest_prefix_that_suffices_for_every_group(groups) -> None:
-    """With memory of one kind; whatever the order of the groups."""
+    """This is tested with one kind of memory and any order of the groups."""
     hit = longest_hit(KEYS, SIZE, [HeldBlocks(rule, {"GPU": held}) for rule, held in groups])
 
     ends = [end for end in range(len(KEYS) + 1) if all(suffices(rule, held, end) for rule, held in groups)]
@@ -36,7 +36,7 @@ def test_a_hit_is_the_longest_prefix_that_suffices_for_every_group(groups) -> No
 
 
 def test_slower_memory_continues_what_faster_memory_has() -> None:
-    """What the GPU holds behind a block that only the CPU holds is not used."""
+    """GPU blocks after a block that only the CPU holds are not used."""
     media = {"GPU": {100, 101, 103}, "CPU": {100, 102, 103}, "DISK": {104}}
 
     hit = longest_hit(KEYS, SIZE, [HeldBlocks(GroupRule(), media)])
@@ -45,7 +45,7 @@ def test_slower_memory_continues_what_faster_memory_has() -> None:
 
 
 def test_a_window_may_lie_in_two_media() -> None:
-    """The blocks that the hit in GPU memory covers are there already."""
+    """Blocks covered by the hit in GPU memory need not be loaded."""
     full = HeldBlocks(GroupRule(), {"GPU": {100, 101}, "CPU": {102}})
     window = HeldBlocks(GroupRule("sliding_window", 6), {"GPU": {100, 101}, "CPU": {102}})
 
@@ -53,7 +53,7 @@ def test_a_window_may_lie_in_two_media() -> None:
 
 
 def test_blocks_of_several_of_ours_end_where_theirs_do() -> None:
-    """A group with longer blocks shortens the hit to a multiple of them; another size cannot be credited."""
+    """A group with longer blocks shortens the hit to a multiple of them; other sizes cannot be credited."""
     full = HeldBlocks(GroupRule(), {"GPU": set(KEYS[:5])})
     long = HeldBlocks(GroupRule("mamba"), {"GPU": {KEYS[3]}}, {"GPU": 2 * SIZE})
     odd = HeldBlocks(GroupRule("mamba"), {"GPU": {KEYS[3]}}, {"GPU": SIZE + 1})

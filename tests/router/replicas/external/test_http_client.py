@@ -1,4 +1,4 @@
-"""HTTP as a client, over real sockets."""
+"""The HTTP client, over real sockets."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -13,7 +13,7 @@ Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]
 
 @asynccontextmanager
 async def served(handle: Handler, *, api_key: str = "", max_idle: int = 0) -> AsyncIterator[Client]:
-    """A server that handles each connection so, and a client of it."""
+    """Run a server that handles each connection with `handle`, and yield a client for it."""
 
     handlers: set[asyncio.Task[None] | None] = set()
 
@@ -35,7 +35,7 @@ async def served(handle: Handler, *, api_key: str = "", max_idle: int = 0) -> As
 
 
 def saying(data: bytes, heard: list[bytes] | None = None) -> Handler:
-    """Reads a request's head, and says this."""
+    """Return a handler that reads a request's head and writes this data."""
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
@@ -48,7 +48,7 @@ def saying(data: bytes, heard: list[bytes] | None = None) -> Handler:
 
 
 async def test_a_request_names_host_path_and_key() -> None:
-    """Servers behind a proxy have a path before every path."""
+    """Servers behind a proxy have a prefix before every path."""
     heard: list[bytes] = []
     async with served(saying(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi", heard), api_key="secret") as client:
         answer = await client.ask("GET", "/health", timeout_s=120)
@@ -64,14 +64,14 @@ async def test_a_request_names_host_path_and_key() -> None:
     ids=["no HTTP", "cut short", "nothing"],
 )
 async def test_half_an_answer_is_none(data: bytes) -> None:
-    """Whatever the reason, it comes by one error."""
+    """Whatever the reason, it is reported as one type of error."""
     async with served(saying(data)) as client:
         with pytest.raises(EngineUnreachableError):
             await client.ask("GET", "/health", timeout_s=120)
 
 
 async def test_silence_is_told_from_refusal() -> None:
-    """A busy engine is slow; one that is gone refuses."""
+    """A busy engine is slow; an engine that is gone refuses connections."""
     release = asyncio.Event()
 
     async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -87,7 +87,7 @@ async def test_silence_is_told_from_refusal() -> None:
 
 
 async def test_a_closed_call_says_nothing_more() -> None:
-    """Also when it is closed before the connection stands."""
+    """This includes a call that is closed before the connection is established."""
     said: list[object] = []
 
     class Sink:
@@ -101,7 +101,7 @@ async def test_a_closed_call_says_nothing_more() -> None:
 
 
 async def test_a_connection_serves_one_request_after_the_other() -> None:
-    """A connection for each costs more than the rest of a short request."""
+    """A new connection costs more than the rest of a short request."""
     accepted, answered = 0, 0
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -125,7 +125,7 @@ async def test_a_connection_serves_one_request_after_the_other() -> None:
 
 @pytest.mark.parametrize("says", [b"", b"connection: close\r\n"], ids=["unannounced", "announced"])
 async def test_a_connection_that_the_server_has_closed_costs_no_request(says: bytes) -> None:
-    """Servers close what is idle, and may do so while the next request is on its way."""
+    """Servers close idle connections, possibly while the next request is on its way."""
     heard: list[bytes] = []
     answer = b"HTTP/1.1 200 OK\r\n" + says + b"content-length: 2\r\n\r\nhi"
     async with served(saying(answer, heard), max_idle=4) as client:

@@ -1,4 +1,4 @@
-"""How busy an engine is, as a report of ours."""
+"""An engine's load, expressed as one of our load reports."""
 
 import pytest
 from hypothesis import given
@@ -22,14 +22,14 @@ from ...fakes import description_of
 
 
 class Nobody:
-    """Takes what a request brings, and does nothing."""
+    """Ignores a request's outputs and refusals."""
 
     def on_output(self, request, output) -> None: ...
     def on_refusal(self, request, refusal) -> None: ...
 
 
 def request_at(number: int, *, uncached: int = 100, sent_at: float = 0.0) -> ExternalRequest:
-    """A request of a hundred tokens."""
+    """Build a request with a prompt of 100 tokens."""
     generate = Generate(
         request_id=number,
         token_ids=token_bytes(range(100)),
@@ -49,7 +49,7 @@ def load() -> ExternalLoad:
 
 
 def test_requests_count_as_running_from_their_first_token_on(load: ExternalLoad) -> None:
-    """Before that the router counts them itself; both would be twice."""
+    """Earlier, the router counts them itself, so they would be counted twice."""
     request = request_at(1)
     load.sent(request)
     assert load.report(0.0, cached_blocks=0).running == 0
@@ -66,7 +66,7 @@ def test_requests_count_as_running_from_their_first_token_on(load: ExternalLoad)
 
 
 def test_a_short_prompt_costs_more_than_its_length(load: ExternalLoad) -> None:
-    """Routers fit the parts of the cost to the first tokens of all engines."""
+    """Routers fit the parts of the cost to the first-token times of all engines."""
     for number in range(40):
         request = request_at(number, uncached=50 if number % 2 else 2000)
         load.sent(request)
@@ -82,7 +82,7 @@ def test_a_short_prompt_costs_more_than_its_length(load: ExternalLoad) -> None:
 
 
 def test_a_prompt_behind_another_one_is_not_measured_as_if_it_had_computed_both(load: ExternalLoad) -> None:
-    """It comes when most of the other one is computed: each time that would look like a machine ten times as fast."""
+    """It arrives when the other prompt is almost computed: its own time would suggest a machine ten times as fast."""
     for number in range(0, 80, 2):
         at = 10.0 * number
         long, short = (
@@ -103,7 +103,7 @@ def test_a_prompt_behind_another_one_is_not_measured_as_if_it_had_computed_both(
 
 
 def test_a_request_that_leaves_before_its_first_token_spoils_no_measurement(load: ExternalLoad) -> None:
-    """Nobody knows how much of it was computed. With the next one the time is measured again."""
+    """How much of it was computed is unknown. From the next request on, time is measured again."""
     gone, waiting, other = request_at(1, uncached=4000), request_at(2, uncached=500), request_at(3, uncached=500)
     for each in (gone, waiting, other):
         load.sent(each)
@@ -116,7 +116,7 @@ def test_a_request_that_leaves_before_its_first_token_spoils_no_measurement(load
 
 
 def test_an_engine_that_is_never_idle_is_measured_too(load: ExternalLoad) -> None:
-    """After some prompts, of which the last ones are a small part."""
+    """It is measured over several prompts, of which the last ones are a small part."""
     for number in range(40):
         load.sent(request_at(number, sent_at=number / 10))
         if number:
@@ -126,7 +126,7 @@ def test_an_engine_that_is_never_idle_is_measured_too(load: ExternalLoad) -> Non
 
 
 def test_other_clients_requests_are_those_beyond_ours(load: ExternalLoad) -> None:
-    """The engine counts all of them."""
+    """The engine's metrics count all requests."""
     load.sent(request_at(1))
 
     load.update(EngineMetrics(running=3, waiting=2, kv_usage=0.5))
@@ -135,7 +135,7 @@ def test_other_clients_requests_are_those_beyond_ours(load: ExternalLoad) -> Non
 
 
 def test_blocks_come_from_usage_as_far_as_it_is_told(load: ExternalLoad) -> None:
-    """Cached blocks beyond the used ones are free and still hold something."""
+    """Cached blocks beyond the used ones are free and still hold KV."""
     load.update(EngineMetrics(kv_usage=0.2))
 
     report = load.report(0.0, cached_blocks=150)
@@ -144,7 +144,7 @@ def test_blocks_come_from_usage_as_far_as_it_is_told(load: ExternalLoad) -> None
 
 
 def test_memory_is_free_when_a_request_ends_and_not_a_second_later(load: ExternalLoad) -> None:
-    """And what the engine counts before the first token, the router counts, too: here it is counted once."""
+    """Before the first token, engine and router both count a request's blocks; the report counts them once."""
     running, waiting = request_at(1), request_at(2)
     load.sent(running)
     load.tokens_arrived(running, 0.1)
@@ -165,7 +165,7 @@ def test_memory_is_free_when_a_request_ends_and_not_a_second_later(load: Externa
 
 
 def test_what_ends_while_an_engine_is_asked_is_not_another_clients(load: ExternalLoad) -> None:
-    """Its answer still counts the request and its memory: for a second an idle engine would look busy."""
+    """The engine's reply still counts the request and its memory: an idle engine would look busy for a second."""
     request = request_at(1)
     blocks = -(-100 // load.description.parity.block_size)
     load.sent(request)
@@ -183,7 +183,7 @@ def test_what_ends_while_an_engine_is_asked_is_not_another_clients(load: Externa
 
 
 def test_steps_with_a_prefill_in_them_are_no_decode_steps(load: ExternalLoad) -> None:
-    """An engine whose first answer ran beside a long prompt looked a hundred times as slow, and lost its prefixes."""
+    """An engine whose first answer ran next to a long prompt looked a hundred times as slow, and lost its prefixes."""
     decoding, waiting = request_at(1), request_at(2)
     load.sent(decoding)
     load.tokens_arrived(decoding, 0.1)
@@ -203,7 +203,7 @@ def test_steps_with_a_prefill_in_them_are_no_decode_steps(load: ExternalLoad) ->
 
 
 def test_an_engine_that_tells_nothing_has_room() -> None:
-    """Its own queue is then the only bound."""
+    """Then only its own queue limits it."""
     load = ExternalLoad(description_of("b0"))
     load.begin(EngineMetrics())
 
@@ -211,7 +211,7 @@ def test_an_engine_that_tells_nothing_has_room() -> None:
 
 
 def test_observations_replace_the_guess() -> None:
-    """A guess is nobody's pace."""
+    """The initial guess is not any engine's rate."""
     rates = EngineRates()
 
     rates.observe_prefill(1000, 0.25)
@@ -222,7 +222,7 @@ def test_observations_replace_the_guess() -> None:
 
 
 def test_one_long_gap_between_tokens_changes_nothing() -> None:
-    """The engine has computed a prompt of somebody else; even if it is the first gap that is seen."""
+    """The engine computed another client's prompt, even if this is the first gap observed."""
     rates, before = EngineRates(), EngineRates().decode_step_s
 
     rates.observe_decode(1, 2.0)
@@ -231,7 +231,7 @@ def test_one_long_gap_between_tokens_changes_nothing() -> None:
 
 
 def test_one_odd_answer_changes_little() -> None:
-    """Engines compile things in the middle of serving."""
+    """Engines compile kernels while serving."""
     rates = EngineRates()
     for _ in range(5):
         rates.observe_prefill(1000, 0.1)
@@ -242,7 +242,7 @@ def test_one_odd_answer_changes_little() -> None:
 
 
 def test_a_short_prompt_tells_nothing_of_prefill() -> None:
-    """Its time is the way there and back."""
+    """Its time is mostly the round trip."""
     rates, before = EngineRates(), EngineRates().prefill_tokens_per_s
 
     rates.observe_prefill(MIN_PREFILL_TOKENS - 1, 5.0)
@@ -252,7 +252,7 @@ def test_a_short_prompt_tells_nothing_of_prefill() -> None:
 
 @given(st.lists(st.tuples(st.integers(-5, 10**6), st.floats(-1.0, 1e6, allow_nan=False)), max_size=40))
 def test_rates_stay_above_zero(seen: list[tuple[int, float]]) -> None:
-    """Whatever a clock says: they are divided by."""
+    """Rates are used as divisors, so they must be positive whatever the clock returns."""
     rates = EngineRates()
     for tokens, seconds in seen:
         rates.observe_prefill(tokens, seconds)
@@ -278,17 +278,17 @@ sglang:token_usage{model_name="m"} 0.5
 
 
 def test_vllm_tells_load_and_blocks() -> None:
-    """Summed over its ranks; a metric whose name only begins alike is another one."""
+    """Values are summed over its ranks; a longer metric name with the same start is another metric."""
     assert read_metrics(VLLM) == EngineMetrics(running=5, waiting=1, kv_usage=0.25, num_blocks=8192, block_size=32)
 
 
 def test_sglang_tells_load() -> None:
-    """Under names of its own."""
+    """SGLang uses other metric names."""
     assert read_metrics(SGLANG) == EngineMetrics(running=4, waiting=0, kv_usage=0.5)
 
 
 def test_what_is_not_told_is_not_made_up() -> None:
-    """vLLM says None for what a rank does not know yet."""
+    """vLLM reports None for values that a rank does not know yet."""
     assert (
         read_metrics('vllm:cache_config_info{num_gpu_blocks="None"} 1.0\nvllm:num_requests_running NaN\n')
         == EngineMetrics()

@@ -1,4 +1,4 @@
-"""Who is let in."""
+"""The checks that an engine must pass before it joins."""
 
 import asyncio
 from dataclasses import replace
@@ -15,7 +15,7 @@ TERMS = EngineRequirements(
 
 
 def examined(**fields: object) -> str:
-    """The name of the model at a fitting engine, but for what is given."""
+    """Examine a matching engine with the given fields replaced; return the name of its model."""
     values: dict[str, object] = {"cards": [Card("m", None, 8192)], "canary_ids": [1, 2], "block_size": 16}
     return examine("b0", TERMS, **(values | fields))
 
@@ -41,7 +41,7 @@ def test_a_model_is_known_by_the_path_it_was_loaded_from_and_called_by_its_name(
     ],
 )
 def test_what_differs_is_refused_with_a_remedy(fields: dict[str, object], field: str, remedy: str) -> None:
-    """Whoever reads it should know what to do."""
+    """The error tells the operator what to do."""
     with pytest.raises(ParityMismatch, match=remedy) as refused:
         examined(**fields)
 
@@ -54,7 +54,7 @@ def test_what_differs_is_refused_with_a_remedy(fields: dict[str, object], field:
 async def test_another_chat_template_is_noticed_where_the_engine_shows_it(
     monkeypatch: pytest.MonkeyPatch, status: int, body: bytes, same: bool
 ) -> None:
-    """It is no reason to refuse: answers are right, and only hits of chats are guesses."""
+    """It is no reason to refuse: answers are right, and only the hits of chats are uncertain."""
     client = Client(Address.of("http://x"), loop=asyncio.get_running_loop())
 
     async def ask(*_: object, **__: object) -> Answer:

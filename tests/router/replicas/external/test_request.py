@@ -1,4 +1,4 @@
-"""One request at an engine, event by event."""
+"""One request to an engine, event by event."""
 
 import json
 from typing import Any
@@ -15,7 +15,7 @@ EOS = 2
 
 
 class Desk:
-    """Keeps what a request brings."""
+    """Records a request's replies."""
 
     def __init__(self) -> None:
         self.outputs: list[TokenOutput | TextOutput] = []
@@ -29,7 +29,7 @@ class Desk:
 
 
 def request_at(desk: Desk, generated: list[int] | None = None, **sampling: Any) -> ExternalRequest:
-    """A request of three prompt tokens that an engine has begun to answer."""
+    """Build a request with three prompt tokens to which an engine has started to respond."""
     generate = Generate(
         request_id=4,
         token_ids=token_bytes([7, 8, 9, *(generated or [])]),
@@ -50,7 +50,7 @@ def request_at(desk: Desk, generated: list[int] | None = None, **sampling: Any) 
 
 
 def event(ids: list[int] | None, finish: str | None = None, **more: Any) -> bytes:
-    """One event of a stream."""
+    """Build one event of a stream."""
     choice = {"text": "x", "token_ids": ids, "finish_reason": finish}
     return b"data: " + json.dumps({"choices": [choice], **more}).encode() + b"\n\n"
 
@@ -65,7 +65,7 @@ def desk() -> Desk:
 
 
 def test_the_last_output_waits_for_the_word_on_cached_tokens(desk: Desk) -> None:
-    """It comes behind the finish reason, and the router wants both."""
+    """That number follows the finish reason, and the router needs both in one output."""
     request = request_at(desk)
 
     request.body(event([5]) + event([6], "length"))
@@ -77,7 +77,7 @@ def test_the_last_output_waits_for_the_word_on_cached_tokens(desk: Desk) -> None
 
 
 def test_a_stream_that_just_ends_behind_its_finish_reason_is_whole(desk: Desk) -> None:
-    """Not every server says [DONE]."""
+    """Not every server sends [DONE]."""
     request = request_at(desk)
 
     request.body(event([5], "length"))
@@ -88,7 +88,7 @@ def test_a_stream_that_just_ends_behind_its_finish_reason_is_whole(desk: Desk) -
 
 
 def test_a_continuation_counts_from_the_beginning_of_the_answer(desk: Desk) -> None:
-    """The dispatcher checks places over all engines that worked on it."""
+    """The request flow checks token positions across all engines that worked on an answer."""
     request = request_at(desk, generated=[11, 12])
 
     request.body(event([13]))
@@ -108,7 +108,7 @@ def test_a_continuation_counts_from_the_beginning_of_the_answer(desk: Desk) -> N
 def test_a_token_that_ended_the_answer_is_named(
     desk: Desk, ids: list[int], sampling: dict[str, Any], stop: int | None
 ) -> None:
-    """It gives no text."""
+    """The stop token yields no text."""
     request = request_at(desk, **sampling)
 
     request.body(event(ids, "stop") + DONE)
@@ -118,7 +118,7 @@ def test_a_token_that_ended_the_answer_is_named(
 
 
 def test_text_without_ids_is_counted_by_usage_or_by_pieces(desk: Desk) -> None:
-    """The best that there is."""
+    """Nothing more exact is available."""
     request = request_at(desk)
 
     request.body(event(None, usage={"completion_tokens": 3}) + event(None) + event(None, "stop") + DONE)
@@ -131,7 +131,7 @@ def test_text_without_ids_is_counted_by_usage_or_by_pieces(desk: Desk) -> None:
     [b"data: <html>\n\n", b'data: {"error": {"message": "EngineCore died"}}\n\n', DONE],
 )
 def test_a_broken_answer_may_go_on_elsewhere(desk: Desk, data: bytes) -> None:
-    """Garbage, an engine's own error, an end without a reason: none of it is the caller's."""
+    """Garbage, an engine's own error, or an end without a reason: none is the caller's fault."""
     request = request_at(desk)
 
     request.body(event([5]) + data)
@@ -143,7 +143,7 @@ def test_a_broken_answer_may_go_on_elsewhere(desk: Desk, data: bytes) -> None:
 
 @pytest.mark.parametrize(("status", "retry"), [(400, False), (422, False), (404, True), (429, True), (503, True)])
 def test_a_status_says_whose_fault_it_is(desk: Desk, status: int, retry: bool) -> None:
-    """What no engine would take goes back to the caller, in the engine's words."""
+    """A request that every engine would refuse goes back to the caller, with the engine's message."""
     request = request_at(desk)
 
     request.head(status)
@@ -156,7 +156,7 @@ def test_a_status_says_whose_fault_it_is(desk: Desk, status: int, retry: bool) -
 
 
 def test_an_answer_that_the_engine_aborts_may_continue_elsewhere(desk: Desk) -> None:
-    """Nobody here asked for that: the engine gave up."""
+    """The router did not ask for the abort: the engine gave up."""
     request = request_at(desk)
 
     request.body(event([5]) + event([6], "abort") + DONE)
@@ -166,7 +166,7 @@ def test_an_answer_that_the_engine_aborts_may_continue_elsewhere(desk: Desk) -> 
 
 
 def test_a_chat_is_told_apart_by_the_engine(desk: Desk) -> None:
-    """Each chunk as it comes: the second chunk of a call does not begin it again."""
+    """Each chunk is passed on as it comes: the second chunk of a tool call does not start it again."""
     request = request_at(desk)
 
     def chunk(delta: dict[str, Any], generated: int, finish: str | None = None) -> bytes:

@@ -1,4 +1,4 @@
-"""What is said to an engine and what its answers mean; answers as vLLM 0.32 gave them."""
+"""Requests to an engine and the meaning of its answers, as vLLM 0.32 gave them."""
 
 import json
 from itertools import accumulate
@@ -28,7 +28,7 @@ from homing.router.text.parsers.deltas import Content, Reasoning, ToolCallArgume
 def body(
     generated: list[int] | None = None, *, salt: str | None = None, chat: Any = None, **sampling: Any
 ) -> dict[str, Any]:
-    """The body of a request of three prompt tokens."""
+    """Return the body of a request with three prompt tokens."""
     tokens = [7, 8, 9, *(generated or [])]
     generate = Generate(
         request_id=1,
@@ -44,7 +44,7 @@ def body(
 
 
 def test_a_chat_goes_as_it_came_with_the_sampling_that_was_resolved() -> None:
-    """The engine renders it, so it gets no ids; what the chat names itself does not win over limits."""
+    """The engine renders the template, so it gets no ids; the chat's own fields do not override the limits."""
     asked = {"messages": [{"role": "user", "content": "Hi"}], "tools": [], "max_tokens": 99}
 
     sent = body(chat=asked, salt="s", top_k=4)
@@ -54,7 +54,7 @@ def test_a_chat_goes_as_it_came_with_the_sampling_that_was_resolved() -> None:
 
 
 def test_reasoning_and_calls_of_a_chat_are_the_engines() -> None:
-    """vLLM calls reasoning `reasoning`, SGLang `reasoning_content`; a call's name comes once, or with every chunk."""
+    """vLLM sends `reasoning`, SGLang `reasoning_content`; a call's name comes once, or with every chunk."""
     call = {"index": 1, "id": "c1", "function": {"name": "f", "arguments": "{"}}
 
     def deltas(delta: dict[str, Any], calls: int = 0) -> Any:
@@ -68,7 +68,7 @@ def test_reasoning_and_calls_of_a_chat_are_the_engines() -> None:
 
 
 def test_every_parameter_that_has_a_default_at_the_engine_is_spelled_out() -> None:
-    """vLLM takes missing ones from the model's generation_config.json, and the answer would be another."""
+    """vLLM takes missing ones from the model's generation_config.json, which would change the answer."""
     assert body() == {
         "model": "m",
         "prompt": [7, 8, 9],
@@ -88,14 +88,14 @@ def test_every_parameter_that_has_a_default_at_the_engine_is_spelled_out() -> No
 
 
 def test_a_continuation_asks_for_what_is_left() -> None:
-    """Limits count from the beginning of the answer, wherever it began."""
+    """Limits count from the start of the answer, on whichever replica that was."""
     content = body([1, 2, 3, 4], min_tokens=6)
 
     assert (content["prompt"], content["max_tokens"], content["min_tokens"]) == ([7, 8, 9, 1, 2, 3, 4], 6, 2)
 
 
 def test_parameters_arrive_in_the_engines_words() -> None:
-    """Seeds there are signed, biases are named by text, top_k counts from 1."""
+    """The engine's seeds are signed, its bias keys are strings, and its top_k counts from 1."""
     content = body(
         seed=(1 << 64) - 1, logit_bias={5: -1.5}, top_k=20, stop_token_ids=(3,), ignore_eos=True, logprobs=0, salt="s"
     )
@@ -124,12 +124,12 @@ def test_parameters_arrive_in_the_engines_words() -> None:
 def test_a_constraint_is_passed_on_in_the_words_of_either_engine(
     constraint: Constraint, vllm: dict[str, Any], sglang: dict[str, Any]
 ) -> None:
-    """An engine that is not ours has a compiler of its own, and answers as it likes if it does not know the field."""
+    """External engines have their own compilers; one that does not know the field ignores the constraint."""
     assert constraint_fields(constraint) == {"structured_outputs": vllm, **sglang}
 
 
 def test_a_piece_has_ids_logprobs_and_usage() -> None:
-    """Tokens are named by their ids, so that logprobs belong to ids and not to texts that look alike."""
+    """Tokens are identified by id, so that logprobs belong to ids and not to texts that look alike."""
     logprobs = {
         "tokens": ["token_id:12"],
         "token_logprobs": [-0.5],
@@ -147,7 +147,7 @@ def test_a_piece_has_ids_logprobs_and_usage() -> None:
 
 
 def test_cached_tokens_come_with_the_usage_at_the_end() -> None:
-    """vLLM: only with --enable-prompt-tokens-details."""
+    """vLLM reports them only with --enable-prompt-tokens-details."""
     usage = {"completion_tokens": 4, "prompt_tokens_details": {"cached_tokens": 224}}
 
     assert read_piece(json.dumps({"choices": [], "usage": usage}).encode()) == Piece(
@@ -161,18 +161,18 @@ def test_cached_tokens_come_with_the_usage_at_the_end() -> None:
     [("stop", "stop"), ("length", "length"), (None, None), ("abort", "abort"), ("repetition", "error")],
 )
 def test_an_unknown_reason_is_a_failure(said: str | None, meant: str | None) -> None:
-    """What nobody understands must not pass for a whole answer."""
+    """An unknown finish reason must not pass for a complete answer."""
     assert read_piece(json.dumps({"choices": [{"finish_reason": said}]}).encode()).finish_reason == meant
 
 
 def test_an_error_in_the_stream_is_told_in_its_words() -> None:
-    """An engine that dies says so in the middle of a stream, with status 200."""
+    """A dying engine reports its error in the middle of a stream with status 200."""
     assert read_piece(b'{"error": {"message": "EngineCore died", "code": 500}}').error == "EngineCore died"
     assert read_piece(b'{"error": {}}').error
 
 
 def test_garbage_is_refused() -> None:
-    """By an error that the caller expects."""
+    """The error is of a type that the caller expects."""
     with pytest.raises(msgspec.DecodeError):
         read_piece(b"<html>")
 
@@ -188,7 +188,7 @@ def test_garbage_is_refused() -> None:
     ],
 )
 def test_error_answers_of_every_shape_have_words(answer: bytes, words: str) -> None:
-    """The client reads them."""
+    """The client reads the message."""
     assert words in error_message(answer)
 
 
@@ -204,7 +204,7 @@ LINE = st.binary(max_size=12).map(lambda line: line.replace(b"\n", b"").replace(
 def test_events_do_not_depend_on_how_they_are_cut(
     payloads: list[bytes], comment: bytes, end: bytes, data: st.DataObject
 ) -> None:
-    """TCP cuts anywhere, also inside a line's end and between two events."""
+    """TCP may split the data anywhere, also inside a line ending and between two events."""
     each = [(comment + end if comment else b"") + b"data: " + payload + end + end for payload in payloads]
     whole, ends = b"".join(each), list(accumulate(map(len, each), initial=0))
     cut = st.one_of(st.sampled_from(ends), st.integers(0, len(whole)))
@@ -218,12 +218,12 @@ def test_events_do_not_depend_on_how_they_are_cut(
 
 
 def test_lines_of_one_event_belong_together() -> None:
-    """The format allows it, and a space behind the colon is no part of the data."""
+    """The format allows several data lines; a space after the colon is not part of the data."""
     assert EventStreamParser().feed(b"event: x\ndata:a\ndata: b\n\n") == [b"a\nb"]
 
 
 def test_a_line_without_end_is_given_up() -> None:
-    """A server must not fill the router's memory."""
+    """A server must not be able to fill the router's memory."""
     parser = EventStreamParser()
 
     with pytest.raises(EventTooLongError):

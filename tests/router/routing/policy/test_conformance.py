@@ -93,7 +93,7 @@ def test_a_replica_that_cannot_take_the_request_never_gets_it(policy: str, obsta
 
 
 def test_a_full_replica_gets_requests_only_from_policies_that_hold_none(policy: str) -> None:
-    """Our policies hold requests while any replica may still become the best; other routers send everything at once."""
+    """Ours hold requests in the router, where any replica is still possible; other routers send everything at once."""
     router = Router(policy, replicas=["r0"])
     router.placement.report("r0", report_of(running=SLOTS, waiting=4), 0.0)
 
