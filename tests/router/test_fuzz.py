@@ -47,7 +47,7 @@ from .replicas.test_service import Cluster, Watcher, tokens
 
 #: Replica id and epoch of the liar.
 LIAR, EPOCH = "r1", 5
-TURNS = 120  #: the minimum; the test goes on until the liar's feed was live once and it got a request
+TURNS = 120  #: the minimum; the test continues until the liar's feed was live once and it got a request
 NUMBERS = (-(2**62), -1, 0, 1, 2, 7, 10**9, 2**62)
 FLOATS = (-1.0, 0.0, 1e-300, 1.0, 1e300, float("nan"), float("inf"), float("-inf"))
 

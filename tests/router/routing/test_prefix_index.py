@@ -11,7 +11,7 @@ from homing.router.routing.prefix_index import GROUP, MAX_SHARED_SETS, STRETCH, 
 
 #: The blocks of two replicas are prefix-closed, those of the other two are not.
 CLOSED = {"r0": True, "r1": True, "r2": False, "r3": False}
-#: Prompts as block hashes: a hash covers all words before it, so equal hashes are at equal positions.
+#: Prompts as block hashes: a hash covers its word and all before it, so equal hashes are at equal positions.
 prompts = st.lists(st.integers(0, 2), max_size=8).map(
     lambda words: [hash(tuple(words[:n])) for n in range(1, 1 + len(words))]
 )

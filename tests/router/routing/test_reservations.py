@@ -86,7 +86,7 @@ def test_expectations_end_after_their_time() -> None:
     assert reservations.count("r0") == 1
 
 
-#: Prompts as block hashes: a hash covers all words before it, so equal hashes are at equal positions.
+#: Prompts as block hashes: a hash covers its word and all before it, so equal hashes are at equal positions.
 prompts = st.lists(st.integers(0, 2), max_size=6).map(
     lambda words: [hash(tuple(words[:n])) for n in range(1, 1 + len(words))]
 )
