@@ -1,4 +1,4 @@
-"""The front over a fake backend, behind a real socket."""
+"""Fixtures that serve a `Front` with a fake backend on a real socket."""
 
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -28,14 +28,14 @@ ANSWER = "Once a fox met 🦊 an owl. The end."
 
 @pytest.fixture(scope="session")
 def text_model() -> Iterator[TextModel]:
-    """The demo model's text side, loaded once."""
+    """The demo model's tokenizer and chat template, loaded once per session."""
     model = TextModel.load(DEMO, cache_bytes=1_000_000)
     yield model
     model.close()
 
 
 class LoadedText(TextModels):
-    """Hands out the one text model of the session, and leaves it open."""
+    """Returns the session's text model for every source and never closes it."""
 
     def __init__(self, model: TextModel) -> None:
         super().__init__(lambda _: model)
@@ -51,19 +51,19 @@ class LoadedText(TextModels):
 
 @pytest.fixture
 def limits(text_model: TextModel) -> ModelLimits:
-    """A short context, so that limits are reached easily."""
+    """A model with a context of 256 tokens, so that tests reach its limits easily."""
     return ModelLimits(name="demo", path=str(DEMO), vocab_size=4096, max_model_len=256, eos_token_ids=(4,))
 
 
 @pytest.fixture
 def answer_ids(text_model: TextModel) -> list[int]:
-    """What the fake backend generates."""
+    """Token ids that the fake backend generates: the encoding of `ANSWER`."""
     return list(text_model.encode_now([ANSWER], special_tokens=False)[0])
 
 
 @pytest.fixture
 def backend(limits: ModelLimits, answer_ids: list[int]) -> Iterator[FakeBackend]:
-    """Answers everything with `ANSWER`, three prompt tokens of it cached."""
+    """A backend that answers every request with `ANSWER` and reports three cached prompt tokens."""
     fake = FakeBackend(limits, reply(answer_ids, cached=3))
     yield fake
     fake.check()
@@ -81,24 +81,24 @@ def front(settings: RouterSettings, backend: FakeBackend, text_model: TextModel)
 
 @asynccontextmanager
 async def serving(front: Front) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of `front` over the loopback."""
+    """Serve `front` on the loopback interface and yield a client for it."""
     server = HttpServer(App(front), front.settings, clock=front.monotonic)
     port = await server.start("127.0.0.1", 0)
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", verify=False) as http:  # 20 ms less without TLS
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", verify=False) as http:  # saves 20 ms of TLS setup
         yield http
     await server.stop(1.0)
 
 
 @pytest.fixture
 async def client(front: Front) -> AsyncIterator[httpx.AsyncClient]:
-    """Speaks to the front over the loopback."""
+    """A client connected to `front` over the loopback interface."""
     async with serving(front) as http:
         yield http
 
 
 @dataclass
 class Live:
-    """A server behind a real socket."""
+    """A running server and its port."""
 
     port: int
     server: RouterServer
@@ -106,7 +106,7 @@ class Live:
 
 @pytest.fixture
 async def live(settings: RouterSettings, backend: FakeBackend, text_model: TextModel) -> AsyncIterator[Live]:
-    """The whole server on a free port of the loopback."""
+    """The complete server on a free loopback port."""
     server = RouterServer(settings, backend, texts=LoadedText(text_model), grace_s=1.0)
     yield Live(await server.start("127.0.0.1", 0), server)
     await server.stop()

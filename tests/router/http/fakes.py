@@ -1,4 +1,4 @@
-"""A backend that we own: it answers from a script, at once or step by step, and remembers what it was asked."""
+"""A scripted backend that records the requests it receives."""
 
 import asyncio
 from collections import deque
@@ -22,14 +22,14 @@ from homing.router.backend import (
 from homing.router.errors import ModelNotFound, RouterClosed, RouterError
 from homing.router.replicas.membership import TextDigests, TextSource
 
-#: What a stream yields: deltas, an error that breaks it, or `PAUSE`, after which nothing comes until cancelled.
+#: One item of a stream: a delta, an error that ends it, or `PAUSE`, after which it sends nothing until cancelled.
 Item = TokenDelta | RouterError | str
 Script = Callable[[GenerationRequest], Iterable[Item]]
 PAUSE = "pause"
 
 
 def scored(token_id: int, others: int) -> PositionLogprobs:
-    """A position where `token_id` stands, with made-up alternatives."""
+    """Logprobs of `token_id` at one position, with `others` made-up alternatives."""
     top = [TokenLogprob(token_id, -0.25), *(TokenLogprob(other, -2.0 - other) for other in range(10, 10 + others))]
     return PositionLogprobs(TokenLogprob(token_id, -0.25), top[:others] if others else [])
 
@@ -37,7 +37,7 @@ def scored(token_id: int, others: int) -> PositionLogprobs:
 def reply(
     ids: list[int], *, cached: int = 0, pinned: int | None = None, finish: str | None = None, known: int = 0
 ) -> Script:
-    """One delta per token of `ids`; ends by the limit of tokens or else by a stop, as a replica would."""
+    """A script of one delta per token of `ids`; like a replica, it finishes with "length" at the limit, else "stop"."""
 
     def script(request: GenerationRequest) -> Iterable[Item]:
         sampling = request.sampling
@@ -63,7 +63,7 @@ def reply(
 
 
 class FakeStream:
-    """A token stream that plays a script, one item in each turn of the loop."""
+    """A token stream that plays a script, one item per iteration of the event loop."""
 
     def __init__(self, request: GenerationRequest, items: Iterable[Item], replica_id: str) -> None:
         self.request = request
@@ -81,7 +81,7 @@ class FakeStream:
         self._sink = None
 
     def end(self, error: RouterError) -> None:
-        """Break it, unless it is over."""
+        """Fail the stream with `error`, unless it was cancelled or has no listener."""
         if self._sink is not None:
             self._sink.failed(error)
 
@@ -97,7 +97,7 @@ class FakeStream:
 
 
 class FakeBackend:
-    """Answers every request by `script`; `refusal` makes `generate` raise."""
+    """Answers every request from `script`; if `refusal` is set, `generate` raises it."""
 
     def __init__(self, limits: ModelLimits | None, script: Script) -> None:
         self.limits = limits
@@ -110,7 +110,7 @@ class FakeBackend:
 
     @property
     def requests(self) -> list[GenerationRequest]:
-        """What was asked, in order."""
+        """The requests received, oldest first."""
         return [stream.request for stream in self.streams]
 
     def choose(self, model: str | None) -> "FakeBackend":
@@ -178,13 +178,13 @@ class FakeBackend:
         return ["r0"]
 
     def check(self) -> None:
-        """Nothing is left running: what the front opened, it closed."""
+        """Assert that the front has cancelled every stream it opened."""
         still_open = [stream.request.trace_id for stream in self.streams if not stream.cancelled.is_set()]
         assert not still_open, f"streams left open: {still_open}"
 
 
 def model_view(limits: ModelLimits, state: str) -> ModelView:
-    """A model of one replica."""
+    """The view of a model with one replica in `state`."""
     return ModelView(
         name=limits.name,
         max_model_len=limits.max_model_len,
@@ -196,7 +196,7 @@ def model_view(limits: ModelLimits, state: str) -> ModelView:
 
 
 def total_view(views: list[ClusterView]) -> ClusterView:
-    """Several clusters as one."""
+    """The first view, with the models and replicas of all `views`."""
     return msgspec.structs.replace(
         views[0],
         models=[model for view in views for model in view.models],
@@ -205,7 +205,7 @@ def total_view(views: list[ClusterView]) -> ClusterView:
 
 
 def replica_view(replica_id: str, state: str) -> ReplicaView:
-    """A replica with nothing to do."""
+    """The view of a lightly loaded replica in `state`."""
     return ReplicaView(
         replica_id=replica_id,
         epoch=1,

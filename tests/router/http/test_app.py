@@ -1,4 +1,4 @@
-"""Properties of the smaller endpoints and of what passes every request."""
+"""Tests of the smaller endpoints and of the handling common to all requests."""
 
 import asyncio
 from typing import Any
@@ -19,7 +19,7 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 
 
 async def test_the_model_is_listed_and_found(openai_client: AsyncOpenAI, backend: FakeBackend):
-    """Clients list models before anything else."""
+    """Many clients list the models before they send anything else."""
     listed = [model async for model in openai_client.models.list()]
 
     assert [model.id for model in listed] == ["demo"]
@@ -28,14 +28,14 @@ async def test_the_model_is_listed_and_found(openai_client: AsyncOpenAI, backend
 
 
 async def test_an_unknown_model_is_not_found(client: httpx.AsyncClient, backend: FakeBackend):
-    """Names with slashes are names."""
+    """Model names may contain slashes."""
     response = await client.get("/v1/models/meta-llama/Llama-3")
 
     assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
 
 
 async def test_health_is_the_process_and_ready_the_cluster(client: httpx.AsyncClient, backend: FakeBackend):
-    """A router without replicas must not be restarted, but gets no traffic."""
+    """A router without replicas must get no traffic, but restarting it would not help."""
     assert (await client.get("/health")).status_code == 200
     assert (await client.get("/ready")).status_code == 200
 
@@ -49,14 +49,14 @@ async def test_health_is_the_process_and_ready_the_cluster(client: httpx.AsyncCl
 
 
 async def test_ready_waits_for_the_tokenizer(client: httpx.AsyncClient, front: Front):
-    """Loading it takes seconds: whoever is sent here before would wait them out."""
+    """Loading takes seconds, during which requests sent to this router would wait."""
     front.texts.present = False
 
     assert (await client.get("/ready")).status_code == 503
 
 
 async def test_ready_waits_for_an_exact_index(client: httpx.AsyncClient, backend: FakeBackend):
-    """A router that was just restarted would send every conversation to the wrong replica."""
+    """A restarted router without an exact index would send conversations to the wrong replicas."""
     backend.is_exact = False
 
     assert (await client.get("/ready")).status_code == 503
@@ -65,7 +65,7 @@ async def test_ready_waits_for_an_exact_index(client: httpx.AsyncClient, backend
 async def test_a_router_stays_ready_while_a_model_is_added(
     client: httpx.AsyncClient, backend: FakeBackend, front: Front
 ):
-    """Its index is not exact and its tokenizer not loaded yet; the other models are served as before."""
+    """The new model's index and tokenizer are not ready yet, but the other models are served as before."""
     assert (await client.get("/ready")).status_code == 200
     backend.is_exact, front.texts.present = False, False
 
@@ -75,7 +75,7 @@ async def test_a_router_stays_ready_while_a_model_is_added(
 async def test_tokenize_and_detokenize_are_inverse(
     client: httpx.AsyncClient, backend: FakeBackend, text_model: TextModel
 ):
-    """In vLLM's shapes, which its benchmark probes."""
+    """The bodies have vLLM's format, which its benchmark probes."""
     made = (await client.post("/tokenize", json={"prompt": "a fox", "return_token_strs": True})).json()
     back = (await client.post("/detokenize", json={"tokens": made["tokens"][1:]})).json()
 
@@ -86,7 +86,7 @@ async def test_tokenize_and_detokenize_are_inverse(
 
 
 async def test_tokenize_wants_one_of_prompt_and_messages(client: httpx.AsyncClient, backend: FakeBackend):
-    """Neither is no question, both are two."""
+    """A body with neither is empty, and a body with both is ambiguous."""
     for body in ({}, {"prompt": "x", "messages": MESSAGES}):
         assert (await client.post("/tokenize", json=body)).json()["error"]["param"] == "prompt"
     response = await client.post("/detokenize", json={"tokens": [99999]})
@@ -106,7 +106,7 @@ async def test_tokenize_wants_one_of_prompt_and_messages(client: httpx.AsyncClie
     ],
 )
 async def test_explain_refuses_what_the_endpoint_of_the_body_refuses(client: httpx.AsyncClient, path: str, body: Any):
-    """With the same field and message: the explanation of a body that cannot be sent would mislead."""
+    """The message must be the same: explaining a body that its own endpoint rejects would mislead."""
     refused, explained = [(await client.post(where, json=body)) for where in (path, "/explain")]
 
     assert (refused.status_code, explained.status_code) == (400, 400)
@@ -114,7 +114,7 @@ async def test_explain_refuses_what_the_endpoint_of_the_body_refuses(client: htt
 
 
 async def test_explain_generates_nothing(client: httpx.AsyncClient, backend: FakeBackend):
-    """It takes the very body that would be sent, of any API."""
+    """`/explain` takes the request body of any generation API unchanged."""
     system, tool = "You tell stories.", {"name": "look", "input_schema": {"type": "object"}}
     claude = {"messages": MESSAGES, "max_tokens": 9}
     lengths = []
@@ -136,21 +136,21 @@ async def test_explain_generates_nothing(client: httpx.AsyncClient, backend: Fak
 
 
 async def test_cluster_shows_the_backends_view(client: httpx.AsyncClient, backend: FakeBackend):
-    """For people and dashboards."""
+    """`/cluster` serves people and dashboards."""
     view = (await client.get("/cluster")).json()
 
     assert [replica["replica_id"] for replica in view["replicas"]] == ["r0"]
 
 
 async def test_version_is_the_packages(client: httpx.AsyncClient, backend: FakeBackend):
-    """So that a bug report can name it."""
+    """Bug reports should state the version."""
     import homing
 
     assert (await client.get("/version")).json() == {"version": homing.__version__}
 
 
 async def test_every_answer_has_an_id(client: httpx.AsyncClient, backend: FakeBackend):
-    """The client's where it gave one that fits into a header and a log line, else a new one."""
+    """The client's id is kept if it is safe in a header and a log line; otherwise a new one is made."""
     for given, kept in (("abc-1", True), ("a b", False), ("x" * 300, False)):
         response = await client.get("/health", headers={"x-request-id": given})
 
@@ -159,7 +159,7 @@ async def test_every_answer_has_an_id(client: httpx.AsyncClient, backend: FakeBa
 
 
 async def test_metrics_count_requests_and_tokens(client: httpx.AsyncClient, backend: FakeBackend):
-    """Strangers' paths share one label, so that they cannot grow the metrics."""
+    """Unknown paths share one label, so that clients cannot grow the number of time series."""
     await client.post("/v1/completions", json={"prompt": "x"})
     for path in ("/a", "/b"):
         await client.get(path)
@@ -173,7 +173,7 @@ async def test_metrics_count_requests_and_tokens(client: httpx.AsyncClient, back
 
 
 async def test_what_never_waits_is_done_at_once():
-    """No task, no turn of the loop."""
+    """Work that never suspends needs neither a task nor an iteration of the event loop."""
     done: list[int] = []
 
     async def work() -> None:
@@ -184,7 +184,7 @@ async def test_what_never_waits_is_done_at_once():
 
 
 async def test_what_waits_goes_on_in_a_task():
-    """With the results of what it waited for, time after time."""
+    """The task receives the results of the awaitables, over several suspensions."""
     done: list[int] = []
     first: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
@@ -203,7 +203,7 @@ async def test_what_waits_goes_on_in_a_task():
 
 
 async def test_errors_of_what_it_waits_for_arrive_inside():
-    """As `await` promises."""
+    """A failed future raises its exception inside the coroutine, as with a plain `await`."""
     caught: list[str] = []
     first: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
@@ -222,7 +222,7 @@ async def test_errors_of_what_it_waits_for_arrive_inside():
 
 
 async def test_a_cancellation_reaches_the_work():
-    """It may clean up behind it."""
+    """Cancelling the task must run the coroutine's `finally` blocks."""
     cleaned: list[bool] = []
 
     async def work() -> None:
@@ -242,7 +242,7 @@ async def test_a_cancellation_reaches_the_work():
 
 
 async def test_what_raises_before_it_waits_raises_here():
-    """Its caller is the one who can answer."""
+    """An error before the first suspension reaches the caller of `start`, which can still send a response."""
 
     async def work() -> None:
         raise KeyError("x")

@@ -1,4 +1,4 @@
-"""Properties of refusals: OpenAI's shape, the right status, and the name of the field."""
+"""Error responses have OpenAI's format, the right status and the name of the offending field."""
 
 import json
 
@@ -113,7 +113,7 @@ BAD_COMPLETIONS = [
 ]
 
 
-#: What comes later: each field, and a word of what it wants.
+#: Features that are not supported yet: changes to the body, the field in the error, and words of its message.
 NOT_YET = [
     ({"ebnf": "root ::= a"}, "ebnf", "structured output"),
     ({"tool_choice": "required"}, "tool_choice", "needs 'tools'"),
@@ -142,7 +142,7 @@ NOT_YET = [
 
 
 def check_shape(response: httpx.Response) -> dict:
-    """OpenAI's error object."""
+    """Assert that the response has OpenAI's error format, and return the error object."""
     assert response.headers["content-type"] == "application/json"
     assert response.headers["x-request-id"]
     error = response.json()["error"]
@@ -153,7 +153,7 @@ def check_shape(response: httpx.Response) -> dict:
 
 @pytest.mark.parametrize(("changes", "param", "what"), NOT_YET)
 async def test_what_comes_later_is_refused_by_field_and_by_what_is_missing(client, backend, changes, param, what):
-    """Nobody should look for a typing error in a field that other servers know."""
+    """The message must not suggest a misspelling when the field is one that other servers support."""
     response = await client.post(CHAT, json={"messages": MESSAGES} | changes)
 
     error = check_shape(response)
@@ -178,7 +178,7 @@ HARMLESS = [
 
 @pytest.mark.parametrize("changes", HARMLESS)
 async def test_a_value_that_requests_nothing_is_accepted(client: httpx.AsyncClient, backend: FakeBackend, changes):
-    """Clients send the defaults of OpenAI's fields; the answer is the same as without them."""
+    """Clients send OpenAI's default values explicitly; the answer must be the same as without them."""
     response = await client.post(CHAT, json={"messages": MESSAGES} | changes)
 
     assert response.status_code == 200, response.text
@@ -196,7 +196,7 @@ async def test_a_value_that_requests_nothing_is_accepted(client: httpx.AsyncClie
     ],
 )
 async def test_a_wrong_bias_is_told_by_key_and_value(client: httpx.AsyncClient, backend: FakeBackend, bias, words):
-    """A map may have hundreds of entries."""
+    """The map may have hundreds of entries, so the message must identify the wrong one."""
     response = await client.post(CHAT, json={"messages": MESSAGES, "logit_bias": bias})
 
     error = check_shape(response)
@@ -205,7 +205,7 @@ async def test_a_wrong_bias_is_told_by_key_and_value(client: httpx.AsyncClient, 
 
 
 async def test_an_adapter_is_a_model_that_does_not_exist(client: httpx.AsyncClient, backend: FakeBackend):
-    """That is how vLLM's and SGLang's clients ask for one: the base model's answer must not pass for its."""
+    """vLLM and SGLang clients select adapters by model name; the base model's answer must not pass for one."""
     response = await client.post(CHAT, json={"messages": MESSAGES, "model": "demo:my-adapter"})
 
     error = check_shape(response)
@@ -218,7 +218,7 @@ LATER = "moderations rerank score audio/transcriptions images/generations files 
 
 @pytest.mark.parametrize("path", f"{LATER} load_lora_adapter unload_lora_adapter".split())
 async def test_endpoints_that_come_later_are_not_found(client: httpx.AsyncClient, path):
-    """In the shape that clients read, with the path."""
+    """The error has the format that clients parse, and its message names the path."""
     response = await client.post(f"/v1/{path}", json={"model": "demo", "input": "x"})
 
     assert response.status_code == 404
@@ -227,7 +227,7 @@ async def test_endpoints_that_come_later_are_not_found(client: httpx.AsyncClient
 
 @pytest.mark.parametrize(("changes", "param"), BAD_CHATS)
 async def test_a_bad_chat_is_refused_by_the_name_of_its_field(client: httpx.AsyncClient, backend, changes, param):
-    """A field that is dropped silently is worse than a refusal; nothing bad reaches a replica."""
+    """Ignoring a field silently is worse than refusing it; no invalid request may reach a replica."""
     base = {} if changes == {} else {"messages": MESSAGES}
 
     response = await client.post(CHAT, json=base | changes)
@@ -239,7 +239,7 @@ async def test_a_bad_chat_is_refused_by_the_name_of_its_field(client: httpx.Asyn
 
 @pytest.mark.parametrize(("body", "param"), BAD_COMPLETIONS)
 async def test_a_bad_completion_is_refused_by_the_name_of_its_field(client: httpx.AsyncClient, backend, body, param):
-    """As for chats."""
+    """Same as for chats."""
     response = await client.post(COMPLETIONS, json=body)
 
     error = check_shape(response)
@@ -249,7 +249,7 @@ async def test_a_bad_completion_is_refused_by_the_name_of_its_field(client: http
 
 @pytest.mark.parametrize("body", [b"{", b"", b'{"messages": [}', b'{"prompt": "\xff"}', DEEP.encode()])
 async def test_broken_json_is_told_as_such(client: httpx.AsyncClient, backend: FakeBackend, body: bytes):
-    """Not as a missing field, and not as our failure."""
+    """Broken JSON must be reported neither as a missing field nor as a server error."""
     for path in (CHAT, COMPLETIONS, "/tokenize", "/explain"):
         response = await client.post(path, content=body)
 
@@ -257,14 +257,14 @@ async def test_broken_json_is_told_as_such(client: httpx.AsyncClient, backend: F
 
 
 async def test_a_body_that_is_no_object_is_refused(client: httpx.AsyncClient, backend: FakeBackend):
-    """There is no field to name then."""
+    """A body that is not an object has no field to name, so `param` is null."""
     response = await client.post(CHAT, content=b"[1]")
 
     assert (response.status_code, check_shape(response)["param"]) == (400, None)
 
 
 async def test_openais_client_raises_its_own_errors(openai_client: AsyncOpenAI, backend: FakeBackend):
-    """With `param`, by which applications react."""
+    """The exceptions carry `param`, which applications act on."""
     with pytest.raises(openai.BadRequestError) as bad:
         await openai_client.chat.completions.create(model="demo", messages=MESSAGES, temperature=9)
     with pytest.raises(openai.NotFoundError) as missing:
@@ -276,7 +276,7 @@ async def test_openais_client_raises_its_own_errors(openai_client: AsyncOpenAI, 
 
 @pytest.mark.parametrize(("path", "param"), [(CHAT, "messages"), (COMPLETIONS, "prompt")])
 async def test_a_prompt_that_is_too_long_is_named(client: httpx.AsyncClient, backend: FakeBackend, path, param):
-    """The code is the one by which clients shorten their conversation."""
+    """Clients shorten their conversation when they see this error code."""
     text = "fox " * 400
     body = {"prompt": text} if param == "prompt" else {"messages": [{"role": "user", "content": text}]}
 
@@ -286,7 +286,7 @@ async def test_a_prompt_that_is_too_long_is_named(client: httpx.AsyncClient, bac
 
 
 async def test_a_body_over_the_limit_is_413(client: httpx.AsyncClient, backend: FakeBackend):
-    """Whether its length is announced or not."""
+    """The limit applies to bodies with a content length and to chunked ones."""
 
     async def parts():
         for _ in range(70):
@@ -299,7 +299,7 @@ async def test_a_body_over_the_limit_is_413(client: httpx.AsyncClient, backend: 
 
 
 async def test_unknown_paths_and_methods_have_the_shape_too(client: httpx.AsyncClient, backend: FakeBackend):
-    """Clients parse every error alike."""
+    """Clients parse all errors in the same way."""
     missing, wrong = await client.get("/v2/models"), await client.get(CHAT)
 
     assert (missing.status_code, check_shape(missing)["code"]) == (404, "not_found")
@@ -318,7 +318,7 @@ async def test_unknown_paths_and_methods_have_the_shape_too(client: httpx.AsyncC
     ],
 )
 async def test_refusals_of_the_backend_keep_their_status(client, backend: FakeBackend, refusal, status, retry_after):
-    """And say what was the matter, and when to come back, where that is known."""
+    """The response also carries the backend's message and, where it is known, `retry-after`."""
     backend.refusal = refusal
 
     response = await client.post(CHAT, json={"messages": MESSAGES})
@@ -328,7 +328,7 @@ async def test_refusals_of_the_backend_keep_their_status(client, backend: FakeBa
 
 
 async def test_a_refusal_of_one_choice_cancels_the_others(client, backend: FakeBackend):
-    """What was opened before the refusal must not go on generating for nobody (the fixture checks)."""
+    """Streams opened before the refusal must be cancelled; the `backend` fixture checks that."""
     generate = backend.generate
 
     def refuse_the_second(request):
@@ -344,7 +344,7 @@ async def test_a_refusal_of_one_choice_cancels_the_others(client, backend: FakeB
 
 
 async def test_a_crash_is_told_without_its_inside(client, backend: FakeBackend):
-    """Tracebacks go to the log; the client gets a 500 in the shape it can read."""
+    """The traceback goes to the log, and the client gets a 500 in OpenAI's format."""
 
     def crash(request):
         raise ZeroDivisionError("secret")
@@ -359,7 +359,7 @@ async def test_a_crash_is_told_without_its_inside(client, backend: FakeBackend):
 
 @pytest.mark.parametrize("reason", ["abort", "error"])
 async def test_an_answer_that_a_replica_gave_up_is_an_error(client, backend: FakeBackend, reason, answer_ids):
-    """OpenAI has no such finish reason, and half an answer must not pass for a whole one."""
+    """OpenAI has no such finish reason, and a partial answer must not pass for a complete one."""
     from .fakes import reply
 
     backend.script = reply(answer_ids[:1], finish=reason)
@@ -373,7 +373,7 @@ async def test_an_answer_that_a_replica_gave_up_is_an_error(client, backend: Fak
     "bad", [{"logprobs": [PositionLogprobs(None, [])]}, {"cached_tokens": "many"}], ids=["in a chunk", "at the end"]
 )
 async def test_a_stream_that_crashes_ends_in_an_error_event(client, backend: FakeBackend, bad):
-    """Whatever a replica says: the client must not wait on an open stream, nor take what it has for the whole."""
+    """On invalid replica output, the client must neither wait for more nor take a partial answer for a complete one."""
     good = TokenDelta(token_ids=[5], logprobs=[scored(5, 0)], cached_tokens=0)
     last = TokenDelta(**{"token_ids": [6], "logprobs": [scored(6, 0)], "finish_reason": "stop", **bad})
     backend.script = lambda _: [good, last]
@@ -396,7 +396,7 @@ async def test_a_stream_that_crashes_ends_in_an_error_event(client, backend: Fak
     ],
 )
 async def test_what_a_browser_sends_unasked_is_refused(client, headers, status):
-    """Any page may post text or nothing to a server without a key; JSON it may only after a preflight."""
+    """Any web page may post text or an empty body without a preflight, but not JSON."""
     response = await client.post("/tokenize", content=b'{"prompt": "a"}', headers=headers)
 
     assert response.status_code == status

@@ -1,4 +1,4 @@
-"""What the tests of Responses and Messages share: an answer with reasoning and a call, and the events of a stream."""
+"""Helpers for the Responses and Messages tests: an answer with reasoning and a tool call, and a stream parser."""
 
 import json
 from typing import Any
@@ -18,7 +18,7 @@ CALL = (
 
 
 def events(response: httpx.Response) -> list[dict[str, Any]]:
-    """The data of each event, whose name must be its type."""
+    """Return the data of each event, and assert that the event's name equals its type."""
     found = []
     for block in filter(None, response.text.split("\n\n")):
         name, data = block.split("\n")

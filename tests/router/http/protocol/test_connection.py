@@ -1,4 +1,4 @@
-"""Properties of HTTP on the wire, over real sockets: framing, order, limits, and clients that misbehave."""
+"""HTTP over real sockets: framing, ordering, limits and misbehaving clients."""
 
 import asyncio
 import json
@@ -24,13 +24,13 @@ from homing.router.http.protocol.exchange import Exchange, Headers, Request
 from homing.router.http.protocol.server import HttpServer
 
 HANG_S = 120
-#: Connections of one client, and bytes of large bodies of all.
+#: Maximum connections per client, and maximum bytes held for large bodies across all connections.
 PER_CLIENT, MAX_HELD_BYTES = 40, 250_000
 LIMITS = RouterSettings(max_body_bytes=100_000, max_unsent_bytes=256 * 1024, read_timeout_s=10, stall_timeout_s=5)
 
 
 class Handler:
-    """Tells what it was asked; keeps exchanges under /hold for the test to answer."""
+    """Echoes the request as JSON; exchanges for /hold stay open until the test answers them."""
 
     def __init__(self) -> None:
         self.held: list[Exchange] = []
@@ -62,7 +62,7 @@ class Handler:
 
 
 class Client:
-    """Raw bytes out, parsed answers in."""
+    """Sends raw bytes and parses the responses."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader
@@ -95,7 +95,7 @@ class Client:
 
 
 class Rig:
-    """A server, its handler, and the clients of a test."""
+    """A server, its handler and the test's clients."""
 
     def __init__(self) -> None:
         self.handler = Handler()
@@ -116,7 +116,7 @@ class Rig:
         return only
 
     async def until(self, holds: Callable[[], object]) -> None:
-        while not holds():  # noqa: ASYNC110 - what is waited for is a plain value of the thing under test
+        while not holds():  # noqa: ASYNC110 - polls a plain attribute of the object under test
             await asyncio.sleep(0.001)
 
     async def held(self, count: int = 1) -> Exchange:
@@ -133,7 +133,7 @@ async def rig() -> AsyncIterator[Rig]:
         for client in made.clients:
             client.writer.transport.abort()
         await made.server.stop(1.0)
-    assert all(exchange.over for exchange in made.handler.held), "an exchange was forgotten"
+    assert all(exchange.over for exchange in made.handler.held), "an exchange was left open"
 
 
 def get(path: str = "/", *headers: str, version: str = "1.1", method: str = "GET") -> bytes:
@@ -150,7 +150,7 @@ def post(body: bytes, *headers: str) -> bytes:
 
 @pytest.mark.parametrize("piece", [1, 7, 1000])
 async def test_a_request_may_come_in_any_pieces(rig: Rig, piece: int):
-    """TCP keeps no boundaries."""
+    """TCP does not preserve message boundaries."""
     client, data = await rig.client(), post(b"hello") + get("/next")
     for start in range(0, len(data), piece):
         client.send(data[start : start + piece])
@@ -161,7 +161,7 @@ async def test_a_request_may_come_in_any_pieces(rig: Rig, piece: int):
 
 
 async def test_a_chunked_body_is_joined(rig: Rig):
-    """Clients that stream their body do not know its length; trailers are allowed."""
+    """Clients that stream their body do not know its length; trailers are accepted."""
     client = await rig.client()
     client.send(get("/", "transfer-encoding: chunked", method="POST"))
     client.send(b"5\r\nhello\r\n6;x=y\r\n world\r\n0\r\nsum: 1\r\n\r\n" + get("/next"))
@@ -171,7 +171,7 @@ async def test_a_chunked_body_is_joined(rig: Rig):
 
 
 async def test_trailers_are_dropped(rig: Rig):
-    """A proxy that checks heads has not seen them: a key or a length among them must not count."""
+    """A proxy that checks headers has not seen the trailers, so a key or a length in them must have no effect."""
     client = await rig.client()
     client.send(get("/", "transfer-encoding: chunked", "x-session-affinity: a", method="POST"))
     client.send(b"5\r\nhello\r\n0\r\nauthorization: Bearer k\r\nx-session-affinity: b\r\n\r\n" + get("/next"))
@@ -184,7 +184,7 @@ async def test_trailers_are_dropped(rig: Rig):
 
 @pytest.mark.parametrize("field", [b"x: y\r\n", b"y"], ids=["many", "one"])
 async def test_trailers_without_end_are_refused(rig: Rig, field: bytes):
-    """They would fill the memory; a single one of 24 MB kept the loop busy for 11 s, as the parser joins its parts."""
+    """They would fill memory, and the parser joins a trailer's pieces: one of 24 MB kept the loop busy for 11 s."""
     client = await rig.client()
     client.send(get("/", "transfer-encoding: chunked", method="POST") + b"5\r\nhello\r\n0\r\nx: ")
     for _ in range(16):
@@ -195,7 +195,7 @@ async def test_trailers_without_end_are_refused(rig: Rig, field: bytes):
 
 
 async def test_a_chunk_may_be_larger_than_a_head(rig: Rig):
-    """Its content is no trailer."""
+    """The trailer limit must not apply to chunk data."""
     client = await rig.client()
     client.send(get("/", "transfer-encoding: chunked", method="POST"))
     for _ in range(3):
@@ -208,7 +208,7 @@ async def test_a_chunk_may_be_larger_than_a_head(rig: Rig):
 
 
 async def test_paths_are_decoded_and_queries_dropped(rig: Rig):
-    """Also of the absolute form, which proxies send."""
+    """This includes targets in absolute form, which proxies send."""
     client = await rig.client()
     for target in ("/a%20b?x=1", "http://host:1/a%20b?x=1"):
         client.send(get(target))
@@ -217,7 +217,7 @@ async def test_paths_are_decoded_and_queries_dropped(rig: Rig):
 
 
 async def test_a_head_answer_has_a_length_and_no_body(rig: Rig):
-    """The next answer would be read as its body."""
+    """If a body were sent, the client would read it as the start of the next response."""
     client = await rig.client()
     client.send(get(method="HEAD") + get())
 
@@ -227,7 +227,7 @@ async def test_a_head_answer_has_a_length_and_no_body(rig: Rig):
 
 
 async def test_headers_given_twice_are_joined(rig: Rig):
-    """As proxies would join them."""
+    """Repeated headers are joined with a comma, as proxies do."""
     client = await rig.client()
     client.send(get("/", "X-A: 1", "x-a: 2"))
     await client.told()
@@ -236,7 +236,7 @@ async def test_headers_given_twice_are_joined(rig: Rig):
 
 
 async def test_every_answer_carries_date_and_id(rig: Rig):
-    """The one is HTTP's, the other ours."""
+    """HTTP asks for `date`; `x-request-id` is our own header."""
     client = await rig.client()
     client.send(get())
     _, headers, _ = await client.answer()
@@ -258,7 +258,7 @@ async def test_every_answer_carries_date_and_id(rig: Rig):
     ],
 )
 async def test_a_connection_is_kept_as_the_client_wants(rig: Rig, version: str, header: str, kept: bool):
-    """And the answer says so where it is not the version's default."""
+    """The response says so where that is not the HTTP version's default."""
     client = await rig.client()
     client.send(get("/", header, version=version))
     _, headers, _ = await client.answer()
@@ -273,7 +273,7 @@ async def test_a_connection_is_kept_as_the_client_wants(rig: Rig, version: str, 
 
 
 async def test_an_old_client_that_proposes_an_upgrade_is_answered_as_an_old_one(rig: Rig):
-    """HTTP/1.0 knows no connection that stays open by itself: the client waits for its end."""
+    """HTTP/1.0 connections are not persistent by default, so the client waits for the connection to close."""
     client = await rig.client()
     client.send(get("/", "connection: upgrade", "upgrade: h2c", version="1.0"))
 
@@ -283,7 +283,7 @@ async def test_an_old_client_that_proposes_an_upgrade_is_answered_as_an_old_one(
 
 
 async def test_an_upgrade_is_answered_in_plain_http(rig: Rig):
-    """Java's client asks every server for HTTP/2 and takes 1.1 for an answer."""
+    """Java's client proposes HTTP/2 to every server and accepts a response in HTTP/1.1."""
     client = await rig.client()
     client.send(post(b"hello", "connection: upgrade", "upgrade: h2c", "x-a: 1") + get("/next"))
 
@@ -293,7 +293,7 @@ async def test_an_upgrade_is_answered_in_plain_http(rig: Rig):
 
 
 async def test_a_tunnel_is_not_opened(rig: Rig):
-    """Nor is what would go through it taken for requests."""
+    """Bytes after a CONNECT must not be parsed as requests either."""
     client = await rig.client()
     client.send(b"CONNECT other:80 HTTP/1.1\r\nhost: x\r\n\r\n" + get("/hidden"))
     await client.answer()
@@ -303,7 +303,7 @@ async def test_a_tunnel_is_not_opened(rig: Rig):
 
 
 async def test_an_idle_connection_is_closed_after_a_while(rig: Rig):
-    """They are finite."""
+    """The number of connections is limited."""
     client = await rig.client()
     client.send(get())
     await client.told()
@@ -314,7 +314,7 @@ async def test_an_idle_connection_is_closed_after_a_while(rig: Rig):
 
 
 async def test_a_busy_connection_is_not_idle(rig: Rig):
-    """A long prefill sends nothing for minutes."""
+    """A long prefill may send nothing for minutes."""
     client = await rig.client()
     client.send(get("/hold"))
     exchange = await rig.held()
@@ -329,7 +329,7 @@ async def test_a_busy_connection_is_not_idle(rig: Rig):
 
 
 async def test_pipelined_requests_are_answered_in_order(rig: Rig):
-    """Whatever the first one takes."""
+    """Later requests wait, however long the first one takes."""
     client = await rig.client()
     client.send(get("/hold") + get("/b") + post(b"ccc"))
     exchange = await rig.held()
@@ -343,7 +343,7 @@ async def test_pipelined_requests_are_answered_in_order(rig: Rig):
 
 
 async def test_a_big_pipeline_is_answered_whole_and_read_in_portions(rig: Rig):
-    """No recursion, and no memory for requests that nobody answers yet."""
+    """Answering must not recurse, and unanswered requests must not accumulate in memory."""
     client, count = await rig.client(), 5_000
     client.send(get("/hold") + b"".join(get(f"/{number}") for number in range(count)))
     exchange = await rig.held()
@@ -359,7 +359,7 @@ async def test_a_big_pipeline_is_answered_whole_and_read_in_portions(rig: Rig):
 
 
 async def test_a_client_that_waits_for_it_is_told_to_go_on(rig: Rig):
-    """curl does for bodies over a megabyte, and otherwise loses a second."""
+    """curl sends `expect` for bodies over a megabyte, and waits a second if it gets no 100 response."""
     client = await rig.client()
     client.send(get("/", "content-length: 5", "expect: 100-continue", method="POST"))
     assert (await client.head())[0] == 100
@@ -369,7 +369,7 @@ async def test_a_client_that_waits_for_it_is_told_to_go_on(rig: Rig):
 
 
 async def test_nothing_is_asked_for_that_would_be_refused(rig: Rig):
-    """That is what the header is for."""
+    """`expect` lets the server refuse a request before the client sends the body."""
     client = await rig.client()
     client.send(get("/", "content-length: 100001", "expect: 100-continue", method="POST"))
 
@@ -377,7 +377,7 @@ async def test_nothing_is_asked_for_that_would_be_refused(rig: Rig):
 
 
 async def test_going_on_waits_for_the_answer_before(rig: Rig):
-    """Two answers must not mix."""
+    """The 100 response must not appear in the middle of the previous response."""
     client = await rig.client()
     client.send(get("/hold") + get("/", "content-length: 2", "expect: 100-continue", method="POST"))
     exchange = await rig.held()
@@ -409,7 +409,7 @@ async def test_going_on_waits_for_the_answer_before(rig: Rig):
     ],
 )
 async def test_what_is_no_request_is_refused_in_openais_shape(rig: Rig, data: bytes, status: int, code: str):
-    """And the connection ends, as nobody knows where the next request would begin."""
+    """The connection is also closed, because the start of the next request is unknown."""
     client = await rig.client()
     client.send(data)
 
@@ -420,7 +420,7 @@ async def test_what_is_no_request_is_refused_in_openais_shape(rig: Rig, data: by
 
 
 async def test_a_chunked_body_over_the_limit_is_refused_while_it_comes(rig: Rig):
-    """Nobody announced its length; what still comes is dropped, so that the answer is not lost in a reset."""
+    """Its length is not known in advance. Later bytes are dropped, so that a reset does not lose the response."""
     client = await rig.client()
     client.send(get("/", "transfer-encoding: chunked", method="POST"))
     client.send(b"8000\r\n" + b"x" * 0x8000 + b"\r\n")
@@ -432,11 +432,11 @@ async def test_a_chunked_body_over_the_limit_is_refused_while_it_comes(rig: Rig)
 
 
 async def test_a_body_in_tiny_chunks_is_refused(rig: Rig):
-    """Each costs more than the bytes in it. So many are fine: some clients write JSON piece by piece."""
+    """A chunk costs more than its bytes. `FREE_CHUNKS` are allowed, as some clients write JSON piece by piece."""
     client = await rig.client()
     chunked = get("/", "transfer-encoding: chunked", method="POST")
     client.send(chunked + b"1\r\na\r\n" * (FREE_CHUNKS - 1) + b"0\r\n\r\n")
-    assert (await client.told())["body"] == FREE_CHUNKS - 1  # the last, empty chunk counts
+    assert (await client.told())["body"] == FREE_CHUNKS - 1  # the final, empty chunk counts too
 
     client.send(chunked + b"1\r\na\r\n" * (FREE_CHUNKS + 1) + b"0\r\n\r\n")
     assert (await client.answer())[0] == 400
@@ -453,7 +453,7 @@ async def test_a_head_of_many_lines_is_refused(rig: Rig):
 
 
 async def test_thousands_of_requests_at_once_are_answered_in_order(rig: Rig):
-    """They are parsed in several turns of the loop."""
+    """Parsing them is spread over several iterations of the event loop."""
     client = await rig.client()
     client.send(b"".join(get(f"/{number}") for number in range(3000)))
 
@@ -462,7 +462,7 @@ async def test_thousands_of_requests_at_once_are_answered_in_order(rig: Rig):
 
 
 async def test_a_client_with_too_many_connections_loses_its_own_idle_ones(rig: Rig):
-    """The one that has been idle for longest gives way; what is being answered does not, nor do other clients."""
+    """Its longest-idle connection is closed. Busy connections and those of other clients stay open."""
     busy = await rig.client()
     busy.send(get("/hold"))
     exchange = await rig.held()
@@ -482,7 +482,7 @@ async def test_a_client_with_too_many_connections_loses_its_own_idle_ones(rig: R
 
 
 async def test_when_bodies_take_too_much_memory_the_greediest_client_loses_one(rig: Rig):
-    """Three bodies that never end; another client's fits."""
+    """Three incomplete bodies of one client fill the memory, and another client's body must still be accepted."""
     greedy = [await rig.client() for _ in range(3)]
     for client, size in zip(greedy, (70_000, 95_000, 80_000), strict=True):
         client.send(get("/", "content-length: 99999", method="POST") + b"x" * size)
@@ -496,7 +496,7 @@ async def test_when_bodies_take_too_much_memory_the_greediest_client_loses_one(r
 
 
 async def test_garbage_behind_a_request_does_not_spoil_its_answer(rig: Rig):
-    """The answer under way comes whole; then the connection ends."""
+    """The pending response is sent completely before the connection is closed."""
     client = await rig.client()
     client.send(get("/hold") + b"\x00\x01garbage\r\n\r\n")
     exchange = await rig.held()
@@ -508,7 +508,7 @@ async def test_garbage_behind_a_request_does_not_spoil_its_answer(rig: Rig):
 
 
 async def test_a_request_that_does_not_come_whole_in_time_is_refused(rig: Rig):
-    """A byte now and then would hold a connection for ever (slowloris)."""
+    """Otherwise a client that sends a byte now and then would hold a connection forever (slowloris)."""
     client = await rig.client()
     client.send(get()[:-1])
     await rig.until(lambda: rig.server.connections and rig.connection._reading)
@@ -522,7 +522,7 @@ async def test_a_request_that_does_not_come_whole_in_time_is_refused(rig: Rig):
 
 
 async def test_a_stream_is_chunked_and_the_connection_goes_on(rig: Rig):
-    """Each piece leaves at once."""
+    """Each piece is sent immediately as a chunk of its own."""
     client = await rig.client()
     client.send(get("/hold"))
     exchange = await rig.held()
@@ -539,7 +539,7 @@ async def test_a_stream_is_chunked_and_the_connection_goes_on(rig: Rig):
 
 
 async def test_a_stream_to_an_old_client_ends_with_the_connection(rig: Rig):
-    """HTTP/1.0 has no chunks."""
+    """HTTP/1.0 has no chunked encoding."""
     client = await rig.client()
     client.send(get("/hold", "connection: keep-alive", version="1.0"))
     exchange = await rig.held()
@@ -552,7 +552,7 @@ async def test_a_stream_to_an_old_client_ends_with_the_connection(rig: Rig):
 
 
 async def test_a_client_that_does_not_read_is_bounded_in_bytes_and_cut_off(rig: Rig):
-    """The stream comes from a step that others share: it cannot be paused, so its reader must go."""
+    """The stream cannot be paused, because other requests share its step; so the connection is cut instead."""
     client = await rig.client()
     client.send(get("/hold"))
     exchange = await rig.held()
@@ -565,12 +565,12 @@ async def test_a_client_that_does_not_read_is_bounded_in_bytes_and_cut_off(rig: 
         await asyncio.sleep(0)
 
     assert exchange.gone
-    assert sent < 20_000_000  # what the kernel's buffers take, and the limit
+    assert sent < 20_000_000  # the kernel's buffers plus the limit
     assert rig.handler.cuts == ["unsent"]
 
 
 async def test_a_finished_answer_that_nobody_reads_is_dropped(rig: Rig):
-    """Its connection is not busy any more, and would hold the bytes until the client dies."""
+    """The connection no longer counts as busy, and would hold the unsent bytes until the client exits."""
     client = await rig.client()
     client.send(get("/hold"))
     exchange = await rig.held()
@@ -592,7 +592,7 @@ async def test_a_finished_answer_that_nobody_reads_is_dropped(rig: Rig):
 
 
 async def test_a_client_that_reads_slowly_but_reads_is_served(rig: Rig):
-    """Only who takes nothing at all is cut off."""
+    """Only a client that reads nothing at all is cut off."""
     client = await rig.client()
     client.send(get("/hold"))
     exchange = await rig.held()
@@ -616,7 +616,7 @@ async def test_a_client_that_reads_slowly_but_reads_is_served(rig: Rig):
 
 @pytest.mark.parametrize("how", ["abort", "close", "half-close", "reset"])
 async def test_a_client_that_leaves_ends_its_exchange_at_once(rig: Rig, how: str):
-    """However it leaves: nothing tells a killed process' socket from one that only stopped sending."""
+    """A half-close counts too: a killed process's socket cannot be told from one that only stopped sending."""
     client = await rig.client()
     client.send(get("/hold"))
     exchange = await rig.held()
@@ -639,7 +639,7 @@ async def test_a_client_that_leaves_ends_its_exchange_at_once(rig: Rig, how: str
 
 
 async def test_requests_behind_one_whose_client_left_are_not_served(rig: Rig):
-    """They would generate for nobody."""
+    """Their answers could not be delivered."""
     client = await rig.client()
     client.send(get("/hold") + get("/hold"))
     exchange = await rig.held()
@@ -651,7 +651,7 @@ async def test_requests_behind_one_whose_client_left_are_not_served(rig: Rig):
 
 
 async def test_what_was_answered_before_a_half_close_arrives(rig: Rig):
-    """`printf … | nc` closes its sending side with the request."""
+    """`printf … | nc` closes its sending side right after the request."""
     client = await rig.client()
     client.send(get())
     client.writer.write_eof()
@@ -663,7 +663,7 @@ async def test_what_was_answered_before_a_half_close_arrives(rig: Rig):
 
 
 async def test_a_stop_lets_an_answer_end_and_says_that_the_connection_does(rig: Rig):
-    """No request is lost by a restart that could have been answered."""
+    """A restart must not lose a request that is already being answered."""
     client = await rig.client()
     client.send(get("/hold"))
     exchange = await rig.held()
