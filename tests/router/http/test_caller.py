@@ -1,4 +1,4 @@
-"""The sender of a request: its session, and its tenant's limits over HTTP."""
+"""The caller of a request: its session, and its tenant's limits over HTTP."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -32,7 +32,7 @@ LIMITS = {
 
 
 class Clock:
-    """Stands still unless it is moved."""
+    """A clock that only advances when a test sets `now`."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -48,7 +48,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def front(settings: RouterSettings, backend: FakeBackend, text_model: TextModel, clock: Clock) -> Front:
-    """Knows one key of each tenant, named like it."""
+    """A front with one API key per tenant; the key is the tenant's name."""
     keys = [{"key_sha256": sha256(name.encode()).hexdigest(), "tenant": name} for name in LIMITS]
     tenants = tenants_of({"keys": keys, "tenants": LIMITS})
     return Front(settings, backend, RouterMetrics(), texts=LoadedText(text_model), tenants=tenants, monotonic=clock)
@@ -66,7 +66,7 @@ async def ask(client: httpx.AsyncClient, key: str, **fields: object) -> httpx.Re
 
 
 async def test_a_rate_is_refused_with_the_time_to_come_back(client: httpx.AsyncClient, clock: Clock):
-    """429 in OpenAI's shape; who waits as long as it is told is served."""
+    """The 429 has OpenAI's format, and a retry after the given time succeeds."""
     answers = [await ask(client, "hasty") for _ in range(3)]
     wait_s = int(answers[2].headers["retry-after"])
     clock.now += wait_s
@@ -80,7 +80,7 @@ async def test_a_rate_is_refused_with_the_time_to_come_back(client: httpx.AsyncC
 
 
 async def test_the_standing_is_told_with_answers_and_refusals(client: httpx.AsyncClient):
-    """OpenAI's clients pace themselves by these headers; a tenant without rates has none."""
+    """OpenAI's clients pace themselves by these headers; a tenant without rate limits gets none."""
     first, streamed, refused = [await ask(client, "hasty", stream=number == 1) for number in range(3)]
 
     assert [answer.headers["x-ratelimit-remaining-requests"] for answer in (first, streamed, refused)] == [
@@ -95,7 +95,7 @@ async def test_the_standing_is_told_with_answers_and_refusals(client: httpx.Asyn
 
 
 async def test_a_used_up_limit_is_told_before_the_body_is_read(client: httpx.AsyncClient, backend: FakeBackend):
-    """Tokenizing for nothing is what an overloaded router must not do."""
+    """An overloaded router must not tokenize requests that it will refuse anyway."""
     for _ in range(2):
         await ask(client, "hasty")
     refused = await ask(client, "hasty", prompt="", nonsense=1)
@@ -105,7 +105,7 @@ async def test_a_used_up_limit_is_told_before_the_body_is_read(client: httpx.Asy
 
 
 async def test_running_requests_are_bounded_until_they_end(client: httpx.AsyncClient, backend: FakeBackend, front):
-    """Also those whose client left."""
+    """A request whose client disconnected must give its slot back."""
     script, backend.script = backend.script, lambda _: [PAUSE]
     leaving = asyncio.create_task(ask(client, "busy"))
     await until(lambda: backend.streams)
@@ -120,7 +120,7 @@ async def test_running_requests_are_bounded_until_they_end(client: httpx.AsyncCl
 
 
 async def test_only_who_may_goes_before_other_tenants(client: httpx.AsyncClient, backend: FakeBackend):
-    """Everybody may order their own requests, and go behind the others."""
+    """Every tenant may order its own requests and lower its priority; only some may raise it above others."""
     for key in ("free", "first"):
         for priority in (-3, 2):
             await ask(client, key, priority=priority)
@@ -129,7 +129,7 @@ async def test_only_who_may_goes_before_other_tenants(client: httpx.AsyncClient,
 
 
 async def test_a_prompt_over_the_tenants_limit_is_the_callers_fault(client: httpx.AsyncClient):
-    """Waiting will not make it shorter."""
+    """The status is 400 rather than 429, because waiting does not make the prompt shorter."""
     short, long = [await ask(client, "brief", prompt=[5] * tokens) for tokens in (3, 4)]
 
     assert (short.status_code, long.status_code) == (200, 400)
@@ -137,7 +137,7 @@ async def test_a_prompt_over_the_tenants_limit_is_the_callers_fault(client: http
 
 
 async def test_what_the_backend_refuses_is_not_paid_for(client: httpx.AsyncClient, backend: FakeBackend):
-    """A cluster that starts is not the tenant's fault."""
+    """A cluster without replicas is not the tenant's fault."""
     backend.refusal = NoReplica("none", retry_after_s=1.2)
     refused = await ask(client, "hasty")
     backend.refusal = None
@@ -147,7 +147,7 @@ async def test_what_the_backend_refuses_is_not_paid_for(client: httpx.AsyncClien
 
 
 async def test_an_answer_that_cannot_be_made_is_told_and_over(client: httpx.AsyncClient, backend: FakeBackend, front):
-    """Whatever a replica says: the client must not wait for ever, nor the tenant's place stay taken."""
+    """On invalid replica output, the client must not wait forever, and the tenant's slot must be freed."""
     nonsense = PositionLogprobs(None, [])
     backend.script = lambda _: [TokenDelta(token_ids=[5], logprobs=[nonsense], finish_reason="stop", cached_tokens=0)]
     answers = [await ask(client, "busy", best_of=2) for _ in range(2)]
@@ -157,7 +157,7 @@ async def test_an_answer_that_cannot_be_made_is_told_and_over(client: httpx.Asyn
 
 
 async def test_metrics_tell_tenants_apart(client: httpx.AsyncClient):
-    """Who used what, and who was refused for what; all tenants of the file are there from the start."""
+    """Usage and refusals are counted per tenant; every configured tenant is listed from the start."""
     for key in ("hasty", "hasty", "hasty", "free"):
         await ask(client, key)
     page = (await client.get("/metrics")).text
@@ -179,7 +179,7 @@ async def test_metrics_tell_tenants_apart(client: httpx.AsyncClient):
     ],
 )
 async def test_what_generates_nothing_is_paid_for_too(client: httpx.AsyncClient, clock: Clock, path, body, tokens):
-    """Rendering and tokenizing cost this process what they cost a completion: one request, and its prompt's tokens."""
+    """Rendering and tokenizing cost as much as for a completion: one request and its prompt tokens are charged."""
     key = {"authorization": "Bearer hasty"}
     answers = [await client.post(path, json=body, headers=key) for _ in range(3)]
 
@@ -198,7 +198,7 @@ async def test_what_generates_nothing_is_paid_for_too(client: httpx.AsyncClient,
     ],
 )
 async def test_a_prompt_limit_holds_wherever_prompts_go(client: httpx.AsyncClient, front: Front, path, body):
-    """And nothing stays counted as running."""
+    """The limit also applies without generation, and a refused request must not stay counted as running."""
     refused = await client.post(path, json=body, headers={"authorization": "Bearer brief"})
 
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "prompt_over_limit")
@@ -206,7 +206,7 @@ async def test_a_prompt_limit_holds_wherever_prompts_go(client: httpx.AsyncClien
 
 
 async def test_routers_of_one_cluster_share_limits(settings, backend: FakeBackend, text_model, tmp_path, clock: Clock):
-    """Whichever of them a connection was dealt to, and also when one of them starts anew."""
+    """Limits hold whichever router accepts a connection, and survive a router's restart."""
     tenants = tenants_of(
         {
             "keys": [{"key_sha256": sha256(b"k").hexdigest(), "tenant": "t"}],
@@ -231,13 +231,13 @@ async def test_routers_of_one_cluster_share_limits(settings, backend: FakeBacken
 
 @pytest.mark.parametrize("name", ["x-session-affinity", "x-correlation-id"])
 def test_a_conversation_is_known_by_either_header(name: str) -> None:
-    """Clients and proxies write the one or the other."""
+    """Clients and proxies send one header or the other."""
     assert first_header({name: "chat-7"}) == "chat-7"
     assert first_header({}) is None
 
 
 def test_a_long_name_of_a_conversation_is_kept_short() -> None:
-    """65,536 are remembered: with 64 KB each, whoever may ask could fill 4 GB."""
+    """65,536 session names are remembered; at 64 KB each, clients could fill 4 GB."""
     one, other = first_header({"x-session-affinity": "a" * 60_000}), first_header({"x-session-affinity": "a" * 60_001})
 
     assert one is not None
@@ -247,7 +247,7 @@ def test_a_long_name_of_a_conversation_is_kept_short() -> None:
 
 
 async def test_agents_and_their_parents_are_named_in_the_explanation(client: httpx.AsyncClient):
-    """Claude Code, Codex and OpenCode send other headers for the same."""
+    """Claude Code, Codex and OpenCode use different headers for the same information."""
     for session, agent, parent in [
         ("x-claude-code-session-id", AGENT_HEADERS[0], PARENT_HEADERS[0]),
         ("session-id", AGENT_HEADERS[1], PARENT_HEADERS[1]),

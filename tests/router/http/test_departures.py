@@ -1,4 +1,4 @@
-"""Where prompts depart from known ones: by tokens within a session and between two bodies, by blocks at replicas."""
+"""Departures of prompts from known ones: exact to the token in a session or between two bodies, else to the block."""
 
 from array import array
 
@@ -35,7 +35,7 @@ async def departure(client: httpx.AsyncClient, messages: object, session: str = 
 
 
 async def test_a_session_that_only_grows_has_no_departure(client: httpx.AsyncClient):
-    """All of its earlier prompts are prefixes; other sessions and requests without one do not matter."""
+    """Its earlier prompts are prefixes of the new one; other sessions and requests without a session have no effect."""
     assert await departure(client, ASKED) is None
     assert await departure(client, changed(0, "Be brief."), session="other") is None
     assert await departure(client, LONGER) is None
@@ -72,20 +72,20 @@ async def test_a_header_names_the_first_token_that_differs(
 async def test_a_new_session_departs_from_what_replicas_hold(
     client: httpx.AsyncClient, backend: FakeBackend, answer_ids: list[int], known: int, stands: str | None
 ):
-    """By blocks; it continues what nobody holds, and departs from nothing if all of it is held."""
+    """The place is exact to a block. A prompt of which no block or every block is held has no departure."""
     backend.script = reply(answer_ids, known=known)
 
     found = await departure(client, LONGER)
 
     assert (found is None) == (stands is None)
     assert found is None or found.startswith(f"token={known};{stands};text=")
-    assert "instead-of" not in (found or ""), "of another session only the place may be told"
+    assert "instead-of" not in (found or ""), "another session's text must not be disclosed"
 
 
 async def test_the_longer_of_both_known_prefixes_counts(
     client: httpx.AsyncClient, backend: FakeBackend, answer_ids: list[int]
 ):
-    """The session's last prompt ends in the system message; a replica holds more of another session's."""
+    """First a replica holds a longer prefix than the session's last prompt; in the second case it is the reverse."""
     other = changed(0, "Be brief.")
     await departure(client, other)
     backend.script = reply(answer_ids, known=32)
@@ -103,7 +103,7 @@ async def test_the_longer_of_both_known_prefixes_counts(
 
 
 async def test_explain_names_where_the_prompt_leaves_what_a_replica_holds(client: httpx.AsyncClient):
-    """Only blocks are known there; the session's last prompt is known by tokens."""
+    """A replica's blocks give the place to the block; the session's last prompt gives the exact token."""
     body = {"messages": LONGER}
     headers = {"x-session-affinity": "s"}
     by_blocks = (await client.post("/explain", json=body)).json()["departure"]
@@ -135,7 +135,7 @@ async def test_two_bodies_are_compared(client: httpx.AsyncClient):
 
 
 def test_the_place_is_the_first_part_that_differs() -> None:
-    """By conversation where both are known; else by where the parts stand in the rendered text."""
+    """Two conversations are compared by part; for a single one, the parts' positions in the rendered text decide."""
     system, user = Message("system", "Be kind."), Message("user", "Hello there.")
     tool = function_tool("weather", None, None)
     plain, tools = Conversation(messages=[system, user]), Conversation(messages=[system, user], tools=[tool])
@@ -152,7 +152,7 @@ def test_the_place_is_the_first_part_that_differs() -> None:
 
 @given(st.lists(st.integers(0, 3), max_size=20), st.lists(st.integers(0, 3), max_size=20))
 def test_the_common_beginning_is_found(one: list[int], other: list[int]) -> None:
-    """Against a loop."""
+    """`common_tokens` must equal a plain loop over both prompts."""
     pairs = enumerate(zip(one, other, strict=False))
     expected = next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
 
@@ -160,7 +160,7 @@ def test_the_common_beginning_is_found(one: list[int], other: list[int]) -> None
 
 
 def test_the_memory_for_prompts_is_bounded() -> None:
-    """The session that was silent for longest is forgotten first."""
+    """The least recently used session is forgotten first."""
     prompts, ids = SessionPrompts(capacity_bytes=(4 + TEXT_BYTES) * 100), token_bytes(list(range(30)))
 
     for name in "abcab":

@@ -1,4 +1,4 @@
-"""The document says what is served; whatever it allows, or nearly allows, is answered in its shapes."""
+"""The OpenAPI document matches the server: generated requests, valid or not, get the documented response types."""
 
 import asyncio
 import json
@@ -22,16 +22,16 @@ from homing.router.text.tokenizer import TextModel
 from .conftest import LoadedText
 from .fakes import FakeBackend
 
-#: `/live` has no end: tests/router/http/live.
+#: All endpoints but `/live`, whose stream never ends: tests/router/http/live tests it.
 LABELS = {f"{each.method} {each.path}": each for each in ENDPOINTS if each.path != "/live"}
 EXAMPLES = 25
-#: How the last event of a stream begins, if it is not OpenAI's `[DONE]`.
+#: Prefix of a stream's last event, for endpoints whose streams do not end with OpenAI's `[DONE]`.
 LAST_EVENTS = {"/v1/responses": b"event: response.", "/v1/messages": b"event: message_stop"}
 
 
 @pytest.fixture
 def port(text_model, backend: FakeBackend) -> Iterator[int]:
-    """A whole server in a thread of its own."""
+    """The port of a complete server that runs in its own thread."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
@@ -59,7 +59,7 @@ def test_the_document_lists_exactly_what_is_served() -> None:
 
 
 def test_every_reference_leads_somewhere() -> None:
-    """Generators of clients stop at the first that does not."""
+    """Client generators stop at the first unresolved reference."""
     text = openapi_document().decode()
     known = {f"#/components/schemas/{name}" for name in json.loads(text)["components"]["schemas"]}
     used = {part.split('"')[0] for part in text.split('"$ref":"')[1:]}
@@ -68,7 +68,7 @@ def test_every_reference_leads_somewhere() -> None:
 
 
 def schemathesis() -> Any:
-    """Not imported at the top: every process of a run collects this file, one runs it, and it takes half a second."""
+    """Import schemathesis late: it takes half a second, and every test process collects this file but one runs it."""
     import schemathesis
 
     return schemathesis
@@ -80,7 +80,7 @@ def schema() -> Any:
 
 
 def encoded(body: object) -> bytes | None:
-    """Some cases are no JSON at all."""
+    """Encode a generated body as JSON; bytes stay as they are, and None means no body."""
     if isinstance(body, bytes) or body is None:
         return body
     return None if isinstance(body, schemathesis().core.NotSet) else json.dumps(body).encode()
@@ -90,7 +90,7 @@ def encoded(body: object) -> bytes | None:
 def test_whatever_is_sent_is_answered_in_the_documents_shape(
     label: str, port: int, backend: FakeBackend, scale: float
 ) -> None:
-    """Never a 5xx, never a cut connection: a right answer or an error that names what is wrong."""
+    """A request gets a valid response or an error with a message, never a 5xx or a broken connection."""
     operation = LABELS[label]
     (found,) = [each.ok() for each in schema().get_all_operations() if each.ok().label == label]
 
@@ -120,21 +120,21 @@ def test_whatever_is_sent_is_answered_in_the_documents_shape(
 
 @pytest.mark.parametrize("method", ["GET", "HEAD", "POST"])
 async def test_a_ping_is_answered_with_nothing(client: httpx.AsyncClient, method: str):
-    """As SageMaker's health check wants."""
+    """SageMaker's health check requires an empty 200 response."""
     response = await client.request(method, "/ping")
 
     assert (response.status_code, response.content) == (200, b"")
 
 
 async def test_the_load_counts_running_and_waiting_requests(client: httpx.AsyncClient, backend: FakeBackend):
-    """In vLLM's shape."""
+    """The body has vLLM's format."""
     await client.post("/v1/completions", json={"prompt": "a"})
 
     assert (await client.get("/load")).json() == {"server_load": len(backend.streams)}
 
 
 async def test_tokenizer_info_has_what_lm_eval_reads(client: httpx.AsyncClient, text_model: TextModel):
-    """Special tokens by role, and the chat template."""
+    """lm-eval reads the special tokens by role and the chat template."""
     info = (await client.get("/tokenizer_info")).json()
 
     assert info["eos_token"].encode() in map(text_model.piece, range(8))

@@ -1,4 +1,4 @@
-"""Text sides of models: loaded once for each tokenizer that is served, and forgotten with it."""
+"""Text models of the front: loaded once per served tokenizer and dropped when it is no longer served."""
 
 import gc
 import weakref
@@ -23,7 +23,7 @@ FOX, FOX_LATER, OWL = (
 
 
 class FakeText:
-    """Knows where it came from."""
+    """A stand-in for a text model that only records its folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -35,7 +35,7 @@ def texts() -> Any:
 
 
 async def test_a_tokenizer_that_was_replaced_in_its_folder_is_loaded_anew(texts: TextModels) -> None:
-    """An update may change the files where they lie: with the old ids the new replicas would answer nonsense."""
+    """An update may change the files in place; with the old token ids, the new replicas would answer nonsense."""
     before, again, after = [await texts.get(source) for source in (FOX, FOX, FOX_LATER)]
 
     assert before is again
@@ -44,7 +44,7 @@ async def test_a_tokenizer_that_was_replaced_in_its_folder_is_loaded_anew(texts:
 
 
 async def test_what_is_served_no_longer_is_forgotten(texts: TextModels) -> None:
-    """Each update to another model would else leave a tokenizer, its cache and its threads behind."""
+    """Otherwise each update to another model would leak a tokenizer, its cache and its threads."""
     texts.keep([FOX, OWL])
     for source in (FOX, OWL):
         await texts.get(source)
@@ -58,7 +58,7 @@ async def test_what_is_served_no_longer_is_forgotten(texts: TextModels) -> None:
 
 
 async def test_what_was_loaded_ahead_waits_for_its_first_replica(texts: TextModels) -> None:
-    """Other models' replicas come and go until then."""
+    """A preloaded model must survive membership changes of other models until its own first replica joins."""
     await texts.get(FOX)
 
     texts.keep([OWL])
@@ -71,7 +71,7 @@ async def test_what_was_loaded_ahead_waits_for_its_first_replica(texts: TextMode
 
 @pytest.mark.parametrize("used", [True, False])
 async def test_sampling_defaults_are_the_models_where_a_request_is_silent(settings, backend, text_model, used: bool):
-    """As other servers do; a setting turns it off."""
+    """Other servers use the model's defaults as well; a setting turns this off."""
     chosen = msgspec.structs.replace(settings, generation_config=used)
     front = Front(chosen, backend, RouterMetrics(), texts=LoadedText(text_model))
     before = text_model.sampling_defaults
@@ -101,7 +101,7 @@ async def test_sampling_defaults_are_the_models_where_a_request_is_silent(settin
     ],
 )
 def test_sampling_defaults_come_from_the_models_folder(tmp_path: Path, content: str | None, wanted: SamplingDefaults):
-    """A file that cannot be used is as good as none."""
+    """An unusable file counts as missing."""
     if content is not None:
         (tmp_path / "generation_config.json").write_text(content)
 
@@ -110,7 +110,7 @@ def test_sampling_defaults_come_from_the_models_folder(tmp_path: Path, content: 
 
 @pytest.mark.parametrize("aliases", ["gpt-4o, fox", "gpt-4o=demo,fox=demo", "gpt-4o=owl,fox"])
 async def test_a_model_is_served_under_its_aliases(settings, backend, text_model, aliases: str):
-    """Clients with a fixed model name need no other setting; an alias of a model that is absent is not listed."""
+    """Clients with a fixed model name then work unchanged; an alias of an absent model is not listed."""
     front = Front(
         msgspec.structs.replace(settings, model_aliases=aliases), backend, RouterMetrics(), texts=LoadedText(text_model)
     )
@@ -128,7 +128,7 @@ async def test_a_model_is_served_under_its_aliases(settings, backend, text_model
 
 
 def test_a_chat_template_of_ones_own_replaces_the_models(tmp_path: Path):
-    """Also where tool calls are recognised by the template; a file that is gone is told by its path."""
+    """The text used to recognise the tool-call format is replaced too; an error for a missing file names its path."""
     file = tmp_path / "own.jinja"
     with pytest.raises(TokenizerUnavailable, match="own"):
         TextModel.load(DEMO, cache_bytes=0, chat_template=str(file))
@@ -142,7 +142,7 @@ def test_a_chat_template_of_ones_own_replaces_the_models(tmp_path: Path):
 
 
 async def test_a_tokenizer_of_its_own_leaves_the_model_what_it_is(tmp_path: Path) -> None:
-    """The model's type and sampling are in the model's folder, words and template in the tokenizer's."""
+    """Model type and sampling defaults come from the model's folder; vocabulary and template from the tokenizer's."""
     (tmp_path / "config.json").write_text('{"model_type": "gpt_oss"}')
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.25}')
     texts = TextModels(lambda folder: TextModel.load(folder, cache_bytes=0))

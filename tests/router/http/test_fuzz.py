@@ -1,4 +1,4 @@
-"""Damaged HTTP, byte by byte: each connection is answered in OpenAI's shape or closed, and the next one is served."""
+"""Randomly damaged HTTP gets an error in OpenAI's format or a closed connection, and the server keeps working."""
 
 import asyncio
 import json
@@ -40,7 +40,7 @@ AT_ONCE = 50
 
 
 def damaged(data: bytes, rng: random.Random) -> bytes:
-    """One to three wounds, mostly where HTTP is parsed."""
+    """Return `data` with one to three random insertions, replacements, deletions or repetitions."""
     for _ in range(rng.randint(1, 3)):
         at, end = sorted(rng.randrange(len(data) + 1) for _ in range(2))
         match rng.randrange(4):
@@ -56,7 +56,7 @@ def damaged(data: bytes, rng: random.Random) -> bytes:
 
 
 async def spoken(port: int, data: bytes) -> bytes:
-    """All that the server says to these bytes, and to nothing after them."""
+    """Send `data`, close the sending side and return everything the server sends."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write(data)
@@ -69,7 +69,7 @@ async def spoken(port: int, data: bytes) -> bytes:
 
 
 def parsed(said: bytes) -> Iterator[tuple[int, bytes]]:
-    """The answers of one connection, each with a length."""
+    """Yield status and body of each response on a connection; every response must have a content length."""
     while said:
         head, _, rest = said.partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 "), head
@@ -79,7 +79,7 @@ def parsed(said: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 async def test_damaged_http_is_answered_or_closed_and_harms_nobody(live: Live, backend: FakeBackend) -> None:
-    """A parser of our own glue must hold against what proxies and scanners send."""
+    """Our own code around the HTTP parser must withstand what proxies and scanners send."""
     rng = random.Random(5)
     wounds = [damaged(rng.choice(WHOLE), rng) for _ in range(CONNECTIONS)]
     answers = []
@@ -96,7 +96,7 @@ async def test_damaged_http_is_answered_or_closed_and_harms_nobody(live: Live, b
 
 
 async def spoken_to_the_end(port: int) -> bytes:
-    """The answer to a request that is right, waited for."""
+    """Send a valid request and return the complete response."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(PLAIN)
     answer = await reader.read()

@@ -1,4 +1,4 @@
-"""Properties of running generations that no single answer shows."""
+"""Properties of generations that a single response does not show: garbage, writes and replaced models."""
 
 import asyncio
 import gc
@@ -20,7 +20,7 @@ CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_to
 
 
 async def ask(port: int, path: str, body: dict[str, Any]) -> bytes:
-    """The answer, of a connection that makes no objects of this package."""
+    """Post `body` and return the raw response, without creating any objects of this package."""
     data = json.dumps(body).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     head = f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(data)}\r\n\r\n"
@@ -46,11 +46,11 @@ async def ask(port: int, path: str, body: dict[str, Any]) -> bytes:
 async def test_a_request_leaves_nothing_to_the_garbage_collector(
     live: Live, backend: FakeBackend, path: str, body: dict[str, Any]
 ):
-    """Cycles would keep prompts in memory between collections, and collections stop everybody's tokens."""
-    await ask(live.port, path, body)  # what is made once
+    """Reference cycles would keep prompts in memory until a collection, and collections pause all streams."""
+    await ask(live.port, path, body)  # creates lazily initialised objects
     backend.streams.clear()
     gc.collect()
-    gc.freeze()  # what other tests left is not this request's
+    gc.freeze()  # ignore garbage from other tests
     gc.disable()
     gc.set_debug(gc.DEBUG_SAVEALL)
     try:
@@ -69,7 +69,7 @@ async def test_a_request_leaves_nothing_to_the_garbage_collector(
 
 
 async def test_the_last_events_of_a_stream_leave_together(live: Live):
-    """Each write costs a system call, and wakes the client. A choice that others outlast ends at once."""
+    """Each write costs a system call and wakes the client. A choice that ends before others is sent immediately."""
     answer = await ask(live.port, "/v1/chat/completions", CHAT | {"stream": True, "n": 2})
 
     chunks = answer.partition(b"\r\n\r\n")[2].split(b"\r\n")[1::2]
@@ -80,7 +80,7 @@ async def test_the_last_events_of_a_stream_leave_together(live: Live):
 
 
 def once(error: RouterError, then: Script) -> Script:
-    """The first request breaks without a token, the others are answered."""
+    """A script that fails the first request before any token and answers later requests with `then`."""
     broken: list[GenerationRequest] = []
 
     def script(request: GenerationRequest) -> Iterable[Item]:
@@ -96,7 +96,7 @@ def once(error: RouterError, then: Script) -> Script:
 async def test_a_request_whose_model_is_replaced_before_it_began_is_answered_by_the_new_one(
     client: httpx.AsyncClient, backend: FakeBackend, stream: bool
 ) -> None:
-    """It was held, and nothing of it was computed: tokenized anew it is as good as ever; no client need know."""
+    """Nothing was computed for the queued request, so it is tokenized again and sent to the new model."""
     backend.script = once(Superseded(), backend.script)
 
     answer = await client.post("/v1/chat/completions", json=CHAT | {"stream": stream})
@@ -109,7 +109,7 @@ async def test_a_request_whose_model_is_replaced_before_it_began_is_answered_by_
 async def test_a_request_whose_model_is_replaced_while_it_is_tokenized_goes_to_the_new_one(
     client: httpx.AsyncClient, backend: FakeBackend
 ) -> None:
-    """Between choosing and sending lies a thread, for long prompts."""
+    """Long prompts are tokenized in a thread, so the model may be replaced before the request is sent."""
     refusals = [Superseded()]
     send = backend.generate
 
@@ -129,7 +129,7 @@ async def test_a_request_whose_model_is_replaced_while_it_is_tokenized_goes_to_t
 async def test_a_request_that_began_ends_with_its_model(
     client: httpx.AsyncClient, backend: FakeBackend, answer_ids: list[int]
 ) -> None:
-    """Another model would go on with another story."""
+    """Another model cannot continue the answer that the old one began."""
     first = TokenDelta(token_ids=answer_ids[:1], cached_tokens=0)
     backend.script = lambda request: [first, Superseded()]
 
@@ -144,7 +144,7 @@ async def test_a_request_that_began_ends_with_its_model(
 async def test_a_request_that_begins_anew_is_charged_once(
     front: Front, backend: FakeBackend, client: httpx.AsyncClient
 ) -> None:
-    """A tenant does not pay for our updates, nor do metrics count a prompt twice."""
+    """A retry after an update must not be charged to the tenant, and metrics must not count the prompt twice."""
     backend.script = once(Superseded(), backend.script)
 
     answer = await client.post("/v1/completions", json={"prompt": [300, 301, 302], "max_tokens": 5})

@@ -1,4 +1,4 @@
-"""Several models behind one front: the name in a request says whose tokenizer, limits and replicas it meets."""
+"""Several models behind one front: a request's model name selects the tokenizer, limits and replicas."""
 
 from collections.abc import Iterator
 from hashlib import sha256
@@ -24,7 +24,7 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
 
 class FakeModels:
-    """A backend of several fakes, by the names of their models."""
+    """A backend that holds one `FakeBackend` per model."""
 
     def __init__(self, *backends: FakeBackend) -> None:
         self.by_name = {backend.limits.name: backend for backend in backends if backend.limits is not None}
@@ -58,7 +58,7 @@ class FakeModels:
 
 @pytest.fixture
 def owl(limits: ModelLimits, answer_ids: list[int]) -> Iterator[FakeBackend]:
-    """A model of a shorter context and a shorter answer."""
+    """A model with a shorter context and a shorter answer."""
     fake = FakeBackend(msgspec.structs.replace(limits, name="org/owl", max_model_len=64), reply(answer_ids[:2]))
     yield fake
     fake.check()
@@ -70,7 +70,7 @@ def front(settings: RouterSettings, backend: FakeBackend, owl: FakeBackend, text
 
 
 async def test_all_models_are_listed_and_each_is_found(client: httpx.AsyncClient) -> None:
-    """Names of the hub have a slash, which is part of the path."""
+    """Hugging Face model names contain a slash, which is part of the path."""
     listed = (await client.get("/v1/models")).json()["data"]
     found = (await client.get("/v1/models/org/owl")).json()
 
@@ -81,7 +81,7 @@ async def test_all_models_are_listed_and_each_is_found(client: httpx.AsyncClient
 async def test_a_requests_model_says_who_answers(
     client: httpx.AsyncClient, backend: FakeBackend, owl: FakeBackend
 ) -> None:
-    """Its limits, its replicas, and its name in the answer."""
+    """The named model's limits and replicas apply, and the response carries its name."""
     for name in ("demo", "org/owl"):
         for path, body in (("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", CHAT)):
             answer = await client.post(path, json={**body, "model": name})
@@ -95,7 +95,7 @@ async def test_a_requests_model_says_who_answers(
 
 
 async def test_a_wrong_name_is_told_what_there_is(client: httpx.AsyncClient) -> None:
-    """404 in OpenAI's shape."""
+    """The 404 has OpenAI's format and lists the served models."""
     answer = await client.post("/v1/chat/completions", json={**CHAT, "model": "fox"})
 
     error = answer.json()["error"]
@@ -104,7 +104,7 @@ async def test_a_wrong_name_is_told_what_there_is(client: httpx.AsyncClient) -> 
 
 
 async def test_without_a_name_nobody_guesses(client: httpx.AsyncClient) -> None:
-    """An answer of the wrong model is worse than none."""
+    """An answer from the wrong model is worse than an error."""
     answer = await client.post("/v1/completions", json={"prompt": "x"})
 
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")
@@ -113,7 +113,7 @@ async def test_without_a_name_nobody_guesses(client: httpx.AsyncClient) -> None:
 async def test_one_model_without_replicas_leaves_the_server_ready(
     client: httpx.AsyncClient, backend: FakeBackend, owl: FakeBackend
 ) -> None:
-    """A load balancer that took the whole server away would make one outage two."""
+    """If a load balancer removed the server, the outage of one model would become an outage of both."""
     owl.state = "silent"
     one = await client.get("/ready")
     backend.state = "silent"
@@ -124,7 +124,7 @@ async def test_one_model_without_replicas_leaves_the_server_ready(
 
 
 async def test_caches_are_reset_by_model(client: httpx.AsyncClient) -> None:
-    """Whoever measures one model must not empty the other's."""
+    """A benchmark of one model must not clear the caches of the other."""
     some = await client.post("/reset_prefix_cache", json={"model": "org/owl"})
     every = await client.post("/reset_prefix_cache")
     wrong = await client.post("/reset_prefix_cache", json={"modle": "org/owl"})
@@ -134,7 +134,7 @@ async def test_caches_are_reset_by_model(client: httpx.AsyncClient) -> None:
 
 
 async def test_metrics_tell_models_apart(client: httpx.AsyncClient) -> None:
-    """Latencies of a small and a large model have no common mean."""
+    """A mean over the latencies of a small and a large model says nothing."""
     await client.post("/v1/completions", json={"prompt": "x", "model": "org/owl"})
 
     page = (await client.get("/metrics")).text
@@ -145,7 +145,7 @@ async def test_metrics_tell_models_apart(client: httpx.AsyncClient) -> None:
 async def test_a_tenants_limits_hold_over_all_models(
     settings: RouterSettings, backend: FakeBackend, owl: FakeBackend, text_model: TextModel
 ) -> None:
-    """Whoever has used up what is theirs must not get as much again from each model."""
+    """A tenant must not get its limits once per model."""
     key = {"key_sha256": sha256(b"key").hexdigest(), "tenant": "acme"}
     tenants = tenants_of({"keys": [key], "tenants": {"acme": {"requests_per_minute": 2}}})
     front = Front(settings, FakeModels(backend, owl), RouterMetrics(), texts=LoadedText(text_model), tenants=tenants)

@@ -1,4 +1,4 @@
-"""Stored responses: conversations go on by id, for their tenant only, within bounds, and in every router process."""
+"""Stored responses: continued by id in any router process, private to their tenant, and bounded."""
 
 import sqlite3
 from collections.abc import AsyncIterator, Iterator
@@ -26,7 +26,7 @@ BOUNDS = StoreBounds(responses=1000, bytes=1_000_000, age_s=60.0)
 
 
 class Wall:
-    """Stands still unless it is moved."""
+    """A wall clock that only advances when a test sets `now`."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -51,7 +51,7 @@ async def client(client: httpx.AsyncClient, front: Front) -> AsyncIterator[httpx
 async def test_a_conversation_goes_on_by_id(
     client: httpx.AsyncClient, backend: FakeBackend, text_model: TextModel, stream: bool
 ):
-    """The next prompt is that of a client that sends everything itself; instructions are not carried over."""
+    """The prompt equals that of a client that resends the whole conversation; instructions are not carried over."""
     asked = {"model": "demo", "input": "Tell me a story.", "instructions": "Be brief.", "stream": stream}
     first = await client.post(PATH, json=asked)
     body = msgspec.json.decode(first.text.split("data: ")[-1].strip()) if stream else first.json()
@@ -97,7 +97,7 @@ async def test_openais_client_reads_lists_and_deletes(live, backend: FakeBackend
 
 
 async def test_what_is_not_stored_cannot_be_continued(client: httpx.AsyncClient):
-    """By its own wish, or because it never was."""
+    """A response with `store: false` can be neither read nor continued."""
     made = (await client.post(PATH, json={"input": "a", "store": False})).json()
     found = await client.get(f"{PATH}/{made['id']}")
     refused = await client.post(PATH, json={"input": "b", "previous_response_id": made["id"]})
@@ -124,7 +124,7 @@ def stored(previous: str | None = None, size: int = 10) -> StoredResponse:
 
 
 def test_the_oldest_go_first(tmp_path: Path, wall: Wall) -> None:
-    """By number, by bytes, and by age; bounds are looked at with every sixteenth write."""
+    """The oldest responses are deleted beyond the bounds on number and bytes, checked at every sixteenth write."""
     for number, (bounds, size) in enumerate([(BOUNDS._replace(responses=5), 10), (BOUNDS._replace(bytes=6000), 1000)]):
         store = ResponseStore(str(tmp_path / f"{number}.db"), bounds, wall)
         for index in range(33):
@@ -146,7 +146,7 @@ async def test_what_is_too_old_is_gone(store: ResponseStore, wall: Wall) -> None
 
 
 async def test_another_process_finds_it(store: ResponseStore, tmp_path: Path, wall: Wall) -> None:
-    """Connections of one client reach any of several routers, and these may restart."""
+    """A client's connections may reach any of several routers, and routers may restart."""
     other = ResponseStore(str(tmp_path / "store.db"), BOUNDS, wall)
 
     store.put(b"t", "a", stored()).result(5.0)
@@ -161,7 +161,7 @@ async def test_another_process_finds_it(store: ResponseStore, tmp_path: Path, wa
 
 
 async def test_a_conversation_beyond_the_bound_is_named_as_too_long(tmp_path: Path, wall: Wall) -> None:
-    """Not as missing: every one of its responses is stored."""
+    """The error must not be "not found", because all of its responses are stored."""
     store = ResponseStore(str(tmp_path / "store.db"), BOUNDS._replace(responses=2000), wall)
     for index in range(MAX_CONVERSATION + 1):
         store.put(b"t", f"r{index}", stored(f"r{index - 1}" if index else None))
@@ -176,7 +176,7 @@ async def test_a_conversation_beyond_the_bound_is_named_as_too_long(tmp_path: Pa
 
 
 async def test_a_file_that_cannot_be_used_fails_the_request_alone(tmp_path: Path, wall: Wall) -> None:
-    """What cannot be stored is answered all the same, and logged."""
+    """A failed write is only logged, so that the response is still sent; a failed read raises."""
     store = ResponseStore(str(tmp_path / "missing" / "store.db"), BOUNDS, wall)
 
     failed = store.put(b"t", "a", stored())
@@ -187,7 +187,7 @@ async def test_a_file_that_cannot_be_used_fails_the_request_alone(tmp_path: Path
 
 
 def test_only_the_owner_can_read_the_files(tmp_path: Path, wall: Wall) -> None:
-    """They hold conversations."""
+    """The files contain conversations."""
     store = ResponseStore(str(tmp_path / "store.db"), BOUNDS, wall)
     store.put(b"t", "a", stored()).result(5.0)
 

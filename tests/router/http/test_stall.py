@@ -1,7 +1,7 @@
-"""No request blocks the event loop: hostile bodies of every shape, at default limits.
+"""No request blocks the event loop, however hostile its body is, under the default limits.
 
-Measured is the CPU time of the loop's thread between two turns of its ticker, which a busy machine hardly changes; the
-least of three attempts counts.
+The tests measure the loop thread's CPU time between two wake-ups of a ticker, which a busy machine hardly changes. The
+smallest of up to `ATTEMPTS` measurements counts.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from homing.router.text.tokenizer import TextModel
 from .conftest import DEMO, LoadedText
 from .fakes import FakeBackend, reply
 
-#: What a request may take of the loop at once, on a processor that parses REFERENCE in QUIET_S (AMD EPYC, 2 cores).
+#: Longest allowed block of the loop: CPU seconds of a processor that parses REFERENCE in QUIET_S (AMD EPYC, 2 cores).
 MOST_S = 0.020
 REFERENCE = json.dumps([{"role": "user", "content": "x"}] * 10_000)
 QUIET_S = 0.0019
@@ -47,7 +47,7 @@ HI = b'"messages":[{"role":"user","content":"hi"}],"max_tokens":2'
 
 
 class Watched:
-    """A server on a loop of its own thread, and the longest time for which that thread had no turn."""
+    """A server on an event loop in its own thread, which measures the longest time for which the loop was blocked."""
 
     def __init__(self, front: Front) -> None:
         self._front = front
@@ -77,23 +77,23 @@ class Watched:
         await server.stop(0.1)
 
     def send(self, data: bytes) -> bytes:
-        """The response to these bytes, up to its status line's end."""
+        """Send `data` and return at most the first 64 bytes of the response."""
         with socket.create_connection(("127.0.0.1", self.port), timeout=30) as client:
-            with suppress(OSError):  # refused before it was read
+            with suppress(OSError):  # the server refused it before reading all of it
                 client.sendall(data)
             with suppress(OSError):
                 return client.recv(64)
         return b""
 
     def loop_s(self) -> float:
-        """CPU seconds that the loop's thread has taken so far."""
+        """CPU seconds that the loop's thread has used so far."""
         assert self._thread.ident is not None
         return time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident))
 
     def blocked_by(self, send: Callable[[], object]) -> float:
-        """CPU seconds of the longest block, in the best of the attempts.
+        """CPU seconds for which `send` blocked the loop at most; the smallest of up to `ATTEMPTS` attempts.
 
-        They are seconds of the quiet processor: one that shares its caches with busy neighbours is slower.
+        They are scaled to the quiet processor, because one that shares its caches with busy neighbours is slower.
         """
         found = []
         for _ in range(ATTEMPTS):
@@ -109,7 +109,7 @@ class Watched:
 
 
 def reference_s() -> float:
-    """CPU seconds that parsing REFERENCE takes now."""
+    """CPU seconds that parsing REFERENCE takes at the moment."""
     began = time.thread_time()
     json.loads(REFERENCE)
     return time.thread_time() - began
@@ -122,7 +122,7 @@ def watched(text_model: TextModel) -> Iterator[Watched]:
     before = gc.get_threshold()
     gc.collect()
     gc.freeze()
-    gc.set_threshold(GC_YOUNG, 20, 20)  # as a router does
+    gc.set_threshold(GC_YOUNG, 20, 20)  # the router's own setting
     with Watched(Front(SETTINGS, backend, RouterMetrics(), texts=LoadedText(text_model))) as server:
         yield server
     gc.set_threshold(*before)
@@ -136,7 +136,7 @@ def post(path: str, body: bytes) -> bytes:
 
 
 def filled(before: bytes, unit: bytes, after: bytes, size: int = SIZE) -> bytes:
-    """A body of about this size, full of `unit`."""
+    """A body of about `size` bytes: `unit` repeated between `before` and `after`."""
     return before + (unit * max(1, (size - len(before)) // len(unit))).rstrip(b",") + after
 
 
@@ -146,7 +146,7 @@ def numbered(before: bytes, entry: str, after: bytes, count: int) -> bytes:
 
 MESSAGE = b'{"role":"user","content":"x"},'
 TOOL = b'{"type":"function","function":{"name":"f","parameters":{"type":"object","properties":{}}}},'
-#: The bodies of the attack that this defends against, and their relatives, with their paths.
+#: Path and body of the attacks that were observed, and of variants of them.
 BODIES: dict[str, tuple[str, bytes]] = {
     "prompts of ids": (COMPLETIONS, filled(b'{"prompt":[', b"[1],", b"]}")),
     "prompts": (COMPLETIONS, filled(b'{"prompt":[', b'"a",', b"]}")),
@@ -230,7 +230,7 @@ BODIES: dict[str, tuple[str, bytes]] = {
 }
 CHUNKED = b"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
 LAST = b"GET /health HTTP/1.1\r\nconnection: close\r\n\r\n"
-#: What is hostile before there is a body.
+#: Attacks on the HTTP framing rather than on the JSON body.
 STREAMS = {
     "tiny chunks": CHUNKED + b"1\r\na\r\n" * 1_500_000,
     "header lines": b"GET /health HTTP/1.1\r\n" + b"a:b\r\n" * 12_000 + b"\r\n",
@@ -256,7 +256,7 @@ def test_no_bytes_block_the_loop(watched: Watched, name: str):
     assert blocked_s <= MOST_S, f"{blocked_s * 1e3:.1f} ms"
 
 
-#: Units of lists, texts and objects; `%d` is replaced by a number where each entry needs a name of its own.
+#: List entries; `%d` is replaced by the entry's number, so that each entry has a different name.
 UNITS = (
     *(
         "[1],",
@@ -291,7 +291,7 @@ NEEDED = {
 
 
 def generated(seed: int) -> tuple[str, bytes]:
-    """Any field, filled with anything, as deep and as long as it can be."""
+    """A random field's path and body, with a random value of up to 8 MB and a nesting depth of up to 900."""
     chance = random.Random(seed)
     path, field = chance.choice(FIELDS)
     size = int(10 ** chance.uniform(4.5, 6.92))
@@ -340,7 +340,7 @@ def resident_bytes() -> int:
 
 
 def test_many_hostile_bodies_at_once_leave_time_and_memory(watched: Watched):
-    """They took 2.4 GB, and half a minute of everybody's time."""
+    """Such bodies once took 2.4 GB and delayed all other requests for half a minute."""
     data = [post(*BODIES[name]) for name in ("prompts of ids", "messages", "escapes", "special tokens")] * 2
     before = resident_bytes()
 
@@ -350,7 +350,7 @@ def test_many_hostile_bodies_at_once_leave_time_and_memory(watched: Watched):
 
     blocked_s = watched.blocked_by(send)
 
-    # Several bodies may become complete in one turn of the loop.
+    # Several bodies may become complete in one iteration of the loop.
     assert blocked_s <= 2 * MOST_S, f"{blocked_s * 1e3:.1f} ms"
     assert watched.send(LAST).startswith(b"HTTP/1.1 200")
     heap.trim()
@@ -358,7 +358,7 @@ def test_many_hostile_bodies_at_once_leave_time_and_memory(watched: Watched):
 
 
 def test_a_first_token_waits_little_for_another_clients_bodies(watched: Watched):
-    """At most 100 ms of work for others lie between a small request and the first bytes of its answer."""
+    """The loop works at most 100 ms between a small request and the first bytes of its response."""
     hostile = [post(*BODIES[name]) for name in ("prompts of ids", "messages", "escapes", "special tokens")] * 2
     small = post(CHAT, b"{" + HI + b',"stream":true}')
     longest_s = []
@@ -381,7 +381,7 @@ def test_a_first_token_waits_little_for_another_clients_bodies(watched: Watched)
 
 
 def test_costs_do_not_depend_on_how_a_body_is_cut(monkeypatch: pytest.MonkeyPatch):
-    """Escapes, quotes and separators inside of texts, at every border."""
+    """Escapes, quotes and separators in strings must count the same at every slice boundary."""
     body = json.dumps({'a"\\': ['[{,:"', "\\\\", {"b": [1, "é\n", {}]}], "\\": -1}).encode()
 
     found = set()
@@ -392,12 +392,12 @@ def test_costs_do_not_depend_on_how_a_body_is_cut(monkeypatch: pytest.MonkeyPatc
         *_, (_, cost) = running_costs(body)
         found.add(cost)
 
-    # Five commas, six texts, three entries, two lists, and three objects.
+    # Five commas, six strings, three object entries, two lists and three objects.
     assert found == {5 + 2 * 6 + 5 * 3 + 6 * 5}
 
 
 def test_a_prompt_of_honest_length_costs_little():
-    """A million tokens as text, a hundred thousand as ids, and a long session of an agent."""
+    """A million tokens as text, 131,072 token ids and a long agent session stay within `MAX_COST`."""
     tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "string"}}}}}
     chat = {"messages": [{"role": "user", "content": "x = {'a': [1, 2]}\n" * 60}] * 2000, "tools": [tool] * 200}
 

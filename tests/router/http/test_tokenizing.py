@@ -1,4 +1,4 @@
-"""What a tenant sends to be tokenized, and what others notice of it."""
+"""Tokenizing on behalf of one tenant must neither delay other tenants nor reveal their prompts."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -24,7 +24,7 @@ LONG = " fox" * (ExactEncoder.short_characters // 4 + 1)
 
 
 def front_of(model: TextModel, backend: FakeBackend) -> Front:
-    """With a key of each tenant, named like it."""
+    """A front with one API key per tenant; the key is the tenant's name."""
     keys = [{"key_sha256": sha256(name.encode()).hexdigest(), "tenant": name} for name in LIMITS]
     settings = RouterSettings(max_body_bytes=20 * MEGABYTE, max_choices=8)
     tenants = tenants_of({"keys": keys, "tenants": LIMITS})
@@ -35,7 +35,7 @@ def front_of(model: TextModel, backend: FakeBackend) -> Front:
 async def client(
     request: pytest.FixtureRequest, backend: FakeBackend, text_model: TextModel
 ) -> AsyncIterator[httpx.AsyncClient]:
-    """Over each encoder; the slow one has no bound by characters."""
+    """A client per encoder; the slow one has no lower bound on tokens from characters."""
     model = text_model if request.param == "fastokens" else TextModel(slow_parts(), cache_bytes=MEGABYTE)
     async with serving(front_of(model, backend)) as http:
         http.timeout = 120
@@ -46,7 +46,7 @@ async def client(
 
 @pytest.fixture
 async def recorded(backend: FakeBackend) -> AsyncIterator[tuple[httpx.AsyncClient, RecordingEncoder]]:
-    """Over an encoder that tells what it encodes."""
+    """A client, and the encoder behind it, which records the texts it encodes."""
     model, encoder = recording_model(cache_bytes=MEGABYTE)
     async with serving(front_of(model, backend)) as http:
         http.timeout = 120
@@ -64,7 +64,7 @@ def chat(text: str) -> list[dict[str, str]]:
 
 
 async def test_a_prompt_that_cannot_be_within_its_tenants_limits_is_not_encoded(recorded):
-    """Finding: a tenant limited to 1,000 tokens kept both threads busy for 30 s before each refusal."""
+    """Regression: a tenant limited to 1,000 tokens kept both threads busy for 30 s before each refusal."""
     client, encoder = recorded
     digits = "7" * (8 * MEGABYTE)
 
@@ -73,14 +73,14 @@ async def test_a_prompt_that_cannot_be_within_its_tenants_limits_is_not_encoded(
     answers = await asyncio.gather(*asked)
 
     assert {answer.status_code for answer in answers} == {400}
-    # The context of this model is shorter than what the tenant may send.
+    # The model's context is shorter than the tenant's prompt limit.
     codes = [answer.json()["error"]["code"] for answer in answers]
     assert codes == ["context_length_exceeded", "prompt_over_limit", "context_length_exceeded", "prompt_over_limit"]
     assert not any(digits in text for text in encoder.texts)
 
 
 async def test_a_rate_that_is_used_up_refuses_long_texts_before_they_are_encoded(recorded):
-    """Otherwise its tenant could have the router work as much as it likes."""
+    """Otherwise a tenant over its limit could still cause unlimited work in the router."""
     client, encoder = recorded
     await post(client, "slow", "/tokenize", prompt="the quick brown fox " * 40)
 
@@ -91,7 +91,7 @@ async def test_a_rate_that_is_used_up_refuses_long_texts_before_they_are_encoded
 
 
 async def test_a_huge_text_does_not_delay_another_tenants_small_one(recorded):
-    """It is answered while the huge one is still being encoded."""
+    """The small request is answered while the huge one is still being encoded."""
     client, encoder = recorded
     huge = asyncio.create_task(post(client, "one", "/tokenize", prompt=RecordingEncoder.HOLD + LONG))
     assert await asyncio.to_thread(encoder.holding.wait, 60)
@@ -105,7 +105,7 @@ async def test_a_huge_text_does_not_delay_another_tenants_small_one(recorded):
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages/count_tokens"])
 async def test_sixteen_megabytes_of_blanks_get_an_answer(client: httpx.AsyncClient, path: str):
-    """Finding: there was none after two minutes."""
+    """Regression: there was no answer after two minutes."""
     blanks = " " * (16 * MEGABYTE)
     body = {"prompt": blanks} if path == "/v1/completions" else {"messages": chat(blanks)}
 
@@ -115,7 +115,7 @@ async def test_sixteen_megabytes_of_blanks_get_an_answer(client: httpx.AsyncClie
 
 
 async def test_what_a_client_sent_that_has_left_is_not_encoded(recorded):
-    """It waits behind another long text; nobody is there to take the result."""
+    """Its client disconnects while the text waits behind another long one, so encoding it would be useless."""
     client, encoder = recorded
     held = asyncio.create_task(post(client, "one", "/tokenize", prompt=RecordingEncoder.HOLD + LONG))
     assert await asyncio.to_thread(encoder.holding.wait, 60)
@@ -135,7 +135,7 @@ async def test_what_a_client_sent_that_has_left_is_not_encoded(recorded):
 
 
 async def test_tenants_do_not_share_cached_ids(recorded):
-    """Finding: the time that /tokenize takes told what another tenant had sent, in 12 of 12 cases."""
+    """Regression: in 12 of 12 cases, the time /tokenize takes revealed whether another tenant had sent a text."""
     client, encoder = recorded
 
     async def encoded(key: str, path: str) -> bool:

@@ -1,4 +1,4 @@
-"""Spans as a collector gets them: over a real socket, in OTLP's own encoding."""
+"""Spans as a collector receives them: over a real socket, encoded as OTLP protobuf."""
 
 import threading
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
 
 class Collector:
-    """Keeps the spans that it is sent."""
+    """An HTTP collector that stores the spans it receives."""
 
     def __init__(self) -> None:
         self.spans: list[object] = []
@@ -61,7 +61,7 @@ def attributes(span) -> dict[str, object]:
 
 
 async def test_a_request_is_a_span_of_the_trace_that_it_came_with(collector, settings, backend, text_model) -> None:
-    """With its phases, its replica and its cached tokens; the engine behind gets the trace as well."""
+    """The span has the phases, replica and cached tokens, and the backend's `traceparent` names it as the parent."""
     traced = msgspec.structs.replace(settings, otlp_endpoint=collector.url)
     server = RouterServer(traced, backend, texts=LoadedText(text_model), grace_s=1.0)
     port = await server.start("127.0.0.1", 0)
@@ -89,7 +89,7 @@ async def test_a_request_is_a_span_of_the_trace_that_it_came_with(collector, set
 
 
 async def test_a_collector_that_is_gone_costs_no_request(collector, settings, backend, text_model) -> None:
-    """Its spans are lost, and nothing else."""
+    """Only the spans are lost."""
     collector.close()
     traced = msgspec.structs.replace(settings, otlp_endpoint=collector.url)
     server = RouterServer(traced, backend, texts=LoadedText(text_model), grace_s=1.0)

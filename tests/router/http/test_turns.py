@@ -1,4 +1,4 @@
-"""Turns of the loop: nobody waits alone, tenants alternate, and the loop has time in between."""
+"""Turns on the event loop: no wait without contention, tenants alternate, and the loop gets time in between."""
 
 import asyncio
 

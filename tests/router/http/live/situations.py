@@ -1,4 +1,4 @@
-"""A small cluster as the live page sees it."""
+"""Example state of a small cluster for the tests of the live page."""
 
 from typing import Any
 
@@ -11,12 +11,12 @@ from homing.router.http.live.view import LiveSnapshot, ModelTotals
 
 from ..fakes import FakeBackend, replica_view
 
-#: What a client may choose as the id of its request.
+#: A request id that a client might choose in order to inject markup.
 HOSTILE = "</script><img/src=x/onerror=document.title='broken'>"
 
 
 def report(*, total: int, free: int, cached: int, pinned: int = 0) -> LoadReport:
-    """The last report of a replica with these blocks."""
+    """A load report of a replica with these numbers of blocks."""
     return LoadReport(
         epoch=1,
         step=1,
@@ -53,7 +53,7 @@ def score(name: str, ttft_s: float, *, chosen: bool = False) -> ReplicaScore:
 
 
 def activity(*, candidates: int = 2) -> ModelActivity:
-    """A running request that was sent to r0, the last of so many candidates; a failed one; a prefix of two blocks."""
+    """One running request on r0, the last of `candidates`; one failed request; one prefix of two blocks."""
     scores = [score(f"r{number}", 1.0 + number) for number in range(candidates - 1, 0, -1)]
     scores.append(score("r0", 9999.0, chosen=True))
     table = Explanation(
@@ -98,7 +98,7 @@ def activity(*, candidates: int = 2) -> ModelActivity:
 
 
 def situation(backend: FakeBackend, **changes: Any) -> LiveSnapshot:
-    """The fake backend's cluster with that activity, at the router's time 0."""
+    """A snapshot of the fake backend's cluster with `activity()`, and with `changes` to its fields."""
     view = msgspec.structs.replace(backend.view(), replicas=[replica_view("r0", "serving")])
     made = LiveSnapshot(
         version="1",

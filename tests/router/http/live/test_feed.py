@@ -1,4 +1,4 @@
-"""The stream of the live page: computed once for all viewers, never without one, and harmless whoever watches."""
+"""The live page's stream: computed once for all viewers, only while there are any, and safe against bad clients."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ PATIENCE_S = 120.0
 
 
 class Source:
-    """Documents that change with every look."""
+    """A view whose document changes with every call; `fault` makes it raise."""
 
     def __init__(self, size: int = 1) -> None:
         self.looks = 0
@@ -35,7 +35,7 @@ class Source:
 
 
 class Viewer:
-    """Reads frames."""
+    """Reads the frames of a stream."""
 
     def __init__(self, response: httpx.Response) -> None:
         self._lines = response.aiter_lines()
@@ -61,7 +61,7 @@ async def watching(client: httpx.AsyncClient) -> AsyncIterator[Viewer]:
 
 async def until(condition) -> None:
     async with asyncio.timeout(PATIENCE_S):
-        while not condition():  # noqa: ASYNC110 - of several kinds
+        while not condition():  # noqa: ASYNC110 - polls arbitrary conditions
             await asyncio.sleep(0.005)
 
 
@@ -72,20 +72,20 @@ def source() -> Source:
 
 @pytest.fixture
 def fast(front: Front, source: Source) -> Front:
-    """A front whose feed hardly pauses."""
+    """A front whose feed pauses for only 10 ms."""
     front.live = LiveFeed(source, pause=lambda cost_s: 0.01)
     return front
 
 
 def test_the_pause_grows_with_the_cost() -> None:
-    """So that no cluster is too large to be watched at less than a hundredth of a core."""
+    """Watching a cluster of any size takes less than a hundredth of a core."""
     assert pause_s(0.001) == INTERVAL_S
     assert 0.1 / pause_s(0.1) == pytest.approx(MAX_SHARE)
     assert MAX_SHARE < 0.01
 
 
 async def test_every_viewer_begins_with_everything(fast: Front):
-    """Also one that comes later: nothing depends on frames that it has not seen."""
+    """A viewer that joins later must not depend on frames that it has not seen."""
     async with serving(fast) as client, watching(client) as first:
         assert (await first.frame())["all"]
         assert not (await first.frame())["all"]
@@ -94,20 +94,20 @@ async def test_every_viewer_begins_with_everything(fast: Front):
 
 
 async def test_nothing_is_computed_while_nobody_watches(fast: Front, source: Source):
-    """The page costs nothing unless it is open."""
+    """The page must cost nothing while nobody has it open."""
     async with serving(fast) as client:
         assert source.looks == 0
         async with watching(client) as viewer:
             await viewer.frame()
         await until(lambda: not len(fast.live))
-        assert fast.metrics.responses() == {200: 1}  # the only end that such a stream has is no error
+        assert fast.metrics.responses() == {200: 1}  # a viewer that leaves must not count as an error
         looks = source.looks
         await asyncio.sleep(0.1)  # ten pauses; a late tick could only be missed
         assert source.looks == looks
 
 
 async def test_fifty_viewers_cost_one_look(fast: Front, source: Source):
-    """All get the same frames."""
+    """All viewers get the same frames, so the view is computed once per frame."""
     async with serving(fast) as client, AsyncExitStack() as stack:
         viewers = [await stack.enter_async_context(watching(client)) for _ in range(50)]
         assert len(fast.live) == 50
@@ -120,7 +120,7 @@ async def test_fifty_viewers_cost_one_look(fast: Front, source: Source):
 
 
 async def test_viewers_are_limited(fast: Front, monkeypatch: pytest.MonkeyPatch):
-    """A page that a program opens again and again must not take the router's memory."""
+    """A program that opens the page again and again must not exhaust the router's memory."""
     monkeypatch.setattr(feed, "MAX_VIEWERS", 1)
 
     async with serving(fast) as client, watching(client) as first:
@@ -132,7 +132,7 @@ async def test_viewers_are_limited(fast: Front, monkeypatch: pytest.MonkeyPatch)
 async def test_a_viewer_that_does_not_read_is_dropped_and_the_others_see_everything(
     settings: RouterSettings, live: Live
 ):
-    """Its frames would pile up in the router."""
+    """Otherwise its unsent frames would pile up in the router."""
     source = Source(size=200_000)
     live.server.front.live = shown = LiveFeed(source, pause=lambda cost_s: 0.01)
     _, slow = await asyncio.open_connection("127.0.0.1", live.port, limit=1)
@@ -151,7 +151,7 @@ async def test_a_viewer_that_does_not_read_is_dropped_and_the_others_see_everyth
 async def test_a_fault_in_the_view_is_logged_and_the_stream_goes_on(
     fast: Front, source: Source, caplog: pytest.LogCaptureFixture
 ):
-    """A defect here must not end the page for good, and never the router."""
+    """A defect in the view must neither end the stream nor harm the router."""
     async with serving(fast) as client, watching(client) as viewer:
         await viewer.frame()
         source.fault = ValueError("a defect")
@@ -162,7 +162,7 @@ async def test_a_fault_in_the_view_is_logged_and_the_stream_goes_on(
 
 
 async def test_a_server_that_stops_ends_the_streams_at_once(live: Live, source: Source):
-    """It would wait for its grace otherwise, at every restart that somebody watches."""
+    """Otherwise every restart with an open page would wait for the whole grace period."""
     live.server.front.live = LiveFeed(source, pause=lambda cost_s: 0.01)
 
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{live.port}", verify=False) as client:

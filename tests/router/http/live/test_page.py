@@ -1,4 +1,4 @@
-"""The live page: one file that nothing foreign can get into, and a stream that only admins see."""
+"""The live page: a self-contained file that is safe from injection, and a stream that only admins may read."""
 
 import json
 import re
@@ -18,7 +18,7 @@ from .situations import activity
 
 @pytest.fixture
 def keyed(front: Front) -> Front:
-    """A front with the keys of an admin and of another tenant."""
+    """A front with two API keys: an admin's and another tenant's."""
     keys = [
         {"key_sha256": sha256(name.encode()).hexdigest(), "tenant": name, "admin": name == "admin"}
         for name in ("admin", "other")
@@ -28,7 +28,7 @@ def keyed(front: Front) -> Front:
 
 
 async def test_the_page_is_served_to_everybody_and_lets_nothing_else_in(keyed: Front):
-    """It holds nothing, so it can ask for the key itself; its policy admits its own script and style only."""
+    """The page holds no data and asks for the key itself; its policy allows only its own script and style."""
     async with serving(keyed) as client:
         response = await client.get("/")
 
@@ -42,7 +42,7 @@ async def test_the_page_is_served_to_everybody_and_lets_nothing_else_in(keyed: F
 
 
 def test_the_page_needs_nothing_from_elsewhere_and_inserts_text_as_text() -> None:
-    """It works offline, and what clients send cannot become markup."""
+    """The page works offline, and text sent by clients cannot become markup."""
     text = FILE.read_text()
 
     assert re.findall(r"(?:src|href|url)\s*[=(]\s*[\"']?(?!data:,)\w", text) == []
@@ -53,7 +53,7 @@ def test_the_page_needs_nothing_from_elsewhere_and_inserts_text_as_text() -> Non
 
 @pytest.mark.parametrize(("key", "status"), [("", 401), ("wrong", 401), ("other", 403)])
 async def test_only_admins_see_the_stream(keyed: Front, key: str, status: int):
-    """It shows when every tenant sends how much."""
+    """The stream shows every tenant's traffic."""
     async with serving(keyed) as client:
         response = await client.get("/live", headers={"authorization": f"Bearer {key}"} if key else {})
 
@@ -62,7 +62,7 @@ async def test_only_admins_see_the_stream(keyed: Front, key: str, status: int):
 
 
 async def test_an_admin_sees_the_cluster_and_no_prompt(keyed: Front, backend: FakeBackend):
-    """Hashes, lengths and counts; what was sent stays between a tenant and the replicas."""
+    """The stream has only hashes, lengths and counts; it must not disclose prompts."""
     backend.activities = [activity()]
     async with serving(keyed) as client:
         await client.post(
@@ -79,7 +79,7 @@ async def test_an_admin_sees_the_cluster_and_no_prompt(keyed: Front, backend: Fa
 async def test_without_keys_everybody_is_an_admin_and_a_cluster_without_replicas_is_shown(
     client: httpx.AsyncClient, backend: FakeBackend
 ):
-    """As everywhere else: whoever reaches the port of such a server may do everything."""
+    """Without keys, every client of any endpoint has all rights."""
     backend.limits = None
 
     async with client.stream("GET", "/live") as response:
@@ -89,7 +89,7 @@ async def test_without_keys_everybody_is_an_admin_and_a_cluster_without_replicas
 
 
 async def test_a_head_request_ends(client: httpx.AsyncClient):
-    """Monitors send them."""
+    """Monitoring tools send HEAD requests, which must not start an endless stream."""
     response = await client.head("/live")
 
     assert (response.status_code, response.content) == (200, b"")

@@ -1,4 +1,4 @@
-"""What the live page shows: complete from the first frame on, small after it, and bounded."""
+"""The live page's frames: the first one is complete, later ones hold only changes, and all are bounded in size."""
 
 import json
 from typing import Any
@@ -18,7 +18,7 @@ documents = st.dictionaries(
 
 
 def apply(shown: dict[str, Any], sent: bytes) -> dict[str, Any]:
-    """What a viewer has after a frame."""
+    """The documents that a viewer has after applying a frame."""
     assert sent.startswith(b"data: ")
     assert sent.index(b"\n\n") == len(sent) - 2
     told = json.loads(sent[6:])
@@ -32,7 +32,7 @@ def shown(items: Items) -> dict[str, Any]:
 
 @given(moments=st.lists(documents.filter(bool), min_size=1), joined=st.integers(0, 10))
 def test_a_viewer_that_applies_every_frame_has_what_is_shown(moments: list[Items], joined: int) -> None:
-    """Whenever it joined: the first frame holds everything, later ones the differences."""
+    """The first frame holds everything and later ones the differences, whenever the viewer joins."""
     joined = min(joined, len(moments) - 1)
     has = apply({"left over": 1}, frame({}, moments[joined], 0.0))
 
@@ -43,7 +43,7 @@ def test_a_viewer_that_applies_every_frame_has_what_is_shown(moments: list[Items
 
 
 def test_nothing_changes_with_time_alone(backend: FakeBackend) -> None:
-    """An idle cluster sends frames without documents."""
+    """The frames of an idle cluster contain no documents."""
     items = items_of(situation(backend))
 
     assert json.loads(frame(items, items_of(situation(backend)), 2.0)[6:]) == {
@@ -55,7 +55,7 @@ def test_nothing_changes_with_time_alone(backend: FakeBackend) -> None:
 
 
 def test_blocks_are_shown_by_state_and_add_up(backend: FakeBackend) -> None:
-    """40 of 100 are not free: 10 of them are pinned."""
+    """Of 100 blocks, 60 are free, 20 of them cached; of the 40 in use, 10 are pinned."""
     replica = shown(items_of(situation(backend)))["replica/r0"]
 
     assert replica["blocks"] == {"referenced": 30, "pinned": 10, "cached": 20, "free": 40}
@@ -63,7 +63,7 @@ def test_blocks_are_shown_by_state_and_add_up(backend: FakeBackend) -> None:
 
 
 def test_a_replica_that_has_not_reported_shows_no_blocks(backend: FakeBackend) -> None:
-    """Its last report may be of the time before it was rebuilt."""
+    """Its last report may date from before it was rebuilt."""
     silent = msgspec.structs.replace(replica_view("r0", "joining"), report_age_s=None)
     now = situation(backend)
     cluster = msgspec.structs.replace(now.cluster, replicas=[silent])
@@ -72,7 +72,7 @@ def test_a_replica_that_has_not_reported_shows_no_blocks(backend: FakeBackend) -
 
 
 def test_a_decision_is_shown_with_its_table_and_what_came_of_it(backend: FakeBackend) -> None:
-    """Times are absolute, tenants go by their names."""
+    """Times are absolute, and tenants are shown by name."""
     decision = shown(items_of(situation(backend)))["decision/0/7"]
 
     assert [row["replica"] for row in decision["candidates"]] == ["r1", "r0"]
@@ -81,7 +81,7 @@ def test_a_decision_is_shown_with_its_table_and_what_came_of_it(backend: FakeBac
 
 
 def test_of_many_candidates_the_chosen_one_and_the_best_are_shown(backend: FakeBackend) -> None:
-    """512 rows are no table for a person, and would be sent for every request."""
+    """A table of 512 rows is unreadable, and it would be sent for every request."""
     many = situation(backend, activities=[activity(candidates=100)])
     decision = shown(items_of(many))["decision/0/7"]
 
@@ -91,7 +91,7 @@ def test_of_many_candidates_the_chosen_one_and_the_best_are_shown(backend: FakeB
 
 
 def test_of_very_many_replicas_some_are_left_out_and_counted(backend: FakeBackend) -> None:
-    """A frame stays below a megabyte."""
+    """A frame must stay below one MiB."""
     now = situation(backend)
     many = [replica_view(f"r{number}", "serving") for number in range(2 * MAX_REPLICAS)]
     items = items_of(situation(backend, cluster=msgspec.structs.replace(now.cluster, replicas=many)))
@@ -102,7 +102,7 @@ def test_of_very_many_replicas_some_are_left_out_and_counted(backend: FakeBacken
 
 
 def test_text_that_clients_choose_stays_inside_a_json_string(backend: FakeBackend) -> None:
-    """The page inserts it as text; the stream must not let it begin another event."""
+    """The page inserts it as text, and it must not be able to start another event in the stream."""
     sent = frame({}, items_of(situation(backend)), 0.0)
 
     assert apply({}, sent)["failure/0/1"]["id"] == HOSTILE

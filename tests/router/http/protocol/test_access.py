@@ -1,4 +1,4 @@
-"""Properties of the access log: one line per request, whose fields nobody can forge."""
+"""The access log has one line per request, and clients cannot forge its fields."""
 
 import asyncio
 import io
@@ -10,7 +10,7 @@ from homing.router.http.protocol.exchange import Exchange, GenerationSummary, Re
 
 
 class Nowhere:
-    """A wire that takes everything."""
+    """A wire that discards everything."""
 
     def send_head(self, exchange, headers, length) -> None: ...
     def send_body(self, data) -> None: ...
@@ -26,7 +26,7 @@ def answered(path: str = "/v1/completions") -> Exchange:
 
 
 def test_a_line_tells_what_became_of_a_generation():
-    """In a fixed order, so that simple tools can cut it."""
+    """The fields have a fixed order, so that simple tools can split the line."""
     exchange = answered()
     exchange.summary = GenerationSummary("team-a", "r0", 12, 7, 8, 3, 0.0204)
 
@@ -37,7 +37,7 @@ def test_a_line_tells_what_became_of_a_generation():
 
 
 def test_a_line_tells_whose_request_it_is():
-    """The conversation, the agent in it and its parent, as far as the client named them; nobody can forge a field."""
+    """Session, agent and parent are logged if the client sent them, quoted so that they cannot forge a field."""
     exchange = answered()
     exchange.summary = GenerationSummary("team-a", "r0", 12, 7, 8, 3, None, session="s 1", agent="a1")
 
@@ -45,13 +45,13 @@ def test_a_line_tells_whose_request_it_is():
 
 
 def test_a_request_that_generates_nothing_has_no_summary():
-    """A health check, a refusal."""
+    """Health checks and refusals are logged without generation fields."""
     assert line(answered("/health"), 0.001, 1.0).endswith("path=/health status=200 duration_ms=1.0\n")
 
 
 @pytest.mark.parametrize("path", ["/a\nts=0 request=forged", "/a b", "/ü", "/\x1b[2J"])
 def test_a_strangers_path_cannot_forge_a_line(path: str):
-    """Nor colour a terminal."""
+    """A path must neither forge fields or lines nor send escape sequences to a terminal."""
     told = line(answered(path), 0.1, 1.0)
 
     assert told.count("\n") == 1
@@ -61,7 +61,7 @@ def test_a_strangers_path_cannot_forge_a_line(path: str):
 
 
 async def test_lines_wait_a_moment_and_are_written_together():
-    """A system call each would cost as much as parsing the request."""
+    """One system call per line would cost as much as parsing the request."""
     stream = io.StringIO()
     log = AccessLog(stream, wall=lambda: 1.0)
 
@@ -77,7 +77,7 @@ async def test_lines_wait_a_moment_and_are_written_together():
 
 
 async def test_a_stream_that_takes_no_lines_stops_no_answer():
-    """What is lost is counted."""
+    """Lost lines are counted instead."""
     stream = io.StringIO()
     log = AccessLog(stream)
     log.write(answered(), 0.1)

@@ -1,4 +1,4 @@
-"""Properties of CORS: pages of the origins that were named may call, others may not, and nobody is told more."""
+"""CORS: pages of the configured origins may call the server, others may not, and no further headers are sent."""
 
 import httpx
 import msgspec
@@ -22,14 +22,14 @@ def request(method: str = "GET", **headers: str) -> Request:
 
 
 def test_without_the_setting_there_is_no_policy():
-    """Servers behind a gateway leave it to the gateway."""
+    """Servers behind a gateway leave CORS to the gateway."""
     assert CorsPolicy.of("") is None
     assert CorsPolicy.of(" , ") is None
 
 
 @pytest.mark.parametrize(("setting", "shown"), [(f"{PAGE}/, {OTHER}", PAGE), ("*", "*")])
 def test_a_named_origin_may_read_answers(setting: str, shown: str):
-    """By its own name, or by the star; a trailing slash in the setting is not part of an origin."""
+    """The header names the origin itself or `*`; a trailing slash in the setting is not part of an origin."""
     policy = CorsPolicy.of(setting)
     assert policy is not None
 
@@ -37,7 +37,7 @@ def test_a_named_origin_may_read_answers(setting: str, shown: str):
 
 
 def test_other_origins_are_told_nothing_and_caches_are_warned():
-    """A cache must not hand one origin's answer to another."""
+    """`vary` keeps caches from serving one origin's response to another."""
     policy = CorsPolicy.of(PAGE)
     assert policy is not None
 
@@ -46,7 +46,7 @@ def test_other_origins_are_told_nothing_and_caches_are_warned():
 
 
 async def test_a_preflight_is_answered_before_any_endpoint(front: Front, backend: FakeBackend):
-    """Browsers send it without a key."""
+    """Browsers send preflight requests without an API key."""
     front.settings = msgspec.structs.replace(front.settings, cors_origins=PAGE)
     async with serving(front) as client:
         response = await client.options("/v1/chat/completions", headers=ASKS)
@@ -62,5 +62,5 @@ async def test_a_preflight_is_answered_before_any_endpoint(front: Front, backend
 
 
 async def test_without_the_setting_a_preflight_is_a_wrong_method(client: httpx.AsyncClient, backend: FakeBackend):
-    """As any other method that the path does not know."""
+    """It gets a 405 like any other unsupported method."""
     assert (await client.options("/v1/chat/completions", headers=ASKS)).status_code == 405
