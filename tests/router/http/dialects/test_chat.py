@@ -1,4 +1,4 @@
-"""Properties of chat answers, with OpenAI's own client and types as judges."""
+"""Chat completions, checked with OpenAI's own client and types."""
 
 import json
 from collections.abc import Callable
@@ -41,7 +41,7 @@ def events(response: httpx.Response) -> list[str]:
 
 
 async def test_an_answer_is_openais_to_the_letter(client: httpx.AsyncClient, backend: FakeBackend):
-    """Validated strictly: a null where OpenAI's schema wants absence would break typed clients."""
+    """Validation is strict: a null where OpenAI's schema requires absence would break typed clients."""
     response = await client.post(CHAT, json={"model": "demo", "messages": MESSAGES})
 
     answer = ChatCompletion.model_validate_json(response.content, strict=True)
@@ -66,7 +66,7 @@ async def test_usage_and_headers_tell_where_the_answer_comes_from(client: httpx.
 async def test_the_prompt_is_the_rendered_template(
     client: httpx.AsyncClient, backend: FakeBackend, text_model: TextModel
 ):
-    """Text parts are one text: guidellm and vLLM's benchmark send nothing else."""
+    """Text parts are joined into one text; guidellm and vLLM's benchmark send content only as parts."""
     parts = [{"type": "text", "text": "Tell me a story "}, {"type": "text", "text": "about a fox."}]
 
     await client.post(CHAT, json={"messages": MESSAGES})
@@ -79,7 +79,7 @@ async def test_the_prompt_is_the_rendered_template(
 async def test_a_chat_without_a_limit_may_use_the_context(
     client: httpx.AsyncClient, backend: FakeBackend, front: Front
 ):
-    """As with other servers; a completion, which models often do not end, gets 512 tokens."""
+    """Other servers do the same; a completion, which models often do not end, gets 512 tokens."""
     front.settings = msgspec.structs.replace(front.settings, default_max_tokens=0)
     backend.limits = msgspec.structs.replace(backend.limits, max_model_len=4096)
 
@@ -92,7 +92,7 @@ async def test_a_chat_without_a_limit_may_use_the_context(
 
 
 async def test_streamed_chunks_join_to_the_whole_answer(openai_client: AsyncOpenAI, backend: FakeBackend):
-    """Every event is a valid chunk, the role comes once and the reason at the end."""
+    """Every event is a valid chunk; the role is sent once, and the finish reason comes last."""
     stream = await openai_client.chat.completions.create(model="demo", messages=MESSAGES, stream=True)
     chunks = [chunk async for chunk in stream]
 
@@ -106,7 +106,7 @@ async def test_streamed_chunks_join_to_the_whole_answer(openai_client: AsyncOpen
 
 
 async def test_the_usage_chunk_has_no_choices_and_comes_last(client: httpx.AsyncClient, backend: FakeBackend):
-    """Clients index choices[0] unless the list is empty."""
+    """Clients read `choices[0]` unless the list is empty."""
     body = {"messages": MESSAGES, "stream": True, "stream_options": {"include_usage": True}}
 
     *chunks, last, done = events(await client.post(CHAT, json=body))
@@ -118,7 +118,7 @@ async def test_the_usage_chunk_has_no_choices_and_comes_last(client: httpx.Async
 
 
 async def test_continuous_usage_counts_up(client: httpx.AsyncClient, backend: FakeBackend):
-    """Benchmarks that ask for it take the number of tokens from each chunk."""
+    """Benchmarks that request it read the number of tokens from each chunk."""
     body = {"messages": MESSAGES, "stream": True, "stream_options": {"continuous_usage_stats": True}}
 
     *chunks, _ = events(await client.post(CHAT, json=body))
@@ -129,7 +129,7 @@ async def test_continuous_usage_counts_up(client: httpx.AsyncClient, backend: Fa
 
 
 async def test_no_usage_means_no_continuous_usage(client: httpx.AsyncClient, backend: FakeBackend):
-    """`include_usage: false` counts more than the finer option, as in vLLM."""
+    """`include_usage: false` overrides `continuous_usage_stats`, as in vLLM."""
     options = {"include_usage": False, "continuous_usage_stats": True}
 
     *chunks, _ = events(await client.post(CHAT, json={"messages": MESSAGES, "stream": True, "stream_options": options}))
@@ -138,7 +138,7 @@ async def test_no_usage_means_no_continuous_usage(client: httpx.AsyncClient, bac
 
 
 async def test_choices_draw_with_seeds_that_follow_each_other(openai_client: AsyncOpenAI, backend: FakeBackend):
-    """So that n answers of one seed differ, and each can be had again alone."""
+    """The n answers to one seed then differ, and each can be reproduced alone."""
     answer = await openai_client.chat.completions.create(model="demo", messages=MESSAGES, n=3, seed=41)
 
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
@@ -149,7 +149,7 @@ async def test_choices_draw_with_seeds_that_follow_each_other(openai_client: Asy
 
 
 async def test_streamed_choices_are_told_apart(openai_client: AsyncOpenAI, backend: FakeBackend):
-    """Chunks of several choices interleave; each choice is whole."""
+    """Chunks of several choices interleave, and each choice must be complete."""
     texts = ["", "", ""]
     stream = await openai_client.chat.completions.create(model="demo", messages=MESSAGES, n=3, stream=True)
 
@@ -160,7 +160,7 @@ async def test_streamed_choices_are_told_apart(openai_client: AsyncOpenAI, backe
 
 
 async def test_a_stop_string_ends_the_answer_and_the_stream(openai_client: AsyncOpenAI, backend: FakeBackend):
-    """What follows is not shown, and the replica is told at once."""
+    """Later text is not sent, and the request is cancelled at the replica at once."""
     for stop in ("owl", ["zebra", " an owl"]):
         answer = await openai_client.chat.completions.create(model="demo", messages=MESSAGES, stop=stop)
 
@@ -169,7 +169,7 @@ async def test_a_stop_string_ends_the_answer_and_the_stream(openai_client: Async
 
 
 async def test_logprobs_cover_the_text(openai_client: AsyncOpenAI, backend: FakeBackend):
-    """The bytes of all entries joined are the answer, streamed or not."""
+    """The joined bytes of all entries equal the answer, streamed or not."""
     asked = {"model": "demo", "messages": MESSAGES, "logprobs": True, "top_logprobs": 2}
 
     answer = await openai_client.chat.completions.create(**asked)
@@ -183,7 +183,7 @@ async def test_logprobs_cover_the_text(openai_client: AsyncOpenAI, backend: Fake
 
 
 async def test_the_limit_of_tokens_is_told_as_length(openai_client: AsyncOpenAI, backend: FakeBackend):
-    """OpenAI's helpers raise on `length`: it must be right."""
+    """OpenAI's helpers raise on `length`, so it must be right."""
     answer = await openai_client.chat.completions.create(model="demo", messages=MESSAGES, max_completion_tokens=2)
 
     assert answer.choices[0].finish_reason == "length"
@@ -191,7 +191,7 @@ async def test_the_limit_of_tokens_is_told_as_length(openai_client: AsyncOpenAI,
 
 
 async def test_the_default_limit_is_a_setting_and_shrinks_to_the_room(client, backend: FakeBackend):
-    """Otherwise a model that does not stop runs to its maximum length for each request without a limit."""
+    """Without it, a model that does not stop would generate up to its maximum length."""
     await client.post(CHAT, json={"messages": MESSAGES})
     await client.post(CHAT, json={"messages": [{"role": "user", "content": "fox " * 200}]})
 
@@ -201,7 +201,7 @@ async def test_the_default_limit_is_a_setting_and_shrinks_to_the_room(client, ba
 
 
 async def test_parameters_reach_the_replica(client: httpx.AsyncClient, backend: FakeBackend):
-    """Each under its own name; explicit nulls count as absent."""
+    """Each parameter reaches its own field, and an explicit null counts as absent."""
     given = {"temperature": 0, "top_p": 0.5, "top_k": 7, "min_p": 0.1, "presence_penalty": 1, "frequency_penalty": -1}
     given |= {"repetition_penalty": 1.1, "min_tokens": 2, "stop_token_ids": [9], "ignore_eos": True, "seed": -1}
     body = given | {"messages": MESSAGES, "logit_bias": {"5": -100}, "n": None, "stop": None, "user": "u"}
@@ -218,7 +218,7 @@ async def test_parameters_reach_the_replica(client: httpx.AsyncClient, backend: 
 
 
 async def test_tenants_do_not_share_blocks(client: httpx.AsyncClient, backend: FakeBackend):
-    """The salt derives from the API key; `cache_salt` narrows it; anonymous callers share."""
+    """The salt derives from the API key, and `cache_salt` narrows it; anonymous callers share one salt."""
     for key, salt in ((None, None), ("a", None), ("a", None), ("b", None), ("a", "x")):
         headers = {"authorization": f"Bearer {key}"} if key else {}
         await client.post(CHAT, json={"messages": MESSAGES, "cache_salt": salt}, headers=headers)
@@ -230,7 +230,7 @@ async def test_tenants_do_not_share_blocks(client: httpx.AsyncClient, backend: F
 
 
 async def test_a_session_header_or_a_cache_key_reaches_the_router(client: httpx.AsyncClient, backend: FakeBackend):
-    """It is the hint by which turns of one conversation stay together."""
+    """The router uses it to keep the turns of a conversation on one replica."""
     for name in ("X-Session-Affinity", "X-Correlation-ID"):
         await client.post(CHAT, json={"messages": MESSAGES}, headers={name: "s1"})
     await client.post(CHAT, json={"messages": MESSAGES, "prompt_cache_key": "k1"})
@@ -239,7 +239,7 @@ async def test_a_session_header_or_a_cache_key_reaches_the_router(client: httpx.
 
 
 async def test_a_stream_that_breaks_ends_in_an_error_event(client, backend: FakeBackend, answer_ids: list[int]):
-    """A `[DONE]` after it would make a cut answer look whole."""
+    """A `[DONE]` after the error would make a partial answer look complete."""
     whole = reply(answer_ids)
     backend.script = lambda request: [*list(whole(request))[:3], ReplicaLost("r0 is gone")]
 
@@ -251,7 +251,7 @@ async def test_a_stream_that_breaks_ends_in_an_error_event(client, backend: Fake
 
 
 async def test_openais_client_raises_on_a_broken_stream(openai_client: AsyncOpenAI, backend, answer_ids):
-    """The event has the shape that the client looks for."""
+    """The error event has the format that the client recognises."""
     whole = reply(answer_ids)
     backend.script = lambda request: [*list(whole(request))[:3], ReplicaLost("r0 is gone")]
 
@@ -264,7 +264,7 @@ async def test_openais_client_raises_on_a_broken_stream(openai_client: AsyncOpen
 @pytest.mark.parametrize("choices", [1, 2])
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_request_that_breaks_before_its_first_token_is_an_http_error(client, backend, stream, choices):
-    """The status can still be told, so that clients and proxies retry."""
+    """The status has not been sent yet, so clients and proxies can see the error and retry."""
     backend.script = lambda request: [ReplicaLost("r0 is gone")]
 
     response = await client.post(CHAT, json={"messages": MESSAGES, "stream": stream, "n": choices})
@@ -288,7 +288,7 @@ async def test_tool_calls_of_earlier_turns_reach_the_template_as_objects(client,
 
 
 async def test_tools_are_given_to_the_template(front: Front, text_model: TextModel):
-    """A template may use or ignore them; `tool_choice: none` hides them."""
+    """The template may use or ignore tools; `tool_choice: none` hides them."""
     given: list[TemplateInput] = []
 
     class Recording(TextModel):
@@ -309,7 +309,7 @@ async def test_tools_are_given_to_the_template(front: Front, text_model: TextMod
 
 
 async def test_logprobs_are_openais(front: Front):
-    """Validated strictly; JSON has no infinite numbers, and parts of characters keep their bytes."""
+    """Validation is strict; JSON has no infinite numbers, and partial characters keep their bytes."""
     served = await front.served(None)
     fox = next(each for each in range(served.limits.vocab_size) if served.text.piece(each) == b" fox")
     half = next(each for each in range(served.limits.vocab_size) if served.text.piece(each) == b"\xf0")
@@ -324,7 +324,7 @@ async def test_logprobs_are_openais(front: Front):
 
 
 async def test_a_timeout_is_the_requests_deadline(client: httpx.AsyncClient, backend: FakeBackend, front: Front):
-    """Counted from its arrival; one that is longer than the setting's does not prolong it."""
+    """It counts from the request's arrival and cannot exceed the limit in the settings."""
     limit_s = front.settings.request_timeout_s
     for timeout_s in (limit_s / 2, None, 2 * limit_s):
         await client.post(CHAT, json={"messages": MESSAGES, "timeout": timeout_s})
@@ -335,7 +335,7 @@ async def test_a_timeout_is_the_requests_deadline(client: httpx.AsyncClient, bac
 
 
 async def test_a_body_may_begin_with_a_byte_order_mark(client: httpx.AsyncClient):
-    """Windows' tools write one in front of UTF-8; behind it the same is refused as ever."""
+    """Windows tools write one before UTF-8; the JSON after it is validated as usual."""
     bodies = [b'{"messages": [{"role": "user", "content": "hi"}]}', b'{"messages": []}', b"{", b""]
     answers = [await client.post(CHAT, content=b"\xef\xbb\xbf" + body) for body in bodies]
 
@@ -354,7 +354,7 @@ def reads_calls(settings: RouterSettings) -> RouterSettings:
 
 @pytest.fixture
 async def agent(reads_calls: RouterSettings, backend: FakeBackend, text_model: TextModel):
-    """OpenAI's client of a server whose model calls tools."""
+    """OpenAI's client, connected to a server whose model calls tools."""
     server = RouterServer(reads_calls, backend, texts=LoadedText(text_model), grace_s=1.0)
     port = await server.start("127.0.0.1", 0)
     address, http = f"http://127.0.0.1:{port}/v1", httpx.AsyncClient(verify=False)
@@ -364,7 +364,7 @@ async def agent(reads_calls: RouterSettings, backend: FakeBackend, text_model: T
 
 
 async def test_calls_and_reasoning_are_fields_of_the_message(agent: AsyncOpenAI, backend, text_model: TextModel):
-    """Streamed or not; id, type and name of a call are in its first chunk only, as clients add up what they get."""
+    """This holds streamed or not. Clients concatenate chunks, so a call's id, type and name are only in its first."""
     says = f"<think>It rains.</think>\n\nLet me see.\n{CALL}"
     backend.script = reply(list(text_model.encode_now([says], special_tokens=False)[0]))
     asked = {"model": "demo", "messages": MESSAGES, "tools": [WEATHER]}
@@ -392,7 +392,7 @@ async def test_calls_and_reasoning_are_fields_of_the_message(agent: AsyncOpenAI,
 
 
 async def test_an_answer_of_calls_alone_has_no_content(agent: AsyncOpenAI, backend, text_model: TextModel):
-    """OpenAI's content is then null."""
+    """OpenAI then sends null as the content."""
     backend.script = reply(list(text_model.encode_now([CALL], special_tokens=False)[0]))
 
     answer = await agent.chat.completions.create(model="demo", messages=MESSAGES, tools=[WEATHER])
@@ -402,7 +402,7 @@ async def test_an_answer_of_calls_alone_has_no_content(agent: AsyncOpenAI, backe
 
 
 async def test_a_required_call_constrains_the_answer(agent: AsyncOpenAI, backend: FakeBackend, text_model: TextModel):
-    """By name or at will; a tool that is not there is the caller's fault."""
+    """A call may be required of a named tool or of any; naming an unknown tool is the caller's error."""
     backend.script = reply(list(text_model.encode_now([CALL], special_tokens=False)[0]))
     named = {"type": "function", "function": {"name": "weather"}}
     for choice in ("required", named, "auto"):
@@ -420,7 +420,7 @@ async def test_a_required_call_constrains_the_answer(agent: AsyncOpenAI, backend
 
 
 async def test_only_allowed_tools_are_called(agent: AsyncOpenAI, backend: FakeBackend, text_model: TextModel):
-    """The prompt shows all of them, so that it stays cached whatever is allowed."""
+    """The prompt lists all tools regardless, so that it stays cached when the allowed ones change."""
     backend.script = reply(list(text_model.encode_now([CALL], special_tokens=False)[0]))
     clock = {"type": "function", "function": {"name": "clock"}}
     given = {"model": "demo", "messages": MESSAGES, "tools": [WEATHER, clock]}
@@ -443,7 +443,7 @@ async def test_only_allowed_tools_are_called(agent: AsyncOpenAI, backend: FakeBa
 
 
 async def test_tools_that_cannot_be_guided_are_no_reason_to_refuse_a_schema(agent: AsyncOpenAI, backend: FakeBackend):
-    """Agents bring dozens of tools whose schemas were not written for this server; nobody asked for valid calls."""
+    """Agents bring dozens of tools whose schemas may be unsupported; without `strict`, calls need not be guided."""
     schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
     given = {"model": "demo", "messages": MESSAGES, "response_format": schema}
     ahead = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=a)a"}}}
@@ -467,7 +467,7 @@ async def test_tools_that_cannot_be_guided_are_no_reason_to_refuse_a_schema(agen
 async def test_what_an_engine_told_apart_is_shown_as_it_is(
     client: httpx.AsyncClient, front: Front, backend: FakeBackend, settings: RouterSettings, stream: bool
 ):
-    """With `engine_chat: engine` it gets the chat as it came, but for one whose answer is wanted as token ids."""
+    """With `engine_chat: engine`, the engine gets the chat fields unchanged, unless the caller wants token ids."""
     front.settings = msgspec.structs.replace(settings, engine_chat="engine")
     calls = [ToolCallStart(0, "c", "f"), ToolCallArguments(0, "{}")]
     told = [("", [Reasoning("hm")]), ("Hi <think>", ()), ("", calls), ("", ())]

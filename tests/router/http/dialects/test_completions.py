@@ -1,4 +1,4 @@
-"""Properties of completions: prompts in every form, echo, logprobs."""
+"""Completions: prompts in every form, echo and logprobs."""
 
 import json
 
@@ -26,12 +26,12 @@ PROMPT = "Tell me a story about a fox."
 
 @pytest.fixture
 def prompt_ids(text_model: TextModel) -> list[int]:
-    """`PROMPT`, with the leading special token."""
+    """The token ids of `PROMPT`, with the leading special token."""
     return list(text_model.encode_now([PROMPT], special_tokens=True)[0])
 
 
 async def test_an_answer_is_openais_to_the_letter(client: httpx.AsyncClient, backend: FakeBackend):
-    """Validated strictly, with and without logprobs."""
+    """Validation is strict, with and without logprobs."""
     for logprobs in (None, 0, 3):
         response = await client.post(COMPLETIONS, json={"model": "demo", "prompt": PROMPT, "logprobs": logprobs})
 
@@ -41,7 +41,7 @@ async def test_an_answer_is_openais_to_the_letter(client: httpx.AsyncClient, bac
 
 
 async def test_prompts_come_as_texts_and_as_ids(client: httpx.AsyncClient, backend: FakeBackend, prompt_ids):
-    """One or several, and all forms of one prompt are the same prompt."""
+    """A request may have one prompt or several, and all forms of a prompt give the same token ids."""
     for prompt, count in ((PROMPT, 1), ([PROMPT, PROMPT], 2), (prompt_ids, 1), ([prompt_ids, prompt_ids], 2)):
         response = await client.post(COMPLETIONS, json={"prompt": prompt})
 
@@ -52,7 +52,7 @@ async def test_prompts_come_as_texts_and_as_ids(client: httpx.AsyncClient, backe
 
 
 async def test_choices_of_several_prompts_are_numbered_prompt_by_prompt(client, backend: FakeBackend):
-    """Clients cut the list into groups of n; a prompt's tokens count once, however many choices it has."""
+    """Clients split the list into groups of n; a prompt's tokens count once for all of its choices."""
     response = await client.post(COMPLETIONS, json={"prompt": ["a", "bb"], "n": 2, "seed": 5})
 
     prompts = [request.token_ids for request in backend.requests]
@@ -62,7 +62,7 @@ async def test_choices_of_several_prompts_are_numbered_prompt_by_prompt(client, 
 
 
 async def test_streamed_chunks_join_to_the_whole_answer(openai_client: AsyncOpenAI, backend: FakeBackend):
-    """With the prompt on the first chunk if it is echoed."""
+    """With `echo`, the first chunk contains the prompt."""
     for echo in (False, True):
         stream = await openai_client.completions.create(model="demo", prompt=PROMPT, stream=True, echo=echo)
         chunks = [chunk async for chunk in stream]
@@ -72,7 +72,7 @@ async def test_streamed_chunks_join_to_the_whole_answer(openai_client: AsyncOpen
 
 
 async def test_streamed_chunks_are_openais(client: httpx.AsyncClient, backend: FakeBackend):
-    """Only a null finish reason, which OpenAI sends too, departs from its type."""
+    """The only deviation from OpenAI's type is a null finish reason, which OpenAI sends too."""
     response = await client.post(COMPLETIONS, json={"prompt": PROMPT, "stream": True, "logprobs": 1})
 
     *chunks, done = [block.removeprefix("data: ") for block in response.text.split("\n\n") if block]
@@ -86,7 +86,7 @@ async def test_streamed_chunks_are_openais(client: httpx.AsyncClient, backend: F
 async def test_echo_scores_the_prompt(
     client: httpx.AsyncClient, backend: FakeBackend, text_model, prompt_ids, max_tokens
 ):
-    """What lm-eval reads: a logprob for each prompt token but the first, and the greatest alternative at each."""
+    """lm-eval reads a logprob for each prompt token but the first, and the greatest alternative at each."""
     asked = {"prompt": [prompt_ids], "echo": True, "logprobs": 1, "max_tokens": max_tokens, "temperature": 0}
 
     response = await client.post(COMPLETIONS, json=asked)
@@ -106,7 +106,7 @@ async def test_echo_scores_the_prompt(
 
 @pytest.mark.parametrize("as_text", [True, False])
 async def test_echo_shows_special_tokens_in_text_and_tokens_alike(client, backend: FakeBackend, text_model, as_text):
-    """What lm-eval compares: the text from each token's offset on begins with the token."""
+    """lm-eval checks that the text at each token's offset starts with the token."""
     prompt = "<|im_start|>" + PROMPT
     ids = list(text_model.encode_now([prompt], special_tokens=False)[0])
     asked = {"prompt": prompt if as_text else ids, "echo": True, "logprobs": 1, "max_tokens": 1}
@@ -120,7 +120,7 @@ async def test_echo_shows_special_tokens_in_text_and_tokens_alike(client, backen
 
 
 async def test_echo_alone_gives_prompt_and_answer(client: httpx.AsyncClient, backend: FakeBackend, prompt_ids):
-    """Also for a prompt of ids, whose text is decoded; special tokens among its ids are shown by name."""
+    """A prompt of ids is decoded for this; special tokens among the ids are shown by name."""
     for prompt, shown in ((PROMPT, PROMPT), (prompt_ids, "<|begin|>" + PROMPT)):
         response = await client.post(COMPLETIONS, json={"prompt": prompt, "echo": True})
 
@@ -128,17 +128,17 @@ async def test_echo_alone_gives_prompt_and_answer(client: httpx.AsyncClient, bac
 
 
 async def test_best_of_one_is_what_happens_anyway(client: httpx.AsyncClient, backend: FakeBackend):
-    """A benchmark client always sends it."""
+    """Some benchmark clients always send `best_of: 1`."""
     assert (await client.post(COMPLETIONS, json={"prompt": "x", "best_of": 1})).status_code == 200
     assert backend.requests[0].sampling.logprobs is None
 
 
 async def test_best_of_gives_the_likeliest_answers_and_counts_all(client, backend, text_model, answer_ids: list[int]):
-    """By the mean over their tokens, of each prompt its own; the caller pays for what was generated."""
+    """Answers are ranked per prompt by mean logprob; usage counts all generated tokens, including discarded ones."""
     chances = iter([-3.0, -1.0, -2.0, -1.0, -2.0, -3.0])
 
     def script(request: GenerationRequest) -> list[TokenDelta]:
-        chance, length = next(chances), request.sampling.seed  # the likeliest are long: a sum would choose others
+        chance, length = next(chances), request.sampling.seed  # a sum would favour the short ones
         scores = [PositionLogprobs(TokenLogprob(answer_ids[at], chance), []) for at in range(length)]
         return [TokenDelta(token_ids=answer_ids[:length], logprobs=scores, finish_reason="length", cached_tokens=0)]
 
@@ -159,7 +159,7 @@ async def test_best_of_gives_the_likeliest_answers_and_counts_all(client, backen
     [{"n": 3, "best_of": 2}, {"best_of": 2, "stream": True}, {"best_of": 9}, {"best_of": 5, "prompt": ["a", "b"]}],
 )
 async def test_a_best_of_that_cannot_be_is_refused_by_name(client, backend: FakeBackend, fields: dict[str, object]):
-    """Fewer than are wanted, streamed, or more than one request may have."""
+    """`best_of` may not be less than `n`, streamed, or above the limit of choices."""
     response = await client.post(COMPLETIONS, json={"prompt": "x"} | fields)
 
     assert (response.status_code, response.json()["error"]["param"]) == (400, "best_of")
@@ -167,7 +167,7 @@ async def test_a_best_of_that_cannot_be_is_refused_by_name(client, backend: Fake
 
 
 async def test_logprobs_are_openais(front: Front):
-    """The token itself is always among its alternatives: evaluation tools take the greatest of them."""
+    """The sampled token is always among the alternatives, because evaluation tools take their maximum."""
     served = await front.served(None)
     fox = next(each for each in range(served.limits.vocab_size) if served.text.piece(each) == b" fox")
     half = next(each for each in range(served.limits.vocab_size) if served.text.piece(each) == b"\xf0")
@@ -181,5 +181,5 @@ async def test_logprobs_are_openais(front: Front):
 
 
 def test_parts_of_characters_keep_different_names():
-    """A replacement character for each would merge them into one key."""
+    """If each were a replacement character, they would merge into one key."""
     assert unique_name(b"\xf0") != unique_name(b"\xf1")

@@ -1,4 +1,4 @@
-"""Properties of embeddings: inputs in every form, both encodings, errors by field."""
+"""Embeddings: inputs in every form, both encodings, and errors that name the field."""
 
 from array import array
 from base64 import b64decode
@@ -24,7 +24,7 @@ TEXT = "Tell me a story about a fox."
 
 
 def vector_of(request: GenerationRequest) -> "array[float]":
-    """What the fake replica makes of a prompt."""
+    """The vector that the fake replica returns for a request."""
     return array("f", [0.1, len(request.token_ids) / 4])
 
 
@@ -45,7 +45,7 @@ def backend(limits: ModelLimits) -> FakeBackend:
 async def test_an_answer_is_openais_to_the_letter(
     client: httpx.AsyncClient, backend: FakeBackend, text_model: TextModel
 ):
-    """Validated strictly; texts get the tokenizer's special tokens, and the usage counts them."""
+    """Validation is strict; texts get the tokenizer's special tokens, which the usage counts."""
     response = await client.post(EMBEDDINGS, json={"model": "demo", "input": TEXT})
 
     answer = CreateEmbeddingResponse.model_validate_json(response.content, strict=True)
@@ -58,7 +58,7 @@ async def test_an_answer_is_openais_to_the_letter(
 
 @pytest.mark.parametrize(("given", "count"), [(TEXT, 1), ([TEXT, "a"], 2), ([5, 6, 7], 1), ([[5, 6, 7], [8]], 2)])
 async def test_inputs_come_as_texts_and_as_ids(client: httpx.AsyncClient, backend: FakeBackend, given, count: int):
-    """One or several; vectors are in the order of the inputs, and Base64 has the same numbers."""
+    """There may be one input or several; vectors have the inputs' order, and Base64 holds the same numbers."""
     plain = (await client.post(EMBEDDINGS, json={"input": given})).json()
     coded = (await client.post(EMBEDDINGS, json={"input": given, "encoding_format": "base64"})).json()
 
@@ -69,7 +69,7 @@ async def test_inputs_come_as_texts_and_as_ids(client: httpx.AsyncClient, backen
 
 
 async def test_what_is_pooled_is_the_requests_or_the_settings(client: httpx.AsyncClient, backend: FakeBackend):
-    """And the replica cuts the vector, before it scales it."""
+    """The replica also truncates the vector to `dimensions`, before it normalizes it."""
     await client.post(EMBEDDINGS, json={"input": TEXT})
     await client.post(EMBEDDINGS, json={"input": TEXT, "pooling": "mean", "dimensions": 7, "priority": 3})
 
@@ -78,7 +78,7 @@ async def test_what_is_pooled_is_the_requests_or_the_settings(client: httpx.Asyn
 
 
 async def test_openais_client_reads_vectors(openai_client: AsyncOpenAI, backend: FakeBackend):
-    """It asks for Base64 unless told otherwise."""
+    """The client requests Base64 by default."""
     answer = await openai_client.embeddings.create(model="demo", input=[TEXT, "a"], dimensions=2, user="u")
 
     expected = [vector_of(request).tolist() for request in backend.requests]
@@ -104,7 +104,7 @@ async def test_openais_client_reads_vectors(openai_client: AsyncOpenAI, backend:
     ],
 )
 async def test_errors_name_the_field(client: httpx.AsyncClient, backend: FakeBackend, body, param: str, message: str):
-    """A batch is refused as a whole, before any of it is computed."""
+    """An invalid batch is refused as a whole, before anything is computed."""
     response = await client.post(EMBEDDINGS, json=body)
 
     error = response.json()["error"]
@@ -114,7 +114,7 @@ async def test_errors_name_the_field(client: httpx.AsyncClient, backend: FakeBac
 
 
 async def test_replicas_that_make_no_embeddings_are_not_asked(client: httpx.AsyncClient, backend: FakeBackend):
-    """Such as engines that are not ours."""
+    """External engines are an example."""
     assert backend.limits is not None
     backend.limits = msgspec.structs.replace(backend.limits, embedding_size=0)
 
@@ -134,7 +134,7 @@ def fails_second() -> Callable[[GenerationRequest], Iterable[Item]]:
 
 
 async def test_one_failed_input_fails_the_batch(client: httpx.AsyncClient, backend: FakeBackend):
-    """A response with holes would be read as vectors of other texts."""
+    """With vectors missing, clients would assign the others to the wrong texts."""
     backend.script = fails_second()
 
     response = await client.post(EMBEDDINGS, json={"input": ["a", "b", "c"]})
@@ -144,7 +144,7 @@ async def test_one_failed_input_fails_the_batch(client: httpx.AsyncClient, backe
 
 
 async def test_replica_of_another_version_gives_no_vector(client: httpx.AsyncClient, backend: FakeBackend):
-    """It would answer with tokens."""
+    """A replica of an older version would answer with tokens instead."""
     backend.script = lambda _: [TokenDelta(token_ids=[5], finish_reason="length")]
 
     response = await client.post(EMBEDDINGS, json={"input": "a"})

@@ -1,4 +1,4 @@
-"""Properties of Messages, with Anthropic's own client and types as judges."""
+"""The Messages API, checked with Anthropic's own client and types."""
 
 import json
 from collections.abc import AsyncIterator
@@ -37,7 +37,7 @@ def settings() -> RouterSettings:
 
 @pytest.fixture
 def anthropic() -> ModuleType:
-    """Not imported at the top: every process of a run collects this file, one runs it, and it takes a second."""
+    """Import anthropic late: it takes a second, and every test process collects this file but one runs it."""
     import anthropic
 
     return anthropic
@@ -46,14 +46,14 @@ def anthropic() -> ModuleType:
 @pytest.fixture
 async def claude(anthropic: ModuleType, live: Live) -> AsyncIterator["AsyncAnthropic"]:
     """Anthropic's own client, without retries."""
-    http = httpx2.AsyncClient(verify=False)  # 20 ms less without TLS
+    http = httpx2.AsyncClient(verify=False)  # saves 20 ms of TLS setup
     address = f"http://127.0.0.1:{live.port}"
     async with anthropic.AsyncAnthropic(base_url=address, api_key="k1", max_retries=0, http_client=http) as client:
         yield client
 
 
 async def test_a_message_is_anthropics(anthropic: ModuleType, client: httpx.AsyncClient, backend: FakeBackend):
-    """Validated by the client's own types; what came from the cache is not counted among the input."""
+    """The client's own types validate it; `input_tokens` excludes cached tokens."""
     response = await client.post(f"{PATH}?beta=true", json=ASKED, headers={"anthropic-beta": "unknown-2030-01-01"})
 
     parsed = anthropic.types.Message.model_validate_json(response.content)
@@ -63,7 +63,7 @@ async def test_a_message_is_anthropics(anthropic: ModuleType, client: httpx.Asyn
 
 
 async def test_a_stream_has_all_events_in_order(client: httpx.AsyncClient):
-    """Clients follow them as a state machine."""
+    """Clients process the events with a state machine."""
     found = events(await client.post(PATH, json=ASKED | {"stream": True}))
 
     assert list(dict.fromkeys(each["type"] for each in found)) == [
@@ -78,7 +78,7 @@ async def test_a_stream_has_all_events_in_order(client: httpx.AsyncClient):
 
 
 async def test_anthropics_client_streams_reasoning_and_calls(claude: "AsyncAnthropic", backend, text_model: TextModel):
-    """Its helper builds the message from the events."""
+    """The client's helper assembles the message from the events."""
     says(backend, text_model, CALL)
 
     async with claude.messages.stream(**ASKED, tools=[TOOL]) as stream:
@@ -95,7 +95,7 @@ async def test_anthropics_client_streams_reasoning_and_calls(claude: "AsyncAnthr
 
 
 async def test_the_answer_continues_a_message_of_the_assistant(client, backend: FakeBackend, text_model: TextModel):
-    """Callers begin answers with `{`; but what ends with a call is no beginning."""
+    """Callers prefill answers with `{`; a final assistant message that ends with a tool call is not a prefill."""
     call = [{"type": "tool_use", "id": "t1", "name": "weather", "input": {}}]
     for content in ("Once upon", call):
         messages = [*ASKED["messages"], {"role": "assistant", "content": content}]
@@ -107,7 +107,7 @@ async def test_the_answer_continues_a_message_of_the_assistant(client, backend: 
 
 
 async def test_a_stop_sequence_is_named(client: httpx.AsyncClient):
-    """It is the only way to tell which of several it was."""
+    """Clients cannot tell otherwise which of several stop sequences matched."""
     message = (await client.post(PATH, json=ASKED | {"stop_sequences": ["zebra", " an owl"]})).json()
 
     assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", " an owl")
@@ -115,7 +115,7 @@ async def test_a_stop_sequence_is_named(client: httpx.AsyncClient):
 
 
 async def test_errors_have_anthropics_envelope_and_words(anthropic: ModuleType, client: httpx.AsyncClient, claude):
-    """Retries and compaction look for them."""
+    """The clients' retries and compaction depend on them."""
     long = [{"role": "user", "content": "fox " * 400}]
 
     with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
@@ -128,7 +128,7 @@ async def test_errors_have_anthropics_envelope_and_words(anthropic: ModuleType, 
 
 
 async def test_a_stream_that_breaks_ends_with_an_error(anthropic: ModuleType, claude, backend: FakeBackend, answer_ids):
-    """The client raises it."""
+    """The client raises the error event as an exception."""
     whole = reply(answer_ids)
     backend.script = lambda request: [*list(whole(request))[:3], ReplicaLost("r0 is gone")]
 
@@ -138,7 +138,7 @@ async def test_a_stream_that_breaks_ends_with_an_error(anthropic: ModuleType, cl
 
 
 async def test_tokens_are_counted_as_the_request_has_them(claude: "AsyncAnthropic", backend: FakeBackend):
-    """Tools and system prompt included."""
+    """The count includes the tools and the system prompt."""
     asked = {"model": "demo", "messages": ASKED["messages"], "system": "You help.", "tools": [TOOL]}
     counted = await claude.messages.count_tokens(**asked)
     await claude.messages.create(**asked, max_tokens=5)
@@ -147,7 +147,7 @@ async def test_tokens_are_counted_as_the_request_has_them(claude: "AsyncAnthropi
 
 
 async def test_cache_control_pins_the_prompt_up_to_it(client, backend: FakeBackend, answer_ids, text_model: TextModel):
-    """What was written to the cache is counted apart; a time beyond the server's is lowered."""
+    """Tokens written to the cache are counted separately; a lifetime above the server's limit is lowered."""
     backend.script = reply(answer_ids, cached=3, pinned=16)
     system = [
         {
@@ -171,7 +171,7 @@ async def test_cache_control_pins_the_prompt_up_to_it(client, backend: FakeBacke
 
 @pytest.mark.parametrize("as_blocks", [False, True])
 async def test_the_billing_line_is_dropped_and_counted(client, front: Front, backend, as_blocks: bool):
-    """It differs in every request, and everything behind it would be computed again."""
+    """It differs in every request, so everything after it would miss the cache."""
     text = f"{BILLING}\nYou help."
     blocks = [{"type": "text", "text": BILLING}, {"type": "text", "text": "You help."}]
     for system in (blocks if as_blocks else text, "You help."):
@@ -183,7 +183,7 @@ async def test_the_billing_line_is_dropped_and_counted(client, front: Front, bac
 
 
 async def test_sessions_and_keys_are_those_that_clients_send(client: httpx.AsyncClient, backend: FakeBackend):
-    """Claude Code names its session in a header, other clients a user in the body; keys come in `x-api-key`."""
+    """Claude Code sends its session in a header, other clients a user id in the body; keys come in `x-api-key`."""
     await client.post(PATH, json=ASKED, headers={"x-claude-code-session-id": "s1", "x-api-key": "a"})
     await client.post(PATH, json=ASKED | {"metadata": {"user_id": "u1"}}, headers={"authorization": "Bearer a"})
     await client.post(PATH, json=ASKED | {"metadata": {"user_id": "u" * 1000}})
@@ -194,7 +194,7 @@ async def test_sessions_and_keys_are_those_that_clients_send(client: httpx.Async
 
 
 def test_blocks_become_turns():
-    """Results of tools are messages of their own; server tools and what they wrote are left out."""
+    """Tool results become separate messages; server tools and their output are left out."""
     body = MESSAGES.decoder.decode(
         json.dumps(
             {
@@ -264,7 +264,7 @@ def test_blocks_become_turns():
     ],
 )
 async def test_what_cannot_be_served_is_refused_by_field(client: httpx.AsyncClient, changes, words):
-    """Only text is understood."""
+    """Only text content is supported."""
     response = await client.post(PATH, json=ASKED | changes)
 
     assert response.status_code == 400

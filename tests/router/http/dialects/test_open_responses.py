@@ -1,6 +1,6 @@
-"""The compliance cases of Open Responses (openresponses.org), and random bodies of Responses and Messages.
+"""The compliance cases of Open Responses (openresponses.org), and random request bodies for Responses and Messages.
 
-Whatever is sent, an answer is valid by the types of the APIs' own clients, or an error names what is wrong.
+For every body, the response is valid by the types of the API's own client, or it is an error with a message.
 """
 
 import importlib
@@ -23,7 +23,7 @@ from ..fakes import FakeBackend
 from .blocks import CALL, SETTINGS, events, says
 
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
-#: What the specification's `ResponseResource` has, always, if only as null.
+#: Fields that the specification's `ResponseResource` always has, even if they are null.
 FIELDS = set(
     "id object created_at completed_at status incomplete_details model previous_response_id instructions output error "
     "tools tool_choice truncation parallel_tool_calls text top_p presence_penalty frequency_penalty top_logprobs "
@@ -36,7 +36,7 @@ WEATHER = {"type": "function", "name": "weather", "parameters": {"type": "object
 
 @cache
 def types_of(module: str, name: str) -> TypeAdapter[Any]:
-    """Not made at the top: every process of a run collects this file, one runs it, and they take seconds."""
+    """Build the types late: they take seconds, and every test process collects this file but one runs it."""
     return TypeAdapter(getattr(importlib.import_module(module), name))
 
 
@@ -50,7 +50,7 @@ def said(text: str, role: str = "user") -> dict[str, Any]:
 
 
 def check_response(body: dict[str, Any], status: str = "completed") -> None:
-    """All fields are there, of the right types, and the output is not empty."""
+    """Assert that all fields are present with the right types, and that the output is not empty."""
     Response.model_validate(body)
     assert set(body) >= FIELDS
     assert (body["object"], body["status"], body["error"]) == ("response", status, None)
@@ -80,7 +80,7 @@ async def test_texts_are_answered(client: httpx.AsyncClient, items: list[dict[st
 
 
 async def test_a_stream_is_events_in_order(client: httpx.AsyncClient):
-    """Numbered from 0, the text in deltas, one last event with the whole response, and no other behind it."""
+    """Events are numbered from 0, text comes in deltas, and the last event holds the complete response."""
     response = await client.post(RESPONSES, json={"model": "demo", "input": "Count to five.", "stream": True})
 
     found = events(response)
@@ -96,7 +96,7 @@ async def test_a_stream_is_events_in_order(client: httpx.AsyncClient):
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_tool_is_called(client: httpx.AsyncClient, backend: FakeBackend, text_model: TextModel, stream: bool):
-    """With a name of the request's tools and arguments that are JSON."""
+    """The call names one of the request's tools, and its arguments are JSON."""
     says(backend, text_model, CALL)
     asked = {"model": "demo", "input": [said("How is the weather in Ulm?")], "tools": [WEATHER], "stream": stream}
 
@@ -110,7 +110,7 @@ async def test_a_tool_is_called(client: httpx.AsyncClient, backend: FakeBackend,
 
 
 async def test_an_image_is_refused_by_name(client: httpx.AsyncClient):
-    """The one case that needs a model of another kind."""
+    """This is the only compliance case that needs a multimodal model."""
     parts = [{"type": "input_text", "text": "What is this?"}, {"type": "input_image", "image_url": "data:image/png,"}]
     response = await client.post(RESPONSES, json={"model": "demo", "input": [{"role": "user", "content": parts}]})
 
@@ -129,7 +129,7 @@ JUNK = st.recursive(
 
 
 def spoilt(kind: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Mostly right."""
+    """Values that are mostly of `kind`."""
     return st.integers(0, 14).flatmap(lambda draw: kind if draw else JUNK)
 
 

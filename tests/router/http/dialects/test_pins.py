@@ -1,4 +1,4 @@
-"""`cache_control` on the wire: what is refused, what a marked place is in tokens, and what the answer says."""
+"""`cache_control` over HTTP: validation, the number of tokens that a mark pins, and the report in the response."""
 
 import re
 from pathlib import Path
@@ -45,7 +45,7 @@ def prompt_of(request: GenerationRequest) -> list[int]:
 
 
 async def test_a_field_beside_the_prompt_keeps_all_of_it(client: httpx.AsyncClient, backend: FakeBackend):
-    """The simplest wish, alike for chats and completions; without a time, the setting's."""
+    """This form is the same for chats and completions; without `ttl`, the setting applies."""
     await client.post(CHAT, json={"messages": [USER], "cache_control": KEEP})
     await client.post(COMPLETION, json={"prompt": ["a fox", "an owl"], "cache_control": KEEP | {"ttl": "1h"}})
 
@@ -57,7 +57,7 @@ async def test_a_field_beside_the_prompt_keeps_all_of_it(client: httpx.AsyncClie
 async def test_a_marked_message_keeps_the_prompt_up_to_there(
     client: httpx.AsyncClient, backend: FakeBackend, text_model: TextModel
 ):
-    """What the next conversation under the same system prompt begins with, and not a token of the question."""
+    """The pin ends with the prefix that conversations with this system prompt share, before the question."""
     await client.post(CHAT, json={"messages": [SYSTEM | {"cache_control": KEEP | {"ttl": 60}}, USER]})
     other = list(text_model.encode_chat_now(TemplateInput([SYSTEM, USER | {"content": "zebra"}])))
 
@@ -70,7 +70,7 @@ async def test_a_marked_message_keeps_the_prompt_up_to_there(
 
 
 async def test_parts_and_messages_may_be_marked_together(client: httpx.AsyncClient, backend: FakeBackend):
-    """Anthropic's clients mark the tools, the system prompt and the last turns, each for its own time."""
+    """Anthropic's clients mark the tools, the system prompt and the last turns, each with its own lifetime."""
     parts = [
         {"type": "text", "text": "Tell me a story. ", "cache_control": KEEP | {"ttl": "1h"}},
         {"type": "text", "text": "It is about a fox and an owl."},
@@ -86,7 +86,7 @@ async def test_parts_and_messages_may_be_marked_together(client: httpx.AsyncClie
 
 
 async def test_a_mark_changes_no_token_of_the_prompt(client: httpx.AsyncClient, backend: FakeBackend):
-    """Otherwise a marked prompt would miss what an unmarked one left."""
+    """Otherwise a marked prompt would miss the blocks cached by an unmarked one."""
     marked = {"role": "user", "content": [{"type": "text", "text": USER["content"], "cache_control": KEEP}]}
     await client.post(CHAT, json={"messages": [SYSTEM, USER]})
     await client.post(CHAT, json={"messages": [SYSTEM | {"cache_control": KEEP}, marked]})
@@ -115,7 +115,7 @@ async def test_a_mark_changes_no_token_of_the_prompt(client: httpx.AsyncClient, 
 async def test_a_malformed_wish_is_refused_by_field(
     client: httpx.AsyncClient, backend: FakeBackend, changes: dict[str, Any], param: str
 ):
-    """A silently dropped pin would be paid for and not had."""
+    """If an invalid pin were ignored, the caller would rely on blocks that are not kept."""
     response = await client.post(CHAT, json={"messages": [USER]} | changes)
 
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
@@ -126,7 +126,7 @@ async def test_a_malformed_wish_is_refused_by_field(
 async def test_the_answer_says_what_is_kept(
     client: httpx.AsyncClient, backend: FakeBackend, answer_ids: list[int], stream: bool
 ):
-    """0 is the word for over the budget; who asked for nothing is told nothing."""
+    """0 means that the budget is used up; without a pin in the request, the field is absent."""
     backend.script = reply(answer_ids, pinned=16)
     asked = await client.post(CHAT, json={"messages": [USER], "cache_control": KEEP, "stream": stream})
     backend.script = reply(answer_ids, pinned=0)
@@ -137,14 +137,14 @@ async def test_the_answer_says_what_is_kept(
 
 
 async def test_a_prompt_is_pinned_once_however_many_choices(client: httpx.AsyncClient, backend: FakeBackend):
-    """Choices may run on several replicas; one copy is what the tenant pays for."""
+    """Choices may run on several replicas, but the tenant pays for one pinned copy."""
     await client.post(CHAT, json={"messages": [USER], "cache_control": KEEP, "n": 3})
 
     assert [len(request.pins) for request in backend.requests] == [1, 0, 0]
 
 
 async def test_pins_are_on_the_tenant_s_account_not_the_key_s_text(client: httpx.AsyncClient, backend: FakeBackend):
-    """Budgets are per tenant; the key itself goes nowhere."""
+    """Budgets are per tenant, and the key itself is not passed on."""
     for key, salt in (("a", None), ("a", "x"), ("b", None)):
         headers = {"authorization": f"Bearer {key}"}
         body = {"messages": [USER], "cache_control": KEEP, "cache_salt": salt}
@@ -158,7 +158,7 @@ async def test_pins_are_on_the_tenant_s_account_not_the_key_s_text(client: httpx
 @pytest.mark.parametrize("ttl", ["7m", -1, 0, ["5m"]])
 @pytest.mark.parametrize("marks", ["body", "message", "part"])
 async def test_a_wrong_time_is_refused_with_what_it_may_be(client: httpx.AsyncClient, ttl: object, marks: str):
-    """Two words and a number are allowed, which nobody guesses."""
+    """The message must list the allowed values, because callers cannot guess them."""
     control = {"cache_control": KEEP | {"ttl": ttl}}
     part = {"type": "text", "text": "x"}
     message = {"role": "user", "content": [part | control] if marks == "part" else "x"}
@@ -171,7 +171,7 @@ async def test_a_wrong_time_is_refused_with_what_it_may_be(client: httpx.AsyncCl
 
 
 class Picky(TextModel):
-    """A template that wants the user's word after the system's, or refuses every cut."""
+    """A text model whose template accepts only conversations that end with one of `last_roles`."""
 
     def __init__(self, text: TextModel, last_roles: set[str]) -> None:
         self.__dict__.update(text.__dict__)
@@ -184,7 +184,7 @@ class Picky(TextModel):
 
 
 async def test_a_template_that_refuses_the_cut_is_given_a_question(text_model: TextModel):
-    """A system prompt is the most common thing to keep, and some templates do not take it alone."""
+    """System prompts are the most common thing to pin, and some templates do not render one alone."""
     chat = TemplateInput([SYSTEM, USER])
     whole = text_model.encode_chat_now(chat)
 
@@ -196,7 +196,7 @@ async def test_a_template_that_refuses_the_cut_is_given_a_question(text_model: T
 
 
 async def test_a_template_that_cannot_be_cut_is_said_by_field(text_model: TextModel):
-    """The caller can mark a later message."""
+    """The error names the field, so that the caller can mark a later message."""
     chat = TemplateInput([SYSTEM, USER])
     whole = text_model.encode_chat_now(chat)
 
@@ -210,7 +210,7 @@ async def test_a_template_that_cannot_be_cut_is_said_by_field(text_model: TextMo
 
 @pytest.fixture
 async def guarded(settings, backend: FakeBackend, text_model: TextModel):
-    """A server that knows two keys."""
+    """A client of a server with two API keys."""
     tenants = tenants_of({"keys": [entry("ann", "ann"), entry("root", "root", admin=True)]})
     front = Front(settings, backend, RouterMetrics(), texts=LoadedText(text_model), tenants=tenants)
     async with serving(front) as http:
@@ -221,7 +221,7 @@ def bearer(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
 
 
-#: What SECURITY.md lists as open to everybody; every other endpoint checks the key.
+#: The endpoints that SECURITY.md lists as open; every other endpoint checks the key.
 (SENTENCE,) = re.findall(
     r"^- (.*) require no key\.", (Path(__file__).parents[4] / "SECURITY.md").read_text(), re.MULTILINE
 )
@@ -233,7 +233,7 @@ PUBLIC = set(re.findall(r"`(/[\w.]*)`", SENTENCE))
     [(each.method, each.path.replace("{model}", "demo")) for each in ENDPOINTS if each.path not in PUBLIC],
 )
 async def test_with_a_keys_file_a_stranger_gets_401(guarded: httpx.AsyncClient, method: str, path: str):
-    """Before the body is read: nothing is done for those who are not known."""
+    """The refusal comes before the body is read, so unknown callers cause no work."""
     missing = await guarded.request(method, path, content=b"{")
     unknown = await guarded.request(method, path, content=b"{", headers=bearer("eve"))
 
@@ -244,14 +244,14 @@ async def test_with_a_keys_file_a_stranger_gets_401(guarded: httpx.AsyncClient, 
 
 
 async def test_with_a_keys_file_probes_need_no_key(guarded: httpx.AsyncClient):
-    """Load balancers, Prometheus and `homing status` have none."""
+    """Load balancers, Prometheus and `homing status` have no key."""
     statuses = [(await guarded.get(path)).status_code for path in ("/health", "/ready", "/metrics", "/cluster")]
 
     assert statuses == [200, 200, 200, 200]
 
 
 async def test_a_known_key_is_served(guarded: httpx.AsyncClient, backend: FakeBackend):
-    """And its salt is the tenant's."""
+    """Its requests get the tenant's salt."""
     response = await guarded.post(CHAT, json={"messages": [USER]}, headers=bearer("ann"))
 
     assert response.status_code == 200
@@ -259,7 +259,7 @@ async def test_a_known_key_is_served(guarded: httpx.AsyncClient, backend: FakeBa
 
 
 async def test_a_reset_is_an_admin_s(guarded: httpx.AsyncClient, client: httpx.AsyncClient):
-    """It costs every tenant its cache. Without a file there is one kind of caller only."""
+    """A reset clears every tenant's cache. Without a keys file, every caller may do it."""
     refused = await guarded.post("/reset_prefix_cache", headers=bearer("ann"))
     done = await guarded.post("/reset_prefix_cache", headers=bearer("root"))
 
@@ -269,7 +269,7 @@ async def test_a_reset_is_an_admin_s(guarded: httpx.AsyncClient, client: httpx.A
 
 
 async def test_a_reset_in_use_is_a_conflict(client: httpx.AsyncClient, backend: FakeBackend, limits: ModelLimits):
-    """Benchmarks try again; a 200 would make them believe in an empty cache."""
+    """On 409, benchmarks retry; after a 200 they would assume an empty cache."""
     backend.refusal = CacheInUse("2 requests are running: reset when they are over")
     response = await client.post("/reset_prefix_cache")
 

@@ -1,4 +1,4 @@
-"""Properties of Responses, with OpenAI's own client and types as judges."""
+"""The Responses API, checked with OpenAI's own client and types."""
 
 import json
 
@@ -29,7 +29,7 @@ def settings() -> RouterSettings:
 
 
 async def test_a_response_is_openais(client: httpx.AsyncClient, backend: FakeBackend):
-    """Validated by the client's own types."""
+    """The client's own types validate it."""
     response = await client.post(PATH, json={"model": "demo", "input": "Tell me a story.", "metadata": {"a": "b"}})
 
     parsed = Response.model_validate_json(response.content)
@@ -42,7 +42,7 @@ async def test_a_response_is_openais(client: httpx.AsyncClient, backend: FakeBac
 
 
 async def test_a_stream_has_all_events_in_order_and_numbered(client: httpx.AsyncClient, backend: FakeBackend):
-    """Codex follows them as a state machine."""
+    """Codex processes the events with a state machine."""
     response = await client.post(PATH, json={"input": "Tell me a story.", "stream": True})
     whole = await client.post(PATH, json={"input": "Tell me a story."})
 
@@ -60,7 +60,7 @@ async def test_a_stream_has_all_events_in_order_and_numbered(client: httpx.Async
 
 
 async def test_openais_client_streams_it(openai_client: AsyncOpenAI, backend: FakeBackend):
-    """Its helper builds the response from the events."""
+    """The client's helper assembles the response from the events."""
     async with openai_client.responses.stream(model="demo", input="Tell me a story.") as stream:
         async for _ in stream:
             pass
@@ -71,7 +71,7 @@ async def test_openais_client_streams_it(openai_client: AsyncOpenAI, backend: Fa
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_reasoning_text_and_calls_are_items(client, backend: FakeBackend, text_model: TextModel, stream: bool):
-    """In the order in which the model wrote them, streamed or not."""
+    """Items have the order in which the model wrote them, streamed or not."""
     says(backend, text_model, CALL)
 
     response = await client.post(PATH, json={"input": "Weather?", "tools": [TOOL], "stream": stream})
@@ -99,7 +99,7 @@ async def test_deltas_of_a_call_join_to_its_arguments(client, backend: FakeBacke
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_custom_tool_gets_its_text_and_a_namespace_its_tools(client, backend, text_model, stream: bool):
-    """Codex's kinds of tools: the model sees plain functions, the client what it sent."""
+    """For these tool types of Codex, the model sees plain functions and the client gets back its own types."""
     patch = {"name": "apply_patch", "arguments": {"input": "*** Begin\nx"}}
     lookup = {"name": "crm__lookup", "arguments": {"id": 3}}
     says(backend, text_model, "".join(f"<tool_call>\n{json.dumps(each)}\n</tool_call>\n" for each in (patch, lookup)))
@@ -114,7 +114,7 @@ async def test_a_custom_tool_gets_its_text_and_a_namespace_its_tools(client, bac
 
 
 def test_items_become_turns_behind_one_system_message():
-    """Chat templates know no developer, and consecutive items of the assistant are one turn."""
+    """Chat templates have no developer role, and consecutive assistant items form one turn."""
     body = RESPONSES.decoder.decode(
         json.dumps(
             {
@@ -147,7 +147,7 @@ def test_items_become_turns_behind_one_system_message():
 
 
 def test_allowed_tools_are_those_that_may_be_called():
-    """Tools of OpenAI's servers among them count for nothing."""
+    """OpenAI's server-side tools in the list have no effect."""
 
     def callable_names(*tools: dict) -> list[str]:
         choice = {"type": "allowed_tools", "mode": "auto", "tools": tools}
@@ -180,7 +180,7 @@ def test_allowed_tools_are_those_that_may_be_called():
     ],
 )
 async def test_what_cannot_be_served_is_refused_by_field(client: httpx.AsyncClient, changes, param):
-    """Nothing is stored, and only text is understood."""
+    """Without a response store nothing is stored, and only text content is supported."""
     response = await client.post(PATH, json={"input": "hi"} | changes)
 
     assert response.status_code == 400
@@ -188,7 +188,7 @@ async def test_what_cannot_be_served_is_refused_by_field(client: httpx.AsyncClie
 
 
 async def test_the_answer_may_fill_the_context(client: httpx.AsyncClient, backend: FakeBackend):
-    """Codex sets no limit, and the default of other endpoints would cut its work short."""
+    """Codex sets no limit, and the other endpoints' default would truncate its answers."""
     await client.post(PATH, json={"input": "hi"})
     await client.post(PATH, json={"input": "hi", "max_output_tokens": 100_000})
 
@@ -197,7 +197,7 @@ async def test_the_answer_may_fill_the_context(client: httpx.AsyncClient, backen
 
 
 async def test_an_answer_at_the_limit_is_incomplete(client: httpx.AsyncClient):
-    """Its last item too."""
+    """The last item is marked as incomplete too."""
     body = {"input": "hi", "max_output_tokens": 2}
     whole = (await client.post(PATH, json=body)).json()
     last = events(await client.post(PATH, json=body | {"stream": True}))[-1]
@@ -209,7 +209,7 @@ async def test_an_answer_at_the_limit_is_incomplete(client: httpx.AsyncClient):
 
 
 async def test_a_stream_that_breaks_ends_as_failed(client, backend: FakeBackend, answer_ids: list[int]):
-    """With what was said so far."""
+    """The failed response contains the text generated so far."""
     whole = reply(answer_ids)
     backend.script = lambda request: [*list(whole(request))[:3], ReplicaLost("r0 is gone")]
 
@@ -222,7 +222,7 @@ async def test_a_stream_that_breaks_ends_as_failed(client, backend: FakeBackend,
 async def test_a_guided_answer_may_reason_before_unless_that_is_turned_off(
     client: httpx.AsyncClient, backend: FakeBackend, text_model: TextModel
 ):
-    """The constraint names the tokens between which reasoning stands."""
+    """The constraint names the tokens that delimit reasoning."""
     wanted = {"text": {"format": {"type": "json_object"}}}
     thinking = [tuple(ids) for ids in text_model.encode_now(["<think>", "</think>"], special_tokens=False)]
 

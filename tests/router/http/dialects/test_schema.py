@@ -1,6 +1,6 @@
-"""Every shape of answer against OpenAI's types: nothing that they do not know, no null where they want absence.
+"""Every kind of response against OpenAI's schema: no unknown fields, and no null where a field must be absent.
 
-Their Python types take a null for any optional field, and unknown fields; the schema behind them does not.
+OpenAI's Python types accept unknown fields and a null for any optional field; the schema behind them does not.
 """
 
 import json
@@ -22,7 +22,7 @@ from homing.router.http.front import Front
 from ..fakes import FakeBackend, reply
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-#: Optional in the Python types; in the schema itself they may be null.
+#: Fields that are optional in the Python types and nullable in the schema.
 NULLABLE = {
     "Choice.finish_reason",
     "CompletionChoice.logprobs",
@@ -67,7 +67,7 @@ USAGE: list[dict[str, Any]] = [
 
 
 def violations(value: object, place: str) -> Iterator[str]:
-    """What a parsed answer has that the schema has not."""
+    """Yield the parts of a parsed response that the schema does not allow."""
     if isinstance(value, list):
         for index, each in enumerate(value):
             yield from violations(each, f"{place}[{index}]")
@@ -83,13 +83,13 @@ def violations(value: object, place: str) -> Iterator[str]:
 
 
 def check(kind: type[BaseModel], data: dict[str, Any]) -> None:
-    """Assert that `data` is one of these, strictly."""
+    """Assert that `data` is strictly valid as `kind`."""
     found = list(violations(kind.model_validate(data, strict=True), kind.__name__))
     assert not found, f"{found} in {data}"
 
 
 def with_numbers(answer: dict[str, Any]) -> dict[str, Any]:
-    """Without the two nulls that OpenAI's own answers have against its types: docs/api.md names them."""
+    """Replace the two nulls that OpenAI's own responses have contrary to its types; docs/api.md names them."""
     for choice in answer["choices"]:
         choice["finish_reason"] = choice["finish_reason"] or "stop"
         if choice["logprobs"] and choice["logprobs"]["token_logprobs"][:1] == [None]:
@@ -99,7 +99,7 @@ def with_numbers(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def chunks(response: httpx.Response) -> list[dict[str, Any]]:
-    """A stream's events before its end."""
+    """The data of a stream's events, without the final `[DONE]`."""
     *events, done = [block.removeprefix("data: ") for block in response.text.split("\n\n") if block]
     assert done == "[DONE]"
     return [json.loads(event) for event in events]
@@ -115,7 +115,7 @@ def completion(**fields: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("fields", CHATS)
 async def test_a_whole_chat(client: httpx.AsyncClient, backend: FakeBackend, fields: dict[str, Any]):
-    """As `create` returns it."""
+    """Bodies of `create` without `stream`."""
     answer = (await client.post(CHAT, json=chat(**fields))).raise_for_status().json()
 
     check(ChatCompletion, answer)
@@ -125,7 +125,7 @@ async def test_a_whole_chat(client: httpx.AsyncClient, backend: FakeBackend, fie
 @pytest.mark.parametrize("usage", USAGE)
 @pytest.mark.parametrize("fields", CHATS)
 async def test_a_streamed_chat(client: httpx.AsyncClient, backend: FakeBackend, fields, usage):
-    """Each chunk by itself; a usage appears where it was asked for, and nowhere else."""
+    """Each chunk is valid by itself, and usage appears exactly where it was requested."""
     events = chunks(await client.post(CHAT, json=chat(stream=True, **fields, **usage)))
 
     for event in events:
@@ -136,7 +136,7 @@ async def test_a_streamed_chat(client: httpx.AsyncClient, backend: FakeBackend, 
 
 @pytest.mark.parametrize("fields", [*COMPLETED, *WHOLE])
 async def test_a_whole_completion(client: httpx.AsyncClient, backend: FakeBackend, fields: dict[str, Any]):
-    """With echo and logprobs as lm-eval asks for them."""
+    """The cases include echo with logprobs, as lm-eval requests them."""
     answer = (await client.post(COMPLETIONS, json=completion(**fields))).raise_for_status().json()
 
     check(Completion, with_numbers(answer))
@@ -146,7 +146,7 @@ async def test_a_whole_completion(client: httpx.AsyncClient, backend: FakeBacken
 @pytest.mark.parametrize("usage", USAGE)
 @pytest.mark.parametrize("fields", COMPLETED)
 async def test_a_streamed_completion(client: httpx.AsyncClient, backend: FakeBackend, fields, usage):
-    """As above."""
+    """Same as for streamed chats."""
     events = chunks(await client.post(COMPLETIONS, json=completion(stream=True, **fields, **usage)))
 
     for event in events:
@@ -176,7 +176,7 @@ async def test_models(client: httpx.AsyncClient, backend: FakeBackend):
     ],
 )
 async def test_errors(client: httpx.AsyncClient, backend: FakeBackend, body: dict[str, Any]):
-    """Of the caller and of a replica."""
+    """The cases are errors of the caller and of a replica."""
     backend.script = lambda _: [ReplicaLost("gone")]
     answer = await client.post(COMPLETIONS, json=body)
 
@@ -187,7 +187,7 @@ async def test_errors(client: httpx.AsyncClient, backend: FakeBackend, body: dic
 
 
 async def test_the_event_that_ends_a_broken_stream(client, backend: FakeBackend, answer_ids: list[int]):
-    """It has the shape of an error body."""
+    """The event has the format of an error body."""
     backend.script = lambda request: [*list(reply(answer_ids)(request))[:2], ReplicaLost("gone")]
     response = await client.post(COMPLETIONS, json=completion(stream=True))
     last = json.loads([block for block in response.text.split("\n\n") if block][-1].removeprefix("data: "))
@@ -196,7 +196,7 @@ async def test_the_event_that_ends_a_broken_stream(client, backend: FakeBackend,
 
 
 class TestUnknownFields:
-    """Other servers ignore them, and clients send back what those add to messages."""
+    """Other servers ignore unknown fields, and clients send back the fields that those servers add to messages."""
 
     @pytest.fixture
     def settings(self) -> RouterSettings:

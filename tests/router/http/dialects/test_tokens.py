@@ -1,4 +1,4 @@
-"""Properties of the fields with which clients ask for tokens rather than text; shapes and names are vLLM's."""
+"""The fields with which clients request token ids rather than text; names and formats are vLLM's."""
 
 import json
 from typing import Any
@@ -24,7 +24,7 @@ END = 4  #: `<|im_end|>`
 
 
 def stopped(ids: list[int]) -> Any:
-    """A replica's answer that its stop token ends."""
+    """A script whose answer ends with the stop token `END`."""
 
     def script(_request: GenerationRequest) -> list[TokenDelta]:
         *before, last = [*ids, END]
@@ -48,7 +48,7 @@ async def ask(client: httpx.AsyncClient, path: str, **fields: object) -> dict[st
 
 @PATHS
 async def test_ids_are_those_of_the_replica(client, backend: FakeBackend, answer_ids: list[int], path: str):
-    """The stop token included: trainers need the exact sequence."""
+    """The ids include the stop token, because trainers need the exact sequence."""
     backend.script = stopped(answer_ids)
 
     body = await ask(client, path, return_token_ids=True)
@@ -62,7 +62,7 @@ async def test_ids_are_those_of_the_replica(client, backend: FakeBackend, answer
 
 @PATHS
 async def test_streamed_ids_join_to_the_same(client, backend: FakeBackend, answer_ids: list[int], path: str):
-    """The prompt's ids come once, with the first chunk."""
+    """The prompt's ids are sent once, in the first chunk."""
     backend.script = stopped(answer_ids)
 
     response = await client.post(path, json=ASKED[path] | {"return_token_ids": True, "stream": True})
@@ -90,7 +90,7 @@ async def test_special_tokens_and_stops_are_shown_on_request(client, backend, an
 
 @PATHS
 async def test_a_stop_string_is_shown_on_request(client: httpx.AsyncClient, backend: FakeBackend, path: str):
-    """And nothing behind it."""
+    """The text ends with the stop string."""
     body = await ask(client, path, stop=["met"], include_stop_str_in_output=True)
 
     assert text_of(body["choices"][0]) == ANSWER[: ANSWER.index("met") + 3]
@@ -98,7 +98,7 @@ async def test_a_stop_string_is_shown_on_request(client: httpx.AsyncClient, back
 
 @PATHS
 async def test_logprobs_name_tokens_by_id(client, backend: FakeBackend, answer_ids: list[int], path: str):
-    """So that tokens with equal texts can be told apart."""
+    """Ids tell tokens with equal texts apart."""
     asked = {"logprobs": True, "top_logprobs": 2} if path == CHAT else {"logprobs": 2}
 
     body = await ask(client, path, return_tokens_as_token_ids=True, **asked)
@@ -110,7 +110,7 @@ async def test_logprobs_name_tokens_by_id(client, backend: FakeBackend, answer_i
 
 @PATHS
 async def test_prompt_logprobs_cover_the_prompt(client, backend: FakeBackend, text_model: TextModel, path: str):
-    """One entry for each token, null for the first; the token itself is always among them."""
+    """There is one entry per token, null for the first; each includes the prompt's own token."""
     body = await ask(client, path, prompt_logprobs=1)
 
     ids = list(token_array(backend.requests[0].token_ids))
@@ -125,7 +125,7 @@ async def test_prompt_logprobs_cover_the_prompt(client, backend: FakeBackend, te
 @PATHS
 @pytest.mark.parametrize("side", ["left", "right", None])
 async def test_a_prompt_is_truncated_at_one_side(client, backend: FakeBackend, path: str, side: str | None):
-    """At its beginning unless told otherwise; a prompt that is short enough stays whole."""
+    """By default the beginning is removed; a prompt that is short enough stays unchanged."""
     await ask(client, path)
     await ask(client, path, truncate_prompt_tokens=3, truncation_side=side)
     await ask(client, path, truncate_prompt_tokens=200)
@@ -136,7 +136,7 @@ async def test_a_prompt_is_truncated_at_one_side(client, backend: FakeBackend, p
 
 
 async def test_a_prompt_beyond_the_context_is_truncated_to_it(client: httpx.AsyncClient, backend: FakeBackend):
-    """With -1, and one token can be generated."""
+    """-1 truncates to the context minus one token, so that one can be generated."""
     body = await client.post(COMPLETIONS, json={"prompt": list(range(5, 305)), "truncate_prompt_tokens": -1})
 
     assert body.json()["usage"]["completion_tokens"] == 1
@@ -160,7 +160,7 @@ async def test_a_prompt_beyond_the_context_is_truncated_to_it(client: httpx.Asyn
     ],
 )
 async def test_what_cannot_be_is_refused(client, backend: FakeBackend, path: str, fields: dict[str, Any], param: str):
-    """By the field's name."""
+    """The error names the field."""
     response = await client.post(path, json=ASKED[path] | fields)
 
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
@@ -168,7 +168,7 @@ async def test_what_cannot_be_is_refused(client, backend: FakeBackend, path: str
 
 
 async def test_restrictions_reach_the_replica_as_ids(client: httpx.AsyncClient, backend: FakeBackend, text_model):
-    """Bad words in both spellings: at the beginning of a text, and behind a blank."""
+    """Each bad word is sent in two spellings: at the beginning of a text and after a space."""
     await ask(client, COMPLETIONS, allowed_token_ids=[9, 5], bad_words=["fox"], logprobs=1, logprob_token_ids=[7, 8])
 
     sampling = backend.requests[0].sampling
@@ -178,7 +178,7 @@ async def test_restrictions_reach_the_replica_as_ids(client: httpx.AsyncClient, 
 
 @PATHS
 async def test_all_ids_that_were_asked_for_are_scored(client: httpx.AsyncClient, backend, answer_ids, path: str):
-    """However many alternatives are requested."""
+    """The number of requested alternatives does not limit them."""
     top = [TokenLogprob(each, -1.0 - each) for each in (5, 6, 7)]
     scored = PositionLogprobs(TokenLogprob(answer_ids[0], -0.5), top)
     backend.script = lambda _: [TokenDelta(token_ids=answer_ids[:1], logprobs=[scored], finish_reason="length")]
