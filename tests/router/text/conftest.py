@@ -1,4 +1,4 @@
-"""The demo model's text side, loaded once, and one that fastokens does not cover."""
+"""Text models for the tests: the demo model, loaded once, and one that fastokens does not support."""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ DEMO = Path(homing.__file__).parent / "replica" / "demo" / "model"
 
 @pytest.fixture(scope="session")
 def text_model() -> Iterator[TextModel]:
-    """A byte-level tokenizer with a chat template."""
+    """The demo model: a byte-level tokenizer with a chat template."""
     model = TextModel.load(DEMO, cache_bytes=1_000_000)
     yield model
     model.close()
@@ -31,7 +31,7 @@ def demo_parts() -> TokenizerParts:
 
 
 def slow_parts() -> TokenizerParts:
-    """The demo model's, with a normalizer that changes nothing of ASCII."""
+    """The demo model's parts, with a normalizer that leaves ASCII unchanged and that fastokens does not support."""
     parts = demo_parts()
     encoder = Tokenizer.from_str(parts.tokenizer)
     encoder.normalizer = normalizers.NFKC()
@@ -39,7 +39,7 @@ def slow_parts() -> TokenizerParts:
 
 
 class RecordingEncoder(ExactEncoder):
-    """Keeps what it was given, and waits before it encodes texts with a certain word."""
+    """Records the texts it is given, and blocks on texts that contain `HOLD` until `go_on` is set."""
 
     HOLD = "hold"
 
@@ -57,7 +57,7 @@ class RecordingEncoder(ExactEncoder):
 
 
 def recording_model(*, cache_bytes: int = 0) -> tuple[TextModel, RecordingEncoder]:
-    """A model without fastokens, whose encoder tells what it encodes."""
+    """A model without fastokens, and its encoder, which records the texts it encodes."""
     parts = demo_parts()
     encoder = RecordingEncoder(Tokenizer.from_str(parts.tokenizer))
     return TextModel(parts, cache_bytes=cache_bytes, choose=lambda *_: (encoder, "a test")), encoder

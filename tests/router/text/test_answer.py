@@ -1,4 +1,4 @@
-"""Properties of an answer's text: stop strings, against a search in the whole text, and the tokens behind the text."""
+"""Properties of an answer's text: stop strings, compared with a search of the whole text, and the text's tokens."""
 
 import itertools
 
@@ -21,7 +21,7 @@ def with_logprobs(ids: list[int]) -> list[PositionLogprobs]:
 
 
 def test_a_stop_token_gives_no_text_and_no_logprobs(text_model: TextModel):
-    """It ends the answer and is no part of it, also when it is an ordinary token."""
+    """It ends the answer without being part of it, even if it is an ordinary token."""
     ids = list(text_model.encode_now(["a fox."], special_tokens=False)[0])
     answer = AnswerText(text_model.detokenizer())
 
@@ -35,7 +35,7 @@ def test_a_stop_token_gives_no_text_and_no_logprobs(text_model: TextModel):
 
 
 def test_tokens_come_with_their_text_and_not_before(text_model: TextModel):
-    """Clients align logprobs with text: a held or cut text must hold or cut its tokens."""
+    """Clients align logprobs with text, so tokens of held or cut text must be held or cut with it."""
     ids = list(text_model.encode_now(["one STOP two"], special_tokens=False)[0])
     answer = AnswerText(text_model.detokenizer(), ["STOP"])
     text, shown = "", []
@@ -53,7 +53,7 @@ def test_tokens_come_with_their_text_and_not_before(text_model: TextModel):
 
 
 def test_an_answer_that_ends_inside_a_character_shows_it_as_broken(text_model: TextModel):
-    """The limit of tokens may fall anywhere; what was generated is still accounted for."""
+    """The token limit may fall inside a character; the tokens generated so far still count."""
     ids = list(text_model.encode_now(["🦊"], special_tokens=False)[0])
     answer = AnswerText(text_model.detokenizer())
 
@@ -77,7 +77,7 @@ def whole_text_search(text: str, stops: list[str]) -> str | None:
 
 @given(pieces=st.lists(words, max_size=8), stops=stops)
 def test_streaming_cuts_where_a_search_of_the_whole_text_does(pieces, stops):
-    """Where tokens end must not matter to the answer."""
+    """The answer must not depend on token boundaries."""
     finder = StopFinder(stops)
 
     shown = "".join(map(finder.push, pieces)) + finder.flush()
@@ -89,7 +89,7 @@ def test_streaming_cuts_where_a_search_of_the_whole_text_does(pieces, stops):
 
 @given(pieces=st.lists(words, max_size=8), stops=stops)
 def test_text_is_held_only_while_it_may_begin_a_stop_string(pieces, stops):
-    """Holding back more would be felt as latency, less would show what must not be shown."""
+    """Holding back more would add latency; holding back less would reveal part of a stop string."""
     finder = StopFinder(stops)
     shown = text = ""
 
@@ -105,7 +105,7 @@ def test_text_is_held_only_while_it_may_begin_a_stop_string(pieces, stops):
 
 
 def test_the_longest_of_stop_strings_that_end_together_counts():
-    """The cut then hides all of it."""
+    """Otherwise the beginning of the longer stop string would be shown."""
     finder = StopFinder(["b", "ab"])
 
     assert finder.push("xab") == "x"
@@ -114,7 +114,7 @@ def test_the_longest_of_stop_strings_that_end_together_counts():
 
 
 def test_neighbours_of_one_kind_are_one_block():
-    """Whatever the pieces: a whole answer is shown in blocks."""
+    """A complete answer is returned in blocks, whatever pieces it arrived in."""
     blocks: list[Block] = []
     for deltas in (
         [Reasoning("It "), Reasoning("rains.")],
@@ -136,7 +136,7 @@ def test_neighbours_of_one_kind_are_one_block():
 
 @given(st.lists(st.integers(0, len(CALL)), max_size=8))
 def test_parsed_text_ends_with_calls_wherever_it_is_cut(cuts: list[int]):
-    """Text alone keeps the fast path of streams: it has no deltas."""
+    """Plain text has no deltas, so that streams keep their fast path."""
     parser = AnswerParser(choose_tools("", "", "hermes"), None, {"f": None}, str)
     places = [0, *sorted(cuts), len(CALL)]
     pieces = [CALL[a:b] for a, b in itertools.pairwise(places)]

@@ -1,4 +1,4 @@
-"""Which constraint the fields of a request ask for, and which ones are refused, soon and by name."""
+"""Constraints in request fields: their meaning, and early errors that name the field."""
 
 import asyncio
 import json
@@ -52,7 +52,7 @@ def checker():
     ],
 )
 def test_every_spelling_becomes_one_constraint(fields: dict[str, Any], kind: str, source: object, param: str) -> None:
-    """Of OpenAI, of vLLM, and of its older releases. Properties keep their order, as they are written in it."""
+    """Spellings are OpenAI's, vLLM's and older vLLM's. Properties keep their order, which the answer follows."""
     asked = requested_constraint(fields)
 
     assert asked is not None
@@ -102,7 +102,7 @@ def test_a_malformed_field_is_named(fields: dict[str, Any], param: str) -> None:
 
 
 def test_a_schema_that_is_not_strict_may_have_keywords_that_nobody_guides() -> None:
-    """OpenAI takes such a schema as a wish; a strict one is a promise."""
+    """Without `strict`, OpenAI treats a schema as best effort; with it, the schema must hold."""
     json_schema = {"name": "x", "schema": {"type": "array", "items": {}, "uniqueItems": True}}
 
     def compile_with(strict: object) -> None:
@@ -174,7 +174,7 @@ def test_strict_tools_guide_calls_and_leave_text_free() -> None:
 
 
 def test_with_tools_an_answer_is_calls_or_what_was_asked_for() -> None:
-    """Agents ask for both: the model looks something up, and then answers by the schema."""
+    """Agents request both: the model looks something up with a tool and then answers by the schema."""
     wanted = requested_constraint({"guided_json": {**SCHEMA, "required": ["b"], "additionalProperties": False}})
     assert wanted is not None
     asked = tool_calls([WEATHER], "auto", SHAPE, otherwise=wanted.constraint)
@@ -191,7 +191,7 @@ def test_with_tools_an_answer_is_calls_or_what_was_asked_for() -> None:
 
 
 def test_a_schema_that_is_nested_without_end_is_refused() -> None:
-    """By name, not by a crash."""
+    """The error must name the field, and the nesting must not crash the server."""
     schema: dict[str, Any] = {}
     for _ in range(5000):
         schema = {"items": schema}
@@ -239,14 +239,14 @@ async def test_a_constraint_that_cannot_be_served_is_refused_by_name(
     ],
 )
 async def test_checking_a_hostile_constraint_ends(checker: ConstraintChecker, kind: Any, source: str) -> None:
-    """Each of these is exponential somewhere. That the compiler takes them is its affair, that it returns is ours."""
+    """Each takes exponential time somewhere. The check may accept or refuse it, but it must return."""
     asked = FieldConstraint(Constraint(kind=kind, source=source), "x")
 
     assert await checker.check(asked) == asked.constraint
 
 
 async def test_an_outcome_is_remembered() -> None:
-    """An agent sends the same schema with every step."""
+    """An agent sends the same schema with every request."""
     calls: list[Constraint] = []
     checker = ConstraintChecker(problem=lambda constraint: calls.append(constraint))
     good = FieldConstraint(Constraint(kind="regex", source="a"), "x")
@@ -257,7 +257,7 @@ async def test_an_outcome_is_remembered() -> None:
 
 
 async def test_what_compiles_too_long_is_refused_and_what_never_began_may_come_again() -> None:
-    """A thread cannot be stopped: while slow ones hold all of them, nobody knows whether the next is any good."""
+    """A thread cannot be stopped; while slow checks hold all of them, later constraints get QueueFull and may retry."""
     release = threading.Event()
 
     def slow(_constraint: Constraint) -> None:
@@ -277,7 +277,7 @@ async def test_what_compiles_too_long_is_refused_and_what_never_began_may_come_a
 
 
 async def test_only_a_constraint_that_computes_too_long_stays_refused() -> None:
-    """What waited for a core compiles as soon as the machine is less busy."""
+    """A constraint that only waited for a core will compile once the machine is less busy."""
 
     def waits(_constraint: Constraint) -> None:
         time.sleep(0.2)
@@ -304,7 +304,7 @@ async def test_only_a_constraint_that_computes_too_long_stays_refused() -> None:
 
 
 def test_brackets_in_quoted_texts_do_not_nest() -> None:
-    """Descriptions may have smileys."""
+    """Descriptions may contain brackets, for example in smileys."""
     assert nesting('{"description": ":( :( :( [[[ \\" (", "a": [1]}') == 2
     assert nesting("(a(b)c)[d]") == 2
     assert nesting("") == 0

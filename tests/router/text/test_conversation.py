@@ -1,4 +1,4 @@
-"""What a chat template is given of a conversation."""
+"""The input that a chat template gets for a conversation."""
 
 from homing.router.text.conversation import (
     CacheMark,
@@ -17,7 +17,7 @@ WEATHER = function_tool("weather", None, {"type": "object"})
 
 
 def test_absent_fields_are_left_out_of_messages():
-    """Templates print what they find."""
+    """Templates print every field that is present."""
     call = Message("assistant", None, tool_calls=[ToolCall("weather", {"city": "Ulm"}, "c1")])
     result = Message("tool", "rain", name="weather", tool_call_id="c1")
 
@@ -37,7 +37,7 @@ def test_absent_fields_are_left_out_of_messages():
 
 
 def test_tools_that_may_not_be_called_are_not_shown():
-    """A model that sees tools calls them."""
+    """A model that sees tools may call them."""
     shown = Conversation(messages=[USER], tools=[WEATHER])
     hidden = Conversation(messages=[USER], tools=[WEATHER], tool_choice=ToolChoice("none"))
 
@@ -46,7 +46,7 @@ def test_tools_that_may_not_be_called_are_not_shown():
 
 
 def test_reasoning_becomes_arguments_of_the_template_that_others_overrule():
-    """`chat_template_kwargs` are the caller's last word; without a wish the template decides."""
+    """`chat_template_kwargs` take precedence; if the request sets neither, the template decides."""
 
     def arguments(reasoning: Reasoning, **given: object) -> object:
         asked = Conversation(messages=[USER], reasoning=reasoning, template_arguments=given)
@@ -59,7 +59,7 @@ def test_reasoning_becomes_arguments_of_the_template_that_others_overrule():
 
 
 def test_neighbours_of_one_role_become_one_message():
-    """Nothing of them is lost, and marks stay where they are in the text."""
+    """Merging loses no text, and marks keep their place in the text."""
     thought = Message("assistant", "Oh.", reasoning="Hm.", marks=[CacheMark("a"), CacheMark("b", end=1)])
     call = Message("assistant", None, reasoning="So", tool_calls=[ToolCall("weather", {})])
     last = Message("assistant", "Rain.", marks=[CacheMark("c"), CacheMark("d", end=2)])
@@ -72,7 +72,7 @@ def test_neighbours_of_one_role_become_one_message():
 
 
 def test_marks_name_their_message():
-    """A mark on a tool stands before all messages."""
+    """A mark on a tool counts as before all messages."""
     mark = CacheMark("tools[0].cache_control")
     tool = Tool(WEATHER.name, WEATHER.definition, mark)
     marked = Message("user", "Weather?", marks=[CacheMark("messages[1].cache_control", 60.0, 4)])

@@ -1,4 +1,4 @@
-"""Properties of incremental decoding and of the table of pieces."""
+"""Properties of incremental decoding and of the token piece table."""
 
 from itertools import islice
 
@@ -20,14 +20,14 @@ FIXTURE = settings(max_examples=150, deadline=None, suppress_health_check=[Healt
 
 
 def deltas(detokenizer: Detokenizer, ids: list[int], sizes: list[int]) -> list[str]:
-    """What comes out when `ids` are pushed in groups of these sizes."""
+    """The deltas when `ids` are pushed in groups of these `sizes`."""
     rest = iter(ids)
     groups = [list(islice(rest, size)) for size in sizes] + [list(rest)]
     return [*(detokenizer.push(group) for group in groups), detokenizer.flush()]
 
 
 def sentencepiece_like() -> Tokenizer:
-    """Byte fallback and space marks, decoded as Llama 2 does."""
+    """A tokenizer with byte fallback and space marks, decoded as in Llama 2."""
     words = ["\u2581", "\u2581the", "fox", "\u2581é", "🦊", "s"]
     vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {word: 256 + i for i, word in enumerate(words)}
     tokenizer = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
@@ -39,7 +39,7 @@ def sentencepiece_like() -> Tokenizer:
 
 
 def byte_level() -> Tokenizer:
-    """One token per byte, plus added tokens inside and outside of the byte alphabet."""
+    """A tokenizer with one token per byte, plus added tokens inside and outside the byte alphabet."""
     vocabulary = byte_alphabet()
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
     tokenizer.add_tokens(["é", "<tool> x", "日"])
@@ -56,7 +56,7 @@ END = BYTES.token_to_id("<|end|>")
 @FIXTURE
 @given(ids=st.lists(st.integers(0, 260), max_size=40), sizes=sizes)
 def test_byte_level_deltas_join_to_the_whole_decode(ids, sizes):
-    """Even of bytes that are no UTF-8, which sampling at high temperature does yield."""
+    """This includes invalid UTF-8, which sampling at high temperature does yield."""
     detokenizer = ByteDetokenizer({each: piece for each, piece in enumerate(piece_table(BYTES)) if each != END})
 
     assert "".join(deltas(detokenizer, ids, sizes)) == BYTES.decode(ids, skip_special_tokens=True)
@@ -72,10 +72,10 @@ def encode_fallback(text: str) -> list[int]:
 
 
 @FIXTURE
-@example(text=" 𐀀", sizes=[])  # a space that shows nothing, then a character of four bytes
+@example(text=" 𐀀", sizes=[])  # a space without visible text, then a character of four bytes
 @given(text=st.text(st.one_of(st.characters(codec="utf-8"), st.sampled_from(" 🦊sé")), max_size=30), sizes=sizes)
 def test_window_deltas_join_to_the_whole_decode(text, sizes):
-    """For every text that is valid Unicode, whatever the tokens' boundaries (a model's own U+FFFD included)."""
+    """Holds for any valid Unicode text and any token boundaries, including texts with U+FFFD of their own."""
     ids = encode_fallback(text)
     detokenizer = WindowDetokenizer(lambda some: SENTENCE.decode(some, skip_special_tokens=True))
 
@@ -85,7 +85,7 @@ def test_window_deltas_join_to_the_whole_decode(text, sizes):
 @FIXTURE
 @given(text=st.text(max_size=30).filter(lambda text: REPLACEMENT not in text))
 def test_no_delta_ends_inside_a_character(text_model: TextModel, text):
-    """A broken character on the wire cannot be repaired by the client."""
+    """A client cannot repair a character that was split between two deltas."""
     ids = list(text_model.encode_now([text], special_tokens=False)[0])
 
     parts = deltas(text_model.detokenizer(), ids, [1] * len(ids))
@@ -102,12 +102,12 @@ def test_a_window_gives_up_on_bytes_that_stay_broken():
 
 
 def test_the_alphabet_names_every_byte_once():
-    """Otherwise some bytes could never be written."""
+    """Otherwise some bytes could not be represented."""
     assert sorted(byte_alphabet().values()) == list(range(256))
 
 
 def test_sentencepiece_marks_become_bytes():
-    """Names of logprobs must read as text."""
+    """Token texts in logprobs must be readable."""
     pieces = piece_table(SENTENCE)
 
     assert pieces[SENTENCE.token_to_id("\u2581the")] == b" the"
@@ -115,12 +115,12 @@ def test_sentencepiece_marks_become_bytes():
 
 
 def test_an_added_token_stands_for_itself():
-    """It is no spelling of bytes."""
+    """Its text must not be read as a spelling of bytes."""
     assert piece_table(BYTES)[BYTES.token_to_id("<tool> x")] == b"<tool> x"
 
 
 def test_pieces_of_a_text_join_to_it(text_model: TextModel):
-    """The table is what streaming rests on."""
+    """Streaming relies on the piece table."""
     text = "A fox, ünïcödé 🦊 and 12 apples."
     ids = list(text_model.encode_now([text], special_tokens=False)[0])
 

@@ -1,4 +1,4 @@
-"""The fast encoder: the ids of `tokenizers` for every text, or not used at all."""
+"""The fast encoder gives the same ids as `tokenizers` for every text, or it is not used."""
 
 from array import array
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ ODD = [
 
 
 def byte_level(pattern: str = GPT4, normalizer: object = None, added: Sequence[AddedToken] = ()) -> Tokenizer:
-    """As Llama 3, Qwen and GPT-4 have it."""
+    """A byte-level tokenizer like those of Llama 3, Qwen and GPT-4."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(Regex(pattern), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
@@ -69,7 +69,7 @@ def gpt2() -> Tokenizer:
 
 
 def sentencepiece(pre: object = None, *, bytes_too: bool = True) -> Tokenizer:
-    """As Llama 2 (with a metaspace) and Gemma (with a normalizer) have it."""
+    """A tokenizer like that of Llama 2 (with a metaspace) or Gemma (with a normalizer)."""
     made = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=bytes_too))
     made.normalizer = normalizers.Replace(" ", "▁") if pre is None else None
     made.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous") if pre is None else pre
@@ -99,7 +99,7 @@ def word_level() -> Tokenizer:
     return made
 
 
-#: Each with the encoder that it gets.
+#: Tokenizers, each with the encoder that is expected for it.
 TOKENIZERS = {
     "demo": (lambda: Tokenizer.from_file(str(DEMO / "tokenizer.json")), "fastokens"),
     "byte level": (byte_level, "fastokens"),
@@ -133,7 +133,7 @@ texts = st.lists(st.one_of(st.sampled_from(SNIPPETS), st.text(max_size=8)), max_
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_ids_equal_those_of_tokenizers(name):
-    """A wrong id means another prompt than the client sent, and a cache that is never hit."""
+    """A wrong id changes the client's prompt and makes it miss the replicas' caches."""
     reference = made(name)
     encoder, _ = choose_encoder(reference.to_str(), layout_of(reference.to_str()), reference)
 
@@ -149,7 +149,7 @@ def test_ids_equal_those_of_tokenizers(name):
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_the_common_tokenizers_are_fast_and_the_others_are_told(name):
-    """What fastokens does not cover must say so: its chats cost fifty times as much."""
+    """An unsupported tokenizer must be reported as slow, because its chats cost fifty times as much."""
     encoder, reason = choose_encoder(made(name).to_str(), layout_of(made(name).to_str()), made(name))
 
     assert encoder.name == (TOKENIZERS[name][1] or encoder.name)
@@ -158,7 +158,7 @@ def test_the_common_tokenizers_are_fast_and_the_others_are_told(name):
 
 @pytest.mark.slow
 def test_every_character_has_equal_ids():
-    """Libraries are built with different versions of Unicode."""
+    """The libraries may be built with different versions of Unicode."""
     backend = made("byte level with NFC")
     fast, exact = FastEncoder(backend.to_str(), ExactEncoder(backend)), ExactEncoder(backend)
     characters = [chr(point) for point in range(0x110000) if not 0xD800 <= point < 0xE000]
@@ -169,7 +169,7 @@ def test_every_character_has_equal_ids():
 
 
 class Wrong(ExactEncoder):
-    """Differs in one token of one text."""
+    """An encoder with one wrong token in one text."""
 
     def __init__(self, backend: object, text: str) -> None:
         super().__init__(backend)
@@ -183,7 +183,7 @@ class Wrong(ExactEncoder):
 
 @pytest.mark.parametrize("text", [each for each in HARD_TEXTS if each])
 def test_one_wrong_token_is_noticed(text):
-    """The comparison at load is all that stands between a fault of a library and wrong prompts."""
+    """Only the comparison at load time protects prompts from a defect in the library."""
     backend = made("byte level")
     texts = check_texts(layout_of(backend.to_str()))
 
@@ -194,7 +194,7 @@ def test_one_wrong_token_is_noticed(text):
 
 @pytest.mark.parametrize("kind", [ExactEncoder, lambda backend: FastEncoder(backend.to_str(), ExactEncoder(backend))])
 def test_a_text_with_too_many_tokens_is_refused(kind):
-    """Before its ids become objects, for which a thread would hold the interpreter's lock."""
+    """The refusal comes before the ids become Python objects, because creating these holds the interpreter lock."""
     encoder = kind(made("byte level"))
 
     assert len(encoder.encode(["7" * 9], special_tokens=False, most=9)[0]) == 9

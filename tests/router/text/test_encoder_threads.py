@@ -1,4 +1,4 @@
-"""The threads for long texts: turns of tenants, short before long, and nothing for clients that have left."""
+"""The encoder threads: tenants alternate, short texts bypass long ones, and work for absent clients is skipped."""
 
 import asyncio
 import threading
@@ -19,7 +19,7 @@ class FakeClient:
 
 
 class Jobs:
-    """Jobs that say when they ran; long ones wait until they are told to end."""
+    """Starts jobs and records which ran; long jobs block until the test releases them."""
 
     def __init__(self, threads: EncoderThreads) -> None:
         self.threads = threads
@@ -59,7 +59,7 @@ async def jobs() -> AsyncIterator[Jobs]:
 
 
 async def test_short_texts_do_not_wait_for_long_ones(jobs: Jobs):
-    """Finding: a tenant with three 8 MB texts kept everybody else waiting for 30 s."""
+    """Regression: a tenant with three 8 MB texts kept all others waiting for 30 s."""
     long = [jobs.long(f"a{each}") for each in range(3)]
     await jobs.until_one_runs()
 
@@ -71,7 +71,7 @@ async def test_short_texts_do_not_wait_for_long_ones(jobs: Jobs):
 
 
 async def test_tenants_take_turns(jobs: Jobs):
-    """A tenant with many long texts delays another by one of them."""
+    """A tenant with many long texts delays another tenant by at most one of them."""
     tasks = [jobs.long(name) for name in ("a0", "a1", "a2", "a3", "b0", "b1", "c0")]
     await jobs.until_one_runs()
     jobs.may_end.set()
@@ -81,7 +81,7 @@ async def test_tenants_take_turns(jobs: Jobs):
 
 
 async def test_what_a_client_sent_that_has_left_is_not_begun(jobs: Jobs):
-    """And what it has begun ends for nobody."""
+    """A waiting job of a disconnected client is cancelled; the other jobs run."""
     client = FakeClient()
     running, waiting, other = jobs.long("a0"), jobs.long("a1", client=client), jobs.long("b0")
     await jobs.until_one_runs()
@@ -96,7 +96,7 @@ async def test_what_a_client_sent_that_has_left_is_not_begun(jobs: Jobs):
 
 
 async def test_a_cancelled_job_is_not_begun(jobs: Jobs):
-    """As when the server stops."""
+    """Jobs are cancelled when the server stops, for example."""
     running, waiting = jobs.long("a0"), jobs.long("a1")
     await jobs.until_one_runs()
     waiting.cancel()
@@ -108,7 +108,7 @@ async def test_a_cancelled_job_is_not_begun(jobs: Jobs):
 
 
 async def test_a_job_that_waits_too_long_fails(jobs: Jobs):
-    """Its client gets an answer although the thread is busy, and later jobs run."""
+    """Its client gets an error although the thread is busy, and later jobs still run."""
     running, late = jobs.long("a0"), jobs.long("b0", timeout_s=0.01)
     await jobs.until_one_runs()
 
@@ -123,14 +123,14 @@ async def test_a_job_that_waits_too_long_fails(jobs: Jobs):
 
 @pytest.mark.parametrize(("characters", "kept"), [(SHORT, True), (SHORT + 1, True), (HUGE_CHARACTERS + 1, False)])
 async def test_a_huge_text_takes_its_thread_with_it(jobs: Jobs, characters, kept):
-    """And with the thread the buffers that libraries keep for it: 500 MB after a few texts of 8 MB."""
+    """Ending the thread frees the libraries' buffers for it: 500 MB after a few texts of 8 MB."""
     first, second = [await jobs.threads.run(threading.current_thread, characters, Sender()) for _ in range(2)]
 
     assert (first is second) == kept
 
 
 async def test_what_a_job_raises_reaches_its_caller(jobs: Jobs):
-    """And the thread goes on."""
+    """The thread survives and runs further jobs."""
 
     def fail() -> None:
         raise ValueError("of this job")

@@ -1,4 +1,4 @@
-"""Chat templates: what transformers renders, with or without torch at hand."""
+"""Chat templates render exactly as in transformers, with or without torch installed."""
 
 import pytest
 
@@ -37,8 +37,8 @@ CHATS = [
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("chat", CHATS)
 def test_a_prompt_is_the_one_that_transformers_renders(template, chat):
-    """Other routers write their own renderer, and keep breaking this."""
-    from transformers import AutoTokenizer  # imports torch, too: seconds for every process that collects tests
+    """Routers with a renderer of their own break this again and again."""
+    from transformers import AutoTokenizer  # late, because it imports torch, which takes seconds
 
     reference = AutoTokenizer.from_pretrained(str(DEMO))
     ours = ChatTemplate(TEMPLATES[template], reference.special_tokens_map)
@@ -56,7 +56,7 @@ def test_a_prompt_is_the_one_that_transformers_renders(template, chat):
 
 
 def test_templates_that_know_no_developer_get_a_system_message():
-    """Many leave out what they do not know, and then the model would never see its instructions."""
+    """Many templates skip unknown roles, so the model would never see the developer's instructions."""
     chat = TemplateInput([{"role": "developer", "content": "Be brief."}])
     known = "{% if messages[0].role in ('system', 'developer') %}{{ messages[0].role }}{% endif %}"
 
@@ -65,7 +65,7 @@ def test_templates_that_know_no_developer_get_a_system_message():
 
 
 def test_tools_take_the_template_made_for_them():
-    """Some models ship two."""
+    """Some models ship a separate template for tools."""
     template = ChatTemplate({"default": "plain", "tool_use": "tools"}, {})
 
     assert template.render(TemplateInput(MESSAGES)) == "plain"
@@ -82,6 +82,6 @@ def test_tools_take_the_template_made_for_them():
     ],
 )
 def test_what_cannot_be_rendered_is_the_callers_error(template, said):
-    """A 400 that says why; a hostile template is stopped by the sandbox."""
+    """The 400 states the reason; the sandbox stops hostile templates."""
     with pytest.raises(TemplateRefusal, match=said):
         ChatTemplate(template, {}).render(TemplateInput(MESSAGES[:1]))

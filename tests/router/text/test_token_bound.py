@@ -1,4 +1,4 @@
-"""A text never has fewer tokens than the bound says."""
+"""The lower bound on a text's number of tokens is never too high."""
 
 import unicodedata
 
@@ -16,7 +16,7 @@ BOUNDED = {"demo", "byte level", "byte level with NFC", "an unusual pattern", "g
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_no_text_has_fewer_tokens(name):
-    """A prompt that fits must not be refused."""
+    """A bound that is too high would refuse prompts that fit."""
     tokenizer = made(name)
     characters = characters_per_token(layout_of(tokenizer.to_str()))
     longest = sorted(tokenizer.get_vocab(), key=len)[-5:]
@@ -32,12 +32,12 @@ def test_no_text_has_fewer_tokens(name):
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_the_common_tokenizers_have_a_bound(name):
-    """The others may drop blanks, or make one unknown token of any number of characters."""
+    """Other tokenizers may drop spaces or map any number of characters to one unknown token."""
     assert (characters_per_token(layout_of(made(name).to_str())) is not None) == (name in BOUNDED)
 
 
 def test_composition_leaves_a_byte_of_two_characters():
-    """`NFC_CHARACTERS_PER_BYTE` is a fact about Unicode: look at every character that others compose to."""
+    """`NFC_CHARACTERS_PER_BYTE` is a property of Unicode, checked here for every composed character."""
     for point in range(0x110000):
         if not 0xD800 <= point < 0xE000:
             decomposed = unicodedata.normalize("NFD", chr(point))

@@ -1,4 +1,4 @@
-"""The cache of segment ids, and the cutting of texts into segments."""
+"""The cache of segments' token ids, and the division of texts into segments."""
 
 from collections import OrderedDict
 from itertools import chain
@@ -13,7 +13,7 @@ from homing.router.text.token_cache import ENTRY_BYTES, Segmenter, TokenCache
 
 
 def test_tenants_do_not_share_entries():
-    """Else the time that a prompt takes would tell what another tenant sent."""
+    """Otherwise a prompt's encoding time would reveal what another tenant had sent."""
     cache = TokenCache(10_000)
     cache.put((b"one", "text"), b"\x01\0\0\0")
 
@@ -22,7 +22,7 @@ def test_tenants_do_not_share_entries():
 
 
 class TokenCacheMachine(RuleBasedStateMachine):
-    """Against an ordered dict that is cut to size."""
+    """Compares the cache with an ordered dict that is trimmed to the capacity."""
 
     def __init__(self):
         super().__init__()
@@ -59,7 +59,7 @@ TestTokenCache.settings = settings(max_examples=60, stateful_step_count=30, dead
 
 
 def test_a_segment_larger_than_the_cache_is_not_kept():
-    """It would throw everything else out."""
+    """Keeping it would evict everything else."""
     cache = TokenCache(1000)
     cache.put((b"", "a"), b"")
 
@@ -96,7 +96,7 @@ TOKENIZERS = {
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_segments_have_the_ids_of_the_whole(name):
-    """A cut that changes one id would make every later turn miss the replicas' caches."""
+    """A boundary that changes one id would make every later turn miss the replicas' caches."""
     made = TOKENIZERS[name]
     segmenter = Segmenter(made.to_str())
 
@@ -122,7 +122,7 @@ def test_segments_have_the_ids_of_the_whole(name):
     ],
 )
 def test_a_tokenizer_that_looks_further_is_not_cut(name, safe):
-    """It falls back to whole texts."""
+    """For such a tokenizer, texts are encoded whole."""
     segmenter = Segmenter(TOKENIZERS[name].to_str())
 
     assert segmenter.safe == safe
@@ -130,7 +130,7 @@ def test_a_tokenizer_that_looks_further_is_not_cut(name, safe):
 
 
 def test_a_turn_is_cut_where_it_begins():
-    """So that all before it is what came before."""
+    """The segments before a new turn then equal those of the previous request."""
     segmenter = Segmenter(TOKENIZERS["byte level"].to_str())
 
     assert segmenter.segments("<|im|>b\n<|im|> b <m> b") == ["<|im|>b\n", "<|im|> b <m> b"]

@@ -1,4 +1,4 @@
-"""Properties of the text side: its ids are those of transformers."""
+"""Properties of the text model: ids equal those of transformers, and encoding is bounded and private to a sender."""
 
 import subprocess
 import sys
@@ -25,7 +25,7 @@ message = st.fixed_dictionaries({"role": roles, "content": contents})
 
 @pytest.fixture(scope="module")
 def reference():
-    from transformers import AutoTokenizer  # imports torch, too: seconds for every process that collects tests
+    from transformers import AutoTokenizer  # late, because it imports torch, which takes seconds
 
     return AutoTokenizer.from_pretrained(str(DEMO))
 
@@ -33,7 +33,7 @@ def reference():
 @FIXTURE
 @given(messages=st.lists(message, min_size=1, max_size=4))
 def test_chat_ids_equal_those_of_transformers(text_model: TextModel, reference, messages):
-    """A replica's cache is only hit when everybody tokenizes alike; other routers keep breaking this."""
+    """A replica's cache is hit only if all parties tokenize alike; other routers often break this."""
     wanted = reference.apply_chat_template(messages, tokenize=True, add_generation_prompt=True, return_dict=False)
 
     assert list(text_model.encode_chat_now(TemplateInput(messages))) == wanted
@@ -42,13 +42,13 @@ def test_chat_ids_equal_those_of_transformers(text_model: TextModel, reference, 
 @FIXTURE
 @given(text=contents)
 def test_completion_ids_equal_those_of_transformers(text_model: TextModel, reference, text):
-    """Plain prompts get the special tokens of the post-processor, as everywhere else."""
+    """Plain prompts get the post-processor's special tokens, as in other servers."""
     assert list(text_model.encode_now([text], special_tokens=True)[0]) == reference(text)["input_ids"]
 
 
 @pytest.mark.parametrize("characters", [20, FastEncoder.inline_characters + 1, FastEncoder.short_characters + 1])
 async def test_texts_encode_alike_in_every_thread(any_model: TextModel, characters):
-    """The hop to a thread is a matter of latency only."""
+    """Encoding in a thread must change only latency, never the ids."""
     text = ("the quick brown fox " * characters)[:characters]
     chat, sender = TemplateInput([{"role": "user", "content": text}]), Sender(body_bytes=characters)
 
@@ -58,7 +58,7 @@ async def test_texts_encode_alike_in_every_thread(any_model: TextModel, characte
 
 @pytest.mark.parametrize("characters", [20, FastEncoder.inline_characters + 1, FastEncoder.short_characters + 1])
 async def test_a_prompt_beyond_the_context_is_refused_by_field(any_model: TextModel, characters):
-    """Of several texts the longest counts; a prompt must leave room for one token."""
+    """The longest of several texts decides, and a prompt must leave room for one generated token."""
     texts = ["x", "the quick brown fox " * (characters // 20)]
     longest = len(any_model.encode_now(texts, special_tokens=True)[1])
     chat = TemplateInput([{"role": "user", "content": texts[1]}])
@@ -74,7 +74,7 @@ async def test_a_prompt_beyond_the_context_is_refused_by_field(any_model: TextMo
 
 
 async def test_a_text_that_cannot_fit_is_not_encoded():
-    """Encoding 16 MB to learn that they are too long takes threads and memory from everybody."""
+    """Encoding 16 MB only to find that it is too long would take threads and memory from other requests."""
     text_model, encoder = recording_model()
     text = " " * 16_000_000
     chat = TemplateInput([{"role": "user", "content": text}])
@@ -89,7 +89,7 @@ async def test_a_text_that_cannot_fit_is_not_encoded():
 
 
 async def test_no_text_keeps_the_slow_encoder_for_minutes(slow_model: TextModel):
-    """`tokenizers` would take half a minute for this, and nothing can interrupt it."""
+    """`tokenizers` would take half a minute for this text, and it cannot be interrupted."""
     with pytest.raises(InvalidRequest, match="at most") as caught:
         await slow_model.encode([" " * (SLOW_CHARACTERS + 1)], special_tokens=True, param="prompt")
 
@@ -97,7 +97,7 @@ async def test_no_text_keeps_the_slow_encoder_for_minutes(slow_model: TextModel)
 
 
 def test_the_slow_encoder_is_told_with_its_reason(slow_model: TextModel, caplog: pytest.LogCaptureFixture):
-    """Whoever wonders about the time to the first token finds it in the log."""
+    """The log must explain a long TTFT."""
     with caplog.at_level("INFO"):
         TextModel(slow_parts(), cache_bytes=0).close()
 
@@ -105,9 +105,9 @@ def test_the_slow_encoder_is_told_with_its_reason(slow_model: TextModel, caplog:
 
 
 async def test_a_further_turn_of_a_slow_model_encodes_its_own_words_only():
-    """Encoding costs more than all the rest of the router there, so a long conversation must not pay for it each time.
+    """With a slow encoder, encoding dominates the router's cost, so earlier turns must not be encoded again.
 
-    Another sender does not learn from the time that it takes what this one has sent.
+    Cached ids are private to a sender, so that timing does not reveal one sender's texts to another.
     """
     turns = [{"role": "user", "content": f"question {turn} " * 200} for turn in range(5)]
     text_model, encoder = recording_model(cache_bytes=1_000_000)
@@ -127,21 +127,21 @@ async def test_a_further_turn_of_a_slow_model_encodes_its_own_words_only():
 
 
 async def test_the_fast_model_remembers_no_texts(text_model: TextModel):
-    """So nobody can learn from its times what others have sent; encoding again costs less than looking up."""
+    """Timing then reveals nothing about other senders, and encoding again costs less than a cache lookup."""
     await text_model.encode_chat(TemplateInput([{"role": "user", "content": "secret " * 200}]))
 
     assert not len(text_model.cache)
 
 
 def test_a_folder_that_is_not_there_is_told_as_such(tmp_path: Path):
-    """Not as a malformed name of a model on the internet."""
+    """The error must not be about a malformed name of a Hugging Face model."""
     with pytest.raises(TokenizerUnavailable, match="no such folder"):
         TextModel.load(tmp_path / "missing", cache_bytes=0)
 
 
 @pytest.mark.cluster
 def test_neither_torch_nor_its_memory_comes_with_a_tokenizer():
-    """The router is a small process: torch alone would take 270 MB, and the collector's time."""
+    """The router is a small process; torch alone would add 270 MB and slow down garbage collection."""
     code = "import sys; from pathlib import Path; from homing.router.text.tokenizer import TextModel, TemplateInput\n"
     code += f"model = TextModel.load(Path({str(DEMO)!r}), cache_bytes=0)\n"
     code += "model.encode_chat_now(TemplateInput([{'role': 'user', 'content': 'hi'}])); print('torch' in sys.modules)"
@@ -152,7 +152,7 @@ def test_neither_torch_nor_its_memory_comes_with_a_tokenizer():
 
 
 def test_modules_of_the_working_directory_are_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A folder with a file `transformers.py` must neither break the router's start nor run in it."""
+    """A file `transformers.py` in the working directory must neither break the router's start nor be executed."""
     (tmp_path / "transformers.py").write_text("raise SystemExit(3)")
     monkeypatch.chdir(tmp_path)
 
@@ -160,7 +160,7 @@ def test_modules_of_the_working_directory_are_not_imported(tmp_path: Path, monke
 
 
 async def test_a_template_that_fails_is_the_callers_error(text_model: TextModel):
-    """Templates raise for messages they do not take: that is a 400, not a crash."""
+    """Templates raise for messages that they do not accept; that must be a 400, not a crash."""
     with pytest.raises(TemplateRefusal) as caught:
         await text_model.encode_chat(TemplateInput([{"role": "user"}], template_arguments={"messages": 3}))
 
@@ -168,7 +168,7 @@ async def test_a_template_that_fails_is_the_callers_error(text_model: TextModel)
 
 
 def test_a_folder_without_tokenizer_is_named(tmp_path: Path):
-    """Whoever starts the cluster must read which folder is wrong."""
+    """The error must tell the operator which folder is wrong."""
     with pytest.raises(TokenizerUnavailable, match=tmp_path.name):
         TextModel.load(tmp_path, cache_bytes=0)
 
@@ -181,7 +181,7 @@ def test_pieces_of_unknown_ids_are_empty(text_model: TextModel):
 
 @pytest.mark.cluster
 def test_a_loaded_model_is_ready_for_its_first_chat():
-    """Importing the renderer takes a second, which every stream of the router would stand still for."""
+    """Importing the renderer takes a second, during which all of the router's streams would stall."""
     code = (
         "import sys; from pathlib import Path\n"
         "from homing.router.text.template import TemplateInput; from homing.router.text.tokenizer import TextModel\n"

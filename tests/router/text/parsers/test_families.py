@@ -1,4 +1,4 @@
-"""Which parsers a model gets."""
+"""The choice of a model's parsers from its template, type and settings."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from homing.router.text.parsers.families import (
     choose_tools,
 )
 
-#: What templates of models contain, and the parsers of tool calls and reasoning that they get.
+#: Excerpts of chat templates, with the expected parsers for tool calls and reasoning.
 TEMPLATES = {
     "Qwen2.5": ('<tool_call>\\n{\\"name\\": <function-name>, \\"arguments\\": <args>}\\n</tool_call>', "hermes", None),
     "Qwen3": ("content.split('</think>') <tool_call>\\n{\\\"name\\\": ", "hermes", "think"),
@@ -36,7 +36,7 @@ def name_of(family) -> str | None:
 
 @pytest.mark.parametrize("model", TEMPLATES)
 def test_a_template_tells_the_family(model):
-    """A model writes what its template shows."""
+    """A model writes the format that its template shows."""
     template, tools, reasoning = TEMPLATES[model]
 
     assert name_of(choose_tools(template, "llama")) == tools
@@ -44,7 +44,7 @@ def test_a_template_tells_the_family(model):
 
 
 def test_without_a_template_the_type_of_the_model_tells():
-    """A template that shows no tools is no reason to look for calls, so the type counts only where there is none."""
+    """A template without tools means that no calls are expected, so the type counts only without a template."""
     assert name_of(choose_tools("", "qwen3")) == "hermes"
     assert name_of(choose_tools("", "gpt_oss")) == "harmony"
     assert choose_tools("", "gpt2") is None
@@ -52,7 +52,7 @@ def test_without_a_template_the_type_of_the_model_tells():
 
 
 def test_a_setting_comes_before_the_template():
-    """By the name of a family or by the name that vLLM or SGLang gives it."""
+    """The setting accepts our name of a family as well as vLLM's and SGLang's."""
     template = TEMPLATES["Qwen3"][0]
 
     assert name_of(choose_tools(template, "", "qwen3_coder")) == "qwen3_coder"
@@ -63,7 +63,7 @@ def test_a_setting_comes_before_the_template():
 
 
 def test_an_unknown_setting_is_an_error_with_the_nearest_spelling():
-    """And with all names that there are."""
+    """The message also lists all names."""
     with pytest.raises(UnknownFamily, match=r"--tool-call-parser: no parser 'hermess'; did you mean 'hermes'\?"):
         choose_tools("", "", "hermess")
     with pytest.raises(UnknownFamily, match=r"--reasoning-parser: no parser 'thinking'; did you mean 'think'\?"):
@@ -71,14 +71,14 @@ def test_an_unknown_setting_is_an_error_with_the_nearest_spelling():
 
 
 def test_names_are_unique():
-    """A setting names one family."""
+    """A setting must identify exactly one family."""
     for families in (TOOL_FAMILIES, REASONING_FAMILIES):
         names = [name for family in families for name in (family.name, *family.aliases)]
         assert len(names) == len(set(names))
 
 
 def test_a_prompt_that_ends_with_an_opener_begins_reasoning():
-    """Where thinking is turned off, templates close it again."""
+    """With thinking turned off, templates close the reasoning block again, and the answer starts outside of it."""
     think = choose_reasoning("", "", "think")
 
     assert think.leaves_open("<|im_start|>assistant\n<think>\n")
@@ -86,7 +86,7 @@ def test_a_prompt_that_ends_with_an_opener_begins_reasoning():
 
 
 def test_the_guided_part_of_an_answer_begins_behind_its_reasoning():
-    """Opened by the prompt, by the model itself, or not at all; harmony names what begins the answer."""
+    """Reasoning may be opened by the prompt, by the model or not at all; harmony marks the start of the answer."""
     think, harmony = choose_reasoning("", "", "think"), choose_reasoning("", "", "harmony")
 
     def found(family, prompt, *, calls=False, may_open=True):

@@ -1,4 +1,4 @@
-"""Whatever a family's shape allows, its parser reads as calls of the demanded tools with valid arguments."""
+"""Every text that a family's call constraint allows is parsed as calls of the requested tools with valid arguments."""
 
 import contextlib
 import json
@@ -48,7 +48,7 @@ DEFINITIONS = {
 
 
 def function(name: str, *required: str, **others: Any) -> dict[str, Any]:
-    """A tool with all of `PROPERTIES`."""
+    """A tool with the given required parameters and all of `PROPERTIES`."""
     parameters = {
         "type": "object",
         "properties": PROPERTIES,
@@ -63,9 +63,9 @@ FULL, SOME, FREE = function("full", *PROPERTIES), function("some", "count", stri
 BARE = {"name": "get_time"}
 SHAPES = [(family.name, shape) for family in TOOL_FAMILIES for shape in family.shapes]
 NAMES = [f"{name}-{shape.template or 'other'}" for name, shape in SHAPES]
-#: Families whose markers are special tokens, which no text spells.
+#: Families whose markers are special tokens, which ordinary text tokens cannot spell.
 SPECIAL = {"harmony", "mistral", "deepseek", "kimi", "llama3"}
-#: What ends texts: at random, an answer would never come to an end.
+#: Endings that are preferred while drawing; purely random answers would never end.
 ENDINGS = [
     "\n</parameter>\n",
     "</parameter>",
@@ -79,7 +79,7 @@ ENDINGS = [
 
 
 class Alphabet:
-    """Single bytes, and the markers of a family whose tokenizers have them as special tokens, in llguidance's form."""
+    """A vocabulary for llguidance: single bytes, and the family's markers where its tokenizers have special tokens."""
 
     eos_token_id, bos_token_id = 256, None
 
@@ -102,7 +102,7 @@ def matcher_of(form: Mapping[str, Any], family: str) -> tuple[LLMatcher, Alphabe
 
 
 def written(form: Mapping[str, Any], family: str, seed: int) -> str:
-    """An answer drawn along a format, byte by byte."""
+    """Draw a random answer that the constraint allows, byte by byte."""
     rng = random.Random(seed)
     matcher, alphabet = matcher_of(form, family)
     size = len(alphabet.tokens)
@@ -127,7 +127,7 @@ def written(form: Mapping[str, Any], family: str, seed: int) -> str:
 def calls_in(
     family: str, text: str, functions: Sequence[Mapping[str, Any]], *, only: bool = True
 ) -> list[tuple[str, Any]]:
-    """The calls of an answer. `only`: it holds nothing else but reasoning."""
+    """The calls of an answer. With `only`, assert that it contains nothing else but reasoning."""
     parser = AnswerParser(
         choose_tools("", "", family),
         choose_reasoning("", "", "harmony" if family == "harmony" else "none"),
@@ -151,7 +151,7 @@ def calls_in(
 
 
 def allowed(form: Mapping[str, Any], family: str, text: str) -> bool:
-    """Whether an answer may be this text."""
+    """Whether the constraint allows `text` as an answer."""
     matcher, alphabet = matcher_of(form, family)
     pieces = re.split(f"({'|'.join(map(re.escape, alphabet.ids))})", text) if alphabet.ids else [text]
     tokens = [id for each in pieces for id in ([alphabet.ids[each]] if each in alphabet.ids else each.encode())]
@@ -159,7 +159,7 @@ def allowed(form: Mapping[str, Any], family: str, text: str) -> bool:
 
 
 def check(calls: Sequence[tuple[str, Any]], functions: Sequence[Mapping[str, Any]]) -> None:
-    import jsonschema  # not at the top: every process of a run collects this file, and one runs it
+    import jsonschema  # late, because every test process collects this file but only one runs it
 
     schemas = {each["name"]: each.get("parameters", {"type": "object"}) for each in functions}
     for name, arguments in calls:
@@ -192,7 +192,7 @@ def test_required_tools_are_called_in_any_number(family: str, shape: CallShape) 
 
 @pytest.mark.parametrize(("family", "shape"), SHAPES, ids=NAMES)
 def test_strict_tools_leave_text_free_and_guide_calls(family: str, shape: CallShape) -> None:
-    """Drawn at random, most answers are text; a call is only drawn where nothing else may stand."""
+    """Most random answers are plain text; once a call has begun, the constraint must guide it."""
     form = shape.answers([SOME], forced=False, parallel=True)
     called = shape.answers([SOME], forced=True, parallel=False)
     for seed in range(4):
@@ -202,7 +202,7 @@ def test_strict_tools_leave_text_free_and_guide_calls(family: str, shape: CallSh
 
 @pytest.mark.parametrize(("family", "shape"), SHAPES, ids=NAMES)
 def test_an_answer_without_calls_is_what_was_asked_for(family: str, shape: CallShape) -> None:
-    """With harmony, on the channel of answers."""
+    """In harmony, such an answer is on the final channel."""
     wanted = {"type": "json_schema", "json_schema": {"const": {"a": 1}}}
     form = shape.answers([SOME], forced=False, parallel=True, text=wanted)
     said = ("<|channel|>final<|message|>" if family == "harmony" else "") + '{"a":1}'
@@ -241,7 +241,7 @@ JUNK = st.recursive(
 @given(parameters=st.dictionaries(st.sampled_from(WORDS), JUNK, max_size=5), strict=st.booleans())
 @settings(deadline=None)
 def test_parameters_that_are_no_schema_make_a_format_or_a_refusal(parameters: dict[str, Any], strict: bool) -> None:
-    """They come from strangers; what the compiler then thinks of a format is its affair."""
+    """Parameters are untrusted. Whether the resulting format compiles is not tested here."""
     tool = {"name": "f", "parameters": parameters, "strict": strict}
     for _, shape in SHAPES:
         with contextlib.suppress(Unguidable):
@@ -250,7 +250,7 @@ def test_parameters_that_are_no_schema_make_a_format_or_a_refusal(parameters: di
 
 @pytest.mark.parametrize(("count", "message"), [(128, "longer than 131072"), (1000, "more than 128 parameters")])
 def test_what_guides_calls_of_a_short_tool_is_never_gigabytes(count: int, message: str) -> None:
-    """Any one of the optional parameters may be the first, and each that refers to others carries them all."""
+    """Each optional parameter may come first, and each one with references includes all definitions."""
     names = [f"p{place}" for place in range(count)]
     any_first = {"type": "object", "properties": {key: {} for key in names}}
     shared = {

@@ -1,4 +1,4 @@
-"""Properties of the parser of answers, for all families."""
+"""Properties of the answer parser, for all families."""
 
 import json
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from homing.router.text.parsers.parser import AnswerParser
 
 TYPES = {"a": {"type": "integer"}, "b": {"type": "string"}, "c": {"type": ["string", "null"]}, "d": {"type": "object"}}
 TOOLS = {"f": {"type": "object", "properties": TYPES}, "get_time": None}
-#: Tool parser, reasoning parser, an answer that calls `f`, then `get_time` without arguments, and the arguments of `f`.
+#: Tool parser, reasoning parser, an answer that calls `f` and then `get_time` without arguments, and `f`'s arguments.
 ANSWERS = {
     "hermes": (
         "hermes",
@@ -113,7 +113,7 @@ ANSWERS = {
         '{"a": 1}',
     ),
 }
-#: Pieces of the formats, of which soups are made and with which answers are spoilt.
+#: Fragments of the formats, from which the tests build random texts and corrupt valid answers.
 PIECES = sorted(
     {marker for family in TOOL_FAMILIES for marker in (*family.markers, *family.openers, *family.bare)}
     | {"<think>", "</think>", "[THINK]", "[/THINK]", "<parameter=", "</parameter>", "</function>", "function"}
@@ -146,7 +146,7 @@ PIECES = sorted(
 
 @st.composite
 def spoilt(draw: st.DrawFn) -> str:
-    """An answer, some of whose characters are replaced by a piece."""
+    """A valid answer, parts of which are replaced by fragments."""
     text = draw(st.sampled_from([text for _, _, text, _ in ANSWERS.values()]))
     start = draw(st.integers(0, len(text)))
     return text[:start] + draw(st.sampled_from(PIECES)) + text[start + draw(st.integers(0, 30)) :]
@@ -165,7 +165,7 @@ def parser_of(tools: str, reasoning: str = NONE, **options: bool) -> AnswerParse
 
 
 def parse(text: str, tools: str, reasoning: str = NONE, cuts: Sequence[int] = (), **options: bool) -> list[Delta]:
-    """What a client sees of a text that is cut at these places."""
+    """The deltas that a client gets when `text` arrives in pieces cut at `cuts`."""
     parser = parser_of(tools, reasoning, **options)
     places = sorted({0, *(cut % (len(text) + 1) for cut in cuts), len(text)})
     deltas = [delta for start, end in pairwise(places) for delta in parser.feed(text[start:end])]
@@ -173,7 +173,7 @@ def parse(text: str, tools: str, reasoning: str = NONE, cuts: Sequence[int] = ()
 
 
 def joined(deltas: Sequence[Delta]) -> list[Delta]:
-    """With neighbours of one kind joined."""
+    """The deltas, with adjacent ones of the same kind joined."""
     found: list[Delta] = []
     for delta in deltas:
         match found[-1] if found else None, delta:
@@ -188,7 +188,7 @@ def joined(deltas: Sequence[Delta]) -> list[Delta]:
 
 @pytest.mark.parametrize("answer", ANSWERS)
 def test_an_answer_is_taken_apart(answer):
-    """White space around markers belongs to the format. JSON is the model's own bytes; XML and Python become JSON."""
+    """Whitespace around markers is part of the format. JSON arguments stay unchanged; XML and Python become JSON."""
     tools, reasoning, text, arguments = ANSWERS[answer]
 
     found = parse(text, tools, reasoning)
@@ -205,7 +205,7 @@ def test_an_answer_is_taken_apart(answer):
 
 @given(answer=st.sampled_from(sorted(ANSWERS)), cuts=CUTS, end=st.integers(0, 400), parallel=st.booleans())
 def test_where_an_answer_is_cut_makes_no_difference(answer, cuts, end, parallel):
-    """Tokens do not end where markers do, and a stream that continues on another replica is divided differently."""
+    """Token boundaries are not marker boundaries, and a continuation on another replica is cut differently."""
     tools, reasoning, text, _ = ANSWERS[answer]
 
     assert parse(text[:end], tools, reasoning, cuts, parallel=parallel) == parse(
@@ -216,7 +216,7 @@ def test_where_an_answer_is_cut_makes_no_difference(answer, cuts, end, parallel)
 @given(text=SOUPS, tools=FAMILIES, reasoning=REASONING, cuts=CUTS, starts_in_reasoning=st.booleans())
 @example(text='{"name": "f", "arguments": 1}', tools="llama3", reasoning=NONE, cuts=[28], starts_in_reasoning=False)
 def test_where_any_text_is_cut_makes_no_difference(text, tools, reasoning, cuts, starts_in_reasoning):
-    """Broken, nested and unfinished calls included; nothing raises."""
+    """This includes broken, nested and unfinished calls; the parser must not raise."""
     whole = parse(text, tools, reasoning, starts_in_reasoning=starts_in_reasoning)
 
     assert parse(text, tools, reasoning, cuts, starts_in_reasoning=starts_in_reasoning) == whole
@@ -227,7 +227,7 @@ def test_where_any_text_is_cut_makes_no_difference(text, tools, reasoning, cuts,
 @example(text='<tool_call>{"name": "g", "arguments": {}}</tool_call>', tools="hermes", cuts=[])
 @example(text=" \n\n" * 9 + "[", tools="pythonic", cuts=[])
 def test_text_without_a_call_of_a_known_tool_passes_unchanged(text, tools, cuts):
-    """What only looks like a call is content, byte for byte; never lost."""
+    """Text that only resembles a call must arrive as content, byte for byte."""
     found = parse(text, tools, NONE, cuts)
 
     if not any(isinstance(delta, ToolCallStart) for delta in found):
@@ -236,7 +236,7 @@ def test_text_without_a_call_of_a_known_tool_passes_unchanged(text, tools, cuts)
 
 @pytest.mark.parametrize("answer", ANSWERS)
 def test_held_back_is_only_what_may_begin_a_marker(answer):
-    """A client waits for nothing else."""
+    """Holding back anything else would delay the client needlessly."""
     parser = parser_of(*ANSWERS[answer][:2])
     words = ["No", " marker", " here,", " 1 < 2", "\n\nand", " <b>", " [x]", " {y}", "."]
 
@@ -244,7 +244,7 @@ def test_held_back_is_only_what_may_begin_a_marker(answer):
 
 
 def test_the_beginning_of_a_marker_is_held_back_with_the_white_space_before_it():
-    """And given back once it is none."""
+    """The held text is released once it turns out not to be a marker."""
     parser = parser_of("hermes")
 
     assert [parser.feed(piece) for piece in ("so \n", "<tool", "_", "kit>")] == [
@@ -257,7 +257,7 @@ def test_the_beginning_of_a_marker_is_held_back_with_the_white_space_before_it()
 
 @pytest.mark.parametrize("answer", ANSWERS)
 def test_only_the_first_call_is_returned_where_calls_may_not_be_parallel(answer):
-    """The others are dropped, as by vLLM; text is kept."""
+    """Further calls are dropped, as in vLLM; text is kept."""
     tools, reasoning, text, arguments = ANSWERS[answer]
 
     found = parse(text, tools, reasoning, parallel=False)
@@ -267,7 +267,7 @@ def test_only_the_first_call_is_returned_where_calls_may_not_be_parallel(answer)
 
 
 def test_without_tools_calls_are_not_looked_for():
-    """The model was told of none: what it writes is its answer."""
+    """The prompt lists no tools, so everything that the model writes is its answer."""
     text = ANSWERS["hermes"][2].partition("\n\n")[2]
     parser = AnswerParser(choose_tools("", "", "hermes"), None, {}, str)
 
@@ -275,7 +275,7 @@ def test_without_tools_calls_are_not_looked_for():
 
 
 def test_a_call_that_breaks_keeps_what_was_passed_on():
-    """The client sees arguments that are no JSON; the end marker is swallowed, other text is content."""
+    """The client gets invalid JSON as arguments; the end marker is dropped, and other text is content."""
     assert parse('<tool_call>{"name": "f", "arguments": {"a": 1</tool_call>so', "hermes")[1:] == [
         ToolCallArguments(0, '{"a": 1'),
         Content("so"),
@@ -284,27 +284,27 @@ def test_a_call_that_breaks_keeps_what_was_passed_on():
 
 
 def test_a_call_that_is_not_finished_is_not_content():
-    """An answer cut by its length: what was passed on stays, and syntax that had begun is dropped."""
+    """For an answer cut by its limit, deltas already sent stay valid, and incomplete syntax is dropped."""
     assert parse('<tool_call>{"name": "f", "argum', "hermes") == [ToolCallStart(0, "call_000000000", "f")]
     assert parse('<tool_call>{"name": "f", "arguments": {"a', "hermes")[1:] == [ToolCallArguments(0, '{"a')]
     assert parse('<tool_call>{"name": "f', "hermes") == [Content('<tool_call>{"name": "f')]
 
 
 def test_reasoning_that_the_prompt_opened_needs_no_marker():
-    """Templates of Qwen3 and DeepSeek-R1 end with `<think>`; some models repeat it."""
+    """Prompts of Qwen3 and DeepSeek-R1 end with `<think>`, and some models repeat it."""
     for text in ("hm</think>ok", "\nhm\n</think>\n\nok", "<think>hm</think>ok"):
         assert parse(text, NONE, "think", starts_in_reasoning=True) == [Reasoning("hm"), Content("ok")]
     assert parse("hm\n", NONE, "think", starts_in_reasoning=True) == [Reasoning("hm\n")]
 
 
 def test_a_marker_of_reasoning_inside_of_the_answer_is_text():
-    """An answer may be about such markers."""
+    """An answer may mention such markers."""
     assert parse("Write <think> and </think>.", NONE, "think") == [Content("Write <think> and </think>.")]
 
 
 @pytest.mark.parametrize(("tools", "ends"), [("qwen3_coder", True), ("kimi", True), ("hermes", False)])
 def test_a_call_ends_open_reasoning_where_models_forget_to_close_it(tools, ends):
-    """vLLM does so for Qwen3.5 and Kimi. A marker that reasoning only mentions does not."""
+    """vLLM does the same for Qwen3.5 and Kimi. A marker that is only mentioned in reasoning does not end it."""
     call = ANSWERS[tools][2].partition("ok")[2]
 
     found = parse("<think>maybe <tool_call> or\n" + call, tools, "think")
@@ -314,7 +314,7 @@ def test_a_call_ends_open_reasoning_where_models_forget_to_close_it(tools, ends)
 
 
 def test_ids_have_the_form_that_a_family_needs():
-    """Mistral's template takes nine characters, and Kimi's shows the ids that the model wrote."""
+    """Mistral's template requires ids of nine characters, and Kimi's shows the ids that the model wrote."""
     ids = {
         name: [delta.id for delta in parse(text, tools, reasoning) if isinstance(delta, ToolCallStart)]
         for name, (tools, reasoning, text, _) in ANSWERS.items()
@@ -327,7 +327,7 @@ def test_ids_have_the_form_that_a_family_needs():
 
 
 def test_what_is_addressed_to_no_tool_stays_text():
-    """gpt-oss calls tools that it was trained with, such as a browser, even where there are none."""
+    """gpt-oss calls tools from its training, such as a browser, even if the request has none."""
     text = "<|channel|>commentary to=browser.search<|message|>{}"
 
     assert parse(text, "harmony", "harmony") == [Content(text)]
@@ -335,7 +335,7 @@ def test_what_is_addressed_to_no_tool_stays_text():
 
 @given(value=st.text(max_size=30), cuts=CUTS)
 def test_strings_in_xml_arrive_as_they_were_written(value, cuts):
-    """Quotes, escapes, line feeds and markers of other families are text."""
+    """Quotes, escapes, line feeds and other families' markers are ordinary text in a string."""
     text = value.replace("</arg_value>", "").replace("</parameter>", "")
 
     for tools, call in {
