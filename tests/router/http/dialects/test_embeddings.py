@@ -144,7 +144,7 @@ async def test_one_failed_input_fails_the_batch(client: httpx.AsyncClient, backe
 
 
 async def test_replica_of_another_version_gives_no_vector(client: httpx.AsyncClient, backend: FakeBackend):
-    """A replica of an older version would answer with tokens instead."""
+    """A replica of another version may answer with tokens instead."""
     backend.script = lambda _: [TokenDelta(token_ids=[5], finish_reason="length")]
 
     response = await client.post(EMBEDDINGS, json={"input": "a"})

@@ -115,7 +115,7 @@ def completion(**fields: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("fields", CHATS)
 async def test_a_whole_chat(client: httpx.AsyncClient, backend: FakeBackend, fields: dict[str, Any]):
-    """Bodies of `create` without `stream`."""
+    """The body is what OpenAI's `create` returns without `stream`."""
     answer = (await client.post(CHAT, json=chat(**fields))).raise_for_status().json()
 
     check(ChatCompletion, answer)

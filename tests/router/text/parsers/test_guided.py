@@ -192,7 +192,7 @@ def test_required_tools_are_called_in_any_number(family: str, shape: CallShape) 
 
 @pytest.mark.parametrize(("family", "shape"), SHAPES, ids=NAMES)
 def test_strict_tools_leave_text_free_and_guide_calls(family: str, shape: CallShape) -> None:
-    """Most random answers are plain text; once a call has begun, the constraint must guide it."""
+    """Most random answers are plain text, so the test also checks that a forced call is allowed."""
     form = shape.answers([SOME], forced=False, parallel=True)
     called = shape.answers([SOME], forced=True, parallel=False)
     for seed in range(4):

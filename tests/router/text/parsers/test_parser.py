@@ -284,7 +284,7 @@ def test_a_call_that_breaks_keeps_what_was_passed_on():
 
 
 def test_a_call_that_is_not_finished_is_not_content():
-    """For an answer cut by its limit, deltas already sent stay valid, and incomplete syntax is dropped."""
+    """Once a call's name is complete, unfinished syntax after it is dropped; before that, the text is content."""
     assert parse('<tool_call>{"name": "f", "argum', "hermes") == [ToolCallStart(0, "call_000000000", "f")]
     assert parse('<tool_call>{"name": "f", "arguments": {"a', "hermes")[1:] == [ToolCallArguments(0, '{"a')]
     assert parse('<tool_call>{"name": "f', "hermes") == [Content('<tool_call>{"name": "f')]
