@@ -107,7 +107,7 @@ def test_a_cluster_that_is_scaled_to_none_refuses_at_once(running: Serving) -> N
 
     def refused() -> httpx.Response | None:
         answer = httpx.post(f"{running.url}/v1/completions", json=STORY, timeout=60, trust_env=False)
-        return answer if "scaled to no replica" in answer.text else None
+        return answer if "scaled to zero replicas" in answer.text else None
 
     refusal = until(refused, "the routers know")
     control(running, "scale", "2")

@@ -126,7 +126,7 @@ def test_a_schema_is_filled_as_a_stream(cluster: Serving) -> None:
 @pytest.mark.cluster
 def test_the_explained_prompt_is_as_long_as_shown(cluster: Serving) -> None:
     """The demo model's vocabulary may change, and with it all token counts."""
-    [(prompt, times)] = re.findall(r"the prompt is `(.+)` (\d+) times", README)
+    [(prompt, times)] = re.findall(r"This output is for `(.+)` repeated (\d+) times", README)
     messages = [{"role": "user", "content": prompt * int(times)}]
 
     found = cluster.post("/explain", {"messages": messages})
