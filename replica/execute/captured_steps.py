@@ -73,7 +73,7 @@ class CapturedSteps:
         try:
             step = self._steps[shape] = _CapturedStep(shape, batch, self._arena, self._forward)
         except NotRecorded as error:
-            log.info("decode_programs_unusable rows=%d reason=%r", shape.rows, str(error))
+            log.info("captured_steps_unusable rows=%d reason=%r", shape.rows, str(error))
             # No step with this many rows or more can be captured. Up to FEW_ROWS use other kernels, so these may work.
             self._max_rows = min(shape.rows - 1, FEW_ROWS)
             for larger in [each for each in self._steps if each.rows > self._max_rows]:

@@ -81,7 +81,7 @@ def captured_steps_for(device: torch.device, group: RankGroup | None, forward: "
         return None
     problem = compiled_problem() if group is None else f"{group.size} ranks sum between kernels"
     if problem is not None:
-        log.info("decode_programs_unusable reason=%r", problem)
+        log.info("captured_steps_unusable reason=%r", problem)
         return None
     from .captured_steps import CapturedSteps  # needs numba
 

@@ -497,7 +497,7 @@ def advance_quietly(fleet: Fleet, now: float) -> None:
             fleet.drained(group.replica_id, group.generation)
 
 
-test_any_order_of_facts_keeps_routers_and_gangs_right = FleetMachine.TestCase
+test_any_order_of_facts_keeps_routers_and_rank_groups_right = FleetMachine.TestCase
 
 
 def test_a_replica_that_is_replaced_by_hand_drains_for_that_reason(fleet: Fleet) -> None:

@@ -221,7 +221,7 @@ def test_what_cannot_be_recorded_runs_as_ever(caplog):
 
     assert answers == [None] * 5
     assert len(calls) == 1
-    assert caplog.text.count("decode_programs_unusable rows=1 reason='aten.index.Tensor'") == 1
+    assert caplog.text.count("captured_steps_unusable rows=1 reason='aten.index.Tensor'") == 1
 
 
 def of_few_rows(taken):
@@ -238,7 +238,7 @@ def test_few_rows_are_recorded_where_more_cannot_be(caplog):
         programs.run(laid_out([PlanRow([7], 0, [1])] * rows))
 
     assert programs.made == 3
-    assert caplog.text.count("decode_programs_unusable") == 1
+    assert caplog.text.count("captured_steps_unusable") == 1
 
 
 def test_several_ranks_have_no_captured_steps(caplog):
@@ -246,7 +246,7 @@ def test_several_ranks_have_no_captured_steps(caplog):
     caplog.set_level(logging.INFO, logger="homing")  # other tests may have raised the level
 
     assert captured_steps_for(torch.device("cpu"), SimpleNamespace(size=2), None) is None
-    assert "decode_programs_unusable reason='2 ranks" in caplog.text
+    assert "captured_steps_unusable reason='2 ranks" in caplog.text
 
 
 def test_a_step_that_fails_while_it_is_recorded_leaves_nothing_behind():

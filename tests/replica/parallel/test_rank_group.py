@@ -31,7 +31,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-class Gang:
+class RankGroupInProcesses:
     """Rank 0 in this process, and the other ranks in their own processes, which run the same plans."""
 
     def __init__(self, folder: Path, size: int, quantization: Literal["none", "int8"] = "none") -> None:
@@ -62,9 +62,9 @@ class Gang:
 
 
 @contextmanager
-def gang(folder: Path, size: int, quantization: Literal["none", "int8"] = "none") -> Iterator[Gang]:
+def rank_group(folder: Path, size: int, quantization: Literal["none", "int8"] = "none") -> Iterator[RankGroupInProcesses]:
     """A rank group whose processes are gone on exit, in every case."""
-    made = Gang(folder, size, quantization)
+    made = RankGroupInProcesses(folder, size, quantization)
     try:
         yield made
     finally:
@@ -106,7 +106,7 @@ def test_split_model_answers_as_the_whole(model_type, overrides, size, checkpoin
     """Two ranks split the KV heads, four share each head between two; neither divides the vocabulary of 211."""
     folder = checkpoint(model_type, **overrides)
 
-    with gang(folder, size) as made:
+    with rank_group(folder, size) as made:
         answers = ToyScheduler(made.forward, chunk=7).generate(prompts, 10)
         codes = [worker.poll() for worker in made.workers]
 
@@ -125,7 +125,7 @@ def test_eight_bits_on_ranks_are_as_near_as_on_one(size, checkpoint):
     plan = plan_of_rows(0, [PlanRow(list(range(3, 40)), 0, [1, 2, 3, 4, 5])], logits_at=range(37))
     exact, alone = (make_runner(folder, quantization=kind).forward(plan) for kind in ("none", "int8"))
 
-    with gang(folder, size, "int8") as made:
+    with rank_group(folder, size, "int8") as made:
         split = made.forward(plan)
 
     assert 0 < (split - exact).norm() < 0.05 * exact.norm()
@@ -138,7 +138,7 @@ def test_hidden_states_of_ranks_are_those_of_the_whole(checkpoint):
     plan = plan_of_rows(0, [PlanRow([5, 6, 7], 0, [1]), PlanRow([9, 8], 0, [2])])
     whole, hidden = make_runner(folder).forward_hidden(plan, range(5))
 
-    with gang(folder, 2) as made:
+    with rank_group(folder, 2) as made:
         made.send(plan)
         split, split_hidden = made.runner.forward_hidden(plan, range(5))
         made.send(no_logits := plan_of_rows(1, [PlanRow([9, 8], 0, [3])], logits_at=[]))
@@ -153,7 +153,7 @@ def test_hidden_states_of_ranks_are_those_of_the_whole(checkpoint):
 
 def test_step_without_logits_keeps_ranks_together(checkpoint):
     """A step of only prefill chunks gathers nothing on any rank; the next step must still be in sync."""
-    with gang(checkpoint("qwen2"), 2) as made:
+    with rank_group(checkpoint("qwen2"), 2) as made:
         nothing = made.forward(plan_of_rows(0, [PlanRow([5, 6, 7], 0, [1])], logits_at=[]))
         something = made.forward(plan_of_rows(1, [PlanRow([8], 3, [1])]))
 
@@ -166,7 +166,7 @@ def test_step_without_logits_keeps_ranks_together(checkpoint):
 def test_killed_rank_is_an_error_at_the_next_step(checkpoint):
     """The supervisor rebuilds the group; a step that hangs would hide the loss."""
     plan = plan_of_rows(0, [PlanRow([5, 6, 7], 0, [1])])
-    with gang(checkpoint("qwen2"), 2) as made:
+    with rank_group(checkpoint("qwen2"), 2) as made:
         made.forward(plan)
         made.workers[0].kill()
         made.workers[0].wait()

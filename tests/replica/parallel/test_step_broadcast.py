@@ -137,7 +137,7 @@ def test_without_the_secret_nobody_is_a_rank(server: bytes | None) -> None:
             assert not stranger.poll(0)
 
 
-def test_a_gang_of_strangers_does_not_start() -> None:
+def test_a_rank_group_of_strangers_does_not_start() -> None:
     """The number of strangers that say hello does not matter."""
     with rank_0() as channel, contextlib.ExitStack() as stack:
         for rank in range(1, SIZE):

@@ -17,9 +17,9 @@ from homing.replica.parallel.step_broadcast import RankPlace
 from ..clients import PATIENCE_S, Client, served
 from ..fakes import generate
 from ..toys import with_tokenizer
-from .gang_rank import SECRET
+from .rank_process import SECRET
 
-RANK = Path(__file__).with_name("gang_rank.py")
+RANK = Path(__file__).with_name("rank_process.py")
 
 
 def free_port() -> int:
