@@ -111,7 +111,7 @@ class Result:
     hit_rate: float  #: share of prompt tokens that came from a cache
     regret_rate: float  #: share of prompt tokens computed although another replica held them
     imbalance: float  #: prefilled tokens of the busiest replica, divided by the mean
-    utilisation: float  #: busy share of all replicas' time
+    utilisation: float  #: busy share of the time that replicas ran
     exact_rate: float | None  #: share of predictions of cached tokens that were exact; None: nothing is predicted
     held: int
     moved: int

@@ -117,7 +117,7 @@ def result_of(setup: Setup, simulation: Simulation, cpu_s: float) -> Result:
         hit_rate=tally.hit_tokens / max(1, tally.prompt_tokens),
         regret_rate=tally.regret_tokens / max(1, tally.prompt_tokens),
         imbalance=max(prefilled) / mean if mean else 1.0,
-        utilisation=busy / (len(replicas) * simulation.now) if simulation.now else 0.0,
+        utilisation=busy / simulation.replica_s if simulation.now else 0.0,
         exact_rate=tally.predicted_exactly / tally.predictions if predicts and tally.predictions else None,
         held=tally.held,
         moved=tally.moved,

@@ -48,6 +48,8 @@ class Simulation:
         self.tally = Tally()
         self.replicas: dict[str, SimulatedReplica] = {}
         self.retired: list[SimulatedReplica] = []
+        self._started_at: dict[str, float] = {}
+        self._retired_s = 0.0  # seconds that the retired replicas ran, summed
         self._make_replica = make_replica
         self._make_policy = make_policy
         self._block_tokens = block_tokens
@@ -74,6 +76,11 @@ class Simulation:
     @property
     def now(self) -> float:
         return self._queue.now
+
+    @property
+    def replica_s(self) -> float:
+        """Seconds that replicas have run, summed over all of them."""
+        return self._retired_s + sum(self.now - started for started in self._started_at.values())
 
     @property
     def waiting(self) -> list[Work]:
@@ -157,12 +164,14 @@ class Simulation:
     def _start(self, name: str) -> SimulatedReplica:
         epoch = self._epochs[name] = self._epochs.get(name, 0) + 1
         replica = self.replicas[name] = self._make_replica(name, epoch)
+        self._started_at[name] = self.now
         self._truth.join(name, replica.limits.blocks, closed=True)
         return replica
 
     def _stop(self, name: str) -> list[Work]:
         replica = self.replicas.pop(name)
         self.retired.append(replica)
+        self._retired_s += self.now - self._started_at.pop(name)
         self._truth.leave(name)
         self.delivery.forget(name)
         return replica.lose_all()

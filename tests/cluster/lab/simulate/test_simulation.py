@@ -61,6 +61,16 @@ def test_no_request_is_lost_with_its_replica_or_router(policy: str) -> None:
     assert result.finished == result.requests == 400
 
 
+def test_a_replica_that_joins_late_is_not_counted_as_idle_before() -> None:
+    """Utilisation is a share of the time that replicas ran."""
+    busy = [arrival(at_s, [int(at_s)], tail=100) for at_s in range(100)]
+    late = (Fault(90.0, Simulation.join, "r1"),)
+
+    alone, joined = (result_of("expected-ttft", busy, faults, replicas=1) for faults in ((), late))
+
+    assert joined.utilisation == pytest.approx(alone.utilisation * 100 / 110, rel=0.05)
+
+
 def test_what_is_held_is_hit() -> None:
     """Three equal prompts in sequence: the second and the third hit all but their last block."""
     result = result_of(
