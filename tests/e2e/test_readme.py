@@ -161,7 +161,7 @@ def test_every_homing_command_is_understood() -> None:
     assert len(found) >= 4
     for words in found:
         invocation = parse(words[1:])
-        if "config" not in invocation.given:  # the reader provides the file
+        if "config" not in invocation.flags:  # the reader provides the file
             assert invocation.settings
 
 

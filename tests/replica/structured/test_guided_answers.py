@@ -313,7 +313,7 @@ class Merged:
     def piece(self, token_id: int) -> bytes:
         return self.pieces[token_id]
 
-    def spelled(self, text: bytes) -> list[int]:
+    def tokenize(self, text: bytes) -> list[int]:
         return list(tokenizer().tokenize_bytes(text))
 
 
