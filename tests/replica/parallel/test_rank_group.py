@@ -31,7 +31,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-class RankGroupInProcesses:
+class StartedRanks:
     """Rank 0 in this process, and the other ranks in their own processes, which run the same plans."""
 
     def __init__(self, folder: Path, size: int, quantization: Literal["none", "int8"] = "none") -> None:
@@ -62,9 +62,9 @@ class RankGroupInProcesses:
 
 
 @contextmanager
-def rank_group(folder: Path, size: int, quantization: Literal["none", "int8"] = "none") -> Iterator[RankGroupInProcesses]:
+def rank_group(folder: Path, size: int, quantization: Literal["none", "int8"] = "none") -> Iterator[StartedRanks]:
     """A rank group whose processes are gone on exit, in every case."""
-    made = RankGroupInProcesses(folder, size, quantization)
+    made = StartedRanks(folder, size, quantization)
     try:
         yield made
     finally:
