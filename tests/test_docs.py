@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from homing.router.http.endpoints import ENDPOINTS
+from homing.router.http.endpoints.table import ENDPOINTS
 
 from .chaos.faults import FAULTS
 

@@ -64,6 +64,7 @@ FOLDERS: dict[str, tuple[str, ...]] = {
     "replica/structured": ("replica/messages",),
     "router/flow": ("router/routing",),
     "router/http": ("router/tenants", "router/text"),
+    "router/http/endpoints": ("router/http", "router/text"),
     "router/http/live": ("router/http/protocol",),
     "router/http/dialects": ("router/http", "router/text"),
     "router/http/protocol": (),

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import BodyTooLarge, NotJson, RouterError, Superseded
 from .caller import REQUEST_ID, request_id, tenant_of
-from .endpoints import error_body_of, find, label, takes_large_bodies
+from .endpoints.table import error_body_of, find, label, takes_large_bodies
 from .errors import send_error
 from .front import Front
 from .protocol.access import AccessLog

@@ -2,7 +2,7 @@
 
 A dialect is one module with the types of its bodies, a `job` (converts a body to the shared `Job`) and a
 `ResponseBuilder` (turns choices into bodies and events). Routing, request flow and engines do not depend on dialects.
-To add one, write the module and list it in `endpoints.py`.
+To add one, write the module and its row in `http/endpoints/generate.py`.
 """
 
 from abc import ABC, abstractmethod

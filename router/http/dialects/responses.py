@@ -1,8 +1,8 @@
 """The dialect of POST /v1/responses: OpenAI's Responses as Codex uses them.
 
-Stateless: every body that arrives here holds its whole conversation. If it continues a stored response, `endpoints.py`
-has already prepended the stored items. The shapes are those of OpenAI's published schema and of Open Responses
-(openresponses.org).
+Stateless: every body that arrives here holds its whole conversation. If it continues a stored response,
+`http/endpoints` has already prepended the stored items. The shapes are those of OpenAI's published schema and of
+Open Responses (openresponses.org).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -166,7 +166,7 @@ def unknown(body: ResponsesBody) -> Iterator[tuple[str, str]]:
 
 async def job(front: Front, served: Served, body: ResponsesBody, sender: Sender) -> Job:
     """The job that `body` requests. Raises InvalidRequest and its subclasses, which name the field."""
-    for name in ("previous_response_id", "conversation"):  # `endpoints.py` replaces stored ids
+    for name in ("previous_response_id", "conversation"):  # `stored_responses.py` replaces stored ids
         if getattr(body, name) is not None:
             raise InvalidRequest.field(
                 name, "this server stores no responses (setting response_store); send the whole conversation as 'input'"

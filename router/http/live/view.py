@@ -3,7 +3,7 @@
 Pure: values in, bytes out. Names and documents are a private interface between this file, `page.html` and `homing top`
 of the same version. A document is sent only when it has changed, so its times must be absolute (seconds since 1970).
 
-Documents hold no prompts, but ids that clients chose, tenants' names, hashes and lengths, so endpoints.py serves them
+Documents hold no prompts, but ids that clients chose, tenants' names, hashes and lengths, so `/live` serves them
 to admins only.
 """
 

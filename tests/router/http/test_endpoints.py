@@ -14,7 +14,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from homing.router.config import RouterSettings
-from homing.router.http.endpoints import ENDPOINTS, find, openapi_document
+from homing.router.http.endpoints.openapi import openapi_document
+from homing.router.http.endpoints.table import ENDPOINTS, find
 from homing.router.http.protocol.exchange import Request
 from homing.router.server import RouterServer
 from homing.router.text.tokenizer import TextModel
@@ -48,7 +49,7 @@ def test_the_document_lists_exactly_what_is_served() -> None:
     """Every operation of the document reaches its own handler, and no endpoint is left out."""
     listed = {
         (method.upper(), path)
-        for path, methods in json.loads(openapi_document())["paths"].items()
+        for path, methods in json.loads(openapi_document(ENDPOINTS))["paths"].items()
         for method in methods
     }
 
@@ -60,7 +61,7 @@ def test_the_document_lists_exactly_what_is_served() -> None:
 
 def test_every_reference_leads_somewhere() -> None:
     """Client generators stop at the first unresolved reference."""
-    text = openapi_document().decode()
+    text = openapi_document(ENDPOINTS).decode()
     known = {f"#/components/schemas/{name}" for name in json.loads(text)["components"]["schemas"]}
     used = {part.split('"')[0] for part in text.split('"$ref":"')[1:]}
 
@@ -76,7 +77,7 @@ def schemathesis() -> Any:
 
 @cache
 def schema() -> Any:
-    return schemathesis().openapi.from_dict(json.loads(openapi_document()))
+    return schemathesis().openapi.from_dict(json.loads(openapi_document(ENDPOINTS)))
 
 
 def encoded(body: object) -> bytes | None:

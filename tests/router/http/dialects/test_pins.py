@@ -13,7 +13,7 @@ from homing.router.backend import GenerationRequest
 from homing.router.config import RouterSettings
 from homing.router.errors import CacheInUse, InvalidRequest, TemplateRefusal
 from homing.router.http.dialects.pins import requested
-from homing.router.http.endpoints import ENDPOINTS
+from homing.router.http.endpoints.table import ENDPOINTS
 from homing.router.http.front import Front
 from homing.router.metrics import RouterMetrics
 from homing.router.tenants.api_keys import tenants_of

@@ -1,0 +1,100 @@
+"""What only admins may change: the contents of caches, and the list of external engines."""
+
+import msgspec
+
+from ...backend import EngineList, EngineView
+from ...errors import NotAllowed, UnknownPath
+from ..caller import Caller
+from ..front import Front
+from ..protocol.exchange import Exchange
+from .endpoint import Endpoint, decoded, respond
+from .status import Status
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+class ResetBody(msgspec.Struct, forbid_unknown_fields=True):
+    """POST /reset_prefix_cache: the model whose caches to empty; null: all models."""
+
+    model: str | None = None
+
+
+class Emptied(Status):
+    """POST /reset_prefix_cache: the replicas whose caches were emptied."""
+
+    replicas: list[str]
+
+
+class EngineBody(msgspec.Struct, forbid_unknown_fields=True):
+    """POST and DELETE /engines: the URL of an engine's server; its event sockets, if they cannot be discovered."""
+
+    url: str
+    events: str = ""
+    replay: str = ""
+
+
+class Engines(msgspec.Struct):
+    """GET /engines."""
+
+    engines: list[EngineView]
+
+
+_RESET = msgspec.json.Decoder(ResetBody)
+_ENGINE = msgspec.json.Decoder(EngineBody)
+
+
+async def reset_prefix_cache(front: Front, exchange: Exchange) -> None:
+    """Empty the caches of all replicas, or of one model's replicas; 409 while requests run. For admins only."""
+    caller = Caller(front, exchange)
+    if not caller.tenant.admin:
+        raise NotAllowed("a reset empties the caches of all tenants; it requires a key with 'admin: true'")
+    name = (await decoded(front, caller, exchange, _RESET)).model if exchange.request.body else None
+    respond(exchange, Emptied("ok", await front.backend.reset_caches(name)))
+
+
+async def _engine_list(front: Front, exchange: Exchange) -> tuple[EngineList, Caller]:
+    """The list of engines and the caller, who must be an admin. Raises NotAllowed and UnknownPath."""
+    caller = Caller(front, exchange)
+    if not caller.tenant.admin:
+        raise NotAllowed("the list of engines is shared by all tenants; it requires a key with 'admin: true'")
+    if not front.tenants.named() and front.settings.host not in LOOPBACK:
+        # Engines receive prompts and the key in `backend_key_file`, so strangers must not be able to add one.
+        raise NotAllowed("without API keys, the list of engines is only available if the router listens on loopback")
+    if front.engines is None:
+        raise UnknownPath("this router has its own replicas; only 'homing route' has a list of engines")
+    return front.engines, caller
+
+
+async def engines(front: Front, exchange: Exchange) -> None:
+    listed, _ = await _engine_list(front, exchange)
+    respond(exchange, Engines(listed.views()))
+
+
+async def add_engine(front: Front, exchange: Exchange) -> None:
+    listed, caller = await _engine_list(front, exchange)
+    body = await decoded(front, caller, exchange, _ENGINE)
+    respond(exchange, await listed.add(body.url, body.events, body.replay))
+
+
+async def remove_engine(front: Front, exchange: Exchange) -> None:
+    listed, caller = await _engine_list(front, exchange)
+    respond(exchange, listed.remove((await decoded(front, caller, exchange, _ENGINE)).url))
+
+
+ENDPOINTS = (
+    Endpoint(
+        "POST",
+        "/reset_prefix_cache",
+        reset_prefix_cache,
+        "empty the caches of all replicas, or of one model's replicas",
+        Emptied,
+        (ResetBody,),
+        body_required=False,
+        large_bodies=False,
+    ),
+    Endpoint("GET", "/engines", engines, "the external engines of this router", Engines),
+    Endpoint("POST", "/engines", add_engine, "add an external engine", EngineView, (EngineBody,), large_bodies=False),
+    Endpoint(
+        "DELETE", "/engines", remove_engine, "remove an external engine", EngineView, (EngineBody,), large_bodies=False
+    ),
+)

@@ -1,0 +1,92 @@
+"""Generates: answers in the body's API dialect, and embeddings."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from ....kvcache.hashing import token_bytes
+from ..caller import Caller
+from ..departures import SessionKey, continues, header
+from ..dialects import messages
+from ..dialects.chat import CHAT, ChatCompletion
+from ..dialects.completions import COMPLETION, Completion
+from ..dialects.dialect import BodyType, Dialect, StreamWriter, WholeWriter
+from ..dialects.embeddings import EmbeddingBuilder, EmbeddingsBody, EmbeddingsResponse
+from ..dialects.embeddings import job as embeddings_job
+from ..front import Front
+from ..generation import Generation, Job
+from ..protocol.exchange import Exchange
+from .endpoint import Endpoint, decoded
+
+_EMBEDDINGS = msgspec.json.Decoder(EmbeddingsBody)
+
+
+async def generate(dialect: Dialect[BodyType], front: Front, exchange: Exchange) -> None:
+    caller = Caller(front, exchange)
+    caller.check()
+    body = await decoded(front, caller, exchange, dialect.decoder, lenient=True, unknown=dialect.unknown)
+    await start_generation(dialect, front, exchange, caller, body)
+
+
+async def start_generation(
+    dialect: Dialect[BodyType],
+    front: Front,
+    exchange: Exchange,
+    caller: Caller,
+    body: BodyType,
+    prepare: Callable[[Any], None] | None = None,
+) -> None:
+    """Generate the response to `body`. `prepare` is called with its builder before anything is generated."""
+    served = await front.served(body.model)
+    sender = caller.sender(body.cache_salt)
+    job = await dialect.job(front, served, body, sender)
+    session, departure = caller.session or job.session, None
+    if session is not None and job.conversation is not None:
+        departure = _departure(front, job, (sender.salt, session, caller.agent))
+    builder = dialect.builder(served, body, f"{front.random_bits(96):024x}", int(front.wall()))
+    if prepare is not None:
+        prepare(builder)
+    writer = StreamWriter(exchange, builder) if body.stream else WholeWriter(exchange, builder)
+    Generation(front, job, exchange, caller, writer, departure).begin()
+
+
+def _departure(front: Front, job: Job, key: SessionKey) -> Callable[[int], str | None] | None:
+    """Remember a session's prompt. Returns the maker of the departure header; None: it continues the last prompt."""
+    new = token_bytes(job.prompts[0].token_ids), job.conversation
+    before = front.session_prompts.put(key, new)
+    if before is not None and continues(before, new):
+        return None
+    return partial(header, before, new, job.served.text)
+
+
+async def embeddings(front: Front, exchange: Exchange) -> None:
+    caller = Caller(front, exchange)
+    caller.check()
+    body = await decoded(front, caller, exchange, _EMBEDDINGS, lenient=True)
+    served = await front.served(body.model)
+    job = await embeddings_job(front, served, body, caller.sender(body.cache_salt))
+    Generation(front, job, exchange, caller, WholeWriter(exchange, EmbeddingBuilder(served, body))).begin()
+
+
+def generating(path: str, dialect: Dialect[Any], what: str, response: type) -> Endpoint:
+    """The endpoint that generates responses in a dialect."""
+    handler, bodies = partial(generate, dialect), (dialect.decoder.type,)
+    return Endpoint("POST", path, handler, f"{what}, streamed or whole", response, bodies, streams=True)
+
+
+def in_anthropic_format(endpoint: Endpoint) -> Endpoint:
+    """The same endpoint with errors in the format of Anthropic's API."""
+    return replace(endpoint, error_body=messages.messages_error_body, errors=messages.MessagesError)
+
+
+ENDPOINTS = (
+    generating("/v1/completions", COMPLETION, "completion", Completion),
+    generating("/v1/chat/completions", CHAT, "chat", ChatCompletion),
+    in_anthropic_format(
+        generating("/v1/messages", messages.MESSAGES, "message in Anthropic's API", messages.MessageResponse)
+    ),
+    Endpoint("POST", "/v1/embeddings", embeddings, "embedding vectors of texts", EmbeddingsResponse, (EmbeddingsBody,)),
+)

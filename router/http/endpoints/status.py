@@ -1,0 +1,159 @@
+"""What is served and how it is doing: models, health, readiness, load, metrics, the cluster and the live page."""
+
+from typing import Literal
+
+import msgspec
+
+from .... import __version__
+from ....replica.messages import ModelLimits
+from ...backend import ClusterView
+from ...errors import NoReplica, NotAllowed
+from ...metrics import CONTENT_TYPE
+from ..caller import Caller
+from ..front import Front
+from ..live.page import page
+from ..protocol.exchange import EVENTS, Exchange
+from .endpoint import Endpoint, respond
+
+MODELS = "/v1/models"
+
+
+class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
+    """One served model; `max_model_len` is vLLM's extension of OpenAI's schema."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "homing"
+    max_model_len: int
+
+
+class ModelList(msgspec.Struct, frozen=True):
+    """GET /v1/models."""
+
+    data: list[ModelCard]
+    object: Literal["list"] = "list"
+
+
+class Status(msgspec.Struct):
+    """GET /health."""
+
+    status: str
+
+
+class Version(msgspec.Struct):
+    """GET /version."""
+
+    version: str
+
+
+class Load(msgspec.Struct):
+    """GET /load: the number of running and waiting requests."""
+
+    server_load: int
+
+
+class Ready(Status):
+    """GET /ready: the number of serving replicas, in total and per model."""
+
+    replicas: int
+    models: dict[str, int]
+
+
+def _card(front: Front, limits: ModelLimits) -> ModelCard:
+    return ModelCard(id=limits.name, created=front.started_at, max_model_len=limits.max_model_len)
+
+
+async def models(front: Front, exchange: Exchange) -> None:
+    """List the models that have had a replica, followed by their aliases."""
+    Caller(front, exchange)
+    cards = {limits.name: _card(front, limits) for limits in front.backend.models()}
+    only = next(iter(cards)) if len(cards) == 1 else None
+    aliases = [
+        msgspec.structs.replace(cards[name], id=alias)
+        for alias, given in front.aliases.items()
+        if alias not in cards and (name := given or only) in cards
+    ]
+    respond(exchange, ModelList([*cards.values(), *aliases]))
+
+
+async def model(front: Front, exchange: Exchange) -> None:
+    Caller(front, exchange)
+    limits = front.model_named(exchange.request.path.removeprefix(f"{MODELS}/")).model()
+    if limits is None:
+        raise NoReplica("no replica has joined yet", retry_after_s=1.0)
+    respond(exchange, _card(front, limits))
+
+
+async def health(_front: Front, exchange: Exchange) -> None:
+    respond(exchange, Status("ok"))
+
+
+async def ready(front: Front, exchange: Exchange) -> None:
+    """503 while no model has a serving replica, and after a start until the index is exact and tokenizers are loaded.
+
+    Later changes do not undo the second condition: a load balancer must not drop a router because a model is updated.
+    """
+    serving = {view.name: view.serving for view in front.backend.view().models}
+    if not any(serving.get(limits.name) for limits in front.backend.models()):
+        raise NoReplica("no replica can serve now", retry_after_s=1.0)
+    if not front.was_ready and not front.backend.exact():
+        raise NoReplica("the prefix index is not exact yet", retry_after_s=1.0)
+    if not front.was_ready and not all(map(front.texts.loaded, front.backend.texts())):
+        raise NoReplica("the model's tokenizer is still loading", retry_after_s=1.0)
+    front.was_ready = True
+    respond(exchange, Ready("ready", sum(serving.values()), serving))
+
+
+async def ping(_front: Front, exchange: Exchange) -> None:
+    exchange.respond(b"", content_type="text/plain")
+
+
+async def load(front: Front, exchange: Exchange) -> None:
+    view = front.backend.view()
+    respond(exchange, Load(view.in_flight + view.waiting))
+
+
+async def metrics(front: Front, exchange: Exchange) -> None:
+    front.metrics.observe_cluster(front.backend.view())
+    exchange.respond(front.metrics.render(), content_type=CONTENT_TYPE)
+
+
+async def version(_front: Front, exchange: Exchange) -> None:
+    respond(exchange, Version(__version__))
+
+
+async def cluster(front: Front, exchange: Exchange) -> None:
+    respond(exchange, front.backend.view())
+
+
+async def live_page(_front: Front, exchange: Exchange) -> None:
+    """Return the live page. It holds no data, so it needs no key; its script reads `/live`."""
+    body, headers = page()
+    exchange.respond(body, content_type="text/html; charset=utf-8", headers=headers)
+
+
+async def live(front: Front, exchange: Exchange) -> None:
+    """Stream the live page's data until the client leaves. For admins only: it shows all tenants' requests."""
+    if not Caller(front, exchange).tenant.admin:
+        raise NotAllowed("this shows the requests of all tenants; it requires a key with 'admin: true'")
+    if exchange.request.method == "HEAD":
+        exchange.respond(b"", content_type=EVENTS)
+        return
+    front.live.join(exchange)
+
+
+ENDPOINTS = (
+    Endpoint("GET", MODELS, models, "the served models", ModelList),
+    Endpoint("GET", f"{MODELS}/{{model}}", model, "a served model by its name", ModelCard),
+    Endpoint("GET", "/", live_page, "a page that shows the cluster live", media="text/html"),
+    Endpoint("GET", "/live", live, "the live page's data, as an endless event stream", media="text/event-stream"),
+    Endpoint("GET", "/cluster", cluster, "the cluster as the router sees it", ClusterView),
+    Endpoint("GET", "/health", health, "the process responds", Status),
+    Endpoint("GET", "/ping", ping, "the process responds", media="text/plain"),
+    Endpoint("POST", "/ping", ping, "the process responds", media="text/plain"),
+    Endpoint("GET", "/load", load, "the number of running and waiting requests", Load),
+    Endpoint("GET", "/ready", ready, "at least one model can be served now", Ready),
+    Endpoint("GET", "/metrics", metrics, "metrics for Prometheus", media="text/plain"),
+    Endpoint("GET", "/version", version, "the package's version", Version),
+)

@@ -1,0 +1,113 @@
+"""The Responses API with a store: generates, continues, returns and deletes stored responses."""
+
+from dataclasses import replace
+from typing import Any, Literal
+
+import msgspec
+
+from ...errors import PreviousResponseNotFound, ResponseNotFound
+from ..caller import Caller
+from ..dialects.responses import RESPONSES, Response, ResponsesBody, items_of, shown_item
+from ..front import Front
+from ..protocol.exchange import Exchange
+from ..response_store import StoredResponse
+from .endpoint import Endpoint, decoded, respond
+from .generate import generating, start_generation
+
+RESPONSES_PATH = "/v1/responses"
+
+
+class ItemList(msgspec.Struct, frozen=True):
+    """GET /v1/responses/{id}/input_items."""
+
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    object: Literal["list"] = "list"
+    has_more: bool = False
+
+
+class DeletedResponse(msgspec.Struct, frozen=True):
+    """DELETE /v1/responses/{id}."""
+
+    id: str
+    object: Literal["response"] = "response"
+    deleted: bool = True
+
+
+async def create_response(front: Front, exchange: Exchange) -> None:
+    """Generate a response. If there is a store, keep it unless the request says `store: false`."""
+    caller = Caller(front, exchange)
+    caller.check()
+    body = await decoded(front, caller, exchange, RESPONSES.decoder, lenient=True, unknown=RESPONSES.unknown)
+    store, tenant = front.responses, caller.tenant.digest
+    if store is None:
+        await start_generation(RESPONSES, front, exchange, caller, body)
+        return
+    given, previous = items_of(body), body.previous_response_id
+    await put_history(front, caller, body)
+
+    def keep(response_id: str, made: bytes) -> None:
+        store.put(tenant, response_id, StoredResponse(given, made, previous))
+
+    kept = None if body.store is False else keep
+    await start_generation(
+        RESPONSES, front, exchange, caller, body, lambda builder: builder.continue_from(previous, kept)
+    )
+
+
+async def put_history(front: Front, caller: Caller, body: ResponsesBody) -> None:
+    """If responses are stored, prepend the continued conversation to the input.
+
+    Raises PreviousResponseNotFound and ConversationTooLong.
+    """
+    previous = body.previous_response_id
+    if front.responses is None or previous is None:
+        return
+    history = await front.responses.history(caller.tenant.digest, previous)
+    if history is None:
+        raise PreviousResponseNotFound(previous)
+    body.input, body.previous_response_id = [*history, *items_of(body)], None
+
+
+async def _stored(front: Front, exchange: Exchange) -> tuple[str, StoredResponse]:
+    """The id and the stored response that the path names. Raises ResponseNotFound."""
+    tenant = Caller(front, exchange).tenant.digest
+    response_id = _response_id(exchange)
+    stored = await front.responses.get(tenant, response_id) if front.responses is not None else None
+    if stored is None:
+        raise ResponseNotFound(response_id)
+    return response_id, stored
+
+
+def _response_id(exchange: Exchange) -> str:
+    return exchange.request.path.removeprefix(f"{RESPONSES_PATH}/").removesuffix("/input_items")
+
+
+async def stored_response(front: Front, exchange: Exchange) -> None:
+    exchange.respond((await _stored(front, exchange))[1].body)
+
+
+async def stored_items(front: Front, exchange: Exchange) -> None:
+    """List the input items of a stored response on one page, last item first, as OpenAI does."""
+    response_id, stored = await _stored(front, exchange)
+    items = [
+        shown_item(item, f"{response_id.removeprefix('resp_')}{index:04x}") for index, item in enumerate(stored.input)
+    ]
+    items.reverse()
+    respond(exchange, ItemList(items, items[0]["id"] if items else None, items[-1]["id"] if items else None))
+
+
+async def delete_response(front: Front, exchange: Exchange) -> None:
+    tenant, response_id = Caller(front, exchange).tenant.digest, _response_id(exchange)
+    if front.responses is None or not await front.responses.delete(tenant, response_id):
+        raise ResponseNotFound(response_id)
+    respond(exchange, DeletedResponse(response_id))
+
+
+ENDPOINTS = (
+    replace(generating(RESPONSES_PATH, RESPONSES, "response", Response), handler=create_response),
+    Endpoint("GET", f"{RESPONSES_PATH}/{{id}}", stored_response, "a stored response", Response),
+    Endpoint("DELETE", f"{RESPONSES_PATH}/{{id}}", delete_response, "delete a stored response", DeletedResponse),
+    Endpoint("GET", f"{RESPONSES_PATH}/{{id}}/input_items", stored_items, "a stored response's input items", ItemList),
+)

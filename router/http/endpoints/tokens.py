@@ -1,0 +1,124 @@
+"""Token ids of texts and chats, texts of token ids, numbers of tokens, and properties of the tokenizer."""
+
+import msgspec
+
+from ...errors import InvalidRequest
+from ..caller import Caller
+from ..dialects import messages
+from ..dialects.chat import conversation
+from ..dialects.schema import ENCODER, NonNegative, TokenizeBody
+from ..dialects.validate import check_token_ids
+from ..front import Front
+from ..protocol.exchange import Exchange
+from .endpoint import Endpoint, decoded, respond
+from .generate import in_anthropic_format
+
+#: Token ids that one step of a /tokenize response encodes: 4 ms with their names.
+IDS_AT_ONCE = 16 * 1024
+
+
+class Tokenized(msgspec.Struct, frozen=True):
+    """The token ids of a prompt."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /detokenize: the token ids of a text."""
+
+    model: str | None = None
+    tokens: list[NonNegative]
+
+
+class Detokenized(msgspec.Struct, frozen=True):
+    """The text of the given token ids."""
+
+    prompt: str
+
+
+_TOKENIZE = msgspec.json.Decoder(TokenizeBody)
+_DETOKENIZE = msgspec.json.Decoder(DetokenizeBody)
+_COUNT = msgspec.json.Decoder(messages.CountBody)
+
+
+async def tokenize(front: Front, exchange: Exchange) -> None:
+    """Return the token ids of a text or a chat. The bodies of this and of `detokenize` are vLLM's."""
+    caller = Caller(front, exchange)
+    caller.check()
+    body = await decoded(front, caller, exchange, _TOKENIZE)
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequest("exactly one of 'prompt' and 'messages' is required", param="prompt")
+    served = await front.served(body.model)
+    sender = caller.sender()
+    if body.prompt is not None:
+        special_tokens = body.add_special_tokens is not False
+        [tokens] = await served.text.encode([body.prompt], special_tokens=special_tokens, sender=sender, param="prompt")
+    else:
+        made = lambda: conversation(body).template_input()  # noqa: E731 - built in the thread that renders it
+        tokens = await served.text.encode_chat(made, sender=sender, param="messages")
+    caller.charge([len(tokens)])
+    ids: list[bytes] = []
+    names: list[bytes] = []
+    for start in range(0, len(tokens), IDS_AT_ONCE):
+        if start:
+            await front.body_reader.turn(exchange, caller.tenant.digest)
+        comma = b"," if start else b""
+        part = tokens[start : start + IDS_AT_ONCE]
+        ids += comma, ENCODER.encode(part.tolist())[1:-1]
+        if body.return_token_strs:
+            names += comma, ENCODER.encode(served.text.piece_names(part))[1:-1]
+    # The same bytes as an encoded `Tokenized`.
+    head = b'{"count":%d,"max_model_len":%d,"tokens":[' % (len(tokens), served.limits.max_model_len)
+    tail = [b'],"token_strs":[', *names, b"]}"] if body.return_token_strs else [b'],"token_strs":null}']
+    exchange.respond(b"".join([head, *ids, *tail]))
+
+
+async def detokenize(front: Front, exchange: Exchange) -> None:
+    caller = Caller(front, exchange)
+    caller.check()
+    body = await decoded(front, caller, exchange, _DETOKENIZE)
+    served = await front.served(body.model)
+    check_token_ids(body.tokens, served.limits.vocab_size, "tokens")
+    caller.charge([len(body.tokens)])
+    respond(exchange, Detokenized(await served.text.decode_long(body.tokens, caller.sender())))
+
+
+async def count_tokens(front: Front, exchange: Exchange) -> None:
+    """Count the prompt tokens of a Messages request."""
+    caller = Caller(front, exchange)
+    caller.check()
+    body = await decoded(front, caller, exchange, _COUNT, lenient=True, unknown=messages.unknown)
+    served = await front.served(body.model)
+    sender = caller.sender(body.cache_salt)
+    tokens = await served.text.encode_chat(
+        lambda: messages.conversation(body, front.settings).template_input(), sender=sender
+    )
+    caller.charge([len(tokens)])
+    respond(exchange, messages.TokenCount(len(tokens)))
+
+
+async def tokenizer_info(front: Front, exchange: Exchange) -> None:
+    """Return properties of the only model's tokenizer, with the names that `tokenizer_config.json` uses."""
+    Caller(front, exchange)
+    served = await front.served(None)
+    respond(exchange, {**served.text.info, "model_max_length": served.limits.max_model_len})
+
+
+ENDPOINTS = (
+    Endpoint("POST", "/tokenize", tokenize, "text or chat to token ids", Tokenized, (TokenizeBody,)),
+    Endpoint("POST", "/detokenize", detokenize, "token ids to text", Detokenized, (DetokenizeBody,)),
+    Endpoint("GET", "/tokenizer_info", tokenizer_info, "special tokens and chat template of the model"),
+    in_anthropic_format(
+        Endpoint(
+            "POST",
+            "/v1/messages/count_tokens",
+            count_tokens,
+            "the number of prompt tokens of a message",
+            messages.TokenCount,
+            (messages.CountBody,),
+        )
+    ),
+)
