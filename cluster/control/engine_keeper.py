@@ -22,7 +22,7 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 _libc = ctypes.CDLL(None)
 
 
-class Engine:
+class KeptEngine:
     """The engine's own process, as a child of this one."""
 
     def __init__(self, command: list[str]) -> None:
@@ -86,7 +86,7 @@ def main(grace_s: float, command: list[str]) -> None:
         return
     _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
-        engine = Engine(command)
+        engine = KeptEngine(command)
     except OSError as error:
         print(f"{command[0]} cannot be started: {error}", flush=True)
         return

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from homing.cluster.config import load_settings
-from homing.cluster.control.control_messages import ModelSpec, RankSpec, Rendezvous
+from homing.cluster.control.control_messages import ClusterModel, RankSpec, Rendezvous
 from homing.cluster.control.engine_process import EngineServer, error_summary, start_engine
 from homing.cluster.errors import EngineLost, StartFailed
 from homing.replica.demo import demo_model_path
@@ -44,7 +44,7 @@ def rank_spec(folder: Path, engine_args: str = "", **flags: str) -> RankSpec:
         "max_batched_tokens": "512",
     }
     settings = load_settings(given | flags, {})
-    model = ModelSpec(settings=settings, seed=7, model_dir=None, run_dir=str(folder), host="127.0.0.1")
+    model = ClusterModel(settings=settings, seed=7, model_dir=None, run_dir=str(folder), host="127.0.0.1")
     return RankSpec(model, "r0", 1, 0, 1, Rendezvous("127.0.0.1", 1, b""))
 
 
