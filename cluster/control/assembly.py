@@ -88,7 +88,7 @@ def prepare_rank(spec: ClusterModel) -> None:
 
 
 def _engine_server(spec: RankSpec) -> RankServer:
-    from .engine_process import start_engine
+    from .engines.process import start_engine
 
     return start_engine(spec, _model_dir(spec.model), _make_socket_folder(spec), node_address())
 
