@@ -8,7 +8,7 @@ import msgspec
 from ..replica.config import for_device
 from .config import Settings, replaced
 from .control.autoscale import terms_of
-from .control.engine_command import for_engine
+from .control.engines.command import for_engine
 from .errors import SettingsError
 
 #: Default number of replicas without GPUs.

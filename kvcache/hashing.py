@@ -14,7 +14,7 @@ import sys
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
-from struct import Struct, unpack
+from struct import Struct
 from typing import Literal, NewType, cast
 
 import msgspec
@@ -153,6 +153,8 @@ def wire_hash(block_hash: bytes) -> int:
 
 
 def wire_hashes(joined: bytes) -> tuple[int, ...]:
-    """Return the `wire_hash` of each of the joined 16-byte hashes, in one C call."""
-    numbers: tuple[int, ...] = unpack(f">{len(joined) // 8}Q", joined)
-    return numbers[1::2]
+    """Return the `wire_hash` of each of the joined 16-byte hashes."""
+    numbers = array("Q", joined)
+    if sys.byteorder == "little":
+        numbers.byteswap()
+    return tuple(numbers[1::2])

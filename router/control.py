@@ -23,7 +23,7 @@ class Member(msgspec.Struct, frozen=True):
     cache: KvCacheSettings  #: settings that the replica was started with
     model_dir: str | None  #: folder of the router's own tokenizer; None: the folder that the first replica reports
     version: int = 1  #: version of the settings that it was started with
-    rest: UnavailableReason | None = None  #: why it gets no new requests; None: it gets requests
+    unavailable: UnavailableReason | None = None  #: why it gets no new requests; None: it gets requests
 
 
 class WarmUpEnded(msgspec.Struct, frozen=True):

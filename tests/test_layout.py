@@ -30,6 +30,7 @@ MAY_IMPORT = {
 FOLDERS: dict[str, tuple[str, ...]] = {
     "cluster/cli": ("cluster/control", "cluster/lab"),
     "cluster/control": (),
+    "cluster/control/engines": ("cluster/control",),
     "cluster/lab": (),
     "cluster/lab/analyze": ("cluster/lab",),
     "cluster/lab/simulate": ("cluster/control", "cluster/lab"),

@@ -12,7 +12,7 @@ from typing import Annotated, Any, TextIO
 
 from .. import local_ray
 from ..config import Settings, added_settings, changed_settings, state_folder
-from ..control.control_messages import CONTROLLER, ClusterStatus, Failed, ModelSpec
+from ..control.control_messages import CONTROLLER, ClusterModel, ClusterStatus, Failed
 from ..devices import resolve_devices
 from ..errors import (
     ClusterError,
@@ -131,7 +131,7 @@ def update(
         return client.follow(names, wait=not no_wait, done=updated(running, orders), updating=True)
 
 
-def updated(running: Mapping[str, ModelSpec], orders: Sequence[tuple[str, ModelSpec | str]]) -> str:
+def updated(running: Mapping[str, ClusterModel], orders: Sequence[tuple[str, ClusterModel | str]]) -> str:
     """Say what these orders have done. A served name stays the same when another model runs under it."""
     done = []
     for verb, subject in orders:
@@ -147,14 +147,14 @@ def updated(running: Mapping[str, ModelSpec], orders: Sequence[tuple[str, ModelS
 
 
 def update_orders(
-    running: Mapping[str, ModelSpec],
+    running: Mapping[str, ClusterModel],
     *,
     flags: Mapping[str, str] = {},
     file: Path | None = None,
     remove: Sequence[str] = (),
     restart: bool = False,
     gpus: tuple[float, ...] = (),
-) -> list[tuple[str, ModelSpec | str]]:
+) -> list[tuple[str, ClusterModel | str]]:
     """The orders for the controller: `remove`, `add` and `update`, each with a model's name or settings.
 
     `gpus`: number of GPUs on each machine. `restart`: also replace replicas whose settings stay the same. Raises
@@ -164,7 +164,7 @@ def update_orders(
     staying = {name: spec.settings for name, spec in running.items() if name not in removed}
     if not staying:
         raise NoSuchModel(f"this would remove every model ({', '.join(running)}): stop the cluster with homing stop")
-    orders: list[tuple[str, ModelSpec | str]] = [("remove", name) for name in removed]
+    orders: list[tuple[str, ClusterModel | str]] = [("remove", name) for name in removed]
     template = next(iter(running.values()))
     for added in added_settings(staying, file).values():
         added = resolve_devices(added, gpus)
@@ -176,7 +176,7 @@ def update_orders(
     return orders
 
 
-def _with_settings(spec: ModelSpec, settings: Settings) -> ModelSpec:
+def _with_settings(spec: ClusterModel, settings: Settings) -> ClusterModel:
     """The model's spec with these settings. Raises ModelUnavailable and SettingsError."""
     settings = with_tokenizer(settings)
     if settings.cluster.ray_address:  # each node locates the model

@@ -26,7 +26,7 @@ from ...router.http.front import TextModels
 from ...router.metrics import RouterMetrics
 from ...router.replicas.external.addresses import describe, external_root, replica_addresses
 from ...router.replicas.external.discovery import EngineAddress, EngineInfo, discover
-from ...router.replicas.external.fleet import API_SOURCE, Engine, EngineFleet
+from ...router.replicas.external.fleet import API_SOURCE, EngineFleet, ListedEngine
 from ...router.replicas.external.http_client import Address, Client, EngineUnreachableError
 from ...router.replicas.external.probe import CANARY, CANARY_CHAT, Card, EngineRequirements
 from ...router.replicas.external.sources import EngineDnsName, EngineFile, is_dns_url
@@ -254,7 +254,7 @@ class FleetRouter:
         await asyncio.gather(*map(self._ask, self.fleet.undiscovered()))
         self._apply()
 
-    async def _ask(self, engine: Engine) -> None:
+    async def _ask(self, engine: ListedEngine) -> None:
         client = Client(Address.of(engine.address.url), loop=asyncio.get_running_loop(), api_key=self.api_key)
         try:
             engine.info = await discover(client, engine.address, try_ports=not self.fleet.shares_host(engine))

@@ -24,7 +24,7 @@ from ..client import get_json, is_ready
 from ..config import Settings, state_folder
 from ..control.autoscale import max_ranks
 from ..control.compiled_kernels import start_compilation
-from ..control.control_messages import CONTROLLER, SUPERVISOR, ClusterStatus, ModelSpec
+from ..control.control_messages import CONTROLLER, SUPERVISOR, ClusterModel, ClusterStatus
 from ..devices import resolve_devices
 from ..errors import ClusterError, RayLost, StartFailed
 from ..flags import NOTHING, AllSettings, Background, Detach, Out, Quiet, Words, option, settings_of
@@ -277,7 +277,7 @@ class ServeRun:
         log_dir = str(self._registry.log_folder(self._entry.name)) if self._folder else None
         ranks = sum(max_ranks(each) for each in self._settings.each_model)
         models = tuple(
-            ModelSpec(
+            ClusterModel(
                 settings=each,
                 seed=seed,
                 model_dir=str(folder) if folder else None,

@@ -28,7 +28,7 @@ from ...router.control import Answer, AnyQuestion, SetMembership
 from ..config import ClusterSettings
 from ..logs import log_to_file
 from ..runtime import fast_loop, raise_open_files_limit, set_up_logging
-from .control_messages import Failed, Listening, Models, ModelSpec, RankSpec, Rendezvous, Started
+from .control_messages import ClusterModel, Failed, Listening, Models, RankSpec, Rendezvous, Started
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class ReplicaRank:
             probe.bind((host, 0))
             return Rendezvous(host, probe.getsockname()[1], secrets.token_bytes(SECRET_BYTES))
 
-    def prepare(self, prepare: Callable[[ModelSpec], None], spec: ModelSpec) -> None:
+    def prepare(self, prepare: Callable[[ClusterModel], None], spec: ClusterModel) -> None:
         """Start loading what `start` will need, in a spare process and at low priority."""
 
         def run() -> None:

@@ -29,7 +29,7 @@ from ..logs import RequestLog
 from ..model_source import find_model
 from .actors import Router, describe, node_address
 from .compiled_kernels import prepare_torch
-from .control_messages import Listening, Models, ModelSpec, RankSpec
+from .control_messages import ClusterModel, Listening, Models, RankSpec
 from .rank_groups import socket_folder
 
 log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ def make_rank(spec: RankSpec) -> RankServer:
     return server
 
 
-def prepare_rank(spec: ModelSpec) -> None:
+def prepare_rank(spec: ClusterModel) -> None:
     """Import what `make_rank` needs for this model on a CPU, which takes 3 s of CPU time."""
     prepare_torch()
     import torch
@@ -88,7 +88,7 @@ def prepare_rank(spec: ModelSpec) -> None:
 
 
 def _engine_server(spec: RankSpec) -> RankServer:
-    from .engine_process import start_engine
+    from .engines.process import start_engine
 
     return start_engine(spec, _model_dir(spec.model), _make_socket_folder(spec), node_address())
 
@@ -122,7 +122,7 @@ def _rank_server(spec: RankSpec) -> RankServer:
     )
 
 
-def _model_dir(model: ModelSpec) -> Path:
+def _model_dir(model: ClusterModel) -> Path:
     return Path(model.model_dir) if model.model_dir else find_model(model.settings.replica)
 
 
@@ -204,7 +204,7 @@ async def make_router(models: Models, wanted: Listening, membership: SetMembersh
     return HomingRouter(versions, server, Listening(port, direct), loading)
 
 
-def _request_log(model: ModelSpec, seat: int) -> RequestLog | None:
+def _request_log(model: ClusterModel, seat: int) -> RequestLog | None:
     """The access log in the cluster's log folder; None if there is none or `access_log` says otherwise."""
     if model.log_dir is None or model.settings.router.access_log != "-":
         return None

@@ -15,7 +15,7 @@ Role = Literal["serving", "warming", "draining"]
 
 
 @dataclass(slots=True, frozen=True)
-class ModelSpec:
+class ClusterModel:
     settings: Settings
     seed: int  #: 64 random bits; seeds all block hashes in this cluster
     model_dir: str | None  #: the model's folder on every node; None: each node locates it
@@ -44,7 +44,7 @@ class ModelSpec:
 
 #: All models of a cluster, at least one. What they share is read from the first: the settings in `config.COMMON`, the
 #: seed, the run folder and the host.
-Models = tuple[ModelSpec, ...]
+Models = tuple[ClusterModel, ...]
 
 
 @dataclass(slots=True, frozen=True)
@@ -58,7 +58,7 @@ class Rendezvous:
 
 @dataclass(slots=True, frozen=True)
 class RankSpec:
-    model: ModelSpec
+    model: ClusterModel
     replica_id: str
     generation: int
     rank: int

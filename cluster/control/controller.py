@@ -23,10 +23,10 @@ from ..runtime import set_up_logging
 from .autoscale import Autoscaler, expected_wait_s, terms_of
 from .control_messages import (
     SUPERVISOR,
+    ClusterModel,
     ClusterStatus,
     Failed,
     Models,
-    ModelSpec,
     ModelStatus,
     Notice,
     ReplicaStatus,
@@ -37,12 +37,12 @@ from .planner import (
     AbandonUpdate,
     Drain,
     Fleet,
+    GroupState,
     KillRankGroup,
     Publish,
-    RankGroup,
     RoutedReplica,
     StartRankGroup,
-    WarmUp,
+    StartWarmUp,
     cache_worths_s,
 )
 from .rank_groups import DRAIN_POLL_S, RankGroups, RunningRankGroup
@@ -81,7 +81,7 @@ class Controller:
         self._warming = asyncio.Semaphore(WARM_UPS_AT_ONCE)
         self._background: set[asyncio.Task[None]] = set()
         self._publishing: asyncio.Task[None] | None = None
-        self._saved_state: tuple[dict[int, ModelSpec], Fleets] | None = None
+        self._saved_state: tuple[dict[int, ClusterModel], Fleets] | None = None
         self._stopping = False
 
     async def run(self) -> None:
@@ -141,7 +141,7 @@ class Controller:
         self._changed()
         return None
 
-    async def update(self, spec: ModelSpec) -> Failed | None:
+    async def update(self, spec: ClusterModel) -> Failed | None:
         """Replace this model's replicas one by one with replicas that have these settings."""
         await self._started.wait()
         await self._update_cache_worths()
@@ -155,7 +155,7 @@ class Controller:
         self._changed()
         return None
 
-    async def add(self, spec: ModelSpec) -> Failed | None:
+    async def add(self, spec: ClusterModel) -> Failed | None:
         await self._started.wait()
         if spec.name in self._fleets.served:
             return Failed(f"model {spec.name!r} is served already")
@@ -179,7 +179,7 @@ class Controller:
         self._changed()
         return None
 
-    async def current(self) -> tuple[ModelSpec, ...]:
+    async def current(self) -> tuple[ClusterModel, ...]:
         await self._started.wait()
         return self._models()
 
@@ -242,7 +242,7 @@ class Controller:
                 case Drain():
                     self._draining.add(action.generation)
                     self._spawn(self._drain(action, self._publishing))
-                case WarmUp():
+                case StartWarmUp():
                     self._spawn(self._warm_up(action, self._publishing))
                 case StartRankGroup(replica_id, generation, version):
                     spec = self._versions[version]
@@ -279,7 +279,7 @@ class Controller:
         self._notice("info", f"replica_drained replica={order.replica_id} generation={order.generation}")
         self._changed()
 
-    async def _warm_up(self, order: WarmUp, published: "asyncio.Task[None] | None") -> None:
+    async def _warm_up(self, order: StartWarmUp, published: "asyncio.Task[None] | None") -> None:
         """Wait until the routers have warmed the replica up. If a router refuses it, the replica has failed."""
         if published is not None:
             await published
@@ -338,10 +338,10 @@ class Controller:
 
     # Helpers
 
-    def _models(self) -> tuple[ModelSpec, ...]:
+    def _models(self) -> tuple[ClusterModel, ...]:
         return tuple(self._versions[fleet.version] for fleet in self._fleets.served.values())
 
-    def _next_version(self, spec: ModelSpec) -> int:
+    def _next_version(self, spec: ClusterModel) -> int:
         version = max(self._versions) + 1
         self._versions[version] = spec
         return version
@@ -355,7 +355,7 @@ class Controller:
     def _names(self) -> str:
         return ", ".join(group.replica_id for _, group in self._fleets.groups()) or "none"
 
-    def _replica_status(self, model: str, group: RankGroup) -> ReplicaStatus:
+    def _replica_status(self, model: str, group: GroupState) -> ReplicaStatus:
         running = self._groups.get(group.generation)
         return ReplicaStatus(
             replica_id=group.replica_id,
@@ -382,7 +382,7 @@ class Controller:
         spec = self._versions[routed.version]
         unavailable = None if routed.role == "serving" else routed.role
         kvcache = spec.settings.kvcache
-        return Member(routed.description, kvcache, spec.text_dir, version=routed.version, rest=unavailable)
+        return Member(routed.description, kvcache, spec.text_dir, version=routed.version, unavailable=unavailable)
 
     def _notice(self, level: str, text: str) -> None:
         self._last_notice += 1
@@ -401,6 +401,6 @@ class Controller:
             log.error("controller_task_failed", exc_info=error)
 
 
-def _autoscalers(specs: Iterable[ModelSpec]) -> dict[str, Autoscaler]:
+def _autoscalers(specs: Iterable[ClusterModel]) -> dict[str, Autoscaler]:
     terms = {spec.name: terms_of(spec.settings.cluster) for spec in specs}
     return {model: Autoscaler(bounds) for model, bounds in terms.items() if bounds is not None}

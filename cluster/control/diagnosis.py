@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ...router.backend import AbsentReplica
-from .planner import RankGroup
+from .planner import GroupState
 
 _PHASES = {"placing": "waiting for a place", "waiting": "waiting before the next attempt"}
 #: Smaller amounts of a resource are not reported: they are requested only because Ray accepts no empty bundle.
@@ -16,7 +16,7 @@ PUBLISH_INTERVAL_S = 0.2
 
 
 def missing_replicas(
-    groups: Iterable[tuple[str, RankGroup]], losses: Mapping[str, str], before: Iterable[AbsentReplica], now: float
+    groups: Iterable[tuple[str, GroupState]], losses: Mapping[str, str], before: Iterable[AbsentReplica], now: float
 ) -> tuple[AbsentReplica, ...]:
     """Replicas that are wanted but not known to routers. `groups`: all rank groups, each with its model.
 
@@ -43,7 +43,7 @@ def missing_replicas(
 
 
 async def publish_missing(
-    groups: Callable[[], Iterable[tuple[str, RankGroup]]],
+    groups: Callable[[], Iterable[tuple[str, GroupState]]],
     losses: Mapping[str, str],
     off: Callable[[], frozenset[str]],
     publish: Callable[[tuple[AbsentReplica, ...], frozenset[str]], Awaitable[None]],

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from ...replica.messages import ReplicaDescription
 from ..config import ClusterSettings
-from .planner import Action, Fleet, NameAllocator, Publish, RankGroup
+from .planner import Action, Fleet, GroupState, NameAllocator, Publish
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class Fleets:
         prefix = replica_prefix(model) if named else ""
         self.by_model[model] = Fleet(settings, settings.replicas, self.names, prefix, version=version)
 
-    def groups(self) -> Iterator[tuple[str, RankGroup]]:
+    def groups(self) -> Iterator[tuple[str, GroupState]]:
         for model, fleet in self.by_model.items():
             for group in fleet.groups.values():
                 yield model, group

@@ -69,7 +69,7 @@ class AbandonUpdate:
 
 
 @dataclass(slots=True, frozen=True)
-class WarmUp:
+class StartWarmUp:
     """Have the routers fill the replica's cache, then call `Fleet.warmed`."""
 
     replica_id: str
@@ -99,11 +99,11 @@ class Publish:
     members: tuple[RoutedReplica, ...]
 
 
-Action = StartRankGroup | KillRankGroup | AbandonUpdate | WarmUp | Drain | Publish
+Action = StartRankGroup | KillRankGroup | AbandonUpdate | StartWarmUp | Drain | Publish
 
 
 @dataclass(slots=True)
-class RankGroup:
+class GroupState:
     replica_id: str
     generation: int
     phase: GroupPhase
@@ -137,7 +137,7 @@ class Fleet:
     wanted: int
     names: NameAllocator = field(default_factory=NameAllocator)
     prefix: str = ""  #: of replica names
-    groups: dict[str, RankGroup] = field(default_factory=dict)
+    groups: dict[str, GroupState] = field(default_factory=dict)
     version: int = 1  #: settings version for new groups
     #: version to return to while no group of `version` has served; None: one has, or there was no update
     fallback: int | None = None
@@ -148,7 +148,7 @@ class Fleet:
     #: the members in the last `Publish`
     published: tuple[RoutedReplica, ...] = ()
     _kills: list[KillRankGroup] = field(default_factory=list)
-    _pending_actions: list[AbandonUpdate | WarmUp | Drain] = field(default_factory=list)
+    _pending_actions: list[AbandonUpdate | StartWarmUp | Drain] = field(default_factory=list)
 
     # Orders from a user or the autoscaler
 
@@ -229,7 +229,7 @@ class Fleet:
             self._set_ready(group)
             return
         group.phase, group.reason = GroupPhase.WARMING, "warming up"
-        self._pending_actions.append(WarmUp(replica_id, generation))
+        self._pending_actions.append(StartWarmUp(replica_id, generation))
 
     def is_warming(self, replica_id: str, generation: int) -> bool:
         return self._current(replica_id, generation, GroupPhase.WARMING) is not None
@@ -287,20 +287,20 @@ class Fleet:
         ends += [self._restart_at(group) for group in self._in_phase(GroupPhase.WAITING)]
         return max(0.0, min(ends) - now) if ends else None
 
-    def _current(self, replica_id: str, generation: int, *phases: GroupPhase) -> RankGroup | None:
+    def _current(self, replica_id: str, generation: int, *phases: GroupPhase) -> GroupState | None:
         group = self.groups.get(replica_id)
         return group if group and group.generation == generation and group.phase in phases else None
 
-    def _in_phase(self, *phases: GroupPhase) -> list[RankGroup]:
+    def _in_phase(self, *phases: GroupPhase) -> list[GroupState]:
         return [group for group in self.groups.values() if group.phase in phases]
 
-    def _staying(self) -> list[RankGroup]:
+    def _staying(self) -> list[GroupState]:
         return [group for group in self.groups.values() if group.phase is not GroupPhase.DRAINING]
 
-    def _outdated(self, group: RankGroup) -> bool:
+    def _outdated(self, group: GroupState) -> bool:
         return group.phase is not GroupPhase.DRAINING and self._needs_replacement(group)
 
-    def _needs_replacement(self, group: RankGroup) -> bool:
+    def _needs_replacement(self, group: GroupState) -> bool:
         return group.being_replaced or group.version != self.version
 
     def _max_staying(self) -> int:
@@ -334,12 +334,12 @@ class Fleet:
                 reason = f"not ready after {limit:g} s ({group.reason or group.phase.value})"
                 self.failed(group.replica_id, group.generation, reason, now)
 
-    def _set_ready(self, group: RankGroup) -> None:
+    def _set_ready(self, group: GroupState) -> None:
         group.phase, group.reason = GroupPhase.READY, ""
         if group.version == self.version:
             self.fallback = None
 
-    def _abandon_update(self, culprit: RankGroup, reason: str) -> None:
+    def _abandon_update(self, culprit: GroupState, reason: str) -> None:
         assert self.fallback is not None, "no version to fall back to"
         failed, self.version, self.fallback, self.abandoned = self.version, self.fallback, None, reason
         self._pending_actions.append(AbandonUpdate(failed, self.version, reason))
@@ -361,19 +361,19 @@ class Fleet:
             group = min(candidates, key=self._retirement_key)
             self._retire(group, _replacement_reason(group), now)
 
-    def _retirement_key(self, group: RankGroup) -> tuple[bool, bool, float, int]:
+    def _retirement_key(self, group: GroupState) -> tuple[bool, bool, float, int]:
         """Sort key; the lowest ends first: not serving, then outdated, then the least cache worth, then the newest."""
         serves = group.phase in ROLES
         return serves, not self._outdated(group), self.cache_worths_s.get(group.replica_id, 0.0), -group.generation
 
-    def _retire(self, group: RankGroup, reason: str, now: float) -> None:
+    def _retire(self, group: GroupState, reason: str, now: float) -> None:
         if group.phase not in ROLES:
             self._remove(group, reason)
             return
         group.phase, group.since, group.reason = GroupPhase.DRAINING, now, reason
         self._pending_actions.append(Drain(group.replica_id, group.generation, reason))
 
-    def _remove(self, group: RankGroup, reason: str, *, lost: bool = False) -> None:
+    def _remove(self, group: GroupState, reason: str, *, lost: bool = False) -> None:
         if group.phase is not GroupPhase.WAITING:
             self._kills.append(KillRankGroup(group.replica_id, group.generation, reason, lost))
         del self.groups[group.replica_id]
@@ -387,7 +387,7 @@ class Fleet:
         missing = range(self._missing())
         return actions + [self._start_group(self.names.take_name(self.prefix), self.version, now) for _ in missing]
 
-    def _restart_at(self, group: RankGroup) -> float:
+    def _restart_at(self, group: GroupState) -> float:
         return group.since + restart_pause_s(self.settings, group.failures)
 
     def _missing(self) -> int:
@@ -397,11 +397,13 @@ class Fleet:
         current = sum(not self._outdated(group) for group in self._staying())
         return max(0, min(self._max_staying() - present, self.wanted - current))
 
-    def _start_group(self, replica_id: str, version: int, now: float, prior: RankGroup | None = None) -> StartRankGroup:
+    def _start_group(
+        self, replica_id: str, version: int, now: float, prior: GroupState | None = None
+    ) -> StartRankGroup:
         failures, reason = (prior.failures, prior.reason) if prior else (0, "")
         self.names.generation += 1
         generation, phase = self.names.generation, GroupPhase.PLACING
-        self.groups[replica_id] = RankGroup(replica_id, generation, phase, now, version, failures, reason)
+        self.groups[replica_id] = GroupState(replica_id, generation, phase, now, version, failures, reason)
         return StartRankGroup(replica_id, generation, version)
 
 
@@ -412,7 +414,7 @@ def restart_pause_s(cluster: ClusterSettings, failures: int) -> float:
     return min(cluster.restart_backoff_limit_s, cluster.restart_backoff_s * 2.0 ** min(failures - 2, 32))
 
 
-def _replacement_reason(group: RankGroup) -> str:
+def _replacement_reason(group: GroupState) -> str:
     return "replaced by hand" if group.being_replaced else "out of date"
 
 

@@ -21,7 +21,7 @@ from ray.util.placement_group import PlacementGroup
 from ...replica.messages import ReplicaDescription
 from ..errors import StartFailed
 from .actors import death, until_failed, until_silent, within
-from .control_messages import Failed, ModelSpec, RankSpec, Started
+from .control_messages import ClusterModel, Failed, RankSpec, Started
 from .diagnosis import NodeResources, explain_pending
 from .supervisor import MIN_CPUS, RankGroupRecord
 
@@ -54,7 +54,7 @@ class RunningRankGroup:
     replica_id: str
     generation: int
     version: int
-    spec: ModelSpec  #: with the settings of `version`
+    spec: ClusterModel  #: with the settings of `version`
     ranks: list[Any] = field(default_factory=list)
     placement: PlacementGroup | None = None
     pids: tuple[int, ...] = ()
@@ -76,7 +76,7 @@ class RankGroups:
         self._groups[group.generation] = group
         group.tasks.append(asyncio.create_task(self._bring_up(group)))
 
-    async def adopt(self, kept: RankGroupRecord, spec: ModelSpec) -> ReplicaDescription | None:
+    async def adopt(self, kept: RankGroupRecord, spec: ClusterModel) -> ReplicaDescription | None:
         """Take over a running group. If it does not serve, end it and return None."""
         group = RunningRankGroup(kept.replica_id, kept.generation, kept.version, spec, kept.ranks, kept.placement)
         self._groups[group.generation] = group
@@ -192,7 +192,7 @@ class RankGroups:
         group.tasks += map(asyncio.create_task, work)
 
 
-def bundle_of(spec: ModelSpec) -> dict[str, float]:
+def bundle_of(spec: ClusterModel) -> dict[str, float]:
     """The Ray resources that one process reserves. On a single node, CPUs must not limit placement."""
     cluster = spec.settings.cluster
     share = spec.settings.replica.tensor_parallel_size / world_of(spec)
@@ -201,12 +201,12 @@ def bundle_of(spec: ModelSpec) -> dict[str, float]:
     return {"CPU": cpus or MIN_CPUS} | gpus
 
 
-def world_of(spec: ModelSpec) -> int:
+def world_of(spec: ClusterModel) -> int:
     """The number of a replica's Ray actors; an external engine has one and starts its ranks itself."""
     return 1 if spec.runs_external_engine else spec.settings.replica.tensor_parallel_size
 
 
-def uses_spares(spec: ModelSpec) -> bool:
+def uses_spares(spec: ClusterModel) -> bool:
     """Whether the model's ranks may use spare processes: only on one machine, and not if Ray assigns GPUs."""
     cluster = spec.settings.cluster
     if spec.runs_external_engine:
@@ -214,7 +214,7 @@ def uses_spares(spec: ModelSpec) -> bool:
     return cluster.spare_process and spec.run_dir is not None and not cluster.gpus_per_rank
 
 
-def socket_folder(spec: ModelSpec, generation: int) -> Path | None:
+def socket_folder(spec: ClusterModel, generation: int) -> Path | None:
     """Folder for a group's sockets; None: it uses TCP. Its name is short: socket paths have at most 107 bytes."""
     return Path(spec.run_dir) / f"g{generation}" if spec.run_dir else None
 

@@ -30,7 +30,7 @@ from ...router.control import (
 )
 from .actors import death, until_failed, until_silent, within
 from .autoscale import combined_demand
-from .control_messages import Failed, Listening, Models, ModelSpec
+from .control_messages import ClusterModel, Failed, Listening, Models
 from .planner import restart_pause_s
 
 log = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class RouterProcesses:
         self._supervisor = supervisor
         await asyncio.gather(*(self._keep(seat, running.get(seat.number)) for seat in self._seats))
 
-    async def publish(self, models: tuple[ModelSpec, ...], members: tuple[Member, ...]) -> None:
+    async def publish(self, models: tuple[ClusterModel, ...], members: tuple[Member, ...]) -> None:
         """Have all routers serve these models with these replicas; routers that start later get the same."""
         membership = self._membership = _membership(models, members, self._membership.number + 1)
         self._models = models
@@ -229,5 +229,5 @@ class RouterProcesses:
         return f"{scheme}://{here}:{port}"
 
 
-def _membership(models: tuple[ModelSpec, ...], members: tuple[Member, ...], number: int) -> SetMembership:
+def _membership(models: tuple[ClusterModel, ...], members: tuple[Member, ...], number: int) -> SetMembership:
     return SetMembership(tuple(model.name for model in models), members, models[0].seed, number)

@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from ...replica.rank_server import RankServer
 from ..runtime import freeze_loaded_objects
 from .actors import MakeRouter, ReplicaRank, RouterProcess
-from .control_messages import Models, ModelSpec, RankSpec
+from .control_messages import ClusterModel, Models, RankSpec
 
 #: Ray accepts no empty bundle; such a small share of a CPU does not affect scheduling.
 MIN_CPUS = 0.001
@@ -54,7 +54,7 @@ class Supervisor:
         make_rank: Callable[[RankSpec], RankServer],
         make_router: MakeRouter,
         router_node: str,
-        prepare_rank: Callable[[ModelSpec], None] | None = None,
+        prepare_rank: Callable[[ClusterModel], None] | None = None,
     ) -> None:
         """`router_node`: Ray id of the node that runs the routers, whose address users know.
 
@@ -102,7 +102,7 @@ class Supervisor:
         group.ranks = ranks
         return ranks
 
-    def keep_spares(self, spec: ModelSpec) -> None:
+    def keep_spares(self, spec: ClusterModel) -> None:
         """Keep as many spare processes as a replica of this model has ranks, on the single node.
 
         They are outside all placement groups, because in a local cluster a group's CPUs limit nothing.

@@ -23,7 +23,7 @@ from enum import Enum, StrEnum
 from typing import NamedTuple
 
 from ..wire.cache_events import CacheEvent
-from ..wire.dialects import Batch, snapshot_pairs
+from ..wire.dialects import DecodedBatch, snapshot_pairs
 from ..wire.messages import Heartbeat, LoadReport, SnapshotBlock, SnapshotChunk
 from .block_set import CacheMirror, Digest
 from .residency import Residency, SetResidency
@@ -149,7 +149,7 @@ class Subscription:
         self._residency: Residency = residency or SetResidency(CacheMirror())
         #: Current epoch and next number.
         self.cursor = Cursor()
-        self._buffer: dict[int, Batch] = {}
+        self._buffer: dict[int, DecodedBatch] = {}
         self._newest_buffered = -1  # the newest buffered number, even if the buffer was emptied since
         self._waiting = _Waiting.NOTHING
         self._waited_ticks = 0
@@ -185,7 +185,7 @@ class Subscription:
         self._begin()
         return self._done()
 
-    def on_batch(self, epoch: int | None, seq: int, batch: Batch) -> list[Instruction]:
+    def on_batch(self, epoch: int | None, seq: int, batch: DecodedBatch) -> list[Instruction]:
         self._note_message()
         # Fast path for the usual case, at half the cost: with no request pending, the buffer is empty.
         if self.cursor == (epoch, seq) and self._waiting is _Waiting.NOTHING:
@@ -194,7 +194,7 @@ class Subscription:
             self._accept(epoch, seq, batch)
         return self._done()
 
-    def on_replayed(self, epoch: int | None, seq: int, batch: Batch) -> list[Instruction]:
+    def on_replayed(self, epoch: int | None, seq: int, batch: DecodedBatch) -> list[Instruction]:
         self._waited_ticks = 0
         return self.on_batch(epoch, seq, batch)
 
@@ -267,7 +267,7 @@ class Subscription:
 
     # Batches and gaps.
 
-    def _accept(self, epoch: int | None, seq: int, batch: Batch) -> None:
+    def _accept(self, epoch: int | None, seq: int, batch: DecodedBatch) -> None:
         if epoch in self._retired:
             return
         if epoch != self.cursor.epoch:
@@ -291,7 +291,7 @@ class Subscription:
             self._newest_buffered = max(self._newest_buffered, seq)
         self._advance()
 
-    def _apply(self, seq: int, batch: Batch) -> None:
+    def _apply(self, seq: int, batch: DecodedBatch) -> None:
         assert seq == self.cursor.expected, f"batch {seq} applied, {self.cursor.expected} is next"
         events = self._residency.apply(batch.events)
         self.cursor = Cursor(self.cursor.epoch, seq + 1)

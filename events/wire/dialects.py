@@ -20,7 +20,7 @@ from .messages import SnapshotBlock
 log = logging.getLogger(__name__)
 
 
-class Batch(msgspec.Struct, frozen=True, gc=False):
+class DecodedBatch(msgspec.Struct, frozen=True, gc=False):
     """One message of a stream, in normalised form."""
 
     ts: float
@@ -121,13 +121,13 @@ class BatchDecoder:
         }
         self._unknown_types: set[str] = set()
 
-    def decode(self, payload: bytes) -> Batch:
+    def decode(self, payload: bytes) -> DecodedBatch:
         """Decode one batch. Raises MalformedFrame and nothing else."""
         try:
             batch = self._typed.decode(payload)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return self._decode_freely(payload)
-        return Batch(batch.ts, [self._normalise(event) for event in batch.events], batch.data_parallel_rank)
+        return DecodedBatch(batch.ts, [self._normalise(event) for event in batch.events], batch.data_parallel_rank)
 
     def _normalise(self, event: _Event) -> CacheEvent:
         match event:
@@ -157,14 +157,14 @@ class BatchDecoder:
             case _:
                 assert_never(event)
 
-    def _decode_freely(self, payload: bytes) -> Batch:
+    def _decode_freely(self, payload: bytes) -> DecodedBatch:
         try:
             raw = msgspec.msgpack.decode(payload)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise MalformedFrame("event batch", f"not msgpack: {error}") from error
         ts, events, rank = _batch_parts(raw)
         typed = map(self._typed_event, events)
-        return Batch(ts, [self._normalise(event) for event in typed if event is not None], rank)
+        return DecodedBatch(ts, [self._normalise(event) for event in typed if event is not None], rank)
 
     def _typed_event(self, raw: object) -> _Event | None:
         """Convert an event of any form to our map form. Returns None if its type is unknown."""

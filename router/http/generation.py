@@ -14,7 +14,16 @@ from ...kvcache.hashing import token_bytes
 from ...replica.messages import Constraint, EmbeddingParams, Pin, PositionLogprobs, SamplingParams
 from ..backend import GenerationRequest, TokenDelta, TokenStream
 from ..errors import RequestFailed, RouterError, Superseded
-from ..text.answer import AnswerText, Block, Ending, TextDelta, TokenAnswerText, TokenAt, parse_deltas, with_deltas
+from ..text.answer import (
+    AnswerBlock,
+    AnswerText,
+    Ending,
+    TextDelta,
+    TokenAnswerText,
+    TokenAt,
+    parse_deltas,
+    with_deltas,
+)
 from ..text.conversation import Conversation
 from ..text.parsers.deltas import Content, Reasoning, ToolCallStart
 from ..text.parsers.parser import AnswerParser
@@ -125,7 +134,7 @@ class RunningChoice(msgspec.Struct, eq=False):
     parser: AnswerParser | None = None
     calls: int = 0  #: tool calls so far
     reasoning_tokens: int = 0
-    blocks: list[Block] = []  #: the answer so far, if the response is not streamed
+    blocks: list[AnswerBlock] = []  #: the answer so far, if the response is not streamed
     tokens: list[TokenAt] = []  #: the answer's tokens, if logprobs or token ids were requested
     embedding: bytes | None = None  #: the prompt's vector, float32 LE
     known: int = 0  #: prompt tokens that some replica held or was expected to hold; only counted in a session

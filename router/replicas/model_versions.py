@@ -54,7 +54,7 @@ class _Version:
 
     @property
     def accepting(self) -> int:
-        return sum(member.rest is None for member in self.members)
+        return sum(member.unavailable is None for member in self.members)
 
     @property
     def is_replaced(self) -> bool:
@@ -64,9 +64,9 @@ class _Version:
     def unavailable(self) -> dict[str, UnavailableReason]:
         """Replicas that get no requests. A replaced version's draining replicas still get the requests it holds."""
         return {
-            member.description.replica_id: member.rest
+            member.description.replica_id: member.unavailable
             for member in self.members
-            if member.rest == "warming" or (member.rest == "draining" and not self.is_replaced)
+            if member.unavailable == "warming" or (member.unavailable == "draining" and not self.is_replaced)
         }
 
 
@@ -268,7 +268,7 @@ class ModelVersions:
         views = [view for of_model in shown.values() for view in of_model]
         members = [member for version in self._versions for member in version.members]
         present = {member.description.replica_id for member in members}
-        draining = {member.description.replica_id for member in members if member.rest == "draining"}
+        draining = {member.description.replica_id for member in members if member.unavailable == "draining"}
         return ClusterView(
             router_id=self._router_id,
             policy=self._policy,

@@ -167,7 +167,7 @@ class Placement:
         usable: int | None,
     ) -> list[Candidate]:
         held, places = self.index.lengths(keys), self.index.places
-        slower = self._apply_hit_rules(held, keys[:usable])
+        slower = self._apply_hit_rules(held, keys[:usable]) if self.hit_rules else {}
         expected = held[:]
         for replica, order in self._eviction_orders.items():
             expected[places[replica]] = order.remaining_hit(keys, held[places[replica]])

@@ -112,7 +112,7 @@ class TokenAnswerText(AnswerText):
         return super().push(delta)
 
 
-class Block(msgspec.Struct):
+class AnswerBlock(msgspec.Struct):
     """A part of an answer: only text, only reasoning, or one tool call, whose text is its arguments."""
 
     kind: Literal["text", "reasoning", "tool_call"]
@@ -125,12 +125,12 @@ class Block(msgspec.Struct):
         return "".join(self.parts)
 
 
-def append_delta(blocks: list[Block], shown: TextDelta) -> None:
+def append_delta(blocks: list[AnswerBlock], shown: TextDelta) -> None:
     """Append a delta to the blocks of an answer."""
     for delta in shown.deltas or (Content(shown.text),):
         match delta:
             case ToolCallStart(_, call_id, name):
-                blocks.append(Block("tool_call", [], call_id, name))
+                blocks.append(AnswerBlock("tool_call", [], call_id, name))
             case ToolCallArguments(_, text):
                 blocks[-1].parts.append(text)
             case Content(text) | Reasoning(text):
@@ -138,7 +138,7 @@ def append_delta(blocks: list[Block], shown: TextDelta) -> None:
                 if not blocks or blocks[-1].kind != kind:
                     if not text:
                         continue
-                    blocks.append(Block(kind, []))
+                    blocks.append(AnswerBlock(kind, []))
                 blocks[-1].parts.append(text)
 
 

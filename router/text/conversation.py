@@ -153,7 +153,7 @@ def allowed_names(given: Sequence[Any]) -> list[str]:
     return names
 
 
-class Reasoning(msgspec.Struct, frozen=True):
+class ReasoningRequest(msgspec.Struct, frozen=True):
     """A request's reasoning options, for templates that support them. None: the model's default."""
 
     enabled: bool | None = None
@@ -177,7 +177,7 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     messages: Sequence[Message]
     tools: Sequence[Tool] = ()
     tool_choice: ToolChoice = ToolChoice()
-    reasoning: Reasoning = Reasoning()
+    reasoning: ReasoningRequest = ReasoningRequest()
     #: Fields that ask for structured output, as chat completions name them.
     output: Mapping[str, Any] = {}
     output_at: str = "response_format"  #: the field of the body that holds the format, for errors

@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 HUGE_CHARACTERS = 1_000_000
 
 
-class Client(Protocol):
+class WaitingClient(Protocol):
     """The client that waits for a result."""
 
     gone: bool  #: whether it has disconnected
@@ -43,7 +43,7 @@ class Sender(msgspec.Struct, frozen=True):
     most_tokens: int | None = None  #: limit for each prompt; None: no limit
     #: Raises a RouterError if prompts of at least these lengths may not start now. Called on the event loop.
     check: Callable[[Sequence[int]], None] = _any_length
-    client: Client | None = None
+    client: WaitingClient | None = None
     timeout_s: float = 600.0
 
     def unlimited(self) -> "Sender":

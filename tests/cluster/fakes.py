@@ -8,7 +8,7 @@ from typing import assert_never
 
 import msgspec
 
-from homing.cluster.control.control_messages import Listening, Models, ModelSpec, RankSpec
+from homing.cluster.control.control_messages import ClusterModel, Listening, Models, RankSpec
 from homing.cluster.control.planner import ROLES, Fleet, GroupPhase, RoutedReplica
 from homing.events.wire.messages import EventEndpoints
 from homing.replica.messages import ModelLimits, Parity, ReplicaDescription
@@ -75,7 +75,7 @@ class FakeRank(RankServer):
         self._stopped.set()
 
 
-def prepare(spec: ModelSpec) -> None:
+def prepare(spec: ClusterModel) -> None:
     """A spare process's preparation: records the pid."""
     with (Path(spec.settings.cluster.state_dir) / "prepared").open("a") as file:
         file.write(f"{os.getpid()}\n")
@@ -109,7 +109,7 @@ class FakeRouter:
             case SetMembership(models, members):
                 self._models = models
                 self._members = {member.description.replica_id: member.description for member in members}
-                serving = [member.description for member in members if member.rest is None]
+                serving = [member.description for member in members if member.unavailable is None]
                 with self._told.open("a") as file:
                     file.write(
                         json.dumps([[member.replica_id, member.epoch, member.pids] for member in serving]) + "\n"

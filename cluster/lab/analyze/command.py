@@ -29,7 +29,7 @@ from ..recorded_trace import MOONCAKE_BLOCK_TOKENS
 from .capacity import KvCapacity, block_bytes_of_config, parse_size
 from .log_analysis import LogAnalysis
 from .order import SampledPrompt, advise
-from .prompts import Prompt, PromptSource, TextPrompts, TracePrompts
+from .prompts import AnalyzedPrompt, PromptSource, TextPrompts, TracePrompts
 from .records import FORMATS, Format, LogReader, TextRequest, detect_format
 from .report import Findings, as_json, page, text
 
@@ -141,7 +141,7 @@ class Sample:
         self._seen = 0
         self.prompts: list[SampledPrompt] = []
 
-    def offer(self, prompt: Prompt, shared_tokens: int) -> None:
+    def offer(self, prompt: AnalyzedPrompt, shared_tokens: int) -> None:
         """Consider one more prompt for the sample; prompts without text are ignored."""
         if not prompt.parts:
             return
@@ -154,8 +154,8 @@ class Sample:
 
 
 def paced(
-    prompts: Iterable[Prompt], err: TextIO, clock: Callable[[], float], show: ShowProgress = lambda *_: None
-) -> Iterator[Prompt]:
+    prompts: Iterable[AnalyzedPrompt], err: TextIO, clock: Callable[[], float], show: ShowProgress = lambda *_: None
+) -> Iterator[AnalyzedPrompt]:
     """Pass on the prompts; shows progress on a terminal and, at the end, prints the rate."""
     began, number = clock(), 0
     for number, prompt in enumerate(prompts, 1):
@@ -206,7 +206,7 @@ def _analyzed(
     settings: Settings,
     reader: LogReader,
     lines: Iterator[bytes],
-    pace: Callable[..., Iterator[Prompt]],
+    pace: Callable[..., Iterator[AnalyzedPrompt]],
 ) -> Findings:
     records = reader.read(lines)
     first = next(records, None)

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
-from .replica_spread import Affine, ReplicaCaches, RoundRobin
+from .replica_spread import Affine, ReplicaCaches, RoundRobinRule
 from .reuse_stack import HitCurve, ReuseStack
 
 WINDOWS_S = (60.0, 300.0, 900.0)
@@ -137,7 +137,7 @@ class LogAnalysis:
             (count, name, ReplicaCaches(count, rule))
             for count in replicas
             if count > 1
-            for name, rule in (("affine", Affine()), ("round-robin", RoundRobin()))
+            for name, rule in (("affine", Affine()), ("round-robin", RoundRobinRule()))
         ]
         self._windows = [_Window(seconds) for seconds in WINDOWS_S]
         self._arrivals = array("d")

@@ -24,7 +24,7 @@ _NO_MODEL = BlockHash(bytes(16))
 
 
 @dataclass(slots=True, frozen=True)
-class Prompt(LoggedPrompt):
+class AnalyzedPrompt(LoggedPrompt):
     """One request, ready for both analyses."""
 
     parts: tuple[Part, ...] = ()  #: empty if the log has no text
@@ -51,7 +51,7 @@ class TracePrompts:
         self._names: dict[tuple[int, int], int] = {}
         self.refused = 0
 
-    def prompts(self, records: Iterable[Record]) -> Iterator[Prompt]:
+    def prompts(self, records: Iterable[Record]) -> Iterator[AnalyzedPrompt]:
         """Yield the prompts in order. Raises LogUnreadable if the number of ids does not match the block size."""
         for number, request in enumerate(records, 1):
             assert isinstance(request, TraceRequest), f"{request} in a trace"
@@ -63,7 +63,7 @@ class TracePrompts:
                     f"{self._block_size}; give the number of tokens per id, such as --block-size {likely}"
                 )
             blocks = prefix_names(self._names, request.full_blocks(self._block_size))
-            yield Prompt(request.input_tokens, blocks, request.arrival_s)
+            yield AnalyzedPrompt(request.input_tokens, blocks, request.arrival_s)
 
     def close(self) -> None:
         """Do nothing: no tokenizer was loaded."""
@@ -79,7 +79,7 @@ class TextPrompts:
         self._skip_malformed = skip_malformed
         self.refused = 0  #: requests that the chat template rejected
 
-    def prompts(self, records: Iterable[Record]) -> Iterator[Prompt]:
+    def prompts(self, records: Iterable[Record]) -> Iterator[AnalyzedPrompt]:
         """Yield the prompts in order. Raises LogUnreadable if the chat template rejects a request."""
         for request in records:
             assert isinstance(request, TextRequest), f"{request} in a log of text"
@@ -96,7 +96,7 @@ class TextPrompts:
             if key not in self._roots:
                 self._roots[key] = tenant_root(_NO_MODEL, salt=canonical(*(word.encode() for word in key)))
             blocks = self._hasher.chain(self._roots[key], token_bytes(token_ids))
-            yield Prompt(len(token_ids), blocks, request.arrival_s, _parts(request.prompt))
+            yield AnalyzedPrompt(len(token_ids), blocks, request.arrival_s, _parts(request.prompt))
 
     def close(self) -> None:
         """End the tokenizer's threads."""

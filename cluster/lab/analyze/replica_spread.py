@@ -1,6 +1,6 @@
 """Estimates reuse when requests are spread over several replicas, each with its own cache.
 
-Pure state. Two rules bound the expected result: `RoundRobin` ignores caches, `Affine` follows them. Neither models
+Pure state. Two rules bound the expected result: `RoundRobinRule` ignores caches, `Affine` follows them. Neither models
 time, queues or evictions, which `homing simulate` does.
 """
 
@@ -15,7 +15,7 @@ from .reuse_stack import HitCurve, PlaceCounts, ReuseStack
 LEAD_PROMPTS = 2.0
 
 
-class RoundRobin:
+class RoundRobinRule:
     def __init__(self) -> None:
         self._requests = count()
 
@@ -50,7 +50,7 @@ class Affine:
 
 
 class ReplicaCaches:
-    def __init__(self, replicas: int, rule: RoundRobin | Affine) -> None:
+    def __init__(self, replicas: int, rule: RoundRobinRule | Affine) -> None:
         self._counts = PlaceCounts()
         self._caches = [ReuseStack(self._counts) for _ in range(replicas)]
         self._rule = rule

@@ -169,7 +169,7 @@ class _Publisher:
     """The publisher of one start of a replica."""
 
     replica: str
-    ledger: EventLog
+    log: EventLog
     report: LoadReport
     loads: int = 1  #: number of load reports so far
     ticks: int = 0
@@ -201,8 +201,8 @@ class Streamed:
         publisher = self._publishers.get(replica.replica_id)
         if publisher is None:
             assert not any(replica.residents()), f"{replica.replica_id} is not followed from its beginning"
-            ledger = EventLog(_SETTINGS, epoch=replica.epoch, block_size=replica.limits.block_tokens, medium="GPU")
-            publisher = _Publisher(replica.replica_id, ledger, replica.report(self._queue.now))
+            log = EventLog(_SETTINGS, epoch=replica.epoch, block_size=replica.limits.block_tokens, medium="GPU")
+            publisher = _Publisher(replica.replica_id, log, replica.report(self._queue.now))
             self._publishers[replica.replica_id] = publisher
         link = publisher.links[router.name] = _Link(router)
         self._carry_out(publisher, link, link.subscription.start())
@@ -216,7 +216,7 @@ class Streamed:
         publisher.report = report
         publisher.loads += 1
         if changes:
-            sent = publisher.ledger.commit(list(changes), self._queue.now)
+            sent = publisher.log.commit(list(changes), self._queue.now)
             self._publish_to_all(publisher, partial(self._on_batch, publisher, sent.seq, sent.payload))
         self._send_load(publisher)
         self._start_ticking(publisher)
@@ -257,28 +257,28 @@ class Streamed:
             return
         publisher.ticks += 1
         if publisher.ticks % 2 == 0:
-            beat = publisher.ledger.heartbeat(self._queue.now)
+            beat = publisher.log.heartbeat(self._queue.now)
             self._publish_to_all(publisher, partial(self._on_beat, publisher, beat))
             self._send_load(publisher)
         for link in list(publisher.links.values()):
             self._carry_out(publisher, link, link.subscription.on_tick())
-        last = _next(publisher.ledger.last_seq)
+        last = _next(publisher.log.last_seq)
         if any(link.loads != publisher.loads or link.proved != last for link in publisher.links.values()):
             self._start_ticking(publisher)
 
     def _answer(self, publisher: _Publisher, request: RequestReplay | RequestSnapshot, link: _Link) -> None:
         """Answer a request that has reached the replica, with its state at this moment."""
         if isinstance(request, RequestReplay):
-            arrive = partial(self._on_replay, publisher, list(publisher.ledger.replay(request.since)))
+            arrive = partial(self._on_replay, publisher, list(publisher.log.replay(request.since)))
         else:
-            arrive = partial(self._on_snapshot, publisher, list(publisher.ledger.snapshot(token_ids=False)))
+            arrive = partial(self._on_snapshot, publisher, list(publisher.log.snapshot(token_ids=False)))
         self._later(self._channel.resync_s, publisher, [link], arrive)
 
     # The reader's side
 
     def _on_batch(self, publisher: _Publisher, seq: int, payload: bytes, link: _Link) -> None:
         batch = link.decoder.decode(payload)
-        self._carry_out(publisher, link, link.subscription.on_batch(publisher.ledger.epoch, seq, batch))
+        self._carry_out(publisher, link, link.subscription.on_batch(publisher.log.epoch, seq, batch))
 
     def _on_load(self, publisher: _Publisher, number: int, report: LoadReport, link: _Link) -> None:
         link.loads = number
@@ -292,7 +292,7 @@ class Streamed:
     def _on_replay(self, publisher: _Publisher, sent: Sequence[tuple[int, bytes]], link: _Link) -> None:
         for seq, payload in sent:
             batch = link.decoder.decode(payload)
-            self._carry_out(publisher, link, link.subscription.on_replayed(publisher.ledger.epoch, seq, batch))
+            self._carry_out(publisher, link, link.subscription.on_replayed(publisher.log.epoch, seq, batch))
         self._carry_out(publisher, link, link.subscription.on_replay_end())
 
     def _on_snapshot(self, publisher: _Publisher, chunks: Sequence[SnapshotChunk], link: _Link) -> None:

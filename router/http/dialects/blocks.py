@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Iterator
 
-from ...text.answer import Block, TextDelta, append_delta
+from ...text.answer import AnswerBlock, TextDelta, append_delta
 from ...text.parsers.deltas import Content, Reasoning, ToolCallArguments, ToolCallStart
 from .dialect import ResponseBuilder
 
@@ -12,19 +12,19 @@ class BlockBuilder(ResponseBuilder):
     """Finds where blocks begin and end; the dialect's subclass makes the events. For responses with one choice."""
 
     def __init__(self) -> None:
-        self._blocks: list[Block] = []
+        self._blocks: list[AnswerBlock] = []
         self._open = False  #: the last block may still grow
 
     @abstractmethod
-    def start_block(self, index: int, block: Block) -> bytes:
+    def start_block(self, index: int, block: AnswerBlock) -> bytes:
         """The events that start a block; its text follows."""
 
     @abstractmethod
-    def extend_block(self, index: int, block: Block, text: str) -> bytes:
+    def extend_block(self, index: int, block: AnswerBlock, text: str) -> bytes:
         """The event of a block's next piece of text."""
 
     @abstractmethod
-    def end_block(self, index: int, block: Block, *, cut: bool) -> bytes:
+    def end_block(self, index: int, block: AnswerBlock, *, cut: bool) -> bytes:
         """The events that end a block; `cut`: the token limit ended it."""
 
     def block_events(self, shown: TextDelta) -> Iterator[bytes]:

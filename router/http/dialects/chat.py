@@ -91,7 +91,7 @@ def engine_chat(made: Job, body: ChatBody) -> Job:
 
 
 #: Tool choice and reasoning of most chats, made only once.
-_AUTO, _USUAL = ToolChoice(), typed.Reasoning()
+_AUTO, _USUAL = ToolChoice(), typed.ReasoningRequest()
 
 
 def conversation(body: ChatBody | TokenizeBody) -> Conversation:
@@ -104,7 +104,7 @@ def conversation(body: ChatBody | TokenizeBody) -> Conversation:
         messages=[_message(each, index) for index, each in enumerate(body.messages or ())],
         tools=[_tool(each, f"tools[{index}]") for index, each in enumerate(body.tools or ())],
         tool_choice=_tool_choice(chat) if chat else _AUTO,
-        reasoning=typed.Reasoning(effort=chat.reasoning_effort) if chat and chat.reasoning_effort else _USUAL,
+        reasoning=typed.ReasoningRequest(effort=chat.reasoning_effort) if chat and chat.reasoning_effort else _USUAL,
         output={"response_format": chat.response_format} if chat and chat.response_format else {},
         session=chat.prompt_cache_key if chat and isinstance(chat.prompt_cache_key, str) else None,
         mark=mark(chat.cache_control, "cache_control") if chat else None,

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from ...errors import RouterError
-from ...text.answer import Block, TextDelta, append_delta
+from ...text.answer import AnswerBlock, TextDelta, append_delta
 from ...text.encoder_threads import Sender
 from ..front import Front, Served
 from ..generation import Generation, Job, RunningChoice
@@ -85,7 +85,7 @@ class WholeWriter:
         elif blocks and blocks[-1].kind == "text":
             blocks[-1].parts.append(shown.text)
         elif shown.text:
-            blocks.append(Block("text", [shown.text]))
+            blocks.append(AnswerBlock("text", [shown.text]))
         if shown.tokens:
             choice.tokens += shown.tokens
 

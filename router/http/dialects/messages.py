@@ -12,12 +12,12 @@ from msgspec import UNSET, Meta, UnsetType
 
 from ...config import RouterSettings
 from ...errors import ContextTooLong, InvalidRequest, PromptTooLong, RouterError, ThreadUnsupported
-from ...text.answer import Block, TextDelta
+from ...text.answer import AnswerBlock, TextDelta
 from ...text.conversation import (
     CacheMark,
     Conversation,
     Message,
-    Reasoning,
+    ReasoningRequest,
     Tool,
     ToolCall,
     ToolChoice,
@@ -238,7 +238,7 @@ def conversation(body: CountBody, settings: RouterSettings) -> Conversation:
             (choice.name or "") if choice and choice.type == "tool" else None,
             not (choice and choice.disable_parallel_tool_use),
         ),
-        reasoning=Reasoning(thinking, output.effort),
+        reasoning=ReasoningRequest(thinking, output.effort),
         output=_output(body.output_format or output.format),
         output_at="output_format" if body.output_format else "output_config.format",
         session=body.metadata.user_id if body.metadata else None,
@@ -466,18 +466,18 @@ class MessagesBuilder(BlockBuilder):
     def error(self, error: RouterError) -> bytes:
         return named_event("error", error_of(error))
 
-    def start_block(self, index: int, block: Block) -> bytes:
+    def start_block(self, index: int, block: AnswerBlock) -> bytes:
         if block.kind == "text":
             before, _, after = self.extend_block(index, block, PLACEHOLDER).partition(ENCODER.encode(PLACEHOLDER))
             self._text = before, after
         return _event("content_block_start", index=index, content_block=_empty(block))
 
-    def extend_block(self, index: int, block: Block, text: str) -> bytes:
+    def extend_block(self, index: int, block: AnswerBlock, text: str) -> bytes:
         kinds = {"text": ("text_delta", "text"), "reasoning": ("thinking_delta", "thinking")}
         kind, field = kinds.get(block.kind, ("input_json_delta", "partial_json"))
         return _event("content_block_delta", index=index, delta={"type": kind, field: text})
 
-    def end_block(self, index: int, block: Block, *, cut: bool) -> bytes:  # noqa: ARG002
+    def end_block(self, index: int, block: AnswerBlock, *, cut: bool) -> bytes:  # noqa: ARG002
         self._text = None
         signed = b""
         if block.kind == "reasoning":
@@ -489,7 +489,7 @@ class MessagesBuilder(BlockBuilder):
         """A signature that is never checked: clients drop thinking without one, and send the thinking itself back."""
         return f"{self._id}{index:02x}"
 
-    def _shown(self, index: int, block: Block) -> dict[str, Any]:
+    def _shown(self, index: int, block: AnswerBlock) -> dict[str, Any]:
         """A content block of a complete message."""
         if block.kind == "text":
             return {"type": "text", "text": block.text}
@@ -502,7 +502,7 @@ class MessagesBuilder(BlockBuilder):
         return {"type": "tool_use", "id": block.id, "name": block.name, "input": given}
 
 
-def _empty(block: Block) -> dict[str, Any]:
+def _empty(block: AnswerBlock) -> dict[str, Any]:
     """A content block at its start, still empty."""
     if block.kind == "text":
         return {"type": "text", "text": ""}

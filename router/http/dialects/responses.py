@@ -12,11 +12,11 @@ import msgspec
 from msgspec import Meta
 
 from ...errors import InvalidRequest, RouterError
-from ...text.answer import Block, TextDelta
+from ...text.answer import AnswerBlock, TextDelta
 from ...text.conversation import (
     Conversation,
     Message,
-    Reasoning,
+    ReasoningRequest,
     Tool,
     ToolCall,
     ToolChoice,
@@ -215,7 +215,7 @@ def conversation(body: ResponsesBody) -> Conversation:
         messages=messages,
         tools=list(tools(body.tools or ())),
         tool_choice=_tool_choice(body),
-        reasoning=Reasoning(effort=reasoning.effort),
+        reasoning=ReasoningRequest(effort=reasoning.effort),
         output=_output(body),
         output_at="text.format",
         session=body.prompt_cache_key if isinstance(body.prompt_cache_key, str) else None,
@@ -445,7 +445,7 @@ class ResponsesBuilder(BlockBuilder):
         self._response = msgspec.structs.replace(self._response, previous_response_id=previous, store=store is not None)
 
     def whole(self, choices: Sequence[RunningChoice], summary: GenerationSummary) -> bytes:
-        self._blocks = choices[0].blocks or [Block("text", [])]
+        self._blocks = choices[0].blocks or [AnswerBlock("text", [])]
         return self._completed(ENCODER.encode(self._finished(choices[0], summary)))
 
     def _completed(self, body: bytes) -> bytes:
@@ -466,7 +466,7 @@ class ResponsesBuilder(BlockBuilder):
             parts += [self._event(f"response.{name}", response=self._response) for name in ("created", "in_progress")]
         if shown.ending and not self._blocks and not shown.text and not shown.deltas:
             self._open = True
-            self._blocks.append(Block("text", []))
+            self._blocks.append(AnswerBlock("text", []))
             parts.append(self.start_block(0, self._blocks[0]))
         return b"".join([*parts, *self.block_events(shown)])
 
@@ -503,7 +503,7 @@ class ResponsesBuilder(BlockBuilder):
         self._sequence += 1
         return named_event(kind, {"type": kind, "sequence_number": self._sequence - 1, **fields})
 
-    def start_block(self, index: int, block: Block) -> bytes:
+    def start_block(self, index: int, block: AnswerBlock) -> bytes:
         place = self._place(index)
         item = self._item(index, "in_progress", empty=True)
         added = self._event("response.output_item.added", output_index=index, item=item)
@@ -516,7 +516,7 @@ class ResponsesBuilder(BlockBuilder):
         part = _part(block.kind, "")
         return added + self._event("response.content_part.added", **place, content_index=0, part=part)
 
-    def extend_block(self, index: int, block: Block, text: str) -> bytes:
+    def extend_block(self, index: int, block: AnswerBlock, text: str) -> bytes:
         place = self._place(index)
         if block.kind == "text":
             return self._event("response.output_text.delta", **place, content_index=0, logprobs=[], delta=text)
@@ -526,7 +526,7 @@ class ResponsesBuilder(BlockBuilder):
             return b""
         return self._event("response.function_call_arguments.delta", **place, delta=text)
 
-    def end_block(self, index: int, block: Block, *, cut: bool) -> bytes:
+    def end_block(self, index: int, block: AnswerBlock, *, cut: bool) -> bytes:
         self._before_text = b""
         place, item = self._place(index), self._item(index, "incomplete" if cut else "completed")
         if block.kind == "tool_call":
@@ -546,7 +546,7 @@ class ResponsesBuilder(BlockBuilder):
             events += self._event("response.content_part.done", **place, content_index=0, part=part)
         return events + self._event("response.output_item.done", output_index=index, item=item)
 
-    def _is_custom(self, block: Block) -> bool:
+    def _is_custom(self, block: AnswerBlock) -> bool:
         """Whether the block calls a custom tool, whose input can only be extracted from complete arguments."""
         return self._special.get(block.name, ("function",))[0] == "custom"
 

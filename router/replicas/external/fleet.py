@@ -17,7 +17,7 @@ API_SOURCE = "api"
 
 
 @dataclass(slots=True)
-class Engine:
+class ListedEngine:
     name: str
     address: EngineAddress
     source: str  #: see `EngineView.source`
@@ -39,19 +39,19 @@ class Engine:
 
 class EngineFleet:
     def __init__(self) -> None:
-        self.engines: dict[str, Engine] = {}
+        self.engines: dict[str, ListedEngine] = {}
         self._next_number = 0
 
-    def add(self, address: EngineAddress, source: str) -> Engine:
+    def add(self, address: EngineAddress, source: str) -> ListedEngine:
         """List an engine. Raises BackendsInvalid."""
         address = address.check()
         check_distinct([address.url, *(engine.address.url for engine in self.engines.values())])
-        engine = Engine(f"b{self._next_number}", address, source)
+        engine = ListedEngine(f"b{self._next_number}", address, source)
         self._next_number += 1
         self.engines[engine.name] = engine
         return engine
 
-    def remove(self, url: str) -> Engine:
+    def remove(self, url: str) -> ListedEngine:
         """Remove an engine from the list. Raises EngineNotFound and BackendsInvalid."""
         wanted = Address.of(url).url
         for engine in self.engines.values():
@@ -73,7 +73,7 @@ class EngineFleet:
             self.add(address, source)
         return bool(fresh or gone)
 
-    def undiscovered(self) -> list[Engine]:
+    def undiscovered(self) -> list[ListedEngine]:
         return [engine for engine in self.engines.values() if engine.info is None]
 
     def replica_addresses(self) -> Iterable[ReplicaAddress]:
@@ -82,6 +82,6 @@ class EngineFleet:
             if engine.info is not None:
                 yield from engine.info.replica_addresses(engine.name)
 
-    def shares_host(self, engine: Engine) -> bool:
+    def shares_host(self, engine: ListedEngine) -> bool:
         host = Address.of(engine.address.url).host
         return any(host == Address.of(each.address.url).host for each in self.engines.values() if each is not engine)

@@ -28,12 +28,13 @@ never to a position in a list. For hundreds of replicas, column_scores.py takes 
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import compress
 from math import inf
 from random import Random
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from ..replica_load import ReplicaLoad
 from .base import Candidate, Decision, ManyCandidates, Policy, Prompt, Score, expected_ttft_s
@@ -68,8 +69,7 @@ MAX_GAPS = 5.0
 MAX_SESSIONS = 65_536
 
 
-@dataclass(slots=True, frozen=True)
-class Weights:
+class Weights(msgspec.Struct, frozen=True):
     """Weights of the costs besides TTFT, learned from recent decisions."""
 
     #: by candidate: how often it has prefills queued, or no room, when a request arrives (b)
@@ -170,20 +170,20 @@ class CandidateScores:
         self._candidates = candidates
         self._obstacle = obstacle
         self._busy = list(map(float, weights.busy))
-        self._factors = [weights.all_busy / (1 - min(share, BUSY_LIMIT)) for share in self._busy]
         total = prompt.tokens
         self._uncached = [each.uncached_tokens(prompt) if sees_cache else total for each in candidates]
         least = min(self._uncached, default=0)  # tokens that the best holder would have to compute
         pace_s = min([each.load.decode_step_s for each in candidates], default=0.0)
 
-        def others_s(load: ReplicaLoad, uncached: int, factor: float) -> float:
-            """Seconds that others lose if `uncached` tokens are computed there; `factor`: per second of extra work."""
+        def others_s(load: ReplicaLoad, uncached: int, busy: float) -> float:
+            """Seconds that others lose if `uncached` tokens are computed there; `busy`: the replica's busy share."""
             cost = load.prefill_cost
             prefill_s = cost.seconds(total - uncached, uncached)
             slower_s = load.answer_tokens * (load.decode_step_s - pace_s)
             answers_s = weights.answers * (load.running * prefill_s + slower_s)
             if uncached == least:
                 return answers_s
+            factor = weights.all_busy / (1 - min(busy, BUSY_LIMIT))  # seconds lost per second of extra work
             fresh = (load.free_blocks - load.cached_free_blocks) * prompt.block_size
             if fresh <= uncached:
                 factor += RECOMPUTED_SHARE
@@ -208,9 +208,9 @@ class CandidateScores:
 
     def table(self) -> list[Score]:
         rows = []
-        for candidate, uncached, factor in zip(self._candidates, self._uncached, self._factors, strict=True):
+        for candidate, uncached, busy in zip(self._candidates, self._uncached, self._busy, strict=True):
             ttft_s = expected_ttft_s(self._prompt, candidate, uncached)
-            lost_s = self._others_s(candidate.load, uncached, factor)
+            lost_s = self._others_s(candidate.load, uncached, busy)
             obstacle = self._obstacle(self._prompt, candidate)
             rows.append(Score(candidate, uncached, ttft_s, obstacle, lost_s, ttft_s + lost_s))
         return rows
@@ -223,7 +223,7 @@ class CandidateScores:
         found: list[Score] = []
         prompt, now = self._prompt, self._prompt.now
         least = limit = inf
-        for candidate, uncached, factor in zip(self._candidates, self._uncached, self._factors, strict=True):
+        for candidate, uncached, busy in zip(self._candidates, self._uncached, self._busy, strict=True):
             load = candidate.load
             if load.queued_prefill_tokens and load.busy_until - now > limit:
                 continue
@@ -232,7 +232,7 @@ class CandidateScores:
             ttft_s = expected_ttft_s(prompt, candidate, uncached)
             if ttft_s > limit:
                 continue
-            lost_s = self._others_s(load, uncached, factor)
+            lost_s = self._others_s(load, uncached, busy)
             cost_s = ttft_s + lost_s
             if cost_s < least:
                 least, limit = cost_s, cost_limit(cost_s)

@@ -22,7 +22,7 @@ class PrefixHash(Policy):
 
     name = "prefix-hash"
 
-    def consider(self, prompt: Prompt, candidates: Sequence[Candidate], rng: Random) -> Decision:  # noqa: ARG002
+    def consider(self, prompt: Prompt, candidates: Sequence[Candidate], rng: Random) -> Decision:
         usable = self.usable(prompt, candidates)
         if not usable:
             return self.choose(prompt, candidates, None, "")

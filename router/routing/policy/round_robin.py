@@ -14,7 +14,7 @@ class RoundRobin(Policy):
     def __init__(self) -> None:
         self._last = ""
 
-    def consider(self, prompt: Prompt, candidates: Sequence[Candidate], rng: Random) -> Decision:  # noqa: ARG002
+    def consider(self, prompt: Prompt, candidates: Sequence[Candidate], rng: Random) -> Decision:
         usable = sorted(self.usable(prompt, candidates), key=lambda candidate: candidate.replica_id)
         later = (candidate for candidate in usable if candidate.replica_id > self._last)
         chosen = next(later, usable[0]) if usable else None

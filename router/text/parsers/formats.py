@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from .calls import CallScanner, quoted, string
-from .scanner import Ended, Malformed, Markers, Steps
+from .scanner import Malformed, Markers, Steps, TextEnded
 
 #: An object without a marker is a call only if it has no other keys; otherwise it is an answer in JSON.
 _CALL_KEYS = {"name", "arguments", "parameters", "type", "id"}
@@ -244,7 +244,7 @@ def _parameter(p: CallScanner, before: str, key: str, end: Markers) -> Steps[Non
         closing = "".join(parts) if found is None else json_value(schema, "".join(parts))
     if found is None:
         p.arguments(closing)
-        raise Ended
+        raise TextEnded
     p.forget()
     p.arguments(closing)
 

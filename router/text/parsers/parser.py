@@ -8,7 +8,7 @@ from .calls import CallScanner, MakeId, Tools
 from .deltas import Delta
 from .families import ReasoningFamily, ToolFamily
 from .harmony import harmony
-from .scanner import Ended, Malformed, Markers, Steps
+from .scanner import Malformed, Markers, Steps, TextEnded
 
 #: Cached for each set of arguments: creating one takes longer than parsing a short answer.
 _markers = cache(Markers)
@@ -112,7 +112,7 @@ class AnswerParser:
                 give(p.text[:first])
                 p.text, p.at = p.text[first:], 0
                 return p.started > before
-            p.at = len(p.text) if isinstance(error, Ended) else 0
+            p.at = len(p.text) if isinstance(error, TextEnded) else 0
         yield from p.optional(*self._family.closers)
         yield from p.space()
         p.forget()

@@ -25,7 +25,7 @@ class Malformed(Exception):  # noqa: N818 - control flow inside this folder
     """The text violates the format."""
 
 
-class Ended(Malformed):
+class TextEnded(Malformed):
     """The text ended too early."""
 
 
@@ -116,7 +116,7 @@ class Scanner:
         if found is not None:
             return found
         rest = self.text[self.at :]
-        raise Ended if any(literal.startswith(rest) for literal in literals) else Malformed
+        raise TextEnded if any(literal.startswith(rest) for literal in literals) else Malformed
 
     def optional(self, *literals: str) -> Steps[str | None]:
         """Consume the literal that comes next, with white space before it, and return it; None if none does."""
@@ -143,7 +143,7 @@ class Scanner:
             if len(window) == most:
                 raise Malformed
             if self.closed:
-                raise Ended
+                raise TextEnded
             yield
 
     def value(self, emit: Callable[[str], None] | None = None, quotes: str = '"') -> Steps[str]:
@@ -153,7 +153,7 @@ class Scanner:
         """
         while len(self.text) <= self.at:
             if self.closed:
-                raise Ended
+                raise TextEnded
             yield
         outside = _OUTSIDE[quotes].search
         scalar = self.text[self.at] not in "{[(" + quotes
@@ -193,5 +193,5 @@ class Scanner:
             if broken:
                 raise Malformed
             if self.closed:
-                raise Ended
+                raise TextEnded
             yield

@@ -7,7 +7,7 @@ import pytest
 
 from homing.cluster.cli.control import choose_model, failed_since, update_orders, updated
 from homing.cluster.config import load_settings
-from homing.cluster.control.control_messages import ClusterStatus, ModelSpec, ReplicaStatus
+from homing.cluster.control.control_messages import ClusterModel, ClusterStatus, ReplicaStatus
 from homing.cluster.errors import ModelUnavailable, NoSuchModel, SettingsError
 from homing.replica.demo import demo_model_path
 
@@ -47,7 +47,7 @@ def written(folder: Path, text: str = MODELS) -> Path:
 def orders(folder: Path, **changes: Any) -> list[tuple[str, str]]:
     """The orders that an update of fox and owl sends to the controller: (verb, model)."""
     started = load_settings({}, {}, written(folder)).models
-    specs = (ModelSpec(settings=settings, seed=7, model_dir=None, run_dir=None, host=None) for settings in started)
+    specs = (ClusterModel(settings=settings, seed=7, model_dir=None, run_dir=None, host=None) for settings in started)
     told = update_orders({spec.name: spec for spec in specs}, **changes)
     return [(verb, about if isinstance(about, str) else about.name) for verb, about in told]
 
@@ -91,7 +91,7 @@ def test_an_update_that_would_leave_something_out_is_refused(tmp_path: Path) -> 
 def test_an_update_says_what_it_has_done(tmp_path: Path) -> None:
     """A name may stay while its model changes, which nothing else would show."""
     started = load_settings({}, {}, written(tmp_path)).models
-    specs = [ModelSpec(settings=settings, seed=7, model_dir=None, run_dir=None, host=None) for settings in started]
+    specs = [ClusterModel(settings=settings, seed=7, model_dir=None, run_dir=None, host=None) for settings in started]
     running = {spec.name: spec for spec in specs}
     other = update_orders(running, flags={"served_model_name": "fox", "model": "org/ox"})
 
@@ -103,12 +103,12 @@ def test_an_update_says_what_it_has_done(tmp_path: Path) -> None:
 def test_an_update_takes_a_tokenizer_for_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its absolute path is passed to the other processes. A folder without a tokenizer is refused first."""
     (settings,) = load_settings({"model": "demo", "served_model_name": "fox"}, {}, None).each_model
-    running = {"fox": ModelSpec(settings=settings, seed=7, model_dir=None, run_dir=None, host=None)}
+    running = {"fox": ClusterModel(settings=settings, seed=7, model_dir=None, run_dir=None, host=None)}
     monkeypatch.chdir(demo_model_path().parent)
 
     ((_, spec),) = update_orders(running, flags={"tokenizer": "model"})
 
-    assert isinstance(spec, ModelSpec)
+    assert isinstance(spec, ClusterModel)
     assert spec.text_dir == spec.settings.replica.tokenizer == str(demo_model_path())
     with pytest.raises(ModelUnavailable, match=r"cannot read a tokenizer from .*none: no such folder"):
         update_orders(running, flags={"tokenizer": str(tmp_path / "none")})

@@ -10,9 +10,9 @@ from ray.exceptions import ActorDiedError, OutOfMemoryError, RayError
 from homing.cluster.config import Settings, load_settings
 from homing.cluster.control.actors import ReplicaRank, RouterProcess, death, step_limit_s
 from homing.cluster.control.control_messages import (
+    ClusterModel,
     Failed,
     Listening,
-    ModelSpec,
     RankSpec,
     Rendezvous,
     Started,
@@ -57,7 +57,7 @@ class PanickyRank(FakeRank):
 def rank_spec(model: str) -> RankSpec:
     """Spec of rank 0 of 1 of this model."""
     settings = Settings(replica=ReplicaSettings(model=model))
-    spec = ModelSpec(settings=settings, seed=7, model_dir="", run_dir=None, host="127.0.0.1")
+    spec = ClusterModel(settings=settings, seed=7, model_dir="", run_dir=None, host="127.0.0.1")
     return RankSpec(spec, "r0", 1, 0, 1, Rendezvous("127.0.0.1", 1, b""))
 
 
@@ -160,7 +160,7 @@ def test_a_panic_while_serving_is_told() -> None:
 def test_a_router_process_answers_the_controller_until_it_stops(tmp_path: Path) -> None:
     """A single method answers all questions on the router's own event loop; `watch` reports its death."""
     settings = load_settings({"served_model_name": "fox", "state_dir": str(tmp_path)}, {})
-    spec = (ModelSpec(settings=settings, seed=7, model_dir=None, run_dir=None, host=""),)
+    spec = (ClusterModel(settings=settings, seed=7, model_dir=None, run_dir=None, host=""),)
     process = RouterProcess(FakeRouter.make, spec)
     assert process.listening() is None
 
@@ -175,7 +175,7 @@ def test_a_router_process_answers_the_controller_until_it_stops(tmp_path: Path) 
 def test_a_router_may_open_more_files_than_it_was_started_with(tmp_path: Path) -> None:
     """Each client is a file: at the usual soft limit of 1,024, one client's idle connections lock out all others."""
     settings = load_settings({"served_model_name": "fox", "state_dir": str(tmp_path)}, {})
-    spec = (ModelSpec(settings=settings, seed=7, model_dir=None, run_dir=None, host=""),)
+    spec = (ClusterModel(settings=settings, seed=7, model_dir=None, run_dir=None, host=""),)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, hard), hard))
     try:
@@ -190,7 +190,7 @@ def test_a_router_may_open_more_files_than_it_was_started_with(tmp_path: Path) -
 def test_a_router_that_cannot_start_says_why(tmp_path: Path) -> None:
     """The error is returned as a value: a traceback through Ray is no help to the user."""
     settings = load_settings({"served_model_name": "fox", "state_dir": str(tmp_path / "nowhere")}, {})
-    spec = (ModelSpec(settings=settings, seed=7, model_dir=None, run_dir=None, host=""),)
+    spec = (ClusterModel(settings=settings, seed=7, model_dir=None, run_dir=None, host=""),)
 
     failed = RouterProcess(FakeRouter.make, spec).start(0, 0, SetMembership(("fox",), (), 7, number=1), 0)
 

@@ -16,7 +16,7 @@ from homing.cluster.control.assembly import (
 )
 from homing.cluster.control.autoscale import max_ranks
 from homing.cluster.control.compiled_kernels import TORCH_ENVIRONMENT, prepare_torch
-from homing.cluster.control.control_messages import Listening, ModelSpec
+from homing.cluster.control.control_messages import ClusterModel, Listening
 from homing.kvcache.config import KvCacheSettings
 from homing.router.control import CountInFlight, MeasureDemand, SetMembership
 
@@ -46,7 +46,7 @@ print((process.memory_info().rss - before) >> 20)
 async def test_a_router_answers_the_controller_from_its_start_to_its_stop() -> None:
     """Covers the whole router, including the HTTP server that it listens with."""
     settings = load_settings({"served_model_name": "fox", "host": "127.0.0.1"}, {})
-    fox = ModelSpec(settings=settings, seed=7, model_dir=None, run_dir=None, host="")
+    fox = ClusterModel(settings=settings, seed=7, model_dir=None, run_dir=None, host="")
     router = await make_router((fox,), Listening(0, 0), SetMembership(("fox",), (), 7, number=5), 0)
     try:
         assert router.listening.port

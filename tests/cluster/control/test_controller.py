@@ -17,7 +17,7 @@ import pytest
 from homing.cluster import local_ray
 from homing.cluster.cli.control import ControllerClient
 from homing.cluster.config import changed_settings, load_settings
-from homing.cluster.control.control_messages import CONTROLLER, SUPERVISOR, ClusterStatus, ModelSpec
+from homing.cluster.control.control_messages import CONTROLLER, SUPERVISOR, ClusterModel, ClusterStatus
 from homing.cluster.registry import wait_gone
 
 from .. import fakes
@@ -100,7 +100,7 @@ class Cluster:
         common = {"state_dir": str(folder), "served_model_name": "fox", "replicas": "2"}
         each = [load_settings(common | flags, {}) for flags in models]
         self.models = tuple(
-            ModelSpec(
+            ClusterModel(
                 settings=settings,
                 seed=7,
                 model_dir="",

@@ -5,17 +5,17 @@ import asyncio
 import pytest
 
 from homing.cluster.control.diagnosis import NodeResources, explain_pending, missing_replicas, publish_missing
-from homing.cluster.control.planner import GroupPhase, RankGroup
+from homing.cluster.control.planner import GroupPhase, GroupState
 from homing.router.backend import AbsentReplica
 
 from ..fakes import describe_replica
 
 
-def of_fox(*groups: RankGroup) -> list[tuple[str, RankGroup]]:
+def of_fox(*groups: GroupState) -> list[tuple[str, GroupState]]:
     return [("fox", group) for group in groups]
 
 
-SERVING = RankGroup("r0", 1, GroupPhase.READY, 0.0, description=describe_replica("r0", 1))
+SERVING = GroupState("r0", 1, GroupPhase.READY, 0.0, description=describe_replica("r0", 1))
 
 
 def test_a_replica_that_serves_is_not_missing() -> None:
@@ -25,8 +25,8 @@ def test_a_replica_that_serves_is_not_missing() -> None:
 
 def test_a_new_replica_is_starting_and_tells_what_it_waits_for() -> None:
     """A large model takes minutes to start."""
-    placing = RankGroup("r1", 2, GroupPhase.PLACING, 0.0)
-    loading = RankGroup("r2", 3, GroupPhase.STARTING, 0.0, reason="loading the model")
+    placing = GroupState("r1", 2, GroupPhase.PLACING, 0.0)
+    loading = GroupState("r2", 3, GroupPhase.STARTING, 0.0, reason="loading the model")
 
     assert missing_replicas(of_fox(SERVING, placing, loading), {}, (), 5.0) == (
         AbsentReplica(replica_id="r1", model="fox", state="starting", reason="waiting for a place", since=5.0),
@@ -37,8 +37,8 @@ def test_a_new_replica_is_starting_and_tells_what_it_waits_for() -> None:
 def test_a_lost_replica_is_being_rebuilt_since_it_was_lost() -> None:
     """The time is kept through all phases of the rebuild, until the replica serves again."""
     losses = {"r1": "the process died"}
-    waiting = RankGroup("r1", 2, GroupPhase.WAITING, 0.0, failures=1, reason="the process died")
-    loading = RankGroup("r1", 3, GroupPhase.STARTING, 0.0, failures=1, reason="loading the model")
+    waiting = GroupState("r1", 2, GroupPhase.WAITING, 0.0, failures=1, reason="the process died")
+    loading = GroupState("r1", 3, GroupPhase.STARTING, 0.0, failures=1, reason="loading the model")
 
     first = missing_replicas(of_fox(waiting), losses, (), 5.0)
     second = missing_replicas(of_fox(loading), losses, first, 9.0)
@@ -63,7 +63,9 @@ async def test_routers_are_told_again_and_again() -> None:
 
     off = frozenset(["fox"])
     telling = asyncio.ensure_future(
-        publish_missing(lambda: of_fox(RankGroup("r1", 2, GroupPhase.PLACING, 0.0)), {}, lambda: off, tell, lambda: 5.0)
+        publish_missing(
+            lambda: of_fox(GroupState("r1", 2, GroupPhase.PLACING, 0.0)), {}, lambda: off, tell, lambda: 5.0
+        )
     )
     await asyncio.wait_for(twice.wait(), 20)
     telling.cancel()

@@ -15,13 +15,13 @@ from homing.cluster.control.planner import (
     Drain,
     Fleet,
     GroupPhase,
+    GroupState,
     KillRankGroup,
     NameAllocator,
     Publish,
-    RankGroup,
     RoutedReplica,
     StartRankGroup,
-    WarmUp,
+    StartWarmUp,
     cache_worths_s,
 )
 from homing.router.control import CacheWorth
@@ -160,7 +160,7 @@ def advance(fleet: Fleet, now: float) -> list[Action]:
                 case StartRankGroup(replica_id, generation):
                     fleet.placed(replica_id, generation, now)
                     fleet.ready(replica_id, generation, describe_replica(replica_id, generation), now)
-                case WarmUp(replica_id, generation):
+                case StartWarmUp(replica_id, generation):
                     fleet.warmed(replica_id, generation, now)
                 case Drain(replica_id, generation):
                     fleet.drained(replica_id, generation)
@@ -315,7 +315,7 @@ def test_a_replica_that_comes_to_others_is_warmed_up_for_a_bounded_time() -> Non
     fleet.ready("r1", 2, describe_replica("r1", 2), 2)
 
     warming = RoutedReplica(describe_replica("r1", 2), "warming")
-    assert fleet.reconcile(2) == [Publish((serving("r0", 1), warming)), WarmUp("r1", 2)]
+    assert fleet.reconcile(2) == [Publish((serving("r0", 1), warming)), StartWarmUp("r1", 2)]
     assert fleet.next_deadline(2) == 5
     assert fleet.reconcile(7) == [Publish((serving("r0", 1), serving("r1", 2)))]
 
@@ -338,7 +338,7 @@ def test_nobody_is_warmed_up_where_nobody_serves() -> None:
 def test_a_planner_that_takes_over_starts_nothing_that_runs() -> None:
     """After a controller's death, draining groups keep draining, and missing ones start under a free name."""
     phases = {4: GroupPhase.WARMING, 7: GroupPhase.DRAINING, 8: GroupPhase.STARTING}
-    groups = {f"r{number}": RankGroup(f"r{number}", number, phase, 0.0) for number, phase in phases.items()}
+    groups = {f"r{number}": GroupState(f"r{number}", number, phase, 0.0) for number, phase in phases.items()}
     fleet = Fleet(PACING, wanted=2, names=NameAllocator(9, {*groups}), groups=groups)
 
     fleet.resume({number: describe_replica(f"r{number}", number) for number in (4, 7)}, 0)
@@ -459,7 +459,7 @@ class FleetMachine(RuleBasedStateMachine):
             case Publish(members):
                 assert members != self.members, "published the same membership twice"
                 self.members = members
-            case Drain(replica_id, generation) | WarmUp(replica_id, generation):
+            case Drain(replica_id, generation) | StartWarmUp(replica_id, generation):
                 roles = {member.description.epoch: member.role for member in self.members}
                 assert roles.get(generation) == ("draining" if isinstance(action, Drain) else "warming")
                 assert self.running[replica_id] == generation

@@ -3,13 +3,13 @@
 import pytest
 
 from homing.cluster.config import load_settings
-from homing.cluster.control.control_messages import ModelSpec
+from homing.cluster.control.control_messages import ClusterModel
 from homing.cluster.control.rank_groups import bundle_of, uses_spares, world_of
 from homing.cluster.control.supervisor import MIN_CPUS
 
 
-def spec_of(run_dir: str | None = None, **flags: str) -> ModelSpec:
-    return ModelSpec(settings=load_settings(flags, {}), seed=7, model_dir=None, run_dir=run_dir, host=None)
+def spec_of(run_dir: str | None = None, **flags: str) -> ClusterModel:
+    return ClusterModel(settings=load_settings(flags, {}), seed=7, model_dir=None, run_dir=run_dir, host=None)
 
 
 @pytest.mark.parametrize(

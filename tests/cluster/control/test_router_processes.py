@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from homing.cluster.config import Settings, load_settings
-from homing.cluster.control.control_messages import Listening, Models, ModelSpec
+from homing.cluster.control.control_messages import ClusterModel, Listening, Models
 from homing.cluster.control.router_processes import RouterProcesses
 from homing.router.backend import AbsentReplica
 from homing.router.control import (
@@ -51,7 +51,7 @@ class FakeActor:
 
 def spec() -> Models:
     settings: Settings = load_settings({"served_model_name": "fox", "routers": 2}, {})
-    return (ModelSpec(settings=settings, seed=7, model_dir=None, run_dir=None, host=""),)
+    return (ClusterModel(settings=settings, seed=7, model_dir=None, run_dir=None, host=""),)
 
 
 @asynccontextmanager

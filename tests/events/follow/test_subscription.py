@@ -21,7 +21,7 @@ from homing.events.follow.subscription import (
     Reset,
     SetStatus,
 )
-from homing.events.wire.dialects import Batch
+from homing.events.wire.dialects import DecodedBatch
 from homing.events.wire.messages import Heartbeat, SnapshotBlock, SnapshotChunk
 
 from ..fakes import load_report
@@ -95,7 +95,7 @@ def test_the_simulation_catches_a_reader_that_breaks_the_promise(fault: str) -> 
 class StepsOverHoles(Subscription):
     """A broken reader: accepts any number that is not lower than expected."""
 
-    def on_batch(self, epoch: int | None, seq: int, batch: Batch) -> list[Instruction]:
+    def on_batch(self, epoch: int | None, seq: int, batch: DecodedBatch) -> list[Instruction]:
         if epoch == self.cursor.epoch and seq > (self.cursor.expected or seq):
             self.cursor = Cursor(epoch, seq)
         return super().on_batch(epoch, seq, batch)
@@ -138,9 +138,9 @@ def test_a_foreign_publisher_is_followed_by_replay_alone_and_never_overcredited(
     assert set(world.sink.parents) == truth if world.subscription.exact else set(world.sink.parents) <= truth
 
 
-def stored(*blocks: int, parent: int | None = None) -> Batch:
+def stored(*blocks: int, parent: int | None = None) -> DecodedBatch:
     """A batch that stores one chain."""
-    return Batch(1.0, [Stored(parent, blocks)])
+    return DecodedBatch(1.0, [Stored(parent, blocks)])
 
 
 def snapshot(seq: int | None, *blocks: int, epoch: int = 7) -> SnapshotChunk:
@@ -345,7 +345,7 @@ def test_a_foreign_restart_is_told_by_a_number_that_falls_while_time_advances() 
     subscription.on_replayed(None, 1, stored(2))
     subscription.on_replay_end()
 
-    out = subscription.on_batch(None, 0, Batch(5.0, [Cleared()]))
+    out = subscription.on_batch(None, 0, DecodedBatch(5.0, [Cleared()]))
 
     assert Reset(None, None, ()) in out
     assert RequestReplay(0) in out

@@ -123,7 +123,7 @@ def shown(name: str, model: str) -> ReplicaView:
 
 
 def member(
-    name: str, version: int = 1, block_size: int = 16, rest: UnavailableReason | None = None, model: str = "fox"
+    name: str, version: int = 1, block_size: int = 16, unavailable: UnavailableReason | None = None, model: str = "fox"
 ) -> Member:
     parity = Parity(
         tokenizer_digest="",
@@ -147,7 +147,7 @@ def member(
         prefill_tokens_per_s=1,
         decode_step_s=1,
     )
-    return Member(description, KvCacheSettings(block_size=block_size), "m", version, rest)
+    return Member(description, KvCacheSettings(block_size=block_size), "m", version, unavailable)
 
 
 def service(first: Member, counters: RouterCounters) -> RouterService:
@@ -224,7 +224,7 @@ def test_versions_that_name_blocks_alike_share_an_index(world: World) -> None:
 
 def test_replicas_that_name_blocks_otherwise_are_kept_apart(world: World) -> None:
     """A router that mixed them would compute every prompt again, or refuse the new replicas."""
-    world.publish(member("r0"), member("r1"), member("r2", version=2, block_size=32, rest="warming"))
+    world.publish(member("r0"), member("r1"), member("r2", version=2, block_size=32, unavailable="warming"))
 
     assert [service.members for service in world.services] == [["r0", "r1"], ["r2"]]
     assert world.services[1].unavailable == {"r2": "warming"}
@@ -261,12 +261,16 @@ def test_a_generation_ends_with_its_last_replica_but_for_the_newest(world: World
 
 def test_who_drains_still_gets_what_its_generation_holds(world: World) -> None:
     """Requests tokenized for these replicas cannot go elsewhere; otherwise they would wait for the drain, then fail."""
-    world.publish(member("r0", rest="draining"), member("r1"), member("r2", version=2, block_size=32, rest="warming"))
+    world.publish(
+        member("r0", unavailable="draining"),
+        member("r1"),
+        member("r2", version=2, block_size=32, unavailable="warming"),
+    )
     assert [service.unavailable for service in world.services] == [{"r0": "draining"}, {"r2": "warming"}]
     world.services[0].held = 5
     assert world.in_flight("r0") == 3
 
-    world.publish(member("r0", rest="draining"), member("r2", version=2, block_size=32))
+    world.publish(member("r0", unavailable="draining"), member("r2", version=2, block_size=32))
 
     assert [service.unavailable for service in world.services] == [{}, {}]
     assert world.in_flight("r0") == 8
@@ -275,7 +279,7 @@ def test_who_drains_still_gets_what_its_generation_holds(world: World) -> None:
 
 def test_a_replica_is_filled_by_its_own_generation(world: World) -> None:
     """Token ids of one model mean nothing to another."""
-    world.publish(member("r0"), member("r1", version=2, block_size=32, rest="warming"))
+    world.publish(member("r0"), member("r1", version=2, block_size=32, unavailable="warming"))
 
     assert world.ask(WarmUp("r1", 0.25, 10.0)) == WarmUpEnded()
     assert world.ask(WarmUp("nobody", 0.25, 10.0)) == WarmUpEnded()
@@ -300,7 +304,7 @@ def test_a_replica_that_is_missing_is_shown_until_it_is_there(world: World) -> N
 
 def test_what_is_held_waits_for_new_replicas_where_nobody_else_takes_any(world: World) -> None:
     """A cluster scaled to zero holds its requests; draining replicas that received them would never stop."""
-    world.publish(member("r0", rest="draining"))
+    world.publish(member("r0", unavailable="draining"))
     world.services[0].held = 5
 
     assert world.services[0].unavailable == {"r0": "draining"}
@@ -327,7 +331,7 @@ async def test_a_replaced_generation_ends_with_nothing_held(tmp_path: Path) -> N
         await until(lambda: models.view().replicas[0].waiting >= QUEUE_AHEAD)
         late = [Reading(models.choose(None).generate(request_of([seed] * 50, seed=seed))) for seed in range(12, 24)]
         held = models.view().waiting
-        await models.answer(membership([replace(first, rest="draining"), second], ["fake"]))
+        await models.answer(membership([replace(first, unavailable="draining"), second], ["fake"]))
         assert models.view().replicas[0].state == "draining"
         while await models.answer(CountInFlight("r0")) != 0:  # noqa: ASYNC110 - as the controller does
             await asyncio.sleep(0.005)
@@ -353,7 +357,7 @@ async def test_what_is_held_where_no_replica_is_left_may_begin_anew_at_the_next_
     old.description = msgspec.structs.replace(old.description, parity=parity, model=limits)
     first = Member(old.description, CACHE, str(tmp_path), 1)
     try:
-        await models.answer(membership([replace(first, rest="draining")], ["fox"]))
+        await models.answer(membership([replace(first, unavailable="draining")], ["fox"]))
         chosen = models.choose("fox")
         held = Reading(chosen.generate(request_of([1] * 50)))
         await models.answer(membership([], ["fox"]))
@@ -396,7 +400,7 @@ async def test_a_held_request_is_tokenized_anew_for_the_model_that_takes_the_pla
         old.start()
         new.start()
         port = await server.start("127.0.0.1", 0)
-        await models.answer(membership([replace(before, rest="draining")], ["fox"]))
+        await models.answer(membership([replace(before, unavailable="draining")], ["fox"]))
         await server.front.load_texts()
         async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
             url, body = f"http://127.0.0.1:{port}/v1/completions", {"prompt": "A fox", "max_tokens": 3}
@@ -432,7 +436,7 @@ def test_a_replica_of_a_known_version_is_judged_by_that_version(world: World) ->
 
 def test_a_model_that_was_turned_off_refuses_and_others_do_not(two: World) -> None:
     """The operator scaled it to zero: holding a request until its deadline would not help."""
-    two.publish(member("r0", rest="draining"), member("r1", version=2, model="owl"))
+    two.publish(member("r0", unavailable="draining"), member("r1", version=2, model="owl"))
 
     two.turn_off("fox")
 
@@ -474,7 +478,7 @@ def test_a_model_that_leaves_refuses_what_comes_and_what_waits_and_ends_with_its
     both = [member("r0"), member("r1", version=2, model="owl")]
     two.publish(*both)
 
-    two.publish(both[0], replace(both[1], rest="draining"), serve=["fox"])
+    two.publish(both[0], replace(both[1], unavailable="draining"), serve=["fox"])
 
     with pytest.raises(ModelNotFound, match="'owl' does not exist; served models: 'fox'"):
         two.models.choose("owl")
@@ -504,7 +508,7 @@ def test_a_model_that_comes_back_is_served_again(two: World) -> None:
 
 def test_a_router_that_starts_meets_the_last_replicas_of_a_model_that_leaves(world: World) -> None:
     """It must start all the same, and send them no requests."""
-    world.publish(member("r0"), member("r1", version=2, model="owl", rest="draining"))
+    world.publish(member("r0"), member("r1", version=2, model="owl", unavailable="draining"))
 
     with pytest.raises(ModelNotFound):
         world.models.choose("owl")
@@ -546,7 +550,7 @@ def test_one_models_outage_is_not_anothers(two: World) -> None:
 
 def test_a_model_that_is_replaced_keeps_its_requests_from_the_others(two: World) -> None:
     """Draining replicas still get their own model's held requests, whatever other models have."""
-    two.publish(member("r0", rest="draining"), member("r1", version=2, model="owl"))
+    two.publish(member("r0", unavailable="draining"), member("r1", version=2, model="owl"))
 
     assert two.services[0].unavailable == {"r0": "draining"}
 
@@ -570,7 +574,7 @@ def test_a_replica_that_its_version_refuses_is_not_warmed_up(world: World) -> No
 
 def test_demand_is_measured_by_model_over_the_replicas_that_serve(two: World) -> None:
     """A draining replica of an old version takes no new requests; a model without replicas needs a first one."""
-    two.publish(member("r0", rest="draining"), member("r1", version=2, block_size=32), member("r2", 3, 32))
+    two.publish(member("r0", unavailable="draining"), member("r1", version=2, block_size=32), member("r2", 3, 32))
     two.services[0].held = 3
 
     demands = two.ask(MeasureDemand())

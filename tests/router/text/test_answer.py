@@ -7,7 +7,15 @@ from hypothesis import strategies as st
 
 from homing.replica.messages import PositionLogprobs, TokenLogprob
 from homing.router.backend import TokenDelta
-from homing.router.text.answer import AnswerText, Block, StopFinder, TextDelta, append_delta, parse_deltas, with_deltas
+from homing.router.text.answer import (
+    AnswerBlock,
+    AnswerText,
+    StopFinder,
+    TextDelta,
+    append_delta,
+    parse_deltas,
+    with_deltas,
+)
 from homing.router.text.parsers.deltas import Content, Reasoning, ToolCallArguments, ToolCallStart
 from homing.router.text.parsers.families import choose_tools
 from homing.router.text.parsers.parser import AnswerParser
@@ -115,7 +123,7 @@ def test_the_longest_of_stop_strings_that_end_together_counts():
 
 def test_neighbours_of_one_kind_are_one_block():
     """A complete answer is returned in blocks, whatever pieces it arrived in."""
-    blocks: list[Block] = []
+    blocks: list[AnswerBlock] = []
     for deltas in (
         [Reasoning("It "), Reasoning("rains.")],
         [Content(""), Content("Let "), Content("me see.")],
@@ -147,7 +155,7 @@ def test_parsed_text_ends_with_calls_wherever_it_is_cut(cuts: list[int]):
         found.append(with_deltas(shown, parse_deltas(parser, shown), calls=calls > 0))
         calls += sum(type(each) is ToolCallStart for each in found[-1].deltas)
 
-    blocks: list[Block] = []
+    blocks: list[AnswerBlock] = []
     for shown in found:
         append_delta(blocks, shown)
         if not any(type(each) is not Content for each in shown.deltas):

@@ -4,7 +4,7 @@ from homing.router.text.conversation import (
     CacheMark,
     Conversation,
     Message,
-    Reasoning,
+    ReasoningRequest,
     Tool,
     ToolCall,
     ToolChoice,
@@ -48,14 +48,14 @@ def test_tools_that_may_not_be_called_are_not_shown():
 def test_reasoning_becomes_arguments_of_the_template_that_others_overrule():
     """`chat_template_kwargs` take precedence; if the request sets neither, the template decides."""
 
-    def arguments(reasoning: Reasoning, **given: object) -> object:
+    def arguments(reasoning: ReasoningRequest, **given: object) -> object:
         asked = Conversation(messages=[USER], reasoning=reasoning, template_arguments=given)
         return asked.template_input().template_arguments
 
-    assert arguments(Reasoning()) == {}
-    assert arguments(Reasoning(True, "high")) == {"reasoning_effort": "high", "enable_thinking": True}
-    assert arguments(Reasoning(effort="none")) == {"enable_thinking": False}
-    assert arguments(Reasoning(False), enable_thinking=True) == {"enable_thinking": True}
+    assert arguments(ReasoningRequest()) == {}
+    assert arguments(ReasoningRequest(True, "high")) == {"reasoning_effort": "high", "enable_thinking": True}
+    assert arguments(ReasoningRequest(effort="none")) == {"enable_thinking": False}
+    assert arguments(ReasoningRequest(False), enable_thinking=True) == {"enable_thinking": True}
 
 
 def test_neighbours_of_one_role_become_one_message():

@@ -24,7 +24,7 @@ class Peer(Policy):
     def leave(self, replica: str) -> None:
         del self._in_flight[replica]
 
-    def booked(self, replica: str, request_id: int, prompt: Prompt) -> None:  # noqa: ARG002
+    def booked(self, replica: str, request_id: int, prompt: Prompt) -> None:
         self._in_flight[replica].add(request_id)
 
     def ended(self, replica: str, request_id: int) -> None:

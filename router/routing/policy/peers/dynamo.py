@@ -146,7 +146,7 @@ class DynamoWspt(DynamoScale8):
             return "queue over the threshold"
         return super().obstacle(prompt, candidate)
 
-    def rank(self, prompt: Prompt, uncached: int, prefill_s: float) -> float:  # noqa: ARG002
+    def rank(self, prompt: Prompt, uncached: int, prefill_s: float) -> float:
         return uncached
 
 

@@ -17,7 +17,7 @@ class PlainRoundRobin(Peer):
         super().__init__()
         self._turn = 0
 
-    def pick(self, prompt: Prompt, usable: Sequence[Candidate], rng: Random) -> tuple[Candidate, str]:  # noqa: ARG002
+    def pick(self, prompt: Prompt, usable: Sequence[Candidate], rng: Random) -> tuple[Candidate, str]:
         return usable[self._turn % len(usable)], "its turn"
 
     def decide(self, prompt: Prompt, candidates: Sequence[Candidate], rng: Random) -> Decision:
@@ -31,7 +31,7 @@ class RandomReplica(Peer):
 
     name = "random"
 
-    def pick(self, prompt: Prompt, usable: Sequence[Candidate], rng: Random) -> tuple[Candidate, str]:  # noqa: ARG002
+    def pick(self, prompt: Prompt, usable: Sequence[Candidate], rng: Random) -> tuple[Candidate, str]:
         return rng.choice(usable), "drawn at random"
 
 
@@ -40,7 +40,7 @@ class LeastRequests(Peer):
 
     name = "least-requests"
 
-    def pick(self, prompt: Prompt, usable: Sequence[Candidate], rng: Random) -> tuple[Candidate, str]:  # noqa: ARG002
+    def pick(self, prompt: Prompt, usable: Sequence[Candidate], rng: Random) -> tuple[Candidate, str]:
         return least(usable, [self.requests(each) for each in usable], rng), "fewest requests of this router"
 
 
@@ -50,7 +50,7 @@ class ConsistentHash(Peer):
     name = "hash"
     head_blocks = 2
 
-    def pick(self, prompt: Prompt, usable: Sequence[Candidate], rng: Random) -> tuple[Candidate, str]:  # noqa: ARG002
+    def pick(self, prompt: Prompt, usable: Sequence[Candidate], rng: Random) -> tuple[Candidate, str]:
         head = repr(tuple(text_hashes(prompt)[: self.head_blocks]))
 
         def weight(candidate: Candidate) -> bytes:

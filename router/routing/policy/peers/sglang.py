@@ -50,7 +50,7 @@ class SglangCacheAware(Peer):
                 self._cut(replica, TREE_TOKENS // prompt.block_size)
         return self.consider(prompt, candidates, rng)
 
-    def pick(self, prompt: Prompt, usable: Sequence[Candidate], rng: Random) -> tuple[Candidate, str]:  # noqa: ARG002
+    def pick(self, prompt: Prompt, usable: Sequence[Candidate], rng: Random) -> tuple[Candidate, str]:
         loads = [self.requests(each) for each in usable]
         shortest = usable[loads.index(min(loads))]  # ties go to the first in the list
         if max(loads) - min(loads) > BALANCE_ABS and max(loads) > BALANCE_REL * min(loads):

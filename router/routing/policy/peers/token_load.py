@@ -66,7 +66,7 @@ class QueueAndMisses(TokenLoad):
 
     name = "queue-2-misses"
 
-    def cost(self, candidate: Candidate, queued: int, uncached: int) -> float:  # noqa: ARG002
+    def cost(self, candidate: Candidate, queued: int, uncached: int) -> float:
         return queued + 2 * uncached
 
 
@@ -100,7 +100,7 @@ class LlmDTokenLoad(TokenLoad):
             return chosen
         return least(holders, [self._tokens[each.replica_id] for each in holders], rng), "holds the prefix"
 
-    def cost(self, candidate: Candidate, queued: int, uncached: int) -> float:  # noqa: ARG002
+    def cost(self, candidate: Candidate, queued: int, uncached: int) -> float:
         return queued
 
     def _ttft_s(self, candidate: Candidate) -> float:

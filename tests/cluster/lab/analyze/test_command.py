@@ -18,7 +18,7 @@ from homing.cluster.config import load_settings
 from homing.cluster.errors import ClusterError, LogUnreadable, ModelUnavailable, PlotFailed, SettingsError
 from homing.cluster.lab.analyze.command import Options, Sample, analyze, paced
 from homing.cluster.lab.analyze.order import Part
-from homing.cluster.lab.analyze.prompts import Prompt
+from homing.cluster.lab.analyze.prompts import AnalyzedPrompt
 from homing.replica.demo import demo_model_path
 from homing.router.text.template import TemplateInput
 from homing.router.text.tokenizer import TextModel
@@ -176,7 +176,7 @@ def test_blocks_may_be_larger_than_those_of_a_cluster(trace: Path):
 def test_the_end_says_how_fast_it_went() -> None:
     """Users can estimate the time for a longer log."""
     err, seconds = io.StringIO(), iter(range(100))
-    prompts = [Prompt(1, [])] * 3
+    prompts = [AnalyzedPrompt(1, [])] * 3
 
     assert list(paced(prompts, err, lambda: float(next(seconds)))) == prompts
     assert err.getvalue() == "3 requests in 1.0 s (180 a minute)\n"
@@ -259,7 +259,7 @@ def test_a_sample_holds_each_prompt_with_the_same_chance():
     for seed in range(2000):
         sample = Sample(5, random.Random(seed))
         for number in range(20):
-            sample.offer(Prompt(number, (), parts=(Part("prompt", "x"),)), 0)
+            sample.offer(AnalyzedPrompt(number, (), parts=(Part("prompt", "x"),)), 0)
         for prompt in sample.prompts:
             taken[prompt.tokens] += 1
 

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from homing.cluster.lab.analyze.replica_spread import Affine, ReplicaCaches, RoundRobin
+from homing.cluster.lab.analyze.replica_spread import Affine, ReplicaCaches, RoundRobinRule
 from homing.cluster.lab.analyze.reuse_stack import ReuseStack
 
 
@@ -25,7 +25,7 @@ def test_one_replica_is_one_cache():
     for blocks in log:
         alone.observe(blocks, len(blocks))
 
-    for rule in (Affine(), RoundRobin()):
+    for rule in (Affine(), RoundRobinRule()):
         curve = curve_of(1, rule, log)
         assert [curve.hits(size) for size in range(15)] == [alone.curve().hits(size) for size in range(15)]
 
@@ -35,7 +35,7 @@ def test_affinity_keeps_conversations_together():
     log = conversations(4, 6)
 
     assert curve_of(3, Affine(), log).endless == curve_of(1, Affine(), log).endless
-    assert curve_of(3, RoundRobin(), log).endless < curve_of(3, Affine(), log).endless
+    assert curve_of(3, RoundRobinRule(), log).endless < curve_of(3, Affine(), log).endless
 
 
 def test_a_prefix_that_all_share_does_not_draw_everything_to_one_replica():

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from homing.cluster.config import Settings, load_settings
-from homing.cluster.control.engine_command import EnginePlace, EventAddresses, command, environment, for_engine
+from homing.cluster.control.engines.command import EnginePlace, EventAddresses, command, environment, for_engine
 from homing.cluster.errors import SettingsError
 
 MODEL = Path("/models/fox")

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from ..config import SETTINGS, Settings
-from ..errors import SettingsError
+from ...config import SETTINGS, Settings
+from ...errors import SettingsError
 
 #: KV memory on a CPU if it is not set; vLLM's own default is half of a NUMA node's memory.
 CPU_KV_BYTES = 512 * 1024 * 1024

@@ -2,8 +2,8 @@
 
 `EngineProcess` handles the process and its output; `EngineServer` is what the actor runs in place of our own engine.
 Requests do not pass through here: routers talk to the engine directly, as to any other (router/replicas/external). A
-keeper between actor and engine (engine_keeper.py) kills all of the engine's processes, whatever happens to the actor.
-engine_command.py builds the engine's command line.
+reaper between actor and engine (reaper.py) kills all of the engine's processes, whatever happens to the actor.
+command.py builds the engine's command line.
 """
 
 import asyncio
@@ -26,32 +26,32 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from ...events.errors import EventError
-from ...events.wire.cache_events import Stored
-from ...events.wire.dialects import BatchDecoder
-from ...events.wire.frames import read_replay, replay_request
-from ...kvcache.hashing import BlockHash, BlockHasher, tenant_root, token_bytes, wire_hash
-from ...replica.load.cpu_threads import usable_cores
-from ...replica.messages import ReplicaDescription
-from ...replica.progress import report
-from ...replica.rank_server import RankServer
-from ...router.replicas.external.addresses import ReplicaAddress, describe, external_root
-from ...router.replicas.external.block_keys import ExternalBlocks
-from ...router.replicas.external.http_client import Address, Client, EngineUnreachableError
-from ...router.replicas.external.load import EngineMetrics
-from ...router.replicas.external.probe import CANARY, Card, EngineRequirements, probe, read_cards
-from ...router.replicas.external.wire import error_message
-from ...router.replicas.membership import own_parity, text_digests
-from ...router.text.export import load_parts
-from ..config import Settings
-from ..errors import EngineLost, StartFailed
-from ..model_source import model_limits, text_folder
-from .control_messages import RankSpec
-from .engine_command import EnginePlace, EventAddresses, command, environment
+from ....events.errors import EventError
+from ....events.wire.cache_events import Stored
+from ....events.wire.dialects import BatchDecoder
+from ....events.wire.frames import read_replay, replay_request
+from ....kvcache.hashing import BlockHash, BlockHasher, tenant_root, token_bytes, wire_hash
+from ....replica.load.cpu_threads import usable_cores
+from ....replica.messages import ReplicaDescription
+from ....replica.progress import report
+from ....replica.rank_server import RankServer
+from ....router.replicas.external.addresses import ReplicaAddress, describe, external_root
+from ....router.replicas.external.block_keys import ExternalBlocks
+from ....router.replicas.external.http_client import Address, Client, EngineUnreachableError
+from ....router.replicas.external.load import EngineMetrics
+from ....router.replicas.external.probe import CANARY, Card, EngineRequirements, probe, read_cards
+from ....router.replicas.external.wire import error_message
+from ....router.replicas.membership import own_parity, text_digests
+from ....router.text.export import load_parts
+from ...config import Settings
+from ...errors import EngineLost, StartFailed
+from ...model_source import model_limits, text_folder
+from ..control_messages import RankSpec
+from .command import EnginePlace, EventAddresses, command, environment
 
 log = logging.getLogger(__name__)
 
-KEEPER = Path(__file__).with_name("engine_keeper.py")
+REAPER = Path(__file__).with_name("reaper.py")
 #: Time for an engine to exit when asked; then it is killed.
 STOP_GRACE_S = 3.0
 #: Time for all killed processes to exit, which is used up only if one is stuck in the kernel.
@@ -78,12 +78,12 @@ def error_summary(lines: Sequence[str]) -> str:
 
 
 class EngineProcess:
-    """A running engine with its keeper. `ended` is set when none of its processes is left."""
+    """A running engine with its reaper. `ended` is set when none of its processes is left."""
 
     def __init__(self, words: Sequence[str], environ: Mapping[str, str], name: str) -> None:
-        keeper = [sys.executable, "-I", str(KEEPER), str(STOP_GRACE_S), *words]
+        reaper = [sys.executable, "-I", str(REAPER), str(STOP_GRACE_S), *words]
         self._keeper = subprocess.Popen(
-            keeper,
+            reaper,
             env=dict(environ),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -106,7 +106,7 @@ class EngineProcess:
                 self._keeper.stdin.write(b"." if ask else b"")
                 self._keeper.stdin.close()
             except BrokenPipeError:
-                pass  # the keeper has exited
+                pass  # the reaper has exited
 
     def _read(self) -> None:
         assert self._keeper.stdout is not None

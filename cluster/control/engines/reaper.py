@@ -1,6 +1,6 @@
 """Runs one engine and leaves none of its processes behind. A separate program, to outlive the process that starts it.
 
-    python -I engine_keeper.py GRACE_S COMMAND...
+    python -I reaper.py GRACE_S COMMAND...
 
 All of the engine's processes are killed when the engine exits, when standard input is closed (the process that started
 this one has died), or GRACE_S seconds after a byte on standard input, upon which the engine is asked to terminate.
@@ -22,7 +22,7 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 _libc = ctypes.CDLL(None)
 
 
-class Engine:
+class ReapedEngine:
     """The engine's own process, as a child of this one."""
 
     def __init__(self, command: list[str]) -> None:
@@ -86,7 +86,7 @@ def main(grace_s: float, command: list[str]) -> None:
         return
     _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
-        engine = Engine(command)
+        engine = ReapedEngine(command)
     except OSError as error:
         print(f"{command[0]} cannot be started: {error}", flush=True)
         return

@@ -1,4 +1,4 @@
-"""One engine under its keeper process, without Ray; a program that speaks like vLLM is the engine."""
+"""One engine under its reaper process, without Ray; a program that speaks like vLLM is the engine."""
 
 import ctypes
 import os
@@ -16,13 +16,13 @@ import psutil
 import pytest
 
 from homing.cluster.config import load_settings
-from homing.cluster.control.control_messages import ModelSpec, RankSpec, Rendezvous
-from homing.cluster.control.engine_process import EngineServer, error_summary, start_engine
+from homing.cluster.control.control_messages import ClusterModel, RankSpec, Rendezvous
+from homing.cluster.control.engines.process import EngineServer, error_summary, start_engine
 from homing.cluster.errors import EngineLost, StartFailed
 from homing.replica.demo import demo_model_path
 from homing.router.errors import ParityMismatch
 
-from ..engine_program import engine_python
+from ...engine_program import engine_python
 
 pytestmark = pytest.mark.cluster
 
@@ -44,7 +44,7 @@ def rank_spec(folder: Path, engine_args: str = "", **flags: str) -> RankSpec:
         "max_batched_tokens": "512",
     }
     settings = load_settings(given | flags, {})
-    model = ModelSpec(settings=settings, seed=7, model_dir=None, run_dir=str(folder), host="127.0.0.1")
+    model = ClusterModel(settings=settings, seed=7, model_dir=None, run_dir=str(folder), host="127.0.0.1")
     return RankSpec(model, "r0", 1, 0, 1, Rendezvous("127.0.0.1", 1, b""))
 
 
@@ -64,7 +64,7 @@ def below(pid: int) -> list[psutil.Process]:
 
 
 def engine_process() -> psutil.Process:
-    """The engine's own process; its keeper's command line contains the program as a later argument."""
+    """The engine's own process; its reaper's command line contains the program as a later argument."""
     living = [each for each in below(os.getpid()) if each.status() != psutil.STATUS_ZOMBIE]
     (engine,) = [each for each in living if Path(each.cmdline()[2]).name == "engine_program.py"]
     return engine
@@ -196,7 +196,7 @@ def test_an_engine_ends_with_the_process_that_started_it(tmp_path: Path) -> None
     starter = textwrap.dedent("""
         import os, sys, time
         from pathlib import Path
-        from homing.cluster.control.engine_process import EngineProcess
+        from homing.cluster.control.engines.process import EngineProcess
         process = EngineProcess([sys.executable, "-c", sys.argv[1]], os.environ, "fake")
         while not process.lines:
             time.sleep(0.02)
