@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..backend import FeedState
-from .policy.base import LIVE, NEGLIGIBLE, QUEUE_AHEAD, STALE, UNCERTAIN, Candidate, ManyCandidates
+from .policy.base import LIVE, QUEUE_AHEAD, STALE, UNCERTAIN, Candidate, ManyCandidates, room_of
 from .replica_load import ReplicaLoad
 
 Numbers = npt.NDArray[np.float64]
@@ -23,8 +23,6 @@ Lengths = npt.NDArray[np.int64]
 def _numbers(load: ReplicaLoad) -> tuple[float, ...]:
     """One replica's value for each column, in the order of the attributes of `LoadColumns`."""
     cost = load.prefill_cost
-    uncertain = UNCERTAIN * max(1, load.total_blocks - load.free_blocks)
-    excess = load.requests + 1 - load.max_running_requests
     return (
         cost.prompt_s,
         cost.token_s,
@@ -40,12 +38,12 @@ def _numbers(load: ReplicaLoad) -> tuple[float, ...]:
         load.free_blocks,
         load.free_blocks - load.cached_free_blocks,
         load.occupied_blocks,
-        uncertain,
+        UNCERTAIN * max(1, load.total_blocks - load.free_blocks),
         load.max_batched_tokens,
-        excess,
-        queues := load.waiting >= QUEUE_AHEAD,
-        unavailable := load.draining or load.warming or load.silent,
-        -np.inf if excess > 0 or queues or unavailable else load.spare_blocks - NEGLIGIBLE * uncertain,
+        load.requests + 1 - load.max_running_requests,
+        load.waiting >= QUEUE_AHEAD,
+        load.draining or load.warming or load.silent,
+        room_of(load),
         load.decode_step_s if load.running else 0.0,
         load.queued_prefill_tokens > 0,
     )
@@ -79,7 +77,7 @@ class LoadColumns:
             self.excess_requests,  #: requests beyond the slots if one more is sent; at most 0 while a slot is free
             self.queues,  #: 1 if so many requests wait that a full replica counts as saturated
             self.unavailable,  #: 1 if the replica takes no new requests
-            self.room,  #: a prompt with fewer blocks than this has no obstacle and need not wait for memory or a slot
+            self.room,  #: see `room_of`
             self.running_step_s,  #: duration of a decode step; 0 where nothing runs
             self.has_queue,
         ) = map(np.frombuffer, self._columns)
@@ -87,6 +85,10 @@ class LoadColumns:
     def put(self, place: int, load: ReplicaLoad) -> None:
         for column, number in zip(self._columns, _numbers(load), strict=True):
             column[place] = number
+
+    def short_of(self, blocks: int) -> list[str]:
+        """Replicas where a prompt of this many blocks may meet an obstacle or wait."""
+        return [self.names[place] for place in np.flatnonzero(self.room <= blocks).tolist()]
 
     def check(self, place: int, load: ReplicaLoad) -> None:
         recorded = tuple([column[place] for column in self._columns])

@@ -11,11 +11,11 @@ from ...events.wire.messages import LoadReport
 from ...replica.messages import ReplicaDescription
 from ..backend import Explanation, FeedState
 from .eviction_order import EvictionOrder
-from .policy.base import LIVE, Candidate, Candidates, Decision, Policy, Prompt, SlowerBlocks
+from .policy.base import LIVE, Candidate, Candidates, Decision, Policy, Prompt, SlowerBlocks, room_of
 from .policy.explain import explanation_of
 from .prefix_index import PrefixIndex, ReplicaBlocks
 from .replica_load import LoadBook, Pending, ReplicaLoad
-from .reservations import CountsByBlock, Reservations, common_prefix
+from .reservations import Reservations, common_prefix
 
 #: An external engine may announce a request's blocks after its last token, as events travel separately. A lost event is
 #: detected and requested again within a second (events/follow/subscription.py).
@@ -35,7 +35,8 @@ class Placement:
         #: requests whose blocks an external engine has computed but not announced: replica, last block, expiry time
         self._unannounced: dict[int, tuple[str, int, float]] = {}
         self._in_flight: dict[str, dict[int, Sequence[int]]] = {}  #: by replica and request: the prompt's blocks
-        self._at_first_block = CountsByBlock[str]()  #: for each first block of those prompts, their replicas
+        #: the same prompts by their first block, then by replica and request
+        self._by_first_block: dict[int, dict[str, dict[int, Sequence[int]]]] = {}
         #: how far each joined replica's events can be trusted; changed by `set_feed`
         self.feeds: dict[str, FeedState] = {}
         self._not_live: set[str] = set()  #: replicas whose feed is not live
@@ -143,12 +144,12 @@ class Placement:
         """
         views = self.loads.views(now)
         used: dict[str, int] | None = None
-        if self.loads.crowded:
-            near = self._at_first_block.of(keys[0]) if len(keys) else ()
-            used = {replica: self._used_blocks(replica, keys) for replica in near}
         one_by_one = self._eviction_orders or self.hit_rules or not self.policy.prefers_columns
         if not one_by_one and (columns := self.loads.columns(now)) is not None:
             from .load_columns import CandidateColumns
+
+            if self.loads.crowded:
+                used = self._used_where(columns.short_of(len(keys) + 1), keys)
 
             held, places = self.index.lengths(keys), self.index.places
             extensions = self.reservations.extensions(lambda replica: held[places[replica]], keys)
@@ -156,6 +157,9 @@ class Placement:
             excluded_places = [places[replica] for replica in excluded if replica in places]
             # A copy, because a decision's table may be computed after later changes.
             return CandidateColumns(columns, places, views.copy(), not_live, held, extensions, used, excluded_places)
+        if self.loads.crowded:
+            places = self.index.places
+            used = self._used_where([name for name in places if room_of(views[places[name]]) <= len(keys) + 1], keys)
         return self._each_candidate(keys, excluded, views, used, usable)
 
     def _each_candidate(
@@ -200,14 +204,22 @@ class Placement:
                 held[self.index.places[replica]], slower[replica] = hit
         return slower
 
+    def _used_where(self, replicas: Iterable[str], keys: Sequence[int]) -> dict[str, int]:
+        """For each of these replicas, the number of the prompt's leading blocks that requests in flight there use.
+
+        Where memory is not short for a prompt (`room_of`), that number changes no decision, so it is left out: with
+        hundreds of replicas, finding it would take most of the time of a decision.
+        """
+        near = self._by_first_block.get(keys[0]) if len(keys) else None
+        return {replica: self._used_blocks(replica, keys) for replica in replicas if replica in near} if near else {}
+
     def _used_blocks(self, replica: str, keys: Sequence[int]) -> int:
-        """Number of the prompt's leading blocks that requests in flight there use."""
-        chains = self._in_flight[replica]
-        if not chains or not len(keys):
+        chains = self._by_first_block.get(keys[0], {}).get(replica) if len(keys) else None
+        if not chains:
             return 0
-        first, used = keys[0], 0
+        used = 0
         for chain in chains.values():
-            if len(chain) > used and chain[0] == first and (used == 0 or chain[used] == keys[used]):
+            if len(chain) > used and chain[used] == keys[used]:
                 used = common_prefix(chain, keys, used)
                 if used == len(keys):
                     break
@@ -246,7 +258,7 @@ class Placement:
             order.sent(request_id, keys, found)
         self._in_flight[chosen.replica_id][request_id] = keys
         if len(keys):
-            self._at_first_block.add(keys[0], chosen.replica_id)
+            self._by_first_block.setdefault(keys[0], {}).setdefault(chosen.replica_id, {})[request_id] = keys
         self.policy.booked(chosen.replica_id, request_id, decision.prompt)
 
     def started(self, replica: str, request_id: int) -> None:
@@ -270,7 +282,12 @@ class Placement:
         """Drop a request in flight and return its blocks; none if it or the replica is already gone."""
         keys = self._in_flight.get(replica, {}).pop(request_id, ())
         if len(keys):
-            self._at_first_block.remove(keys[0], replica)
+            near = self._by_first_block[keys[0]]
+            del near[replica][request_id]
+            if not near[replica]:
+                del near[replica]
+                if not near:
+                    del self._by_first_block[keys[0]]
         return keys
 
     def finished(self, tokens: int) -> None:
@@ -283,8 +300,20 @@ class Placement:
         self.loads.check()
         for order in self._eviction_orders.values():
             order.check()
-        prompts = [(keys, name) for name, chains in self._in_flight.items() for keys in chains.values() if len(keys)]
-        self._at_first_block.check([(keys[0], name) for keys, name in prompts])
+        found = [
+            (name, request_id, keys)
+            for near in self._by_first_block.values()
+            for name, chains in near.items()
+            for request_id, keys in chains.items()
+        ]
+        in_flight = [
+            (name, request_id, keys)
+            for name, chains in self._in_flight.items()
+            for request_id, keys in chains.items()
+            if len(keys)
+        ]
+        assert sorted(found) == sorted(in_flight), f"{found} by first block, {in_flight} in flight"
+        assert all(near and all(near.values()) for near in self._by_first_block.values()), "an empty table is kept"
         not_live = {replica for replica, feed in self.feeds.items() if feed is not LIVE}
         assert self._not_live == not_live, f"{self._not_live} are recorded as not live, but {not_live} are not live"
         assert tuple(self.feeds) == self.loads.replicas() == tuple(self.index.places), "replicas or their order differ"

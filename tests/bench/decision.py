@@ -16,7 +16,7 @@ from time import thread_time_ns
 from report import Row, arguments, publish
 
 from homing.events.follow.subscription import FeedStatus
-from homing.events.wire.messages import EventEndpoints
+from homing.events.wire.messages import CacheCounters, EventEndpoints, LoadReport
 from homing.kvcache.hashing import BlockHash, BlockHasher, join_hashes, tenant_root, token_bytes, wire_hashes
 from homing.kvcache.parity import canary_hash
 from homing.replica.messages import ModelLimits, Parity, ReplicaDescription, SamplingParams
@@ -57,6 +57,7 @@ def main() -> None:
     rows += [match_row(512, 100.0, name, options.repeats) for name in SPREADS]
     rows += [decision_row(8, 128, None, options.repeats), decision_row(8, 2_000, None, options.repeats)]
     rows += [decision_row(8, TOKENS, 600.0, options.repeats), decision_row(512, TOKENS, None, few)]
+    rows += [crowded_row(512, short, options.repeats) for short in (0, 1, 40)]
     rows += [memory_row(8, 1, 60.0), memory_row(512, 1, 60.0), memory_row(8, 2, None), memory_row(512, 512, None)]
     publish(rows, options.out, ["msgspec", "xxhash"])
 
@@ -79,17 +80,70 @@ def decision_row(replicas: int, tokens: int, goal: float | None, repeats: int) -
     """The whole request flow; half of the replicas hold the whole prompt."""
     flow = idle_cluster(replicas)
     prompt = token_bytes(range(tokens))
-    keys = wire_hashes(join_hashes(HASHER.chain(tenant_root(ROOT), prompt)))
+    keys = keys_of(prompt)
     for replica in range(0, replicas, 2):
         flow.placement.stored(f"r{replica}", keys)
-    request = GenerationRequest(trace_id="bench", token_ids=prompt, sampling=SamplingParams(max_tokens=1, seed=1))
+    return Row(f"all for {tokens:,} tokens, {replicas} replicas", "us", submit_us(flow, prompt, repeats), goal)
+
+
+def crowded_row(replicas: int, short: int, repeats: int) -> Row:
+    """The whole request flow while `short` replicas are short of memory.
+
+    All run requests that share a system prompt of eight blocks with the new one, and differ in 20 more.
+    """
+    flow, running = idle_cluster(replicas), 26
+    system, tail = list(range(8 * BLOCK_SIZE)), 20 * BLOCK_SIZE
+    for replica in range(replicas):
+        flow.placement.stored(f"r{replica}", keys_of(token_bytes(system)))
+    for number in range(running * replicas):
+        flow.submit(request_of(token_bytes([*system, *range(number, number + tail)])), 0.0)
+    for replica in range(replicas):
+        free = 50_000 if replica < short else 900_000
+        flow.report(f"r{replica}", report_of(running, free, running * replicas), 0.0)
+    prompt = token_bytes([*system, *range(TOKENS - tail, TOKENS)])
+    cost = submit_us(flow, prompt, repeats)
+    return Row(f"all for 448 tokens, {replicas} replicas, {short} of them short of memory", "us", cost, None)
+
+
+def submit_us(flow: RequestFlow, prompt: bytes, repeats: int) -> float:
+    """Median thread CPU time of a request's submission; each request is cancelled afterwards."""
     costs = []
     for _ in range(repeats):
         begin = thread_time_ns()
-        request_id, _ = flow.submit(request, 0.0)
+        request_id, _ = flow.submit(request_of(prompt), 0.0)
         costs.append(thread_time_ns() - begin)
         flow.cancel(request_id, 0.0)
-    return Row(f"all for {tokens:,} tokens, {replicas} replicas", "us", median(costs) / 1000, goal)
+    return median(costs) / 1000
+
+
+def keys_of(prompt: bytes) -> tuple[int, ...]:
+    """The wire hashes of a prompt's blocks."""
+    return wire_hashes(join_hashes(HASHER.chain(tenant_root(ROOT), prompt)))
+
+
+def request_of(prompt: bytes) -> GenerationRequest:
+    """A request for one token."""
+    return GenerationRequest(trace_id="bench", token_ids=prompt, sampling=SamplingParams(max_tokens=1, seed=1))
+
+
+def report_of(running: int, free: int, accepted: int) -> LoadReport:
+    """A replica's load report."""
+    return LoadReport(
+        epoch=1,
+        step=1,
+        ts=0.0,
+        running=running,
+        waiting=0,
+        queued_prefill_tokens=0,
+        decode_context_tokens=0,
+        free_blocks=free,
+        cached_free_blocks=0,
+        total_blocks=CAPACITY,
+        prefill_tokens_per_s=10_000.0,
+        decode_step_s=0.01,
+        counters=CacheCounters(),
+        accepted={"bench": accepted},
+    )
 
 
 def idle_cluster(replicas: int) -> RequestFlow:

@@ -92,6 +92,7 @@ async def job(front: Front, served: Served, body: CompletionBody, sender: Sender
         logprobs=scored,
         prompt_logprobs=body.logprobs if body.echo else None,
         constraint=None if asked is None else await served.text.constraints.check(asked),
+        session=body.prompt_cache_key if isinstance(body.prompt_cache_key, str) else None,
     )
 
 

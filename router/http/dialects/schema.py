@@ -95,6 +95,7 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     cache_control: CacheControl | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None  #: lower goes first
     timeout: Annotated[float, Meta(gt=0)] | None = None
+    prompt_cache_key: Any = None  #: names the session, if it is a string
     # Ignored: they concern billing, storage or models of other kinds.
     user: Any = None
     metadata: Any = None
@@ -102,7 +103,6 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     service_tier: Any = None
     guided_decoding_backend: Any = None
     safety_identifier: Any = None
-    prompt_cache_key: Any = None
 
 
 class MessageBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):

@@ -62,13 +62,14 @@ def job(
     prompt_logprobs: int | None = None,
     constraint: Constraint | None = None,
     conversation: Conversation | None = None,
+    session: str | None = None,
 ) -> Job:
     """The job that the body requests for these prompts.
 
     `wanted`: the requested output limit, from the field `wanted_param`; 0 generates a token that is not shown.
     `fallback_max_tokens`: the limit if neither body nor settings have one; None: the model's context.
     `best_of`: choices per prompt instead of `n`. `logprobs`: alternatives per token; None: no logprobs at all.
-    Raises InvalidRequest, PromptTooLong and ContextTooLong.
+    `session`: as the body names it. Raises InvalidRequest, PromptTooLong and ContextTooLong.
     """
     settings = front.settings
     count, count_param = (body.n or 1, "n") if best_of is None else (best_of, "best_of")
@@ -95,6 +96,7 @@ def job(
         timeout_s=body.timeout,
         # Streams need each token, and a stop string must be noticed at once.
         tokens_per_delta=1 if body.stream or stops else WHOLE_RESPONSE_TOKENS,
+        session=bounded_session(session) if session else None,
         constraint=constraint,
         conversation=conversation,
         discard=wanted == 0,
@@ -261,13 +263,13 @@ async def conversation_job(
         logprobs=logprobs,
         constraint=None if guided is None else await text.constraints.check(guided),
         conversation=conversation,
+        session=conversation.session,
     )
     parsing = _parsing(front, served, conversation, opened=opened)
-    if parsing is None and conversation.session is None:
+    if parsing is None:
         return found
-    parser, markers = parsing or (None, ())
-    session = bounded_session(conversation.session) if conversation.session else None
-    return msgspec.structs.replace(found, session=session, parser=parser, markers=markers)
+    parser, markers = parsing
+    return msgspec.structs.replace(found, parser=parser, markers=markers)
 
 
 async def _encoded(

@@ -5,7 +5,7 @@ Pure values: candidates in, decision out. Block hashes, time and randomness are 
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from math import ceil, exp
+from math import ceil, exp, inf
 from random import Random
 from typing import ClassVar
 
@@ -62,7 +62,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     load: ReplicaLoad
     held_blocks: int
     expected_blocks: int  #: cached blocks when the request starts: above `held_blocks`, or below it if memory is short
-    used_blocks: int = 0  #: leading blocks that requests in flight there use; counted only while memory is short
+    used_blocks: int = 0  #: leading blocks that requests in flight there use; counted only where memory may be short
     excluded: bool = False  #: the replica refused this request
     slower_blocks: SlowerBlocks = ()  #: the part of `held_blocks` that must first be loaded
 
@@ -241,6 +241,15 @@ def is_full(prompt: Prompt, candidate: Candidate) -> bool:
     load = candidate.load
     cached = candidate.expected_blocks if candidate.feed is not STALE else 0
     return load.requests >= load.max_running_requests or load.free_blocks < prompt.blocks + 1 - cached
+
+
+def room_of(load: ReplicaLoad) -> float:
+    """A prompt with fewer blocks than this meets no obstacle at the replica and waits neither for memory nor a slot."""
+    if load.requests >= load.max_running_requests or load.waiting >= QUEUE_AHEAD:
+        return -inf
+    if load.draining or load.warming or load.silent:
+        return -inf
+    return load.spare_blocks - NEGLIGIBLE * (UNCERTAIN * max(1, load.total_blocks - load.free_blocks))
 
 
 def expected_ttft_s(prompt: Prompt, candidate: Candidate, uncached: int) -> float:

@@ -1,6 +1,7 @@
 """Completions: prompts in every form, echo and logprobs."""
 
 import json
+from hashlib import sha256
 
 import httpx
 import msgspec
@@ -183,3 +184,11 @@ async def test_logprobs_are_openais(front: Front):
 def test_parts_of_characters_keep_different_names():
     """If each were a replacement character, they would merge into one key."""
     assert unique_name(b"\xf0") != unique_name(b"\xf1")
+
+
+async def test_a_cache_key_reaches_the_router(client: httpx.AsyncClient, backend: FakeBackend):
+    """Requests with the same key stay on one replica if prefixes do not decide. Only texts are keys."""
+    for key in ("k1", "", 7, "k" * 65):
+        await client.post(COMPLETIONS, json={"prompt": PROMPT, "prompt_cache_key": key})
+
+    assert [request.session for request in backend.requests] == ["k1", None, None, sha256(b"k" * 65).hexdigest()]
