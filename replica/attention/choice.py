@@ -2,8 +2,10 @@
 
 import importlib.util
 import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
+from types import MappingProxyType
 from typing import Literal, get_args
 
 import torch
@@ -13,6 +15,7 @@ from ..kernels.base import TorchCpuKernels, TorchKernels
 from ..kernels.choice import choose_kernels, compiled_problem
 from .flash import FLASH3_MODULES, Flash4Attention, FlashAttention, load_flash2, load_flash3, load_flash4
 from .paged import KvPool, PagedAttention
+from .trial import trial_problem
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +25,13 @@ NAMES: tuple[Name, ...] = get_args(Name)
 #: Dtypes and the largest head dim that FlashAttention's kernels support.
 FLASH_DTYPES = ("bfloat16", "float16")
 FLASH_MAX_DIM = 256
+#: Backends that need a library, and functions that load it, from pool, kernels and the device's compute capability.
+Libraries = Mapping[Name, Callable[[KvPool, TorchKernels, tuple[int, int]], PagedAttention]]
+LIBRARIES: Libraries = {
+    "flash4": lambda pool, kernels, device: Flash4Attention(pool, kernels, load_flash4(), splits=device >= (10, 0)),
+    "flash3": lambda pool, kernels, _: FlashAttention(pool, kernels, load_flash3()),
+    "flash2": lambda pool, kernels, _: FlashAttention(pool, kernels, load_flash2()),
+}
 
 
 @dataclass(slots=True, frozen=True)
@@ -77,42 +87,65 @@ def fp8_kv_problem(capability: tuple[int, int] | None, dtype: str) -> str | None
     return None if dtype in FLASH_DTYPES else f"on CUDA dtype {dtype} is not one of {', '.join(FLASH_DTYPES)}"
 
 
-def choose(facts: Facts) -> tuple[Name, dict[Name, list[str]]]:
-    """The best backend without problems, and the problems of each better one."""
+def choose(facts: Facts, broken: Mapping[Name, str] = MappingProxyType({})) -> tuple[Name, dict[Name, list[str]]]:
+    """The best backend without problems, and the problems of each better one. `broken`: those that failed a trial."""
     refused: dict[Name, list[str]] = {}
     for name in NAMES:
-        found = problems(name, facts)
+        found = problems(name, facts) or [broken[known] for known in broken if known == name]
         if not found:
             return name, refused
         refused[name] = found
     raise AssertionError("the last backend works everywhere")
 
 
-def choose_attention(pool: KvPool, device: torch.device, wanted: str = "auto") -> PagedAttention:
-    """The wanted backend, or with "auto" the best usable one; logs why better ones are not. Raises StartupError."""
-    facts = _facts_of(pool, device)
+def choose_attention(
+    pool: KvPool, device: torch.device, wanted: str = "auto", *, query_heads: int = 0, libraries: Libraries = LIBRARIES
+) -> PagedAttention:
+    """The wanted backend, or with "auto" the best usable one; logs why better ones are not. Raises StartupError.
+
+    A library is tried before it is used: it may not load beside this torch, or not work on this device. `query_heads`
+    is 0 if not known.
+    """
+    facts, broken = _facts_of(pool, device), dict[Name, str]()
+    while True:
+        chosen, refused = _chosen(facts, broken, wanted)
+        attention, problem = _made(chosen, pool, device, facts, query_heads, libraries)
+        if attention is not None:
+            for name, reasons in refused.items():
+                logger.info("attention_unusable backend=%s reasons=%r", name, "; ".join(reasons))
+            logger.info("attention_chosen backend=%s device=%s block_size=%d", chosen, device, pool.block_size)
+            return attention
+        broken[chosen] = problem
+
+
+def _chosen(facts: Facts, broken: Mapping[Name, str], wanted: str) -> tuple[Name, dict[Name, list[str]]]:
+    """As `choose`, or the backend that the settings name. Raises StartupError if that one cannot be used."""
     if wanted == "auto":
-        chosen, refused = choose(facts)
-        for name, reasons in refused.items():
-            logger.info("attention_unusable backend=%s reasons=%r", name, "; ".join(reasons))
-    else:
-        chosen = next(name for name in NAMES if name == wanted)
-        found = problems(chosen, facts)
-        if found:
-            raise StartupError(f"attention_backend: {wanted} cannot be used: {'; '.join(found)}; use auto")
-    logger.info("attention_chosen backend=%s device=%s block_size=%d", chosen, device, pool.block_size)
-    if chosen == "reference":
-        return PagedAttention(pool, TorchKernels())
-    if chosen == "cpu-scratch":
-        return PagedAttention(pool, TorchCpuKernels())
+        return choose(facts, broken)
+    name = next(name for name in NAMES if name == wanted)
+    found = problems(name, facts) or [broken[known] for known in broken if known == name]
+    if found:
+        raise StartupError(f"attention_backend: {wanted} cannot be used: {'; '.join(found)}; use auto")
+    return name, {}
+
+
+def _made(
+    name: Name, pool: KvPool, device: torch.device, facts: Facts, query_heads: int, libraries: Libraries
+) -> tuple[PagedAttention | None, str]:
+    """The backend of this name; None and the reason if its library does not load or fails a trial."""
+    if name == "reference":
+        return PagedAttention(pool, TorchKernels()), ""
+    if name == "cpu-scratch":
+        return PagedAttention(pool, TorchCpuKernels()), ""
     kernels = choose_kernels(device, pool.keys[0].dtype)
-    if chosen == "flash4":
-        return Flash4Attention(pool, kernels, load_flash4(), splits=facts.capability >= (10, 0))
-    if chosen == "flash3":
-        return FlashAttention(pool, kernels, load_flash3())
-    if chosen == "flash2":
-        return FlashAttention(pool, kernels, load_flash2())
-    return PagedAttention(pool, kernels)
+    if name not in libraries:
+        return PagedAttention(pool, kernels), ""
+    try:
+        attention = libraries[name](pool, kernels, facts.capability)
+    except Exception as error:  # compiled for another torch, or without a library or driver that it needs
+        return None, f"cannot be loaded: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    problem = trial_problem(attention, pool, query_heads)
+    return (attention, "") if problem is None else (None, problem)
 
 
 def _facts_of(pool: KvPool, device: torch.device) -> Facts:

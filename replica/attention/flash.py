@@ -52,10 +52,12 @@ class Flash4Attention(PagedAttention):
 
     #: The library has separate kernels for prompts whose tokens times queries per KV head fit one or two tiles.
     kernel_lengths = tuple(2**power for power in range(1, 10))
-    mixes = False
 
     def __init__(self, pool: KvPool, kernels: TorchKernels, call: Callable[..., Any], *, splits: bool) -> None:
-        """`splits`: whether `call` can split a row's keys; if not, it decodes a row with one program per KV head."""
+        """`splits`: whether `call` can split a row's keys; if not, our kernels decode.
+
+        Without splits, one program per KV head would read all keys of a row.
+        """
         super().__init__(pool, kernels)
         self._call = call
         self._splits = splits
@@ -63,8 +65,7 @@ class Flash4Attention(PagedAttention):
         self._firsts = torch.arange(1, dtype=torch.int32)
 
     def _decode(self, q: torch.Tensor, rows: PagedRows, rule: AttentionRule, out: torch.Tensor) -> None:
-        plain = rule.softcap is None and rule.sinks is None  # our kernels support neither
-        if rows.keys.shape[3] != rows.values.shape[3] or (plain and not self._splits):
+        if rows.keys.shape[3] != rows.values.shape[3] or not self._splits:
             super()._decode(q, rows, rule, out)
             return
         if len(self._firsts) <= len(q):  # only before a capture: the largest is run first
@@ -79,7 +80,8 @@ class Flash4Attention(PagedAttention):
             super()._prefill(q, rows, step, rule, out)
             return
         assert step.first_queries is not None
-        self._attend(q, rows, step.first_queries, max(step.q_lens), rule, out)
+        # In a captured step the host does not know the lengths; an upper bound suffices.
+        self._attend(q, rows, step.first_queries, max(step.q_lens, default=len(q)), rule, out)
 
     def _attend(
         self,

@@ -217,6 +217,7 @@ class GpuRunner(ModelRunner):
         """Capture steps with prompts; None where attention, device or model do not allow it."""
         if self._model.capture_problem or not (attention.mixes and self._graphs.pads_mixed):
             return None
+        pages = max(pages, -(-MIXED_SIZES[-1] // self.block_size))
         mixed = MixedStep(self._model, attention, decode.logits, max_rows=self._max_rows, pages=pages)
         problem = self._capture([("mixed", size, mixed.run) for size in reversed(MIXED_SIZES)])
         if problem is None:

@@ -193,7 +193,8 @@ class ModelRunner:
     def _allocate(self, num_blocks: int) -> None:
         dtype = getattr(torch, self.spec.kv_dtype or self.spec.dtype)
         self.pool = KvPool(self.spec, num_blocks, self.block_size, dtype, self.device)
-        self._attention = choose_attention(self.pool, self.device, self._attention_backend)
+        backend, heads = self._attention_backend, self.spec.query_heads
+        self._attention = choose_attention(self.pool, self.device, backend, query_heads=heads)
         self._compile(self._attention.kernel_lengths)
         self.captured_steps = captured_steps_for(self.device, self._group, self.batch_logits)
 

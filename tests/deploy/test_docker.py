@@ -53,6 +53,16 @@ def test_the_cuda_image_has_what_triton_builds_its_launcher_with() -> None:
     assert "-include Python.h" in text
 
 
+def test_the_cuda_image_has_the_preferred_attention_in_the_version_that_was_compiled() -> None:
+    """flash-attn-4 accepts any newer compiler (nvidia-cutlass-dsl), of which some could not compile it."""
+    text = (DEPLOY / "docker" / "Dockerfile.cuda").read_text()
+    extra = [Requirement(word) for word in requires("homing") or [] if 'extra == "flash-attn"' in word]
+
+    assert '"$(echo /tmp/dist/homing-*.whl)[flash-attn]"' in text
+    assert [f"=={pinned(each.name)}" for each in extra] == [str(each.specifier) for each in extra]
+    assert all(map(pinned, ("nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-base", "quack-kernels")))
+
+
 def test_everything_that_an_image_installs_is_pinned() -> None:
     """`ray[default]` installs more than `ray`: if that were unpinned, two builds of one commit would differ."""
     extras = [Requirement(word) for word in requires("ray") or [] if 'extra == "default"' in word]

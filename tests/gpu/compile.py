@@ -35,7 +35,7 @@ from triton.runtime.jit import JITFunction, compute_cache_key
 
 from homing.replica.kernels.base import PagedRows, SamplingInputs
 from homing.replica.kernels.triton import decode, experts, pointwise, prefill, sampling, warm_up
-from homing.replica.models.base import Rotary
+from homing.replica.models.base import AttentionRule, Rotary
 from homing.replica.models.spec import KvShape, ModelSpec
 
 PROCESSORS = 132
@@ -48,6 +48,7 @@ ARCHES = tuple(SHARED)
 #: The first architecture with 8-bit floating-point numbers.
 FP8_ARCH = 89
 STEPS = 3000
+PLAIN = AttentionRule(0.1)
 
 
 class Driver:
@@ -143,19 +144,31 @@ def paged_rows(kv_heads: int, dim: int, page: int, dtype: torch.dtype, rows: int
 
 
 def launch_decode(
-    heads: int, kv_heads: int, dim: int, page: int, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    page: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None = None,
+    rule: AttentionRule = PLAIN,
 ) -> None:
     paged = paged_rows(kv_heads, dim, page, kv_dtype or dtype, 64, 641)
     q = torch.empty(64, heads, dim, dtype=dtype)
-    decode.decode(q, paged, decode.plan_decode(paged, heads, None), 0.1, torch.empty_like(q))
+    decode.decode(q, paged, decode.plan_decode(paged, heads, None), rule, torch.empty_like(q))
 
 
 def launch_prefill(
-    heads: int, kv_heads: int, dim: int, page: int, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    page: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None = None,
+    rule: AttentionRule = PLAIN,
 ) -> None:
     paged = paged_rows(kv_heads, dim, page, kv_dtype or dtype, 3, 641)
     q = torch.empty(256, heads, dim, dtype=dtype)
-    prefill.prefill(q, paged, torch.zeros(4, dtype=torch.int32), 0.1, None, torch.empty_like(q))
+    prefill.prefill(q, paged, torch.zeros(4, dtype=torch.int32), rule, torch.empty_like(q))
 
 
 def launch_store(heads: int, kv_heads: int, dim: int, page: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
@@ -205,16 +218,20 @@ Case = tuple[str, Callable[..., None], tuple[Any, ...]]
 
 
 def cases(quick: bool, arch: int) -> Iterator[Case]:
-    """Labels, launchers and their arguments: heads, KV heads, head dim, page, dtype, dtype of 8-bit KV."""
+    """Labels, launchers and their arguments: heads, KV heads, head dim, page, dtype, dtype of 8-bit KV, rule."""
     dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32} | ({} if quick else {"fp16": torch.float16})
     for name, dtype in dtypes.items():
-        for dim in (64, 256) if quick else (64, 96, 128, 256):
+        for dim in (64, 256) if quick else (64, 96, 128, 256, *([512] if dtype != torch.float32 else [])):
             groups = (4,) if quick or dim != 128 else (1, 2, 4, 7, 8)
             for group in groups:
                 shape = (8 * group, 8, dim, 16, dtype)
                 yield f"{name} dim {dim} queries per KV head {group}", launch_decode, shape
                 if group in (7, groups[-1]):  # a prefill uses the group only as a divisor
                     yield f"{name} dim {dim} queries per KV head {group}", launch_prefill, shape
+            if not quick:
+                rule = AttentionRule(0.1, softcap=30.0, sinks=torch.empty(64, dtype=dtype))
+                for launch in (launch_decode, launch_prefill):
+                    yield f"{name} dim {dim} softcap and sinks", launch, (64, 8, dim, 16, dtype, None, rule)
         yield name, launch_pointwise, (32, 8, 128, 16, dtype)
         yield name, launch_experts, (32, 8, 128, 16, dtype)
     yield "vocabulary of 151,936", launch_sampling, ()
@@ -282,10 +299,10 @@ def variants(steps: int = STEPS) -> dict[str, int]:
         if decodes:
             paged = PagedRows(pages, pages, tables[:decodes], lengths[:decodes])
             plan = decode.plan_decode(paged, heads, None)
-            decode.decode(q[:decodes], paged, plan, 0.1, torch.empty_like(q[:decodes]))
+            decode.decode(q[:decodes], paged, plan, PLAIN, torch.empty_like(q[:decodes]))
         paged = PagedRows(pages, pages, tables[decodes:], lengths[decodes:])
         first = torch.zeros(prefills + 1, dtype=torch.int32)
-        prefill.prefill(q[decodes:], paged, first, 0.1, None, torch.empty_like(q[decodes:]))
+        prefill.prefill(q[decodes:], paged, first, PLAIN, torch.empty_like(q[decodes:]))
         for name, key, _, _ in _launches:
             needed.setdefault(name, set()).add(key)
     spec = ModelSpec((KvShape(kv_heads, dim, dim),), 32_000, 4096, (), "bfloat16", 2, query_heads=heads)

@@ -52,7 +52,7 @@ class Case:
     @property
     def needs_splits(self) -> bool:
         """Whether the attention leaves this step to our kernels if the library cannot split keys."""
-        return self.step in DECODES and self.rule in ("plain", "window")
+        return self.step in DECODES
 
 
 def rule_of(name: str, heads: int, dtype: torch.dtype) -> AttentionRule:

@@ -16,10 +16,10 @@ import torch
 import triton
 import triton.language as tl
 
+from ...models.base import AttentionRule
 from ..base import PagedRows
-from .pages import dot, key_tile, pages_of, row_of, upcasts, value_tile
+from .pages import LOG2E, dot, key_tile, pages_of, row_of, score_terms, scored, upcasts, value_tile
 
-LOG2E = 1.4426950408889634
 #: Number of programs on devices other than CUDA.
 _OTHER_PROGRAMS = 6
 #: Rows that the plan kernel reads per iteration. Constant, because each new size would compile the kernel again.
@@ -52,10 +52,13 @@ class Tiles:
 
 
 def tiles_for(dtype: torch.dtype, dim: int) -> Tiles:
-    """Tiles that do not spill, with two buffers of keys and values, or one for large rows of float32.
+    """Tiles that do not spill, with two buffers of keys and values, or one for large rows.
 
-    Chosen by cross-compilation (tests/gpu/compile.py); not run. Two of the stages load page numbers.
+    Chosen by cross-compilation (tests/gpu/compile.py); not run. Two of the stages load page numbers. Only float32 rows
+    of more than 256 elements spill, up to 240 bytes: they need all registers.
     """
+    if dim > 256:
+        return Tiles(16, 3, 1, 98 * 1024, 8) if dtype == torch.float32 else Tiles(16, 3, 2, 49 * 1024, 8)
     if dtype == torch.float32:
         if dim > 64:
             return Tiles(16, 3, 2, 50 * 1024, 8) if dim > 128 else Tiles(16, 5, 2, 42 * 1024, 8)
@@ -130,8 +133,8 @@ def plan_decode(
     return DecodePlan(first_chunk, progress, order, shared, pack, tiles, programs, most, window)
 
 
-def decode(q: torch.Tensor, rows: PagedRows, plan: DecodePlan, scale: float, out: torch.Tensor) -> None:
-    """`base.TorchKernels.decode` for rules without softcap and sinks."""
+def decode(q: torch.Tensor, rows: PagedRows, plan: DecodePlan, rule: AttentionRule, out: torch.Tensor) -> None:
+    """`base.TorchKernels.decode`."""
     count, heads, key_dim = q.shape
     kv_heads, value_dim = rows.keys.shape[2], rows.values.shape[3]
     group = heads // kv_heads
@@ -140,8 +143,9 @@ def decode(q: torch.Tensor, rows: PagedRows, plan: DecodePlan, scale: float, out
     weights = torch.empty(plan.max_chunks, heads, dtype=torch.float32, device=q.device)
     _decode[(plan.programs,)](
         q, rows.keys, rows.values, rows.tables, rows.seq_lens, plan.first_chunk, plan.progress, plan.order, plan.shared,
-        partial, weights, out, count, scale * LOG2E, plan.window or 0, *q.stride()[:2], *rows.keys.stride()[:3],
-        *rows.values.stride()[:3], *out.stride()[:2], rows.tables.stride(0), KV_HEADS=kv_heads, GROUP=group,
+        partial, weights, out, q if rule.sinks is None else rule.sinks, count, *score_terms(rule), plan.window or 0,
+        *q.stride()[:2], *rows.keys.stride()[:3], *rows.values.stride()[:3], *out.stride()[:2], rows.tables.stride(0),
+        CAPS=rule.softcap is not None, SINKS=rule.sinks is not None, KV_HEADS=kv_heads, GROUP=group,
         GROUP_PAD=max(MIN_ROWS, triton.next_power_of_2(group)), PACK=plan.pack, DK=key_dim,
         DK_PAD=triton.next_power_of_2(key_dim), DV=value_dim, DV_PAD=triton.next_power_of_2(value_dim), FLAT=flat,
         MERGED=max(1, MERGED // flat), PAGE=rows.keys.shape[1], TILE=plan.tiles.keys, UPCASTS=upcasts(q),
@@ -269,23 +273,23 @@ def _tiles(seq_lens, order, shared, i, rows, spans, window, PACK: tl.constexpr, 
 
 @triton.jit
 def _attend_chunk(
-    query, keys, values, table, start, end, scale, k_page, k_token, v_page, v_token, GROUP_PAD: tl.constexpr,
-    DK: tl.constexpr, DK_PAD: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, PAGE: tl.constexpr,
-    TILE: tl.constexpr, UPCASTS: tl.constexpr,
+    query, keys, values, table, start, end, scale, softcap, sink, k_page, k_token, v_page, v_token, CAPS: tl.constexpr,
+    GROUP_PAD: tl.constexpr, DK: tl.constexpr, DK_PAD: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
+    PAGE: tl.constexpr, TILE: tl.constexpr, UPCASTS: tl.constexpr,
 ):  # fmt: skip
     """Softmax over keys `start` up to `end` in base 2: the weighted mean of values, and log2 of the weights' sum.
 
-    The mean is zero if there are no keys.
+    `sink` is each matrix row's score of no value; -inf: none. The mean is zero if there are no keys.
     """
-    greatest = tl.full([GROUP_PAD], float("-inf"), tl.float32)
-    total = tl.zeros([GROUP_PAD], tl.float32)
+    greatest = sink
+    total = tl.where(sink > float("-inf"), 1.0, 0.0)
     summed = tl.zeros([GROUP_PAD, DV_PAD], tl.float32)
     for at in range(start, end, TILE):
         token = at + tl.arange(0, TILE)
         there = token < end
         page = pages_of(table, token, there, PAGE)
         key = key_tile(keys, page, token, there, k_page, k_token, DK, DK_PAD, PAGE).to(query.dtype)
-        scores = dot(query, key, UPCASTS) * scale
+        scores = scored(dot(query, key, UPCASTS), scale, softcap, CAPS)
         scores = tl.where(there[None, :], scores, float("-inf"))
         highest = tl.maximum(greatest, tl.max(scores, 1))
         weights = tl.exp2(scores - highest[:, None])
@@ -294,7 +298,7 @@ def _attend_chunk(
         value = value_tile(values, page, token, there, v_page, v_token, DV, DV_PAD, PAGE).to(query.dtype)
         summed = summed * kept[:, None] + dot(weights.to(value.dtype), value, UPCASTS)
         greatest = highest
-    total = tl.maximum(total, 1.0)  # the key with the highest score weighs 1, so only a chunk without keys has less
+    total = tl.maximum(total, 1.0)  # the highest score weighs 1, so only a chunk without keys and sink has less
     return summed / total[:, None], greatest + tl.log2(total)
 
 
@@ -373,11 +377,11 @@ def _merge_completed(
 
 @triton.jit(do_not_specialize=["rows", "window", "table_row"], do_not_specialize_on_alignment=["tables", "seq_lens"])
 def _decode(
-    q, keys, values, tables, seq_lens, first_chunk, progress, order, shared, partial, weights, out, rows, scale, window,
-    q_row, q_head, k_page, k_token, k_head, v_page, v_token, v_head, out_row, out_head, table_row,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, PACK: tl.constexpr, DK: tl.constexpr,
-    DK_PAD: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, FLAT: tl.constexpr, MERGED: tl.constexpr,
-    PAGE: tl.constexpr, TILE: tl.constexpr, UPCASTS: tl.constexpr,
+    q, keys, values, tables, seq_lens, first_chunk, progress, order, shared, partial, weights, out, sinks, rows, scale,
+    softcap, window, q_row, q_head, k_page, k_token, k_head, v_page, v_token, v_head, out_row, out_head, table_row,
+    CAPS: tl.constexpr, SINKS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
+    PACK: tl.constexpr, DK: tl.constexpr, DK_PAD: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
+    FLAT: tl.constexpr, MERGED: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, UPCASTS: tl.constexpr,
 ):  # fmt: skip
     """Take pairs of a chunk and a KV head until none is left; a group's query heads are the matrix rows.
 
@@ -420,9 +424,13 @@ def _decode(
         query = tl.load(
             q + q_at[:, None] + dk[None, :], mask=(g[:, None] < GROUP * members) & (dk[None, :] < DK), other=0.0
         )
+        sink = tl.full([GROUP_PAD], float("-inf"), tl.float32)
+        if SINKS:  # it is part of the row's first own chunk
+            here = (g < GROUP) & (span < rows) & (chunk == chunks_before)
+            sink = tl.load(sinks + heads, mask=here, other=float("-inf")).to(tl.float32) * LOG2E
         mean, weight = _attend_chunk(
-            query, keys + head * k_head, values + head * v_head, tables + row * table_row, start, end, scale,
-            k_page, k_token, v_page, v_token, GROUP_PAD, DK, DK_PAD, DV, DV_PAD, PAGE, TILE, UPCASTS,
+            query, keys + head * k_head, values + head * v_head, tables + row * table_row, start, end, scale, softcap,
+            sink, k_page, k_token, v_page, v_token, CAPS, GROUP_PAD, DK, DK_PAD, DV, DV_PAD, PAGE, TILE, UPCASTS,
         )  # fmt: skip
         real = (g[:, None] < GROUP * members) & (dv[None, :] < DV)
         if (span < rows) & (chunks + shared_chunks == 1):

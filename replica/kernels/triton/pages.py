@@ -1,12 +1,14 @@
-"""Helpers shared by the attention kernels: loading keys and values by block table, matrix products, row search."""
+"""Helpers shared by the attention kernels: keys and values by block table, matrix products, scores, row search."""
 
 import torch
 import triton
 import triton.language as tl
 
+from ...models.base import AttentionRule
 from .. import base
 
 FP8_MAX = tl.constexpr(base.FP8_MAX)
+LOG2E = tl.constexpr(1.4426950408889634)
 
 
 def upcasts(x: torch.Tensor) -> bool:
@@ -20,6 +22,24 @@ def dot(a, b, UPCASTS: tl.constexpr):
     if UPCASTS:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     return tl.dot(a, b, input_precision="ieee")
+
+
+def score_terms(rule: AttentionRule) -> tuple[float, float]:
+    """`scale` and `softcap` of `scored`, for scores in base 2."""
+    if rule.softcap is None:
+        return rule.scale * LOG2E.value, 0.0
+    return rule.scale / rule.softcap * 2 * LOG2E.value, rule.softcap * LOG2E.value
+
+
+@triton.jit
+def scored(products, scale, softcap, CAPS: tl.constexpr):
+    """Scores in base 2 of products of queries and keys; `scale` and `softcap` as in `score_terms`."""
+    scores = products * scale
+    if CAPS:  # softcap * tanh(scores): scores are in base 2, times two
+        decay = tl.exp2(-tl.abs(scores))
+        capped = softcap * (1.0 - decay) / (1.0 + decay)
+        scores = tl.where(scores < 0, -capped, capped)
+    return scores
 
 
 @triton.jit

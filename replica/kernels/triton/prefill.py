@@ -11,9 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
+from ...models.base import AttentionRule
 from ..base import PagedRows
-from .decode import LOG2E
-from .pages import dot, key_tile, pages_of, row_of, upcasts, value_tile
+from .pages import LOG2E, dot, key_tile, pages_of, row_of, score_terms, scored, upcasts, value_tile
 
 
 @dataclass(slots=True, frozen=True)
@@ -35,7 +35,7 @@ def tiles_for(dtype: torch.dtype, dim: int) -> Tiles:
     if dtype == torch.float32:
         return Tiles(16, 16, 4, 1) if dim > 128 else Tiles(16, 16 if dim > 64 else 32, 4, 2)
     if dim > 128:
-        return Tiles(64, 32, 8, 2)
+        return Tiles(64, 32, 8, 2) if dim <= 256 else Tiles(32, 32, 8, 1)
     return Tiles(128, 64, 8, 3) if dim <= 64 else Tiles(128, 64, 8, 2)
 
 
@@ -43,29 +43,30 @@ def prefill(
     q: torch.Tensor,
     rows: PagedRows,
     first_queries: torch.Tensor,
-    scale: float,
-    window: int | None,
+    rule: AttentionRule,
     out: torch.Tensor,
     tiles: Tiles | None = None,
 ) -> None:
-    """`base.TorchKernels.prefill` for rules without softcap and sinks."""
+    """`base.TorchKernels.prefill`."""
     count, heads, key_dim = q.shape
     kv_heads, value_dim, batch = rows.keys.shape[2], rows.values.shape[3], len(rows.seq_lens)
     group = heads // kv_heads
     tiles = tiles or tiles_for(q.dtype, max(key_dim, value_dim))
     _prefill[(count * group // tiles.queries + batch, kv_heads)](
-        q, rows.keys, rows.values, rows.tables, first_queries, rows.seq_lens, out, batch, scale * LOG2E, window or 0,
-        *q.stride()[:2], *rows.keys.stride()[:3], *rows.values.stride()[:3], *out.stride()[:2], rows.tables.stride(0),
-        GROUP=group, DK=key_dim, DK_PAD=triton.next_power_of_2(key_dim), DV=value_dim,
-        DV_PAD=triton.next_power_of_2(value_dim), PAGE=rows.keys.shape[1], QUERIES=tiles.queries, TILE=tiles.keys,
-        UPCASTS=upcasts(q), num_warps=tiles.warps, num_stages=tiles.stages,
+        q, rows.keys, rows.values, rows.tables, first_queries, rows.seq_lens, out,
+        q if rule.sinks is None else rule.sinks, batch, *score_terms(rule), rule.window or 0, *q.stride()[:2],
+        *rows.keys.stride()[:3], *rows.values.stride()[:3], *out.stride()[:2], rows.tables.stride(0),
+        CAPS=rule.softcap is not None, SINKS=rule.sinks is not None, GROUP=group, DK=key_dim,
+        DK_PAD=triton.next_power_of_2(key_dim), DV=value_dim, DV_PAD=triton.next_power_of_2(value_dim),
+        PAGE=rows.keys.shape[1], QUERIES=tiles.queries, TILE=tiles.keys, UPCASTS=upcasts(q), num_warps=tiles.warps,
+        num_stages=tiles.stages,
     )  # fmt: skip
 
 
 @triton.jit
 def _attend_tiles(
-    greatest, total, summed, query, positions, keys, values, table, start, end, scale, window, k_page, k_token,
-    v_page, v_token, MASKED: tl.constexpr, DK: tl.constexpr, DK_PAD: tl.constexpr, DV: tl.constexpr,
+    greatest, total, summed, query, positions, keys, values, table, start, end, scale, softcap, window, k_page, k_token,
+    v_page, v_token, MASKED: tl.constexpr, CAPS: tl.constexpr, DK: tl.constexpr, DK_PAD: tl.constexpr, DV: tl.constexpr,
     DV_PAD: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, UPCASTS: tl.constexpr,
 ):  # fmt: skip
     """Online softmax in base 2 over keys `start` up to `end`. Not MASKED: every query sees every key."""
@@ -74,7 +75,7 @@ def _attend_tiles(
         there = token < end
         page = pages_of(table, token, there, PAGE)
         key = key_tile(keys, page, token, there, k_page, k_token, DK, DK_PAD, PAGE).to(query.dtype)
-        scores = dot(query, key, UPCASTS) * scale
+        scores = scored(dot(query, key, UPCASTS), scale, softcap, CAPS)
         if MASKED:
             seen = there[None, :] & (token[None, :] <= positions[:, None])
             if window > 0:
@@ -101,10 +102,10 @@ def _attend_tiles(
     do_not_specialize_on_alignment=["tables", "first_queries", "seq_lens"],
 )
 def _prefill(
-    q, keys, values, tables, first_queries, seq_lens, out, rows, scale, window, q_token, q_head, k_page, k_token,
-    k_head, v_page, v_token, v_head, out_token, out_head, table_row, GROUP: tl.constexpr, DK: tl.constexpr,
-    DK_PAD: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, PAGE: tl.constexpr, QUERIES: tl.constexpr,
-    TILE: tl.constexpr, UPCASTS: tl.constexpr,
+    q, keys, values, tables, first_queries, seq_lens, out, sinks, rows, scale, softcap, window, q_token, q_head, k_page,
+    k_token, k_head, v_page, v_token, v_head, out_token, out_head, table_row, CAPS: tl.constexpr, SINKS: tl.constexpr,
+    GROUP: tl.constexpr, DK: tl.constexpr, DK_PAD: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
+    PAGE: tl.constexpr, QUERIES: tl.constexpr, TILE: tl.constexpr, UPCASTS: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     head = tl.program_id(1)
@@ -128,6 +129,9 @@ def _prefill(
     table = tables + row * table_row
     greatest = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
+    if SINKS:
+        greatest = tl.load(sinks + head * GROUP + index % GROUP).to(tl.float32) * LOG2E
+        total += 1.0
     summed = tl.zeros([QUERIES, DV_PAD], tl.float32)
     start = 0
     whole = (lowest + 1) // TILE * TILE  # every query sees all keys before `whole`
@@ -136,12 +140,12 @@ def _prefill(
         whole = start
     end = tl.minimum(length - count + (offset + QUERIES - 1) // GROUP + 1, length)
     greatest, total, summed = _attend_tiles(
-        greatest, total, summed, query, positions, keys, values, table, start, whole, scale, window,
-        k_page, k_token, v_page, v_token, False, DK, DK_PAD, DV, DV_PAD, PAGE, TILE, UPCASTS,
+        greatest, total, summed, query, positions, keys, values, table, start, whole, scale, softcap, window,
+        k_page, k_token, v_page, v_token, False, CAPS, DK, DK_PAD, DV, DV_PAD, PAGE, TILE, UPCASTS,
     )  # fmt: skip
     greatest, total, summed = _attend_tiles(
-        greatest, total, summed, query, positions, keys, values, table, whole, end, scale, window,
-        k_page, k_token, v_page, v_token, True, DK, DK_PAD, DV, DV_PAD, PAGE, TILE, UPCASTS,
+        greatest, total, summed, query, positions, keys, values, table, whole, end, scale, softcap, window,
+        k_page, k_token, v_page, v_token, True, CAPS, DK, DK_PAD, DV, DV_PAD, PAGE, TILE, UPCASTS,
     )  # fmt: skip
     dv = tl.arange(0, DV_PAD)
     mean = (summed / tl.maximum(total, 1e-30)[:, None]).to(out.dtype.element_ty)

@@ -1,4 +1,4 @@
-"""All Triton kernels in one class. Plain torch computes rules that have no kernel (softcap, sinks)."""
+"""All Triton kernels in one class."""
 
 import logging
 import time
@@ -7,10 +7,9 @@ from typing import ClassVar
 
 import torch
 
-from ...models.base import AttentionRule
 from ...models.spec import ModelSpec
-from ..base import PagedRows, TorchKernels
-from .decode import DecodePlan, decode, plan_decode
+from ..base import TorchKernels
+from .decode import decode, plan_decode
 from .experts import expert_products
 from .pointwise import add_rms_norm, decode_rows, embed, rotate_and_store, round_rows, silu_mul, write_slots
 from .prefill import prefill
@@ -25,10 +24,9 @@ class TritonKernels(TorchKernels):
 
     name: ClassVar[str] = "triton"
 
-    def __init__(self) -> None:
-        self._warned = False
-
     plan_decode = staticmethod(plan_decode)
+    decode = staticmethod(decode)
+    prefill = staticmethod(prefill)
     decode_rows = staticmethod(decode_rows)
     embed = staticmethod(embed)
     add_rms_norm = staticmethod(add_rms_norm)
@@ -48,26 +46,3 @@ class TritonKernels(TorchKernels):
             for number, job in enumerate(as_completed([pool.submit(call) for call in calls]), start=1):
                 job.result()
                 log.info("kernels_compiled done=%d of=%d s=%.1f", number, len(calls), time.perf_counter() - started)
-
-    def decode(
-        self, q: torch.Tensor, rows: PagedRows, plan: DecodePlan, rule: AttentionRule, out: torch.Tensor
-    ) -> None:
-        if self._has_kernel(rule):
-            decode(q, rows, plan, rule.scale, out)
-        else:
-            super().decode(q, rows, plan, rule, out)
-
-    def prefill(
-        self, q: torch.Tensor, rows: PagedRows, first_queries: torch.Tensor, rule: AttentionRule, out: torch.Tensor
-    ) -> None:
-        if self._has_kernel(rule):
-            prefill(q, rows, first_queries, rule.scale, rule.window, out)
-        else:
-            super().prefill(q, rows, first_queries, rule, out)
-
-    def _has_kernel(self, rule: AttentionRule) -> bool:
-        has_kernel = rule.softcap is None and rule.sinks is None
-        if not has_kernel and not self._warned:
-            self._warned = True
-            log.warning("attention_rule_slow reason='no kernel for softcap and sinks: computed by plain torch'")
-        return has_kernel

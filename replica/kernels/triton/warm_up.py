@@ -8,13 +8,14 @@ from functools import partial
 
 import torch
 
+from ...models.base import AttentionRule
 from ...models.spec import KvShape, ModelSpec
 from ..base import PagedRows, SamplingInputs
 from . import decode, prefill, sampling
 
 ROWS = 2
-#: Largest head dim to compile: larger kernels may not fit a GPU, and layers with softcap or sinks do not use them.
-MAX_DIM = 256
+#: Largest head dim to compile: larger kernels do not fit a GPU.
+MAX_DIM = 512
 
 
 def launches(spec: ModelSpec, block_size: int, device: torch.device) -> list[Callable[[], None]]:
@@ -43,14 +44,14 @@ def _prefill(make_rows: Callable[[], PagedRows], heads: int, dtype: torch.dtype)
     rows = make_rows()
     q = torch.zeros(ROWS, heads, rows.keys.shape[3], dtype=dtype, device=rows.keys.device)
     first = torch.arange(ROWS + 1, dtype=torch.int32, device=q.device)
-    prefill.prefill(q, rows, first, 1.0, None, q.new_empty(ROWS, heads, rows.values.shape[3]))
+    prefill.prefill(q, rows, first, AttentionRule(1.0), q.new_empty(ROWS, heads, rows.values.shape[3]))
 
 
 def _decode(make_rows: Callable[[], PagedRows], heads: int, dtype: torch.dtype) -> None:
     rows = make_rows()
     q = torch.zeros(ROWS, heads, rows.keys.shape[3], dtype=dtype, device=rows.keys.device)
     plan = decode.plan_decode(rows, heads, None)
-    decode.decode(q, rows, plan, 1.0, q.new_empty(ROWS, heads, rows.values.shape[3]))
+    decode.decode(q, rows, plan, AttentionRule(1.0), q.new_empty(ROWS, heads, rows.values.shape[3]))
 
 
 def _sample(vocab: int, device: torch.device) -> None:

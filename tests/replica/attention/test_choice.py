@@ -1,13 +1,18 @@
 """Choosing a backend is pure: every device, dtype and set of packages gives a known result, with all reasons."""
 
+from functools import partial
+
 import msgspec
 import pytest
 import torch
 
 from homing.replica.attention.choice import Facts, choose, choose_attention, fp8_kv_problem, problems
+from homing.replica.attention.flash import Flash4Attention
 from homing.replica.attention.paged import KvPool, PagedAttention
 from homing.replica.errors import StartupError
 from homing.replica.models.spec import KvShape, ModelSpec
+
+from .test_flash import cute_varlen
 
 EVERYTHING = frozenset(("triton", "flash_attn", "flash_attn_3", "flash_attn_4"))
 OLDER = EVERYTHING - {"flash_attn_4"}
@@ -88,6 +93,57 @@ def test_cpu_gets_its_best_backend_or_the_named_one(wanted, dtype, chosen, caplo
 
     assert isinstance(attention, PagedAttention)
     assert f"attention_chosen backend={chosen} " in caplog.text
+
+
+def missing(*_):
+    raise ImportError("undefined symbol: _ZN3c10")
+
+
+def flash4_with(call):
+    return lambda pool, kernels, _: Flash4Attention(pool, kernels, call, splits=True)
+
+
+def refusing(*_, **__):
+    raise AssertionError("SplitKV not supported on SM 9.0")
+
+
+@pytest.mark.parametrize(
+    ("library", "reason"),
+    [
+        (missing, "cannot be loaded: ImportError: undefined symbol: _ZN3c10"),
+        (flash4_with(refusing), "AssertionError: SplitKV not supported on SM 9.0"),
+        (flash4_with(lambda q, *_, **__: q), "its results differ from the exact ones by"),
+        (
+            flash4_with(lambda q, *_, **__: torch.full_like(q, torch.nan)),
+            "its results differ from the exact ones by nan",
+        ),
+    ],
+)
+def test_a_library_that_fails_its_trial_is_not_used(library, reason, caplog):
+    """Its kernels are compiled at first use, by a beta, on a device that nobody has tried."""
+    caplog.set_level("INFO", logger="homing")
+    filled = pool("bfloat16")
+    libraries = {"cpu-compiled": library}
+
+    attention = choose_attention(filled, torch.device("cpu"), query_heads=4, libraries=libraries)
+
+    assert type(attention) is PagedAttention
+    assert f"attention_unusable backend=cpu-compiled reasons='{reason}" in caplog.text
+    assert "attention_chosen backend=cpu-scratch " in caplog.text
+    with pytest.raises(StartupError, match=f"attention_backend: cpu-compiled cannot be used: {reason}.*; use auto"):
+        choose_attention(filled, torch.device("cpu"), "cpu-compiled", libraries=libraries)
+
+
+@pytest.mark.parametrize("query_heads", [0, 4])
+def test_a_library_that_passes_its_trial_is_used_and_the_pool_stays_empty(query_heads):
+    """Leftovers of the trial would be NaN to whoever trusts that a new pool is zero."""
+    filled = pool("bfloat16")
+    libraries = {"cpu-compiled": flash4_with(partial(cute_varlen, splits=True))}
+
+    chosen = choose_attention(filled, torch.device("cpu"), query_heads=query_heads, libraries=libraries)
+
+    assert type(chosen) is Flash4Attention
+    assert not any(bool(each.any()) for each in (*filled.keys, *filled.values))
 
 
 def test_named_backend_that_cannot_work_is_refused_with_the_reasons():

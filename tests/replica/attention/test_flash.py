@@ -6,11 +6,14 @@ import pytest
 import torch
 
 from homing.replica.attention.flash import Flash2Prefill, Flash4Attention, FlashAttention, flash3_prefill
+from homing.replica.attention.paged import Batch
+from homing.replica.engine.step_plan import PlanRow, lay_out, plan_of_rows
+from homing.replica.execute.mixed_step import MixedStep
 from homing.replica.kernels.base import PagedRows, TorchKernels
 from homing.replica.models.base import AttentionRule
 
 from .reference import ReferenceAttention
-from .test_attention import RULES, SHAPES, Shape, batch_of, filled_pool, fitted, run
+from .test_attention import BLOCK, RULES, SHAPES, Shape, batch_of, filled_pool, fitted, run, torch_attention
 
 ROWS = [(22, 1), (0, 9), (6, 5), (16, 16), (3, 1)]
 
@@ -93,7 +96,9 @@ def cute_varlen(
     assert {x.dtype for x in (cu_seqlens_q, seqused_k, page_table)} == {torch.int32}
     assert page_table.stride(-1) == cu_seqlens_q.stride(0) == seqused_k.stride(0) == 1
     assert page_table.shape[0] == len(seqused_k) == len(cu_seqlens_q) - 1
-    assert int(cu_seqlens_q.diff().max()) == max_seqlen_q
+    assert int(cu_seqlens_q.diff().max()) <= max_seqlen_q
+    if max_seqlen_q > 1:  # a row with fewer keys than queries would be read before its start
+        assert bool((seqused_k >= cu_seqlens_q.diff()).all())
     assert k.shape == (*v.shape[:3], q.shape[2])
     window = None if window_size == (None, None) else window_size[0] + 1
     sinks = None if learnable_sink is None else learnable_sink.double()
@@ -133,21 +138,64 @@ def test_padding_rows_of_flash_attn_4_are_zero():
     assert bool((attention(0, *(torch.ones(2, heads, 8) for heads in (4, 2, 2)), RULES["plain"]) == 0).all())
 
 
-def test_where_flash_attn_4_cannot_split_keys_it_decodes_only_what_our_kernels_cannot():
+def test_where_flash_attn_4_cannot_split_keys_our_kernels_decode():
     """Without key splits, one program per KV head would read all of a row's keys, even 100,000 of them."""
     calls = []
 
-    def recorded(q, *_, max_seqlen_q, num_splits, softcap, learnable_sink, **__):
-        calls.append((max_seqlen_q, num_splits, softcap > 0 or learnable_sink is not None))
+    def recorded(q, *_, max_seqlen_q, num_splits, **__):
+        calls.append((max_seqlen_q, num_splits))
         return q
 
     for splits in (False, True):
-        for rule in (RULES["window"], RULES["softcap"], RULES["sinks"]):
+        for rule in RULES.values():
             batch = batch_of([(22, 1), (0, 9)])
             run(lambda pool, x=splits: Flash4Attention(pool, TorchKernels(), recorded, splits=x), batch, Shape(), rule)
 
-    assert calls[:5] == [(9, 1, False), (1, 1, True), (9, 1, True), (1, 1, True), (9, 1, True)]
-    assert [splits for longest, splits, _ in calls[5:] if longest == 1] == [0, 0, 0]
+    assert calls == [(9, 1)] * len(RULES) + [(1, 0), (9, 1)] * len(RULES)
+
+
+class OneLayer:
+    """A model whose logits are one layer's attention; token i always has the same queries, keys and values."""
+
+    def __init__(self, shape: Shape, rule: AttentionRule) -> None:
+        self._rule = rule
+        dims = (shape.heads, shape.key_dim), (shape.kv_heads, shape.key_dim), (shape.kv_heads, shape.value_dim)
+        self._qkv = [torch.randn(64, *dim, generator=torch.Generator().manual_seed(1)) for dim in dims]
+
+    def forward(self, ids, positions, attend, logits_at):
+        q, k, v = (x[: len(ids)] for x in self._qkv)
+        return attend(0, q, k, v, self._rule).flatten(1)[logits_at]
+
+
+def flash4(splits):
+    return lambda pool: Flash4Attention(pool, TorchKernels(), partial(cute_varlen, splits=splits), splits=splits)
+
+
+@pytest.mark.parametrize("attention", [torch_attention, flash4(False), flash4(True)], ids=["plain", "sm_90", "sm_100"])
+@pytest.mark.parametrize("lengths", [[(22, 1), (3, 1), (0, 9), (6, 5), (16, 16)], [(5, 7)], [(0, 32)]], ids=str)
+def test_a_padded_step_equals_the_step_itself(attention, lengths):
+    """Its decodes are also a row of the prompts; the results are not used, but it must not read beyond its table."""
+    rows, block = [], 1
+    for start, new in lengths:
+        count = -(-(start + new) // BLOCK)
+        rows.append(PlanRow([1] * new, start, range(block, block + count)))
+        block += count
+    tokens = sum(new for _, new in lengths)
+    ragged = lay_out(plan_of_rows(0, rows, range(tokens)), BLOCK)
+    batch = Batch.on_device(ragged, torch.device("cpu"))
+    for shape in SHAPES.values():
+        for rule in (fitted(each, shape) for each in RULES.values()):
+            model = OneLayer(shape, rule)
+
+            padded, plain = (attention(filled_pool(shape, block, seed=0)) for _ in range(2))
+            logits = torch.full((tokens, shape.heads * shape.value_dim), torch.nan)
+            step = MixedStep(model, padded, logits, max_rows=tokens, pages=64 // BLOCK)
+            step.write(ragged, 64, torch.from_numpy)
+            step.run(64)
+
+            plain.begin(batch)
+            wanted = model.forward(batch.token_ids, None, plain, batch.logits_at)
+            torch.testing.assert_close(logits, wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_prompts_of_kernel_lengths_need_every_kernel_of_flash_attn_4():

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 import torch
 
 from homing.replica.kernels.base import PagedRows, TorchCpuKernels, TorchKernels
+from homing.replica.models.base import AttentionRule
 
 IMPLEMENTATIONS: tuple[type[TorchKernels], ...] = (TorchKernels,)
 if find_spec("triton") is not None:
@@ -64,7 +65,7 @@ def paged(shape: Shape, lengths: Sequence[int], device: torch.device, seed: int 
     )
 
 
-def exact(q: torch.Tensor, rows: PagedRows, q_lens: Sequence[int], scale: float, window: int | None) -> torch.Tensor:
+def exact(q: torch.Tensor, rows: PagedRows, q_lens: Sequence[int], rule: AttentionRule) -> torch.Tensor:
     """Attention in float64 on the CPU; `q` holds the queries of each row's last tokens, row after row."""
     found, first = [], 0
     page = rows.keys.shape[1]
@@ -75,9 +76,14 @@ def exact(q: torch.Tensor, rows: PagedRows, q_lens: Sequence[int], scale: float,
         group = q.shape[1] // rows.keys.shape[2]
         k, v = (x.cpu()[pages, at % page].double().repeat_interleave(group, 1) for x in (rows.keys, rows.values))
         own = at[length - count :, None]
-        seen = (at <= own) & (at > own - (window or length + 1))
-        scores = torch.einsum("qhd,khd->hqk", q[first : first + count].cpu().double(), k) * scale
-        found.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v))
+        seen = (at <= own) & (at > own - (rule.window or length + 1))
+        scores = torch.einsum("qhd,khd->hqk", q[first : first + count].cpu().double(), k) * rule.scale
+        if rule.softcap is not None:
+            scores = (scores / rule.softcap).tanh() * rule.softcap
+        powers = scores.masked_fill(~seen, -torch.inf).exp()
+        sinks = 0 if rule.sinks is None else rule.sinks.cpu().double().exp()[:, None, None]
+        weights = powers / (powers.sum(-1, keepdim=True) + sinks)
+        found.append(torch.einsum("hqk,khd->qhd", weights, v))
         first += count
     return torch.cat(found)
 

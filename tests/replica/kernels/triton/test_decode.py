@@ -35,17 +35,17 @@ SHAPES = {
 TILES = kernel.tiles_for(torch.float32, 16)
 
 
-def decode(implementation, shape, lengths, device, window=None):
+def decode(implementation, shape, lengths, device, window=None, **terms):
     """The kernel's output, and the expected output of the rows that are not padding."""
     rows = paged(shape, lengths, device)
     q = torch.randn(len(lengths), shape.heads, shape.key_dim, generator=torch.Generator().manual_seed(1))
     q = q.to(device, shape.dtype)
     out = torch.empty(len(lengths), shape.heads, shape.value_dim, dtype=shape.dtype, device=device)
-    kernels, scale = implementation(), shape.key_dim**-0.5
+    kernels, rule = implementation(), AttentionRule(shape.key_dim**-0.5, window, **terms)
     plan = kernels.plan_decode(rows, shape.heads, window)
-    kernels.decode(q, rows, plan, AttentionRule(scale, window=window), out)
+    kernels.decode(q, rows, plan, rule, out)
     real = q[rows.seq_lens > 0]
-    return out, exact(real, rows, [min(length, 1) for length in lengths], scale, window)
+    return out, exact(real, rows, [min(length, 1) for length in lengths], rule)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -91,21 +91,19 @@ def test_window_hides_all_but_the_last_keys(implementation, window, device):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_softcap_and_sinks_are_honoured_by_all(implementation, device):
-    """No Triton kernel supports them, so such an implementation must not silently ignore them."""
-    rows = paged(Shape(), [20, 3], device)
-    q = torch.randn(2, 4, 64, device=device)
-    rule = AttentionRule(0.3, softcap=2.0, sinks=torch.tensor([0.1, -1.0, 2.0, 0.5], device=device))
-    kernels, out = implementation(), torch.empty(2, 4, 64, device=device)
+@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize("softcap", [None, 0.5])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_softcap_and_sinks_are_applied_in_every_dtype(implementation, window, softcap, with_sinks, device):
+    """A row in several chunks has one sink; padding rows have only the sink, so they are zero."""
+    sinks = torch.tensor([0.1, -4.0, 9.0, 3.5], device=device) if with_sinks else None
+    lengths = [1, 0, 200, 64, 0]
+    for dtype in DTYPES_BESIDE_8_BITS:
+        out, wanted = decode(implementation, Shape(dtype=dtype), lengths, device, window, softcap=softcap, sinks=sinks)
 
-    kernels.decode(q, rows, kernels.plan_decode(rows, 4, None), rule, out)
-
-    reference, wanted = IMPLEMENTATIONS[0](), torch.empty(2, 4, 64, device=device)
-    reference.decode(q, rows, None, rule, wanted)
-    plain = torch.empty(2, 4, 64, device=device)
-    reference.decode(q, rows, None, AttentionRule(0.3), plain)
-    torch.testing.assert_close(out, wanted)
-    assert not torch.allclose(out, plain, atol=1e-2)
+        real = torch.tensor(lengths) > 0
+        assert error(out[real.to(device)], wanted) < TOLERANCE[dtype]
+        assert bool((out[~real.to(device)] == 0).all())
 
 
 def planned(lengths, kv_heads, window, programs):
@@ -190,10 +188,11 @@ def test_equals_float64_for_any_lengths(lengths, page, window, heads):
     out = torch.full((len(lengths), shape.heads, 16), torch.nan, device=device)
 
     plan = kernel.plan_decode(rows, shape.heads, window, replace(TILES, keys=16))
-    kernel.decode(q, rows, plan, 0.25, out)
+    rule = AttentionRule(0.25, window)
+    kernel.decode(q, rows, plan, rule, out)
 
     real = rows.seq_lens > 0
-    wanted = exact(q[real], rows, [min(length, 1) for length in lengths], 0.25, window)
+    wanted = exact(q[real], rows, [min(length, 1) for length in lengths], rule)
     assert error(out[real], wanted) < TOLERANCE[torch.float32]
     assert bool((out[~real] == 0).all())
 
@@ -205,13 +204,14 @@ def test_equal_bits_whichever_program_ends_last_and_however_many_rows_are_paddin
     """
     shape = Shape(heads=2, kv_heads=1, key_dim=16, value_dim=16)
     q, found = torch.randn(4, 2, 16, generator=torch.Generator().manual_seed(1)).to(device), []
+    rule = AttentionRule(0.25, sinks=torch.tensor([0.5, 1.5], device=device))
 
     for lengths in ([7, 70], [7, 70, 0, 0]):
         rows = paged(shape, lengths, device)
         plan = kernel.plan_decode(rows, 2, None, replace(TILES, keys=16))
         for programs in (6, 6, 1, 3):
             found.append(torch.full((len(lengths), 2, 16), torch.nan, device=device))
-            kernel.decode(q[: len(lengths)], rows, replace(plan, programs=programs), 0.25, found[-1])
+            kernel.decode(q[: len(lengths)], rows, replace(plan, programs=programs), rule, found[-1])
         assert not plan.progress.any()
 
     assert int(plan.first_chunk[2] - plan.first_chunk[1]) > 2
@@ -242,8 +242,9 @@ def test_rows_that_share_pages_read_them_once(device):
     st.sampled_from([(2, 1), (8, 1), (3, 3), (6, 2)]),
     st.sampled_from([None, 20]),
     st.sampled_from([6, 60]),
+    st.booleans(),
 )
-def test_rows_that_share_pages_equal_float64(mix, heads, window, programs):
+def test_rows_that_share_pages_equal_float64(mix, heads, window, programs, sinks):
     """Rows share any number of pages with one of five prefixes, and may end inside a page."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shape = Shape(*heads, key_dim=16, value_dim=16)
@@ -255,11 +256,12 @@ def test_rows_that_share_pages_equal_float64(mix, heads, window, programs):
     out = torch.full((len(mix), shape.heads, 16), torch.nan, device=device)
 
     plan = kernel.plan_decode(rows, shape.heads, window, replace(TILES, keys=16), programs, min_shared=1)
-    kernel.decode(q, rows, plan, 0.25, out)
+    rule = AttentionRule(0.25, window, sinks=torch.linspace(-2, 2, shape.heads, device=device) if sinks else None)
+    kernel.decode(q, rows, plan, rule, out)
 
     real = rows.seq_lens > 0
     lengths = [min(length, 1) for length in rows.seq_lens.tolist()]
-    assert not real.any() or error(out[real], exact(q[real], rows, lengths, 0.25, window)) < TOLERANCE[torch.float32]
+    assert not real.any() or error(out[real], exact(q[real], rows, lengths, rule)) < TOLERANCE[torch.float32]
     assert bool((out[~real] == 0).all())
     assert sorted(plan.order.tolist()) == list(range(len(mix)))
     assert int(plan.first_chunk[-1]) * plan.pack <= plan.max_chunks

@@ -25,7 +25,7 @@ SHAPES = {
 }
 
 
-def prefill(run, shape, q_lens, lengths, device, window=None):
+def prefill(run, shape, q_lens, lengths, device, window=None, **terms):
     """The output of `run` and the expected output; padding rows have no queries."""
     rows = paged(shape, lengths, device)
     tokens = sum(q_lens)
@@ -33,9 +33,9 @@ def prefill(run, shape, q_lens, lengths, device, window=None):
     q = q.to(device, shape.dtype)
     out = torch.empty(tokens, shape.heads, shape.value_dim, dtype=shape.dtype, device=device)
     first = torch.tensor([0, *q_lens]).cumsum(0).int().to(device)
-    scale = shape.key_dim**-0.5
-    run(q, rows, first, AttentionRule(scale, window=window), out)
-    return out, exact(q, rows, q_lens, scale, window)
+    rule = AttentionRule(shape.key_dim**-0.5, window, **terms)
+    run(q, rows, first, rule, out)
+    return out, exact(q, rows, q_lens, rule)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -70,6 +70,19 @@ def test_window_hides_all_but_the_last_keys(implementation, window, device):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize(("softcap", "with_sinks"), [(0.5, False), (None, True), (0.5, True)])
+def test_softcap_and_sinks_are_applied_in_every_dtype(implementation, window, softcap, with_sinks, device):
+    """Gemma 2 has softcaps, gpt-oss has sinks."""
+    sinks = torch.tensor([0.1, -4.0, 9.0, 3.5], device=device) if with_sinks else None
+    for dtype in DTYPES_BESIDE_8_BITS:
+        run, shape, terms = implementation().prefill, Shape(dtype=dtype), {"softcap": softcap, "sinks": sinks}
+        out, wanted = prefill(run, shape, [9, 40, 1, 0, 70], [9, 100, 33, 0, 70], device, window, **terms)
+
+        assert error(out, wanted) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("number", [math.nan, math.inf])
 def test_a_token_without_numbers_reaches_those_who_see_it_and_no_others(implementation, window, number, device):
     """Otherwise an earlier prefix in the chunk would be cached as NaN and reused by other requests."""
@@ -94,7 +107,7 @@ def test_every_query_has_a_tile(queries, q_lens, device):
     """Rows end at, before and after a tile's end: the grid is an upper bound, and excess tiles do nothing."""
 
     def run(q, rows, first, rule, out):
-        kernel.prefill(q, rows, first, rule.scale, rule.window, out, kernel.Tiles(queries, 16, 8, 3))
+        kernel.prefill(q, rows, first, rule, out, kernel.Tiles(queries, 16, 8, 3))
 
     lengths = [count and count + 21 for count in q_lens]
     out, wanted = prefill(run, Shape(), q_lens, lengths, device)
@@ -123,7 +136,7 @@ def test_equals_float64_for_any_lengths(rows, page, window):
     lengths = [count and count + before for count, before in rows]
 
     def run(q, paged_rows, first, rule, out):
-        kernel.prefill(q, paged_rows, first, rule.scale, rule.window, out, kernel.Tiles(16, 16, 8, 3))
+        kernel.prefill(q, paged_rows, first, rule, out, kernel.Tiles(16, 16, 8, 3))
 
     out, wanted = prefill(
         run, Shape(heads=2, kv_heads=1, key_dim=16, value_dim=16, page=page), q_lens, lengths, device, window

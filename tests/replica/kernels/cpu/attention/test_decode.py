@@ -34,7 +34,7 @@ def test_equals_attention_in_float64(shape, window):
     decode(q, rows, AttentionRule(scale, window=window), out)
 
     real = rows.seq_lens > 0
-    wanted = exact(q[real], rows, [min(length, 1) for length in lengths], scale, window)
+    wanted = exact(q[real], rows, [min(length, 1) for length in lengths], AttentionRule(scale, window))
     assert error(out[real], wanted) < TOLERANCE[BFLOAT16]
     assert torch.equal(out[~real], torch.zeros_like(out[~real]))
 

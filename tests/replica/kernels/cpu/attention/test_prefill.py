@@ -48,7 +48,7 @@ def test_equals_attention_in_float64(shape, window):
 
     out = attended(q, rows, Q_LENS, 0.2, window)
 
-    assert error(out, exact(q, rows, Q_LENS, 0.2, window)) < TOLERANCE[shape.dtype] / 2
+    assert error(out, exact(q, rows, Q_LENS, AttentionRule(0.2, window))) < TOLERANCE[shape.dtype] / 2
 
 
 @pytest.mark.usefixtures("instructions")
@@ -115,7 +115,7 @@ def test_any_spread_of_scores_is_weighed(scale, dtype):
 
     out = attended(q, rows, [40], scale)
 
-    assert error(out, exact(q, rows, [40], scale, None)) < TOLERANCE[dtype] * max(1, scale)
+    assert error(out, exact(q, rows, [40], AttentionRule(scale))) < TOLERANCE[dtype] * max(1, scale)
 
 
 def test_heads_need_not_lie_side_by_side():
