@@ -165,6 +165,8 @@ class FleetRouter:
     registry: ClusterRegistry
     entry: RegistryEntry
     _stop: asyncio.Event = field(default_factory=asyncio.Event)
+    #: Wakes the loop that retries engines, which waits while all have answered: for a new engine, and to stop.
+    _unanswered: asyncio.Event = field(default_factory=asyncio.Event)
     _metrics: RouterMetrics = field(default_factory=RouterMetrics)
     _seed: int = field(default_factory=lambda: secrets.randbits(64))
     _service: RouterService | None = None
@@ -224,6 +226,8 @@ class FleetRouter:
         engine = self.fleet.add(EngineAddress(url, events, replay), API_SOURCE)
         await asyncio.create_task(self._ask(engine))  # request handlers do not run in a task
         self._apply()
+        if engine.info is None:
+            self._unanswered.set()
         return engine.view()
 
     def remove(self, url: str) -> EngineView:
@@ -244,15 +248,18 @@ class FleetRouter:
 
     async def _refresh_engines(self) -> None:
         """Read the engine sources, and retry engines that have not answered."""
+        changed = False
         for source in self.sources:
             try:
                 addresses = await asyncio.to_thread(source.read)
                 if addresses is not None:
-                    self.fleet.replace(addresses, source.name)
+                    changed |= self.fleet.replace(addresses, source.name)
             except BackendsInvalid as error:  # keep the engines from the last successful read
                 self.console.step(source.name, error.message)
-        await asyncio.gather(*map(self._ask, self.fleet.undiscovered()))
-        self._apply()
+        if asked := self.fleet.undiscovered():
+            await asyncio.gather(*map(self._ask, asked))
+        if changed or asked:
+            self._apply()
 
     async def _ask(self, engine: ListedEngine) -> None:
         client = Client(Address.of(engine.address.url), loop=asyncio.get_running_loop(), api_key=self.api_key)
@@ -329,10 +336,14 @@ class FleetRouter:
             detached=detached,
             chats=has_chat_template(text_folder(self.settings.replica, self._model_dir)),
         )
+        self._show(service)
         while not self._stop.is_set():
-            self._show(service)
-            await self._pause(ASK_AGAIN_S)
-            await self._refresh_engines()
+            if self.sources or self.fleet.undiscovered():
+                await self._pause(ASK_AGAIN_S)
+                await self._refresh_engines()
+            else:
+                self._unanswered.clear()
+                await self._unanswered.wait()
         self.registry.write(msgspec.structs.replace(self.entry, phase="stopping"))
         self.console.print_shutdown("stopping")
         return 0
@@ -366,6 +377,7 @@ class FleetRouter:
             print("killed", file=sys.stderr)
             os._exit(130)
         self._stop.set()
+        self._unanswered.set()
 
 
 def _engine_state(replica: ReplicaView) -> str:

@@ -8,6 +8,7 @@ import asyncio
 import functools
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -57,6 +58,14 @@ _MAX_FRAME_BYTES = 256 * 1024 * 1024
 _NO_KEYS = "no key was given, so a new, unlisted one was used: provide keys (homing watch: --events-curve-keys DIR)"
 
 
+def _options(ends: EventEndpoints) -> FeedOptions:
+    options = FeedOptions(replay=bool(ends.replay), snapshot=bool(ends.snapshot), heartbeats=bool(ends.state))
+    if ends.state:
+        return options
+    # Ticks are twice as long, because each poll costs both sides more than a heartbeat.
+    return replace(options, silent_ticks=5, poll_ticks=2, answer_ticks=5)
+
+
 class FeedSink(Protocol):
     """The user of a publisher's stream. All calls come from the loop's thread."""
 
@@ -104,21 +113,14 @@ class EventFeed:
         self._handshakes = Handshakes()
         self._own_context = context is None
         self._context = context
-        self._tick_s = heartbeat_interval_s / 2
+        self._tick_s = heartbeat_interval_s / (2 if endpoints.state else 1)
         self._token_ids = token_ids
         self._topic = topic
         self.decoder = BatchDecoder(token_ids=token_ids)
         if residency is None:
             residency = CountedResidency() if counted else SetResidency(CacheMirror() if blocks is None else blocks)
         #: The state machine, for its counters, cursor and digest.
-        self.subscription = Subscription(
-            FeedOptions(
-                replay=bool(endpoints.replay), snapshot=bool(endpoints.snapshot), heartbeats=bool(endpoints.state)
-            )
-            if options is None
-            else options,
-            residency,
-        )
+        self.subscription = Subscription(options or _options(endpoints), residency)
         self._loop: asyncio.AbstractEventLoop | None = None
         #: The first is the events socket, which is monitored.
         self._sockets: list[zmq.Socket[bytes]] = []
@@ -140,7 +142,7 @@ class EventFeed:
             self.close()
             raise
         self._run(self.subscription.start())
-        self._timer = loop.call_later(self._tick_s, self._on_tick)
+        self._tick_later(loop)
 
     def resync(self) -> None:
         """Request the full state again, after the feed's user lost messages."""
@@ -252,8 +254,13 @@ class EventFeed:
 
     def _on_tick(self) -> None:
         assert self._loop is not None, "ticks come after the start"
-        self._timer = self._loop.call_later(self._tick_s, self._on_tick)
+        self._tick_later(self._loop)
         self._run(self.subscription.on_tick())
+
+    def _tick_later(self, loop: asyncio.AbstractEventLoop) -> None:
+        # At multiples of the interval: all feeds of an idle loop then share one wake-up, which costs more than a tick.
+        # Rounded, because a timer may fire a little before its time.
+        self._timer = loop.call_at((round(loop.time() / self._tick_s) + 1) * self._tick_s, self._on_tick)
 
     def _run(self, instructions: list[Instruction]) -> None:
         for instruction in instructions:

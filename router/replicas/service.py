@@ -62,6 +62,8 @@ log = logging.getLogger(__name__)
 
 #: Interval of checks for deadlines, reservations and silent replicas.
 TICK_S = 0.05
+#: The interval without requests, when only reservations expire and lines about silent replicas are logged.
+IDLE_TICK_S = 0.5
 #: How long `exact` waits for event feeds. A snapshot takes milliseconds; after this time it is unlikely to come soon.
 EXACT_PATIENCE_S = 10.0
 POLL_S = 0.005
@@ -127,7 +129,7 @@ class RouterService:
             observer=observer,
             run=self._run,
         )
-        self._timer = self._context.loop.call_later(TICK_S, self._on_tick)
+        self._timer = self._context.loop.call_later(IDLE_TICK_S, self._on_tick)
 
     def supersede(self) -> None:
         """Close because newer replicas have replaced ours: current and later requests end with `Superseded`."""
@@ -291,6 +293,9 @@ class RouterService:
         except RouterError:
             self.counters.rejected += 1
             raise
+        if not self._streams:
+            self._timer.cancel()
+            self._timer = self._context.loop.call_later(TICK_S, self._on_tick)
         stream = self._streams[request_id] = RequestStream(request_id, self._flow.replica_of, self._cancel)
         self._run(instructions)
         return stream
@@ -447,7 +452,8 @@ class RouterService:
                 self._run(self._flow.unsendable(each.replica, each.message, self._context.clock()))
 
     def _on_tick(self) -> None:
-        self._timer = self._context.loop.call_later(TICK_S, self._on_tick)
+        pause_s = TICK_S if self._streams or self._flow.warm_ups else IDLE_TICK_S
+        self._timer = self._context.loop.call_later(pause_s, self._on_tick)
         now, loads = self._context.clock(), self._placement.loads
         for name in loads.replicas():
             silent = loads.view(name, now).silent

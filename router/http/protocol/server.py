@@ -137,6 +137,8 @@ class HttpServer:
 
     def opened(self, connection: HttpConnection) -> None:
         """Admit a connection. If there are too many, abort the one idle for longest, or the new one if all are busy."""
+        if not self.connections:
+            self.date = _date_line()  # not updated while there was no connection
         self.connections.add(connection)
         self._by_client[connection.client] += 1
         if len(self.connections) > self._max_connections:
@@ -187,7 +189,8 @@ class HttpServer:
 
     def _watch(self) -> None:
         self._watching = asyncio.get_running_loop().call_later(WATCH_S, self._watch)
-        self.date = _date_line()
+        if self.connections:
+            self.date = _date_line()
         now = self._clock()
         for connection in list(self.connections):
             connection.watch(now)

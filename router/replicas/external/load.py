@@ -7,6 +7,7 @@ counted by the router itself (router/routing/replica_load.py).
 
 import re
 from collections import deque
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from math import inf
@@ -19,12 +20,18 @@ from ....events.wire.messages import CacheCounters, LoadReport
 from ....replica.messages import ReplicaDescription
 from .request import ExternalRequest
 
-_SAMPLE = re.compile(r"^(?P<name>[a-z_]+:[a-z_]+)(?:\{(?P<labels>[^}]*)\})? (?P<value>\S+)", re.MULTILINE)
-_LABEL = re.compile(r'(\w+)="([^"]*)"')
+_RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs")
+_WAITING = ("vllm:num_requests_waiting", "sglang:num_queue_reqs")
+_USAGE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage")
+_CONFIG = "vllm:cache_config_info"
+_PAGES, _PAGE_SIZE = "sglang:num_pages", "sglang:page_size"
 
-_RUNNING = frozenset({"vllm:num_requests_running", "sglang:num_running_reqs"})
-_WAITING = frozenset({"vllm:num_requests_waiting", "sglang:num_queue_reqs"})
-_USAGE = frozenset({"vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage"})
+#: One pattern for each metric, which starts with its name: an engine's thousand lines are searched each second.
+_SAMPLES = {
+    name: re.compile(rf"{name}(?:\{{([^}}]*)\}})? (\S+)")
+    for name in (*_RUNNING, *_WAITING, *_USAGE, _CONFIG, _PAGES, _PAGE_SIZE)
+}
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 #: Block count assumed for an engine that does not report one; limits the index, not the engine.
 UNKNOWN_BLOCKS = 1 << 20
@@ -231,7 +238,7 @@ class ExternalLoad:
 
 def metric_ranks(metrics: str) -> tuple[int, ...]:
     """The data-parallel ranks in the labels of vLLM's metrics."""
-    found = {dict(_LABEL.findall(sample["labels"] or "")).get("engine", "") for sample in _SAMPLE.finditer(metrics)}
+    found = {labels.get("engine", "") for name in _RUNNING for labels, _ in _samples(metrics, name)}
     return tuple(sorted(int(rank) for rank in found if rank.isdecimal()))
 
 
@@ -240,26 +247,36 @@ def read_metrics(metrics: str, rank: int | None = None) -> EngineMetrics:
 
     `rank`: only this data-parallel rank; None: all ranks together.
     """
-    running: list[float] = []
-    waiting: list[float] = []
-    usage: list[float] = []
-    labels: dict[str, str] = {}
-    for sample in _SAMPLE.finditer(metrics):
-        name = sample["name"]
-        if rank is not None and dict(_LABEL.findall(sample["labels"] or "")).get("engine", str(rank)) != str(rank):
-            continue
-        for names, values in ((_RUNNING, running), (_WAITING, waiting), (_USAGE, usage)):
-            if name in names and (value := _number(sample["value"])) is not None:
-                values.append(value)
-        if name == "vllm:cache_config_info":
-            labels = dict(_LABEL.findall(sample["labels"] or ""))
+
+    family = "vllm:" if "vllm:" in metrics else "sglang:"
+
+    def values(*names: str) -> list[float]:
+        found = [sample for name in names if name.startswith(family) for sample in _samples(metrics, name)]
+        numbers = [_number(text) for labels, text in found if _is_of(labels, rank)]
+        return [number for number in numbers if number is not None]
+
+    configs = _samples(metrics, _CONFIG) if family == "vllm:" else ()
+    config = next((labels for labels, _ in configs if _is_of(labels, rank)), {})
+    running, waiting, usage = values(*_RUNNING), values(*_WAITING), values(*_USAGE)
     return EngineMetrics(
         running=int(sum(running)) if running else None,
         waiting=int(sum(waiting)) if waiting else None,
         kv_usage=min(max(usage), 1.0) if usage else None,
-        num_blocks=_count(labels.get("num_gpu_blocks", "")),
-        block_size=_count(labels.get("block_size", "")),
+        num_blocks=_count(config.get("num_gpu_blocks", "")) or int(sum(values(_PAGES))) or None,
+        block_size=_count(config.get("block_size", "")) or int(max(values(_PAGE_SIZE), default=0)) or None,
     )
+
+
+def _samples(metrics: str, name: str) -> Iterator[tuple[dict[str, str], str]]:
+    """Labels and value of each sample of one metric."""
+    for found in _SAMPLES[name].finditer(metrics):
+        if found.start() == 0 or metrics[found.start() - 1] == "\n":
+            yield dict(_LABEL.findall(found[1] or "")), found[2]
+
+
+def _is_of(labels: Mapping[str, str], rank: int | None) -> bool:
+    """Whether a sample is of this data-parallel rank; None, or a sample without a rank, is of all."""
+    return rank is None or labels.get("engine", labels.get("dp_rank", str(rank))) == str(rank)
 
 
 def _number(text: str) -> float | None:
