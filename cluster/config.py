@@ -29,102 +29,78 @@ VARIABLE_PREFIX = "HOMING_"
 class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How many replicas run, where they run, and how they are monitored."""
 
-    name: Annotated[
-        str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$", description="name of the cluster on this machine")
-    ] = "default"
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$"), "name of the cluster on this machine"] = (
+        "default"
+    )
     replicas: Annotated[
-        int, Meta(ge=0, le=4096, description="number of replicas; 0: as many as fit on the GPUs, or 2 without GPUs")
+        int, Meta(ge=0, le=4096), "number of replicas; 0: as many as fit on the GPUs, or 2 without GPUs"
     ] = 0
     autoscale: Annotated[
         str,
-        Meta(
-            pattern=r"^(\d+:\d+)?$",
-            description="MIN:MAX: the number of replicas follows the load between these bounds; with MIN 0, the first "
-            "request waits for a replica to start; empty: a fixed number",
-        ),
+        Meta(pattern=r"^(\d+:\d+)?$"),
+        "MIN:MAX: the number of replicas follows the load between these bounds; with MIN 0, the first "
+        "request waits for a replica to start; empty: a fixed number",
     ] = ""
     ttft_target_s: Annotated[
-        float, Meta(gt=0, description="autoscaling adds replicas when the time to first token would exceed this")
+        float, Meta(gt=0), "autoscaling adds replicas when the time to first token would exceed this"
     ] = 1.0
     scale_down_after_s: Annotated[
-        float, Meta(gt=0, description="autoscaling removes a replica that has not been needed for this long")
+        float, Meta(gt=0), "autoscaling removes a replica that has not been needed for this long"
     ] = 120.0
-    routers: Annotated[
-        int, Meta(ge=1, le=64, description="router processes on one port; each follows all replicas")
-    ] = 1
+    routers: Annotated[int, Meta(ge=1, le=64), "router processes on one port; each follows all replicas"] = 1
     ray_address: Annotated[
         str,
-        Meta(
-            description="Ray cluster to join, such as auto or host:6379; empty: start a local one",
-            extra={"alias": "--address"},
-        ),
+        Meta(extra={"alias": "--address"}),
+        "Ray cluster to join, such as auto or host:6379; empty: start a local one",
     ] = ""
     cpus_per_rank: Annotated[
-        float,
-        Meta(ge=0, description="logical CPUs that Ray reserves for a rank in a joined cluster; affects placement only"),
+        float, Meta(ge=0), "logical CPUs that Ray reserves for a rank in a joined cluster; affects placement only"
     ] = 1.0
     gpus_per_rank: Annotated[
         float,
-        Meta(
-            ge=0,
-            description="GPUs that Ray reserves for a rank, which must then use them; a fraction puts several ranks on "
-            "one; 0: one GPU if there are any and `device` is not cpu",
-        ),
+        Meta(ge=0),
+        "GPUs that Ray reserves for a rank, which must then use them; a fraction puts several ranks on "
+        "one; 0: one GPU if there are any and `device` is not cpu",
     ] = 0.0
-    start_timeout_s: Annotated[
-        float, Meta(gt=0, description="a replica that is not ready after this time has failed")
-    ] = 600.0
-    health_interval_s: Annotated[float, Meta(gt=0, description="time between two health checks of a rank")] = 2.0
-    health_timeout_s: Annotated[
-        float, Meta(gt=0, description="a rank that does not answer for this long has failed")
-    ] = 30.0
+    start_timeout_s: Annotated[float, Meta(gt=0), "a replica that is not ready after this time has failed"] = 600.0
+    health_interval_s: Annotated[float, Meta(gt=0), "time between two health checks of a rank"] = 2.0
+    health_timeout_s: Annotated[float, Meta(gt=0), "a rank that does not answer for this long has failed"] = 30.0
     step_timeout_s: Annotated[
         float,
-        Meta(
-            gt=0,
-            description="a replica whose step takes longer has failed, as a rank or its device hangs; raised to at "
-            "least ten times the duration of a full step at the measured speed",
-        ),
+        Meta(gt=0),
+        "a replica whose step takes longer has failed, as a rank or its device hangs; raised to at "
+        "least ten times the duration of a full step at the measured speed",
     ] = 120.0
     restart_backoff_s: Annotated[
-        float, Meta(gt=0, description="pause before a replica's second restart; doubles with each failure")
+        float, Meta(gt=0), "pause before a replica's second restart; doubles with each failure"
     ] = 1.0
-    restart_backoff_limit_s: Annotated[float, Meta(gt=0, description="longest pause between two restarts")] = 30.0
+    restart_backoff_limit_s: Annotated[float, Meta(gt=0), "longest pause between two restarts"] = 30.0
     stable_after_s: Annotated[
-        float, Meta(gt=0, description="after serving for this long, a replica restarts with the shortest pause again")
+        float, Meta(gt=0), "after serving for this long, a replica restarts with the shortest pause again"
     ] = 60.0
     drain_timeout_s: Annotated[
-        float,
-        Meta(gt=0, description="requests still running on a draining replica after this time continue on another one"),
+        float, Meta(gt=0), "requests still running on a draining replica after this time continue on another one"
     ] = 60.0
     spare_process: Annotated[
         bool,
-        Meta(
-            description="with replicas on the CPUs of one machine: keep one more process per rank, imports done, "
-            "so that a failed replica is back in 1 to 2 s instead of 6; takes 280 MB"
-        ),
+        "with replicas on the CPUs of one machine: keep one more process per rank, imports done, "
+        "so that a failed replica is back in 1 to 2 s instead of 6; takes 280 MB",
     ] = True
     surge: Annotated[
-        bool,
-        Meta(
-            description="an update starts a replica before draining one; off: it drains first, without extra capacity"
-        ),
+        bool, "an update starts a replica before draining one; off: it drains first, without extra capacity"
     ] = True
     warm_up_s: Annotated[
-        float, Meta(gt=0, description="longest cache warm-up of a replica that joins others, before it takes requests")
+        float, Meta(gt=0), "longest cache warm-up of a replica that joins others, before it takes requests"
     ] = 10.0
-    stop_timeout_s: Annotated[
-        float, Meta(gt=0, description="time for a graceful shutdown before processes are killed")
-    ] = 8.0
+    stop_timeout_s: Annotated[float, Meta(gt=0), "time for a graceful shutdown before processes are killed"] = 8.0
     state_dir: Annotated[
-        str,
-        Meta(description="folder that lists running clusters; empty: $XDG_STATE_HOME/homing or ~/.local/state/homing"),
+        str, "folder that lists running clusters; empty: $XDG_STATE_HOME/homing or ~/.local/state/homing"
     ] = ""
     log_format: Annotated[
-        LogFormat, Meta(description="format of the logs of replicas, routers and controller; json: one object per line")
+        LogFormat, "format of the logs of replicas, routers and controller; json: one object per line"
     ] = "text"
     log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], Meta(description="debug also shows the output of the Ray actors")
+        Literal["debug", "info", "warning", "error"], "debug also shows the output of the Ray actors"
     ] = "info"
 
 
@@ -160,6 +136,7 @@ class Setting:
     type: Any
     default: Any
     meta: Meta
+    help: str
 
     @property
     def flag(self) -> str:
@@ -192,6 +169,12 @@ class SourcedValue:
     typed: bool
 
 
+def _setting(section: str, field: msgspec.structs.FieldInfo) -> Setting:
+    """The setting that a field declares: `Annotated[type, help]` or `Annotated[type, Meta(...), help]`."""
+    *bounds, text = field.type.__metadata__
+    return Setting(section, field.name, field.type, field.default, bounds[0] if bounds else Meta(), text)
+
+
 #: The settings in a file's sections, and those of each entry in its `models`, by name. Without entries, one model.
 FileContent = tuple[dict[str, SourcedValue], dict[str, dict[str, SourcedValue]]]
 #: File keys of the list of models and of each model's name.
@@ -200,7 +183,7 @@ _SECTION_TYPES = {field.name: field.type for field in msgspec.structs.fields(Set
 SECTIONS: tuple[str, ...] = tuple(_SECTION_TYPES)
 #: All settings by field name, which is unique across packages.
 SETTINGS: dict[str, Setting] = {
-    field.name: Setting(section, field.name, field.type, field.default, get_args(field.type)[1])
+    field.name: _setting(section, field)
     for section, struct in _SECTION_TYPES.items()
     for field in msgspec.structs.fields(struct)
 }

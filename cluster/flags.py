@@ -39,7 +39,7 @@ def group_of(*names: str, file: str = "YAML file of settings") -> Any:
 
 def _flag(setting: Setting) -> Any:
     default = "empty" if setting.default == "" else str(setting.default).replace("True", "on").replace("False", "off")
-    text = f"{setting.meta.description} (default: {default})"
+    text = f"{setting.help} (default: {default})"
     group, completed = f"Settings: {setting.section}", setting.choices or ()
     if setting.bare_type is bool:
         off = setting.flag.replace("--", "--no-", 1)

@@ -1,6 +1,6 @@
-"""The stream of cache events: publisher, subscriber and recovery. Does not depend on the other packages of homing.
+"""The stream of cache events: publisher, subscriber and recovery. Must not import the other packages of homing.
 
-The names below are for users of the subscriber SDK (docs/events.md); homing's other packages import modules.
+The names below are for users of the subscriber SDK (docs/events.md); `replica`, `router` and `cluster` import modules.
 """
 
 from .errors import BadRecord as BadRecord

@@ -1,1 +1,5 @@
-"""Block hashes, block pool and prefix cache. Imports no torch, zmq or ray, so that the router can share the hashing."""
+"""Block hashes, block pool and prefix cache.
+
+Imported by `replica`, `router` and `cluster`. Must not import other packages of homing, torch, zmq or Ray, so that the
+router can share the hashing.
+"""

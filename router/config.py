@@ -24,206 +24,147 @@ else:  # the values are known only at run time: each policy is a file in routing
 class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the router accepts, routes and limits requests."""
 
-    host: Annotated[str, Meta(description="address that the HTTP server binds")] = "127.0.0.1"
-    port: Annotated[int, Meta(ge=0, le=65535, description="port of the HTTP server; 0: any free one")] = 8000
-    served_model_name: Annotated[str, Meta(description="name in /v1/models; empty: the model's own")] = ""
+    host: Annotated[str, "address that the HTTP server binds"] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535), "port of the HTTP server; 0: any free one"] = 8000
+    served_model_name: Annotated[str, "name in /v1/models; empty: the model's own"] = ""
     model_aliases: Annotated[
-        str,
-        Meta(
-            description="more names for the model, separated by commas; with several models, as ALIAS=NAME; empty: none"
-        ),
+        str, "more names for the model, separated by commas; with several models, as ALIAS=NAME; empty: none"
     ] = ""
     policy: Annotated[
-        PolicyName,
-        Meta(description="how a replica is chosen", extra={"allowed": "the policies that `homing serve --help` lists"}),
+        PolicyName, Meta(extra={"allowed": "the policies that `homing serve --help` lists"}), "how a replica is chosen"
     ] = "expected-ttft"
     backend: Annotated[
         str,
-        Meta(
-            description="URLs of OpenAI-compatible servers (vLLM, SGLang) to use instead of homing's own replicas, "
-            "separated by commas; dns+http://NAME:PORT: all addresses of a name, such as a headless Kubernetes "
-            "Service; empty: none",
-            extra={"repeatable": True},
-        ),
+        Meta(extra={"repeatable": True}),
+        "URLs of OpenAI-compatible servers (vLLM, SGLang) to use instead of homing's own replicas, "
+        "separated by commas; dns+http://NAME:PORT: all addresses of a name, such as a headless Kubernetes "
+        "Service; empty: none",
     ] = ""
     engines: Annotated[
         str,
-        Meta(
-            description="YAML file with more such servers, reread when it changes: a list of URLs, or of maps with "
-            "url, events and replay; empty: none"
-        ),
+        "YAML file with more such servers, reread when it changes: a list of URLs, or of maps with "
+        "url, events and replay; empty: none",
     ] = ""
     events: Annotated[
         str,
-        Meta(
-            description="addresses of those servers' KV events, such as tcp://10.0.0.1:5557, one per server in the "
-            "same order; empty: discovered from the server or at the usual ports",
-            extra={"repeatable": True},
-        ),
+        Meta(extra={"repeatable": True}),
+        "addresses of those servers' KV events, such as tcp://10.0.0.1:5557, one per server in the "
+        "same order; empty: discovered from the server or at the usual ports",
     ] = ""
     replay: Annotated[
-        str,
-        Meta(
-            description="addresses where those servers replay past events; same form as `events`",
-            extra={"repeatable": True},
-        ),
+        str, Meta(extra={"repeatable": True}), "addresses where those servers replay past events; same form as `events`"
     ] = ""
     backend_model: Annotated[
-        str, Meta(description="the model's name at those servers; empty: MODEL, its last part, or served_model_name")
+        str, "the model's name at those servers; empty: MODEL, its last part, or served_model_name"
     ] = ""
-    backend_key_file: Annotated[
-        str, Meta(description="file with the API key for those servers; empty: they need none")
-    ] = ""
+    backend_key_file: Annotated[str, "file with the API key for those servers; empty: they need none"] = ""
     engine_chat: Annotated[
         Literal["auto", "engine", "tokens"],
-        Meta(
-            description="how chats are sent to external engines: as chats, which they render and parse (engine), or as "
-            "token ids, which homing renders and parses (tokens); auto: engine with `homing route`, else tokens"
-        ),
+        "how chats are sent to external engines: as chats, which they render and parse (engine), or as "
+        "token ids, which homing renders and parses (tokens); auto: engine with `homing route`, else tokens",
     ] = "auto"
     backend_max_requests: Annotated[
-        int, Meta(ge=1, description="maximum concurrent requests at each of those servers; more wait in the router")
+        int, Meta(ge=1), "maximum concurrent requests at each of those servers; more wait in the router"
     ] = 256
     api_keys_file: Annotated[
-        str, Meta(description="YAML file of the accepted API keys; empty: any key is accepted, and each is a tenant")
+        str, "YAML file of the accepted API keys; empty: any key is accepted, and each is a tenant"
     ] = ""
     api_key: Annotated[
         str,
-        Meta(
-            description="the only accepted API key besides those in api_keys_file; set it as HOMING_API_KEY, because "
-            "other users of the machine can see flags; empty: none"
-        ),
+        "the only accepted API key besides those in api_keys_file; set it as HOMING_API_KEY, because "
+        "other users of the machine can see flags; empty: none",
     ] = ""
     default_max_tokens: Annotated[
         int,
-        Meta(
-            ge=0,
-            description="output limit of requests without one; 0: 512 for completions, the rest of the context for "
-            "chats",
-        ),
+        Meta(ge=0),
+        "output limit of requests without one; 0: 512 for completions, the rest of the context for chats",
     ] = 0
     generation_config: Annotated[
         bool,
-        Meta(
-            description="use the model's generation_config.json for sampling parameters that a request does not set: "
-            "temperature, top_p, top_k, min_p and repetition_penalty"
-        ),
+        "use the model's generation_config.json for sampling parameters that a request does not set: "
+        "temperature, top_p, top_k, min_p and repetition_penalty",
     ] = True
-    max_body_bytes: Annotated[int, Meta(ge=1024, description="largest HTTP body")] = 8 * 1024 * 1024
+    max_body_bytes: Annotated[int, Meta(ge=1024), "largest HTTP body"] = 8 * 1024 * 1024
     tool_call_parser: Annotated[
         ToolParserName,
-        Meta(
-            description="format of the model's tool calls; auto: detected from its chat template or type; none: calls "
-            "stay text",
-            extra={"allowed": "auto, none, or a family in docs/api.md"},
-        ),
+        Meta(extra={"allowed": "auto, none, or a family in docs/api.md"}),
+        "format of the model's tool calls; auto: detected from its chat template or type; none: calls stay text",
     ] = AUTO
     reasoning_parser: Annotated[
         ReasoningParserName,
-        Meta(
-            description="format of the model's reasoning; auto: as for tool calls; none: reasoning stays in the text",
-            extra={"allowed": "auto, none, or a family in docs/api.md"},
-        ),
+        Meta(extra={"allowed": "auto, none, or a family in docs/api.md"}),
+        "format of the model's reasoning; auto: as for tool calls; none: reasoning stays in the text",
     ] = AUTO
     embedding_pooling: Annotated[
         Pooling,
-        Meta(
-            description="default pooling of embeddings: the hidden state of the last token, the only one that has "
-            "attended to the whole text, or the mean over all tokens"
-        ),
+        "default pooling of embeddings: the hidden state of the last token, the only one that has "
+        "attended to the whole text, or the mean over all tokens",
     ] = "last"
     strict_fields: Annotated[
-        bool,
-        Meta(description="refuse requests with unknown fields; otherwise they are ignored and listed in a header"),
+        bool, "refuse requests with unknown fields; otherwise they are ignored and listed in a header"
     ] = False
     drop_billing_line: Annotated[
         bool,
-        Meta(
-            description="remove the first line of Claude Code's system prompts, which differs in every request, so "
-            "that the rest can be cached"
-        ),
+        "remove the first line of Claude Code's system prompts, which differs in every request, so "
+        "that the rest can be cached",
     ] = True
     response_store: Annotated[
         str,
-        Meta(
-            description="SQLite file that stores responses of /v1/responses for previous_response_id, shared by the "
-            "router processes of one machine; empty: nothing is stored"
-        ),
+        "SQLite file that stores responses of /v1/responses for previous_response_id, shared by the "
+        "router processes of one machine; empty: nothing is stored",
     ] = ""
-    response_store_count: Annotated[int, Meta(ge=1, description="maximum number of stored responses")] = 100_000
-    response_store_bytes: Annotated[int, Meta(ge=1024, description="maximum bytes of stored responses")] = 1024**3
-    response_store_age_s: Annotated[float, Meta(gt=0, description="seconds to keep a stored response")] = 2_592_000.0
+    response_store_count: Annotated[int, Meta(ge=1), "maximum number of stored responses"] = 100_000
+    response_store_bytes: Annotated[int, Meta(ge=1024), "maximum bytes of stored responses"] = 1024**3
+    response_store_age_s: Annotated[float, Meta(gt=0), "seconds to keep a stored response"] = 2_592_000.0
     chat_template: Annotated[
-        str, Meta(description="file with a chat template to use instead of the model's own; empty: the model's own")
+        str, "file with a chat template to use instead of the model's own; empty: the model's own"
     ] = ""
     token_cache_bytes: Annotated[
-        int,
-        Meta(
-            ge=0,
-            description="memory for cached token ids of chat messages, for tokenizers without fastokens; 0: no cache",
-        ),
+        int, Meta(ge=0), "memory for cached token ids of chat messages, for tokenizers without fastokens; 0: no cache"
     ] = 32 * 1024 * 1024
     max_choices: Annotated[
-        int, Meta(ge=1, le=1024, description="maximum n (and maximum of prompts times n) in one HTTP request")
+        int, Meta(ge=1, le=1024), "maximum n (and maximum of prompts times n) in one HTTP request"
     ] = 128
     max_waiting_requests: Annotated[
-        int, Meta(ge=1, description="maximum requests held while no replica can accept them; more get 429")
+        int, Meta(ge=1), "maximum requests held while no replica can accept them; more get 429"
     ] = 4096
-    request_timeout_s: Annotated[float, Meta(gt=0, description="a request that takes longer ends with an error")] = (
-        600.0
-    )
+    request_timeout_s: Annotated[float, Meta(gt=0), "a request that takes longer ends with an error"] = 600.0
     replica_silence_s: Annotated[
-        float, Meta(gt=0, description="a replica that has not reported for this long gets no new requests")
+        float, Meta(gt=0), "a replica that has not reported for this long gets no new requests"
     ] = 3.0
     reservation_timeout_s: Annotated[
-        float, Meta(gt=0, description="time after which blocks expected at dispatch no longer count")
+        float, Meta(gt=0), "time after which blocks expected at dispatch no longer count"
     ] = 30.0
-    retries: Annotated[
-        int, Meta(ge=0, le=16, description="maximum number of continuations of a request on other replicas")
-    ] = 3
+    retries: Annotated[int, Meta(ge=0, le=16), "maximum number of continuations of a request on other replicas"] = 3
     warm_up_share: Annotated[
         float,
-        Meta(
-            ge=0,
-            le=1,
-            description="share of a new replica's cache that is filled with the hottest prefixes before it gets "
-            "requests; 0: none",
-        ),
+        Meta(ge=0, le=1),
+        "share of a new replica's cache that is filled with the hottest prefixes before it gets requests; 0: none",
     ] = 0.25
     warm_up_bytes: Annotated[
-        int, Meta(ge=0, description="memory for recent prompts, from which the hottest prefixes are chosen; 0: none")
+        int, Meta(ge=0), "memory for recent prompts, from which the hottest prefixes are chosen; 0: none"
     ] = 8 * 1024 * 1024
-    pin_ttl_s: Annotated[float, Meta(gt=0, description="how long cache_control keeps a prefix if it has no ttl")] = (
-        300.0
-    )
-    pin_max_ttl_s: Annotated[float, Meta(gt=0, description="maximum ttl of cache_control")] = 3600.0
+    pin_ttl_s: Annotated[float, Meta(gt=0), "how long cache_control keeps a prefix if it has no ttl"] = 300.0
+    pin_max_ttl_s: Annotated[float, Meta(gt=0), "maximum ttl of cache_control"] = 3600.0
     access_log: Annotated[
         str,
-        Meta(
-            description="file for one line per request; -: the log that `homing logs requests` prints (standard error "
-            "in a joined Ray cluster or with --backend); empty: none"
-        ),
+        "file for one line per request; -: the log that `homing logs requests` prints (standard error "
+        "in a joined Ray cluster or with --backend); empty: none",
     ] = "-"
     otlp_endpoint: Annotated[
         str,
-        Meta(
-            description="URL for traces of an OpenTelemetry collector (http://127.0.0.1:4318/v1/traces), which gets "
-            "one span per request; needs homing[otel]; empty: none"
-        ),
+        "URL for traces of an OpenTelemetry collector (http://127.0.0.1:4318/v1/traces), which gets "
+        "one span per request; needs homing[otel]; empty: none",
     ] = ""
     cors_origins: Annotated[
-        str, Meta(description="origins of web pages that may call the server, separated by commas; *: all; empty: none")
+        str, "origins of web pages that may call the server, separated by commas; *: all; empty: none"
     ] = ""
-    tls_cert_file: Annotated[
-        str, Meta(description="PEM file with the server's certificate chain; empty: plain HTTP")
-    ] = ""
-    tls_key_file: Annotated[
-        str, Meta(description="PEM file with the certificate's key; empty: the key is in tls_cert_file")
-    ] = ""
-    read_timeout_s: Annotated[float, Meta(gt=0, description="time limit for receiving a complete HTTP request")] = 60.0
+    tls_cert_file: Annotated[str, "PEM file with the server's certificate chain; empty: plain HTTP"] = ""
+    tls_key_file: Annotated[str, "PEM file with the certificate's key; empty: the key is in tls_cert_file"] = ""
+    read_timeout_s: Annotated[float, Meta(gt=0), "time limit for receiving a complete HTTP request"] = 60.0
     stall_timeout_s: Annotated[
-        float, Meta(gt=0, description="time after which a client that reads nothing of its response is disconnected")
+        float, Meta(gt=0), "time after which a client that reads nothing of its response is disconnected"
     ] = 30.0
     max_unsent_bytes: Annotated[
-        int, Meta(ge=64 * 1024, description="unread bytes of a response beyond which the client is disconnected")
+        int, Meta(ge=64 * 1024), "unread bytes of a response beyond which the client is disconnected"
     ] = 1024 * 1024

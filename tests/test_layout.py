@@ -5,6 +5,7 @@ an entry in `FOLDERS`.
 """
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -172,11 +173,16 @@ def test_a_folder_imports_only_the_folders_that_it_may(folder: str) -> None:
 
 
 def test_every_folder_has_its_row_and_says_what_it_is_for() -> None:
-    """A newcomer opens a folder's `__init__.py` first, so its docstring must describe the folder."""
+    """A newcomer opens a folder's `__init__.py` first, so its docstring says who imports the folder, and its limits."""
     folders = {path.parent.relative_to(ROOT).as_posix() for package in PACKAGES for path in modules(package)}
     faces = {folder: (ROOT / folder / "__init__.py").read_text() for folder in folders}
 
-    assert [folder for folder, text in faces.items() if not ast.get_docstring(ast.parse(text))] == []
+    docs = {folder: ast.get_docstring(ast.parse(text)) or "" for folder, text in faces.items() if folder != "deploy"}
+    rules = {
+        folder: re.search(r"[Ii]mport", text) and re.search(r"\b([Mm]ust|[Mm]ay|only)\b", text)
+        for folder, text in docs.items()
+    }
+    assert [folder for folder, said in rules.items() if not said] == []
     assert folders - set(PACKAGES) == set(FOLDERS)
 
 

@@ -87,6 +87,9 @@ class ReplicaRank:
         self._ended = threading.Event()
         self._reason = "stopped"
         self._step_timeout_s = math.inf
+        #: Held while a thread imports what a rank needs. At the end of its import, transformers replaces its module; a
+        #: second thread that waits for the import gets the replaced module, which lacks `AutoConfig`.
+        self._loading = threading.Lock()
 
     def pid(self) -> int:
         return os.getpid()
@@ -102,9 +105,14 @@ class ReplicaRank:
         """Start loading what `start` will need, in a spare process and at low priority."""
 
         def run() -> None:
-            with contextlib.suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), SPARE_NICENESS)
-            prepare(spec)
+            if not self._loading.acquire(blocking=False):
+                return  # `start` was faster
+            try:
+                with contextlib.suppress(OSError):
+                    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), SPARE_NICENESS)
+                prepare(spec)
+            finally:
+                self._loading.release()
 
         # A new thread: on Linux each has its own niceness, and an unprivileged one cannot lower it again.
         threading.Thread(target=run, name="prepare", daemon=True).start()
@@ -165,7 +173,8 @@ class ReplicaRank:
     def _load_and_run(self, spec: RankSpec, outcome: "Future[Started | Failed]") -> None:
         """Load and run in one thread; replica/load/cpu_threads.py states the cost of using two."""
         try:
-            server = self._server = self._make(spec)
+            with self._loading:
+                server = self._server = self._make(spec)
             if self._stopping.is_set():  # `stop` was called while it was loading
                 server.stop()
             self._after_loading()

@@ -1,4 +1,5 @@
 """Offline tools: `homing simulate`, `homing analyze` and their plots.
 
-May import the packages that it models. Serving code must not import it.
+Imported only by the command line, when such a command runs. May import the packages that it models; serving code must
+not import it.
 """

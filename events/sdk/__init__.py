@@ -1,4 +1,4 @@
 """The subscriber SDK: follow a publisher or a whole cluster, print, record and replay its events.
 
-For users and the command line. No serving code may import it.
+Imported by users, through `homing.events`, and by the command line. Serving code must not import it.
 """

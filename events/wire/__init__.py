@@ -1,4 +1,4 @@
 """The wire format of the event sockets: message types, frames and the dialects of other engines.
 
-Pure values. Imported by the other folders of `events`, by `replica` and `router`; imports no other folder.
+Pure values. Imported by the other folders of `events` and by all packages but `kvcache`; must not import other folders.
 """

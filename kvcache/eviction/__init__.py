@@ -1,4 +1,8 @@
-"""Eviction policies: which cached block to evict when space is needed."""
+"""Eviction policies: which cached block to evict when space is needed.
+
+Imported by `kvcache.prefix_cache`, `replica` and the simulator. Imports `pool` and `hashing`; must not import the
+prefix cache.
+"""
 
 from typing import Literal
 

@@ -1,4 +1,7 @@
-"""The small language model that ships with homing, so that a first answer needs no download. Imports no torch."""
+"""The small language model that ships with homing, so that a first answer needs no download.
+
+Imported by `cluster`, to find the folder. Must not import torch; `tests/demo_model` trains the model.
+"""
 
 from pathlib import Path
 

@@ -46,8 +46,4 @@ def choose_victim(running: Sequence[Running]) -> Running:
     This guarantees progress: among the most urgent requests, the one that loses most is never chosen while another
     runs, and its loss grows with every token.
     """
-    return min(reversed(running), key=_loss)
-
-
-def _loss(running: Victim) -> tuple[int, int]:
-    return -running.priority, running.loss
+    return min(reversed(running), key=lambda each: (-each.priority, each.loss))

@@ -225,7 +225,7 @@ class PrefixIndex:
 
     def _spread(self, ends: list[_End]) -> "array[int]":
         """Prefix lengths by place. Most replicas share one end and others form groups; a loop handles only the rest."""
-        common = max(ends, key=_replicas)
+        common = max(ends, key=lambda end: end[1].bit_count())
         found = array("q", common[:1]) * len(self._bits)
         names = self._names
         for end in ends:
@@ -328,7 +328,3 @@ class ReplicaBlocks:
 
     def replace(self, blocks: Iterable[tuple[int, int | None]]) -> None:
         self._index.reset(self._replica, (block for block, _ in blocks))
-
-
-def _replicas(end: _End) -> int:
-    return end[1].bit_count()

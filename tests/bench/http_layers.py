@@ -15,10 +15,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 
-import psutil
-
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from tests.bench.front import chat, cpu_s, free_port, run_load, started, wait_for
+from tests.bench.front import Subject, chat, cpu_s, free_port, run_load, started, wait_for
 from tests.bench.front_client import Load
 from tests.bench.http_layers_peer import ANSWER
 
@@ -84,7 +82,7 @@ def main() -> None:
         serve_ours(options.serve)
         return
     load = Load(path="/v1/chat/completions", bodies=[chat("hi", 16)], connections=32, requests=options.requests)
-    servers: dict[str, tuple[int, psutil.Process, list[float]]] = {}
+    servers: dict[str, tuple[int, Subject, list[float]]] = {}
     with ExitStack() as stack:
         for name in ("ours", "h11", "uvicorn", "granian"):
             port = free_port()
@@ -93,12 +91,12 @@ def main() -> None:
                 continue
             process = stack.enter_context(started(*started_by, quiet=False, folder=HERE))
             wait_for(f"http://127.0.0.1:{port}/")
-            servers[name] = port, process, []
+            servers[name] = port, Subject(name, port, [process], {}), []
         for _ in range(options.rounds + 1):
-            for port, process, costs in servers.values():
-                before = cpu_s(process)
+            for port, server, costs in servers.values():
+                before = cpu_s(server)
                 run_load(port, load)
-                costs.append((cpu_s(process) - before) / options.requests * 1e6)
+                costs.append((cpu_s(server) - before) / options.requests * 1e6)
     for name, (_, _, costs) in servers.items():
         print(f"{name:10} {median(costs[1:]):6.1f} us CPU a request")
 

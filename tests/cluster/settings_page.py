@@ -53,7 +53,7 @@ def _row(setting: Setting) -> str:
     default = {"": "empty", "True": "true", "False": "false"}.get(str(setting.default), str(setting.default))
     return (
         f"| `{setting.name}` | {', '.join(f'`{flag}`' for flag in setting.flags)} | `{setting.variable}` | {default} "
-        f"| {_allowed(setting)} | {setting.meta.description} |"
+        f"| {_allowed(setting)} | {setting.help} |"
     )
 
 

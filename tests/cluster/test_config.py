@@ -39,7 +39,7 @@ def test_no_two_sections_declare_a_setting_of_the_same_name() -> None:
 
 def test_every_setting_says_what_it_is_for() -> None:
     """Help and documentation are generated from the description."""
-    assert [name for name, setting in SETTINGS.items() if not setting.meta.description] == []
+    assert [name for name, setting in SETTINGS.items() if not setting.help] == []
 
 
 def test_nothing_given_is_the_defaults() -> None:

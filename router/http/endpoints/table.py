@@ -36,6 +36,7 @@ _BY_PATH: Mapping[str, Mapping[str, Handler]] = {
     path: {each.method: each.handler for each in ENDPOINTS if each.path == path}
     for path in dict.fromkeys(each.path for each in ENDPOINTS)
 }
+_FIXED = {path for path in _BY_PATH if "{" not in path}
 _LARGE = {each.path for each in ENDPOINTS if each.bodies and each.large_bodies}
 _ERROR_BODIES = {each.path: each.error_body for each in ENDPOINTS if each.error_body is not None}
 
@@ -47,15 +48,15 @@ def takes_large_bodies(path: str) -> bool:
 
 def label(path: str) -> str:
     """The metrics label of a path: a path of the table, or `other`, so that unknown paths cannot add labels."""
-    if path.startswith(f"{MODELS}/"):
-        return MODELS
-    if path.startswith(f"{RESPONSES_PATH}/"):
-        return RESPONSES_PATH
-    return path if path in _BY_PATH else "other"
+    if path in _FIXED:
+        return path
+    return next((each for each in (MODELS, RESPONSES_PATH) if path.startswith(f"{each}/")), "other")
 
 
 def _row(path: str) -> str:
     """The path in the table that a request's path matches; the path itself if it matches none with a parameter."""
+    if path in _FIXED:
+        return path
     if path.startswith(f"{MODELS}/"):
         return f"{MODELS}/{{model}}"
     if path.startswith(f"{RESPONSES_PATH}/"):

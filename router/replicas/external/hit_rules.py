@@ -92,16 +92,12 @@ def _of_group(group: HeldBlocks, keys: Sequence[int], size: int, media: Sequence
     window_blocks = -(-(group.rule.window - 1) // size)
     match group.rule.kind:
         case "mamba":
-            return _last_state(len(keys), has)
+            return next((place + 1 for place in reversed(range(len(keys))) if has(place)), 0)
         case "sliding_window" if group.rule.window > 1:
             return _last_window(len(keys), window_blocks, has)
         case _:
             missing = map(not_, map(held.__contains__, keys[before:]))
             return min(before, len(keys)) + next(compress(count(), missing), len(keys[before:]))
-
-
-def _last_state(total: int, has: Callable[[int], bool]) -> int:
-    return next((place + 1 for place in reversed(range(total)) if has(place)), 0)
 
 
 def _last_window(total: int, window_blocks: int, has: Callable[[int], bool]) -> int:

@@ -61,6 +61,56 @@ def rank_spec(model: str) -> RankSpec:
     return RankSpec(spec, "r0", 1, 0, 1, Rendezvous("127.0.0.1", 1, b""))
 
 
+def test_a_rank_waits_until_its_process_is_prepared() -> None:
+    """Two threads that import transformers at once fail: a rank that took a spare process at once could not start."""
+    preparing, go_on, made = threading.Event(), threading.Event(), threading.Event()
+
+    def prepare(spec: ClusterModel) -> None:
+        preparing.set()
+        go_on.wait(30)
+        assert not made.is_set()
+
+    def make(spec: RankSpec) -> FakeRank:
+        assert go_on.is_set(), "made while the process was being prepared"
+        made.set()
+        return FakeRank(spec)
+
+    actor, spec = ReplicaRank(make), rank_spec("m")
+    actor.prepare(prepare, spec.model)
+    assert preparing.wait(30)
+    starting = threading.Thread(target=actor.start, args=(spec,))
+    starting.start()
+    early = made.wait(0.05)
+    go_on.set()
+    starting.join(30)
+    actor.stop()
+
+    assert not early
+    assert isinstance(actor.started(), Started)
+
+
+def test_a_process_that_starts_a_rank_is_not_prepared() -> None:
+    """Calls to an actor may overtake each other; the rank then loads everything itself."""
+    prepared, made, go_on = threading.Event(), threading.Event(), threading.Event()
+
+    def make(spec: RankSpec) -> FakeRank:
+        made.set()
+        go_on.wait(30)
+        return FakeRank(spec)
+
+    actor, spec = ReplicaRank(make), rank_spec("m")
+    starting = threading.Thread(target=actor.start, args=(spec,))
+    starting.start()
+    assert made.wait(30)
+    actor.prepare(lambda _: prepared.set(), spec.model)
+    early = prepared.wait(0.05)
+    go_on.set()
+    starting.join(30)
+    actor.stop()
+
+    assert not early
+
+
 def test_a_rank_is_made_and_run_in_one_thread() -> None:
     """A second computing thread, even if only during loading, slows every later step (replica/load/cpu_threads.py)."""
     made: list[ThreadedRank] = []

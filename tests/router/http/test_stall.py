@@ -24,8 +24,7 @@ from homing.router.config import RouterSettings
 from homing.router.http.app import App
 from homing.router.http.body_cost import MAX_COST, running_costs
 from homing.router.http.front import Front
-from homing.router.http.protocol import heap
-from homing.router.http.protocol.server import HttpServer
+from homing.router.http.protocol.server import HttpServer, trim_heap
 from homing.router.metrics import RouterMetrics
 from homing.router.server import GC_YOUNG
 from homing.router.text.tokenizer import TextModel
@@ -353,7 +352,7 @@ def test_many_hostile_bodies_at_once_leave_time_and_memory(watched: Watched):
     # Several bodies may become complete in one iteration of the loop.
     assert blocked_s <= 2 * MOST_S, f"{blocked_s * 1e3:.1f} ms"
     assert watched.send(LAST).startswith(b"HTTP/1.1 200")
-    heap.trim()
+    trim_heap()
     assert resident_bytes() - before < 200e6
 
 

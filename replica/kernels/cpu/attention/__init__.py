@@ -1,1 +1,4 @@
-"""Attention over KV pages on a CPU: decode and prefill."""
+"""Attention over KV pages on a CPU: decode and prefill.
+
+Imported by `cpu_kernels`. Must not import the engine.
+"""
