@@ -5,7 +5,6 @@ Pure values: candidates in, decision out. Block hashes, time and randomness are 
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from math import ceil, exp, inf
 from random import Random
 from typing import ClassVar
@@ -112,8 +111,7 @@ class Score(msgspec.Struct, frozen=True, gc=False):
     cost_s: float  #: `ttft_s + others_s`, which the policy minimises
 
 
-@dataclass(slots=True, frozen=True)
-class Decision:
+class Decision(msgspec.Struct, frozen=True):
     """The replica chosen for a request. The table of all candidates is computed only on demand."""
 
     policy: str

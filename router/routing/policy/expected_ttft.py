@@ -28,12 +28,13 @@ never to a position in a list. For hundreds of replicas, column_scores.py takes 
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import compress
 from math import inf
 from random import Random
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from ..replica_load import ReplicaLoad
 from .base import Candidate, Decision, ManyCandidates, Policy, Prompt, Score, expected_ttft_s
@@ -68,8 +69,7 @@ MAX_GAPS = 5.0
 MAX_SESSIONS = 65_536
 
 
-@dataclass(slots=True, frozen=True)
-class Weights:
+class Weights(msgspec.Struct, frozen=True):
     """Weights of the costs besides TTFT, learned from recent decisions."""
 
     #: by candidate: how often it has prefills queued, or no room, when a request arrives (b)
