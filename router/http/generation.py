@@ -122,17 +122,21 @@ class RunningChoice(msgspec.Struct, eq=False):
     prompt: EncodedPrompt
     stream: TokenStream
     answer: AnswerText
+    # Read for every token, so next to each other:
     generated: int = 0
+    last_token_at: float | None = None
+    ending: Ending | None = None
+    parser: AnswerParser | None = None
+    calls: int = 0  #: tool calls so far
+    #: set by builders: the bytes before and after the text in an event that is only text
+    around_text: tuple[bytes, bytes] | None = None
+    # Read once or rarely:
     cached: int = 0
     predicted: int = 0
     queue_s: float | None = None
     pinned: int | None = None
-    last_token_at: float | None = None
-    ending: Ending | None = None
     stop_token_id: int | None = None  #: the token that ended the answer
     prompt_logprobs: list[PositionLogprobs | None] | None = None
-    parser: AnswerParser | None = None
-    calls: int = 0  #: tool calls so far
     reasoning_tokens: int = 0
     blocks: list[AnswerBlock] = []  #: the answer so far, if the response is not streamed
     tokens: list[TokenAt] = []  #: the answer's tokens, if logprobs or token ids were requested
@@ -162,7 +166,7 @@ class RunningChoice(msgspec.Struct, eq=False):
             if delta.cached_tokens is not None:
                 self.cached, self.predicted = delta.cached_tokens, delta.predicted_cached_tokens or 0
                 self.queue_s = delta.queue_s
-            if generation.job.discard:
+            if last is None and generation.job.discard:  # there is only one token then
                 shown = _DISCARDED
             else:
                 self.generated += len(delta.token_ids) + delta.text_tokens

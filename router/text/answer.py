@@ -54,7 +54,7 @@ class AnswerText:
         self._show_stop = show_stop
         self._decoded = 0  #: number of characters that the detokenizer has returned
         self._shown = 0  #: number of characters shown
-        self._pending: list[TokenAt] = []  #: tokens whose text is held back
+        self._pending: list[TokenAt] | None = None  #: tokens whose text is held back; None: there were none so far
 
     @property
     def stopped_by(self) -> str | None:
@@ -89,15 +89,17 @@ class AnswerText:
     def _push_scored(self, ids: Sequence[int], logprobs: Sequence[PositionLogprobs | None]) -> str:
         """The text of tokens with logprobs. Each token is released together with the start of its text."""
         parts: list[str] = []
+        pending = self._pending = self._pending or []
         for token_id, position in zip(ids, logprobs, strict=False):
-            self._pending.append(TokenAt(token_id, self._decoded, position))
+            pending.append(TokenAt(token_id, self._decoded, position))
             parts.append(self._detokenizer.push([token_id]))
             self._decoded += len(parts[-1])
         return "".join(parts)
 
     def _release(self, *, everything: bool) -> list[TokenAt]:
-        ready = [token for token in self._pending if everything or token.offset < self._shown]
-        self._pending = self._pending[len(ready) :]
+        pending = self._pending or []
+        ready = [token for token in pending if everything or token.offset < self._shown]
+        self._pending = pending[len(ready) :]
         return ready
 
 

@@ -301,6 +301,8 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
 class ChatBuilder(ChunkBuilder):
     """Builds the bodies of one chat response."""
 
+    __slots__ = ("_logprobs", "_top")
+
     whole_type, chunk_type = ChatCompletion, ChatChunk
 
     def __init__(self, served: Served, body: ChatBody, response_id: str, created: int) -> None:

@@ -26,6 +26,11 @@ DONE = b"data: [DONE]\n\n"
 class ChunkBuilder(ResponseBuilder):
     """Builds the bodies of one response with `id`, `created`, `model`, `choices` and `usage`."""
 
+    __slots__ = (
+        *("_by_id", "_common", "_continuous_usage", "_include_usage"),
+        *("_model_text", "_prompt_logprobs", "_token_ids"),
+    )
+
     whole_type: type[msgspec.Struct]
     chunk_type: type[msgspec.Struct]
 
@@ -38,8 +43,6 @@ class ChunkBuilder(ResponseBuilder):
         self._prompt_logprobs = body.prompt_logprobs
         self._include_usage = bool(options and options.include_usage)
         self._continuous_usage = bool(options and options.continuous_usage_stats and options.include_usage is not False)
-        #: By choice: the bytes before and after the text in a chunk that is only text.
-        self._templates: dict[int, tuple[bytes, bytes]] = {}
 
     @abstractmethod
     def choices(self, choices: Sequence[RunningChoice]) -> Sequence[object]:
@@ -76,14 +79,14 @@ class ChunkBuilder(ResponseBuilder):
 
     def text(self, choice: RunningChoice, text: str) -> bytes:
         """Put the text into a chunk that was encoded once: encoding every chunk would take 2 us each."""
-        before, after = self._templates.get(choice.index) or self._template(choice)
+        before, after = choice.around_text or self._template(choice)
         return before + encode(text) + after
 
     def _template(self, choice: RunningChoice) -> tuple[bytes, bytes]:
         event = self.events(choice, TextDelta(PLACEHOLDER), first=False)
         before, _, after = event.partition(ENCODER.encode(PLACEHOLDER))
         if not self._continuous_usage:  # otherwise counts differ from chunk to chunk
-            self._templates[choice.index] = before, after
+            choice.around_text = before, after
         return before, after
 
     def events(self, choice: RunningChoice, shown: TextDelta, *, first: bool) -> bytes:

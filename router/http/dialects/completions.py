@@ -171,6 +171,8 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 class CompletionBuilder(ChunkBuilder):
     """Builds the bodies of one completion. With `echo`, the prompt precedes the generated text."""
 
+    __slots__ = ("_best_of", "_echo", "_n", "_top")
+
     whole_type = chunk_type = Completion
 
     def __init__(self, served: Served, body: CompletionBody, response_id: str, created: int) -> None:

@@ -29,6 +29,8 @@ PLACEHOLDER = "\ue000"
 class WholeBuilder(ABC):
     """Builds the body of a response that is not streamed, in the types of a dialect."""
 
+    __slots__ = ()
+
     @abstractmethod
     def whole(self, choices: Sequence[RunningChoice], summary: GenerationSummary) -> bytes:
         """The body. May raise RouterError."""
@@ -39,6 +41,8 @@ class ResponseBuilder(WholeBuilder):
 
     Events are encoded as server-sent events (JSON has no line breaks); a method returns one, several or none.
     """
+
+    __slots__ = ()
 
     @abstractmethod
     def text(self, choice: RunningChoice, text: str) -> bytes:
@@ -73,6 +77,8 @@ class Dialect(Generic[BodyType]):
 class WholeWriter:
     """Collects the blocks of each choice and responds with one body."""
 
+    __slots__ = ("_builder", "_exchange")
+
     def __init__(self, exchange: Exchange, builder: WholeBuilder) -> None:
         self._exchange = exchange
         self._builder = builder
@@ -106,10 +112,11 @@ class StreamWriter:
     so that a client can distinguish it from a complete one.
     """
 
+    __slots__ = ("_begun", "_builder", "_exchange", "_last")
+
     def __init__(self, exchange: Exchange, builder: ResponseBuilder) -> None:
         self._exchange = exchange
         self._builder = builder
-        self._text, self._send = builder.text, exchange.send  # bound once: they run for each token
         self._begun = False
         self._last = b""  #: the events that end the last choice, sent together with those of `end`
 
@@ -122,9 +129,9 @@ class StreamWriter:
             if shown.ending and choice.generation.left == 1:
                 self._last = data
             elif data:
-                self._send(data)
+                self._exchange.send(data)
         elif shown.text:
-            self._send(self._text(choice, shown.text))
+            self._exchange.send(self._builder.text(choice, shown.text))
 
     def end(self, generation: Generation) -> None:
         self._exchange.end(self._last + self._builder.end(generation.choices, generation.summary()))
