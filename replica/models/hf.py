@@ -169,7 +169,7 @@ def _source(config: Any, folder: Path, dtype: torch.dtype) -> tuple[Any, dict[st
     plain = copy.deepcopy(config)
     for part in (plain, plain.get_text_config()):
         vars(part).pop("quantization_config", None)
-    weights = {name: LazyTensor(checkpoint, name) for name in checkpoint.names}
+    weights = {name: LazyTensor(checkpoint, name) for name in checkpoint.shapes}
     whole = {"pretrained_model_name_or_path": None, "config": plain, "state_dict": weights}
     return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], whole
 

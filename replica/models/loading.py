@@ -23,7 +23,7 @@ from .fp8 import ScaledProduct
 from .layers import Int8Linear, Linear, int8_problem
 from .native import NativeModel, native_problem
 from .spec import auto_dtype
-from .tensor_names import names_problem
+from .tensor_names import tensors_problem
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ def load_model(settings: ReplicaSettings, model_dir: Path, group: RankGroup | No
     if problem is None:
         logger.info("model_provider provider=native model_type=%s dtype=%s", config.model_type, dtype)
         weights = Checkpoint(model_dir, dtype, device)
-        mismatch = names_problem(config, weights.names)
+        mismatch = tensors_problem(config, weights.shapes)
         if mismatch is not None:
             raise WeightsMismatch(f"{model_dir}: {mismatch}")
         product = scaled_product(device, dtype) if weights.quantized else None
