@@ -3,6 +3,7 @@
 Changes nothing and makes no judgement. None means that a fact could not be determined.
 """
 
+import contextlib
 import ctypes
 import os
 import resource
@@ -39,7 +40,7 @@ class MachineInfo:
     python: tuple[int, int]
     packages: Mapping[str, str | None]  #: version by name; None if not installed
     memory_bytes: int  #: available memory
-    gpus_seen: int  #: GPUs that nvidia-smi lists and CUDA_VISIBLE_DEVICES does not hide
+    gpus_seen: int  #: GPUs of the driver that CUDA_VISIBLE_DEVICES does not hide
     gpus_usable: int  #: GPUs that torch can use
     launcher_problem: str | None  #: why Triton could not launch kernels on a GPU; None if it could
     disks: tuple[DiskInfo, ...]
@@ -76,7 +77,7 @@ def _version(package: str) -> str | None:
 
 def visible_gpus() -> int:
     """Return the number of the driver's GPUs, except those that CUDA_VISIBLE_DEVICES hides from this process."""
-    return visible_count(_gpus_seen(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return visible_count(gpus_seen(shutil.which("nvidia-smi"), Path("/dev")), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def visible_count(gpus: int, visible: str | None) -> int:
@@ -87,12 +88,17 @@ def visible_count(gpus: int, visible: str | None) -> int:
     return min(gpus, next((at for at, name in enumerate(names) if name in ("", "-1", "NoDevFiles")), len(names)))
 
 
-def _gpus_seen() -> int:
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return 0
-    listed = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=30, check=False)
-    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+def gpus_seen(tool: str | None, devices: Path) -> int:
+    """The number of GPUs that nvidia-smi lists; if `tool` is None or fails, the number of device files in `devices`.
+
+    A container may lack the tool, and it fails if the driver does: neither is a reason to serve on the CPU.
+    """
+    listed = ""
+    if tool is not None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            listed = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=30, check=False).stdout
+    files = [each for each in devices.glob("nvidia*") if each.name.removeprefix("nvidia").isdigit()]
+    return sum(line.startswith("GPU ") for line in listed.splitlines()) or len(files)
 
 
 def _gpus_usable() -> int:

@@ -53,7 +53,7 @@ def problems(name: Name, facts: Facts) -> list[str]:
         return [f"works on {device}, not on {facts.device}"]
     if device == "cpu":
         return [facts.compiled_problem] if name == "cpu-compiled" and facts.compiled_problem else []
-    least = {"flash4": (9, 0), "flash3": (9, 0), "flash2": (8, 0)}.get(name, (7, 5))
+    least = {"flash4": (9, 0), "flash3": (9, 0)}.get(name, (8, 0))
     # With FlashAttention for prefill, the Triton kernels still decode and handle what the library does not support.
     found = [] if "triton" in facts.installed else ["triton is not installed"]
     if facts.capability < least:

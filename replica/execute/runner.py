@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+#: Older GPUs cannot multiply bfloat16.
+MIN_CAPABILITY = (8, 0)
 #: docs/gpu.md lists which driver each build needs.
 CUDA_REMEDY = "see homing doctor and docs/gpu.md, or set device: cpu to serve without GPUs"
 
@@ -42,12 +44,23 @@ def _cuda_problem() -> str:
     return "it finds no CUDA device"
 
 
+def capability_problem(capability: tuple[int, int]) -> str | None:
+    """Why a GPU of this compute capability cannot serve, or None."""
+    if capability >= MIN_CAPABILITY:
+        return None
+    return "compute capability {}.{}, but homing needs {}.{}".format(*capability, *MIN_CAPABILITY)
+
+
 def resolve_device(settings: ReplicaSettings) -> torch.device:
     """The configured device; auto is CUDA if available. Raises StartupError."""
     available = torch.cuda.is_available()
     if settings.device == "cuda" and not available:
         raise StartupError(f"this rank has a GPU, but torch cannot use it: {_cuda_problem()}; {CUDA_REMEDY}")
-    return torch.device("cuda" if available and settings.device != "cpu" else "cpu")
+    device = torch.device("cuda" if available and settings.device != "cpu" else "cpu")
+    problem = capability_problem(torch.cuda.get_device_capability(device)) if device.type == "cuda" else None
+    if problem is not None:
+        raise StartupError(f"this rank's GPU has {problem}; {CUDA_REMEDY}")
+    return device
 
 
 class CudaMemory:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -38,7 +38,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     moe_intermediate_size: int | None = None
     shared_expert_intermediate_size: int | None = None
     num_hidden_layers: int | None = None
-    num_attention_heads: int | None = None
+    num_attention_heads: Annotated[int, msgspec.Meta(gt=0)] | None = None
     num_key_value_heads: int | None = None
     max_position_embeddings: int | None = None
     vocab_size: int | None = None

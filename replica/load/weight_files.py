@@ -54,9 +54,13 @@ def tensors_in(folder: Path) -> Mapping[str, TensorHeader]:
 
 
 def tensors_of(path: Path) -> dict[str, TensorHeader]:
-    """The tensors of a safetensors file, from its header alone. Raises WeightsDamaged."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    """The tensors of a safetensors file, from its header alone. Raises WeightsMissing and WeightsDamaged."""
+    try:
+        file = path.open("rb")
+    except FileNotFoundError as error:
+        raise WeightsMissing(f"{path}, which the weights index names, does not exist; {FETCH_AGAIN}") from error
+    with file:
+        size = path.stat().st_size
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
         if size < _LENGTH_BYTES or length > min(_MAX_HEADER_BYTES, size - _LENGTH_BYTES):
             raise WeightsDamaged(f"{path} is incomplete: it has {size} bytes, less than its header; {FETCH_AGAIN}")

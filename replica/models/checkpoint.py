@@ -3,7 +3,6 @@
 FP8 weights are dequantized as they are read, unless they are read with their scales.
 """
 
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +33,14 @@ class Checkpoint:
         self._device = device
         self._file_of: dict[str, Any] = {}
         self._names_read: set[str] = set()
+        headers = tensors_in(folder)
         for path in weight_files(folder):
             file: Any = safe_open(path, framework="pt")
             self._file_of.update(dict.fromkeys(file.keys(), file))
-        self._scalings = check_quantization(folder, tensors_in(folder))
-        #: Names of all tensors except weight scales.
-        self.names: Collection[str] = self._file_of.keys() - {each.scales for each in self._scalings.values()}
+        self._scalings = check_quantization(folder, headers)
+        scales = {each.scales for each in self._scalings.values()}
+        #: Shapes of all tensors except weight scales.
+        self.shapes = {name: header.shape for name, header in headers.items() if name not in scales}
 
     @property
     def quantized(self) -> bool:

@@ -169,7 +169,7 @@ def _source(config: Any, folder: Path, dtype: torch.dtype) -> tuple[Any, dict[st
     plain = copy.deepcopy(config)
     for part in (plain, plain.get_text_config()):
         vars(part).pop("quantization_config", None)
-    weights = {name: LazyTensor(checkpoint, name) for name in checkpoint.names}
+    weights = {name: LazyTensor(checkpoint, name) for name in checkpoint.shapes}
     whole = {"pretrained_model_name_or_path": None, "config": plain, "state_dict": weights}
     return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], whole
 
@@ -202,12 +202,12 @@ class KernelNorm(torch.nn.Module):
         return self._kernels.add_rms_norm(rows, None, self.weight, self._epsilon)[1].view(x.shape)
 
 
-def _use_our_kernels(model: torch.nn.Module, kernels: TorchKernels) -> None:
-    """Replace linears and norms one at a time, so that at most one weight is in memory twice."""
+def use_our_kernels(model: torch.nn.Module, kernels: TorchKernels, *, packs: bool) -> None:
+    """Replace norms, and with `packs` linears, one at a time, so that at most one weight is in memory twice."""
     with torch.inference_mode():
         for parent in list(model.modules()):
             for name, child in list(parent.named_children()):
-                if type(child) is torch.nn.Linear:  # subclasses may compute something else
+                if packs and type(child) is torch.nn.Linear:  # subclasses may compute something else
                     setattr(parent, name, PackedLinear(child))
                 elif (weight := rms_norm_weight(child)) is not None:
                     setattr(parent, name, KernelNorm(weight, _epsilon(child), kernels))
@@ -252,9 +252,11 @@ class TransformersModel:
         problem = adapter_problem(config)
         if problem:
             raise UnsupportedModel(f"transformers' {config.model_type} cannot run on paged attention: {problem}")
-        self._model = _load(config, folder, dtype).to(device).eval()
-        if device.type == "cpu":
-            _use_our_kernels(self._model, choose_kernels(device, dtype))
+        kernels, on_cpu = choose_kernels(device, dtype), device.type == "cpu"  # fails before the weights are read
+        self._model = _load(config, folder, dtype).eval()
+        use_our_kernels(self._model, kernels, packs=on_cpu)
+        if not on_cpu:
+            self._model.to(device)
         self._keeps_logits = "logits_to_keep" in inspect.signature(self._model.forward).parameters
         self._context = AttentionContext()
         for module in self._model.modules():

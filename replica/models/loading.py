@@ -23,7 +23,7 @@ from .fp8 import ScaledProduct
 from .layers import Int8Linear, Linear, int8_problem
 from .native import NativeModel, native_problem
 from .spec import auto_dtype
-from .tensor_names import names_problem
+from .tensor_names import tensors_problem
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ def load_model(settings: ReplicaSettings, model_dir: Path, group: RankGroup | No
     if problem is None:
         logger.info("model_provider provider=native model_type=%s dtype=%s", config.model_type, dtype)
         weights = Checkpoint(model_dir, dtype, device)
-        mismatch = names_problem(config, weights.names)
+        mismatch = tensors_problem(config, weights.shapes)
         if mismatch is not None:
             raise WeightsMismatch(f"{model_dir}: {mismatch}")
         product = scaled_product(device, dtype) if weights.quantized else None
@@ -113,14 +113,27 @@ def weights_dtype(settings: ReplicaSettings, config: Any, device: torch.device) 
     return TORCH_DTYPES[auto_dtype(name, cuda=device.type == "cuda", multiplies_bfloat16=multiplies_bfloat16())]
 
 
+class GenerationConfig(msgspec.Struct):
+    eos_token_id: int | list[int] | None = None
+
+
+def _generation_config(path: Path) -> GenerationConfig:
+    """The file's content; none of it if it is missing or, which is logged, damaged."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=GenerationConfig)
+    except FileNotFoundError:
+        pass
+    except (OSError, msgspec.DecodeError) as error:
+        logger.warning("generation_config_unusable path=%s reason=%r", path, str(error))
+    return GenerationConfig()
+
+
 def eos_token_ids(model_dir: Path, config: Any) -> tuple[int, ...]:
     """The token ids that end an answer, from the generation configuration if set there, else from the model's.
 
     Ids outside the vocabulary can be neither drawn nor banned, so they are ignored.
     """
-    path = model_dir / "generation_config.json"
-    generation = msgspec.json.decode(path.read_bytes()) if path.exists() else {}
-    ids = generation.get("eos_token_id")
+    ids = _generation_config(model_dir / "generation_config.json").eos_token_id
     if ids is None:
         ids = getattr(config, "eos_token_id", None)
     if ids is None:

@@ -1,5 +1,7 @@
 """Unless set otherwise, every rank gets its own GPU if there are any, and as many replicas run as fit."""
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 from homing.cluster.config import Settings, load_settings
 from homing.cluster.devices import resolve_devices
 from homing.cluster.errors import SettingsError
-from homing.cluster.host import visible_count
+from homing.cluster.host import gpus_seen, visible_count
 from homing.replica.config import ReplicaSettings, for_device
 
 
@@ -81,3 +83,15 @@ def test_models_that_fit_share_the_gpus_without_overlap(gpus: list[int], wanted:
 def test_hidden_gpus_are_not_counted(visible: str | None, count: int) -> None:
     """As CUDA reads the variable: the list ends at the first invalid entry."""
     assert visible_count(8, visible) == count
+
+
+@pytest.mark.parametrize("printed", [None, "", "GPU 0: NVIDIA H100\nGPU 1: NVIDIA H100\nGPU 2: NVIDIA H100\n"])
+def test_gpus_count_even_if_the_tool_that_lists_them_is_missing_or_fails(printed: str | None, tmp_path: Path) -> None:
+    """Otherwise a container without nvidia-smi, or a broken driver, would mean serving on the CPU without a word."""
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "nvidia-modeset"):
+        (tmp_path / name).touch()
+    tool = tmp_path / "tool"
+    tool.write_text(f"#!/bin/sh\nprintf '{printed}'\n")
+    tool.chmod(0o755)
+
+    assert gpus_seen(None if printed is None else str(tool), tmp_path) == (3 if printed else 2)

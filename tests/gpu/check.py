@@ -4,8 +4,8 @@
 
 Each stage runs in its own process with a time limit, so a stage that hangs or breaks the device affects no other stage.
 Figures are saved one by one: a stage that fails or runs out of time keeps those it had. `--device cpu --tiny` runs all
-the code on toy shapes. Needs the packages in NEEDED and no package index; a stage that needs more reports what is
-missing.
+the code on toy shapes. Needs the packages in NEEDED and no package index; a stage that needs those in FURTHER reports
+what is missing.
 """
 
 import argparse
@@ -47,6 +47,25 @@ NEEDED = {
     "xxhash": "xxhash",
     "zmq": "pyzmq",
 }
+_SERVING = {
+    "ray": "ray",
+    "tokenizers": "tokenizers",
+    "safetensors": "safetensors",
+    "yaml": "pyyaml",
+    "jinja2": "jinja2",
+    "httptools": "httptools",
+    "uvloop": "uvloop",
+    "prometheus_client": "prometheus-client",
+    "psutil": "psutil",
+    "cyclopts": "cyclopts",
+    "rich": "rich",
+}
+#: What three of the stages need in addition; without it they are skipped.
+FURTHER = {
+    "kernels": {"pytest": "pytest", "hypothesis": "hypothesis"},
+    "replicas": _SERVING,
+    "ranks": _SERVING,
+}
 PACKAGES = (*NEEDED.values(), "flash-attn", "flash-attn-4", "ray")
 
 
@@ -55,7 +74,7 @@ def main() -> int:
     options = arguments()
     if options.run is not None:
         return run_stage(options)
-    if absent := [wheel for module, wheel in NEEDED.items() if find_spec(module) is None]:
+    if absent := missing(NEEDED):
         print(f"not installed: {', '.join(absent)}; install their wheels (pip install --no-index --find-links DIR ...)")
         return 2
     started, total_s = time.monotonic(), TOTAL_S if options.device == "cuda" else CPU_TOTAL_S
@@ -74,6 +93,11 @@ def main() -> int:
     broken = [name for name, outcome in report["stages"].items() if not holds(outcome)]
     print(f"failed: {', '.join(broken)}" if broken else "all stages passed")
     return bool(broken)
+
+
+def missing(needed: dict[str, str]) -> list[str]:
+    """The wheels of the modules that are not installed."""
+    return [wheel for module, wheel in needed.items() if find_spec(module) is None]
 
 
 def arguments() -> argparse.Namespace:

@@ -16,6 +16,7 @@ from random import Random
 from typing import Any, TypeVar
 
 import torch
+from check import FURTHER, missing
 from models import MAX_POSITIONS, random_runner, sizes
 from torch.nn.functional import scaled_mm
 
@@ -148,8 +149,7 @@ def _graph_launch(setup: Setup, small: torch.Tensor) -> list[Figure]:
 
 def kernels(setup: Setup) -> list[Figure]:
     """The kernels' own tests on this device: against float64, with poisoned memory and padding rows."""
-    if find_spec("pytest") is None or find_spec("hypothesis") is None:
-        raise Skipped("pytest and hypothesis are needed")
+    _require("kernels")
     folder = ROOT / "tests" / "replica" / "kernels"
     chosen = folder / "triton" / "test_activation.py" if setup.tiny else folder
     # Without plugins and without the project's settings and conftest, which need more packages.
@@ -464,22 +464,25 @@ def _random_requests(
 
 def replicas(setup: Setup) -> list[Figure]:
     """Two replicas behind the router, each on half the device: both answer, and a repeated prompt hits the cache."""
-    serving = _serving()
+    serving = _serving("replicas")
     return [Figure(name, value, unit, met=met) for name, value, unit, met in serving.two_replicas(setup.cuda)]
 
 
 def ranks(setup: Setup) -> list[Figure]:
     """One replica on two devices must give the same answers as on one."""
-    serving = _serving()
+    serving = _serving("ranks")
     if setup.cuda and torch.cuda.device_count() < 2:
         raise Skipped("one GPU")
     return [Figure(name, value, unit, met=met) for name, value, unit, met in serving.two_ranks(setup.cuda)]
 
 
-def _serving() -> Any:
-    missing = [name for name in ("ray", "zmq", "httptools") if find_spec(name) is None]
-    if missing:
-        raise Skipped(f"not installed: {', '.join(missing)}; install their wheels")
+def _require(stage: str) -> None:
+    if absent := missing(FURTHER[stage]):
+        raise Skipped(f"not installed: {', '.join(absent)}; install their wheels")
+
+
+def _serving(stage: str) -> Any:
+    _require(stage)
     import serving
 
     return serving

@@ -11,7 +11,7 @@ from homing.replica.config import ReplicaSettings
 from homing.replica.engine.step_plan import BlockCopy, PlanRow, plan_of_rows
 from homing.replica.errors import StartupError
 from homing.replica.execute.gpu_runner import GpuRunner
-from homing.replica.execute.runner import ModelRunner, resolve_device
+from homing.replica.execute.runner import ModelRunner, capability_problem, resolve_device
 from homing.replica.models.loading import TORCH_DTYPES
 
 from ..toys import BLOCK_SIZE, ToyScheduler, make_runner
@@ -205,6 +205,14 @@ def test_forward_before_kv_is_a_broken_promise(checkpoint):
 
     with pytest.raises(AssertionError, match="allocate_kv"):
         runner.forward(plan_of_rows(0, [PlanRow([5], 0, [1])]))
+
+
+@pytest.mark.parametrize(("capability", "usable"), [((7, 5), False), ((8, 0), True), ((12, 0), True)])
+def test_a_gpu_that_cannot_multiply_bfloat16_is_refused(capability, usable):
+    """Otherwise Triton would end the start with a compiler error."""
+    problem = capability_problem(capability)
+
+    assert problem is None if usable else "compute capability 7.5, but homing needs 8.0" in problem
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -205,6 +205,21 @@ def test_each_difference_is_an_error(provider, change, said, checkpoint, tmp_pat
         make_runner(folder, provider)
 
 
+def cut(tensors: Tensors) -> None:
+    """A projection with half of the heads, and an embedding without the last tokens."""
+    tensors[Q_PROJ] = tensors[Q_PROJ][:32].clone()
+    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:-5].clone()
+
+
+def test_wrong_shapes_are_listed(checkpoint, tmp_path):
+    """Kernels read embeddings without checking bounds, and would compute half of the heads without an error."""
+    with pytest.raises(WeightsMismatch) as caught:
+        make_runner(altered(checkpoint("llama"), tmp_path, cut), "native")
+
+    assert f"{Q_PROJ} is [32, 64] instead of [64, 64]" in str(caught.value)
+    assert "model.embed_tokens.weight is [206, 64] instead of [211, 64]" in str(caught.value)
+
+
 def add_harmless(tensors: Tensors) -> None:
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
     tensors["model.layers.0.self_attn.k_proj.k_scale"] = torch.ones(())

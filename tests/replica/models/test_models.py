@@ -342,6 +342,15 @@ def test_end_ids_outside_the_vocabulary_are_left_out(tmp_path):
     assert eos_token_ids(tmp_path, AutoConfig.for_model("llama", vocab_size=212)) == (2, 211, 5)
 
 
+@pytest.mark.parametrize("content", ["", "[]", '{"eos_token_id": "x"}', '{"eos_token_id": {}}'])
+def test_a_damaged_generation_config_does_not_end_the_start(content, tmp_path, caplog):
+    """Routers ignore it as well; the model's own configuration then says which token ends an answer."""
+    (tmp_path / "generation_config.json").write_text(content)
+
+    assert eos_token_ids(tmp_path, AutoConfig.for_model("llama", eos_token_id=7)) == (7,)
+    assert "generation_config_unusable" in caplog.text
+
+
 def test_adapter_reports_the_same_spec(checkpoint):
     """The spec found by the adapter's trial step agrees with the native decoder's."""
     native, adapted = (make_runner(checkpoint("llama"), name).spec for name in ("native", "transformers"))
