@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 from homing.replica.demo import demo_model_path
@@ -126,6 +127,26 @@ def test_what_an_engine_announces_is_what_it_then_has_cached(cluster: Serving) -
 
     assert (first, cached_tokens(cluster, "acme")) == (0, held * BLOCK_SIZE)
     assert (held_blocks(cluster, "umbrella"), cached_tokens(cluster, "umbrella")) == (0, 0)
+
+
+def test_a_frozen_engine_is_stale_and_then_exact_again(cluster: Serving, flags: list[str]) -> None:
+    """Its connections stay open: only polls of its event publisher and health checks show that it is frozen."""
+    cached_tokens(cluster, "initech")
+    held = until(lambda: held_blocks(cluster, "initech") or None, "its events are indexed")
+    port = flags[1].rpartition(":")[2]
+    (server,) = [each for each in psutil.Process().children() if port in each.cmdline()]
+    frozen = [server, *server.children(recursive=True)]
+
+    for each in frozen:
+        each.suspend()
+    try:
+        until(lambda: True if cluster.replicas()["b0"]["feed"] == "stale" else None, "its feed is stale")
+    finally:
+        for each in frozen:
+            each.resume()
+    cluster.serving(1)
+
+    assert (held_blocks(cluster, "initech"), cached_tokens(cluster, "initech")) == (held, held * BLOCK_SIZE)
 
 
 def test_a_stream_has_the_engines_tokens_and_logprobs(cluster: Serving, flags: list[str]) -> None:
