@@ -157,6 +157,15 @@ bench-engines: $(VENV)/.dev .venv-engine-peers/.done .venv-peers/.done ## Router
 	@.venv-engine-peers/bin/pip uninstall --disable-pip-version-check --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
+# SGLang for test_real_replicas.py: on top of vLLM's environment, without the CUDA packages that the wheel requires.
+.venv-sglang/.done: .venv-engine-peers/.done tests/e2e/sglang_stubs.py
+	@$(PYTHON) -m venv .venv-sglang
+	@.venv-engine-peers/bin/python -c 'import site; print(site.getsitepackages()[0])' > "$$(.venv-sglang/bin/python -c 'import site; print(site.getsitepackages()[0])')/below.pth"
+	@.venv-sglang/bin/pip install --disable-pip-version-check --quiet $(PIP_FLAGS) orjson ipython gguf soundfile torch_memory_saver zstandard openai-harmony
+	@.venv-sglang/bin/pip install --disable-pip-version-check --quiet $(PIP_FLAGS) --no-deps sglang==0.5.23
+	@cp tests/e2e/sglang_stubs.py "$$(.venv-sglang/bin/python -c 'import site; print(site.getsitepackages()[-1])')/sitecustomize.py"
+	@touch $@
+
 bench-routing: $(VENV)/.dev ## What the routing policy is worth: one workload through a real cluster, per policy
 	@$(BIN)/python tests/bench/routing.py $(if $(OUT),--out $(OUT))
 

@@ -113,7 +113,8 @@ class EventFeed:
         self._handshakes = Handshakes()
         self._own_context = context is None
         self._context = context
-        self._tick_s = heartbeat_interval_s / (2 if endpoints.state else 1)
+        #: Seconds between two ticks of the subscription.
+        self.tick_s = heartbeat_interval_s / (2 if endpoints.state else 1)
         self._token_ids = token_ids
         self._topic = topic
         self.decoder = BatchDecoder(token_ids=token_ids)
@@ -260,7 +261,7 @@ class EventFeed:
     def _tick_later(self, loop: asyncio.AbstractEventLoop) -> None:
         # At multiples of the interval: all feeds of an idle loop then share one wake-up, which costs more than a tick.
         # Rounded, because a timer may fire a little before its time.
-        self._timer = loop.call_at((round(loop.time() / self._tick_s) + 1) * self._tick_s, self._on_tick)
+        self._timer = loop.call_at((round(loop.time() / self.tick_s) + 1) * self.tick_s, self._on_tick)
 
     def _run(self, instructions: list[Instruction]) -> None:
         for instruction in instructions:
@@ -278,7 +279,7 @@ class EventFeed:
                         "event_stream_disproved endpoint=%s in_a_row=%d pause_s=%g",
                         self._endpoints.events,
                         in_a_row,
-                        pause_ticks * self._tick_s,
+                        pause_ticks * self.tick_s,
                     )
                 case RequestReplay(since):
                     self._ask(self._replay, replay_request(since))

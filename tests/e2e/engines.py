@@ -66,8 +66,18 @@ def continued(cluster: Serving) -> float:
     )
 
 
-def text_with_a_kill(cluster: Serving, word: str, *, after: int, then: Callable[[], object] = lambda: None) -> str:
-    """Stream LONG, kill its engine (SIGKILL) after `after` chunks, call `then`, and return the whole text."""
+def text_with_a_kill(
+    cluster: Serving,
+    word: str,
+    *,
+    after: int,
+    then: Callable[[], object] = lambda: None,
+    victim: Callable[[psutil.Process], psutil.Process] | None = None,
+) -> str:
+    """Stream LONG, kill its engine (SIGKILL) after `after` chunks, call `then`, and return the whole text.
+
+    `victim`: chooses one of the engine's processes; None: its server.
+    """
     running = engines(cluster, word)  # looked up first: a fast engine could finish during the search
     below = {
         name: {process.pid for process in psutil.Process(each["pids"][0]).children(recursive=True)}
@@ -78,7 +88,7 @@ def text_with_a_kill(cluster: Serving, word: str, *, after: int, then: Callable[
         pieces = [next(stream) for _ in range(after)]
         busy = next(name for name, each in cluster.replicas().items() if each["running"])
         (engine,) = [process for pid, process in running.items() if pid in below[busy]]
-        engine.kill()
+        (victim(engine) if victim else engine).kill()
         then()
         return "".join(piece.choices[0].text for piece in [*pieces, *stream] if piece.choices)
 

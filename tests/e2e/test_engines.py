@@ -1,7 +1,7 @@
 """Replicas that run an external engine on a real Ray: a fake program with vLLM's API takes the engine's place.
 
-Its tokens depend only on seed and position, so every answer is known no matter where it was computed. test_vllm.py and
-test_vllm_replicas.py use the real vLLM.
+Its tokens depend only on seed and position, so every answer is known no matter where it was computed.
+test_real_replicas.py uses real engines.
 """
 
 from collections.abc import Iterator

@@ -85,7 +85,7 @@ def vllm_flags(place: EnginePlace) -> Flags:
 
 
 def sglang_flags(place: EnginePlace) -> Flags:
-    """Flags for SGLang 0.5.23, from its source code; not tested with a running server."""
+    """Flags for SGLang 0.5.23."""
     replica, cache = place.settings.replica, place.settings.kvcache
     return {
         "--page-size": cache.block_size,
@@ -218,6 +218,7 @@ def environment(place: EnginePlace, environ: Mapping[str, str]) -> dict[str, str
     if place.on_cpu:
         # Otherwise engines on one machine would bind their threads to the same cores.
         kept |= {"OMP_NUM_THREADS": str(place.cpu_threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        kept |= {"SGLANG_USE_CPU_ENGINE": "1"}  # without it, SGLang looks for a GPU in spite of `--device cpu`
     else:
         kept.pop("OMP_NUM_THREADS", None)  # Ray sets it to the actor's number of CPUs, often 1
     return kept

@@ -11,7 +11,7 @@ import zmq
 
 from homing.events import EventEndpoints, EventFeed
 from homing.events.config import EventsSettings
-from homing.events.follow.subscription import FeedStatus
+from homing.events.follow.subscription import FeedStatus, SetStatus
 from homing.events.publish.publisher import EventPublisher
 from homing.events.wire.frames import encode_seq
 from homing.events.wire.messages import LoadReport
@@ -55,6 +55,20 @@ async def test_a_late_joiner_holds_what_was_stored_before_it_came(make_publisher
 
     assert sink.mirror.parents == {1: None, 3: 2, 4: 3}
     assert sink.mirror.digest == feed.subscription.digest
+
+
+@pytest.mark.parametrize("state", ["", "ipc:///nowhere/state"])
+def test_a_silent_publisher_is_known_to_be_stale_within_a_second(state: str) -> None:
+    """By the default settings, whether it sends heartbeats or is polled for later batches."""
+    ends = EventEndpoints(events="ipc:///nowhere/events", replay="ipc:///nowhere/replay", state=state, snapshot="")
+    feed = EventFeed(ends, FoldingSink(), heartbeat_interval_s=EventsSettings().heartbeat_interval_s)
+    reader = feed.subscription
+    reader.start()
+    reader.on_replay_end()
+
+    ticks = next(count for count in range(1, 100) if SetStatus(FeedStatus.STALE) in reader.on_tick())
+
+    assert ticks * feed.tick_s <= 1.0
 
 
 async def test_load_reports_come_at_once_and_again_with_heartbeats(make_publisher: Publishers, follow: Feeds) -> None:

@@ -69,6 +69,7 @@ def test_on_a_cpu_vllm_gets_memory_threads_and_blocks_that_it_takes() -> None:
 
     assert (value(words, "--block-size"), value(words, "--kv-cache-memory-bytes")) == ("64", str(512 * 1024**2))
     assert (environ["OMP_NUM_THREADS"], environ["VLLM_CPU_OMP_THREADS_BIND"]) == ("2", "nobind")
+    assert environ["SGLANG_USE_CPU_ENGINE"] == "1"
 
 
 def test_an_engine_inherits_gpus_and_nothing_of_ray_or_homing() -> None:

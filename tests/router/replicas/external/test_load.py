@@ -274,6 +274,8 @@ vllm:cache_config_info{block_size="32",cache_dtype="auto",engine="0",num_gpu_blo
 SGLANG = """sglang:num_running_reqs{model_name="m"} 4.0
 sglang:num_queue_reqs{model_name="m"} 0.0
 sglang:token_usage{model_name="m"} 0.5
+sglang:num_pages{model_name="m"} 256.0
+sglang:page_size{model_name="m"} 32.0
 """
 
 
@@ -282,9 +284,18 @@ def test_vllm_tells_load_and_blocks() -> None:
     assert read_metrics(VLLM) == EngineMetrics(running=5, waiting=1, kv_usage=0.25, num_blocks=8192, block_size=32)
 
 
-def test_sglang_tells_load() -> None:
-    """SGLang uses other metric names."""
-    assert read_metrics(SGLANG) == EngineMetrics(running=4, waiting=0, kv_usage=0.5)
+def test_sglang_tells_load_and_blocks() -> None:
+    """SGLang uses other metric names, and calls a block a page."""
+    assert read_metrics(SGLANG) == EngineMetrics(running=4, waiting=0, kv_usage=0.5, num_blocks=256, block_size=32)
+
+
+@pytest.mark.parametrize(("metrics", "label"), [(VLLM, "engine"), (SGLANG.replace("{", '{dp_rank="0",'), "dp_rank")])
+def test_a_rank_has_its_own_load(metrics: str, label: str) -> None:
+    """An engine reports its ranks as separate samples."""
+    other = metrics.replace(f'{label}="0"', f'{label}="3"')
+
+    assert read_metrics(metrics + other, 3) == read_metrics(other, 3)
+    assert read_metrics(metrics, 3).running is None
 
 
 def test_what_is_not_told_is_not_made_up() -> None:

@@ -76,6 +76,34 @@ def test_the_last_output_waits_for_the_word_on_cached_tokens(desk: Desk) -> None
     assert request.closed
 
 
+#: Recorded from SGLang 0.5.23 on a CPU, without fields of its own.
+SGLANG = b"""data: {"id":"97","object":"text_completion","model":"m","choices":[{"index":0,"text":" great","logprobs":\
+{"token_logprobs":[-5.1],"tokens":[" great"],"top_logprobs":[{" great":-5.1}]},"finish_reason":null,\
+"matched_stop":null,"token_ids":[2851],"prompt_token_ids":[5,6,7]}],"usage":{"prompt_tokens":3,"completion_tokens":1,\
+"prompt_tokens_details":null,"reasoning_tokens":0}}
+
+data: {"id":"97","object":"text_completion","model":"m","choices":[{"index":0,"text":"Ma","logprobs":null,\
+"finish_reason":"length","matched_stop":null,"token_ids":[865]}],"usage":{"prompt_tokens":3,"completion_tokens":2,\
+"prompt_tokens_details":null,"reasoning_tokens":0}}
+
+data: {"id":"97","object":"text_completion","model":"m","choices":[],"usage":{"prompt_tokens":3,"completion_tokens":2,\
+"prompt_tokens_details":{"cached_tokens":2},"reasoning_tokens":0}}
+
+data: [DONE]
+
+"""
+
+
+def test_sglangs_answer_has_ids_and_cached_tokens_but_no_logprobs(desk: Desk) -> None:
+    """Its logprobs name tokens by their text, which several tokens may share."""
+    request_at(desk).body(SGLANG)
+
+    assert desk.outputs == [
+        TokenOutput(4, 0, [2851]),
+        TokenOutput(4, 1, [865], finish_reason="length", cached_tokens=2),
+    ]
+
+
 def test_a_stream_that_just_ends_behind_its_finish_reason_is_whole(desk: Desk) -> None:
     """Not every server sends [DONE]."""
     request = request_at(desk)
