@@ -5,6 +5,7 @@ slower than one.
 """
 
 import functools
+import gc
 import os
 import re
 import signal
@@ -73,6 +74,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _resize(owner, FACTORS.get(_profile(config), 1.0))
     yield
     items.sort(key=lambda item: not _starts_clusters(item.path))
+
+
+def pytest_collection_finish() -> None:
+    """Exempt the modules that are now imported from garbage collections, of which each would take most of a second."""
+    gc.freeze()
 
 
 @functools.cache
