@@ -77,8 +77,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Exempt the modules that are now imported from garbage collections, of which each would take most of a second."""
+    """Collect garbage less often, and not among the objects of all modules that were just imported.
+
+    With Python's defaults, collections took a tenth of the suite's CPU time.
+    """
     gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 @functools.cache
