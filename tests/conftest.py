@@ -5,6 +5,7 @@ slower than one.
 """
 
 import functools
+import gc
 import os
 import re
 import signal
@@ -73,6 +74,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _resize(owner, FACTORS.get(_profile(config), 1.0))
     yield
     items.sort(key=lambda item: not _starts_clusters(item.path))
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage less often, and not among the objects of all modules that were just imported.
+
+    With Python's defaults, collections took a tenth of the suite's CPU time.
+    """
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 @functools.cache

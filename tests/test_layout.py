@@ -5,6 +5,7 @@ an entry in `FOLDERS`.
 """
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -97,16 +98,19 @@ def dotted(path: Path) -> str:
     return ".".join(("homing", *(parts[:-1] if parts[-1] == "__init__" else parts)))
 
 
-def imports(path: Path, nodes: Iterator[ast.AST] | None = None) -> Iterator[str]:
-    """Absolute dotted names imported anywhere in a module, inside functions too, or only by the given nodes."""
-    package = ("homing", *path.relative_to(ROOT).parent.parts)
-    for node in nodes or ast.walk(ast.parse(path.read_text())):
+@functools.cache
+def imports(path: Path, *, loading: bool = False) -> tuple[str, ...]:
+    """Absolute dotted names imported anywhere in a module, inside functions too, or only when it is loaded."""
+    package, tree = ("homing", *path.relative_to(ROOT).parent.parts), ast.parse(path.read_text())
+    found: list[str] = []
+    for node in at_load(tree) if loading else ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else ()
             module = (*base, *(node.module.split(".") if node.module else ()))
-            yield from (".".join((*module, alias.name)) for alias in node.names)
+            found += [".".join((*module, alias.name)) for alias in node.names]
+    return tuple(found)
 
 
 def at_load(node: ast.AST) -> Iterator[ast.AST]:
@@ -120,6 +124,7 @@ def at_load(node: ast.AST) -> Iterator[ast.AST]:
         yield from at_load(child)
 
 
+@functools.cache
 def graph() -> dict[str, set[str]]:
     """Each of our modules, with those of our modules that it imports when it is loaded."""
     paths = {dotted(path): path for package in PACKAGES for path in modules(package)}
@@ -128,8 +133,7 @@ def graph() -> dict[str, set[str]]:
         return name if name in paths else module_of(name.rpartition(".")[0]) if "." in name else None
 
     return {
-        module: {found for name in imports(path, at_load(ast.parse(path.read_text()))) if (found := module_of(name))}
-        - {module}
+        module: {found for name in imports(path, loading=True) if (found := module_of(name))} - {module}
         for module, path in paths.items()
     }
 

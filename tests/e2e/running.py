@@ -18,6 +18,8 @@ import httpx
 import msgspec
 import psutil
 
+from homing.cluster.registry import wait_gone
+
 from .parent_death import end_with_us
 
 if TYPE_CHECKING:
@@ -196,6 +198,51 @@ def serving(state: Path, *flags: str, patience_s: float = PATIENCE_S, command: s
             process.terminate()
             process.wait(PATIENCE_S)
             reader.join(PATIENCE_S)
+
+
+@contextlib.contextmanager
+def restarted(start: Callable[[], "contextlib.AbstractContextManager[Serving]"]) -> Iterator[Callable[[], Serving]]:
+    """A function that returns the cluster that `start` started, and starts another one after a test that ended it.
+
+    In the usual order such a test is the last one of its file, so there is only one start.
+    """
+    with contextlib.ExitStack() as stack:
+        clusters: list[Serving] = []
+
+        def running() -> Serving:
+            if not clusters or clusters[-1].process is None or clusters[-1].process.poll() is not None:
+                clusters.append(stack.enter_context(start()))
+            return clusters[-1]
+
+        yield running
+
+
+def ends_with(running: Serving, victim: str, model: str) -> None:
+    """Kill one of Ray's processes while an answer streams: the cluster must end at once, say why and leave nothing.
+
+    Ray restarts neither raylet nor GCS. Clients get an error at once, and a supervisor can restart the cluster quickly.
+    """
+    family, folder = running.family(), Path(running.note()["run_dir"])
+    assert running.process is not None
+    body = {"model": model, "prompt": "A story", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    with running.http.stream("POST", f"{running.url}/v1/completions", json=body) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        next(each for each in family if each.name() == victim).kill()
+        last = [line for line in lines if line][-1]
+    assert running.process.wait(120) == 1
+
+    assert "shutting_down" in last
+    assert f"homing: Ray's {victim} (pid " in "".join(running.output)
+    leaves_nothing(running.state, family, folder)
+
+
+def leaves_nothing(state: Path, family: list[psutil.Process], folder: Path) -> None:
+    """Check that an ended cluster, whose processes and run folder are given, left only its logs."""
+    assert wait_gone(family, 0) == []
+    assert not folder.exists()
+    assert shared_memory(family) == []
+    assert [path.name for path in state.iterdir()] == ["default.logs"]
 
 
 def ready_note(state: Path, process: "subprocess.Popen[str]") -> dict[str, Any] | None:

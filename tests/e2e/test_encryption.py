@@ -1,6 +1,7 @@
 """A cluster with encrypted sockets: it serves, and `homing watch` follows it with the keys and is refused without."""
 
 import contextlib
+import signal
 import stat
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 
 from homing.cluster.host import DEFAULT_TOKEN
 from homing.cluster.local_ray import RAY_ENVIRONMENT
+from homing.cluster.registry import wait_gone
 from homing.events import load_pair
 
 from .running import HOMING, PATIENCE_S, Serving, environment, homing, serving, until
@@ -83,7 +85,7 @@ def test_an_encrypted_cluster_serves_and_sends_events_only_to_clients_with_keys(
     """Covers settings, controller, membership, both kinds of connection and the command line together.
 
     No secret may be readable by others: not in logs, command lines, environments or Ray's state. No socket listens on
-    another interface than loopback, and other local users cannot reach Ray's sockets.
+    another interface than loopback, and other local users cannot reach Ray's sockets. Ctrl-C ends all of it.
     """
     keys = tmp_path / "keys"
     assert homing(tmp_path, "keys", str(keys)).returncode == 0
@@ -97,7 +99,14 @@ def test_an_encrypted_cluster_serves_and_sends_events_only_to_clients_with_keys(
         endpoints = running.replicas()["r0"]["event_endpoints"]
         until(lambda: True if running.idle() else None, "idle")
         said, addresses, opened = told(running), reachable(running), openings(running)
+        family, folder = running.family(), Path(running.note()["run_dir"])
+        assert running.process is not None
+        running.process.send_signal(signal.SIGINT)
+        assert running.process.wait(60) == 0
 
+    assert "Traceback" not in "".join(running.output)
+    assert wait_gone(family, 0) == []
+    assert not folder.exists()
     secrets = {load_pair(path).secret.decode() for path in keys.glob("*.key_secret")}
     assert len(secrets) == 2
     secrets |= {API_KEY, WRONG_KEY, DEFAULT_TOKEN.read_text().strip()}

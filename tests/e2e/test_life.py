@@ -1,7 +1,8 @@
 """Replicas are scaled, drained and updated, and their controller is killed, while requests stream."""
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import httpx
 import psutil
 import pytest
 
-from .running import LONG_PROMPTS, Serving, homing, serving, until
+from .running import LONG_PROMPTS, Serving, ends_with, homing, restarted, serving, until
 
 pytestmark = pytest.mark.cluster
 
@@ -17,14 +18,24 @@ STORY = {"prompt": "A long story about a fox.", "max_tokens": 200, "temperature"
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Serving]]:
     """A separate cluster, because these tests would disturb others."""
-    with serving(tmp_path_factory.mktemp("state"), "--replicas", "2") as cluster:
-        yield cluster
+    with restarted(lambda: serving(tmp_path_factory.mktemp("state"), "--replicas", "2")) as start:
+        yield start
+
+
+@pytest.fixture
+def running(own: Callable[[], Serving]) -> Serving:
+    return own()
+
+
+#: Pause between a client's streams, which take about as long. Without it, streams would take most of the CPU time that
+#: the replicas need to start.
+PAUSE_S = 0.2
 
 
 class Traffic:
-    """Two concurrent streams, repeated until the block ends; `answers` collects their texts."""
+    """Two clients that repeat a stream until the block ends; `answers` collects their texts."""
 
     def __init__(self, running: Serving) -> None:
         self._running = running
@@ -47,6 +58,7 @@ class Traffic:
         with self._running.client() as client:
             while not self._stop.is_set():
                 self.answers.append(self._running.streamed(client, STORY))
+                time.sleep(PAUSE_S)
 
 
 def control(running: Serving, *words: str) -> str:
@@ -151,3 +163,8 @@ def test_a_killed_controller_interrupts_no_stream_and_comes_back(running: Servin
     assert running.process is not None
     assert running.process.poll() is None
     assert any("controller_restarted" in line for line in running.output)
+
+
+def test_a_gcs_that_dies_ends_everything_at_once_with_the_reason(running: Serving) -> None:
+    """The last test, because it ends the cluster."""
+    ends_with(running, "gcs_server", "demo")

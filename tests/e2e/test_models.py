@@ -1,7 +1,7 @@
 """Two models on one cluster: one address, but separate replicas, tokenizers and caches."""
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 from homing.replica.demo import demo_model_path
 
 from ..replica.toys import save_checkpoint
-from .running import KEY, Serving, homing, serving, until
+from .running import KEY, Serving, ends_with, homing, restarted, serving, until
 
 pytestmark = pytest.mark.cluster
 
@@ -48,10 +48,16 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def both(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+def own(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Serving]]:
     """A cluster that serves both models."""
-    with serving(tmp_path_factory.mktemp("state"), "--config", str(config), patience_s=300.0) as running:
-        yield running
+    flags = ("--config", str(config))
+    with restarted(lambda: serving(tmp_path_factory.mktemp("state"), *flags, patience_s=300.0)) as start:
+        yield start
+
+
+@pytest.fixture
+def both(own: Callable[[], Serving]) -> Serving:
+    return own()
 
 
 def ask(running: Serving, model: str | None, **more: Any) -> httpx.Response:
@@ -178,3 +184,8 @@ def test_a_model_is_added_and_taken_away_while_the_others_serve(both: Serving, c
     replicas = both.serving(2)
     assert replicas["fox-r0"]["epoch"] == before["epoch"]
     assert not any(name.startswith("wolf") for name in replicas)
+
+
+def test_a_raylet_that_dies_ends_everything_at_once_with_the_reason(both: Serving) -> None:
+    """Replicas of two models and the ranks of one end, too. The last test, because it ends the cluster."""
+    ends_with(both, "raylet", FOX)

@@ -202,12 +202,13 @@ def heartbeat(rng: random.Random, seq: int) -> Heartbeat:
 
 
 def chunk(rng: random.Random, seq: int) -> SnapshotChunk:
+    """Return a chunk that is mostly a valid snapshot, so that the feed is live after a few hundred turns."""
     blocks = [SnapshotBlock(name, rng.choice([None, *hashes(rng)]), [1] * rng.randrange(3)) for name in hashes(rng)]
     return SnapshotChunk(
         epoch=rng.choice([EPOCH, EPOCH, EPOCH, 0]),
-        seq=rng.choice([seq, seq, None, *NUMBERS]),
-        index=rng.choice([0, 0, 0, *NUMBERS]),
-        last=rng.random() < 0.8,
+        seq=rng.choice([seq] * 20 + [None, *NUMBERS]),
+        index=rng.choice([0] * 20 + [*NUMBERS]),
+        last=rng.random() < 0.9,
         blocks=blocks,
     )
 

@@ -244,21 +244,24 @@ def test_several_routers_share_a_port_and_each_is_told(start: Callable[..., Clus
     assert (again.url, again.router_urls) == (status.url, status.router_urls)
 
 
-def test_a_replica_that_cannot_start_says_so_in_its_own_words(start: Callable[..., Cluster]) -> None:
-    """A traceback through three processes would hide the one line that helps."""
-    cluster = start(replicas="1", model="broken")
+def test_a_replica_that_does_not_serve_says_why(start: Callable[..., Cluster]) -> None:
+    """A traceback through three processes would hide the one line that helps. A large model takes minutes: users want
+    to know why they wait, and a timeout's message names the phase. A placement group that does not fit stays pending.
+    """
+    torn, slow = ({"served_model_name": name, "model": name, "replicas": "1"} for name in ("broken", "endless"))
+    cluster = start(torn, slow, {"served_model_name": "large", "gpus_per_rank": "3", "replicas": "1"})
+    wanted = {
+        "broken": "ValueError: the weights are torn",
+        "endless": "reading the weights, 40 %",
+        "large": "no node has 3 GPU, the largest has 0 GPU",
+    }
 
-    failing = until(lambda: next((group for group in cluster.status().replicas if group.failures), None), "it fails")
+    def told() -> bool | None:
+        said = {group.model: group.last_error or group.reason for group in cluster.status().replicas}
+        return True if all(words in said.get(name, "") for name, words in wanted.items()) else None
 
-    assert failing.last_error == "ValueError: the weights are torn"
-
-
-def test_a_replica_that_starts_says_what_it_does(start: Callable[..., Cluster]) -> None:
-    """A large model takes minutes: users want to know why they wait, and a timeout's message names the phase."""
-    cluster = start(replicas="1", model="endless")
-
-    doing = "reading the weights, 40 %"
-    until(lambda: next((True for group in cluster.status().replicas if group.reason == doing), None), doing)
+    until(told, f"{wanted}")
+    assert [group.phase for group in cluster.status().replicas if group.model == "large"] == ["placing"]
 
 
 def test_a_router_that_hangs_is_replaced(start: Callable[..., Cluster]) -> None:
@@ -299,16 +302,6 @@ def places() -> int:
     from ray.util import placement_group_table
 
     return sum(place["state"] != "REMOVED" for place in placement_group_table().values())
-
-
-def test_a_rank_group_without_room_tells_what_it_waits_for(start: Callable[..., Cluster]) -> None:
-    """A placement group that does not fit stays pending, silently."""
-    cluster = start(replicas="1", gpus_per_rank="3")
-
-    waiting = until(lambda: next((group for group in cluster.status().replicas if group.reason), None), "a reason")
-
-    assert waiting.phase == "placing"
-    assert "no node has 3 GPU, the largest has 0 GPU" in waiting.reason
 
 
 def test_scaling_down_drains_the_replica_that_is_worth_least_and_up_starts_one(start: Callable[..., Cluster]) -> None:
@@ -368,58 +361,6 @@ def test_an_update_replaces_every_replica_and_one_that_cannot_start_changes_noth
     assert not {epoch for epoch, _ in before.values()} & {group.generation for group in status.replicas}
 
 
-def test_a_killed_controller_comes_back_and_takes_over_what_runs(start: Callable[..., Cluster]) -> None:
-    """Ranks and routers keep serving without the controller, and the new one still knows what was wanted."""
-    cluster = start(replicas="1", routers="2")
-    cluster.told("r0")
-    cluster.ask("scale", "fox", 2)
-    cluster.settled()
-    before = cluster.told("r0", "r1")
-    url = until(lambda: cluster.status().url, "all listen")
-    routers = set(processes("RouterProcess"))
-
-    controller = processes("Controller")[0]
-    controller.kill()
-    status = cluster.settled()
-    until(lambda: True if cluster.status().url == url else None, "the routers are known again")
-    cluster.ask("scale", "fox", 3)
-    cluster.settled()
-    after = cluster.told("r0", "r1", "r2")
-
-    assert {name: after[name] for name in before} == before
-    assert status.models[0].wanted == 2
-    assert set(processes("RouterProcess")) == routers
-    os.kill(after["r2"][1][0], signal.SIGKILL)
-    assert cluster.told("r0", "r1", "r2", but_not=after["r2"][0])["r0"] == before["r0"]
-
-
-def test_routers_are_told_of_a_model_that_nobody_will_start(start: Callable[..., Cluster]) -> None:
-    """Scaled to zero by hand, a request would wait until it times out; with an autoscaler, it starts a replica."""
-    cluster = start(replicas="1", served_model_name="fox")
-    cluster.told("r0")
-
-    cluster.ask("scale", "fox", 0)
-    until(lambda: True if fakes.off(cluster.folder) == ["fox"] else None, "it is off")
-    cluster.ask("scale", "fox", 1)
-
-    until(lambda: True if fakes.off(cluster.folder) == [] else None, "it is wanted again")
-
-
-def test_a_held_request_wakes_a_cluster_that_was_scaled_to_zero(start: Callable[..., Cluster]) -> None:
-    """While it waits, there are as many replicas as the bounds allow, and no more."""
-    cluster = start(replicas="1", autoscale="0:2")
-    cluster.told("r0")
-    cluster.ask("scale", "fox", 0)
-    cluster.told()
-    assert fakes.off(cluster.folder) == []
-
-    (cluster.folder / "held").write_text("1")
-    cluster.told("r0")
-    until(lambda: True if cluster.status().models[0].wanted == 1 else None, "one is wanted")
-
-    assert cluster.settled().models[0].wanted == 1
-
-
 TWO = (
     {"served_model_name": "fox", "cpus_per_rank": "0"},
     {"served_model_name": "org/owl", "replicas": "1", "tensor_parallel_size": "2", "cpus_per_rank": "0"},
@@ -450,26 +391,37 @@ def test_each_model_has_replicas_of_its_own(start: Callable[..., Cluster]) -> No
     }
 
 
-def test_a_killed_controller_takes_over_the_replicas_of_all_models(start: Callable[..., Cluster]) -> None:
-    """Each model's wanted count and settings are kept; replicas started later get other names."""
-    cluster = start(*TWO)
+def test_a_killed_controller_comes_back_and_takes_over_all_that_runs(start: Callable[..., Cluster]) -> None:
+    """Ranks and routers keep serving without the controller. The new one knows each model's wanted count and settings,
+    gives replicas that it starts other names, and rebuilds those of either controller.
+    """
+    fox, owl = TWO
+    cluster = start(fox | {"routers": "2"}, owl)
     cluster.told("fox-r0", "fox-r1", "org-owl-r0")
     cluster.ask("scale", "org/owl", 2)
     cluster.update("fox", {"max_running_requests": "3"})
     versions = {group.model: group.version for group in cluster.settled().replicas}
     before = fakes.memberships(cluster.folder)[-1]
+    url = until(lambda: cluster.status().url, "all listen")
+    routers = set(processes("RouterProcess"))
 
     controller = processes("Controller")[0]
     controller.kill()
     status = cluster.settled()
-    until(lambda: cluster.status().url, "the routers are known again")
+    until(lambda: True if cluster.status().url == url else None, "the routers are known again")
     cluster.ask("scale", "org/owl", 3)
     cluster.settled()
 
+    assert [(model.name, model.wanted) for model in status.models] == [("fox", 2), ("org/owl", 2)]
     assert {(group.model, group.version) for group in status.replicas} == set(versions.items())
     after = cluster.told(*before, "org-owl-r2")
     assert {name: after[name] for name in before} == before
     assert [model.settings.replica.max_running_requests for model in cluster.ask("current")] == [3, 0]
+    assert set(processes("RouterProcess")) == routers
+    epoch, pids = after["org-owl-r2"]
+    os.kill(pids[0], signal.SIGKILL)
+    rebuilt = cluster.told(*after, but_not=epoch)
+    assert {name: rebuilt[name] for name in before} == before
 
 
 def test_models_come_and_go_and_a_killed_controller_knows_which(start: Callable[..., Cluster]) -> None:
@@ -507,13 +459,22 @@ def test_models_come_and_go_and_a_killed_controller_knows_which(start: Callable[
 
 
 def test_a_model_at_rest_is_woken_by_its_own_requests_alone(start: Callable[..., Cluster]) -> None:
-    """Bounds belong to one model; a model without bounds does not scale."""
+    """Bounds belong to one model, which gets as many replicas as they allow. A model without bounds that was scaled to
+    zero is off: its requests would wait until they time out, so routers are told.
+    """
     cluster = start({"replicas": "1", "autoscale": "0:2"}, {"served_model_name": "owl", "replicas": "1"})
     cluster.told("fox-r0", "owl-r0")
     cluster.ask("scale", "fox", 0)
     cluster.told("owl-r0")
+    assert fakes.off(cluster.folder) == []
+    cluster.ask("scale", "owl", 0)
+    until(lambda: True if fakes.off(cluster.folder) == ["owl"] else None, "it is off")
 
     (cluster.folder / "held").write_text("1")
 
+    cluster.told("fox-r0")
+    until(lambda: True if cluster.status().models[0].wanted == 1 else None, "one is wanted")
+    assert [model.wanted for model in cluster.settled().models] == [1, 0]
+    cluster.ask("scale", "owl", 1)
+    until(lambda: True if fakes.off(cluster.folder) == [] else None, "it is wanted again")
     cluster.told("fox-r0", "owl-r0")
-    assert [model.wanted for model in cluster.settled().models] == [1, 1]

@@ -28,8 +28,8 @@ BLOCK = 4
 class Shape:
     heads: int = 4
     kv_heads: int = 2
-    key_dim: int = 8
-    value_dim: int = 8
+    key_dim: int = 16
+    value_dim: int = 16
 
 
 class Backend(Attend, Protocol):
@@ -105,7 +105,7 @@ SHAPES = {
     "grouped": Shape(),
     "one group": Shape(kv_heads=1),
     "no group": Shape(kv_heads=4),
-    "mla": Shape(value_dim=6),
+    "mla": Shape(value_dim=12),
     "dims of no power of two": Shape(key_dim=10, value_dim=5),
     "three KV heads": Shape(heads=12, kv_heads=3),
     "six KV heads": Shape(heads=6, kv_heads=6),
@@ -132,12 +132,22 @@ def compiled_attention(pool: KvPool) -> PagedAttention:
 
 ON_CPU = (torch_cpu_attention, compiled_attention)
 BACKENDS = (torch_attention, *ON_CPU)
+#: numba compiles two kernels per dims and group, in two seconds each; these shapes have 1, 2 and 4 queries per KV head,
+#: and values that are shorter than keys.
+COMPILED = tuple(name for name in SHAPES if name != "mla")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_backend_equals_the_reference(shape, rule, backend):
+@pytest.mark.parametrize(
+    ("shape", "backend"),
+    [
+        pytest.param(shape, backend, id=f"{name}-{backend.__name__}")
+        for name, shape in SHAPES.items()
+        for backend in BACKENDS
+        if name in COMPILED or backend is not compiled_attention
+    ],
+)
+def test_backend_equals_the_reference(shape, backend, rule):
     """One step mixes prefill from zero, chunks after a prefix and decode rows of different lengths, in any order."""
     batch = batch_of([(22, 1), (40, 1), (0, 9), (6, 5), (0, 1), (3, 1), (16, 16)])
     rule = fitted(rule, shape)
@@ -249,7 +259,7 @@ def test_rows_that_share_a_prefix_get_what_each_would_get_alone(rows, pages, rul
 
     wanted, _ = run(ReferenceAttention, batch, SHAPES[shape], asked)
 
-    for backend in ON_CPU:
+    for backend in ON_CPU if shape in COMPILED else (torch_cpu_attention,):
         torch.testing.assert_close(run(backend, batch, SHAPES[shape], asked)[0], wanted, rtol=1e-5, atol=1e-5)
 
 

@@ -135,7 +135,7 @@ def test_padding_rows_of_flash_attn_4_are_zero():
     tables, lengths = torch.zeros(2, 1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     attention.begin_decode(torch.zeros(2, dtype=torch.int64), tables, lengths)
 
-    assert bool((attention(0, *(torch.ones(2, heads, 8) for heads in (4, 2, 2)), RULES["plain"]) == 0).all())
+    assert bool((attention(0, *(torch.ones(2, heads, 16) for heads in (4, 2, 2)), RULES["plain"]) == 0).all())
 
 
 def test_where_flash_attn_4_cannot_split_keys_our_kernels_decode():
@@ -234,6 +234,6 @@ def test_where_keys_are_is_computed_once_for_all_layers():
     attention = FlashAttention(filled_pool(shape, 40, seed=0), TorchKernels(), Flash2Prefill(recorded))
     attention.begin(batch)
     for layer in (0, 1):
-        attention(layer, *(torch.zeros(len(batch.token_ids), heads, 8) for heads in (4, 2, 2)), RULES["plain"])
+        attention(layer, *(torch.zeros(len(batch.token_ids), heads, 16) for heads in (4, 2, 2)), RULES["plain"])
 
     assert starts[0] is starts[1]

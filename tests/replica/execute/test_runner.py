@@ -136,7 +136,7 @@ HALVED = {
     "llama": ("llama", {}),
     "llama, sizes that fill no block of a kernel": (
         "llama",
-        {"hidden_size": 72, "head_dim": 18, "intermediate_size": 90},
+        {"hidden_size": 72, "head_dim": 10, "intermediate_size": 90},
     ),
     "mistral": ("mistral", {"sliding_window": 12}),
     "qwen2": ("qwen2", {}),

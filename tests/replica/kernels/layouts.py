@@ -1,9 +1,11 @@
 """Random paged KV whose unused slots are NaN, and attention over it in float64 from its definition."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Any
 
+import pytest
 import torch
 
 from homing.replica.kernels.base import PagedRows, TorchCpuKernels, TorchKernels
@@ -28,6 +30,19 @@ if torch.cuda.is_available():
     WITHOUT_8_BITS = ("compiled", "triton") if torch.cuda.get_device_capability() < (8, 9) else ("compiled",)
     DTYPES_BESIDE_8_BITS = (torch.bfloat16,)
 OF_8_BITS = tuple(each for each in IMPLEMENTATIONS if each.name not in WITHOUT_8_BITS)
+
+
+def on_shapes(shapes: Mapping[str, "Shape"], not_compiled: Collection[str]) -> list[Any]:
+    """pytest parameters: every implementation on every shape, without the compiled one on `not_compiled`.
+
+    numba compiles a kernel per head dims, group and dtype, which takes two seconds of CPU each.
+    """
+    return [
+        pytest.param(implementation, shape, id=f"{name}-{implementation.__name__}")
+        for name, shape in shapes.items()
+        for implementation in IMPLEMENTATIONS
+        if not (implementation.name == "compiled" and name in not_compiled)
+    ]
 
 
 @dataclass(frozen=True)

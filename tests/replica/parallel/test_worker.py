@@ -55,77 +55,58 @@ def rank_0(port: int, overlap: str = "off") -> dict[str, object]:
 def test_two_ranks_answer_like_one_and_end_together(
     folder: Path, tmp_path: Path, prompts: list[list[int]], reference: Callable[..., list[list[int]]], overlap: str
 ) -> None:
-    """Greedy tokens of two ranks equal `generate`'s, also when only rank 0 draws and both continue from its tokens."""
-    port = free_port()
+    """Greedy tokens of two ranks equal `generate`'s, also when only rank 0 draws and both continue from its tokens.
+
+    Each rank holds its own heads' KV, so the plan carries copies of the tokens that prompts share inside a block: one
+    that skipped them would change tokens.
+    """
+    port, count = free_port(), len(prompts)
+    branching = [prompts[0], prompts[2], [*prompts[2][:43], 9], prompts[0]]
     with rank_process(folder, 1, port, overlap) as worker:
         with served(folder, tmp_path, **rank_0(port, overlap)) as running:
             client = running.client()
-            for number, prompt in enumerate(prompts):
+            for number, prompt in enumerate(branching):
                 client.ask(number, prompt, max_tokens=8, ignore_eos=False)
-            client.wait(*range(len(prompts)))
+                client.wait(number)
+            for number, prompt in enumerate(prompts, start=4):
+                client.ask(number, prompt, max_tokens=8, ignore_eos=False)
+            client.wait(*range(4, 4 + count))
             described = running.description
 
         assert worker.wait(PATIENCE_S) == 0
-    assert [client.tokens(number) for number in range(len(prompts))] == reference(folder, prompts, 8)
+    assert [client.outputs[number][0].cached_tokens for number in range(4)] == [0, 21, 43, 24]
+    assert [client.tokens(number) for number in range(4)] == reference(folder, branching, 8)
+    assert [client.tokens(number) for number in range(4, 4 + count)] == reference(folder, prompts, 8)
     assert (described.tensor_parallel_size, described.pids[1]) == (2, worker.pid)
 
 
 def test_two_ranks_that_launch_ahead_draw_what_one_rank_draws_step_by_step(
-    folder: Path, tmp_path: Path, prompts: list[list[int]]
+    folder: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, prompts: list[list[int]]
 ) -> None:
-    """Only rank 0 draws; the others get the tokens on the device within the step, without the host."""
-    port = free_port()
+    """Only rank 0 draws; the others get the tokens on the device within the step, without the host.
+
+    Only rank 0 has guides and masks, and a step that waits for masks must keep the other rank in sync.
+    """
+    port, spelling = free_port(), with_tokenizer(folder, tmp_path_factory.mktemp("model"))
+    constraint = Constraint(kind="regex", source="[a-z]{4} [0-9]{3}")
 
     def drawn(client: Client) -> list[list[int]]:
         for number, prompt in enumerate(prompts):
             client.ask(number, prompt, max_tokens=9, temperature=0.9, top_p=0.95, seed=number)
         client.wait(*range(len(prompts)))
-        return [client.tokens(number) for number in range(len(prompts))]
+        last = range(len(prompts), len(prompts) + 4)
+        for number in last:
+            request = generate(number, [5, 6, 7], client.hasher, max_tokens=12, temperature=0.9, seed=number)
+            client.send(msgspec.structs.replace(request, constraint=constraint if number % 2 else None))
+        client.wait(*last)
+        return [client.tokens(number) for number in range(last.stop)]
 
-    with rank_process(folder, 1, port, "on"), served(folder, tmp_path, **rank_0(port, "on")) as two:
+    with rank_process(spelling, 1, port, "on"), served(spelling, tmp_path, **rank_0(port, "on")) as two:
         ahead = drawn(two.client())
-    with served(folder, tmp_path, settings={"overlap_steps": "off"}) as one:
+    with served(spelling, tmp_path, settings={"overlap_steps": "off"}) as one:
         plain = drawn(one.client())
 
     assert ahead == plain
-
-
-def test_two_ranks_follow_a_grammar_like_one(
-    folder: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """Only rank 0 has guides and masks; a step that waits for masks must keep the other rank in sync."""
-    port, spelling = free_port(), with_tokenizer(folder, tmp_path_factory.mktemp("model"))
-    constraint = Constraint(kind="regex", source="[a-z]{4} [0-9]{3}")
-
-    def drawn(client: Client) -> list[list[int]]:
-        for number in range(4):
-            request = generate(number, [5, 6, 7], client.hasher, max_tokens=12, temperature=0.9, seed=number)
-            client.send(msgspec.structs.replace(request, constraint=constraint if number % 2 else None))
-        client.wait(*range(4))
-        return [client.tokens(number) for number in range(4)]
-
-    with rank_process(spelling, 1, port, "on"), served(spelling, tmp_path, **rank_0(port, "on")) as two:
-        together = drawn(two.client())
-    with served(spelling, tmp_path, settings={"overlap_steps": "off"}) as one:
-        alone = drawn(one.client())
-
-    assert together == alone
-
-
-def test_both_ranks_copy_the_tokens_that_prompts_share_inside_a_block(
-    folder: Path, tmp_path: Path, prompts: list[list[int]], reference: Callable[..., list[list[int]]]
-) -> None:
-    """Each rank holds its own heads' KV, so the plan carries copies: a rank that skipped them would change tokens."""
-    port = free_port()
-    branching = [prompts[0], prompts[2], [*prompts[2][:43], 9], prompts[0]]
-    with rank_process(folder, 1, port), served(folder, tmp_path, **rank_0(port)) as running:
-        client = running.client()
-        for number, prompt in enumerate(branching):
-            client.ask(number, prompt, max_tokens=8, ignore_eos=False)
-            client.wait(number)
-
-    assert [client.outputs[number][0].cached_tokens for number in range(4)] == [0, 21, 43, 24]
-    assert [client.tokens(number) for number in range(4)] == reference(folder, branching, 8)
 
 
 def test_rank_0_ends_with_a_clear_error_when_a_worker_dies(folder: Path, tmp_path: Path) -> None:

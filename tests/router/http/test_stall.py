@@ -120,12 +120,11 @@ def watched(text_model: TextModel) -> Iterator[Watched]:
     backend = FakeBackend(limits, reply(list(text_model.encode_now(["Once."], special_tokens=False)[0])))
     before = gc.get_threshold()
     gc.collect()
-    gc.freeze()
+    gc.freeze()  # as the router does
     gc.set_threshold(GC_YOUNG, 20, 20)  # the router's own setting
     with Watched(Front(SETTINGS, backend, RouterMetrics(), texts=LoadedText(text_model))) as server:
         yield server
     gc.set_threshold(*before)
-    gc.unfreeze()
     backend.streams.clear()
 
 

@@ -55,15 +55,15 @@ def test_softcap_and_sinks_equal_plain_torch(shape):
     assert torch.equal(out[2], torch.zeros_like(out[2]))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16])
-def test_a_long_row_is_the_same_alone_among_others_and_by_any_number_of_threads(dtype):
+@pytest.mark.parametrize(("dtype", "heads"), [(torch.float32, 4), (BFLOAT16, 6)], ids=str)
+def test_a_long_row_is_the_same_alone_among_others_and_by_any_number_of_threads(dtype, heads):
     """Bit for bit, also in a repeatedly run recorded step: threads share the row, and the last one merges it."""
-    shape, lengths = Shape(heads=4, kv_heads=1, dtype=dtype), [3, 3 * PART + 5, PART, 900]
-    rows, q = paged(shape, lengths, CPU), torch.randn(len(lengths), 4, shape.key_dim).to(dtype)
+    shape, lengths = Shape(heads=heads, dtype=dtype), [3, 3 * PART + 5, PART, 900]
+    rows, q = paged(shape, lengths, CPU), torch.randn(len(lengths), heads, shape.key_dim).to(dtype)
     rule, before = AttentionRule(0.2), torch.get_num_threads()
 
     def attended(first, stop):
-        out = q.new_empty(stop - first, 4, shape.value_dim)
+        out = q.new_empty(stop - first, heads, shape.value_dim)
         own = PagedRows(rows.keys, rows.values, rows.tables[first:stop], rows.seq_lens[first:stop])
         decode(q[first:stop], own, rule, out)
         return out

@@ -110,7 +110,7 @@ def test_a_token_without_numbers_reaches_those_who_see_it_and_no_others(number, 
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 30.0])
 def test_any_spread_of_scores_is_weighed(scale, dtype):
     """From near ties to near certainty: scores far below the largest get no weight, and nothing overflows."""
-    shape = Shape(heads=6, dtype=dtype)
+    shape = Shape(heads=6 if dtype == BFLOAT16 else 4, dtype=dtype)
     rows, q = paged(shape, [300], CPU), queries_of(shape, 40)
 
     out = attended(q, rows, [40], scale)
