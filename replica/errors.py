@@ -9,8 +9,6 @@ from .messages import RefusalReason
 class ReplicaError(Exception):
     """Base of all errors that a replica reports."""
 
-    http_status: ClassVar[int] = 500
-
 
 class RequestError(ReplicaError):
     """A request that this replica cannot run. `retry` says whether another replica might."""
@@ -22,21 +20,18 @@ class RequestError(ReplicaError):
 class InvalidRequest(RequestError):
     """The caller's fault: a field of the request is out of range or contradicts another."""
 
-    http_status = 400
     reason = "invalid"
 
 
 class PromptTooLong(RequestError):
     """The caller's fault: the prompt leaves no room for an answer, in the model's context or in the KV pool."""
 
-    http_status = 400
     reason = "prompt_too_long"
 
 
 class Draining(RequestError):
     """This replica is finishing its requests and accepts no new ones; another replica can take the request."""
 
-    http_status = 503
     reason = "draining"
     retry = True
 
@@ -59,8 +54,6 @@ class EngineBroken(ReplicaError):
 
 class RankLost(ReplicaError):
     """Another rank no longer responds: all ranks of the replica must be rebuilt."""
-
-    http_status = 503
 
 
 class StartupError(ReplicaError):
