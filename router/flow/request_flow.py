@@ -46,7 +46,7 @@ from ..errors import (
     Superseded,
 )
 from ..routing.placement import Placement, known_tokens, regret_tokens
-from ..routing.policy.base import Candidates, Prompt
+from ..routing.policy.base import Candidates, Decision, Prompt
 from ..routing.replica_load import UnavailableReason
 from .block_hash_cache import BlockHashCache
 from .fair_queue import FairQueue
@@ -400,8 +400,7 @@ class RequestFlow:
         if request.queue_s is None:
             request.queue_s = now - request.arrived
         if not request.generated:
-            cached = prompt.tokens - chosen.uncached_tokens(prompt)
-            request.predicted_cached_tokens = cached - cached % prompt.block_size
+            self._predict(request, prompt, decision)
             request.regret_tokens = regret_tokens(prompt, candidates, decision)
             self.counters.regret_tokens += request.regret_tokens
             if prompt.session is not None:
@@ -413,6 +412,16 @@ class RequestFlow:
         self.placement.book(wire_id, decision, request.keys, now)
         self.recent.placed(request, decision, now)
         return Send(chosen.replica_id, _generate(request))
+
+    def _predict(self, request: RequestState, prompt: Prompt, decision: Decision) -> None:
+        """Predict the request's cached tokens, and correct the predictions of requests that it will pass."""
+        foreseen = self.placement.foresee(decision)
+        request.predicted_cached_tokens = foreseen.tokens(foreseen.blocks, prompt.tokens, prompt.block_size)
+        for wire_id, blocks in foreseen.passed.items():
+            other = self._by_wire.get(wire_id)
+            if other is not None and not other.generated:
+                cached = foreseen.tokens(blocks, other.prompt_tokens, prompt.block_size)
+                other.predicted_cached_tokens = max(other.predicted_cached_tokens, cached)
 
     def _push(self, request: RequestState, now: float) -> None:
         about, keys = request.request, request.keys

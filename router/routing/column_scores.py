@@ -23,6 +23,8 @@ _min = np.minimum.reduce
 class ColumnScores:
     """The counterpart of `CandidateScores`. `holds_requests`: whether a replica with a full queue gets no requests."""
 
+    __slots__ = ("_all_have_room", "_candidates", "_prompt", "_sees_cache", "_used", "_weights", "obstructed")
+
     def __init__(
         self, prompt: Prompt, candidates: ManyCandidates, weights: Weights, *, holds_requests: bool, sees_cache: bool
     ) -> None:

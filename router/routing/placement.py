@@ -7,11 +7,13 @@ tokens; `homing simulate` runs this code over modelled replicas.
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableSequence, Sequence
 from random import Random
 
+import msgspec
+
 from ...events.wire.messages import LoadReport
 from ...replica.messages import ReplicaDescription
 from ..backend import Explanation, FeedState
 from .eviction_order import EvictionOrder
-from .policy.base import LIVE, Candidate, Candidates, Decision, Policy, Prompt, SlowerBlocks, room_of
+from .policy.base import LIVE, STALE, Candidate, Candidates, Decision, Policy, Prompt, SlowerBlocks, room_of
 from .policy.explain import explanation_of
 from .prefix_index import PrefixIndex, ReplicaBlocks
 from .replica_load import LoadBook, Pending, ReplicaLoad
@@ -243,6 +245,30 @@ class Placement:
         """The table of the decision that `decide` would take. Changes no state."""
         return explanation_of(self.policy.consider(prompt, candidates, Random(0)))
 
+    def foresee(self, decision: Decision) -> "Foreseen":
+        """The cached blocks that this request will find if it is booked now, and those that others will find then.
+
+        Blocks that are expected, but not held yet, are computed by the one of the requests in flight that starts first.
+        Our engines start shorter prompts first (replica/engine/queue_order.py), so this request computes them if it
+        passes the others. Priorities are not considered.
+        """
+        chosen, prompt = decision.chosen, decision.prompt
+        assert chosen is not None, "nothing was chosen"
+        if chosen.feed is STALE:
+            return Foreseen(0, {})
+        held, expected = chosen.held_blocks, chosen.expected_blocks
+        if expected <= held or chosen.replica_id in self._eviction_orders:
+            return Foreseen(expected, {})
+        found, passed = held, dict[int, int]()
+        computed, pending = _computed_tokens(decision), self.loads.pending(chosen.replica_id)
+        for other, chain in self._by_first_block.get(prompt.hashes[0], {}).get(chosen.replica_id, {}).items():
+            common = common_prefix(chain, prompt.hashes, 0)
+            if (sent := pending.get(other)) is not None and computed < sent.passed_below:
+                passed[other] = common
+            else:
+                found = max(found, common)
+        return Foreseen(min(found, expected), passed)
+
     def book(self, request_id: int, decision: Decision, keys: Sequence[int], now: float) -> None:
         """Book a request on the chosen replica: its blocks become expected, its uncached tokens count as load."""
         chosen = decision.chosen
@@ -250,7 +276,8 @@ class Placement:
         uncached = decision.uncached_tokens
         prefill_s = chosen.load.prefill_cost.seconds(decision.prompt.tokens - uncached, uncached)
         needed = len(keys) + 1 - self._used_blocks(chosen.replica_id, keys)
-        pending = Pending(uncached, needed, prefill_s)
+        starts_at_once = not chosen.load.requests
+        pending = Pending(uncached, needed, prefill_s, 0 if starts_at_once else _computed_tokens(decision))
         self.loads.dispatched(chosen.replica_id, request_id, pending, now)
         found = min(chosen.held_blocks, chosen.expected_blocks)
         self.reservations.reserve(request_id, chosen.replica_id, keys, found, now)
@@ -317,6 +344,25 @@ class Placement:
         not_live = {replica for replica, feed in self.feeds.items() if feed is not LIVE}
         assert self._not_live == not_live, f"{self._not_live} are recorded as not live, but {not_live} are not live"
         assert tuple(self.feeds) == self.loads.replicas() == tuple(self.index.places), "replicas or their order differ"
+
+
+class Foreseen(msgspec.Struct, frozen=True):
+    """The cached blocks that requests will find on a replica."""
+
+    blocks: int  #: by the request of the decision
+    passed: dict[int, int]  #: by each request in flight that starts after it now and shares expected blocks with it
+
+    @staticmethod
+    def tokens(blocks: int, prompt_tokens: int, block_size: int) -> int:
+        """Cached tokens of a prompt with so many cached blocks, in whole blocks: its last token is always computed."""
+        return min(blocks, (prompt_tokens - 1) // block_size) * block_size
+
+
+def _computed_tokens(decision: Decision) -> int:
+    """Tokens to compute, as the replica counts them when the request arrives: only held blocks are cached then."""
+    chosen, prompt = decision.chosen, decision.prompt
+    assert chosen is not None, "nothing was chosen"
+    return max(1, prompt.tokens - min(chosen.held_blocks, chosen.expected_blocks) * prompt.block_size)
 
 
 def regret_tokens(prompt: Prompt, candidates: Candidates, decision: Decision) -> int:

@@ -9,6 +9,7 @@ A replica sends no report during a step, which may take most of a second. The le
 the time at which it will be empty.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING, Literal
@@ -45,6 +46,7 @@ class Pending(msgspec.Struct, frozen=True, gc=False):
     uncached_tokens: int
     blocks: int  #: free blocks that it will take
     prefill_s: float  #: seconds to compute `uncached_tokens` there
+    passed_below: int = 0  #: a later prompt with fewer tokens to compute starts before it; 0: it started at once
 
 
 class ReplicaLoad(msgspec.Struct, frozen=True, gc=False, kw_only=True):
@@ -189,6 +191,10 @@ class LoadBook:
         entry.pending_blocks += pending.blocks
         self._outdated[replica] = entry
         entry.in_flight.add(request_id)
+
+    def pending(self, replica: str) -> Mapping[int, Pending]:
+        """The requests sent there that no report includes yet."""
+        return self._replicas[replica].pending
 
     def uncached_tokens(self, replica: str, request_id: int) -> int:
         """Uncached tokens of a pending request; 0 for requests not dispatched here, such as those of a warm-up."""

@@ -6,7 +6,7 @@ from ....events.wire.messages import EventEndpoints
 from ....replica.messages import ModelLimits, Parity, ReplicaDescription
 from ....router.flow.fair_queue import FairQueue
 from ....router.routing.placement import Placement
-from ....router.routing.policy.base import Policy, Prompt
+from ....router.routing.policy.base import Decision, Policy, Prompt
 from ....router.routing.replica_load import LoadBook
 from ....router.routing.reservations import Reservations
 from .replica import SimulatedReplica, Work
@@ -19,6 +19,7 @@ class SimulatedRouter:
         self.name = name
         self._queue = FairQueue()
         self._held: dict[int, Work] = {}
+        self._unstarted: dict[int, Work] = {}  #: sent, without a first token so far
         self.restart(policy, rng)
 
     def restart(self, policy: Policy, rng: Random) -> None:
@@ -83,10 +84,28 @@ class SimulatedRouter:
         chosen = decision.chosen
         if chosen is None:
             return None
-        placement.book(work.request_id, decision, arrival.blocks, now)
         if placement.policy.predicts_hits:
-            work.predicted = prompt.tokens - chosen.uncached_tokens(prompt)
+            self._predict(work, prompt, decision)
+        placement.book(work.request_id, decision, arrival.blocks, now)
         return chosen.replica_id
+
+    def _predict(self, work: Work, prompt: Prompt, decision: Decision) -> None:
+        """As in the request flow. A prompt of whole blocks computes only its last token."""
+        foreseen, size = self.placement.foresee(decision), prompt.block_size
+        work.predicted = min(foreseen.blocks * size, prompt.tokens - 1)
+        for request_id, blocks in foreseen.passed.items():
+            if (other := self._unstarted.get(request_id)) is not None and other.predicted is not None:
+                other.predicted = max(other.predicted, min(blocks * size, other.arrival.tokens + other.generated - 1))
+        self._unstarted[work.request_id] = work
+
+    def started(self, replica: str, work: Work) -> None:
+        """The request's first token arrived."""
+        self._unstarted.pop(work.request_id, None)
+        self.placement.started(replica, work.request_id)
+
+    def lost(self, work: Work) -> None:
+        """The request is gone with its replica."""
+        self._unstarted.pop(work.request_id, None)
 
     def _prompt(self, work: Work, block_tokens: int, now: float) -> Prompt:
         arrival = work.arrival

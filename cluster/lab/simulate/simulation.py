@@ -181,6 +181,7 @@ class Simulation:
         mine = []
         for work in lost:
             if work.router == router.name:
+                router.lost(work)
                 self._last_id += 1
                 again = Work(self._last_id, router.name, work.arrival, work.arrived_s, moved=True)
                 again.generated = work.generated
@@ -256,7 +257,7 @@ class Simulation:
     def _tokens(self, replica: SimulatedReplica, progress: Progress) -> None:
         for work in progress.first:
             self._count_first(work)
-            self._by_name[work.router].placement.started(replica.replica_id, work.request_id)
+            self._by_name[work.router].started(replica.replica_id, work)
         for work in progress.finished:
             router = self._by_name[work.router]
             router.placement.ended(replica.replica_id, work.request_id)

@@ -157,6 +157,8 @@ class ExpectedTtft(Policy):
 class CandidateScores:
     """Costs of a prompt on each candidate. `obstacle` says why a candidate cannot be chosen."""
 
+    __slots__ = ("_busy", "_candidates", "_factors", "_obstacle", "_others_s", "_prompt", "_uncached")
+
     def __init__(
         self,
         prompt: Prompt,

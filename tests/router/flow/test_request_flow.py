@@ -233,6 +233,23 @@ def test_predictions_are_judged_in_whole_blocks(world: World) -> None:
     assert seen == [(1, 0, 0), (2, 0, 0), (2, 1, 0), (2, 1, 1)]
 
 
+@pytest.mark.parametrize("busy", [True, False])
+def test_a_short_prompt_that_passes_a_long_one_is_predicted_to_compute_their_common_blocks(
+    world: World, busy: bool
+) -> None:
+    """Replicas start shorter prompts first, unless the longer one has started already."""
+    world.flow.set_unavailable("r1", "draining", 0.0)
+    if busy:
+        world.submit(request_of([9] * 50))
+
+    long = world.submit(request_of([*PROMPT, *[5] * 200], seed=2))
+    short = world.submit(request_of([*PROMPT, 6], seed=3))
+    world.settle()
+
+    found = [world.records[each].predicted_cached_tokens for each in (long, short)]
+    assert found == ([96, 0] if busy else [0, 96])
+
+
 def test_a_prompt_that_ends_with_a_block_is_predicted_without_it(world: World) -> None:
     """Its last token is always computed, and the event stream names only whole blocks."""
     world.submit(request_of(PROMPT[:96]))

@@ -9,7 +9,7 @@ from msgspec import structs
 
 from homing.router.backend import FeedState
 from homing.router.flow.fair_queue import FairQueue
-from homing.router.routing.placement import Placement, known_tokens, regret_tokens
+from homing.router.routing.placement import Foreseen, Placement, known_tokens, regret_tokens
 from homing.router.routing.policy.base import Policy, Prompt
 from homing.router.routing.policy.expected_ttft import ExpectedTtft, LeastLoaded
 from homing.router.routing.policy.registry import make_policy
@@ -49,6 +49,26 @@ def test_siblings_follow_each_other_before_any_event(placement: Placement) -> No
     first = place(placement, 1)
 
     assert {place(placement, request_id) for request_id in range(2, 8)} == {first}
+
+
+def test_of_waiting_requests_the_shortest_computes_their_common_blocks(placement: Placement) -> None:
+    """Of requests that no report includes yet, the one with the least to compute starts first and computes them."""
+    for replica in ("r0", "r1"):
+        placement.report(replica, report_of(step=1, running=2), 0.0)
+    lengths = {1: 40, 2: 50, 3: 30}  # blocks, of which the first 20 are common
+    for request_id, blocks in lengths.items():
+        keys = [*range(20), *range(1000 * request_id, 1000 * request_id + blocks - 20)]
+        prompt = Prompt(tokens=blocks * BLOCK + 1, blocks=blocks, block_size=BLOCK, hashes=keys)
+        decision = placement.decide(prompt, placement.candidates(keys, (), 0.0)[:1])
+        foreseen = placement.foresee(decision)
+        expected = {1: (0, {}), 2: (20, {}), 3: (0, {1: 20, 2: 20})}[request_id]
+        assert (foreseen.blocks, foreseen.passed) == expected
+        placement.book(request_id, decision, keys, 0.0)
+
+    placement.report("r0", report_of(step=2, running=2, waiting=3, accepted={"router": 3}), 0.0)
+    prompt = Prompt(tokens=20 * BLOCK + 1, blocks=20, block_size=BLOCK, hashes=range(20))
+    shortest = placement.decide(prompt, placement.candidates(range(20), (), 0.0)[:1])
+    assert placement.foresee(shortest) == Foreseen(20, {}), "what a report includes has started in the next step"
 
 
 def test_a_request_that_ended_leaves_nothing_behind(placement: Placement) -> None:

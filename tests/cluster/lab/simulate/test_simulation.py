@@ -98,6 +98,15 @@ def test_predictions_are_exact_without_delay_and_evictions() -> None:
     assert result.exact_rate == 1.0
 
 
+def test_predictions_are_exact_where_short_prompts_pass_long_ones_with_the_same_prefix() -> None:
+    """Bursts of prompts with one new prefix and tails of all lengths; the shortest of those that wait computes it."""
+    drawn = siblings(Siblings(requests=400, groups=40, burst=10, block_tokens=100, prefix_tokens=1000, spread=1.0))
+
+    result = result_of("expected-ttft", list(drawn), replicas=4, blocks=10_000)
+
+    assert result.exact_rate == 1.0
+
+
 def test_without_reuse_nothing_is_lost_against_least_loaded() -> None:
     """A common failure of cache-aware routers; here the results must be those of the same run."""
     drawn = list(siblings(Siblings(requests=500, prefix_tokens=0, tail_tokens=900, block_tokens=100, rate_per_s=3.0)))
