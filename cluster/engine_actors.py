@@ -76,7 +76,7 @@ class EngineActors:
 
 def print_actors(address: str, label: str) -> None:
     """Print the labelled actors until standard input is closed."""
-    from ray._raylet import GcsClientOptions, GlobalStateAccessor
+    from ray._raylet import GcsClientOptions, GlobalStateAccessor  # type: ignore[attr-defined]  # compiled
     from ray.core.generated.gcs_pb2 import ActorTableData
 
     options = GcsClientOptions.create(address, None, allow_cluster_id_nil=True, fetch_cluster_id_if_nil=False)
