@@ -214,7 +214,7 @@ class EngineView(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     url: str
-    source: str  #: where it is listed: `flags`, `api`, a file, or a DNS name
+    source: str  #: where it is listed: `flags`, `api`, a file, a DNS name, or a label of Ray actors
     summary: str  #: kind, version, model, limits and event sockets; empty: it has not answered
     replicas: list[str]  #: ids of its replicas, one per data-parallel rank
     missing: list[str]  #: what was not found, and what to do about it

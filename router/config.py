@@ -43,7 +43,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     engines: Annotated[
         str,
         "YAML file with more such servers, reread when it changes: a list of URLs, or of maps with "
-        "url, events and replay; empty: none",
+        "url, events and replay; ray://HOST:PORT/LABEL: those in Ray actors with a label; empty: none",
     ] = ""
     events: Annotated[
         str,

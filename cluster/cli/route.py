@@ -38,6 +38,7 @@ from ...router.text.tokenizer import TextModel
 from ..client import read_key
 from ..config import Settings, replaced, state_folder
 from ..control.control_messages import ClusterStatus
+from ..engine_actors import SCHEME, EngineActors
 from ..errors import SettingsError, StartFailed
 from ..flags import NOTHING, AllSettings, Background, Detach, Out, Quiet, Words, option, settings_of
 from ..model_source import DEMO, find_text, has_chat_template, model_limits, text_folder
@@ -50,6 +51,8 @@ from .daemon import detach as start_in_background
 POLL_S = 0.05
 #: Interval at which engine sources are read again and engines that have not answered are retried.
 ASK_AGAIN_S = 1.0
+
+EngineSource = EngineFile | EngineDnsName | EngineActors
 
 
 def route(
@@ -103,15 +106,17 @@ def route_to(settings: Settings, out: TextIO, *, detached: bool, quiet: bool) ->
             return runner.run(router.run(detached=detached))
 
 
-def listed_engines(settings: Settings) -> tuple[EngineFleet, list[EngineFile | EngineDnsName]]:
+def listed_engines(settings: Settings) -> tuple[EngineFleet, list[EngineSource]]:
     """The engines listed by the settings, and the sources that may list others later. Raises BackendsInvalid."""
-    fleet, sources = EngineFleet(), list[EngineFile | EngineDnsName]()
+    fleet, sources = EngineFleet(), list[EngineSource]()
     for each in replica_addresses(settings.router):
         if is_dns_url(each.address.url):
             sources.append(EngineDnsName(each.address, each.events, each.replay))
         else:
             fleet.add(EngineAddress(each.address.url, each.events, each.replay), "flags")
-    if settings.router.engines:
+    if settings.router.engines.startswith(SCHEME):
+        sources.append(EngineActors(settings.router.engines))
+    elif settings.router.engines:
         sources.append(EngineFile(Path(settings.router.engines).expanduser()))
         fleet.replace(sources[-1].read() or [], sources[-1].name)
     if not fleet.engines and not sources:
@@ -159,7 +164,7 @@ class FleetRouter:
 
     settings: Settings  #: include the engines' settings once one has answered
     fleet: EngineFleet
-    sources: list[EngineFile | EngineDnsName]
+    sources: list[EngineSource]
     api_key: str
     console: Console
     registry: ClusterRegistry
@@ -216,6 +221,8 @@ class FleetRouter:
             if service is not None:
                 service.close()
             await texts.close()
+            for source in self.sources:
+                source.close()
 
     # EngineList
 

@@ -44,6 +44,8 @@ log = logging.getLogger(__name__)
 
 #: Interval between health checks of an engine.
 HEALTH_INTERVAL_S = 1.0
+#: An idle engine's load is queried only at every such check: reading its metrics costs both sides more than the check.
+IDLE_CHECKS = 5
 #: A busy engine may be slow to answer; it counts as healthy if it has sent tokens within this time.
 HEALTH_TIMEOUT_S = 5.0
 IDLE_CONNECTIONS = 32
@@ -77,6 +79,7 @@ class ExternalReplica(ReplicaHandle):
         self._calls: dict[int, tuple[ExternalRequest, Call]] = {}
         self._watching: asyncio.Task[None] | None = None
         self._check_now = asyncio.Event()  #: set when a request or the event feed fails: check the health at once
+        self._events_arrived = True  #: since the last check: the engine works, perhaps for other clients
         self._restarted = False  #: the event stream broke off, so the engine may have restarted: probe it again
         self._refusal: ParityMismatch | None = None
         self.trouble = ""  #: why the engine cannot be reached; empty while it can
@@ -177,6 +180,7 @@ class ExternalReplica(ReplicaHandle):
 
     async def _until_unhealthy(self) -> str:
         """Wait until the engine is unhealthy and return the reason. A refused engine is watched until it disappears."""
+        checks = 0
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(HEALTH_INTERVAL_S):
@@ -189,9 +193,13 @@ class ExternalReplica(ReplicaHandle):
                 answer = await self._client.ask("GET", "/health", timeout_s=HEALTH_TIMEOUT_S)
                 if answer.status != 200:
                     return f"/health answers {answer.status}"
-                self._load.query_started()
-                metrics = await ask_metrics(self._client, HEALTH_TIMEOUT_S, self.description.data_parallel_rank)
-                self._load.update(metrics)
+                checks += 1
+                idle = self._load.idle and self._feed is not None and not self._events_arrived
+                if not idle or checks % IDLE_CHECKS == 0:
+                    self._events_arrived = False
+                    self._load.query_started()
+                    metrics = await ask_metrics(self._client, HEALTH_TIMEOUT_S, self.description.data_parallel_rank)
+                    self._load.update(metrics)
             except ParityMismatch as error:
                 self._refuse(error)
                 self._context.run(self._drop("parity"))
@@ -312,6 +320,7 @@ class ExternalReplica(ReplicaHandle):
             assert not instruction.blocks, f"a snapshot of {len(instruction.blocks)} blocks of an external engine"
             self._forget_blocks()
             return
+        self._events_arrived = True
         try:
             for event in _joined(instruction.events):
                 match event:

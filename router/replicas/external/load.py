@@ -196,6 +196,11 @@ class ExternalLoad:
             self._freed += self._used.pop(request.request_id, 0)
             self._count(request)
 
+    @property
+    def idle(self) -> bool:
+        """Whether the engine had nothing to do when it was last queried, and was sent nothing since."""
+        return not (self._waiting or self._running or self._other_requests or self._ended or self._used)
+
     def silent_s(self, now: float) -> float:
         return now - self._last_token_at
 

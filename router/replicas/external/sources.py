@@ -44,6 +44,9 @@ class EngineFile:
             raise BackendsInvalid(f"engines: {self._path}: {error}") from error
         return [(EngineAddress(each) if isinstance(each, str) else each).check() for each in listed]
 
+    def close(self) -> None:
+        """There is nothing to release."""
+
 
 def addresses_of(host: str, port: int) -> set[str]:
     """The IP addresses of a host name; empty if it is unknown."""
@@ -87,3 +90,6 @@ class EngineDnsName:
             )
             for host in shown
         ]
+
+    def close(self) -> None:
+        """There is nothing to release."""
