@@ -1,6 +1,6 @@
 """Print how many lines each folder of the product has: code, blank, docstring, comment and import lines.
 
-    python tests/lines.py [REVISION]    without a revision: the working tree
+python tests/lines.py [REVISION]    without a revision: the working tree
 """
 
 import ast
