@@ -95,8 +95,10 @@ def exact(q: torch.Tensor, rows: PagedRows, q_lens: Sequence[int], rule: Attenti
         scores = torch.einsum("qhd,khd->hqk", q[first : first + count].cpu().double(), k) * rule.scale
         if rule.softcap is not None:
             scores = (scores / rule.softcap).tanh() * rule.softcap
-        powers = scores.masked_fill(~seen, -torch.inf).exp()
-        sinks = 0 if rule.sinks is None else rule.sinks.cpu().double().exp()[:, None, None]
+        scores = scores.masked_fill(~seen, -torch.inf)
+        top = scores.amax(-1, keepdim=True)  # at a scale of 30, powers would exceed float64
+        powers = (scores - top).exp()
+        sinks = 0 if rule.sinks is None else (rule.sinks.cpu().double()[:, None, None] - top).exp()
         weights = powers / (powers.sum(-1, keepdim=True) + sinks)
         found.append(torch.einsum("hqk,khd->qhd", weights, v))
         first += count

@@ -19,7 +19,7 @@ from homing.events.wire.messages import LoadReport
 from homing.kvcache.hashing import wire_hashes
 from homing.replica.engine.throughput import SmoothedRates
 from homing.router.backend import FeedState
-from homing.router.routing.policy.round_robin import RoundRobinRule
+from homing.router.routing.policy.round_robin import RoundRobin
 
 from .fakes import MODEL, setup_of
 
@@ -27,7 +27,7 @@ LOSSY = Channel(delay_s=0.02, loss=0.2, resync_s=0.05)
 LIMITS = ReplicaLimits(blocks=100, block_tokens=100)
 
 
-class Notebook(RoundRobinRule):
+class Notebook(RoundRobin):
     """A router whose policy records the load reports that it gets."""
 
     def __init__(self) -> None:
