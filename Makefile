@@ -79,7 +79,7 @@ lint: $(VENV)/.dev ## Check style and layout of the code
 types: $(VENV)/.dev ## Check types
 	@$(BIN)/mypy
 
-format: $(VENV)/.dev ## Mend what ruff can mend
+format: $(VENV)/.dev ## Fix what ruff can fix
 	@$(BIN)/ruff check --fix-only .
 	@$(BIN)/ruff format .
 

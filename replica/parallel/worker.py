@@ -71,7 +71,7 @@ class RankGroupExecutor:
         return self._runner.readings()
 
     def forward(self, plan: StepPlan) -> torch.Tensor | None:
-        """Run one step. Raises RankLost for any failure: after a partial step, the ranks' states differ for good."""
+        """Run one step. Raises RankLost for any failure: after a partial step, the ranks' states differ permanently."""
         self._broadcast.send(STEP, msgspec.msgpack.encode(plan))
         return _run_step(self._runner.forward, plan, rank=0)
 
