@@ -48,14 +48,14 @@ def _error(attention: PagedAttention, pool: KvPool, layer: int, query_heads: int
         new = tokens - start
         plan = plan_of_rows(0, [PlanRow([0] * new, start, [1])])
         batch = Batch.on_device(lay_out(plan, pool.block_size), keys.device)
-        query, key, value = [
+        q, k, v = (
             torch.randn(new, count, dim, generator=generator).to(keys.device, keys.dtype)
             for count, dim in zip(heads, dims, strict=True)
-        ]
+        )
         found = []
         for each in (exact, attention):
             each.begin(batch)
-            found.append(each(layer, query, key, value, rule).double())
+            found.append(each(layer, q, k, v, rule).double())
         errors.append((found[1] - found[0]).norm() / found[0].norm())
     keys[1].zero_()
     values[1].zero_()

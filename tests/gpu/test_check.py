@@ -97,12 +97,16 @@ def test_every_wheel_that_is_missing_is_named_before_anything_runs(monkeypatch, 
     assert "not installed: some-wheel" in capsys.readouterr().out
 
 
-#: Hides modules from a Python process as if they were not installed.
+#: Hides modules from a Python process as if they were not installed; not the copies that Ray brings of some of them.
 HIDES = """import importlib.machinery as machinery
 real, hidden = machinery.PathFinder.find_spec, {hidden}
-def find_spec(name, path=None, target=None):
-    return None if name.partition(".")[0] in hidden else real(name, path, target)
-machinery.PathFinder.find_spec = staticmethod(find_spec)
+def find_spec(cls, name, path=None, target=None):
+    found = real(name, path, target)
+    if found is None or name.partition(".")[0] not in hidden:
+        return found
+    places = [found.origin or "", *(found.submodule_search_locations or ())]
+    return found if any("/ray/" in place for place in places) else None
+machinery.PathFinder.find_spec = classmethod(find_spec)  # bound, as pytest keeps it as an attribute
 """
 
 
