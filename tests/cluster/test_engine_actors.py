@@ -43,7 +43,9 @@ def gcs() -> Iterator[str]:
     import ray
 
     try:
-        with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as folder:  # a short path
+        with tempfile.TemporaryDirectory(
+            prefix="ray", dir="/tmp", ignore_cleanup_errors=True
+        ) as folder:  # a short path
             ray.init(num_cpus=1, include_dashboard=False, object_store_memory=80 * 1024 * 1024, _temp_dir=folder)
             yield ray.get_runtime_context().gcs_address
             ray.shutdown()
