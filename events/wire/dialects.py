@@ -42,6 +42,7 @@ class _TokensMap(_StoredMap, tag="BlockStored", kw_only=True, gc=False):
     token_ids: list[int]
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
+    cache_salt: str | None = None  #: SGLang's; vLLM puts it into the first extra keys
 
 
 class _RemovedMap(msgspec.Struct, tag_field="type", tag="BlockRemoved", gc=False):
@@ -65,7 +66,7 @@ class _TypedBatch(msgspec.Struct, Generic[T], array_like=True, gc=False):
 
 
 #: Fields after the tag in the positional form, as in vLLM up to 0.23; trailing ones may be missing. SGLang's form
-#: (up to 0.5.19) is the same up to `medium`; after that it may send a map with a salt, which does not name an adapter.
+#: (up to 0.5.19) is the same up to `medium`; after that it may send a map with a salt.
 _POSITIONS: dict[str, tuple[str, ...]] = {
     "BlockStored": (
         "block_hashes",
@@ -91,6 +92,7 @@ _HINTS: dict[str, type] = {
     "extra_keys": list,
     "kv_cache_spec_kind": str,
     "kv_cache_spec_sliding_window": int,
+    "cache_salt": str,
 }
 #: Most unknown event types that one decoder logs; otherwise a publisher could fill the log with invented types.
 _LOGGED_TYPES = 16
@@ -133,8 +135,10 @@ class BatchDecoder:
         match event:
             case _StoredMap():
                 tokens: Sequence[int] = ()
-                kind = window = None
+                kind, window, extra_keys = None, None, event.extra_keys
                 if isinstance(event, _TokensMap):
+                    if event.cache_salt and event.parent_block_hash is None:
+                        extra_keys = [[event.cache_salt]]
                     tokens, kind, window = event.token_ids, event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window
                 if tokens and len(tokens) != len(event.block_hashes) * event.block_size:
                     tokens = ()  # other cache groups send fewer tokens; the hashes are usable without them
@@ -146,7 +150,7 @@ class BatchDecoder:
                     event.medium,
                     event.group_idx,
                     event.lora_name,
-                    event.extra_keys,
+                    extra_keys,
                     kind,
                     window,
                 )
@@ -197,6 +201,8 @@ def _tag_and_fields(raw: object) -> tuple[str, Mapping[str, Any]]:
     elif isinstance(raw, list) and raw:
         tag = raw[0]
         fields = dict(zip(_POSITIONS.get(tag, ()) if isinstance(tag, str) else (), raw[1:], strict=False))
+        if isinstance(more := fields.get("lora_name"), dict):
+            fields |= more
     else:
         raise MalformedFrame("event", f"{type(raw).__name__} is neither a map nor a tagged array")
     if not isinstance(tag, str):

@@ -59,6 +59,7 @@ def meaning(event: Mapping[str, Any]) -> CacheEvent:
     if event["type"] == "BlockRemoved":
         return Removed(hashes, event.get("medium"), event.get("group_idx"))
     parent, tokens, block_size = event["parent_block_hash"], event["token_ids"], event["block_size"]
+    salt = event.get("cache_salt") or event.get("metadata", {}).get("cache_salt")  # SGLang's two forms
     return Stored(
         None if parent is None else _name(parent),
         hashes,
@@ -67,7 +68,7 @@ def meaning(event: Mapping[str, Any]) -> CacheEvent:
         event.get("medium"),
         event.get("group_idx"),
         event.get("lora_name"),
-        event.get("extra_keys"),
+        [[salt]] if salt and parent is None else event.get("extra_keys"),
         event.get("kv_cache_spec_kind"),
         event.get("kv_cache_spec_sliding_window"),
     )

@@ -78,7 +78,16 @@ def test_sglangs_positional_form_ends_in_a_map_that_is_no_adapter() -> None:
 
     batch = BatchDecoder(token_ids=True).decode(pack([1.0, [event]]))
 
-    assert batch.events == [Stored(None, [MAX], [7], 1, "GPU")]
+    assert batch.events == [Stored(None, [MAX], [7], 1, "GPU", extra_keys=[["tenant-a"]])]
+
+
+def test_sglangs_salt_belongs_to_the_first_block_of_a_chain() -> None:
+    """vLLM names it there alone; SGLang repeats it in every event. Without it a tenant would get another's credit."""
+    first, next_ = (stored(token_ids=[1, 2, 3, 4], parent_block_hash=each, cache_salt="t") for each in (None, 10))
+
+    batch = BatchDecoder(token_ids=True).decode(pack([1.0, [first, next_]]))
+
+    assert [event.extra_keys for event in batch.events] == [[["t"]], None]
 
 
 def test_a_batch_may_be_a_map() -> None:
