@@ -93,9 +93,7 @@ def test_window_hides_all_but_the_last_keys(implementation, window, device):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("window", [None, 30])
-@pytest.mark.parametrize("softcap", [None, 0.5])
-@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize(("window", "softcap", "with_sinks"), [(None, 0.5, False), (30, None, True), (None, 0.5, True)])
 def test_softcap_and_sinks_are_applied_in_every_dtype(implementation, window, softcap, with_sinks, device):
     """A row in several chunks has one sink; padding rows have only the sink, so they are zero."""
     sinks = torch.tensor([0.1, -4.0, 9.0, 3.5], device=device) if with_sinks else None
