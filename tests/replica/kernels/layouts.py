@@ -80,9 +80,10 @@ def exact(q: torch.Tensor, rows: PagedRows, q_lens: Sequence[int], rule: Attenti
         scores = torch.einsum("qhd,khd->hqk", q[first : first + count].cpu().double(), k) * rule.scale
         if rule.softcap is not None:
             scores = (scores / rule.softcap).tanh() * rule.softcap
-        powers = scores.masked_fill(~seen, -torch.inf).exp()
-        sinks = 0 if rule.sinks is None else rule.sinks.cpu().double().exp()[:, None, None]
-        weights = powers / (powers.sum(-1, keepdim=True) + sinks)
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if rule.sinks is not None:
+            scores = torch.cat((scores, rule.sinks.cpu().double()[:, None, None].expand(-1, count, 1)), -1)
+        weights = scores.softmax(-1)[..., :length]
         found.append(torch.einsum("hqk,khd->qhd", weights, v))
         first += count
     return torch.cat(found)
