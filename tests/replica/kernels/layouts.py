@@ -96,10 +96,9 @@ def exact(q: torch.Tensor, rows: PagedRows, q_lens: Sequence[int], rule: Attenti
         if rule.softcap is not None:
             scores = (scores / rule.softcap).tanh() * rule.softcap
         scores = scores.masked_fill(~seen, -torch.inf)
-        top = scores.amax(-1, keepdim=True)  # at a scale of 30, powers would exceed float64
-        powers = (scores - top).exp()
-        sinks = 0 if rule.sinks is None else (rule.sinks.cpu().double()[:, None, None] - top).exp()
-        weights = powers / (powers.sum(-1, keepdim=True) + sinks)
+        if rule.sinks is not None:
+            scores = torch.cat((scores, rule.sinks.cpu().double()[:, None, None].expand(-1, count, 1)), -1)
+        weights = scores.softmax(-1)[..., :length]
         found.append(torch.einsum("hqk,khd->qhd", weights, v))
         first += count
     return torch.cat(found)
