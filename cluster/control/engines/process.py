@@ -82,7 +82,7 @@ class EngineProcess:
 
     def __init__(self, words: Sequence[str], environ: Mapping[str, str], name: str) -> None:
         reaper = [sys.executable, "-I", str(REAPER), str(STOP_GRACE_S), *words]
-        self._keeper = subprocess.Popen(
+        self._reaper = subprocess.Popen(
             reaper,
             env=dict(environ),
             stdin=subprocess.PIPE,
@@ -99,24 +99,24 @@ class EngineProcess:
     def end(self, *, ask: bool) -> None:
         """Start to end the engine; `ask`: let it clean up first. Harmless when repeated."""
         with self._closing:
-            assert self._keeper.stdin is not None
-            if self._keeper.stdin.closed:
+            assert self._reaper.stdin is not None
+            if self._reaper.stdin.closed:
                 return
             try:
-                self._keeper.stdin.write(b"." if ask else b"")
-                self._keeper.stdin.close()
+                self._reaper.stdin.write(b"." if ask else b"")
+                self._reaper.stdin.close()
             except BrokenPipeError:
                 pass  # the reaper has exited
 
     def _read(self) -> None:
-        assert self._keeper.stdout is not None
-        with self._keeper.stdout as output:
+        assert self._reaper.stdout is not None
+        with self._reaper.stdout as output:
             for line in iter(lambda: output.readline(LINE_BYTES), b""):
                 # Keep only the final state of a progress bar, which overwrites its line.
                 text = line.decode(errors="replace").rstrip().rpartition("\r")[2]
                 self.lines.append(text)
                 log.info("%s: %s", self._name, text)
-        self._keeper.wait()
+        self._reaper.wait()
         self.end(ask=False)
         self.ended.set()
 

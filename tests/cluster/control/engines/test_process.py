@@ -122,7 +122,7 @@ def test_an_engine_is_described_watched_and_ended_with_all_its_children(tmp_path
         assert (about.external, about.model.name, about.model.max_model_len) == (True, "demo", 8192)
         assert about.event_endpoints.events == f"ipc://{tmp_path}/events"
         assert about.num_blocks == 500
-        assert len(family) == 4  # two keepers, the engine and its child
+        assert len(family) == 4  # two reapers, the engine and its child
         server.stop()
         until(lambda: outcome, "it ends")
 
