@@ -106,6 +106,12 @@ class FakeEngine:
         self._ports = (self._server.sockets[0].getsockname()[1], events, replay)
         self._replays = asyncio.create_task(self._answer_replays())
 
+    def lose_event_ports(self) -> None:
+        """Close the sockets of the event stream; the HTTP server goes on."""
+        self._replays.cancel()
+        for sock in (self._pub, self._router):
+            sock.close(0)
+
     async def stop(self) -> None:
         """Stop like a killed process."""
         assert self._server is not None
@@ -158,7 +164,8 @@ class FakeEngine:
         ends = range(self.block_size, len(prompt) + 1, self.block_size)
         return [(salt, tuple(prompt[:end])) for end in ends]
 
-    def _store(self, prompt: list[int], salt: str | None) -> None:
+    def store(self, prompt: list[int], salt: str | None = None) -> None:
+        """Cache a prompt's full blocks and publish those that were not cached yet."""
         chain = self._chain(prompt, salt)
         start = self.held(prompt, salt)
         if start == len(chain):
@@ -283,7 +290,7 @@ class FakeEngine:
         prompt = list(self.canary_ids) if chat else body["prompt"]
         cached = self.held(prompt, salt) * self.block_size
         if self.behaves.stores:
-            self._store(prompt, salt)
+            self.store(prompt, salt)
         count, seed = body["max_tokens"], body.get("seed") or 0
         for place in range(count):
             if place == 1:

@@ -419,7 +419,7 @@ async def test_blocks_of_another_size_are_noticed_by_the_first_event(cluster: Cl
     cluster.tell()
     await cluster.live("b0")
 
-    engine._store(PROMPT, None)
+    engine.store(PROMPT)
     await until(lambda: cluster.service.view().refused)
 
     assert cluster.service.view().refused[0].field == "block_size"

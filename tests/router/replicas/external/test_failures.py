@@ -28,7 +28,7 @@ async def test_an_engine_that_restarts_at_once_behind_its_address_holds_what_it_
     await engine.stop()
     await engine.start()
     await until(lambda: pair.replica(home).indexed_blocks == 0)
-    engine._store(PROMPT[:32], None)
+    engine.store(PROMPT[:32])
     await until(lambda: pair.replica(home).indexed_blocks == 2)
     await pair.live(home)
 
@@ -60,11 +60,8 @@ async def test_a_lost_last_batch_is_noticed_without_a_later_one(pair: Cluster) -
 async def test_a_dead_event_port_leaves_an_engine_in_routing_without_credit(pair: Cluster) -> None:
     """Its HTTP server works, so it is not dropped, but its blocks are no longer credited."""
     home = await hold(pair)
-    engine = pair.engines[home]
 
-    engine._pub.close(0)
-    engine._router.close(0)
-    engine._replays.cancel()
+    pair.engines[home].lose_event_ports()
     await until(lambda: pair.replica(home).feed == "stale")
     row = next(row for row in pair.service.explain(request_of(PROMPT)).replicas if row.replica_id == home)
 
