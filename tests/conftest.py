@@ -6,6 +6,7 @@ slower than one.
 
 import functools
 import gc
+import logging
 import os
 import re
 import signal
@@ -112,6 +113,15 @@ def _resize(owner: Any, factor: float) -> None:
 def scale(request: pytest.FixtureRequest) -> float:
     """Factor for tests that count their own examples: multiply the default number by it."""
     return FACTORS.get(_profile(request.config), 1.0)
+
+
+@pytest.fixture(autouse=True)
+def _log_level_lasts_one_test() -> Iterator[None]:
+    """Objects that usually own their process set the level of homing's messages when they start."""
+    logger = logging.getLogger("homing")
+    level = logger.level
+    yield
+    logger.setLevel(level)
 
 
 @pytest.fixture(scope="session", autouse=True)
