@@ -162,7 +162,7 @@ class Subscription:
         self._mismatches = 0  # `DigestMismatch` instructions in a row
         self._pause_ticks = 0  # ticks left until the next snapshot request after a differing digest; 0: none planned
         self._retired: dict[int, int] = {}  # epoch -> ticks left
-        self._last_ts = float("-inf")
+        self.last_ts = float("-inf")  #: the newest timestamp of all batches applied since the index was last emptied
         self._quiet_ticks = 0
         self._silent = False
         self._ever_received = False  # whether any message was ever received
@@ -276,7 +276,7 @@ class Subscription:
             return
         expected = self.cursor.expected
         if expected is not None and seq < expected:
-            if epoch is not None or batch.ts <= self._last_ts:
+            if epoch is not None or batch.ts <= self.last_ts:
                 return
             self._begin()
             self._accept(epoch, seq, batch)
@@ -295,8 +295,8 @@ class Subscription:
         assert seq == self.cursor.expected, f"batch {seq} applied, {self.cursor.expected} is next"
         events = self._residency.apply(batch.events)
         self.cursor = Cursor(self.cursor.epoch, seq + 1)
-        if batch.ts > self._last_ts:
-            self._last_ts = batch.ts
+        if batch.ts > self.last_ts:
+            self.last_ts = batch.ts
         self._out.append(Apply(seq, batch.ts, events, batch.data_parallel_rank))
         if self._beat is not None:
             self._check_beat()
@@ -339,7 +339,7 @@ class Subscription:
 
     def _empty(self) -> None:
         self.exact = True
-        self._last_ts = float("-inf")
+        self.last_ts = float("-inf")
         self.cursor = Cursor(self.cursor.epoch, None)
         self._residency.replace([])
         self._out.append(Reset(self.cursor.epoch, None, ()))

@@ -55,6 +55,8 @@ class OurDriver:
             feed = replicas[engine.name]._feed
             if feed is None or feed.subscription.cursor.expected != engine.sent:
                 return False
+            if engine.sent and feed.subscription.last_ts < engine.restarted_s:
+                return False  # as many messages as before the restart, none of them applied yet
             if self._cluster.replica(engine.name).feed != "live":
                 return False
         return True

@@ -76,8 +76,13 @@ class Engine:
         """Number of messages, including lost ones."""
         return len(self.fake.history)
 
+    @property
+    def restarted_s(self) -> float:
+        """The lowest timestamp of a message since the last start."""
+        return self.fake.starts * 1000.0
+
     def _announce(self, event: dict[str, Any], *, sent: Sent = "now", rank: int = 0) -> None:
-        self.fake.history.append(msgspec.msgpack.encode([1.0 + self.sent + self.fake.starts * 1000, [event], rank]))
+        self.fake.history.append(msgspec.msgpack.encode([self.restarted_s + self.sent, [event], rank]))
         if sent == "now":
             self._send(self.sent - 1)
         elif sent == "later":
