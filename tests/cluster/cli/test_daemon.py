@@ -40,7 +40,7 @@ def entry_of(process: psutil.Process, run_dir: Path, ray: tuple[ProcessMark, ...
     run_dir.mkdir()
     mark = ProcessMark.of(process)
     return RegistryEntry(
-        name="default", pid=mark.pid, started=mark.started, phase="ready", run_dir=str(run_dir), ray=ray
+        name="default", pid=mark.pid, started=mark.started, boot=mark.boot, phase="ready", run_dir=str(run_dir), ray=ray
     )
 
 
@@ -67,7 +67,8 @@ def test_ray_of_a_cluster_that_was_killed_is_removed_by_the_next_command(
     """The entry's pid and start time identify the process; a new process with the same pid is left alone."""
     registry = ClusterRegistry(tmp_path)
     (child,) = stubborn.children()
-    other = ProcessMark(child.pid, child.create_time() - 60)
+    mark = ProcessMark.of(child)
+    other = ProcessMark(mark.pid, mark.started - 60, mark.boot)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as dead:
         marks = (ProcessMark.of(stubborn), other)
         registry.write(entry_of(psutil.Process(dead.pid), tmp_path / "homing-k_ill3d0", marks))
