@@ -70,7 +70,7 @@ def route(
     """Route to the engines listed in the settings."""
     urls = [*flags.get("backend", ()), *(engine_url or ())]
     settings = settings_of({**flags, "backend": urls} if urls else flags, model)
-    if detach:
+    if detach and not background:
         return start_in_background(settings, words, out)
     return route_to(settings, out, detached=background, quiet=quiet)
 

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from homing.cluster.cli.main import run
-from homing.cluster.errors import NotRunning
+from homing.cluster.errors import NotRunning, SettingsError
 from homing.cluster.registry import ClusterRegistry, ProcessMark, RegistryEntry, is_alive
 
 #: Starts a child; both exit only on SIGKILL.
@@ -80,3 +80,12 @@ def test_ray_of_a_cluster_that_was_killed_is_removed_by_the_next_command(
     stubborn.wait(60)
     assert is_alive(child)
     child.kill()
+
+
+@pytest.mark.parametrize("flag", ["--detach", "--detach=true"])
+def test_the_process_in_the_background_starts_no_other_one(tmp_path: Path, flag: str) -> None:
+    """It gets the user's words, and each process would otherwise start the next."""
+    words = ["route", flag, "--background", "--state-dir", str(tmp_path)]
+
+    with pytest.raises(SettingsError, match="no engine is listed"):
+        run(words, io.StringIO())
