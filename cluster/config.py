@@ -312,14 +312,33 @@ def _from_environ(environ: Mapping[str, str]) -> dict[str, SourcedValue]:
     return given
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that occurs twice, whose first value would be lost. `1:8` and dates are text, as in YAML 1.2."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = set[str]()
+        for key, _ in node.value:
+            if str(key.value) in names:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} occurs twice", key.start_mark)
+            names.add(str(key.value))
+        return super().construct_mapping(node, deep)
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int | str:
+        return node.value if ":" in node.value else super().construct_yaml_int(node)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+_Loader.add_constructor("tag:yaml.org,2002:timestamp", _Loader.construct_yaml_str)
+
+
 def _read(path: Path | None) -> FileContent:
     if path is None:
         return {}, {}
     try:
-        content = yaml.safe_load(path.read_text())
+        content = yaml.load(path.read_text(), _Loader)
     except OSError as error:
         raise SettingsError(f"cannot read settings file {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise SettingsError(f"{path} is not valid YAML: {error}") from error
     if content is None:
         return {}, {}

@@ -136,6 +136,33 @@ def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
         load_settings({}, {}, tmp_path / "nowhere.yaml")
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "cluster: {replicas: 3}\ncluster: {routers: 2}",
+        "models:\n- {name: a, model: demo, dtype: float32, dtype: bfloat16}",
+    ],
+)
+def test_a_key_occurs_once(tmp_path: Path, text: str) -> None:
+    """YAML parsers keep the last value; settings that an operator wrote would be lost without a word."""
+    with pytest.raises(SettingsError, match=r"homing\.yaml is not valid YAML: '(cluster|dtype)' occurs twice"):
+        load_settings({}, {}, write(tmp_path, text))
+
+
+def test_words_that_yaml_1_1_takes_for_numbers_or_dates_are_text(tmp_path: Path) -> None:
+    """It reads 1:8 as 68 (a number to the base of 60), and a date that does not exist as an error."""
+    settings = load_settings({}, {}, write(tmp_path, "cluster: {autoscale: 1:8, name: 2026-13-41, replicas: 0x2}"))
+
+    assert (settings.cluster.autoscale, settings.cluster.name, settings.cluster.replicas) == ("1:8", "2026-13-41", 2)
+
+
+@pytest.mark.parametrize("text", ["cluster: {replicas: !!int three}", "[" * 100_000])
+def test_a_file_that_yaml_cannot_construct_is_an_error(tmp_path: Path, text: str) -> None:
+    """The parser raises errors of other kinds for these."""
+    with pytest.raises(SettingsError, match="not valid YAML"):
+        load_settings({}, {}, write(tmp_path, text))
+
+
 def test_clusters_are_noted_in_the_users_state_folder_unless_set() -> None:
     """The XDG default location, unless a setting overrides it."""
     default, moved = Settings(), load_settings({"state_dir": "/srv/homing"}, {})
