@@ -45,13 +45,13 @@ class EngineActors:
         """`url`: `ray://HOST:PORT/LABEL`, with the address of Ray's control store. Raises BackendsInvalid."""
         try:
             parts = urlsplit(url)
-            complete = parts.hostname and parts.port and parts.path.strip("/")
+            label = parts.path.strip("/") if parts.hostname and parts.port else ""
         except ValueError:  # not a port, or not an IPv6 address
-            complete = None
-        if not complete:
+            label = ""
+        if not label:
             raise BackendsInvalid(f"engines: {url!r} has not the form ray://HOST:PORT/LABEL")
         self.name = url
-        self._words = [sys.executable, "-P", "-m", __name__, parts.netloc, complete]
+        self._words = [sys.executable, "-P", "-m", __name__, parts.netloc, label]
         self._reader: subprocess.Popen[str] | None = None
         self._latest = self._seen = ""
 
