@@ -323,12 +323,13 @@ class _Loader(yaml.SafeLoader):
             names.add(str(key.value))
         return super().construct_mapping(node, deep)
 
-    def construct_yaml_int(self, node: yaml.ScalarNode) -> int | str:
-        return node.value if ":" in node.value else super().construct_yaml_int(node)
+
+def _integer_or_text(loader: _Loader, node: yaml.ScalarNode) -> int | str:
+    return str(node.value) if ":" in node.value else loader.construct_yaml_int(node)
 
 
-_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
-_Loader.add_constructor("tag:yaml.org,2002:timestamp", _Loader.construct_yaml_str)
+_Loader.add_constructor("tag:yaml.org,2002:int", _integer_or_text)
+_Loader.add_constructor("tag:yaml.org,2002:timestamp", lambda _, node: node.value)
 
 
 def _read(path: Path | None) -> FileContent:
