@@ -291,6 +291,13 @@ def state_folder(settings: Settings, environ: Mapping[str, str] | None = None) -
     return Path(base) / "homing"
 
 
+def router_url(router: RouterSettings, port: int) -> str:
+    """Return the URL at which this machine reaches a router with these settings on this port."""
+    host = "127.0.0.1" if router.host in ("0.0.0.0", "::", "") else router.host
+    name = f"[{host}]" if ":" in host else host
+    return f"{'https' if router.tls_cert_file else 'http'}://{name}:{port}"
+
+
 def nearest(word: str, words: Iterable[str]) -> str:
     """Return `; did you mean X?`, or an empty string when no word is similar."""
     found = difflib.get_close_matches(word, list(words), n=1, cutoff=0.6)

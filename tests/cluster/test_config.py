@@ -12,6 +12,7 @@ from homing.cluster.config import (
     added_settings,
     changed_settings,
     load_settings,
+    router_url,
     state_folder,
 )
 from homing.cluster.control.autoscale import terms_of
@@ -161,6 +162,20 @@ def test_a_file_that_yaml_cannot_construct_is_an_error(tmp_path: Path, text: str
     """The parser raises errors of other kinds for these."""
     with pytest.raises(SettingsError, match="not valid YAML"):
         load_settings({}, {}, write(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    ("flags", "url"),
+    [
+        ({"host": "::1"}, "http://[::1]:8001"),
+        ({"host": "::"}, "http://127.0.0.1:8001"),
+        ({"host": "0.0.0.0"}, "http://127.0.0.1:8001"),
+        ({"host": "10.0.0.1", "tls_cert_file": "cert.pem"}, "https://10.0.0.1:8001"),
+    ],
+)
+def test_a_url_can_be_used_as_it_is_printed(flags: dict[str, str], url: str) -> None:
+    """An IPv6 address needs brackets, and the address of all interfaces is none to connect to."""
+    assert router_url(load_settings(flags, {}).router, 8001) == url
 
 
 def test_clusters_are_noted_in_the_users_state_folder_unless_set() -> None:
