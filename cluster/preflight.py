@@ -159,7 +159,10 @@ def prepare(settings: Settings) -> Settings:
 
 def with_files(settings: Settings) -> Settings:
     """Check file settings and make paths absolute, as other processes may run elsewhere. Raises SettingsError."""
-    check_api_keys(settings)
+    try:
+        read_tenants(settings.router.api_keys_file)
+    except KeysFileInvalid as error:
+        raise SettingsError(f"api_keys_file: {error.message}") from error
     settings = with_tokenizer(_absolute(settings, settings.router, "api_keys_file", "chat_template", "response_store"))
     template, store = settings.router.chat_template, Path(settings.router.response_store)
     if template and not Path(template).is_file():
@@ -178,14 +181,6 @@ def _absolute(settings: Settings, section: msgspec.Struct, *names: str) -> Setti
     given = {name: getattr(section, name) for name in names}
     # Links are not resolved: a virtual environment's Python is a link, and its location identifies the environment.
     return replaced(settings, **{name: str(Path(path).expanduser().absolute()) for name, path in given.items() if path})
-
-
-def check_api_keys(settings: Settings) -> None:
-    """Check the file of API keys. Raises SettingsError if it is missing or invalid."""
-    try:
-        read_tenants(settings.router.api_keys_file)
-    except KeysFileInvalid as error:
-        raise SettingsError(f"api_keys_file: {error.message}") from error
 
 
 def _named(settings: Settings) -> Settings:
