@@ -41,7 +41,7 @@ def read_key(file: str, where: str, standard_input: TextIO | None = None) -> str
             key = standard_input.read().strip()
         else:
             key = Path(file).expanduser().read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, RuntimeError) as error:  # RuntimeError: ~ of an unknown user
         raise SettingsError(f"{where}: cannot read {file}: {error}") from error
     # An error of the HTTP client would quote the key.
     if not (key.isascii() and key.isprintable()):

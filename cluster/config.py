@@ -426,4 +426,7 @@ def _convert(setting: Setting, given: SourcedValue) -> Any:
         raise SettingsError(f"{given.origin}: {given.value!r} is not valid for {setting.name}: {reason}") from error
     if isinstance(value, float) and not math.isfinite(value):
         raise SettingsError(f"{given.origin}: {given.value!r} is not valid for {setting.name}: give a finite number")
+    # Only paths begin with ~, and all code that expands one may rely on this check.
+    if isinstance(value, str) and value.startswith("~") and os.path.expanduser(value) == value:
+        raise SettingsError(f"{given.origin}: {value!r} is not valid for {setting.name}: there is no such home folder")
     return value

@@ -124,6 +124,8 @@ def test_a_key_comes_from_a_file_or_standard_input(tmp_path: Path) -> None:
     assert read_key("", "backend_key_file") == ""
     with pytest.raises(SettingsError, match="backend_key_file"):
         read_key(str(tmp_path / "none"), "backend_key_file")
+    with pytest.raises(SettingsError, match="backend_key_file"):
+        read_key("~no-such-user/key", "backend_key_file")
 
 
 @pytest.mark.parametrize("content", ["sk-1\nsk-2\n", "sk-\u2026"])

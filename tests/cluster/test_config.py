@@ -131,6 +131,13 @@ def test_a_number_is_finite(text: str) -> None:
         load_settings({"stop_timeout_s": text}, {})
 
 
+def test_the_home_folder_of_a_user_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    """A slip such as ~models/fox would otherwise end the command with a traceback wherever the path is used."""
+    with pytest.raises(SettingsError, match=r"--model: '~no-such-user/fox' is not valid for model"):
+        load_settings({"model": "~no-such-user/fox"}, {})
+    assert load_settings({"model": "~/fox"}, {}).replica.model == "~/fox"
+
+
 def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
     """A missing file that was asked for must not mean defaults."""
     with pytest.raises(SettingsError, match=r"nowhere\.yaml: No such file"):
