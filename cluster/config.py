@@ -201,6 +201,14 @@ FIXED: dict[str, str] = {
     ),
     "replicas": "use homing scale",
 }
+#: Settings that name a file or folder. They are made absolute, as other processes may run in another folder, and an
+#: update compares them with those of the running cluster.
+PATHS = frozenset(
+    {
+        *("api_keys_file", "access_log", "chat_template", "response_store", "tls_cert_file", "tls_key_file"),
+        *("events_curve_keys", "tokenizer", "engine_python"),
+    }
+)
 #: Settings that cannot be shared by several models.
 _NAMES = ("model", "served_model_name")
 
@@ -429,4 +437,7 @@ def _convert(setting: Setting, given: SourcedValue) -> Any:
     # Only paths begin with ~, and all code that expands one may rely on this check.
     if isinstance(value, str) and value.startswith("~") and os.path.expanduser(value) == value:
         raise SettingsError(f"{given.origin}: {value!r} is not valid for {setting.name}: there is no such home folder")
+    if setting.name in PATHS and value not in ("", "-"):
+        # Links are not resolved: a virtual environment's Python is a link, and its location identifies the environment.
+        return str(Path(value).expanduser().absolute())
     return value

@@ -39,7 +39,7 @@ from ..flags import (
 )
 from ..model_source import find_model
 from ..output import count
-from ..preflight import check_bounds, check_folder, with_tokenizer
+from ..preflight import check_bounds, check_folder
 from ..registry import ClusterRegistry
 from .console import Console
 
@@ -179,7 +179,6 @@ def update_orders(
 
 def _with_settings(spec: ClusterModel, settings: Settings) -> ClusterModel:
     """The model's spec with these settings. Raises ModelUnavailable and SettingsError."""
-    settings = with_tokenizer(settings)
     if settings.cluster.ray_address:  # each node locates the model
         return dataclasses.replace(spec, settings=settings, model_dir=None)
     folder = find_model(settings.replica)

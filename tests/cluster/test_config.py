@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from homing.cluster.config import (
+    PATHS,
     SECTIONS,
     SETTINGS,
     Settings,
@@ -17,6 +18,7 @@ from homing.cluster.config import (
 )
 from homing.cluster.control.autoscale import terms_of
 from homing.cluster.errors import SettingsError
+from homing.cluster.preflight import prepare
 
 from .settings_page import markdown
 
@@ -129,6 +131,29 @@ def test_a_number_is_finite(text: str) -> None:
     """Timers reject infinite values, and an endless wait is never intended."""
     with pytest.raises(SettingsError, match=r"--stop-timeout-s.*stop_timeout_s"):
         load_settings({"stop_timeout_s": text}, {})
+
+
+def test_files_are_named_by_their_whole_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks and routers are other processes, possibly with another working directory."""
+    monkeypatch.chdir(tmp_path)
+    given = dict.fromkeys(PATHS, "keys/a")
+
+    settings = load_settings(given, {})
+
+    assert {getattr(getattr(settings, SETTINGS[name].section), name) for name in PATHS} == {str(tmp_path / "keys/a")}
+    assert load_settings({"access_log": "-", "chat_template": ""}, {}) == Settings()
+
+
+def test_the_file_that_a_cluster_was_started_with_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file may name others in the folder of the command; models are added by editing it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.jinja").touch()
+    text = "router: {chat_template: own.jinja, response_store: store.db}\nreplica: {tokenizer: words}"
+    running = prepare(load_settings({}, {}, write(tmp_path, text)))
+
+    assert changed_settings({"demo": running}, {}, tmp_path / "homing.yaml") == {"demo": running}
 
 
 def test_the_home_folder_of_a_user_that_does_not_exist_is_refused(tmp_path: Path) -> None:
