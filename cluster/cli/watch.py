@@ -334,9 +334,14 @@ class ReplaySession:
             return
         if self._reported_s is None:
             self._reported_s = now_s
-        while now_s - self._reported_s >= interval_s:
-            self._rates(interval_s)
-            self._reported_s += interval_s
+        if now_s - self._reported_s < interval_s:
+            return
+        self._rates(interval_s)
+        self._reported_s += interval_s
+        # One line for all intervals without events: a set clock, or a second recording in the file, may skip years.
+        if idle_s := (now_s - self._reported_s) // interval_s * interval_s:
+            self._rates(idle_s)
+            self._reported_s += idle_s
 
     def _rates(self, seconds: float) -> None:
         for source, replica in self._replicas.items():

@@ -252,6 +252,21 @@ def test_a_replay_reports_rates_over_recorded_time(tmp_path: Path, flags: list[s
         assert "lag       -  holds 3 blocks  gaps 1" in last
 
 
+@pytest.mark.parametrize("interval", ["2", "1e-8"])
+def test_a_jump_of_the_recorded_clock_is_one_line_of_rates(tmp_path: Path, interval: str) -> None:
+    """A machine may start in 1970, and a file may hold recordings of several days."""
+    times = (0.0, 1.0, 1.7e9, 1.7e9 + 1)
+    lines = [to_line(Recorded("r0", StreamEvent(seq, ts, Cleared()), 7)) for seq, ts in enumerate(times)]
+    (tmp_path / "record").write_bytes(b"\n".join(lines))
+    out = io.StringIO()
+
+    run(["watch", "--replay", str(tmp_path / "record"), "--rates", interval, "--json"], out)
+
+    reports = [json.loads(line) for line in out.getvalue().splitlines()]
+    assert len(reports) <= 2 * len(times)
+    assert sum(each["seconds"] for each in reports) == pytest.approx(1.7e9 + 1)
+
+
 def test_a_recorded_time_may_be_any_number(tmp_path: Path) -> None:
     """It is the publisher's, which may count nanoseconds."""
     (tmp_path / "record").write_bytes(to_line(Recorded("r0", StreamEvent(0, 1.7e18, Cleared()))))
