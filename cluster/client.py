@@ -1,5 +1,6 @@
 """HTTP requests from commands to a running cluster's router."""
 
+import http.client
 import json
 import ssl
 import urllib.error
@@ -37,23 +38,25 @@ def read_key(file: str, where: str, standard_input: TextIO | None = None) -> str
         return ""
     try:
         if standard_input is not None and file == "-":
-            return standard_input.read().strip()
-        return Path(file).expanduser().read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
+            key = standard_input.read().strip()
+        else:
+            key = Path(file).expanduser().read_text().strip()
+    except (OSError, UnicodeDecodeError, RuntimeError) as error:  # RuntimeError: ~ of an unknown user
         raise SettingsError(f"{where}: cannot read {file}: {error}") from error
+    # An error of the HTTP client would quote the key.
+    if not (key.isascii() and key.isprintable()):
+        raise SettingsError(f"{where}: {file} does not contain one key: give one line of printable ASCII")
+    return key
 
 
 def get_json(url: str) -> Any:
-    try:
-        return json.loads(get_text(url))
-    except ValueError as error:
-        raise ClusterError(f"{url} did not return JSON: {error}") from error
+    return _parsed(urllib.request.Request(url))
 
 
 def post_json(url: str, body: Any, *, api_key: str = "") -> Any:
     """POST `body`. Raises ClusterError, with the router's message if it rejects the request."""
     headers = {"content-type": "application/json"} | _authorization(api_key)
-    return json.loads(_open(urllib.request.Request(url, json.dumps(body).encode(), headers)))
+    return _parsed(urllib.request.Request(url, json.dumps(body).encode(), headers))
 
 
 def get_text(url: str) -> str:
@@ -82,6 +85,13 @@ def _authorization(api_key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {api_key}"} if api_key else {}
 
 
+def _parsed(request: urllib.request.Request) -> Any:
+    try:
+        return json.loads(_open(request))
+    except ValueError as error:
+        raise ClusterError(f"{request.full_url} did not return JSON: {error}") from error
+
+
 def _open(request: urllib.request.Request) -> str:
     with _response(request, TIMEOUT_S) as answer:
         text: str = answer.read().decode()
@@ -101,7 +111,7 @@ def _response(request: urllib.request.Request, timeout_s: float) -> Iterator[Any
             yield answer
     except urllib.error.HTTPError as error:
         raise ClusterError(f"{url} returned {error.code} {_message(error) or error.reason}") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
         words = reason.strerror or str(reason) if isinstance(reason, OSError) else str(reason)
         raise ClusterError(

@@ -201,6 +201,14 @@ FIXED: dict[str, str] = {
     ),
     "replicas": "use homing scale",
 }
+#: Settings that name a file or folder. They are made absolute, as other processes may run in another folder, and an
+#: update compares them with those of the running cluster.
+PATHS = frozenset(
+    {
+        *("api_keys_file", "access_log", "chat_template", "response_store", "tls_cert_file", "tls_key_file"),
+        *("events_curve_keys", "tokenizer", "engine_python"),
+    }
+)
 #: Settings that cannot be shared by several models.
 _NAMES = ("model", "served_model_name")
 
@@ -291,6 +299,13 @@ def state_folder(settings: Settings, environ: Mapping[str, str] | None = None) -
     return Path(base) / "homing"
 
 
+def router_url(router: RouterSettings, port: int) -> str:
+    """Return the URL at which this machine reaches a router with these settings on this port."""
+    host = "127.0.0.1" if router.host in ("0.0.0.0", "::", "") else router.host
+    name = f"[{host}]" if ":" in host else host
+    return f"{'https' if router.tls_cert_file else 'http'}://{name}:{port}"
+
+
 def nearest(word: str, words: Iterable[str]) -> str:
     """Return `; did you mean X?`, or an empty string when no word is similar."""
     found = difflib.get_close_matches(word, list(words), n=1, cutoff=0.6)
@@ -312,14 +327,34 @@ def _from_environ(environ: Mapping[str, str]) -> dict[str, SourcedValue]:
     return given
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that occurs twice, whose first value would be lost. `1:8` and dates are text, as in YAML 1.2."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = set[str]()
+        for key, _ in node.value:
+            if str(key.value) in names:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} occurs twice", key.start_mark)
+            names.add(str(key.value))
+        return super().construct_mapping(node, deep)
+
+
+def _integer_or_text(loader: _Loader, node: yaml.ScalarNode) -> int | str:
+    return str(node.value) if ":" in node.value else loader.construct_yaml_int(node)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _integer_or_text)
+_Loader.add_constructor("tag:yaml.org,2002:timestamp", lambda _, node: node.value)
+
+
 def _read(path: Path | None) -> FileContent:
     if path is None:
         return {}, {}
     try:
-        content = yaml.safe_load(path.read_text())
+        content = yaml.load(path.read_text(), _Loader)
     except OSError as error:
         raise SettingsError(f"cannot read settings file {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise SettingsError(f"{path} is not valid YAML: {error}") from error
     if content is None:
         return {}, {}
@@ -399,4 +434,10 @@ def _convert(setting: Setting, given: SourcedValue) -> Any:
         raise SettingsError(f"{given.origin}: {given.value!r} is not valid for {setting.name}: {reason}") from error
     if isinstance(value, float) and not math.isfinite(value):
         raise SettingsError(f"{given.origin}: {given.value!r} is not valid for {setting.name}: give a finite number")
+    # Only paths begin with ~, and all code that expands one may rely on this check.
+    if isinstance(value, str) and value.startswith("~") and os.path.expanduser(value) == value:
+        raise SettingsError(f"{given.origin}: {value!r} is not valid for {setting.name}: there is no such home folder")
+    if setting.name in PATHS and value not in ("", "-"):
+        # Links are not resolved: a virtual environment's Python is a link, and its location identifies the environment.
+        return str(Path(value).expanduser().absolute())
     return value

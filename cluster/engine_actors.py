@@ -43,9 +43,12 @@ class EngineActors:
 
     def __init__(self, url: str) -> None:
         """`url`: `ray://HOST:PORT/LABEL`, with the address of Ray's control store. Raises BackendsInvalid."""
-        parts = urlsplit(url)
-        label = parts.path.strip("/")
-        if not (parts.hostname and parts.port and label):
+        try:
+            parts = urlsplit(url)
+            label = parts.path.strip("/") if parts.hostname and parts.port else ""
+        except ValueError:  # not a port, or not an IPv6 address
+            label = ""
+        if not label:
             raise BackendsInvalid(f"engines: {url!r} has not the form ray://HOST:PORT/LABEL")
         self.name = url
         self._words = [sys.executable, "-P", "-m", __name__, parts.netloc, label]
@@ -65,6 +68,7 @@ class EngineActors:
     def close(self) -> None:
         if self._reader is not None and self._reader.stdin is not None:
             self._reader.stdin.close()
+            self._reader.kill()  # without a control store to connect to, it would end only after a while
             self._reader.wait()
 
     def _follow(self, reader: "subprocess.Popen[str]") -> None:

@@ -70,7 +70,9 @@ def model_limits(folder: Path, settings: ReplicaSettings, name: str) -> ModelLim
     """Read the limits of an external engine's model from its configuration files. Raises ModelUnavailable."""
     config = _json(folder / "config.json")
     config |= config.get("text_config") or {}  # present in models that also accept images
-    eos = _json(folder / "generation_config.json").get("eos_token_id", config.get("eos_token_id")) or ()
+    eos = _json(folder / "generation_config.json").get("eos_token_id")
+    eos = config.get("eos_token_id") if eos is None else eos
+    ends = eos if isinstance(eos, list) else [] if eos is None else [eos]
     longest = settings.max_model_len or config.get("max_position_embeddings")
     if not isinstance(longest, int) or not isinstance(config.get("vocab_size"), int):
         raise ModelUnavailable(f"{folder}/config.json lacks vocab_size or the length; give --max-model-len")
@@ -79,7 +81,7 @@ def model_limits(folder: Path, settings: ReplicaSettings, name: str) -> ModelLim
         path=str(folder),
         vocab_size=config["vocab_size"],
         max_model_len=longest,
-        eos_token_ids=tuple(eos) if isinstance(eos, list | tuple) else (eos,),
+        eos_token_ids=tuple(ends),
         tokenizer=settings.tokenizer,
     )
 

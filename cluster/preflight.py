@@ -11,8 +11,6 @@ import os
 import socket
 from pathlib import Path
 
-import msgspec
-
 from ..events.config import EventsSettings
 from ..events.errors import BadKeys
 from ..events.security.curve_keys import reader_keys, server_keys
@@ -152,40 +150,18 @@ def check_keys(settings: EventsSettings) -> None:
 
 
 def prepare(settings: Settings) -> Settings:
-    """Complete the settings for routers and replicas: name models, make paths absolute. Raises SettingsError."""
-    models = tuple(with_files(each) for each in settings.models)
-    return msgspec.structs.replace(with_files(_named(settings)), models=models)
-
-
-def with_files(settings: Settings) -> Settings:
-    """Check file settings and make paths absolute, as other processes may run elsewhere. Raises SettingsError."""
-    check_api_keys(settings)
-    settings = with_tokenizer(_absolute(settings, settings.router, "api_keys_file", "chat_template", "response_store"))
-    template, store = settings.router.chat_template, Path(settings.router.response_store)
-    if template and not Path(template).is_file():
-        raise SettingsError(f"chat_template: no such file: {template}")
-    if not store.parent.is_dir():
-        raise SettingsError(f"response_store: folder {store.parent} does not exist; create it, or choose another file")
-    return settings
-
-
-def with_tokenizer(settings: Settings) -> Settings:
-    """Make `tokenizer` and `engine_python` absolute."""
-    return _absolute(settings, settings.replica, "tokenizer", "engine_python")
-
-
-def _absolute(settings: Settings, section: msgspec.Struct, *names: str) -> Settings:
-    given = {name: getattr(section, name) for name in names}
-    # Links are not resolved: a virtual environment's Python is a link, and its location identifies the environment.
-    return replaced(settings, **{name: str(Path(path).expanduser().absolute()) for name, path in given.items() if path})
-
-
-def check_api_keys(settings: Settings) -> None:
-    """Check the file of API keys. Raises SettingsError if it is missing or invalid."""
+    """Check file settings and name the model. Raises SettingsError."""
+    router = settings.router
     try:
-        read_tenants(settings.router.api_keys_file)
+        read_tenants(router.api_keys_file)
     except KeysFileInvalid as error:
         raise SettingsError(f"api_keys_file: {error.message}") from error
+    if router.chat_template and not Path(router.chat_template).is_file():
+        raise SettingsError(f"chat_template: no such file: {router.chat_template}")
+    store = Path(router.response_store)
+    if not store.parent.is_dir():
+        raise SettingsError(f"response_store: folder {store.parent} does not exist; create it, or choose another file")
+    return _named(settings)
 
 
 def _named(settings: Settings) -> Settings:

@@ -24,6 +24,8 @@ from .errors import AlreadyRunning, NotRunning, SettingsError
 
 #: Process ids are reused, so a process counts as an entry's writer only if it started this close to the recorded time.
 START_TOLERANCE_S = 1.0
+#: Contains a random id of this start of the machine; exists on Linux only.
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 #: Name prefix of the folders that clusters create for their sockets and files.
 RUN_FOLDER_PREFIX = "homing-"
 #: The prefix and the characters that `tempfile.mkdtemp` appends.
@@ -31,20 +33,24 @@ _RUN_FOLDER_NAME = re.compile(re.escape(RUN_FOLDER_PREFIX) + r"[a-z0-9_]{8}")
 
 
 class ProcessMark(msgspec.Struct, frozen=True):
-    """Identifies a process even if its id is reused later."""
+    """Identifies a process even if its id is reused later, or the clock is set."""
 
     pid: int
-    started: float  #: seconds since 1970
+    started: float  #: seconds since the start of the machine
+    boot: str  #: identifies that start
 
     @classmethod
     def of(cls, process: psutil.Process) -> "ProcessMark":
-        return cls(process.pid, process.create_time())
+        boot = BOOT_ID.read_text().strip() if BOOT_ID.is_file() else ""
+        # Both times are relative to the clock as it is set now, their difference is not.
+        return cls(process.pid, process.create_time() - psutil.boot_time(), boot)
 
     def process(self) -> psutil.Process | None:
         """Return the process, or None if it has ended."""
         try:
             process = psutil.Process(self.pid)
-            same = abs(process.create_time() - self.started) < START_TOLERANCE_S
+            found = ProcessMark.of(process)
+            same = found.boot == self.boot and abs(found.started - self.started) < START_TOLERANCE_S
             return process if same and process.status() != psutil.STATUS_ZOMBIE else None
         except psutil.NoSuchProcess:
             return None
@@ -52,8 +58,9 @@ class ProcessMark(msgspec.Struct, frozen=True):
 
 class RegistryEntry(msgspec.Struct, frozen=True, kw_only=True):
     name: str
-    pid: int
-    started: float  #: start time of that process, seconds since 1970
+    pid: int  #: of the process that wrote this entry; with the next two fields, its `ProcessMark`
+    started: float
+    boot: str
     phase: Literal["starting", "ready", "stopping"]
     url: str | None = None
     router_urls: tuple[str, ...] = ()  #: URL of each router, if there are several
@@ -66,7 +73,7 @@ class RegistryEntry(msgspec.Struct, frozen=True, kw_only=True):
 
     def process(self) -> psutil.Process | None:
         """Return the process that wrote this entry, or None if it has ended."""
-        return ProcessMark(self.pid, self.started).process()
+        return ProcessMark(self.pid, self.started, self.boot).process()
 
 
 class ClusterRegistry:
@@ -91,7 +98,7 @@ class ClusterRegistry:
         """Return the entry, valid or stale; None if the file is not an entry of this name or others can write to it."""
         try:
             entry = msgspec.json.decode(_read_own(self.path(name)), type=RegistryEntry)
-        except (OSError, msgspec.DecodeError):
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError):
             return None
         return entry if entry.name == name else None
 
@@ -190,8 +197,10 @@ def describe_running(entries: Sequence[RegistryEntry]) -> str:
 
 def own_entry(name: str, model: str, log: str | None) -> RegistryEntry:
     """Return an entry for this process, which is about to start a cluster."""
-    started = psutil.Process().create_time()
-    return RegistryEntry(name=name, pid=os.getpid(), started=started, phase="starting", model=model, log=log)
+    mark = ProcessMark.of(psutil.Process())
+    return RegistryEntry(
+        name=name, pid=mark.pid, started=mark.started, boot=mark.boot, phase="starting", model=model, log=log
+    )
 
 
 def kill(processes: Sequence[psutil.Process]) -> None:

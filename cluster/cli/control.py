@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, TextIO
 
 from .. import local_ray
-from ..config import Settings, added_settings, changed_settings, state_folder
+from ..config import SETTINGS, Settings, added_settings, changed_settings, state_folder
 from ..control.control_messages import CONTROLLER, ClusterModel, ClusterStatus, Failed
 from ..devices import resolve_devices
 from ..errors import (
@@ -39,7 +39,7 @@ from ..flags import (
 )
 from ..model_source import find_model
 from ..output import count
-from ..preflight import check_bounds, check_folder, with_tokenizer
+from ..preflight import check_bounds, check_folder
 from ..registry import ClusterRegistry
 from .console import Console
 
@@ -59,8 +59,9 @@ def scale(
     if not 1 <= len(words) <= 2:
         raise SettingsError("scale: give the number of replicas (see: homing scale --help)")
     model, wanted = words[0] if words[1:] else None, words[-1]
-    if not wanted.isdigit():
-        raise SettingsError(f"scale: {wanted!r} is not a number of replicas")
+    most = SETTINGS["replicas"].meta.le or 0
+    if not wanted.isdecimal() or int(wanted) > most:
+        raise SettingsError(f"scale: {wanted!r} is not a number of replicas, 0 to {most}")
     if model and asked_model and model != asked_model:
         raise SettingsError(f"the model is given twice: {model} and --served-model-name {asked_model}")
     with _visit(flags):
@@ -178,7 +179,6 @@ def update_orders(
 
 def _with_settings(spec: ClusterModel, settings: Settings) -> ClusterModel:
     """The model's spec with these settings. Raises ModelUnavailable and SettingsError."""
-    settings = with_tokenizer(settings)
     if settings.cluster.ray_address:  # each node locates the model
         return dataclasses.replace(spec, settings=settings, model_dir=None)
     folder = find_model(settings.replica)

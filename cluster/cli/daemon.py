@@ -33,9 +33,8 @@ def detach(settings: Settings, words: Sequence[str], out: TextIO) -> int:
     if entry := registry.live(name):
         raise AlreadyRunning(f"cluster {name!r} is running already (pid {entry.pid}); end it with homing stop")
     log = registry.log_path(name)
-    own_words = [word for word in words if word != "--detach"]
     # -P: a file in the current folder must not shadow a module that the daemon imports.
-    command = [sys.executable, "-P", "-m", "homing.cluster.cli.main", *own_words, "--background"]
+    command = [sys.executable, "-P", "-m", "homing.cluster.cli.main", *words, "--background"]
     # O_NOFOLLOW and 0600: in a folder that others can write, a link must not choose which file is truncated.
     with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb") as output:
         os.fchmod(output.fileno(), 0o600)
@@ -51,7 +50,7 @@ def detach(settings: Settings, words: Sequence[str], out: TextIO) -> int:
 
 
 def _follow(daemon: "subprocess.Popen[bytes]", registry: ClusterRegistry, name: str, log: Path, out: TextIO) -> int:
-    with log.open() as lines:
+    with log.open(errors="replace") as lines:
         while True:
             code = daemon.poll()
             entry = registry.read(name)

@@ -27,7 +27,7 @@ from ..flags import NOTHING, AllSettings, Out, option, settings_of
 from ..host import DiskInfo, MachineInfo, inspect_machine
 from ..model_source import DEMO, find_model
 from ..output import show, table
-from ..preflight import check_api_keys, check_folder, check_front, check_keys, exposures
+from ..preflight import check_bounds, check_folder, check_front, check_keys, exposures, prepare
 from ..registry import ClusterRegistry, RegistryEntry
 from ..runtime import FEW_OPEN_FILES
 
@@ -195,7 +195,16 @@ def _disk(disk: DiskInfo) -> Finding:
 
 def examine_settings(settings: Settings, entry: RegistryEntry | None) -> list[Finding]:
     """Check for settings that `homing serve` would refuse. `entry`: of a running cluster with this name."""
-    return [_port(settings, entry), *map(_model, settings.each_model), _access(settings)]
+    return [_values(settings), _port(settings, entry), *map(_model, settings.each_model), _access(settings)]
+
+
+def _values(settings: Settings) -> Finding:
+    try:
+        for each in prepare(settings).each_model:
+            check_bounds(each, f"model {each.served_name}: " if settings.models else "")
+    except ClusterError as error:
+        return _refused("settings", error, "correct the setting or its file: docs/settings.md")
+    return Finding("settings", "ok", "bounds agree, and the files that they name are there")
 
 
 def _port(settings: Settings, entry: RegistryEntry | None) -> Finding:
@@ -223,10 +232,9 @@ def _model(settings: Settings) -> Finding:
 def _access(settings: Settings) -> Finding:
     router = settings.router
     try:
-        check_api_keys(settings)
         check_keys(settings.events)
     except ClusterError as error:
-        return _refused("keys", error, "correct the file: docs/api.md, docs/events.md")
+        return _refused("keys", error, "correct the file: docs/events.md")
     if opened := exposures(settings):
         message, _, remedy = opened[0].partition(": ")
         return Finding("keys", "warning", message, remedy)

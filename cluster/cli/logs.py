@@ -7,7 +7,7 @@ from typing import Annotated, TextIO
 from cyclopts import Parameter
 
 from ..config import Settings, nearest, state_folder
-from ..errors import NoSuchLog
+from ..errors import NoSuchLog, SettingsError
 from ..flags import NOTHING, FindCluster, Out, option, settings_of
 from ..logs import LogLine, LogTail, belongs, parts, read_log
 from ..registry import ClusterRegistry
@@ -25,7 +25,9 @@ def logs(
     follow: Annotated[bool, option("keep printing new lines until interrupted", "--follow", "-f")] = False,
     pause: Annotated[Callable[[float], None], Parameter(parse=False)] = time.sleep,
 ) -> int:
-    """Print the logs of one part or of all. Raises NoSuchLog."""
+    """Print the logs of one part or of all. Raises NoSuchLog and SettingsError."""
+    if lines < 0:
+        raise SettingsError(f"logs: --lines {lines}: give a number of lines, or 0 for all")
     settings = settings_of(flags)
     folder = ClusterRegistry(state_folder(settings)).log_folder(settings.cluster.name)
     known = parts(folder)

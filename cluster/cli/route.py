@@ -36,7 +36,7 @@ from ...router.server import RouterServer, settle
 from ...router.text.template import TemplateInput
 from ...router.text.tokenizer import TextModel
 from ..client import read_key
-from ..config import Settings, replaced, state_folder
+from ..config import Settings, replaced, router_url, state_folder
 from ..control.control_messages import ClusterStatus
 from ..engine_actors import SCHEME, EngineActors
 from ..errors import SettingsError, StartFailed
@@ -70,7 +70,7 @@ def route(
     """Route to the engines listed in the settings."""
     urls = [*flags.get("backend", ()), *(engine_url or ())]
     settings = settings_of({**flags, "backend": urls} if urls else flags, model)
-    if detach:
+    if detach and not background:
         return start_in_background(settings, words, out)
     return route_to(settings, out, detached=background, quiet=quiet)
 
@@ -326,10 +326,8 @@ class FleetRouter:
         )
 
     async def _serve(self, server: RouterServer, service: RouterService, *, detached: bool) -> int:
-        host = self.settings.router.host
-        port = await server.start(host, self.settings.router.port)
-        scheme = "https" if self.settings.router.tls_cert_file else "http"
-        url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+        router = self.settings.router
+        url = router_url(router, await server.start(router.host, router.port))
         self.console.step("router", f"listening on {url}")
         self._apply()
         if not await self._until_ready(service):

@@ -59,7 +59,7 @@ def serve(
 ) -> int:
     """Serve replicas, or route to the engines listed in the settings."""
     settings = settings_of(flags, model)
-    if detach:
+    if detach and not background:
         return start_in_background(settings, words, out)
     if settings.router.backend or settings.router.engines:
         from .route import route_to

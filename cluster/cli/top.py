@@ -50,7 +50,8 @@ class LiveView:
     def apply(self, frame: Mapping[str, Any]) -> None:
         if frame["all"]:
             self.documents.clear()
-            self.totals.clear()  # they belong to another router, or to this one before a restart
+        if frame["all"] or (self.totals and frame["now"] < self.totals[-1][0]):
+            self.totals.clear()  # they belong to another router, to this one before a restart, or to a clock set since
         self.documents.update(frame["set"])
         for name in frame["gone"]:
             self.documents.pop(name, None)

@@ -11,7 +11,7 @@ import math
 import re
 import signal
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -176,16 +176,17 @@ def follow(settings: Settings, out: TextIO, options: WatchOptions, *, url: str |
         keys = reader_keys(settings.events)
     except BadKeys as error:
         raise SettingsError(f"setting events_curve_keys: {error}") from error
-    with contextlib.ExitStack() as stack:
-        try:
-            recording = stack.enter_context(options.record.open("ab")) if options.record else None
-        except OSError as error:
-            raise SettingsError(f"cannot record to {options.record}: {error.strerror}") from error
-        session = WatchSession(options, partial(print, file=out, flush=True), recording)
-        try:
+    try:
+        with options.record.open("ab") if options.record else contextlib.nullcontext() as recording:
+            session = WatchSession(options, partial(print, file=out, flush=True), recording)
             asyncio.run(_follow(address, session, options.shown.replicas, keys))
-        except ClusterUnreachable as error:
-            raise ClusterError(str(error)) from error
+    except EventError as error:
+        raise ClusterError(str(error)) from error
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        where = f"record to {options.record}" if options.record else "print events"
+        raise SettingsError(f"cannot {where}: {error.strerror}") from error
     return 0
 
 
@@ -278,7 +279,9 @@ class TextPrinter:
 
     def _line(self, source: Source, text: str) -> None:
         now_s = self._clock()
-        clock = "--:--:--" if now_s is None else time.strftime("%H:%M:%S", time.localtime(now_s))
+        clock = "--:--:--"
+        with contextlib.suppress(OverflowError, ValueError, OSError):  # a publisher may send any number as its time
+            clock = clock if now_s is None else time.strftime("%H:%M:%S", time.localtime(now_s))
         self._write(f"{clock}  {source.replica:<5} {text}".rstrip())
 
 
@@ -331,9 +334,14 @@ class ReplaySession:
             return
         if self._reported_s is None:
             self._reported_s = now_s
-        while now_s - self._reported_s >= interval_s:
-            self._rates(interval_s)
-            self._reported_s += interval_s
+        if now_s - self._reported_s < interval_s:
+            return
+        self._rates(interval_s)
+        self._reported_s += interval_s
+        # One line for all intervals without events: a set clock, or a second recording in the file, may skip years.
+        if idle_s := (now_s - self._reported_s) // interval_s * interval_s:
+            self._rates(idle_s)
+            self._reported_s += idle_s
 
     def _rates(self, seconds: float) -> None:
         for source, replica in self._replicas.items():
@@ -365,7 +373,7 @@ class WatchSession:
         self._ended.set()
 
     async def until_stopped(self) -> None:
-        """Wait for `stop`, printing rates meanwhile if requested. Raises BrokenPipeError."""
+        """Wait for `stop`, printing rates meanwhile if requested. Raises OSError if the output or recording fails."""
         reported = time.monotonic()
         while True:
             with contextlib.suppress(TimeoutError):
@@ -392,9 +400,10 @@ class WatchSession:
     def blocks_changed(self, source: Source, instruction: Apply | Reset) -> None:
         self._followed[source][0].add(instruction, time.time())
         batch = [] if self._recording is None and self._rates_s is not None else recorded(source, instruction)
-        if self._recording is not None:
-            self._recording.writelines(to_line(record) + b"\n" for record in batch)
-            self._recording.flush()
+        if self._recording is not None and self._broken is None:
+            with self._ending():
+                self._recording.writelines(to_line(record) + b"\n" for record in batch)
+                self._recording.flush()
         if batch and self._rates_s is None:
             self._printer.batch(batch)
 
@@ -410,12 +419,16 @@ class WatchSession:
         self._printer.remark(source, "refused", str(error))
 
     def _print(self, line: str) -> None:
-        """Print a line. If the output is closed (`| head`), end the command, which an error in a callback would not."""
-        if self._broken is not None:
-            return
+        if self._broken is None:
+            with self._ending():
+                self._write(line)
+
+    @contextlib.contextmanager
+    def _ending(self) -> Iterator[None]:
+        """End the command if writing fails (`| head`, a full disk), which an error in a callback would not."""
         try:
-            self._write(line)
-        except BrokenPipeError as error:
+            yield
+        except OSError as error:
             self._broken = error
             self.stop()
 
@@ -442,7 +455,7 @@ async def _follow(url: str, session: WatchSession, only: frozenset[str], keys: K
 def _summary(events: Sequence[CacheEvent]) -> str:
     blocks = sum(len(event.hashes) for event in events if not isinstance(event, Cleared))
     match events:
-        case [Stored(parent, hashes)]:
+        case [Stored(parent, hashes)] if hashes:
             after = "the root" if parent is None else f"{parent:016x}"
             return f"{count(blocks, 'block')} after {after}, the last is {hashes[-1]:016x}"
         case [Removed(hashes)]:

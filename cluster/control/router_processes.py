@@ -28,6 +28,7 @@ from ...router.control import (
     WarmUp,
     WeighCaches,
 )
+from ..config import router_url
 from .actors import death, until_failed, until_silent, within
 from .autoscale import combined_demand
 from .control_messages import ClusterModel, Failed, Listening, Models
@@ -223,10 +224,7 @@ class RouterProcesses:
             self._notify("error", f"membership_refused router={seat.number} reason={death(error)!r}")
 
     def _address(self, port: int) -> str:
-        router = self._models[0].settings.router
-        scheme, host = "https" if router.tls_cert_file else "http", router.host
-        here = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
-        return f"{scheme}://{here}:{port}"
+        return router_url(self._models[0].settings.router, port)
 
 
 def _membership(models: tuple[ClusterModel, ...], members: tuple[Member, ...], number: int) -> SetMembership:

@@ -6,9 +6,9 @@ names, epochs and endpoints in /cluster; the function that requests it is a para
 
 import asyncio
 import functools
+import http.client
 import json
 import logging
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, Protocol
@@ -74,7 +74,7 @@ def ask_router(url: str) -> Any:
     try:
         with opener.open(address, timeout=ASK_TIMEOUT_S) as answer:
             return json.loads(answer.read())
-    except (OSError, ValueError, urllib.error.URLError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         raise ClusterUnreachable(f"{address} cannot be requested: {getattr(error, 'reason', error)}") from error
 
 

@@ -175,11 +175,11 @@ class EventFeed:
         events.set_hwm(_EVENTS_HIGH_WATER_MARK)
         # Monitor before connecting: a refusal is reported only once.
         monitor = events.get_monitor_socket(WATCHED)
+        self._sockets.append(monitor)
         self._open(loop, events, ends.events, self._on_event)
         self._replay = self._open(loop, replay, ends.replay, self._on_replay)
         self._open(loop, state, ends.state, self._on_state)
         self._snapshot = self._open(loop, snapshot, ends.snapshot, self._on_chunk)
-        self._sockets.append(monitor)
         self._readers.append(SocketReader(loop, monitor, self._on_monitor))
 
     def _socket(self, context: zmq.Context["zmq.Socket[bytes]"], kind: int) -> "zmq.Socket[bytes]":

@@ -178,6 +178,11 @@ class Subscription:
         """Digest of the blocks held according to the applied events."""
         return self._residency.digest
 
+    @property
+    def silent(self) -> bool:
+        """Whether nothing is being received, or was ever received."""
+        return self._silent or not self._ever_received
+
     # Messages and time
 
     def start(self) -> list[Instruction]:

@@ -4,6 +4,7 @@ Pure. A resync (late join, restart, or a gap that replay cannot close) becomes a
 all held blocks, marked `resync`, so that consumers that apply events need no special case.
 """
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from datetime import datetime, tzinfo
 from typing import assert_never
@@ -64,7 +65,8 @@ def describe(replica: str, item: StreamEvent, zone: tzinfo | None = None) -> str
     """Format as a line: `12:01:02.345 r0 #41 stored 2 blocks after 9f3a1c02… (32 tokens)`. `zone` None: local time."""
     time = "--:--:--.---"
     if item.ts is not None:
-        time = datetime.fromtimestamp(item.ts, zone).strftime("%H:%M:%S.%f")[:-3]
+        with contextlib.suppress(OverflowError, ValueError, OSError):  # a publisher may send any number as its time
+            time = datetime.fromtimestamp(item.ts, zone).strftime("%H:%M:%S.%f")[:-3]
     seq = "#-" if item.seq is None else f"#{item.seq}"
     return f"{time} {replica} {seq} {_describe_event(item.event)}{' (resync)' if item.resync else ''}"
 

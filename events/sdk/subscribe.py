@@ -95,11 +95,19 @@ class Backlog:
 class _Sink:
     """Fills the backlog, and ends the stream when the publisher refuses our keys or falls silent."""
 
-    def __init__(self, backlog: Backlog, arrivals: Arrivals, endpoint: str, patience_s: float | None) -> None:
+    def __init__(
+        self,
+        backlog: Backlog,
+        arrivals: Arrivals,
+        endpoint: str,
+        patience_s: float | None,
+        silent: Callable[[], bool],
+    ) -> None:
         self._backlog = backlog
         self._fail = arrivals.fail
         self._endpoint = endpoint
         self._patience_s = patience_s
+        self._silent = silent
         self._giving_up: asyncio.TimerHandle | None = None
         self.status(FeedStatus.STALE)
 
@@ -114,8 +122,12 @@ class _Sink:
         if status is not FeedStatus.STALE:
             self.close()
         elif self._patience_s is not None and self._giving_up is None:
-            gone = PublisherGone(self._endpoint, self._patience_s)
-            self._giving_up = asyncio.get_running_loop().call_later(self._patience_s, self._fail, gone)
+            self._giving_up = asyncio.get_running_loop().call_later(self._patience_s, self._give_up, self._patience_s)
+
+    def _give_up(self, patience_s: float) -> None:
+        self._giving_up = None
+        if self._silent():  # not while a first, long snapshot arrives
+            self._fail(PublisherGone(self._endpoint, patience_s))
 
     def load(self, report: LoadReport) -> None: ...
     def malformed(self, error: EventError) -> None: ...
@@ -145,7 +157,7 @@ async def subscribe(
     loop = asyncio.get_running_loop()
     arrivals = Arrivals()
     backlog = Backlog(backlog_batches, lambda: loop.call_soon(feed.resync), arrivals)
-    sink = _Sink(backlog, arrivals, endpoints.events, patience_s)
+    sink = _Sink(backlog, arrivals, endpoints.events, patience_s, lambda: feed.subscription.silent)
     feed = EventFeed(
         endpoints,
         sink,

@@ -60,12 +60,21 @@ def make_folder(folder: Path) -> None:
 
 
 def add_client(folder: Path, name: str) -> Path:
-    """Create keys for another accepted client. Returns the file to give to it. Raises BadKeys if the name is taken."""
+    """Create keys for another accepted client. Returns the file to give to it.
+
+    Raises BadKeys if the name is taken or the folder has no keys of a cluster.
+    """
     path, pair = folder / f"{name}.key_secret", new_pair()
     if not _NAME.fullmatch(name):
         raise BadKeys(path, "a client's name may contain only letters, digits, dots, dashes and underscores")
+    if not (folder / f"{SERVER}.key").is_file():
+        raise BadKeys(folder, "it contains no keys of a cluster (`homing keys DIR` creates them)")
     _write(path, _certificate(pair.public, pair.secret), 0o600)
-    _write(folder / _CLIENTS / f"{name}.key", _certificate(pair.public), 0o644)
+    try:
+        _write(folder / _CLIENTS / f"{name}.key", _certificate(pair.public), 0o644)
+    except BadKeys:  # the name is that of a client whose pair was moved to it, as it should be
+        path.unlink()
+        raise
     return path
 
 

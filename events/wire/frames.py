@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ..errors import MalformedFrame
-from .messages import EVENTS_TOPIC
+from .messages import EVENTS_TOPIC, MAX_SEQ
 
 SEQ_BYTES = 8
 END_SEQ = b"\xff" * SEQ_BYTES
@@ -57,10 +57,13 @@ def encode_seq(seq: int) -> bytes:
 
 
 def decode_seq(frame: bytes) -> int:
-    """Inverse of `encode_seq`. Raises MalformedFrame."""
+    """Inverse of `encode_seq`. Raises MalformedFrame, also for a number that no stream reaches (and END_SEQ)."""
     if len(frame) != SEQ_BYTES:
         raise MalformedFrame("sequence number", f"{len(frame)} bytes instead of {SEQ_BYTES}")
-    return int.from_bytes(frame, "big")
+    seq = int.from_bytes(frame, "big")
+    if seq > MAX_SEQ:
+        raise MalformedFrame("sequence number", f"{seq} is above {MAX_SEQ}")
+    return seq
 
 
 def read_event(frames: Sequence[bytes]) -> EventFrame:

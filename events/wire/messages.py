@@ -21,8 +21,9 @@ from ..load_report import PrefillWork as PrefillWork
 #: A block hash on the stream: the last 8 bytes as an unsigned int, or all bytes (setting `hash_format`).
 WireHash = int | bytes
 
-#: A sequence number inside a payload. The next one must fit into the 8 bytes of a frame.
-SequenceNumber = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+#: The largest sequence number. The next one must fit into the 8 bytes of a frame.
+MAX_SEQ = 2**63 - 1
+SequenceNumber = Annotated[int, msgspec.Meta(ge=0, le=MAX_SEQ)]
 
 EVENTS_TOPIC = b"kv-events"
 HEARTBEAT_TOPIC = b"heartbeat"

@@ -1,16 +1,19 @@
 """Requests that commands send to a router."""
 
 import io
+import re
 import socket
+import socketserver
 import ssl
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 
-from homing.cluster.client import get_json, post_json, read_key, router_urls, ssl_context
+from homing.cluster.client import follow_events, get_json, post_json, read_key, router_urls, ssl_context
 from homing.cluster.config import load_settings
 from homing.cluster.errors import ClusterError, NotRunning, SettingsError
 
@@ -58,6 +61,40 @@ def test_a_router_that_does_not_answer_is_told_with_a_remedy() -> None:
             get_json(url)
 
 
+@contextmanager
+def answering(response: bytes) -> Iterator[str]:
+    """The URL of a server that sends these bytes in response to anything and closes the connection."""
+
+    class Answer(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.recv(65536)
+            self.request.sendall(response)
+
+    with socketserver.TCPServer(("127.0.0.1", 0), Answer) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        b"SSH-2.0-OpenSSH_9.9\r\n",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n{}",
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n14\r\ndata: {}\n",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\n<p/>",
+    ],
+)
+def test_a_broken_answer_is_an_error_in_one_line(response: bytes) -> None:
+    """A router may crash while it sends, and `--url` may name another server."""
+    with answering(response) as url:
+        for ask in (get_json, lambda url: post_json(url, {}), lambda url: list(follow_events(url))):
+            with pytest.raises(ClusterError, match=re.escape(url)):
+                ask(url)
+
+
 def test_a_cluster_elsewhere_is_asked_without_a_registry_entry(tmp_path: Path) -> None:
     """`--url` requires no registry entry on this machine."""
     settings = load_settings({"state_dir": str(tmp_path)}, {})
@@ -87,3 +124,17 @@ def test_a_key_comes_from_a_file_or_standard_input(tmp_path: Path) -> None:
     assert read_key("", "backend_key_file") == ""
     with pytest.raises(SettingsError, match="backend_key_file"):
         read_key(str(tmp_path / "none"), "backend_key_file")
+    with pytest.raises(SettingsError, match="backend_key_file"):
+        read_key("~no-such-user/key", "backend_key_file")
+
+
+@pytest.mark.parametrize("content", ["sk-1\nsk-2\n", "sk-\u2026"])
+def test_a_file_that_is_no_key_is_refused_without_quoting_it(tmp_path: Path, content: str) -> None:
+    """Whatever is in the file may be secret, and error messages end up in logs."""
+    file = tmp_path / "key"
+    file.write_text(content)
+
+    with pytest.raises(SettingsError, match="one line of printable ASCII") as caught:
+        read_key(str(file), "--api-key-file")
+
+    assert "sk-" not in str(caught.value)

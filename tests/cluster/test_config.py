@@ -6,16 +6,19 @@ import msgspec
 import pytest
 
 from homing.cluster.config import (
+    PATHS,
     SECTIONS,
     SETTINGS,
     Settings,
     added_settings,
     changed_settings,
     load_settings,
+    router_url,
     state_folder,
 )
 from homing.cluster.control.autoscale import terms_of
 from homing.cluster.errors import SettingsError
+from homing.cluster.preflight import prepare
 
 from .settings_page import markdown
 
@@ -130,10 +133,81 @@ def test_a_number_is_finite(text: str) -> None:
         load_settings({"stop_timeout_s": text}, {})
 
 
+def test_files_are_named_by_their_whole_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks and routers are other processes, possibly with another working directory."""
+    monkeypatch.chdir(tmp_path)
+    given = dict.fromkeys(PATHS, "keys/a")
+
+    settings = load_settings(given, {})
+
+    assert {getattr(getattr(settings, SETTINGS[name].section), name) for name in PATHS} == {str(tmp_path / "keys/a")}
+    assert load_settings({"access_log": "-", "chat_template": ""}, {}) == Settings()
+
+
+def test_the_file_that_a_cluster_was_started_with_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file may name others in the folder of the command; models are added by editing it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.jinja").touch()
+    text = "router: {chat_template: own.jinja, response_store: store.db}\nreplica: {tokenizer: words}"
+    running = prepare(load_settings({}, {}, write(tmp_path, text)))
+
+    assert changed_settings({"demo": running}, {}, tmp_path / "homing.yaml") == {"demo": running}
+
+
+def test_the_home_folder_of_a_user_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    """A slip such as ~models/fox would otherwise end the command with a traceback wherever the path is used."""
+    with pytest.raises(SettingsError, match=r"--model: '~no-such-user/fox' is not valid for model"):
+        load_settings({"model": "~no-such-user/fox"}, {})
+    assert load_settings({"model": "~/fox"}, {}).replica.model == "~/fox"
+
+
 def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
     """A missing file that was asked for must not mean defaults."""
     with pytest.raises(SettingsError, match=r"nowhere\.yaml: No such file"):
         load_settings({}, {}, tmp_path / "nowhere.yaml")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "cluster: {replicas: 3}\ncluster: {routers: 2}",
+        "models:\n- {name: a, model: demo, dtype: float32, dtype: bfloat16}",
+    ],
+)
+def test_a_key_occurs_once(tmp_path: Path, text: str) -> None:
+    """YAML parsers keep the last value; settings that an operator wrote would be lost without a word."""
+    with pytest.raises(SettingsError, match=r"homing\.yaml is not valid YAML: '(cluster|dtype)' occurs twice"):
+        load_settings({}, {}, write(tmp_path, text))
+
+
+def test_words_that_yaml_1_1_takes_for_numbers_or_dates_are_text(tmp_path: Path) -> None:
+    """It reads 1:8 as 68 (a number to the base of 60), and a date that does not exist as an error."""
+    settings = load_settings({}, {}, write(tmp_path, "cluster: {autoscale: 1:8, name: 2026-13-41, replicas: 0x2}"))
+
+    assert (settings.cluster.autoscale, settings.cluster.name, settings.cluster.replicas) == ("1:8", "2026-13-41", 2)
+
+
+@pytest.mark.parametrize("text", ["cluster: {replicas: !!int three}", "[" * 100_000])
+def test_a_file_that_yaml_cannot_construct_is_an_error(tmp_path: Path, text: str) -> None:
+    """The parser raises errors of other kinds for these."""
+    with pytest.raises(SettingsError, match="not valid YAML"):
+        load_settings({}, {}, write(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    ("flags", "url"),
+    [
+        ({"host": "::1"}, "http://[::1]:8001"),
+        ({"host": "::"}, "http://127.0.0.1:8001"),
+        ({"host": "0.0.0.0"}, "http://127.0.0.1:8001"),
+        ({"host": "10.0.0.1", "tls_cert_file": "cert.pem"}, "https://10.0.0.1:8001"),
+    ],
+)
+def test_a_url_can_be_used_as_it_is_printed(flags: dict[str, str], url: str) -> None:
+    """An IPv6 address needs brackets, and the address of all interfaces is none to connect to."""
+    assert router_url(load_settings(flags, {}).router, 8001) == url
 
 
 def test_clusters_are_noted_in_the_users_state_folder_unless_set() -> None:

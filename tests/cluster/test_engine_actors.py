@@ -4,6 +4,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 
+import psutil
 import pytest
 
 from homing.cluster.engine_actors import EngineActors, engine_addresses
@@ -28,11 +29,29 @@ def test_another_label_is_refused(value: str) -> None:
         engine_addresses([("10.0.0.1", value)])
 
 
-@pytest.mark.parametrize("url", ["ray://", "ray://10.0.0.1/engine", "ray://10.0.0.1:6379", "ray://10.0.0.1:6379/"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("ray://", "ray://10.0.0.1/engine", "ray://10.0.0.1:6379", "ray://10.0.0.1:6379/"),
+        *("ray://10.0.0.1:gcs/engine", "ray://10.0.0.1:99999/engine", "ray://[::1/engine"),
+    ],
+)
 def test_an_incomplete_url_is_refused(url: str) -> None:
     """The form is in the error."""
     with pytest.raises(BackendsInvalid, match="ray://HOST:PORT/LABEL"):
         EngineActors(url)
+
+
+@pytest.mark.timeout(10)
+def test_the_list_of_an_unreachable_cluster_is_closed_at_once() -> None:
+    """Ray's client tries to connect for 17 s and does not notice that its input was closed; the router must end."""
+    before = set(psutil.Process().children())
+    source = EngineActors("ray://127.0.0.1:9/engine")
+
+    assert source.read() is None
+    source.close()
+
+    assert set(psutil.Process().children()) <= before
 
 
 @pytest.fixture

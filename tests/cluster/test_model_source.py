@@ -156,6 +156,18 @@ def test_limits_come_from_the_models_configuration(tmp_path: Path) -> None:
     assert (below.max_model_len, below.eos_token_ids) == (32, (2, 3))
 
 
+@pytest.mark.parametrize(("general", "ends"), [({}, (0,)), ({"eos_token_id": None}, (0,)), ({"eos_token_id": 5}, (5,))])
+def test_a_token_that_ends_answers_may_be_number_zero(
+    tmp_path: Path, general: dict[str, object], ends: tuple[int, ...]
+) -> None:
+    """As in SmolLM. The generation configuration takes precedence only if it names one."""
+    config = {"vocab_size": 9, "max_position_embeddings": 64, "eos_token_id": 0}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "generation_config.json").write_text(json.dumps(general))
+
+    assert model_limits(tmp_path, ReplicaSettings(), "fox").eos_token_ids == ends
+
+
 def test_a_configuration_that_tells_nothing_is_refused(tmp_path: Path) -> None:
     """An error is better than an invented limit."""
     (tmp_path / "config.json").write_text('{"vocab_size": 9}')

@@ -6,10 +6,11 @@ import sys
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 
 from homing.cluster.errors import AlreadyRunning, NotRunning, SettingsError
-from homing.cluster.registry import ClusterRegistry, RegistryEntry, own_entry
+from homing.cluster.registry import ClusterRegistry, ProcessMark, RegistryEntry, own_entry
 
 
 @pytest.fixture
@@ -21,7 +22,7 @@ def dead_entry(run_dir: Path) -> RegistryEntry:
     """An entry as a killed process would leave it."""
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
-    return RegistryEntry(name="default", pid=process.pid, started=0.0, phase="ready", run_dir=str(run_dir))
+    return RegistryEntry(name="default", pid=process.pid, started=0.0, boot="", phase="ready", run_dir=str(run_dir))
 
 
 def test_a_name_is_held_while_its_cluster_runs(registry: ClusterRegistry) -> None:
@@ -68,7 +69,7 @@ def test_no_folder_is_removed_that_a_cluster_did_not_make(
     assert named.is_dir()
 
 
-@pytest.mark.parametrize("kind", ["another program's", "another name's", "writable by others", "a link"])
+@pytest.mark.parametrize("kind", ["another program's", "not text", "another name's", "writable by others", "a link"])
 def test_a_file_that_is_not_our_entry_is_neither_believed_nor_removed(
     registry: ClusterRegistry, tmp_path: Path, kind: str
 ) -> None:
@@ -82,7 +83,8 @@ def test_a_file_that_is_not_our_entry_is_neither_believed_nor_removed(
         path.symlink_to(tmp_path / "elsewhere.json")
     else:
         other = content.replace(b'"default"', b'"blue"')
-        path.write_bytes({"another program's": b"{}", "another name's": other}.get(kind, content))
+        foreign = {"another program's": b"{}", "not text": b'{"name":"\xff"}', "another name's": other}
+        path.write_bytes(foreign.get(kind, content))
         path.chmod(0o666 if kind == "writable by others" else 0o600)
 
     with pytest.raises(NotRunning):
@@ -121,7 +123,22 @@ def test_a_name_that_is_not_running_is_answered_by_those_that_are(registry: Clus
 
 def test_a_reused_pid_is_not_taken_for_the_cluster(registry: ClusterRegistry) -> None:
     """`homing stop` must never kill another process."""
-    entry = own_entry("default", "demo", None)
+    mark = ProcessMark.of(psutil.Process())
 
-    assert entry.process() is not None
-    assert msgspec.structs.replace(entry, started=entry.started - 60).process() is None
+    assert mark.process() is not None
+    assert msgspec.structs.replace(mark, started=mark.started - 60).process() is None
+    assert msgspec.structs.replace(mark, boot="an earlier start of the machine").process() is None
+
+
+def test_a_cluster_still_runs_after_the_clock_was_set(
+    registry: ClusterRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel then reports another start time of day for every process; the sockets of a running cluster stay."""
+    run_dir, shifted = tmp_path / "homing-k_ill3d0", psutil.boot_time() + 3600
+    run_dir.mkdir()
+    with registry.claim(own_entry("default", "demo", None)):
+        registry.write(msgspec.structs.replace(own_entry("default", "demo", None), run_dir=str(run_dir)))
+        monkeypatch.setattr("psutil._psplatform.boot_time", lambda: shifted)
+
+        assert registry.running("default").pid == os.getpid()
+    assert run_dir.is_dir()

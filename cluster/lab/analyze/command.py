@@ -5,6 +5,7 @@ import json
 import random
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
@@ -275,7 +276,7 @@ def opened(log: str, stdin: BufferedReader | None) -> Iterator[Iterable[bytes]]:
     try:
         with _raw(log, stdin) as raw:
             yield gzip.GzipFile(fileobj=raw) if raw.peek(2).startswith(GZIP_MAGIC) else raw
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise LogUnreadable(f"{log} cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from homing.cluster.cli.main import run
-from homing.cluster.errors import NotRunning
+from homing.cluster.errors import NotRunning, SettingsError
 from homing.cluster.registry import ClusterRegistry, ProcessMark, RegistryEntry, is_alive
 
 #: Starts a child; both exit only on SIGKILL.
@@ -40,7 +40,7 @@ def entry_of(process: psutil.Process, run_dir: Path, ray: tuple[ProcessMark, ...
     run_dir.mkdir()
     mark = ProcessMark.of(process)
     return RegistryEntry(
-        name="default", pid=mark.pid, started=mark.started, phase="ready", run_dir=str(run_dir), ray=ray
+        name="default", pid=mark.pid, started=mark.started, boot=mark.boot, phase="ready", run_dir=str(run_dir), ray=ray
     )
 
 
@@ -67,7 +67,8 @@ def test_ray_of_a_cluster_that_was_killed_is_removed_by_the_next_command(
     """The entry's pid and start time identify the process; a new process with the same pid is left alone."""
     registry = ClusterRegistry(tmp_path)
     (child,) = stubborn.children()
-    other = ProcessMark(child.pid, child.create_time() - 60)
+    mark = ProcessMark.of(child)
+    other = ProcessMark(mark.pid, mark.started - 60, mark.boot)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as dead:
         marks = (ProcessMark.of(stubborn), other)
         registry.write(entry_of(psutil.Process(dead.pid), tmp_path / "homing-k_ill3d0", marks))
@@ -79,3 +80,12 @@ def test_ray_of_a_cluster_that_was_killed_is_removed_by_the_next_command(
     stubborn.wait(60)
     assert is_alive(child)
     child.kill()
+
+
+@pytest.mark.parametrize("flag", ["--detach", "--detach=true"])
+def test_the_process_in_the_background_starts_no_other_one(tmp_path: Path, flag: str) -> None:
+    """It gets the user's words, and each process would otherwise start the next."""
+    words = ["route", flag, "--background", "--state-dir", str(tmp_path)]
+
+    with pytest.raises(SettingsError, match="no engine is listed"):
+        run(words, io.StringIO())

@@ -92,13 +92,32 @@ def test_settings_that_would_be_refused_are_errors(tmp_path: Path) -> None:
     """An incomplete model, and a router that is open to everyone without keys."""
     settings = load_settings({"model": str(tmp_path), "host": "0.0.0.0", "port": "0"}, {})
 
-    port, model, keys = examine_settings(settings, None)
+    values, port, model, keys = examine_settings(settings, None)
 
-    assert port.level == "ok"
+    assert (values.level, port.level) == ("ok", "ok")
     assert (model.level, "no config.json" in model.message) == ("error", True)
     assert model.remedy
     assert keys.level == "warning"
     assert "--api-keys-file" in keys.remedy
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"autoscale": "2:4", "replicas": "5"}, "replicas: 5 is outside autoscale 2:4"),
+        ({"autoscale": "4:2"}, "autoscale: '4:2' is not MIN:MAX"),
+        ({"chat_template": "/nowhere/chat.jinja"}, "chat_template: no such file"),
+        ({"response_store": "/nowhere/responses"}, "response_store: folder /nowhere does not exist"),
+        ({"api_keys_file": "/nowhere/keys.yaml"}, "api_keys_file: "),
+    ],
+)
+def test_what_serve_refuses_is_found_before(flags: dict[str, str], words: str) -> None:
+    """Otherwise `homing doctor` is content and `homing serve` does not start."""
+    (found,) = [each for each in examine_settings(load_settings(flags | {"port": "0"}, {}), None) if each.level != "ok"]
+
+    assert (found.check, found.level) == ("settings", "error")
+    assert words in found.message
+    assert found.remedy
 
 
 def test_what_a_running_cluster_tells_is_told_on() -> None:
@@ -128,7 +147,7 @@ def test_a_cluster_in_which_nothing_serves_is_an_error_with_its_remedy() -> None
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        port, *_ = examine_settings(load_settings({"port": str(taken.getsockname()[1])}, {}), None)
+        _, port, *_ = examine_settings(load_settings({"port": str(taken.getsockname()[1])}, {}), None)
 
     assert (replicas.level, port.level) == ("error", "error")
     assert "homing status" in replicas.remedy

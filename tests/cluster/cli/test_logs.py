@@ -7,7 +7,7 @@ import pytest
 
 from homing.cluster.cli.logs import logs
 from homing.cluster.cli.main import run
-from homing.cluster.errors import NoSuchLog
+from homing.cluster.errors import NoSuchLog, SettingsError
 
 
 @pytest.fixture
@@ -41,6 +41,12 @@ def test_a_part_that_has_no_log_is_named_beside_those_that_have(state: Path, tmp
         printed(state, "contoller")
     with pytest.raises(NoSuchLog, match="cluster 'blue' has logged nothing here"):
         printed(state, "--name", "blue")
+
+
+def test_a_negative_number_of_lines_is_refused(state: Path) -> None:
+    """It would print all but the first lines."""
+    with pytest.raises(SettingsError, match="--lines -1"):
+        printed(state, "--lines", "-1")
 
 
 def test_what_is_added_is_printed_until_interrupted(state: Path) -> None:

@@ -48,7 +48,9 @@ def test_the_last_of_several_values_counts() -> None:
     assert (settings.router.port, settings.events.hash_only) == (2, False)
 
 
-@pytest.mark.parametrize("words", [["scale"], ["scale", "fox", "some"], ["scale", "1", "2", "3"]])
+@pytest.mark.parametrize(
+    "words", [["scale"], ["scale", "fox", "some"], ["scale", "1", "2", "3"], ["scale", "²"], ["scale", "5000"]]
+)
 def test_scale_takes_a_number_and_before_it_a_model(words: list[str]) -> None:
     """With one model, the name is optional; two words are told apart by position."""
     with pytest.raises(SettingsError, match=r"scale: .*number of replicas"):

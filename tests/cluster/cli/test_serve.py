@@ -3,37 +3,20 @@
 import signal
 import sys
 from collections.abc import Iterator
-from hashlib import sha256
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from homing.cluster.cli.serve import StopSignals
-from homing.cluster.config import Settings
+from homing.cluster.config import Settings, load_settings
 from homing.cluster.errors import SettingsError
-from homing.cluster.preflight import with_files
-from homing.router.config import RouterSettings
+from homing.cluster.preflight import prepare
 
 
-def settings_with(path: str) -> Settings:
-    return msgspec.structs.replace(Settings(), router=RouterSettings(api_keys_file=path))
-
-
-def test_without_a_keys_file_nothing_changes() -> None:
-    """The default needs no file."""
-    assert with_files(Settings()) == Settings()
-
-
-def test_the_keys_file_is_named_by_its_whole_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The router is another process, possibly with another working directory."""
-    digest = sha256(b"key").hexdigest()
-    (tmp_path / "keys.yaml").write_text(f"keys:\n- key_sha256: '{digest}'\n  tenant: acme\n")
-    monkeypatch.chdir(tmp_path)
-
-    assert with_files(settings_with("keys.yaml")).router.api_keys_file == str(tmp_path / "keys.yaml")
+def settings_with(**flags: str) -> Settings:
+    return load_settings(flags, {})
 
 
 def test_a_wrong_keys_file_is_a_setting_s_mistake(tmp_path: Path) -> None:
@@ -42,31 +25,18 @@ def test_a_wrong_keys_file_is_a_setting_s_mistake(tmp_path: Path) -> None:
     path.write_text("keys:\n- tenant: acme\n")
 
     with pytest.raises(SettingsError, match=r"api_keys_file: .*keys\[0\].*key_sha256"):
-        with_files(settings_with(str(path)))
+        prepare(settings_with(api_keys_file=str(path)))
 
 
-def test_the_store_of_responses_is_named_by_its_whole_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All routers of the machine share the file, whatever their working directory; its folder must exist."""
-    monkeypatch.chdir(tmp_path)
-
-    def named(path: str) -> str:
-        return with_files(Settings(router=RouterSettings(response_store=path))).router.response_store
-
-    assert (named(""), named("store.db")) == ("", str(tmp_path / "store.db"))
+def test_the_folder_of_responses_and_the_chat_template_must_exist(tmp_path: Path) -> None:
+    """A wrong path is reported before anything starts."""
     with pytest.raises(SettingsError, match=r"response_store: folder .* does not exist"):
-        named("nowhere/store.db")
-
-
-def test_the_chat_template_is_named_by_its_whole_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Routers may have another working directory; a wrong path is reported before anything starts."""
-    monkeypatch.chdir(tmp_path)
-    settings = msgspec.structs.replace(Settings(), router=RouterSettings(chat_template="own.jinja"))
+        prepare(settings_with(response_store=str(tmp_path / "nowhere" / "store.db")))
     with pytest.raises(SettingsError, match=r"chat_template: no such file: .*own\.jinja"):
-        with_files(settings)
+        prepare(settings_with(chat_template=str(tmp_path / "own.jinja")))
     (tmp_path / "own.jinja").touch()
 
-    assert with_files(settings).router.chat_template == str(tmp_path / "own.jinja")
-    assert with_files(Settings()) == Settings()
+    prepare(settings_with(chat_template=str(tmp_path / "own.jinja"), response_store=str(tmp_path / "store.db")))
 
 
 def test_a_signal_at_any_moment_asks_for_the_end() -> None:

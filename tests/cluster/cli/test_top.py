@@ -37,6 +37,17 @@ def shown(backend: FakeBackend, **changes: object) -> LiveView:
     return view
 
 
+def test_rates_are_right_again_after_the_router_s_clock_was_set_back(backend: FakeBackend) -> None:
+    """Otherwise they would stay 0 until the clock has caught up, and every frame until then would be kept."""
+    view = shown(backend)
+    frames = [frame({}, items_of(situation(backend)), at) for at in (1000.0, 1001.0, 1002.0)]
+
+    for each in frames:
+        view.apply(msgspec.json.decode(each[6:]) | {"all": False})
+
+    assert [at for at, _ in view.totals] == [1000.0, 1001.0, 1002.0]
+
+
 @contextmanager
 def router(backend: FakeBackend, **settings: str) -> Iterator[str]:
     """The address of a router over the backend, in its own thread, that sends frames without a pause."""

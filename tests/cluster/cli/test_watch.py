@@ -1,6 +1,7 @@
 """The output of `homing watch` for each kind of event."""
 
 import asyncio
+import contextlib
 import io
 import json
 from pathlib import Path
@@ -19,7 +20,7 @@ from homing.cluster.cli.watch import (
     listed_replicas,
     recorded,
 )
-from homing.cluster.errors import SettingsError
+from homing.cluster.errors import ClusterError, SettingsError
 from homing.events import (
     Cleared,
     EventEndpoints,
@@ -38,6 +39,8 @@ from homing.events.follow.subscription import Apply, Counters, FeedStatus, Reset
 from homing.events.publish.publisher import EventPublisher
 from homing.events.sdk.plain_stream import stream_events
 from homing.events.wire.messages import SnapshotBlock
+
+from ...events.routers import Listing, serving
 
 SOURCE = Source("r0", 2**64 - 7)
 
@@ -122,6 +125,31 @@ async def test_a_reader_that_goes_away_ends_the_command_quietly() -> None:
     assert attempts == 1
 
 
+@pytest.mark.parametrize("flags", [[], ["--record", "/dev/full"]])
+def test_what_cannot_be_written_ends_the_command(flags: list[str]) -> None:
+    """A full disk would otherwise leave a recording with a hole and half a line."""
+    publisher = EventPublisher(EventsSettings(), host="127.0.0.1", block_size=1, epoch=7, medium="CPU")
+    listing = Listing()
+    listing.put("r0", 7, publisher.start())
+
+    with serving(listing) as url, Path("/dev/full").open("w") as full:
+        out = io.StringIO() if flags else full
+        with pytest.raises(SettingsError, match="No space left on device"):
+            run(["watch", "--url", url, *flags], out)
+        with contextlib.suppress(OSError):
+            full.close()
+    publisher.close()
+
+
+def test_a_replica_with_an_unusable_address_is_an_error_in_one_line() -> None:
+    """The response of /cluster comes from another machine."""
+    listing = Listing()
+    listing.put("r0", 7, EventEndpoints(events="nonsense", replay="", state="", snapshot=""))
+
+    with serving(listing) as url, pytest.raises(ClusterError, match="cannot connect to 'nonsense'"):
+        run(["watch", "--url", url], io.StringIO())
+
+
 def test_readable_lines_are_one_per_event() -> None:
     """This format is for people."""
     words = [line.split(maxsplit=2)[2] for line in printed(TextPrinter)]
@@ -150,6 +178,11 @@ def test_a_run_of_one_kind_is_one_line() -> None:
         "removed 1 block: 0000000000000009",
         "stored 3 blocks in 2 chains",
     ]
+
+
+def test_an_event_without_blocks_is_a_line() -> None:
+    """Another engine's publisher may send one."""
+    assert shown(EventFilter(), Stored(None, []), Removed([])) == ["stored 0 blocks in 1 chains", "removed 0 blocks:"]
 
 
 def test_filters_keep_the_kinds_and_blocks_that_were_asked_for() -> None:
@@ -217,6 +250,31 @@ def test_a_replay_reports_rates_over_recorded_time(tmp_path: Path, flags: list[s
     else:
         assert " ".join(first.split()[1:4]) == "r0 stored 2.0/s"
         assert "lag       -  holds 3 blocks  gaps 1" in last
+
+
+@pytest.mark.parametrize("interval", ["2", "1e-8"])
+def test_a_jump_of_the_recorded_clock_is_one_line_of_rates(tmp_path: Path, interval: str) -> None:
+    """A machine may start in 1970, and a file may hold recordings of several days."""
+    times = (0.0, 1.0, 1.7e9, 1.7e9 + 1)
+    lines = [to_line(Recorded("r0", StreamEvent(seq, ts, Cleared()), 7)) for seq, ts in enumerate(times)]
+    (tmp_path / "record").write_bytes(b"\n".join(lines))
+    out = io.StringIO()
+
+    run(["watch", "--replay", str(tmp_path / "record"), "--rates", interval, "--json"], out)
+
+    reports = [json.loads(line) for line in out.getvalue().splitlines()]
+    assert len(reports) <= 2 * len(times)
+    assert sum(each["seconds"] for each in reports) == pytest.approx(1.7e9 + 1)
+
+
+def test_a_recorded_time_may_be_any_number(tmp_path: Path) -> None:
+    """It is the publisher's, which may count nanoseconds."""
+    (tmp_path / "record").write_bytes(to_line(Recorded("r0", StreamEvent(0, 1.7e18, Cleared()))))
+    out = io.StringIO()
+
+    run(["watch", "--replay", str(tmp_path / "record")], out)
+
+    assert out.getvalue() == "--:--:--  r0    cleared\n"
 
 
 def test_a_replay_as_json_is_the_recording(recording: Path) -> None:

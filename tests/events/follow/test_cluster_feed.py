@@ -1,6 +1,8 @@
 """The cluster feed follows exactly the replicas that /cluster lists, each in its current epoch."""
 
 import asyncio
+import socketserver
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -61,6 +63,22 @@ def test_the_router_is_asked_over_http() -> None:
         assert sources(ask_router(url)) == sources(ask_router(f"{url}/")) == {Source("r0", 7): ENDS}
     with pytest.raises(ClusterUnreachable, match="/cluster cannot be requested"):
         ask_router(url)
+
+
+def test_a_router_that_dies_while_it_answers_does_not_answer() -> None:
+    """Such a failure is followed by another request, like any other."""
+
+    class Half(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.recv(65536)
+            self.request.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n{")
+
+    with socketserver.TCPServer(("127.0.0.1", 0), Half) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        with pytest.raises(ClusterUnreachable, match="/cluster cannot be requested"):
+            ask_router(f"http://127.0.0.1:{server.server_address[1]}")
+        thread.join()
 
 
 async def test_a_rebuilt_replica_is_left_and_followed_again(make_publisher: Publishers) -> None:

@@ -73,3 +73,9 @@ def test_a_resync_says_so_and_has_no_time_of_its_own() -> None:
     item = StreamEvent(None, None, Cleared(), resync=True)
 
     assert describe("r0", item, UTC) == "--:--:--.--- r0 #- cleared (resync)"
+
+
+@pytest.mark.parametrize("ts", [1e300, -1e300, float("nan"), float("inf")])
+def test_a_number_that_is_no_time_is_left_out(ts: float) -> None:
+    """It comes from the publisher, whose clock may count in another unit."""
+    assert describe("r0", StreamEvent(41, ts, Cleared()), UTC) == "--:--:--.--- r0 #41 cleared"

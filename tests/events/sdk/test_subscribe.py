@@ -5,6 +5,7 @@ from collections.abc import Callable
 from contextlib import aclosing, closing
 from itertools import islice
 
+import msgspec
 import pytest
 
 from homing.events import CacheMirror, PublisherGone, subscribe, subscribe_sync
@@ -120,6 +121,19 @@ async def test_a_publisher_that_is_only_quiet_is_waited_for(make_publisher: Publ
         store(publisher, 2)
         publisher.flush()
         assert (await waiting).event is not None
+
+
+async def test_a_publisher_whose_snapshot_takes_long_is_not_gone(make_publisher: Publishers) -> None:
+    """The first snapshot of a large cache may take minutes; heartbeats arrive meanwhile."""
+    endpoints = msgspec.structs.replace(make_publisher().start(), snapshot="tcp://127.0.0.1:9")
+
+    async with aclosing(subscribe(endpoints, heartbeat_interval_s=0.05, patience_s=0.2)) as stream:
+        waiting = asyncio.ensure_future(anext(stream))
+        done, _ = await asyncio.wait([waiting], timeout=0.5)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+
+    assert not done
 
 
 async def test_a_missing_publisher_is_an_error_too(make_publisher: Publishers) -> None:

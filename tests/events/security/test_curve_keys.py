@@ -83,6 +83,19 @@ def test_keys_are_never_overwritten(folder: Path) -> None:
     assert load_pair(folder / "server.key_secret") == before
 
 
+def test_a_client_that_cannot_be_added_gets_no_keys(folder: Path, tmp_path: Path) -> None:
+    """It would be given a pair that no replica accepts."""
+    add_client(folder, "lmcache").unlink()  # moved to the client
+
+    with pytest.raises(BadKeys, match=r"clients/lmcache\.key: it already exists"):
+        add_client(folder, "lmcache")
+    with pytest.raises(BadKeys, match="no keys of a cluster"):
+        add_client(tmp_path / "misspelled", "lmcache")
+
+    assert not (folder / "lmcache.key_secret").exists()
+    assert not (tmp_path / "misspelled").exists()
+
+
 @pytest.mark.parametrize("name", ["", "../x", "a b", ".hidden", "x/y"])
 def test_a_clients_name_is_no_path(folder: Path, name: str) -> None:
     """The name becomes part of a file name."""

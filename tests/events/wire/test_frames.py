@@ -5,7 +5,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from homing.events.errors import MalformedFrame
-from homing.events.wire.frames import END_SEQ, encode_seq, epoch_of, events_topic, read_event, read_replay, read_request
+from homing.events.wire.frames import (
+    END_SEQ,
+    encode_seq,
+    epoch_of,
+    events_topic,
+    read_event,
+    read_replay,
+    read_request,
+    replay_request,
+)
 
 
 @given(st.integers(0, 2**64 - 1))
@@ -41,11 +50,24 @@ def test_every_form_of_the_end_marker_ends_a_replay() -> None:
     assert read_replay([b"", b"", END_SEQ, b""]) is None
 
 
-@pytest.mark.parametrize("frames", [[], [b"t"], [b"t", b"1234567", b"x"], [b"t", encode_seq(1), b"x", b"y"]])
+@pytest.mark.parametrize(
+    "frames",
+    [[], [b"t"], [b"t", b"1234567", b"x"], [b"t", encode_seq(1), b"x", b"y"], [b"t", END_SEQ, b"x"]],
+)
 def test_event_messages_of_another_form_are_refused_by_name(frames: list[bytes]) -> None:
     """Messages come from a socket and may contain anything."""
     with pytest.raises(MalformedFrame):
         read_event(frames)
+
+
+@given(st.integers(0, 2**64 - 1))
+def test_after_every_number_that_is_accepted_the_next_can_be_requested(seq: int) -> None:
+    """A subscriber asks a quiet publisher for what follows the last number, however large a foreign one is."""
+    try:
+        frame = read_event([b"t", encode_seq(seq), b"x"])
+    except MalformedFrame:
+        return
+    assert replay_request(frame.seq + 1)[1] == encode_seq(seq + 1)
 
 
 @pytest.mark.parametrize("frames", [[], [b"x"], [b"", b"short", b"x"], [b"a", b"b", b"c", b"d", b"e"]])

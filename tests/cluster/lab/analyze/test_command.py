@@ -154,6 +154,17 @@ def test_a_packed_log_and_standard_input_are_read_alike(trace: Path):
     assert {**plain, "log": None} == {**unpacked, "log": None} == {**piped, "log": None}
 
 
+def test_a_damaged_packed_log_is_an_error_in_one_line(trace: Path):
+    """As after an interrupted copy."""
+    packed = bytearray(gzip.compress(trace.read_bytes() * 100))
+    packed[12:20] = bytes(8)
+    damaged = trace.with_suffix(".jsonl.gz")
+    damaged.write_bytes(packed)
+
+    with pytest.raises(LogUnreadable, match="cannot be read"):
+        ran(damaged, "--block-size", "4")
+
+
 @pytest.mark.parametrize("suffix", [".png", ".svg", ".html"])
 def test_a_plot_is_drawn(trace: Path, suffix: str):
     """The plot marks the working set and the recommendation."""
