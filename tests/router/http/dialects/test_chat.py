@@ -66,8 +66,8 @@ async def test_usage_and_headers_tell_where_the_answer_comes_from(client: httpx.
 async def test_the_prompt_is_the_rendered_template(
     client: httpx.AsyncClient, backend: FakeBackend, text_model: TextModel
 ):
-    """Text parts are joined into one text; guidellm and vLLM's benchmark send content only as parts."""
-    parts = [{"type": "text", "text": "Tell me a story "}, {"type": "text", "text": "about a fox."}]
+    """Texts and refusals are joined into one text; guidellm and vLLM's benchmark send content only as parts."""
+    parts = [{"type": "text", "text": "Tell me a story "}, {"type": "refusal", "refusal": "about a fox."}]
 
     await client.post(CHAT, json={"messages": MESSAGES})
     await client.post(CHAT, json={"messages": [{"role": "user", "content": parts}]})
