@@ -64,11 +64,11 @@ class PreviousResponseNotFound(InvalidRequest, code="previous_response_not_found
 
 
 class ConversationTooLong(InvalidRequest, code="conversation_too_long"):
-    """The conversation that a request wants to continue has too many stored responses."""
+    """The conversation that a request wants to continue has too many stored responses, or too large ones."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: str) -> None:
         super().__init__(
-            f"the conversation has more than {most} stored responses; send its items as input instead",
+            f"the conversation has more than {most}; send its items as input instead",
             param="previous_response_id",
         )
 

@@ -58,7 +58,7 @@ class Caller:
 
     __slots__ = (
         *("_charged", "_exchange", "_limiter", "_notes", "_now", "_timeout_s"),
-        *("agent", "parent", "request_id", "session", "tenant"),
+        *("agent", "history_bytes", "history_objects", "parent", "request_id", "session", "tenant"),
     )
 
     def __init__(self, front: Front, exchange: Exchange) -> None:
@@ -67,6 +67,7 @@ class Caller:
         self.tenant = tenant_of(front, headers)
         self.request_id = exchange.id
         self.session = self.agent = self.parent = None
+        self.history_bytes = self.history_objects = 0  #: of stored items that the server adds to the body
         if not _NAMING_HEADERS.isdisjoint(headers):
             self.session = first_header(headers)
             self.agent = first_header(headers, AGENT_HEADERS)
@@ -90,8 +91,8 @@ class Caller:
         return Sender(
             tenant.digest,
             tenant.cache_salt(narrowed_by),
-            len(body),
-            body.count(b"{") if len(body) > FEW_OBJECTS_BYTES else 0,
+            len(body) + self.history_bytes,
+            (body.count(b"{") if len(body) > FEW_OBJECTS_BYTES else 0) + self.history_objects,
             tenant.limits.max_prompt_tokens,
             self.check,
             exchange,

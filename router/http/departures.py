@@ -15,9 +15,11 @@ from ..text.tokenizer import TextModel
 
 #: Memory for the prompts of all sessions, per router process.
 MAX_BYTES = 64 * 1024 * 1024
-#: Bytes of conversation that are assumed per token, besides four for its id. Measured: 4 for text, 14 for tool
-#: definitions.
-TEXT_BYTES = 14
+#: Memory of an entry besides its ids and its conversation.
+ENTRY_BYTES = 1024
+#: Memory of a conversation, in bytes per byte of its body. Measured: 1 for text, 3 for tool definitions, up to 27 for
+#: bodies made for it. A conversation may be far longer than its prompt: templates leave parts of it out.
+CONVERSATION_BYTES = 3
 #: Tokens at a prompt's end that `continues` ignores: they open the answer, and may differ in the next prompt.
 TAIL_TOKENS = 16
 SHOWN_TOKENS = 8
@@ -58,7 +60,7 @@ class SessionPrompts:
 
     def __init__(self, capacity_bytes: int = MAX_BYTES) -> None:
         self._capacity = capacity_bytes
-        self._known: OrderedDict[SessionKey, KnownPrompt] = OrderedDict()
+        self._known: OrderedDict[SessionKey, tuple[KnownPrompt, int]] = OrderedDict()  #: with the memory it takes
         self.used_bytes = 0
 
     def __len__(self) -> int:
@@ -66,21 +68,17 @@ class SessionPrompts:
 
     def get(self, key: SessionKey) -> KnownPrompt | None:
         """The last prompt; None if there is none."""
-        return self._known.get(key)
+        return self._known.get(key, (None, 0))[0]
 
-    def put(self, key: SessionKey, prompt: KnownPrompt) -> KnownPrompt | None:
-        """Store a prompt and return the previous one."""
-        before = self._known.pop(key, None)
-        self._known[key] = prompt
-        self.used_bytes += _cost(prompt[0]) - (_cost(before[0]) if before is not None else 0)
+    def put(self, key: SessionKey, prompt: KnownPrompt, body_bytes: int) -> KnownPrompt | None:
+        """Store a prompt from a body of this size, and return the previous one."""
+        before, freed = self._known.pop(key, (None, 0))
+        cost = ENTRY_BYTES + len(prompt[0]) + CONVERSATION_BYTES * body_bytes
+        self._known[key] = prompt, cost
+        self.used_bytes += cost - freed
         while self.used_bytes > self._capacity:
-            _, (dropped, _) = self._known.popitem(last=False)
-            self.used_bytes -= _cost(dropped)
+            self.used_bytes -= self._known.popitem(last=False)[1][1]
         return before
-
-
-def _cost(token_ids: bytes) -> int:
-    return len(token_ids) // 4 * (4 + TEXT_BYTES)
 
 
 def common_tokens(one: bytes, other: bytes) -> int:

@@ -144,7 +144,10 @@ class Front:
         self.responses: ResponseStore | None = None
         if settings.response_store:
             bounds = StoreBounds(
-                settings.response_store_count, settings.response_store_bytes, settings.response_store_age_s
+                settings.response_store_count,
+                settings.response_store_bytes,
+                settings.response_store_age_s,
+                settings.max_body_bytes,
             )
             self.responses = ResponseStore(settings.response_store, bounds, wall)
         self._clock_offset_s = wall() - monotonic()

@@ -45,6 +45,7 @@ class StoreBounds(NamedTuple):
     responses: int
     bytes: int
     age_s: float
+    conversation_bytes: int  #: maximum size of the items of a conversation that is continued
 
 
 class StoredResponse(NamedTuple):
@@ -53,6 +54,20 @@ class StoredResponse(NamedTuple):
     input: list[Item]
     body: bytes
     previous: str | None = None
+
+
+class History(NamedTuple):
+    """The items of a conversation, and how much JSON they were."""
+
+    items: list[Item]
+    bytes: int
+    objects: int  #: upper bound
+
+
+class _Made(msgspec.Struct):
+    """The part of a response's body that continues the conversation."""
+
+    output: msgspec.Raw
 
 
 class ResponseStore:
@@ -76,7 +91,7 @@ class ResponseStore:
         """A response of this tenant; None if there is none. Raises RouterError."""
         return await self._with_retry(lambda: self._get(tenant, response_id))
 
-    async def history(self, tenant: bytes, response_id: str) -> list[Item] | None:
+    async def history(self, tenant: bytes, response_id: str) -> History | None:
         """All items of the conversation that ends with this response; None if a part is gone.
 
         Raises ConversationTooLong and RouterError.
@@ -142,8 +157,9 @@ class ResponseStore:
                 file.execute("DELETE FROM responses WHERE created <= ?", (created,))
                 break
 
-    def _get(self, tenant: bytes, response_id: str) -> StoredResponse | None:
-        row = (
+    def _row(self, tenant: bytes, response_id: str) -> tuple[bytes, bytes, str | None] | None:
+        """The input, body and previous response of a response."""
+        found: tuple[bytes, bytes, str | None] | None = (
             self._open()
             .execute(
                 "SELECT input, body, previous FROM responses WHERE id = ? AND tenant = ? AND created >= ?",
@@ -151,21 +167,30 @@ class ResponseStore:
             )
             .fetchone()
         )
-        return None if row is None else StoredResponse(msgspec.json.decode(row[0]), row[1], row[2])
+        return found
 
-    def _history(self, tenant: bytes, response_id: str) -> list[Item] | None:
-        responses: list[StoredResponse] = []
+    def _get(self, tenant: bytes, response_id: str) -> StoredResponse | None:
+        row = self._row(tenant, response_id)
+        return None if row is None else StoredResponse(msgspec.json.decode(row[0]), *row[1:])
+
+    def _history(self, tenant: bytes, response_id: str) -> History | None:
+        lists: list[bytes] = []  # of items, as JSON, the last one first
+        size, most = 0, self._bounds.conversation_bytes
         left: str | None = response_id
         while left is not None:
-            response = self._get(tenant, left)
-            if response is None:
+            row = self._row(tenant, left)
+            if row is None:
                 return None
-            if len(responses) == MAX_CONVERSATION:
-                raise ConversationTooLong(MAX_CONVERSATION)
-            responses.append(response)
-            left = response.previous
-        responses.reverse()
-        return [item for each in responses for item in (*each.input, *msgspec.json.decode(each.body)["output"])]
+            given, body, left = row
+            made = bytes(msgspec.json.decode(body, type=_Made).output)
+            lists += made, given
+            size += len(made) + len(given)
+            if len(lists) > 2 * MAX_CONVERSATION:
+                raise ConversationTooLong(f"{MAX_CONVERSATION} stored responses")
+            if size > most:
+                raise ConversationTooLong(f"{most} bytes of stored items")
+        items = [item for each in reversed(lists) for item in msgspec.json.decode(each)]
+        return History(items, size, sum([each.count(b"{") for each in lists]))
 
     def _delete(self, tenant: bytes, response_id: str) -> bool:
         done = self._open().execute("DELETE FROM responses WHERE id = ? AND tenant = ?", (response_id, tenant))

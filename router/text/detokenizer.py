@@ -65,10 +65,12 @@ class WindowDetokenizer:
     replacement characters may differ, because byte-fallback decoders treat a run of byte tokens as a unit.
     """
 
-    __slots__ = ("_decode", "_ids", "_shown", "_unfinished")
+    __slots__ = ("_decode", "_ids", "_pieces", "_shown", "_unfinished")
 
-    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+    def __init__(self, decode: Callable[[list[int]], str], pieces: Mapping[int, bytes]) -> None:
+        """`pieces`: as in `ByteDetokenizer`. Ids without text are skipped; held, they would only enlarge the window."""
         self._decode = decode
+        self._pieces = pieces
         self._ids: list[int] = []  #: the window: `_shown` ids whose text was returned, then held ids
         self._shown = 0
         self._unfinished = 0  #: number of ids held because they end inside a character, not because of a stripped space
@@ -76,8 +78,9 @@ class WindowDetokenizer:
     def push(self, token_ids: Sequence[int]) -> str:
         parts = []
         for token_id in token_ids:
-            self._ids.append(token_id)
-            parts.append(self._advance(patient=self._unfinished + 1 < MAX_HELD_TOKENS))
+            if self._pieces.get(token_id):
+                self._ids.append(token_id)
+                parts.append(self._advance(patient=self._unfinished + 1 < MAX_HELD_TOKENS))
         return "".join(parts)
 
     def _advance(self, *, patient: bool) -> str:

@@ -26,7 +26,6 @@ class TokenizerParts(msgspec.Struct, frozen=True):
     """The parts of a transformers tokenizer that the text side needs."""
 
     tokenizer: str  #: the `tokenizers` object as JSON
-    special_ids: list[int]
     special_tokens: dict[str, str]  #: by role, such as `bos_token`; passed to chat templates
     chat_template: str | dict[str, str] | None
 
@@ -96,7 +95,6 @@ def main() -> int:
         special = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
         parts = TokenizerParts(
             tokenizer=tokenizer.backend_tokenizer.to_str(),
-            special_ids=list(tokenizer.all_special_ids),
             special_tokens=special,
             chat_template=tokenizer.chat_template,
         )

@@ -91,7 +91,8 @@ class TextModel:
         self.constraints = ConstraintChecker()
         self._pieces = piece_table(self._backend)
         self._byte_level = is_byte_level(self._backend)
-        self._special = special = frozenset(parts.special_ids)
+        #: All tokens that are special by their definition: transformers' `all_special_ids` are only those with a role.
+        self._special = special = frozenset(token["id"] for token in layout.added_tokens if token["special"])
         #: The pieces for answers, in which special tokens have no text.
         self._texts = {each: piece for each, piece in enumerate(self._pieces) if each not in special}
         #: `_texts` plus the given special tokens. Only the markers of the model's parsers occur, so entries are few.
@@ -271,19 +272,11 @@ class TextModel:
 
         `special`: every special token is shown by name.
         """
-        if special:
-            return (
-                ByteDetokenizer(self._with_markers(self._special))
-                if self._byte_level
-                else WindowDetokenizer(self.decode)
-            )
-        shown = self._special.intersection(map(self._backend.token_to_id, markers)) if markers else frozenset()
-        if self._byte_level:
-            return ByteDetokenizer(self._with_markers(shown) if shown else self._texts)
-        if not shown:
-            return WindowDetokenizer(lambda ids: self.decode(ids, skip_special_tokens=True))
-        hidden = self._special - shown
-        return WindowDetokenizer(lambda ids: self.decode([each for each in ids if each not in hidden]))
+        shown = self._special
+        if not special:
+            shown = shown.intersection(map(self._backend.token_to_id, markers)) if markers else frozenset()
+        texts = self._with_markers(shown) if shown else self._texts
+        return ByteDetokenizer(texts) if self._byte_level else WindowDetokenizer(self.decode, texts)
 
     def _with_markers(self, shown: frozenset[int]) -> dict[int, bytes]:
         texts = self._marked_texts.get(shown)

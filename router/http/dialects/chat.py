@@ -166,7 +166,7 @@ def _marks(body: MessageBody, index: int) -> Iterator[CacheMark]:
     if isinstance(body.content, list):
         end = 0  # every part has a text: `MessageBody.text` has checked
         for place, part in enumerate(body.content):
-            end += len(part["text"])
+            end += len(part[part["type"]])
             given = part.get("cache_control")
             if given is None:
                 continue

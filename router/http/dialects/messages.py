@@ -220,14 +220,16 @@ def conversation(body: CountBody, settings: RouterSettings) -> Conversation:
         # Many templates refuse a system message that is not the first one.
         collector = _Collector("assistant" if given.role == "assistant" else "user", settings)
         turns += collector.messages(given.content, f"messages[{index}].content")
+    if not turns:
+        raise InvalidRequest.field("messages", "at least one message with content is needed")
     messages += merge_messages(turns, ("user", "assistant"), "\n")
     choice, output = body.tool_choice, body.output_config or OutputConfig()
     mode: Literal["auto", "none", "required"] = "auto"
     if choice is not None and choice.type != "auto":
         mode = "none" if choice.type == "none" else "required"
     thinking = None if body.thinking is None else body.thinking.type != "disabled"
-    last = messages[-1] if messages else None
-    prefilled = last is not None and last.role == "assistant" and not last.tool_calls and bool(last.content)
+    last = messages[-1]
+    prefilled = last.role == "assistant" and not last.tool_calls and bool(last.content)
     return Conversation(
         messages=messages,
         add_generation_prompt=not prefilled,

@@ -131,11 +131,12 @@ class MessageBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True
         texts = []
         for place, part in enumerate(self.content):
             param = f"messages[{index}].content[{place}]"
-            if part.get("type") != "text":
+            kind = part.get("type")
+            if kind not in ("text", "refusal"):
                 raise InvalidRequest.field(f"{param}.type", "only text parts are supported")
-            text = part.get("text")
+            text = part.get(kind)
             if not isinstance(text, str):
-                raise InvalidRequest.field(f"{param}.text", "expected str")
+                raise InvalidRequest.field(f"{param}.{kind}", "expected str")
             texts.append(text)
         return "".join(texts)
 

@@ -339,7 +339,11 @@ def mark(control: CacheControl | None, param: str) -> CacheMark | None:
 
 
 def decoded_arguments(arguments: Any, param: str) -> Any:
-    """Decode the arguments of an earlier call: APIs send JSON text, templates expect objects. Raises InvalidRequest."""
+    """Decode the arguments of an earlier call: APIs send JSON text, templates expect objects.
+
+    Text that is not JSON stays text, because models write such calls, and clients return them as they are. Raises
+    InvalidRequest.
+    """
     if not isinstance(arguments, str):
         return arguments
     data = arguments.encode()
@@ -347,8 +351,10 @@ def decoded_arguments(arguments: Any, param: str) -> Any:
         raise InvalidRequest.field(param, "'arguments' has too many values")
     try:
         return msgspec.json.decode(data or b"{}")
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise InvalidRequest.field(param, "'arguments' is not valid JSON") from error
+    except msgspec.DecodeError:
+        return arguments
+    except RecursionError as error:
+        raise InvalidRequest.field(param, "'arguments' is nested too deeply") from error
 
 
 def requested_output(body: Body, fields: Mapping[str, Any], at: str = "response_format") -> FieldConstraint | None:

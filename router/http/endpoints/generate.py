@@ -45,7 +45,7 @@ async def start_generation(
     job = await dialect.job(front, served, body, sender)
     session, departure = caller.session or job.session, None
     if session is not None and job.conversation is not None:
-        departure = _departure(front, job, (sender.salt, session, caller.agent))
+        departure = _departure(front, job, (sender.salt, session, caller.agent), sender.body_bytes)
     builder = dialect.builder(served, body, f"{front.random_bits(96):024x}", int(front.wall()))
     if prepare is not None:
         prepare(builder)
@@ -53,10 +53,10 @@ async def start_generation(
     Generation(front, job, exchange, caller, writer, departure).begin()
 
 
-def _departure(front: Front, job: Job, key: SessionKey) -> Callable[[int], str | None] | None:
+def _departure(front: Front, job: Job, key: SessionKey, body_bytes: int) -> Callable[[int], str | None] | None:
     """Remember a session's prompt. Returns the maker of the departure header; None: it continues the last prompt."""
     new = token_bytes(job.prompts[0].token_ids), job.conversation
-    before = front.session_prompts.put(key, new)
+    before = front.session_prompts.put(key, new, body_bytes)
     if before is not None and continues(before, new):
         return None
     return partial(header, before, new, job.served.text)

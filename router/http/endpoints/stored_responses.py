@@ -67,7 +67,8 @@ async def put_history(front: Front, caller: Caller, body: ResponsesBody) -> None
     history = await front.responses.history(caller.tenant.digest, previous)
     if history is None:
         raise PreviousResponseNotFound(previous)
-    body.input, body.previous_response_id = [*history, *items_of(body)], None
+    caller.history_bytes, caller.history_objects = history.bytes, history.objects
+    body.input, body.previous_response_id = [*history.items, *items_of(body)], None
 
 
 async def _stored(front: Front, exchange: Exchange) -> tuple[str, StoredResponse]:

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from homing.kvcache.hashing import token_bytes
-from homing.router.http.departures import TEXT_BYTES, SessionPrompts, common_tokens, place_between, place_in
+from homing.router.http.departures import ENTRY_BYTES, SessionPrompts, common_tokens, place_between, place_in
+from homing.router.http.front import Front
 from homing.router.text.conversation import Conversation, Message, function_tool
 
 from .fakes import FakeBackend, reply
@@ -161,14 +162,22 @@ def test_the_common_beginning_is_found(one: list[int], other: list[int]) -> None
 
 def test_the_memory_for_prompts_is_bounded() -> None:
     """The least recently used session is forgotten first."""
-    prompts, ids = SessionPrompts(capacity_bytes=(4 + TEXT_BYTES) * 100), token_bytes(list(range(30)))
+    prompts, ids = SessionPrompts(capacity_bytes=4 * ENTRY_BYTES), token_bytes(list(range(30)))
 
     for name in "abcab":
-        prompts.put((b"", name, None), (ids, EMPTY))
-    prompts.put((b"", "d", None), (ids, EMPTY))
+        prompts.put((b"", name, None), (ids, EMPTY), 50)
+    prompts.put((b"", "d", None), (ids, EMPTY), 50)
     kept = [name for name in "abcd" if prompts.get((b"", name, None)) is not None]
-    prompts.put((b"", "e", None), (token_bytes([1] * 1000), EMPTY))
+    prompts.put((b"", "e", None), (token_bytes([1] * 1000), EMPTY), 50)
 
     assert kept == ["a", "b", "d"]
     assert len(prompts) == 0
     assert prompts.used_bytes == 0
+
+
+async def test_the_memory_for_prompts_includes_what_the_template_leaves_out(client: httpx.AsyncClient, front: Front):
+    """Or clients could fill the router's memory with fields that templates ignore, under a new session each time."""
+    for index in range(8):
+        await departure(client, ASKED, f"s{index}", chat_template_kwargs={"unused": "x" * 50_000})
+
+    assert front.session_prompts.used_bytes >= 8 * 50_000

@@ -22,7 +22,7 @@ from .conftest import ANSWER
 from .fakes import FakeBackend
 
 PATH = "/v1/responses"
-BOUNDS = StoreBounds(responses=1000, bytes=1_000_000, age_s=60.0)
+BOUNDS = StoreBounds(responses=1000, bytes=1_000_000, age_s=60.0, conversation_bytes=100_000)
 
 
 class Wall:
@@ -156,7 +156,7 @@ async def test_another_process_finds_it(store: ResponseStore, tmp_path: Path, wa
     other.close()
 
     assert history is not None
-    assert len(history) == 2
+    assert len(history.items) == 2
     assert gone == (True, None)
 
 
@@ -172,7 +172,28 @@ async def test_a_conversation_beyond_the_bound_is_named_as_too_long(tmp_path: Pa
     store.close()
 
     assert history is not None
-    assert len(history) == MAX_CONVERSATION
+    assert len(history.items) == MAX_CONVERSATION
+
+
+async def test_a_conversation_with_too_many_bytes_is_not_loaded(store: ResponseStore) -> None:
+    """Items that prompts leave out do not count against the context, so they could fill the router's memory."""
+    store.put(b"t", "a", stored(size=60_000))
+    store.put(b"t", "b", stored("a", size=30_000))
+    store.put(b"t", "c", stored("b", size=30_000))
+
+    assert await store.history(b"t", "b") is not None
+    with pytest.raises(ConversationTooLong, match="100000 bytes"):
+        await store.history(b"t", "c")
+
+
+async def test_the_history_counts_as_part_of_the_body(client: httpx.AsyncClient, front: Front):
+    """The size decides whether a prompt is rendered and encoded off the event loop, and what its memory costs."""
+    left_out = [{"type": "web_search_call", "id": str(index), "text": "x" * 10_000} for index in range(9)]
+    made = (await client.post(PATH, json={"input": [*left_out, {"role": "user", "content": "a"}]})).json()
+    headers = {"x-session-affinity": "s"}
+    await client.post(PATH, json={"input": "b", "previous_response_id": made["id"]}, headers=headers)
+
+    assert front.session_prompts.used_bytes > 90_000
 
 
 async def test_a_file_that_cannot_be_used_fails_the_request_alone(tmp_path: Path, wall: Wall) -> None:

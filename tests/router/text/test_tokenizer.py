@@ -4,9 +4,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
 from homing.router.errors import InvalidRequest, PromptTooLong, TemplateRefusal, TokenizerUnavailable
 from homing.router.text.encoder import SLOW_CHARACTERS, FastEncoder
@@ -171,6 +173,19 @@ def test_a_folder_without_tokenizer_is_named(tmp_path: Path):
     """The error must tell the operator which folder is wrong."""
     with pytest.raises(TokenizerUnavailable, match=tmp_path.name):
         TextModel.load(tmp_path, cache_bytes=0)
+
+
+def test_a_special_token_without_a_role_has_no_text():
+    """Llama 3 has 256 special tokens of which transformers names two; the others must not appear in answers either."""
+    backend = Tokenizer.from_str(demo_parts().tokenizer)
+    backend.add_special_tokens(["<|reserved|>"])
+    reserved = backend.token_to_id("<|reserved|>")
+    model = TextModel(msgspec.structs.replace(demo_parts(), tokenizer=backend.to_str()), cache_bytes=0)
+
+    assert model.detokenizer().push([reserved]) == ""
+    assert model.detokenizer(["<|reserved|>"]).push([reserved]) == "<|reserved|>"
+    assert model.detokenizer(special=True).push([reserved]) == "<|reserved|>"
+    model.close()
 
 
 def test_pieces_of_unknown_ids_are_empty(text_model: TextModel):
