@@ -64,7 +64,7 @@ def from_line(line: bytes | str) -> Recorded | None:
         read = msgspec.convert(raw, _Line)
         epoch = None if read.epoch is None else int(read.epoch, 16)
         return Recorded(read.replica, StreamEvent(read.seq, read.ts, _event(read), read.resync), epoch)
-    except (msgspec.DecodeError, UnicodeDecodeError, ValueError, KeyError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
         raise BadRecord(f"not a recorded event: {error}") from error
 
 

@@ -92,7 +92,7 @@ def test_remarks_about_the_stream_are_no_events_of_the_cache(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["nonsense", "{}", '{"replica":"r0","seq":1,"ts":1,"event":"stored","hashes":["xyz"]}']
+    "line", ["nonsense", "{}", '{"event":[]}', '{"replica":"r0","seq":1,"ts":1,"event":"stored","hashes":["xyz"]}']
 )
 def test_a_line_that_is_no_record_is_named_by_its_number(line: str) -> None:
     """Recordings get truncated and edited by hand."""
