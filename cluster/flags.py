@@ -85,7 +85,7 @@ else:
     )
     _FILE = "YAML file of settings with which the cluster was started"
     FindCluster = group_of(*LOOKUP, file=_FILE)
-    FollowEvents = group_of(*LOOKUP, "events_curve_keys", file=_FILE)
+    FollowEvents = group_of(*LOOKUP, "events_curve_keys", "heartbeat_interval_s", file=_FILE)
     TextSettings = group_of("model", "tokenizer")
 
 #: The stream that receives the command's output.

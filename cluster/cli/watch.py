@@ -179,7 +179,8 @@ def follow(settings: Settings, out: TextIO, options: WatchOptions, *, url: str |
     try:
         with options.record.open("ab") if options.record else contextlib.nullcontext() as recording:
             session = WatchSession(options, partial(print, file=out, flush=True), recording)
-            asyncio.run(_follow(address, session, options.shown.replicas, keys))
+            interval_s = settings.events.heartbeat_interval_s
+            asyncio.run(_follow(address, session, options.shown.replicas, keys, interval_s))
     except EventError as error:
         raise ClusterError(str(error)) from error
     except BrokenPipeError:
@@ -433,7 +434,9 @@ class WatchSession:
             self.stop()
 
 
-async def _follow(url: str, session: WatchSession, only: frozenset[str], keys: KeyPair | None) -> None:
+async def _follow(
+    url: str, session: WatchSession, only: frozenset[str], keys: KeyPair | None, heartbeat_interval_s: float
+) -> None:
     def ask() -> Any:
         try:
             return get_json(url)
@@ -442,7 +445,8 @@ async def _follow(url: str, session: WatchSession, only: frozenset[str], keys: K
 
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, session.stop)
-    following = asyncio.ensure_future(ClusterFeed(ask, session, only=only, keys=keys).run())
+    feed = ClusterFeed(ask, session, only=only, keys=keys, heartbeat_interval_s=heartbeat_interval_s)
+    following = asyncio.ensure_future(feed.run())
     following.add_done_callback(lambda _: session.stop())
     try:
         await session.until_stopped()

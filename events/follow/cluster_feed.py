@@ -90,14 +90,19 @@ class ClusterFeed:
         token_ids: bool = True,
         keys: KeyPair | None = None,
         refresh_s: float = REFRESH_S,
+        heartbeat_interval_s: float = 0.2,
     ) -> None:
-        """`ask` returns /cluster as JSON; it may block or raise ClusterUnreachable. `only`: names of the replicas."""
+        """`ask` returns /cluster as JSON; it may block or raise ClusterUnreachable. `only`: names of the replicas.
+
+        `heartbeat_interval_s`: the publishers'; a stream counts as stale after five of them without a message.
+        """
         self._ask = ask
         self._sink = sink
         self._only = frozenset(only)
         self._token_ids = token_ids
         self._keys = keys
         self._refresh_s = refresh_s
+        self._heartbeat_interval_s = heartbeat_interval_s
         self._feeds: dict[Source, EventFeed] = {}
 
     @property
@@ -142,6 +147,7 @@ class ClusterFeed:
         return EventFeed(
             ends,
             _SourceSink(self._sink, source),
+            heartbeat_interval_s=self._heartbeat_interval_s,
             token_ids=self._token_ids,
             counted=not ours,
             topic=EVENTS_TOPIC if ours else b"",

@@ -102,6 +102,19 @@ async def test_a_rebuilt_replica_is_left_and_followed_again(make_publisher: Publ
     assert not feed.feeds
 
 
+async def test_a_stream_is_not_stale_between_two_heartbeats(make_publisher: Publishers) -> None:
+    """`heartbeat_interval_s` is a setting of the cluster; ticks of the default interval would pass between two."""
+    listing, sink = Listing(), NotingSink()
+    listing.put("r0", 7, make_publisher().start())
+    feed = ClusterFeed(listing.view, sink, heartbeat_interval_s=8.0)
+
+    feed.adjust(sources(listing.view()))
+    ticks = [each.tick_s for each in feed.feeds.values()]
+    feed.close()
+
+    assert ticks == [4.0]
+
+
 async def test_a_router_that_comes_back_was_never_gone(make_publisher: Publishers) -> None:
     """A router is restarted within seconds, and the replicas' streams do not pass through it."""
     listing, sink = Listing(), NotingSink()
