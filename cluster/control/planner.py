@@ -353,7 +353,10 @@ class Fleet:
         """Drain one outdated group if enough others serve. Outdated groups that do not serve end at once."""
         outdated = [group for group in self.groups.values() if self._outdated(group)]
         for group in outdated:
-            if group.phase is not GroupPhase.READY and (group.being_replaced or group.version != self.fallback):
+            # Without surge, a group of the new version could otherwise not take the place of one that never serves.
+            failing = not self.settings.surge and group.phase is GroupPhase.WAITING and group.failures > 1
+            unused = group.being_replaced or group.version != self.fallback or failing
+            if group.phase is not GroupPhase.READY and unused:
                 self._retire(group, _replacement_reason(group), now)
         ready = self._in_phase(GroupPhase.READY)
         enough = len(ready) > self.wanted if self.settings.surge else len(self.groups) <= self.wanted <= len(ready)

@@ -260,6 +260,31 @@ def test_an_update_replaces_one_after_the_other(surge: bool, fewest: int, most: 
     assert fleet.settled
 
 
+@pytest.mark.parametrize("surge", [True, False])
+@pytest.mark.parametrize("failing", [{"r0"}, {"r0", "r1"}])
+def test_an_update_replaces_replicas_that_keep_failing(surge: bool, failing: set[str]) -> None:
+    """It may be what corrects them; without surge, it used to wait until all of them serve."""
+    fleet = Fleet(msgspec.structs.replace(PACING, surge=surge), wanted=2)
+
+    for now in range(60):
+        if now == 10:
+            fleet.update(2)
+        actions = fleet.reconcile(now)
+        check_fleet(fleet)
+        for action in actions:
+            match action:
+                case StartRankGroup(name, generation, 1) if name in failing:
+                    fleet.failed(name, generation, "out of memory", now)
+                case StartRankGroup(name, generation):
+                    fleet.placed(name, generation, now)
+                    fleet.ready(name, generation, describe_replica(name, generation), now)
+                case Drain(name, generation):
+                    fleet.drained(name, generation)
+
+    assert fleet.settled
+    assert {group.version for group in fleet.groups.values()} == {2}
+
+
 def test_an_update_is_abandoned_when_its_first_replica_fails(fleet: Fleet) -> None:
     """Serving replicas are not touched, and the reason is kept for the caller."""
     bring_up(fleet)
