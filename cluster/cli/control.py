@@ -187,10 +187,15 @@ def _with_settings(spec: ClusterModel, settings: Settings) -> ClusterModel:
 
 
 def failed_since(before: ClusterStatus, status: ClusterStatus) -> str:
-    """Say which replica has failed to start since `before`; empty if none has. The controller will retry."""
+    """Say which replica has failed to start since `before`; empty if none has. The controller will retry.
+
+    Replicas that an update is to replace do not count: their failures may be its reason.
+    """
     known = {(replica.replica_id, replica.failures) for replica in before.replicas}
+    current = {model.name: model.version for model in status.models}
     for replica in status.replicas:
-        if replica.failures and (replica.replica_id, replica.failures) not in known:
+        outdated = replica.version != current[replica.model]
+        if replica.failures and not outdated and (replica.replica_id, replica.failures) not in known:
             return f"replica {replica.replica_id} could not start and will be retried: {replica.last_error}"
     return ""
 

@@ -7,7 +7,7 @@ import pytest
 
 from homing.cluster.cli.control import choose_model, failed_since, update_orders, updated
 from homing.cluster.config import load_settings
-from homing.cluster.control.control_messages import ClusterModel, ClusterStatus, ReplicaStatus
+from homing.cluster.control.control_messages import ClusterModel, ClusterStatus, ModelStatus, ReplicaStatus
 from homing.cluster.errors import ModelUnavailable, NoSuchModel, SettingsError
 from homing.replica.demo import demo_model_path
 
@@ -117,11 +117,13 @@ def test_an_update_takes_a_tokenizer_for_the_model(tmp_path: Path, monkeypatch: 
         update_orders(running, flags={"tokenizer": str(tmp_path)})
 
 
-def cluster(**failures: int) -> ClusterStatus:
+def cluster(*, version: int = 1, **failures: int) -> ClusterStatus:
+    """A cluster whose replicas have version 1, while new ones get `version`."""
     groups = (
         ReplicaStatus(name, "fox", 1, "starting", "", count, (), 0, "no room") for name, count in failures.items()
     )
-    return ClusterStatus(tuple(groups), None, (), None, ())
+    model = ModelStatus("fox", wanted=2, version=version, settled=False, abandoned="")
+    return ClusterStatus(tuple(groups), None, (), None, (), (model,))
 
 
 def test_a_command_fails_by_what_does_not_come_up_after_it() -> None:
@@ -132,3 +134,8 @@ def test_a_command_fails_by_what_does_not_come_up_after_it() -> None:
     assert failed_since(before, cluster(r0=0, r1=0)) == ""
     assert failed_since(before, cluster(r0=1, r2=1)) == "replica r2 could not start and will be retried: no room"
     assert failed_since(before, cluster(r0=2, r1=0)) == "replica r0 could not start and will be retried: no room"
+
+
+def test_an_update_does_not_fail_by_the_replicas_that_it_replaces() -> None:
+    """They may be the reason for it."""
+    assert failed_since(cluster(r0=3), cluster(r0=4, version=2)) == ""
