@@ -45,6 +45,13 @@ def test_every_key_on_the_wire_is_documented(struct: type[msgspec.Struct], unuse
     assert documented_keys(struct.__name__) == set(struct.__struct_fields__) - unused
 
 
+def test_every_counter_of_a_load_report_is_documented() -> None:
+    """They are keys of a map inside the report."""
+    (row,) = re.findall(r"^\| `counters` \| map \| (.*) \|$", PAGE, re.MULTILINE)
+
+    assert set(re.findall(r"`(\w+)`", row)) == set(messages.CacheCounters.__struct_fields__)
+
+
 @pytest.mark.parametrize("encrypted", [False, True])
 async def test_the_subscriber_of_the_page_follows_a_publisher(
     make_publisher: Callable[..., EventPublisher], encrypted: bool
