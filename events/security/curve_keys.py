@@ -53,9 +53,7 @@ def new_pair() -> KeyPair:
 
 def make_folder(folder: Path) -> None:
     """Create the keys of a cluster. Raises BadKeys when keys exist, as clients rely on them."""
-    pair = new_pair()
-    _write(folder / f"{SERVER}.key_secret", _certificate(pair.public, pair.secret), 0o600)
-    _write(folder / f"{SERVER}.key", _certificate(pair.public), 0o644)
+    _write_pair(folder / f"{SERVER}.key_secret", folder / f"{SERVER}.key")
     add_client(folder, READER)
 
 
@@ -64,17 +62,12 @@ def add_client(folder: Path, name: str) -> Path:
 
     Raises BadKeys if the name is taken or the folder has no keys of a cluster.
     """
-    path, pair = folder / f"{name}.key_secret", new_pair()
+    path = folder / f"{name}.key_secret"
     if not _NAME.fullmatch(name):
         raise BadKeys(path, "a client's name may contain only letters, digits, dots, dashes and underscores")
     if not (folder / f"{SERVER}.key").is_file():
         raise BadKeys(folder, "it contains no keys of a cluster (`homing keys DIR` creates them)")
-    _write(path, _certificate(pair.public, pair.secret), 0o600)
-    try:
-        _write(folder / _CLIENTS / f"{name}.key", _certificate(pair.public), 0o644)
-    except BadKeys:  # the name is that of a client whose pair was moved to it, as it should be
-        path.unlink()
-        raise
+    _write_pair(path, folder / _CLIENTS / f"{name}.key")
     return path
 
 
@@ -145,6 +138,17 @@ def _load(path: Path) -> tuple[bytes, bytes | None]:
     if not whole:
         raise BadKeys(path, "it contains a key that is not 40 characters of Z85")
     return public, secret
+
+
+def _write_pair(secret: Path, public: Path) -> None:
+    """Write a new pair and its public key. Raises BadKeys, with no effect, if one of the files exists."""
+    pair = new_pair()
+    _write(secret, _certificate(pair.public, pair.secret), 0o600)
+    try:
+        _write(public, _certificate(pair.public), 0o644)
+    except BadKeys:  # such as that of a client whose pair was moved to it, as it should be
+        secret.unlink()
+        raise
 
 
 def _certificate(public: bytes, secret: bytes | None = None) -> str:

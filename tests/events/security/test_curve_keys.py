@@ -96,6 +96,16 @@ def test_a_client_that_cannot_be_added_gets_no_keys(folder: Path, tmp_path: Path
     assert not (tmp_path / "misspelled").exists()
 
 
+def test_a_public_key_without_its_secret_gets_no_other_secret(folder: Path) -> None:
+    """Subscribers pin the public key; the pair of another one would lock them out."""
+    (folder / "server.key_secret").unlink()
+
+    with pytest.raises(BadKeys, match=r"server\.key: it already exists"):
+        make_folder(folder)
+
+    assert not (folder / "server.key_secret").exists()
+
+
 @pytest.mark.parametrize("name", ["", "../x", "a b", ".hidden", "x/y"])
 def test_a_clients_name_is_no_path(folder: Path, name: str) -> None:
     """The name becomes part of a file name."""
