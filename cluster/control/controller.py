@@ -70,8 +70,8 @@ class Controller:
         self._errors: dict[str, str] = {}
         self._draining: set[int] = set()  #: generations that drain
         self._notices: deque[Notice] = deque(maxlen=NOTICES_KEPT)
-        #: Starts from the clock, so that numbers keep rising when this actor is restarted.
-        self._last_notice = time.time_ns() // 1000
+        #: Starts from a clock that is never set, so that numbers keep rising when this actor is restarted.
+        self._last_notice = time.monotonic_ns() // 1000
         self._supervisor: Any = ray.get_actor(SUPERVISOR)
         self._groups = RankGroups(self._supervisor, self)
         self._scalers: dict[str, Autoscaler] = {}  #: by name, for models with `autoscale`

@@ -63,8 +63,9 @@ class RouterProcesses:
         self._port = common.router.port
         #: If the setting asks for any free port, the first router chooses it and the others wait.
         self._port_known = asyncio.Event()
-        #: Numbered from the clock, to be higher than the numbers of the controller's previous process.
-        self._membership = _membership(models, (), time.time_ns() // 1000)
+        #: Numbered from a clock that is never set, to be higher than the numbers of the controller's previous process,
+        #: which ran on the same machine.
+        self._membership = _membership(models, (), time.monotonic_ns() // 1000)
         self._stopping = False
 
     @property

@@ -6,6 +6,8 @@ from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from homing.cluster.config import Settings, load_settings
 from homing.cluster.control.control_messages import ClusterModel, Listening, Models
 from homing.cluster.control.router_processes import RouterProcesses
@@ -88,6 +90,21 @@ async def test_each_router_gets_each_membership_under_a_rising_number() -> None:
             assert isinstance(first, SetMembership)
             assert isinstance(second, SetMembership)
             assert (second.models, second.cluster_seed, second.number) == (("fox",), 7, first.number + 1)
+
+
+async def test_numbers_rise_over_a_restart_of_the_controller_also_if_the_clock_is_set_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Routers would ignore every membership of the new process, until the clock has caught up."""
+    numbers = []
+    for now in (1_800_000_000, 1_700_000_000):
+        monkeypatch.setattr("time.time_ns", lambda now=now: now * 1_000_000_000)
+        async with running(lambda _: None, lambda _: None) as (_, actors):
+            (first,) = actors[0].asked
+            assert isinstance(first, SetMembership)
+            numbers.append(first.number)
+
+    assert numbers == sorted(set(numbers))
 
 
 async def test_routers_are_told_of_missing_replicas_once() -> None:
