@@ -172,8 +172,10 @@ def update_orders(
         check_bounds(added, f"model {added.served_name}: ")
         orders.append(("add", _with_settings(template, added)))
     for name, changed in changed_settings(staying, flags, file).items():
-        if restart or changed != running[name].settings:
-            orders.append(("update", _with_settings(running[name], resolve_devices(changed, gpus))))
+        # Resolved before they are compared: the running settings name a device where a file may say auto.
+        before, after = (resolve_devices(each, gpus) for each in (staying[name], changed))
+        if restart or after != before:
+            orders.append(("update", _with_settings(running[name], after)))
     return orders
 
 

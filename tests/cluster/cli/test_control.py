@@ -8,6 +8,7 @@ import pytest
 from homing.cluster.cli.control import choose_model, failed_since, update_orders, updated
 from homing.cluster.config import load_settings
 from homing.cluster.control.control_messages import ClusterModel, ClusterStatus, ModelStatus, ReplicaStatus
+from homing.cluster.devices import resolve_devices
 from homing.cluster.errors import ModelUnavailable, NoSuchModel, SettingsError
 from homing.replica.demo import demo_model_path
 
@@ -98,6 +99,16 @@ def test_an_update_says_what_it_has_done(tmp_path: Path) -> None:
     assert updated(running, other) == "updated; fox now runs org/ox"
     assert updated(running, update_orders(running, restart=True)) == "updated"
     assert updated(running, update_orders(running, remove=["owl"])) == "removed owl"
+
+
+@pytest.mark.parametrize("gpus", [(), (1.0,)])
+def test_a_value_that_is_chosen_by_the_machine_is_no_change(gpus: tuple[float, ...]) -> None:
+    """Otherwise an update from the file that the cluster was started with would replace every replica."""
+    asked = {"device": "auto", "gpus_per_rank": "0", "max_running_requests": "0", "max_batched_tokens": "0"}
+    settings = resolve_devices(load_settings(asked | {"served_model_name": "fox"}, {}), gpus)
+    running = {"fox": ClusterModel(settings=settings, seed=7, model_dir=None, run_dir=None, host=None)}
+
+    assert update_orders(running, flags=asked, gpus=gpus) == []
 
 
 def test_an_update_takes_a_tokenizer_for_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
