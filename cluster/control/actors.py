@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
 import ray
-from ray.exceptions import OutOfMemoryError, RayActorError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayError
 
 from ...kvcache.prefix_cache import CachedBlock
 from ...replica.messages import ReplicaDescription
@@ -283,8 +283,8 @@ async def until_silent(actor: Any, cluster: ClusterSettings) -> str:
 
 
 async def within(seconds: float, call: Awaitable[Any]) -> None:
-    """Wait at most this long for a call that may never return; its process is killed afterwards anyway."""
+    """Wait at most this long for a call that may fail or never return; its process is killed afterwards anyway."""
     try:
         await asyncio.wait_for(call, seconds)
-    except (TimeoutError, RayActorError):
-        log.info("stop_not_answered after_s=%g", seconds)
+    except (TimeoutError, RayError) as error:
+        log.info("stop_failed after_s=%g reason=%r", seconds, death(error))

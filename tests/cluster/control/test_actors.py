@@ -5,10 +5,10 @@ import threading
 from pathlib import Path
 
 import pytest
-from ray.exceptions import ActorDiedError, OutOfMemoryError, RayError
+from ray.exceptions import ActorDiedError, OutOfMemoryError, RayError, RayTaskError
 
 from homing.cluster.config import Settings, load_settings
-from homing.cluster.control.actors import ReplicaRank, RouterProcess, death, step_limit_s
+from homing.cluster.control.actors import ReplicaRank, RouterProcess, death, step_limit_s, within
 from homing.cluster.control.control_messages import (
     ClusterModel,
     Failed,
@@ -259,3 +259,15 @@ def test_the_reason_of_a_death_names_memory_where_ray_killed_for_it(error: RayEr
     """After a kill for memory, "the process died" would suggest a crash, and Ray's own paragraph hides the remedy."""
     assert reason in death(error)
     assert len(death(error)) < 120
+
+
+@pytest.mark.parametrize(
+    "error", [TimeoutError(), OutOfMemoryError("it"), RayTaskError("stop", "its traceback", ValueError("it"))]
+)
+async def test_a_process_that_cannot_stop_does_not_keep_the_others_from_it(error: Exception) -> None:
+    """It is killed next; an error here would leave it, its group's other processes and its place behind."""
+
+    async def stop() -> None:
+        raise error
+
+    await within(60, stop())
