@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import msgspec
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
 
 from ...replica.messages import ReplicaDescription
@@ -84,7 +84,7 @@ class RankGroups:
             asked = (asyncio.wait_for(rank.started.remote(), 10) for rank in group.ranks)
             results: list[Started | Failed | None] = await asyncio.gather(*asked)
             description = _described(group, results) if group.ranks else None
-        except (StartFailed, RayActorError, TimeoutError) as error:
+        except (StartFailed, RayError, TimeoutError) as error:
             log.warning("rank_group_not_adopted replica=%s reason=%s", group.replica_id, death(error))
             description = None
         if description is None:
@@ -103,7 +103,7 @@ class RankGroups:
             await group.ranks[0].drain.remote()
             while not await group.ranks[0].idle.remote():  # noqa: ASYNC110 - the rank is another process
                 await asyncio.sleep(DRAIN_POLL_S)
-        except RayActorError:
+        except RayError:
             return False  # `_watch` reports it
         return True
 
@@ -173,7 +173,7 @@ class RankGroups:
         return _described(group, results)
 
     async def _follow_start(self, group: RunningRankGroup) -> None:
-        with contextlib.suppress(RayActorError):  # `_watch` reports it
+        with contextlib.suppress(RayError):  # `_watch` reports it
             while True:
                 if doing := await group.ranks[0].progress.remote():
                     self._observer.group_progressed(group, doing)
@@ -184,7 +184,7 @@ class RankGroups:
         self._observer.group_failed(group, f"rank {index} {reason}" if len(group.ranks) > 1 else reason)
 
     async def _ping(self, group: RunningRankGroup, rank: Any) -> None:
-        with contextlib.suppress(RayActorError):  # `_watch` reports it
+        with contextlib.suppress(RayError):  # `_watch` reports it
             self._observer.group_failed(group, await until_silent(rank, group.spec.settings.cluster))
 
     @staticmethod

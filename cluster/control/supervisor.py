@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
@@ -126,7 +126,7 @@ class Supervisor:
             try:
                 ray.get(spare.ping.remote(), timeout=SPARE_TIMEOUT_S)
                 return spare
-            except (RayActorError, GetTimeoutError):
+            except RayError:
                 ray.kill(spare, no_restart=True)
         return None
 

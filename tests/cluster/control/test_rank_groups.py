@@ -1,11 +1,16 @@
-"""Resources that a replica reserves on Ray, with our own engine and with an external one."""
+"""Resources that a replica reserves on Ray, and the groups that a restarted controller takes over, without Ray."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from ray.exceptions import ActorDiedError, OutOfMemoryError
 
 from homing.cluster.config import load_settings
 from homing.cluster.control.control_messages import ClusterModel
-from homing.cluster.control.rank_groups import bundle_of, uses_spares, world_of
-from homing.cluster.control.supervisor import MIN_CPUS
+from homing.cluster.control.rank_groups import RankGroups, bundle_of, uses_spares, world_of
+from homing.cluster.control.supervisor import MIN_CPUS, RankGroupRecord
 
 
 def spec_of(run_dir: str | None = None, **flags: str) -> ClusterModel:
@@ -31,3 +36,29 @@ def test_an_external_engine_takes_over_no_spare_process() -> None:
 
     assert (uses_spares(ours), uses_spares(other)) == (True, False)
     assert bundle_of(ours) == bundle_of(other) == {"CPU": MIN_CPUS}
+
+
+@pytest.mark.parametrize("error", [ActorDiedError(), OutOfMemoryError("killed by the memory monitor"), TimeoutError()])
+async def test_a_group_that_died_with_the_controller_is_ended_and_not_taken_over(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray's memory monitor kills controllers first, and ranks in the same moment; the cluster must survive both."""
+    ended: list[int] = []
+    killed: list[Any] = []
+
+    async def started() -> None:
+        raise error
+
+    async def end_group(generation: int) -> None:
+        ended.append(generation)
+
+    def answering(name: str, answer: Any) -> Any:
+        return SimpleNamespace(**{name: SimpleNamespace(remote=lambda *args: asyncio.ensure_future(answer(*args)))})
+
+    monkeypatch.setattr("ray.kill", lambda rank, **_: killed.append(rank))
+    rank = answering("started", started)
+    groups = RankGroups(answering("end_group", end_group), SimpleNamespace())
+
+    found = await groups.adopt(RankGroupRecord("r0", 7, 1, placement=None, ranks=[rank]), spec_of())
+
+    assert (found, ended, killed, groups.get(7)) == (None, [7], [rank], None)
