@@ -23,13 +23,27 @@ USER_AGENT = "homing"
 
 
 def router_urls(settings: Settings, url: str | None = None) -> tuple[str, ...]:
-    """Return `url`, or the cluster's URL followed by that of each router if there are several. Raises NotRunning."""
+    """Return `url`, or the cluster's URL followed by that of each router if there are several.
+
+    Raises NotRunning, and SettingsError if `url` is none.
+    """
     if url:
-        return ((url if "://" in url else f"http://{url}").rstrip("/"),)
+        return (_checked(url if "://" in url else f"http://{url}").rstrip("/"),)
     entry = ClusterRegistry(state_folder(settings)).running(settings.cluster.name)
     if entry.url is None:
         raise NotRunning(f"cluster {entry.name!r} is still starting (pid {entry.pid})")
     return (entry.url, *entry.router_urls)
+
+
+def _checked(url: str) -> str:
+    try:
+        parts = urllib.parse.urlsplit(url)
+        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and url.isprintable()
+    except ValueError:  # a port that is no number, an unclosed bracket
+        usable = False
+    if not usable:
+        raise SettingsError(f"--url: {url!r} is not the address of a router, such as http://gateway:8000")
+    return url
 
 
 def read_key(file: str, where: str, standard_input: TextIO | None = None) -> str:

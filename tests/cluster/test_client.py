@@ -104,6 +104,13 @@ def test_a_cluster_elsewhere_is_asked_without_a_registry_entry(tmp_path: Path) -
         router_urls(settings)
 
 
+@pytest.mark.parametrize("url", ["http://", "http://[::1", "gateway:99999", "gateway:x", "file:///etc", "a\nb"])
+def test_an_address_that_is_none_is_refused(url: str) -> None:
+    """The message names the flag; these addresses raise different errors in different places."""
+    with pytest.raises(SettingsError, match=r"--url: .* is not the address of a router"):
+        router_urls(load_settings({}, {}), url)
+
+
 def test_a_router_on_this_machine_is_believed_whatever_its_certificate_names(router: HTTPServer) -> None:
     """The certificate names the address for clients, while local commands use the loopback address."""
     trust = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
