@@ -3,6 +3,7 @@
 Reads only `config.json`, without loading the model. The arithmetic is in `kvcache/sizing.py`.
 """
 
+import contextlib
 import re
 from dataclasses import dataclass
 from math import ceil
@@ -73,11 +74,9 @@ def block_bytes_of_config(path: Path, block_size: int) -> int:
 def parse_size(text: str, flag: str) -> int:
     """Parse `45GB`, `40GiB`, `16k` or plain digits. Raises SettingsError, which names the flag."""
     match = _SIZE.fullmatch(text.strip())
-    try:
-        if match:
+    if match:
+        with contextlib.suppress(ValueError, OverflowError):
             return int(float(match[1]) * _FACTORS[(match[2] or "").lower()])
-    except ValueError:
-        match = None
     raise SettingsError(f"{flag}: {text!r} is not a size such as 4096, 16k, 45GB or 40GiB")
 
 

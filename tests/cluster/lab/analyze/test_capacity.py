@@ -76,7 +76,7 @@ def test_sizes_are_read_as_people_write_them(text: str, expected: int):
     assert parse_size(text, "--x") == expected
 
 
-@pytest.mark.parametrize("text", ["", "many", "1.2.3", "12 apples", "-4", "k"])
+@pytest.mark.parametrize("text", ["", "many", "1.2.3", "12 apples", "-4", "k", "9" * 400])
 def test_what_is_no_size_is_refused_by_flag(text: str):
     """The error is one line that names the flag."""
     with pytest.raises(SettingsError, match="--x"):
