@@ -114,9 +114,9 @@ def update(
 
     Raises NotRunning, SettingsError, NoSuchModel, OrderRefused, StartFailed and UpdateAbandoned.
     """
-    # The settings in `LOOKUP` select the cluster; the others and the file are changes.
+    # The settings in `LOOKUP`, given or in the file, select the cluster; all others are changes.
     changes = with_model({name: text for name, text in texts(flags).items() if name not in LOOKUP}, model)
-    with _visit({name: values for name, values in flags.items() if name in LOOKUP}):
+    with _visit({name: values for name, values in flags.items() if name in (*LOOKUP, "config")}):
         client = ControllerClient(out)
         running = {model.name: model for model in client.ask("current")}
         gpus = local_ray.gpus_by_machine()

@@ -1,15 +1,17 @@
 """The model that a command applies to, the orders of an update, and which failures a command reports."""
 
+import io
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from homing.cluster.cli.control import choose_model, failed_since, update_orders, updated
+from homing.cluster.cli.main import run
 from homing.cluster.config import load_settings
 from homing.cluster.control.control_messages import ClusterModel, ClusterStatus, ModelStatus, ReplicaStatus
 from homing.cluster.devices import resolve_devices
-from homing.cluster.errors import ModelUnavailable, NoSuchModel, SettingsError
+from homing.cluster.errors import ModelUnavailable, NoSuchModel, NotRunning, SettingsError
 from homing.replica.demo import demo_model_path
 
 MODELS = """
@@ -126,6 +128,14 @@ def test_an_update_takes_a_tokenizer_for_the_model(tmp_path: Path, monkeypatch: 
     (tmp_path / "tokenizer.json").write_text('{"model": {"vocab": {"a": 4096}}}')
     with pytest.raises(SettingsError, match="has the token id 4,096, but the model has only 4,096 tokens"):
         update_orders(running, flags={"tokenizer": str(tmp_path)})
+
+
+def test_the_file_of_an_update_also_says_which_cluster(tmp_path: Path) -> None:
+    """As for the other commands: it may be the file with which the cluster was started."""
+    words = ["update", "--config", str(written(tmp_path, "cluster: {name: blue}")), "--state-dir", str(tmp_path)]
+
+    with pytest.raises(NotRunning, match="no cluster 'blue' is running"):
+        run(words, io.StringIO())
 
 
 def cluster(*, version: int = 1, **failures: int) -> ClusterStatus:
