@@ -79,7 +79,8 @@ async def follow(
     """Yield every event of the replicas behind the router at `url`, starting with their present state.
 
     `replicas`: follow only these. `refresh_s`: interval of requesting the list. `ask` replaces that request, for
-    example to trust other certificates. Leaving the loop closes everything. Raises ClusterUnreachable and KeysRefused.
+    example to trust other certificates. Leaving the loop closes everything. Raises ClusterUnreachable, KeysRefused and
+    EndpointUnusable.
     """
     loop = asyncio.get_running_loop()
     inbox = Inbox(backlog_batches, loop.call_soon)
