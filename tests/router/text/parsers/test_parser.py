@@ -234,6 +234,17 @@ def test_text_without_a_call_of_a_known_tool_passes_unchanged(text, tools, cuts)
         assert found == ([Content(text)] if text else [])
 
 
+@pytest.mark.parametrize(("broken", "found"), [(10, True), (300, False)])
+@given(cuts=CUTS)
+def test_after_too_many_broken_calls_no_more_are_looked_for(broken, found, cuts):
+    """Each of these spans the whole rest of the text; to read them all would block the router for seconds."""
+    spoilt = '<tool_call>{"a": ["\\"' * broken + '"<'
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+
+    wanted = [Content(spoilt), ToolCallStart(0, "call_000000000", "f"), ToolCallArguments(0, "{}")]
+    assert parse(spoilt + call, "hermes", NONE, cuts) == (wanted if found else [Content(spoilt + call)])
+
+
 @pytest.mark.parametrize("answer", ANSWERS)
 def test_held_back_is_only_what_may_begin_a_marker(answer):
     """Holding back anything else would delay the client needlessly."""
