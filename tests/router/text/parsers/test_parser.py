@@ -8,6 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from homing.router.text.parsers.calls import resolve_refs
 from homing.router.text.parsers.deltas import Content, Delta, Reasoning, ToolCallArguments, ToolCallStart
 from homing.router.text.parsers.families import NONE, TOOL_FAMILIES, choose_reasoning, choose_tools
 from homing.router.text.parsers.parser import AnswerParser
@@ -342,6 +343,20 @@ def test_what_is_addressed_to_no_tool_stays_text():
     text = "<|channel|>commentary to=browser.search<|message|>{}"
 
     assert parse(text, "harmony", "harmony") == [Content(text)]
+
+
+def test_a_schema_whose_references_multiply_is_not_followed_to_the_end():
+    """A client's schema of twenty references would be one of millions, in the middle of everyone's streams."""
+    again = {"anyOf": [{"$ref": "#/properties/a"}] * 20}
+    schema = {"properties": {"a": again, "b": {"$ref": "#/properties/c"}, "c": {"type": "integer"}}}
+    tools = {"f": schema}
+    parser = AnswerParser(choose_tools("", "", "glm"), None, tools, str)
+    call = "<tool_call>f<arg_key>a</arg_key><arg_value>[1]</arg_value><arg_key>b</arg_key><arg_value>2</arg_value>"
+
+    found = joined(parser.feed(call + "</tool_call>"))
+
+    assert found[1] == ToolCallArguments(0, '{"a": [1], "b": 2}')
+    assert len(json.dumps(resolve_refs(again, schema))) < 100_000
 
 
 @given(value=st.text(max_size=30), cuts=CUTS)
