@@ -21,6 +21,7 @@ WHITESPACE = r"(\x20|\r?\n[\x20\t]{0,24})"
 MAX_GRAMMAR_SYMBOLS = 50_000
 
 _ANYTHING = r"/(.|\n)*/"
+_LARK = re.compile(r"^[^\S\n]*(%llguidance\b|start\s*:)", re.MULTILINE)
 
 
 class GrammarError(ValueError):
@@ -31,7 +32,7 @@ def grammar_of(constraint: Constraint, special: Mapping[str, int] | None = None)
     """The grammar as llguidance reads it. `special`: ids of special tokens, by name. Raises GrammarError."""
     # Imported here because it loads more than a router without such requests needs.
     from llguidance import LLMatcher
-    from llguidance.gbnf_to_lark import any_to_lark
+    from llguidance.gbnf_to_lark import gbnf_to_lark
 
     source = constraint.source
     match constraint.kind:
@@ -45,11 +46,19 @@ def grammar_of(constraint: Constraint, special: Mapping[str, int] | None = None)
             return LLMatcher.grammar_from_lark(_choice(_json(source)))
         case "grammar":
             try:
-                return LLMatcher.grammar_from_lark(any_to_lark(source))
+                return LLMatcher.grammar_from_lark(source if is_lark(source) else gbnf_to_lark(source))
             except Exception as error:  # the converter is a handwritten parser and may raise anything
                 raise GrammarError(f"the grammar is neither Lark nor GBNF: {error}") from error
         case "structural_tag":
             return LLMatcher.grammar_from_lark(_Tags(special or {}).lark(_json(source)))
+
+
+def is_lark(grammar: str) -> bool:
+    """Whether a grammar is Lark's rather than GBNF: the result of llguidance's `is_lark_syntax`, in linear time.
+
+    That function holds the GIL for the square of the number of line feeds: 64 s for a grammar of 128 KiB.
+    """
+    return _LARK.search(grammar) is not None
 
 
 def new_matcher(tokenizer: Any, grammar: str) -> Any:

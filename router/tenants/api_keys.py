@@ -94,13 +94,14 @@ class Tenants:
         return list({tenant.digest: tenant for tenant in known}.values())
 
     def of(self, authorization: str | None) -> Tenant:
-        """The tenant that owns the key in this Authorization header. Raises MissingKey or UnknownKey."""
-        key = (authorization or "").removeprefix("Bearer ").strip()
+        """The tenant that owns the key in this header, decoded as Latin-1. Raises MissingKey or UnknownKey."""
+        scheme, _, rest = (authorization or "").partition(" ")
+        key = (rest if scheme.lower() == "bearer" else authorization or "").strip()
         if self._buckets is None:
             return _cached_unnamed(key) if len(key) <= MAX_CACHED_KEY_CHARS else _unnamed(key)
         if not key:
             raise MissingKey("this server requires an API key: send 'Authorization: Bearer KEY'")
-        digest = sha256(key.encode()).digest()
+        digest = sha256(key.encode("latin-1")).digest()
         for known, tenant in self._buckets.get(digest[:_BUCKET_BYTES], ()):
             if compare_digest(known, digest):
                 return tenant

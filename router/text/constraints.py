@@ -39,7 +39,9 @@ DEADLINE_S = 2.0
 MAX_CACHED_CHECKS = 1024
 CHECK_THREADS = 2
 
-_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
+#: A string without an end extends to the end of the text: otherwise a search would start again at each of its quotes,
+#: and 128 KiB of them would hold the GIL for half a minute.
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
 _BRACKET = re.compile(r"[\[\](){}]")
 
 

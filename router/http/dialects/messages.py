@@ -30,7 +30,7 @@ from ..generation import Job, RunningChoice
 from ..protocol.exchange import GenerationSummary
 from .blocks import BlockBuilder
 from .dialect import PLACEHOLDER, Dialect, named_event
-from .schema import ENCODER, Body, CacheControl, converted, known_keys, unknown_keys
+from .schema import ENCODER, Body, CacheControl, StopTexts, converted, known_keys, unknown_keys
 from .validate import conversation_job
 
 #: Anthropic's error types by HTTP status.
@@ -114,7 +114,7 @@ class CountBody(Body, kw_only=True, forbid_unknown_fields=True):
 class MessagesBody(CountBody, kw_only=True, forbid_unknown_fields=True):
     """The request body."""
 
-    stop_sequences: Annotated[list[str], Meta(max_length=16)] | None = None
+    stop_sequences: StopTexts | None = None
     thread: Any = None
 
 

@@ -22,6 +22,9 @@ Result = TypeVar("Result")
 NonNegative = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
+#: Finding where a text ends in the beginning of a stop string takes up to the square of its length: 0.1 ms for 1,024.
+StopText = Annotated[str, Meta(max_length=1024)]
+StopTexts = Annotated[list[StopText], Meta(max_length=16)]
 
 _NAMED_S = {"5m": 300.0, "1h": 3600.0}
 ENCODER = msgspec.json.Encoder()
@@ -70,7 +73,7 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
     seed: int | None = None
-    stop: str | Annotated[list[str], Meta(max_length=16)] | None = None  #: empty strings stop nothing
+    stop: StopText | StopTexts | None = None  #: empty strings stop nothing
     stop_token_ids: Annotated[list[NonNegative], Meta(max_length=256)] | None = None
     ignore_eos: bool | None = None
     logit_bias: dict[int, Annotated[float, Meta(ge=-100, le=100)]] | None = None

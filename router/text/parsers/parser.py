@@ -12,6 +12,11 @@ from .scanner import Malformed, Markers, Steps, TextEnded
 
 #: Cached for each set of arguments: creating one takes longer than parsing a short answer.
 _markers = cache(Markers)
+#: Characters of an answer that are read again because a call turned out to be text; then no more calls are looked for.
+#: Each can reach to the end of the text, so their cost is quadratic: 20,000 characters made for it took 0.4 s.
+MAX_REREAD = 256 * 1024
+#: Counted in addition for each such call.
+REREAD_PER_CALL = 256
 
 
 class AnswerParser:
@@ -42,6 +47,7 @@ class AnswerParser:
             id_length=calls.id_length if calls is not None else 0,
         )
         self._family = calls if tools and calls is not None and calls.read is not None else None
+        self._reread = 0
         self._reasoning = reasoning
         if "harmony" in (calls and calls.name, reasoning and reasoning.name):
             run = harmony(self._scanner, in_reasoning=starts_in_reasoning, reasoning=reasoning is not None)
@@ -65,19 +71,19 @@ class AnswerParser:
         return self._scanner.out
 
     def _run(self, starts_in_reasoning: bool) -> Steps[None]:
-        p, family, reasoning = self._scanner, self._family, self._reasoning
-        openers = family.openers if family is not None else ()
-        in_content, thinking = _markers(*openers, lead=r"\s"), False
+        p, reasoning, thinking = self._scanner, self._reasoning, False
         if reasoning is not None:
-            ends = openers if family is not None and family.ends_reasoning else ()
-            in_reasoning = _markers(reasoning.closer, *ends, lead=r"\n")
             thinking = (yield from p.optional(reasoning.opener)) is not None or starts_in_reasoning
         yield from self._begin(thinking=thinking)
         while True:
+            family = self._family
+            openers = family.openers if family is not None else ()
             if thinking:
-                found = yield from p.stream(in_reasoning, p.reasoning)
+                assert reasoning is not None
+                ends = openers if family is not None and family.ends_reasoning else ()
+                found = yield from p.stream(_markers(reasoning.closer, *ends, lead=r"\n"), p.reasoning)
             else:
-                found = yield from p.stream(in_content, p.content)
+                found = yield from p.stream(_markers(*openers, lead=r"\s"), p.content)
             if found is None:
                 return
             if found not in openers:
@@ -107,6 +113,9 @@ class AnswerParser:
         except Malformed as error:
             if not p.open and p.text:
                 # Go back to the opener or to the end of the last complete call: the text after it may contain a call.
+                self._reread += p.at + REREAD_PER_CALL
+                if self._reread > MAX_REREAD:
+                    self._family = None
                 give = p.content if p.started > before else sink
                 first = len(p.text) - len(p.text.lstrip()) + 1
                 give(p.text[:first])

@@ -190,8 +190,7 @@ class Scanner:
             if done:
                 found, self.at = (text[self.at : i], i) if emit is None else ("", 0)
                 return found
-            if broken:
-                raise Malformed
-            if self.closed:
-                raise TextEnded
+            if broken or self.closed:
+                self.at = i
+                raise Malformed if broken else TextEnded
             yield

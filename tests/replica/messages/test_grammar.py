@@ -4,10 +4,13 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from llguidance import LLTokenizer, TokenizerWrapper
+from llguidance.gbnf_to_lark import is_lark_syntax
 
 from homing.replica.messages import Constraint, ConstraintKind
-from homing.replica.messages.grammar import GrammarError, grammar_of, new_matcher
+from homing.replica.messages.grammar import GrammarError, grammar_of, is_lark, new_matcher
 
 #: Two special tokens, after the 256 byte tokens; no text encodes to them.
 SPECIAL = {"<|call|>": 257, "<|end call|>": 258}
@@ -169,3 +172,16 @@ def test_a_special_token_in_a_tag_is_that_token() -> None:
 def test_what_has_no_grammar_is_refused_with_the_reason(kind: ConstraintKind, source: object, message: str) -> None:
     with pytest.raises(GrammarError, match=message):
         taken(kind, source, "")
+
+
+PIECES = ["\n", "\r", " ", "\t", "\v", "start", ":", "%llguidance", "x"]
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=8).map("".join))
+def test_lark_is_told_from_gbnf_as_llguidance_does(text: str) -> None:
+    assert is_lark(text) == is_lark_syntax(text)
+
+
+def test_a_grammar_may_begin_with_many_empty_lines() -> None:
+    """llguidance's own search is quadratic in them: it would hold the GIL for 40 seconds."""
+    assert complete("grammar", "\n" * 100_000 + 'start: "a"', "a")

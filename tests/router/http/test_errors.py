@@ -59,6 +59,8 @@ BAD_CHATS = [
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
     ({"messages": [{"role": "system", "content": None}]}, "messages[0].content"),
     ({"stop": ["a"] * 17}, "stop"),
+    ({"stop": "a" * 1025}, "stop"),
+    ({"stop": ["a" * 1025]}, "stop[0]"),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"response_format": {"type": "yaml"}}, "response_format.type"),

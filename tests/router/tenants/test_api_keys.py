@@ -61,6 +61,16 @@ def test_with_a_file_its_keys_are_the_only_ones():
         tenants.of(None)
 
 
+def test_the_scheme_has_any_case_and_the_key_any_bytes():
+    """HTTP's names of schemes ignore case, and the file has the digest of the key's UTF-8 bytes."""
+    tenants = known(entry("k1", "acme"), entry("schlüssel", "zeta"))
+
+    assert tenants.of("bearer k1") == tenants.of("BEARER k1") == tenants.of("k1")
+    assert by(tenants, "schlüssel".encode().decode("latin-1")).name == "zeta"
+    with pytest.raises(MissingKey):
+        tenants.of("Bearer")
+
+
 def test_an_empty_file_lets_nobody_in():
     """A file that lost its keys must not open the server to everyone."""
     with pytest.raises(UnknownKey):

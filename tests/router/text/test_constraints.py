@@ -308,3 +308,4 @@ def test_brackets_in_quoted_texts_do_not_nest() -> None:
     assert nesting('{"description": ":( :( :( [[[ \\" (", "a": [1]}') == 2
     assert nesting("(a(b)c)[d]") == 2
     assert nesting("") == 0
+    assert nesting("(" + '"' + '\\"(' * 40_000) == 1  # quadratic if each quote began a string

@@ -258,6 +258,7 @@ def test_blocks_become_turns():
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
         ({"tools": [{"input_schema": {}}]}, "tools[0].name"),
+        ({"stop_sequences": ["a" * 1025]}, "stop_sequences[0]"),
         ({"tool_choice": {"type": "perhaps"}}, "tool_choice.type"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice"),
         ({"output_config": {"format": {"type": "json_schema", "schema": 5}}}, "output_config.format.schema"),

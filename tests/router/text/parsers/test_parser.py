@@ -8,6 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from homing.router.text.parsers.calls import resolve_refs
 from homing.router.text.parsers.deltas import Content, Delta, Reasoning, ToolCallArguments, ToolCallStart
 from homing.router.text.parsers.families import NONE, TOOL_FAMILIES, choose_reasoning, choose_tools
 from homing.router.text.parsers.parser import AnswerParser
@@ -234,6 +235,17 @@ def test_text_without_a_call_of_a_known_tool_passes_unchanged(text, tools, cuts)
         assert found == ([Content(text)] if text else [])
 
 
+@pytest.mark.parametrize(("broken", "found"), [(10, True), (300, False)])
+@given(cuts=CUTS)
+def test_after_too_many_broken_calls_no_more_are_looked_for(broken, found, cuts):
+    """Each of these spans the whole rest of the text; to read them all would block the router for seconds."""
+    spoilt = '<tool_call>{"a": ["\\"' * broken + '"<'
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+
+    wanted = [Content(spoilt), ToolCallStart(0, "call_000000000", "f"), ToolCallArguments(0, "{}")]
+    assert parse(spoilt + call, "hermes", NONE, cuts) == (wanted if found else [Content(spoilt + call)])
+
+
 @pytest.mark.parametrize("answer", ANSWERS)
 def test_held_back_is_only_what_may_begin_a_marker(answer):
     """Holding back anything else would delay the client needlessly."""
@@ -331,6 +343,20 @@ def test_what_is_addressed_to_no_tool_stays_text():
     text = "<|channel|>commentary to=browser.search<|message|>{}"
 
     assert parse(text, "harmony", "harmony") == [Content(text)]
+
+
+def test_a_schema_whose_references_multiply_is_not_followed_to_the_end():
+    """A client's schema of twenty references would be one of millions, in the middle of everyone's streams."""
+    again = {"anyOf": [{"$ref": "#/properties/a"}] * 20}
+    schema = {"properties": {"a": again, "b": {"$ref": "#/properties/c"}, "c": {"type": "integer"}}}
+    tools = {"f": schema}
+    parser = AnswerParser(choose_tools("", "", "glm"), None, tools, str)
+    call = "<tool_call>f<arg_key>a</arg_key><arg_value>[1]</arg_value><arg_key>b</arg_key><arg_value>2</arg_value>"
+
+    found = joined(parser.feed(call + "</tool_call>"))
+
+    assert found[1] == ToolCallArguments(0, '{"a": [1], "b": 2}')
+    assert len(json.dumps(resolve_refs(again, schema))) < 100_000
 
 
 @given(value=st.text(max_size=30), cuts=CUTS)
