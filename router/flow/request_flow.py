@@ -167,14 +167,16 @@ class RequestFlow:
         """Accept a request. Raises NoReplica, PromptTooLong or QueueFull and then changes nothing."""
         state = self._new_request(request, now)
         instructions: list[Instruction] = []
-        if (held := len(self._queue)) >= self._settings.max_waiting_requests:
+        held = len(self._queue)
+        nobody_waits = not held
+        if held >= self._settings.max_waiting_requests:
             crowded_out = self._queue.crowded_out_by(request.tenant)
             if crowded_out is None:
                 raise QueueFull(held)
             instructions.append(self._fail(self._requests[RequestId(crowded_out)], QueueFull(held)))
+            nobody_waits = not self._queue
         request_id = state.request_id
         self._requests[request_id] = state
-        nobody_waits = not self._queue
         if nobody_waits and (sent := self._place(state, now)) is not None:
             instructions.append(sent)
         else:
@@ -393,8 +395,8 @@ class RequestFlow:
         """Choose a replica and reserve its capacity; None if no replica can take the request now."""
         prompt, candidates = self._prompt_and_candidates(request, now)
         decision = self.placement.decide(prompt, candidates)
-        chosen = decision.chosen
-        if chosen is None:
+        row = decision.row
+        if row is None:
             request.excluded.clear()  # replicas that refused it may be tried again later; `retries` limits how often
             return None
         if request.queue_s is None:
@@ -407,11 +409,12 @@ class RequestFlow:
                 request.known_tokens = known_tokens(prompt, candidates)
         request.advance("send")
         wire_id = request.wire_id = next(self._wire_ids)
-        request.uncached_tokens, request.replica = decision.uncached_tokens, chosen.replica_id
+        replica = request.replica = row.candidate.replica_id
+        request.uncached_tokens = row.uncached_tokens
         self._by_wire[wire_id] = request
         self.placement.book(wire_id, decision, request.keys, now)
         self.recent.placed(request, decision, now)
-        return Send(chosen.replica_id, _generate(request))
+        return Send(replica, _generate(request))
 
     def _predict(self, request: RequestState, prompt: Prompt, decision: Decision) -> None:
         """Predict the request's cached tokens, and correct the predictions of requests that it will pass."""
@@ -445,7 +448,7 @@ class RequestFlow:
                 or output.index != request.generated
                 or request.replica != replica
             ):
-                instructions += self._on_output(replica, output, now)
+                instructions += self._on_output(request, replica, output, now)
                 continue
             request.generated += len(output.token_ids)
             request.new_tokens += output.token_ids
@@ -463,14 +466,15 @@ class RequestFlow:
             or request.replica != replica
             or not request.text_only
         ):
-            return self._on_output(replica, output, now)
+            return self._on_output(request, replica, output, now)
         request.generated += output.num_tokens
         delta = TokenDelta(token_ids=[], text=output.text, text_tokens=output.num_tokens, deltas=output.deltas)
         return [Deliver(request.request_id, delta, request.replica)]
 
-    def _on_output(self, replica: str, output: TokenOutput | TextOutput, now: float) -> list[Instruction]:
-        request = self._sent_to(replica, output.request_id)
-        if request is None:
+    def _on_output(
+        self, request: RequestState | None, replica: str, output: TokenOutput | TextOutput, now: float
+    ) -> list[Instruction]:
+        if request is None or request.replica != replica:  # it is over, such as cancelled, or has moved elsewhere
             return []
         if isinstance(output, TokenOutput) and output.index > request.generated:
             error = RequestFailed(
@@ -494,19 +498,14 @@ class RequestFlow:
         return [Deliver(request.request_id, delta, request.replica)]
 
     def _on_refused(self, replica: str, refused: Refused, now: float) -> list[Instruction]:
-        request = self._sent_to(replica, refused.request_id)
-        if request is None:
+        request = self._by_wire.get(refused.request_id)
+        if request is None or request.replica != replica:
             return []
         error = refusal_error(request, refused, self._max_model_len)
         if not refused.retry:
             return [self._fail(request, error)]
         request.excluded.add(replica)
         return self._move(request, error, now)
-
-    def _sent_to(self, replica: str, wire_id: int) -> RequestState | None:
-        """The request that an output belongs to; None if it is over (such as cancelled) or has moved elsewhere."""
-        request = self._by_wire.get(wire_id)
-        return request if request is not None and request.replica == replica else None
 
     # Moving and ending
 
