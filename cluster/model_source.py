@@ -20,6 +20,8 @@ DEMO = "demo"
 #: Files needed for serving; the hub's other weight formats are not downloaded.
 TEXT_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "*.py"]
 WANTED_FILES = [*TEXT_FILES, "*.safetensors"]
+#: Downloaded only if there are no safetensors: most models with the one have the other.
+PICKLED_FILES = ["pytorch_model*"]
 #: Duplicates of the weights in the model authors' own formats.
 UNWANTED_FILES = ["consolidated*", "original/*"]
 
@@ -136,7 +138,10 @@ def _download(model: str, revision: str | None, files: list[str], *, checked: bo
     try:
         if checked:  # before the weights are downloaded
             check_runnable(Path(hf_hub_download(model, "config.json", revision=revision)).parent)
-        return Path(snapshot_download(model, revision=revision, allow_patterns=files, ignore_patterns=UNWANTED_FILES))
+        folder = Path(snapshot_download(model, revision=revision, allow_patterns=files, ignore_patterns=UNWANTED_FILES))
+        if files is WANTED_FILES and not any(folder.glob("*.safetensors")):
+            snapshot_download(model, revision=revision, allow_patterns=PICKLED_FILES)
+        return folder
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ModelUnavailable(

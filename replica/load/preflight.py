@@ -21,7 +21,7 @@ from ..config import ReplicaSettings
 from ..errors import StartupError, TensorParallelUnsupported, UnsupportedModel, WeightsMissing
 from ..models.spec import FAMILIES, auto_dtype, split_problem
 from .quantized import Scaling, block_sizes, method_problem, scalings
-from .weight_files import FETCH_AGAIN, TensorHeader, tensors_in, tensors_of, weight_files, weight_map
+from .weight_files import FETCH_AGAIN, TensorHeader, are_pickled, tensors_in, tensors_of, weight_files, weight_map
 
 #: Bytes of a KV element in the smallest dtype: a block that does not fit in this one fits in no dtype.
 _MIN_DTYPE_BYTES = 2
@@ -52,7 +52,7 @@ def check_model(folder: Path, settings: ReplicaSettings, cache: KvCacheSettings)
     check_weights(folder)
     if settings.tokenizer and config.vocab_size is not None:
         check_vocabulary_size(Path(settings.tokenizer).expanduser(), config.vocab_size)
-    check_ranks(config, settings)
+    check_ranks(config, settings, pickled=are_pickled(folder))
     check_length(config, settings, cache)
     check_pool(config, settings, cache)
 
@@ -80,17 +80,32 @@ def _not_a_configuration(folder: Path, error: Exception) -> UnsupportedModel:
 
 def check_weights(folder: Path) -> None:
     """Check by names and lengths that all weight files exist and are complete. Raises ModelError."""
+    if are_pickled(folder):
+        _check_pickled(folder)
+        return
     held = {path.name: tensors_of(path) for path in sorted(folder.glob("*.safetensors"))}
-    if not held and not any(folder.glob("*.bin")):
+    if not held:
         weight_files(folder)
     for path in sorted(folder.glob("*.safetensors.index.json")):
         for tensor, name in weight_map(path).items():
             if name not in held:
-                raise WeightsMissing(f"{path} names {name}, which is not in the folder; {FETCH_AGAIN}")
+                raise _shard_missing(path, name)
             if tensor not in held[name]:
                 raise WeightsMissing(f"{path} lists {tensor!r} in {name}, which does not contain it; {FETCH_AGAIN}")
-    if held:
-        check_quantization(folder, tensors_in(folder))
+    check_quantization(folder, tensors_in(folder))
+
+
+def _check_pickled(folder: Path) -> None:
+    """Check that all files named in the index exist; which tensors they contain is found when they are loaded."""
+    for path in sorted(folder.glob("pytorch_model*.bin.index.json")):
+        for name in weight_map(path).values():
+            if not (folder / name).is_file():
+                raise _shard_missing(path, name)
+    check_quantization(folder, {})
+
+
+def _shard_missing(index: Path, name: str) -> WeightsMissing:
+    return WeightsMissing(f"{index} names {name}, which is not in the folder; {FETCH_AGAIN}")
 
 
 def check_quantization(folder: Path, tensors: Mapping[str, TensorHeader]) -> dict[str, Scaling]:
@@ -125,9 +140,11 @@ def check_vocabulary_size(folder: Path, vocab_size: int) -> None:
 def weight_bytes(folder: Path, settings: ReplicaSettings) -> int:
     """Estimated bytes of one rank's weights on a CPU. Counts norms and biases as if they were split among the ranks.
 
-    Raises UnsupportedModel, WeightsMissing, WeightsDamaged.
+    Without safetensors, the size of the files. Raises UnsupportedModel, WeightsMissing, WeightsDamaged.
     """
     config = read_config(folder)
+    if are_pickled(folder):
+        return sum(path.stat().st_size for path in folder.glob("pytorch_model*.bin"))
     native = config.model_type in FAMILIES and settings.model_provider != "transformers"
     dtype: str = settings.dtype
     if dtype == "auto":
@@ -162,14 +179,15 @@ def _holds_linears_twice() -> bool:
     return not beats_packed()
 
 
-def check_ranks(config: ModelConfig, settings: ReplicaSettings) -> None:
+def check_ranks(config: ModelConfig, settings: ReplicaSettings, *, pickled: bool = False) -> None:
     """Check that the model can be split among the ranks. Raises TensorParallelUnsupported."""
     ranks = settings.tensor_parallel_size
     if ranks == 1 or not config.model_type:
         return
-    if config.model_type not in FAMILIES or settings.model_provider == "transformers":
+    if config.model_type not in FAMILIES or settings.model_provider == "transformers" or pickled:
+        which = "models without safetensors" if pickled else f"{config.model_type} models"
         raise TensorParallelUnsupported(
-            f"tensor_parallel_size {ranks}: {config.model_type} models run in transformers, on one rank; set it to 1"
+            f"tensor_parallel_size {ranks}: {which} run in transformers, on one rank; set it to 1"
         )
     heads = config.num_attention_heads
     if heads is None or config.intermediate_size is None:

@@ -32,11 +32,16 @@ def weight_files(folder: Path) -> list[Path]:
     """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise WeightsMissing(f"{folder} has no *.safetensors; save the model with safe serialization")
+        raise WeightsMissing(f"{folder} has no *.safetensors; {FETCH_AGAIN}")
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single in files:
         return [single]
     return [folder / name for name in sorted(set(weight_map(index).values()))] if index.is_file() else files
+
+
+def are_pickled(folder: Path) -> bool:
+    """Whether the weights are only in torch's older format, which homing reads through transformers."""
+    return any(folder.glob("pytorch_model*.bin")) and not any(folder.glob("*.safetensors"))
 
 
 def weight_map(index: Path) -> dict[str, str]:

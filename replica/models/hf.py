@@ -12,6 +12,7 @@ import copy
 import inspect
 from dataclasses import dataclass, field
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -146,7 +147,7 @@ def _load(config: Any, folder: Path, dtype: torch.dtype) -> Any:
             local_files_only=True,
             output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, UnpicklingError) as error:
         raise UnsupportedModel(
             f"transformers cannot load {folder} with paged attention: {error!r}; {NEEDED}"
         ) from error

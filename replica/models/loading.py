@@ -15,6 +15,7 @@ from torch.nn.functional import scaled_mm
 from ..config import ReplicaSettings
 from ..errors import TensorParallelUnsupported, UnsupportedModel, WeightsMismatch
 from ..load.preflight import multiplies_bfloat16
+from ..load.weight_files import are_pickled
 from ..parallel.rank_group import RankGroup
 from ..progress import report
 from .base import Model
@@ -35,8 +36,12 @@ def load_model(settings: ReplicaSettings, model_dir: Path, group: RankGroup | No
     config = read_config(model_dir)
     dtype = weights_dtype(settings, config, device)
     eos = eos_token_ids(model_dir, config)
-    wants_transformers = settings.model_provider == "transformers"
-    problem = "the settings ask for the transformers provider" if wants_transformers else native_problem(config)
+    if settings.model_provider == "transformers":
+        problem: str | None = "the settings ask for the transformers provider"
+    elif are_pickled(model_dir):
+        problem = "it reads only safetensors, and these weights are in pytorch_model*.bin"
+    else:
+        problem = native_problem(config)
     if problem is None:
         logger.info("model_provider provider=native model_type=%s dtype=%s", config.model_type, dtype)
         weights = Checkpoint(model_dir, dtype, device)

@@ -110,7 +110,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
             fetched.append(name)
             return str(folder / name)
 
-        def many(_: str, *, allow_patterns: list[str], ignore_patterns: list[str], **__: object) -> str:
+        def many(_: str, *, allow_patterns: list[str], ignore_patterns: list[str] | None = None, **__: object) -> str:
             names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
             fetched.extend(filter_repo_objects(names, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns))
             return str(folder)
@@ -131,6 +131,19 @@ def test_weights_are_fetched_once(folder: Path, hub: Callable[..., list[str]]) -
 
     assert find_model(ReplicaSettings(model="org/fox")) == folder
     assert [name for name in fetched if name.endswith("safetensors")] == ["model.safetensors"]
+
+
+def test_the_older_format_is_fetched_only_if_there_is_no_other(folder: Path, hub: Callable[..., list[str]]) -> None:
+    """Many repositories have both, of equal size."""
+    (folder / "pytorch_model.bin").touch()
+    fetched = hub(folder)
+
+    find_model(ReplicaSettings(model="org/fox"))
+    assert "pytorch_model.bin" not in fetched
+
+    (folder / "model.safetensors").unlink()
+    find_model(ReplicaSettings(model="org/fox"))
+    assert "pytorch_model.bin" in fetched
 
 
 def test_a_model_that_cannot_run_is_not_fetched(folder: Path, hub: Callable[..., list[str]]) -> None:

@@ -39,7 +39,7 @@ class Answer(NamedTuple):
 def two_replicas(cuda: bool) -> list[Found]:
     """Both replicas answer, and a repeated prompt goes to the one that has it cached."""
     started = time.monotonic()
-    with _served(cuda, "--replicas", "2", *(["--gpus-per-rank", "0.5"] if cuda else [])) as port:
+    with _served(cuda, 2, *(["--gpus-per-rank", "0.5"] if cuda else [])) as port:
         return [Found("ready after", time.monotonic() - started, "s", None), *_ask(port)]
 
 
@@ -47,27 +47,26 @@ def two_ranks(cuda: bool) -> list[Found]:
     """Two ranks give the same answers as one, in float32, where rounding changes no token."""
     texts = []
     for ranks in (1, 2):
-        flags = ["--replicas", "1", "--tensor-parallel-size", str(ranks), "--dtype", "float32"]
-        with _served(cuda, *flags) as port:
+        with _served(cuda, 1, "--tensor-parallel-size", str(ranks), "--dtype", "float32") as port:
             texts.append([_complete(port, f"{PROMPT} {number}", 32).text for number in range(4)])
     same = sum(one == other for one, other in zip(*texts, strict=True))
     return [Found("two ranks answer as one", same, f"of {len(texts[0])} answers", same == len(texts[0]))]
 
 
 @contextmanager
-def _served(cuda: bool, *flags: str) -> Iterator[int]:
+def _served(cuda: bool, replicas: int, *flags: str) -> Iterator[int]:
     """Serve the demo model; yields the port. Raises TimeoutError with the end of the log if it does not start."""
     port = _free_port()
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "homing.cluster.cli.main", "serve", "--port", str(port), "--state-dir", folder]
-        command += ["--num-kv-blocks", "2000", "--device", "cuda" if cuda else "cpu", *flags]
+        command += ["--replicas", str(replicas), "--device", "cuda" if cuda else "cpu", "--num-kv-blocks", "2000"]
         with (
             tempfile.TemporaryFile("w+") as log,
             # In the stage's process group, so that it is stopped with a stage that runs out of time.
-            subprocess.Popen(command, stdout=log, stderr=log, env=os.environ) as process,
+            subprocess.Popen([*command, *flags], stdout=log, stderr=log, env=os.environ) as process,
         ):
             try:
-                _wait_until_ready(port, process, START_S if cuda else CPU_START_S)
+                _wait_for_replicas(port, replicas, process, START_S if cuda else CPU_START_S)
                 yield port
             except TimeoutError as error:
                 log.seek(0)
@@ -80,7 +79,7 @@ def _served(cuda: bool, *flags: str) -> Iterator[int]:
 def _ask(port: int) -> list[Found]:
     first = _complete(port, PROMPT)
     again = _complete(port, PROMPT)
-    # All at once: one by one, all of them could go to the replica that measured the higher speed.
+    # At once: one by one, an idle replica that measured the higher speed could answer all of them.
     with ThreadPoolExecutor(12) as pool:
         answers = pool.map(lambda number: _complete(port, f"{number} {number} {number} " * 30), range(12))
         seen = {answer.replica for answer in answers}
@@ -101,15 +100,18 @@ def _complete(port: int, prompt: str, max_tokens: int = 8) -> Answer:
         return Answer(answer.headers["x-homing-replica"], cached, json.load(answer)["choices"][0]["text"])
 
 
-def _wait_until_ready(port: int, process: "subprocess.Popen[bytes]", start_s: float) -> None:
+def _wait_for_replicas(port: int, replicas: int, process: "subprocess.Popen[bytes]", start_s: float) -> None:
+    """Wait until this many replicas serve: /ready returns 200 from the first on, which then answers everything."""
     deadline = time.monotonic() + start_s
     while time.monotonic() < deadline and process.poll() is None:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=2):
-                return
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=2) as answer:
+                if json.load(answer)["replicas"] == replicas:
+                    return
         except (urllib.error.URLError, OSError):
-            time.sleep(0.5)
-    raise TimeoutError(f"not ready after {start_s} s (exit status: {process.poll()})")
+            pass  # not listening yet, or 503
+        time.sleep(0.5)
+    raise TimeoutError(f"no {replicas} replicas after {start_s} s (exit status: {process.poll()})")
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:

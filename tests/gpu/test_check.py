@@ -147,9 +147,7 @@ def test_the_check_needs_no_package_but_those_it_names(further, tmp_path):
     )
 
     assert {"numba", "xdist", "openai"} <= hidden
-    # With further packages two replicas are served, which may both be busy or slow here: their figures may miss goals.
-    assert further or done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
-    assert "error: " not in done.stdout, done.stdout[-3000:]
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     assert done.stdout.count("## ") == len(further or check.NAMES)
     assert done.stdout.count("skipped: ") == (0 if further else len(check.FURTHER)), done.stdout[-3000:]
 

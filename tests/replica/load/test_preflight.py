@@ -155,13 +155,42 @@ def test_settings_that_no_replica_could_have_are_named(
 
 
 def test_what_the_configuration_does_not_tell_is_left_to_the_replica(folder: Path) -> None:
-    """Some transformers families use other key names, and some keep their weights in other files."""
+    """Some transformers families use other key names."""
     (folder / "config.json").write_text('{"model_type": "gpt2", "n_head": 3}')
-    lose_all(folder)
-    (folder / "model.safetensors.index.json").unlink()
-    (folder / "pytorch_model.bin").touch()
 
     check(folder, KvCacheSettings(kv_cache_bytes=1, block_size=256))
+
+
+@pytest.fixture
+def pickled(folder: Path) -> Path:
+    """The same model in torch's older format."""
+    for name in ("one", "two"):
+        (folder / f"{name}.safetensors").unlink()
+        (folder / f"pytorch_model-{name}.bin").write_bytes(b"1234567")
+    shards = {"a": "pytorch_model-one.bin", "b": "pytorch_model-two.bin"}
+    (folder / "model.safetensors.index.json").rename(folder / "pytorch_model.bin.index.json")
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": shards}))
+    return folder
+
+
+def test_weights_without_safetensors_pass_if_all_files_exist(pickled: Path) -> None:
+    """Only torch can read which tensors they contain."""
+    check(pickled)
+    assert weight_bytes(pickled, ReplicaSettings()) == 14
+
+    (pickled / "pytorch_model-two.bin").unlink()
+    with pytest.raises(WeightsMissing, match=r"names pytorch_model-two\.bin"):
+        check(pickled)
+
+
+def test_weights_without_safetensors_run_unquantized_on_one_rank(pickled: Path) -> None:
+    """transformers reads them, which does not split a model; its quantized weights are refused as any others are."""
+    with pytest.raises(TensorParallelUnsupported, match="models without safetensors run in transformers"):
+        check(pickled, tensor_parallel_size=2)
+
+    (pickled / "config.json").write_text(json.dumps(SHAPE | {"quantization_config": {"quant_method": "gptq"}}))
+    with pytest.raises(UnsupportedModel, match="gptq"):
+        check(pickled)
 
 
 def test_large_blocks_do_where_nothing_is_cached(folder: Path) -> None:

@@ -1,13 +1,16 @@
 """Every provider gives transformers' own greedy answers, token for token, however the steps are composed."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig
 
+from homing.kvcache.config import KvCacheSettings
 from homing.replica.config import ReplicaSettings
 from homing.replica.demo import demo_model_path
 from homing.replica.engine.step_plan import PlanRow, plan_of_rows
@@ -15,6 +18,7 @@ from homing.replica.errors import ModelError, UnsupportedModel, WeightsMissing
 from homing.replica.execute.runner import ModelRunner
 from homing.replica.kernels.cpu.linear.product import pack, product
 from homing.replica.kernels.cpu.runtime.processor import beats_packed
+from homing.replica.load.preflight import check_model
 from homing.replica.models import layers
 from homing.replica.models.layers import FEW_ROWS, Int8Linear, Linear, int8_problem, packing_problem
 from homing.replica.models.loading import eos_token_ids
@@ -308,6 +312,41 @@ def test_folder_without_weights_is_named(tmp_path, checkpoint):
 
     with pytest.raises(WeightsMissing, match="safetensors"):
         make_runner(tmp_path, "native")
+
+
+def test_weights_without_safetensors_run_in_transformers(tmp_path, checkpoint, prompts, reference):
+    """Older models have only pytorch_model.bin. torch reads it without running code from it."""
+    folder = checkpoint("llama")
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+
+    check_model(tmp_path, ReplicaSettings(), KvCacheSettings())
+    runner = make_runner(tmp_path)
+
+    assert not isinstance(runner._model, NativeModel)
+    assert ToyScheduler(runner.forward, 24).generate(prompts, NEW_TOKENS) == reference(folder, prompts, NEW_TOKENS)
+    with pytest.raises(UnsupportedModel, match="reads only safetensors"):
+        make_runner(tmp_path, "native")
+
+
+def test_pickled_code_is_not_executed(tmp_path, checkpoint):
+    """A pickle can call any function, so torch must refuse everything but tensors."""
+    ran = tmp_path / "ran"
+    (tmp_path / "config.json").write_bytes((checkpoint("llama") / "config.json").read_bytes())
+    torch.save({"model.norm.weight": Runs(ran)}, tmp_path / "pytorch_model.bin")
+
+    with pytest.raises(ModelError):
+        make_runner(tmp_path)
+    assert not ran.exists()
+
+
+class Runs:
+    def __init__(self, path):
+        self._path = path
+
+    def __reduce__(self):
+        return Path.touch, (self._path,)
 
 
 def test_configuration_with_a_kind_for_more_layers_than_it_has_is_refused(tmp_path, checkpoint):

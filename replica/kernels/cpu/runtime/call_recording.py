@@ -104,7 +104,15 @@ aten = torch.ops.aten
 #: Operations that read values on the host, or whose result's shape depends on values. torch tags most of them, but not
 #: these, which it composes of others.
 _READ_BACK = (aten.resolve_conj.default, aten.resolve_neg.default, aten.lift_fresh.default)  # tolist, numpy, tensor
-_COMPOSED = ("where.default", "nonzero_numpy", "argwhere", "bincount", "masked_select", "repeat_interleave")
+_COMPOSED = (
+    "where.default",
+    "nonzero_numpy",
+    "argwhere",
+    "bincount",
+    "masked_select",
+    "repeat_interleave.Tensor",
+    "repeat_interleave.self_Tensor",
+)
 _EMPTY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
 
 

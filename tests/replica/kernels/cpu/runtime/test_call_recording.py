@@ -102,6 +102,7 @@ def recorded_on_a_copy(x):
         (lambda x: x.nonzero(), r"aten\.nonzero"),
         (lambda x: torch.where(x > 0)[0], r"aten\.where\.default"),
         (lambda x: (x[0] > 0).long().bincount(), r"aten\.bincount"),
+        (lambda x: x[0].repeat_interleave((x[0] > 0).long()), r"aten\.repeat_interleave\.self_Tensor"),
         (lambda x: x.view(-1, FEATURES), "the result was not computed"),
     ],
 )
@@ -118,7 +119,7 @@ def mixed(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     first, second = add_rms_norm(x, None, NORM, 1e-6)[1].chunk(2, -1)
     turned = torch.cat((-second, first), -1) * torch.arange(FEATURES, dtype=x.dtype).cos()
     strided = turned.view(len(x), 4, -1).transpose(1, 2).reshape(len(x), -1).unsqueeze_(0)[0]
-    wide = strided.to(torch.float32)
+    wide = strided.to(torch.float32)[:, : FEATURES // 2].repeat_interleave(2, -1)
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
     shares, chosen = wide.softmax(-1).topk(3, -1)
     total = torch.zeros_like(wide).index_add_(0, places, wide).index_copy_(1, chosen[0], shares)
