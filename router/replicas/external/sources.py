@@ -15,6 +15,8 @@ from .http_client import Address
 
 #: Prefix of a URL that lists an engine at every address of its host, such as that of a headless Kubernetes Service.
 DNS_PREFIX = "dns+"
+#: The answers of name servers that say for certain that there is no address.
+NO_ADDRESS = (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME))
 
 
 def is_dns_url(url: str) -> bool:
@@ -49,11 +51,13 @@ class EngineFile:
 
 
 def addresses_of(host: str, port: int) -> set[str]:
-    """The IP addresses of a host name; empty if it is unknown."""
+    """The IP addresses of a host name; empty if it has none. Raises OSError if the name servers do not tell."""
     try:
         return {str(each[4][0]) for each in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
-    except OSError:
-        return set()
+    except socket.gaierror as error:
+        if error.errno in NO_ADDRESS:  # a headless Service without ready endpoints does not exist in DNS
+            return set()
+        raise
 
 
 class EngineDnsName:
@@ -73,9 +77,15 @@ class EngineDnsName:
         self._seen: list[str] = []
 
     def read(self) -> list[EngineAddress] | None:
-        """One engine per address of the name; None: unchanged. The name in event addresses is replaced likewise."""
+        """One engine per address of the name; None: unchanged. The name in event addresses is replaced likewise.
+
+        Raises BackendsInvalid while the name servers do not answer, so that the known engines are kept.
+        """
         about = self._address
-        hosts = sorted(self._resolve(about.host, about.port))
+        try:
+            hosts = sorted(self._resolve(about.host, about.port))
+        except OSError as error:
+            raise BackendsInvalid(f"{about.host} cannot be resolved: {error.strerror}") from error
         if hosts == self._seen:
             return None
         self._seen = hosts

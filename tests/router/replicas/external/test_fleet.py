@@ -1,5 +1,8 @@
 """The fleet of engines: what was discovered about each, and the replicas that it gives a router."""
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -121,3 +124,38 @@ def test_engines_follow_the_addresses_of_their_name() -> None:
         {"b1": second, "b2": ("http://[fd00::3]:8000", "tcp://[fd00::3]:5557")},
         {},
     ]
+
+
+def test_engines_stay_while_no_name_server_answers() -> None:
+    """Only a server that says so removes them: CoreDNS restarts, and that must not take every engine out of routing."""
+
+    def unreachable(host: str, port: int) -> set[str]:
+        raise OSError(-3, "Temporary failure in name resolution")
+
+    source = EngineDnsName(Address.of("dns+http://vllm.default.svc:8000"), "", "", unreachable)
+
+    with pytest.raises(BackendsInvalid, match="cannot be resolved: Temporary failure"):
+        source.read()
+
+
+IN_NAMESPACES = ["unshare", "-rmn"]
+
+
+@pytest.mark.slow
+def test_a_headless_service_is_read_from_its_name_server() -> None:
+    """A name server answers as Kubernetes specifies: ready pods, none, too many for a datagram, or not at all."""
+    program = Path(__file__).with_name("dns_program.py")
+    try:
+        subprocess.run([*IN_NAMESPACES, "true"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("namespaces cannot be made here")
+
+    ran = subprocess.run([*IN_NAMESPACES, sys.executable, "-P", program], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    two, restarting, silent, many, none, one = (json.loads(line) for line in ran.stdout.splitlines())
+
+    second = ["http://10.0.0.2:8000", "tcp://10.0.0.2:5557"]
+    assert two == [["http://10.0.0.1:8000", "tcp://10.0.0.1:5557"], second]
+    assert restarting == silent == "vllm.default.svc cannot be resolved: Temporary failure in name resolution"
+    assert len(many) == 60
+    assert (none, one) == ([], [second])
