@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
-import yaml
 from msgspec import Meta
 
 from ..events.config import EventsSettings
 from ..kvcache.config import KvCacheSettings
 from ..replica.config import ReplicaSettings
 from ..router.config import RouterSettings
+from ..router.strict_yaml import InvalidYaml, parse_yaml
 from .errors import SettingsError
 from .logs import LogFormat
 
@@ -327,34 +327,14 @@ def _from_environ(environ: Mapping[str, str]) -> dict[str, SourcedValue]:
     return given
 
 
-class _Loader(yaml.SafeLoader):
-    """Refuses a key that occurs twice, whose first value would be lost. `1:8` and dates are text, as in YAML 1.2."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        names = set[str]()
-        for key, _ in node.value:
-            if str(key.value) in names:
-                raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} occurs twice", key.start_mark)
-            names.add(str(key.value))
-        return super().construct_mapping(node, deep)
-
-
-def _integer_or_text(loader: _Loader, node: yaml.ScalarNode) -> int | str:
-    return str(node.value) if ":" in node.value else loader.construct_yaml_int(node)
-
-
-_Loader.add_constructor("tag:yaml.org,2002:int", _integer_or_text)
-_Loader.add_constructor("tag:yaml.org,2002:timestamp", lambda _, node: node.value)
-
-
 def _read(path: Path | None) -> FileContent:
     if path is None:
         return {}, {}
     try:
-        content = yaml.load(path.read_text(), _Loader)
+        content = parse_yaml(path.read_bytes())
     except OSError as error:
         raise SettingsError(f"cannot read settings file {path}: {error.strerror}") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except InvalidYaml as error:
         raise SettingsError(f"{path} is not valid YAML: {error}") from error
     if content is None:
         return {}, {}

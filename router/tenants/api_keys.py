@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import msgspec
-import yaml
 from msgspec import Meta
 
 from ...kvcache.hashing import canonical
 from ..errors import KeysFileInvalid, MissingKey, UnknownKey
+from ..strict_yaml import InvalidYaml, parse_yaml
 from .rate_limits import TenantLimits
 
 Struct = TypeVar("Struct", bound=msgspec.Struct)
@@ -118,10 +118,10 @@ def read_tenants(path: str, api_key: str = "") -> Tenants:
         return Tenants(KeysFile(keys=[own]) if own else None)
     file = Path(path).expanduser()
     try:
-        content = yaml.safe_load(file.read_text())
+        content = parse_yaml(file.read_bytes())
     except OSError as error:
         raise KeysFileInvalid(f"cannot read the keys file {file.absolute()}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except InvalidYaml as error:
         raise KeysFileInvalid(f"the keys file {file} is not YAML: {error}") from error
     try:
         return tenants_of(content, own)

@@ -152,6 +152,10 @@ def test_a_file_is_read_and_named_when_wrong(tmp_path: Path):
     for wrong in (path, tmp_path / "missing.yaml"):
         with pytest.raises(KeysFileInvalid, match=wrong.name):
             read_tenants(str(wrong))
+    for text in ("keys: []\nkeys: []", "keys: !!int three", "[" * 100_000):
+        path.write_text(text)
+        with pytest.raises(KeysFileInvalid, match=r"keys\.yaml is not YAML"):
+            read_tenants(str(path))
     path.write_text("keys: [1]")
     with pytest.raises(KeysFileInvalid, match=r"keys.yaml: keys\[0\]"):
         read_tenants(str(path))

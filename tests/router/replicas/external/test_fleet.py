@@ -95,6 +95,9 @@ def test_a_file_is_read_again_when_it_changes(tmp_path: Path) -> None:
     path.write_text("- {url: http://b, port: 1}\n")
     with pytest.raises(BackendsInvalid, match=r"engines\.yaml.*port"):
         source.read()
+    path.write_text("- {url: http://b, url: http://c}\n")
+    with pytest.raises(BackendsInvalid, match=r"engines\.yaml: 'url' occurs twice"):
+        source.read()
     path.write_text("")
     assert source.read() == []
 
