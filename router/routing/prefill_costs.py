@@ -67,6 +67,11 @@ class CostPool:
         entry.totals, entry.tokens_per_s, entry.changed_at = totals, tokens_per_s, now
         self._changed = True
 
+    def factor(self, replica: str) -> float:
+        """How much longer a replica's steps take than the others', as of the last fit; 1 if nothing says so."""
+        entry = self._replicas.get(replica)
+        return 1.0 if entry is None else entry.factor
+
     def costs(self) -> dict[str, PrefillCost]:
         """Fitted cost of each replica that reported; empty if nothing changed since the last call."""
         if not self._changed or not self._replicas:

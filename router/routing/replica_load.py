@@ -90,6 +90,7 @@ class _Replica:
     last_progress_at: float  #: when its engine last made progress; until it does, its publisher repeats the last report
     report: LoadReport | None = None
     cost: PrefillCost | None = None  #: fitted to the measurements of all replicas; None: it has sent no sums
+    pace_s: float = 0.0  #: seconds of a decode step as far as the other replicas' warm-ups tell; 0: unknown
     unavailable: UnavailableReason | None = None
     pending: dict[int, Pending] = field(default_factory=dict)  # in order of ids, because ids rise
     pending_tokens: int = 0
@@ -133,6 +134,7 @@ class LoadBook:
         self._views.append(_view(entry, silent=False))
         self._oldest_progress = min(self._oldest_progress, now)
         self._columns = None
+        self._set_paces()
 
     def leave(self, replica: str) -> None:
         gone = self._replicas.pop(replica)
@@ -143,6 +145,7 @@ class LoadBook:
         self._outdated.pop(replica, None)
         self.crowded.discard(replica)
         self._pool.leave(replica)
+        self._set_paces()
 
     def replicas(self) -> tuple[str, ...]:
         return tuple(self._replicas)
@@ -309,6 +312,21 @@ class LoadBook:
         for replica, cost in self._pool.costs().items():
             entry = self._outdated[replica] = self._replicas[replica]
             entry.cost = cost
+        self._set_paces()
+
+    def _set_paces(self) -> None:
+        """Estimate each replica's fastest decode step: the fastest one's, times the replica's factor.
+
+        Warm-ups of equal replicas differ, most of all if they share a machine. An idle replica that seemed slow would
+        get no requests and not be measured again (see prefill_costs.py, which solves the same for prompts).
+        """
+        factors = {name: self._pool.factor(name) for name in self._replicas}
+        measured = [(entry.description.decode_step_s, factors[name]) for name, entry in self._replicas.items()]
+        fastest = min([step_s / factor for step_s, factor in measured if step_s], default=0.0)
+        for name, entry in self._replicas.items():
+            pace_s = fastest * factors[name]
+            if pace_s != entry.pace_s:
+                entry.pace_s, self._outdated[name] = pace_s, entry
 
     def check(self) -> None:
         for replica, entry in self._replicas.items():
@@ -339,7 +357,7 @@ def _view(entry: _Replica, silent: bool) -> ReplicaLoad:
         cached_free_blocks=min(report.cached_free_blocks, free_blocks),
         total_blocks=report.total_blocks,
         prefill_tokens_per_s=report.prefill_tokens_per_s or about.prefill_tokens_per_s,
-        decode_step_s=_decode_step_s(about, report),
+        decode_step_s=_decode_step_s(entry, report),
         prefill_cost=entry.cost or report.prefill_cost or _plain_cost(entry, report),
         max_running_requests=about.max_running_requests,
         max_batched_tokens=about.max_batched_tokens,
@@ -353,10 +371,12 @@ def _view(entry: _Replica, silent: bool) -> ReplicaLoad:
     )
 
 
-def _decode_step_s(about: ReplicaDescription, report: LoadReport) -> float:
-    """The reported duration; if nothing runs, at most that of the warm-up, as the reported steps are over."""
-    last, first = report.decode_step_s, about.decode_step_s
-    return min(last, first) if last and first and not report.running else last or first
+def _decode_step_s(entry: _Replica, report: LoadReport) -> float:
+    """The reported duration; if nothing runs, at most that of the warm-ups, as the reported steps are over."""
+    last, first = report.decode_step_s, entry.description.decode_step_s
+    if report.running:
+        return last or first
+    return min([each for each in (last, first, entry.pace_s) if each], default=0.0)
 
 
 def _waiting_blocks(report: LoadReport) -> int:

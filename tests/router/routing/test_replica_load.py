@@ -218,3 +218,29 @@ def test_a_queue_is_priced_by_what_all_replicas_have_measured(book: LoadBook) ->
 
     assert cost.seconds(0, 100) == pytest.approx(0.1, rel=0.02)
     assert book.view("r0", now=2.0).busy_until == pytest.approx(2.1, rel=0.01)
+
+
+def test_a_warm_up_that_was_disturbed_does_not_count_against_a_replica(book: LoadBook) -> None:
+    """Equal replicas that warm up at the same time measure different rates; the slower one would get no requests."""
+    book.join(description_of("r1", decode_step_s=0.003), now=0.0)
+    book.report("r1", report_of(decode_step_s=0.004), now=0.0)
+
+    assert [book.view(name, now=0.0).decode_step_s for name in ("r0", "r1")] == [0.002, 0.002]
+
+    book.leave("r0")
+    assert book.view("r1", now=0.0).decode_step_s == 0.003
+
+
+def test_a_replica_whose_steps_take_longer_decodes_as_much_slower(book: LoadBook) -> None:
+    """It runs on a slower device."""
+    book.join(description_of("r1", decode_step_s=0.006), now=0.0)
+    for name, seconds in (("r0", 0.1), ("r1", 0.3)):
+        sums = PrefillSums()
+        for _ in range(100):
+            sums.observe(PrefillWork(1, 100, 0.0, 0.0), seconds)
+        book.report(name, report_of(step=1, decode_step_s=0.0, prefill_sums=sums.values), now=0.0)
+
+    fast, slow = (book.view(name, now=REFIT_EVERY_S).decode_step_s for name in ("r0", "r1"))
+
+    assert fast == pytest.approx(0.002)
+    assert 2 * fast < slow <= 0.006
