@@ -19,7 +19,7 @@ from ..events.config import EventsSettings
 from ..kvcache.config import KvCacheSettings
 from ..replica.config import ReplicaSettings
 from ..router.config import RouterSettings
-from ..router.strict_yaml import InvalidYaml, parse_yaml
+from ..router.strict_yaml import InvalidYamlError, parse_yaml
 from .errors import SettingsError
 from .logs import LogFormat
 
@@ -334,7 +334,7 @@ def _read(path: Path | None) -> FileContent:
         content = parse_yaml(path.read_bytes())
     except OSError as error:
         raise SettingsError(f"cannot read settings file {path}: {error.strerror}") from error
-    except InvalidYaml as error:
+    except InvalidYamlError as error:
         raise SettingsError(f"{path} is not valid YAML: {error}") from error
     if content is None:
         return {}, {}

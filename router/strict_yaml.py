@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 
-class InvalidYaml(ValueError):
+class InvalidYamlError(ValueError):
     """The text is no YAML, or means nothing unambiguous."""
 
 
@@ -32,8 +32,8 @@ _Loader.add_constructor("tag:yaml.org,2002:timestamp", lambda _, node: node.valu
 
 
 def parse_yaml(text: bytes) -> Any:
-    """The value of a UTF-8 text; None if it is empty. Raises InvalidYaml."""
+    """The value of a UTF-8 text; None if it is empty. Raises InvalidYamlError."""
     try:
         return yaml.load(text.decode(), _Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise InvalidYaml(str(error)) from error
+        raise InvalidYamlError(str(error)) from error

@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from ...kvcache.hashing import canonical
 from ..errors import KeysFileInvalid, MissingKey, UnknownKey
-from ..strict_yaml import InvalidYaml, parse_yaml
+from ..strict_yaml import InvalidYamlError, parse_yaml
 from .rate_limits import TenantLimits
 
 Struct = TypeVar("Struct", bound=msgspec.Struct)
@@ -121,7 +121,7 @@ def read_tenants(path: str, api_key: str = "") -> Tenants:
         content = parse_yaml(file.read_bytes())
     except OSError as error:
         raise KeysFileInvalid(f"cannot read the keys file {file.absolute()}: {error.strerror}") from error
-    except InvalidYaml as error:
+    except InvalidYamlError as error:
         raise KeysFileInvalid(f"the keys file {file} is not YAML: {error}") from error
     try:
         return tenants_of(content, own)

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from ...errors import BackendsInvalid
-from ...strict_yaml import InvalidYaml, parse_yaml
+from ...strict_yaml import InvalidYamlError, parse_yaml
 from .discovery import EngineAddress
 from .http_client import Address
 
@@ -43,7 +43,7 @@ class EngineFile:
         self._seen = content
         try:
             listed = msgspec.convert(parse_yaml(content), list[str | EngineAddress] | None) or []
-        except (InvalidYaml, msgspec.ValidationError) as error:
+        except (InvalidYamlError, msgspec.ValidationError) as error:
             raise BackendsInvalid(f"engines: {self._path}: {error}") from error
         return [(EngineAddress(each) if isinstance(each, str) else each).check() for each in listed]
 

@@ -264,7 +264,11 @@ def _explain_choice(chosen: Score | None, find_ties: Callable[[], list[Score]], 
         return "the only replica that can take it"
     if len(ties) == 1:
         soonest = min([row.ttft_s for row in usable])
-        return "least expected time to first token" if chosen.ttft_s <= soonest else "least total time lost"
+        return (
+            "least expected time to first token"
+            if chosen.ttft_s <= soonest
+            else "least delay in all, that of other requests included"
+        )
     if any(row.uncached_tokens > chosen.uncached_tokens for row in ties):
         return "equal expected cost, fewest uncached tokens"
     return "equal expected cost; fewest requests, then fewest occupied blocks, then at random"

@@ -2,17 +2,20 @@
 
 from ...backend import Explanation, ReplicaScore
 from .base import Decision, Score
+from .expected_ttft import cost_limit
 
 
 def explanation_of(decision: Decision) -> Explanation:
     """The table of a decision, recomputed for all candidates."""
     rows, chosen = decision.table(), decision.row
+    usable = [row for row in rows if row.obstacle is None]
     if chosen is not None:
-        why = decision.reason([row for row in rows if row.obstacle is None])
+        why = decision.reason(usable)
     elif rows:
         why = "held: " + ", ".join(f"{row.candidate.replica_id} {row.obstacle}" for row in rows)
     else:
         why = "no replica has joined"
+    limit = cost_limit(min([row.cost_s for row in usable], default=0.0))
     return Explanation(
         policy=decision.policy,
         chosen=chosen.candidate.replica_id if chosen else None,
@@ -20,11 +23,12 @@ def explanation_of(decision: Decision) -> Explanation:
         prompt_tokens=decision.prompt.tokens,
         prompt_blocks=decision.prompt.blocks,
         block_size=decision.prompt.block_size,
-        replicas=[_explained(row, chosen, why) for row in rows],
+        replicas=[_explained(row, chosen, why, limit) for row in rows],
     )
 
 
-def _explained(row: Score, chosen: Score | None, why: str) -> ReplicaScore:
+def _explained(row: Score, chosen: Score | None, why: str, limit: float) -> ReplicaScore:
+    """`limit`: costs up to it count as equal."""
     candidate, load = row.candidate, row.candidate.load
     is_chosen = chosen is not None and candidate.replica_id == chosen.candidate.replica_id
     return ReplicaScore(
@@ -41,13 +45,13 @@ def _explained(row: Score, chosen: Score | None, why: str) -> ReplicaScore:
         expected_ttft_s=row.ttft_s,
         others_s=row.others_s,
         chosen=is_chosen,
-        why=why if is_chosen else row.obstacle or _behind(row, chosen),
+        why=why if is_chosen else row.obstacle or _behind(row, chosen, limit),
     )
 
 
-def _behind(row: Score, chosen: Score | None) -> str:
-    if chosen is None or row.cost_s <= chosen.cost_s:
+def _behind(row: Score, chosen: Score | None, limit: float) -> str:
+    if chosen is None or row.cost_s <= max(limit, chosen.cost_s):
         return "equally good, not chosen"
     if row.ttft_s <= chosen.ttft_s:
-        return f"sooner, but others lose {(row.others_s - chosen.others_s) * 1000:.1f} ms"
+        return f"sooner, but other requests would wait {(row.others_s - chosen.others_s) * 1000:.1f} ms longer"
     return f"{(row.ttft_s - chosen.ttft_s) * 1000:.1f} ms later"

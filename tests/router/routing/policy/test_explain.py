@@ -36,3 +36,15 @@ def test_a_held_request_names_each_obstacle() -> None:
     assert held.chosen is None
     assert held.why == "held: r0 draining, r1 silent"
     assert explanation_of(policy.consider(PROMPT, [], Random())).why == "no replica has joined"
+
+
+def test_a_cost_that_counts_as_equal_is_not_named_as_the_reason() -> None:
+    """A tie goes to the replica with the fewest requests, not to the one that is sooner by 0.2 ms."""
+    ahead = {"queued_prefill_tokens": 2, "busy_until": 0.0002}
+    decision = ExpectedTtft().decide(PROMPT, [candidate("r0", waiting=1), candidate("r1", **ahead)], Random(0))
+
+    explanation = explanation_of(decision)
+    table = {row.replica_id: row for row in explanation.replicas}
+    assert table["r0"].expected_ttft_s != table["r1"].expected_ttft_s
+    assert explanation.why.startswith("equal expected cost")
+    assert {row.why for row in explanation.replicas if not row.chosen} == {"equally good, not chosen"}
