@@ -80,7 +80,7 @@ FAMILIES = (
         ("homing_routing_malformed_frames", "Replies from replicas that could not be decoded.", "malformed_frames"),
         ("homing_events_malformed", "Event messages that could not be decoded.", "malformed_events"),
         ("homing_replicas_joined", "Replicas that joined.", "replicas_joined"),
-        ("homing_replicas_lost", "Replicas that left or were lost.", "replicas_lost"),
+        ("homing_replicas_lost", "Replicas that were lost; those that drained are not counted.", "replicas_lost"),
         ("homing_replicas_refused", "Replicas refused for a parity mismatch.", "replicas_refused"),
         (
             "homing_refused_connections",

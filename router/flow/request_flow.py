@@ -149,11 +149,15 @@ class RequestFlow:
         self.placement.report(replica, report, now)
         return self.pump(now)
 
-    def replica_lost(self, replica: str, now: float) -> tuple[list[int], list[Instruction]]:
-        """Move a lost replica's requests elsewhere. Also returns their wire ids, to abort if the replica is alive."""
+    def replica_gone(self, replica: str, now: float) -> tuple[list[int], list[Instruction]]:
+        """Move the requests of a replica that left or was lost elsewhere.
+
+        Also returns their wire ids, to abort if the replica is alive. It counts as lost unless it was draining.
+        """
         self.warm_ups.drop(replica)
+        if not self.placement.loads.view(replica, now).draining:
+            self.counters.replicas_lost += 1
         self.placement.leave(replica)
-        self.counters.replicas_lost += 1
         orphans = [request for request in self._by_wire.values() if request.replica == replica]
         wire_ids = [request.wire_id for request in orphans]
         instructions: list[Instruction] = []

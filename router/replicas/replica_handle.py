@@ -149,8 +149,12 @@ class ReplicaHandle(ABC):
         if not self.joined:
             return [], []
         self.joined = False
-        wire_ids, instructions = self._flow.replica_lost(self.replica_id, self._context.clock())
-        log.warning("replica_lost replica=%s reason=%s requests=%d", self.replica_id, reason, len(wire_ids))
+        lost = self._flow.counters.replicas_lost
+        wire_ids, instructions = self._flow.replica_gone(self.replica_id, self._context.clock())
+        if self._flow.counters.replicas_lost > lost:
+            log.warning("replica_lost replica=%s reason=%s requests=%d", self.replica_id, reason, len(wire_ids))
+        else:
+            log.info("replica_left replica=%s requests=%d", self.replica_id, len(wire_ids))
         return wire_ids, instructions
 
     # From the feed

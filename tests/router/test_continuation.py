@@ -265,7 +265,7 @@ class World(FakeBackend):
         if self.kills and self.tokens >= self.kills[0]:
             self.kills.pop(0)
             del self.writers[home]
-            self.carry_out(self.flow.replica_lost(home, 0.0)[1])
+            self.carry_out(self.flow.replica_gone(home, 0.0)[1])
             return
         for name, writer in self.writers.items():
             self.carry_out(self.flow.on_reply(name, writer.step(), 0.0))

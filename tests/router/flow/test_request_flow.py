@@ -80,7 +80,7 @@ class World:
     def lose(self, name: str) -> None:
         del self.replicas[name]
         self.on_wire.pop(name, None)
-        self.run(self.flow.replica_lost(name, self.now)[1])
+        self.run(self.flow.replica_gone(name, self.now)[1])
 
     def submit(self, request: GenerationRequest) -> RequestId:
         request_id, instructions = self.flow.submit(request, self.now)
@@ -248,6 +248,17 @@ def test_a_short_prompt_that_passes_a_long_one_is_predicted_to_compute_their_com
 
     found = [world.records[each].predicted_cached_tokens for each in (long, short)]
     assert found == ([96, 0] if busy else [0, 96])
+
+
+def test_only_a_replica_that_did_not_drain_counts_as_lost(world: World) -> None:
+    """Alerts compare this number with a limit; a planned update must not raise one."""
+    world.flow.set_unavailable("r1", "draining", 0.0)
+
+    world.lose("r1")
+    assert world.flow.counters.replicas_lost == 0
+
+    world.lose("r0")
+    assert world.flow.counters.replicas_lost == 1
 
 
 def test_a_prompt_that_ends_with_a_block_is_predicted_without_it(world: World) -> None:
