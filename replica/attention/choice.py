@@ -29,8 +29,8 @@ FLASH_MAX_DIM = 256
 Libraries = Mapping[Name, Callable[[KvPool, TorchKernels, tuple[int, int]], PagedAttention]]
 LIBRARIES: Libraries = {
     "flash4": lambda pool, kernels, device: Flash4Attention(pool, kernels, load_flash4(), splits=device >= (10, 0)),
-    "flash3": lambda pool, kernels, _: FlashAttention(pool, kernels, load_flash3()),
-    "flash2": lambda pool, kernels, _: FlashAttention(pool, kernels, load_flash2()),
+    "flash3": lambda pool, kernels, _: FlashAttention(pool, kernels, load_flash3(), mixes=True),
+    "flash2": lambda pool, kernels, _: FlashAttention(pool, kernels, load_flash2(), mixes=False),
 }
 
 

@@ -4,8 +4,8 @@ flash-attn-4, the Python version whose kernels are compiled on first use, prefil
 Our kernels decode where it cannot split a row's keys (compute capability 9.0), and with all other versions.
 
 flash-attn 2 supports paged KV only in pages of 256 tokens, so its unpaged call gets keys and values gathered from our
-pages. That adds two copies of the KV bytes to work that grows with the square of the prompt. FlashAttention 3 supports
-any page size.
+pages. That adds two copies of the KV bytes to work that grows with the square of the prompt, and how many tokens to
+gather must be known on the host, so no graph can hold it. FlashAttention 3 supports any page size.
 """
 
 import importlib
@@ -29,11 +29,11 @@ Prefill = Callable[[torch.Tensor, PagedRows, PagedStep, AttentionRule], torch.Te
 class FlashAttention(PagedAttention):
     """`PagedAttention` that prefills with a library. Our kernels handle rules that the library does not support."""
 
-    mixes = False
-
-    def __init__(self, pool: KvPool, kernels: TorchKernels, prefill: Prefill) -> None:
+    def __init__(self, pool: KvPool, kernels: TorchKernels, prefill: Prefill, *, mixes: bool) -> None:
+        """`mixes`: whether `prefill` reads lengths only on the device, so that a graph can hold it."""
         super().__init__(pool, kernels)
         self._library = prefill
+        self.mixes = mixes
 
     def _prefill(
         self, q: torch.Tensor, rows: PagedRows, step: PagedStep, rule: AttentionRule, out: torch.Tensor
@@ -144,7 +144,7 @@ def flash3_prefill(call: Callable[..., torch.Tensor]) -> Prefill:
             cache_seqlens=rows.seq_lens,
             page_table=rows.tables,
             cu_seqlens_q=step.first_queries,
-            max_seqlen_q=max(step.q_lens),
+            max_seqlen_q=max(step.q_lens, default=len(q)),  # in a captured step, an upper bound
             **_rule_arguments(rule),
         )
 

@@ -154,7 +154,7 @@ class PagedAttention:
     #: Prompt lengths that together use every kernel that is compiled on first use and is not part of a graph.
     kernel_lengths: ClassVar[tuple[int, ...]] = ()
     #: Whether `begin_mixed` may be called. Subclasses that read lengths on the host do not support it.
-    mixes: ClassVar[bool] = True
+    mixes: bool = True
 
     def __init__(self, pool: KvPool, kernels: TorchKernels) -> None:
         self._pool = pool

@@ -171,7 +171,17 @@ def flash4(splits):
     return lambda pool: Flash4Attention(pool, TorchKernels(), partial(cute_varlen, splits=splits), splits=splits)
 
 
-@pytest.mark.parametrize("attention", [torch_attention, flash4(False), flash4(True)], ids=["plain", "sm_90", "sm_100"])
+def flash2(call):
+    return lambda pool: FlashAttention(pool, TorchKernels(), Flash2Prefill(call), mixes=False)
+
+
+def flash3(pool):
+    return FlashAttention(pool, TorchKernels(), flash3_prefill(with_kvcache), mixes=True)
+
+
+@pytest.mark.parametrize(
+    "attention", [torch_attention, flash3, flash4(False), flash4(True)], ids=["plain", "flash3", "sm_90", "sm_100"]
+)
 @pytest.mark.parametrize("lengths", [[(22, 1), (3, 1), (0, 9), (6, 5), (16, 16)], [(5, 7)], [(0, 32)]], ids=str)
 def test_a_padded_step_equals_the_step_itself(attention, lengths):
     """Its decodes are also a row of the prompts; the results are not used, but it must not read beyond its table."""
@@ -189,6 +199,7 @@ def test_a_padded_step_equals_the_step_itself(attention, lengths):
 
             padded, plain = (attention(filled_pool(shape, block, seed=0)) for _ in range(2))
             logits = torch.full((tokens, shape.heads * shape.value_dim), torch.nan)
+            assert padded.mixes
             step = MixedStep(model, padded, logits, max_rows=tokens, pages=64 // BLOCK)
             step.write(ragged, 64, torch.from_numpy)
             step.run(64)
@@ -211,12 +222,12 @@ def test_prompts_of_kernel_lengths_need_every_kernel_of_flash_attn_4():
 
 def test_both_libraries_compute_what_the_reference_does():
     """Includes windows, softcap, sinks and shorter values: our kernels handle whatever a library does not support."""
-    for prefill in (Flash2Prefill(varlen), flash3_prefill(with_kvcache)):
+    for library in (flash2(varlen), flash3):
         for shape in SHAPES.values():
             for rule in (fitted(each, shape) for each in RULES.values()):
                 batch = batch_of(ROWS)
 
-                got, _ = run(lambda pool, call=prefill: FlashAttention(pool, TorchKernels(), call), batch, shape, rule)
+                got, _ = run(library, batch, shape, rule)
 
                 wanted, _ = run(ReferenceAttention, batch, shape, rule)
                 torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
@@ -231,7 +242,7 @@ def test_where_keys_are_is_computed_once_for_all_layers():
         return varlen(*arguments, cu_seqlens_k=cu_seqlens_k, **options)
 
     shape, batch = SHAPES["grouped"], batch_of(ROWS)
-    attention = FlashAttention(filled_pool(shape, 40, seed=0), TorchKernels(), Flash2Prefill(recorded))
+    attention = flash2(recorded)(filled_pool(shape, 40, seed=0))
     attention.begin(batch)
     for layer in (0, 1):
         attention(layer, *(torch.zeros(len(batch.token_ids), heads, 16) for heads in (4, 2, 2)), RULES["plain"])
