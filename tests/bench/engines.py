@@ -2,25 +2,28 @@
 
     python tests/bench/engines.py --vllm VENV --peers VENV [--only steady,restart] [--routers homing,nginx] [--rounds N]
 
-Conversations are replayed (engines_traffic.py): each router in turn gets the same requests, freshly started and with
-empty caches; the first router changes from round to round. `oracle` is the share of prompt tokens that one cache with
-the memory of both engines would have found, `best` that of the best assignment in hindsight. CPU is the router
-processes', beyond what they use when idle. Everything shares this machine: figures can be compared within a run, not
-between runs.
+Conversations are replayed (engines_traffic.py): the routers of a scenario keep running and in turn get the same
+requests, with empty caches; the first router changes from round to round. Before a scenario with a restart each router
+is started anew, because routers differ in how soon they use an engine again. `oracle` is the share of prompt tokens
+that one cache with the memory of both engines would have found, `best` that of the best assignment in hindsight. CPU is
+the router processes', beyond what they use when idle. Everything shares this machine, whose speed changes: compare the
+ratios of means over the same requests, a few seconds apart, and not figures of different runs.
 """
 
 import asyncio
 import itertools
 import json
+import math
 import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from os import getloadavg
 from pathlib import Path
 from shutil import which
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 import httpx
@@ -33,13 +36,15 @@ from tests.bench.engines_traffic import AT_ONCE, SCENARIOS, Messages, Scenario, 
 from tests.bench.report import arguments, machine, versions
 from tests.bench.routing import Answered, ask
 
-REQUESTS = 42
+REQUESTS = 30
 ANSWER_TOKENS = 4
-WARM_UP = 6
+WARM_UP = 2
 READY_S = 60.0
-IDLE_S = 4.0
-#: Lets events arrive, health checks notice a change, and engine threads that spin after their work stop.
-PAUSE_S = 2.0
+IDLE_S = 1.0
+#: Lets events arrive, and engine threads that spin after their work stop.
+PAUSE_S = 0.7
+#: Lets health checks notice an engine that came back.
+BACK_S = 2.0
 WRONG = (httpx.HTTPError, AssertionError, ValueError, KeyError)
 
 
@@ -64,6 +69,16 @@ class Figures:
         self.failed += len(answers) - len(well)
         self.idle.append(idle.cpu_s / idle.seconds)
         self.cpu_s += busy.cpu_s - self.idle[-1] * busy.seconds
+
+    def merge(self, other: "Figures") -> None:
+        """Add another round's figures."""
+        self.ttft_s += other.ttft_s
+        self.prompt_tokens += other.prompt_tokens
+        self.cached_tokens += other.cached_tokens
+        self.failed += other.failed
+        self.cpu_s += other.cpu_s
+        self.idle += other.idle
+        self.predictions += other.predictions
 
     def row(self, scenario: str, router: str, oracle: float, best: float) -> dict[str, Any]:
         """One row, for the table and the JSON file."""
@@ -121,7 +136,7 @@ class Round:
                     answers += await self._drive(clients, prompts[third : 2 * third], kill=self._engines[-1])
             if self._scenario.restarts:
                 await asyncio.to_thread(self._engines[-1].start)
-                await asyncio.sleep(PAUSE_S)
+                await asyncio.sleep(BACK_S)
                 with busy.running():
                     answers += await self._drive(clients, prompts[2 * third :])
             figures.add(answers, busy, idle)
@@ -142,7 +157,8 @@ class Round:
                     await asyncio.sleep(0.5)
         await asyncio.sleep(PAUSE_S)
         for engine in self._engines:
-            (await clients[0].post(f"{engine.url}/reset_prefix_cache")).raise_for_status()
+            memory = {"cpu_blocks": self._scenario.cpu_blocks}
+            (await clients[0].post(f"{engine.url}/reset_prefix_cache", json=memory)).raise_for_status()
             await asyncio.to_thread(engine.ask, 2)  # vLLM announces a reset with its next step
         await asyncio.sleep(PAUSE_S)
 
@@ -182,7 +198,7 @@ async def predictions(clients: Sequence[httpx.AsyncClient]) -> Counter[str]:
     for client in clients:
         answer = await client.get("/cluster")
         if answer.status_code == 200:
-            for name, count in answer.json()["counters"].items():
+            for name, count in answer.json().get("counters", {}).items():  # a fake engine behind nginx has none
                 head, _, result = name.partition("predictions_")
                 if not head and result:
                     counted[result] += count
@@ -192,7 +208,8 @@ async def predictions(clients: Sequence[httpx.AsyncClient]) -> Counter[str]:
 def possible_shares(scenario: Scenario, prompts: Sequence[Messages], tokenizer: Any) -> tuple[float, float]:
     """Cached shares of prompt tokens: with one cache of both engines' memory, and with the best assignment."""
     ids = [tokenizer.apply_chat_template(each, add_generation_prompt=True)["input_ids"] for each in prompts]
-    chains, room = [blocks_of(each, BLOCK) for each in ids], BLOCKS - 1  # vLLM keeps one block for itself
+    chains = [blocks_of(each, BLOCK) for each in ids]
+    room = max(BLOCKS - 1, scenario.cpu_blocks)  # vLLM keeps one block for itself; slower memory holds copies
     emptied = len(prompts) * 2 // 3 if scenario.restarts else None
     hits = best_hits(chains, 1, 2 * room), best_hits(chains, 2, room, emptied_at=emptied)
     return hits[0] * BLOCK / sum(map(len, ids)), hits[1] * BLOCK / sum(map(len, ids))
@@ -200,39 +217,71 @@ def possible_shares(scenario: Scenario, prompts: Sequence[Messages], tokenizer: 
 
 def measure(
     engines: list[Engine], scenarios: Sequence[Scenario], routers: Sequence[str], rounds: int, peers: Path, model: Path
-) -> list[dict[str, Any]]:
-    """Run all scenarios. Exits if a router does not start."""
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Run all scenarios: one row per scenario and router, and one per round of each. Exits if a router does not start.
+
+    Rounds are the outer loop, so that a slow moment of the machine falls on all scenarios. Scenarios with a restart
+    come last: the routers that keep running would notice it.
+    """
     tokenizer = AutoTokenizer.from_pretrained(model)
-    rows = []
-    for scenario in scenarios:
-        found = {router: Figures() for router in routers}
-        shares = []
-        for number in range(rounds):
+    found: dict[tuple[str, str], Figures] = {}
+    shares: dict[str, list[tuple[float, float]]] = {}
+    turns = []
+    with ExitStack() as kept:
+        running: dict[str, list[Server]] = {router: [] for router in routers}
+        plan = sorted(itertools.product(range(rounds), scenarios), key=lambda each: each[1].restarts)
+        for number, scenario in plan:
+            if scenario.restarts:
+                kept.close()
             prompts = trace(scenario, REQUESTS, number)
-            shares.append(possible_shares(scenario, prompts, tokenizer))
+            shares.setdefault(scenario.name, []).append(possible_shares(scenario, prompts, tokenizer))
             for step in range(len(routers)):
                 router = routers[(number + step) % len(routers)]
-                print(f"{time.strftime('%H:%M:%S')} {scenario.name}, round {number + 1}: {router}", file=sys.stderr)
-                with ExitStack() as stack:
-                    servers = [stack.enter_context(ROUTERS[router](engines, peers)) for _ in range(scenario.routers)]
-                    asyncio.run(Round(scenario, engines, servers).run(prompts, found[router]))
-        for router, figures in found.items():
-            rows.append(figures.row(scenario.name, router, *map(fmean, zip(*shares, strict=True))))
-            print(json.dumps(rows[-1]), flush=True)
-    return rows
+                figures = Figures()
+                with ExitStack() as own:
+                    servers, stack = ([], own) if scenario.restarts else (running[router], kept)
+                    while len(servers) < scenario.routers:
+                        servers.append(stack.enter_context(ROUTERS[router](engines, peers)))
+                    asyncio.run(Round(scenario, engines, servers[: scenario.routers]).run(prompts, figures))
+                found.setdefault((scenario.name, router), Figures()).merge(figures)
+                turns.append({"round": number, "load": getloadavg()[0]} | figures.row(scenario.name, router, 0, 0))
+                print(f"{time.strftime('%H:%M:%S')} {json.dumps(turns[-1])}", file=sys.stderr, flush=True)
+    rows = [
+        figures.row(scenario, router, *map(fmean, zip(*shares[scenario], strict=True)))
+        for (scenario, router), figures in found.items()
+    ]
+    return rows, turns
+
+
+def ratios(turns: Sequence[dict[str, Any]], first: str, others: Sequence[str]) -> Iterator[str]:
+    """The first router's mean TTFT over each other's: geometric means over rounds, and their standard errors."""
+    means = {(turn["scenario"], turn["round"], turn["router"]): turn["mean_ms"] for turn in turns}
+    scenarios = dict.fromkeys(turn["scenario"] for turn in turns)
+    for other in others:
+        for name, chosen in (*((each, [each]) for each in scenarios), ("all", list(scenarios))):
+            logs = [
+                math.log(mean / means[scenario, number, other])
+                for (scenario, number, router), mean in means.items()
+                if router == first and scenario in chosen
+            ]
+            error = stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else math.inf
+            ratio = math.exp(fmean(logs))
+            yield f"{name}: {first} / {other} {ratio:.2f}, standard error {error:.0%}, {len(logs)} rounds"
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """A Markdown table in the format of docs/benchmarks.md."""
     lines = [
-        "| | | mean TTFT | p99 | cached | oracle, best | CPU per request, idle | failed |",
-        "|---|---|---|---|---|---|---|---|",
+        "| | | mean TTFT | p99 | cached | oracle, best | CPU per request, idle | failed | predictions exact |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         cells = (row["scenario"], row["router"], f"{row['mean_ms']} ms", f"{row['p99_ms']} ms", f"{row['cached']:.1%}")
+        made = row["predictions"]
+        exact = f"{made.get('exact', 0)} of {sum(made.values())}" if made else ""
         lines.append(
             f"| {' | '.join(cells)} | {row['oracle']:.1%}, {row['best']:.1%} "
-            f"| {row['cpu_ms']} ms, {row['idle_ms']} ms/s | {row['failed']} |"
+            f"| {row['cpu_ms']} ms, {row['idle_ms']} ms/s | {row['failed']} | {exact} |"
         )
     return "\n".join(lines)
 
@@ -244,18 +293,21 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=Path("build/engines-model-12m"), help="made if missing")
     parser.add_argument("--only", default=",".join(SCENARIOS), help="scenarios")
     parser.add_argument("--routers", default=",".join(ROUTERS))
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     scenarios, routers = [SCENARIOS[name] for name in options.only.split(",")], options.routers.split(",")
+    if options.vllm:
+        scenarios = [scenario for scenario in scenarios if not scenario.cpu_blocks]
     if "nginx" in routers and which("nginx") is None:
         routers.remove("nginx")
         print("nginx: not installed, left out", file=sys.stderr)
     model = make_model(options.model.absolute())
     with fleet(options.vllm and options.vllm.absolute(), model) as engines:
-        rows = measure(engines, scenarios, routers, options.rounds, options.peers.absolute(), model)
+        rows, turns = measure(engines, scenarios, routers, options.rounds, options.peers.absolute(), model)
     print(table(rows))
+    print("\nmean TTFT:", *ratios(turns, routers[0], routers[1:]), sep="\n")
     if options.out is not None:
-        report = {"machine": machine(), "versions": versions(["homing"]), "rows": rows}
+        report = {"machine": machine(), "versions": versions(["homing"]), "rows": rows, "rounds": turns}
         options.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 

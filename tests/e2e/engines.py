@@ -13,7 +13,7 @@ from .running import PATIENCE_S, Serving, until
 
 PROMPT = "One morning the fox went to the river and sat down. " * 20
 #: A request whose stream lasts long enough to be interrupted.
-LONG = {"prompt": PROMPT, "max_tokens": 300, "temperature": 0, "seed": 5, "ignore_eos": True}
+LONG = {"prompt": PROMPT, "max_tokens": 1000, "temperature": 0, "seed": 5, "ignore_eos": True}
 SHORT = {**LONG, "max_tokens": 20}
 #: The block size of vLLM on a CPU: 16 is rounded up to 32.
 BLOCK_SIZE = 32
@@ -84,10 +84,12 @@ def text_with_a_kill(
         for name, each in cluster.replicas().items()
     }
     with cluster.client() as client:
-        stream = client.completions.create(model="demo", prompt=PROMPT, stream=True, extra_body=LONG)
+        response = client.completions.with_raw_response.create(
+            model="demo", prompt=PROMPT, stream=True, extra_body=LONG
+        )
+        stream = response.parse()
         pieces = [next(stream) for _ in range(after)]
-        busy = next(name for name, each in cluster.replicas().items() if each["running"])
-        (engine,) = [process for pid, process in running.items() if pid in below[busy]]
+        (engine,) = [process for pid, process in running.items() if pid in below[response.headers["x-homing-replica"]]]
         (victim(engine) if victim else engine).kill()
         then()
         return "".join(piece.choices[0].text for piece in [*pieces, *stream] if piece.choices)

@@ -109,7 +109,7 @@ def test_a_stream_continues_when_its_engine_is_killed(
     """The text is unchanged whichever process is killed, and no process of the killed engine remains."""
     expected, before = text_of(cluster.post("/v1/completions", LONG)), continued(cluster)
 
-    assert text_with_a_kill(cluster, kind.program, after=20, victim=victim) == expected
+    assert text_with_a_kill(cluster, kind.program, after=5, victim=victim) == expected
     assert continued(cluster) == before + 1
     until(lambda: True if len(engines(cluster, kind.program)) == 2 else None, "another engine starts", PATIENCE_S)
     until(lambda: True if len(cluster.replicas()) == 2 else None, "it serves", PATIENCE_S)
