@@ -4,7 +4,7 @@ Pure and bounded. A decision's table is computed when it is first read; until th
 entry. Keeps no prompts of finished requests.
 """
 
-from collections import OrderedDict, deque
+from collections import deque
 from itertools import count
 
 import msgspec
@@ -49,7 +49,7 @@ class RecentRequests:
     """Recent requests of one model in one router."""
 
     def __init__(self) -> None:
-        self._placed: OrderedDict[RequestId, _Placed] = OrderedDict()  #: oldest decision first
+        self._placed: dict[RequestId, _Placed] = {}  #: oldest decision first
         self._failed: deque[FailedRequest] = deque(maxlen=MAX_FAILED)
         self._decisions = count(1)
         self._failures = count(1)
@@ -58,10 +58,10 @@ class RecentRequests:
         """Record a decision by which the request is sent to a replica."""
         kept, name = self._placed, request.request_id
         about = request.request
+        kept.pop(name, None)  # a moved request becomes the newest
         kept[name] = _Placed(next(self._decisions), now, about.trace_id, about.tenant, decision, request)
-        kept.move_to_end(name)
         if len(kept) > MAX_PLACED:
-            kept.popitem(last=False)
+            del kept[next(iter(kept))]
 
     def ended(self, request: RequestState) -> None:
         """Release the state of a finished request and keep only its outcome."""

@@ -167,14 +167,16 @@ class RequestFlow:
         """Accept a request. Raises NoReplica, PromptTooLong or QueueFull and then changes nothing."""
         state = self._new_request(request, now)
         instructions: list[Instruction] = []
-        if (held := len(self._queue)) >= self._settings.max_waiting_requests:
+        held = len(self._queue)
+        nobody_waits = not held
+        if held >= self._settings.max_waiting_requests:
             crowded_out = self._queue.crowded_out_by(request.tenant)
             if crowded_out is None:
                 raise QueueFull(held)
             instructions.append(self._fail(self._requests[RequestId(crowded_out)], QueueFull(held)))
+            nobody_waits = not self._queue
         request_id = state.request_id
         self._requests[request_id] = state
-        nobody_waits = not self._queue
         if nobody_waits and (sent := self._place(state, now)) is not None:
             instructions.append(sent)
         else:
@@ -393,8 +395,8 @@ class RequestFlow:
         """Choose a replica and reserve its capacity; None if no replica can take the request now."""
         prompt, candidates = self._prompt_and_candidates(request, now)
         decision = self.placement.decide(prompt, candidates)
-        chosen = decision.chosen
-        if chosen is None:
+        row = decision.row
+        if row is None:
             request.excluded.clear()  # replicas that refused it may be tried again later; `retries` limits how often
             return None
         if request.queue_s is None:
@@ -407,11 +409,12 @@ class RequestFlow:
                 request.known_tokens = known_tokens(prompt, candidates)
         request.advance("send")
         wire_id = request.wire_id = next(self._wire_ids)
-        request.uncached_tokens, request.replica = decision.uncached_tokens, chosen.replica_id
+        replica = request.replica = row.candidate.replica_id
+        request.uncached_tokens = row.uncached_tokens
         self._by_wire[wire_id] = request
         self.placement.book(wire_id, decision, request.keys, now)
         self.recent.placed(request, decision, now)
-        return Send(chosen.replica_id, _generate(request))
+        return Send(replica, _generate(request))
 
     def _predict(self, request: RequestState, prompt: Prompt, decision: Decision) -> None:
         """Predict the request's cached tokens, and correct the predictions of requests that it will pass."""

@@ -319,26 +319,34 @@ class Generation:
             choice.stream.cancel()
 
     def _summary(self) -> GenerationSummary:
-        choices = self.choices
-        first = choices[:: self.job.choices_per_prompt]  # prompts count once
-        if len(choices) == 1:
-            replicas = choices[0].stream.replica_id or ""
-        else:
-            replicas = ",".join(dict.fromkeys([name for choice in choices if (name := choice.stream.replica_id)]))
+        choices, caller, job = self.choices, self._caller, self.job
+        prompt_tokens = predicted = cached = generated = reasoning = pinned = 0
+        replicas: dict[str, None] = {}
+        for prompt in job.prompts:
+            prompt_tokens += len(prompt.token_ids)
+        for index, choice in enumerate(choices):
+            if name := choice.stream.replica_id:
+                replicas[name] = None
+            if not index % job.choices_per_prompt:  # prompts count once
+                predicted += choice.predicted
+                cached += choice.cached
+            generated += choice.generated
+            reasoning += choice.reasoning_tokens
+            pinned += choice.pinned or 0
         return GenerationSummary(
-            self._caller.tenant.label,
-            replicas,
-            sum([len(prompt.token_ids) for prompt in self.job.prompts]),
-            sum([choice.predicted for choice in first]),
-            sum([choice.cached for choice in first]),
-            sum([choice.generated for choice in choices]),
+            caller.tenant.label,
+            ",".join(replicas),
+            prompt_tokens,
+            predicted,
+            cached,
+            generated,
             self._ttft_s,
-            sum([choice.reasoning_tokens for choice in choices]),
-            sum([choice.pinned or 0 for choice in choices]),
+            reasoning,
+            pinned,
             choices[0].queue_s if choices else None,
-            self._caller.session or self.job.session,
-            self._caller.agent,
-            self._caller.parent,
+            caller.session or job.session,
+            caller.agent,
+            caller.parent,
         )
 
     def summary(self) -> GenerationSummary:

@@ -252,15 +252,15 @@ class Placement:
         Our engines start shorter prompts first (replica/engine/queue_order.py), so this request computes them if it
         passes the others. Priorities are not considered.
         """
-        chosen, prompt = decision.chosen, decision.prompt
-        assert chosen is not None, "nothing was chosen"
+        assert decision.row is not None, "nothing was chosen"
+        chosen, prompt = decision.row.candidate, decision.prompt
         if chosen.feed is STALE:
-            return Foreseen(0, {})
+            return NOTHING_FORESEEN
         held, expected = chosen.held_blocks, chosen.expected_blocks
         if expected <= held or chosen.replica_id in self._eviction_orders:
-            return Foreseen(expected, {})
+            return Foreseen(expected) if expected else NOTHING_FORESEEN
         found, passed = held, dict[int, int]()
-        computed, pending = _computed_tokens(decision), self.loads.pending(chosen.replica_id)
+        computed, pending = chosen.tokens_on_arrival(prompt), self.loads.pending(chosen.replica_id)
         for other, chain in self._by_first_block.get(prompt.hashes[0], {}).get(chosen.replica_id, {}).items():
             common = common_prefix(chain, prompt.hashes, 0)
             if (sent := pending.get(other)) is not None and computed < sent.passed_below:
@@ -271,22 +271,23 @@ class Placement:
 
     def book(self, request_id: int, decision: Decision, keys: Sequence[int], now: float) -> None:
         """Book a request on the chosen replica: its blocks become expected, its uncached tokens count as load."""
-        chosen = decision.chosen
-        assert chosen is not None, "a decision without a replica cannot be booked"
-        uncached = decision.uncached_tokens
-        prefill_s = chosen.load.prefill_cost.seconds(decision.prompt.tokens - uncached, uncached)
-        needed = len(keys) + 1 - self._used_blocks(chosen.replica_id, keys)
-        starts_at_once = not chosen.load.requests
-        pending = Pending(uncached, needed, prefill_s, 0 if starts_at_once else _computed_tokens(decision))
-        self.loads.dispatched(chosen.replica_id, request_id, pending, now)
+        row, prompt = decision.row, decision.prompt
+        assert row is not None, "a decision without a replica cannot be booked"
+        chosen, uncached = row.candidate, row.uncached_tokens
+        replica, load = chosen.replica_id, chosen.load
+        prefill_s = load.prefill_cost.seconds(prompt.tokens - uncached, uncached)
+        needed = len(keys) + 1 - self._used_blocks(replica, keys)
+        starts_at_once = not (load.running or load.waiting)
+        pending = Pending(uncached, needed, prefill_s, 0 if starts_at_once else chosen.tokens_on_arrival(prompt))
+        self.loads.dispatched(replica, request_id, pending, now)
         found = min(chosen.held_blocks, chosen.expected_blocks)
-        self.reservations.reserve(request_id, chosen.replica_id, keys, found, now)
-        if (order := self._eviction_orders.get(chosen.replica_id)) is not None:
+        self.reservations.reserve(request_id, replica, keys, found, now)
+        if (order := self._eviction_orders.get(replica)) is not None:
             order.sent(request_id, keys, found)
-        self._in_flight[chosen.replica_id][request_id] = keys
+        self._in_flight[replica][request_id] = keys
         if len(keys):
-            self._by_first_block.setdefault(keys[0], {}).setdefault(chosen.replica_id, {})[request_id] = keys
-        self.policy.booked(chosen.replica_id, request_id, decision.prompt)
+            self._by_first_block.setdefault(keys[0], {}).setdefault(replica, {})[request_id] = keys
+        self.policy.booked(replica, request_id, prompt)
 
     def started(self, replica: str, request_id: int) -> None:
         self.loads.started(replica, request_id)
@@ -350,7 +351,8 @@ class Foreseen(msgspec.Struct, frozen=True):
     """The cached blocks that requests will find on a replica."""
 
     blocks: int  #: by the request of the decision
-    passed: dict[int, int]  #: by each request in flight that starts after it now and shares expected blocks with it
+    #: by each request in flight that starts after it now and shares expected blocks with it
+    passed: dict[int, int] = {}
 
     @staticmethod
     def tokens(blocks: int, prompt_tokens: int, block_size: int) -> int:
@@ -358,22 +360,18 @@ class Foreseen(msgspec.Struct, frozen=True):
         return min(blocks, (prompt_tokens - 1) // block_size) * block_size
 
 
-def _computed_tokens(decision: Decision) -> int:
-    """Tokens to compute, as the replica counts them when the request arrives: only held blocks are cached then."""
-    chosen, prompt = decision.chosen, decision.prompt
-    assert chosen is not None, "nothing was chosen"
-    return max(1, prompt.tokens - min(chosen.held_blocks, chosen.expected_blocks) * prompt.block_size)
+NOTHING_FORESEEN = Foreseen(0)
 
 
 def regret_tokens(prompt: Prompt, candidates: Candidates, decision: Decision) -> int:
     """Tokens that the chosen replica computes but the best holder with a live feed would not have had to."""
-    assert decision.chosen is not None, "nothing was chosen"
+    assert decision.row is not None, "nothing was chosen"
     if isinstance(candidates, list):
         best = max([each.expected_blocks if each.feed is LIVE else 0 for each in candidates])
     else:
         best = candidates.longest_live()
     cached = min(best * prompt.block_size, prompt.tokens - 1)
-    return decision.chosen.uncached_tokens(prompt) - (prompt.tokens - cached)
+    return decision.row.candidate.uncached_tokens(prompt) - (prompt.tokens - cached)
 
 
 def known_tokens(prompt: Prompt, candidates: Candidates) -> int:

@@ -54,21 +54,32 @@ class ChatTemplate:
             raise TemplateRefusal(
                 "continue_final_message cannot be combined with add_generation_prompt", param="messages"
             )
-        messages = [_shown(each) for each in conversation.messages]
-        for message in messages:
+        messages, nested = [], []
+        for each in conversation.messages:
+            message = _shown(each) if None in each.values() or "reasoning_content" in each else each
             if message["role"] == "developer":
-                message["role"] = self._developer
+                message = {**message, "role": self._developer}
+            if calls := message.get("tool_calls"):
+                nested.append(calls)
+            messages.append(message)
         tools = list(conversation.tools) if conversation.tools else None
-        options = {"add_generation_prompt": conversation.add_generation_prompt, **self._special_tokens}
         arguments = conversation.template_arguments
-        if _too_deep([tools, arguments, *[calls for each in messages if (calls := each.get("tool_calls"))]]):
+        if (tools or arguments or nested) and _too_deep([tools, arguments, *nested]):
             raise TemplateRefusal(f"tools, calls and arguments are nested deeper than {MAX_DEPTH}", param="messages")
-        values = {"messages": messages, "tools": tools, "documents": None, **options, **arguments}
+        values: dict[str, Any] = {
+            "messages": messages,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": conversation.add_generation_prompt,
+            **self._special_tokens,
+            **arguments,
+        }
         try:
             if conversation.continue_final_message:
                 return _render_open(template, values)
             compiled = self._compiled.get(template) or self._compile(template)
-            return compiled.render(values)
+            context = compiled.new_context({**compiled.globals, **values}, shared=True)
+            return "".join(compiled.root_render_func(context))  # `Template.render` copies the values twice more
         except Exception as error:
             from jinja2.exceptions import TemplateError
 
@@ -80,7 +91,11 @@ class ChatTemplate:
         # Not at the top: the import takes half a second, and the package must stay light.
         from transformers.utils.chat_template_utils import _compile_jinja_template
 
-        compiled: Template = _compile_jinja_template(template)
+        from .template_code import DirectLookups
+
+        environment = _compile_jinja_template(template).environment
+        environment.code_generator_class = DirectLookups
+        compiled: Template = environment.from_string(template)
         # Jinja uses a chain of dicts, and every prompt would copy it: half of the time of a plain chat.
         compiled.globals = dict(compiled.globals)
         self._compiled[template] = compiled

@@ -76,6 +76,10 @@ class Candidate(msgspec.Struct, frozen=True, gc=False, kw_only=True):
         # The last token is always computed: its logits are needed.
         return prompt.tokens - cached if cached < prompt.tokens else 1
 
+    def tokens_on_arrival(self, prompt: Prompt) -> int:
+        """Tokens to compute, as the replica counts them when the request arrives: only held blocks are cached then."""
+        return max(1, prompt.tokens - min(self.held_blocks, self.expected_blocks) * prompt.block_size)
+
     def loading_s(self, prompt: Prompt) -> float:
         """Seconds to load the blocks that are cached in slower memory."""
         if not self.slower_blocks or self.feed is STALE:

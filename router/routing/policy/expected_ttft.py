@@ -29,7 +29,6 @@ never to a position in a list. For hundreds of replicas, column_scores.py takes 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import compress
 from math import inf
 from random import Random
 from typing import TYPE_CHECKING
@@ -102,19 +101,20 @@ class ExpectedTtft(Policy):
     def _consider(
         self, prompt: Prompt, candidates: Sequence[Candidate], rng: Random
     ) -> "tuple[Decision, CandidateScores | ColumnScores]":
-        weights = self._weights(len(candidates))
-        score_all = partial(CandidateScores, prompt, candidates, weights, self.obstacle, sees_cache=self.sees_cache)
+        weights, preferred = self._weights(len(candidates)), self._sessions.get(prompt.session)
         if not isinstance(candidates, list) and isinstance(candidates, ManyCandidates):
             from ..column_scores import ColumnScores  # not at the top: numpy takes 15 MB, and few replicas need none
 
-            scores: CandidateScores | ColumnScores = ColumnScores(
+            columns = ColumnScores(
                 prompt, candidates, weights, holds_requests=self.holds_requests, sees_cache=self.sees_cache
             )
-        else:
-            scores = score_all()
-        chosen = scores.choose(self._sessions.get(prompt.session), rng)
-        reason = partial(_explain_choice, chosen, score_all)
-        return Decision(self.name, prompt, chosen, lambda: score_all().table(), reason), scores
+            chosen = columns.choose(preferred, rng)
+            score_all = partial(CandidateScores, prompt, candidates, weights, self.obstacle, self.sees_cache)
+            reason = partial(_explain_choice, chosen, lambda: score_all().ties())
+            return Decision(self.name, prompt, chosen, lambda: score_all().table(), reason), columns
+        scores = CandidateScores(prompt, candidates, weights, self.obstacle, self.sees_cache)
+        chosen = scores.choose(preferred, rng)
+        return Decision(self.name, prompt, chosen, scores.table, partial(_explain_choice, chosen, scores.ties)), scores
 
     def leave(self, replica: str) -> None:
         """Reset all busy shares to their mean, as `_weights` does: they are stored by place, and places change."""
@@ -157,7 +157,7 @@ class ExpectedTtft(Policy):
 class CandidateScores:
     """Costs of a prompt on each candidate. `obstacle` says why a candidate cannot be chosen."""
 
-    __slots__ = ("_busy", "_candidates", "_factors", "_obstacle", "_others_s", "_prompt", "_uncached")
+    __slots__ = ("_busy", "_candidates", "_least", "_obstacle", "_pace_s", "_prompt", "_uncached", "_weights")
 
     def __init__(
         self,
@@ -165,47 +165,43 @@ class CandidateScores:
         candidates: Sequence[Candidate],
         weights: Weights,
         obstacle: Callable[[Prompt, Candidate], str | None],
-        *,
         sees_cache: bool,
     ) -> None:
         self._prompt = prompt
         self._candidates = candidates
+        self._weights = weights
         self._obstacle = obstacle
-        self._busy = list(map(float, weights.busy))
-        total = prompt.tokens
-        self._uncached = [each.uncached_tokens(prompt) if sees_cache else total for each in candidates]
-        least = min(self._uncached, default=0)  # tokens that the best holder would have to compute
-        pace_s = min([each.load.decode_step_s for each in candidates], default=0.0)
+        self._busy = busy if type(busy := weights.busy) is list else list(map(float, busy))
+        self._uncached = [each.uncached_tokens(prompt) if sees_cache else prompt.tokens for each in candidates]
+        self._least = min(self._uncached, default=0)  #: tokens that the best holder would have to compute
+        self._pace_s = min([each.load.decode_step_s for each in candidates], default=0.0)
 
-        def others_s(load: ReplicaLoad, uncached: int, busy: float) -> float:
-            """Seconds that others lose if `uncached` tokens are computed there; `busy`: the replica's busy share."""
-            cost = load.prefill_cost
-            prefill_s = cost.seconds(total - uncached, uncached)
-            slower_s = load.answer_tokens * (load.decode_step_s - pace_s)
-            answers_s = weights.answers * (load.running * prefill_s + slower_s)
-            if uncached == least:
-                return answers_s
-            factor = weights.all_busy / (1 - min(busy, BUSY_LIMIT))  # seconds lost per second of extra work
-            fresh = (load.free_blocks - load.cached_free_blocks) * prompt.block_size
-            if fresh <= uncached:
-                factor += RECOMPUTED_SHARE
-            return answers_s + factor * (prefill_s - cost.seconds(total - least, least))
-
-        self._others_s = others_s
+    def _others_s(self, load: ReplicaLoad, uncached: int, busy: float) -> float:
+        """Seconds that others lose if `uncached` tokens are computed there; `busy`: the replica's busy share."""
+        total, least, weights, cost = self._prompt.tokens, self._least, self._weights, load.prefill_cost
+        prefill_s = cost.seconds(total - uncached, uncached)
+        slower_s = load.answer_tokens * (load.decode_step_s - self._pace_s)
+        answers_s = weights.answers * (load.running * prefill_s + slower_s)
+        if uncached == least:
+            return answers_s
+        factor = weights.all_busy / (1 - min(busy, BUSY_LIMIT))  # seconds lost per second of extra work
+        if (load.free_blocks - load.cached_free_blocks) * self._prompt.block_size <= uncached:
+            factor += RECOMPUTED_SHARE
+        return answers_s + factor * (prefill_s - cost.seconds(total - least, least))
 
     def choose(self, preferred: str | None, rng: Random) -> Score | None:
         ties = self.ties()
-        return _break_tie(ties, preferred, rng) if ties else None
+        return _break_tie(ties, preferred, rng) if len(ties) > 1 else ties[0] if ties else None
 
     def busy(self, weight: float) -> tuple[list[float], bool]:
         """The busy shares including this decision, and whether no idle candidate can be chosen."""
         # A replica without room for the prompt counts as busy: extra work delays all requests that occupy its memory.
-        idle = [
-            not each.load.queued_prefill_tokens and each.load.spare_blocks + each.used_blocks > self._prompt.blocks
-            for each in self._candidates
-        ]
-        shares = [share + ((not free) - share) * weight for share, free in zip(self._busy, idle, strict=True)]
-        none_idle = all(self._obstacle(self._prompt, each) is not None for each in compress(self._candidates, idle))
+        shares, none_idle, blocks = [], True, self._prompt.blocks
+        for share, each in zip(self._busy, self._candidates, strict=True):
+            load = each.load
+            busy = bool(load.queued_prefill_tokens) or load.spare_blocks + each.used_blocks <= blocks
+            shares.append(share + (busy - share) * weight)
+            none_idle = none_idle and (busy or self._obstacle(self._prompt, each) is not None)
         return shares, none_idle
 
     def table(self) -> list[Score]:
@@ -249,25 +245,21 @@ def cost_limit(least: float) -> float:
 
 
 def _break_tie(ties: Sequence[Score], preferred: str | None, rng: Random) -> Score:
-    tied = _least(ties, [row.uncached_tokens for row in ties])
-    if preferred is not None:
-        tied = [row for row in tied if row.candidate.replica_id == preferred] or tied
-    tied = _least(tied, [row.candidate.load.requests for row in tied])
-    tied = _least(tied, [row.candidate.load.occupied_blocks for row in tied])
+    ranks = []
+    for row in ties:
+        load, other = row.candidate.load, row.candidate.replica_id != preferred
+        ranks.append((row.uncached_tokens, other, load.requests, load.occupied_blocks))
+    best = min(ranks)
+    tied = [row for row, rank in zip(ties, ranks, strict=True) if rank == best]
     if len(tied) == 1:
         return tied[0]
     # Sorted, so that the random draw does not depend on the order of the list.
     return rng.choice(sorted(tied, key=lambda row: row.candidate.replica_id))
 
 
-def _least(rows: Sequence[Score], ranks: Sequence[int]) -> Sequence[Score]:
-    best = min(ranks)
-    return rows if max(ranks) == best else [row for row, rank in zip(rows, ranks, strict=True) if rank == best]
-
-
-def _explain_choice(chosen: Score | None, score_all: Callable[[], CandidateScores], usable: Sequence[Score]) -> str:
+def _explain_choice(chosen: Score | None, find_ties: Callable[[], list[Score]], usable: Sequence[Score]) -> str:
     assert chosen is not None, "nothing was chosen"
-    ties = score_all().ties()
+    ties = find_ties()
     if len(usable) == 1:
         return "the only replica that can take it"
     if len(ties) == 1:
