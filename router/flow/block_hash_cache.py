@@ -42,6 +42,8 @@ class BlockHashCache:
 
     def hashes(self, root: BlockHash, tokens: bytes) -> bytes:
         """Hashes of the full blocks of `tokens` (uint32 LE) under `root`, concatenated."""
+        if len(tokens) < self._span_bytes:
+            return join_hashes(self._hasher.chain(root, tokens))
         size, whole = self._span_bytes, len(tokens) // self._span_bytes * self._span_bytes
         parts: list[bytes] = []
         name, parent = bytes(root), root

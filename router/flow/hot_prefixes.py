@@ -51,8 +51,10 @@ class HotPrefixes:
 
     def add(self, root: BlockHash, tokens: bytes, hashes: bytes) -> None:
         """Keep a request's prompt. `hashes`: those of its full blocks. Ignores prompts of less than a step."""
+        if len(hashes) < self.step * HASH_BYTES:
+            return
         prompt = HotPrefix(root, tokens, hashes)
-        if len(hashes) < self.step * HASH_BYTES or prompt.size > self._capacity:
+        if prompt.size > self._capacity:
             return
         self._prompts.append(prompt)
         self._bytes += prompt.size

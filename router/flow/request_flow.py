@@ -448,7 +448,7 @@ class RequestFlow:
                 or output.index != request.generated
                 or request.replica != replica
             ):
-                instructions += self._on_output(replica, output, now)
+                instructions += self._on_output(request, replica, output, now)
                 continue
             request.generated += len(output.token_ids)
             request.new_tokens += output.token_ids
@@ -466,14 +466,15 @@ class RequestFlow:
             or request.replica != replica
             or not request.text_only
         ):
-            return self._on_output(replica, output, now)
+            return self._on_output(request, replica, output, now)
         request.generated += output.num_tokens
         delta = TokenDelta(token_ids=[], text=output.text, text_tokens=output.num_tokens, deltas=output.deltas)
         return [Deliver(request.request_id, delta, request.replica)]
 
-    def _on_output(self, replica: str, output: TokenOutput | TextOutput, now: float) -> list[Instruction]:
-        request = self._sent_to(replica, output.request_id)
-        if request is None:
+    def _on_output(
+        self, request: RequestState | None, replica: str, output: TokenOutput | TextOutput, now: float
+    ) -> list[Instruction]:
+        if request is None or request.replica != replica:  # it is over, such as cancelled, or has moved elsewhere
             return []
         if isinstance(output, TokenOutput) and output.index > request.generated:
             error = RequestFailed(
@@ -497,19 +498,14 @@ class RequestFlow:
         return [Deliver(request.request_id, delta, request.replica)]
 
     def _on_refused(self, replica: str, refused: Refused, now: float) -> list[Instruction]:
-        request = self._sent_to(replica, refused.request_id)
-        if request is None:
+        request = self._by_wire.get(refused.request_id)
+        if request is None or request.replica != replica:
             return []
         error = refusal_error(request, refused, self._max_model_len)
         if not refused.retry:
             return [self._fail(request, error)]
         request.excluded.add(replica)
         return self._move(request, error, now)
-
-    def _sent_to(self, replica: str, wire_id: int) -> RequestState | None:
-        """The request that an output belongs to; None if it is over (such as cancelled) or has moved elsewhere."""
-        request = self._by_wire.get(wire_id)
-        return request if request is not None and request.replica == replica else None
 
     # Moving and ending
 

@@ -225,7 +225,7 @@ class PrefixIndex:
 
     def _spread(self, ends: list[_End]) -> "array[int]":
         """Prefix lengths by place. Most replicas share one end and others form groups; a loop handles only the rest."""
-        common = max(ends, key=lambda end: end[1].bit_count())
+        common = ends[0] if len(ends) == 1 else max(ends, key=lambda end: end[1].bit_count())
         found = array("q", common[:1]) * len(self._bits)
         names = self._names
         for end in ends:

@@ -159,16 +159,17 @@ class ReasoningRequest(msgspec.Struct, frozen=True):
     enabled: bool | None = None
     effort: str | None = None
 
-    def template_arguments(self) -> dict[str, Any]:
+    def template_arguments(self, others: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The template's arguments for these options, and `others`, which take precedence."""
         if self.effort is None and self.enabled is None:
-            return {}
+            return others
         arguments: dict[str, Any] = {}
         if self.effort is not None and self.effort != "none":
             arguments["reasoning_effort"] = self.effort
         enabled = False if self.effort == "none" else self.enabled
         if enabled is not None:
             arguments["enable_thinking"] = enabled
-        return arguments
+        return {**arguments, **others}
 
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):
@@ -198,7 +199,7 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
             tools=[each.definition for each in shown] if shown else None,
             add_generation_prompt=self.add_generation_prompt,
             continue_final_message=self.continue_final_message,
-            template_arguments={**self.reasoning.template_arguments(), **self.template_arguments},
+            template_arguments=self.reasoning.template_arguments(self.template_arguments),
         )
 
     def callable_tools(self) -> list[Tool]:

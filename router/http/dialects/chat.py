@@ -102,12 +102,12 @@ def conversation(body: ChatBody | TokenizeBody) -> Conversation:
     chat = body if isinstance(body, ChatBody) else None
     return Conversation(
         messages=[_message(each, index) for index, each in enumerate(body.messages or ())],
-        tools=[_tool(each, f"tools[{index}]") for index, each in enumerate(body.tools or ())],
+        tools=[_tool(each, f"tools[{index}]") for index, each in enumerate(body.tools)] if body.tools else (),
         tool_choice=_tool_choice(chat) if chat else _AUTO,
         reasoning=typed.ReasoningRequest(effort=chat.reasoning_effort) if chat and chat.reasoning_effort else _USUAL,
         output={"response_format": chat.response_format} if chat and chat.response_format else {},
         session=chat.prompt_cache_key if chat and isinstance(chat.prompt_cache_key, str) else None,
-        mark=mark(chat.cache_control, "cache_control") if chat else None,
+        mark=mark(chat.cache_control, "cache_control") if chat and chat.cache_control else None,
         add_generation_prompt=not continues if body.add_generation_prompt is None else body.add_generation_prompt,
         continue_final_message=continues,
         template_arguments=body.chat_template_kwargs or {},

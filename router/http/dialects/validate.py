@@ -373,7 +373,7 @@ def _guided(
     guiding = asked if calls is None else calls
     if guiding is None or reasoning is None:
         return guiding
-    wishes = {**conversation.reasoning.template_arguments(), **conversation.template_arguments}
+    wishes = conversation.reasoning.template_arguments(conversation.template_arguments)
     opener, end = reasoning.guided_from(
         tail,
         calls=calls is not None,

@@ -58,10 +58,13 @@ async def decoded(
     """
     data = exchange.request.body if part is None else part
     lenient = lenient and not front.settings.strict_fields
-    steps = decoding(data, decoder, lenient=lenient)
     if len(data) <= INLINE_BYTES:
-        body, ignored = exhaust(steps)
+        try:
+            body, ignored = decoder.decode(data), []  # `decoding`, for nearly all bodies
+        except (ValueError, RecursionError):
+            body, ignored = exhaust(decoding(data, decoder, lenient=lenient))
     else:
+        steps = decoding(data, decoder, lenient=lenient)
         fields = decoder.type.__struct_fields__
         body, ignored = await front.body_reader.read(exchange, steps, caller.tenant.digest, fields)
         exchange.wire.release_body()

@@ -55,8 +55,6 @@ def label(path: str) -> str:
 
 def _row(path: str) -> str:
     """The path in the table that a request's path matches; the path itself if it matches none with a parameter."""
-    if path in _FIXED:
-        return path
     if path.startswith(f"{MODELS}/"):
         return f"{MODELS}/{{model}}"
     if path.startswith(f"{RESPONSES_PATH}/"):
@@ -73,7 +71,7 @@ def error_body_of(path: str) -> Callable[[RouterError], bytes] | None:
 def find(request: Request) -> Handler:
     """The handler of a request. Raises UnknownPath and WrongMethod."""
     path, method = request.path, "GET" if request.method == "HEAD" else request.method
-    by_method = _BY_PATH.get(_row(path))
+    by_method = _BY_PATH.get(path if path in _FIXED else _row(path))
     if by_method is None:
         raise UnknownPath(f"there is no endpoint {path}")
     if method not in by_method:

@@ -331,20 +331,21 @@ class HttpConnection(asyncio.Protocol):
         request = exchange.request
         self._chunked = length is None and not request.http_1_0
         ends = self._server.closing or self._closing or not request.keep_alive or (length is None and request.http_1_0)
-        lines = [_STATUS_LINES[exchange.status], self._server.date, f"x-request-id: {exchange.id}\r\n"]
-        lines += [f"{name}: {value}\r\n" for name, value in headers]
-        lines += [f"{name}: {value}\r\n" for name, value in self._handler.headers_for(request)]
+        head = f"{_STATUS_LINES[exchange.status]}{self._server.date}x-request-id: {exchange.id}\r\n"
+        for name, value in headers:
+            head += f"{name}: {value}\r\n"
+        for name, value in self._handler.headers_for(request):
+            head += f"{name}: {value}\r\n"
         if self._chunked:
-            lines.append("transfer-encoding: chunked\r\n")
-        elif length is not None and exchange.status != HTTPStatus.NO_CONTENT:  # a 204 has none (RFC 9110, 8.6)
-            lines.append(f"content-length: {length}\r\n")
+            head += "transfer-encoding: chunked\r\n"
+        elif length is not None and exchange.status != 204:  # which has none (RFC 9110, 8.6)
+            head += f"content-length: {length}\r\n"
         if ends:
-            lines.append("connection: close\r\n")
+            head += "connection: close\r\n"
+            self._closing = True
         elif request.http_1_0:
-            lines.append("connection: keep-alive\r\n")
-        lines.append("\r\n")
-        self._closing = self._closing or ends
-        self._head = "".join(lines).encode("latin-1")
+            head += "connection: keep-alive\r\n"
+        self._head = f"{head}\r\n".encode("latin-1")
         self._bodiless = request.method == "HEAD"
 
     def send_body(self, data: bytes) -> None:
