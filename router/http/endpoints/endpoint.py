@@ -58,9 +58,10 @@ async def decoded(
     """
     data = exchange.request.body if part is None else part
     lenient = lenient and not front.settings.strict_fields
+    ignored: list[str] = []
     if len(data) <= INLINE_BYTES:
         try:
-            body, ignored = decoder.decode(data), []  # `decoding`, for nearly all bodies
+            body = decoder.decode(data)  # does what `decoding` does, for nearly all bodies
         except (ValueError, RecursionError):
             body, ignored = exhaust(decoding(data, decoder, lenient=lenient))
     else:
