@@ -250,7 +250,15 @@ async def conversation_job(
     if reasoning is not None:
         tail = text.decode(token_ids[-TAIL_TOKENS:])
     opened = reasoning is not None and reasoning.leaves_open(tail)
-    guided = await _requested_guidance(served, body, conversation, sender, tail)
+    guided, choice = None, conversation.tool_choice
+    if (
+        conversation.tools
+        or conversation.output
+        or choice.mode == "required"
+        or choice.allowed
+        or _output_fields(body) != _NO_OUTPUT_FIELDS
+    ):
+        guided = await _requested_guidance(served, body, conversation, sender, tail)
     found = job(
         front,
         served,

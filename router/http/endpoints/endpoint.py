@@ -61,7 +61,7 @@ async def decoded(
     ignored: list[str] = []
     if len(data) <= INLINE_BYTES:
         try:
-            body = decoder.decode(data)  # `decoding`, for nearly all bodies
+            body = decoder.decode(data)  # does what `decoding` does, for nearly all bodies
         except (ValueError, RecursionError):
             body, ignored = exhaust(decoding(data, decoder, lenient=lenient))
     else:

@@ -75,6 +75,8 @@ def line(exchange: Exchange, duration_s: float, now: float) -> str:
 
 def _conversation(summary: GenerationSummary) -> str:
     """The session and agents of a request, as far as the client named them."""
+    if summary.session is summary.agent is summary.parent is None:
+        return ""
     named = (("session", summary.session), ("agent", summary.agent), ("parent", summary.parent))
     return "".join([f" {name}={_safe(value)}" for name, value in named if value])
 

@@ -14,6 +14,13 @@ TEMPLATES = {
     "{% if add_generation_prompt %}[assistant]{% endif %}",
     "tools": "{% for tool in tools or [] %}{{ tool | tojson(indent=1) }}{% endfor %}"
     "{% for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}{{ m['content'] }}{% endfor %}",
+    # Keys that exist, that are missing, and that name methods of dicts; holders that are no dicts; an unset variable.
+    "lookups": "{% set ns = namespace(seen=0) %}"
+    "{% macro show(m) %}{{ m['role'] }}{{ m.name }}{{ m['absent'] }}{% endmacro %}"
+    "{% for m in messages %}{{ show(m) }}{{ m['items'] is callable }}{{ m.keys() | list }}{{ m.get('role') }}"
+    "{% if m.tool_calls or m['tool_calls'] is defined %}calls{% endif %}{{ m['content'] is string }}"
+    "{% for key in m %}{{ key }}={{ m[key] }}{% endfor %}{% set ns.seen = ns.seen + 1 %}{{ loop.first }}{% endfor %}"
+    "{{ ns.seen }}{{ ns['seen'] }}{{ messages[0].role }}{{ messages['0'] }}{{ mood['x'] if mood is defined }}",
     "generation": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}{{ mood }}",
 }
 MESSAGES = [
