@@ -5,6 +5,7 @@ tokens; `homing simulate` runs this code over modelled replicas.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableSequence, Sequence
+from math import inf
 from random import Random
 
 import msgspec
@@ -250,7 +251,7 @@ class Placement:
 
         Blocks that are expected, but not held yet, are computed by the one of the requests in flight that starts first.
         Our engines start shorter prompts first (replica/engine/queue_order.py), so this request computes them if it
-        passes the others. Priorities are not considered.
+        passes the others. Priorities are not considered, and evictions that are not announced yet are unknown.
         """
         assert decision.row is not None, "nothing was chosen"
         chosen, prompt = decision.row.candidate, decision.prompt
@@ -261,9 +262,11 @@ class Placement:
             return Foreseen(expected) if expected else NOTHING_FORESEEN
         found, passed = held, dict[int, int]()
         computed, pending = chosen.tokens_on_arrival(prompt), self.loads.pending(chosen.replica_id)
+        prefilled, size = self.loads.prefilled_tokens(chosen.replica_id), prompt.block_size
         for other, chain in self._by_first_block.get(prompt.hashes[0], {}).get(chosen.replica_id, {}).items():
             common = common_prefix(chain, prompt.hashes, 0)
-            if (sent := pending.get(other)) is not None and computed < sent.passed_below:
+            sent = pending.get(other)
+            if sent is not None and sent.is_passed_by(computed, prefilled, min(held, common) * size, prompt.now):
                 passed[other] = common
             else:
                 found = max(found, common)
@@ -277,8 +280,17 @@ class Placement:
         replica, load = chosen.replica_id, chosen.load
         prefill_s = load.prefill_cost.seconds(prompt.tokens - uncached, uncached)
         needed = len(keys) + 1 - self._used_blocks(replica, keys)
-        starts_at_once = not (load.running or load.waiting)
-        pending = Pending(uncached, needed, prefill_s, 0 if starts_at_once else chosen.tokens_on_arrival(prompt))
+        # With nothing queued, it starts in the next step. A decode step may be in progress.
+        starts_by = inf if load.queued_prefill_tokens else now + load.decode_step_s * (load.running > 0)
+        pending = Pending(
+            uncached_tokens=uncached,
+            blocks=needed,
+            prefill_s=prefill_s,
+            prompt_tokens=prompt.tokens,
+            computed_tokens=chosen.tokens_on_arrival(prompt),
+            prefilled_tokens=self.loads.prefilled_tokens(replica),
+            starts_by=starts_by,
+        )
         self.loads.dispatched(replica, request_id, pending, now)
         found = min(chosen.held_blocks, chosen.expected_blocks)
         self.reservations.reserve(request_id, replica, keys, found, now)

@@ -46,7 +46,17 @@ class Pending(msgspec.Struct, frozen=True, gc=False):
     uncached_tokens: int
     blocks: int  #: free blocks that it will take
     prefill_s: float  #: seconds to compute `uncached_tokens` there
-    passed_below: int = 0  #: a later prompt with fewer tokens to compute starts before it; 0: it started at once
+    # To predict which of two requests starts first (replica/engine/queue_order.py):
+    prompt_tokens: int = 0
+    computed_tokens: int = 0  #: tokens to compute, as the replica counts them when the request arrives
+    prefilled_tokens: int = 0  #: prompt tokens that the replica had computed since its start, by its last report
+    starts_by: float = 0.0  #: the time until which it has certainly started; infinity if it queues behind others
+
+    def is_passed_by(self, computed_tokens: int, prefilled_tokens: int, held_tokens: int, now: float) -> bool:
+        """Whether a request sent now starts first. `held_tokens`: cached tokens of this prompt that are known now."""
+        progress = prefilled_tokens - self.prefilled_tokens
+        own = min(self.computed_tokens, max(1, self.prompt_tokens - held_tokens))
+        return now < self.starts_by and computed_tokens + progress < own
 
 
 class ReplicaLoad(msgspec.Struct, frozen=True, gc=False, kw_only=True):
@@ -198,6 +208,11 @@ class LoadBook:
     def pending(self, replica: str) -> Mapping[int, Pending]:
         """The requests sent there that no report includes yet."""
         return self._replicas[replica].pending
+
+    def prefilled_tokens(self, replica: str) -> int:
+        """Prompt tokens that the replica has computed since its start, by its last report."""
+        report = self._replicas[replica].report
+        return 0 if report is None else report.counters.prefilled_tokens
 
     def uncached_tokens(self, replica: str, request_id: int) -> int:
         """Uncached tokens of a pending request; 0 for requests not dispatched here, such as those of a warm-up."""

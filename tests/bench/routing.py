@@ -50,10 +50,10 @@ class Answered:
 
 
 @contextmanager
-def cluster(policy: str) -> Iterator[str]:
-    """Run a cluster with this policy; yields its address."""
+def cluster(policy: str, kv_blocks: int = KV_BLOCKS) -> Iterator[str]:
+    """Run two replicas of so many blocks with this policy; yields the address."""
     with tempfile.TemporaryDirectory() as state:
-        flags = ["--port", "0", "--state-dir", state, "--policy", policy, "--num-kv-blocks", str(KV_BLOCKS)]
+        flags = ["--port", "0", "--state-dir", state, "--policy", policy, "--num-kv-blocks", str(kv_blocks)]
         command = [sys.executable, "-P", "-m", "homing.cluster.cli.main", "serve", *flags]
         with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
             try:

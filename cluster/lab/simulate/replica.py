@@ -234,9 +234,10 @@ class SimulatedReplica:
         return sorted(lost, key=lambda work: work.request_id)
 
     def report(self, now: float) -> LoadReport:
-        cache, stats, rates = self.cache, self.cache.counters, self.rates
-        begun = [PrefillSpan(work.cached, work.computed, work.prefill_tokens) for work in self._prefilling]
-        queued = _added(self._waiting_work, work_of(begun))
+        cache, rates, queued = self.cache, self.rates, self._waiting_work
+        if self._prefilling:
+            begun = [PrefillSpan(work.cached, work.computed, work.prefill_tokens) for work in self._prefilling]
+            queued = _added(queued, work_of(begun))
         cost = rates.prefill_cost
         return LoadReport(
             epoch=self.epoch,
@@ -253,12 +254,7 @@ class SimulatedReplica:
             total_blocks=cache.total_blocks,
             prefill_tokens_per_s=rates.prefill_tokens_per_s,
             decode_step_s=rates.decode_step_s,
-            counters=CacheCounters(
-                query_tokens=stats.query_tokens * self.limits.block_tokens,
-                hit_tokens=stats.hit_tokens * self.limits.block_tokens,
-                preemptions=self.preemptions,
-                prefilled_tokens=self.prefilled_tokens,
-            ),
+            counters=CacheCounters(prefilled_tokens=self.prefilled_tokens),  # routers read no other
             accepted=self._accepted.copy(),
             prefill_cost=cost,
             prefill_sums=rates.prefill_sums,
@@ -271,7 +267,9 @@ class SimulatedReplica:
         lengths = [(work.ahead + clock).bit_length() for work in self._decoding.values()]
         if self._prefilling:
             lengths += [work.generated.bit_length() for work in self._prefilling]
-        counts = [0] * (1 + max(lengths, default=-1))
+        if not lengths:
+            return []
+        counts = [0] * (1 + max(lengths))
         for length in lengths:
             counts[length] += 1
         return counts

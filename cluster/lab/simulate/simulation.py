@@ -13,9 +13,9 @@ from functools import partial
 from math import inf
 from random import Random
 
-from ....events.publish.step_changes import net_changes
+from ....events.publish.step_changes import Change, net_changes
 from ....router.routing.policy.base import Policy
-from .delivery import Channel, Truth, apply, updates_of
+from .delivery import Channel, Truth, Update, apply, updates_of
 from .event_queue import EventQueue
 from .replica import Progress, SimulatedReplica, Work
 from .results import Tally
@@ -238,9 +238,12 @@ class Simulation:
             return  # rescheduled in the meantime
         progress = replica.advance(self.now)
         self._schedule(replica)
-        changes = net_changes(list(progress.changes)) if progress.changes else ()
-        updates = list(updates_of(changes))
-        apply(self._truth, replica.replica_id, updates)
+        changes: Sequence[Change] = ()
+        updates: Sequence[Update] = ()
+        if progress.changes:
+            changes = net_changes(list(progress.changes))
+            updates = list(updates_of(changes))
+            apply(self._truth, replica.replica_id, updates)
         self.delivery.send(replica.replica_id, changes, updates, progress.report)
         self._tokens(replica, progress)
         if replica.shares_cache:

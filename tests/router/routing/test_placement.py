@@ -13,7 +13,7 @@ from homing.router.routing.placement import Foreseen, Placement, known_tokens, r
 from homing.router.routing.policy.base import Policy, Prompt
 from homing.router.routing.policy.expected_ttft import ExpectedTtft, LeastLoaded
 from homing.router.routing.policy.registry import make_policy
-from homing.router.routing.replica_load import LoadBook
+from homing.router.routing.replica_load import LoadBook, Pending
 from homing.router.routing.reservations import Reservations
 
 from ..fakes import BLOCK, description_of, report_of
@@ -69,6 +69,38 @@ def test_of_waiting_requests_the_shortest_computes_their_common_blocks(placement
     prompt = Prompt(tokens=20 * BLOCK + 1, blocks=20, block_size=BLOCK, hashes=range(20))
     shortest = placement.decide(prompt, placement.candidates(range(20), (), 0.0)[:1])
     assert placement.foresee(shortest) == Foreseen(20, {}), "what a report includes has started in the next step"
+
+
+def test_a_request_passes_only_one_that_still_waits_and_has_more_to_compute() -> None:
+    """A replica compares requests by the tokens to compute, plus those that it computed before each arrived."""
+    sent = Pending(100, 7, 0.1, prompt_tokens=500, computed_tokens=100, prefilled_tokens=1000, starts_by=1.0)
+
+    def passes(computed: int, prefilled: int = 1000, held: int = 0, now: float = 0.0) -> bool:
+        return sent.is_passed_by(computed, prefilled, held, now)
+
+    assert passes(99), "it has less to compute"
+    assert not passes(100), "among equals, the first goes first"
+    assert not passes(60, prefilled=1040), "40 tokens were computed since the other was sent"
+    assert not passes(60, held=440), "meanwhile, only 60 tokens of the other's prompt are not cached"
+    assert not passes(1, now=1.0), "the other has started"
+
+
+def test_a_request_sent_to_a_replica_that_only_decodes_starts_within_a_step(placement: Placement) -> None:
+    """A shorter request that is sent later does not pass it, even if no report includes it yet."""
+    for replica in ("r0", "r1"):
+        placement.report(replica, report_of(step=1, running=2, decode_step_s=0.01), 0.0)
+
+    def passed(blocks: int, request_id: int, now: float) -> dict[int, int]:
+        keys = [*range(20), *range(1000 * request_id, 1000 * request_id + blocks - 20)]
+        prompt = Prompt(tokens=blocks * BLOCK + 1, blocks=blocks, block_size=BLOCK, hashes=keys, now=now)
+        decision = placement.decide(prompt, placement.candidates(keys, (), now)[:1])
+        foreseen = placement.foresee(decision)
+        placement.book(request_id, decision, keys, now)
+        return foreseen.passed
+
+    assert passed(50, 1, now=0.0) == {}
+    assert passed(40, 2, now=0.005) == {1: 20}
+    assert passed(30, 3, now=0.02) == {2: 20}, "the second queues behind the first, which has started"
 
 
 def test_a_request_that_ended_leaves_nothing_behind(placement: Placement) -> None:
