@@ -91,6 +91,9 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int | None = None
     queue_s: float | None = None  #: seconds from arrival to first dispatch; set together with `cached_tokens`
     predicted_cached_tokens: int | None = None  #: the decision's prediction of `cached_tokens`; set together with it
+    #: seconds from arrival to first token that the decision expected; set together with `cached_tokens`
+    expected_ttft_s: float | None = None
+    continuations: int = 0  #: how often the request moved to another replica; only on the last delta
     stop_token_id: int | None = None  #: the stop id that ended the answer; also the last of `token_ids`
     pinned_tokens: int | None = None  #: length of the prompt's pinned prefix; only on the first delta, if it has pins
     embedding: bytes | None = None  #: float32 LE

@@ -24,6 +24,8 @@ def delta_of(
             counters.predictions_low += 1
     predicted = None if cached is None else request.predicted_cached_tokens
     queue_s = None if cached is None else request.queue_s
+    expected_ttft_s = None if cached is None else request.expected_ttft_s
+    moves = request.continuations if output.finish_reason else 0
     first = not request.generated
     known_tokens = request.known_tokens if first else 0
     if isinstance(output, TextOutput):
@@ -38,6 +40,8 @@ def delta_of(
             cached_tokens=cached,
             queue_s=queue_s,
             predicted_cached_tokens=predicted,
+            expected_ttft_s=expected_ttft_s,
+            continuations=moves,
             known_tokens=known_tokens,
         )
     known = min(request.generated - output.index, len(output.token_ids))
@@ -53,6 +57,8 @@ def delta_of(
         cached_tokens=cached,
         queue_s=queue_s,
         predicted_cached_tokens=predicted,
+        expected_ttft_s=expected_ttft_s,
+        continuations=moves,
         stop_token_id=output.stop_token_id,
         pinned_tokens=output.pinned_tokens if first else None,
         embedding=output.embedding,

@@ -406,6 +406,7 @@ class RequestFlow:
         if request.queue_s is None:
             request.queue_s = now - request.arrived
         if not request.generated:
+            request.expected_ttft_s = now - request.arrived + row.ttft_s
             self._predict(request, prompt, decision)
             request.regret_tokens = regret_tokens(prompt, candidates, decision)
             self.counters.regret_tokens += request.regret_tokens

@@ -91,6 +91,8 @@ class RequestState(msgspec.Struct, eq=False):
     regret_tokens: int = 0
     uncached_tokens: int = 0  #: tokens to compute, as estimated at the last placement
     queue_s: float | None = None  #: seconds from arrival to first dispatch
+    #: seconds from arrival to the first token, as expected at the last dispatch before it
+    expected_ttft_s: float | None = None
     ttft_s: float | None = None
     outcome: Outcome | None = None  #: None until it is over
 

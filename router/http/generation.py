@@ -134,6 +134,8 @@ class RunningChoice(msgspec.Struct, eq=False):
     cached: int = 0
     predicted: int = 0
     queue_s: float | None = None
+    expected_ttft_s: float | None = None
+    moves: int = 0  #: how often it continued on another replica
     pinned: int | None = None
     stop_token_id: int | None = None  #: the token that ended the answer
     prompt_logprobs: list[PositionLogprobs | None] | None = None
@@ -165,7 +167,7 @@ class RunningChoice(msgspec.Struct, eq=False):
                 raise RequestFailed(f"the replica ended the request: {delta.finish_reason}")
             if delta.cached_tokens is not None:
                 self.cached, self.predicted = delta.cached_tokens, delta.predicted_cached_tokens or 0
-                self.queue_s = delta.queue_s
+                self.queue_s, self.expected_ttft_s = delta.queue_s, delta.expected_ttft_s
             if last is None and generation.job.discard:  # there is only one token then
                 shown = _DISCARDED
             else:
@@ -175,7 +177,7 @@ class RunningChoice(msgspec.Struct, eq=False):
                     shown = self._parsed(shown, delta)
             self.ending = shown.ending
             if shown.ending:
-                self.stop_token_id = delta.stop_token_id
+                self.stop_token_id, self.moves = delta.stop_token_id, delta.continuations
             generation.writer.add(self, shown, first=last is None)
             if shown.ending:
                 generation.choice_ended()
@@ -320,7 +322,7 @@ class Generation:
 
     def _summary(self) -> GenerationSummary:
         choices, caller, job = self.choices, self._caller, self.job
-        prompt_tokens = predicted = cached = generated = reasoning = pinned = 0
+        prompt_tokens = predicted = cached = generated = reasoning = pinned = moves = 0
         replicas: dict[str, None] = {}
         for prompt in job.prompts:
             prompt_tokens += len(prompt.token_ids)
@@ -333,6 +335,7 @@ class Generation:
             generated += choice.generated
             reasoning += choice.reasoning_tokens
             pinned += choice.pinned or 0
+            moves += choice.moves
         return GenerationSummary(
             caller.tenant.label,
             ",".join(replicas),
@@ -347,6 +350,8 @@ class Generation:
             caller.session or job.session,
             caller.agent,
             caller.parent,
+            choices[0].expected_ttft_s if choices else None,
+            moves,
         )
 
     def summary(self) -> GenerationSummary:

@@ -66,8 +66,12 @@ def line(exchange: Exchange, duration_s: float, now: float) -> str:
     if summary is None:
         return text + "\n"
     ttft = "" if summary.ttft_s is None else f" ttft_ms={summary.ttft_s * 1e3:.1f}"
+    if summary.expected_ttft_s is not None:
+        ttft += f" expected_ms={summary.expected_ttft_s * 1e3:.1f}"
+    moves = f" moved={summary.moves}" if summary.moves else ""
     return (
-        f"{text}{ttft} tenant={summary.tenant or '-'} replica={summary.replicas or '-'} prompt={summary.prompt_tokens} "
+        f"{text}{ttft} tenant={summary.tenant or '-'} replica={summary.replicas or '-'}{moves} "
+        f"prompt={summary.prompt_tokens} "
         f"predicted={summary.predicted_tokens} cached={summary.cached_tokens} output={summary.output_tokens}"
         f"{_conversation(summary)}\n"
     )

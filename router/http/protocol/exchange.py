@@ -53,6 +53,8 @@ class GenerationSummary(msgspec.Struct):
     session: str | None = None  #: the conversation, as the client named it
     agent: str | None = None  #: the agent within the session
     parent: str | None = None  #: the agent that started that agent
+    expected_ttft_s: float | None = None  #: what the decision for the first choice expected `ttft_s` to be
+    moves: int = 0  #: how often choices continued on another replica
 
 
 class Exchange(msgspec.Struct, eq=False):

@@ -36,6 +36,14 @@ def test_a_line_tells_what_became_of_a_generation():
     )
 
 
+def test_a_line_tells_what_the_decision_expected_and_whether_the_request_moved():
+    """An on-call engineer must see afterwards whether a slow answer was a wrong estimate or a lost replica."""
+    exchange = answered()
+    exchange.summary = GenerationSummary("", "r0,r1", 12, 7, 8, 3, 0.0204, expected_ttft_s=0.0189, moves=2)
+
+    assert " ttft_ms=20.4 expected_ms=18.9 tenant=- replica=r0,r1 moved=2 prompt=12 " in line(exchange, 0.5, 1.0)
+
+
 def test_a_line_tells_whose_request_it_is():
     """Session, agent and parent are logged if the client sent them, quoted so that they cannot forge a field."""
     exchange = answered()
