@@ -407,7 +407,9 @@ def _section_hint(key: str) -> str:
 
 def _convert(setting: Setting, given: SourcedValue) -> Any:
     try:
-        value = msgspec.convert(given.value, setting.type, strict=given.typed)
+        # Help and documentation say on and off; msgspec knows true, false, 1 and 0.
+        switched = setting.bare_type is bool and given.value in ("on", "off")
+        value = given.value == "on" if switched else msgspec.convert(given.value, setting.type, strict=given.typed)
     except msgspec.ValidationError as error:
         choices = setting.choices
         reason = f"expected one of {', '.join(choices)}{nearest(str(given.value), choices)}" if choices else error

@@ -88,7 +88,7 @@ def terms_of(cluster: ClusterSettings) -> ScalingTerms | None:
         return None
     least, separator, most = bounds.partition(":")
     if not separator or not least.isdigit() or not most.isdigit() or not int(least) <= int(most) >= 1:
-        raise ValueError(f"{bounds!r} is not MIN:MAX, such as 1:8")
+        raise ValueError(f"{bounds!r} is not MIN:MAX with MIN at most MAX, such as 1:8")
     return ScalingTerms(int(least), int(most), cluster.ttft_target_s, down_after_s=cluster.scale_down_after_s)
 
 

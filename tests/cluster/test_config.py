@@ -67,7 +67,9 @@ def test_the_file_can_be_named_by_a_variable(tmp_path: Path) -> None:
     assert load_settings({}, {"HOMING_CONFIG": str(path)}).router.port == 9
 
 
-@pytest.mark.parametrize(("text", "value"), [("true", True), ("1", True), ("false", False), ("0", False)])
+@pytest.mark.parametrize(
+    ("text", "value"), [("true", True), ("1", True), ("on", True), ("false", False), ("0", False), ("off", False)]
+)
 def test_a_switch_reads_words_and_digits(text: str, value: bool) -> None:
     """Shells and containers write booleans in several ways."""
     assert load_settings({}, {"HOMING_PUBLISH_EVENTS": text}).events.publish_events is value
