@@ -38,6 +38,9 @@ ROLES: dict[GroupPhase, Role] = {
     GroupPhase.DRAINING: "draining",
 }
 STARTING_PHASES = (GroupPhase.PLACING, GroupPhase.STARTING)
+#: Groups that wait for resources at the same time. Ray serves thousands of such requests so slowly that the controller
+#: stops answering: a wrong number of replicas must not end those that serve.
+MAX_PLACING = 32
 
 
 @dataclass(slots=True, frozen=True)
@@ -398,7 +401,8 @@ class Fleet:
         replacing = any(self._needs_replacement(group) for group in self.groups.values())
         present = len(self.groups) if replacing else len(self._staying())
         current = sum(not self._outdated(group) for group in self._staying())
-        return max(0, min(self._max_staying() - present, self.wanted - current))
+        room = MAX_PLACING - len(self._in_phase(GroupPhase.PLACING))
+        return max(0, min(self._max_staying() - present, self.wanted - current, room))
 
     def _start_group(
         self, replica_id: str, version: int, now: float, prior: GroupState | None = None

@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from homing.cluster.config import ClusterSettings
 from homing.cluster.control.planner import (
+    MAX_PLACING,
     AbandonUpdate,
     Action,
     Drain,
@@ -64,6 +65,21 @@ def test_every_wanted_replica_is_started_once(fleet: Fleet) -> None:
 
     assert first == [StartRankGroup("r0", 1), StartRankGroup("r1", 2)]
     assert second == []
+    check_fleet(fleet)
+
+
+def test_a_number_that_the_cluster_cannot_hold_asks_it_for_few_at_a_time() -> None:
+    """Every one is started in the end, if there is room."""
+    fleet = Fleet(PACING, wanted=1000)
+    started: list[StartRankGroup] = []
+    while new := [action for action in fleet.reconcile(0) if isinstance(action, StartRankGroup)]:
+        assert len(new) <= MAX_PLACING
+        assert not fleet.reconcile(0)
+        for action in new:
+            fleet.placed(action.replica_id, action.generation, 0)
+        started += new
+
+    assert len({action.replica_id for action in started}) == 1000
     check_fleet(fleet)
 
 
