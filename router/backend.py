@@ -125,6 +125,10 @@ class TokenStream(Protocol):
         """Stop the request and free its blocks. Idempotent; does nothing after the end."""
 
 
+#: Which chats go to the external engines' own chat endpoints instead of as token ids; `parsed`: those in whose answers
+#: an engine may find tool calls, reasoning or another structure.
+EngineChats = Literal["none", "parsed", "all"]
+
 #: How far a replica's events can be trusted; "syncing", "live", "approximate" or "stale" in JSON.
 FeedState = FeedStatus
 
@@ -328,6 +332,9 @@ class ModelBackend(Protocol):
 
     def text(self) -> TextSource | None:
         """The tokenizer and template for its requests; None until a replica has joined."""
+
+    def engine_chats(self) -> EngineChats:
+        """Which chats must be sent as chats, for the engines to render and parse."""
 
     def generate(self, request: GenerationRequest) -> TokenStream:
         """Accept a request. Raises `NoReplica` (503), `QueueFull` (429) or `PromptTooLong` (400)."""

@@ -61,7 +61,8 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     engine_chat: Annotated[
         Literal["auto", "engine", "tokens"],
         "how chats are sent to external engines: as chats, which they render and parse (engine), or as "
-        "token ids, which homing renders and parses (tokens); auto: engine with `homing route`, else tokens",
+        "token ids, which homing renders and parses (tokens); auto: tokens, but with `homing route` only "
+        "chats that the engines render alike and whose answers need no parsing",
     ] = "auto"
     backend_max_requests: Annotated[
         int, Meta(ge=1), "maximum concurrent requests at each of those servers; more wait in the router"

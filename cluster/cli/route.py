@@ -28,7 +28,7 @@ from ...router.replicas.external.addresses import describe, external_root, repli
 from ...router.replicas.external.discovery import EngineAddress, EngineInfo, discover
 from ...router.replicas.external.fleet import API_SOURCE, EngineFleet, ListedEngine
 from ...router.replicas.external.http_client import Address, Client, EngineUnreachableError
-from ...router.replicas.external.probe import CANARY, CANARY_CHAT, Card, EngineRequirements
+from ...router.replicas.external.probe import CANARY, CANARY_CHATS, Card, EngineRequirements
 from ...router.replicas.external.sources import EngineDnsName, EngineFile, is_dns_url
 from ...router.replicas.membership import own_parity, text_digests, text_source
 from ...router.replicas.service import RouterService
@@ -128,8 +128,6 @@ def with_engine_settings(settings: Settings, engines: list[EngineInfo]) -> Setti
     """The settings, with values that the user did not set taken from the engines."""
     first, card = engines[0], card_of(settings, engines[0])
     replica, router, theirs = settings.replica, settings.router, dict[str, str | int]()
-    if router.engine_chat == "auto":
-        theirs["engine_chat"] = "engine"
     if replica.model == DEMO and card.id != DEMO:
         theirs["model"] = first.model_path or card.root or card.id
         theirs["served_model_name"] = router.served_model_name or card.id
@@ -297,15 +295,19 @@ class FleetRouter:
 
     # Serving
 
-    async def _chat_ids(self, text: TextModel) -> tuple[int, ...]:
-        """The token ids that engines must produce for a canary chat; empty if there is nothing to compare."""
-        if self.settings.router.engine_chat != "engine":
-            return ()
-        with contextlib.suppress(TemplateRefusal):
-            return tuple(await text.encode_chat(TemplateInput(CANARY_CHAT)))
-        return ()
+    async def _chat_ids(self, text: TextModel) -> tuple[tuple[int, ...], ...]:
+        """The token ids of the canary chats, empty where the template refuses; empty if chats go as token ids."""
+        found: list[tuple[int, ...]] = []
+        for chat in CANARY_CHATS if self.settings.router.engine_chat != "tokens" else ():
+            try:
+                found.append(tuple(await text.encode_chat(TemplateInput(chat))))
+            except TemplateRefusal:
+                found.append(())
+        return tuple(found)
 
-    def _new_service(self, text: TextModel, limits: ModelLimits, chat_ids: tuple[int, ...]) -> RouterService:
+    def _new_service(
+        self, text: TextModel, limits: ModelLimits, chat_ids: tuple[tuple[int, ...], ...]
+    ) -> RouterService:
         settings = self.settings
         return RouterService(
             settings.router,

@@ -23,6 +23,7 @@ from ...replica.messages import ModelLimits, ReplicaDescription
 from ..activity import ModelActivity
 from ..backend import (
     ClusterView,
+    EngineChats,
     Explanation,
     FeedState,
     GenerationRequest,
@@ -99,6 +100,7 @@ class RouterService:
         self._model_dir = model_dir
         self._digests: dict[Path, TextDigests] = {}  #: tokenizer and template digests by folder
         self._external = external
+        self._engine_chat = settings.engine_chat
         self._placement = Placement(
             make_policy(settings.policy),
             loads=LoadBook(router_id, settings.replica_silence_s),
@@ -258,6 +260,13 @@ class RouterService:
         if folder not in self._digests:
             self._digests[folder] = text_digests(folder)
         return self._digests[folder]
+
+    def engine_chats(self) -> EngineChats:
+        if self._engine_chat != "auto" or self._external is None:
+            return "all" if self._engine_chat == "engine" else "none"
+        joined = [each for each in self._replicas.values() if each.joined]
+        alike = all(isinstance(each, ExternalReplica) and each.renders_alike for each in joined)
+        return "parsed" if joined and alike else "all"
 
     def texts(self) -> list[TextSource]:
         source = self.text()

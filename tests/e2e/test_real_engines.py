@@ -170,7 +170,10 @@ def test_a_stream_has_the_engines_tokens_and_logprobs(cluster: Serving, flags: l
 
 
 def test_a_chat_is_what_the_engine_itself_answers(cluster: Serving, flags: list[str]) -> None:
-    """Engine and router both render the chat and must get the same tokens: only then do index and cache match."""
+    """Engine and router both render the chat and must get the same tokens: only then do index and cache match.
+
+    A plain chat goes as token ids where the engine shows how it renders chats; one with `tool_choice` never does.
+    """
     body = {"model": "demo", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 8, "temperature": 0}
     own = httpx.post(f"{flags[1]}/v1/chat/completions", json=body, timeout=120, trust_env=False).json()
     cluster.post("/v1/chat/completions", body)
@@ -181,3 +184,5 @@ def test_a_chat_is_what_the_engine_itself_answers(cluster: Serving, flags: list[
     assert ours["choices"][0]["message"]["content"] == own["choices"][0]["message"]["content"]
     assert ours["usage"]["prompt_tokens"] == own["usage"]["prompt_tokens"]
     assert ours["usage"]["prompt_tokens_details"]["cached_tokens"] == held * BLOCK_SIZE
+    parsed = cluster.post("/v1/chat/completions", body | {"tool_choice": "none"})
+    assert parsed["choices"][0]["message"]["content"] == own["choices"][0]["message"]["content"]

@@ -66,7 +66,12 @@ async def job(front: Front, served: Served, body: ChatBody, sender: Sender) -> J
         wanted_param="max_completion_tokens" if newer else "max_tokens",
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
-    return engine_chat(made, body) if front.settings.engine_chat == "engine" else made
+    match served.backend.engine_chats():
+        case "none":
+            return made
+        case "parsed" if is_plain(served, body):
+            return made
+    return engine_chat(made, body)
 
 
 #: Fields that an engine's own chat endpoint gets unchanged; sampling parameters and limits are resolved here.
@@ -80,6 +85,26 @@ _NEEDS_IDS = (
     "logprobs prompt_logprobs logprob_token_ids return_token_ids truncate_prompt_tokens cache_control guided_json "
     "guided_regex guided_choice guided_grammar guided_whitespace_pattern"
 ).split()
+
+
+#: Fields that let an engine find more than text in its answer, or that this router may interpret differently.
+_PARSED = (
+    "tools tool_choice response_format structured_outputs reasoning_effort chat_template_kwargs add_generation_prompt "
+    "continue_final_message bad_words skip_special_tokens include_stop_str_in_output"
+).split()
+_PLAIN_ROLES = frozenset({"system", "user", "assistant"})
+
+
+def is_plain(served: Served, body: ChatBody) -> bool:
+    """Whether an engine that renders chats as we do would return the text of the same tokens, without parsing it."""
+    if served.reasoning_family is not None or any(getattr(body, name) is not None for name in _PARSED):
+        return False
+    return all(
+        each.role in _PLAIN_ROLES
+        and isinstance(each.content, str)
+        and not (each.name or each.tool_calls or each.tool_call_id or each.reasoning_content)
+        for each in body.messages
+    )
 
 
 def engine_chat(made: Job, body: ChatBody) -> Job:

@@ -36,7 +36,7 @@ from ..replica_handle import REOPEN_S, RESET_TIMEOUT_S, ReplicaHandle, ResetOutc
 from .block_keys import ExternalBlocks, cache_salt
 from .http_client import Address, Call, Client, EngineUnreachableError, NoAnswerError
 from .load import EngineMetrics, ExternalLoad
-from .probe import EngineRequirements, ask_metrics, probe, same_chats
+from .probe import EngineRequirements, ask_metrics, probe, renders_alike
 from .request import ExternalRequest
 from .wire import chat_body, completion_body
 
@@ -81,6 +81,7 @@ class ExternalReplica(ReplicaHandle):
         self._check_now = asyncio.Event()  #: set when a request or the event feed fails: check the health at once
         self._events_arrived = True  #: since the last check: the engine works, perhaps for other clients
         self._restarted = False  #: the event stream broke off, so the engine may have restarted: probe it again
+        self.renders_alike: bool | None = None  #: whether it renders chats like this router; None: unknown
         self._refusal: ParityMismatch | None = None
         self.trouble = ""  #: why the engine cannot be reached; empty while it can
         self._unplaced_logged = False
@@ -155,7 +156,8 @@ class ExternalReplica(ReplicaHandle):
     async def _probe(self) -> tuple[str, EngineMetrics]:
         rank = self.description.data_parallel_rank
         found = await probe(self._client, self.replica_id, self._requirements, rank)
-        if not await same_chats(self._client, self._requirements):
+        self.renders_alike = await renders_alike(self._client, self._requirements)
+        if self.renders_alike is False:
             log.warning(
                 "engine_chats_differ replica=%s: its chat template differs; hits are estimates", self.replica_id
             )

@@ -21,7 +21,16 @@ PROBE_TIMEOUT_S = 10.0
 #: A text whose token ids differ between tokenizers: several scripts, digits, white space, no special tokens.
 CANARY = "The quick brown fox jumps over 13 lazy dogs.\n\n  Größe, naïve, 東京, привет \t{'a': [1, 22, 333]}"
 
-CANARY_CHAT = [{"role": "user", "content": CANARY}]
+#: Chats that templates render differently: with and without a system prompt, and with an earlier answer.
+CANARY_CHATS: tuple[list[dict[str, str]], ...] = (
+    [{"role": "user", "content": CANARY}],
+    [
+        {"role": "system", "content": f" {CANARY}\n"},
+        {"role": "user", "content": f"\n{CANARY} "},
+        {"role": "assistant", "content": CANARY},
+        {"role": "user", "content": "?"},
+    ],
+)
 
 
 @dataclass(slots=True, frozen=True)
@@ -34,7 +43,8 @@ class EngineRequirements:
     canary_ids: tuple[int, ...] | None  #: the router's token ids of `CANARY`; None: not compared here
     max_running_requests: int
     api_key: str = ""
-    chat_ids: tuple[int, ...] = ()  #: the router's token ids of `CANARY_CHAT`, with its template; empty: not compared
+    #: the router's token ids of `CANARY_CHATS`, with its template; empty where it refuses a chat, or if not compared
+    chat_ids: tuple[tuple[int, ...], ...] = ()
 
 
 def requirements_of(description: ReplicaDescription) -> EngineRequirements:
@@ -105,11 +115,20 @@ async def probe(
     return examine(replica, requirements, cards, tokens.tokens if tokens else None, metrics.block_size), metrics
 
 
-async def same_chats(client: Client, requirements: EngineRequirements) -> bool:
-    """Whether the engine renders chats like this router; True if it cannot tell. Raises EngineUnreachableError."""
-    asked = msgspec.json.encode({"messages": CANARY_CHAT, "add_generation_prompt": True})
-    tokens = await _read(client, "POST", "/tokenize", asked, _Tokens) if requirements.chat_ids else None
-    return tokens is None or tuple(tokens.tokens) == requirements.chat_ids
+async def renders_alike(client: Client, requirements: EngineRequirements) -> bool | None:
+    """Whether the engine renders chats like this router; None: unknown. Raises EngineUnreachableError."""
+    alike: bool | None = None
+    for chat, ours in zip(CANARY_CHATS, requirements.chat_ids, strict=False):
+        if not ours:
+            continue
+        asked = msgspec.json.encode({"messages": chat, "add_generation_prompt": True})
+        tokens = await _read(client, "POST", "/tokenize", asked, _Tokens)
+        if tokens is None:
+            return None
+        if tuple(tokens.tokens) != ours:
+            return False
+        alike = True
+    return alike
 
 
 async def read_cards(client: Client) -> list[Card] | None:

@@ -11,6 +11,7 @@ from homing.replica.messages import ModelLimits, PositionLogprobs, TokenLogprob
 from homing.router.activity import ModelActivity
 from homing.router.backend import (
     ClusterView,
+    EngineChats,
     Explanation,
     GenerationRequest,
     ModelView,
@@ -106,6 +107,7 @@ class FakeBackend:
         self.state = "serving"
         self.activities: list[ModelActivity] = []
         self.is_exact = True
+        self.chats: EngineChats = "none"
         self.streams: list[FakeStream] = []
 
     @property
@@ -126,6 +128,9 @@ class FakeBackend:
 
     def text(self) -> TextSource | None:
         return None if self.limits is None else TextSource(self.limits.path, TextDigests("", ""))
+
+    def engine_chats(self) -> EngineChats:
+        return self.chats
 
     def texts(self) -> list[TextSource]:
         source = self.text()

@@ -19,12 +19,13 @@ from homing.router.config import RouterSettings
 from homing.router.errors import ReplicaLost
 from homing.router.http.dialects.chat import CHAT as DIALECT
 from homing.router.http.dialects.schema import LOWEST_LOGPROB
-from homing.router.http.front import Front
+from homing.router.http.front import Front, Served
 from homing.router.server import RouterServer
 from homing.router.text.answer import TokenAt
 from homing.router.text.encoder import TokenIds
 from homing.router.text.encoder_threads import NO_SENDER
 from homing.router.text.parsers.deltas import Reasoning, ToolCallArguments, ToolCallStart
+from homing.router.text.parsers.families import REASONING_FAMILIES
 from homing.router.text.template import TemplateInput
 from homing.router.text.tokenizer import TextModel
 
@@ -469,10 +470,10 @@ async def test_tools_that_cannot_be_guided_are_no_reason_to_refuse_a_schema(agen
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_what_an_engine_told_apart_is_shown_as_it_is(
-    client: httpx.AsyncClient, front: Front, backend: FakeBackend, settings: RouterSettings, stream: bool
+    client: httpx.AsyncClient, backend: FakeBackend, stream: bool
 ):
-    """With `engine_chat: engine`, the engine gets the chat fields unchanged, unless the caller wants token ids."""
-    front.settings = msgspec.structs.replace(settings, engine_chat="engine")
+    """The engine gets the chat fields unchanged, unless the caller wants token ids."""
+    backend.chats = "all"
     calls = [ToolCallStart(0, "c", "f"), ToolCallArguments(0, "{}")]
     told = [("", [Reasoning("hm")]), ("Hi <think>", ()), ("", calls), ("", ())]
     backend.script = lambda _: [
@@ -497,3 +498,48 @@ async def test_what_an_engine_told_apart_is_shown_as_it_is(
     assert (choice["message"]["reasoning_content"], choice["message"]["content"]) == ("hm", "Hi <think>")
     assert [(each["id"], each["function"]["name"]) for each in choice["message"]["tool_calls"]] == [("c", "f")]
     assert (choice["finish_reason"], shown.json()["usage"]["completion_tokens"]) == ("tool_calls", 4)
+
+
+@pytest.mark.parametrize(
+    ("fields", "parsed"),
+    [
+        ({}, False),
+        ({"stop": "x", "temperature": 0.5, "seed": 3, "n": 2}, False),
+        ({"messages": [{"role": "system", "content": "Be brief."}, *MESSAGES]}, False),
+        ({"tools": [WEATHER]}, True),
+        ({"tool_choice": "none"}, True),
+        ({"response_format": {"type": "json_object"}}, True),
+        ({"reasoning_effort": "low"}, True),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, True),
+        ({"skip_special_tokens": False}, True),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]}, True),
+        ({"messages": [{"role": "developer", "content": "Be brief."}, *MESSAGES]}, True),
+        ({"messages": [*MESSAGES, {"role": "tool", "content": "4", "tool_call_id": "c"}]}, True),
+    ],
+)
+async def test_an_engine_gets_chats_whose_answers_it_may_parse(
+    client: httpx.AsyncClient, backend: FakeBackend, fields: dict, parsed: bool
+):
+    """Text of equal tokens is the same whoever renders the prompt, so plain chats go as token ids."""
+    backend.chats = "parsed"
+
+    assert (await client.post(CHAT, json={"messages": MESSAGES} | fields)).status_code == 200
+
+    assert [bool(request.chat) for request in backend.requests] == [parsed] * fields.get("n", 1)
+
+
+async def test_an_engine_gets_all_chats_of_a_model_that_reasons(
+    client: httpx.AsyncClient, backend: FakeBackend, front: Front, monkeypatch: pytest.MonkeyPatch
+):
+    """Its parser may find reasoning in any answer."""
+    backend.chats = "parsed"
+    served = await front.served(None)
+    reasons = msgspec.structs.replace(served, reasoning_family=REASONING_FAMILIES[0])
+
+    async def serve(_: str | None) -> Served:
+        return reasons
+
+    monkeypatch.setattr(front, "served", serve)
+    assert (await client.post(CHAT, json={"messages": MESSAGES})).status_code == 200
+
+    assert backend.requests[0].chat

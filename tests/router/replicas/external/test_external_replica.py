@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from random import Random
 
 import msgspec
@@ -51,10 +52,15 @@ class Watcher:
 class Cluster:
     """A service with fake engines behind it."""
 
-    def __init__(self, folder, external: EngineRequirements | None = TERMS) -> None:
+    def __init__(
+        self,
+        folder,
+        external: EngineRequirements | None = TERMS,
+        settings: RouterSettings = RouterSettings(replica_silence_s=30.0),  # noqa: B008 - it is immutable
+    ) -> None:
         self.watcher = Watcher()
         self.service = RouterService(
-            RouterSettings(replica_silence_s=30.0),
+            settings,
             CACHE,
             router_id="me",
             model_dir=folder,
@@ -492,3 +498,32 @@ async def test_an_engine_that_is_refused_does_not_keep_an_update_waiting(cluster
     await cluster.add("b0", model="another")
 
     assert "another" in await cluster.service.until_joined("b0")
+
+
+@pytest.mark.parametrize(
+    ("setting", "external", "chat_ids", "chats"),
+    [
+        ("auto", True, ((1, 2, 3), (1, 2, 3)), "parsed"),
+        ("auto", True, ((1, 2, 3), (4,)), "all"),
+        ("auto", True, (), "all"),
+        ("auto", False, ((1, 2, 3),), "none"),
+        ("engine", True, ((1, 2, 3),), "all"),
+        ("engine", False, (), "all"),
+        ("tokens", True, (), "none"),
+    ],
+)
+async def test_plain_chats_go_as_ids_where_all_engines_render_alike(
+    tmp_path, setting: str, external: bool, chat_ids: tuple[tuple[int, ...], ...], chats: str
+) -> None:
+    """Where one may render differently, or cannot tell, its clients keep what it renders itself."""
+    terms = replace(TERMS, chat_ids=chat_ids) if external else None
+    cluster = Cluster(tmp_path, terms, RouterSettings(engine_chat=setting))
+    try:
+        await cluster.add("b0", "b1")
+        before = cluster.service.engine_chats()
+        await cluster.live("b0", "b1")
+
+        assert cluster.service.engine_chats() == chats
+        assert before == ("all" if chats == "parsed" else chats)
+    finally:
+        await cluster.close()

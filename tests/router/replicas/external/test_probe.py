@@ -7,7 +7,7 @@ import pytest
 
 from homing.router.errors import ParityMismatch
 from homing.router.replicas.external.http_client import Address, Answer, Client
-from homing.router.replicas.external.probe import Card, EngineRequirements, examine, same_chats
+from homing.router.replicas.external.probe import Card, EngineRequirements, examine, renders_alike
 
 TERMS = EngineRequirements(
     model_names=("org/m", "m"), max_model_len=4096, block_size=16, canary_ids=(1, 2), max_running_requests=8
@@ -49,17 +49,33 @@ def test_what_differs_is_refused_with_a_remedy(fields: dict[str, object], field:
 
 
 @pytest.mark.parametrize(
-    ("status", "body", "same"), [(200, b'{"tokens": [5, 6]}', True), (200, b'{"tokens": [5]}', False), (404, b"", True)]
+    ("answers", "alike"),
+    [
+        ([(200, b'{"tokens": [5, 6]}'), (200, b'{"tokens": [7]}')], True),
+        ([(200, b'{"tokens": [5, 6]}'), (200, b'{"tokens": [8]}')], False),
+        ([(200, b'{"tokens": [5]}')], False),
+        ([(404, b"")], None),
+        ([(200, b'{"tokens": [5, 6]}'), (400, b"")], None),
+    ],
 )
 async def test_another_chat_template_is_noticed_where_the_engine_shows_it(
-    monkeypatch: pytest.MonkeyPatch, status: int, body: bytes, same: bool
+    monkeypatch: pytest.MonkeyPatch, answers: list[tuple[int, bytes]], alike: bool | None
 ) -> None:
     """It is no reason to refuse: answers are right, and only the hits of chats are uncertain."""
     client = Client(Address.of("http://x"), loop=asyncio.get_running_loop())
+    left = iter(answers)
 
     async def ask(*_: object, **__: object) -> Answer:
-        return Answer(status, body)
+        return Answer(*next(left))
 
     monkeypatch.setattr(client, "ask", ask)
 
-    assert await same_chats(client, replace(TERMS, chat_ids=(5, 6))) is same
+    assert await renders_alike(client, replace(TERMS, chat_ids=((5, 6), (7,)))) is alike
+    assert next(left, None) is None, "an answer was not asked for"
+
+
+async def test_chats_that_our_template_refuses_are_not_compared() -> None:
+    """Some templates know no system prompts: the router refuses such chats itself."""
+    client = Client(Address.of("http://x"), loop=asyncio.get_running_loop())
+
+    assert await renders_alike(client, replace(TERMS, chat_ids=((), ()))) is None
