@@ -49,8 +49,7 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     ] = "auto"
     model_provider: Annotated[
         Literal["auto", "native", "transformers"],
-        "native: our decoder (Llama, Mistral, Qwen2, Qwen3 and their mixtures of experts); "
-        "transformers: that library's model code",
+        "native: our decoder, for the model types in models.md; transformers: that library's model code",
     ] = "auto"
     attention_backend: Annotated[
         Literal["auto", "flash4", "flash3", "flash2", "triton", "cpu-compiled", "cpu-scratch", "reference"],

@@ -77,6 +77,12 @@ class TextOutput(msgspec.Struct, frozen=True, array_like=True):
     deltas: Sequence[Delta] | None = None
 
 
+#: Why a request was sent to its replica. only: the only one. prefix: no other has more of the prompt in its cache.
+#: load: another has more of it, but the answer would start later there or delay other requests more. cold: none has any
+#: of it, so load decided. policy: the rule of a policy that does not weigh caches against load. held: not sent yet.
+Reason = Literal["only", "prefix", "load", "cold", "policy", "held"]
+
+
 class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
     """What one engine step added to a request. Only the last delta has a `finish_reason`."""
 
@@ -93,6 +99,7 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
     predicted_cached_tokens: int | None = None  #: the decision's prediction of `cached_tokens`; set together with it
     #: seconds from arrival to first token that the decision expected; set together with `cached_tokens`
     expected_ttft_s: float | None = None
+    reason: Reason | None = None  #: why the decision chose its replica; set together with `cached_tokens`
     continuations: int = 0  #: how often the request moved to another replica; only on the last delta
     stop_token_id: int | None = None  #: the stop id that ended the answer; also the last of `token_ids`
     pinned_tokens: int | None = None  #: length of the prompt's pinned prefix; only on the first delta, if it has pins
@@ -157,6 +164,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
 
     policy: str
     chosen: str | None  #: None: the request would be held
+    reason: Reason
     why: str
     prompt_tokens: int
     prompt_blocks: int

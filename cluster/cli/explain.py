@@ -108,7 +108,7 @@ def _body(file: str, flag: str) -> dict[str, Any]:
 
 def render(found: Mapping[str, Any]) -> list[RenderableType]:
     chosen = found["chosen"]
-    where = f"{chosen}: {found['why']}" if chosen else f"no replica yet, {found['why']}"
+    where = f"{chosen} ({found['reason']}): {found['why']}" if chosen else f"no replica yet, {found['why']}"
     blocks = count(found["prompt_blocks"], "full block")
     head = f"{found['prompt_tokens']} tokens in {blocks} · policy {found['policy']}"
     replicas = table(COLUMNS, [_row(score) for score in sorted(found["replicas"], key=by_name)], right=NUMBERS)

@@ -1,4 +1,4 @@
-"""Our own decoder for Llama, Mistral, Qwen2, Qwen3 and their mixtures of experts, loaded from Hugging Face folders.
+"""Our own decoder for the `FAMILIES` in `spec.py`, loaded from Hugging Face folders.
 
 It works on flat [T, hidden] activations with fused q|k|v and gate|up projections, and holds one rank's share of heads
 and features. Tests compare it with transformers' models. Models that it cannot run (`native_problem`) are left to the

@@ -25,6 +25,7 @@ def delta_of(
     predicted = None if cached is None else request.predicted_cached_tokens
     queue_s = None if cached is None else request.queue_s
     expected_ttft_s = None if cached is None else request.expected_ttft_s
+    reason = None if cached is None else request.reason
     moves = request.continuations if output.finish_reason else 0
     first = not request.generated
     known_tokens = request.known_tokens if first else 0
@@ -41,6 +42,7 @@ def delta_of(
             queue_s=queue_s,
             predicted_cached_tokens=predicted,
             expected_ttft_s=expected_ttft_s,
+            reason=reason,
             continuations=moves,
             known_tokens=known_tokens,
         )
@@ -58,6 +60,7 @@ def delta_of(
         queue_s=queue_s,
         predicted_cached_tokens=predicted,
         expected_ttft_s=expected_ttft_s,
+        reason=reason,
         continuations=moves,
         stop_token_id=output.stop_token_id,
         pinned_tokens=output.pinned_tokens if first else None,

@@ -45,8 +45,9 @@ from ..errors import (
     RouterError,
     Superseded,
 )
-from ..routing.placement import Placement, known_tokens, regret_tokens
+from ..routing.placement import Placement, known_tokens
 from ..routing.policy.base import Candidates, Decision, Prompt
+from ..routing.policy.explain import reason_of, regret_tokens
 from ..routing.replica_load import UnavailableReason
 from .block_hash_cache import BlockHashCache
 from .fair_queue import FairQueue
@@ -410,6 +411,7 @@ class RequestFlow:
             self._predict(request, prompt, decision)
             request.regret_tokens = regret_tokens(prompt, candidates, decision)
             self.counters.regret_tokens += request.regret_tokens
+            request.reason = reason_of(decision, candidates, request.regret_tokens)
             if prompt.session is not None:
                 request.known_tokens = known_tokens(prompt, candidates)
         request.advance("send")

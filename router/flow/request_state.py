@@ -10,7 +10,7 @@ import msgspec
 
 from ...kvcache.hashing import BlockHash
 from ...replica.messages import Request
-from ..backend import GenerationRequest, TokenDelta
+from ..backend import GenerationRequest, Reason, TokenDelta
 from ..errors import RouterError
 
 #: Identifies a request inside this router for its whole life. The wire id, in contrast, is new for each placement.
@@ -93,6 +93,7 @@ class RequestState(msgspec.Struct, eq=False):
     queue_s: float | None = None  #: seconds from arrival to first dispatch
     #: seconds from arrival to the first token, as expected at the last dispatch before it
     expected_ttft_s: float | None = None
+    reason: Reason | None = None  #: of the last dispatch before the first token
     ttft_s: float | None = None
     outcome: Outcome | None = None  #: None until it is over
 

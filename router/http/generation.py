@@ -12,7 +12,7 @@ import msgspec
 
 from ...kvcache.hashing import token_bytes
 from ...replica.messages import Constraint, EmbeddingParams, Pin, PositionLogprobs, SamplingParams
-from ..backend import GenerationRequest, TokenDelta, TokenStream
+from ..backend import GenerationRequest, Reason, TokenDelta, TokenStream
 from ..errors import RequestFailed, RouterError, Superseded
 from ..text.answer import (
     AnswerBlock,
@@ -135,6 +135,7 @@ class RunningChoice(msgspec.Struct, eq=False):
     predicted: int = 0
     queue_s: float | None = None
     expected_ttft_s: float | None = None
+    reason: Reason | None = None
     moves: int = 0  #: how often it continued on another replica
     pinned: int | None = None
     stop_token_id: int | None = None  #: the token that ended the answer
@@ -167,7 +168,7 @@ class RunningChoice(msgspec.Struct, eq=False):
                 raise RequestFailed(f"the replica ended the request: {delta.finish_reason}")
             if delta.cached_tokens is not None:
                 self.cached, self.predicted = delta.cached_tokens, delta.predicted_cached_tokens or 0
-                self.queue_s, self.expected_ttft_s = delta.queue_s, delta.expected_ttft_s
+                self.queue_s, self.expected_ttft_s, self.reason = delta.queue_s, delta.expected_ttft_s, delta.reason
             if last is None and generation.job.discard:  # there is only one token then
                 shown = _DISCARDED
             else:
@@ -352,6 +353,7 @@ class Generation:
             caller.parent,
             choices[0].expected_ttft_s if choices else None,
             moves,
+            choices[0].reason if choices else None,
         )
 
     def summary(self) -> GenerationSummary:

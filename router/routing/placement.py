@@ -375,17 +375,6 @@ class Foreseen(msgspec.Struct, frozen=True):
 NOTHING_FORESEEN = Foreseen(0)
 
 
-def regret_tokens(prompt: Prompt, candidates: Candidates, decision: Decision) -> int:
-    """Tokens that the chosen replica computes but the best holder with a live feed would not have had to."""
-    assert decision.row is not None, "nothing was chosen"
-    if isinstance(candidates, list):
-        best = max([each.expected_blocks if each.feed is LIVE else 0 for each in candidates])
-    else:
-        best = candidates.longest_live()
-    cached = min(best * prompt.block_size, prompt.tokens - 1)
-    return decision.row.candidate.uncached_tokens(prompt) - (prompt.tokens - cached)
-
-
 def known_tokens(prompt: Prompt, candidates: Candidates) -> int:
     """Tokens of the longest prefix that any replica holds or will hold; all tokens if that covers every full block."""
     if isinstance(candidates, list):

@@ -1,9 +1,11 @@
 """Tunnels disturb a connection exactly as configured, and not otherwise."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -12,6 +14,24 @@ from .zmtp import GREETING_BYTES
 
 GREETING = bytes(GREETING_BYTES)
 MESSAGE = b"\x00\x05hello"
+
+
+class Counted(Weather):
+    """Weather that counts how often the tunnel has looked at each of its fields."""
+
+    def __init__(self, **fields: Any) -> None:
+        self.looks: Counter[str] = Counter()
+        super().__init__(**fields)
+
+    def __getattribute__(self, name: str) -> object:
+        if name in Weather.__slots__:
+            self.looks[name] += 1
+        return super().__getattribute__(name)
+
+    async def looked(self, name: str, times: int) -> None:
+        async with asyncio.timeout(60):
+            while self.looks[name] < times:  # noqa: ASYNC110 - the tunnel has no event
+                await asyncio.sleep(0.001)
 
 
 class Echo:
@@ -56,10 +76,11 @@ async def test_it_passes_everything_on(ends) -> None:
 async def test_what_is_held_comes_later_whole(tunnel: Tunnel, ends) -> None:
     """When a network split ends, delayed data must still arrive."""
     reader, writer = ends
-    tunnel.weather = weather_of("split")
+    tunnel.weather = weather = Counted(held=True)
+    assert weather_of("split") == Weather(held=True)
     writer.write(MESSAGE)
     reading = asyncio.create_task(reader.readexactly(len(MESSAGE)))
-    await asyncio.sleep(0.1)
+    await weather.looked("held", 3)
     assert not reading.done()
 
     tunnel.weather = Weather()
@@ -70,9 +91,9 @@ async def test_what_is_held_comes_later_whole(tunnel: Tunnel, ends) -> None:
 async def test_a_loss_takes_whole_messages(tunnel: Tunnel, ends) -> None:
     """Half a message would break the connection."""
     reader, writer = ends
-    tunnel.weather = Weather(loss=1.0)
+    tunnel.weather = weather = Counted(loss=1.0)
     writer.write(MESSAGE)
-    await asyncio.sleep(0.1)
+    await weather.looked("loss", 1)
     tunnel.weather = Weather()
     writer.write(b"\x00\x03bye")
 

@@ -279,6 +279,6 @@ async def test_each_request_leaves_a_line_in_the_access_log(settings, backend, t
 
     good, bad = file.read_text().splitlines()
     assert "status=200" in good
-    assert "replica=r0" in good
+    assert "replica=r0 why=only" in good
     assert "status=400" in bad
     assert "replica" not in bad

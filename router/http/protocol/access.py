@@ -68,9 +68,10 @@ def line(exchange: Exchange, duration_s: float, now: float) -> str:
     ttft = "" if summary.ttft_s is None else f" ttft_ms={summary.ttft_s * 1e3:.1f}"
     if summary.expected_ttft_s is not None:
         ttft += f" expected_ms={summary.expected_ttft_s * 1e3:.1f}"
+    why = f" why={summary.reason}" if summary.reason else ""
     moves = f" moved={summary.moves}" if summary.moves else ""
     return (
-        f"{text}{ttft} tenant={summary.tenant or '-'} replica={summary.replicas or '-'}{moves} "
+        f"{text}{ttft} tenant={summary.tenant or '-'} replica={summary.replicas or '-'}{why}{moves} "
         f"prompt={summary.prompt_tokens} "
         f"predicted={summary.predicted_tokens} cached={summary.cached_tokens} output={summary.output_tokens}"
         f"{_conversation(summary)}\n"

@@ -55,6 +55,7 @@ class GenerationSummary(msgspec.Struct):
     parent: str | None = None  #: the agent that started that agent
     expected_ttft_s: float | None = None  #: what the decision for the first choice expected `ttft_s` to be
     moves: int = 0  #: how often choices continued on another replica
+    reason: str | None = None  #: why the first choice's replica was chosen (`Reason`)
 
 
 class Exchange(msgspec.Struct, eq=False):

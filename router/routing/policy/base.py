@@ -123,6 +123,7 @@ class Decision(msgspec.Struct, frozen=True):
     row: Score | None  #: the chosen candidate; None: the request is held
     table: Callable[[], Sequence[Score]]  #: scores of all candidates
     reason: Callable[[Sequence[Score]], str]  #: why `row` was chosen, given all rows without an obstacle
+    weighs_cache: bool = False  #: whether the policy weighs what is cached against load
 
     @property
     def chosen(self) -> Candidate | None:

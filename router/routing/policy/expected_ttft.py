@@ -111,10 +111,11 @@ class ExpectedTtft(Policy):
             chosen = columns.choose(preferred, rng)
             score_all = partial(CandidateScores, prompt, candidates, weights, self.obstacle, self.sees_cache)
             reason = partial(_explain_choice, chosen, lambda: score_all().ties())
-            return Decision(self.name, prompt, chosen, lambda: score_all().table(), reason), columns
+            return Decision(self.name, prompt, chosen, lambda: score_all().table(), reason, self.sees_cache), columns
         scores = CandidateScores(prompt, candidates, weights, self.obstacle, self.sees_cache)
         chosen = scores.choose(preferred, rng)
-        return Decision(self.name, prompt, chosen, scores.table, partial(_explain_choice, chosen, scores.ties)), scores
+        reason = partial(_explain_choice, chosen, scores.ties)
+        return Decision(self.name, prompt, chosen, scores.table, reason, self.sees_cache), scores
 
     def leave(self, replica: str) -> None:
         """Reset all busy shares to their mean, as `_weights` does: they are stored by place, and places change."""

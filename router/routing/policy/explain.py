@@ -1,8 +1,32 @@
-"""A decision as a table for people: what counted for each replica, and why it was or was not chosen."""
+"""A decision for people: its reason in one word, and a table of what counted for each replica."""
 
-from ...backend import Explanation, ReplicaScore
-from .base import Decision, Score
+from ...backend import Explanation, Reason, ReplicaScore
+from .base import LIVE, Candidates, Decision, Prompt, Score
 from .expected_ttft import cost_limit
+
+
+def regret_tokens(prompt: Prompt, candidates: Candidates, decision: Decision) -> int:
+    """Tokens that the chosen replica computes but the best holder with a live feed would not have had to."""
+    assert decision.row is not None, "nothing was chosen"
+    if isinstance(candidates, list):
+        best = max([each.expected_blocks if each.feed is LIVE else 0 for each in candidates])
+    else:
+        best = candidates.longest_live()
+    cached = min(best * prompt.block_size, prompt.tokens - 1)
+    return decision.row.candidate.uncached_tokens(prompt) - (prompt.tokens - cached)
+
+
+def reason_of(decision: Decision, candidates: Candidates, regret: int) -> Reason:
+    """The reason of a decision; `regret`: its `regret_tokens`."""
+    if decision.row is None:
+        return "held"
+    if len(candidates) == 1:
+        return "only"
+    if not decision.weighs_cache:
+        return "policy"
+    if regret > 0:
+        return "load"
+    return "prefix" if decision.row.uncached_tokens < decision.prompt.tokens else "cold"
 
 
 def explanation_of(decision: Decision) -> Explanation:
@@ -15,10 +39,13 @@ def explanation_of(decision: Decision) -> Explanation:
         why = "held: " + ", ".join(f"{row.candidate.replica_id} {row.obstacle}" for row in rows)
     else:
         why = "no replica has joined"
+    candidates = [row.candidate for row in rows]
+    regret = regret_tokens(decision.prompt, candidates, decision) if chosen is not None else 0
     limit = cost_limit(min([row.cost_s for row in usable], default=0.0))
     return Explanation(
         policy=decision.policy,
         chosen=chosen.candidate.replica_id if chosen else None,
+        reason=reason_of(decision, candidates, regret),
         why=why,
         prompt_tokens=decision.prompt.tokens,
         prompt_blocks=decision.prompt.blocks,

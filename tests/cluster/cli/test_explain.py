@@ -34,6 +34,7 @@ OTHER = {**SCORE, "replica_id": "r1", "chosen": False, "expected_ttft_s": None, 
 FOUND = {
     "policy": "expected-ttft",
     "chosen": "r0",
+    "reason": "prefix",
     "why": SCORE["why"],
     "prompt_tokens": 1009,
     "prompt_blocks": 63,
@@ -53,7 +54,7 @@ def test_every_replica_is_a_line_and_the_choice_is_marked() -> None:
     assert lines[3].split()[:9] == ["→", "r0", "live", "61", "62", "17", "300", "2", "1"]
     assert "12.3 ms" in lines[3]
     assert lines[4].split() == ["r1", "live", "61", "62", "17", "300", "2", "1", "-", "draining"]
-    assert lines[-1] == "→ r0: least expected time to first token"
+    assert lines[-1] == "→ r0 (prefix): least expected time to first token"
 
 
 def test_a_departure_is_named_by_token_place_and_text() -> None:

@@ -260,10 +260,13 @@ async def test_a_callback_may_close_its_feed(make_publisher: Publishers, follow:
             feed.close()
 
     publisher, sink = make_publisher(), Leaving()
-    feed = follow(publisher.start(), sink)
+    endpoints = publisher.start()
+    feed = follow(endpoints, sink)
     publisher.report(load_report(1))
     await until(lambda: sink.loads)
-    await asyncio.sleep(0.15)
+    other = FoldingSink()
+    follow(endpoints, other)
+    await until(lambda: len(other.loads) > 2)
 
     assert len(sink.loads) == 1
 

@@ -108,6 +108,8 @@ async def test_no_message_comes_after_close_even_from_within_a_handler(pair: Pai
     for _ in range(3):
         pair[1].send_multipart([b"message"])
     await until(lambda: got)
-    await asyncio.sleep(0.02)
+    assert pair[0].poll(20_000)  # the second message has arrived
+    reader.drain()
+    await asyncio.sleep(0)
 
     assert len(got) == 1

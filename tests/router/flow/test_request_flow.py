@@ -311,6 +311,8 @@ def test_a_busy_holder_is_regretted(world: World) -> None:
     world.settle()
 
     assert world.records[other].regret_tokens == 96
+    assert world.records[other].reason == "load"
+    assert world.deltas[other][0].reason == "load"
     assert world.flow.counters.regret_tokens == 96
 
 

@@ -56,6 +56,7 @@ def reply(
                 else [None, *(scored(each, wanted) for each in prompt[1:])],
                 finish_reason=ending if last else None,
                 cached_tokens=cached if first else None,
+                reason="only" if first else None,
                 pinned_tokens=pinned if first and request.pins else None,
                 known_tokens=known if first else 0,
             )
@@ -150,6 +151,7 @@ class FakeBackend:
         return Explanation(
             policy="fake",
             chosen="r0",
+            reason="only",
             why="it is a fake",
             prompt_tokens=tokens,
             prompt_blocks=tokens // 16,

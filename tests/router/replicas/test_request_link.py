@@ -64,8 +64,8 @@ def peer(context):
     peer.close(0)
 
 
-def open_link(context, endpoint: str, sink: Sink) -> ReplicaLink:
-    return ReplicaLink(endpoint, "me", sink, context=context, loop=asyncio.get_running_loop())
+def open_link(context, endpoint: str, sink: Sink, name: str = "me") -> ReplicaLink:
+    return ReplicaLink(endpoint, name, sink, context=context, loop=asyncio.get_running_loop())
 
 
 def listen(peer) -> str:
@@ -173,14 +173,16 @@ async def test_a_message_that_cannot_be_encoded_is_not_taken(context, peer) -> N
 
 async def test_a_closed_link_says_nothing_more(context, peer) -> None:
     """Its owner no longer expects callbacks."""
-    sink = Sink()
-    link = open_link(context, listen(peer), sink)
-    await until(lambda: sink.up)
+    sink, other = Sink(), Sink()
+    endpoint = listen(peer)
+    link = open_link(context, endpoint, sink)
+    open_link(context, endpoint, other, "other")
+    await until(lambda: sink.up and other.up)
 
     link.close()
     link.close()
     peer.close(0)
-    await asyncio.sleep(0.05)
+    await until(lambda: other.down)
 
     assert sink.down == 0
 

@@ -18,6 +18,8 @@ from homing.replica.messages import (
     NextEvictions,
     Pin,
     Refused,
+    Reply,
+    Request,
     ResetCache,
 )
 from homing.router.backend import FeedState, GenerationRequest, ReplicaView, TokenDelta
@@ -498,11 +500,15 @@ async def test_a_replica_that_is_used_by_another_router_keeps_its_cache_and_is_n
 
 async def test_a_replica_that_goes_while_it_is_asked_fails_the_reset(pair: Cluster) -> None:
     """The caller gets an error at once; whether that cache was emptied is unknown."""
-    pair.replicas["r1"].on_message = lambda message: (
-        Refused(request_id=0, reason="internal", message="") if isinstance(message, ResetCache) else None
-    )
+    received: list[Request] = []
+
+    def ignore(message: Request) -> Reply | None:
+        received.append(message)
+        return Refused(request_id=0, reason="internal", message="") if isinstance(message, ResetCache) else None
+
+    pair.replicas["r1"].on_message = ignore
     asked = asyncio.create_task(pair.service.reset_caches())
-    await asyncio.sleep(0.05)
+    await until(lambda: any(isinstance(message, ResetCache) for message in received))
     del pair.replicas["r1"]
     pair.publish()
 

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from homing.events.wire.messages import LoadReport, PrefillCost
 from homing.router.backend import Explanation, FeedState
-from homing.router.routing.placement import Placement, known_tokens, regret_tokens
+from homing.router.routing.placement import Placement, known_tokens
 from homing.router.routing.policy.base import Decision, ManyCandidates, Prompt
-from homing.router.routing.policy.explain import explanation_of
+from homing.router.routing.policy.explain import explanation_of, regret_tokens
 from homing.router.routing.policy.registry import make_policy
 from homing.router.routing.replica_load import LoadBook
 from homing.router.routing.reservations import Reservations

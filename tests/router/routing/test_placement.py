@@ -9,9 +9,10 @@ from msgspec import structs
 
 from homing.router.backend import FeedState
 from homing.router.flow.fair_queue import FairQueue
-from homing.router.routing.placement import Foreseen, Placement, known_tokens, regret_tokens
+from homing.router.routing.placement import Foreseen, Placement, known_tokens
 from homing.router.routing.policy.base import Policy, Prompt
 from homing.router.routing.policy.expected_ttft import ExpectedTtft, LeastLoaded
+from homing.router.routing.policy.explain import regret_tokens
 from homing.router.routing.policy.registry import make_policy
 from homing.router.routing.replica_load import LoadBook, Pending
 from homing.router.routing.reservations import Reservations

@@ -57,7 +57,14 @@ def activity(*, candidates: int = 2) -> ModelActivity:
     scores = [score(f"r{number}", 1.0 + number) for number in range(candidates - 1, 0, -1)]
     scores.append(score("r0", 9999.0, chosen=True))
     table = Explanation(
-        policy="p", chosen="r0", why="because", prompt_tokens=32, prompt_blocks=2, block_size=16, replicas=scores
+        policy="p",
+        chosen="r0",
+        reason="prefix",
+        why="because",
+        prompt_tokens=32,
+        prompt_blocks=2,
+        block_size=16,
+        replicas=scores,
     )
     common: dict[str, Any] = {"trace_id": HOSTILE, "tenant": b"t" * 16}
     return ModelActivity(

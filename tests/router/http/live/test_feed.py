@@ -17,6 +17,7 @@ from homing.router.http.live.view import Items
 from ..conftest import Live, serving
 
 PATIENCE_S = 120.0
+PAUSE_S = 0.01
 
 
 class Source:
@@ -72,8 +73,8 @@ def source() -> Source:
 
 @pytest.fixture
 def fast(front: Front, source: Source) -> Front:
-    """A front whose feed pauses for only 10 ms."""
-    front.live = LiveFeed(source, pause=lambda cost_s: 0.01)
+    """A front whose feed pauses only briefly."""
+    front.live = LiveFeed(source, pause=lambda cost_s: PAUSE_S)
     return front
 
 
@@ -102,7 +103,7 @@ async def test_nothing_is_computed_while_nobody_watches(fast: Front, source: Sou
         await until(lambda: not len(fast.live))
         assert fast.metrics.responses() == {200: 1}  # a viewer that leaves must not count as an error
         looks = source.looks
-        await asyncio.sleep(0.1)  # ten pauses; a late tick could only be missed
+        await asyncio.sleep(PAUSE_S)  # timers fire in order: one that was left running would have fired before
         assert source.looks == looks
 
 

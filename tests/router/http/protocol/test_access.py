@@ -36,12 +36,16 @@ def test_a_line_tells_what_became_of_a_generation():
     )
 
 
-def test_a_line_tells_what_the_decision_expected_and_whether_the_request_moved():
-    """An on-call engineer must see afterwards whether a slow answer was a wrong estimate or a lost replica."""
+def test_a_line_tells_why_the_replica_was_chosen_what_was_expected_and_whether_the_request_moved():
+    """An on-call engineer must see afterwards whether a holder was busy, an estimate wrong or a replica lost."""
     exchange = answered()
-    exchange.summary = GenerationSummary("", "r0,r1", 12, 7, 8, 3, 0.0204, expected_ttft_s=0.0189, moves=2)
+    exchange.summary = GenerationSummary(
+        "", "r0,r1", 12, 7, 8, 3, 0.0204, expected_ttft_s=0.0189, moves=2, reason="load"
+    )
 
-    assert " ttft_ms=20.4 expected_ms=18.9 tenant=- replica=r0,r1 moved=2 prompt=12 " in line(exchange, 0.5, 1.0)
+    assert " ttft_ms=20.4 expected_ms=18.9 tenant=- replica=r0,r1 why=load moved=2 prompt=12 " in line(
+        exchange, 0.5, 1.0
+    )
 
 
 def test_a_line_tells_whose_request_it_is():

@@ -1,9 +1,11 @@
 """HTTP over real sockets: framing, ordering, limits and misbehaving clients."""
 
 import asyncio
+import fcntl
 import json
 import socket
 import struct
+import termios
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 
@@ -119,6 +121,14 @@ class Rig:
         while not holds():  # noqa: ASYNC110 - polls a plain attribute of the object under test
             await asyncio.sleep(0.001)
 
+    async def has_read(self) -> None:
+        """Wait until the only connection has read and handled all that its client has sent."""
+        await self.until(lambda: self.server.connections)
+        raw = self.connection._transport.get_extra_info("socket")
+        await self.until(lambda: fcntl.ioctl(raw, termios.FIONREAD, bytes(4)) == bytes(4))
+        for _ in range(10):  # whatever it scheduled has run, too
+            await asyncio.sleep(0)
+
     async def held(self, count: int = 1) -> Exchange:
         await self.until(lambda: len(self.handler.held) >= count)
         return self.handler.held[count - 1]
@@ -200,7 +210,7 @@ async def test_a_chunk_may_be_larger_than_a_head(rig: Rig):
     client.send(get("/", "transfer-encoding: chunked", method="POST"))
     for _ in range(3):
         client.send(b"%x\r\n" % 30_000)
-        await asyncio.sleep(0.01)
+        await rig.has_read()
         client.send(b"x" * 30_000 + b"\r\n")
     client.send(b"0\r\n\r\n")
 
@@ -333,7 +343,7 @@ async def test_pipelined_requests_are_answered_in_order(rig: Rig):
     client = await rig.client()
     client.send(get("/hold") + get("/b") + post(b"ccc"))
     exchange = await rig.held()
-    await asyncio.sleep(0.01)
+    await rig.has_read()
     assert [request.path for request in rig.handler.seen] == ["/hold"]
     exchange.respond(b"{}")
 
@@ -381,7 +391,7 @@ async def test_going_on_waits_for_the_answer_before(rig: Rig):
     client = await rig.client()
     client.send(get("/hold") + get("/", "content-length: 2", "expect: 100-continue", method="POST"))
     exchange = await rig.held()
-    await asyncio.sleep(0.01)
+    await rig.has_read()
     exchange.respond(b"{}")
 
     assert (await client.answer())[0] == 200
@@ -424,7 +434,7 @@ async def test_a_chunked_body_over_the_limit_is_refused_while_it_comes(rig: Rig)
     client = await rig.client()
     client.send(get("/", "transfer-encoding: chunked", method="POST"))
     client.send(b"8000\r\n" + b"x" * 0x8000 + b"\r\n")
-    await asyncio.sleep(0.01)
+    await rig.has_read()
     client.send((b"8000\r\n" + b"x" * 0x8000 + b"\r\n") * 100)
 
     assert (await client.answer())[0] == 413
@@ -500,7 +510,7 @@ async def test_garbage_behind_a_request_does_not_spoil_its_answer(rig: Rig):
     client = await rig.client()
     client.send(get("/hold") + b"\x00\x01garbage\r\n\r\n")
     exchange = await rig.held()
-    await asyncio.sleep(0.01)
+    await rig.has_read()
     exchange.respond(b"{}")
 
     assert (await client.answer())[2] == b"{}"

@@ -4,8 +4,10 @@ from random import Random
 
 import pytest
 
-from homing.router.routing.policy.expected_ttft import ExpectedTtft
+from homing.router.routing.policy.base import Candidate, Policy
+from homing.router.routing.policy.expected_ttft import ExpectedTtft, LeastLoaded
 from homing.router.routing.policy.explain import explanation_of
+from homing.router.routing.policy.round_robin import RoundRobin
 
 from .cases import PROMPT, candidate
 
@@ -36,6 +38,23 @@ def test_a_held_request_names_each_obstacle() -> None:
     assert held.chosen is None
     assert held.why == "held: r0 draining, r1 silent"
     assert explanation_of(policy.consider(PROMPT, [], Random())).why == "no replica has joined"
+
+
+@pytest.mark.parametrize(
+    ("policy", "candidates", "reason"),
+    [
+        (ExpectedTtft(), [candidate("r0", 62)], "only"),
+        (ExpectedTtft(), [candidate("r0", 62), candidate("r1", 62, queued_prefill_tokens=900)], "prefix"),
+        (ExpectedTtft(), [candidate("r0"), candidate("r1", 62, queued_prefill_tokens=2000)], "load"),
+        (ExpectedTtft(), [candidate("r0"), candidate("r1", queued_prefill_tokens=2000)], "cold"),
+        (ExpectedTtft(), [candidate("r0", draining=True), candidate("r1", silent=True)], "held"),
+        (LeastLoaded(), [candidate("r0"), candidate("r1", 62)], "policy"),
+        (RoundRobin(), [candidate("r0"), candidate("r1", 62)], "policy"),
+    ],
+)
+def test_the_reason_is_one_of_few_words(policy: Policy, candidates: list[Candidate], reason: str) -> None:
+    """The access log gives the same word, so on-call engineers can count the lines with each."""
+    assert explanation_of(policy.consider(PROMPT, candidates, Random(0))).reason == reason
 
 
 def test_a_cost_that_counts_as_equal_is_not_named_as_the_reason() -> None:
