@@ -115,7 +115,7 @@ def _open(request: urllib.request.Request) -> str:
 @contextmanager
 def _response(request: urllib.request.Request, timeout_s: float) -> Iterator[Any]:
     """Open a response. Raises ClusterError, also for errors while the body reads it."""
-    url = request.full_url
+    url, has_key = request.full_url, request.has_header("Authorization")
     request.add_header("user-agent", USER_AGENT)
     # Ignore the environment's proxies: they must not see requests to the cluster.
     https = urllib.request.HTTPSHandler(context=ssl_context(url))
@@ -124,7 +124,9 @@ def _response(request: urllib.request.Request, timeout_s: float) -> Iterator[Any
         with opener.open(request, timeout=timeout_s) as answer:
             yield answer
     except urllib.error.HTTPError as error:
-        raise ClusterError(f"{url} returned {error.code} {_message(error) or error.reason}") from error
+        # `explain` and `top`, the commands that call endpoints which need a key, have this flag.
+        hint = "; name a file with one by --api-key-file" if error.code == 401 and not has_key else ""
+        raise ClusterError(f"{url} returned {error.code} {_message(error) or error.reason}{hint}") from error
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
         words = reason.strerror or str(reason) if isinstance(reason, OSError) else str(reason)

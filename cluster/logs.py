@@ -133,6 +133,16 @@ def _files(folder: Path) -> list[Path]:
     return [path for path in found if path.is_file() and not path.is_symlink()]
 
 
+def _sizes(folder: Path) -> dict[int, int]:
+    """The size of each log file, by inode."""
+    found = {}
+    for path in _files(folder) if folder.is_dir() else ():
+        with suppress(FileNotFoundError):  # removed by rotation
+            about = path.stat()
+            found[about.st_ino] = about.st_size
+    return found
+
+
 class LogLine(msgspec.Struct, frozen=True):
     time: str  #: empty only if the beginning of the file is missing
     part: str
@@ -181,11 +191,18 @@ class LogTail:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._offsets = {path.stat().st_ino: path.stat().st_size for path in _files(folder)} if folder.is_dir() else {}
+        self._offsets = _sizes(folder)
+
+    def __len__(self) -> int:
+        """Number of files whose offsets are known."""
+        return len(self._offsets)
 
     def read(self, wanted: str | None) -> list[LogLine]:
         """Return the new lines of the selected parts (None: all), ordered by time."""
         found: list[LogLine] = []
+        if len(self._offsets) > 2 * FILES_KEPT:  # each rotation leaves the offset of a removed file
+            inodes = _sizes(self._folder)
+            self._offsets = {inode: offset for inode, offset in self._offsets.items() if inode in inodes}
         for part in parts(self._folder):
             if wanted is not None and not belongs(part, wanted):
                 continue

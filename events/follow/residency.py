@@ -112,6 +112,8 @@ class CountedResidency:
         self._add([block for block, _ in blocks], None, None)
 
     def _add(self, hashes: Sequence[int], medium: str | None, group: int | None) -> None:
+        if not hashes:
+            return
         copies = self._copies.setdefault((medium, group), {})
         for block in hashes:
             if block not in self:
@@ -129,6 +131,8 @@ class CountedResidency:
             copies[block] = count - 1
             return False
         del copies[block]
+        if not copies:
+            del self._copies[medium, group]
         if block in self:
             return False
         self._held -= 1
@@ -138,6 +142,7 @@ class CountedResidency:
     def check(self) -> None:
         held = {block for copies in self._copies.values() for block in copies}
         assert len(held) == self._held, f"{self._held} blocks counted, {len(held)} held"
-        assert all(min(copies.values(), default=1) > 0 for copies in self._copies.values()), "a count of zero was kept"
+        assert all(self._copies.values()), "an empty table was kept"
+        assert all(min(copies.values()) > 0 for copies in self._copies.values()), "a count of zero was kept"
         digest = reduce(xor, held, 0)
         assert digest == self._xor, f"digest {self._xor:#x}, the held blocks give {digest:#x}"

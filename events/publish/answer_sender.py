@@ -34,6 +34,11 @@ class AnswerSender:
     def __bool__(self) -> bool:
         return bool(self._open)
 
+    @property
+    def interest(self) -> int:
+        """The events of the socket to poll for: none while no further request is accepted, or polling would spin."""
+        return zmq.POLLIN.value if len(self._open) < _MAX_OPEN else 0
+
     def requests(self) -> Iterator[list[bytes]]:
         for _ in range(_REQUESTS_PER_TURN):
             if len(self._open) >= _MAX_OPEN:

@@ -274,9 +274,8 @@ class _Sockets:
         curve_key = "" if keys is None else keys.pair.public.decode()
         self.endpoints = EventEndpoints(**dict(zip(SOCKET_NAMES, bound, strict=True)), curve_key=curve_key)
         self.replays, self.snapshots = AnswerSender(replay), AnswerSender(snapshot)
+        self._senders = {replay: self.replays, snapshot: self.snapshots}
         self.poller = zmq.Poller()
-        self.poller.register(replay, zmq.POLLIN)
-        self.poller.register(snapshot, zmq.POLLIN)
         if self.authenticator is not None:
             self.poller.register(self.authenticator.socket, zmq.POLLIN)
         self._encode = msgspec.msgpack.Encoder().encode
@@ -294,6 +293,8 @@ class _Sockets:
         """Wait for a request, the waker or the timeout; only briefly while an answer is unsent."""
         if self.replays or self.snapshots:
             timeout_s = min(timeout_s, _RETRY_S)
+        for sock, sender in self._senders.items():
+            self.poller.register(sock, sender.interest)
         self.poller.poll(max(0, int(timeout_s * 1000 + 0.999)))
 
     def send_state(self, topic: bytes, message: msgspec.Struct | None) -> None:

@@ -25,6 +25,8 @@ from .weight_files import FETCH_AGAIN, TensorHeader, are_pickled, tensors_in, te
 
 #: Bytes of a KV element in the smallest dtype: a block that does not fit in this one fits in no dtype.
 _MIN_DTYPE_BYTES = 2
+#: Prompt and answer of a short request. A pool with less room is refused: chat templates alone take tens of tokens.
+SHORT_REQUEST_TOKENS = 64
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -219,13 +221,20 @@ def longest_request(configured: int, positions: int) -> int:
     return configured or positions
 
 
+def least_tokens(longest: int) -> int:
+    """Tokens that a KV pool must hold if requests may have `longest` tokens (0: any number)."""
+    return min(longest or SHORT_REQUEST_TOKENS, SHORT_REQUEST_TOKENS)
+
+
 def check_pool(config: ModelConfig, settings: ReplicaSettings, cache: KvCacheSettings) -> None:
-    """Check that the configured KV memory holds at least two tokens. Raises StartupError, PoolTooSmall."""
+    """Check that the configured KV memory can hold a short request. Raises StartupError, PoolTooSmall."""
     if cache.num_kv_blocks:
         tokens = (cache.num_kv_blocks - 1) * cache.block_size
-        if tokens < 2:
+        least = least_tokens(settings.max_model_len or config.max_position_embeddings or 0)
+        if tokens < least:
             raise StartupError(
-                f"num_kv_blocks {cache.num_kv_blocks}: the blocks besides the null block hold {tokens} tokens; raise it"
+                f"num_kv_blocks {cache.num_kv_blocks}: the blocks besides the null block hold {tokens} tokens, but a "
+                f"short request takes {least}; set at least {1 - -least // cache.block_size}"
             )
         return
     if cache.kv_cache_bytes and (least := _min_block_bytes(config, settings, cache)):

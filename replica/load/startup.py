@@ -24,7 +24,7 @@ from ..messages import SamplingParams
 from ..models.spec import ModelSpec
 from ..progress import report
 from .free_memory import free_memory_bytes
-from .preflight import longest_request
+from .preflight import least_tokens, longest_request
 
 log = logging.getLogger(__name__)
 
@@ -121,8 +121,11 @@ def resolve_limits(
     if wanted > capacity:
         log.warning("max_model_len_capped wanted=%d pool_tokens=%d", wanted, capacity)
     longest = min(wanted, capacity)
-    if longest < 2:
-        raise StartupError(f"the KV pool only holds {capacity} tokens: raise num_kv_blocks or kv_cache_bytes")
+    if longest < least_tokens(wanted):
+        raise StartupError(
+            f"the KV pool only holds {capacity} tokens, but a short request takes {least_tokens(wanted)}: "
+            "raise num_kv_blocks or kv_cache_bytes"
+        )
     fills = settings.prefill_step_tokens or (CPU_PREFILL_STEP_TOKENS if device.type == "cpu" else None)
     return SchedulerLimits(
         settings.max_running_requests, settings.max_batched_tokens, longest, prefill_step_tokens=fills

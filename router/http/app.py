@@ -67,7 +67,7 @@ class App:
             request, wire, exchange_id, started_at, self._on_end, error_body=envelope, call_endpoint=self._restart
         )
         if self._spans is not None:
-            self._spans.begin(exchange)
+            self._spans.begin(exchange, label(request.path))
         return exchange
 
     def _call_endpoint(self, exchange: Exchange) -> None:

@@ -41,15 +41,19 @@ class RequestSpans:
         self._tracer = self._provider.get_tracer("homing.router")
         self._context = TraceContextTextMapPropagator()
 
-    def begin(self, exchange: Exchange) -> None:
-        """Start the span of an exchange, and set the `traceparent` that is passed on with its request."""
+    def begin(self, exchange: Exchange, route: str) -> None:
+        """Start the span of an exchange, and set the `traceparent` that is passed on with its request.
+
+        `route` names the span: unlike paths, routes are few.
+        """
         from opentelemetry.trace import SpanKind, set_span_in_context
 
         request = exchange.request
         if request.method != "POST":
             return
         parent = self._context.extract(request.headers)
-        span = self._tracer.start_span(f"POST {request.path}", parent, SpanKind.SERVER, start_time=time.time_ns())
+        span = self._tracer.start_span(f"POST {route}", parent, SpanKind.SERVER, start_time=time.time_ns())
+        span.set_attribute("http.route", route)
         passed_on: dict[str, str] = {}
         self._context.inject(passed_on, set_span_in_context(span))
         exchange.span, exchange.traceparent = span, passed_on.get("traceparent", "")

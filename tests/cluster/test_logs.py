@@ -133,6 +133,22 @@ def test_a_tail_reads_what_is_added_also_to_new_and_rotated_files(tmp_path: Path
     assert (first, second) == (["a", "b"], ["c"])
 
 
+def test_a_tail_forgets_files_that_rotation_removed(tmp_path: Path) -> None:
+    """`homing serve` follows the logs for months."""
+    path, held = tmp_path / "r0.log", []
+    path.write_text("")
+    tail = LogTail(tmp_path)
+    for number in range(1, 3 * FILES_KEPT):
+        path.rename(tmp_path / "r0.log.1")
+        held.append((tmp_path / "r0.log.1").open())  # so that its inode number is not used again
+        path.write_text(line(number, "a"))
+        assert len(tail.read(None)) == 1
+    for file in held:
+        file.close()
+
+    assert len(tail) <= 2 * FILES_KEPT + 2
+
+
 def test_a_tail_reads_a_new_file_from_its_beginning_though_its_inode_was_that_of_another(tmp_path: Path) -> None:
     """A second rotation frees an inode that a new file may reuse; the tail used to continue in the middle of a line."""
     path = tmp_path / "r0.log"

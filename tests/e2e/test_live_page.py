@@ -52,6 +52,9 @@ def test_the_page_shows_what_the_cluster_does(cluster: Serving, tab: Tab) -> Non
     tab.until(f"{text('decisions')}.includes('finished')")
     assert HOSTILE in tab.ask(text("decisions"))
     assert "requests" in tab.ask(text("tree"))
+    cluster.http.post(f"{cluster.url}/v1/completions", content=b"{")
+    tab.until(f"/400: \\d+ .*of \\d+ responses$/.test({text('responses')})")
+    assert "200:" not in tab.ask(text("responses"))
     tab.until(f"/[0-9a-f]{{12}}/.test({text('evictions')})")
     assert tab.ask("document.querySelectorAll('.replica').length") == 2
     assert tab.ask(text("about")).count(cluster.cluster()["router_id"]) == 1

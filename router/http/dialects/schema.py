@@ -296,18 +296,24 @@ def decoding(
     Yields before each step but the first; a step reads the body once. Even if `lenient`, a field in `NOT_YET` that
     requests something is refused, or it would be served wrongly. Raises InvalidRequest with the field, and InvalidJson.
     """
-    data = data.removeprefix(BOM_UTF8)  # written by clients on Windows; RFC 8259 allows readers to ignore it
+    # Clients on Windows write a byte order mark; RFC 8259 allows readers to ignore it.
+    sent, data = data, data.removeprefix(BOM_UTF8)
     try:
         return decoder.decode(data), []
     except msgspec.ValidationError as error:
         wrong = error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UnicodeDecodeError:
+        yield
+        raise _invalid_utf8(sent) from None
+    except (msgspec.DecodeError, RecursionError) as error:
         raise InvalidJson(f"the body is not valid JSON: {error}") from error
     yield
     try:
         body = msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        # The invalid field came before the place where the JSON is malformed.
+    except UnicodeDecodeError:  # this and the next: the invalid field came before the place where the JSON is malformed
+        yield
+        raise _invalid_utf8(sent) from None
+    except (msgspec.DecodeError, RecursionError) as error:
         raise InvalidJson(f"the body is not valid JSON: {error}") from error
     ignored: list[str] = []
     rounded = 0
@@ -328,6 +334,15 @@ def decoding(
             return msgspec.convert(body, decoder.type, str_keys=True), ignored
         except msgspec.ValidationError as error:
             wrong = error
+
+
+def _invalid_utf8(data: bytes) -> InvalidJson:
+    """The error for a body that is not UTF-8. msgspec gives the position only within a string."""
+    try:
+        data.decode()
+    except UnicodeDecodeError as error:
+        return InvalidJson(f"the body is not valid JSON: byte {error.start} is not UTF-8: {error.reason}")
+    raise AssertionError("the body is valid UTF-8")
 
 
 def _is_harmless(body: dict[str, Any], name: str) -> bool:

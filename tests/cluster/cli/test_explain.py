@@ -132,6 +132,16 @@ def test_with_several_models_the_flag_that_names_one_is_in_the_message(refusing:
     assert not isinstance(caught.value, SettingsError)
 
 
+def test_without_a_key_the_flag_that_gives_one_is_in_the_message() -> None:
+    """The router's message speaks of a header, but the user has a command line."""
+
+    def answer(_path: str, _body: object) -> tuple[int, object]:
+        return 401, {"error": {"message": "this server requires an API key"}}
+
+    with answering(answer) as url, pytest.raises(ClusterError, match=r"requires an API key; .* --api-key-file"):
+        run(["explain", "--url", url, "hi"], io.StringIO())
+
+
 def test_two_files_are_compared(tmp_path: Path) -> None:
     """The command sends both requests, because the router has the template and the tokenizer."""
     one, other = tmp_path / "a.json", tmp_path / "b.json"

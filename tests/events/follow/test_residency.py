@@ -31,7 +31,10 @@ def test_a_copy_in_another_medium_or_group_is_a_copy() -> None:
 
 def test_removals_of_unknown_blocks_go_no_further() -> None:
     """A late subscriber sees removals of blocks whose stores it missed."""
-    assert CountedResidency().apply([Removed([1])]) == []
+    residency = CountedResidency()
+
+    assert residency.apply([Removed([1])]) == []
+    residency.check()
 
 
 COPIES = st.tuples(st.sampled_from(["GPU", "CPU"]), st.integers(0, 1), st.integers(0, 5))

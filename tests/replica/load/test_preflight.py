@@ -140,7 +140,8 @@ def test_a_configuration_that_is_none_is_named(folder: Path, content: str) -> No
         ({"max_model_len": 1}, {}, StartupError, "max_model_len 1"),
         ({}, {"block_size": 256}, StartupError, "block_size 256: no prompt of at most 256 tokens fills a block"),
         ({"max_model_len": 16}, {}, StartupError, "block_size 16"),
-        ({}, {"num_kv_blocks": 1}, StartupError, "num_kv_blocks 1"),
+        ({}, {"num_kv_blocks": 4}, StartupError, "num_kv_blocks 4: .* hold 48 tokens, .* set at least 5"),
+        ({"max_model_len": 40}, {"num_kv_blocks": 3}, StartupError, "a short request takes 40; set at least 4"),
         ({}, {"kv_cache_bytes": 1000}, PoolTooSmall, "kv_cache_bytes"),
     ],
 )
@@ -152,6 +153,12 @@ def test_settings_that_no_replica_could_have_are_named(
         check(folder, KvCacheSettings(**cache), **settings)
 
     assert isinstance(caught.value, StartupError | KvCacheError)
+
+
+@pytest.mark.parametrize(("longest", "blocks"), [(0, 5), (40, 4), (1000, 5)])
+def test_a_pool_for_one_short_request_is_enough(folder: Path, longest: int, blocks: int) -> None:
+    """Tests and demonstrations use tiny pools. A request need not be longer than `max_model_len`."""
+    check(folder, KvCacheSettings(num_kv_blocks=blocks), max_model_len=min(longest, 256))
 
 
 def test_what_the_configuration_does_not_tell_is_left_to_the_replica(folder: Path) -> None:

@@ -258,6 +258,17 @@ async def test_broken_json_is_told_as_such(client: httpx.AsyncClient, backend: F
         assert (response.status_code, check_shape(response)["code"]) == (400, "invalid_json")
 
 
+@pytest.mark.parametrize("start", [b"", b"\xef\xbb\xbf"], ids=["plain", "byte order mark"])
+@pytest.mark.parametrize("before", [b"", b'"messages": 5, '], ids=["first", "after an invalid field"])
+async def test_the_first_byte_that_is_not_utf_8_is_named(client: httpx.AsyncClient, start: bytes, before: bytes):
+    """Its offset in the body, not in some string, is what the client's author can look up."""
+    head = start + b"{" + before + b'"prompt": "caf'
+
+    error = check_shape(await client.post(COMPLETIONS, content=head + b'\xe9"}'))
+
+    assert f"byte {len(head)} is not UTF-8: invalid continuation byte" in error["message"]
+
+
 async def test_a_body_that_is_no_object_is_refused(client: httpx.AsyncClient, backend: FakeBackend):
     """A body that is not an object has no field to name, so `param` is null."""
     response = await client.post(CHAT, content=b"[1]")

@@ -69,11 +69,13 @@ async def test_a_request_is_a_span_of_the_trace_that_it_came_with(collector, set
         url, headers = f"http://127.0.0.1:{port}", {"traceparent": f"00-{TRACE}-{PARENT}-01"}
         await client.post(f"{url}/v1/completions", json={"prompt": "A fox", "max_tokens": 3}, headers=headers)
         await client.post(f"{url}/v1/completions", json={"prompt": 5})
+        await client.post(f"{url}/v1/models/of-one-client", json={})
+        await client.post(f"{url}/nothing/of-one-client", json={})
         await client.get(f"{url}/health")
     (asked,) = backend.requests
     await server.stop()
 
-    good, bad = collector.spans
+    good, bad, *unknown = collector.spans
     fields = attributes(good)
     assert good.name == "POST /v1/completions"
     assert (good.trace_id.hex(), good.parent_span_id.hex()) == (TRACE, PARENT)
@@ -85,6 +87,7 @@ async def test_a_request_is_a_span_of_the_trace_that_it_came_with(collector, set
     assert fields["homing.prefill_s"] >= 0
     assert fields["homing.decode_s"] >= 0
     assert attributes(bad)["http.response.status_code"] == 400
+    assert [span.name for span in unknown] == ["POST /v1/models", "POST other"], "names would be unbounded"
     assert bad.trace_id != good.trace_id
 
 
