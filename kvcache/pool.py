@@ -21,7 +21,7 @@ class BlockState(Enum):
     """State of a block. docs/kvcache.md has the table of transitions, which the tests check."""
 
     FREE = "free"  #: holds no reusable KV; allocated first
-    LIVE = "live"  #: in at least one request's block table
+    LIVE = "live"  #: in at least one request's block table, or held for a waiting request
     CACHED_FREE = "cached and free"  #: unused, but its KV can be hit; evicted when space is needed
 
 
@@ -34,6 +34,7 @@ class Block:
         "children",
         "first",
         "hits",
+        "holds",
         "idle_since",
         "newer",
         "older",
@@ -46,6 +47,8 @@ class Block:
     def __init__(self, block_id: BlockId) -> None:
         self.block_id = block_id
         self.ref_count = 0
+        #: The number of waiting requests in `ref_count`, for which the block is held.
+        self.holds = 0
         #: Set exactly while the block is cached; `parent` and `tokens` are valid only then.
         self.block_hash: BlockHash | None = None
         #: Hash of the block before this one, or the root for the first block of a chain.

@@ -4,7 +4,8 @@ Pure synchronous state: no clock, no sockets, no tensors. The caller reports whi
 blocks to fill; the cache never reads KV. Only one thread may call it (the engine's).
 
 A request calls `match` (look up the prompt), `acquire` (share the blocks found, allocate the others), `commit` (the KV
-of these blocks is computed), `allocate` (more blocks while decoding) and `release`.
+of these blocks is computed), `allocate` (more blocks while decoding) and `release`. A request that waits calls `hold`
+first and `unhold` later: its prefix is not evicted while other blocks can be.
 
 Invariants, asserted by `check`:
 
@@ -16,7 +17,8 @@ Invariants, asserted by `check`:
   belongs to another prefix, that block and all later ones of the request stay private.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from struct import Struct
@@ -112,6 +114,10 @@ class PrefixCache:
         self.pins = PinBook(int(limits.tenant_share * self.total_blocks), int(limits.total_share * self.total_blocks))
         #: Unused pinned blocks, withheld from the policy.
         self._withheld: dict[BlockHash, Block] = {}
+        #: The prefix held for each waiting request, in the order of `hold`.
+        self._holds: dict[Hashable, list[Block]] = {}
+        #: Number of blocks that only waiting requests use and that are not pinned.
+        self._only_held = 0
         #: Increases whenever blocks lose their hash, which makes earlier matches stale.
         self._version = 0
 
@@ -126,23 +132,26 @@ class PrefixCache:
 
     @property
     def free_blocks(self) -> int:
-        """Number of blocks that can be allocated now: free blocks, and unused cached blocks that are not pinned."""
-        return len(self._pool) + len(self._policy)
+        """Number of blocks that can be allocated now: free ones, and cached ones that are neither pinned nor in use."""
+        return len(self._pool) + len(self._policy) + self._only_held
 
     @property
     def cached_free_blocks(self) -> int:
         """Number of blocks in `free_blocks` that still hold cached KV."""
-        return len(self._policy)
+        return len(self._policy) + self._only_held
 
     def next_evictions(self, count: int) -> list[BlockHash]:
-        """Hashes of at most `count` blocks, in the order in which they would be evicted once no block is free."""
+        """Hashes of at most `count` blocks, in the order in which they would be evicted once no block is free.
+
+        Held ones, which come after all others, are left out.
+        """
         hashes = (block.block_hash for block in islice(self._policy, count))
         return [block_hash for block_hash in hashes if block_hash is not None]
 
     @property
     def pinned_idle_blocks(self) -> int:
-        """Number of unused pinned blocks, which are neither live nor free."""
-        return len(self._withheld)
+        """Number of pinned blocks that no running request uses; they are not free. O(pins): for tests and diagnosis."""
+        return sum([self._index[block_hash].ref_count == self._index[block_hash].holds for block_hash in self.pins])
 
     @property
     def usage(self) -> float:
@@ -212,19 +221,13 @@ class PrefixCache:
         if (match.blocks or match.partial) and match.version != self._version:
             raise StaleMatch("the cache changed between match and acquire: match again right before acquire")
         assert new_blocks or not match.partial, "a partial hit needs a block to be copied into"
-        idle = [block for block in match.blocks if not block.ref_count]
-        # Pins are prefix-closed, so the withheld blocks come first.
-        evictable = (place for place, block in enumerate(idle) if block.block_hash not in self._withheld)
-        kept = next(evictable, len(idle)) if self._withheld else 0
-        if new_blocks > self.free_blocks - len(idle) + kept:
+        pinned, idle = self._idle_of(match.blocks)
+        held = self._count_only_held(match.blocks)
+        if new_blocks > self.free_blocks - len(idle) - held:
             return None
-        for block in idle[:kept]:
-            assert block.block_hash is not None, f"{block} is withheld but has no hash"
-            del self._withheld[block.block_hash]
-        del idle[:kept]
+        self._only_held -= held
         # Take the matched blocks out of the policy before evicting, so that a request never evicts its own prefix.
-        if idle:
-            self._policy.reuse(idle)
+        self._use(pinned, idle)
         for block in match.blocks:
             block.ref_count += 1
             block.hits += 1
@@ -236,6 +239,66 @@ class PrefixCache:
             counters.collisions += match.collisions
         return [*match.blocks, *self._take(new_blocks)]
 
+    def _idle_of(self, blocks: Sequence[Block]) -> tuple[list[Block], list[Block]]:
+        """The idle ones of a prefix: first those that are withheld because they are pinned, then the others."""
+        idle = [block for block in blocks if not block.ref_count]
+        if not self._withheld:
+            return [], idle
+        # Pins are prefix-closed, so the withheld blocks come first.
+        evictable = (place for place, block in enumerate(idle) if block.block_hash not in self._withheld)
+        kept = next(evictable, len(idle))
+        return idle[:kept], idle[kept:]
+
+    def _use(self, pinned: Sequence[Block], idle: Sequence[Block]) -> None:
+        for block in pinned:
+            assert block.block_hash is not None, f"{block} is withheld but has no hash"
+            del self._withheld[block.block_hash]
+        if idle:
+            self._policy.reuse(idle)
+
+    def hold(self, request: Hashable, match: PrefixMatch) -> None:
+        """Hold the whole blocks of a match for a request that waits, until `unhold`: others are evicted first.
+
+        Held blocks count as free. When they are needed, the prefix that was held last loses its last blocks first.
+        """
+        assert request not in self._holds, f"a prefix is held for {request} already"
+        if not match.blocks:
+            return
+        assert match.version == self._version, "the cache changed between match and hold"
+        pinned, idle = self._idle_of(match.blocks)
+        self._use(pinned, idle)
+        self._only_held += len(idle)
+        for block in match.blocks:
+            block.ref_count += 1
+            block.holds += 1
+        self._holds[request] = list(match.blocks)
+
+    def unhold(self, request: Hashable) -> None:
+        """The request no longer waits. If it starts, call this after `acquire`."""
+        self._end_hold(self._holds.pop(request, ()))
+
+    def _end_hold(self, blocks: Sequence[Block]) -> None:
+        self._only_held -= self._count_only_held(blocks)
+        for block in blocks:
+            block.holds -= 1
+        self.release(blocks)
+
+    def _shorten_holds(self, count: int) -> None:
+        """Make `count` blocks free or idle that only waiting requests use."""
+        while (missing := count - len(self._pool) - len(self._policy)) > 0:
+            request, blocks = self._holds.popitem()
+            if len(blocks) > missing:
+                self._holds[request] = blocks[:-missing]
+            self._end_hold(blocks[-missing:])
+
+    def _count_only_held(self, blocks: Sequence[Block]) -> int:
+        return sum(map(self._is_only_held, blocks)) if self._only_held else 0
+
+    def _is_only_held(self, block: Block) -> bool:
+        if not 0 < block.holds == block.ref_count:
+            return False
+        return block.block_hash is None or block.block_hash not in self.pins
+
     def allocate(self, count: int) -> list[Block] | None:
         """Return `count` more blocks for a running request, or None, with no effect, if fewer are available."""
         if count > self.free_blocks:
@@ -243,6 +306,7 @@ class PrefixCache:
         return self._take(count)
 
     def _take(self, count: int) -> list[Block]:
+        self._shorten_holds(count)
         from_pool = min(count, len(self._pool))
         taken = self._pool.take(from_pool)
         if from_pool < count:
@@ -395,6 +459,7 @@ class PrefixCache:
             block.ref_count = users
             if users:
                 assert users > 0, f"{block} was released more often than it was acquired"
+                self._only_held += self._is_only_held(block)
             elif block.block_hash is None:
                 spare.append(block)
             else:
@@ -460,6 +525,7 @@ class PrefixCache:
     def _unpin(self, hashes: Sequence[BlockHash]) -> None:
         freed = [self._withheld.pop(block_hash, None) for block_hash in hashes]
         self._policy.add([block for block in freed if block is not None])
+        self._only_held += sum([self._is_only_held(self._index[block_hash]) for block_hash in hashes])
 
     def _without_pinned(self, idle: list[Block]) -> list[Block]:
         """Return the blocks of `idle` that are not pinned; withhold the others from the policy."""
@@ -473,7 +539,9 @@ class PrefixCache:
         return others
 
     def reset(self) -> bool:
-        """Clear the cache, pins included. Return False, with no effect, while any block is in use."""
+        """Clear the cache, pins included. Return False while a running request uses a block; then only holds end."""
+        for request in list(self._holds):
+            self.unhold(request)
         if self.free_blocks + len(self._withheld) != self.total_blocks:
             return False
         self.pins.clear()
@@ -510,8 +578,12 @@ class PrefixCache:
         assert len({block.block_id for block in idle}) == len(idle), "a block is idle twice"
         for block in idle:
             assert block.state is BlockState.CACHED_FREE, f"{block} is offered for eviction but not idle"
-        live = [block for block in self._pool.blocks if block.ref_count]
-        assert all(block.ref_count > 0 for block in live), "a block has a negative reference count"
+        assert all(0 <= block.holds <= block.ref_count for block in self._pool.blocks), "wrong reference counts"
+        held = Counter(block.block_id for blocks in self._holds.values() for block in blocks)
+        assert held == {block.block_id: block.holds for block in self._pool.blocks if block.holds}, "wrong holds"
+        only_held = sum(map(self._is_only_held, self._pool.blocks))
+        assert only_held == self._only_held, f"{self._only_held} of {only_held} blocks counted as only held"
+        live = [block for block in self._pool.blocks if block.ref_count and not self._is_only_held(block)]
         accounted = len(live) + self.free_blocks + len(self._withheld)
         assert accounted == self.total_blocks, f"{accounted} blocks accounted for, of {self.total_blocks}"
         for block in self._pool.blocks:

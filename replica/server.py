@@ -117,7 +117,7 @@ def start_replica(
         event_endpoints = publisher.start()
         hasher = BlockHasher(block_size, cluster_seed, kvcache.hash_algorithm)
         cache = _prefix_cache(kvcache, model.num_blocks, publisher)
-        engine = _engine(model, cache, hasher, epoch, settings.num_speculative_tokens)
+        engine = _engine(model, cache, hasher, epoch, settings.num_speculative_tokens, publisher.flush)
         requests = RequestSocket(host, ipc_dir, epoch, keys)
         stack.callback(requests.close)
         description = ReplicaDescription(
@@ -206,7 +206,14 @@ def _prefix_cache(kvcache: KvCacheSettings, num_blocks: int, publisher: EventPub
     )
 
 
-def _engine(model: _LoadedModel, cache: PrefixCache, hasher: BlockHasher, epoch: int, max_drafts: int) -> Engine:
+def _engine(
+    model: _LoadedModel,
+    cache: PrefixCache,
+    hasher: BlockHasher,
+    epoch: int,
+    max_drafts: int,
+    evicted: Callable[[], None],
+) -> Engine:
     """Create the engine. `max_drafts`: most tokens proposed for one request in one step; 0: none."""
     device, spec = model.runner.device, model.spec
     kind: type[Engine] = OverlappedEngine if isinstance(model.runner, GpuRunner) else Engine
@@ -222,6 +229,7 @@ def _engine(model: _LoadedModel, cache: PrefixCache, hasher: BlockHasher, epoch:
         epoch=epoch,
         drafter=PromptLookup(max_drafts) if max_drafts else None,
         mask=mask_of(device),
+        evicted=evicted,
     )
 
 

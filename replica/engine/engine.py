@@ -97,10 +97,12 @@ class Engine:
         wall_clock: Callable[[], float] = time.time,
         drafter: Drafter | None = None,
         mask: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] = mask_logits,
+        evicted: Callable[[], None] = lambda: None,
     ) -> None:
         """`drafter` proposes tokens so that one step can draw several; it does not affect which tokens are drawn.
 
-        `mask` does what `logit_edits.mask_logits` does, on the logits' device.
+        `mask` does what `logit_edits.mask_logits` does, on the logits' device. `evicted` is called before a step that
+        computes prompts runs, if blocks were evicted for it.
         """
         self.scheduler = Scheduler(limits, cache, hasher, drafter)
         self.rates = rates
@@ -114,6 +116,7 @@ class Engine:
         self._epoch = epoch
         self._clock, self._wall_clock = clock, wall_clock
         self._mask = mask
+        self._evicted = evicted
         self._steps = 0
         self._generated_tokens = 0
         self._prefilled_tokens = 0
@@ -155,7 +158,7 @@ class Engine:
     def step(self) -> StepResult:
         """Run one step. If it fails, only its own requests end with an error; RankLost propagates."""
         self.expire_pins()
-        rows = self.scheduler.add_drafts(self.scheduler.schedule())
+        rows = self.scheduler.add_drafts(self._schedule())
         result = StepResult(step=self._steps, rows=len(rows))
         if not rows:
             return result
@@ -171,6 +174,14 @@ class Engine:
         self.failures_in_a_row = 0
         self._measure(rows, self._clock() - started)
         return result
+
+    def _schedule(self) -> list[ScheduledRow]:
+        """Plan a step. A step with prompts takes long, so its evictions are announced before it runs."""
+        before = self._cache.counters.evicted_tokens
+        rows = self.scheduler.schedule()
+        if self._cache.counters.evicted_tokens > before and not all(row.decodes for row in rows):
+            self._evicted()
+        return rows
 
     def expire_pins(self) -> None:
         """End expired pins. `step` does this too; an idle engine needs the explicit call."""

@@ -141,7 +141,7 @@ class OverlappedEngine(Engine):
         rows: list[ScheduledRow] = []
         if not alone:
             self.expire_pins()
-            rows = self.scheduler.schedule()
+            rows = self._schedule()
         result = StepResult(step=previous.step if previous else self._steps, rows=len(rows))
         launched = self._try_launch(rows) if rows else None
         if previous is not None:

@@ -453,6 +453,7 @@ class Scheduler:
         if blocks is None:
             request.refused_at_free = self._cache.free_blocks
             return None
+        self._cache.unhold(request.key)
         request.refused_at_free = None
         request.blocks = blocks
         request.computed = request.cached_now = match.tokens
@@ -470,11 +471,12 @@ class Scheduler:
         return self._row(request, budget, copy)
 
     def _expect(self, request: RequestState) -> None:
-        """Record the cached tokens and the blocks that a request would find and take if it started now."""
+        """Record the cached tokens and the blocks that a waiting request would find and take now; hold its prefix."""
         match = self._match(request)
         request.expected_cached = match.tokens
         used = sum(block.ref_count > 0 for block in match.blocks)
         request.needed_blocks = -(-request.num_tokens // self._hasher.block_size) - used
+        self._cache.hold(request.key, match)
 
     def _match(self, request: RequestState) -> PrefixMatch:
         if not request.may_use_cache:
@@ -491,6 +493,7 @@ class Scheduler:
 
     def _leave(self, request: RequestState) -> None:
         (self._running if request.phase is RequestPhase.RUNNING else self._waiting).remove(request)
+        self._cache.unhold(request.key)
         self._cache.release(request.blocks)
         request.rewind()
 

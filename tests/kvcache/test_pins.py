@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from homing.kvcache.hashing import BlockHash
 from homing.kvcache.pins import PinBook, PinLimits
-from homing.kvcache.pool import Block, BlockState
+from homing.kvcache.pool import Block
 from homing.kvcache.prefix_cache import PrefixCache
 
 from .test_prefix_cache import (
@@ -438,7 +438,7 @@ class CollidingPinnedMachine(CacheMachine):
         self.now = 0.0
 
     def withheld(self) -> set[int]:
-        idle = [block for block in self.cache.blocks if block.state is BlockState.CACHED_FREE]
+        idle = [block for block in self.cache.blocks if block.block_hash is not None and not self.users(block)]
         return {block.block_id for block in idle if block.block_hash in self.cache.pins}
 
     @rule(request=CacheMachine.requests, tenant=st.sampled_from([ANN, BOB]), ttl_s=st.integers(1, 20))

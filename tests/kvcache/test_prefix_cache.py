@@ -12,6 +12,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from homing.kvcache.errors import PoolTooSmall, StaleMatch
 from homing.kvcache.eviction import EvictionName, eviction_policy
 from homing.kvcache.hashing import BlockHash, BlockHasher, token_bytes
+from homing.kvcache.pins import PinLimits
 from homing.kvcache.pool import Block, BlockState
 from homing.kvcache.prefix_cache import PrefixCache, PrefixMatch
 
@@ -108,7 +109,7 @@ def mirror() -> Mirror:
 @pytest.fixture
 def cache(mirror: Mirror):
     """A cache of eight usable blocks; all invariants are asserted after each test."""
-    made = PrefixCache(9, BLOCK_SIZE, listener=mirror)
+    made = PrefixCache(9, BLOCK_SIZE, listener=mirror, pin_limits=PinLimits(tenant_share=0.5))
     yield made
     made.check()
     assert {block.block_hash: block.tokens for block in made.residents()} == mirror.resident
@@ -124,6 +125,47 @@ def test_what_is_named_as_next_is_what_an_allocation_evicts(cache: PrefixCache, 
 
     assert named == prompt(4).hashes[:0:-1]
     assert mirror.resident.keys().isdisjoint(named)
+
+
+def test_a_held_prefix_is_evicted_after_all_others(cache: PrefixCache, mirror: Mirror):
+    """A waiting request will hit it soon, however long it was idle before."""
+    for base in (0, 1000):
+        cache.release(must(admit(cache, prompt(4, base=base))))
+    cache.hold("waiting", look_up(cache, prompt(4, more=1)))
+
+    table = must(cache.allocate(5))
+
+    assert cache.free_blocks == 3
+    assert list(mirror.resident) == prompt(3).hashes
+    assert len(look_up(cache, prompt(4, more=1)).blocks) == 3
+    cache.release(table)
+    cache.unhold("waiting")
+    assert cache.free_blocks == 8
+
+
+def test_of_two_held_prefixes_the_one_held_last_is_shortened(cache: PrefixCache, mirror: Mirror):
+    """The request that waits longest starts first."""
+    for base in (0, 1000):
+        cache.release(must(admit(cache, prompt(4, base=base))))
+        cache.hold(base, look_up(cache, prompt(4, base=base, more=1)))
+
+    cache.release(must(cache.allocate(3)))
+
+    assert list(mirror.resident) == [*prompt(4).hashes, *prompt(1, base=1000).hashes]
+
+
+def test_a_pinned_block_that_is_also_held_is_no_room(cache: PrefixCache):
+    """A hold gives way to a request; a pin does not."""
+    table = must(admit(cache, prompt(4)))
+    cache.hold("waiting", look_up(cache, prompt(4, more=1)))
+    cache.pin(b"tenant", table[:2], 10.0)
+    cache.release(table)
+
+    assert (cache.free_blocks, cache.cached_free_blocks, cache.pinned_idle_blocks) == (6, 2, 2)
+    assert cache.allocate(7) is None
+    cache.release(must(cache.allocate(6)))
+    cache.expire_pins(10.0)
+    assert (cache.free_blocks, cache.pinned_idle_blocks) == (8, 0)
 
 
 def test_an_empty_cache_matches_nothing(cache: PrefixCache):
@@ -550,6 +592,7 @@ EVENTS_OF = {
     "commit": {"commit", "supersede"},
     "release": {"release"},
     "reset": {"reset"},
+    "hold": {"touch"},
 }
 
 
@@ -638,6 +681,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     chain: Chain = staticmethod(honest)
     eviction: EvictionName = "lru"
+    may_hold = True
     requests = Bundle("requests")
 
     def __init__(self) -> None:
@@ -650,6 +694,37 @@ class CacheMachine(RuleBasedStateMachine):
         #: The KV in each slot, by block and offset: its token and all tokens before it.
         self.slots: dict[tuple[int, int], Content] = {}
         self.running: list[Request] = []
+        self.waiting: list[Prompt] = []
+
+    @rule(root=st.sampled_from([ROOT, OTHER_ROOT]), ids=st.lists(st.integers(0, 1), min_size=1, max_size=13).map(tuple))
+    @precondition(lambda self: self.may_hold)
+    def wait(self, root: BlockHash, ids: tuple[int, ...]):
+        wanted = Prompt(ids, root)
+        if wanted in self.waiting:
+            return
+        blocks = self.cache.blocks
+        before, free = states(blocks), self.cache.free_blocks
+        self.cache.hold(wanted, self.cache.match(root, self.chain(root, ids), wanted.tokens, len(ids)))
+        self.waiting.append(wanted)
+        assert self.cache.free_blocks == free
+        assert moves(before, states(blocks)) <= allowed("hold")
+
+    @rule(index=st.integers(0, 7))
+    @precondition(lambda self: self.waiting)
+    def give_up(self, index: int):
+        blocks = self.cache.blocks
+        before, free = states(blocks), self.cache.free_blocks
+        self.cache.unhold(self.waiting.pop(index % len(self.waiting)))
+        assert self.cache.free_blocks == free
+        assert moves(before, states(blocks)) <= allowed("release")
+
+    @rule(target=requests, index=st.integers(0, 7))
+    @precondition(lambda self: self.waiting)
+    def start_waiting(self, index: int):
+        wanted = self.waiting.pop(index % len(self.waiting))
+        request = self.start(wanted.root, wanted.ids, True)
+        self.cache.unhold(wanted)
+        return request
 
     @rule(
         target=requests,
@@ -690,15 +765,20 @@ class CacheMachine(RuleBasedStateMachine):
 
     def take(self, call: Callable[[], list[Block] | None], hit: Sequence[Block], needed: int) -> list[Block] | None:
         blocks = self.cache.blocks
-        before = states(blocks)
-        idle = [block for block in blocks[1:] if block.state is not BlockState.LIVE and block not in hit]
+        before, holds = states(blocks), [block.holds for block in blocks]
+        idle = [block for block in blocks[1:] if not self.users(block) and block not in hit]
         room = sum(block.block_id not in self.withheld() for block in idle)
         table = call()
         assert (table is None) == (needed > room)
         if table is None:
             assert states(blocks) == before
-        assert moves(before, states(blocks)) <= allowed("take")
+        shortened = holds != [block.holds for block in blocks]
+        assert not shortened or not len(self.policy), "a hold was shortened before everything else was evicted"
+        assert moves(before, states(blocks)) <= allowed("take") | (allowed("release") if shortened else set())
         return table
+
+    def users(self, block: Block) -> int:
+        return sum(block in request.table for request in self.running)
 
     def withheld(self) -> set[int]:
         """For the oracle: idle blocks that may not be evicted."""
@@ -767,6 +847,7 @@ class CacheMachine(RuleBasedStateMachine):
     def reset(self):
         done = self.cache.reset()
         assert done == (not self.running)
+        assert not any(block.holds for block in self.cache.blocks)
         if done:
             self.forgotten()
 
@@ -780,11 +861,13 @@ class CacheMachine(RuleBasedStateMachine):
         live = {block.block_id for request in self.running for block in request.table}
         assert self.cache.free_blocks == POOL - len(live) - len(self.withheld())
         for block in self.cache.blocks:
-            assert block.ref_count == sum(block in request.table for request in self.running)
+            assert block.ref_count == self.users(block) + block.holds
 
 
 class OracleMachine(CacheMachine):
     """With real hashes, the cache must behave exactly like this dictionary of contents."""
+
+    may_hold = False  # holds change the order of eviction
 
     def __init__(self) -> None:
         super().__init__()

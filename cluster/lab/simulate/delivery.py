@@ -129,8 +129,14 @@ class Direct:
         """Remove a replica; its messages in flight do not arrive."""
         del self._followers[replica]
 
-    def send(self, replica: str, changes: Sequence[Change], updates: Sequence[Update], report: LoadReport) -> None:  # noqa: ARG002
-        """Send the results of a replica's step; `updates` are those of `changes`."""
+    def send(
+        self,
+        replica: str,
+        changes: Sequence[Change],  # noqa: ARG002
+        updates: Sequence[Update],
+        report: LoadReport | None,
+    ) -> None:
+        """Send what changed at a replica; `updates` are those of `changes`."""
         self._sent += 1
         arrive = partial(self._arrive, self._sent, self._followers[replica], replica, updates, report)
         if self._delay_s:
@@ -144,14 +150,15 @@ class Direct:
         followers: dict[str, tuple[SimulatedRouter, int]],
         replica: str,
         updates: Sequence[Update],
-        report: LoadReport,
+        report: LoadReport | None,
     ) -> None:
         if self._followers.get(replica) is not followers:
             return  # from an earlier start of the replica
         for router, known in followers.values():
             if number > known:
                 apply(router.placement, replica, updates)
-                router.placement.report(replica, report, self._queue.now)
+                if report is not None:
+                    router.placement.report(replica, report, self._queue.now)
                 self._heard(router)
 
 
@@ -211,14 +218,21 @@ class Streamed:
     def forget(self, replica: str) -> None:
         del self._publishers[replica]
 
-    def send(self, replica: str, changes: Sequence[Change], updates: Sequence[Update], report: LoadReport) -> None:  # noqa: ARG002
+    def send(
+        self,
+        replica: str,
+        changes: Sequence[Change],
+        updates: Sequence[Update],  # noqa: ARG002
+        report: LoadReport | None,
+    ) -> None:
         publisher = self._publishers[replica]
-        publisher.report = report
-        publisher.loads += 1
         if changes:
             sent = publisher.log.commit(list(changes), self._queue.now)
             self._publish_to_all(publisher, partial(self._on_batch, publisher, sent.seq, sent.payload))
-        self._send_load(publisher)
+        if report is not None:
+            publisher.report = report
+            publisher.loads += 1
+            self._send_load(publisher)
         self._start_ticking(publisher)
 
     # The publisher's side

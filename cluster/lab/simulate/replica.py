@@ -121,7 +121,6 @@ class _Found(NamedTuple):
 class Progress(NamedTuple):
     first: Sequence[Work]  #: requests that got their first token
     finished: Sequence[Work]
-    changes: Sequence[Change]  #: changes of the cache
     report: LoadReport
 
 
@@ -215,11 +214,14 @@ class SimulatedReplica:
                 self.rates.observe(_NO_WORK, len(self._decoding), self._step_s)
             self._pass(steps, finished)
         self.busy_s += seconds
-        # As in the engine: blocks that the next step evicts belong to that step's events.
-        progress = Progress(first, finished, self._changes, self.report(now))
-        self._changes = []
+        progress = Progress(first, finished, self.report(now))
         self._begin(now)
         return progress
+
+    def take_changes(self) -> list[Change]:
+        """The cache's changes since the last call; as in the engine, also those of the step that has just begun."""
+        changes, self._changes = self._changes, []
+        return changes
 
     def wake(self, now: float) -> None:
         """Try to start waiting requests after another replica that shares the cache may have freed blocks."""
@@ -358,6 +360,7 @@ class SimulatedReplica:
         work.expected_cached = found.tokens
         used = sum([block.ref_count > 0 for block in found.match.blocks])
         work.needed_blocks = self._table(work) - used
+        self.cache.hold(work.request_id, found.match)
         self._waiting_blocks += work.needed_blocks
         self._waiting_work = _added(self._waiting_work, work_of([_awaited(work)]))
 
@@ -384,6 +387,7 @@ class SimulatedReplica:
         if blocks is None:
             work.refused_at_free = free
             return False
+        self.cache.unhold(work.request_id)
         work.refused_at_free = None
         work.blocks = blocks
         work.committed = held

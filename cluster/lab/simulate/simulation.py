@@ -13,7 +13,8 @@ from functools import partial
 from math import inf
 from random import Random
 
-from ....events.publish.step_changes import Change, net_changes
+from ....events.publish.step_changes import net_changes
+from ....events.wire.messages import LoadReport
 from ....router.routing.policy.base import Policy
 from .delivery import Channel, Truth, Update, apply, updates_of
 from .event_queue import EventQueue
@@ -217,6 +218,7 @@ class Simulation:
         work.regret_tokens = (longest - here) * self._block_tokens
         self.tally.sent[chosen] += 1
         replica.add(work, self.now)
+        self._announce(replica)
         self._schedule(replica)
         return True
 
@@ -238,19 +240,22 @@ class Simulation:
             return  # rescheduled in the meantime
         progress = replica.advance(self.now)
         self._schedule(replica)
-        changes: Sequence[Change] = ()
-        updates: Sequence[Update] = ()
-        if progress.changes:
-            changes = net_changes(list(progress.changes))
-            updates = list(updates_of(changes))
-            apply(self._truth, replica.replica_id, updates)
-        self.delivery.send(replica.replica_id, changes, updates, progress.report)
+        self._announce(replica, progress.report)
         self._tokens(replica, progress)
         if replica.shares_cache:
             for other in self.replicas.values():  # their requests may wait for blocks that were freed here
                 other.wake(self.now)
                 self._schedule(other)
         self._end_if_idle(replica)
+
+    def _announce(self, replica: SimulatedReplica, report: LoadReport | None = None) -> None:
+        changes = net_changes(replica.take_changes())
+        updates: Sequence[Update] = ()
+        if changes:
+            updates = list(updates_of(changes))
+            apply(self._truth, replica.replica_id, updates)
+        if changes or report is not None:
+            self.delivery.send(replica.replica_id, changes, updates, report)
 
     def _end_if_idle(self, replica: SimulatedReplica) -> None:
         if replica.replica_id in self.draining and not replica.requests:

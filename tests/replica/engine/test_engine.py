@@ -43,6 +43,7 @@ class Rig:
     hasher_of: Callable[[int], BlockHasher] = lambda block_size: BlockHasher(block_size, seed=3)
     enabled: bool = True
     drafter: Drafter | None = None
+    evicted: Callable[[], None] = lambda: None
     outputs: dict[tuple[str, int], list[TokenOutput]] = field(default_factory=lambda: defaultdict(list))
 
     def __post_init__(self) -> None:
@@ -63,6 +64,7 @@ class Rig:
             clock=self.clock,
             wall_clock=FakeClock(),
             drafter=self.drafter,
+            evicted=self.evicted,
         )
 
     def request(self, request_id: int, tokens: list[int], **options) -> Generate:
@@ -106,6 +108,21 @@ def prompt_that_ends(stop_after: int) -> list[int]:
         if answer[-1] == EOS and EOS not in answer[:-1]:
             return prompt
     raise AssertionError("no such prompt")
+
+
+def test_what_a_prompt_evicts_is_announced_before_its_step_runs() -> None:
+    """Computing a prompt takes long. Requests that are routed in the meantime must not count on these blocks."""
+    announced: list[int] = []
+    rig = Rig(blocks=4, evicted=lambda: announced.append(rig.cache.counters.evicted_tokens))
+    rig.add(1, [1] * 6, max_tokens=1)
+    rig.run()
+    assert announced == []
+
+    rig.add(2, [2] * 6, max_tokens=1)
+    rig.executor.fail_next = 1
+    rig.step()
+
+    assert announced == [4]  # before the executor, which failed
 
 
 def test_outputs_are_grouped_by_router_and_numbered(rig: Rig) -> None:

@@ -581,6 +581,36 @@ def test_a_preempted_request_gets_its_cached_prefix_back() -> None:
     bench.check_end()
 
 
+def test_a_waiting_request_finds_the_prefix_that_was_cached_when_it_arrived() -> None:
+    """Its router counted on these blocks. An answer that grows in the meantime evicts others, used more recently."""
+    bench = Bench(blocks=8, running=1)
+    wanted, other = [1, 2, 3, 4], [5, 6, 7, 8]
+    for prompt in (wanted, other):
+        bench.add(prompt, max_tokens=1)
+        bench.run()
+    bench.add([9], max_tokens=12)
+    bench.step()
+    waiting = bench.add([*wanted, 10], max_tokens=1)
+
+    bench.run()
+
+    assert waiting.cached_tokens == 4
+    assert bench.cache.counters.evicted_tokens
+    bench.check_end()
+
+
+def test_an_aborted_request_no_longer_keeps_its_prefix(bench: Bench) -> None:
+    """Holds end with the requests that wait."""
+    bench.add([1, 2, 3, 4], max_tokens=1)
+    bench.run()
+    waiting = bench.add([1, 2, 3, 4, 5], max_tokens=1)
+    assert any(block.holds for block in bench.cache.blocks)
+
+    bench.scheduler.finish(waiting)
+
+    assert not any(block.holds for block in bench.cache.blocks)
+
+
 def test_priority_goes_before_arrival() -> None:
     """Lower numbers run first; equal ones run in order of arrival."""
     bench = Bench(running=1)
