@@ -1,8 +1,9 @@
 """Count how many requests find as many cached tokens as the router predicted, on two CPU replicas of the demo model.
 
 Run as `python tests/bench/predictions.py`. Chats about a few system prompts, with one to four answers each: one at a
-time, eight at once, and 512 streams of mixed kinds and lengths at once. Then, with memory for about five of twelve
-conversations, `tight`: each grows with every turn and is shortened to a summary from time to time.
+time, eight at once, and 512 streams of mixed kinds and lengths at once. Then `tight`, with 768 blocks each: questions
+about more documents than fit, 1.5 to 2.4 times a replica's cache, and twelve conversations, of which about five fit: each
+grows with every turn and is shortened to a summary from time to time.
 """
 
 import argparse
@@ -24,6 +25,11 @@ BLOCKS = {"plenty": 6000, "tight": 768}
 STREAMS = 512
 CONVERSATIONS = 12
 TURNS = 14
+DOCUMENTS = {
+    "long documents": {"count": 14, "words": 900, "at_once": 4, "longest": 20, "requests": 100},
+    "short documents": {"count": 60, "words": 250, "at_once": 12, "longest": 40, "requests": 200},
+    "long answers": {"count": 24, "words": 400, "at_once": 8, "longest": 200, "requests": 80},
+}
 LONGEST = 12_000  # characters of a conversation, before it is shortened
 
 
@@ -72,12 +78,12 @@ async def mixed(client: httpx.AsyncClient, seed: int) -> None:
     await asyncio.gather(*(one() for _ in range(STREAMS)))
 
 
-async def conversations(client: httpx.AsyncClient) -> None:
-    rng = Random(2)
+async def conversations(client: httpx.AsyncClient, seed: int) -> None:
+    rng = Random(seed)
     tools = [text(rng, 700) for _ in range(3)]
 
     async def one(number: int) -> None:
-        own = Random(number)
+        own = Random(seed * 1000 + number)
         messages = chat(tools[number % 3], text(own, 100))
         await asyncio.sleep(2 * own.random())
         for _ in range(TURNS):
@@ -92,6 +98,23 @@ async def conversations(client: httpx.AsyncClient) -> None:
     await asyncio.gather(*map(one, range(CONVERSATIONS)))
 
 
+async def documents(
+    client: httpx.AsyncClient, seed: int, *, count: int, words: int, at_once: int, longest: int, requests: int
+) -> None:
+    """Questions about `count` documents, some more popular, with answers of up to `longest` tokens."""
+    rng, slots = Random(seed), asyncio.Semaphore(at_once)
+    texts = [text(rng, words) for _ in range(count)]
+    weights = [1 / (rank + 1) ** 0.5 for rank in range(count)]
+
+    async def one(number: int) -> None:
+        own = Random(1000 * seed + number)
+        messages = chat(own.choices(texts, weights)[0], text(own, own.randint(5, 60)))
+        async with slots:
+            await ask(client, messages=messages, max_tokens=own.randint(4, longest), ignore_eos=True)
+
+    await asyncio.gather(*map(one, range(requests)))
+
+
 async def predictions(client: httpx.AsyncClient) -> dict[str, int]:
     counters = (await client.get("/cluster")).json()["counters"]
     return {kind: counters[f"predictions_{kind}"] for kind in ("exact", "low", "high")}
@@ -102,29 +125,33 @@ async def show(client: httpx.AsyncClient, name: str, traffic: Awaitable[None]) -
     await traffic
     counts = {kind: count - before[kind] for kind, count in (await predictions(client)).items()}
     total = sum(counts.values())
-    print(f"{name:24}{counts['exact']:5} of {total:4} exact, {counts['low']:3} too low, {counts['high']:3} too high")
+    print(f"{name:32}{counts['exact']:5} of {total:4} exact, {counts['low']:3} too low, {counts['high']:3} too high")
 
 
-async def measure(url: str, memory: str) -> None:
+async def measure(url: str, memory: str, seeds: int) -> None:
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=300, trust_env=False, limits=limits) as client:
         if memory == "tight":
-            await show(client, "tight", conversations(client))
+            for seed in range(seeds):
+                for name, shape in DOCUMENTS.items():
+                    await show(client, f"{name}, seed {seed}", documents(client, seed, **shape))
+                await show(client, f"conversations, seed {seed}", conversations(client, seed))
             return
         for at_once in (1, 8):
             for n, requests in ((1, 80), (2, 60), (4, 40)):
                 await show(client, f"n = {n}, {at_once} at once", chats(client, requests, at_once, n))
-        for seed in range(3):
+        for seed in range(seeds):
             await show(client, f"{STREAMS} streams", mixed(client, seed))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=BLOCKS, help="one amount of memory")
-    only = parser.parse_args().only
-    for memory in [only] if only else BLOCKS:
+    parser.add_argument("--seeds", type=int, default=3)
+    wanted = parser.parse_args()
+    for memory in [wanted.only] if wanted.only else BLOCKS:
         with cluster(POLICIES[0], BLOCKS[memory]) as url:
-            asyncio.run(measure(url, memory))
+            asyncio.run(measure(url, memory, wanted.seeds))
 
 
 if __name__ == "__main__":
