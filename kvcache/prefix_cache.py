@@ -114,8 +114,9 @@ class PrefixCache:
         self.pins = PinBook(int(limits.tenant_share * self.total_blocks), int(limits.total_share * self.total_blocks))
         #: Unused pinned blocks, withheld from the policy.
         self._withheld: dict[BlockHash, Block] = {}
-        #: The prefix held for each waiting request, in the order of `hold`.
+        #: The prefix held for each waiting request; the last is shortened first.
         self._holds: dict[Hashable, list[Block]] = {}
+        self._shortened: Hashable = None  #: the request whose prefix was shortened last; it may have started
         #: Number of blocks that only waiting requests use and that are not pinned.
         self._only_held = 0
         #: Increases whenever blocks lose their hash, which makes earlier matches stale.
@@ -259,7 +260,8 @@ class PrefixCache:
     def hold(self, request: Hashable, match: PrefixMatch) -> None:
         """Hold the whole blocks of a match for a request that waits, until `unhold`: others are evicted first.
 
-        Held blocks count as free. When they are needed, the prefix that was held last loses its last blocks first.
+        Held blocks count as free. When they are needed, the prefix that was held last loses its last blocks; from then
+        on the same one is shortened, so that few requests find less than they were routed for.
         """
         assert request not in self._holds, f"a prefix is held for {request} already"
         if not match.blocks:
@@ -272,6 +274,8 @@ class PrefixCache:
             block.ref_count += 1
             block.holds += 1
         self._holds[request] = list(match.blocks)
+        if self._shortened in self._holds:
+            self._holds[self._shortened] = self._holds.pop(self._shortened)
 
     def unhold(self, request: Hashable) -> None:
         """The request no longer waits. If it starts, call this after `acquire`."""
@@ -288,7 +292,7 @@ class PrefixCache:
         while (missing := count - len(self._pool) - len(self._policy)) > 0:
             request, blocks = self._holds.popitem()
             if len(blocks) > missing:
-                self._holds[request] = blocks[:-missing]
+                self._holds[request], self._shortened = blocks[:-missing], request
             self._end_hold(blocks[-missing:])
 
     def _count_only_held(self, blocks: Sequence[Block]) -> int:
@@ -299,10 +303,16 @@ class PrefixCache:
             return False
         return block.block_hash is None or block.block_hash not in self.pins
 
-    def allocate(self, count: int) -> list[Block] | None:
-        """Return `count` more blocks for a running request, or None, with no effect, if fewer are available."""
+    def allocate(self, count: int, ahead: int = 0) -> list[Block] | None:
+        """Return `count` more blocks for a running request, or None, with no effect, if fewer are available.
+
+        If this evicts blocks, up to `ahead` more that are not held are evicted as well, so that later calls need not.
+        """
         if count > self.free_blocks:
             return None
+        missing = count - len(self._pool)
+        if ahead and 0 < missing < len(self._policy):
+            self._pool.give(self._evict(min(missing + ahead, len(self._policy))))
         return self._take(count)
 
     def _take(self, count: int) -> list[Block]:
@@ -508,7 +518,12 @@ class PrefixCache:
             if block.block_hash is None:
                 break
             chain.append(block.block_hash)
-        return len(chain) if self.pins.pin(tenant, chain, expires_at) else None
+        # `blocks` may be copies of blocks that are only held.
+        shared = [self._index[block_hash] for block_hash in chain]
+        self._only_held -= self._count_only_held(shared)
+        done = self.pins.pin(tenant, chain, expires_at)
+        self._only_held += sum(map(self._is_only_held, shared))
+        return len(chain) if done else None
 
     def expire_pins(self, now: float) -> None:
         """End the pins that are due. Their unused blocks can then be evicted, and count as used just now."""

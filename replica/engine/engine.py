@@ -102,7 +102,7 @@ class Engine:
         """`drafter` proposes tokens so that one step can draw several; it does not affect which tokens are drawn.
 
         `mask` does what `logit_edits.mask_logits` does, on the logits' device. `evicted` is called before a step that
-        computes prompts runs, if blocks were evicted for it.
+        needed evictions.
         """
         self.scheduler = Scheduler(limits, cache, hasher, drafter)
         self.rates = rates
@@ -176,10 +176,10 @@ class Engine:
         return result
 
     def _schedule(self) -> list[ScheduledRow]:
-        """Plan a step. A step with prompts takes long, so its evictions are announced before it runs."""
+        """Plan a step. Its evictions are announced before it runs, as it may take long."""
         before = self._cache.counters.evicted_tokens
         rows = self.scheduler.schedule()
-        if self._cache.counters.evicted_tokens > before and not all(row.decodes for row in rows):
+        if self._cache.counters.evicted_tokens > before:
             self._evicted()
         return rows
 

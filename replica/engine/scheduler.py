@@ -35,6 +35,9 @@ from .step_plan import BlockCopy, PlanRow, StepPlan, plan_of_rows
 #: Tokens per step of a prompt with logprobs, as each needs its logits: [chunk, vocab] float32, 156 MB for 152k ids.
 PROMPT_LOGPROBS_CHUNK = 256
 
+#: Blocks evicted in advance for decodes are at most this part of all. Not tuned.
+AHEAD_SHARE = 64
+
 #: (a request's tokens, maximum count) -> guesses at the next token ids, or (). The sampler checks them, so they do not
 #: affect which tokens are generated. The extension point for speculative decoding.
 Drafter = Callable[[Sequence[int], int], Sequence[int]]
@@ -403,7 +406,9 @@ class Scheduler:
     def _make_room(self, request: RequestState) -> bool:
         """Provide a block for the newest token; False if the request itself was preempted."""
         while self._missing_blocks(request) > 0:
-            blocks = self._cache.allocate(self._missing_blocks(request))
+            # Evictions are announced at once (engine.py), so evict rarely: for as many steps as a block has tokens.
+            ahead = min(len(self._running), self._capacity_blocks // AHEAD_SHARE)
+            blocks = self._cache.allocate(self._missing_blocks(request), ahead)
             if blocks is not None:
                 request.blocks += blocks
                 return True

@@ -2,7 +2,7 @@
 
 Run as `python tests/bench/predictions.py`. Chats about a few system prompts, with one to four answers each: one at a
 time, eight at once, and 512 streams of mixed kinds and lengths at once. Then `tight`, with 768 blocks each: questions
-about more documents than fit, 1.5 to 2.4 times a replica's cache, and twelve conversations, of which about five fit: each
+about documents that take 1.5 to 2.4 times a replica's cache, and twelve conversations (about five fit): each
 grows with every turn and is shortened to a summary from time to time.
 """
 
