@@ -31,6 +31,10 @@ from .partial_match import PartialHit, PartialMatcher
 from .pins import PinBook, PinLimits
 from .pool import Block, BlockId, BlockPool, BlockState
 
+#: Blocks evicted ahead for each running request, and the most as a share of all blocks. Not tuned.
+AHEAD_BLOCKS = 1
+AHEAD_SHARE = 1 / 64
+
 
 class CacheListener(Protocol):
     """Receives changes to the resident set synchronously, in the caller's thread. Must not block or call the cache."""
@@ -303,17 +307,20 @@ class PrefixCache:
             return False
         return block.block_hash is None or block.block_hash not in self.pins
 
-    def allocate(self, count: int, ahead: int = 0) -> list[Block] | None:
-        """Return `count` more blocks for a running request, or None, with no effect, if fewer are available.
-
-        If this evicts blocks, up to `ahead` more that are not held are evicted as well, so that later calls need not.
-        """
+    def allocate(self, count: int) -> list[Block] | None:
+        """Return `count` more blocks for a running request, or None, with no effect, if fewer are available."""
         if count > self.free_blocks:
             return None
-        missing = count - len(self._pool)
-        if ahead and 0 < missing < len(self._policy):
-            self._pool.give(self._evict(min(missing + ahead, len(self._policy))))
         return self._take(count)
+
+    def evict_ahead(self, running: int) -> None:
+        """Evict a few blocks for the next decodes of so many requests, unless only held ones are left.
+
+        So decodes rarely evict, and take no block of a waiting request that arrives when all other blocks are in use.
+        """
+        wanted, empty = min(AHEAD_BLOCKS * running, int(AHEAD_SHARE * self.total_blocks)), len(self._pool)
+        if 2 * empty < wanted and len(self._policy):
+            self._pool.give(self._evict(min(wanted - empty, len(self._policy))))
 
     def _take(self, count: int) -> list[Block]:
         self._shorten_holds(count)

@@ -35,9 +35,6 @@ from .step_plan import BlockCopy, PlanRow, StepPlan, plan_of_rows
 #: Tokens per step of a prompt with logprobs, as each needs its logits: [chunk, vocab] float32, 156 MB for 152k ids.
 PROMPT_LOGPROBS_CHUNK = 256
 
-#: Blocks evicted in advance for decodes are at most this part of all. Not tuned.
-AHEAD_SHARE = 64
-
 #: (a request's tokens, maximum count) -> guesses at the next token ids, or (). The sampler checks them, so they do not
 #: affect which tokens are generated. The extension point for speculative decoding.
 Drafter = Callable[[Sequence[int], int], Sequence[int]]
@@ -218,6 +215,7 @@ class Scheduler:
 
         Before the next call, each row must go to `complete` or `launch`, or its request to `finish`.
         """
+        self._cache.evict_ahead(len(self._running))
         rows = self._schedule_decodes()
         budget = self.limits.max_batched_tokens - len(rows)
         # Stop adding prompts when no more than this is left of the budget.
@@ -406,9 +404,7 @@ class Scheduler:
     def _make_room(self, request: RequestState) -> bool:
         """Provide a block for the newest token; False if the request itself was preempted."""
         while self._missing_blocks(request) > 0:
-            # Evictions are announced at once (engine.py), so evict rarely: for as many steps as a block has tokens.
-            ahead = min(len(self._running), self._capacity_blocks // AHEAD_SHARE)
-            blocks = self._cache.allocate(self._missing_blocks(request), ahead)
+            blocks = self._cache.allocate(self._missing_blocks(request))
             if blocks is not None:
                 request.blocks += blocks
                 return True

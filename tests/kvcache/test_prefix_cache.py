@@ -154,6 +154,44 @@ def test_of_two_held_prefixes_the_one_held_last_is_shortened(cache: PrefixCache,
     assert list(mirror.resident) == [*prompt(4).hashes, *prompt(1, base=1000).hashes]
 
 
+def test_blocks_for_decodes_are_evicted_a_few_at_a_time_and_never_held_ones(mirror: Mirror):
+    """Each eviction is announced at once, so there should be few; a waiting request should lose nothing to them."""
+    cache = PrefixCache(641, BLOCK_SIZE, listener=mirror)
+    for base in (0, 10_000):
+        cache.release(must(admit(cache, prompt(320, base=base))))
+
+    cache.evict_ahead(running=3)
+    few = 640 - len(mirror.resident)
+    assert 3 <= few <= 10
+    table = must(cache.allocate(1))
+    cache.evict_ahead(running=3)
+    assert 640 - len(mirror.resident) == few
+
+    cache.hold("waiting", look_up(cache, prompt(320, more=1)))
+    cache.hold("another", look_up(cache, prompt(320, base=10_000, more=1)))
+    table += must(cache.allocate(few - 1))
+    cache.evict_ahead(running=100)
+    assert 640 - len(mirror.resident) == few
+    cache.release(table)
+    cache.check()
+
+
+def test_a_hold_that_was_shortened_is_shortened_again(cache: PrefixCache, mirror: Mirror):
+    """One request that finds less than it was routed for is better than two."""
+    for base in (0, 1000):
+        cache.release(must(admit(cache, prompt(4, base=base))))
+    cache.hold(0, look_up(cache, prompt(4, more=1)))
+    cache.release(must(cache.allocate(5)))
+    table = must(admit(cache, prompt(5, base=1000)))
+    cache.release(table)
+    cache.hold(1000, look_up(cache, prompt(5, base=1000, more=1)))
+
+    cache.release(must(cache.allocate(2)))
+
+    assert len(look_up(cache, prompt(4, more=1)).blocks) == 1
+    assert len(look_up(cache, prompt(5, base=1000, more=1)).blocks) == 5
+
+
 def test_a_pinned_block_that_is_also_held_is_no_room(cache: PrefixCache):
     """A hold gives way to a request; a pin does not."""
     table = must(admit(cache, prompt(4)))

@@ -302,6 +302,7 @@ class SimulatedReplica:
 
     def _begin(self, now: float) -> None:
         self._since = now
+        self.cache.evict_ahead(len(self._prefilling) + len(self._decoding))
         self._rows = rows = self._plan() if self._waiting or self._prefilling else []
         decoding = len(self._decoding)
         if rows:
