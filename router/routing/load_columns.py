@@ -127,9 +127,6 @@ class CandidateColumns(ManyCandidates):
             self.used = np.zeros(len(views), np.int64)
             for replica, blocks in used.items():
                 self.used[places[replica]] = blocks
-            # Requests ahead take the free blocks and evict what is cached in them, a prompt's last blocks first.
-            room = np.maximum(loads.spare_blocks, 0).astype(np.int64)
-            self.expected = np.minimum(self.expected, self.used + room)
         #: places of replicas where part of the prefix is still being computed
         self.ahead = [place for place in map(places.__getitem__, extensions) if self.expected[place] > held[place]]
 

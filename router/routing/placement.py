@@ -182,9 +182,11 @@ class Placement:
         for replica, blocks in extensions.items():
             expected[places[replica]] = blocks
         if used is not None:
-            # Requests ahead take the free blocks and evict what is cached in them, a prompt's last blocks first.
-            for place, (replica, load) in enumerate(zip(places, views, strict=True)):
-                expected[place] = min(expected[place], used.get(replica, 0) + max(0, load.spare_blocks))
+            # Requests ahead take the free blocks and evict what is cached in them, a prompt's last blocks first. Our
+            # replicas evict other blocks first (`PrefixCache.hold`).
+            for replica in self._eviction_orders:
+                place = places[replica]
+                expected[place] = min(expected[place], used.get(replica, 0) + max(0, views[place].spare_blocks))
         return [
             Candidate(
                 replica_id=replica,

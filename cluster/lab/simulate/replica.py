@@ -6,7 +6,8 @@ request that loses least is preempted. Steps with prefill are simulated one by o
 are one leap, because all running requests advance at the same pace. A cached unit is one block of the workload; tokens
 inside it are not distinguished, except the last one of a fully cached prompt, which the engine computes.
 
-Simplifications: generated tokens take blocks but are never shared, and a leap keeps the decode pace of its start.
+Simplifications: generated tokens take blocks but are never shared, a leap keeps the decode pace of its start, and no
+blocks are evicted ahead (a block here may have as many tokens as 32 of an engine's).
 """
 
 from bisect import insort
@@ -302,7 +303,6 @@ class SimulatedReplica:
 
     def _begin(self, now: float) -> None:
         self._since = now
-        self.cache.evict_ahead(len(self._prefilling) + len(self._decoding))
         self._rows = rows = self._plan() if self._waiting or self._prefilling else []
         decoding = len(self._decoding)
         if rows:

@@ -23,10 +23,11 @@ PROMPT = Prompt(tokens=1000, blocks=62, block_size=BLOCK)
 KEYS = range(62)
 
 
-def placement_of(policy: Policy) -> Placement:
-    placement = Placement(policy, loads=LoadBook("router", 3.0), reservations=Reservations(30.0), rng=Random(0))
+def placement_of(policy: Policy, *, external: bool = False, columns_from: int = 99) -> Placement:
+    loads = LoadBook("router", 3.0, columns_from)
+    placement = Placement(policy, loads=loads, reservations=Reservations(30.0), rng=Random(0))
     for name in ("r0", "r1"):
-        placement.join(description_of(name), 0.0)
+        placement.join(structs.replace(description_of(name), external=external), 0.0)
         placement.set_feed(name, FeedState.LIVE)
     return placement
 
@@ -179,18 +180,31 @@ def test_requests_that_wait_for_memory_keep_others_away(placement: Placement) ->
     assert place(placement, 2) == "r1"
 
 
-def test_what_will_be_evicted_is_no_hit(placement: Placement) -> None:
+def test_what_an_engine_will_evict_is_no_hit() -> None:
     """Requests ahead take free blocks; only blocks shared with running requests, or that still fit, will be found."""
-    placement.stored("r0", KEYS)
-    holder, _ = placement.candidates(KEYS, (), 0.0)
+    engine = placement_of(ExpectedTtft(), external=True)
+    engine.stored("r0", KEYS)
+    holder, _ = engine.candidates(KEYS, (), 0.0)
     assert (holder.held_blocks, holder.expected_blocks) == (62, 62)
 
-    placement.report("r0", report_of(step=1, free_blocks=70, waiting_blocks=60, waiting=1, running=1), 0.0)
-    assert placement.candidates(KEYS, (), 0.0)[0].expected_blocks == 10
+    engine.report("r0", report_of(step=1, free_blocks=70, waiting_blocks=60, waiting=1, running=1), 0.0)
+    assert engine.candidates(KEYS, (), 0.0)[0].expected_blocks == 10
 
-    placement.book(1, placement.decide(PROMPT, [holder]), KEYS[:40], 0.0)
-    crowded, _ = placement.candidates(KEYS, (), 0.0)
+    engine.book(1, engine.decide(PROMPT, [holder]), KEYS[:40], 0.0)
+    crowded, _ = engine.candidates(KEYS, (), 0.0)
     assert (crowded.used_blocks, crowded.expected_blocks) == (40, 40)
+
+
+@pytest.mark.parametrize("columns", [False, True])
+def test_requests_ahead_take_no_hit_from_a_replica_of_ours(columns: bool) -> None:
+    """It evicts what waiting requests will use after everything else (kvcache/prefix_cache.py)."""
+    placement = placement_of(ExpectedTtft(), columns_from=1 if columns else 99)
+    placement.stored("r0", KEYS)
+
+    placement.report("r0", report_of(step=1, free_blocks=70, waiting_blocks=60, waiting=1, running=1), 0.0)
+
+    crowded = placement.candidates(KEYS, (), 0.0)[0]
+    assert (crowded.load.spare_blocks, crowded.expected_blocks) == (10, 62)
 
 
 def test_a_replica_that_reports_no_waiting_blocks_is_estimated(placement: Placement) -> None:
