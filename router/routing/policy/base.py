@@ -61,7 +61,8 @@ class Candidate(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     feed: FeedState
     load: ReplicaLoad
     held_blocks: int
-    expected_blocks: int  #: cached blocks when the request starts: above `held_blocks`, or below it if memory is short
+    #: cached blocks when the request starts: above `held_blocks`, or below it at an external engine without free memory
+    expected_blocks: int
     used_blocks: int = 0  #: leading blocks that requests in flight there use; counted only where memory may be short
     excluded: bool = False  #: the replica refused this request
     slower_blocks: SlowerBlocks = ()  #: the part of `held_blocks` that must first be loaded
