@@ -34,7 +34,6 @@ class Block:
         "children",
         "first",
         "hits",
-        "holds",
         "idle_since",
         "newer",
         "older",
@@ -47,8 +46,6 @@ class Block:
     def __init__(self, block_id: BlockId) -> None:
         self.block_id = block_id
         self.ref_count = 0
-        #: The number of waiting requests in `ref_count`, for which the block is held.
-        self.holds = 0
         #: Set exactly while the block is cached; `parent` and `tokens` are valid only then.
         self.block_hash: BlockHash | None = None
         #: Hash of the block before this one, or the root for the first block of a chain.

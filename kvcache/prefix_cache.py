@@ -120,6 +120,8 @@ class PrefixCache:
         self._withheld: dict[BlockHash, Block] = {}
         #: The prefix held for each waiting request; the last is shortened first.
         self._holds: dict[Hashable, list[Block]] = {}
+        #: By block id, for how many waiting requests a block is held; they count in its `ref_count`. Never zero.
+        self._held: dict[BlockId, int] = {}
         self._shortened: Hashable = None  #: the request whose prefix was shortened last; it may have started
         #: Number of blocks that only waiting requests use and that are not pinned.
         self._only_held = 0
@@ -156,7 +158,8 @@ class PrefixCache:
     @property
     def pinned_idle_blocks(self) -> int:
         """Number of pinned blocks that no running request uses; they are not free. O(pins): for tests and diagnosis."""
-        return sum([self._index[block_hash].ref_count == self._index[block_hash].holds for block_hash in self.pins])
+        pinned = map(self._index.__getitem__, self.pins)
+        return sum([block.ref_count == self.holds(block) for block in pinned])
 
     @property
     def usage(self) -> float:
@@ -276,10 +279,14 @@ class PrefixCache:
         self._only_held += len(idle)
         for block in match.blocks:
             block.ref_count += 1
-            block.holds += 1
+            self._held[block.block_id] = self._held.get(block.block_id, 0) + 1
         self._holds[request] = list(match.blocks)
         if self._shortened in self._holds:
             self._holds[self._shortened] = self._holds.pop(self._shortened)
+
+    def holds(self, block: Block) -> int:
+        """For how many waiting requests the block is held."""
+        return self._held.get(block.block_id, 0)
 
     def unhold(self, request: Hashable) -> None:
         """The request no longer waits. If it starts, call this after `acquire`."""
@@ -288,7 +295,8 @@ class PrefixCache:
     def _end_hold(self, blocks: Sequence[Block]) -> None:
         self._only_held -= self._count_only_held(blocks)
         for block in blocks:
-            block.holds -= 1
+            if (holds := self._held.pop(block.block_id)) > 1:
+                self._held[block.block_id] = holds - 1
         self.release(blocks)
 
     def _shorten_holds(self, count: int) -> None:
@@ -303,7 +311,7 @@ class PrefixCache:
         return sum(map(self._is_only_held, blocks)) if self._only_held else 0
 
     def _is_only_held(self, block: Block) -> bool:
-        if not 0 < block.holds == block.ref_count:
+        if not 0 < self.holds(block) == block.ref_count:
             return False
         return block.block_hash is None or block.block_hash not in self.pins
 
@@ -600,9 +608,9 @@ class PrefixCache:
         assert len({block.block_id for block in idle}) == len(idle), "a block is idle twice"
         for block in idle:
             assert block.state is BlockState.CACHED_FREE, f"{block} is offered for eviction but not idle"
-        assert all(0 <= block.holds <= block.ref_count for block in self._pool.blocks), "wrong reference counts"
+        assert all(self.holds(block) <= block.ref_count for block in self._pool.blocks), "wrong reference counts"
         held = Counter(block.block_id for blocks in self._holds.values() for block in blocks)
-        assert held == {block.block_id: block.holds for block in self._pool.blocks if block.holds}, "wrong holds"
+        assert held == self._held, "wrong holds"
         only_held = sum(map(self._is_only_held, self._pool.blocks))
         assert only_held == self._only_held, f"{self._only_held} of {only_held} blocks counted as only held"
         live = [block for block in self._pool.blocks if block.ref_count and not self._is_only_held(block)]

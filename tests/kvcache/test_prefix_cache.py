@@ -803,14 +803,14 @@ class CacheMachine(RuleBasedStateMachine):
 
     def take(self, call: Callable[[], list[Block] | None], hit: Sequence[Block], needed: int) -> list[Block] | None:
         blocks = self.cache.blocks
-        before, holds = states(blocks), [block.holds for block in blocks]
+        before, holds = states(blocks), [self.cache.holds(block) for block in blocks]
         idle = [block for block in blocks[1:] if not self.users(block) and block not in hit]
         room = sum(block.block_id not in self.withheld() for block in idle)
         table = call()
         assert (table is None) == (needed > room)
         if table is None:
             assert states(blocks) == before
-        shortened = holds != [block.holds for block in blocks]
+        shortened = holds != [self.cache.holds(block) for block in blocks]
         assert not shortened or not len(self.policy), "a hold was shortened before everything else was evicted"
         assert moves(before, states(blocks)) <= allowed("take") | (allowed("release") if shortened else set())
         return table
@@ -885,7 +885,7 @@ class CacheMachine(RuleBasedStateMachine):
     def reset(self):
         done = self.cache.reset()
         assert done == (not self.running)
-        assert not any(block.holds for block in self.cache.blocks)
+        assert not any(map(self.cache.holds, self.cache.blocks))
         if done:
             self.forgotten()
 
@@ -899,7 +899,7 @@ class CacheMachine(RuleBasedStateMachine):
         live = {block.block_id for request in self.running for block in request.table}
         assert self.cache.free_blocks == POOL - len(live) - len(self.withheld())
         for block in self.cache.blocks:
-            assert block.ref_count == self.users(block) + block.holds
+            assert block.ref_count == self.users(block) + self.cache.holds(block)
 
 
 class OracleMachine(CacheMachine):
