@@ -308,7 +308,7 @@ class PrefixCache:
             self._end_hold(blocks[-missing:])
 
     def _count_only_held(self, blocks: Sequence[Block]) -> int:
-        return sum(map(self._is_only_held, blocks)) if self._only_held else 0
+        return sum(map(self._is_only_held, blocks)) if self._held else 0
 
     def _is_only_held(self, block: Block) -> bool:
         if not 0 < self.holds(block) == block.ref_count:
@@ -537,7 +537,7 @@ class PrefixCache:
         shared = [self._index[block_hash] for block_hash in chain]
         self._only_held -= self._count_only_held(shared)
         done = self.pins.pin(tenant, chain, expires_at)
-        self._only_held += sum(map(self._is_only_held, shared))
+        self._only_held += self._count_only_held(shared)
         return len(chain) if done else None
 
     def expire_pins(self, now: float) -> None:
@@ -555,7 +555,8 @@ class PrefixCache:
     def _unpin(self, hashes: Sequence[BlockHash]) -> None:
         freed = [self._withheld.pop(block_hash, None) for block_hash in hashes]
         self._policy.add([block for block in freed if block is not None])
-        self._only_held += sum([self._is_only_held(self._index[block_hash]) for block_hash in hashes])
+        if self._held:
+            self._only_held += self._count_only_held([self._index[block_hash] for block_hash in hashes])
 
     def _without_pinned(self, idle: list[Block]) -> list[Block]:
         """Return the blocks of `idle` that are not pinned; withhold the others from the policy."""
