@@ -46,6 +46,14 @@ def file_of(frame: FrameType) -> str | None:
     return name if name.startswith(PACKAGES) else None
 
 
+def callers_of(frame: FrameType | None) -> Iterator[tuple[str, str]]:
+    """The file and the function of each of the product's frames, from this one outwards."""
+    while frame is not None:
+        if (name := file_of(frame)) is not None:
+            yield name, frame.f_code.co_name
+        frame = frame.f_back
+
+
 class Walk:
     """The files by part, in the order of their first calls."""
 
@@ -65,16 +73,11 @@ class Walk:
             return
         if not self._part and function == "data_received":
             self._part = "in"
-        if self._part == "in" or (self._part == "back" and self._answers(frame)):
-            self.files[self._part][name] = None
-
-    @staticmethod
-    def _answers(frame: FrameType) -> bool:
-        """Whether a call handles a reply of the replica."""
-        outer: FrameType | None = frame
-        while outer is not None and outer.f_code.co_name != "_on_reply":
-            outer = outer.f_back
-        return outer is not None
+        callers = list(callers_of(frame))
+        if self._part == "in" and not callers[-1][0].startswith("events/"):  # events and heartbeats arrive meanwhile
+            self.files["in"][name] = None
+        elif self._part == "back" and (LINK, "_on_reply") in callers:
+            self.files["back"][name] = None
 
     def in_replica(self, frame: FrameType, event: str, _: object) -> None:
         if self.tracing and event == "call" and (name := file_of(frame)) is not None:
@@ -89,8 +92,8 @@ class Walk:
             yield from (f"    {name}" for name in names)
 
 
-def chat(port: int) -> None:
-    question = {"role": "user", "content": "What is the capital of France?"}
+def chat(port: int, number: int) -> None:
+    question = {"role": "user", "content": f"What is the capital of country {number}?"}
     body = {"messages": [question], "max_tokens": 4, "stream": True}
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
@@ -109,11 +112,11 @@ async def traced(replica: ReplicaServer, walk: Walk, folder: Path) -> None:
     service.apply_membership([replica.description], SEED)
     await server.front.load_texts()
     await until(lambda: any(each.state == "serving" for each in service.view().replicas))
-    for _ in range(4):
-        await asyncio.to_thread(chat, port)
+    for number in range(4):
+        await asyncio.to_thread(chat, port, number)
     walk.tracing = True
     sys.setprofile(walk.in_router)
-    await asyncio.to_thread(chat, port)
+    await asyncio.to_thread(chat, port, 4)
     sys.setprofile(None)
     walk.tracing = False
     await server.stop()
