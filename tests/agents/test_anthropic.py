@@ -47,6 +47,24 @@ def test_a_loop_of_tools_ends_with_the_answer(client: Anthropic, engine: Engine)
     assert all(later.startswith(earlier) for earlier, later in zip(engine.prompts, engine.prompts[1:], strict=False))
 
 
+@pytest.mark.parametrize("arguments", ['{"city": }', '{"city": "Ulm", "city"}', "{'city': 'Ulm'}"])
+def test_a_call_with_invalid_arguments_is_an_error_that_names_the_remedy(
+    client: Anthropic, engine: Engine, arguments: str
+) -> None:
+    """Streamed fragments cannot be taken back; the client's own error says to retry. A whole message has no input."""
+    engine.play(f'<tool_call>\n{{"name": "weather", "arguments": {arguments}}}\n</tool_call>')
+    given: dict[str, Any] = {"model": NAME, "max_tokens": 99, "messages": [{"role": "user", "content": QUESTION}]}
+
+    (whole,) = client.messages.create(tools=[TOOL], **given).content
+    with (
+        pytest.raises(ValueError, match="Please retry your request"),
+        client.messages.stream(tools=[TOOL], **given) as it,
+    ):
+        it.get_final_message()
+
+    assert (whole.type, whole.name, whole.input) == ("tool_use", "weather", {})
+
+
 def test_the_tool_runner_runs_the_tools(client: Anthropic, engine: Engine) -> None:
     """The client's own loop, over a decorated function."""
     engine.play(*LOOP)
