@@ -98,6 +98,42 @@ def _products(weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[Product,
     return compiled, compiled if beats_packed() else _packed(weight, bias)
 
 
+class PackedExperts:
+    """The weighted sum of down(activation(up(x))) over each token's experts, by compiled kernels (`packs_experts`).
+
+    Weights [experts, outputs, features] of any strides, biases [experts, outputs].
+    """
+
+    __slots__ = ("_down", "_up")
+
+    def __init__(
+        self,
+        up: torch.Tensor,
+        down: torch.Tensor,
+        up_bias: torch.Tensor | None = None,
+        down_bias: torch.Tensor | None = None,
+    ) -> None:
+        from ..kernels.cpu.linear.product import pack
+
+        self._up, self._down = pack(up, up_bias), pack(down, down_bias)
+
+    def __call__(
+        self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, activation: Product
+    ) -> torch.Tensor:
+        from ..kernels.cpu.linear.experts import combine, group, products
+        from ..kernels.cpu.pointwise import take
+
+        grouped = group(chosen, len(self._up.weight))
+        features = activation(products(take(x, grouped.tokens), self._up, grouped.firsts))
+        return combine(products(features, self._down, grouped.firsts), grouped.places, weights)
+
+
+def packs_experts(up: torch.Tensor, down: torch.Tensor) -> bool:
+    """Whether `PackedExperts` supports these weights [experts, outputs, features]."""
+    even = not (up.shape[2] % 2 or down.shape[2] % 2)
+    return even and up.device.type == "cpu" and up.dtype == down.dtype and _compiles(up.dtype)
+
+
 def _packed(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
     if not _packs(weight.dtype):
         return _plain(weight, bias)

@@ -20,7 +20,7 @@ from ..parallel.rank_group import RankGroup
 from .base import AttentionRule, QkvAttend, Rotary
 from .checkpoint import COLUMNS, ROWS, Checkpoint
 from .fp8 import ScaledLinear, ScaledLinears, ScaledProduct
-from .layers import Int8Linear, Linear
+from .layers import Int8Linear, Linear, PackedExperts, packs_experts
 from .spec import FAMILIES, KvShape, ModelSpec, split_problem
 from .tensor_names import is_mixture
 
@@ -147,12 +147,15 @@ class JoinedExperts:
         return torch.einsum("tkh,tk->th", choices.float(), weights).to(x.dtype)
 
 
+Experts = SeparateExperts | JoinedExperts | PackedExperts
+
+
 @dataclass(slots=True, frozen=True)
 class Mixture:
     """The weighted sum of each token's likeliest experts plus, in some families, an expert shared by all tokens."""
 
     router: torch.Tensor  #: [experts, hidden]
-    experts: SeparateExperts | JoinedExperts
+    experts: Experts
     per_token: int
     normalized: bool  #: whether the weights of a token's experts are scaled to sum to 1
     shared: GatedMlp | None
@@ -162,7 +165,10 @@ class Mixture:
         weights, chosen = F.linear(x, self.router).float().softmax(-1).topk(self.per_token, -1)
         if self.normalized:
             weights = weights / weights.sum(-1, keepdim=True)
-        total = self.experts(x, weights, chosen, kernels)
+        if isinstance(self.experts, PackedExperts):
+            total = self.experts(x, weights, chosen, kernels.silu_mul)
+        else:
+            total = self.experts(x, weights, chosen, kernels)
         if self.shared is None:
             return total
         shared = self.shared(x, kernels)
@@ -210,11 +216,10 @@ class _LayerReader:
             rule=rule,
         )
 
-    def _mlp(self, prefix: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> GatedMlp:
+    def _mlp(self, prefix: str) -> GatedMlp:
         own = (self._shard.rank, self._shard.ranks)
-        return GatedMlp(
-            self._by_outputs([(f"{prefix}{gate}", own), (f"{prefix}{up}", own)]), self._by_inputs(f"{prefix}{down}")
-        )
+        gate_up = self._by_outputs([(f"{prefix}gate_proj", own), (f"{prefix}up_proj", own)])
+        return GatedMlp(gate_up, self._by_inputs(f"{prefix}down_proj"))
 
     def _mixture(self) -> Mixture:
         config = self._config
@@ -232,16 +237,19 @@ class _LayerReader:
             shared_gate=self._checkpoint.whole(f"{self._prefix}{prefix}shared_expert_gate.weight") if shared else None,
         )
 
-    def _experts(self, prefixes: list[str], gate: str, up: str, down: str) -> SeparateExperts | JoinedExperts:
-        if not self._joins_experts:
-            return SeparateExperts([self._mlp(prefix, gate, up, down) for prefix in prefixes])
+    def _experts(self, prefixes: list[str], gate: str, up: str, down: str) -> Experts:
         if self._scaled is not None:
             self._scaled.refuse("there is no FP8 product for experts")
         own = (self._shard.rank, self._shard.ranks)
-        return JoinedExperts(
-            torch.stack([self._joined([(p + gate, own), (p + up, own)], "weight") for p in prefixes]),
-            torch.stack([self._checkpoint.shard(f"{self._prefix}{p}{down}.weight", COLUMNS, *own) for p in prefixes]),
-        )
+        gate_up = torch.stack([self._joined([(p + gate, own), (p + up, own)], "weight") for p in prefixes])
+        names = [f"{self._prefix}{p}{down}.weight" for p in prefixes]
+        downs = torch.stack([self._checkpoint.shard(name, COLUMNS, *own) for name in names])
+        if self._joins_experts:
+            return JoinedExperts(gate_up, downs)
+        if self._linear is Linear and packs_experts(gate_up, downs):
+            return PackedExperts(gate_up, downs)
+        linears = ((self._linear(weight) for weight in each) for each in (gate_up, downs))
+        return SeparateExperts([GatedMlp(*pair) for pair in zip(*linears, strict=True)])
 
     def _norm(self, name: str) -> torch.Tensor:
         return self._checkpoint.whole(f"{self._prefix}{name}.weight")
@@ -312,7 +320,7 @@ class NativeModel:
         # A tied head is the embedding itself and shares its memory unless the linear packs its weight.
         self._head = Linear(F.pad(head, (0, 0, 0, width - len(head))) if len(head) < width else head)
         scaled = ScaledLinears(self._kernels, dtype, product) if product is not None else None
-        joins_experts = device.type != "cpu"  # on CPUs, each linear packs its weight
+        joins_experts = device.type != "cpu"  # on CPUs, weights are packed
         self._layers = [
             _LayerReader(config, checkpoint, shard, index, linear, joins_experts, scaled).read(
                 AttentionRule(head_dim**-0.5, window)

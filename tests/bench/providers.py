@@ -42,9 +42,23 @@ STEPS = {
 }
 
 
+#: Experts of which each token uses one: with those that all tokens share, a step reads as much as the native model's.
+EXPERTS = {"num_experts_per_tok": 1, "num_experts": 4, "num_local_experts": 4}
+SHARED = {"n_shared_experts": 1, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0}
 #: What a family needs besides the model's shape: without these its own model would not be of this size.
 FAMILY_SHAPES: dict[str, dict[str, Any]] = {
-    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size": 2048, "sliding_window": 128},
+    "gpt_oss": EXPERTS | {"sliding_window": 128},
+    **dict.fromkeys(("granitemoe", "minimax_m2", "olmoe", "phimoe"), EXPERTS),
+    **dict.fromkeys(("dots1", "glm4_moe"), EXPERTS | SHARED | {"moe_intermediate_size": 1024}),
+    "ernie4_5_moe": {
+        "moe_num_experts": 4,
+        "moe_k": 1,
+        "moe_num_shared_experts": 1,
+        "moe_intermediate_size": 1024,
+        "moe_layer_start_index": 0,
+    },
+    "mixtral": EXPERTS,
+    "qwen3_moe": EXPERTS | {"moe_intermediate_size": 2048, "norm_topk_prob": True},
 }
 
 

@@ -36,6 +36,8 @@ MODELS = {
     "qwen3 with tied embeddings": ("qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
     "phi3": ("phi3", {}),
     "gemma2 with windows and softcaps": ("gemma2", {"sliding_window": 11, "head_dim": 16}),
+    "mixtral": ("mixtral", {"num_local_experts": 4}),
+    "gpt_oss": ("gpt_oss", {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "odd sizes": ("llama", {"hidden_size": 36, "head_dim": 10, "intermediate_size": 50}),
 }
 

@@ -17,7 +17,7 @@ from numba import carray, njit
 from ....models.base import AttentionRule
 from ...base import PagedRows
 from ..runtime.compilation import kernel
-from ..runtime.scalars import FAST_MATH, ONE, Storage, count_up, exponential, pointer, prefetch_line, storage_of
+from ..runtime.scalars import FAST_MATH, ONE, Storage, count_up, exponential, pointer, storage_of
 from ..runtime.thread_team import run, threads_for
 from ..runtime.vectors import LANES, WORD, Dot, dot
 from .decode_loops import PART, Loops, Sizes, fills_vectors, loops_of_pairs, plain_loops
@@ -25,8 +25,6 @@ from .prefill_loops import LOWEST
 
 #: Words of a query's softmax state: its greatest score and the sum of its weights.
 STATE = 2
-#: Bytes of a cache line.
-LINE = 64
 
 
 def decode(q: torch.Tensor, rows: PagedRows, rule: AttentionRule, out: torch.Tensor) -> None:
@@ -54,7 +52,7 @@ def decode(q: torch.Tensor, rows: PagedRows, rule: AttentionRule, out: torch.Ten
 def _compiled(storage: Storage, sizes: Sizes, pairs: Dot | None):
     size, key_dim, value_dim, group = storage.size, sizes.key_dim, sizes.value_dim, sizes.group
     loops = plain_loops(storage, sizes) if pairs is None else loops_of_pairs(storage, sizes, pairs)
-    attend, merge = _attend(storage, sizes, loops), _merge(sizes, loops)
+    attend, merge = _attend(sizes, loops), _merge(sizes, loops)
     align, part_size = loops.align, group * (STATE + value_dim) * WORD
 
     @kernel
@@ -105,16 +103,8 @@ def _extent(length, window, align):
     return first, begin, max(np.int64(1), (length - begin + PART - 1) // PART)
 
 
-def _attend(storage: Storage, sizes: Sizes, loops: Loops):
-    size, key_dim, value_dim, group = storage.size, sizes.key_dim, sizes.value_dim, sizes.group
-    score, add = loops.score, loops.add
-
-    @njit(error_model="numpy")
-    def prefetch(start, step, tokens, dim):
-        """Prefetch the next page during the current one: the processor cannot predict its address."""
-        for token in range(tokens):
-            for line in range(0, dim * size, LINE):
-                prefetch_line(start + token * step + line)
+def _attend(sizes: Sizes, loops: Loops):
+    value_dim, group, score, add = sizes.value_dim, sizes.group, loops.score, loops.add
 
     @njit(fastmath=FAST_MATH, error_model="numpy")
     def attend(query, scores, partial, pages, part, rule):
@@ -127,20 +117,20 @@ def _attend(storage: Storage, sizes: Sizes, loops: Loops):
         zeroed = carray(pointer(sums), (group * value_dim,), np.float32)
         for i in range(group * value_dim):
             zeroed[i] = np.float32(0)
-        at = begin
+        at, last = begin, (end - 1) // page
         while at < end:
             tokens, start = min(page - at % page, end - at), np.int64(blocks[at // page]) * page
-            if at + tokens < end:
-                prefetch(keys + np.int64(blocks[at // page + 1]) * page * key_step, key_step, page, key_dim)
-            score(keys + (start + at % page) * key_step, key_step, tokens, query, scale, scores + (at - begin) * WORD)
+            ahead = keys + np.int64(blocks[min(at // page + 1, last)]) * page * key_step
+            own = scores + (at - begin) * WORD
+            score(keys + (start + at % page) * key_step, key_step, tokens, query, scale, own, ahead)
             at += tokens
         _weigh(scores + (first - begin) * WORD, group, end - first, softcap, partial)
         at = first
         while at < end:
             tokens, start = min(page - at % page, end - at), np.int64(blocks[at // page]) * page
-            if at + tokens < end:
-                prefetch(values + np.int64(blocks[at // page + 1]) * page * value_step, value_step, page, value_dim)
-            add(values + (start + at % page) * value_step, value_step, tokens, scores + (at - begin) * WORD, sums)
+            ahead = values + np.int64(blocks[min(at // page + 1, last)]) * page * value_step
+            own = scores + (at - begin) * WORD
+            add(values + (start + at % page) * value_step, value_step, tokens, own, sums, ahead)
             at += tokens
 
     return attend

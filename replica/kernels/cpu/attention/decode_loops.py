@@ -13,13 +13,15 @@ from numba import carray, njit, types
 from numba.extending import intrinsic
 
 from ..runtime import vectors as v
-from ..runtime.scalars import FAST_MATH, Storage, pointer
+from ..runtime.scalars import FAST_MATH, Storage, pointer, prefetch_line
 from ..runtime.vectors import BF16, FLOAT, FLOATS, INT64, LANES, WORD, WORDS, Dot
 
 #: Tokens per softmax, in whole vectors: their scores and keys fit a core's cache, and a row has work for many threads.
 PART = 512
 #: bfloat16 numbers in one vector of words.
 CHUNK = 2 * LANES
+#: Bytes of a cache line.
+LINE = 64
 #: Most vectors of sums in one loop: half of AVX-512's registers.
 MAX_SUMS = 16
 
@@ -33,13 +35,17 @@ class Sizes:
 
 @dataclass(slots=True, frozen=True)
 class Loops:
-    """Loops over all query heads of one KV head."""
+    """Loops over all query heads of one KV head.
+
+    They also prefetch as many tokens at `ahead`, on the next page, spread between their instructions. One row of 16,384
+    tokens (32 heads, 8 KV heads, 12 layers, an AMD EPYC core) takes 51 ms; with a page prefetched at once, 76 ms.
+    """
 
     align: int  #: the first token that `score` gets is a multiple of this
-    #: (keys, step, tokens, queries, scale, scores): score keys that are `step` bytes apart. May write scores up to the
-    #: next multiple of `align`, for tokens in the same page.
+    #: (keys, step, tokens, queries, scale, scores, ahead): score keys that are `step` bytes apart. May write scores up
+    #: to the next multiple of `align`, for tokens in the same page.
     score: Any
-    #: (values, step, tokens, weights, sums): add the weighted values to each query's sums, which are float32.
+    #: (values, step, tokens, weights, sums, ahead): add the weighted values to each query's sums, which are float32.
     add: Any
     #: (sums, out): store the sums in the storage's type. Their order is private to `add` and `store`.
     store: Any
@@ -63,13 +69,22 @@ def plain_loops(storage: Storage, sizes: Sizes) -> Loops:
     return Loops(1, _plain_score(storage, sizes), _plain_add(storage, sizes), store)
 
 
+@njit(error_model="numpy")
+def _prefetch(start, step, size):
+    """Prefetch `size` bytes of each of four tokens."""
+    for token in range(4):
+        for line in range(0, size, LINE):
+            prefetch_line(start + token * step + line)
+
+
 def _plain_score(storage: Storage, sizes: Sizes) -> Any:
     kind, size, widen, key_dim, group = storage.kind, storage.size, storage.widen, sizes.key_dim, sizes.group
 
     @njit(fastmath=FAST_MATH, error_model="numpy")
-    def score(keys, step, tokens, queries, scale, scores):
+    def score(keys, step, tokens, queries, scale, scores, ahead):
         token = 0
         while token + 4 <= tokens:
+            _prefetch(ahead + token * step, step, key_dim * size)
             k0 = carray(pointer(keys + token * step), (key_dim,), kind)
             k1 = carray(pointer(keys + (token + 1) * step), (key_dim,), kind)
             k2 = carray(pointer(keys + (token + 2) * step), (key_dim,), kind)
@@ -100,12 +115,13 @@ def _plain_score(storage: Storage, sizes: Sizes) -> Any:
 
 
 def _plain_add(storage: Storage, sizes: Sizes) -> Any:
-    kind, widen, value_dim, group = storage.kind, storage.widen, sizes.value_dim, sizes.group
+    kind, size, widen, value_dim, group = storage.kind, storage.size, storage.widen, sizes.value_dim, sizes.group
 
     @njit(fastmath=FAST_MATH, error_model="numpy")
-    def add(values, step, tokens, weights, sums):
+    def add(values, step, tokens, weights, sums, ahead):
         token = 0
         while token + 4 <= tokens:
+            _prefetch(ahead + token * step, step, value_dim * size)
             v0 = carray(pointer(values + token * step), (value_dim,), kind)
             v1 = carray(pointer(values + (token + 1) * step), (value_dim,), kind)
             v2 = carray(pointer(values + (token + 2) * step), (value_dim,), kind)
@@ -135,22 +151,24 @@ def loops_of_pairs(storage: Storage, sizes: Sizes, dot: Dot) -> Loops:
     chunks = value_dim // CHUNK
     heads_at_once = _greatest_divisor(group, MAX_SUMS // 4)
     chunks_at_once = _greatest_divisor(chunks, MAX_SUMS // 2 // heads_at_once)
-    scores_of, add_some = _scores_of(dot, key_dim), _sums_of(heads_at_once, chunks_at_once)
+    keys_ahead = -(-LANES // group)  # each head prefetches a part of them
+    scores_of, add_some = _scores_of(dot, key_dim, keys_ahead), _sums_of(heads_at_once, chunks_at_once)
 
     @njit(fastmath=FAST_MATH, error_model="numpy")
-    def score(keys, step, tokens, queries, scale, scores):
+    def score(keys, step, tokens, queries, scale, scores, ahead):
         for token in range(0, tokens, LANES):
             for head in range(group):
                 query, found = queries + head * key_dim * BF16, scores + (head * PART + token) * WORD
-                scores_of(keys + token * step, step, query, scale, found)
+                later = ahead + (token + head * keys_ahead) * step
+                scores_of(keys + token * step, step, query, scale, found, later)
 
     @njit(fastmath=FAST_MATH, error_model="numpy")
-    def add(values, step, tokens, weights, sums):
+    def add(values, step, tokens, weights, sums, ahead):
         for head in range(0, group, heads_at_once):
             for chunk in range(0, chunks, chunks_at_once):
                 read, target = values + chunk * CHUNK * BF16, sums + (head * value_dim + chunk * CHUNK) * WORD
-                own = weights + head * PART * WORD
-                add_some(read, step, tokens, own, np.int64(PART * WORD), target, np.int64(value_dim * WORD))
+                own, later = weights + head * PART * WORD, ahead + chunk * CHUNK * BF16
+                add_some(read, step, tokens, own, np.int64(PART * WORD), target, np.int64(value_dim * WORD), later)
 
     @njit(error_model="numpy")
     def store(sums, out):
@@ -168,20 +186,24 @@ def _greatest_divisor(number: int, limit: int) -> int:
     return max(divisor for divisor in range(1, limit + 1) if number % divisor == 0)
 
 
-def _scores_of(dot: Dot, dim: int) -> Any:
-    """A function (keys, step, query, scale, scores) that scores `LANES` keys, `step` bytes apart, for one query.
+def _scores_of(dot: Dot, dim: int, keys_ahead: int) -> Any:
+    """A function (keys, step, query, scale, scores, ahead) that scores `LANES` keys, `step` bytes apart, for one query.
 
-    All are int64 except `scale`, a float32. Writes `LANES` float32 to `scores`.
+    All are int64 except `scale`, a float32. Writes `LANES` float32 to `scores`. Prefetches `keys_ahead` keys at
+    `ahead`.
     """
 
     @intrinsic
-    def score(_context, _keys, _step, _query, _scale, _scores):
+    def score(_context, _keys, _step, _query, _scale, _scores, _ahead):
         def generate(context, builder, _signature, arguments):
-            keys, step, query, scale, scores = arguments
+            keys, step, query, scale, scores, ahead = arguments
             parts = range(0, dim * BF16, CHUNK * BF16)
             factors = [dot.factor(builder, _words(builder, query, part)) for part in parts]
             sums = []
-            for key in v.strided(builder, keys, step, LANES):
+            lines = [(key, part) for key in v.strided(builder, ahead, step, keys_ahead) for part in parts]
+            for number, key in enumerate(v.strided(builder, keys, step, LANES)):
+                for line, part in lines[number * len(lines) // LANES : (number + 1) * len(lines) // LANES]:
+                    v.prefetch(builder, builder.add(line, ir.Constant(INT64, part)))
                 found = ir.Constant(FLOATS, [0.0] * LANES)
                 for part, factor in zip(parts, factors, strict=True):
                     found = dot.add(builder, found, _words(builder, key, part), factor)
@@ -190,7 +212,7 @@ def _scores_of(dot: Dot, dim: int) -> Any:
             v.store(builder, total, scores, WORD)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 3, types.float32, types.int64), generate
+        return types.void(*[types.int64] * 3, types.float32, *[types.int64] * 2), generate
 
     return score
 
@@ -210,17 +232,18 @@ def _totals(builder: Any, vectors: list[Any]) -> Any:
 
 
 def _sums_of(heads: int, chunks: int) -> Any:
-    """A function (values, step, tokens, weights, weights_step, sums, sums_step) that adds weighted values to sums.
+    """A function (values, step, tokens, weights, weights_step, sums, sums_step, ahead) to add weighted values.
 
     It adds to the sums of `heads` heads. All are int64. Reads `chunks` chunks of each of `tokens` values, `step` bytes
-    apart. Weights and sums are float32. Each chunk's sums are first those of its even numbers, then of its odd ones.
+    apart, and prefetches as many at `ahead`. Weights and sums are float32. Each chunk's sums are first those of its
+    even numbers, then of its odd ones.
     """
     assert heads * chunks * 2 <= MAX_SUMS, f"{heads} heads of {chunks} chunks"
 
     @intrinsic
-    def add(_context, _values, _step, _tokens, _weights, _weights_step, _sums, _sums_step):
+    def add(_context, _values, _step, _tokens, _weights, _weights_step, _sums, _sums_step, _ahead):
         def generate(context, builder, _signature, arguments):
-            values, step, tokens, weights, weights_step, sums, sums_step = arguments
+            values, step, tokens, weights, weights_step, sums, sums_step, ahead = arguments
             places = [
                 builder.add(head, ir.Constant(INT64, vector * LANES * WORD))
                 for head in v.strided(builder, sums, sums_step, heads)
@@ -228,7 +251,9 @@ def _sums_of(heads: int, chunks: int) -> Any:
             ]
 
             def weigh(token, held):
-                value = builder.add(values, builder.mul(token, step))
+                value, lines = (builder.add(each, builder.mul(token, step)) for each in (values, ahead))
+                for part in range(chunks):
+                    v.prefetch(builder, builder.add(lines, ir.Constant(INT64, part * CHUNK * BF16)))
                 weight = builder.add(weights, builder.mul(token, ir.Constant(INT64, WORD)))
                 parts = [v.widen_pairs(builder, _words(builder, value, part * CHUNK * BF16)) for part in range(chunks)]
                 numbers = list(chain(*parts))
@@ -241,7 +266,7 @@ def _sums_of(heads: int, chunks: int) -> Any:
                 v.store(builder, total, place, WORD)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 7), generate
+        return types.void(*[types.int64] * 8), generate
 
     return add
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numba import carray
+from numba import carray, njit
 
 from ..runtime.compilation import kernel
 from ..runtime.thread_team import run, share, threads_for
@@ -55,21 +55,22 @@ def in_large_pages(weight: torch.Tensor) -> torch.Tensor:
 class Packed:
     """A weight in the order in which the kernel reads it."""
 
-    weight: torch.Tensor  #: [outputs / 32, features / 2, 32, 2]
+    weight: torch.Tensor  #: [outputs / 32, features / 2, 32, 2], or several such weights [experts, ...]
     bias: torch.Tensor  #: float32, zeros if there is none; one entry per output, padding included
     outputs: int
 
 
 def pack(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Packed:
-    """Pack a bfloat16 weight [outputs, features] with an even number of features."""
-    outputs, features = weight.shape
+    """Pack a bfloat16 weight [outputs, features] or [experts, outputs, features] with an even number of features."""
+    *experts, outputs, features = weight.shape
     assert features % 2 == 0, f"an odd number of features: {features}"
     assert weight.dtype == torch.bfloat16, f"bfloat16 only, not {weight.dtype}"
     padding = -outputs % OUTPUTS
-    blocks = torch.nn.functional.pad(weight, (0, 0, 0, padding)).view(-1, OUTPUTS, features // 2, 2).transpose(1, 2)
-    padded_bias = torch.zeros(outputs + padding)
+    padded = torch.nn.functional.pad(weight, (0, 0, 0, padding)) if padding else weight
+    blocks = padded.unflatten(-1, (-1, 2)).unflatten(-3, (-1, OUTPUTS)).transpose(-3, -2)
+    padded_bias = torch.zeros(*experts, outputs + padding)
     if bias is not None:
-        padded_bias[:outputs] = bias
+        padded_bias[..., :outputs] = bias
     return Packed(in_large_pages(blocks), padded_bias, outputs)
 
 
@@ -91,21 +92,37 @@ def product(x: torch.Tensor, packed: Packed) -> torch.Tensor:
 
 @functools.cache
 def compiled(dot: Dot):
-    """The kernel. A thread multiplies all rows by one block of weights before the next, to keep the block in cache.
-
-    Each tile of rows prefetches a part of the next block. So the memory-bound first tile of a block overlaps with the
-    other tiles, which are bound by arithmetic. With a single tile, prefetching costs a little and gains nothing.
-    """
-    multiply, multiply_and_prefetch = tile(dot, prefetches=False), tile(dot, prefetches=True)
+    multiply = multiply_blocks(dot)
 
     @kernel
     def product(data, number, threads):
         args = carray(data, (8,), np.int64)
-        all_x, all_weights, all_bias, all_y = args[0], args[1], args[2], args[3]
-        tokens, pairs, blocks = args[4], args[6], args[7]
-        x_step, y_step = args[5] * BF16, blocks * OUTPUTS * BF16
-        parts = (tokens + ROWS - 1) // ROWS
-        first, stop = share(blocks * parts, number, threads)
+        x, weights, bias, y = args[0], args[1], args[2], args[3]
+        tokens, x_step, pairs, blocks = args[4], args[5] * BF16, args[6], args[7]
+        first, stop = share(blocks * parts_of(tokens), number, threads)
+        multiply(first, stop, tokens, x, x_step, weights, pairs, blocks, bias, y)
+
+    return product
+
+
+@njit(error_model="numpy")
+def parts_of(tokens):
+    """The number of tiles that `tokens` rows need."""
+    return (tokens + ROWS - 1) // ROWS
+
+
+def multiply_blocks(dot: Dot):
+    """A function that computes items `first` up to `stop` of a product: tiles of `ROWS` rows by a block of outputs.
+
+    It multiplies all rows by one block of weights before the next, to keep the block in cache. Each tile prefetches a
+    part of the next block. So the memory-bound first tile of a block overlaps with the other tiles, which are bound by
+    arithmetic. With a single tile, prefetching costs a little and gains nothing.
+    """
+    multiply, multiply_and_prefetch = tile(dot, prefetches=False), tile(dot, prefetches=True)
+
+    @njit(error_model="numpy")
+    def blocks_from(first, stop, tokens, all_x, x_step, all_weights, pairs, blocks, all_bias, all_y):
+        parts, y_step = parts_of(tokens), blocks * OUTPUTS * BF16
         size, last = pairs * OUTPUTS * WORD, (stop - 1) // parts
         for item in range(first, stop):
             block, part = item // parts, item % parts
@@ -119,4 +136,4 @@ def compiled(dot: Dot):
             else:
                 multiply_and_prefetch(rows, x, x_step, weights, pairs, bias, y, y_step, ahead, step)
 
-    return product
+    return blocks_from
