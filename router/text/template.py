@@ -91,10 +91,11 @@ class ChatTemplate:
         # Not at the top: the import takes half a second, and the package must stay light.
         from transformers.utils.chat_template_utils import _compile_jinja_template
 
-        from .template_code import DirectLookups
+        from .template_code import DirectLookups, direct_calls
 
         environment = _compile_jinja_template(template).environment
         environment.code_generator_class = DirectLookups
+        environment.call = direct_calls(environment.call)
         compiled: Template = environment.from_string(template)
         # Jinja uses a chain of dicts, and every prompt would copy it: half of the time of a plain chat.
         compiled.globals = dict(compiled.globals)

@@ -1,13 +1,15 @@
-"""Makes Jinja look up keys of plain dicts, such as messages, without calls into its sandbox; the results are the same.
+"""Makes Jinja look up keys of plain dicts, and call macros, without calls into its sandbox; the results are the same.
 
 The sandbox's lookups took a third of a short chat's rendering: a missing key costs it two exceptions, as does every
-`message.role`. Imported with the first template, as Jinja is.
+`message.role`. Its checks of a macro take a sixth of one. Imported with the first template, as Jinja is.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from jinja2 import nodes
 from jinja2.compiler import CodeGenerator, Frame
+from jinja2.runtime import Context, Macro
 
 #: Names for which Jinja's lookup in a dict may return a method.
 _METHODS = frozenset(dir(dict))
@@ -37,3 +39,16 @@ class DirectLookups(CodeGenerator):
         for part in parts:
             self.visit(holder, frame)
             self.write(part)
+
+
+def direct_calls(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A sandbox's `call` that calls a template's own macros without its checks, which macros always pass."""
+
+    def called(context: Context, target: Any, *args: Any, **kwargs: Any) -> Any:
+        if type(target) is not Macro:
+            return call(context, target, *args, **kwargs)
+        kwargs.pop("_loop_vars", None)
+        kwargs.pop("_block_vars", None)
+        return target(context.eval_ctx, *args, **kwargs)
+
+    return called

@@ -21,6 +21,11 @@ TEMPLATES = {
     "{% if m.tool_calls or m['tool_calls'] is defined %}calls{% endif %}{{ m['content'] is string }}"
     "{% for key in m %}{{ key }}={{ m[key] }}{% endfor %}{% set ns.seen = ns.seen + 1 %}{{ loop.first }}{% endfor %}"
     "{{ ns.seen }}{{ ns['seen'] }}{{ messages[0].role }}{{ messages['0'] }}{{ mood['x'] if mood is defined }}",
+    # Macros that call macros, with defaults, more arguments than they name, and a caller.
+    "macros": "{% macro wrap(tag, close=true) %}<{{ tag }}>{{ caller() if caller else varargs | join('-') }}"
+    "{{ kwargs.get('end', '') }}{% if close %}</{{ tag }}>{% endif %}{% endmacro %}"
+    "{% macro twice(m) %}{{ wrap(m.role, false, 1, 2) }}{{ wrap(m['role'], end='!') }}{% endmacro %}"
+    "{% for m in messages %}{{ twice(m) }}{% call wrap('x') %}{{ m.content }}{{ loop.index }}{% endcall %}{% endfor %}",
     "generation": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}{{ mood }}",
 }
 MESSAGES = [
