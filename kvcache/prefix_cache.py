@@ -72,6 +72,14 @@ class CachedBlock:
 
 
 @dataclass(slots=True)
+class _Hold:
+    """The blocks held for a waiting request, and its place in the queue."""
+
+    blocks: list[Block]
+    turn: tuple[int, ...]
+
+
+@dataclass(slots=True)
 class CacheStats:
     """Totals since the start."""
 
@@ -118,11 +126,10 @@ class PrefixCache:
         self.pins = PinBook(int(limits.tenant_share * self.total_blocks), int(limits.total_share * self.total_blocks))
         #: Unused pinned blocks, withheld from the policy.
         self._withheld: dict[BlockHash, Block] = {}
-        #: The prefix held for each waiting request; the last is shortened first.
-        self._holds: dict[Hashable, list[Block]] = {}
+        #: The prefix held for each waiting request; never empty.
+        self._holds: dict[Hashable, _Hold] = {}
         #: By block id, for how many waiting requests a block is held; they count in its `ref_count`. Never zero.
         self._held: dict[BlockId, int] = {}
-        self._shortened: Hashable = None  #: the request whose prefix was shortened last; it may have started
         #: Number of blocks that only waiting requests use and that are not pinned.
         self._only_held = 0
         #: Increases whenever blocks lose their hash, which makes earlier matches stale.
@@ -141,6 +148,11 @@ class PrefixCache:
     def free_blocks(self) -> int:
         """Number of blocks that can be allocated now: free ones, and cached ones that are neither pinned nor in use."""
         return len(self._pool) + len(self._policy) + self._only_held
+
+    @property
+    def unheld_free_blocks(self) -> int:
+        """Number of blocks in `free_blocks` that are held for no waiting request."""
+        return len(self._pool) + len(self._policy)
 
     @property
     def cached_free_blocks(self) -> int:
@@ -264,11 +276,11 @@ class PrefixCache:
         if idle:
             self._policy.reuse(idle)
 
-    def hold(self, request: Hashable, match: PrefixMatch) -> None:
+    def hold(self, request: Hashable, match: PrefixMatch, turn: tuple[int, ...] = ()) -> None:
         """Hold the whole blocks of a match for a request that waits, until `unhold`: others are evicted first.
 
-        Held blocks count as free. When they are needed, the prefix that was held last loses its last blocks; from then
-        on the same one is shortened, so that few requests find less than they were routed for.
+        Held blocks count as free. When they are needed, the request with the highest `turn`, which starts last, loses
+        the last blocks of its prefix; among equals, the one held last.
         """
         assert request not in self._holds, f"a prefix is held for {request} already"
         if not match.blocks:
@@ -280,9 +292,7 @@ class PrefixCache:
         for block in match.blocks:
             block.ref_count += 1
             self._held[block.block_id] = self._held.get(block.block_id, 0) + 1
-        self._holds[request] = list(match.blocks)
-        if self._shortened in self._holds:
-            self._holds[self._shortened] = self._holds.pop(self._shortened)
+        self._holds[request] = _Hold(list(match.blocks), turn)
 
     def holds(self, block: Block) -> int:
         """For how many waiting requests the block is held."""
@@ -290,7 +300,8 @@ class PrefixCache:
 
     def unhold(self, request: Hashable) -> None:
         """The request no longer waits. If it starts, call this after `acquire`."""
-        self._end_hold(self._holds.pop(request, ()))
+        if (hold := self._holds.pop(request, None)) is not None:
+            self._end_hold(hold.blocks)
 
     def _end_hold(self, blocks: Sequence[Block]) -> None:
         self._only_held -= self._count_only_held(blocks)
@@ -301,11 +312,21 @@ class PrefixCache:
 
     def _shorten_holds(self, count: int) -> None:
         """Make `count` blocks free or idle that only waiting requests use."""
-        while (missing := count - len(self._pool) - len(self._policy)) > 0:
-            request, blocks = self._holds.popitem()
-            if len(blocks) > missing:
-                self._holds[request], self._shortened = blocks[:-missing], request
-            self._end_hold(blocks[-missing:])
+        skips = True
+        while count > len(self._pool) + len(self._policy):
+            shortened = False
+            for request, hold in sorted(self._holds.items(), key=lambda item: item[1].turn)[::-1]:
+                missing = count - len(self._pool) - len(self._policy)
+                if missing <= 0:
+                    return
+                # Whoever uses a prefix's last block uses all of it, except for copies: then no block would become free.
+                if skips and not self._is_only_held(hold.blocks[-1]):
+                    continue
+                hold.blocks, ended, shortened = hold.blocks[:-missing], hold.blocks[-missing:], True
+                if not hold.blocks:
+                    del self._holds[request]
+                self._end_hold(ended)
+            skips = shortened
 
     def _count_only_held(self, blocks: Sequence[Block]) -> int:
         return sum(map(self._is_only_held, blocks)) if self._held else 0
@@ -570,11 +591,11 @@ class PrefixCache:
         return others
 
     def reset(self) -> bool:
-        """Clear the cache, pins included. Return False while a running request uses a block; then only holds end."""
+        """Clear the cache, with pins and holds. Return False, with no effect, while a running request uses a block."""
+        if self.free_blocks + self.pinned_idle_blocks != self.total_blocks:
+            return False
         for request in list(self._holds):
             self.unhold(request)
-        if self.free_blocks + len(self._withheld) != self.total_blocks:
-            return False
         self.pins.clear()
         idle = [*self._policy.take(len(self._policy)), *self._withheld.values()]
         self._policy.begin(self.total_blocks)
@@ -610,7 +631,7 @@ class PrefixCache:
         for block in idle:
             assert block.state is BlockState.CACHED_FREE, f"{block} is offered for eviction but not idle"
         assert all(self.holds(block) <= block.ref_count for block in self._pool.blocks), "wrong reference counts"
-        held = Counter(block.block_id for blocks in self._holds.values() for block in blocks)
+        held = Counter(block.block_id for hold in self._holds.values() for block in hold.blocks)
         assert held == self._held, "wrong holds"
         only_held = sum(map(self._is_only_held, self._pool.blocks))
         assert only_held == self._only_held, f"{self._only_held} of {only_held} blocks counted as only held"

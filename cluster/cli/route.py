@@ -296,9 +296,14 @@ class FleetRouter:
     # Serving
 
     async def _chat_ids(self, text: TextModel) -> tuple[tuple[int, ...], ...]:
-        """The token ids of the canary chats, empty where the template refuses; empty if chats go as token ids."""
+        """The token ids of the canary chats, empty where the template refuses.
+
+        Empty if all chats go as token ids, and for templates that print the date, which is not an engine's own forever.
+        """
+        if self.settings.router.engine_chat == "tokens" or "strftime_now" in text.templates:
+            return ()
         found: list[tuple[int, ...]] = []
-        for chat in CANARY_CHATS if self.settings.router.engine_chat != "tokens" else ():
+        for chat in CANARY_CHATS:
             try:
                 found.append(tuple(await text.encode_chat(TemplateInput(chat))))
             except TemplateRefusal:

@@ -148,7 +148,7 @@ class EventPublisher:
             self.flush()
 
     def flush(self) -> None:
-        """Send the changes collected since the last flush as one batch, if any. Call it at the end of a step."""
+        """Send the changes collected since the last flush, if any, as one batch. Call it around each step."""
         if not self._step:
             return
         step, self._step = self._step, []

@@ -158,7 +158,7 @@ class Engine:
     def step(self) -> StepResult:
         """Run one step. If it fails, only its own requests end with an error; RankLost propagates."""
         self.expire_pins()
-        rows = self.scheduler.add_drafts(self._schedule())
+        rows = self._schedule(self.scheduler.add_drafts)
         result = StepResult(step=self._steps, rows=len(rows))
         if not rows:
             return result
@@ -175,10 +175,12 @@ class Engine:
         self._measure(rows, self._clock() - started)
         return result
 
-    def _schedule(self) -> list[ScheduledRow]:
+    def _schedule(
+        self, add_drafts: Callable[[list[ScheduledRow]], list[ScheduledRow]] = lambda rows: rows
+    ) -> list[ScheduledRow]:
         """Plan a step. Its evictions are announced before it runs, as it may take long."""
         before = self._cache.counters.evicted_tokens
-        rows = self.scheduler.schedule()
+        rows = add_drafts(self.scheduler.schedule())
         if self._cache.counters.evicted_tokens > before:
             self._evicted()
         return rows

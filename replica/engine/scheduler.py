@@ -205,10 +205,10 @@ class Scheduler:
         assert request.key not in self._requests, f"request {request.key} added twice"
         self._arrivals += 1
         request.arrival = self._arrivals
-        self._expect(request)
+        match = self._expect(request)
         request.queue_key = queue_key(self._prefilled, request.num_tokens - request.expected_cached)
         self._requests[request.key] = request
-        insort(self._waiting, request, key=_by_urgency)
+        self._enqueue(request, match)
 
     def schedule(self) -> list[ScheduledRow]:
         """The rows of the next step, most urgent decodes first; empty when nothing can run.
@@ -373,10 +373,10 @@ class Scheduler:
         return min(budget, self.limits.drafted_step_tokens or budget) - tokens
 
     def _drafts(self, request: RequestState, spare: int, drafter: Drafter) -> tuple[int, ...]:
-        """Drafts for a request, within `spare` and the free blocks; none for its last token."""
+        """Drafts for a request, within `spare` and the free blocks that are not held; none for its last token."""
         drafts = self._proposed(request, spare, drafter)
         missing = self._missing_blocks(request, len(drafts)) if drafts else 0
-        if missing > 0:
+        if 0 < missing <= self._cache.unheld_free_blocks:
             request.blocks += self._cache.allocate(missing) or ()
         return drafts[: len(request.blocks) * self._hasher.block_size - request.num_tokens]
 
@@ -415,8 +415,7 @@ class Scheduler:
             victim.preemptions += 1
             self._leave(victim)
             victim.phase = RequestPhase.WAITING
-            self._expect(victim)
-            insort(self._waiting, victim, key=_by_urgency)
+            self._enqueue(victim, self._expect(victim))
             if victim is request:
                 return False
         return True
@@ -471,13 +470,17 @@ class Scheduler:
                 copy = BlockCopy(source.block_id, target.block_id, match.partial.tokens)
         return self._row(request, budget, copy)
 
-    def _expect(self, request: RequestState) -> None:
-        """Record the cached tokens and the blocks that a waiting request would find and take now; hold its prefix."""
+    def _expect(self, request: RequestState) -> PrefixMatch:
+        """Record the cached tokens and the blocks that a request would find and take now; return its prefix."""
         match = self._match(request)
         request.expected_cached = match.tokens
         used = sum(block.ref_count > 0 for block in match.blocks)
         request.needed_blocks = -(-request.num_tokens // self._hasher.block_size) - used
-        self._cache.hold(request.key, match)
+        return match
+
+    def _enqueue(self, request: RequestState, match: PrefixMatch) -> None:
+        insort(self._waiting, request, key=_by_urgency)
+        self._cache.hold(request.key, match, request.urgency)
 
     def _match(self, request: RequestState) -> PrefixMatch:
         if not request.may_use_cache:

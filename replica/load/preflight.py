@@ -234,7 +234,7 @@ def check_pool(config: ModelConfig, settings: ReplicaSettings, cache: KvCacheSet
         if tokens < least:
             raise StartupError(
                 f"num_kv_blocks {cache.num_kv_blocks}: the blocks besides the null block hold {tokens} tokens, but a "
-                f"short request takes {least}; set at least {1 - -least // cache.block_size}"
+                f"short request takes {least}; set at least {1 - -least // cache.block_size}, or a lower max_model_len"
             )
         return
     if cache.kv_cache_bytes and (least := _min_block_bytes(config, settings, cache)):

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -18,7 +19,7 @@ from ..errors import NoReplica
 from ..metrics import ModelMetrics, RouterMetrics
 from ..tenants.api_keys import Tenants
 from ..tenants.rate_limits import RateLimiter, UsageRecord
-from ..text.parsers.families import ReasoningFamily, ToolFamily, choose_reasoning, choose_tools
+from ..text.parsers.families import AUTO, ReasoningFamily, ToolFamily, choose_reasoning, choose_tools
 from ..text.tokenizer import SamplingDefaults, TextModel
 from .body_reader import BodyReader
 from .departures import SessionPrompts
@@ -28,6 +29,9 @@ from .response_store import ResponseStore, StoreBounds
 from .turns import Turns
 
 log = logging.getLogger(__name__)
+
+#: In the chat template of a model that may reason: more formats are in use than we parse.
+_REASONING = re.compile("think|thought|reason", re.IGNORECASE)
 
 #: Returns the usage records of the tenants with these digests, by digest.
 UsageRecords = Callable[[Sequence[bytes]], Mapping[bytes, UsageRecord]]
@@ -96,6 +100,7 @@ class Served(msgspec.Struct, frozen=True, gc=False):
     backend: ModelBackend  #: accepts the requests that were tokenized with `text`
     tool_family: ToolFamily | None = None  #: the format of tool calls; None: they are returned as text
     reasoning_family: ReasoningFamily | None = None  #: the markers of reasoning; None: it is returned as text
+    may_reason: bool = False  #: whether an engine's parser might find reasoning in its answers
     defaults: SamplingDefaults = SamplingDefaults()  #: for sampling fields that a request does not set
 
 
@@ -180,8 +185,10 @@ class Front:
             shown = text.templates, text.model_type
             tools = choose_tools(*shown, self.settings.tool_call_parser)
             reasoning = choose_reasoning(*shown, self.settings.reasoning_parser)
+            may_reason = self.settings.reasoning_parser != AUTO or _REASONING.search(text.templates) is not None
             defaults = text.sampling_defaults if self.settings.generation_config else SamplingDefaults()
-            served = self._served[limits.name] = Served(limits, text, metrics, backend, tools, reasoning, defaults)
+            served = Served(limits, text, metrics, backend, tools, reasoning, may_reason, defaults)
+            self._served[limits.name] = served
         return served
 
     def live_snapshot(self) -> LiveSnapshot:

@@ -143,15 +143,42 @@ def test_a_held_prefix_is_evicted_after_all_others(cache: PrefixCache, mirror: M
     assert cache.free_blocks == 8
 
 
-def test_of_two_held_prefixes_the_one_held_last_is_shortened(cache: PrefixCache, mirror: Mirror):
-    """The request that waits longest starts first."""
-    for base in (0, 1000):
+@pytest.mark.parametrize(("turns", "kept"), [(((), ()), 0), (((0, 2), (0, 1)), 1000), (((1, 0), (0, 9)), 1000)])
+def test_of_two_held_prefixes_that_of_the_last_turn_is_shortened(
+    cache: PrefixCache, mirror: Mirror, turns: tuple[tuple[int, ...], ...], kept: int
+):
+    """The request that starts first finds what it was routed for, whichever came first."""
+    for base, turn in zip((0, 1000), turns, strict=True):
         cache.release(must(admit(cache, prompt(4, base=base))))
-        cache.hold(base, look_up(cache, prompt(4, base=base, more=1)))
+        cache.hold(base, look_up(cache, prompt(4, base=base, more=1)), turn)
 
     cache.release(must(cache.allocate(3)))
 
-    assert list(mirror.resident) == [*prompt(4).hashes, *prompt(1, base=1000).hashes]
+    lost = 1000 - kept
+    assert set(mirror.resident) == {*prompt(4, base=kept).hashes, *prompt(1, base=lost).hashes}
+
+
+def test_a_hold_that_would_free_nothing_is_not_shortened(cache: PrefixCache, mirror: Mirror):
+    """A running request uses these blocks anyway."""
+    running = must(admit(cache, prompt(3)))
+    cache.release(must(admit(cache, prompt(4, base=1000))))
+    cache.hold("first", look_up(cache, prompt(4, base=1000, more=1)))
+    for number in range(3):
+        cache.hold(number, look_up(cache, prompt(3, more=1)))
+
+    cache.release(must(cache.allocate(3)))
+
+    assert [cache.holds(block) for block in running] == [3, 3, 3]
+    assert list(mirror.resident) == [*prompt(3).hashes, *prompt(2, base=1000).hashes]
+
+
+def test_blocks_that_several_requests_hold_give_way_too(cache: PrefixCache):
+    """Held blocks count as free, however many requests wait for them."""
+    cache.release(must(admit(cache, prompt(6))))
+    for number in range(3):
+        cache.hold(number, look_up(cache, prompt(6, more=1)))
+
+    assert len(must(cache.allocate(8))) == 8
 
 
 def test_blocks_for_decodes_are_evicted_a_few_at_a_time_and_never_held_ones(mirror: Mirror):
@@ -176,20 +203,18 @@ def test_blocks_for_decodes_are_evicted_a_few_at_a_time_and_never_held_ones(mirr
     cache.check()
 
 
-def test_a_hold_that_was_shortened_is_shortened_again(cache: PrefixCache, mirror: Mirror):
-    """One request that finds less than it was routed for is better than two."""
-    for base in (0, 1000):
-        cache.release(must(admit(cache, prompt(4, base=base))))
-    cache.hold(0, look_up(cache, prompt(4, more=1)))
-    cache.release(must(cache.allocate(5)))
-    table = must(admit(cache, prompt(5, base=1000)))
-    cache.release(table)
-    cache.hold(1000, look_up(cache, prompt(5, base=1000, more=1)))
+def test_a_refused_reset_ends_no_hold(cache: PrefixCache):
+    """The caller is told that nothing happened."""
+    cache.release(must(admit(cache, prompt(2))))
+    cache.hold("waiting", look_up(cache, prompt(2, more=1)))
+    running = must(cache.allocate(1))
 
-    cache.release(must(cache.allocate(2)))
+    assert not cache.reset()
+    assert sum(map(cache.holds, cache.blocks)) == 2
 
-    assert len(look_up(cache, prompt(4, more=1)).blocks) == 1
-    assert len(look_up(cache, prompt(5, base=1000, more=1)).blocks) == 5
+    cache.release(running)
+    assert cache.reset()
+    cache.check()
 
 
 def test_a_pinned_block_that_is_also_held_is_no_room(cache: PrefixCache):
@@ -883,9 +908,10 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule()
     def reset(self):
+        before = list(map(self.cache.holds, self.cache.blocks))
         done = self.cache.reset()
         assert done == (not self.running)
-        assert not any(map(self.cache.holds, self.cache.blocks))
+        assert list(map(self.cache.holds, self.cache.blocks)) == ([0] * len(before) if done else before)
         if done:
             self.forgotten()
 

@@ -187,9 +187,9 @@ class SimulatedReplica:
     def add(self, work: Work, now: float) -> None:
         assert self.fits(work.arrival), f"a request of {work.arrival.tokens} tokens can never run"
         work.hashes = [BlockHash(block.to_bytes(16, "big")) for block in work.arrival.blocks]
-        self._enqueue(work)
+        match = self._await(work)
         work.turn = queue_order.queue_key(self.prefilled_tokens, work.prefill_tokens - work.expected_cached)
-        insort(self._waiting, work, key=_by_turn)
+        self._enqueue(work, match)
         self._accepted[work.router] = work.request_id
         if self.next_at is None:
             self._begin(now)
@@ -355,15 +355,20 @@ class SimulatedReplica:
             for other in self._prefilling
         )
 
-    def _enqueue(self, work: Work) -> None:
+    def _await(self, work: Work) -> PrefixMatch:
+        """Count a request as waiting; returns its cached prefix."""
         work.prefill_tokens = work.arrival.tokens + work.generated
         found = self._found(work)
         work.expected_cached = found.tokens
         used = sum([block.ref_count > 0 for block in found.match.blocks])
         work.needed_blocks = self._table(work) - used
-        self.cache.hold(work.request_id, found.match)
         self._waiting_blocks += work.needed_blocks
         self._waiting_work = _added(self._waiting_work, work_of([_awaited(work)]))
+        return found.match
+
+    def _enqueue(self, work: Work, match: PrefixMatch) -> None:
+        insort(self._waiting, work, key=_by_turn)
+        self.cache.hold(work.request_id, match, _by_turn(work))
 
     def _table(self, work: Work) -> int:
         """Number of blocks for all known tokens plus the next one, which will be drawn."""
@@ -492,8 +497,7 @@ class SimulatedReplica:
         work.blocks = []
         work.computed = work.committed = work.cached = 0
         work.refused_at_free = None
-        self._enqueue(work)
-        insort(self._waiting, work, key=_by_turn)
+        self._enqueue(work, self._await(work))
 
     def _leave_decoding(self, work: Work) -> None:
         work.generated = self._generated(work)

@@ -599,6 +599,25 @@ def test_a_waiting_request_finds_the_prefix_that_was_cached_when_it_arrived() ->
     bench.check_end()
 
 
+def test_guesses_take_no_blocks_that_a_request_waits_for() -> None:
+    """They are optional, and the waiting request was routed here for these blocks."""
+    bench = Bench(blocks=12, running=1, block_size=2, drafter=lambda _, most: [1] * min(most, 8))
+    wanted = list(range(10, 18))
+    bench.add(wanted, max_tokens=1)
+    bench.run()
+    answering = bench.add([9] * 13, max_tokens=12)
+    for _ in range(3):
+        bench.step()
+    answering.drafting.trusted = True
+    bench.add([*wanted, 1], max_tokens=1)
+    rows, held = bench.scheduler.schedule(), sum(map(bench.cache.holds, bench.cache.blocks))
+    assert held
+
+    bench.scheduler.add_drafts(rows)
+
+    assert sum(map(bench.cache.holds, bench.cache.blocks)) == held
+
+
 def test_an_aborted_request_no_longer_keeps_its_prefix(bench: Bench) -> None:
     """Holds end with the requests that wait."""
     bench.add([1, 2, 3, 4], max_tokens=1)

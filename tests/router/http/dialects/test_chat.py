@@ -19,13 +19,12 @@ from homing.router.config import RouterSettings
 from homing.router.errors import ReplicaLost
 from homing.router.http.dialects.chat import CHAT as DIALECT
 from homing.router.http.dialects.schema import LOWEST_LOGPROB
-from homing.router.http.front import Front, Served
+from homing.router.http.front import Front
 from homing.router.server import RouterServer
 from homing.router.text.answer import TokenAt
 from homing.router.text.encoder import TokenIds
 from homing.router.text.encoder_threads import NO_SENDER
 from homing.router.text.parsers.deltas import Reasoning, ToolCallArguments, ToolCallStart
-from homing.router.text.parsers.families import REASONING_FAMILIES
 from homing.router.text.template import TemplateInput
 from homing.router.text.tokenizer import TextModel
 
@@ -512,6 +511,7 @@ async def test_what_an_engine_told_apart_is_shown_as_it_is(
         ({"reasoning_effort": "low"}, True),
         ({"chat_template_kwargs": {"enable_thinking": False}}, True),
         ({"skip_special_tokens": False}, True),
+        ({"stop": "x", "min_tokens": 2}, True),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]}, True),
         ({"messages": [{"role": "developer", "content": "Be brief."}, *MESSAGES]}, True),
         ({"messages": [*MESSAGES, {"role": "tool", "content": "4", "tool_call_id": "c"}]}, True),
@@ -528,18 +528,26 @@ async def test_an_engine_gets_chats_whose_answers_it_may_parse(
     assert [bool(request.chat) for request in backend.requests] == [parsed] * fields.get("n", 1)
 
 
-async def test_an_engine_gets_all_chats_of_a_model_that_reasons(
-    client: httpx.AsyncClient, backend: FakeBackend, front: Front, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("template", "setting", "chats"),
+    [("{{ messages }}", "auto", [False]), ("{{ '<|START_THINKING|>' }}", "auto", [True]), ("", "none", [True])],
+)
+async def test_an_engine_gets_all_chats_of_a_model_that_may_reason(
+    client: httpx.AsyncClient,
+    backend: FakeBackend,
+    front: Front,
+    settings: RouterSettings,
+    text_model: TextModel,
+    monkeypatch: pytest.MonkeyPatch,
+    template: str,
+    setting: str,
+    chats: list[bool],
 ):
-    """Its parser may find reasoning in any answer."""
+    """Its parser may find reasoning in any answer, in formats that we do not know."""
     backend.chats = "parsed"
-    served = await front.served(None)
-    reasons = msgspec.structs.replace(served, reasoning_family=REASONING_FAMILIES[0])
+    front.settings = msgspec.structs.replace(settings, reasoning_parser=setting)
+    monkeypatch.setattr(TextModel, "templates", template)
 
-    async def serve(_: str | None) -> Served:
-        return reasons
-
-    monkeypatch.setattr(front, "served", serve)
     assert (await client.post(CHAT, json={"messages": MESSAGES})).status_code == 200
 
-    assert backend.requests[0].chat
+    assert [bool(request.chat) for request in backend.requests] == chats
