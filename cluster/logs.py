@@ -193,7 +193,8 @@ class LogTail:
         self._folder = folder
         self._offsets = _sizes(folder)
 
-    def __len__(self) -> int:
+    @property
+    def known_files(self) -> int:
         """Number of files whose offsets are known."""
         return len(self._offsets)
 
