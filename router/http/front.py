@@ -185,7 +185,8 @@ class Front:
             shown = text.templates, text.model_type
             tools = choose_tools(*shown, self.settings.tool_call_parser)
             reasoning = choose_reasoning(*shown, self.settings.reasoning_parser)
-            may_reason = self.settings.reasoning_parser != AUTO or _REASONING.search(text.templates) is not None
+            unknown = self.settings.reasoning_parser != AUTO or _REASONING.search(text.templates) is not None
+            may_reason = reasoning is not None or unknown
             defaults = text.sampling_defaults if self.settings.generation_config else SamplingDefaults()
             served = Served(limits, text, metrics, backend, tools, reasoning, may_reason, defaults)
             self._served[limits.name] = served

@@ -530,7 +530,12 @@ async def test_an_engine_gets_chats_whose_answers_it_may_parse(
 
 @pytest.mark.parametrize(
     ("template", "setting", "chats"),
-    [("{{ messages }}", "auto", [False]), ("{{ '<|START_THINKING|>' }}", "auto", [True]), ("", "none", [True])],
+    [
+        ("{{ messages }}", "auto", [False]),
+        ("{{ '<|START_THINKING|>' }}", "auto", [True]),
+        ("{{ '<|channel|>analysis<|message|>' }}", "auto", [True]),
+        ("", "none", [True]),
+    ],
 )
 async def test_an_engine_gets_all_chats_of_a_model_that_may_reason(
     client: httpx.AsyncClient,
