@@ -247,7 +247,7 @@ class Generation:
                     parser = job.parser() if job.parser is not None else None
                     detokenizer = served.text.detokenizer(job.markers, special=job.show_special)
                     kind = TokenAnswerText if job.keep_tokens else AnswerText
-                    answer = kind(detokenizer, job.stops, show_stop=job.show_stop)
+                    answer = kind(detokenizer, job.stops, min_tokens=job.sampling.min_tokens, show_stop=job.show_stop)
                     self.choices.append(RunningChoice(self, len(self.choices), prompt, stream, answer, parser=parser))
         except BaseException:
             self._cancel()

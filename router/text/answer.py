@@ -45,12 +45,16 @@ class AnswerText:
     the start of a stop string.
     """
 
-    __slots__ = ("_decoded", "_detokenizer", "_pending", "_show_stop", "_shown", "_stops")
+    __slots__ = ("_decoded", "_detokenizer", "_min_tokens", "_pending", "_show_stop", "_shown", "_stops")
 
-    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str] = (), *, show_stop: bool = False) -> None:
-        """`show_stop`: whether the text includes the stop string or stop token."""
+    def __init__(
+        self, detokenizer: Detokenizer, stops: Sequence[str] = (), *, min_tokens: int = 0, show_stop: bool = False
+    ) -> None:
+        """`min_tokens`: stop strings that end within the text of so many tokens do not count. `show_stop`: whether the
+        text includes the stop string or stop token."""
         self._detokenizer = detokenizer
         self._stops = StopFinder(stops, show_stop=show_stop) if stops else None
+        self._min_tokens = min_tokens if stops else 0  #: tokens left until stop strings count
         self._show_stop = show_stop
         self._decoded = 0  #: number of characters that the detokenizer has returned
         self._shown = 0  #: number of characters shown
@@ -64,12 +68,17 @@ class AnswerText:
     def push(self, delta: TokenDelta) -> TextDelta:
         """The text that `delta` completes. Must not be called after an ending."""
         ids = delta.token_ids if delta.stop_token_id is None else delta.token_ids[:-1]
+        exempt = 0  # characters at the start of the text in which no stop string may end
         if delta.text is not None:
             text = delta.text
-        elif delta.logprobs is None:
-            text = self._detokenizer.push(ids)
+        elif self._min_tokens:
+            first = min(self._min_tokens, len(ids))
+            self._min_tokens -= first
+            text = self._decode(ids[:first], delta.logprobs)
+            exempt = len(text)
+            text += self._decode(ids[first:], delta.logprobs and delta.logprobs[first:])
         else:
-            text = self._push_scored(ids, delta.logprobs)
+            text = self._decode(ids, delta.logprobs)
         ending: Ending | None = None
         if delta.finish_reason is not None:
             if self._show_stop and delta.stop_token_id is not None:
@@ -78,7 +87,7 @@ class AnswerText:
             ending = "length" if delta.finish_reason == "length" else "stop"
         stops, stopped = self._stops, False
         if stops is not None:
-            text = stops.push(text)
+            text = stops.push(text, exempt)
             if stops.stopped_by is not None:
                 ending, stopped = "stop", True
             elif ending:
@@ -86,8 +95,10 @@ class AnswerText:
         self._shown += len(text)
         return TextDelta(text, ending, self._release(everything=bool(ending) and not stopped) if self._pending else ())
 
-    def _push_scored(self, ids: Sequence[int], logprobs: Sequence[PositionLogprobs | None]) -> str:
-        """The text of tokens with logprobs. Each token is released together with the start of its text."""
+    def _decode(self, ids: Sequence[int], logprobs: Sequence[PositionLogprobs | None] | None) -> str:
+        """The text of tokens. With logprobs, each token is released together with the start of its text."""
+        if logprobs is None:
+            return self._detokenizer.push(ids)
         parts: list[str] = []
         pending = self._pending = self._pending or []
         for token_id, position in zip(ids, logprobs, strict=False):
@@ -177,14 +188,18 @@ class StopFinder:
         self._held = ""
         self.stopped_by: str | None = None  #: the stop string found; once set, no more text is returned
 
-    def push(self, text: str) -> str:
-        """The text that can be shown now."""
+    def push(self, text: str, exempt: int = 0) -> str:
+        """The text that can be shown now. `exempt`: characters at the start of `text` in which no stop string ends."""
         if self.stopped_by is not None or not text:
             return ""
-        # Any match ends in the new text, or it would have been found earlier.
+        earliest = len(self._held) + exempt + 1  # a match ends here or later
         text = self._held + text
         # The stop string that ends first wins; among those that end at the same place, the longest.
-        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        found = [
+            (at + len(stop), at, stop)
+            for stop in self._stops
+            if (at := text.find(stop, max(0, earliest - len(stop)))) >= 0
+        ]
         if found:
             end, start, self.stopped_by = min(found)
             self._held = ""

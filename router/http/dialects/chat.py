@@ -99,8 +99,6 @@ def is_plain(served: Served, body: ChatBody) -> bool:
     """Whether an engine that renders chats as we do would return the text of the same tokens, without parsing it."""
     if served.may_reason or any(getattr(body, name) is not None for name in _PARSED):
         return False
-    if body.stop and body.min_tokens:  # vLLM looks for stop strings only after them
-        return False
     return all(
         each.role in _PLAIN_ROLES
         and isinstance(each.content, str)

@@ -112,6 +112,45 @@ def test_text_is_held_only_while_it_may_begin_a_stop_string(pieces, stops):
         assert not any(stop.startswith(text[start:]) for start in range(len(shown)) for stop in stops)
 
 
+@given(pieces=st.lists(words, max_size=8), stops=stops, exempt=st.integers(0, 8))
+def test_no_stop_string_ends_in_exempt_text(pieces, stops, exempt):
+    """The first `exempt` characters do not end an answer, even if a stop string only begins in the part after them."""
+    finder = StopFinder(stops)
+    shown, left = "", exempt
+
+    for piece in pieces:
+        shown += finder.push(piece, min(left, len(piece)))
+        left -= min(left, len(piece))
+    shown += finder.flush()
+
+    text = "".join(pieces)
+    cuts = [
+        (end, end - len(stop))
+        for end in range(exempt + 1, len(text) + 1)
+        for stop in stops
+        if text[:end].endswith(stop)
+    ]
+    assert shown == (text[: min(cuts)[1]] if cuts else text)
+
+
+def test_a_stop_string_within_min_tokens_does_not_end_the_answer(text_model: TextModel):
+    """As in vLLM: a client that asks for at least so many tokens gets them, however the tokens arrive."""
+    ids = list(text_model.encode_now(["one STOP two STOP three"], special_tokens=False)[0])
+    least = next(count for count in range(len(ids)) if "STOP" in text_model.decode(ids[:count]))
+
+    for size in (1, least - 1, least, least + 2, len(ids)):
+        for scored in (False, True):
+            answer = AnswerText(text_model.detokenizer(), ["STOP"], min_tokens=least)
+            text = ""
+            for start in range(0, len(ids), size):
+                part = ids[start : start + size]
+                delta = answer.push(TokenDelta(token_ids=part, logprobs=with_logprobs(part) if scored else None))
+                text += delta.text
+                if delta.ending:
+                    break
+            assert (text, delta.ending) == ("one STOP two ", "stop")
+
+
 def test_the_longest_of_stop_strings_that_end_together_counts():
     """Otherwise the beginning of the longer stop string would be shown."""
     finder = StopFinder(["b", "ab"])

@@ -511,7 +511,7 @@ async def test_what_an_engine_told_apart_is_shown_as_it_is(
         ({"reasoning_effort": "low"}, True),
         ({"chat_template_kwargs": {"enable_thinking": False}}, True),
         ({"skip_special_tokens": False}, True),
-        ({"stop": "x", "min_tokens": 2}, True),
+        ({"stop": "x", "min_tokens": 2}, False),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]}, True),
         ({"messages": [{"role": "developer", "content": "Be brief."}, *MESSAGES]}, True),
         ({"messages": [*MESSAGES, {"role": "tool", "content": "4", "tool_call_id": "c"}]}, True),
