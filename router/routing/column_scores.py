@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from .load_columns import CandidateColumns, Flags, Numbers
 from .policy.base import NEGLIGIBLE, ManyCandidates, Prompt, Score, expected_ttft_s
-from .policy.expected_ttft import BUSY_LIMIT, RECOMPUTED_SHARE, Weights, cost_limit
+from .policy.expected_ttft import BUSY_LIMIT, LONG_PREFILL_S, RECOMPUTED_SHARE, Weights, cost_limit
 
 Places = npt.NDArray[np.intp]
 #: `array.min` takes 50 % longer for hundreds of numbers.
@@ -108,8 +108,9 @@ class ColumnScores:
     def _others_s(self, uncached: Numbers, prefill_s: Numbers) -> Numbers:
         weights = self._weights
         prompt, loads, least = self._prompt, self._candidates.loads, float(_min(uncached))
-        slower_s = loads.answer_tokens * (loads.decode_step_s - _min(loads.decode_step_s))
-        answers_s: Numbers = weights.answers * (loads.running * prefill_s + slower_s)
+        pace_s = loads.decode_step_s * np.add(weights.busy, 1.0)
+        slower_s = loads.answer_tokens * (pace_s - _min(pace_s))
+        answers_s: Numbers = weights.answers * (loads.running * np.minimum(prefill_s, LONG_PREFILL_S) + slower_s)
         if least == float(self._prompt.tokens):  # no replica has any of it cached
             return answers_s
         factor = weights.all_busy / (1 - np.minimum(weights.busy, BUSY_LIMIT))

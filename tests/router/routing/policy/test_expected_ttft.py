@@ -93,6 +93,31 @@ def test_a_prefill_goes_where_it_delays_fewer_answers() -> None:
     assert chosen(ExpectedTtft(), [many, *others]) == "r1"
 
 
+def test_the_longest_prompts_do_not_queue_to_spare_answers() -> None:
+    """Half a second of its own wait spares thirty answers its two seconds; but the p99 consists of such prompts."""
+    long, short = (Prompt(tokens=tokens, blocks=0, block_size=BLOCK) for tokens in (20_000, 500))
+    about = {"prefill_tokens_per_s": 10_000, "max_running_requests": 64}
+    few = candidate("r0", running=10, queued_prefill_tokens=5000, **about)
+    idle = candidate("r1", running=40, **about)
+    nearly_idle = candidate("r0", running=10, queued_prefill_tokens=200, **about)
+
+    assert chosen(ExpectedTtft(), [few, idle], long) == "r1"
+    assert chosen(ExpectedTtft(), [nearly_idle, idle], short) == "r0"
+
+
+def test_an_answer_goes_where_fewer_prefills_interrupt_it() -> None:
+    """Neither computes a prompt now, but one usually does, and its answers stand still while it does."""
+    policy, running = ExpectedTtft(), {"running": 4, "answer_tokens": 500.0}
+    for number in range(300):
+        seen = [candidate("r0", queued_prefill_tokens=2000, **running), candidate("r1", **running)]
+        policy.decide(replace(PROMPT, now=float(number)), seen, Random(0))
+
+    now = [candidate("r0", 62, **running), candidate("r1", 61, **running)]
+
+    assert chosen(ExpectedTtft(), now) == "r0"
+    assert chosen(policy, now) == "r1"
+
+
 loads = st.builds(
     load_of,
     running=st.integers(0, 9),
