@@ -390,7 +390,7 @@ def measure(subject: Subject, kind: str) -> None:
 
 
 def replica_alone(descriptions: Path, requests: int) -> float:
-    """Milliseconds to the first token of a fake replica that gets `LONG_TOKENS` ids and their hashes without a router."""
+    """Milliseconds to the first token of a fake replica that gets `LONG_TOKENS` ids and their hashes directly."""
     from homing.kvcache.hashing import HASH_BYTES, TOKEN_BYTES
     from homing.replica.messages import Generate, ReplicaDescription, SamplingParams
     from tests.router.fakes import BLOCK, ROOT
