@@ -100,7 +100,7 @@ class Tunnel:
         """The next bytes, once they are due and not held; empty at the end of the connection."""
         due, data = await passing.get()
         await asyncio.sleep(due - asyncio.get_running_loop().time())
-        while self.weather.held:  # noqa: ASYNC110 - weather is a plain value without an event
+        while self.weather.held:
             self.holds += 1
             await asyncio.sleep(TICK_S)
         return data
