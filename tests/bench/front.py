@@ -49,6 +49,8 @@ STREAMS = 128
 #: Per router, when several are measured.
 STREAMS_OF_ROUTER = 32
 PEERS = ("smg", "sglang-router", "vllm-router")
+#: Between two requests of a load that measures the TTFT: the replica's events of the one are over before the other.
+PAUSE_S = 0.01
 #: Replaced by another number in every request, so that texts differ from its place on.
 UNIQUE = "#######"
 LONG_TOKENS = 32_000
@@ -131,6 +133,7 @@ def loads(scale: float, *, ids: bool) -> dict[str, Load]:
             connections=1,
             requests=int(200 * scale),
             stream=True,
+            pause_s=PAUSE_S,
         ),
         "paced": Load(
             path=CHAT,
@@ -160,7 +163,7 @@ def alone(prompt: list[int], requests: int) -> Load:
         json.dumps({"model": "demo", "prompt": [*prompt[:-1], last], "max_tokens": ANSWER, "stream": True}).encode()
         for last in range(300, 308)
     ]
-    return Load(path=COMPLETIONS, bodies=bodies, connections=1, requests=requests, stream=True)
+    return Load(path=COMPLETIONS, bodies=bodies, connections=1, requests=requests, stream=True, pause_s=PAUSE_S)
 
 
 @dataclass
@@ -414,6 +417,7 @@ def replica_alone(descriptions: Path, requests: int) -> float:
             sender.send(payload)
             sender.recv()
             times.append(time.perf_counter() - began)
+            time.sleep(PAUSE_S)
     return median(times[1:]) * 1e3
 
 

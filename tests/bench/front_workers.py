@@ -9,6 +9,7 @@ token alone and then several per message, as real replicas do. Both kinds send a
 """
 
 import asyncio
+import gc
 import sys
 import time
 from pathlib import Path
@@ -168,6 +169,7 @@ class FastReplica:
 
 def engine(file: Path) -> None:
     """Run two fake replicas in one process until it is killed."""
+    gc.disable()  # nothing is ever evicted: collections of millions of hashes would delay answers more and more
     replicas = [FastReplica(name, file.parent / name) for name in ("r0", "r1")]
     poller = zmq.Poller()
     for replica in replicas:
