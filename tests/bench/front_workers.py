@@ -81,6 +81,7 @@ class FastReplica:
         )
         self._work: dict[tuple[bytes, int], Work] = {}  #: by router and the router's request id
         self._resident: set[BlockHash] = set()
+        self._computed: list[Generate] = []  #: requests whose blocks are not announced yet
         self._highest: dict[str, int] = {}
         self._decoder = msgspec.msgpack.Decoder(Request)
         self._encoder = msgspec.msgpack.Encoder()
@@ -97,7 +98,10 @@ class FastReplica:
             self._take(router, self._decoder.decode(payload), now)
 
     def step(self, now: float) -> None:
-        """Send all outputs that are due, in one message per router."""
+        """Send all outputs that are due, in one message per router, then announce new blocks.
+
+        The announcement of a long prompt takes a millisecond, which is not the router's.
+        """
         self._steps += 1
         due = [work for work in self._work.values() if work.due <= now]
         outputs: dict[bytes, list[TokenOutput]] = {}
@@ -108,6 +112,8 @@ class FastReplica:
                 told.append(self._output(work, work.per_output, now))
         for router, each in outputs.items():
             self.socket.send_multipart([router, self._encoder.encode(TokenBatch(step=0, outputs=each))])
+        while self._computed:
+            self._store(self._computed.pop(0))
         if now - self._reported_at > REPORT_S:
             self._reported_at = now
             self._publisher.report(self._report())
@@ -139,7 +145,7 @@ class FastReplica:
             message.request_id, router, wanted, now, wanted == PACED_TOKENS, message.tokens_per_output
         )
         self._highest[router.decode()] = message.request_id
-        self._store(message)
+        self._computed.append(message)
 
     def _output(self, work: Work, most: int, now: float) -> TokenOutput:
         index, count = work.generated, min(most, work.left)
