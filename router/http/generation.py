@@ -25,6 +25,7 @@ from ..text.answer import (
     with_deltas,
 )
 from ..text.conversation import Conversation
+from ..text.detokenizer import Detokenizer
 from ..text.parsers.deltas import Content, Reasoning, ToolCallStart
 from ..text.parsers.parser import AnswerParser
 from .caller import Caller
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SEED_MASK = 2**64 - 1
+_encode_text = msgspec.json.Encoder().encode
 #: The text of a choice whose token is discarded (`max_tokens: 0`).
 _DISCARDED = TextDelta("", "length")
 
@@ -128,8 +130,10 @@ class RunningChoice(msgspec.Struct, eq=False):
     ending: Ending | None = None
     parser: AnswerParser | None = None
     calls: int = 0  #: tool calls so far
-    #: set by builders: the bytes before and after the text in an event that is only text
+    #: set by builders of streams: the bytes before and after the JSON string of an event that is only text
     around_text: tuple[bytes, bytes] | None = None
+    #: the answer's decoder, if its text needs nothing else: no stop strings, parser or logprobs
+    plain: Detokenizer | None = None
     # Read once or rarely:
     cached: int = 0
     predicted: int = 0
@@ -164,6 +168,18 @@ class RunningChoice(msgspec.Struct, eq=False):
                 self.embedding, self.known = delta.embedding, delta.known_tokens
             else:
                 generation.metrics.inter_token(now - last)
+            if (
+                self.around_text is not None
+                and self.plain is not None
+                and delta.finish_reason is None
+                and delta.text is None
+                and delta.cached_tokens is None
+            ):  # most deltas of a stream; the general way below would take an eighth more CPU for a chunk
+                self.generated += len(delta.token_ids)
+                if text := self.plain.push(delta.token_ids):
+                    before, after = self.around_text
+                    generation.send_chunk(before + _encode_text(text) + after)
+                return
             if delta.finish_reason in ("abort", "error"):
                 raise RequestFailed(f"the replica ended the request: {delta.finish_reason}")
             if delta.cached_tokens is not None:
@@ -205,7 +221,7 @@ class Generation:
 
     __slots__ = (
         *("_caller", "_departure", "_exchange", "_ttft_s"),
-        *("choices", "front", "job", "left", "metrics", "over", "writer"),
+        *("choices", "front", "job", "left", "metrics", "over", "send_chunk", "writer"),
     )
 
     def __init__(
@@ -222,6 +238,8 @@ class Generation:
         self.job = job
         self.metrics = job.served.metrics
         self.writer = writer
+        #: Sends a part of a stream that has begun and not ended.
+        self.send_chunk: Callable[[bytes], None] = exchange.wire.send_chunk
         self.choices: list[RunningChoice] = []
         self.over = False
         self._exchange = exchange
@@ -248,7 +266,10 @@ class Generation:
                     detokenizer = served.text.detokenizer(job.markers, special=job.show_special)
                     kind = TokenAnswerText if job.keep_tokens else AnswerText
                     answer = kind(detokenizer, job.stops, min_tokens=job.sampling.min_tokens, show_stop=job.show_stop)
-                    self.choices.append(RunningChoice(self, len(self.choices), prompt, stream, answer, parser=parser))
+                    choice = RunningChoice(self, len(self.choices), prompt, stream, answer, parser=parser)
+                    if parser is None and not job.stops and not job.keep_tokens and job.sampling.logprobs is None:
+                        choice.plain = detokenizer
+                    self.choices.append(choice)
         except BaseException:
             self._cancel()
             self._caller.refund()

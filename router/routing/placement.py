@@ -265,13 +265,21 @@ class Placement:
         found, passed = held, dict[int, int]()
         computed, pending = chosen.tokens_on_arrival(prompt), self.loads.pending(chosen.replica_id)
         prefilled, size = self.loads.prefilled_tokens(chosen.replica_id), prompt.block_size
-        for other, chain in self._by_first_block.get(prompt.hashes[0], {}).get(chosen.replica_id, {}).items():
+        chains = self._by_first_block.get(prompt.hashes[0], {}).get(chosen.replica_id, {})
+        for other, sent in pending.items():
+            chain = chains.get(other)
+            if chain is None or (found >= expected and not sent.is_passed_by(computed, prefilled, 0, prompt.now)):
+                continue  # if it is not passed with no cached token, it is not passed with more
             common = common_prefix(chain, prompt.hashes, 0)
-            sent = pending.get(other)
-            if sent is not None and sent.is_passed_by(computed, prefilled, min(held, common) * size, prompt.now):
+            if sent.is_passed_by(computed, prefilled, min(held, common) * size, prompt.now):
                 passed[other] = common
             else:
                 found = max(found, common)
+        for other, chain in reversed(chains.items()):
+            if found >= expected:
+                break
+            if other not in pending:
+                found = max(found, common_prefix(chain, prompt.hashes, 0))
         return Foreseen(min(found, expected), passed)
 
     def book(self, request_id: int, decision: Decision, keys: Sequence[int], now: float) -> None:

@@ -7,7 +7,9 @@ The router process runs what `homing serve` runs (service, policy, index, transp
 replicas in a second process; a third sends raw HTTP over kept-alive connections. `--peers FOLDER` is a virtual
 environment with `smg`, `sglang-router` or `vllm-router`: each runs over two fast fake OpenAI servers under the same
 load, alternating with ours. CPU is the router process's (user and system). Peers do not tokenize; ours is measured with
-its tokenizer and without (prompts as token ids, or a stand-in that makes four bytes of text a token id).
+its tokenizer and without (prompts as token ids, or a stand-in that makes four bytes of text a token id). Texts never
+repeat, except the shared documents of the 16 KB load. The time to the first token after a long prompt is also printed
+over that of a fake replica alone, which is sent the same number of token ids with their hashes.
 
 `--routers` measures several router processes on one port, with 32 paced streams per router: CPU per chunk and per plain
 request, over all routers together.
@@ -25,6 +27,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -33,6 +36,7 @@ from urllib.request import urlopen
 import msgspec
 import psutil
 import uvloop
+import zmq
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.bench.front_client import Load, Result
@@ -45,6 +49,12 @@ STREAMS = 128
 #: Per router, when several are measured.
 STREAMS_OF_ROUTER = 32
 PEERS = ("smg", "sglang-router", "vllm-router")
+#: Between two requests of a load that measures the TTFT: the replica's events of the one are over before the other.
+PAUSE_S = 0.01
+#: Replaced by another number in every request, so that texts differ from its place on.
+UNIQUE = "#######"
+LONG_TOKENS = 32_000
+_numbers = count()
 
 
 def chat(text: str, tokens: int, *, stream: bool = False) -> bytes:
@@ -84,7 +94,7 @@ def english(characters: int, count: int) -> list[str]:
 
 def loads(scale: float, *, ids: bool) -> dict[str, Load]:
     """The loads by name. With `ids`, prompts are sent as token ids, and the loads are those that suit them."""
-    small = [f"Tell me a story about a fox, number {n}." for n in range(64)]
+    small = f"Tell me a story about a fox, number {UNIQUE}."
     if ids:
         rng = Random(4)
         plain = Load(
@@ -98,32 +108,36 @@ def loads(scale: float, *, ids: bool) -> dict[str, Load]:
             "plain": plain,
             "16 KB": Load(path=COMPLETIONS, bodies=long, connections=32, requests=int(3_000 * scale)),
             "alone, 128": alone([rng.randrange(300, 3000) for _ in range(128)], int(600 * scale)),
-            "alone, 32000": alone([rng.randrange(300, 3000) for _ in range(32_000)], int(200 * scale)),
+            "alone, 32000": alone([rng.randrange(300, 3000) for _ in range(LONG_TOKENS)], int(200 * scale)),
         }
     return {
         "plain": Load(
-            path=CHAT, bodies=[chat(text, ANSWER) for text in small], connections=32, requests=int(10_000 * scale)
+            path=CHAT,
+            bodies=[chat(small, ANSWER)] * int(10_000 * scale),
+            connections=32,
+            requests=int(10_000 * scale),
         ),
         "16 KB": Load(
             path=CHAT, bodies=[chat(text, ANSWER) for text in long_texts()], connections=32, requests=int(3_000 * scale)
         ),
         "unique 16 KB": Load(
             path=CHAT,
-            bodies=[chat(text, ANSWER) for text in english(16_384, int(2_000 * scale))],
+            bodies=[chat(UNIQUE + text, ANSWER) for text in english(16_384, int(2_000 * scale))],
             connections=32,
             requests=int(2_000 * scale),
         ),
-        # 32,000 tokens of the demo model.
+        # `LONG_TOKENS` of the demo model.
         "alone, long": Load(
             path=CHAT,
-            bodies=[chat(text, ANSWER, stream=True) for text in english(190_000, int(200 * scale))],
+            bodies=[chat(UNIQUE + text, ANSWER, stream=True) for text in english(190_000, int(200 * scale))],
             connections=1,
             requests=int(200 * scale),
             stream=True,
+            pause_s=PAUSE_S,
         ),
         "paced": Load(
             path=CHAT,
-            bodies=[chat(text, PACED_TOKENS, stream=True) for text in small],
+            bodies=[chat(small, PACED_TOKENS, stream=True)] * int(STREAMS * 3 * scale),
             connections=STREAMS,
             requests=int(STREAMS * 3 * scale),
             stream=True,
@@ -136,9 +150,10 @@ def shared_loads(texts: dict[str, Load], routers: int) -> dict[str, Load]:
     """The plain and paced loads for several routers, scaled so that each router gets the same load at any count."""
     change, plain, paced = msgspec.structs.replace, texts["plain"], texts["paced"]
     streams = STREAMS_OF_ROUTER * routers
+    requests = paced.requests * streams // STREAMS
     return {
-        "plain": change(plain, connections=STREAMS_OF_ROUTER * routers),
-        "paced": change(paced, connections=streams, requests=paced.requests * streams // STREAMS),
+        "plain": change(plain, connections=streams),
+        "paced": change(paced, bodies=paced.bodies[:1] * requests, connections=streams, requests=requests),
     }
 
 
@@ -148,7 +163,7 @@ def alone(prompt: list[int], requests: int) -> Load:
         json.dumps({"model": "demo", "prompt": [*prompt[:-1], last], "max_tokens": ANSWER, "stream": True}).encode()
         for last in range(300, 308)
     ]
-    return Load(path=COMPLETIONS, bodies=bodies, connections=1, requests=requests, stream=True)
+    return Load(path=COMPLETIONS, bodies=bodies, connections=1, requests=requests, stream=True, pause_s=PAUSE_S)
 
 
 @dataclass
@@ -170,6 +185,7 @@ class Subject:
     port: int
     processes: list[psutil.Process]
     loads: dict[str, Load]
+    replicas: Path | None = None  #: file with the descriptions of its fake replicas
     rows: dict[str, Row] = field(default_factory=dict)
     memory_mb: float = 0.0
 
@@ -292,7 +308,7 @@ def ours(stack: ExitStack, name: str, text: str, chosen: dict[str, Load], router
     for process in processes:
         wait_until_listening(process, port)
     wait_for(f"http://127.0.0.1:{port}/ready")
-    return Subject(name, port, processes, chosen)
+    return Subject(name, port, processes, chosen, descriptions)
 
 
 def wait_until_listening(process: psutil.Process, port: int, seconds: float = 60.0) -> None:
@@ -345,8 +361,11 @@ def peer(stack: ExitStack, name: str, folder: Path, chosen: dict[str, Load]) -> 
 
 
 def run_load(port: int, load: Load) -> Result:
-    """Run the load from a separate process."""
+    """Run the load from a separate process, with texts that were not sent before."""
     command = [sys.executable, str(HERE / "front_client.py"), str(port)]
+    marks = UNIQUE.encode()
+    bodies = [body.replace(marks, b"%07d" % next(_numbers)) if marks in body else body for body in load.bodies]
+    load = msgspec.structs.replace(load, bodies=bodies)
     done = subprocess.run(command, input=msgspec.json.encode(load), stdout=subprocess.PIPE, check=True)
     return msgspec.json.decode(done.stdout, type=Result)
 
@@ -371,6 +390,35 @@ def measure(subject: Subject, kind: str) -> None:
     row.p99_ms.append(percentile(times, 0.99) * 1e3)
     memory = sum(each.memory_info().rss for each in family(subject))
     subject.memory_mb = max(subject.memory_mb, memory / 1e6)
+
+
+def replica_alone(descriptions: Path, requests: int) -> float:
+    """Milliseconds to the first token of a fake replica that gets `LONG_TOKENS` ids and their hashes directly."""
+    from homing.kvcache.hashing import HASH_BYTES, TOKEN_BYTES
+    from homing.replica.messages import Generate, ReplicaDescription, SamplingParams
+    from tests.router.fakes import BLOCK, ROOT
+
+    members = msgspec.msgpack.decode(descriptions.read_bytes(), type=list[ReplicaDescription])
+    times = []
+    with zmq.Context() as context, context.socket(zmq.DEALER) as sender:
+        sender.linger, sender.identity = 0, b"alone"
+        sender.connect(members[0].request_endpoint)
+        for request_id in range(requests + 1):  # the first one connects
+            message = Generate(
+                request_id=request_id,
+                token_ids=os.urandom(LONG_TOKENS * TOKEN_BYTES),
+                prompt_tokens=LONG_TOKENS,
+                root=ROOT,
+                block_hashes=os.urandom(LONG_TOKENS // BLOCK * HASH_BYTES),
+                sampling=SamplingParams(max_tokens=ANSWER),
+            )
+            payload = msgspec.msgpack.encode(message)
+            began = time.perf_counter()
+            sender.send(payload)
+            sender.recv()
+            times.append(time.perf_counter() - began)
+            time.sleep(PAUSE_S)
+    return median(times[1:]) * 1e3
 
 
 def warm_up(subject: Subject) -> None:
@@ -406,6 +454,14 @@ def print_table(rows: Sequence[dict[str, object]]) -> None:
             f"{row['requests_per_s']:8} {row['cpu_us']:8} {row['p50_ms']:8} {row['p99_ms']:8} {row['memory_mb']:6}"
         )
         print(f"{row['router']:28} {row['load']:14} {figures}")
+
+
+def print_overheads(rows: Sequence[dict[str, object]], alone_ms: float) -> None:
+    """What our routers add to the replica's own time to the first token after a long prompt."""
+    print(f"TTFT of {LONG_TOKENS} ids without a router, median: {alone_ms:.2f} ms")
+    for row in rows:
+        if row["load"] in ("alone, long", "alone, 32000") and str(row["router"]).startswith("homing"):
+            print(f"{row['router']:28} adds {float(str(row['p50_ms'])) - alone_ms:.2f} ms")
 
 
 def start_all(
@@ -450,8 +506,11 @@ def main() -> None:
                 for subject in subjects:
                     if kind in subject.loads:
                         measure(subject, kind)
+        alone = [replica_alone(each.replicas, 50) for each in subjects if each.replicas is not None]
     rows = report(subjects)
     print_table(rows)
+    if alone:
+        print_overheads(rows, median(alone))
     if options.out is not None:
         options.out.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
 

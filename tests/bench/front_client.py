@@ -24,6 +24,7 @@ class Load(msgspec.Struct, kw_only=True):
     requests: int  #: over all connections
     stream: bool = False
     stagger_s: float = 0.0  #: interval over which connections start
+    pause_s: float = 0.0  #: between an answer and the connection's next request
 
 
 class Result(msgspec.Struct, kw_only=True):
@@ -100,7 +101,10 @@ class Client(asyncio.Protocol):
 
     def _done(self) -> None:
         self._run.result.requests += 1
-        self.next()
+        if pause_s := self._run.load.pause_s:
+            asyncio.get_running_loop().call_later(pause_s, self.next)
+        else:
+            self.next()
 
 
 class Run:

@@ -31,6 +31,8 @@ class Tunnel:
 
     def __init__(self, path: Path, rng: Random) -> None:
         self.weather = Weather()
+        self.dropped = 0  #: messages
+        self.holds = 0  #: times that data was due and kept back for another tick
         self._path = path
         self._hidden = path.with_name(path.name + ".real")
         self._rng = rng
@@ -98,7 +100,8 @@ class Tunnel:
         """The next bytes, once they are due and not held; empty at the end of the connection."""
         due, data = await passing.get()
         await asyncio.sleep(due - asyncio.get_running_loop().time())
-        while self.weather.held:  # noqa: ASYNC110 - weather is a plain value without an event
+        while self.weather.held:
+            self.holds += 1
             await asyncio.sleep(TICK_S)
         return data
 
@@ -111,7 +114,9 @@ class Tunnel:
             while data := await reader.read(PIECE_BYTES):
                 due = loop.time() + self.weather.delay_s
                 for message, losable in messages.feed(data) if messages else [(data, False)]:
-                    if not (losable and self._rng.random() < self.weather.loss):
+                    if losable and self._rng.random() < self.weather.loss:
+                        self.dropped += 1
+                    else:
                         passing.put_nowait((due, message))
         finally:
             passing.put_nowait((loop.time(), b""))

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 from homing.replica.demo import demo_model_path
 from tests.demo_model import calls, corpus, evaluate, tokenizer, train
@@ -109,6 +110,22 @@ def test_any_text_survives_encode_and_decode(greedy: evaluate.Greedy, text: str)
 
     assert ids[0] == greedy.tokenizer.bos_token_id
     assert greedy.tokenizer.decode(ids, skip_special_tokens=True) == text
+
+
+def test_the_saved_pattern_changes_no_ids() -> None:
+    """The weights were trained on texts split by another pattern."""
+    saved, trained = (Tokenizer.from_file(str(demo_model_path() / "tokenizer.json")) for _ in range(2))
+    trained.pre_tokenizer = tokenizer.pre_tokenizer(tokenizer.SPLIT)
+    vocabulary = [each.replace("\u0120", " ").replace("\u010a", "\n") for each in sorted(saved.get_vocab())]
+    rng = random.Random(0)
+    glue = ["", "'", "\t", "(", '"', "_", "-", " ", "\n", "\u00a0", "'s", "'T", "1", "\u00e9", "\u0301", "\r\n"]
+    characters = [chr(point) for point in range(0x3000)]
+    texts = ["".join(rng.choice(vocabulary) + rng.choice(glue) for _ in range(40)) for _ in range(1000)]
+    texts += ["".join(f"{each}the {each}'s\t{each}re" for each in characters)]
+
+    pairs = [each.encode_batch_fast(texts) for each in (saved, trained)]
+    assert saved.to_str() != trained.to_str()
+    assert [each.ids for each in pairs[0]] == [each.ids for each in pairs[1]]
 
 
 CHAT = Chat((Turn("system", "Be short."), Turn("user", "Hi 42!"), Turn("assistant", "Hello."), Turn("user", "Bye")))

@@ -26,9 +26,12 @@ PAD, BEGIN, END, TURN_START, TURN_END = SPECIAL_TOKENS = (
 
 VOCAB_SIZE = 4096
 
-#: Words with their leading space, single digits, runs of punctuation, white space. Like Llama 3's pattern, but digits
-#: are separate and punctuation never joins the next word: `get_word`, `"word"` and a first `word` share its tokens.
+#: What merges are learnt from: words with their leading space, single digits, runs of punctuation, white space.
+#: Punctuation never joins the next word: `get_word`, `"word"` and a first `word` share its tokens.
 SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+#: The saved pattern: Qwen2's, which fastokens splits by hand-written code, ten times as fast as any other pattern. No
+#: merge joins a word with the punctuation or tab before it, so the ids are the same as with `SPLIT`.
+SAVED_SPLIT = SPLIT.replace(r" ?\p{L}+", r"[^\r\n\p{L}\p{N}]?\p{L}+")
 
 #: Roles are written as given. Tools create a system turn or join the first one; calls and results are written as in
 #: `calls.py`, in Hermes' format. Nothing varies from day to day, so that equal messages give equal prefixes.
@@ -111,7 +114,7 @@ def train_bpe(seed: int, documents: int = 20_000, vocab_size: int = VOCAB_SIZE) 
     """
     texts = list(_training_text(seed, documents))
     bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = _pre_tokenizer(r" |" + SPLIT.replace(" ?", ""))
+    bpe.pre_tokenizer = pre_tokenizer(r" |" + SPLIT.replace(" ?", ""))
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         min_frequency=2,
@@ -121,7 +124,7 @@ def train_bpe(seed: int, documents: int = 20_000, vocab_size: int = VOCAB_SIZE) 
     )
     bpe.train_from_iterator(texts, trainer)
     bpe.model = _with_twins(bpe, texts, vocab_size)
-    bpe.pre_tokenizer = _pre_tokenizer(SPLIT)
+    bpe.pre_tokenizer = pre_tokenizer(SAVED_SPLIT)
     bpe.decoder = decoders.ByteLevel()
     begin = bpe.token_to_id(BEGIN)
     bpe.post_processor = processors.TemplateProcessing(
@@ -130,7 +133,8 @@ def train_bpe(seed: int, documents: int = 20_000, vocab_size: int = VOCAB_SIZE) 
     return bpe
 
 
-def _pre_tokenizer(split: str) -> pre_tokenizers.PreTokenizer:
+def pre_tokenizer(split: str) -> pre_tokenizers.PreTokenizer:
+    """Splits text by this pattern, then spells it as bytes."""
     return pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(split), behavior="isolated"),

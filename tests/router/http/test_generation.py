@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import json
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,9 +13,10 @@ import pytest
 from homing.router.backend import GenerationRequest, TokenDelta
 from homing.router.errors import RouterError, Superseded
 from homing.router.http.front import Front
+from homing.router.text.tokenizer import TextModel
 
 from .conftest import Live
-from .fakes import FakeBackend, FakeStream, Item, Script
+from .fakes import FakeBackend, FakeStream, Item, Script, reply
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
 
@@ -76,6 +78,26 @@ async def test_the_last_events_of_a_stream_leave_together(live: Live):
     assert len(first) == 1
     assert len(last) == 2
     assert last[1] == b"data: [DONE]"
+
+
+@pytest.mark.parametrize(("path", "prompt"), [("/v1/chat/completions", CHAT), ("/v1/completions", {"prompt": "hi"})])
+async def test_plain_text_is_streamed_like_text_that_is_searched(
+    live: Live, backend: FakeBackend, text_model: TextModel, path: str, prompt: dict[str, Any]
+):
+    """Text without stop strings takes a shorter way to the connection. Some tokens end inside a character."""
+    [ids] = text_model.encode_now(["A fox \u00e9 \u65e5\u672c \U0001f98a \n end"], special_tokens=False)
+    backend.script = reply(list(ids))
+    body = prompt | {"max_tokens": len(ids), "stream": True}
+
+    plain, searched = [await ask(live.port, path, body | more) for more in ({}, {"stop": ["\u0001"]})]
+
+    assert stream_of(plain) == stream_of(searched)
+    assert stream_of(plain).count(b"data: {") > 5
+
+
+def stream_of(answer: bytes) -> bytes:
+    """The body of a response, as framed in chunks, without what differs between two responses."""
+    return re.sub(rb'"id":"[^"]*"|"created":\d+', b"", answer.partition(b"\r\n\r\n")[2])
 
 
 def once(error: RouterError, then: Script) -> Script:
