@@ -31,8 +31,9 @@ from .partial_match import PartialHit, PartialMatcher
 from .pins import PinBook, PinLimits
 from .pool import Block, BlockId, BlockPool, BlockState
 
-#: Blocks evicted ahead for each running request, and the most as a share of all blocks. Not tuned.
-AHEAD_BLOCKS = 1
+#: Blocks kept empty for the answers of running requests: for so many tokens of each, and the most as a share of all
+#: blocks. Chosen by simulating conversations in tight memory with 8, 16, 32 and 64 tokens (docs/benchmarks.md).
+AHEAD_TOKENS = 32
 AHEAD_SHARE = 1 / 64
 
 
@@ -103,6 +104,7 @@ class PrefixCache:
         enabled: bool = True,
         partial_block_reuse: bool = True,
         pin_limits: PinLimits | None = None,
+        ahead_share: float = AHEAD_SHARE,
     ) -> None:
         self.block_size = block_size
         self.enabled = enabled
@@ -122,6 +124,7 @@ class PrefixCache:
         self._copies: dict[BlockHash, dict[BlockId, Block]] = {}
         #: Live blocks that are never shared, because their hash or an ancestor's belongs to another prefix.
         self._private: dict[BlockId, BlockHash] = {}
+        self._most_ahead = int(ahead_share * self.total_blocks)
         limits = pin_limits or PinLimits()
         self.pins = PinBook(int(limits.tenant_share * self.total_blocks), int(limits.total_share * self.total_blocks))
         #: Unused pinned blocks, withheld from the policy.
@@ -231,8 +234,10 @@ class PrefixCache:
                 return position
         return count
 
-    def acquire(self, match: PrefixMatch, new_blocks: int) -> list[Block] | None:
+    def acquire(self, match: PrefixMatch, new_blocks: int, keep: int = 0) -> list[Block] | None:
         """Return a request's block table: the matched blocks, then `new_blocks` more. None, with no effect, if too few.
+
+        Of the empty blocks, `keep` are left, if there are so many: it takes cached ones before those.
 
         With `match.partial`, the caller must copy the KV of its tokens into the first new block before it writes to any
         block handed out since the look-up: the source block is not held and may even be among the new blocks.
@@ -243,7 +248,8 @@ class PrefixCache:
         assert new_blocks or not match.partial, "a partial hit needs a block to be copied into"
         pinned, idle = self._idle_of(match.blocks)
         held = self._count_only_held(match.blocks)
-        if new_blocks > self.free_blocks - len(idle) - held:
+        keep = min(keep, len(self._pool))
+        if new_blocks > self.free_blocks - len(idle) - held - keep:
             return None
         self._only_held -= held
         # Take the matched blocks out of the policy before evicting, so that a request never evicts its own prefix.
@@ -257,7 +263,7 @@ class PrefixCache:
             counters.hit_tokens += match.tokens
             counters.partial_hit_tokens += match.partial.tokens if match.partial else 0
             counters.collisions += match.collisions
-        return [*match.blocks, *self._take(new_blocks)]
+        return [*match.blocks, *self._take(new_blocks, keep)]
 
     def _idle_of(self, blocks: Sequence[Block]) -> tuple[list[Block], list[Block]]:
         """The idle ones of a prefix: first those that are withheld because they are pinned, then the others."""
@@ -342,18 +348,22 @@ class PrefixCache:
             return None
         return self._take(count)
 
+    def blocks_ahead(self, running: int) -> int:
+        """How many empty blocks there should be for the answers of so many running requests."""
+        return min(AHEAD_TOKENS * running // self.block_size, self._most_ahead)
+
     def evict_ahead(self, running: int) -> None:
-        """Evict a few blocks for the next decodes of so many requests, unless only held ones are left.
+        """Evict a few blocks for the answers of so many running requests, unless only held ones are left.
 
         So decodes rarely evict, and take no block of a waiting request that arrives when all other blocks are in use.
         """
-        wanted, empty = min(AHEAD_BLOCKS * running, int(AHEAD_SHARE * self.total_blocks)), len(self._pool)
+        wanted, empty = self.blocks_ahead(running), len(self._pool)
         if 2 * empty < wanted and len(self._policy):
             self._pool.give(self._evict(min(wanted - empty, len(self._policy))))
 
-    def _take(self, count: int) -> list[Block]:
-        self._shorten_holds(count)
-        from_pool = min(count, len(self._pool))
+    def _take(self, count: int, keep: int = 0) -> list[Block]:
+        self._shorten_holds(count + keep)
+        from_pool = min(count, len(self._pool) - keep)
         taken = self._pool.take(from_pool)
         if from_pool < count:
             taken += self._evict(count - from_pool)

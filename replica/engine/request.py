@@ -114,8 +114,8 @@ class RequestState:
     expected_cached: int = 0
     #: Free blocks that admission would have taken when the request started to wait; for the load report.
     needed_blocks: int = 0
-    #: Number of free blocks when the request last did not fit; None if it was not tried or has run since.
-    refused_at_free: int | None = None
+    #: Room for prompts, in blocks, when the request last did not fit; None if it was not tried or has run since.
+    refused_at_room: int | None = None
     #: Whether an output was sent. The first one carries additional fields.
     output_sent: bool = False
     #: Tokens, and their logprobs if requested, that no output has carried yet.

@@ -4,9 +4,9 @@ Pure: no torch, no sockets, no clock.
 
 Prefill and decode share one token budget. Decodes come first (one token each); prefills take the rest in chunks, most
 urgent first, with started and waiting prompts in one order. A request is admitted when there are free blocks for all
-its current tokens, so only decodes need more later. If none is free, the running request that loses least is preempted:
-its blocks are released (still cached, tail evicted first), it waits again and recomputes what the cache no longer has.
-queue_order.py defines both the order and that choice.
+its current tokens, so only decodes need more later; a few empty blocks are left for them. If no block is free, the
+running request that loses least is preempted: its blocks are released (still cached, tail evicted first), it waits
+again and recomputes what the cache no longer has. queue_order.py defines both the order and that choice.
 
 With drafts from a `Drafter`, a request can compute several tokens of its answer in one step. Drafts use the budget and
 the free blocks that all other rows leave. A request whose drafts fail gets none for a while.
@@ -363,9 +363,13 @@ class Scheduler:
                 yield row
 
     def _may_fit(self, request: RequestState) -> bool:
-        """False, without a look-up, if its newest token is not known yet or no more blocks are free than last time."""
-        tried = request.refused_at_free
-        return not request.in_flight and (tried is None or self._cache.free_blocks > tried or not self._running)
+        """False, without a look-up, if its newest token is not known yet or there is no more room than last time."""
+        tried = request.refused_at_room
+        return not request.in_flight and (tried is None or self._room() > tried or not self._running)
+
+    def _room(self) -> int:
+        """Number of free blocks, less those that are kept for the answers of running requests."""
+        return self._cache.free_blocks - self._cache.blocks_ahead(len(self._running))
 
     def _spare(self, tokens: int) -> int:
         """How many drafts fit into a step that has this many tokens already."""
@@ -446,15 +450,16 @@ class Scheduler:
     def _start(self, request: RequestState, match: PrefixMatch, budget: int) -> ScheduledRow | None:
         """Admit a waiting request, with cached blocks and new ones for the rest; None if too few are free."""
         needed = -(-request.num_tokens // self._hasher.block_size) - len(match.blocks)
-        blocks: list[Block] | None = self._cache.acquire(match, needed)
+        keep = self._cache.blocks_ahead(len(self._running))
+        blocks: list[Block] | None = self._cache.acquire(match, needed, keep)
         # If nothing is running, nothing will free blocks: break pins early.
         while blocks is None and not self._running and self._cache.break_pin():
             blocks = self._cache.acquire(match, needed)
         if blocks is None:
-            request.refused_at_free = self._cache.free_blocks
+            request.refused_at_room = self._room()
             return None
         self._cache.unhold(request.key)
-        request.refused_at_free = None
+        request.refused_at_room = None
         request.blocks = blocks
         request.computed = request.cached_now = match.tokens
         request.committed_blocks = len(match.blocks)

@@ -203,6 +203,21 @@ def test_blocks_for_decodes_are_evicted_a_few_at_a_time_and_never_held_ones(mirr
     cache.check()
 
 
+def test_a_prompt_leaves_the_blocks_that_are_kept_for_answers(cache: PrefixCache, mirror: Mirror):
+    """Otherwise the answers would soon take what waiting requests hold, the only blocks left."""
+    cache.release(must(admit(cache, prompt(6))))
+
+    table = must(cache.acquire(NOTHING, 5, keep=2))
+    assert len(mirror.resident) == 1
+    assert cache.acquire(NOTHING, 2, keep=2) is None
+    table += must(cache.acquire(NOTHING, 1, keep=2))
+    assert not mirror.resident
+
+    table += must(cache.allocate(2))
+    cache.release(table)
+    cache.check()
+
+
 def test_a_refused_reset_ends_no_hold(cache: PrefixCache):
     """The caller is told that nothing happened."""
     cache.release(must(admit(cache, prompt(2))))
@@ -794,13 +809,14 @@ class CacheMachine(RuleBasedStateMachine):
         root=st.sampled_from([ROOT, OTHER_ROOT, ROOT_LIKE_A_HASH]),
         ids=st.lists(st.integers(0, 1), min_size=1, max_size=13).map(tuple),
         use_cache=st.sampled_from([True, True, True, False]),
+        keep=st.integers(0, 3),
     )
-    def start(self, root: BlockHash, ids: tuple[int, ...], use_cache: bool):
+    def start(self, root: BlockHash, ids: tuple[int, ...], use_cache: bool, keep: int = 0):
         hashes = self.chain(root, ids)
         match = self.cache.match(root, hashes, token_bytes(ids), len(ids)) if use_cache else NOTHING
         self.verify(match, root, ids, use_cache)
         needed = -(-len(ids) // SMALL) - len(match.blocks)
-        table = self.take(lambda: self.cache.acquire(match, needed), match.blocks, needed)
+        table = self.take(lambda: self.cache.acquire(match, needed, keep), match.blocks, needed, keep)
         if table is None:
             return multiple()
         assert table[: len(match.blocks)] == list(match.blocks)
@@ -826,12 +842,16 @@ class CacheMachine(RuleBasedStateMachine):
         for offset, content in enumerate(copied):
             self.slots[target.block_id, offset] = content
 
-    def take(self, call: Callable[[], list[Block] | None], hit: Sequence[Block], needed: int) -> list[Block] | None:
+    def take(
+        self, call: Callable[[], list[Block] | None], hit: Sequence[Block], needed: int, keep: int = 0
+    ) -> list[Block] | None:
         blocks = self.cache.blocks
         before, holds = states(blocks), [self.cache.holds(block) for block in blocks]
         idle = [block for block in blocks[1:] if not self.users(block) and block not in hit]
-        room = sum(block.block_id not in self.withheld() for block in idle)
+        keep = min(keep, self.empty())
+        room = sum(block.block_id not in self.withheld() for block in idle) - keep
         table = call()
+        assert self.empty() >= keep
         assert (table is None) == (needed > room)
         if table is None:
             assert states(blocks) == before
@@ -839,6 +859,9 @@ class CacheMachine(RuleBasedStateMachine):
         assert not shortened or not len(self.policy), "a hold was shortened before everything else was evicted"
         assert moves(before, states(blocks)) <= allowed("take") | (allowed("release") if shortened else set())
         return table
+
+    def empty(self) -> int:
+        return sum(block.state is BlockState.FREE for block in self.cache.blocks[1:])
 
     def users(self, block: Block) -> int:
         return sum(block in request.table for request in self.running)
@@ -964,9 +987,11 @@ class OracleMachine(CacheMachine):
         ends = range(whole, min(whole + SMALL, len(ids)))
         return max(end for end in ends if end == whole or any(held[:end] == ids[:end] for held in following))
 
-    def take(self, call: Callable[[], list[Block] | None], hit: Sequence[Block], needed: int) -> list[Block] | None:
-        empty = self.cache.free_blocks - len(self.idle)
-        table = super().take(call, hit, needed)
+    def take(
+        self, call: Callable[[], list[Block] | None], hit: Sequence[Block], needed: int, keep: int = 0
+    ) -> list[Block] | None:
+        empty = max(0, self.cache.free_blocks - len(self.idle) - keep)
+        table = super().take(call, hit, needed, keep)
         if table is None:
             return None
         hit_ids = {block.block_id for block in hit}
