@@ -174,7 +174,7 @@ class RunningChoice(msgspec.Struct, eq=False):
                 and delta.finish_reason is None
                 and delta.text is None
                 and delta.cached_tokens is None
-            ):  # most deltas of a stream; the general way below would take an eighth more CPU for a chunk
+            ):  # most deltas of a stream; the general way below takes 5 % more CPU per chunk
                 self.generated += len(delta.token_ids)
                 if text := self.plain.push(delta.token_ids):
                     before, after = self.around_text
