@@ -13,8 +13,8 @@ Pure: durations are parameters.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations_with_replacement, starmap
-from operator import add, mul
+from itertools import combinations_with_replacement, repeat, starmap
+from operator import add, itemgetter, le, mul
 from typing import NamedTuple
 
 import msgspec
@@ -122,8 +122,11 @@ SUMS = _WIDTH * (_WIDTH + 1) // 2
 _PLACES = [[0] * _WIDTH for _ in range(_WIDTH)]
 for _place, (_i, _j) in enumerate(combinations_with_replacement(range(_WIDTH), 2)):
     _PLACES[_i][_j] = _PLACES[_j][_i] = _place
-#: For each pair of parts, the indices of their product and of their two squares.
-_PRODUCTS = [(_PLACES[i][j], _PLACES[i][i], _PLACES[j][j]) for i in range(_WIDTH) for j in range(i)]
+#: For each pair of parts, their product, and their two squares: all in the same order of pairs.
+_PAIRS = [(i, j) for i in range(_WIDTH) for j in range(i)]
+_products = itemgetter(*[_PLACES[i][j] for i, j in _PAIRS])
+_squares = itemgetter(*[_PLACES[i][i] for i, _ in _PAIRS])
+_other_squares = itemgetter(*[_PLACES[j][j] for _, j in _PAIRS])
 _PROMPT, _TOKEN, _PAIR, _CONTEXT, _ONE = range(_WIDTH)
 
 
@@ -160,7 +163,7 @@ class PrefillSums:
             return
         most = max(seconds, SHORTEST_S)
         row = (work.prompts / most, work.tokens / most, work.pairs / most, work.context / most, seconds / most)
-        kept = self.values if self.decay == 1 else [self.decay * old for old in self.values]
+        kept = self.values if self.decay == 1 else map(mul, self.values, repeat(self.decay))
         self.values = list(map(add, kept, starmap(mul, combinations_with_replacement(row, 2))))
 
 
@@ -171,9 +174,12 @@ def steps_of(sums: Sequence[float]) -> float:
 
 def are_possible(sums: Sequence[float]) -> bool:
     """Return whether real steps can have these sums: in range, and no product above the bound its squares set."""
-    if not all(value == 0 or _LEAST < value < _MOST for value in sums):
+    # Without a Python loop, as every report of a step with prefill is checked.
+    some = list(filter(None, sums))
+    if some and not _LEAST < min(some) <= max(some) < _MOST:
         return False
-    return all(sums[both] * sums[both] <= sums[one] * sums[other] * _ROUNDED for both, one, other in _PRODUCTS)
+    products, bounds = _products(sums), map(mul, map(mul, _squares(sums), _other_squares(sums)), repeat(_ROUNDED))
+    return all(map(le, map(mul, products, products), bounds))  # False if any number is NaN
 
 
 def fit(sums: Sequence[float], tokens_per_s: float) -> PrefillCost:
@@ -218,8 +224,13 @@ def scaled(sums: Sequence[float], factor: float) -> list[float]:
 def _solve(sums: Sequence[float], used: Sequence[int], plain: Sequence[float]) -> list[float] | None:
     """Return the least-squares solution over the parts in `used`, others zero. None if no steps have these sums."""
     draw = PRIOR_STEPS / (steps_of(sums) + PRIOR_STEPS) + _ALIKE
-    matrix = [[sums[_PLACES[i][j]] * (1 + draw * (i == j)) for j in used] for i in used]
-    goal = [sums[_PLACES[i][_ONE]] + draw * sums[_PLACES[i][i]] * plain[i] for i in used]
+    matrix, goal = [], []
+    for at, part in enumerate(used):
+        places = _PLACES[part]
+        row = [sums[places[other]] for other in used]
+        goal.append(sums[places[_ONE]] + draw * row[at] * plain[part])
+        row[at] *= 1 + draw
+        matrix.append(row)
     solved = _eliminate(matrix, goal)
     if solved is None:
         return None
@@ -235,14 +246,15 @@ def _eliminate(matrix: list[list[float]], goal: list[float]) -> list[float] | No
     Returns None if these are not.
     """
     size = len(goal)
-    for at in range(size):
-        if not matrix[at][at] > 0:
+    for at, pivot in enumerate(matrix):
+        if not pivot[at] > 0:
             return None
         for below in range(at + 1, size):
-            ratio = matrix[below][at] / matrix[at][at]
+            row = matrix[below]
+            ratio = row[at] / pivot[at]
             goal[below] -= ratio * goal[at]
-            for place in range(at, size):
-                matrix[below][place] -= ratio * matrix[at][place]
+            for place in range(at + 1, size):  # what is left of it is not read again
+                row[place] -= ratio * pivot[place]
     solved = [0.0] * size
     for at in reversed(range(size)):
         rest = sum([matrix[at][place] * solved[place] for place in range(at + 1, size)])
