@@ -128,6 +128,13 @@ _products = itemgetter(*[_PLACES[i][j] for i, j in _PAIRS])
 _squares = itemgetter(*[_PLACES[i][i] for i, _ in _PAIRS])
 _other_squares = itemgetter(*[_PLACES[j][j] for _, j in _PAIRS])
 _PROMPT, _TOKEN, _PAIR, _CONTEXT, _ONE = range(_WIDTH)
+#: The sums of parts alone, and of all pairs of parts; then the two parts of each pair, from a sequence of the parts.
+_parts_alone = itemgetter(*[_PLACES[part][_ONE] for part in range(_ONE)])
+_parts_by_parts = itemgetter(*[_PLACES[i][j] for i in range(_ONE) for j in range(_ONE)])
+_left_parts = itemgetter(*[i for i in range(_ONE) for _ in range(_ONE)])
+_right_parts = itemgetter(*[j for _ in range(_ONE) for j in range(_ONE)])
+#: For each sum, the item whose index is the number of its factors that are divided by a step's duration.
+_by_durations = itemgetter(*[(i != _ONE) + (j != _ONE) for i, j in combinations_with_replacement(range(_WIDTH), 2)])
 
 
 class PrefillSpan(NamedTuple):
@@ -205,20 +212,14 @@ def fit(sums: Sequence[float], tokens_per_s: float) -> PrefillCost:
 def slowness(sums: Sequence[float], cost: PrefillCost) -> float:
     """Return the ratio of measured to predicted step durations, above 0; 1 without steps."""
     parts = (cost.prompt_s, cost.token_s, cost.pair_s, cost.context_s)
-    predicted = sum([part * sums[_PLACES[at][_ONE]] for at, part in enumerate(parts)])
-    squares = [sums[_PLACES[i][j]] * left * right for i, left in enumerate(parts) for j, right in enumerate(parts)]
-    total = sum(squares)
+    predicted = sum(map(mul, parts, _parts_alone(sums)))
+    total = sum(map(mul, map(mul, _parts_by_parts(sums), _left_parts(parts)), _right_parts(parts)))
     return predicted / total if predicted > 0 and total > 0 else 1.0
 
 
 def scaled(sums: Sequence[float], factor: float) -> list[float]:
     """Return the sums of the same steps with every duration divided by `factor`."""
-    square = factor * factor
-    ones = {_PLACES[part][_ONE] for part in range(_ONE)}
-    return [
-        value if place == SUMS - 1 else value * factor if place in ones else value * square
-        for place, value in enumerate(sums)
-    ]
+    return list(map(mul, sums, _by_durations((1.0, factor, factor * factor))))
 
 
 def _solve(sums: Sequence[float], used: Sequence[int], plain: Sequence[float]) -> list[float] | None:

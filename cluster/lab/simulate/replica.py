@@ -245,6 +245,7 @@ class SimulatedReplica:
 
     def report(self, now: float) -> LoadReport:
         cache, rates, queued = self.cache, self.rates, self._waiting_work
+        decoding = len(self._decoding)
         if self._prefilling:
             begun = [PrefillSpan(work.cached, work.computed, work.prefill_tokens) for work in self._prefilling]
             queued = _added(queued, work_of(begun))
@@ -253,12 +254,12 @@ class SimulatedReplica:
             epoch=self.epoch,
             step=self._steps,
             ts=now,
-            running=len(self._prefilling) + len(self._decoding),
+            running=len(self._prefilling) + decoding,
             waiting=len(self._waiting),
             queued_prefill_tokens=queued.tokens,
             queued_prefill_s=cost.total(queued),
             queued_prefill=queued,
-            decode_context_tokens=self._context_base + self._clock * len(self._decoding),
+            decode_context_tokens=self._context_base + self._clock * decoding,
             free_blocks=cache.free_blocks,
             cached_free_blocks=cache.cached_free_blocks,
             total_blocks=cache.total_blocks,

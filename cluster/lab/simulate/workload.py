@@ -4,11 +4,14 @@ A block is named by an int that identifies its whole prefix, as the wire hash do
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import accumulate, count
 from math import exp, log
 from random import Random
+
+import msgspec
+from msgspec import structs
 
 from ..recorded_trace import MOONCAKE_BLOCK_TOKENS, TraceRequest
 
@@ -16,8 +19,7 @@ from ..recorded_trace import MOONCAKE_BLOCK_TOKENS, TraceRequest
 ROUND = 1 << 40
 
 
-@dataclass(slots=True, frozen=True)
-class Arrival:
+class Arrival(msgspec.Struct, frozen=True):
     at_s: float
     tokens: int  #: prompt tokens, at least 1
     output_tokens: int  #: at least 1
@@ -40,7 +42,9 @@ def from_trace(requests: Iterable[TraceRequest], block_tokens: int = MOONCAKE_BL
 
 def compress(arrivals: Iterable[Arrival], factor: float) -> Iterator[Arrival]:
     """The same requests, arriving `factor` times as fast."""
-    return (replace(arrival, at_s=arrival.at_s / factor) for arrival in arrivals)
+    if factor == 1:
+        return iter(arrivals)
+    return (structs.replace(arrival, at_s=arrival.at_s / factor) for arrival in arrivals)
 
 
 @dataclass(slots=True, frozen=True)
@@ -74,7 +78,7 @@ def repeated(one_round: Callable[[], Iterator[Arrival]], count: int) -> Iterator
             gap_s, last_s = max(gap_s, arrival.at_s - last_s), arrival.at_s
             if number:
                 blocks = tuple([number * ROUND + block for block in arrival.blocks])
-                arrival = replace(arrival, at_s=start_s + arrival.at_s, blocks=blocks, text=None)
+                arrival = structs.replace(arrival, at_s=start_s + arrival.at_s, blocks=blocks, text=None)
             yield arrival
         start_s += last_s + gap_s
 
