@@ -16,6 +16,8 @@ from .policy.base import NEGLIGIBLE, ManyCandidates, Prompt, Score, expected_ttf
 from .policy.expected_ttft import BUSY_LIMIT, LONG_PREFILL_S, RECOMPUTED_SHARE, Weights, cost_limit
 
 Places = npt.NDArray[np.intp]
+#: As arrays, because operations on an array and a Python number take half as long again.
+_ZERO, _HALF, _ONE = np.array(0.0), np.array(0.5), np.array(1.0)
 
 
 def _least_of(numbers: Numbers) -> float:
@@ -93,7 +95,7 @@ class ColumnScores:
 
     def _prefill_s(self, uncached: Numbers | float) -> Numbers:
         loads, cached = self._candidates.loads, self._prompt.tokens - uncached
-        seconds: Numbers = loads.pair_s * (uncached / 2)
+        seconds: Numbers = loads.pair_s * (uncached * _HALF)
         # In place from here on, which takes two thirds of the time.
         seconds += loads.token_s
         seconds += loads.context_s * cached
@@ -105,12 +107,12 @@ class ColumnScores:
         """Seconds until the first token without any wait for memory or a slot; flags of replicas that may add one."""
         prompt, candidates, loads = self._prompt, self._candidates, self._candidates.loads
         seconds = loads.busy_until - prompt.now
-        np.maximum(seconds, 0.0, out=seconds)
+        np.maximum(seconds, _ZERO, out=seconds)
         seconds += prefill_s
         steps = loads.queued + uncached
         steps /= loads.max_batched_tokens
         np.ceil(steps, steps)
-        steps += 0.5
+        steps += _HALF
         for place in candidates.ahead:
             steps[place] += loads.has_queue[place]
         if self._all_have_room:
@@ -136,7 +138,10 @@ class ColumnScores:
         answers_s *= weights.answers
         if least == float(self._prompt.tokens):  # no replica has any of it cached
             return answers_s
-        factor = 1 - np.minimum(weights.busy, BUSY_LIMIT)
+        busy = np.asarray(weights.busy)
+        if busy[busy.argmax()] > BUSY_LIMIT:
+            busy = np.minimum(busy, BUSY_LIMIT)
+        factor = _ONE - busy
         np.divide(weights.all_busy, factor, factor)
         factor += RECOMPUTED_SHARE * (loads.unused_blocks * prompt.block_size <= uncached)
         extra_s: Numbers = prefill_s - self._prefill_s(least)  # 0 for the best holder

@@ -275,14 +275,14 @@ class SimulatedReplica:
 
     def _running_generated(self) -> list[int]:
         clock = self._clock
-        lengths = [(work.ahead + clock).bit_length() for work in self._decoding.values()]
+        tokens = [work.ahead + clock for work in self._decoding.values()]
         if self._prefilling:
-            lengths += [work.generated.bit_length() for work in self._prefilling]
-        if not lengths:
+            tokens += [work.generated for work in self._prefilling]
+        if not tokens:
             return []
-        counts = [0] * (1 + max(lengths))
-        for length in lengths:
-            counts[length] += 1
+        counts = [0] * (1 + max(tokens).bit_length())
+        for generated in tokens:
+            counts[generated.bit_length()] += 1
         return counts
 
     def residents(self) -> Iterator[CachedBlock]:
@@ -402,14 +402,14 @@ class SimulatedReplica:
         return _Found(structs.replace(match, blocks=match.blocks[:-1], tokens=match.tokens - 1), tokens - 1)
 
     def _admit(self, work: Work) -> bool:
-        free = self.cache.free_blocks
-        if work.refused_at_free is not None and free <= work.refused_at_free and (self._prefilling or self._decoding):
+        refused = work.refused_at_free
+        if refused is not None and self.cache.free_blocks <= refused and (self._prefilling or self._decoding):
             return False
         found = self._found(work)
         held = len(found.match.blocks)
         blocks = self.cache.acquire(found.match, self._table(work) - held)
         if blocks is None:
-            work.refused_at_free = free
+            work.refused_at_free = self.cache.free_blocks
             return False
         self.cache.unhold(work.request_id)
         work.found = work.refused_at_free = None
