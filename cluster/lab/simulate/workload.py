@@ -4,14 +4,11 @@ A block is named by an int that identifies its whole prefix, as the wire hash do
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import accumulate, count
 from math import exp, log
 from random import Random
-
-import msgspec
-from msgspec import structs
 
 from ..recorded_trace import MOONCAKE_BLOCK_TOKENS, TraceRequest
 
@@ -19,7 +16,8 @@ from ..recorded_trace import MOONCAKE_BLOCK_TOKENS, TraceRequest
 ROUND = 1 << 40
 
 
-class Arrival(msgspec.Struct, frozen=True):
+@dataclass(slots=True, frozen=True)
+class Arrival:
     at_s: float
     tokens: int  #: prompt tokens, at least 1
     output_tokens: int  #: at least 1
@@ -44,7 +42,7 @@ def compress(arrivals: Iterable[Arrival], factor: float) -> Iterator[Arrival]:
     """The same requests, arriving `factor` times as fast."""
     if factor == 1:
         return iter(arrivals)
-    return (structs.replace(arrival, at_s=arrival.at_s / factor) for arrival in arrivals)
+    return (replace(arrival, at_s=arrival.at_s / factor) for arrival in arrivals)
 
 
 @dataclass(slots=True, frozen=True)
@@ -78,7 +76,7 @@ def repeated(one_round: Callable[[], Iterator[Arrival]], count: int) -> Iterator
             gap_s, last_s = max(gap_s, arrival.at_s - last_s), arrival.at_s
             if number:
                 blocks = tuple([number * ROUND + block for block in arrival.blocks])
-                arrival = structs.replace(arrival, at_s=start_s + arrival.at_s, blocks=blocks, text=None)
+                arrival = replace(arrival, at_s=start_s + arrival.at_s, blocks=blocks, text=None)
             yield arrival
         start_s += last_s + gap_s
 
