@@ -86,7 +86,7 @@ class ColumnScores:
         total = float(self._prompt.tokens)
         if not self._sees_cache:
             return np.full(len(self._candidates), total)
-        found: Numbers = total - self._candidates.expected * self._prompt.block_size
+        found: Numbers = np.subtract(total, self._candidates.expected * self._prompt.block_size)
         if _least_of(found) < 1.0:
             np.maximum(found, 1.0, out=found)
         if self._candidates.stale:
