@@ -13,8 +13,8 @@ Pure: durations are parameters.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations_with_replacement, starmap
-from operator import add, mul
+from itertools import combinations_with_replacement, repeat, starmap
+from operator import add, itemgetter, le, mul
 from typing import NamedTuple
 
 import msgspec
@@ -122,9 +122,19 @@ SUMS = _WIDTH * (_WIDTH + 1) // 2
 _PLACES = [[0] * _WIDTH for _ in range(_WIDTH)]
 for _place, (_i, _j) in enumerate(combinations_with_replacement(range(_WIDTH), 2)):
     _PLACES[_i][_j] = _PLACES[_j][_i] = _place
-#: For each pair of parts, the indices of their product and of their two squares.
-_PRODUCTS = [(_PLACES[i][j], _PLACES[i][i], _PLACES[j][j]) for i in range(_WIDTH) for j in range(i)]
+#: For each pair of parts, their product, and their two squares: all in the same order of pairs.
+_PAIRS = [(i, j) for i in range(_WIDTH) for j in range(i)]
+_products = itemgetter(*[_PLACES[i][j] for i, j in _PAIRS])
+_squares = itemgetter(*[_PLACES[i][i] for i, _ in _PAIRS])
+_other_squares = itemgetter(*[_PLACES[j][j] for _, j in _PAIRS])
 _PROMPT, _TOKEN, _PAIR, _CONTEXT, _ONE = range(_WIDTH)
+#: The sums of parts alone, and of all pairs of parts; then the two parts of each pair, from a sequence of the parts.
+_parts_alone = itemgetter(*[_PLACES[part][_ONE] for part in range(_ONE)])
+_parts_by_parts = itemgetter(*[_PLACES[i][j] for i in range(_ONE) for j in range(_ONE)])
+_left_parts = itemgetter(*[i for i in range(_ONE) for _ in range(_ONE)])
+_right_parts = itemgetter(*[j for _ in range(_ONE) for j in range(_ONE)])
+#: For each sum, the item whose index is the number of its factors that are divided by a step's duration.
+_by_durations = itemgetter(*[(i != _ONE) + (j != _ONE) for i, j in combinations_with_replacement(range(_WIDTH), 2)])
 
 
 class PrefillSpan(NamedTuple):
@@ -160,7 +170,7 @@ class PrefillSums:
             return
         most = max(seconds, SHORTEST_S)
         row = (work.prompts / most, work.tokens / most, work.pairs / most, work.context / most, seconds / most)
-        kept = self.values if self.decay == 1 else [self.decay * old for old in self.values]
+        kept = self.values if self.decay == 1 else map(mul, self.values, repeat(self.decay))
         self.values = list(map(add, kept, starmap(mul, combinations_with_replacement(row, 2))))
 
 
@@ -171,9 +181,12 @@ def steps_of(sums: Sequence[float]) -> float:
 
 def are_possible(sums: Sequence[float]) -> bool:
     """Return whether real steps can have these sums: in range, and no product above the bound its squares set."""
-    if not all(value == 0 or _LEAST < value < _MOST for value in sums):
+    # Without a Python loop, as every report of a step with prefill is checked.
+    some = list(filter(None, sums))
+    if some and not _LEAST < min(some) <= max(some) < _MOST:
         return False
-    return all(sums[both] * sums[both] <= sums[one] * sums[other] * _ROUNDED for both, one, other in _PRODUCTS)
+    products, bounds = _products(sums), map(mul, map(mul, _squares(sums), _other_squares(sums)), repeat(_ROUNDED))
+    return all(map(le, map(mul, products, products), bounds))  # False if any number is NaN
 
 
 def fit(sums: Sequence[float], tokens_per_s: float) -> PrefillCost:
@@ -199,27 +212,26 @@ def fit(sums: Sequence[float], tokens_per_s: float) -> PrefillCost:
 def slowness(sums: Sequence[float], cost: PrefillCost) -> float:
     """Return the ratio of measured to predicted step durations, above 0; 1 without steps."""
     parts = (cost.prompt_s, cost.token_s, cost.pair_s, cost.context_s)
-    predicted = sum([part * sums[_PLACES[at][_ONE]] for at, part in enumerate(parts)])
-    squares = [sums[_PLACES[i][j]] * left * right for i, left in enumerate(parts) for j, right in enumerate(parts)]
-    total = sum(squares)
+    predicted = sum(map(mul, parts, _parts_alone(sums)))
+    total = sum(map(mul, map(mul, _parts_by_parts(sums), _left_parts(parts)), _right_parts(parts)))
     return predicted / total if predicted > 0 and total > 0 else 1.0
 
 
 def scaled(sums: Sequence[float], factor: float) -> list[float]:
     """Return the sums of the same steps with every duration divided by `factor`."""
-    square = factor * factor
-    ones = {_PLACES[part][_ONE] for part in range(_ONE)}
-    return [
-        value if place == SUMS - 1 else value * factor if place in ones else value * square
-        for place, value in enumerate(sums)
-    ]
+    return list(map(mul, sums, _by_durations((1.0, factor, factor * factor))))
 
 
 def _solve(sums: Sequence[float], used: Sequence[int], plain: Sequence[float]) -> list[float] | None:
     """Return the least-squares solution over the parts in `used`, others zero. None if no steps have these sums."""
     draw = PRIOR_STEPS / (steps_of(sums) + PRIOR_STEPS) + _ALIKE
-    matrix = [[sums[_PLACES[i][j]] * (1 + draw * (i == j)) for j in used] for i in used]
-    goal = [sums[_PLACES[i][_ONE]] + draw * sums[_PLACES[i][i]] * plain[i] for i in used]
+    matrix, goal = [], []
+    for at, part in enumerate(used):
+        places = _PLACES[part]
+        row = [sums[places[other]] for other in used]
+        goal.append(sums[places[_ONE]] + draw * row[at] * plain[part])
+        row[at] *= 1 + draw
+        matrix.append(row)
     solved = _eliminate(matrix, goal)
     if solved is None:
         return None
@@ -235,14 +247,15 @@ def _eliminate(matrix: list[list[float]], goal: list[float]) -> list[float] | No
     Returns None if these are not.
     """
     size = len(goal)
-    for at in range(size):
-        if not matrix[at][at] > 0:
+    for at, pivot in enumerate(matrix):
+        if not pivot[at] > 0:
             return None
         for below in range(at + 1, size):
-            ratio = matrix[below][at] / matrix[at][at]
+            row = matrix[below]
+            ratio = row[at] / pivot[at]
             goal[below] -= ratio * goal[at]
-            for place in range(at, size):
-                matrix[below][place] -= ratio * matrix[at][place]
+            for place in range(at + 1, size):  # what is left of it is not read again
+                row[place] -= ratio * pivot[place]
     solved = [0.0] * size
     for at in reversed(range(size)):
         rest = sum([matrix[at][place] * solved[place] for place in range(at + 1, size)])

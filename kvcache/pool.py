@@ -166,36 +166,37 @@ class BlockList:
 class BlockPool:
     """All block records, and the stack of free blocks."""
 
-    __slots__ = ("_free", "blocks")
+    __slots__ = ("blocks", "free")
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 2:
             raise PoolTooSmall(f"{num_blocks} KV blocks: at least 2 are needed, because block 0 is reserved")
         #: Block 0 is the null block: the padding of block tables points to it, and it is never allocated.
         self.blocks = tuple(Block(BlockId(block_id)) for block_id in range(num_blocks))
-        # A list suffices as stack: no block is taken from the middle, and slices move many at once. Lowest ids on top.
-        self._free = list(self.blocks[:0:-1])
+        #: The stack of free blocks; changed only by `take` and `give`. A list suffices: no block is taken from the
+        #: middle, and slices move many at once. Lowest ids on top.
+        self.free = list(self.blocks[:0:-1])
 
     def __len__(self) -> int:
-        return len(self._free)
+        return len(self.free)
 
     def take(self, count: int) -> list[Block]:
-        rest = len(self._free) - count
-        assert rest >= 0, f"{count} blocks requested, {len(self._free)} are free"
-        taken = self._free[rest:]
-        del self._free[rest:]
+        rest = len(self.free) - count
+        assert rest >= 0, f"{count} blocks requested, {len(self.free)} are free"
+        taken = self.free[rest:]
+        del self.free[rest:]
         taken.reverse()
         return taken
 
     def give(self, blocks: Sequence[Block]) -> None:
-        self._free.extend(blocks)
+        self.free.extend(blocks)
 
     def check(self) -> None:
         """Assert that the stack holds only free blocks, each once, and that the null block is unused."""
-        for block in self._free:
+        for block in self.free:
             assert block.state is BlockState.FREE, f"{block} is on the stack of free blocks"
-        distinct = len({block.block_id for block in self._free})
-        assert distinct == len(self._free), f"{len(self._free)} free blocks, only {distinct} distinct"
+        distinct = len({block.block_id for block in self.free})
+        assert distinct == len(self.free), f"{len(self.free)} free blocks, only {distinct} distinct"
         null = self.blocks[0]
         assert null.state is BlockState.FREE, f"the null block is in use: {null}"
-        assert null not in self._free, "the null block can be allocated"
+        assert null not in self.free, "the null block can be allocated"

@@ -24,6 +24,8 @@ from itertools import chain, islice
 from struct import Struct
 from typing import Protocol
 
+import msgspec
+
 from .errors import StaleMatch
 from .eviction import EvictionPolicy, Lru
 from .hashing import TOKEN_BYTES, BlockHash
@@ -50,8 +52,7 @@ class CacheListener(Protocol):
         """The cache was emptied."""
 
 
-@dataclass(slots=True, frozen=True)
-class PrefixMatch:
+class PrefixMatch(msgspec.Struct, frozen=True):
     """The result of a look-up. Acquire it before calling any other method of the cache.
 
     `PrefixMatch((), 0)` uses nothing from the cache. A match whose `query_tokens` is 0 is left out of the statistics.
@@ -111,6 +112,8 @@ class PrefixCache:
         self.partial_block_reuse = partial_block_reuse
         self.counters = CacheStats()
         self._pool = BlockPool(num_blocks)
+        #: Number of blocks available to requests: all but the null block.
+        self.total_blocks = num_blocks - 1
         self._policy: EvictionPolicy = Lru() if policy is None else policy
         self._policy.begin(self.total_blocks)
         self._listener = listener
@@ -143,19 +146,14 @@ class PrefixCache:
         return self._pool.blocks
 
     @property
-    def total_blocks(self) -> int:
-        """Number of blocks available to requests: all but the null block."""
-        return len(self._pool.blocks) - 1
-
-    @property
     def free_blocks(self) -> int:
         """Number of blocks that can be allocated now: free ones, and cached ones that are neither pinned nor in use."""
-        return len(self._pool) + len(self._policy) + self._only_held
+        return len(self._pool.free) + len(self._policy) + self._only_held
 
     @property
     def unheld_free_blocks(self) -> int:
         """Number of blocks in `free_blocks` that are held for no waiting request."""
-        return len(self._pool) + len(self._policy)
+        return len(self._pool.free) + len(self._policy)
 
     @property
     def cached_free_blocks(self) -> int:
@@ -206,6 +204,10 @@ class PrefixCache:
             self._version,
             partial,
         )
+
+    def can_acquire(self, match: PrefixMatch) -> bool:
+        """Whether the blocks of a match are still cached. There may be a longer match if blocks were stored since."""
+        return match.version == self._version
 
     def _partial_match(
         self, root: BlockHash, blocks: Sequence[Block], tokens: bytes, num_tokens: int
@@ -335,7 +337,11 @@ class PrefixCache:
             skips = shortened
 
     def _count_only_held(self, blocks: Sequence[Block]) -> int:
-        return sum(map(self._is_only_held, blocks)) if self._held else 0
+        held, pins = self._held, self.pins
+        if not held:
+            return 0
+        found = [block for block in blocks if held.get(block.block_id) == block.ref_count]
+        return len(found) if not len(pins) else sum(map(self._is_only_held, found))
 
     def _is_only_held(self, block: Block) -> bool:
         if not 0 < self.holds(block) == block.ref_count:
@@ -362,8 +368,9 @@ class PrefixCache:
             self._pool.give(self._evict(min(wanted - empty, len(self._policy))))
 
     def _take(self, count: int, keep: int = 0) -> list[Block]:
-        self._shorten_holds(count + keep)
-        from_pool = min(count, len(self._pool) - keep)
+        if self._only_held:
+            self._shorten_holds(count + keep)
+        from_pool = min(count, len(self._pool.free) - keep)
         taken = self._pool.take(from_pool)
         if from_pool < count:
             taken += self._evict(count - from_pool)
@@ -510,12 +517,14 @@ class PrefixCache:
         """Release a request's block table (given in order). The tail becomes idle first, so that roots live longest."""
         idle: list[Block] = []
         spare: list[Block] = []
+        held = self._held
         for block in reversed(blocks):
             users = block.ref_count - 1
             block.ref_count = users
             if users:
                 assert users > 0, f"{block} was released more often than it was acquired"
-                self._only_held += self._is_only_held(block)
+                if held and held.get(block.block_id) == users:
+                    self._only_held += self._is_only_held(block)
             elif block.block_hash is None:
                 spare.append(block)
             else:

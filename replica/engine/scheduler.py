@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
+from msgspec import structs
+
 from ...events.load_report import PrefillSpan, work_of
 from ...events.wire.messages import PrefillWork
 from ...kvcache.hashing import BlockHasher
@@ -492,7 +494,7 @@ class Scheduler:
             return _NO_MATCH
         known = len(request.tokens)
         match = self._cache.match(request.root, request.hashes, request.token_bytes(0, known), known)
-        return replace(match, query_tokens=0) if request.warm_up else match
+        return structs.replace(match, query_tokens=0) if request.warm_up else match
 
     def _row(self, request: RequestState, budget: int, copy: BlockCopy | None = None) -> ScheduledRow:
         count = min(request.uncomputed, budget)

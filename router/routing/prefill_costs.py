@@ -10,7 +10,9 @@ then gets requests again, and its new steps count for more than its old ones.
 """
 
 from dataclasses import dataclass
+from itertools import repeat
 from math import exp, inf, log
+from operator import add, mul, sub
 
 from ...events.load_report import DECAY, SUMS, are_possible, fit, scaled, slowness, steps_of
 from ...events.wire.messages import PrefillCost
@@ -57,13 +59,14 @@ class CostPool:
         if entry is None or steps_of(totals) < steps_of(entry.totals):
             none = [0.0] * SUMS
             entry = self._replicas[replica] = _ReplicaSteps(now, tokens_per_s, none, none)
-        change = [after - before for after, before in zip(totals, entry.totals, strict=True)]
+        change = list(map(sub, totals, entry.totals))
         steps = steps_of(change)
         if steps <= 0 or not are_possible(change):
             return
         keep = DECAY**steps * exp((entry.changed_at - now) / MEMORY_S)
         count = min(1.0, _MEMORY_STEPS / steps)
-        entry.recent = [keep * old + count * new for old, new in zip(entry.recent, change, strict=True)]
+        new = change if count == 1 else map(mul, change, repeat(count))
+        entry.recent = list(map(add, map(mul, entry.recent, repeat(keep)), new))
         entry.totals, entry.tokens_per_s, entry.changed_at = totals, tokens_per_s, now
         self._changed = True
 
@@ -79,7 +82,7 @@ class CostPool:
         self._changed = False
         newest = max([entry.changed_at for entry in self._replicas.values()])
         evidence = {
-            name: [exp((entry.changed_at - newest) / MEMORY_S) * value for value in entry.recent]
+            name: list(map(mul, entry.recent, repeat(exp((entry.changed_at - newest) / MEMORY_S))))
             for name, entry in self._replicas.items()
         }
         for _ in range(ROUNDS):

@@ -152,8 +152,13 @@ class PrefixIndex:
 
     def longest(self, hashes: Sequence[int], replica: str) -> tuple[int, int]:
         """The longest prefix that any replica holds, and the longest that this one holds, in blocks."""
-        bit, ends = self._bits[replica], self._ends(hashes)
-        return max([place for place, holders in ends if holders]), max([end for end, held in ends if held & bit])
+        bit, longest, here = self._bits[replica], 0, 0
+        for end, holders in self._ends(hashes):
+            if holders and end > longest:
+                longest = end
+            if holders & bit and end > here:
+                here = end
+        return longest, here
 
     def _ends(self, hashes: Sequence[int]) -> list[_End]:
         holding = self._holders.get(hashes[0], 0) if hashes else 0
@@ -225,7 +230,10 @@ class PrefixIndex:
 
     def _spread(self, ends: list[_End]) -> "array[int]":
         """Prefix lengths by place. Most replicas share one end and others form groups; a loop handles only the rest."""
-        common = ends[0] if len(ends) == 1 else max(ends, key=lambda end: end[1].bit_count())
+        common, most = ends[0], ends[0][1].bit_count()
+        for end in ends:
+            if (size := end[1].bit_count()) > most:
+                common, most = end, size
         found = array("q", common[:1]) * len(self._bits)
         names = self._names
         for end in ends:

@@ -9,7 +9,7 @@ A replica sends no report during a step, which may take most of a second. The le
 the time at which it will be empty.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING, Literal
@@ -173,23 +173,25 @@ class LoadBook:
         self._outdated[replica] = entry
         entry.waiting_blocks = _waiting_blocks(report)
         # If nothing runs yet, the waiting requests are about to.
-        running = max(1, report.running or report.waiting)
-        entry.ends_per_step = self._lengths.ends_per_step(report.running_generated, running)
+        running = report.running or report.waiting
+        entry.ends_per_step = self._lengths.ends_per_step(report.running_generated, running if running > 1 else 1)
         entry.answer_tokens = self._lengths.remaining()[0]
         if report.prefill_sums is not None:
             self._pool.report(replica, report.prefill_sums, report.prefill_tokens_per_s, now)
-        accepted = report.accepted.get(self._router_id)
-        arrived = [] if accepted is None else [known for known in entry.pending if known <= accepted]
-        for request_id in arrived:
-            self._drop_pending(replica, request_id)
+        arrived: Sequence[int] = ()
+        if entry.pending and (accepted := report.accepted.get(self._router_id)) is not None:
+            arrived = [known for known in entry.pending if known <= accepted]
+            for request_id in arrived:
+                self._drop_pending(replica, request_id)
         # Heartbeats repeat the last report in the middle of a step.
         is_new = before is None or (report.step, report.queued_prefill_tokens) != (
             before.step,
             before.queued_prefill_tokens,
         )
         if arrived or is_new:
-            on_the_way_s = sum([sent.prefill_s for sent in entry.pending.values()])
-            entry.busy_until = now + _queued_s(entry, report) + on_the_way_s
+            entry.busy_until = now + _queued_s(entry, report)
+            if entry.pending:
+                entry.busy_until += sum([sent.prefill_s for sent in entry.pending.values()])
 
     def tokens_arrived(self, replica: str, now: float) -> None:
         """Tokens arrived, which prove that the replica makes progress."""

@@ -156,7 +156,8 @@ class Direct:
             return  # from an earlier start of the replica
         for router, known in followers.values():
             if number > known:
-                apply(router.placement, replica, updates)
+                if updates:
+                    apply(router.placement, replica, updates)
                 if report is not None:
                     router.placement.report(replica, report, self._queue.now)
                 self._heard(router)

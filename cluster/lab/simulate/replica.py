@@ -12,11 +12,14 @@ blocks are evicted ahead (a block here may have as many tokens as 32 of an engin
 
 from bisect import insort
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import reduce
 from heapq import heappop, heappush
 from itertools import count
 from operator import attrgetter
-from typing import NamedTuple
+from typing import NamedTuple, cast
+
+from msgspec import structs
 
 from ....events.load_report import PrefillSpan, work_of
 from ....events.publish.step_changes import AllCleared, Change, RemovedBlocks, StoredBlocks
@@ -102,9 +105,11 @@ class Work:
     cached: int = 0  #: tokens found in the cache at the last admission
     committed: int = 0
     turn: int = 0  #: the lowest starts first
+    waiting_work: PrefillWork = _NO_WORK  #: the tokens that it will compute, estimated when it begins to wait
+    found: "_Found | None" = None  #: the last look-up of its prompt
+    found_at: int = 0  #: how often blocks had been stored then
     priority: int = 0
     loss: int = 0  #: tokens to compute again if it is preempted; set when a victim is chosen
-    expected_cached: int = 0
     refused_at_free: int | None = None
     needed_blocks: int = 0  #: free blocks that it will take, estimated when it begins to wait
     predicted: int | None = None  #: cached tokens that the router predicted
@@ -152,6 +157,7 @@ class SimulatedReplica:
         self._accepted: dict[str, int] = {}  # router -> its last request id
         self._model = model
         self._changes: list[Change] = []
+        self._stores = 0  # how often blocks were stored
         self.shares_cache = cache is not None
         self.cache = cache or PrefixCache(limits.blocks + 1, 1, policy=eviction_policy(limits.eviction), listener=self)
         #: Both lists are ordered by turn.
@@ -171,6 +177,7 @@ class SimulatedReplica:
     # Called by the prefix cache
 
     def stored(self, parent: BlockHash | None, hashes: Sequence[BlockHash], tokens: bytes) -> None:
+        self._stores += 1
         self._changes.append(StoredBlocks(parent, tuple(hashes), tokens))
 
     def removed(self, hashes: Sequence[BlockHash]) -> None:
@@ -186,10 +193,10 @@ class SimulatedReplica:
 
     def add(self, work: Work, now: float) -> None:
         assert self.fits(work.arrival), f"a request of {work.arrival.tokens} tokens can never run"
-        work.hashes = [BlockHash(block.to_bytes(16, "big")) for block in work.arrival.blocks]
-        match = self._await(work)
-        work.turn = queue_order.queue_key(self.prefilled_tokens, work.prefill_tokens - work.expected_cached)
-        self._enqueue(work, match)
+        work.hashes = cast(list[BlockHash], [block.to_bytes(16, "big") for block in work.arrival.blocks])
+        found = self._await(work)
+        work.turn = queue_order.queue_key(self.prefilled_tokens, work.prefill_tokens - found.tokens)
+        self._enqueue(work, found.match)
         self._accepted[work.router] = work.request_id
         if self.next_at is None:
             self._begin(now)
@@ -238,6 +245,7 @@ class SimulatedReplica:
 
     def report(self, now: float) -> LoadReport:
         cache, rates, queued = self.cache, self.rates, self._waiting_work
+        decoding = len(self._decoding)
         if self._prefilling:
             begun = [PrefillSpan(work.cached, work.computed, work.prefill_tokens) for work in self._prefilling]
             queued = _added(queued, work_of(begun))
@@ -246,12 +254,12 @@ class SimulatedReplica:
             epoch=self.epoch,
             step=self._steps,
             ts=now,
-            running=len(self._prefilling) + len(self._decoding),
+            running=len(self._prefilling) + decoding,
             waiting=len(self._waiting),
             queued_prefill_tokens=queued.tokens,
             queued_prefill_s=cost.total(queued),
             queued_prefill=queued,
-            decode_context_tokens=self._context_base + self._clock * len(self._decoding),
+            decode_context_tokens=self._context_base + self._clock * decoding,
             free_blocks=cache.free_blocks,
             cached_free_blocks=cache.cached_free_blocks,
             total_blocks=cache.total_blocks,
@@ -267,14 +275,14 @@ class SimulatedReplica:
 
     def _running_generated(self) -> list[int]:
         clock = self._clock
-        lengths = [(work.ahead + clock).bit_length() for work in self._decoding.values()]
+        tokens = [work.ahead + clock for work in self._decoding.values()]
         if self._prefilling:
-            lengths += [work.generated.bit_length() for work in self._prefilling]
-        if not lengths:
+            tokens += [work.generated for work in self._prefilling]
+        if not tokens:
             return []
-        counts = [0] * (1 + max(lengths))
-        for length in lengths:
-            counts[length] += 1
+        counts = [0] * (1 + max(tokens).bit_length())
+        for generated in tokens:
+            counts[generated.bit_length()] += 1
         return counts
 
     def residents(self) -> Iterator[CachedBlock]:
@@ -291,7 +299,7 @@ class SimulatedReplica:
         held = {block.block_id for work in running for block in work.blocks}
         free = self.cache.free_blocks
         assert len(held) + free == self.cache.total_blocks, f"{len(held)} held and {free} free of all blocks"
-        waiting = work_of(map(_awaited, self._waiting))
+        waiting = reduce(_added, [work.waiting_work for work in self._waiting], _NO_WORK)
         assert waiting == self._waiting_work, f"{self._waiting_work} is counted as waiting, {waiting} waits"
         needed = sum(work.needed_blocks for work in self._waiting)
         assert needed == self._waiting_blocks, f"{self._waiting_blocks} blocks are counted as needed, {needed} are"
@@ -355,16 +363,17 @@ class SimulatedReplica:
             for other in self._prefilling
         )
 
-    def _await(self, work: Work) -> PrefixMatch:
+    def _await(self, work: Work) -> "_Found":
         """Count a request as waiting; returns its cached prefix."""
         work.prefill_tokens = work.arrival.tokens + work.generated
+        work.found = None
         found = self._found(work)
-        work.expected_cached = found.tokens
         used = sum([block.ref_count > 0 for block in found.match.blocks])
         work.needed_blocks = self._table(work) - used
+        work.waiting_work = work_of([PrefillSpan(found.tokens, found.tokens, work.prefill_tokens)])
         self._waiting_blocks += work.needed_blocks
-        self._waiting_work = _added(self._waiting_work, work_of([_awaited(work)]))
-        return found.match
+        self._waiting_work = _added(self._waiting_work, work.waiting_work)
+        return found
 
     def _enqueue(self, work: Work, match: PrefixMatch) -> None:
         insort(self._waiting, work, key=_by_turn)
@@ -375,32 +384,41 @@ class SimulatedReplica:
         return -(-(work.prefill_tokens + 1) // self.limits.block_tokens)
 
     def _found(self, work: Work) -> _Found:
+        found = work.found
+        if found is not None and work.found_at == self._stores and self.cache.can_acquire(found.match):
+            return found
+        found = self._look_up(work)
+        if not self.shares_cache:  # others' stores are not counted
+            work.found, work.found_at = found, self._stores
+        return found
+
+    def _look_up(self, work: Work) -> _Found:
         hashes = work.hashes
         match = self.cache.match(ROOT, hashes, _UNIT * len(hashes), len(hashes) + 1)
         tokens = match.tokens * self.limits.block_tokens
         if tokens < work.prefill_tokens:
             return _Found(match, tokens)
         # The last token is always computed, in a copy of its block.
-        return _Found(replace(match, blocks=match.blocks[:-1], tokens=match.tokens - 1), tokens - 1)
+        return _Found(structs.replace(match, blocks=match.blocks[:-1], tokens=match.tokens - 1), tokens - 1)
 
     def _admit(self, work: Work) -> bool:
-        free = self.cache.free_blocks
-        if work.refused_at_free is not None and free <= work.refused_at_free and (self._prefilling or self._decoding):
+        refused = work.refused_at_free
+        if refused is not None and self.cache.free_blocks <= refused and (self._prefilling or self._decoding):
             return False
         found = self._found(work)
         held = len(found.match.blocks)
         blocks = self.cache.acquire(found.match, self._table(work) - held)
         if blocks is None:
-            work.refused_at_free = free
+            work.refused_at_free = self.cache.free_blocks
             return False
         self.cache.unhold(work.request_id)
-        work.refused_at_free = None
+        work.found = work.refused_at_free = None
         work.blocks = blocks
         work.committed = held
         work.cached = work.computed = found.tokens
         if work.cached_tokens is None:
             work.cached_tokens = work.cached
-        self._waiting_work = _added(self._waiting_work, work_of([_awaited(work)]), -1)
+        self._waiting_work = _added(self._waiting_work, work.waiting_work, -1)
         self._waiting_blocks -= work.needed_blocks
         insort(self._prefilling, work, key=_by_turn)
         if self.shares_cache:  # others find the blocks as soon as their computation begins
@@ -497,7 +515,7 @@ class SimulatedReplica:
         work.blocks = []
         work.computed = work.committed = work.cached = 0
         work.refused_at_free = None
-        self._enqueue(work, self._await(work))
+        self._enqueue(work, self._await(work).match)
 
     def _leave_decoding(self, work: Work) -> None:
         work.generated = self._generated(work)
@@ -508,11 +526,6 @@ class SimulatedReplica:
         self.cache.release(work.blocks)
         work.blocks = []
         finished.append(work)
-
-
-def _awaited(work: Work) -> PrefillSpan:
-    """The tokens that a waiting request will compute, estimated when it begins to wait."""
-    return PrefillSpan(work.expected_cached, work.expected_cached, work.prefill_tokens)
 
 
 def _added(left: PrefillWork, right: PrefillWork, times: int = 1) -> PrefillWork:

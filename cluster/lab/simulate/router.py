@@ -33,7 +33,7 @@ class SimulatedRouter:
 
     def head(self) -> Work | None:
         """The held request to place next, or None."""
-        name = self._queue.head()
+        name = self._queue.head() if self._held else None
         return None if name is None else self._held[name]
 
     def hold(self, work: Work, block_tokens: int, now: float) -> None:

@@ -246,12 +246,14 @@ class Simulation:
             for other in self.replicas.values():  # their requests may wait for blocks that were freed here
                 other.wake(self.now)
                 self._schedule(other)
-        self._end_if_idle(replica)
+        if self.draining:
+            self._end_if_idle(replica)
 
     def _announce(self, replica: SimulatedReplica, report: LoadReport | None = None) -> None:
-        changes = net_changes(replica.take_changes())
+        changes = replica.take_changes()
         updates: Sequence[Update] = ()
         if changes:
+            changes = net_changes(changes)
             updates = list(updates_of(changes))
             apply(self._truth, replica.replica_id, updates)
         if changes or report is not None:
