@@ -128,11 +128,12 @@ class ColumnScores:
     def _others_s(self, uncached: Numbers, prefill_s: Numbers) -> Numbers:
         weights = self._weights
         prompt, loads, least = self._prompt, self._candidates.loads, _least_of(uncached)
-        slower_s: Numbers = np.add(weights.busy, 1.0)
-        slower_s *= loads.decode_step_s
-        slower_s -= _least_of(slower_s)
+        slower_s: Numbers = loads.decode_step_s - _least_of(loads.decode_step_s)
         slower_s *= loads.answer_tokens
-        answers_s: Numbers = np.minimum(prefill_s, LONG_PREFILL_S)
+        least_s = self._prefill_s(least)
+        extra_s: Numbers = prefill_s - least_s  # 0 for the best holder
+        answers_s: Numbers = np.minimum(least_s, LONG_PREFILL_S)
+        answers_s += extra_s
         answers_s *= loads.running
         answers_s += slower_s
         answers_s *= weights.answers
@@ -144,7 +145,6 @@ class ColumnScores:
         factor = _ONE - busy
         np.divide(weights.all_busy, factor, factor)
         factor += RECOMPUTED_SHARE * (loads.unused_blocks * prompt.block_size <= uncached)
-        extra_s: Numbers = prefill_s - self._prefill_s(least)  # 0 for the best holder
         extra_s *= factor
         extra_s += answers_s
         return extra_s

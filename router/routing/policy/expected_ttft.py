@@ -17,11 +17,11 @@ RECOMPUTED_SHARE is then added to the factor; without it, copies of shared prefi
 stays cached.
 
 Answers count too: every running answer on a replica waits while a prefill is computed there, and the new answer will
-run at that replica's pace instead of the fastest one's: its decode step, longer by the replica's busy share, because
-prefills interrupt the answer. Both are weighted by the mean time to first token over the mean time to last token, so a
-choice that shifts both by the same share has no net cost. The weight is at most MAX_ANSWER_WEIGHT, which matters when
-answers are short. A prompt's own prefill counts as at most LONG_PREFILL_S: otherwise the longest prompts, which
-determine the p99, queue behind each other on the replicas with the fewest answers while other replicas are idle.
+run at that replica's pace instead of the fastest one's. Both are weighted by the mean time to first token over the mean
+time to last token, so a choice that shifts both by the same share has no net cost. The weight is at most
+MAX_ANSWER_WEIGHT, which matters when answers are short. The part of a prefill that no replica can avoid counts as at
+most LONG_PREFILL_S: otherwise the longest prompts, which determine the p99, queue behind each other on the replicas
+with the fewest answers while other replicas are idle. What would be recomputed counts in full.
 
 Replicas whose cost exceeds the least by no more than the estimate's own error count as equal. Ties go to the fewest
 uncached tokens, then the session's replica, the fewest requests, the fewest occupied blocks and finally a random draw,
@@ -66,8 +66,8 @@ RECOMPUTED_SHARE = 0.8
 #: time to the last token.
 MAX_ANSWER_WEIGHT = 0.03
 #: Simulated on 142 cells of tests/bench/routing_grid.py, half of them of Mooncake's traces (docs/simulate.md): best or
-#: within 2 % of the best peer in 130 of them in mean TTFT, 96 in p99 and 107 in the time to the last token; without the
-#: limit, and without the busy share in the pace, in 124, 67 and 120.
+#: within 2 % of the best peer in 132 of them in mean TTFT, 90 in p99 and 109 in the time to the last token; without the
+#: limit in 124, 67 and 120.
 LONG_PREFILL_S = 0.3
 #: A decision's weight in the averages is limited to this many mean gaps: after a pause it says little. Not tuned.
 MAX_GAPS = 5.0
@@ -181,23 +181,22 @@ class CandidateScores:
         self._busy = busy if type(busy := weights.busy) is list else list(map(float, busy))
         self._uncached = [each.uncached_tokens(prompt) if sees_cache else prompt.tokens for each in candidates]
         self._least = min(self._uncached, default=0)  #: tokens that the best holder would have to compute
-        self._pace_s = min(
-            [each.load.decode_step_s * (1 + busy) for each, busy in zip(candidates, self._busy, strict=True)],
-            default=0.0,
-        )
+        self._pace_s = min([each.load.decode_step_s for each in candidates], default=0.0)
 
     def _others_s(self, load: ReplicaLoad, uncached: int, busy: float) -> float:
         """Seconds that others lose if `uncached` tokens are computed there; `busy`: the replica's busy share."""
         total, least, weights, cost = self._prompt.tokens, self._least, self._weights, load.prefill_cost
-        prefill_s = cost.seconds(total - uncached, uncached)
-        slower_s = load.answer_tokens * (load.decode_step_s * (1 + busy) - self._pace_s)
-        answers_s = weights.answers * (load.running * min(prefill_s, LONG_PREFILL_S) + slower_s)
-        if uncached == least:
+        least_s = cost.seconds(total - least, least)
+        extra_s = 0.0 if uncached == least else cost.seconds(total - uncached, uncached) - least_s
+        stalled_s = extra_s + min(least_s, LONG_PREFILL_S)
+        slower_s = load.answer_tokens * (load.decode_step_s - self._pace_s)
+        answers_s = weights.answers * (load.running * stalled_s + slower_s)
+        if not extra_s:
             return answers_s
         factor = weights.all_busy / (1 - min(busy, BUSY_LIMIT))  # seconds lost per second of extra work
         if (load.free_blocks - load.cached_free_blocks) * self._prompt.block_size <= uncached:
             factor += RECOMPUTED_SHARE
-        return answers_s + factor * (prefill_s - cost.seconds(total - least, least))
+        return answers_s + factor * extra_s
 
     def choose(self, preferred: str | None, rng: Random) -> Score | None:
         ties = self.ties()

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from homing.router.backend import FeedState
 from homing.router.routing.policy.base import Candidate, Prompt, Score, expected_ttft_s
 from homing.router.routing.policy.expected_ttft import (
+    MAX_ANSWER_WEIGHT,
     RECOMPUTED_SHARE,
     TIE_MAX_S,
     TIE_RATIO,
@@ -105,17 +106,16 @@ def test_the_longest_prompts_do_not_queue_to_spare_answers() -> None:
     assert chosen(ExpectedTtft(), [nearly_idle, idle], short) == "r0"
 
 
-def test_an_answer_goes_where_fewer_prefills_interrupt_it() -> None:
-    """Neither computes a prompt now, but one usually does, and its answers stand still while it does."""
-    policy, running = ExpectedTtft(), {"running": 4, "answer_tokens": 500.0}
-    for number in range(300):
-        seen = [candidate("r0", queued_prefill_tokens=2000, **running), candidate("r1", **running)]
-        policy.decide(replace(PROMPT, now=float(number)), seen, Random(0))
+def test_what_is_computed_anew_counts_in_full_against_answers() -> None:
+    """Otherwise long prefixes would be recomputed wherever a queue is short, and take others' memory."""
+    few, many = (
+        candidate("r0", running=running, prefill_tokens_per_s=10_000, max_running_requests=64) for running in (1, 41)
+    )
+    holder = candidate("r1", 1200, prefill_tokens_per_s=10_000)
+    prompt = Prompt(tokens=20_000, blocks=1250, block_size=BLOCK)
+    lost = [ExpectedTtft().consider(prompt, [each, holder], Random(0)).table()[0].others_s for each in (few, many)]
 
-    now = [candidate("r0", 62, **running), candidate("r1", 61, **running)]
-
-    assert chosen(ExpectedTtft(), now) == "r0"
-    assert chosen(policy, now) == "r1"
+    assert lost[1] - lost[0] == pytest.approx(40 * MAX_ANSWER_WEIGHT * 2.0, rel=0.05)
 
 
 loads = st.builds(
