@@ -239,7 +239,7 @@ class PrefixCache:
     def acquire(self, match: PrefixMatch, new_blocks: int, keep: int = 0) -> list[Block] | None:
         """Return a request's block table: the matched blocks, then `new_blocks` more. None, with no effect, if too few.
 
-        Of the empty blocks, `keep` are left, if there are so many: it takes cached ones before those.
+        Of the empty blocks, `keep` are left, if there are so many: it takes cached ones first, also held ones.
 
         With `match.partial`, the caller must copy the KV of its tokens into the first new block before it writes to any
         block handed out since the look-up: the source block is not held and may even be among the new blocks.
@@ -357,6 +357,10 @@ class PrefixCache:
     def blocks_ahead(self, running: int) -> int:
         """How many empty blocks there should be for the answers of so many running requests."""
         return min(AHEAD_TOKENS * running // self.block_size, self._most_ahead)
+
+    def kept_blocks(self, running: int) -> int:
+        """How many of the empty blocks a prompt should leave to these answers, which would else take held ones."""
+        return min(self.blocks_ahead(running), len(self._pool)) if self.enabled else 0
 
     def evict_ahead(self, running: int) -> None:
         """Evict a few blocks for the answers of so many running requests, unless only held ones are left.

@@ -371,7 +371,7 @@ class Scheduler:
 
     def _room(self) -> int:
         """Number of free blocks, less those that are kept for the answers of running requests."""
-        return self._cache.free_blocks - self._cache.blocks_ahead(len(self._running))
+        return self._cache.free_blocks - self._cache.kept_blocks(len(self._running))
 
     def _spare(self, tokens: int) -> int:
         """How many drafts fit into a step that has this many tokens already."""
@@ -452,7 +452,7 @@ class Scheduler:
     def _start(self, request: RequestState, match: PrefixMatch, budget: int) -> ScheduledRow | None:
         """Admit a waiting request, with cached blocks and new ones for the rest; None if too few are free."""
         needed = -(-request.num_tokens // self._hasher.block_size) - len(match.blocks)
-        keep = self._cache.blocks_ahead(len(self._running))
+        keep = self._cache.kept_blocks(len(self._running))
         blocks: list[Block] | None = self._cache.acquire(match, needed, keep)
         # If nothing is running, nothing will free blocks: break pins early.
         while blocks is None and not self._running and self._cache.break_pin():

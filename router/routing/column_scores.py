@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from .load_columns import CandidateColumns, Flags, Numbers
 from .policy.base import NEGLIGIBLE, ManyCandidates, Prompt, Score, expected_ttft_s
-from .policy.expected_ttft import BUSY_LIMIT, LONG_PREFILL_S, RECOMPUTED_SHARE, Weights, cost_limit
+from .policy.expected_ttft import BUSY_LIMIT, LONG_PREFILL_TOKENS, RECOMPUTED_SHARE, Weights, cost_limit
 
 Places = npt.NDArray[np.intp]
 #: As arrays, because operations on an array and a Python number take half as long again.
@@ -132,7 +132,7 @@ class ColumnScores:
         slower_s *= loads.answer_tokens
         least_s = self._prefill_s(least)
         extra_s: Numbers = prefill_s - least_s  # 0 for the best holder
-        answers_s: Numbers = np.minimum(least_s, LONG_PREFILL_S)
+        answers_s: Numbers = least_s * min(1.0, LONG_PREFILL_TOKENS / least)
         answers_s += extra_s
         answers_s *= loads.running
         answers_s += slower_s

@@ -71,6 +71,9 @@ class AnswerText:
         exempt = 0  # characters at the start of the text in which no stop string may end
         if delta.text is not None:
             text = delta.text
+            if self._min_tokens:
+                exempt = len(text) if delta.text_tokens <= self._min_tokens else 0
+                self._min_tokens = max(0, self._min_tokens - delta.text_tokens)
         elif self._min_tokens:
             first = min(self._min_tokens, len(ids))
             self._min_tokens -= first

@@ -7,7 +7,7 @@ are one leap, because all running requests advance at the same pace. A cached un
 inside it are not distinguished, except the last one of a fully cached prompt, which the engine computes.
 
 Simplifications: generated tokens take blocks but are never shared, a leap keeps the decode pace of its start, and no
-blocks are evicted ahead (a block here may have as many tokens as 32 of an engine's).
+blocks are evicted ahead or kept empty for answers (a block here may have as many tokens as 32 of an engine's).
 """
 
 from bisect import insort

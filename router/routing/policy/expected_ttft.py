@@ -19,9 +19,9 @@ stays cached.
 Answers count too: every running answer on a replica waits while a prefill is computed there, and the new answer will
 run at that replica's pace instead of the fastest one's. Both are weighted by the mean time to first token over the mean
 time to last token, so a choice that shifts both by the same share has no net cost. The weight is at most
-MAX_ANSWER_WEIGHT, which matters when answers are short. The part of a prefill that no replica can avoid counts as at
-most LONG_PREFILL_S: otherwise the longest prompts, which determine the p99, queue behind each other on the replicas
-with the fewest answers while other replicas are idle. What would be recomputed counts in full.
+MAX_ANSWER_WEIGHT, which matters when answers are short. Of the part of a prefill that no replica can avoid, at most
+LONG_PREFILL_TOKENS count: otherwise the longest prompts, which determine the p99, queue behind each other on the
+replicas with the fewest answers while other replicas are idle. What would be recomputed counts in full.
 
 Replicas whose cost exceeds the least by no more than the estimate's own error count as equal. Ties go to the fewest
 uncached tokens, then the session's replica, the fewest requests, the fewest occupied blocks and finally a random draw,
@@ -66,9 +66,9 @@ RECOMPUTED_SHARE = 0.8
 #: time to the last token.
 MAX_ANSWER_WEIGHT = 0.03
 #: Simulated on 142 cells of tests/bench/routing_grid.py, half of them of Mooncake's traces (docs/simulate.md): best or
-#: within 2 % of the best peer in 132 of them in mean TTFT, 90 in p99 and 109 in the time to the last token; without the
-#: limit in 124, 67 and 120.
-LONG_PREFILL_S = 0.3
+#: within 2 % of the best peer in 131 of them in mean TTFT, 95 in p99 and 100 in the time to the last token; with 16,384
+#: in 129, 88 and 110, without the limit in 124, 67 and 120.
+LONG_PREFILL_TOKENS = 8192
 #: A decision's weight in the averages is limited to this many mean gaps: after a pause it says little. Not tuned.
 MAX_GAPS = 5.0
 MAX_SESSIONS = 65_536
@@ -188,7 +188,7 @@ class CandidateScores:
         total, least, weights, cost = self._prompt.tokens, self._least, self._weights, load.prefill_cost
         least_s = cost.seconds(total - least, least)
         extra_s = 0.0 if uncached == least else cost.seconds(total - uncached, uncached) - least_s
-        stalled_s = extra_s + min(least_s, LONG_PREFILL_S)
+        stalled_s = extra_s + least_s * min(1.0, LONG_PREFILL_TOKENS / least)
         slower_s = load.answer_tokens * (load.decode_step_s - self._pace_s)
         answers_s = weights.answers * (load.running * stalled_s + slower_s)
         if not extra_s:

@@ -1,6 +1,7 @@
 """Properties of an answer's text: stop strings, compared with a search of the whole text, and the text's tokens."""
 
 import itertools
+from unittest.mock import Mock
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -149,6 +150,16 @@ def test_a_stop_string_within_min_tokens_does_not_end_the_answer(text_model: Tex
                 if delta.ending:
                     break
             assert (text, delta.ending) == ("one STOP two ", "stop")
+
+
+def test_min_tokens_counts_the_tokens_of_engines_that_send_text() -> None:
+    """They report how many tokens a text has; a part that crosses the minimum is searched as a whole."""
+    answer = AnswerText(Mock(), ["STOP"], min_tokens=3)
+    parts = [("a STOP ", 2), ("STOP ", 1), ("b STOP c", 3)]
+
+    deltas = [answer.push(TokenDelta(token_ids=[], text=text, text_tokens=tokens)) for text, tokens in parts]
+
+    assert ("".join(each.text for each in deltas), deltas[-1].ending) == ("a STOP STOP b ", "stop")
 
 
 def test_the_longest_of_stop_strings_that_end_together_counts():

@@ -95,10 +95,10 @@ def test_a_prefill_goes_where_it_delays_fewer_answers() -> None:
 
 
 def test_the_longest_prompts_do_not_queue_to_spare_answers() -> None:
-    """Half a second of its own wait spares thirty answers its two seconds; but the p99 consists of such prompts."""
-    long, short = (Prompt(tokens=tokens, blocks=0, block_size=BLOCK) for tokens in (20_000, 500))
+    """A wait of 2.5 seconds would spare thirty answers its ten seconds; but the p99 consists of such prompts."""
+    long, short = (Prompt(tokens=tokens, blocks=0, block_size=BLOCK) for tokens in (100_000, 500))
     about = {"prefill_tokens_per_s": 10_000, "max_running_requests": 64}
-    few = candidate("r0", running=10, queued_prefill_tokens=5000, **about)
+    few = candidate("r0", running=10, queued_prefill_tokens=25_000, **about)
     idle = candidate("r1", running=40, **about)
     nearly_idle = candidate("r0", running=10, queued_prefill_tokens=200, **about)
 
