@@ -11,7 +11,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from itertools import islice
 from math import ceil
@@ -119,6 +119,10 @@ class Order:
     seed: Annotated[int, option("seed of all random numbers")] = 0
     json: Annotated[Path | None, option("write the results as JSON, for programs", metavar="FILE")] = None
     plot: Annotated[Path | None, option("draw the results: .png, .svg, or self-contained .html", metavar="FILE")] = None
+
+
+#: The flags that a scenario does not fix.
+_FREE_IN_SCENARIOS = "scenario policies event_delay_ms event_loss resync_ms wire seed json plot".split()
 
 
 @dataclass(slots=True, frozen=True)
@@ -263,14 +267,15 @@ def _calmed(course: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def _run(order: Order, show: ShowProgress) -> Outcome:
-    if order.autoscale:
-        return _scaled(order, show)
     if order.scenario is not None:
+        _check_scenario(order)
         scenario = find(order.scenario)
         staged = stage(scenario, policy=order.policies[0], seed=order.seed, channel=_channel(order))
         results = _compare(order.policies, staged, show)
         hits = "" if scenario.hits is None else f"; one endless cache has {scenario.hits:.1%} of the tokens"
         return Outcome(f"{order.scenario}: {scenario.about}{hits}", results, staged.fault_s)
+    if order.autoscale:
+        return _scaled(order, show)
     setup = _setup(order)
     about = facts(_arrivals(order))
     speed, shares = order.speed, ""
@@ -287,6 +292,15 @@ def _run(order: Order, show: ShowProgress) -> Outcome:
     return Outcome(heading, results)
 
 
+def _check_scenario(order: Order) -> None:
+    """Raises SettingsError if a flag is given that the scenario would ignore."""
+    fixed = [each for each in fields(order) if each.name not in _FREE_IN_SCENARIOS]
+    given = [each.name for each in fixed if getattr(order, each.name) != each.default]
+    if given:
+        names = ["LOG" if name == "trace" else f"--{name.replace('_', '-')}" for name in given]
+        raise SettingsError(f"--scenario fixes the traffic and the replicas; it does not go with {', '.join(names)}")
+
+
 def _heading(order: Order, about: WorkloadFacts, speed: float) -> str:
     name = order.trace.name if order.trace else "generated conversations"
     return f"{name}: {about.requests} requests, {about.rate_per_s * speed:.2f} a second"
@@ -300,8 +314,6 @@ def _scaled(order: Order, show: ShowProgress) -> Outcome:
     except ValueError as error:
         raise SettingsError(f"--autoscale {error}") from error
     assert terms is not None, "nothing bounds the replicas"
-    if order.scenario is not None:
-        raise SettingsError("--autoscale goes with a trace or generated conversations, not with --scenario")
     setup, about = _setup(order), facts(_arrivals(order))
 
     staged = Staged(setup, lambda: compress(_arrivals(order), order.speed))

@@ -76,7 +76,7 @@ def test_a_page_is_drawn(tmp_path: Path) -> None:
 
 def test_a_scenario_with_a_fault_says_when_hits_were_back() -> None:
     """The recovery time is the cost of a fault. A scenario without one has no recovery to report."""
-    told = output(["simulate", "--scenario", "burst", "--requests", "300", "--policies", "expected-ttft,llm-d"])
+    told = output(["simulate", "--scenario", "burst", "--policies", "expected-ttft,llm-d"])
 
     assert told.startswith("burst: ")
     assert "recovery" not in told
@@ -94,6 +94,7 @@ def test_the_replicas_for_a_target_are_reported() -> None:
     [
         (["simulate", "--policies", "fastest"], "unknown policy 'fastest'"),
         (["simulate", "--scenario", "doom"], "unknown scenario 'doom'"),
+        (["simulate", "--scenario", "burst", "--replicas", "9", "--load", "0.5"], "not go with --replicas, --load"),
         (["simulate", "nowhere.jsonl"], "nowhere.jsonl cannot be read"),
         (["simulate", "--prefill-rate", "100"], "--decode-step-ms go together"),
         (["simulate", "--plot", "x.bmp"], "x.bmp"),
