@@ -128,8 +128,11 @@ class TokenStream(Protocol):
     def listen(self, sink: TokenSink) -> None:
         """Pass all deltas to the sink, from the first one on, as they arrive. Call once. `cancel` ends the calls."""
 
-    def cancel(self) -> None:
-        """Stop the request and free its blocks. Idempotent; does nothing after the end."""
+    def cancel(self, *, answered: bool = False) -> None:
+        """Stop the request and free its blocks. Idempotent; does nothing after the end.
+
+        `answered`: the answer is complete, such as at a stop string; the request counts as finished.
+        """
 
 
 #: Which chats go to the external engines' own chat endpoints instead of as token ids; `parsed`: those in whose answers

@@ -72,7 +72,7 @@ FAMILIES = (
         ("homing_completion_tokens", "Generated tokens of HTTP requests."),
         ("homing_routing_requests", "Sequences accepted for routing.", "requests"),
         ("homing_routing_failed", "Sequences that ended with an error.", "failed"),
-        ("homing_routing_cancelled", "Sequences cancelled by the HTTP server or client.", "cancelled"),
+        ("homing_routing_cancelled", "Sequences whose client left, or whose model was replaced.", "cancelled"),
         ("homing_routing_rejected", "Sequences refused: queue full or prompt too long.", "rejected"),
         ("homing_routing_held", "Sequences that had to wait in the router on arrival.", "held"),
         ("homing_routing_continuations", "Times a sequence continued on another replica.", "continued"),

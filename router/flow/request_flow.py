@@ -196,10 +196,18 @@ class RequestFlow:
             self.counters.held += 1
         return request_id, instructions
 
-    def cancel(self, request_id: RequestId, now: float) -> list[Instruction]:
-        """Cancel a request whose reader left. Does nothing if the request is over."""
+    def cancel(self, request_id: RequestId, now: float, *, answered: bool = False) -> list[Instruction]:
+        """Cancel a request whose reader left, or end it if its answer is complete. Does nothing if it is over."""
         request = self._requests.get(request_id)
-        return [] if request is None else [*self._abort(request), self._cancel(request), *self.pump(now)]
+        if request is None:
+            return []
+        instructions = self._abort(request)
+        if answered and request.phase is STREAMING:
+            self._count_finished(request)
+            instructions.append(Ended(request))
+        else:
+            instructions.append(self._cancel(request))
+        return [*instructions, *self.pump(now)]
 
     def on_reply(self, replica: str, reply: TokenBatch | TextOutput | Refused, now: float) -> list[Instruction]:
         loads = self.placement.loads
@@ -549,13 +557,16 @@ class RequestFlow:
         return instructions
 
     def _finish(self, request: RequestState, last: TokenDelta, now: float) -> list[Instruction]:
-        self._end(request, "finish", "finished", now)
+        self._count_finished(request, now)
+        return [Deliver(request.request_id, last, request.replica), Ended(request)]
+
+    def _count_finished(self, request: RequestState, computed_at: float | None = None) -> None:
+        self._end(request, "finish", "finished", computed_at)
         if request.request.embedding is None:
             self.placement.finished(request.generated)
         self.counters.finished += 1
         self.counters.predicted_cached_tokens += request.predicted_cached_tokens
         self.counters.delivered_cached_tokens += request.delivered_cached_tokens or 0
-        return [Deliver(request.request_id, last, request.replica), Ended(request)]
 
     def _fail(self, request: RequestState, error: RouterError) -> Ended:
         self._end(request, "fail", "failed")

@@ -51,7 +51,12 @@ TRANSITIONS = (
     Transition(Phase.SENT, "move", Phase.WAITING, "the replica is lost, stuck or refuses it, and a retry is left"),
     Transition(Phase.STREAMING, "move", Phase.WAITING, "the replica is lost or stuck, and a retry is left"),
     Transition(Phase.SENT, "finish", Phase.OVER, "the replica is lost, and nothing is left to generate"),
-    Transition(Phase.STREAMING, "finish", Phase.OVER, "the last output arrives, or only its finish reason is lost"),
+    Transition(
+        Phase.STREAMING,
+        "finish",
+        Phase.OVER,
+        "the last output or a stop string arrives, or only its finish reason is lost",
+    ),
     Transition(Phase.WAITING, "fail", Phase.OVER, "its deadline passes, or the queue or the router drops it"),
     Transition(Phase.SENT, "fail", Phase.OVER, "it is refused, no retry is left, or its deadline passes"),
     Transition(Phase.STREAMING, "fail", Phase.OVER, "tokens are missing, no retry is left, or its deadline passes"),

@@ -19,9 +19,9 @@ class RequestStream:
         self,
         request_id: RequestId,
         replica_of: Callable[[RequestId], str | None],
-        cancel: Callable[[RequestId], None],
+        cancel: Callable[[RequestId, bool], None],
     ) -> None:
-        """`replica_of` returns the replica that a request is on; `cancel` stops a request."""
+        """`replica_of` returns the replica that a request is on; `cancel` stops a request, which may be answered."""
         self._id = request_id
         self._replica_of = replica_of
         self._cancel = cancel
@@ -44,13 +44,13 @@ class RequestStream:
         if self._error is not None and not self._cancelled:
             sink.failed(self._error)
 
-    def cancel(self) -> None:
+    def cancel(self, *, answered: bool = False) -> None:
         if self._cancelled:
             return
         self._cancelled = True
         self._sink = None
         if not self._over:
-            self._cancel(self._id)
+            self._cancel(self._id, answered)
 
     def put(self, delta: TokenDelta, replica_id: str | None) -> None:
         self._replica = replica_id

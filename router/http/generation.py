@@ -286,12 +286,12 @@ class Generation:
             self._ttft_s = ttft_s
 
     def choice_ended(self) -> None:
-        """Finish the response after the last choice; until then, cancel streams of choices that hit a stop string."""
+        """Finish the response after the last choice; until then, end the streams of choices that hit a stop string."""
         self.left -= 1
         if self.left:
             for choice in self.choices:
                 if choice.ending:
-                    choice.stream.cancel()
+                    choice.stream.cancel(answered=True)
             return
         self._close()
         self.writer.end(self)
@@ -340,7 +340,7 @@ class Generation:
 
     def _cancel(self) -> None:
         for choice in self.choices:
-            choice.stream.cancel()
+            choice.stream.cancel(answered=choice.ending is not None)
 
     def _summary(self) -> GenerationSummary:
         choices, caller, job = self.choices, self._caller, self.job

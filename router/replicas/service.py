@@ -417,8 +417,8 @@ class RouterService:
 
     # Instructions
 
-    def _cancel(self, request_id: RequestId) -> None:
-        self._run(self._flow.cancel(request_id, self._context.clock()))
+    def _cancel(self, request_id: RequestId, answered: bool) -> None:
+        self._run(self._flow.cancel(request_id, self._context.clock(), answered=answered))
 
     def _run(self, instructions: list[Instruction]) -> None:
         """Execute instructions, and those that result from them, strictly in order.

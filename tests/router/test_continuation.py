@@ -249,7 +249,7 @@ class World(FakeBackend):
     def generate(self, request: GenerationRequest) -> RequestStream:  # type: ignore[override]
         request_id, instructions = self.flow.submit(request, 0.0)
         stream = self.running[request_id] = RequestStream(
-            request_id, self.flow.replica_of, lambda gone: self.carry_out(self.flow.cancel(gone, 0.0))
+            request_id, self.flow.replica_of, lambda gone, _: self.carry_out(self.flow.cancel(gone, 0.0))
         )
         self.carry_out(instructions)
         asyncio.get_running_loop().call_soon(self.turn, request_id)

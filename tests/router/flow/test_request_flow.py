@@ -520,6 +520,20 @@ def test_a_cancelled_request_is_aborted_and_silent_from_then_on(world: World) ->
     assert world.records[request_id].outcome == "cancelled"
 
 
+def test_an_answer_that_is_complete_counts_as_finished_though_its_replica_is_stopped(world: World) -> None:
+    """The router finds stop strings; on call, `cancelled` must mean clients that left."""
+    request_id = world.submit(request_of(PROMPT))
+    home = world.home(request_id)
+    wire_id = world.sent(home).request_id
+    world.reply(home, TokenOutput(wire_id, 0, [5]))
+
+    world.run(world.flow.cancel(request_id, world.now, answered=True))
+
+    assert world.on_wire[home][-1] == Abort(request_ids=[wire_id])
+    assert world.records[request_id].outcome == "finished"
+    assert (world.flow.counters.finished, world.flow.counters.cancelled) == (1, 0)
+
+
 def test_a_deadline_ends_a_request_wherever_it_is() -> None:
     """On a replica it is aborted; in the queue it is removed."""
     world = World(1)

@@ -78,7 +78,7 @@ class FakeStream:
         self._sink = sink
         asyncio.get_running_loop().call_soon(self._play, sink)
 
-    def cancel(self) -> None:
+    def cancel(self, *, answered: bool = False) -> None:
         self.cancelled.set()
         self._sink = None
 
