@@ -130,14 +130,17 @@ class ColumnScores:
         prompt, loads, least = self._prompt, self._candidates.loads, _least_of(uncached)
         slower_s: Numbers = loads.decode_step_s - _least_of(loads.decode_step_s)
         slower_s *= loads.answer_tokens
-        least_s = self._prefill_s(least)
-        extra_s: Numbers = prefill_s - least_s  # 0 for the best holder
-        answers_s: Numbers = least_s * min(1.0, LONG_PREFILL_TOKENS / least)
-        answers_s += extra_s
+        share = LONG_PREFILL_TOKENS / max(LONG_PREFILL_TOKENS, least)
+        if least == float(self._prompt.tokens):  # no replica has any of it cached
+            extra_s, answers_s = None, prefill_s * share
+        else:
+            least_s = self._prefill_s(least)
+            extra_s, answers_s = prefill_s - least_s, least_s * share  # `extra_s` is 0 for the best holder
+            answers_s += extra_s
         answers_s *= loads.running
         answers_s += slower_s
         answers_s *= weights.answers
-        if least == float(self._prompt.tokens):  # no replica has any of it cached
+        if extra_s is None:
             return answers_s
         busy = np.asarray(weights.busy)
         if busy[busy.argmax()] > BUSY_LIMIT:

@@ -188,7 +188,7 @@ class CandidateScores:
         total, least, weights, cost = self._prompt.tokens, self._least, self._weights, load.prefill_cost
         least_s = cost.seconds(total - least, least)
         extra_s = 0.0 if uncached == least else cost.seconds(total - uncached, uncached) - least_s
-        stalled_s = extra_s + least_s * min(1.0, LONG_PREFILL_TOKENS / least)
+        stalled_s = extra_s + least_s * (LONG_PREFILL_TOKENS / max(LONG_PREFILL_TOKENS, least))
         slower_s = load.answer_tokens * (load.decode_step_s - self._pace_s)
         answers_s = weights.answers * (load.running * stalled_s + slower_s)
         if not extra_s:
