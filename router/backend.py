@@ -5,7 +5,7 @@ Types only: no sockets, no HTTP, no tokenizer. `ModelVersions` and `RouterServic
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
 
@@ -62,6 +62,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     pins: tuple[Pin, ...] = ()  #: prefixes of the prompt to keep cached on the replica
     constraint: Constraint | None = None  #: what the answer must match; already validated
     chat: bytes = b""  #: the prompt as a JSON chat, for an external engine's own template and parsers; empty: ids only
+    given: dict[str, Any] = {}  #: for external engines that get ids: the fields that the client set
     embedding: EmbeddingParams | None = None  #: set: generate no tokens; the only delta has the prompt's vector
 
 
@@ -343,6 +344,10 @@ class ModelBackend(Protocol):
 
     def text(self) -> TextSource | None:
         """The tokenizer and template for its requests; None until a replica has joined."""
+
+    @property
+    def has_engines(self) -> bool:
+        """Whether the replicas are external engines, which have defaults of their own."""
 
     def engine_chats(self) -> EngineChats:
         """Which chats must be sent as chats, for the engines to render and parse."""

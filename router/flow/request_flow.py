@@ -625,4 +625,5 @@ def _generate(request: RequestState) -> Generate:
         constraint=about.constraint,
         chat=about.chat,
         embedding=about.embedding,
+        given=about.given,
     )
