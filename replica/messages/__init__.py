@@ -115,6 +115,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate", omit_d
     chat: bytes = b""  #: for external engines: the request as a JSON chat, which they render and parse themselves
     #: If set, no tokens are generated: the only output carries the prompt's embedding.
     embedding: EmbeddingParams | None = None
+    counted: bool = False  #: another replica has had it: not a query once more
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
