@@ -281,6 +281,7 @@ class RouterCounters(msgspec.Struct, kw_only=True):
     predicted_cached_tokens: int = 0  #: for finished requests
     delivered_cached_tokens: int = 0  #: likewise
     regret_tokens: int = 0  #: cached tokens forgone against the best replica, summed over decisions
+    overruled: int = 0  #: decisions of the policy that were not followed: it chose no usable replica although one was
     predictions_exact: int = 0  #: reported cached tokens were as predicted, or less than a block more
     predictions_low: int = 0  #: a whole block or more above the prediction
     predictions_high: int = 0  #: below the prediction

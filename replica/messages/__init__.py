@@ -115,6 +115,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate", omit_d
     chat: bytes = b""  #: for external engines: the client's JSON chat, which they render and parse themselves
     #: If set, no tokens are generated: the only output carries the prompt's embedding.
     embedding: EmbeddingParams | None = None
+    counted: bool = False  #: another replica has had it: not a query once more
     #: For external engines that get ids: the fields that the client set. What it did not set is the engine's to decide.
     given: dict[str, Any] = {}
 

@@ -107,6 +107,7 @@ class RouterService:
             loads=LoadBook(router_id, settings.replica_silence_s),
             reservations=Reservations(settings.reservation_timeout_s),
             rng=rng or Random(),
+            counters=self.counters,
         )
         self._flow = RequestFlow(self._placement, settings, block_size=cache.block_size, counters=self.counters)
         self._cluster_seed: int | None = None
