@@ -231,11 +231,11 @@ class ExternalLoad:
 
     def _count(self, request: ExternalRequest) -> None:
         asked, hit = len(request.generate.token_ids) // 4, request.cached_tokens or 0
-        before = self._counters
+        before, counts = self._counters, not request.generate.counted
         self._counters = msgspec.structs.replace(
             before,
-            query_tokens=before.query_tokens + asked,
-            hit_tokens=before.hit_tokens + hit,
+            query_tokens=before.query_tokens + asked * counts,
+            hit_tokens=before.hit_tokens + hit * counts,
             generated_tokens=before.generated_tokens + request.generated,
             prefilled_tokens=before.prefilled_tokens + asked - hit,
         )

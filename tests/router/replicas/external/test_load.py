@@ -1,5 +1,6 @@
 """An engine's load, expressed as one of our load reports."""
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -63,6 +64,19 @@ def test_requests_count_as_running_from_their_first_token_on(load: ExternalLoad)
     report = load.report(1.0, cached_blocks=0)
     assert (report.running, report.counters.query_tokens) == (0, 100)
     assert round(report.prefill_tokens_per_s) == 200
+
+
+def test_a_request_that_another_engine_has_had_is_no_second_query(load: ExternalLoad) -> None:
+    """Hit rates would fall with each engine that dies; what it computes here still counts."""
+    request = request_at(1)
+    request.generate = msgspec.structs.replace(request.generate, counted=True)
+    load.sent(request)
+    load.tokens_arrived(request, 0.5)
+    load.ended(request)
+
+    counted = load.report(1.0, cached_blocks=0).counters
+
+    assert (counted.query_tokens, counted.hit_tokens, counted.prefilled_tokens) == (0, 0, 100)
 
 
 def test_a_short_prompt_costs_more_than_its_length(load: ExternalLoad) -> None:
