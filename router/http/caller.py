@@ -11,6 +11,7 @@ from .front import Front
 from .protocol.exchange import Exchange
 
 REQUEST_ID = "x-request-id"
+IGNORED_FIELDS = "x-homing-ignored-fields"
 #: Headers in which OpenCode, Codex, Claude Code, pi and others name the session; the first one present counts.
 SESSION_HEADERS = (
     *("x-session-affinity", "x-correlation-id", "x-claude-code-session-id", "session_id", "session-id"),
@@ -57,7 +58,7 @@ class Caller:
     """
 
     __slots__ = (
-        *("_charged", "_exchange", "_limiter", "_notes", "_now", "_timeout_s"),
+        *("_charged", "_exchange", "_ignored", "_limiter", "_now", "_timeout_s"),
         *("agent", "history_bytes", "history_objects", "parent", "request_id", "session", "tenant"),
     )
 
@@ -77,12 +78,17 @@ class Caller:
         self._now = front.monotonic
         self._timeout_s = front.settings.request_timeout_s
         self._charged: Sequence[int] | None = None
-        self._notes: list[tuple[str, str]] = []  #: response headers besides the rate limits
+        self._ignored: list[str] = []  #: fields of the request that had no effect
 
-    def note(self, header: str, names: Sequence[str]) -> None:
-        """Add a response header that lists names from the request; names unfit for a header are left out."""
-        self._notes.append((header, ", ".join([each for each in names if _PRINTABLE.fullmatch(each)])))
-        self._exchange.extra_headers = [*self._exchange.extra_headers, self._notes[-1]]
+    def ignored(self, names: Sequence[str]) -> None:
+        """List more fields of the request in the header for ignored ones; names unfit for a header are left out."""
+        self._ignored += [each for each in names if _PRINTABLE.fullmatch(each)]
+        others = [each for each in self._exchange.extra_headers if each[0] != IGNORED_FIELDS]
+        self._exchange.extra_headers = [*others, *self._notes()]
+
+    def _notes(self) -> list[tuple[str, str]]:
+        """Response headers besides the rate limits."""
+        return [(IGNORED_FIELDS, ", ".join(self._ignored))] if self._ignored else []
 
     def sender(self, narrowed_by: str | None = None) -> Sender:
         """The caller as the encoder threads see it. `narrowed_by`: see `Tenant.cache_salt`."""
@@ -132,7 +138,7 @@ class Caller:
 
     def _show_limits(self, limiter: RateLimiter) -> float:
         """Set OpenAI's rate-limit headers to the tenant's current state. Returns the monotonic time."""
-        now, headers = self._now(), list(self._notes)
+        now, headers = self._now(), self._notes()
         for name, status in limiter.status(now).items():
             headers += [
                 (f"x-ratelimit-limit-{name}", str(status.per_minute)),
