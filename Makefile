@@ -178,7 +178,7 @@ bench-step: $(VENV)/.dev ## What the host does for a decode step that is launche
 bench-guided: $(VENV)/.dev ## Cost of structured output: masks, first masks, a guided row in a batch (OUT=FILE writes JSON)
 	@$(BIN)/python tests/bench/guided.py $(if $(OUT),--out $(OUT))
 
-gpu-compile: $(VENV)/.dev ## Compile all GPU kernels for sm_80, 86, 89, 90 and 100 without a GPU (ARGS=--variants: count variants)
+gpu-compile: $(VENV)/.dev ## Compile all GPU kernels for sm_80, 86, 89, 90 and 100 without a GPU
 	@$(BIN)/python tests/gpu/compile.py $(ARGS)
 	@$(if $(ARGS),,$(BIN)/python tests/gpu/compile_flash4.py)
 

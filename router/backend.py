@@ -5,7 +5,7 @@ Types only: no sockets, no HTTP, no tokenizer. `ModelVersions` and `RouterServic
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
 
@@ -62,6 +62,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     pins: tuple[Pin, ...] = ()  #: prefixes of the prompt to keep cached on the replica
     constraint: Constraint | None = None  #: what the answer must match; already validated
     chat: bytes = b""  #: the prompt as a JSON chat, for an external engine's own template and parsers; empty: ids only
+    given: dict[str, Any] = {}  #: for external engines that get ids: the fields that the client set
     embedding: EmbeddingParams | None = None  #: set: generate no tokens; the only delta has the prompt's vector
 
 
@@ -280,6 +281,7 @@ class RouterCounters(msgspec.Struct, kw_only=True):
     predicted_cached_tokens: int = 0  #: for finished requests
     delivered_cached_tokens: int = 0  #: likewise
     regret_tokens: int = 0  #: cached tokens forgone against the best replica, summed over decisions
+    overruled: int = 0  #: decisions of the policy that were not followed: it chose no usable replica although one was
     predictions_exact: int = 0  #: reported cached tokens were as predicted, or less than a block more
     predictions_low: int = 0  #: a whole block or more above the prediction
     predictions_high: int = 0  #: below the prediction
@@ -343,6 +345,10 @@ class ModelBackend(Protocol):
 
     def text(self) -> TextSource | None:
         """The tokenizer and template for its requests; None until a replica has joined."""
+
+    @property
+    def has_engines(self) -> bool:
+        """Whether the replicas are external engines, which have defaults of their own."""
 
     def engine_chats(self) -> EngineChats:
         """Which chats must be sent as chats, for the engines to render and parse."""

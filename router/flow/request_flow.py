@@ -627,4 +627,5 @@ def _generate(request: RequestState) -> Generate:
         chat=about.chat,
         embedding=about.embedding,
         counted=request.counted,
+        given=about.given,
     )

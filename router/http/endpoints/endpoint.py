@@ -75,5 +75,5 @@ async def decoded(
         ignored += [f"{where}.{name}" for where, name in found]
     if ignored:
         front.metrics.fields_ignored(len(ignored))
-        caller.note("x-homing-ignored-fields", ignored)
+        caller.ignore(ignored)
     return body
