@@ -83,7 +83,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     generation_config: Annotated[
         bool,
         "use the model's generation_config.json for sampling parameters that a request does not set: "
-        "temperature, top_p, top_k, min_p and repetition_penalty",
+        "temperature, top_p, top_k, min_p and repetition_penalty; engines behind `homing route` decide that themselves",
     ] = True
     max_body_bytes: Annotated[int, Meta(ge=1024), "largest HTTP body"] = 8 * 1024 * 1024
     tool_call_parser: Annotated[

@@ -11,7 +11,6 @@ from .front import Front
 from .protocol.exchange import Exchange
 
 REQUEST_ID = "x-request-id"
-IGNORED_FIELDS = "x-homing-ignored-fields"
 #: Headers in which OpenCode, Codex, Claude Code, pi and others name the session; the first one present counts.
 SESSION_HEADERS = (
     *("x-session-affinity", "x-correlation-id", "x-claude-code-session-id", "session_id", "session-id"),
@@ -58,8 +57,8 @@ class Caller:
     """
 
     __slots__ = (
-        *("_charged", "_exchange", "_ignored", "_limiter", "_now", "_timeout_s"),
-        *("agent", "history_bytes", "history_objects", "parent", "request_id", "session", "tenant"),
+        *("_charged", "_exchange", "_limiter", "_notes", "_now", "_timeout_s"),
+        *("agent", "history_bytes", "history_objects", "ignored", "parent", "request_id", "session", "tenant"),
     )
 
     def __init__(self, front: Front, exchange: Exchange) -> None:
@@ -73,22 +72,21 @@ class Caller:
             self.session = first_header(headers)
             self.agent = first_header(headers, AGENT_HEADERS)
             self.parent = first_header(headers, PARENT_HEADERS)
+        self.ignored: Sequence[str] = ()  #: fields of the body that have no effect
         self._exchange = exchange
         self._limiter = front.limiters.get(self.tenant.digest)
         self._now = front.monotonic
         self._timeout_s = front.settings.request_timeout_s
         self._charged: Sequence[int] | None = None
-        self._ignored: list[str] = []  #: fields of the request that had no effect
+        self._notes: list[tuple[str, str]] = []  #: response headers besides the rate limits
 
-    def ignored(self, names: Sequence[str]) -> None:
-        """List more fields of the request in the header for ignored ones; names unfit for a header are left out."""
-        self._ignored += [each for each in names if _PRINTABLE.fullmatch(each)]
-        others = [each for each in self._exchange.extra_headers if each[0] != IGNORED_FIELDS]
-        self._exchange.extra_headers = [*others, *self._notes()]
-
-    def _notes(self) -> list[tuple[str, str]]:
-        """Response headers besides the rate limits."""
-        return [(IGNORED_FIELDS, ", ".join(self._ignored))] if self._ignored else []
+    def ignore(self, names: Sequence[str]) -> None:
+        """List these fields of the body as ignored in a response header; names unfit for a header are left out."""
+        self.ignored = names
+        self._exchange.extra_headers = [each for each in self._exchange.extra_headers if each not in self._notes]
+        shown = ", ".join([each for each in names if _PRINTABLE.fullmatch(each)])
+        self._notes = [("x-homing-ignored-fields", shown)] if names else []
+        self._exchange.extra_headers = [*self._exchange.extra_headers, *self._notes]
 
     def sender(self, narrowed_by: str | None = None) -> Sender:
         """The caller as the encoder threads see it. `narrowed_by`: see `Tenant.cache_salt`."""
@@ -138,7 +136,7 @@ class Caller:
 
     def _show_limits(self, limiter: RateLimiter) -> float:
         """Set OpenAI's rate-limit headers to the tenant's current state. Returns the monotonic time."""
-        now, headers = self._now(), self._notes()
+        now, headers = self._now(), list(self._notes)
         for name, status in limiter.status(now).items():
             headers += [
                 (f"x-ratelimit-limit-{name}", str(status.per_minute)),

@@ -6,7 +6,7 @@ iteration of the event loop nor a task.
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -77,7 +77,9 @@ class Job(msgspec.Struct, frozen=True, gc=False):
     markers: Sequence[str] = ()  #: special tokens that the parser needs to see
     session: str | None = None  #: named in the body; a session named in a header takes precedence
     constraint: Constraint | None = None  #: what each choice must match; already checked
-    chat: bytes = b""  #: JSON for an external engine's own chat endpoint; empty: the engine gets token ids
+    engine_renders: bool = False  #: external engines get the chat itself, and render and parse it
+    chat: bytes = b""  #: that chat in JSON, as the client sent it; empty: the engine gets token ids
+    given: dict[str, Any] = {}  #: for external engines that get ids: the fields that the client set
     conversation: Conversation | None = None  #: the conversation that the prompt was rendered from
     show_special: bool = False  #: special tokens are part of the text
     show_stop: bool = False  #: the stop string or stop token that ends the text is part of it
@@ -114,6 +116,7 @@ def generation_request(
         constraint=job.constraint,
         chat=job.chat,
         embedding=job.embedding,
+        given=job.given,
     )
 
 

@@ -106,7 +106,7 @@ def http(engine: Engine) -> Any:
 
 
 def test_a_session_of_claude_code(engine: Engine, http: httpx.Client) -> None:
-    """Only what this model cannot do is ignored, and each prompt continues the previous one although the billing line changes."""
+    """Only what this model cannot do is ignored; prompts continue each other although the billing line changes."""
     engine.play(*LOOP)
     messages: list[Any] = [{"role": "user", "content": FIRST}]
     asked, cached = [], []

@@ -1,5 +1,6 @@
 """The dialect of POST /v1/chat/completions: OpenAI's chat completions."""
 
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -89,15 +90,13 @@ async def job(front: Front, served: Served, body: ChatBody, sender: Sender) -> J
             return made
         case "parsed" if is_plain(served, body):
             return made
-    return engine_chat(made, body)
+    if any(getattr(body, name) for name in _NEEDS_IDS) or (made.conversation and made.conversation.marks()):
+        return made
+    return msgspec.structs.replace(made, engine_renders=True, stops=())
 
 
-#: Fields that an engine's own chat endpoint gets unchanged; sampling parameters and limits are resolved here.
-_PASSED = (
-    "messages tools tool_choice parallel_tool_calls response_format structured_outputs reasoning_effort "
-    "chat_template_kwargs add_generation_prompt continue_final_message stop bad_words skip_special_tokens "
-    "include_stop_str_in_output"
-).split()
+#: Fields that this router interprets itself. An engine's own chat endpoint gets all others as the client sent them.
+_ROUTED = frozenset("model stream stream_options n cache_salt timeout priority".split())
 #: Fields that need the prompt or the answer as token ids, or that have another name in engines.
 _NEEDS_IDS = (
     "logprobs prompt_logprobs logprob_token_ids return_token_ids truncate_prompt_tokens cache_control guided_json "
@@ -125,12 +124,25 @@ def is_plain(served: Served, body: ChatBody) -> bool:
     )
 
 
-def engine_chat(made: Job, body: ChatBody) -> Job:
-    """Add the chat for an external engine's own endpoint to a job, unless the body needs token ids."""
-    if any(getattr(body, name) for name in _NEEDS_IDS) or (made.conversation and made.conversation.marks()):
-        return made
-    passed = {name: value for name in _PASSED if (value := getattr(body, name)) is not None}
-    return msgspec.structs.replace(made, chat=msgspec.json.encode(passed), stops=())
+def engine_chat(sent: bytes, default_max_tokens: int) -> bytes:
+    """The body for an external engine's own chat endpoint: what the client sent, except what this router interprets.
+
+    `default_max_tokens`: the operator's limit for chats without one; 0: none.
+    """
+    fields = {name: value for name, value in raw_fields(sent).items() if name not in _ROUTED}
+    if default_max_tokens and not {"max_tokens", "max_completion_tokens"} & fields.keys():
+        fields["max_tokens"] = msgspec.Raw(str(default_max_tokens).encode())
+    return msgspec.json.encode(fields)
+
+
+def raw_fields(sent: bytes) -> dict[str, msgspec.Raw]:
+    """The fields of a valid body as the client wrote them, without nulls. Takes little time for any body."""
+    body = _SENT.decode(sent.removeprefix(BOM_UTF8))
+    return {name: value for name, value in body.items() if value != _NULL}
+
+
+_SENT = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_NULL = msgspec.Raw(b"null")
 
 
 #: Tool choice and reasoning of most chats, made only once.

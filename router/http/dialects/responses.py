@@ -178,7 +178,7 @@ def unused(body: ResponsesBody) -> Iterator[str]:
     """What is set although nothing reads it, tools that OpenAI's servers run included."""
     yield from body.UNUSED.set_in(body)
     tools = body.tools or ()
-    yield from (f"tools[{index}]" for index, tool in enumerate(tools) if tool.get("type") not in _TOOL_KEYS)
+    yield from (f"tools[{index}]" for index, tool in enumerate(tools) if tool.get("type") not in tuple(_TOOL_KEYS))
     yield from unused_keys(tools, ("format", "defer_loading", "output_schema"), "tools")
     if set(body.include or ()) - {"reasoning.encrypted_content"}:  # clear reasoning is always returned
         yield "include"

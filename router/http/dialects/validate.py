@@ -37,6 +37,11 @@ _TOKEN_FIELDS = (
     "prompt_logprobs allowed_token_ids bad_words logprob_token_ids skip_special_tokens include_stop_str_in_output "
     "return_token_ids"
 ).split()
+#: Fields of sampling that external engines get with token ids, if the client set them; what else it set is done here.
+_ENGINE_FIELDS = (
+    "temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty seed min_tokens "
+    "stop_token_ids ignore_eos logit_bias allowed_token_ids logprob_token_ids"
+).split()
 _token_fields = attrgetter(*_TOKEN_FIELDS)
 _NO_TOKEN_FIELDS = (None,) * len(_TOKEN_FIELDS)
 #: Tokens of a prompt's end that are searched for an opener of reasoning; the longest has fewer, with trailing space.
@@ -100,9 +105,14 @@ def job(
         constraint=constraint,
         conversation=conversation,
         discard=wanted == 0,
+        given=_given(body) if served.backend.has_engines else {},
     )
     # One comparison for all the rare fields: a check of each alone would cost as much.
     return made if _token_fields(body) == _NO_TOKEN_FIELDS else _with_token_fields(made, body)
+
+
+def _given(body: Body) -> dict[str, Any]:
+    return {name: value for name in _ENGINE_FIELDS if (value := getattr(body, name)) is not None}
 
 
 def _output_limit(wanted: int, prompt_tokens: int, context: int, param: str) -> int:

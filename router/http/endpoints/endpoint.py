@@ -79,5 +79,5 @@ async def decoded(
         ignored += islice(unused(body), MAX_IGNORED)
     if ignored:
         front.metrics.fields_ignored(len(ignored))
-        caller.ignored(ignored)
+        caller.ignore(ignored)
     return body
