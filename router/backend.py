@@ -78,9 +78,10 @@ class TextOutput(msgspec.Struct, frozen=True, array_like=True):
     deltas: Sequence[Delta] | None = None
 
 
-#: Why a request was sent to its replica. only: the only one. prefix: no other has more of the prompt in its cache.
-#: load: another has more of it, but the answer would start later there or delay other requests more. cold: none has any
-#: of it, so load decided. policy: the rule of a policy that does not weigh caches against load. held: not sent yet.
+#: Why a request was sent to its replica. only: the only one. prefix: no other has as much of the prompt in its cache.
+#: load: another has as much of it or more, but is busier: the answer would start later there or delay other requests
+#: more. cold: none has any of it, so load decided. policy: the rule of a policy that does not weigh caches against
+#: load. held: not sent yet.
 Reason = Literal["only", "prefix", "load", "cold", "policy", "held"]
 
 

@@ -104,6 +104,11 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     strict_fields: Annotated[
         bool, "refuse requests with unknown fields; otherwise they are ignored and listed in a header"
     ] = False
+    open_objects: Annotated[
+        bool,
+        "in guided calls and strict formats, objects may have keys that their schemas do not declare, "
+        "as JSON Schema allows",
+    ] = False
     drop_billing_line: Annotated[
         bool,
         "remove the first line of Claude Code's system prompts, which differs in every request, so "

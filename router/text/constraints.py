@@ -20,6 +20,7 @@ import msgspec
 from ...replica.messages import Constraint, ConstraintKind
 from ...replica.messages.grammar import GrammarError, grammar_of, new_matcher
 from ..errors import InvalidRequest, QueueFull
+from .closed_schemas import TooComplex, arguments_schema, closed
 from .parsers.guided import MAX_SOURCE_CHARACTERS, CallShape, Unguidable
 
 #: The fields that `requested_constraint` reads.
@@ -52,10 +53,13 @@ class FieldConstraint(NamedTuple):
     param: str
 
 
-def requested_constraint(fields: Mapping[str, Any], at: str = "response_format") -> FieldConstraint | None:
+def requested_constraint(
+    fields: Mapping[str, Any], at: str = "response_format", *, open_objects: bool = False
+) -> FieldConstraint | None:
     """The constraint that these `FIELDS` of a body ask for; absent ones may be missing or None. Raises InvalidRequest.
 
     `at`: the field that holds the format. If that is not `response_format`, it contains the schema directly.
+    `open_objects`: even in strict formats, objects may have keys that the schema does not declare.
     """
     asked: list[FieldConstraint] = []
 
@@ -64,7 +68,7 @@ def requested_constraint(fields: Mapping[str, Any], at: str = "response_format")
 
     whitespace = fields.get("guided_whitespace_pattern")
     if (response_format := fields.get("response_format")) is not None:
-        _ask_response_format(response_format, ask, at)
+        _ask_response_format(response_format, ask, at, open_objects=open_objects)
     if (structured := fields.get("structured_outputs")) is not None:
         _ask_structured(structured, "structured_outputs.", ask)
     guided = {name.removeprefix("guided_"): fields[name] for name in FIELDS[2:6] if fields.get(name) is not None}
@@ -75,11 +79,15 @@ def requested_constraint(fields: Mapping[str, Any], at: str = "response_format")
     return asked[0] if asked else None
 
 
-def _ask_response_format(form: Any, ask: Callable[[ConstraintKind, str, str], None], at: str) -> None:
+def _ask_response_format(
+    form: Any, ask: Callable[[ConstraintKind, str, str], None], at: str, *, open_objects: bool
+) -> None:
     kind = form.get("type") if isinstance(form, dict) else None
     match kind:
         case "text":
             return
+        case "json_object" if form.get("schema") is not None:  # of llama.cpp and others
+            ask("json_schema", _schema(form["schema"], f"{at}.schema"), f"{at}.schema")
         case "json_object":
             ask("json_object", "", at)
         case "json_schema":
@@ -87,8 +95,9 @@ def _ask_response_format(form: Any, ask: Callable[[ConstraintKind, str, str], No
             param = f"{at}.json_schema" if at == "response_format" else at
             if not isinstance(given, dict):
                 raise InvalidRequest.field(param, "expected an object with a 'schema'")
-            lenient = given.get("strict") is False
-            ask("json_schema", _schema(given.get("schema"), f"{param}.schema", lenient=lenient), f"{param}.schema")
+            lenient, close = given.get("strict") is False, given.get("strict") is True and not open_objects
+            schema = _schema(given.get("schema"), f"{param}.schema", lenient=lenient, close=close)
+            ask("json_schema", schema, f"{param}.schema")
         case "structural_tag":
             ask("structural_tag", _encoded(form), at)
         case _:
@@ -105,10 +114,12 @@ def _ask_structured(form: Any, prefix: str, ask: Callable[[ConstraintKind, str, 
         param = prefix + name
         if value is None or value is False:
             continue
-        if name == "json":
-            ask("json_schema", _schema(value, param, whitespace=form.get("whitespace_pattern")), param)
-        elif name == "json_object":
+        if name == "json_object" and not _spacing(form):
             ask("json_object", "", param)
+        elif name in ("json", "json_object"):
+            schema = value if name == "json" else {"type": "object"}
+            close = name == "json" and form.get("disable_additional_properties") is True
+            ask("json_schema", _schema(schema, param, options=_spacing(form), close=close), param)
         elif name in ("regex", "grammar"):
             if not isinstance(value, str) or not value:
                 raise InvalidRequest.field(param, "expected a non-empty string")
@@ -117,12 +128,20 @@ def _ask_structured(form: Any, prefix: str, ask: Callable[[ConstraintKind, str, 
             ask("choice", _encoded(value), param)
         elif name == "structural_tag":
             ask("structural_tag", value if isinstance(value, str) else _encoded(value), param)
-        elif name not in _IGNORED:
+        elif name not in _READ_ELSEWHERE:
             raise InvalidRequest(f"field {param!r} is unknown", param=param)
 
 
-#: Options of vLLM's compilers that have no counterpart here, or are read elsewhere.
-_IGNORED = frozenset(
+def _spacing(form: Mapping[str, Any]) -> dict[str, Any]:
+    """llguidance's options for the white space in JSON."""
+    if form.get("disable_any_whitespace") is True:
+        return {"whitespace_flexible": False}
+    pattern = form.get("whitespace_pattern")
+    return {} if pattern is None else {"whitespace_pattern": pattern}
+
+
+#: Options for JSON, and those of vLLM's compilers that have no counterpart here.
+_READ_ELSEWHERE = frozenset(
     "whitespace_pattern disable_fallback disable_any_whitespace disable_additional_properties _backend "
     "_backend_was_auto".split()
 )
@@ -132,8 +151,10 @@ def _encoded(value: Any) -> str:
     return msgspec.json.encode(value).decode()
 
 
-def _schema(schema: Any, param: str, *, lenient: bool = False, whitespace: Any = None) -> str:
-    """A schema as JSON. `lenient`: whether to ignore unsupported keywords."""
+def _schema(
+    schema: Any, param: str, *, lenient: bool = False, close: bool = False, options: Mapping[str, Any] | None = None
+) -> str:
+    """A schema as JSON. `lenient`: ignore what cannot be guided. `close`: objects have only the keys it declares."""
     if isinstance(schema, str):
         if len(schema) > MAX_SOURCE_CHARACTERS:
             raise InvalidRequest.field(param, f"has {len(schema)} characters; the limit is {MAX_SOURCE_CHARACTERS}")
@@ -143,9 +164,13 @@ def _schema(schema: Any, param: str, *, lenient: bool = False, whitespace: Any =
             raise InvalidRequest.field(param, f"is not valid JSON: {error}") from error
     if not isinstance(schema, dict):
         raise InvalidRequest.field(param, "expected a JSON schema, which is an object")
-    options = {"lenient": True} if lenient else {}
-    if isinstance(whitespace, str):
-        options["whitespace_pattern"] = whitespace  # type: ignore[assignment]
+    if close:
+        try:
+            schema = closed(schema)
+        except (TooComplex, RecursionError) as error:
+            what = error if isinstance(error, TooComplex) else "it is nested too deeply"
+            raise InvalidRequest.field(param, f"cannot be used as a constraint: {what}") from error
+    options = {**(options or {}), **({"lenient": True} if lenient else {})}
     return _encoded({**schema, "x-guidance": options} if options else schema)
 
 
@@ -159,6 +184,7 @@ def tool_calls(
     *,
     parallel: bool = True,
     restricted: bool = False,
+    open_objects: bool = False,
     otherwise: Constraint | None = None,
 ) -> FieldConstraint | None:
     """The constraint that `tool_choice` and strict tools require, for calls in this `shape`. Raises InvalidRequest.
@@ -166,7 +192,7 @@ def tool_calls(
     None if nothing is required. "required" and a named tool allow only calls. Otherwise text is free, and the calls in
     it follow the schemas if any tool is strict, or if the model sees more tools than these (`restricted`). With
     `otherwise`, an answer either consists of calls or matches that constraint. Unsupported keywords in the schemas of
-    tools that are not strict are ignored.
+    tools that are not strict are ignored. Arguments have only the keys that a schema declares, unless `open_objects`.
     """
     functions = [tool["function"] for tool in tools]
     forced = tool_choice == "required" or isinstance(tool_choice, Mapping)
@@ -193,11 +219,13 @@ def tool_calls(
             "tool_choice", "only 'auto' and 'none' are supported, because this model's tool call format is unknown"
         )
     try:
+        if not open_objects:
+            functions = [{**each, "parameters": arguments_schema(each.get("parameters"))} for each in functions]
         form = shape.answers(functions, forced=forced, parallel=parallel, text=text)
         source = _encoded({"type": "structural_tag", "format": form})
-    except (Unguidable, RecursionError) as error:
+    except (Unguidable, TooComplex, RecursionError) as error:
         param = "tool_choice" if forced else "tools"
-        what = error if isinstance(error, Unguidable) else "a schema is nested too deeply"
+        what = "a schema is nested too deeply" if isinstance(error, RecursionError) else error
         raise InvalidRequest.field(param, f"{what}") from error
     return FieldConstraint(Constraint(kind="structural_tag", source=source), "tools")
 

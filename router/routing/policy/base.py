@@ -80,6 +80,12 @@ class Candidate(msgspec.Struct, frozen=True, gc=False, kw_only=True):
         # The last token is always computed: its logits are needed.
         return prompt.tokens - cached if cached < prompt.tokens else 1
 
+    @property
+    def available(self) -> bool:
+        """Whether the replica takes new requests, and this one."""
+        load = self.load
+        return not (self.excluded or load.draining or load.warming or load.silent)
+
     def tokens_on_arrival(self, prompt: Prompt) -> int:
         """Tokens to compute, as the replica counts them when the request arrives: only held blocks are cached then."""
         return max(1, prompt.tokens - min(self.held_blocks, self.expected_blocks) * prompt.block_size)
@@ -98,6 +104,10 @@ class ManyCandidates(Sequence[Candidate]):
     @abstractmethod
     def longest_live(self) -> int:
         """The longest expected prefix, in blocks, among candidates with a live feed."""
+
+    @abstractmethod
+    def holders(self, blocks: int) -> int:
+        """How many available candidates with a live feed are expected to hold at least this many blocks."""
 
     @abstractmethod
     def longest_known(self) -> int:

@@ -273,7 +273,19 @@ async def test_a_request_that_breaks_before_its_first_token_is_an_http_error(cli
     assert response.json()["error"]["message"] == "r0 is gone"
 
 
-@pytest.mark.parametrize(("arguments", "shown"), [('{"a": 1}', '{"a": 1}'), ("", "{}"), ('{"a', r'"{\"a"')])
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        ('{"a": 1}', '{"a": 1}'),
+        (r'"{\"a\": 1}"', '{"a": 1}'),
+        ("", "{}"),
+        ("null", "{}"),
+        ("[]", "{}"),
+        ('""', "{}"),
+        ("[1]", '{"arguments": [1]}'),
+        ('{"a', r'{"arguments": "{\"a"}'),
+    ],
+)
 async def test_tool_calls_of_earlier_turns_reach_the_template_as_objects(
     client, backend: FakeBackend, text_model: TextModel, arguments: str, shown: str
 ):
