@@ -41,9 +41,18 @@ def test_a_machine_in_order_has_no_fault() -> None:
     findings = examine_host(WELL, load_settings({}, {}))
 
     assert {finding.level for finding in findings} == {"ok"}
-    assert {"environment", "gpus", "compiler", "memory", "shared memory", "file limits", "clock", "auth", "disk"} == {
-        finding.check for finding in findings
-    }
+    assert {
+        "environment",
+        "gpus",
+        "gpu memory",
+        "compiler",
+        "memory",
+        "shared memory",
+        "file limits",
+        "clock",
+        "auth",
+        "disk",
+    } == {finding.check for finding in findings}
 
 
 @pytest.mark.parametrize(
