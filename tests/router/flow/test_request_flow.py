@@ -588,6 +588,16 @@ def test_saturated_replicas_leave_requests_in_the_router_in_order_of_priority() 
     world.flow.check()
 
 
+def test_the_tenant_and_its_weight_reach_the_replica() -> None:
+    """Its engine divides its steps and blocks among tenants, too: a share ends at the last queue, not here."""
+    world = World(1)
+
+    _, instructions = world.flow.submit(request_of(PROMPT, tenant=b"acme", weight=2.5), 0.0)
+
+    sent = [each.message for each in instructions if isinstance(each, Send)]
+    assert [(each.tenant, each.weight) for each in sent if isinstance(each, Generate)] == [(b"acme", 2.5)]
+
+
 def test_a_single_request_does_not_wait_behind_a_flood() -> None:
     """A tenant with a thousand queued requests gets its share and no more."""
     world = World(1, max_waiting=2000)
