@@ -7,7 +7,9 @@ fixed cost, however short its uncached part. Cached context has a separate part 
 
 Replicas report sums over their steps (`PrefillSums`); a router may add the sums of several replicas before fitting.
 The fit is non-negative least squares, regularized towards the mean rate, so that steps that are all alike yield that
-rate. Errors are relative to the step's duration; otherwise long prompts alone would determine the cost of short ones.
+rate. A pair with a cached token never costs more than a pair of computed tokens: otherwise a few noisy steps would make
+a prompt dearer after a cached prefix than without one. Errors are relative to the step's duration; otherwise long
+prompts alone would determine the cost of short ones.
 Pure: durations are parameters.
 """
 
@@ -191,6 +193,27 @@ def are_possible(sums: Sequence[float]) -> bool:
 
 def fit(sums: Sequence[float], tokens_per_s: float) -> PrefillCost:
     """Fit the cost by parts. With no observed steps, or no valid fit, it is the mean rate alone."""
+    cost = _fit_parts(sums, tokens_per_s)
+    if cost.context_s <= cost.pair_s:
+        return cost
+    # At the bound, both kinds of pairs cost the same: fit them as one part.
+    alike = _fit_parts(_pairs_alike(sums), tokens_per_s)
+    return PrefillCost(alike.prompt_s, alike.token_s, alike.pair_s, alike.pair_s)
+
+
+def _pairs_alike(sums: Sequence[float]) -> list[float]:
+    """Return the sums of the same steps with pairs of both kinds counted as pairs of computed tokens."""
+    merged = list(sums)
+    for part in (_PROMPT, _TOKEN, _ONE):
+        merged[_PLACES[_PAIR][part]] += merged[_PLACES[_CONTEXT][part]]
+    merged[_PLACES[_PAIR][_PAIR]] += 2 * merged[_PLACES[_PAIR][_CONTEXT]] + merged[_PLACES[_CONTEXT][_CONTEXT]]
+    for place in _PLACES[_CONTEXT]:
+        merged[place] = 0.0
+    return merged
+
+
+def _fit_parts(sums: Sequence[float], tokens_per_s: float) -> PrefillCost:
+    """Fit the cost by parts without a bound between them."""
     plain = (0.0, 1 / tokens_per_s, 0.0, 0.0)
     used = [part for part in range(_ONE) if sums[_PLACES[part][part]] > 0]
     while _TOKEN in used:

@@ -83,7 +83,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     generation_config: Annotated[
         bool,
         "use the model's generation_config.json for sampling parameters that a request does not set: "
-        "temperature, top_p, top_k, min_p and repetition_penalty",
+        "temperature, top_p, top_k, min_p and repetition_penalty; engines behind `homing route` decide that themselves",
     ] = True
     max_body_bytes: Annotated[int, Meta(ge=1024), "largest HTTP body"] = 8 * 1024 * 1024
     tool_call_parser: Annotated[
@@ -103,6 +103,11 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ] = "last"
     strict_fields: Annotated[
         bool, "refuse requests with unknown fields; otherwise they are ignored and listed in a header"
+    ] = False
+    open_objects: Annotated[
+        bool,
+        "in guided calls and strict formats, objects may have keys that their schemas do not declare, "
+        "as JSON Schema allows",
     ] = False
     drop_billing_line: Annotated[
         bool,

@@ -90,6 +90,11 @@ FAMILIES = (
         ("homing_routing_predicted_cached_tokens", "Cached tokens predicted at dispatch.", "predicted_cached_tokens"),
         ("homing_routing_delivered_cached_tokens", "Cached tokens that replicas reported.", "delivered_cached_tokens"),
         (
+            "homing_routing_overruled",
+            "Decisions not followed because the policy chose no usable replica although there was one.",
+            "overruled",
+        ),
+        (
             "homing_routing_regret_tokens",
             "Cached tokens that the best replica had and the chosen one did not, over all decisions.",
             "regret_tokens",

@@ -89,6 +89,8 @@ class RequestState:
     tokens_per_output: int = 1
     #: Sent by the router to fill the cache; excluded from the counts of queries, hits and generated tokens.
     warm_up: bool = False
+    #: Its look-up is in the statistics, here or at an earlier replica; preempted and moved requests repeat it.
+    counted: bool = False
     #: State of the request's constraint after the generated tokens; None without a constraint.
     guide: Guide | None = None
     #: Set if the request wants the vector of its prompt and no tokens.
@@ -257,6 +259,7 @@ def admit(source: str, request: Generate, vocab_size: int, block_size: int, guid
         pins=request.pins,
         tokens_per_output=request.tokens_per_output,
         warm_up=request.warm_up,
+        counted=request.counted,
         guide=guide,
         embedding=request.embedding,
     )

@@ -461,6 +461,7 @@ class Scheduler:
             request.refused_at_room = self._room()
             return None
         self._cache.unhold(request.key)
+        request.counted = True
         request.refused_at_room = None
         request.blocks = blocks
         request.computed = request.cached_now = match.tokens
@@ -494,7 +495,7 @@ class Scheduler:
             return _NO_MATCH
         known = len(request.tokens)
         match = self._cache.match(request.root, request.hashes, request.token_bytes(0, known), known)
-        return structs.replace(match, query_tokens=0) if request.warm_up else match
+        return structs.replace(match, query_tokens=0) if request.warm_up or request.counted else match
 
     def _row(self, request: RequestState, budget: int, copy: BlockCopy | None = None) -> ScheduledRow:
         count = min(request.uncomputed, budget)

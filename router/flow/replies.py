@@ -16,6 +16,7 @@ def delta_of(
     cached = output.cached_tokens if request.delivered_cached_tokens is None else None
     if cached is not None:  # only the first report counts: a continuation may find its own blocks cached
         request.delivered_cached_tokens = cached
+        counters.regret_tokens += request.regret_tokens  # not at placement, which a moved request repeats
         if cached < request.predicted_cached_tokens:
             counters.predictions_high += 1
         elif cached < request.predicted_cached_tokens + block_size:

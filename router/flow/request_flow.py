@@ -164,6 +164,7 @@ class RequestFlow:
         wire_ids = [request.wire_id for request in orphans]
         instructions: list[Instruction] = []
         for request in orphans:
+            request.counted = True
             instructions += self._move(request, ReplicaLost(f"replica {replica} was lost, and no retry is left"), now)
         return wire_ids, instructions + self.pump(now)
 
@@ -430,7 +431,6 @@ class RequestFlow:
             request.expected_ttft_s = now - request.arrived + row.ttft_s
             self._predict(request, prompt, decision)
             request.regret_tokens = regret_tokens(prompt, candidates, decision)
-            self.counters.regret_tokens += request.regret_tokens
             request.reason = reason_of(decision, candidates, request.regret_tokens)
             if prompt.session is not None:
                 request.known_tokens = known_tokens(prompt, candidates)
@@ -564,6 +564,7 @@ class RequestFlow:
             log.warning("replica_stalled replica=%s requests=%d", replica, len(stuck))
         instructions: list[Instruction] = []
         for request in stuck:
+            request.counted = True
             instructions += self._abort(request)
             request.excluded.add(replica)
             instructions += self._move(request, ReplicaLost(f"replica {replica} is stuck"), now)
@@ -638,4 +639,6 @@ def _generate(request: RequestState) -> Generate:
         constraint=about.constraint,
         chat=about.chat,
         embedding=about.embedding,
+        counted=request.counted,
+        given=about.given,
     )

@@ -136,6 +136,7 @@ class ColumnScores:
         else:
             least_s = self._prefill_s(least)
             extra_s, answers_s = prefill_s - least_s, least_s * share  # `extra_s` is 0 for the best holder
+            np.maximum(extra_s, _ZERO, out=extra_s)
             answers_s += extra_s
         answers_s *= loads.running
         answers_s += slower_s

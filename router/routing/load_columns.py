@@ -212,5 +212,11 @@ class CandidateColumns(ManyCandidates):
             live[list(self._not_live)] = 0
         return int(live.max())
 
+    def holders(self, blocks: int) -> int:
+        self.loads.complete()
+        holds = (self.expected >= blocks) & (self.loads.unavailable == 0)
+        holds[[*self._not_live, *self.excluded]] = False
+        return int(holds.sum())
+
     def longest_known(self) -> int:
         return int(max(self.held.max(), self.expected.max()))

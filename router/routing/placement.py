@@ -4,6 +4,7 @@ Calls the policy and books its decisions. Pure: hashes and times are arguments. 
 tokens; `homing simulate` runs this code over modelled replicas.
 """
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableSequence, Sequence
 from math import inf
 from random import Random
@@ -12,13 +13,15 @@ import msgspec
 
 from ...events.wire.messages import LoadReport
 from ...replica.messages import ReplicaDescription
-from ..backend import Explanation, FeedState
+from ..backend import Explanation, FeedState, RouterCounters
 from .eviction_order import EvictionOrder
 from .policy.base import LIVE, STALE, Candidate, Candidates, Decision, Policy, Prompt, SlowerBlocks, room_of
 from .policy.explain import explanation_of
 from .prefix_index import PrefixIndex, ReplicaBlocks
 from .replica_load import LoadBook, Pending, ReplicaLoad
 from .reservations import Reservations, common_prefix
+
+log = logging.getLogger(__name__)
 
 #: An external engine may announce a request's blocks after its last token, as events travel separately. A lost event is
 #: detected and requested again within a second (events/follow/subscription.py).
@@ -28,8 +31,17 @@ ANNOUNCED_WITHIN_S = 1.0
 class Placement:
     """Index, reservations, loads and feeds of the joined replicas, kept consistent with each other."""
 
-    def __init__(self, policy: Policy, *, loads: LoadBook, reservations: Reservations, rng: Random) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        loads: LoadBook,
+        reservations: Reservations,
+        rng: Random,
+        counters: RouterCounters | None = None,
+    ) -> None:
         self.index = PrefixIndex()
+        self._counters = counters or RouterCounters()
         self.policy = policy
         self.loads = loads
         self.reservations = reservations
@@ -86,8 +98,8 @@ class Placement:
         (self._not_live.discard if feed is LIVE else self._not_live.add)(replica)
 
     def report(self, replica: str, report: LoadReport, now: float) -> None:
-        self.loads.report(replica, report, now)
-        self.policy.report(replica, report)
+        if self.loads.report(replica, report, now):
+            self.policy.report(replica, report)
 
     def blocks_of(self, replica: str) -> ReplicaBlocks:
         """The store for the replica's subscription: the index, and the policy if it tracks blocks itself."""
@@ -231,7 +243,27 @@ class Placement:
         return used
 
     def decide(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Decision:
-        return self.policy.decide(prompt, candidates, self._rng)
+        """The policy's decision, or the replica with the fewest requests if the policy errs.
+
+        While a replica has no obstacle, a request must not wait: nothing else would place it later.
+        """
+        decision = self.policy.decide(prompt, candidates, self._rng)
+        checked = self._checked(decision, candidates)
+        if checked is not decision:
+            if not self._counters.overruled:
+                log.error("policy_overruled policy=%s chosen=%s", decision.policy, decision.chosen)
+            self._counters.overruled += 1
+        return checked
+
+    def _checked(self, decision: Decision, candidates: Sequence[Candidate]) -> Decision:
+        policy, prompt, chosen = self.policy, decision.prompt, decision.chosen
+        if chosen is not None and policy.obstacle(prompt, chosen) is None:
+            return decision
+        usable = policy.usable(prompt, candidates)
+        if chosen is None and not usable:
+            return decision
+        fewest = min(usable, key=lambda each: (each.load.requests, each.replica_id), default=None)
+        return policy.choose(prompt, candidates, fewest, "fewest requests, because the policy chose no usable replica")
 
     def rank(self, prompt: Prompt) -> float:
         """Sort key of a request that starts waiting, among its tenant's requests: the lowest goes first."""
@@ -246,7 +278,8 @@ class Placement:
 
     def explain(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Explanation:
         """The table of the decision that `decide` would take. Changes no state."""
-        return explanation_of(self.policy.consider(prompt, candidates, Random(0)))
+        decision = self.policy.consider(prompt, candidates, Random(0))
+        return explanation_of(self._checked(decision, candidates))
 
     def foresee(self, decision: Decision) -> "Foreseen":
         """The cached blocks that this request will find if it is booked now, and those that others will find then.

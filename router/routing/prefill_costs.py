@@ -14,6 +14,8 @@ from itertools import repeat
 from math import exp, inf, log
 from operator import add, mul, sub
 
+import msgspec
+
 from ...events.load_report import DECAY, SUMS, are_possible, fit, scaled, slowness, steps_of
 from ...events.wire.messages import PrefillCost
 
@@ -96,6 +98,13 @@ class CostPool:
         alike = [scaled(evidence[name], entry.factor) for name, entry in self._replicas.items()]
         rate = sum([entry.tokens_per_s * entry.factor for entry in self._replicas.values()]) / len(alike)
         return fit([sum(each) for each in zip(*alike, strict=True)], rate)
+
+
+def bounded(cost: PrefillCost | None) -> PrefillCost | None:
+    """A cost that a replica reported, within what `fit` guarantees; None if it is not finite or negative."""
+    if cost is None or not all(0.0 <= part < inf for part in msgspec.structs.astuple(cost)):
+        return None
+    return PrefillCost(cost.prompt_s, cost.token_s, cost.pair_s, min(cost.context_s, cost.pair_s))
 
 
 def _damped(slowness: float, steps: float) -> float:

@@ -9,6 +9,7 @@ A replica sends no report during a step, which may take most of a second. The le
 the time at which it will be empty.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
@@ -19,10 +20,12 @@ import msgspec
 from ...events.wire.messages import CacheCounters, LoadReport, PrefillCost
 from ...replica.messages import ReplicaDescription
 from .output_lengths import TYPICAL_TOKENS, OutputLengths
-from .prefill_costs import CostPool
+from .prefill_costs import CostPool, bounded
 
 if TYPE_CHECKING:
     from .load_columns import LoadColumns
+
+log = logging.getLogger(__name__)
 
 #: A replica without progress for this many of its longest possible steps is stalled. Not tuned: the length of a step is
 #: an estimate, and other processes may take most of the machine.
@@ -100,6 +103,7 @@ class _Replica:
     last_progress_at: float  #: when its engine last made progress; until it does, its publisher repeats the last report
     report: LoadReport | None = None
     cost: PrefillCost | None = None  #: fitted to the measurements of all replicas; None: it has sent no sums
+    reported_cost: PrefillCost | None = None  #: as the replica itself fitted it
     pace_s: float = 0.0  #: seconds of a decode step as far as the other replicas' warm-ups tell; 0: unknown
     unavailable: UnavailableReason | None = None
     pending: dict[int, Pending] = field(default_factory=dict)  # in order of ids, because ids rise
@@ -111,6 +115,7 @@ class _Replica:
     answer_tokens: float = TYPICAL_TOKENS
     in_flight: set[int] = field(default_factory=set)
     place: int = 0  #: in the order of joining
+    impossible: bool = False  #: whether a report was ignored
 
 
 class LoadBook:
@@ -163,15 +168,25 @@ class LoadBook:
     def description(self, replica: str) -> ReplicaDescription:
         return self._replicas[replica].description
 
-    def report(self, replica: str, report: LoadReport, now: float) -> None:
-        """Take a replica's report; requests that it has accepted are no longer pending."""
+    def report(self, replica: str, report: LoadReport, now: float) -> bool:
+        """Take a replica's report; requests that it has accepted are no longer pending.
+
+        A report with numbers that no replica can have is ignored; returns whether it was taken.
+        """
         entry = self._replicas[replica]
+        if not _is_possible(report):
+            if not entry.impossible:
+                log.warning("load_report_ignored replica=%s report=%s", replica, report)
+            entry.impossible = True
+            entry.last_message_at = now
+            return False
         before, entry.report = entry.report, report
         if before is None or (report.step, report.ts) != (before.step, before.ts):
             entry.last_progress_at = now
         entry.last_message_at = now
         self._outdated[replica] = entry
         entry.waiting_blocks = _waiting_blocks(report)
+        entry.reported_cost = bounded(report.prefill_cost)
         # If nothing runs yet, the waiting requests are about to.
         running = report.running or report.waiting
         entry.ends_per_step = self._lengths.ends_per_step(report.running_generated, running if running > 1 else 1)
@@ -192,6 +207,7 @@ class LoadBook:
             entry.busy_until = now + _queued_s(entry, report)
             if entry.pending:
                 entry.busy_until += sum([sent.prefill_s for sent in entry.pending.values()])
+        return True
 
     def tokens_arrived(self, replica: str, now: float) -> None:
         """Tokens arrived, which prove that the replica makes progress."""
@@ -362,6 +378,26 @@ class LoadBook:
                 self._columns.check(entry.place, view)
 
 
+def _is_possible(report: LoadReport) -> bool:
+    """Whether none of the numbers that the router computes with is negative, infinite or NaN."""
+    work = report.queued_prefill
+    numbers: list[float] = [
+        report.running,
+        report.waiting,
+        report.queued_prefill_tokens,
+        report.free_blocks,
+        report.cached_free_blocks,
+        report.total_blocks,
+        report.counters.prefilled_tokens,
+        report.prefill_tokens_per_s,
+        report.decode_step_s,
+        report.queued_prefill_s or 0.0,
+    ]
+    if work is not None:
+        numbers += (work.prompts, work.tokens, work.pairs, work.context)
+    return all(0 <= number < inf for number in numbers)
+
+
 def _view(entry: _Replica, silent: bool) -> ReplicaLoad:
     about, report = entry.description, entry.report or _idle(entry.description)
     free_blocks = max(0, report.free_blocks - entry.pending_blocks)
@@ -375,7 +411,7 @@ def _view(entry: _Replica, silent: bool) -> ReplicaLoad:
         total_blocks=report.total_blocks,
         prefill_tokens_per_s=report.prefill_tokens_per_s or about.prefill_tokens_per_s,
         decode_step_s=_decode_step_s(entry, report),
-        prefill_cost=entry.cost or report.prefill_cost or _plain_cost(entry, report),
+        prefill_cost=entry.cost or entry.reported_cost or _plain_cost(entry, report),
         max_running_requests=about.max_running_requests,
         max_batched_tokens=about.max_batched_tokens,
         draining=entry.unavailable == "draining" or report.draining,

@@ -51,6 +51,21 @@ def test_context_that_costs_nothing_is_learned_to_be_free() -> None:
     assert cost.seconds(0, 100_000) == pytest.approx(free.seconds(0, 100_000), rel=0.15)
 
 
+@given(st.integers(0, 999), st.floats(0.1, 2.0), st.integers(1, 300), st.integers(0, 30_000))
+def test_noise_never_makes_a_prompt_dearer_after_a_cached_prefix(
+    seed: int, noise: float, tokens: int, cached: int
+) -> None:
+    """After 40 short requests on a busy machine, 73 tokens after 176 cached ones were to take six times all 249."""
+    rng, sums = Random(seed), PrefillSums()
+    for _ in range(40):
+        work = prefill(rng.choice((0, 16, 176)), rng.randrange(1, 300))
+        sums.observe(work, (0.002 + work.tokens * 6e-5) * rng.lognormvariate(0, noise))
+
+    cost = fit(sums.values, RATE)
+
+    assert cost.seconds(cached, tokens) <= cost.seconds(0, cached + tokens) * 1.000001
+
+
 def test_a_fit_foresees_what_it_has_seen() -> None:
     """Identical steps do not reveal the components, but their total must be right."""
     sums = PrefillSums()

@@ -11,8 +11,8 @@ from ..dialects.responses import RESPONSES, Response, ResponsesBody, items_of, s
 from ..front import Front
 from ..protocol.exchange import Exchange
 from ..response_store import StoredResponse
-from .endpoint import Endpoint, decoded, respond
-from .generate import generating, start_generation
+from .endpoint import Endpoint, respond
+from .generate import decoded_in, generating, start_generation
 
 RESPONSES_PATH = "/v1/responses"
 
@@ -39,7 +39,7 @@ async def create_response(front: Front, exchange: Exchange) -> None:
     """Generate a response. If there is a store, keep it unless the request says `store: false`."""
     caller = Caller(front, exchange)
     caller.check()
-    body = await decoded(front, caller, exchange, RESPONSES.decoder, lenient=True, unknown=RESPONSES.unknown)
+    body = await decoded_in(RESPONSES, front, caller, exchange)
     store, tenant = front.responses, caller.tenant.digest
     if store is None:
         await start_generation(RESPONSES, front, exchange, caller, body)

@@ -74,6 +74,7 @@ class ExternalReplica(ReplicaHandle):
         self._blocks = ExternalBlocks(description.replica_id, model.hasher, model.root, description.data_parallel_rank)
         self._open_root = tenant_root(model.root)
         self._eos = frozenset(model.limits.eos_token_ids)
+        self._vocab_size = model.limits.vocab_size
         self._load = ExternalLoad(description)
         self._model = ""  #: the model's name at the engine
         self._calls: dict[int, tuple[ExternalRequest, Call]] = {}
@@ -144,13 +145,16 @@ class ExternalReplica(ReplicaHandle):
     async def _watch(self) -> None:
         while True:
             try:
-                model, metrics = await self._probe()
+                await self._serve(*await self._probe())
             except ParityMismatch as error:
                 self._refuse(error)
             except EngineUnreachableError as error:
                 self._note_trouble(str(error))
-            else:
-                await self._serve(model, metrics)
+            except Exception as error:  # a fault of ours, or an answer that nobody thought of, must not end the watch
+                log.exception("engine_watch_failed replica=%s", self.replica_id)
+                self._note_trouble(f"{type(error).__name__}: {error}")
+                if self.joined:
+                    self._context.run(self._drop("health"))
             await asyncio.sleep(REOPEN_S)
 
     async def _probe(self) -> tuple[str, EngineMetrics]:
@@ -256,6 +260,7 @@ class ExternalReplica(ReplicaHandle):
             generate,
             self._on_reply,
             eos_token_ids=self._eos,
+            vocab_size=self._vocab_size,
             uncached_tokens=self._placement.loads.uncached_tokens(self.replica_id, generate.request_id),
             now=self._context.clock(),
         )
@@ -281,14 +286,21 @@ class ExternalReplica(ReplicaHandle):
             self._report()
 
     def _on_reply(self, request: ExternalRequest, reply: TokenOutput | TextOutput | Refused) -> None:
-        over = request.closed and self._calls.pop(request.request_id, None) is not None
-        now = self._context.clock()
+        over, now = request.closed, self._context.clock()
+        if over:
+            if (sent := self._calls.pop(request.request_id, None)) is None:
+                return
+            _, call = sent
+            # An engine would go on generating what is no longer read; after a whole answer, its connection is kept.
+            if isinstance(reply, Refused):
+                call.close()
+            else:
+                call.leave()
         if isinstance(reply, Refused):
-            if over:
-                self._load.ended(request)
-                if reply.retry:
-                    self._check_now.set()
-                self._reply(reply, now)
+            self._load.ended(request)
+            if reply.retry:
+                self._check_now.set()
+            self._reply(reply, now)
             return
         started = self._load.tokens_arrived(request, now)
         if started and self._feed is None:

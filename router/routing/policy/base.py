@@ -5,7 +5,7 @@ Pure values: candidates in, decision out. Block hashes, time and randomness are 
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from math import ceil, exp, inf
+from math import exp, inf
 from random import Random
 from typing import ClassVar
 
@@ -30,6 +30,9 @@ UNCERTAIN = 0.1
 #: With more spare blocks than this many times that error, the wait for blocks is ignored: the expected shortage is
 #: below a hundredth of the error.
 NEGLIGIBLE = 5
+
+#: Keeps a wait for memory finite.
+LEAST_ENDS_PER_STEP = 1e-9
 
 #: Time to load a cached token from slower memory, as a share of the time to compute it, by medium: 1 minus the credits
 #: that llm-d (0.8) and vllm-router (0.8, 0.3) give. Not measured here. All other media count as `OTHER_LOADING`.
@@ -79,6 +82,12 @@ class Candidate(msgspec.Struct, frozen=True, gc=False, kw_only=True):
         # The last token is always computed: its logits are needed.
         return prompt.tokens - cached if cached < prompt.tokens else 1
 
+    @property
+    def available(self) -> bool:
+        """Whether the replica takes new requests, and this one."""
+        load = self.load
+        return not (self.excluded or load.draining or load.warming or load.silent)
+
     def tokens_on_arrival(self, prompt: Prompt) -> int:
         """Tokens to compute, as the replica counts them when the request arrives: only held blocks are cached then."""
         return max(1, prompt.tokens - min(self.held_blocks, self.expected_blocks) * prompt.block_size)
@@ -97,6 +106,10 @@ class ManyCandidates(Sequence[Candidate]):
     @abstractmethod
     def longest_live(self) -> int:
         """The longest expected prefix, in blocks, among candidates with a live feed."""
+
+    @abstractmethod
+    def holders(self, blocks: int) -> int:
+        """How many available candidates with a live feed are expected to hold at least this many blocks."""
 
     @abstractmethod
     def longest_known(self) -> int:
@@ -263,6 +276,8 @@ def room_of(load: ReplicaLoad) -> float:
 def expected_ttft_s(prompt: Prompt, candidate: Candidate, uncached: int) -> float:
     """Expected seconds until the first token if the request is sent now and `uncached` of its tokens are computed.
 
+    At least 0; infinity where the replica's numbers allow no estimate.
+
     The sum of: the remaining queued prefill work; the prefill of this prompt's uncached tokens, by the replica's
     measured cost; the time to load blocks from slower memory; if anything decodes there, one decode step for each
     prefill step, half of the step in progress, and one more step if part of the prefix is still being computed, because
@@ -270,6 +285,11 @@ def expected_ttft_s(prompt: Prompt, candidate: Candidate, uncached: int) -> floa
     requests end. If memory is nearly full, some blocks count as possibly missing: the needs of running requests and the
     requests that other routers send there are not known exactly.
     """
+    seconds = _unchecked_ttft_s(prompt, candidate, uncached)
+    return seconds if seconds >= 0.0 else inf
+
+
+def _unchecked_ttft_s(prompt: Prompt, candidate: Candidate, uncached: int) -> float:
     load = candidate.load
     queued, cached = load.queued_prefill_tokens, prompt.tokens - uncached
     prefill = load.prefill_cost.seconds(cached, uncached)
@@ -279,7 +299,7 @@ def expected_ttft_s(prompt: Prompt, candidate: Candidate, uncached: int) -> floa
         prefill += load.busy_until - prompt.now
     if not load.running and load.spare_blocks > prompt.blocks:  # plus one partial block
         return prefill
-    steps = 0.5 + ceil((queued + uncached) / load.max_batched_tokens)
+    steps = 0.5 - (-(queued + uncached) // max(1, load.max_batched_tokens))  # rounded up
     if queued and candidate.expected_blocks > candidate.held_blocks:
         steps += 1
     seconds = prefill + steps * load.decode_step_s
@@ -292,4 +312,4 @@ def expected_ttft_s(prompt: Prompt, candidate: Candidate, uncached: int) -> floa
     missing = 1 - room - candidate.used_blocks
     likely = missing + spread if missing > 0 else spread * exp(missing / spread)
     ends = max(slots, likely / used * (load.running or load.waiting))
-    return seconds + ends / load.ends_per_step * load.decode_step_s
+    return seconds + ends / max(LEAST_ENDS_PER_STEP, load.ends_per_step) * load.decode_step_s

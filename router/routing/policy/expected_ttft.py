@@ -187,16 +187,16 @@ class CandidateScores:
         """Seconds that others lose if `uncached` tokens are computed there; `busy`: the replica's busy share."""
         total, least, weights, cost = self._prompt.tokens, self._least, self._weights, load.prefill_cost
         least_s = cost.seconds(total - least, least)
-        extra_s = 0.0 if uncached == least else cost.seconds(total - uncached, uncached) - least_s
+        extra_s = max(0.0, cost.seconds(total - uncached, uncached) - least_s)
         stalled_s = extra_s + least_s * (LONG_PREFILL_TOKENS / max(LONG_PREFILL_TOKENS, least))
         slower_s = load.answer_tokens * (load.decode_step_s - self._pace_s)
-        answers_s = weights.answers * (load.running * stalled_s + slower_s)
+        answers_s = max(0.0, weights.answers * (load.running * stalled_s + slower_s))
         if not extra_s:
             return answers_s
         factor = weights.all_busy / (1 - min(busy, BUSY_LIMIT))  # seconds lost per second of extra work
         if (load.free_blocks - load.cached_free_blocks) * self._prompt.block_size <= uncached:
             factor += RECOMPUTED_SHARE
-        return answers_s + factor * extra_s
+        return answers_s + max(0.0, factor * extra_s)
 
     def choose(self, preferred: str | None, rng: Random) -> Score | None:
         ties = self.ties()
@@ -249,8 +249,8 @@ class CandidateScores:
 
 
 def cost_limit(least: float) -> float:
-    """The highest cost that counts as equal to the least."""
-    return least + min(least * TIE_RATIO, TIE_MAX_S) + TIE_S
+    """The highest cost that counts as equal to the least; never below it."""
+    return least + max(0.0, min(least * TIE_RATIO, TIE_MAX_S)) + TIE_S
 
 
 def _break_tie(ties: Sequence[Score], preferred: str | None, rng: Random) -> Score:

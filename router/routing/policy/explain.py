@@ -26,9 +26,16 @@ def reason_of(decision: Decision, candidates: Candidates, regret: int) -> Reason
         return "only"
     if not decision.weighs_cache:
         return "policy"
-    if regret > 0:
-        return "load"
-    return "prefix" if decision.row.uncached_tokens < decision.prompt.tokens else "cold"
+    if decision.row.uncached_tokens >= decision.prompt.tokens and not regret:
+        return "cold"
+    return "load" if regret > 0 or _is_tie(decision.row.candidate.expected_blocks, candidates) else "prefix"
+
+
+def _is_tie(blocks: int, candidates: Candidates) -> bool:
+    """Whether several available replicas have this many blocks of the prompt, so that load decided between them."""
+    if not isinstance(candidates, list):
+        return candidates.holders(blocks) > 1
+    return sum([each.expected_blocks >= blocks and each.feed is LIVE and each.available for each in candidates]) > 1
 
 
 def why_held(decision: Decision) -> str:

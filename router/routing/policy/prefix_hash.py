@@ -27,7 +27,7 @@ class PrefixHash(Policy):
         if not usable:
             return self.choose(prompt, candidates, None, "")
         bound = ceil(BOUND * (1 + sum(each.load.requests for each in usable)) / len(usable))
-        below = [each for each in usable if each.load.requests < bound]
+        below = [each for each in usable if each.load.requests < bound] or usable
         # A hash identifies all blocks before it. A prompt without a full block has none; only names order its replicas.
         head = prompt.hashes[: max(1, HEAD_TOKENS // prompt.block_size)]
         key = int(head[-1]).to_bytes(8, "big", signed=False) if len(head) else b""

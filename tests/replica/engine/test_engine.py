@@ -535,6 +535,22 @@ def test_what_fills_the_cache_is_counted_as_nobodys_traffic(rig: Rig) -> None:
     assert (after.query_tokens, after.hit_tokens, after.generated_tokens) == (5, 4, 1)
 
 
+def test_a_prompt_is_one_query_however_often_it_is_admitted() -> None:
+    """A preempted request finds its own blocks again, and a moved one was counted by the replica before: no reuse."""
+    rig = Rig(blocks=6, block_size=2)
+    rig.add(1, [1, 2, 3, 4], max_tokens=7, ignore_eos=True)
+    rig.add(2, [5, 6, 7, 8], max_tokens=7, ignore_eos=True)
+    rig.run()
+    moved = msgspec.structs.replace(rig.request(3, [1, 2, 3, 4], max_tokens=1), counted=True)
+    rig.engine.add("a", moved)
+    rig.run()
+
+    counted = rig.engine.load().counters
+
+    assert counted.preemptions > 0
+    assert (counted.query_tokens, counted.hit_tokens, counted.partial_hit_tokens) == (8, 0, 0)
+
+
 def test_a_step_that_raises_ends_its_own_requests_and_commits_nothing(rig: Rig) -> None:
     """Its KV may be incomplete. Requests outside the step, and the engine itself, continue."""
     rig = Rig(running=1)

@@ -1,7 +1,6 @@
 """Tenants' shares in the queue: bounded unfairness, no starvation, and the promised order within a tenant."""
 
 from collections import Counter
-from collections.abc import Iterator
 from hashlib import sha256
 from math import inf
 

@@ -317,6 +317,26 @@ def test_a_busy_holder_is_regretted(world: World) -> None:
     assert world.flow.counters.regret_tokens == 96
 
 
+def test_a_moved_request_is_counted_once(world: World) -> None:
+    """The lost replica counted its look-up; one that refused it did not. The regret is that of the last decision."""
+    first = world.submit(request_of(PROMPT))
+    holder = world.home(first)
+    world.settle()
+    world.run(world.flow.report(holder, world.replicas[holder].load("me", queued_prefill_tokens=50_000), world.now))
+    moved = world.submit(request_of(PROMPT, seed=30))
+    other = world.home(moved)
+    assert other != holder
+    refused = Refused(request_id=world.sent(other).request_id, reason="internal", message="no", retry=True)
+    world.run(world.flow.on_reply(other, refused, world.now))
+    assert not world.sent(world.home(moved)).counted
+
+    world.lose(world.home(moved))
+    assert world.sent(world.home(moved)).counted
+    world.settle()
+
+    assert world.flow.counters.regret_tokens == world.records[moved].regret_tokens
+
+
 def test_a_lost_replicas_request_goes_on_with_what_was_generated(world: World) -> None:
     """No token is lost or duplicated, and the next replica gets the block hashes of prompt and generated tokens."""
     request = request_of(PROMPT, max_tokens=40)

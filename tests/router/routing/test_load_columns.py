@@ -10,7 +10,7 @@ from homing.events.wire.messages import LoadReport, PrefillCost
 from homing.router.backend import Explanation, FeedState
 from homing.router.routing.placement import Placement, known_tokens
 from homing.router.routing.policy.base import Decision, ManyCandidates, Prompt
-from homing.router.routing.policy.explain import explanation_of, regret_tokens
+from homing.router.routing.policy.explain import explanation_of, reason_of, regret_tokens
 from homing.router.routing.policy.registry import make_policy
 from homing.router.routing.replica_load import LoadBook
 from homing.router.routing.reservations import Reservations
@@ -73,6 +73,7 @@ class Pair:
         if (chosen := decisions[0].chosen) is None:
             return
         assert regret_tokens(prompt, columns, decisions[0]) == regret_tokens(prompt, each, decisions[1])
+        assert reason_of(decisions[0], columns, 0) == reason_of(decisions[1], each, 0)
         assert decisions[0].table() == decisions[1].table()
         self.past.append((decisions, explanation_of(decisions[0])))
         self.last_id += 1

@@ -1,5 +1,6 @@
 """The state of the replicas when a request is placed."""
 
+from collections.abc import Sequence
 from random import Random
 
 import pytest
@@ -7,13 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from homing.router.backend import FeedState
+from homing.router.backend import FeedState, RouterCounters
 from homing.router.flow.fair_queue import FairQueue
 from homing.router.routing.placement import Foreseen, Placement, known_tokens
-from homing.router.routing.policy.base import Policy, Prompt
+from homing.router.routing.policy.base import Candidate, Decision, Policy, Prompt
 from homing.router.routing.policy.expected_ttft import ExpectedTtft, LeastLoaded
 from homing.router.routing.policy.explain import regret_tokens
 from homing.router.routing.policy.registry import make_policy
+from homing.router.routing.policy.round_robin import RoundRobin
 from homing.router.routing.replica_load import LoadBook, Pending
 from homing.router.routing.reservations import Reservations
 
@@ -23,9 +25,11 @@ PROMPT = Prompt(tokens=1000, blocks=62, block_size=BLOCK)
 KEYS = range(62)
 
 
-def placement_of(policy: Policy, *, external: bool = False, columns_from: int = 99) -> Placement:
-    loads = LoadBook("router", 3.0, columns_from)
-    placement = Placement(policy, loads=loads, reservations=Reservations(30.0), rng=Random(0))
+def placement_of(
+    policy: Policy, *, external: bool = False, columns_from: int = 99, counters: RouterCounters | None = None
+) -> Placement:
+    loads, reservations = LoadBook("router", 3.0, columns_from), Reservations(30.0)
+    placement = Placement(policy, loads=loads, reservations=reservations, rng=Random(0), counters=counters)
     for name in ("r0", "r1"):
         placement.join(structs.replace(description_of(name), external=external), 0.0)
         placement.set_feed(name, FeedState.LIVE)
@@ -114,6 +118,33 @@ def test_a_request_that_ended_leaves_nothing_behind(placement: Placement) -> Non
     placement.check()
     assert placement.reservations.count(replica) == 0
     assert placement.loads.view(replica, 0.0).queued_prefill_tokens == 0
+
+
+class Broken(RoundRobin):
+    """Chooses the candidate with this name, usable or not; by default none."""
+
+    choice: str | None = None
+
+    def consider(self, prompt: Prompt, candidates: Sequence[Candidate], rng: Random) -> Decision:
+        chosen = next((each for each in candidates if each.replica_id == self.choice), None)
+        return self.choose(prompt, candidates, chosen, "broken")
+
+
+@pytest.mark.parametrize("choice", [None, "r0"])
+def test_a_policy_cannot_keep_a_request_from_a_replica_that_can_take_it(choice: str | None) -> None:
+    """Nothing would place the request later: the whole cluster stood still."""
+    policy, counters = Broken(), RouterCounters()
+    policy.choice = choice
+    placement = placement_of(policy, counters=counters)
+    placement.loads.set_unavailable("r0", "draining")
+
+    decision = placement.decide(PROMPT, placement.candidates(KEYS, (), 0.0))
+
+    assert decision.chosen is not None
+    assert decision.chosen.replica_id == placement.explain(PROMPT, placement.candidates(KEYS, (), 0.0)).chosen == "r1"
+    assert counters.overruled == 1
+    placement.loads.set_unavailable("r1", "draining")
+    assert placement.decide(PROMPT, placement.candidates(KEYS, (), 0.0)).chosen is None
 
 
 def test_a_replica_that_left_is_no_candidate(placement: Placement) -> None:

@@ -244,3 +244,33 @@ def test_a_replica_whose_steps_take_longer_decodes_as_much_slower(book: LoadBook
 
     assert fast == pytest.approx(0.002)
     assert 2 * fast < slow <= 0.006
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"running": -1},
+        {"free_blocks": -5},
+        {"decode_step_s": float("nan")},
+        {"prefill_tokens_per_s": float("inf")},
+        {"queued_prefill_s": -0.1},
+        {"queued_prefill": PrefillWork(1, 10, float("nan"), 0.0)},
+    ],
+)
+def test_a_report_that_no_replica_can_send_is_ignored(book: LoadBook, wrong: dict[str, object]) -> None:
+    """Every cost would be infinite or negative, and requests would be sent there, or nowhere."""
+    book.report("r0", report_of(step=1, running=2), now=0.0)
+    before = book.view("r0", now=0.0)
+
+    assert not book.report("r0", report_of(step=2, **wrong), now=1.0)
+
+    assert book.view("r0", now=1.0) == before
+
+
+def test_a_cost_that_no_replica_can_have_is_not_used(book: LoadBook) -> None:
+    """Its own rate is known nevertheless, and a cached prefix never makes the rest dearer."""
+    book.report("r0", report_of(step=1, prefill_cost=PrefillCost(0.0, float("nan"), 0.0, 0.0)), now=0.0)
+    assert book.view("r0", now=0.0).prefill_cost == PrefillCost(0.0, 1e-4, 0.0)
+
+    book.report("r0", report_of(step=2, prefill_cost=PrefillCost(0.0, 1e-4, 1e-9, 5e-6)), now=0.0)
+    assert book.view("r0", now=0.0).prefill_cost == PrefillCost(0.0, 1e-4, 1e-9, 1e-9)

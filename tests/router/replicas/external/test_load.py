@@ -1,5 +1,6 @@
 """An engine's load, expressed as one of our load reports."""
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,12 +9,14 @@ from homing.events.load_report import fit
 from homing.kvcache.hashing import token_bytes
 from homing.replica.messages import Generate, SamplingParams
 from homing.router.replicas.external.load import (
+    MAX_SAMPLES,
     MIN_PREFILL_TOKENS,
     UNKNOWN_BLOCKS,
     UNKNOWN_PREFILL_TOKENS_PER_S,
     EngineMetrics,
     EngineRates,
     ExternalLoad,
+    metric_ranks,
     read_metrics,
 )
 from homing.router.replicas.external.request import ExternalRequest
@@ -38,7 +41,9 @@ def request_at(number: int, *, uncached: int = 100, sent_at: float = 0.0) -> Ext
         block_hashes=b"",
         sampling=SamplingParams(max_tokens=8),
     )
-    return ExternalRequest(generate, Nobody(), eos_token_ids=frozenset(), uncached_tokens=uncached, now=sent_at)
+    return ExternalRequest(
+        generate, Nobody(), eos_token_ids=frozenset(), vocab_size=4000, uncached_tokens=uncached, now=sent_at
+    )
 
 
 @pytest.fixture
@@ -63,6 +68,19 @@ def test_requests_count_as_running_from_their_first_token_on(load: ExternalLoad)
     report = load.report(1.0, cached_blocks=0)
     assert (report.running, report.counters.query_tokens) == (0, 100)
     assert round(report.prefill_tokens_per_s) == 200
+
+
+def test_a_request_that_another_engine_has_had_is_no_second_query(load: ExternalLoad) -> None:
+    """Hit rates would fall with each engine that dies; what it computes here still counts."""
+    request = request_at(1)
+    request.generate = msgspec.structs.replace(request.generate, counted=True)
+    load.sent(request)
+    load.tokens_arrived(request, 0.5)
+    load.ended(request)
+
+    counted = load.report(1.0, cached_blocks=0).counters
+
+    assert (counted.query_tokens, counted.hit_tokens, counted.prefilled_tokens) == (0, 0, 100)
 
 
 def test_a_short_prompt_costs_more_than_its_length(load: ExternalLoad) -> None:
@@ -304,3 +322,23 @@ def test_what_is_not_told_is_not_made_up() -> None:
         read_metrics('vllm:cache_config_info{num_gpu_blocks="None"} 1.0\nvllm:num_requests_running NaN\n')
         == EngineMetrics()
     )
+
+
+@pytest.mark.parametrize(
+    "metrics",
+    [
+        "vllm:num_requests_running{" * 100_000,
+        "vllm:num_requests_running{\n" * 100_000,
+        'vllm:num_requests_running{engine="1"} 1\n' * 100_000,
+        "vllm:num_requests_running 1e300\n",
+        f'vllm:cache_config_info{{num_gpu_blocks="{"9" * 5000}"}} 1\n',
+        f'vllm:num_requests_running{{engine="{"9" * 5000}"}} 1\n',
+    ],
+)
+def test_metrics_cannot_keep_the_router_busy_or_break_it(metrics: str) -> None:
+    """Of any text, a bounded part is read, and numbers that cannot be are not reported."""
+    found = read_metrics(metrics)
+
+    assert (found.running or 0) <= MAX_SAMPLES
+    assert found.num_blocks is None
+    assert metric_ranks(metrics) in ((), (1,))

@@ -1,14 +1,20 @@
 """The contract of every registered policy, tested through the production placement."""
 
 import pickle
+from math import inf, nan
 from random import Random
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from homing.events.wire.messages import PrefillCost
+from homing.router.backend import FeedState
 from homing.router.config import RouterSettings
-from homing.router.routing.policy.base import Policy
+from homing.router.routing.policy.base import Candidate, Policy, Prompt
 from homing.router.routing.policy.registry import REGISTRY, make_policy, policy_names
+from homing.router.routing.replica_load import ReplicaLoad
 
 from ...fakes import report_of
 from .cases import NAMES, SILENCE_S, SLOTS, Router, chain
@@ -148,3 +154,55 @@ def test_memory_is_bounded_by_replicas_caches_and_requests_in_flight(policy: str
     for name in NAMES:
         router.placement.leave(name)
     assert len(pickle.dumps(router.placement.policy)) <= len(pickle.dumps(make_policy(policy))) + 500
+
+
+#: Numbers that a broken replica may report, or a fit may yield.
+WHOLE = st.sampled_from((0, 1, 7, -1, -5000, 2**31, 2**63, -(2**63)))
+REAL = st.sampled_from((0.0, 1e-300, 0.002, 1.0, -1.0, 1e300, inf, -inf, nan))
+ODD_LOADS = st.builds(
+    ReplicaLoad,
+    **dict.fromkeys(("running", "waiting", "queued_prefill_tokens", "free_blocks", "cached_free_blocks"), WHOLE),
+    **dict.fromkeys(("spare_blocks", "total_blocks", "max_running_requests", "max_batched_tokens"), WHOLE),
+    **dict.fromkeys(("busy_until", "prefill_tokens_per_s", "decode_step_s", "ends_per_step", "answer_tokens"), REAL),
+    prefill_cost=st.builds(PrefillCost, REAL, REAL, REAL, REAL),
+    draining=st.booleans(),
+    silent=st.booleans(),
+)
+ODD_PROMPTS = st.builds(
+    Prompt,
+    tokens=st.sampled_from((1, 249, 2**31)),
+    blocks=st.sampled_from((0, 15, 2**27)),
+    block_size=st.sampled_from((1, 16)),
+    hashes=st.sampled_from((range(0), range(15))),
+    now=st.sampled_from((0.0, 1e9)),
+)
+ODD_CANDIDATES = st.tuples(ODD_LOADS, st.sampled_from((0, 11, 15)), st.sampled_from((0, 11, 2**31)), st.booleans())
+
+
+@pytest.mark.parametrize("policy", policy_names())
+@settings(max_examples=40)
+@given(ODD_PROMPTS, st.lists(ODD_CANDIDATES, min_size=1, max_size=4))
+def test_whatever_replicas_report_a_request_waits_only_if_no_replica_can_take_it(
+    policy: str, prompt: Prompt, drawn: list[tuple[ReplicaLoad, int, int, bool]]
+) -> None:
+    """A cluster stood still because costs were negative: then no cost is within the tie window of the least."""
+    router = Router(policy, replicas=[f"r{place}" for place in range(len(drawn))])
+    candidates = [
+        Candidate(
+            replica_id=f"r{place}",
+            feed=FeedState.LIVE,
+            load=load,
+            held_blocks=held,
+            expected_blocks=expected,
+            excluded=excluded,
+        )
+        for place, (load, held, expected, excluded) in enumerate(drawn)
+    ]
+
+    decision = router.placement.policy.decide(prompt, candidates, Random(0))
+
+    rows = decision.table()
+    usable = [row for row in rows if row.obstacle is None]
+    assert (decision.chosen is None) == (not usable)
+    assert decision.chosen is None or decision.chosen.replica_id in {row.candidate.replica_id for row in usable}
+    assert all(row.ttft_s >= 0 and row.others_s >= 0 and row.cost_s >= 0 for row in rows)

@@ -44,7 +44,9 @@ def test_a_held_request_names_each_obstacle() -> None:
     ("policy", "candidates", "reason"),
     [
         (ExpectedTtft(), [candidate("r0", 62)], "only"),
-        (ExpectedTtft(), [candidate("r0", 62), candidate("r1", 62, queued_prefill_tokens=900)], "prefix"),
+        (ExpectedTtft(), [candidate("r0", 62), candidate("r1", 61)], "prefix"),
+        (ExpectedTtft(), [candidate("r0", 62), candidate("r1", 62, queued_prefill_tokens=900)], "load"),
+        (ExpectedTtft(), [candidate("r0", 62), candidate("r1", 62, draining=True)], "prefix"),
         (ExpectedTtft(), [candidate("r0"), candidate("r1", 62, queued_prefill_tokens=2000)], "load"),
         (ExpectedTtft(), [candidate("r0"), candidate("r1", queued_prefill_tokens=2000)], "cold"),
         (ExpectedTtft(), [candidate("r0", draining=True), candidate("r1", silent=True)], "held"),
