@@ -47,7 +47,7 @@ from ..errors import (
     Superseded,
 )
 from ..routing.placement import Placement, known_tokens
-from ..routing.policy.base import SATURATED, Candidates, Decision, Prompt
+from ..routing.policy.base import Candidates, Decision, Prompt
 from ..routing.policy.explain import reason_of, regret_tokens, why_held
 from ..routing.replica_load import UnavailableReason
 from .block_hash_cache import BlockHashCache
@@ -74,6 +74,8 @@ log = logging.getLogger(__name__)
 
 #: The deadline heap is rebuilt when it has more than twice as many entries as there are requests, plus this many.
 SPARE_DEADLINES = 1024
+#: The obstacle of a replica without room, the only one that ends as requests there end.
+SATURATED = "saturated"
 #: No replica is warmed up while a prompt would wait this long at every other replica. Of 0.02 to 0.5 s and no limit,
 #: this gave the lowest mean TTFT when a third replica joins two simulated ones at several loads (docs/simulate.md).
 PRESSING_WAIT_S = 0.5

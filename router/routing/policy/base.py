@@ -21,8 +21,6 @@ LIVE, STALE = FeedState.LIVE, FeedState.STALE
 
 #: A full replica counts as saturated once this many requests wait in its engine: enough to fill the next step.
 QUEUE_AHEAD = 4
-#: The obstacle of a replica without room: the only one that ends as requests there end.
-SATURATED = "saturated"
 #: Error in the predicted number of free blocks when a request starts, as a share of the blocks in use. Simulated on 16
 #: cells of agent traffic (docs/simulate.md): geometric means of mean TTFT and p99 were 0.208 and 2.48 s with 0, 0.179
 #: and 1.96 s with 0.05, 0.171 and 1.55 s with 0.1.
@@ -237,7 +235,7 @@ class Policy(ABC):
         if load.silent:
             return "silent"
         if load.waiting >= QUEUE_AHEAD and self.holds_requests and is_full(prompt, candidate):
-            return SATURATED
+            return "saturated"
         return None
 
     def usable(self, prompt: Prompt, candidates: Sequence[Candidate]) -> list[Candidate]:
