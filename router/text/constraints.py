@@ -12,6 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from hashlib import sha256
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from ...replica.messages import Constraint, ConstraintKind
 from ...replica.messages.grammar import GrammarError, grammar_of, new_matcher
 from ..errors import InvalidRequest, QueueFull
 from .closed_schemas import TooComplex, arguments_schema, closed
+from .guidable_schemas import Unsound, guidable
 from .parsers.guided import MAX_SOURCE_CHARACTERS, CallShape, Unguidable
 
 #: The fields that `requested_constraint` reads.
@@ -254,15 +256,70 @@ def nesting(source: str) -> int:
     return deepest
 
 
-def compile_problem(constraint: Constraint) -> str | None:
-    """Why a constraint cannot be compiled; None if it can. Only llguidance's limits bound its duration."""
+def servable(constraint: Constraint) -> Constraint:
+    """The constraint in a form that replicas can compile, and that no invalid answer matches. Raises GrammarError.
+
+    Only llguidance's limits bound its duration.
+    """
     try:
-        new_matcher(_byte_tokenizer(), grammar_of(constraint))
-    except GrammarError as error:
-        return str(error)
+        made = _with_guidable_schemas(constraint)
+        new_matcher(_byte_tokenizer(), grammar_of(made))
+    except Unsound as error:
+        raise GrammarError(str(error)) from error
+    except RecursionError as error:
+        raise GrammarError("it is nested too deeply") from error
+    except GrammarError:
+        raise
     except ValueError as error:  # from llguidance, for arguments that it cannot parse
-        return str(error)[:300]
-    return None
+        raise GrammarError(str(error)[:300]) from error
+    return made
+
+
+def _with_guidable_schemas(constraint: Constraint) -> Constraint:
+    """The constraint with `guidable` applied to each of its schemas."""
+    if constraint.kind not in ("json_schema", "structural_tag"):
+        return constraint
+    try:
+        source = msgspec.json.decode(constraint.source)
+    except (msgspec.DecodeError, RecursionError):
+        return constraint  # its error is the compiler's
+    made = _guidable_schema(source) if constraint.kind == "json_schema" else _guidable_form(source)
+    return constraint if made == source else msgspec.structs.replace(constraint, source=_encoded(made))
+
+
+def _guidable_schema(schema: Any) -> Any:
+    if not isinstance(schema, Mapping):
+        return schema
+    options = schema.get("x-guidance")
+    lenient = isinstance(options, Mapping) and options.get("lenient") is True
+    return guidable(schema, _accepts, lenient=lenient)
+
+
+def _guidable_form(form: Any) -> Any:
+    """A structural tag, or a part of it, with its schemas made guidable."""
+    if isinstance(form, list):
+        return [_guidable_form(each) for each in form]
+    if not isinstance(form, Mapping):
+        return form
+    return {
+        name: _guidable_schema(value) if name in ("json_schema", "schema") else _guidable_form(value)
+        for name, value in form.items()
+    }
+
+
+def _accepts(schema: Mapping[str, Any], texts: tuple[str, ...]) -> tuple[bool, ...] | None:
+    """Which texts the grammar of a schema accepts; None if it cannot be compiled."""
+    try:
+        matcher = new_matcher(
+            _byte_tokenizer(), grammar_of(Constraint(kind="json_schema", source=_encoded(dict(schema))))
+        )
+    except ValueError:
+        return None
+    found = []
+    for text in texts:
+        mine, ids = matcher.deep_copy(), list(text.encode())
+        found.append(mine.try_consume_tokens(ids) == len(ids) and mine.is_accepting())
+    return tuple(found)
 
 
 class _Bytes:
@@ -277,6 +334,7 @@ class _Bytes:
         return list(text)
 
 
+@cache
 def _byte_tokenizer() -> Any:
     from llguidance import LLTokenizer, TokenizerWrapper
 
@@ -287,12 +345,13 @@ class ConstraintChecker:
     """Checks constraints in its own threads and caches the results. Must be used on one event loop."""
 
     def __init__(
-        self, *, deadline_s: float = DEADLINE_S, problem: Callable[[Constraint], str | None] = compile_problem
+        self, *, deadline_s: float = DEADLINE_S, servable: Callable[[Constraint], Constraint] = servable
     ) -> None:
         self._deadline_s = deadline_s
-        self._problem = problem
-        #: Results by kind and digest of the source, which may be long; most recently used last.
-        self._results: OrderedDict[tuple[str, bytes], str | None] = OrderedDict()
+        self._servable = servable
+        #: Results by kind and digest of the source: what is wrong, the form to use instead, or None if it is fine as it
+        #: is. Most recently used last.
+        self._results: OrderedDict[tuple[str, bytes], str | Constraint | None] = OrderedDict()
         self._pool = ThreadPoolExecutor(CHECK_THREADS, thread_name_prefix="constraint")
 
     def close(self) -> None:
@@ -301,12 +360,14 @@ class ConstraintChecker:
     async def check(self, asked: FieldConstraint) -> Constraint:
         """The constraint if replicas can serve it. Raises InvalidRequest, or QueueFull if no thread is free in time."""
         constraint, param = asked
-        problem = await self._find_problem(constraint)
-        if problem is not None:
-            raise InvalidRequest.field(param, f"cannot be used as a constraint: {problem}")
-        return constraint
+        found = await self._checked(constraint)
+        if isinstance(found, str):
+            raise InvalidRequest.field(param, f"cannot be used as a constraint: {found}")
+        if found is None:
+            return constraint
+        return msgspec.structs.replace(found, opener=constraint.opener, after=constraint.after)
 
-    async def _find_problem(self, constraint: Constraint) -> str | None:
+    async def _checked(self, constraint: Constraint) -> str | Constraint | None:
         source = constraint.source
         if len(source) > MAX_SOURCE_CHARACTERS:
             return f"it has {len(source)} characters; the limit is {MAX_SOURCE_CHARACTERS}"
@@ -324,23 +385,28 @@ class ConstraintChecker:
                 raise QueueFull(CHECK_THREADS) from None
             return self._remember(key, self._too_complex())  # replaced when the thread finishes
 
-    def _compile(self, constraint: Constraint) -> str | None:
+    def _compile(self, constraint: Constraint) -> str | Constraint | None:
         """Runs in a thread and measures that thread's CPU time, which does not depend on other load of the machine."""
         if (deep := nesting(constraint.source)) > MAX_NESTING:
             return f"it is nested {deep} levels deep; the limit is {MAX_NESTING}"
         begun = time.thread_time()
-        problem = self._problem(constraint)
-        return self._too_complex() if time.thread_time() - begun > self._deadline_s else problem
+        try:
+            made = self._servable(constraint)
+        except GrammarError as error:
+            return str(error)
+        if time.thread_time() - begun > self._deadline_s:
+            return self._too_complex()
+        return None if made is constraint else made
 
     def _too_complex(self) -> str:
         return f"it is too complex: compiling it takes more than {self._deadline_s:g} s"
 
-    def _on_done(self, key: tuple[str, bytes], done: "asyncio.Future[str | None]") -> None:
+    def _on_done(self, key: tuple[str, bytes], done: "asyncio.Future[str | Constraint | None]") -> None:
         if not done.cancelled() and done.exception() is None:
             self._remember(key, done.result())
 
-    def _remember(self, key: tuple[str, bytes], problem: str | None) -> str | None:
-        self._results[key] = problem
+    def _remember(self, key: tuple[str, bytes], found: str | Constraint | None) -> str | Constraint | None:
+        self._results[key] = found
         if len(self._results) > MAX_CACHED_CHECKS:
             self._results.popitem(last=False)
-        return problem
+        return found

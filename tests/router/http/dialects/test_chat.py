@@ -476,7 +476,7 @@ async def test_tools_that_cannot_be_guided_are_no_reason_to_refuse_a_schema(agen
     with pytest.raises(openai.BadRequestError, match=r"'response_format\.json_schema\.schema'"):
         await agent.chat.completions.create(**given | {"response_format": refused}, tools=[tool(ahead)])
 
-    assert [request.constraint.kind for request in backend.requests] == ["json_schema", "json_schema"]
+    assert [request.constraint.kind for request in backend.requests] == ["structural_tag", "structural_tag"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
