@@ -373,13 +373,16 @@ class Scheduler:
             most = budget
             if request.scores_prompt:
                 most = min(budget, PROMPT_LOGPROBS_CHUNK - scored)
-            row = self._next_row(turn, request, most, turns, blocked) if most else turn.pass_over(request)
+            if not most:
+                turn.pass_over(request)
+                turns.put(turn)
+                continue
+            row = self._next_row(turn, request, most, turns, blocked)
+            turns.put(turn, row.count if row is not None else 0)
             if row is not None:
                 budget -= row.count
                 scored += row.count * request.scores_prompt
                 self._prefilled += row.count
-            turns.put(turn, row.count if row is not None else 0)
-            if row is not None:
                 yield row
 
     def _next_row(
