@@ -233,14 +233,17 @@ class Scheduler:
         self._shares.join(request)
         self._enqueue(request, match)
 
-    def schedule(self) -> list[ScheduledRow]:
+    def schedule(self, shared_step_tokens: int | None = None) -> list[ScheduledRow]:
         """The rows of the next step, most urgent decodes first; empty when nothing can run.
 
-        Before the next call, each row must go to `complete` or `launch`, or its request to `finish`.
+        `shared_step_tokens`: most prompt tokens of a step while several tenants have requests, as the others wait for
+        the step. Before the next call, each row must go to `complete` or `launch`, or its request to `finish`.
         """
         self._cache.evict_ahead(len(self._running))
         rows = self._schedule_decodes()
         budget = self.limits.max_batched_tokens - len(rows)
+        if shared_step_tokens is not None and budget > shared_step_tokens and self._shares.several:
+            budget = shared_step_tokens
         # Stop adding prompts when no more than this is left of the budget.
         enough = max(0, budget - (self.limits.prefill_step_tokens or budget))
         rows += self._schedule_prefills(budget, enough)

@@ -84,6 +84,11 @@ class TenantShares:
     def __len__(self) -> int:
         return len(self._lanes)
 
+    @property
+    def several(self) -> bool:
+        """Whether more than one tenant has requests."""
+        return len({lane.tenant for lane in self._lanes.values() if lane.waiting or lane.running}) > 1
+
     def lane(self, request: RequestState) -> Lane:
         return self._lanes[request.priority, request.tenant]
 

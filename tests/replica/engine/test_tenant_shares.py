@@ -77,6 +77,20 @@ def test_tenants_with_long_queues_get_tokens_by_weight() -> None:
     assert abs(computed[POLITE] / 3 - computed[GREEDY]) <= 100
 
 
+def test_a_step_that_several_tenants_share_is_short() -> None:
+    """A long chunk of one tenant's prompt would be a gap in the other's stream."""
+    bench = Bench(blocks=4096, budget=512, running=8)
+    bench.add([1, 2], tenant=POLITE, max_tokens=40)
+    bench.step()
+    bench.add([5] * 1000, tenant=GREEDY, max_tokens=1)
+
+    shared = [row.count for row in bench.scheduler.schedule(16)]
+    bench.scheduler.finish(next(iter(bench.scheduler.requests())))
+    alone = [row.count for row in bench.scheduler.schedule(16)]
+
+    assert (shared, alone) == ([1, 16], [512])
+
+
 def test_an_idle_tenant_accumulates_no_credit() -> None:
     """Else one long quiet stream would entitle its tenant to stop all others."""
     bench = Bench(blocks=4096, budget=32, running=8)
