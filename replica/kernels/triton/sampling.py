@@ -203,11 +203,11 @@ def _histogram(
     top_p = tl.load(top_ps + slot)
     if not _filters(top_k, top_p, vocab):
         return
+    last = _last_bucket(maximum, blocks, top_k, top_p, vocab, temperature, top, BUCKETS, PER_NAT)
     i = block * BLOCK + tl.arange(0, BLOCK)
     scaled = _scaled(logits, row, i, i < vocab, stride, temperature, top)
     weight = tl.exp(scaled).to(tl.float64)
     bucket = _bucket(scaled, BUCKETS, PER_NAT)
-    last = _last_bucket(maximum, blocks, top_k, top_p, vocab, temperature, top, BUCKETS, PER_NAT)
     near = bucket <= last
     at = row * BUCKETS + bucket
     tl.atomic_add(counts + at, tl.full([BLOCK], 1, tl.int32), mask=near, sem="relaxed")
