@@ -45,6 +45,7 @@ class MachineInfo:
     packages: Mapping[str, str | None]  #: version by name; None if not installed
     memory_bytes: int  #: available memory
     gpus_seen: int  #: GPUs of the driver that CUDA_VISIBLE_DEVICES does not hide
+    gpu_bytes: tuple[int, ...]  #: memory of each of these; empty if unknown
     gpus_usable: int  #: GPUs that torch can use
     launcher_problem: str | None  #: why Triton could not launch kernels on a GPU; None if it could
     disks: tuple[DiskInfo, ...]
@@ -68,6 +69,7 @@ def inspect_machine(disks: Mapping[str, Path]) -> MachineInfo:
         packages={name: _version(name) for name in PACKAGES},
         memory_bytes=free_memory_bytes(),
         gpus_seen=visible_gpus(),
+        gpu_bytes=gpu_bytes(shutil.which("nvidia-smi")),
         gpus_usable=_gpus_usable(),
         launcher_problem=launcher_problem(),
         disks=tuple(DiskInfo(use, str(folder), _free_bytes(folder)) for use, folder in disks.items()),
@@ -109,6 +111,18 @@ def gpus_seen(tool: str | None, devices: Path) -> int:
             listed = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=30, check=False).stdout
     files = [each for each in devices.glob("nvidia*") if each.name.removeprefix("nvidia").isdigit()]
     return sum(line.startswith("GPU ") for line in listed.splitlines()) or len(files)
+
+
+def gpu_bytes(tool: str | None) -> tuple[int, ...]:
+    """The memory of each GPU that nvidia-smi lists, hidden or not; empty if it does not say."""
+    if tool is None:
+        return ()
+    asked = [tool, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        listed = subprocess.run(asked, capture_output=True, text=True, timeout=30, check=True).stdout
+        return tuple(int(line) << 20 for line in listed.split())
+    except (OSError, subprocess.SubprocessError, ValueError):  # GPUs that share the CPU's memory report none
+        return ()
 
 
 def _gpus_usable() -> int:

@@ -269,7 +269,8 @@ class FleetRouter:
             self._apply()
 
     async def _ask(self, engine: ListedEngine) -> None:
-        client = Client(Address.of(engine.address.url), loop=asyncio.get_running_loop(), api_key=self.api_key)
+        key = self._key_of(engine.address.url)
+        client = Client(Address.of(engine.address.url), loop=asyncio.get_running_loop(), api_key=key)
         try:
             engine.info = await discover(client, engine.address, try_ports=not self.fleet.shares_host(engine))
         except EngineUnreachableError as error:
@@ -294,6 +295,10 @@ class FleetRouter:
         most = self.settings.router.backend_max_requests
         members = [describe(each, parity, limits, max_running_requests=most) for each in self.fleet.replica_addresses()]
         service.apply_membership(members, self._seed)
+
+    def _key_of(self, url: str) -> str:
+        """The key for a server that the operator lists. Others come over the API, perhaps to collect the key."""
+        return self.api_key if self.fleet.is_from_operator(url) else ""
 
     # Serving
 
@@ -329,7 +334,7 @@ class FleetRouter:
                 block_size=settings.kvcache.block_size,
                 canary_ids=tuple(text.encode_now([CANARY], special_tokens=False)[0]),
                 max_running_requests=settings.router.backend_max_requests,
-                api_key=self.api_key,
+                key_of=self._key_of,
                 chat_ids=chat_ids,
             ),
         )

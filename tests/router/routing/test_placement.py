@@ -275,7 +275,7 @@ def test_no_held_request_waits_for_those_that_come_later_than_its_own_prefill_ta
     def take() -> None:
         name = queue.head()
         assert name is not None
-        queue.take(1.0)
+        queue.take(name, 1.0)
         arrived_s = since.pop(name)
         for waiting, waits_since in since.items():
             assert arrived_s <= waits_since + patience_s[waiting] + 1e-9, f"{name} passed {waiting}"

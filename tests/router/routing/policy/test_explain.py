@@ -36,7 +36,7 @@ def test_a_held_request_names_each_obstacle() -> None:
     )
 
     assert held.chosen is None
-    assert held.why == "held: r0 draining, r1 silent"
+    assert held.why == "held: draining: r0; silent: r1"
     assert explanation_of(policy.consider(PROMPT, [], Random())).why == "no replica has joined"
 
 
