@@ -162,6 +162,11 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         "URL for traces of an OpenTelemetry collector (http://127.0.0.1:4318/v1/traces), which gets "
         "one span per request; needs homing[otel]; empty: none",
     ] = ""
+    allowed_hosts: Annotated[
+        str,
+        "names by which clients may call the server (header Host), besides those of the loopback, separated by "
+        "commas; *: any; empty: any, unless `host` is on the loopback, which web pages could reach by DNS rebinding",
+    ] = ""
     cors_origins: Annotated[
         str, "origins of web pages that may call the server, separated by commas; *: all; empty: none"
     ] = ""

@@ -34,6 +34,7 @@ class Endpoint:
     media: str = JSON
     error_body: Callable[[RouterError], bytes] | None = None  #: encodes errors; None: OpenAI's format
     errors: type = ErrorBody  #: type of an error's body
+    same_origin: bool = False  #: changes more than the sender's own requests: refused to pages of other servers
     streams: bool = False  #: the response is a stream of events if the body has `"stream": true`
 
 

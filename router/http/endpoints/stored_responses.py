@@ -109,6 +109,13 @@ async def delete_response(front: Front, exchange: Exchange) -> None:
 ENDPOINTS = (
     replace(generating(RESPONSES_PATH, RESPONSES, "response", Response), handler=create_response),
     Endpoint("GET", f"{RESPONSES_PATH}/{{id}}", stored_response, "a stored response", Response),
-    Endpoint("DELETE", f"{RESPONSES_PATH}/{{id}}", delete_response, "delete a stored response", DeletedResponse),
+    Endpoint(
+        "DELETE",
+        f"{RESPONSES_PATH}/{{id}}",
+        delete_response,
+        "delete a stored response",
+        DeletedResponse,
+        same_origin=True,
+    ),
     Endpoint("GET", f"{RESPONSES_PATH}/{{id}}/input_items", stored_items, "a stored response's input items", ItemList),
 )

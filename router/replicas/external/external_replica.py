@@ -70,7 +70,8 @@ class ExternalReplica(ReplicaHandle):
         super().__init__(description, flow, context, unavailable)
         self._requirements = requirements
         address = Address.of(description.request_endpoint)
-        self._client = Client(address, loop=context.loop, api_key=requirements.api_key, max_idle=IDLE_CONNECTIONS)
+        key = requirements.key_of(address.url)
+        self._client = Client(address, loop=context.loop, api_key=key, max_idle=IDLE_CONNECTIONS)
         self._blocks = ExternalBlocks(description.replica_id, model.hasher, model.root, description.data_parallel_rank)
         self._open_root = tenant_root(model.root)
         self._eos = frozenset(model.limits.eos_token_ids)

@@ -4,7 +4,7 @@
 would show only as wrong answers or a hit rate of zero. Values that an engine does not report are accepted.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, TypeVar
 
@@ -43,7 +43,7 @@ class EngineRequirements:
     block_size: int
     canary_ids: tuple[int, ...] | None  #: the router's token ids of `CANARY`; None: not compared here
     max_running_requests: int
-    api_key: str = ""
+    key_of: Callable[[str], str] = lambda _url: ""  #: the API key for the server at a URL; empty: none
     #: the router's token ids of `CANARY_CHATS`, with its template; empty where it refuses a chat, or if not compared
     chat_ids: tuple[tuple[int, ...], ...] = ()
 

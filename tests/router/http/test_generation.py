@@ -28,7 +28,7 @@ async def ask(port: int, path: str, body: dict[str, Any]) -> bytes:
     """Post `body` and return the raw response, without creating any objects of this package."""
     data = json.dumps(body).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(data)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: {len(data)}\r\n\r\n"
     writer.write(head.encode() + data)
     answer = await reader.read()
     writer.close()
