@@ -643,4 +643,6 @@ def _generate(request: RequestState) -> Generate:
         embedding=about.embedding,
         counted=request.counted,
         given=about.given,
+        tenant=about.tenant,
+        weight=about.weight,
     )

@@ -141,7 +141,8 @@ class Placement:
                 self.reservations.release(request_id)
 
     def expire(self, now: float) -> None:
-        """Drop expected blocks that are overdue."""
+        """Drop expected blocks that are overdue, and what is left in the index of replicas that are gone."""
+        self.index.sweep()
         self.reservations.expire(now)
         for request_id, (_, _, until) in tuple(self._unannounced.items()):
             if until <= now:

@@ -589,6 +589,16 @@ def test_saturated_replicas_leave_requests_in_the_router_in_order_of_priority() 
     world.flow.check()
 
 
+def test_the_tenant_and_its_weight_reach_the_replica() -> None:
+    """Its engine divides its steps and blocks among tenants, too: a share ends at the last queue, not here."""
+    world = World(1)
+
+    _, instructions = world.flow.submit(request_of(PROMPT, tenant=b"acme", weight=2.5), 0.0)
+
+    sent = [each.message for each in instructions if isinstance(each, Send)]
+    assert [(each.tenant, each.weight) for each in sent if isinstance(each, Generate)] == [(b"acme", 2.5)]
+
+
 def test_a_request_that_fits_nowhere_lets_others_pass_and_says_what_it_waits_for() -> None:
     """Requests that a replica can take must not wait behind one that none can take. Then it has its turn first."""
     world = World(2)
