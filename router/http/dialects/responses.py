@@ -350,8 +350,8 @@ def tools(given: Sequence[dict[str, Any]], param: str = "tools", namespace: str 
             case "namespace":
                 space = converted(tool, _Namespace, place)
                 yield from tools(space.tools, f"{place}.tools", space.name + SEPARATOR)
-            case kind if not isinstance(kind, str):
-                raise InvalidRequest.field(f"{place}.type", "expected str")
+            case kind if not isinstance(kind, str) or not kind:
+                raise InvalidRequest.field(f"{place}.type", "expected a type")
 
 
 def _tool_choice(body: ResponsesBody) -> ToolChoice:
