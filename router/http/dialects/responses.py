@@ -487,7 +487,7 @@ class ResponsesBuilder(BlockBuilder):
             status="in_progress",
             model=served.limits.name,
             instructions=body.instructions,
-            tools=[_shown_tool(each) for each in given],
+            tools=[_shown_tool(each) for each in given if each.get("type") in _TOOL_KEYS],  # others have no effect
             tool_choice=shown_choice(body.tool_choice),
             parallel_tool_calls=body.parallel_tool_calls is not False,
             text={"format": _shown_format(written)},
