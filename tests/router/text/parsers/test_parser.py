@@ -314,9 +314,7 @@ def test_a_marker_of_reasoning_inside_of_the_answer_is_text():
     assert parse("Write <think> and </think>.", NONE, "think") == [Content("Write <think> and </think>.")]
 
 
-@pytest.mark.parametrize(
-    ("tools", "ends"), [("qwen3_coder", True), ("kimi", True), ("hermes", True)]
-)
+@pytest.mark.parametrize(("tools", "ends"), [("qwen3_coder", True), ("kimi", True), ("hermes", True)])
 def test_a_call_ends_open_reasoning_where_models_forget_to_close_it(tools, ends):
     """vLLM does the same for Qwen3.5 and Kimi. A marker that is only mentioned in reasoning does not end it."""
     call = ANSWERS[tools][2].partition("ok")[2]
