@@ -224,6 +224,24 @@ def test_where_any_text_is_cut_makes_no_difference(text, tools, reasoning, cuts,
     assert parse(text, tools, reasoning, range(len(text)), starts_in_reasoning=starts_in_reasoning) == whole
 
 
+@pytest.mark.parametrize("tools", ["hermes", "kimi", "mistral"])
+def test_a_call_of_a_tool_that_is_not_there_is_a_call(tools: str):
+    """The agent can answer that there is no such tool; raw markup would end its loop."""
+    text = {
+        "hermes": '<tool_call>{"name": "g", "arguments": {"a": 1}}</tool_call>',
+        "kimi": '<|tool_call_begin|>functions.g:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>',
+        "mistral": '[TOOL_CALLS][{"name": "g", "arguments": {"a": 1}}]',
+    }[tools]
+
+    found = parse(text, tools)
+
+    assert [(type(each), getattr(each, "name", "")) for each in found] == [
+        (ToolCallStart, "g"),
+        (ToolCallArguments, ""),
+    ]
+    assert parse(text, tools, unknown_names=False) == [Content(text)]
+
+
 @given(text=SOUPS, tools=FAMILIES.filter(lambda name: name != "harmony"), cuts=CUTS)
 @example(text='<tool_call>{"name": "g", "arguments": {}}</tool_call>', tools="hermes", cuts=[])
 @example(text=" \n\n" * 9 + "[", tools="pythonic", cuts=[])
