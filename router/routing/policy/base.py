@@ -159,6 +159,8 @@ class Policy(ABC):
     holds_requests: ClassVar[bool] = True
     #: Whether the policy predicts how much of a prompt is cached on the chosen replica.
     predicts_hits: ClassVar[bool] = True
+    #: Whether its engines start requests in the order of arrival, as in `homing simulate`.
+    arrival_order: ClassVar[bool] = False
     #: Whether it notices that an engine restarted at the same address. `homing simulate` models routers that do not.
     notices_restarts: ClassVar[bool] = True
     #: Whether it reads so few candidates that `ManyCandidates` are cheaper than a list of all.

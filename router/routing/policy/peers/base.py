@@ -13,6 +13,7 @@ class Peer(Policy):
 
     holds_requests = False
     predicts_hits = False
+    arrival_order = True
     notices_restarts = False
 
     def __init__(self) -> None:
