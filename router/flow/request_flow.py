@@ -46,7 +46,7 @@ from ..errors import (
     Superseded,
 )
 from ..routing.placement import Placement, known_tokens
-from ..routing.policy.base import Candidates, Decision, Prompt
+from ..routing.policy.base import Candidate, Decision, Prompt
 from ..routing.policy.explain import reason_of, regret_tokens
 from ..routing.replica_load import UnavailableReason
 from .block_hash_cache import BlockHashCache
@@ -385,7 +385,7 @@ class RequestFlow:
         request.hashes = cache.hashes(request.root, request.tokens)
         request.keys = wire_hashes(request.hashes)
 
-    def _prompt_and_candidates(self, request: RequestState, now: float) -> tuple[Prompt, Candidates]:
+    def _prompt_and_candidates(self, request: RequestState, now: float) -> tuple[Prompt, list[Candidate]]:
         # Prompt logprobs and mean pooling need every prompt token to be computed, so the cache does not help.
         scores_prompt = request.request.sampling.prompt_logprobs is not None and not request.generated
         embedding = request.request.embedding

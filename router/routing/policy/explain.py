@@ -1,22 +1,21 @@
 """A decision for people: its reason in one word, and a table of what counted for each replica."""
 
+from collections.abc import Sequence
+
 from ...backend import Explanation, Reason, ReplicaScore
-from .base import LIVE, Candidates, Decision, Prompt, Score
+from .base import LIVE, Candidate, Decision, Prompt, Score
 from .expected_ttft import cost_limit
 
 
-def regret_tokens(prompt: Prompt, candidates: Candidates, decision: Decision) -> int:
+def regret_tokens(prompt: Prompt, candidates: Sequence[Candidate], decision: Decision) -> int:
     """Tokens that the chosen replica computes but the best holder with a live feed would not have had to."""
     assert decision.row is not None, "nothing was chosen"
-    if isinstance(candidates, list):
-        best = max([each.expected_blocks if each.feed is LIVE else 0 for each in candidates])
-    else:
-        best = candidates.longest_live()
+    best = max([each.expected_blocks if each.feed is LIVE else 0 for each in candidates])
     cached = min(best * prompt.block_size, prompt.tokens - 1)
     return decision.row.candidate.uncached_tokens(prompt) - (prompt.tokens - cached)
 
 
-def reason_of(decision: Decision, candidates: Candidates, regret: int) -> Reason:
+def reason_of(decision: Decision, candidates: Sequence[Candidate], regret: int) -> Reason:
     """The reason of a decision; `regret`: its `regret_tokens`."""
     if decision.row is None:
         return "held"
