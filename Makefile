@@ -21,7 +21,7 @@ PIP_INSTALL := $(BIN)/pip install --disable-pip-version-check --constraint const
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-fast test-slow test-nightly coverage check lint types format wheel wheel-check compat frameworks exactness clients bench-core bench-events bench-eviction bench-partial bench-warm-up bench-decision bench-parsers bench-router bench-engine bench-engines bench-guided bench-step bench-routing chaos audit gpu-check gpu-compile clean
+.PHONY: help setup serve test test-fast test-slow test-nightly test-processors coverage check lint types format wheel wheel-check compat frameworks exactness clients bench-core bench-events bench-eviction bench-partial bench-warm-up bench-decision bench-parsers bench-router bench-engine bench-engines bench-guided bench-step bench-routing chaos audit gpu-check gpu-compile clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,12 +33,12 @@ $(VENV)/.runtime: pyproject.toml constraints.txt
 	@echo "[2/3] installing torch (the largest part)"
 	@$(PIP_INSTALL) torch
 	@echo "[3/3] installing homing and the rest"
-	@$(PIP_INSTALL) --editable .
+	@$(PIP_INSTALL) --editable '.[serve]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.runtime
 	@echo "installing what tests and checks need"
-	@$(PIP_INSTALL) --editable '.[dev]'
+	@$(PIP_INSTALL) --editable '.[serve,dev]'
 	@touch $@
 
 setup: $(VENV)/.dev ## Make .venv with everything that tests and checks need
@@ -59,6 +59,9 @@ test-slow: $(VENV)/.dev ## Run the slow tests
 
 test-nightly: $(VENV)/.dev ## Run the property tests with 40 times as many examples (an hour)
 	@$(BIN)/pytest -m "not gpu and not cluster and property" --hypothesis-profile=nightly $(PYTEST_JOBS) --timeout=7200 $(ARGS)
+
+test-processors: $(VENV)/.dev ## Run what depends on the processor with SSE4.2, AVX2, AVX-512, AVX512_BF16 and AMX, as far as this machine has them
+	@$(BIN)/python tests/processors.py $(ARGS)
 
 coverage: $(VENV)/.dev ## Run the tests and print how much of each folder they execute
 	@$(BIN)/pytest -q -m "not gpu and not slow" --numprocesses=$(JOBS) --dist=loadfile --cov --cov-report= $(ARGS)
@@ -175,7 +178,7 @@ bench-step: $(VENV)/.dev ## What the host does for a decode step that is launche
 bench-guided: $(VENV)/.dev ## Cost of structured output: masks, first masks, a guided row in a batch (OUT=FILE writes JSON)
 	@$(BIN)/python tests/bench/guided.py $(if $(OUT),--out $(OUT))
 
-gpu-compile: $(VENV)/.dev ## Compile all GPU kernels for sm_80, 86, 89, 90 and 100 without a GPU (ARGS=--variants: count variants)
+gpu-compile: $(VENV)/.dev ## Compile all GPU kernels for sm_80, 86, 89, 90 and 100 without a GPU
 	@$(BIN)/python tests/gpu/compile.py $(ARGS)
 	@$(if $(ARGS),,$(BIN)/python tests/gpu/compile_flash4.py)
 

@@ -9,6 +9,7 @@ import importlib.util
 import ipaddress
 import os
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..events.config import EventsSettings
@@ -17,6 +18,7 @@ from ..events.security.curve_keys import reader_keys, server_keys
 from ..kvcache.errors import KvCacheError
 from ..replica.config import ReplicaSettings
 from ..replica.errors import StartupError, UnsupportedModel, WeightsDamaged, WeightsMissing
+from ..replica.load.gpu_memory import check_gpu_memory
 from ..replica.load.preflight import check_model
 from ..router.config import RouterSettings
 from ..router.errors import KeysFileInvalid, TlsUnusable, TokenizerUnavailable, TracingUnavailable
@@ -114,6 +116,19 @@ def check_folder(folder: Path, settings: Settings) -> None:
     except (WeightsMissing, WeightsDamaged, UnsupportedModel) as error:
         raise ModelUnavailable(str(error)) from error
     except (StartupError, KvCacheError) as error:
+        raise SettingsError(str(error)) from error
+
+
+def check_gpus(folder: Path, settings: Settings, gpu_bytes: Sequence[int]) -> None:
+    """Check that the weights fit on this machine's GPUs, whose memory is `gpu_bytes`. Raises SettingsError."""
+    per_rank = settings.cluster.gpus_per_rank
+    if not per_rank or settings.replica.engine != "homing":
+        return
+    utilization = settings.kvcache.gpu_memory_utilization
+    try:
+        # Damaged or missing weights are `check_folder`'s.
+        check_gpu_memory(folder, settings.replica, gpu_bytes, gpus_per_rank=per_rank, utilization=utilization)
+    except StartupError as error:
         raise SettingsError(str(error)) from error
 
 

@@ -49,7 +49,7 @@ class StepFailed(ReplicaError):
 
 
 class EngineBroken(ReplicaError):
-    """Several steps in a row failed: the replica must be rebuilt."""
+    """The device failed, or several steps in a row did: the replica must be rebuilt."""
 
 
 class RankLost(ReplicaError):

@@ -410,6 +410,9 @@ class ReplicaServer(RankServer):
         result = self._engine.step()
         self._step_since = None
         self._publish(result)
+        if result.error is not None and isinstance(result.error.__cause__, torch.AcceleratorError):
+            # After an illegal access, say, a CUDA device fails every later call of this process.
+            raise EngineBroken(f"the device failed: {result.error}") from result.error
         if self._engine.failures_in_a_row >= MAX_FAILURES:
             raise EngineBroken(f"{MAX_FAILURES} steps in a row failed, last: {result.error}")
 

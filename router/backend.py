@@ -5,7 +5,7 @@ Types only: no sockets, no HTTP, no tokenizer. `ModelVersions` and `RouterServic
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
 
@@ -62,6 +62,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     pins: tuple[Pin, ...] = ()  #: prefixes of the prompt to keep cached on the replica
     constraint: Constraint | None = None  #: what the answer must match; already validated
     chat: bytes = b""  #: the prompt as a JSON chat, for an external engine's own template and parsers; empty: ids only
+    given: dict[str, Any] = {}  #: for external engines that get ids: the fields that the client set
     embedding: EmbeddingParams | None = None  #: set: generate no tokens; the only delta has the prompt's vector
 
 
@@ -77,9 +78,10 @@ class TextOutput(msgspec.Struct, frozen=True, array_like=True):
     deltas: Sequence[Delta] | None = None
 
 
-#: Why a request was sent to its replica. only: the only one. prefix: no other has more of the prompt in its cache.
-#: load: another has more of it, but the answer would start later there or delay other requests more. cold: none has any
-#: of it, so load decided. policy: the rule of a policy that does not weigh caches against load. held: not sent yet.
+#: Why a request was sent to its replica. only: the only one. prefix: no other has as much of the prompt in its cache.
+#: load: another has as much of it or more, but is busier: the answer would start later there or delay other requests
+#: more. cold: none has any of it, so load decided. policy: the rule of a policy that does not weigh caches against
+#: load. held: not sent yet.
 Reason = Literal["only", "prefix", "load", "cold", "policy", "held"]
 
 
@@ -344,6 +346,10 @@ class ModelBackend(Protocol):
 
     def text(self) -> TextSource | None:
         """The tokenizer and template for its requests; None until a replica has joined."""
+
+    @property
+    def has_engines(self) -> bool:
+        """Whether the replicas are external engines, which have defaults of their own."""
 
     def engine_chats(self) -> EngineChats:
         """Which chats must be sent as chats, for the engines to render and parse."""

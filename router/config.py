@@ -83,7 +83,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     generation_config: Annotated[
         bool,
         "use the model's generation_config.json for sampling parameters that a request does not set: "
-        "temperature, top_p, top_k, min_p and repetition_penalty",
+        "temperature, top_p, top_k, min_p and repetition_penalty; engines behind `homing route` decide that themselves",
     ] = True
     max_body_bytes: Annotated[int, Meta(ge=1024), "largest HTTP body"] = 8 * 1024 * 1024
     tool_call_parser: Annotated[
@@ -103,6 +103,11 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ] = "last"
     strict_fields: Annotated[
         bool, "refuse requests with unknown fields; otherwise they are ignored and listed in a header"
+    ] = False
+    open_objects: Annotated[
+        bool,
+        "in guided calls and strict formats, objects may have keys that their schemas do not declare, "
+        "as JSON Schema allows",
     ] = False
     drop_billing_line: Annotated[
         bool,
@@ -156,6 +161,11 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         str,
         "URL for traces of an OpenTelemetry collector (http://127.0.0.1:4318/v1/traces), which gets "
         "one span per request; needs homing[otel]; empty: none",
+    ] = ""
+    allowed_hosts: Annotated[
+        str,
+        "names by which clients may call the server (header Host), besides those of the loopback, separated by "
+        "commas; *: any; empty: any, unless `host` is on the loopback, which web pages could reach by DNS rebinding",
     ] = ""
     cors_origins: Annotated[
         str, "origins of web pages that may call the server, separated by commas; *: all; empty: none"

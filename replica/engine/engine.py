@@ -416,6 +416,7 @@ class Engine:
         self.failures_in_a_row += 1
         message = f"step {self._steps} failed: {type(error).__name__}: {error}"
         result.error = StepFailed(message)
+        result.error.__cause__ = error
         log.error("step_failed step=%d requests=%d", self._steps, len(failed), exc_info=error)
         for request in failed:
             source, request_id = request.key

@@ -23,7 +23,7 @@ from ..messages import PositionLogprobs
 from ..models.base import Model
 from ..parallel.rank_group import RankGroup
 from ..progress import report
-from .cuda_graphs import CudaGraphs, EagerSteps, NotCaptured, graph_sizes, padded_size
+from .cuda_graphs import CudaGraphs, EagerSteps, NotCaptured, collector_paused, graph_sizes, padded_size
 from .mixed_step import SIZES as MIXED_SIZES
 from .mixed_step import MixedStep, fits
 from .request_table import RequestTable, TableMirror
@@ -185,6 +185,10 @@ class GpuRunner(ModelRunner):
     def _allocate(self, num_blocks: int) -> None:
         """Allocate the KV pool and the request table, and capture a graph for each batch size."""
         super()._allocate(num_blocks)
+        with collector_paused():
+            self._capture_steps(num_blocks)
+
+    def _capture_steps(self, num_blocks: int) -> None:
         assert self._attention is not None
         pages = min(num_blocks, -(-self._max_model_len // self.block_size) + 1)
         table = RequestTable(self._max_rows, pages, self.device)
@@ -212,6 +216,8 @@ class GpuRunner(ModelRunner):
         self._graphs.clear()
         self._graphs, self._state = EagerSteps(), replace(self._state, mixed=None)
         self._capture(parts)
+        if self._kernels.compiles:
+            decode.run(self._sizes[0])  # a capture would have compiled its kernels
 
     def _mixed_step(self, attention: PagedAttention, decode: DecodeStep, pages: int) -> MixedStep | None:
         """Capture steps with prompts; None where attention, device or model do not allow it."""

@@ -12,8 +12,8 @@ import torch
 from ...kvcache.sizing import MemoryReading
 from ..attention.choice import choose_attention, fp8_kv_problem
 from ..attention.paged import Batch, KvPool, PagedAttention
-from ..config import ReplicaSettings
-from ..engine.step_plan import PlanRow, RaggedBatch, StepPlan, lay_out, plan_of_rows
+from ..config import ReplicaSettings, for_device
+from ..engine.step_plan import BlockCopy, PlanRow, RaggedBatch, StepPlan, lay_out, plan_of_rows
 from ..errors import StartupError
 from ..kernels.choice import choose_kernels, compiled_problem
 from ..models.base import Model
@@ -110,6 +110,17 @@ def _with_kv(spec: ModelSpec, kind: str, device: torch.device) -> ModelSpec:
     return spec.with_kv(kind)
 
 
+def largest_step(tokens: int, longest: int, block_size: int) -> StepPlan:
+    """A decode, prompts that fill a step of this many tokens, and a KV copy: a step that launches every kernel.
+
+    All tokens share block 1. Some kernels have variants for many tokens, which a short step would not compile.
+    """
+    longest = max(1, min(longest - 1, tokens))
+    lengths = [1] + [longest] * (tokens // longest)
+    rows = [PlanRow([0] * length, 0, [1] * -(-length // block_size)) for length in lengths]
+    return plan_of_rows(0, rows, copies=[BlockCopy(1, 1, 1)] if block_size > 1 else [])
+
+
 class ModelRunner:
     """Weights and KV tensors of one rank. Not thread-safe: one engine thread calls it."""
 
@@ -130,10 +141,12 @@ class ModelRunner:
         self.pool: KvPool | None = None
         self.captured_steps: CapturedSteps | None = None
         self._attention_backend = settings.attention_backend
+        self._step_tokens = for_device(settings, cuda=self.device.type == "cuda").max_batched_tokens
         self._attention: PagedAttention | None = None
         self._group = group if group is not None and group.size > 1 else None
         self._memory = memory or (CudaMemory(self.device) if self.device.type == "cuda" else None)
         self._model: Model = model or load_model(settings, model_dir, self._group, device=self.device)
+        self._longest = settings.max_model_len or self._model.spec.max_positions
         self.spec = _with_kv(self._model.spec, settings.kv_cache_dtype, self.device)
         self._kernels = choose_kernels(self.device, TORCH_DTYPES[self.spec.dtype])
         self._kernels.warm_up(self.spec, block_size, self.device)
@@ -207,8 +220,11 @@ class ModelRunner:
         dtype = getattr(torch, self.spec.kv_dtype or self.spec.dtype)
         self.pool = KvPool(self.spec, num_blocks, self.block_size, dtype, self.device)
         backend, heads = self._attention_backend, self.spec.query_heads
-        self._attention = choose_attention(self.pool, self.device, backend, query_heads=heads)
+        self._attention = choose_attention(self.pool, self.device, backend, rules=self._model.rules, query_heads=heads)
         self._compile(self._attention.kernel_lengths)
+        if self._kernels.compiles:
+            report("compiling kernels")
+            self.forward(largest_step(self._step_tokens, self._longest, self.block_size))
         self.captured_steps = captured_steps_for(self.device, self._group, self.batch_logits)
 
     def _compile(self, lengths: Sequence[int]) -> None:

@@ -74,6 +74,8 @@ class TorchKernels:
     """
 
     name: ClassVar[str] = "torch"
+    #: Whether kernels are compiled at their first launch, which would stop all requests for up to a second.
+    compiles: ClassVar[bool] = False
 
     def warm_up(self, spec: ModelSpec, block_size: int, device: torch.device) -> None:
         """Compile what every step of this model needs and what would otherwise be compiled on first use."""

@@ -11,7 +11,7 @@ Replica to router, one frame per step:  `TokenBatch | Refused`, and the answers 
 Evolution: fields are only added, at the end and with a default; a changed meaning takes a new tag.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -112,10 +112,15 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate", omit_d
     tokens_per_output: int = 1
     warm_up: bool = False  #: sent by the router itself to fill the cache; not counted as a query
     constraint: Constraint | None = None  #: applies from the first token after the prompt
-    chat: bytes = b""  #: for external engines: the request as a JSON chat, which they render and parse themselves
+    chat: bytes = b""  #: for external engines: the client's JSON chat, which they render and parse themselves
     #: If set, no tokens are generated: the only output carries the prompt's embedding.
     embedding: EmbeddingParams | None = None
     counted: bool = False  #: another replica has had it: not a query once more
+    #: For external engines that get ids: the fields that the client set. What it did not set is the engine's to decide.
+    given: dict[str, Any] = {}
+    #: Digest of the tenant whose share of the replica the request takes, and the share's weight; b"": not told.
+    tenant: bytes = b""
+    weight: float = 1.0
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):

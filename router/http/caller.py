@@ -58,7 +58,7 @@ class Caller:
 
     __slots__ = (
         *("_charged", "_exchange", "_limiter", "_notes", "_now", "_timeout_s"),
-        *("agent", "history_bytes", "history_objects", "parent", "request_id", "session", "tenant"),
+        *("agent", "history_bytes", "history_objects", "ignored", "parent", "request_id", "session", "tenant"),
     )
 
     def __init__(self, front: Front, exchange: Exchange) -> None:
@@ -72,6 +72,7 @@ class Caller:
             self.session = first_header(headers)
             self.agent = first_header(headers, AGENT_HEADERS)
             self.parent = first_header(headers, PARENT_HEADERS)
+        self.ignored: Sequence[str] = ()  #: fields of the body that have no effect
         self._exchange = exchange
         self._limiter = front.limiters.get(self.tenant.digest)
         self._now = front.monotonic
@@ -79,10 +80,13 @@ class Caller:
         self._charged: Sequence[int] | None = None
         self._notes: list[tuple[str, str]] = []  #: response headers besides the rate limits
 
-    def note(self, header: str, names: Sequence[str]) -> None:
-        """Add a response header that lists names from the request; names unfit for a header are left out."""
-        self._notes.append((header, ", ".join([each for each in names if _PRINTABLE.fullmatch(each)])))
-        self._exchange.extra_headers = [*self._exchange.extra_headers, self._notes[-1]]
+    def ignore(self, names: Sequence[str]) -> None:
+        """List these fields of the body as ignored in a response header; names unfit for a header are left out."""
+        self.ignored = names
+        self._exchange.extra_headers = [each for each in self._exchange.extra_headers if each not in self._notes]
+        shown = ", ".join([each for each in names if _PRINTABLE.fullmatch(each)])
+        self._notes = [("x-homing-ignored-fields", shown)] if names else []
+        self._exchange.extra_headers = [*self._exchange.extra_headers, *self._notes]
 
     def sender(self, narrowed_by: str | None = None) -> Sender:
         """The caller as the encoder threads see it. `narrowed_by`: see `Tenant.cache_salt`."""

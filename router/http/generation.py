@@ -6,7 +6,7 @@ iteration of the event loop nor a task.
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -18,6 +18,7 @@ from ..text.answer import (
     AnswerBlock,
     AnswerText,
     Ending,
+    LastCall,
     TextDelta,
     TokenAnswerText,
     TokenAt,
@@ -26,7 +27,7 @@ from ..text.answer import (
 )
 from ..text.conversation import Conversation
 from ..text.detokenizer import Detokenizer
-from ..text.parsers.deltas import Content, Reasoning, ToolCallStart
+from ..text.parsers.deltas import Content, Delta, Reasoning, ToolCallStart
 from ..text.parsers.parser import AnswerParser
 from .caller import Caller
 from .errors import send_error
@@ -76,7 +77,9 @@ class Job(msgspec.Struct, frozen=True, gc=False):
     markers: Sequence[str] = ()  #: special tokens that the parser needs to see
     session: str | None = None  #: named in the body; a session named in a header takes precedence
     constraint: Constraint | None = None  #: what each choice must match; already checked
-    chat: bytes = b""  #: JSON for an external engine's own chat endpoint; empty: the engine gets token ids
+    engine_renders: bool = False  #: external engines get the chat itself, and render and parse it
+    chat: bytes = b""  #: that chat in JSON, as the client sent it; empty: the engine gets token ids
+    given: dict[str, Any] = {}  #: for external engines that get ids: the fields that the client set
     conversation: Conversation | None = None  #: the conversation that the prompt was rendered from
     show_special: bool = False  #: special tokens are part of the text
     show_stop: bool = False  #: the stop string or stop token that ends the text is part of it
@@ -113,6 +116,7 @@ def generation_request(
         constraint=job.constraint,
         chat=job.chat,
         embedding=job.embedding,
+        given=job.given,
     )
 
 
@@ -130,6 +134,7 @@ class RunningChoice(msgspec.Struct, eq=False):
     ending: Ending | None = None
     parser: AnswerParser | None = None
     calls: int = 0  #: tool calls so far
+    last_call: LastCall | None = None  #: of an answer that an engine has parsed
     #: set by builders of streams: the bytes before and after the JSON string of an event that is only text
     around_text: tuple[bytes, bytes] | None = None
     #: the answer's decoder, if its text needs nothing else: no stop strings, parser or logprobs
@@ -204,8 +209,15 @@ class RunningChoice(msgspec.Struct, eq=False):
             generation.crash(error)
 
     def _parsed(self, shown: TextDelta, delta: TokenDelta) -> TextDelta:
-        found = parse_deltas(self.parser, shown) if delta.deltas is None else delta.deltas or [Content(shown.text)]
-        shown = with_deltas(shown, found, calls=self.calls > 0)
+        if delta.deltas is None:
+            found: Sequence[Delta] = parse_deltas(self.parser, shown)
+            called = self.parser is not None and self.parser.called
+        else:
+            found = delta.deltas or [Content(shown.text)]
+            self.last_call = self.last_call or LastCall()
+            self.last_call.add(found)
+            called = bool(shown.ending) and self.last_call.complete
+        shown = with_deltas(shown, found, called=called)
         if shown.deltas:
             self.calls += sum([type(each) is ToolCallStart for each in shown.deltas])
             if all(type(each) is Reasoning for each in shown.deltas):

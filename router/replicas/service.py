@@ -100,6 +100,7 @@ class RouterService:
         self._model_dir = model_dir
         self._digests: dict[Path, TextDigests] = {}  #: tokenizer and template digests by folder
         self._external = external
+        self.has_engines = external is not None
         self._engine_chat = settings.engine_chat
         self._placement = Placement(
             make_policy(settings.policy),
@@ -392,6 +393,7 @@ class RouterService:
         if model != self._flow.model:
             self._flow.adopt(model)
         if description.external:
+            self.has_engines = True
             replica: OwnReplica | ExternalReplica = ExternalReplica(
                 description,
                 self._flow,

@@ -146,7 +146,8 @@ class Placement:
                 self.reservations.release(request_id)
 
     def expire(self, now: float) -> None:
-        """Drop expected blocks that are overdue."""
+        """Drop expected blocks that are overdue, and what is left in the index of replicas that are gone."""
+        self.index.sweep()
         self.reservations.expire(now)
         for request_id, (_, _, until) in tuple(self._unannounced.items()):
             if until <= now:
@@ -156,26 +157,26 @@ class Placement:
     # Requests
 
     def candidates(
-        self, keys: Sequence[int], excluded: Collection[str], now: float, *, usable: int | None = None
+        self,
+        keys: Sequence[int],
+        excluded: Collection[str],
+        now: float,
+        *,
+        usable: int | None = None,
+        every: bool = False,
     ) -> list[Candidate]:
         """The replicas to choose from for the prompt whose full blocks are `keys`: all, or in a large fleet contenders.
+
+        `every`: all in any case.
 
         `usable`: number of blocks before the prompt's last token, which is always computed; None: all.
         """
         held = self.index.lengths(keys)
         slower = self._apply_hit_rules(held, keys[:usable]) if self.hit_rules else {}
         places: Sequence[int] = range(len(held))
-        if len(held) > 2 * CONTENDERS and self.policy.reads_contenders:
+        if not every and len(held) > 2 * CONTENDERS and self.policy.reads_contenders:
             places = self._contenders(held, keys, excluded, now)
         return self._candidates(places, keys, excluded, now, held, slower)
-
-    def every_candidate(
-        self, keys: Sequence[int], excluded: Collection[str], now: float, *, usable: int | None = None
-    ) -> list[Candidate]:
-        """All joined replicas."""
-        held = self.index.lengths(keys)
-        slower = self._apply_hit_rules(held, keys[:usable]) if self.hit_rules else {}
-        return self._candidates(range(len(held)), keys, excluded, now, held, slower)
 
     def _contenders(
         self, held: Sequence[int], keys: Sequence[int], excluded: Collection[str], now: float

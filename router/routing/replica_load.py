@@ -84,6 +84,7 @@ class ReplicaLoad(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     draining: bool = False
     warming: bool = False
     silent: bool = False
+    external: bool = False  #: an engine that is not ours
     pinned_blocks: int = 0
     #: mean number of running requests that end per decode step, given how much they have generated
     ends_per_step: float = 1 / TYPICAL_TOKENS
@@ -436,6 +437,7 @@ def _load(entry: _Replica, silent: bool) -> ReplicaLoad:
         draining=entry.unavailable == "draining" or report.draining,
         warming=entry.unavailable == "warming",
         silent=silent,
+        external=about.external,
         pinned_blocks=report.pinned_blocks,
         spare_blocks=report.free_blocks - entry.pending_blocks - entry.waiting_blocks,
         ends_per_step=entry.ends_per_step,

@@ -1,13 +1,11 @@
 """Compile Triton's kernels without a GPU, as the launchers launch them, and report what the interpreter cannot show.
 
     python tests/gpu/compile.py [--arch 80,86,89,90,100] [--quick]
-    python tests/gpu/compile.py --variants
 
 A fake Triton driver names the architecture, and a launch stops after compiling. Kernels are therefore compiled with the
 launchers' own constants and options, and with Triton's specialisation of integers and pointers. Prints one line per
 kernel; exits with 1 if a kernel does not compile, spills more than 64 bytes, needs more shared memory than the
-architecture has, or has fewer programs resident on a multiprocessor than its grid assumes. `--variants` compiles
-nothing: it prints the kernel variants that 3,000 mixed steps of a model need.
+architecture has, or has fewer programs resident on a multiprocessor than its grid assumes.
 """
 
 import argparse
@@ -22,7 +20,6 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from random import Random
 from typing import Any
 
 os.environ.pop("TRITON_INTERPRET", None)
@@ -34,9 +31,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction, compute_cache_key
 
 from homing.replica.kernels.base import PagedRows, SamplingInputs
-from homing.replica.kernels.triton import decode, experts, pointwise, prefill, sampling, warm_up
+from homing.replica.kernels.triton import decode, experts, pointwise, prefill, sampling
 from homing.replica.models.base import AttentionRule, Rotary
-from homing.replica.models.spec import KvShape, ModelSpec
 
 PROCESSORS = 132
 SPILL_LIMIT = 64
@@ -47,7 +43,6 @@ REGISTERS = 65536
 ARCHES = tuple(SHARED)
 #: The first architecture with 8-bit floating-point numbers.
 FP8_ARCH = 89
-STEPS = 3000
 PLAIN = AttentionRule(0.1)
 
 
@@ -276,56 +271,12 @@ def resources(ptx: str, arch: int) -> tuple[int, int]:
     return int(registers[1]), int(spilled[1]) if spilled else 0
 
 
-# --- variants ---
-
-
-def variants(steps: int = STEPS) -> dict[str, int]:
-    """Number of variants of each attention kernel that a stream of mixed steps of one model needs.
-
-    Asserts that `warm_up.launches`, which runs before a replica is ready, has compiled all of them.
-    """
-    set_up(90, _record)
-    random, dtype = Random(1), torch.bfloat16
-    heads, kv_heads, dim = 32, 8, 128
-    pages = torch.empty(8, 16, kv_heads, dim, dtype=dtype)
-    needed: dict[str, set[Any]] = {}
-    for _ in range(steps):
-        decodes, prefills = random.randrange(256), random.randrange(1, 5)
-        rows = decodes + prefills
-        tables = torch.zeros(rows, random.randrange(1, 640), dtype=torch.int32)
-        lengths = torch.full((rows,), 5, dtype=torch.int32)
-        q = torch.empty(decodes + prefills * 8, heads, dim, dtype=dtype)
-        _launches.clear()
-        if decodes:
-            paged = PagedRows(pages, pages, tables[:decodes], lengths[:decodes])
-            plan = decode.plan_decode(paged, heads, None)
-            decode.decode(q[:decodes], paged, plan, PLAIN, torch.empty_like(q[:decodes]))
-        paged = PagedRows(pages, pages, tables[decodes:], lengths[decodes:])
-        first = torch.zeros(prefills + 1, dtype=torch.int32)
-        prefill.prefill(q[decodes:], paged, first, PLAIN, torch.empty_like(q[decodes:]))
-        for name, key, _, _ in _launches:
-            needed.setdefault(name, set()).add(key)
-    spec = ModelSpec((KvShape(kv_heads, dim, dim),), 32_000, 4096, (), "bfloat16", 2, query_heads=heads)
-    _launches.clear()
-    for launch in warm_up.launches(spec, 16, torch.device("cpu")):
-        launch()
-    warmed = {key for _, key, _, _ in _launches}
-    late = [name for name, keys in needed.items() if keys - warmed]
-    assert not late, f"compiled while serving: {', '.join(late)}"
-    return {name: len(keys) for name, keys in needed.items()}
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description="Compile the kernels for GPUs that this machine lacks")
     parser.add_argument("--arch", default=",".join(map(str, ARCHES)))
     parser.add_argument("--quick", action="store_true", help="the smallest and the largest shapes only")
     parser.add_argument("--only", default="", help="only cases whose name contains this, such as 'fp16' or '8 bits'")
-    parser.add_argument("--variants", action="store_true")
     options = parser.parse_args()
-    if options.variants:
-        found = variants()
-        print(*(f"{name:12} {count}" for name, count in found.items()), f"{sum(found.values())} in all", sep="\n")
-        return 0
     print(f"triton {triton.__version__}")
     failed = 0
     with ProcessPoolExecutor(os.cpu_count()) as pool:

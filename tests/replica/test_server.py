@@ -432,6 +432,7 @@ class FragileRunner(ModelRunner):
     """Fails the next `fail_next` forward passes; each pass first waits for the gate to open."""
 
     fail_next = 0
+    error: type[Exception] = ValueError
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -442,7 +443,7 @@ class FragileRunner(ModelRunner):
         self.gate.wait(PATIENCE_S)
         if self.fail_next:
             self.fail_next -= 1
-            raise ValueError("out of luck")
+            raise self.error("out of luck")
         return super().forward(plan)
 
 
@@ -482,6 +483,20 @@ def test_a_replica_whose_steps_keep_failing_ends_so_that_it_is_rebuilt(folder: P
         running.thread.join(PATIENCE_S)
 
         assert isinstance(running.error, EngineBroken)
+
+
+def test_a_broken_device_ends_the_replica_at_once(folder: Path, tmp_path: Path) -> None:
+    """After an illegal access, CUDA fails every later call of the process: more steps would only lose more requests."""
+    loader = Loader()
+    with served(folder, tmp_path, load_runner=loader) as running:
+        client = running.client()
+        loader.runner.fail_next, loader.runner.error = 1, torch.AcceleratorError
+        client.ask(1, [5, 6, 7])
+        client.wait(1)
+        running.thread.join(PATIENCE_S)
+
+        assert isinstance(running.error, EngineBroken)
+        assert "out of luck" in str(running.error)
 
 
 def test_a_step_that_does_not_end_shows(folder: Path, tmp_path: Path) -> None:

@@ -68,6 +68,7 @@ def request_of(
         trace_id=f"trace-{seed}",
         token_ids=token_bytes(tokens),
         sampling=SamplingParams(max_tokens=max_tokens, seed=seed),
+        given={"seed": seed},
         salt=salt,
         **fields,
     )

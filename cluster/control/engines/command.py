@@ -80,6 +80,7 @@ def vllm_flags(place: EnginePlace) -> Flags:
         "--num-gpu-blocks-override": cache.num_kv_blocks,
         "--kv-cache-memory-bytes": place.kv_bytes,
         "--gpu-memory-utilization": place.memory_share,
+        "--generation-config": "" if place.settings.router.generation_config else "vllm",
         "--distributed-executor-backend": "mp" if replica.tensor_parallel_size > 1 else "",
     }
 
@@ -103,6 +104,7 @@ def sglang_flags(place: EnginePlace) -> Flags:
         "--max-total-tokens": cache.num_kv_blocks * cache.block_size,
         "--device": "cpu" if place.on_cpu else "",
         "--mem-fraction-static": place.memory_share,
+        "--sampling-defaults": "" if place.settings.router.generation_config else "openai",
     }
 
 

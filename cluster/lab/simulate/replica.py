@@ -390,7 +390,7 @@ class SimulatedReplica:
     def _enqueue(self, work: Work, match: PrefixMatch) -> None:
         insort(self._waiting, work, key=_by_turn)
         if self.limits.own_order:
-            self.cache.hold(work.request_id, match, _by_turn(work))
+            self.cache.hold(work.request_id, match, lambda: _by_turn(work))
 
     def _table(self, work: Work) -> int:
         """Number of blocks for all known tokens plus the next one, which will be drawn."""

@@ -38,6 +38,7 @@ def _decode_rows(
     row = tl.program_id(0)
     slot = tl.load(rows + row)
     start = tl.load(seq_lens + slot)
+    tl.debug_barrier()  # all threads must have read the length before one of them overwrites it
     length = tl.where(slot > 0, start + 1, 0)
     tl.store(token_ids + row, tl.maximum(tl.load(last_tokens + slot), 0))
     tl.store(positions + row, start.to(tl.int64))
@@ -196,7 +197,7 @@ def write_slots(stack: torch.Tensor, slots: torch.Tensor, values: torch.Tensor) 
         _write_slots[(count, layers)](stack, slots, values, features, *stack.stride()[:2], BLOCK=BLOCK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])  # the targets of an odd number of copies are not aligned
 def _write_slots(stack, slots, values, features, layer_stride, slot_stride, BLOCK: tl.constexpr):
     number = tl.program_id(0)
     layer = tl.program_id(1).to(tl.int64)

@@ -23,6 +23,7 @@ class TritonKernels(TorchKernels):
     """Triton kernels, for CUDA and Triton's interpreter."""
 
     name: ClassVar[str] = "triton"
+    compiles: ClassVar[bool] = True
 
     plan_decode = staticmethod(plan_decode)
     decode = staticmethod(decode)

@@ -1,6 +1,7 @@
 """Launches once the attention and sampling kernels that every step of a model needs, so that Triton compiles them.
 
-Each has one variant for all steps (tests/gpu/compile.py counts them), so small tensors with the model's dims suffice.
+Each has one variant for all steps, so small tensors with the model's dims suffice. The other kernels are compiled by
+captures and by `ModelRunner`'s largest step; tests/gpu/late_kernels.py shows that nothing is left.
 """
 
 from collections.abc import Callable

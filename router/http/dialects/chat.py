@@ -1,5 +1,6 @@
 """The dialect of POST /v1/chat/completions: OpenAI's chat completions."""
 
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -25,8 +26,10 @@ from .schema import (
     PromptLogprobs,
     TokenizeBody,
     Usage,
+    asks_nothing,
     converted,
     finite,
+    unknown_format_keys,
 )
 from .validate import conversation_job, decoded_arguments, mark
 
@@ -45,7 +48,23 @@ class ChatBody(Body, kw_only=True, forbid_unknown_fields=True):
     continue_final_message: bool | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
-    verbosity: Any = None  #: ignored
+    verbosity: Any = None
+
+    UNUSED = Body.UNUSED + "verbosity"
+
+
+def unknown(body: ChatBody) -> Iterator[tuple[str, str]]:
+    """Unknown keys of the format."""
+    return unknown_format_keys(body.response_format)
+
+
+def unused(body: ChatBody) -> Iterator[str]:
+    """What is set although nothing reads it."""
+    yield from body.UNUSED.set_in(body)
+    for index, each in enumerate(body.messages):
+        if each.refusal or each.annotations or each.audio:
+            names = ("refusal", "annotations", "audio")
+            yield from (f"messages[{index}].{name}" for name in names if not asks_nothing(getattr(each, name)))
 
 
 async def job(front: Front, served: Served, body: ChatBody, sender: Sender) -> Job:
@@ -71,15 +90,13 @@ async def job(front: Front, served: Served, body: ChatBody, sender: Sender) -> J
             return made
         case "parsed" if is_plain(served, body):
             return made
-    return engine_chat(made, body)
+    if any(getattr(body, name) for name in _NEEDS_IDS) or (made.conversation and made.conversation.marks()):
+        return made
+    return msgspec.structs.replace(made, engine_renders=True, stops=())
 
 
-#: Fields that an engine's own chat endpoint gets unchanged; sampling parameters and limits are resolved here.
-_PASSED = (
-    "messages tools tool_choice parallel_tool_calls response_format structured_outputs reasoning_effort "
-    "chat_template_kwargs add_generation_prompt continue_final_message stop bad_words skip_special_tokens "
-    "include_stop_str_in_output"
-).split()
+#: Fields that this router interprets itself. An engine's own chat endpoint gets all others as the client sent them.
+_ROUTED = frozenset("model stream stream_options n cache_salt timeout priority".split())
 #: Fields that need the prompt or the answer as token ids, or that have another name in engines.
 _NEEDS_IDS = (
     "logprobs prompt_logprobs logprob_token_ids return_token_ids truncate_prompt_tokens cache_control guided_json "
@@ -107,12 +124,25 @@ def is_plain(served: Served, body: ChatBody) -> bool:
     )
 
 
-def engine_chat(made: Job, body: ChatBody) -> Job:
-    """Add the chat for an external engine's own endpoint to a job, unless the body needs token ids."""
-    if any(getattr(body, name) for name in _NEEDS_IDS) or (made.conversation and made.conversation.marks()):
-        return made
-    passed = {name: value for name in _PASSED if (value := getattr(body, name)) is not None}
-    return msgspec.structs.replace(made, chat=msgspec.json.encode(passed), stops=())
+def engine_chat(sent: bytes, default_max_tokens: int) -> bytes:
+    """The body for an external engine's own chat endpoint: what the client sent, except what this router interprets.
+
+    `default_max_tokens`: the operator's limit for chats without one; 0: none.
+    """
+    fields = {name: value for name, value in raw_fields(sent).items() if name not in _ROUTED}
+    if default_max_tokens and not {"max_tokens", "max_completion_tokens"} & fields.keys():
+        fields["max_tokens"] = msgspec.Raw(str(default_max_tokens).encode())
+    return msgspec.json.encode(fields)
+
+
+def raw_fields(sent: bytes) -> dict[str, msgspec.Raw]:
+    """The fields of a valid body as the client wrote them, without nulls. Takes little time for any body."""
+    body = _SENT.decode(sent.removeprefix(BOM_UTF8))
+    return {name: value for name, value in body.items() if value != _NULL}
+
+
+_SENT = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_NULL = msgspec.Raw(b"null")
 
 
 #: Tool choice and reasoning of most chats, made only once.
@@ -130,7 +160,7 @@ def conversation(body: ChatBody | TokenizeBody) -> Conversation:
         tools=[_tool(each, f"tools[{index}]") for index, each in enumerate(body.tools)] if body.tools else (),
         tool_choice=_tool_choice(chat) if chat else _AUTO,
         reasoning=typed.ReasoningRequest(effort=chat.reasoning_effort) if chat and chat.reasoning_effort else _USUAL,
-        output={"response_format": chat.response_format} if chat and chat.response_format else {},
+        output={"response_format": chat.response_format} if chat and chat.response_format is not None else {},
         session=chat.prompt_cache_key if chat and isinstance(chat.prompt_cache_key, str) else None,
         mark=mark(chat.cache_control, "cache_control") if chat and chat.cache_control else None,
         add_generation_prompt=not continues if body.add_generation_prompt is None else body.add_generation_prompt,
@@ -140,7 +170,10 @@ def conversation(body: ChatBody | TokenizeBody) -> Conversation:
 
 
 def _tool_choice(body: ChatBody) -> ToolChoice:
-    parallel, given = body.parallel_tool_calls is not False, body.tool_choice or "auto"
+    parallel, given = (
+        body.parallel_tool_calls is not False,
+        "auto" if body.tool_choice in (None, "") else body.tool_choice,
+    )
     if parallel and given == "auto":
         return _AUTO
     match given:
@@ -181,7 +214,7 @@ def _message(body: MessageBody, index: int) -> Message:
         body.text(index),
         body.name,
         body.reasoning_content,
-        [_tool_call(call, f"messages[{index}].tool_calls") for call in body.tool_calls] if body.tool_calls else (),
+        _tool_calls(body, f"messages[{index}]") if body.tool_calls or body.function_call else (),
         body.tool_call_id,
         list(_marks(body, index)) if body.cache_control or isinstance(body.content, list) else (),
     )
@@ -201,6 +234,14 @@ def _marks(body: MessageBody, index: int) -> Iterator[CacheMark]:
             yield CacheMark(param, control.seconds, None if last else end)
     if body.cache_control is not None:
         yield CacheMark(f"messages[{index}].cache_control", body.cache_control.seconds)
+
+
+def _tool_calls(body: MessageBody, param: str) -> list[ToolCall]:
+    """The message's calls, also the one that older clients write as `function_call`."""
+    made = [_tool_call(call, f"{param}.tool_calls") for call in body.tool_calls or ()]
+    if body.function_call:
+        made.append(_tool_call({"function": body.function_call}, f"{param}.function_call"))
+    return made
 
 
 def _tool_call(call: Mapping[str, Any], param: str) -> ToolCall:
@@ -421,4 +462,6 @@ def _delta(delta: Delta) -> ChatDelta:
             return ChatDelta(tool_calls=[ChunkToolCall(index, CallFunction(arguments=text))])
 
 
-CHAT = Dialect(msgspec.json.Decoder(ChatBody), job, ChatBuilder)
+CHAT = Dialect(
+    msgspec.json.Decoder(ChatBody), job, ChatBuilder, unknown, unused, {"enable_thinking": "reasoning_effort"}
+)

@@ -11,24 +11,36 @@ from ....kvcache.hashing import token_bytes
 from ..caller import Caller
 from ..departures import SessionKey, continues, header
 from ..dialects import messages
-from ..dialects.chat import CHAT, ChatCompletion
+from ..dialects.chat import CHAT, ChatCompletion, engine_chat, raw_fields
 from ..dialects.completions import COMPLETION, Completion
 from ..dialects.dialect import BodyType, Dialect, StreamWriter, WholeWriter
 from ..dialects.embeddings import EmbeddingBuilder, EmbeddingsBody, EmbeddingsResponse
 from ..dialects.embeddings import job as embeddings_job
+from ..dialects.schema import unused_fields
 from ..front import Front
 from ..generation import Generation, Job
 from ..protocol.exchange import Exchange
 from .endpoint import Endpoint, decoded
 
+#: Fields of vLLM about its cache, connectors and versions of weights, which it also takes with token ids.
+ENGINE_ONLY = frozenset("session_id kv_hints kv_transfer_params return_weight_versions".split())
 _EMBEDDINGS = msgspec.json.Decoder(EmbeddingsBody)
 
 
 async def generate(dialect: Dialect[BodyType], front: Front, exchange: Exchange) -> None:
     caller = Caller(front, exchange)
     caller.check()
-    body = await decoded(front, caller, exchange, dialect.decoder, lenient=True, unknown=dialect.unknown)
+    body = await decoded_in(dialect, front, caller, exchange)
     await start_generation(dialect, front, exchange, caller, body)
+
+
+async def decoded_in(
+    dialect: Dialect[BodyType], front: Front, caller: Caller, exchange: Exchange, part: bytes | None = None
+) -> BodyType:
+    """Decode a request's body, or `part` of it, in a dialect. Raises InvalidRequest and ClientGoneError."""
+    unknown, unused = dialect.unknown, dialect.unused
+    decoder = dialect.decoder
+    return await decoded(front, caller, exchange, decoder, lenient=True, unknown=unknown, unused=unused, part=part)
 
 
 async def start_generation(
@@ -43,6 +55,11 @@ async def start_generation(
     served = await front.served(body.model)
     sender = caller.sender(body.cache_salt)
     job = await dialect.job(front, served, body, sender)
+    if unread := dialect.unread(job):
+        front.metrics.fields_ignored(len(unread))
+        caller.ignore([*caller.ignored, *unread])
+    if served.backend.has_engines:
+        job = _with_engine_fields(front, job, caller, exchange.request.body)
     session, departure = caller.session or job.session, None
     if session is not None and job.conversation is not None:
         departure = _departure(front, job, (sender.salt, session, caller.agent), sender.body_bytes)
@@ -51,6 +68,19 @@ async def start_generation(
         prepare(builder)
     writer = StreamWriter(exchange, builder) if body.stream else WholeWriter(exchange, builder)
     Generation(front, job, exchange, caller, writer, departure).begin()
+
+
+def _with_engine_fields(front: Front, job: Job, caller: Caller, sent: bytes) -> Job:
+    """Add the fields that only external engines interpret, which are then not listed as ignored."""
+    if job.engine_renders:
+        caller.ignore(())
+        default = job.sampling.max_tokens if front.settings.default_max_tokens else 0
+        return msgspec.structs.replace(job, chat=engine_chat(sent, default))
+    if passed := ENGINE_ONLY.intersection(caller.ignored):
+        caller.ignore([name for name in caller.ignored if name not in passed])
+        fields = raw_fields(sent)
+        return msgspec.structs.replace(job, given=job.given | {name: fields[name] for name in passed})
+    return job
 
 
 def _departure(front: Front, job: Job, key: SessionKey, body_bytes: int) -> Callable[[int], str | None] | None:
@@ -65,7 +95,7 @@ def _departure(front: Front, job: Job, key: SessionKey, body_bytes: int) -> Call
 async def embeddings(front: Front, exchange: Exchange) -> None:
     caller = Caller(front, exchange)
     caller.check()
-    body = await decoded(front, caller, exchange, _EMBEDDINGS, lenient=True)
+    body = await decoded(front, caller, exchange, _EMBEDDINGS, lenient=True, unused=unused_fields)
     served = await front.served(body.model)
     job = await embeddings_job(front, served, body, caller.sender(body.cache_salt))
     Generation(front, job, exchange, caller, WholeWriter(exchange, EmbeddingBuilder(served, body))).begin()

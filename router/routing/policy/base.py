@@ -19,9 +19,13 @@ from ..replica_load import ReplicaLoad
 #: Reading `FeedState.LIVE` takes 0.1 µs in Python 3.11, and a decision reads it once per replica.
 LIVE, STALE = FeedState.LIVE, FeedState.STALE
 
+#: A full external engine counts as saturated once this many requests wait there: enough to fill the next step. Its own
+#: queue knows no tenants and no priorities, so what it cannot start yet is kept in the router. Ours knows both.
+QUEUE_AHEAD = 4
+
 #: Time to load a cached token from slower memory, as a share of the time to compute it, by medium: 1 minus the credits
 #: that llm-d (0.8) and vllm-router (0.8, 0.3) give. Not measured here. All other media count as `OTHER_LOADING`.
-LOADING = {"CPU": 0.2, "DISK": 0.7, "STORAGE": 0.7}
+LOADING = {"CPU": 0.2, "CPU_PINNED": 0.2, "CPU_TIER1": 0.2, "DISK": 0.7, "STORAGE": 0.7}
 OTHER_LOADING = 0.7
 
 #: Blocks in memory slower than the GPU's: pairs of medium and number of blocks.
@@ -66,6 +70,12 @@ class Candidate(msgspec.Struct, frozen=True, gc=False, kw_only=True):
         cached = self.expected_blocks * prompt.block_size
         # The last token is always computed: its logits are needed.
         return prompt.tokens - cached if cached < prompt.tokens else 1
+
+    @property
+    def available(self) -> bool:
+        """Whether the replica takes new requests, and this one."""
+        load = self.load
+        return not (self.excluded or load.draining or load.warming or load.silent)
 
     def tokens_on_arrival(self, prompt: Prompt) -> int:
         """Tokens to compute, as the replica counts them when the request arrives: only held blocks are cached then."""
@@ -125,6 +135,9 @@ class Policy(ABC):
 
     #: The name in the settings.
     name: ClassVar[str]
+    #: Whether requests for a full external engine wait in the router, where tenants have shares. Policies of other
+    #: routers send every request at once.
+    keeps_shares: ClassVar[bool] = True
     #: Whether the policy predicts how much of a prompt is cached on the chosen replica.
     predicts_hits: ClassVar[bool] = True
     #: Whether its engines start requests in the order of arrival, as in `homing simulate`.
@@ -194,6 +207,8 @@ class Policy(ABC):
             return "warming up"
         if load.silent:
             return "silent"
+        if load.external and load.waiting >= QUEUE_AHEAD and self.keeps_shares and is_full(prompt, candidate):
+            return "saturated"
         return None
 
     def usable(self, prompt: Prompt, candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -211,6 +226,13 @@ class Policy(ABC):
 
         row = None if chosen is None else score(chosen)
         return Decision(self.name, prompt, row, lambda: [score(each) for each in candidates], lambda _: reason)
+
+
+def is_full(prompt: Prompt, candidate: Candidate) -> bool:
+    """Whether the replica lacks a slot or blocks, so that the request would be stuck in the engine's queue."""
+    load = candidate.load
+    cached = candidate.expected_blocks if candidate.feed is not STALE else 0
+    return load.requests >= load.max_running_requests or load.free_blocks < prompt.blocks + 1 - cached
 
 
 def expected_ttft_s(prompt: Prompt, candidate: Candidate, uncached: int) -> float:

@@ -23,21 +23,36 @@ def reason_of(decision: Decision, candidates: Sequence[Candidate], regret: int) 
         return "only"
     if not decision.weighs_cache:
         return "policy"
-    if regret > 0:
-        return "load"
-    return "prefix" if decision.row.uncached_tokens < decision.prompt.tokens else "cold"
+    if decision.row.uncached_tokens >= decision.prompt.tokens and not regret:
+        return "cold"
+    return "load" if regret > 0 or _is_tie(decision.row.candidate.expected_blocks, candidates) else "prefix"
+
+
+def _is_tie(blocks: int, candidates: Sequence[Candidate]) -> bool:
+    """Whether several available replicas have this many blocks of the prompt, so that load decided between them."""
+    return sum([each.expected_blocks >= blocks and each.feed is LIVE and each.available for each in candidates]) > 1
+
+
+def why_held(decision: Decision) -> str:
+    """Why no replica takes the request now, in words."""
+    return _obstacles(decision.table())
+
+
+def _obstacles(rows: Sequence[Score]) -> str:
+    """The obstacle of each replica, as `held: OBSTACLE: REPLICA, REPLICA; OBSTACLE: ...`."""
+    if not rows:
+        return "no replica has joined"
+    replicas: dict[str, list[str]] = {}
+    for row in rows:
+        replicas.setdefault(row.obstacle or "not chosen, without an obstacle", []).append(row.candidate.replica_id)
+    return "held: " + "; ".join(f"{obstacle}: {', '.join(names)}" for obstacle, names in replicas.items())
 
 
 def explanation_of(decision: Decision) -> Explanation:
     """The table of a decision, recomputed for all candidates."""
     rows, chosen = decision.table(), decision.row
     usable = [row for row in rows if row.obstacle is None]
-    if chosen is not None:
-        why = decision.reason(usable)
-    elif rows:
-        why = "held: " + ", ".join(f"{row.candidate.replica_id} {row.obstacle}" for row in rows)
-    else:
-        why = "no replica has joined"
+    why = decision.reason(usable) if chosen is not None else _obstacles(rows)
     candidates = [row.candidate for row in rows]
     regret = regret_tokens(decision.prompt, candidates, decision) if chosen is not None else 0
     limit = cost_limit(min([row.cost_s for row in usable], default=0.0))

@@ -29,7 +29,19 @@ class CallScanner(Scanner):
     deltas already written cannot be taken back.
     """
 
-    __slots__ = ("_id_part", "_make_id", "_muted", "_parallel", "name", "open", "out", "started", "tools")
+    __slots__ = (
+        "_id_part",
+        "_make_id",
+        "_muted",
+        "_parallel",
+        "cut",
+        "name",
+        "open",
+        "out",
+        "started",
+        "tools",
+        "written",
+    )
 
     def __init__(self, tools: Tools, make_id: MakeId, *, parallel: bool, id_length: int = 0) -> None:
         """`id_length`: generated ids keep only this many of their last characters; 0: all."""
@@ -37,6 +49,8 @@ class CallScanner(Scanner):
         self.tools = tools
         self.out: list[Delta] = []
         self.open = False  #: whether a call has started but not ended
+        self.cut = False  #: whether the last call has not ended, or was malformed
+        self.written: list[str] = []  #: the last call's arguments
         self.name = ""  #: tool of the open call
         self._make_id = make_id
         self._id_part = slice(-id_length or None, None)
@@ -67,16 +81,18 @@ class CallScanner(Scanner):
         self.started += 1
         self._muted = index > 0 and not self._parallel
         if not self._muted:
+            self.cut, self.written = True, []
             self.out.append(ToolCallStart(index, call_id or self._make_id(index)[self._id_part], name))
 
     def arguments(self, text: str) -> None:
         """Write the next piece of the open call's arguments."""
         if not self._muted:
+            self.written.append(text)
             self.out.append(ToolCallArguments(self.started - 1, text))
 
     def end(self) -> None:
         """End the open call."""
-        self.open = False
+        self.open, self.cut = False, self.cut and self._muted
         self.forget()
 
     def schema_of(self, parameter: str) -> Mapping[str, Any]:
@@ -130,3 +146,11 @@ def string(text: str) -> str:
 def quoted(text: str) -> str:
     """Encode `text` as a JSON string."""
     return msgspec.json.encode(text).decode()  # json.dumps takes four times as long
+
+
+def is_object(text: str) -> bool:
+    """Whether a text is a JSON object."""
+    try:
+        return isinstance(msgspec.json.decode(text), dict)
+    except (msgspec.DecodeError, RecursionError):
+        return False

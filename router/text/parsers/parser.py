@@ -70,6 +70,11 @@ class AnswerParser:
             self._advance()
         return self._scanner.out
 
+    @property
+    def called(self) -> bool:
+        """Whether there was a call, and the last one is complete."""
+        return self._scanner.started > 0 and not self._scanner.cut
+
     def _run(self, starts_in_reasoning: bool) -> Steps[None]:
         p, reasoning, thinking = self._scanner, self._reasoning, False
         if reasoning is not None:

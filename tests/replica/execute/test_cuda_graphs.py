@@ -1,12 +1,15 @@
 """Batches are padded to a few sizes, and the stand-in for CUDA graphs replays by calling the function."""
 
+import gc
 from contextlib import contextmanager, nullcontext
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from homing.replica.config import ReplicaSettings
 from homing.replica.execute.cuda_graphs import CudaGraphs, EagerSteps, NotCaptured, graph_sizes, padded_size
+from homing.replica.execute.gpu_runner import GpuRunner
 
 
 @given(st.integers(1, 600), st.data())
@@ -109,3 +112,25 @@ def test_a_failed_capture_leaves_the_stream_as_it_was():
         CudaGraphs(cuda).capture(0, run)
 
     assert cuda.current is cuda.default
+
+
+def test_all_graphs_are_captured_after_one_garbage_collection(checkpoint):
+    """One per graph would take 10 to 30 s of a replica's start; one during a capture would break it."""
+    settings = ReplicaSettings(dtype="float32", device="cpu", max_running_requests=40, max_model_len=64)
+    cuda, collections = FakeCuda(), []
+    runner = GpuRunner(settings, checkpoint("qwen3"), 16, graphs=CudaGraphs(cuda))
+
+    def note(phase, about):
+        if phase == "start":
+            collections.append((about["generation"], len(cuda.captures)))
+
+    gc.callbacks.append(note)
+    try:
+        runner.allocate_kv(9)
+    finally:
+        gc.callbacks.remove(note)
+
+    assert len(cuda.captures) > 20
+    assert (2, 0) in collections
+    assert not [count for _, count in collections if 0 < count < len(cuda.captures)]
+    assert gc.isenabled()

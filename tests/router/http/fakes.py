@@ -108,7 +108,7 @@ class FakeBackend:
         self.state = "serving"
         self.activities: list[ModelActivity] = []
         self.is_exact = True
-        self.chats: EngineChats = "none"
+        self.chats: EngineChats | None = None  #: None: the replicas are our own
         self.streams: list[FakeStream] = []
 
     @property
@@ -130,8 +130,12 @@ class FakeBackend:
     def text(self) -> TextSource | None:
         return None if self.limits is None else TextSource(self.limits.path, TextDigests("", ""))
 
+    @property
+    def has_engines(self) -> bool:
+        return self.chats is not None
+
     def engine_chats(self) -> EngineChats:
-        return self.chats
+        return self.chats or "none"
 
     def texts(self) -> list[TextSource]:
         source = self.text()

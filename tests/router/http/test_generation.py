@@ -8,11 +8,14 @@ from collections.abc import Iterable
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
+from homing.replica.messages import Generate
 from homing.router.backend import GenerationRequest, TokenDelta
 from homing.router.errors import RouterError, Superseded
 from homing.router.http.front import Front
+from homing.router.replicas.external.wire import chat_body, completion_body
 from homing.router.text.tokenizer import TextModel
 
 from .conftest import Live
@@ -25,12 +28,108 @@ async def ask(port: int, path: str, body: dict[str, Any]) -> bytes:
     """Post `body` and return the raw response, without creating any objects of this package."""
     data = json.dumps(body).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(data)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: {len(data)}\r\n\r\n"
     writer.write(head.encode() + data)
     answer = await reader.read()
     writer.close()
     await writer.wait_closed()
     return answer
+
+
+SAID = CHAT["messages"]
+CALL = {"tools": [{"type": "function", "function": {"name": "f"}}]}
+#: Fields that the client does not name, and without which no answer could be routed, counted and continued.
+ROUTED = {"model", "stream", "stream_options"}
+BY_IDS = ROUTED | {"prompt", "max_tokens", "return_token_ids"}
+
+
+@pytest.mark.parametrize(
+    ("chats", "path", "body", "added"),
+    [
+        ("none", "completions", {"prompt": "a fox"}, BY_IDS),
+        ("none", "chat/completions", {"messages": SAID}, BY_IDS - {"messages"}),
+        ("all", "chat/completions", {"messages": SAID}, ROUTED),
+        ("all", "chat/completions", {"messages": SAID, "seed": None, "n": 1, "timeout": 9}, ROUTED),
+        ("parsed", "chat/completions", {"messages": SAID, **CALL}, ROUTED),
+        ("parsed", "messages", CHAT, BY_IDS),
+        ("parsed", "responses", {"input": "a fox"}, BY_IDS),
+    ],
+)
+async def test_an_engine_gets_no_field_that_the_client_did_not_set(
+    client: httpx.AsyncClient, front: Front, backend: FakeBackend, chats: Any, path: str, body: Any, added: set[str]
+):
+    """Neither the router's defaults nor a seed of its own: each changes what the engine does, and some kill it."""
+    front.settings = msgspec.structs.replace(front.settings, default_max_tokens=0)
+    backend.chats = chats
+
+    answers = [(await client.post(f"/v1/{path}", json=body | more)).status_code for more in ({}, SAMPLED)]
+    plain, sampled = [sent_to_engine(request) for request in backend.requests]
+
+    assert answers == [200, 200]
+    assert plain.keys() <= added | body.keys()
+    assert added <= plain.keys()
+    assert sampled.keys() == plain.keys() | SAMPLED.keys()
+    assert sampled.items() >= SAMPLED.items()
+
+
+SAMPLED = {"temperature": 0.5, "top_p": 1.0}
+
+
+def sent_to_engine(request: GenerationRequest) -> dict[str, Any]:
+    """Return the body of the request for an engine."""
+    generate = Generate(
+        request_id=1,
+        token_ids=request.token_ids,
+        prompt_tokens=len(request.token_ids) // 4,
+        root=b"",
+        block_hashes=b"",
+        sampling=request.sampling,
+        chat=request.chat,
+        given=request.given,
+    )
+    content: dict[str, Any] = json.loads((chat_body if request.chat else completion_body)("demo", generate, None))
+    return content
+
+
+@pytest.mark.parametrize(
+    ("chats", "more", "reach", "ignored"),
+    [
+        ("all", {}, {"session_id", "kv_hints", "unheard_of"}, None),
+        ("none", {}, {"session_id", "kv_hints"}, "unheard_of"),
+        ("all", {"logprobs": True}, {"session_id", "kv_hints"}, "unheard_of"),
+        (None, {}, set(), "session_id, kv_hints, unheard_of"),
+    ],
+)
+async def test_fields_that_only_the_engine_knows_reach_it(
+    client: httpx.AsyncClient, front: Front, backend: FakeBackend, chats: Any, more: Any, reach: set[str], ignored: Any
+):
+    """All of them where the engine reads the chat itself; what reaches it is not called ignored."""
+    front.settings = msgspec.structs.replace(front.settings, strict_fields=False)
+    backend.chats = chats
+    fields = {"session_id": "s", "kv_hints": {"protocol_version": 1}, "unheard_of": [1, {"a": None}]}
+
+    answer = await client.post("/v1/chat/completions", json=CHAT | fields | more)
+
+    sent = sent_to_engine(backend.requests[0])
+    assert {name: value for name, value in sent.items() if name in fields} == {name: fields[name] for name in reach}
+    assert answer.headers.get("x-homing-ignored-fields") == ignored
+
+
+async def test_the_operators_limit_holds_for_chats_that_the_engine_renders(
+    client: httpx.AsyncClient, backend: FakeBackend
+):
+    """`default_max_tokens` is set in these tests; a limit of the client's own replaces it."""
+    backend.chats = "all"
+
+    for more in ({}, {"max_tokens": 9}, {"max_completion_tokens": 8}):
+        await client.post("/v1/chat/completions", json={"messages": SAID} | more)
+
+    sent = [sent_to_engine(request) for request in backend.requests]
+    assert [(each.get("max_tokens"), each.get("max_completion_tokens")) for each in sent] == [
+        (64, None),
+        (9, None),
+        (None, 8),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -172,3 +271,19 @@ async def test_a_request_that_begins_anew_is_charged_once(
 
     assert answer.status_code == 200
     assert 'homing_prompt_tokens_total{model="demo"} 3.0' in front.metrics.render().decode()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("completions", {"prompt": "a fox"}),
+        ("chat/completions", CHAT),
+        ("messages", CHAT),
+        ("responses", {"input": "a fox"}),
+    ],
+)
+async def test_proxies_are_told_not_to_collect_a_streams_events(client: httpx.AsyncClient, path: str, body: Any):
+    """nginx's defaults make two reads of sixty events."""
+    answer = await client.post(f"/v1/{path}", json=body | {"stream": True})
+
+    assert answer.headers["x-accel-buffering"] == "no"

@@ -1,6 +1,8 @@
 """The capabilities of this machine's processor. Needs neither torch nor numba, because preflight checks use it."""
 
 import functools
+import os
+from collections.abc import Mapping
 
 import llvmlite.binding as llvm
 
@@ -23,6 +25,12 @@ def beats_packed() -> bool:
 @functools.cache
 def _features() -> dict[str, bool]:
     try:
-        return dict(llvm.get_host_cpu_features())
+        return limited(dict(llvm.get_host_cpu_features()), os.environ.get("NUMBA_CPU_FEATURES"))
     except RuntimeError:  # on some systems LLVM cannot tell
         return {}
+
+
+def limited(host: Mapping[str, bool], compiled_for: str | None) -> dict[str, bool]:
+    """The host's features without those for which numba does not compile. None: it compiles for all."""
+    named = None if compiled_for is None else compiled_for.split(",")
+    return {name: has and (named is None or f"+{name}" in named) for name, has in host.items()}

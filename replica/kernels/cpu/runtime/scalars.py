@@ -103,13 +103,19 @@ def storage_of(*dtypes: torch.dtype) -> Storage:
     return Storage(np.float32, _same, _same)
 
 
+@njit(fastmath={"contract"}, error_model="numpy")
+def _less_powers_of_two(x, power):
+    """x - power * ln 2. In this order, the first product is exact: the sum of the two parts has lost LN2_LOW's bits."""
+    return x - power * LN2_HIGH - power * LN2_LOW
+
+
 @njit(fastmath=FAST_MATH, error_model="numpy")
 def exponential(x):
     """exp(x) of a float32, to a few units in the last place. Unlike a libm call, LLVM can vectorize it."""
     x = LEAST if x < LEAST else x  # not min(), so that NaN stays NaN
     x = GREATEST if x > GREATEST else x
     power = np.float32(np.floor(x * LOG2_E + ONE_HALF))
-    rest = x - power * LN2_HIGH - power * LN2_LOW
+    rest = _less_powers_of_two(x, power)
     polynomial = ((((P0 * rest + P1) * rest + P2) * rest + P3) * rest + P4) * rest + P5
     scale = float_of(np.uint32(np.int32(power) + np.int32(127)) << np.uint32(23))
     return (polynomial * rest * rest + rest + ONE) * scale
