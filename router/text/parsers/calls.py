@@ -97,10 +97,16 @@ class CallScanner(Scanner):
 
     def schema_of(self, parameter: str) -> Mapping[str, Any]:
         """The schema of one of the open call's parameters; empty if unknown."""
+        return resolve_refs(self._properties().get(parameter), self.tools[self.name] or {})
+
+    def declares(self, parameter: str) -> bool:
+        """Whether the open call's tool has this parameter."""
+        return parameter in self._properties()
+
+    def _properties(self) -> Mapping[str, Any]:
         root = self.tools[self.name]
-        properties: Any = root.get("properties") if root is not None else None
-        found = properties.get(parameter) if isinstance(properties, Mapping) else None
-        return resolve_refs(found, root or {})
+        found = root.get("properties") if root is not None else None
+        return found if isinstance(found, Mapping) else {}
 
 
 def resolve_refs(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
