@@ -14,13 +14,17 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 
 from ..replica.kernels.toolchain import launcher_problem
 from ..replica.load.free_memory import free_memory_bytes
+from .errors import ExtraMissing
 
+#: Packages of the extra `homing[serve]`. A router in front of engines, its observers and the offline tools need none.
+SERVE_PACKAGES = ("ray", "torch", "numba")
 #: Packages required for serving.
-PACKAGES = ("ray", "torch", "transformers", "tokenizers", "safetensors", "pyzmq", "msgspec", "xxhash", "httptools")
+PACKAGES = (*SERVE_PACKAGES, "transformers", "tokenizers", "safetensors", "pyzmq", "msgspec", "xxhash", "httptools")
 #: Ray's token file, unless RAY_AUTH_TOKEN_PATH is set.
 DEFAULT_TOKEN = Path.home() / ".ray" / "auth_token"
 #: Larger than the kernel's `struct timex` on every platform.
@@ -49,6 +53,12 @@ class MachineInfo:
     open_files: int  #: hard limit on open files; routers raise their soft limit towards it
     clock_synchronized: bool | None
     token_mode: int | None  #: permissions of Ray's token file; None if it does not exist
+
+
+def check_extra(*packages: str) -> None:
+    """Raise ExtraMissing unless these packages, by default all that replicas need, are installed."""
+    if any(find_spec(name) is None for name in packages or SERVE_PACKAGES):
+        raise ExtraMissing
 
 
 def inspect_machine(disks: Mapping[str, Path]) -> MachineInfo:

@@ -104,6 +104,10 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     strict_fields: Annotated[
         bool, "refuse requests with unknown fields; otherwise they are ignored and listed in a header"
     ] = False
+    unknown_calls_as_text: Annotated[
+        bool,
+        "a call of a function that is not among the request's tools stays text instead of being returned as a call",
+    ] = False
     open_objects: Annotated[
         bool,
         "in guided calls and strict formats, objects may have keys that their schemas do not declare, "

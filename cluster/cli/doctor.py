@@ -24,7 +24,7 @@ from ..config import Settings, state_folder
 from ..devices import resolve_devices
 from ..errors import ClusterError
 from ..flags import NOTHING, AllSettings, Out, option, settings_of
-from ..host import DiskInfo, MachineInfo, inspect_machine
+from ..host import SERVE_PACKAGES, DiskInfo, MachineInfo, inspect_machine
 from ..model_source import DEMO, find_model
 from ..output import show, table
 from ..preflight import check_bounds, check_folder, check_front, check_gpus, check_keys, exposures, prepare
@@ -89,11 +89,16 @@ def examine_host(host: MachineInfo, settings: Settings) -> list[Finding]:
     return [*(check(host, settings) for check in checks), *map(_disk, host.disks)]
 
 
-def _versions(host: MachineInfo, settings: Settings) -> Finding:  # noqa: ARG001 - all checks have the same signature
+def _versions(host: MachineInfo, settings: Settings) -> Finding:
     python = ".".join(map(str, host.python))
     if host.python < (3, 11):
         return Finding("environment", "error", f"Python {python} is too old", "use Python 3.11 or newer")
-    if missing := [name for name, version in host.packages.items() if version is None]:
+    missing = [name for name, version in host.packages.items() if version is None]
+    if missing and set(missing) <= set(SERVE_PACKAGES):
+        if settings.router.backend or settings.router.engines:
+            return Finding("environment", "ok", f"Python {python}, without homing[serve]: only a router")
+        return Finding("environment", "error", f"not installed: {', '.join(missing)}", "pip install 'homing[serve]'")
+    if missing:
         remedy = f"make setup in a checkout, else: pip install {' '.join(missing)}"
         return Finding("environment", "error", f"not installed: {', '.join(missing)}", remedy)
     versions = ", ".join(f"{name} {host.packages[name]}" for name in ("ray", "torch", "transformers"))
@@ -125,7 +130,7 @@ def _gpu_memory(host: MachineInfo, settings: Settings) -> Finding:
     return Finding("gpu memory", "ok", f"weights fit into {max(host.gpu_bytes) / GIB:.0f} GiB per GPU")
 
 
-def _compiler(host: MachineInfo, settings: Settings) -> Finding:  # noqa: ARG001
+def _compiler(host: MachineInfo, settings: Settings) -> Finding:  # noqa: ARG001 - all checks have the same signature
     if not host.gpus_seen:
         return Finding("compiler", "ok", "no GPU here, so Triton launches no kernels")
     if host.launcher_problem:

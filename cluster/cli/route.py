@@ -41,6 +41,7 @@ from ..control.control_messages import ClusterStatus
 from ..engine_actors import SCHEME, EngineActors
 from ..errors import SettingsError, StartFailed
 from ..flags import NOTHING, AllSettings, Background, Detach, Out, Quiet, Words, option, settings_of
+from ..host import check_extra
 from ..model_source import DEMO, find_text, has_chat_template, model_limits, text_folder
 from ..preflight import check_front, check_tokenizer, prepare
 from ..registry import ClusterRegistry, RegistryEntry, own_entry
@@ -115,6 +116,7 @@ def listed_engines(settings: Settings) -> tuple[EngineFleet, list[EngineSource]]
         else:
             fleet.add(EngineAddress(each.address.url, each.events, each.replay), "flags")
     if settings.router.engines.startswith(SCHEME):
+        check_extra("ray")
         sources.append(EngineActors(settings.router.engines))
     elif settings.router.engines:
         sources.append(EngineFile(Path(settings.router.engines).expanduser()))

@@ -28,7 +28,7 @@ from ..control.control_messages import CONTROLLER, SUPERVISOR, ClusterModel, Clu
 from ..devices import resolve_devices
 from ..errors import ClusterError, RayLost, StartFailed
 from ..flags import NOTHING, AllSettings, Background, Detach, Out, Quiet, Words, option, settings_of
-from ..host import gpu_bytes, visible_gpus
+from ..host import check_extra, gpu_bytes, visible_gpus
 from ..logs import REQUESTS, LogTail
 from ..model_source import find_model, has_chat_template, text_folder
 from ..preflight import check_bounds, check_folder, check_front, check_gpus, check_keys, prepare
@@ -59,6 +59,8 @@ def serve(
 ) -> int:
     """Serve replicas, or route to the engines listed in the settings."""
     settings = settings_of(flags, model)
+    if not (settings.router.backend or settings.router.engines):
+        check_extra()
     if detach and not background:
         return start_in_background(settings, words, out)
     if settings.router.backend or settings.router.engines:

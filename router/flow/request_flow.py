@@ -47,7 +47,7 @@ from ..errors import (
     Superseded,
 )
 from ..routing.placement import Placement, known_tokens
-from ..routing.policy.base import Candidates, Decision, Prompt
+from ..routing.policy.base import Candidate, Decision, Prompt
 from ..routing.policy.explain import reason_of, regret_tokens, why_held
 from ..routing.replica_load import UnavailableReason
 from .block_hash_cache import BlockHashCache
@@ -301,7 +301,7 @@ class RequestFlow:
 
     def explain(self, request: GenerationRequest, now: float) -> Explanation:
         """Explain the decision that `submit` would make now. Raises NoReplica or PromptTooLong."""
-        prompt, candidates = self._prompt_and_candidates(self._new_request(request, now), now)
+        prompt, candidates = self._prompt_and_candidates(self._new_request(request, now), now, every=True)
         table = self.placement.explain(prompt, candidates)
         for row, each in enumerate(table.replicas):
             if (progress := self.warm_ups.progress(each.replica_id)) is not None:
@@ -398,14 +398,16 @@ class RequestFlow:
         request.hashes = cache.hashes(request.root, request.tokens)
         request.keys = wire_hashes(request.hashes)
 
-    def _prompt_and_candidates(self, request: RequestState, now: float) -> tuple[Prompt, Candidates]:
+    def _prompt_and_candidates(
+        self, request: RequestState, now: float, *, every: bool = False
+    ) -> tuple[Prompt, list[Candidate]]:
         # Prompt logprobs and mean pooling need every prompt token to be computed, so the cache does not help.
         scores_prompt = request.request.sampling.prompt_logprobs is not None and not request.generated
         embedding = request.request.embedding
         hashes = () if scores_prompt or (embedding and embedding.pooling == "mean") else request.keys
         prompt = self._prompt(request, hashes, now)
         usable = (prompt.tokens - 1) // prompt.block_size
-        return prompt, self.placement.candidates(hashes, request.excluded, now, usable=usable)
+        return prompt, self.placement.candidates(hashes, request.excluded, now, usable=usable, every=every)
 
     def _prompt(self, request: RequestState, hashes: Sequence[int], now: float) -> Prompt:
         return Prompt(

@@ -6,6 +6,7 @@ from JSON needs no copy, which would take longer than the template itself for an
 """
 
 import contextlib
+import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -88,8 +89,12 @@ class ChatTemplate:
             raise TemplateRefusal(f"the chat template rejects these messages: {error}", param="messages") from error
 
     def _compile(self, template: str) -> "Template":
-        # Not at the top: the import takes half a second, and the package must stay light.
+        # Not at the top: the import takes half a second, and the package must stay light. Silent, because transformers
+        # warns at import that there is no torch, which a router does not need.
+        logging.getLogger("transformers").disabled = True
         from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        logging.getLogger("transformers").disabled = False
 
         from .template_code import DirectLookups, direct_calls
 

@@ -19,6 +19,7 @@ from ..generation import Job, RunningChoice
 from .chunks import ChunkBuilder, ChunkUsage
 from .dialect import Dialect
 from .schema import (
+    PART_TEXTS,
     Body,
     CacheControl,
     MessageBody,
@@ -29,6 +30,8 @@ from .schema import (
     asks_nothing,
     converted,
     finite,
+    left_out_parts,
+    part_text,
     unknown_format_keys,
 )
 from .validate import conversation_job, decoded_arguments, mark
@@ -62,6 +65,8 @@ def unused(body: ChatBody) -> Iterator[str]:
     """What is set although nothing reads it."""
     yield from body.UNUSED.set_in(body)
     for index, each in enumerate(body.messages):
+        if isinstance(each.content, list):
+            yield from left_out_parts(each.content, PART_TEXTS, f"messages[{index}].content")
         if each.refusal or each.annotations or each.audio:
             names = ("refusal", "annotations", "audio")
             yield from (f"messages[{index}].{name}" for name in names if not asks_nothing(getattr(each, name)))
@@ -224,7 +229,7 @@ def _marks(body: MessageBody, index: int) -> Iterator[CacheMark]:
     if isinstance(body.content, list):
         end = 0  # every part has a text: `MessageBody.text` has checked
         for place, part in enumerate(body.content):
-            end += len(part[part["type"]])
+            end += len(part_text(part, "", PART_TEXTS))
             given = part.get("cache_control")
             if given is None:
                 continue

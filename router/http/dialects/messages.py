@@ -4,6 +4,7 @@ Stateless, like the API. Tools that Anthropic's servers run are ignored, and so 
 """
 
 import re
+from base64 import b64decode
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -37,6 +38,7 @@ from .schema import (
     StopTexts,
     converted,
     known_keys,
+    left_out,
     unknown_format_keys,
     unknown_keys,
     unused_keys,
@@ -150,7 +152,13 @@ class _ToolUse(msgspec.Struct):
 
 class _ToolResult(msgspec.Struct):
     tool_use_id: str
-    content: str | list[dict[str, Any]] | None = None
+    content: str | list[dict[str, Any]] | dict[str, Any] | None = None
+
+
+class _Document(msgspec.Struct):
+    source: dict[str, Any]
+    title: str | None = None
+    context: str | None = None
 
 
 class _SearchResult(msgspec.Struct):
@@ -174,6 +182,7 @@ _BLOCK_KEYS = known_keys(
     thinking="thinking signature cache_control",
     redacted_thinking="data cache_control",
     search_result="content title source citations cache_control",
+    document="source title context citations cache_control",
 )
 _TOOL_KEYS = known_keys(
     custom="name input_schema description strict cache_control defer_loading eager_input_streaming allowed_callers "
@@ -205,7 +214,27 @@ def unused(body: CountBody) -> Iterator[str]:
     yield from body.UNUSED.set_in(body)
     tools = body.tools or ()
     yield from (f"tools[{index}]" for index, tool in enumerate(tools) if not _is_function(tool))
+    for index, message in enumerate(body.messages):
+        if isinstance(message.content, list):
+            yield from _left_out(message.content, f"messages[{index}].content")
     yield from unused_keys(tools, _UNUSED_TOOL_KEYS, "tools")
+
+
+#: Types of blocks that are text, or of which there may be text.
+_TEXTS = frozenset(
+    "text search_result tool_use server_tool_use mcp_tool_use thinking redacted_thinking document tool_result".split()
+)
+
+
+def _left_out(blocks: Sequence[Any], where: str) -> Iterator[str]:
+    """The paths of blocks in whose place the model reads a note, also inside of tool results."""
+    for index, block in enumerate(blocks):
+        kind = block.get("type") if isinstance(block, dict) else None
+        if isinstance(kind, str) and kind.endswith("tool_result"):
+            if isinstance(block.get("content"), list):
+                yield from _left_out(block["content"], f"{where}[{index}].content")
+        elif isinstance(kind, str) and kind not in _TEXTS:
+            yield f"{where}[{index}]"
 
 
 def _is_function(tool: Mapping[str, Any]) -> bool:
@@ -308,11 +337,14 @@ class _Collector:
             return
         for index, block in enumerate(content):
             place = f"{param}[{index}]"
-            if block.get("type") == "tool_result":
+            if str(block.get("type")).endswith("tool_result"):
                 yield from self._flush()
                 result = converted(block, _ToolResult, place)
                 inner = _Collector("tool", self._settings)
-                inner.add(result.content or "", f"{place}.content")
+                if isinstance(result.content, dict):  # a result of Anthropic's own tools
+                    inner.add(msgspec.json.encode(result.content).decode(), place)
+                else:
+                    inner.add(result.content or "", f"{place}.content")
                 mark = self._block_mark(block, place)
                 marks = [] if mark is None else [mark]
                 yield Message("tool", "\n".join(inner.texts), tool_call_id=result.tool_use_id, marks=marks)
@@ -336,20 +368,45 @@ class _Collector:
                 found = converted(block, _SearchResult, param)
                 self._add_text("\n".join([found.title, found.source]).strip())
                 self.add(found.content, f"{param}.content")
+            case "server_tool_use" | "mcp_tool_use" as kind:
+                name, call_id = block.get("name"), block.get("id")
+                arguments = decoded_arguments(block.get("input"), f"{param}.input")
+                self._calls.append(ToolCall(str(name or kind), arguments, str(call_id or "")))
             case "tool_use":
                 use = converted(block, _ToolUse, param)
                 self._calls.append(ToolCall(use.name, decoded_arguments(use.input, f"{param}.input"), use.id))
             case "thinking":
                 self._reasoning.append(str(block.get("thinking") or ""))
-            case "image" | "document" | "container_upload":
-                raise InvalidRequest(f"{param}.type: only text is supported", param=f"{param}.type")
+            case "document":
+                self._add_document(converted(block, _Document, param), f"{param}.source")
+            case "redacted_thinking":
+                return
             case kind if not isinstance(kind, str):
                 raise InvalidRequest(f"{param}.type: a type is required", param=f"{param}.type")
-            case _:  # redacted thinking, and blocks of Anthropic's own tools
-                return
+            case kind:
+                self._add_text(left_out(kind))
         if (mark := self._block_mark(block, param)) is not None:
             text_only = not self._calls
             self.marks.append(msgspec.structs.replace(mark, end=self._characters - 1) if text_only else mark)
+
+    def _add_document(self, document: _Document, param: str) -> None:
+        """Add the text of a document, or a note in its place."""
+        source = document.source
+        match source:
+            case {"type": "text", "data": str(text)}:
+                found = [text]
+            case {"type": "base64", "media_type": str(media), "data": str(data)} if media.startswith("text/"):
+                try:
+                    found = [b64decode(data).decode(errors="replace")]
+                except ValueError as error:
+                    raise InvalidRequest.field(f"{param}.data", "is not Base64") from error
+            case {"type": "content", "content": str() | list() as content}:
+                inner = _Collector(self._role, self._settings)
+                inner.add(content, f"{param}.content")
+                found = inner.texts
+            case _:
+                found = [left_out("document")]
+        self._add_text("\n".join([*filter(None, (document.title, document.context)), *found]))
 
     def _add_text(self, text: str) -> None:
         self.texts.append(text)

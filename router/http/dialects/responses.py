@@ -30,7 +30,18 @@ from ..generation import Job, RunningChoice
 from ..protocol.exchange import GenerationSummary
 from .blocks import BlockBuilder
 from .dialect import Dialect, named_event
-from .schema import ENCODER, Body, Positive, converted, known_keys, unknown_format_keys, unknown_keys, unused_keys
+from .schema import (
+    ENCODER,
+    Body,
+    Positive,
+    converted,
+    known_keys,
+    left_out_parts,
+    part_text,
+    unknown_format_keys,
+    unknown_keys,
+    unused_keys,
+)
 from .validate import conversation_job, decoded_arguments, mark
 
 #: Joins the names of a namespace and its tool into the name by which the model calls the tool.
@@ -180,6 +191,13 @@ def unused(body: ResponsesBody) -> Iterator[str]:
     tools = body.tools or ()
     yield from (f"tools[{index}]" for index, tool in enumerate(tools) if tool.get("type") not in tuple(_TOOL_KEYS))
     yield from unused_keys(tools, ("format", "defer_loading", "output_schema"), "tools")
+    for index, item in enumerate(body.input if isinstance(body.input, list) else ()):
+        kind = item.get("type", "message")
+        if isinstance(kind, str) and kind not in _ITEM_KEYS and not kind.endswith(("_call", "_output")):
+            yield f"input[{index}]"
+        for name in ("content", "output"):
+            if kind in ("message", "function_call_output") and isinstance(parts := item.get(name), list):
+                yield from left_out_parts(parts, _PART_TEXTS, f"input[{index}].{name}")
     if set(body.include or ()) - {"reasoning.encrypted_content"}:  # clear reasoning is always returned
         yield "include"
     if shown_choice(body.tool_choice) == "auto" and isinstance(body.tool_choice, dict):
@@ -252,7 +270,7 @@ def items_of(body: ResponsesBody) -> list[dict[str, Any]]:
 
 
 def _messages(items: Sequence[dict[str, Any]]) -> Iterator[Message]:
-    """Each input item as a message. Items of tools that this server does not run are skipped."""
+    """Each input item as a message. Items that are neither messages nor calls are skipped, and named as ignored."""
     for index, item in enumerate(items):
         param = f"input[{index}]"
         match item.get("type", "message"):
@@ -275,21 +293,43 @@ def _messages(items: Sequence[dict[str, Any]]) -> Iterator[Message]:
                     yield Message("assistant", reasoning=found)
             case "item_reference":
                 raise InvalidRequest.field(param, "this server stores no items; send the item itself")
+            case str(kind):
+                if (message := _tool_item(kind, item, param)) is not None:
+                    yield message
+            case _:
+                raise InvalidRequest.field(f"{param}.type", "expected str")
 
 
 def _text(content: str | list[dict[str, Any]], param: str) -> str:
     if isinstance(content, str):
         return content
-    texts = []
-    for index, part in enumerate(content):
-        kind = part.get("type")
-        if kind not in ("input_text", "output_text", "text", "refusal"):
-            raise InvalidRequest.field(f"{param}[{index}].type", "only text parts are supported")
-        text = part.get("refusal" if kind == "refusal" else "text")
-        if not isinstance(text, str):
-            raise InvalidRequest.field(f"{param}[{index}].text", "expected str")
-        texts.append(text)
-    return "".join(texts)
+    return "".join([part_text(part, f"{param}[{index}]", _PART_TEXTS) for index, part in enumerate(content)])
+
+
+_PART_TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+
+
+def _tool_item(kind: str, item: Mapping[str, Any], param: str) -> Message | None:
+    """An item of a tool that is not a function, as the call or the result that it is; None: it is neither.
+
+    Clients run such tools too (`local_shell`, `shell`, `apply_patch`), and a model that does not see what they returned
+    would call them again.
+    """
+    call_id = item.get("call_id") or item.get("id")
+    call_id = call_id if isinstance(call_id, str) else ""
+    rest = {name: value for name, value in item.items() if name not in _BOOKKEEPING}
+    if kind.endswith("_output"):
+        output = rest.get("output", rest)
+        if isinstance(output, list) and all(isinstance(each, dict) and each.get("type") for each in output):
+            output = _text(output, f"{param}.output")
+        text = output if isinstance(output, str) else msgspec.json.encode(output).decode()
+        return Message("tool", text, tool_call_id=call_id)
+    if kind.endswith("_call") and rest:
+        return Message("assistant", tool_calls=[ToolCall(kind.removesuffix("_call"), rest, call_id)])
+    return None
+
+
+_BOOKKEEPING = frozenset("type id call_id status namespace created_by".split())
 
 
 def tools(given: Sequence[dict[str, Any]], param: str = "tools", namespace: str = "") -> Iterator[Tool]:
@@ -310,8 +350,8 @@ def tools(given: Sequence[dict[str, Any]], param: str = "tools", namespace: str 
             case "namespace":
                 space = converted(tool, _Namespace, place)
                 yield from tools(space.tools, f"{place}.tools", space.name + SEPARATOR)
-            case kind if not isinstance(kind, str):
-                raise InvalidRequest.field(f"{place}.type", "expected str")
+            case kind if not isinstance(kind, str) or not kind:
+                raise InvalidRequest.field(f"{place}.type", "expected a type")
 
 
 def _tool_choice(body: ResponsesBody) -> ToolChoice:
@@ -447,7 +487,7 @@ class ResponsesBuilder(BlockBuilder):
             status="in_progress",
             model=served.limits.name,
             instructions=body.instructions,
-            tools=[_shown_tool(each) for each in given],
+            tools=[_shown_tool(each) for each in given if each.get("type") in _TOOL_KEYS],  # others have no effect
             tool_choice=shown_choice(body.tool_choice),
             parallel_tool_calls=body.parallel_tool_calls is not False,
             text={"format": _shown_format(written)},

@@ -6,7 +6,7 @@ field is part of its type; what involves two fields, the model or the settings i
 
 import re
 from codecs import BOM_UTF8
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -157,6 +157,40 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     safety_identifier: Any = None
 
 
+def part_text(part: Mapping[str, Any], param: str, texts: Mapping[str, str]) -> str:
+    """The text of a part of a message, or a note in place of what is not text. Raises InvalidRequest.
+
+    An error would end the session: clients send the part again with every later turn. `texts`: the key that holds the
+    text, by the type of the part.
+    """
+    kind = part.get("type")
+    if not isinstance(kind, str):
+        raise InvalidRequest.field(f"{param}.type", "expected str")
+    if kind not in texts:
+        return left_out(kind)
+    text = part.get(texts[kind])
+    if not isinstance(text, str):
+        raise InvalidRequest.field(f"{param}.{texts[kind]}", "expected str")
+    return text
+
+
+#: The key that holds the text of a chat's part, by the part's type.
+PART_TEXTS = {"text": "text", "refusal": "refusal"}
+
+
+def left_out_parts(parts: Iterable[Any], texts: Container[str], where: str) -> Iterator[str]:
+    """The paths of the parts that are not text."""
+    for index, part in enumerate(parts):
+        if isinstance(part, dict) and isinstance(kind := part.get("type"), str) and kind not in texts:
+            yield f"{where}[{index}]"
+
+
+def left_out(kind: str) -> str:
+    """The note in place of a part that is not text."""
+    what = kind.removeprefix("input_").removesuffix("_url").replace("_", " ")
+    return f"[{what[:40]} left out: this model reads only text]"
+
+
 class MessageBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """One message of a chat; its content is a text or a list of text parts."""
 
@@ -183,13 +217,7 @@ class MessageBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True
         texts = []
         for place, part in enumerate(self.content):
             param = f"messages[{index}].content[{place}]"
-            kind = part.get("type")
-            if kind not in ("text", "refusal"):
-                raise InvalidRequest.field(f"{param}.type", "only text parts are supported")
-            text = part.get(kind)
-            if not isinstance(text, str):
-                raise InvalidRequest.field(f"{param}.{kind}", "expected str")
-            texts.append(text)
+            texts.append(part_text(part, param, PART_TEXTS))
         return "".join(texts)
 
 

@@ -345,6 +345,7 @@ def _parsing(
             lambda index: f"call_{base + index:024x}",
             starts_in_reasoning=opened,
             parallel=choice.parallel,
+            unknown_names=not (front.settings.unknown_calls_as_text or choice.allowed),
         )
 
     return parser, (*(calls.markers if calls and tools else ()), *(reasoning.markers if reasoning else ()))

@@ -13,6 +13,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
+from ....events.endpoint import needs_ipv6
 from ...errors import BackendsInvalid
 from .addresses import ReplicaAddress, check_endpoint
 from .http_client import Address, Client, EngineUnreachableError
@@ -187,7 +188,7 @@ async def _accepts(endpoint: str, kind: int) -> bool:
     socket = context.socket(kind)
     try:
         socket.maxmsgsize = MAX_FRAME_BYTES
-        socket.ipv6 = endpoint.startswith("tcp://[")
+        socket.ipv6 = await needs_ipv6(endpoint)
         events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_DISCONNECTED
         monitor = socket.get_monitor_socket(events | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
         socket.connect(endpoint)

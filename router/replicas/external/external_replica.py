@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import assert_never
 
+from ....events.endpoint import needs_ipv6
 from ....events.follow.feed import EventFeed
 from ....events.follow.residency import UncountedResidency
 from ....events.follow.subscription import Apply, FeedStatus, Reset
@@ -87,6 +88,7 @@ class ExternalReplica(ReplicaHandle):
         self._refusal: ParityMismatch | None = None
         self.trouble = ""  #: why the engine cannot be reached; empty while it can
         self._unplaced_logged = False
+        self._ipv6 = False  #: the event sockets' name has no IPv4 address
 
     @property
     def unplaced_blocks(self) -> int:
@@ -171,6 +173,7 @@ class ExternalReplica(ReplicaHandle):
     async def _serve(self, model: str, metrics: EngineMetrics) -> None:
         """Keep the engine in routing until it is unhealthy."""
         self._refusal, self.trouble, self._model = None, "", model
+        self._ipv6 = await needs_ipv6(self.description.event_endpoints.events)
         self._load.begin(metrics)
         self.description = self._load.description
         log.info("replica_joined replica=%s url=%s", self.replica_id, self._client.address.url)
@@ -240,6 +243,7 @@ class ExternalReplica(ReplicaHandle):
             token_ids=True,
             residency=UncountedResidency(),
             topic=ANY_TOPIC,
+            ipv6=self._ipv6,
         )
 
     def _drop(self, reason: str) -> list[Instruction]:
@@ -339,6 +343,8 @@ class ExternalReplica(ReplicaHandle):
         try:
             for event in _joined(instruction.events):
                 match event:
+                    case Stored(remote=True) | Removed(remote=True):
+                        continue  # every engine of the store can load them: no reason to prefer this one
                     case Stored():
                         self._placement.stored(self.replica_id, self._blocks.stored(event, instruction.rank))
                         if self.unplaced_blocks and not self._unplaced_logged:
@@ -364,17 +370,17 @@ class ExternalReplica(ReplicaHandle):
 def _joined(events: Sequence[CacheEvent]) -> list[CacheEvent]:
     """Merge consecutive removals at the same place into one event: vLLM announces each removal separately."""
     joined: list[CacheEvent] = []
-    place: tuple[str | None, int | None] | None = None
+    place: tuple[str | None, int | None, bool] | None = None
     run: list[int] = []
     for event in events:
         if not isinstance(event, Removed):
             joined.append(event)
             place = None
-        elif place == (event.medium, event.group):
+        elif place == (event.medium, event.group, event.remote):
             run += event.hashes
         else:
-            place, run = (event.medium, event.group), [*event.hashes]
-            joined.append(Removed(run, event.medium, event.group))
+            place, run = (event.medium, event.group, event.remote), [*event.hashes]
+            joined.append(Removed(run, event.medium, event.group, event.remote))
     return joined
 
 

@@ -34,6 +34,7 @@ class CallScanner(Scanner):
         "_make_id",
         "_muted",
         "_parallel",
+        "any_name",
         "cut",
         "name",
         "open",
@@ -48,6 +49,7 @@ class CallScanner(Scanner):
         super().__init__()
         self.tools = tools
         self.out: list[Delta] = []
+        self.any_name = False  #: whether a call of a tool that the request does not have counts
         self.open = False  #: whether a call has started but not ended
         self.cut = False  #: whether the last call has not ended, or was malformed
         self.written: list[str] = []  #: the last call's arguments
@@ -72,8 +74,8 @@ class CallScanner(Scanner):
         return names[found]
 
     def start(self, name: Any, call_id: str | None = None) -> None:
-        """Start a call. `call_id`: the id that the model wrote, if any. Raises `Malformed` for an unknown tool."""
-        if not isinstance(name, str) or name not in self.tools:
+        """Start a call. `call_id`: the id that the model wrote, if any. Raises `Malformed` for an impossible name."""
+        if not isinstance(name, str) or not name or (name not in self.tools and not self.any_name):
             raise Malformed
         self.forget()
         self.open, self.name = True, name
@@ -97,10 +99,16 @@ class CallScanner(Scanner):
 
     def schema_of(self, parameter: str) -> Mapping[str, Any]:
         """The schema of one of the open call's parameters; empty if unknown."""
-        root = self.tools[self.name]
-        properties: Any = root.get("properties") if root is not None else None
-        found = properties.get(parameter) if isinstance(properties, Mapping) else None
-        return resolve_refs(found, root or {})
+        return resolve_refs(self._properties().get(parameter), self.tools.get(self.name) or {})
+
+    def declares(self, parameter: str) -> bool:
+        """Whether the open call's tool has this parameter."""
+        return parameter in self._properties()
+
+    def _properties(self) -> Mapping[str, Any]:
+        root = self.tools.get(self.name)
+        found = root.get("properties") if root is not None else None
+        return found if isinstance(found, Mapping) else {}
 
 
 def resolve_refs(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -194,7 +194,16 @@ def test_the_command_looks_at_this_machine(tmp_path: Path) -> None:
 
 
 def test_the_remedy_for_a_missing_package_can_be_followed() -> None:
-    """homing itself is on no package index."""
-    (found,) = faults(replace(WELL, packages=dict.fromkeys(PACKAGES, "1") | {"ray": None}))
+    """Packages of the extra come with the extra; homing itself is on no package index."""
+    (extra,) = faults(replace(WELL, packages=dict.fromkeys(PACKAGES, "1") | {"ray": None}))
+    (other,) = faults(replace(WELL, packages=dict.fromkeys(PACKAGES, "1") | {"pyzmq": None}))
 
-    assert found.remedy == "make setup in a checkout, else: pip install ray"
+    assert extra.remedy == "pip install 'homing[serve]'"
+    assert other.remedy == "make setup in a checkout, else: pip install pyzmq"
+
+
+def test_a_router_in_front_of_engines_needs_no_extra() -> None:
+    """Its users have no torch, and doctor must not send them to install it."""
+    host = replace(WELL, packages=dict.fromkeys(PACKAGES, "1") | {"ray": None, "torch": None, "numba": None})
+
+    assert not faults(host, backend="http://127.0.0.1:8000")

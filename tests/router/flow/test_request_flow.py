@@ -52,8 +52,16 @@ class World:
     """A request flow with its fake replicas, and a record of all deltas and outcomes."""
 
     def __init__(
-        self, replicas: int = 2, *, retries: int = 3, max_waiting: int = 100, seed: int = 0, silence_s: float = 1e9
+        self,
+        replicas: int = 2,
+        *,
+        retries: int = 3,
+        max_waiting: int = 100,
+        seed: int = 0,
+        silence_s: float = 1e9,
+        external: bool = False,
     ) -> None:
+        self.external = external
         self.now = 0.0
         settings = RouterSettings(max_waiting_requests=max_waiting, retries=retries, warm_up_bytes=1 << 20)
         self.placement = Placement(
@@ -75,7 +83,7 @@ class World:
 
     def join(self, name: str, rest: UnavailableReason | None = None) -> None:
         self.replicas[name] = FakeReplica(name)
-        self.run(self.flow.join(description_of(name), self.now, rest))
+        self.run(self.flow.join(description_of(name, external=self.external), self.now, rest))
         self.placement.set_feed(name, FeedStatus.LIVE)
 
     def lose(self, name: str) -> None:
@@ -572,9 +580,9 @@ def test_a_deadline_ends_a_request_wherever_it_is() -> None:
     world.flow.check()
 
 
-def test_saturated_replicas_leave_requests_in_the_router_in_order_of_priority() -> None:
-    """Requests in an engine's own queue can no longer be reordered."""
-    world = World(1)
+def test_saturated_engines_leave_requests_in_the_router_in_order_of_priority() -> None:
+    """Requests in the queue of an engine that is not ours can no longer be reordered."""
+    world = World(1, external=True)
     for seed in range(8):
         world.submit(request_of(PROMPT, seed=seed))
     late = world.submit(request_of(PROMPT, seed=90))
@@ -601,7 +609,7 @@ def test_the_tenant_and_its_weight_reach_the_replica() -> None:
 
 def test_a_request_that_fits_nowhere_lets_others_pass_and_says_what_it_waits_for() -> None:
     """Requests that a replica can take must not wait behind one that none can take. Then it has its turn first."""
-    world = World(2)
+    world = World(2, external=True)
     for name in ("r0", "r1"):
         world.run(world.flow.report(name, world.replicas[name].load("me", free_blocks=20, waiting=4), world.now))
     large = world.submit(request_of(range(500), seed=1))
@@ -617,7 +625,7 @@ def test_a_request_that_fits_nowhere_lets_others_pass_and_says_what_it_waits_for
 
 def test_no_more_work_passes_a_request_that_waits_for_room_than_it_needs_itself() -> None:
     """Otherwise small requests that keep coming would keep a large one out for good."""
-    world = World(1)
+    world = World(1, external=True)
     tight = world.replicas["r0"].load("me", free_blocks=30, waiting=4)
     world.run(world.flow.report("r0", tight, world.now))
     large = world.submit(request_of(range(500), seed=1))
@@ -637,7 +645,7 @@ def test_no_more_work_passes_a_request_that_waits_for_room_than_it_needs_itself(
 
 def test_a_single_request_does_not_wait_behind_a_flood() -> None:
     """A tenant with a thousand queued requests gets its share and no more."""
-    world = World(1, max_waiting=2000)
+    world = World(1, max_waiting=2000, external=True)
     flood = [world.submit(request_of(PROMPT, seed=seed, tenant=b"flood")) for seed in range(1000)]
     single = world.submit(request_of(PROMPT, seed=5000, tenant=b"single"))
     before = world.flow.in_flight
