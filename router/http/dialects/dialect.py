@@ -8,6 +8,7 @@ To add one, write the module and its row in `http/endpoints/generate.py`.
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from typing import Generic, TypeVar
 
 import msgspec
@@ -18,7 +19,7 @@ from ...text.encoder_threads import Sender
 from ..front import Front, Served
 from ..generation import Generation, Job, RunningChoice
 from ..protocol.exchange import Exchange, GenerationSummary
-from .schema import ENCODER, Body, unused_fields
+from .schema import ENCODER, MAX_IGNORED, Body, unused_fields
 
 BodyType = TypeVar("BodyType", bound=Body)
 
@@ -82,10 +83,12 @@ class Dialect(Generic[BodyType]):
         conversation = job.conversation
         if conversation is None:
             return []
-        given, templates = conversation.template_arguments, job.served.text.templates
-        asked = {name: self.template_fields.get(name, name) for name in conversation.reasoning.template_arguments({})}
-        asked |= {name: f"chat_template_kwargs.{name}" for name in given}
-        return [path for name, path in asked.items() if name not in templates]
+        templates = job.served.text.templates
+        asked = chain(
+            ((name, self.template_fields.get(name, name)) for name in conversation.reasoning.template_arguments({})),
+            ((name, f"chat_template_kwargs.{name}") for name in conversation.template_arguments),
+        )
+        return list(islice((path for name, path in asked if name not in templates), MAX_IGNORED))
 
 
 class WholeWriter:

@@ -99,7 +99,7 @@ async def test_tokenize_wants_one_of_prompt_and_messages(client: httpx.AsyncClie
     ("path", "body"),
     [
         ("/v1/chat/completions", {"messages": MESSAGES, "prompt": "hi"}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "text"}]}]}),
         ("/v1/messages", {"messages": MESSAGES, "system": "You tell stories.", "max_completion_tokens": 9}),
         ("/v1/messages", {"messages": MESSAGES, "system": "You tell stories."}),
         ("/v1/responses", {"input": "hi", "prompt": "hi"}),

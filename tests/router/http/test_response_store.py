@@ -188,7 +188,7 @@ async def test_a_conversation_with_too_many_bytes_is_not_loaded(store: ResponseS
 
 async def test_the_history_counts_as_part_of_the_body(client: httpx.AsyncClient, front: Front):
     """The size decides whether a prompt is rendered and encoded off the event loop, and what its memory costs."""
-    left_out = [{"type": "web_search_call", "id": str(index), "text": "x" * 10_000} for index in range(9)]
+    left_out = [{"type": "mcp_list_tools", "id": str(index), "text": "x" * 10_000} for index in range(9)]
     made = (await client.post(PATH, json={"input": [*left_out, {"role": "user", "content": "a"}]})).json()
     headers = {"x-session-affinity": "s"}
     await client.post(PATH, json={"input": "b", "previous_response_id": made["id"]}, headers=headers)
