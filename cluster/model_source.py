@@ -17,6 +17,9 @@ from ..replica.models.spec import FAMILIES
 from .errors import ModelUnavailable
 
 DEMO = "demo"
+ANOTHER = "choose another model (docs/models.md lists the tested ones)"
+#: transformers' table of models that continue text, which is what its loader for them knows.
+_CAUSAL = re.compile(r"^MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = (.*?)^\)", re.DOTALL | re.MULTILINE)
 #: Files needed for serving; the hub's other weight formats are not downloaded.
 TEXT_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "*.py"]
 WANTED_FILES = [*TEXT_FILES, "*.safetensors"]
@@ -98,19 +101,25 @@ def check_runnable(folder: Path) -> None:
     if problem:
         raise ModelUnavailable(f"{path}: {problem}")
     kind = config.get("model_type")
-    if isinstance(kind, str) and kind not in FAMILIES and kind not in _transformers_types():
+    if not isinstance(kind, str) or kind in FAMILIES:
+        return
+    tables = _transformers_tables()
+    if not re.search(rf'"{re.escape(kind)}",\s*"\w+Config"', tables):
         raise ModelUnavailable(
-            f"{path}: model_type {kind!r} is unknown to homing and to the installed transformers; "
-            "choose another model (docs/models.md lists the tested ones)"
+            f"{path}: model_type {kind!r} is unknown to homing and to the installed transformers; {ANOTHER}"
+        )
+    causal = _CAUSAL.search(tables)
+    if config.get("is_encoder_decoder") or (causal and f'("{kind}",' not in causal[1]):
+        raise ModelUnavailable(
+            f"{path}: a model of type {kind!r} does not continue text, so it answers no chat; {ANOTHER}"
         )
 
 
-def _transformers_types() -> frozenset[str]:
-    """Read the installed transformers' model types from its source tables, as importing them takes seconds."""
+def _transformers_tables() -> str:
+    """The installed transformers' tables of model types, as source text: importing them takes seconds."""
     spec = importlib.util.find_spec("transformers")
     folders = [] if spec is None else [Path(each) for each in spec.submodule_search_locations or ()]
-    tables = [path.read_text() for each in folders for path in (each / "models" / "auto").glob("*.py")]
-    return frozenset(found for table in tables for found in re.findall(r'"([\w.-]+)",\s*"\w+Config"', table))
+    return "\n".join(path.read_text() for each in folders for path in sorted((each / "models" / "auto").glob("*.py")))
 
 
 def has_chat_template(folder: Path) -> bool:

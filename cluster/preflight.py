@@ -16,7 +16,7 @@ from ..events.errors import BadKeys
 from ..events.security.curve_keys import reader_keys, server_keys
 from ..kvcache.errors import KvCacheError
 from ..replica.config import ReplicaSettings
-from ..replica.errors import StartupError, UnsupportedModel, WeightsDamaged, WeightsMissing
+from ..replica.errors import ModelError, StartupError
 from ..replica.load.preflight import check_model
 from ..router.config import RouterSettings
 from ..router.errors import KeysFileInvalid, TlsUnusable, TokenizerUnavailable, TracingUnavailable
@@ -111,7 +111,7 @@ def check_folder(folder: Path, settings: Settings) -> None:
     check_tokenizer(text_folder(settings.replica, folder))
     try:
         check_model(folder, settings.replica, settings.kvcache)
-    except (WeightsMissing, WeightsDamaged, UnsupportedModel) as error:
+    except ModelError as error:
         raise ModelUnavailable(str(error)) from error
     except (StartupError, KvCacheError) as error:
         raise SettingsError(str(error)) from error

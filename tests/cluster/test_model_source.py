@@ -199,3 +199,24 @@ def test_an_external_engine_may_run_what_ours_cannot(folder: Path) -> None:
         check_folder(folder, load_settings({"engine": "vllm", "engine_python": "/nowhere"}, {}))
     with pytest.raises(SettingsError, match="vllm is not installed in homing's environment"):
         check_folder(folder, load_settings({"engine": "vllm"}, {}))
+
+
+@pytest.mark.parametrize(
+    "config", [{"model_type": "t5"}, {"model_type": "bart", "is_encoder_decoder": True}, {"model_type": "vit"}]
+)
+def test_a_model_that_continues_no_text_is_refused_by_its_configuration(
+    tmp_path: Path, config: dict[str, object]
+) -> None:
+    """transformers knows these types, and loading them failed only after the cluster had started."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    with pytest.raises(ModelUnavailable, match="does not continue text"):
+        check_runnable(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma3", "gpt_oss", "bloom"])
+def test_models_that_continue_text_pass(tmp_path: Path, kind: str) -> None:
+    """Whether they come from our families or from transformers."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+
+    check_runnable(tmp_path)
