@@ -33,12 +33,12 @@ $(VENV)/.runtime: pyproject.toml constraints.txt
 	@echo "[2/3] installing torch (the largest part)"
 	@$(PIP_INSTALL) torch
 	@echo "[3/3] installing homing and the rest"
-	@$(PIP_INSTALL) --editable .
+	@$(PIP_INSTALL) --editable '.[serve]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.runtime
 	@echo "installing what tests and checks need"
-	@$(PIP_INSTALL) --editable '.[dev]'
+	@$(PIP_INSTALL) --editable '.[serve,dev]'
 	@touch $@
 
 setup: $(VENV)/.dev ## Make .venv with everything that tests and checks need

@@ -15,6 +15,7 @@
         ├── DoesNotFit         the settings ask for more GPUs than the machine has
         ├── NoSuchModel        the model is not served, or several are and the command names none
         ├── OrderRefused       the controller refuses an order, such as to drain an unknown replica
+        ├── ExtraMissing       the command needs packages that a plain installation does not have
         ├── NoSuchLog          no part of the cluster has this name, or nothing was logged
         ├── LogUnreadable      a line of a request log is malformed; names the line and the field
         └── PlotFailed         unknown suffix, unwritable file, or matplotlib is missing
@@ -75,6 +76,11 @@ class NoSuchModel(UserError): ...
 
 
 class OrderRefused(UserError): ...
+
+
+class ExtraMissing(UserError):
+    def __init__(self) -> None:
+        super().__init__("this needs the extra: pip install 'homing[serve]'")
 
 
 class NoSuchLog(UserError): ...

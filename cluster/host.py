@@ -14,13 +14,17 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 
 from ..replica.kernels.toolchain import launcher_problem
 from ..replica.load.free_memory import free_memory_bytes
+from .errors import ExtraMissing
 
+#: Packages of the extra `homing[serve]`. A router in front of engines, its observers and the offline tools need none.
+SERVE_PACKAGES = ("ray", "torch", "numba")
 #: Packages required for serving.
-PACKAGES = ("ray", "torch", "transformers", "tokenizers", "safetensors", "pyzmq", "msgspec", "xxhash", "httptools")
+PACKAGES = (*SERVE_PACKAGES, "transformers", "tokenizers", "safetensors", "pyzmq", "msgspec", "xxhash", "httptools")
 #: Ray's token file, unless RAY_AUTH_TOKEN_PATH is set.
 DEFAULT_TOKEN = Path.home() / ".ray" / "auth_token"
 #: Larger than the kernel's `struct timex` on every platform.
@@ -41,6 +45,7 @@ class MachineInfo:
     packages: Mapping[str, str | None]  #: version by name; None if not installed
     memory_bytes: int  #: available memory
     gpus_seen: int  #: GPUs of the driver that CUDA_VISIBLE_DEVICES does not hide
+    gpu_bytes: tuple[int, ...]  #: memory of each of these; empty if unknown
     gpus_usable: int  #: GPUs that torch can use
     launcher_problem: str | None  #: why Triton could not launch kernels on a GPU; None if it could
     disks: tuple[DiskInfo, ...]
@@ -48,6 +53,12 @@ class MachineInfo:
     open_files: int  #: hard limit on open files; routers raise their soft limit towards it
     clock_synchronized: bool | None
     token_mode: int | None  #: permissions of Ray's token file; None if it does not exist
+
+
+def check_extra(*packages: str) -> None:
+    """Raise ExtraMissing unless these packages, by default all that replicas need, are installed."""
+    if any(find_spec(name) is None for name in packages or SERVE_PACKAGES):
+        raise ExtraMissing
 
 
 def inspect_machine(disks: Mapping[str, Path]) -> MachineInfo:
@@ -58,6 +69,7 @@ def inspect_machine(disks: Mapping[str, Path]) -> MachineInfo:
         packages={name: _version(name) for name in PACKAGES},
         memory_bytes=free_memory_bytes(),
         gpus_seen=visible_gpus(),
+        gpu_bytes=gpu_bytes(shutil.which("nvidia-smi")),
         gpus_usable=_gpus_usable(),
         launcher_problem=launcher_problem(),
         disks=tuple(DiskInfo(use, str(folder), _free_bytes(folder)) for use, folder in disks.items()),
@@ -99,6 +111,18 @@ def gpus_seen(tool: str | None, devices: Path) -> int:
             listed = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=30, check=False).stdout
     files = [each for each in devices.glob("nvidia*") if each.name.removeprefix("nvidia").isdigit()]
     return sum(line.startswith("GPU ") for line in listed.splitlines()) or len(files)
+
+
+def gpu_bytes(tool: str | None) -> tuple[int, ...]:
+    """The memory of each GPU that nvidia-smi lists, hidden or not; empty if it does not say."""
+    if tool is None:
+        return ()
+    asked = [tool, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        listed = subprocess.run(asked, capture_output=True, text=True, timeout=30, check=True).stdout
+        return tuple(int(line) << 20 for line in listed.split())
+    except (OSError, subprocess.SubprocessError, ValueError):  # GPUs that share the CPU's memory report none
+        return ()
 
 
 def _gpus_usable() -> int:

@@ -9,6 +9,7 @@ import importlib.util
 import ipaddress
 import os
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..events.config import EventsSettings
@@ -16,14 +17,16 @@ from ..events.errors import BadKeys
 from ..events.security.curve_keys import reader_keys, server_keys
 from ..kvcache.errors import KvCacheError
 from ..replica.config import ReplicaSettings
-from ..replica.errors import ModelError, StartupError
+from ..replica.errors import ModelError, StartupError, TensorParallelUnsupported
+from ..replica.load.gpu_memory import check_gpu_memory
 from ..replica.load.preflight import check_model
 from ..router.config import RouterSettings
-from ..router.errors import KeysFileInvalid, TlsUnusable, TokenizerUnavailable, TracingUnavailable
+from ..router.errors import KeysFileInvalid, RouterError, TlsUnusable, TokenizerUnavailable, TracingUnavailable
 from ..router.http.tracing import RequestSpans
 from ..router.server import tls_context
 from ..router.tenants.api_keys import read_tenants
 from ..router.text.export import check_vocabulary
+from ..router.text.template_files import read_template, try_template
 from .config import Settings, replaced
 from .control.autoscale import terms_of
 from .errors import ModelUnavailable, PortTaken, SettingsError
@@ -104,16 +107,31 @@ def check_folder(folder: Path, settings: Settings) -> None:
     """Check that replicas and router can serve the model in this folder. Raises ModelUnavailable and SettingsError."""
     if settings.replica.engine != "homing":  # an external engine checks itself what it can run
         model_limits(folder, settings.replica, settings.served_name)
-        check_tokenizer(text_folder(settings.replica, folder))
+        check_text(text_folder(settings.replica, folder), settings.router)
         check_python(settings.replica)
         return
     check_runnable(folder)
-    check_tokenizer(text_folder(settings.replica, folder))
+    check_text(text_folder(settings.replica, folder), settings.router)
     try:
         check_model(folder, settings.replica, settings.kvcache)
+    except (TensorParallelUnsupported, KvCacheError) as error:
+        raise SettingsError(str(error)) from error
     except ModelError as error:
         raise ModelUnavailable(str(error)) from error
-    except (StartupError, KvCacheError) as error:
+    except StartupError as error:
+        raise SettingsError(str(error)) from error
+
+
+def check_gpus(folder: Path, settings: Settings, gpu_bytes: Sequence[int]) -> None:
+    """Check that the weights fit on this machine's GPUs, whose memory is `gpu_bytes`. Raises SettingsError."""
+    per_rank = settings.cluster.gpus_per_rank
+    if not per_rank or settings.replica.engine != "homing":
+        return
+    utilization = settings.kvcache.gpu_memory_utilization
+    try:
+        # Damaged or missing weights are `check_folder`'s.
+        check_gpu_memory(folder, settings.replica, gpu_bytes, gpus_per_rank=per_rank, utilization=utilization)
+    except StartupError as error:
         raise SettingsError(str(error)) from error
 
 
@@ -134,6 +152,21 @@ def check_tokenizer(folder: Path) -> None:
     try:
         check_vocabulary(folder)
     except TokenizerUnavailable as error:
+        raise ModelUnavailable(error.message) from error
+
+
+def check_text(folder: Path, settings: RouterSettings) -> None:
+    """Check that the folder has a tokenizer, and that its chat template renders a chat. Raises ModelUnavailable."""
+    check_tokenizer(folder)
+    template_problems(folder, settings)
+
+
+def template_problems(folder: Path, settings: RouterSettings) -> list[str]:
+    """What the folder's chat template refuses or fails on, besides plain chats. Raises ModelUnavailable."""
+    try:
+        template = read_template(folder, settings.chat_template)
+        return [] if template is None else try_template(template)
+    except RouterError as error:
         raise ModelUnavailable(error.message) from error
 
 

@@ -1,8 +1,9 @@
 """Addresses on which a publisher may listen: files in a private folder, or random ports of one network address.
 
-It never listens on all interfaces. Pure functions of addresses.
+It never listens on all interfaces. Functions of addresses; only names are looked up.
 """
 
+import asyncio
 import ipaddress
 import socket
 from pathlib import Path
@@ -34,3 +35,18 @@ def tcp_address(host: str) -> str:
     if address is None or address.is_unspecified or address.exploded.endswith("ffff:0000:0000"):
         raise EndpointUnusable(f"host {host!r} means all interfaces: give the node's own address")
     return f"tcp://[{address}]:*" if address.version == 6 else f"tcp://{address}:*"
+
+
+async def needs_ipv6(endpoint: str) -> bool:
+    """Whether a socket must allow IPv6 to connect there: to an IPv6 address, or to a name that has no other.
+
+    Not for every name: with IPv6 allowed, ZeroMQ tries no IPv4 address of a name that also has an IPv6 one.
+    """
+    host = endpoint.removeprefix("tcp://").rpartition(":")[0]
+    if not endpoint.startswith("tcp://") or host.startswith("["):
+        return host.startswith("[")
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    return bool(found) and all(each[0] == socket.AF_INET6 for each in found)

@@ -18,7 +18,7 @@ Invariants, asserted by `check`:
 """
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from struct import Struct
@@ -73,12 +73,16 @@ class CachedBlock:
     tokens: bytes
 
 
+#: Where a waiting request stands now; the one with the highest value starts last.
+Turn = Callable[[], tuple[float, ...]]
+
+
 @dataclass(slots=True)
 class _Hold:
     """The blocks held for a waiting request, and its place in the queue."""
 
     blocks: list[Block]
-    turn: tuple[int, ...]
+    turn: Turn
 
 
 @dataclass(slots=True)
@@ -284,7 +288,7 @@ class PrefixCache:
         if idle:
             self._policy.reuse(idle)
 
-    def hold(self, request: Hashable, match: PrefixMatch, turn: tuple[int, ...] = ()) -> None:
+    def hold(self, request: Hashable, match: PrefixMatch, turn: Turn = tuple) -> None:
         """Hold the whole blocks of a match for a request that waits, until `unhold`: others are evicted first.
 
         Held blocks count as free. When they are needed, the request with the highest `turn`, which starts last, loses
@@ -323,7 +327,7 @@ class PrefixCache:
         skips = True
         while count > len(self._pool) + len(self._policy):
             shortened = False
-            for request, hold in sorted(self._holds.items(), key=lambda item: item[1].turn)[::-1]:
+            for request, hold in sorted(self._holds.items(), key=lambda item: item[1].turn())[::-1]:
                 missing = count - len(self._pool) - len(self._policy)
                 if missing <= 0:
                     return

@@ -42,6 +42,7 @@ class RunningRequest(msgspec.Struct, frozen=True, kw_only=True):
     trace_id: str
     tenant: bytes
     state: str
+    waits_for: str = ""  #: in the router's queue: why no replica could take it when it was last tried
     replica: str | None
     prompt_tokens: int
     cached_tokens: int | None

@@ -104,6 +104,15 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     strict_fields: Annotated[
         bool, "refuse requests with unknown fields; otherwise they are ignored and listed in a header"
     ] = False
+    unknown_calls_as_text: Annotated[
+        bool,
+        "a call of a function that is not among the request's tools stays text instead of being returned as a call",
+    ] = False
+    open_objects: Annotated[
+        bool,
+        "in guided calls and strict formats, objects may have keys that their schemas do not declare, "
+        "as JSON Schema allows",
+    ] = False
     drop_billing_line: Annotated[
         bool,
         "remove the first line of Claude Code's system prompts, which differs in every request, so "
@@ -156,6 +165,11 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         str,
         "URL for traces of an OpenTelemetry collector (http://127.0.0.1:4318/v1/traces), which gets "
         "one span per request; needs homing[otel]; empty: none",
+    ] = ""
+    allowed_hosts: Annotated[
+        str,
+        "names by which clients may call the server (header Host), besides those of the loopback, separated by "
+        "commas; *: any; empty: any, unless `host` is on the loopback, which web pages could reach by DNS rebinding",
     ] = ""
     cors_origins: Annotated[
         str, "origins of web pages that may call the server, separated by commas; *: all; empty: none"

@@ -81,6 +81,13 @@ class TemplateRefusal(InvalidRequest, code="invalid_messages"):
     """The chat template rejects these messages, or the model has no template."""
 
 
+class TemplateBroken(RouterError, status=500, code="template_broken"):
+    """The model's chat template does not parse, or fails on any chat of this kind: the operator's fault."""
+
+    def __init__(self, file: str, reason: str) -> None:
+        super().__init__(f"the chat template {file} cannot be used: {reason}; correct it, or set --chat-template")
+
+
 class ThreadUnsupported(InvalidRequest, code="thread_unsupported_request"):
     """A Messages request relies on messages stored by the server. Clients then resend the whole conversation."""
 
@@ -120,6 +127,13 @@ class MalformedRequest(RouterError, status=400, code="malformed_http"):
     """The bytes received are not HTTP/1.1."""
 
 
+class UnknownTransferEncoding(RouterError, status=501, code="unknown_transfer_encoding"):
+    """The body is encoded for its transfer in another way than in chunks."""
+
+    def __init__(self, given: str) -> None:
+        super().__init__(f"transfer-encoding {given[:100]!r}: only 'chunked' is supported")
+
+
 class MissingKey(RouterError, status=401, code="missing_api_key"):
     """The server requires an API key, and the request has none."""
 
@@ -130,6 +144,20 @@ class UnknownKey(RouterError, status=401, code="invalid_api_key"):
 
 class NotAllowed(RouterError, status=403, code="not_allowed"):
     """The operation affects all tenants, and the caller is not an admin."""
+
+
+class ForeignHost(RouterError, status=403, code="foreign_host"):
+    """The request calls the server by a name that it does not have, as pages do that reach it by DNS rebinding."""
+
+    def __init__(self, host: str) -> None:
+        super().__init__(f"this server is not called {host[:100]!r}; list its names in the setting allowed_hosts")
+
+
+class ForeignOrigin(RouterError, status=403, code="foreign_origin"):
+    """A web page of another server asks for what changes this one."""
+
+    def __init__(self, origin: str) -> None:
+        super().__init__(f"pages of {origin[:100]!r} may not do this; the setting cors_origins can name them")
 
 
 class ModelNotFound(RouterError, status=404, code="model_not_found"):

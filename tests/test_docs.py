@@ -75,7 +75,8 @@ def test_the_readme_is_short() -> None:
 def test_every_dependency_is_pinned_within_its_range() -> None:
     """`make serve` must install the same versions every time, and they must be versions that we support."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *extras["serve"], *extras["dev"]]
     pinned = pins()
 
     for requirement in wanted:

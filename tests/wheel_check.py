@@ -1,7 +1,7 @@
 """Build the wheel, install it into a new environment and use it there, so that CI tests what it ships.
 
-Run as `python tests/wheel_check.py`. The packages that homing depends on come from the running environment, through a
-.pth file, so that nothing is downloaded twice.
+Run as `python tests/wheel_check.py`. First with the packages of the running environment, through a .pth file, which
+needs no index; then `plain_install.py` installs it alone and routes to an engine.
 """
 
 import subprocess
@@ -34,6 +34,13 @@ def run(*command: str | Path, cwd: Path | None = None) -> str:
     return done.stdout
 
 
+def run_and_show(*command: str | Path) -> None:
+    """Run a command that prints what it measures."""
+    code = subprocess.run([str(part) for part in command], check=False).returncode
+    if code:
+        sys.exit(code)
+
+
 def build(into: Path) -> Path:
     run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", into, ROOT)
     return next(into.glob("homing-*.whl"))
@@ -63,6 +70,7 @@ def main() -> None:
         wheel = build(Path(scratch))
         check_contents(wheel)
         use(wheel, Path(scratch) / "env")
+        run_and_show(sys.executable, ROOT / "tests/plain_install.py", wheel)
 
 
 if __name__ == "__main__":

@@ -24,10 +24,10 @@ from ..config import Settings, state_folder
 from ..devices import resolve_devices
 from ..errors import ClusterError
 from ..flags import NOTHING, AllSettings, Out, option, settings_of
-from ..host import DiskInfo, MachineInfo, inspect_machine
+from ..host import SERVE_PACKAGES, DiskInfo, MachineInfo, inspect_machine
 from ..model_source import DEMO, find_model
 from ..output import show, table
-from ..preflight import check_bounds, check_folder, check_front, check_keys, exposures, prepare
+from ..preflight import check_bounds, check_folder, check_front, check_gpus, check_keys, exposures, prepare
 from ..registry import ClusterRegistry, RegistryEntry
 from ..runtime import FEW_OPEN_FILES
 
@@ -85,15 +85,20 @@ def render(findings: Iterable[Finding]) -> Table:
 
 def examine_host(host: MachineInfo, settings: Settings) -> list[Finding]:
     settings = resolve_devices(settings, () if settings.cluster.ray_address else (float(host.gpus_seen),))
-    checks = (_versions, _gpus, _compiler, _memory, _shared_memory, _files, _clock, _token)
+    checks = (_versions, _gpus, _gpu_memory, _compiler, _memory, _shared_memory, _files, _clock, _token)
     return [*(check(host, settings) for check in checks), *map(_disk, host.disks)]
 
 
-def _versions(host: MachineInfo, settings: Settings) -> Finding:  # noqa: ARG001 - all checks have the same signature
+def _versions(host: MachineInfo, settings: Settings) -> Finding:
     python = ".".join(map(str, host.python))
     if host.python < (3, 11):
         return Finding("environment", "error", f"Python {python} is too old", "use Python 3.11 or newer")
-    if missing := [name for name, version in host.packages.items() if version is None]:
+    missing = [name for name, version in host.packages.items() if version is None]
+    if missing and set(missing) <= set(SERVE_PACKAGES):
+        if settings.router.backend or settings.router.engines:
+            return Finding("environment", "ok", f"Python {python}, without homing[serve]: only a router")
+        return Finding("environment", "error", f"not installed: {', '.join(missing)}", "pip install 'homing[serve]'")
+    if missing:
         remedy = f"make setup in a checkout, else: pip install {' '.join(missing)}"
         return Finding("environment", "error", f"not installed: {', '.join(missing)}", remedy)
     versions = ", ".join(f"{name} {host.packages[name]}" for name in ("ray", "torch", "transformers"))
@@ -113,7 +118,19 @@ def _gpus(host: MachineInfo, settings: Settings) -> Finding:
     return Finding("gpus", "ok", f"{host.gpus_usable} usable, {needed:g} needed")
 
 
-def _compiler(host: MachineInfo, settings: Settings) -> Finding:  # noqa: ARG001
+def _gpu_memory(host: MachineInfo, settings: Settings) -> Finding:
+    if not host.gpu_bytes or settings.cluster.ray_address:
+        return Finding("gpu memory", "ok", "not checked: no GPU here reports its memory")
+    try:
+        for each in settings.each_model:
+            if (folder := _folder(each.replica)).is_dir():
+                check_gpus(folder, each, host.gpu_bytes)
+    except ClusterError as error:
+        return _refused("gpu memory", error, "raise --tensor-parallel-size")
+    return Finding("gpu memory", "ok", f"weights fit into {max(host.gpu_bytes) / GIB:.0f} GiB per GPU")
+
+
+def _compiler(host: MachineInfo, settings: Settings) -> Finding:  # noqa: ARG001 - all checks have the same signature
     if not host.gpus_seen:
         return Finding("compiler", "ok", "no GPU here, so Triton launches no kernels")
     if host.launcher_problem:
@@ -138,11 +155,15 @@ def _memory(host: MachineInfo, settings: Settings) -> Finding:
 
 def _weight_bytes(replica: ReplicaSettings) -> int:
     """The size of the weights; 0 if unknown: a Hugging Face name, or a damaged folder, which `_model` reports."""
-    folder = demo_model_path() if replica.model == DEMO else Path(replica.model).expanduser()
     try:
-        return weight_bytes(folder, replica)
+        return weight_bytes(_folder(replica), replica)
     except StartupError:
         return 0
+
+
+def _folder(replica: ReplicaSettings) -> Path:
+    """The model's folder; it does not exist for a Hugging Face name."""
+    return demo_model_path() if replica.model == DEMO else Path(replica.model).expanduser()
 
 
 def _shared_memory(host: MachineInfo, settings: Settings) -> Finding:  # noqa: ARG001

@@ -13,7 +13,7 @@ from cyclopts import App, Group
 from cyclopts.exceptions import CycloptsError, UnknownCommandError, UnknownOptionError, UnusedCliTokensError
 
 from ... import __version__
-from ..errors import ClusterError, SettingsError
+from ..errors import ClusterError, ExtraMissing, SettingsError
 from ..output import console
 
 if TYPE_CHECKING:
@@ -157,7 +157,12 @@ def _message(error: CycloptsError) -> str:
 
 def run(words: Sequence[str], out: TextIO) -> int:
     """Run one command; returns the exit code. Raises ClusterError."""
-    return parse(words, out).run() or 0
+    try:
+        return parse(words, out).run() or 0
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("numba", "ray", "torch"):
+            raise
+        raise ExtraMissing from error
 
 
 def main() -> int:

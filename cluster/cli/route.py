@@ -41,6 +41,7 @@ from ..control.control_messages import ClusterStatus
 from ..engine_actors import SCHEME, EngineActors
 from ..errors import SettingsError, StartFailed
 from ..flags import NOTHING, AllSettings, Background, Detach, Out, Quiet, Words, option, settings_of
+from ..host import check_extra
 from ..model_source import DEMO, find_text, has_chat_template, model_limits, text_folder
 from ..preflight import check_front, check_tokenizer, prepare
 from ..registry import ClusterRegistry, RegistryEntry, own_entry
@@ -115,6 +116,7 @@ def listed_engines(settings: Settings) -> tuple[EngineFleet, list[EngineSource]]
         else:
             fleet.add(EngineAddress(each.address.url, each.events, each.replay), "flags")
     if settings.router.engines.startswith(SCHEME):
+        check_extra("ray")
         sources.append(EngineActors(settings.router.engines))
     elif settings.router.engines:
         sources.append(EngineFile(Path(settings.router.engines).expanduser()))
@@ -267,7 +269,8 @@ class FleetRouter:
             self._apply()
 
     async def _ask(self, engine: ListedEngine) -> None:
-        client = Client(Address.of(engine.address.url), loop=asyncio.get_running_loop(), api_key=self.api_key)
+        key = self._key_of(engine.address.url)
+        client = Client(Address.of(engine.address.url), loop=asyncio.get_running_loop(), api_key=key)
         try:
             engine.info = await discover(client, engine.address, try_ports=not self.fleet.shares_host(engine))
         except EngineUnreachableError as error:
@@ -292,6 +295,10 @@ class FleetRouter:
         most = self.settings.router.backend_max_requests
         members = [describe(each, parity, limits, max_running_requests=most) for each in self.fleet.replica_addresses()]
         service.apply_membership(members, self._seed)
+
+    def _key_of(self, url: str) -> str:
+        """The key for a server that the operator lists. Others come over the API, perhaps to collect the key."""
+        return self.api_key if self.fleet.is_from_operator(url) else ""
 
     # Serving
 
@@ -327,7 +334,7 @@ class FleetRouter:
                 block_size=settings.kvcache.block_size,
                 canary_ids=tuple(text.encode_now([CANARY], special_tokens=False)[0]),
                 max_running_requests=settings.router.backend_max_requests,
-                api_key=self.api_key,
+                key_of=self._key_of,
                 chat_ids=chat_ids,
             ),
         )

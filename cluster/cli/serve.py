@@ -28,10 +28,10 @@ from ..control.control_messages import CONTROLLER, SUPERVISOR, ClusterModel, Clu
 from ..devices import resolve_devices
 from ..errors import ClusterError, RayLost, StartFailed
 from ..flags import NOTHING, AllSettings, Background, Detach, Out, Quiet, Words, option, settings_of
-from ..host import visible_gpus
+from ..host import check_extra, gpu_bytes, visible_gpus
 from ..logs import REQUESTS, LogTail
 from ..model_source import find_model, has_chat_template, text_folder
-from ..preflight import check_bounds, check_folder, check_front, check_keys, prepare
+from ..preflight import check_bounds, check_folder, check_front, check_gpus, check_keys, prepare
 from ..registry import ClusterRegistry, ProcessMark, RegistryEntry, is_alive, kill, own_entry, wait_gone
 from .console import Console, model_label, program
 from .daemon import detach as start_in_background
@@ -59,6 +59,8 @@ def serve(
 ) -> int:
     """Serve replicas, or route to the engines listed in the settings."""
     settings = settings_of(flags, model)
+    if not (settings.router.backend or settings.router.engines):
+        check_extra()
     if detach and not background:
         return start_in_background(settings, words, out)
     if settings.router.backend or settings.router.engines:
@@ -97,6 +99,7 @@ def _local_model(settings: Settings) -> Path:
     check_keys(settings.events)
     folder = find_model(settings.replica)
     check_folder(folder, settings)
+    check_gpus(folder, settings, gpu_bytes(shutil.which("nvidia-smi")))
     return folder
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
+from ..endpoint import needs_ipv6
 from ..errors import ClusterUnreachable, EventError, KeysRefused
 from ..security.curve_keys import KeyPair
 from ..wire.messages import EVENTS_TOPIC, EventEndpoints, LoadReport
@@ -104,6 +105,7 @@ class ClusterFeed:
         self._refresh_s = refresh_s
         self._heartbeat_interval_s = heartbeat_interval_s
         self._feeds: dict[Source, EventFeed] = {}
+        self._ipv6: dict[Source, bool] = {}  #: whether connecting to a new source needs it
 
     @property
     def feeds(self) -> Mapping[Source, EventFeed]:
@@ -115,7 +117,10 @@ class ClusterFeed:
         try:
             while True:
                 try:
-                    self.adjust(sources(await asyncio.to_thread(self._ask), self._only))
+                    wanted = sources(await asyncio.to_thread(self._ask), self._only)
+                    for source in wanted.keys() - self._feeds.keys():
+                        self._ipv6[source] = await needs_ipv6(wanted[source].events)
+                    self.adjust(wanted)
                     misses, known = 0, True
                 except ClusterUnreachable as error:
                     misses += 1
@@ -152,6 +157,7 @@ class ClusterFeed:
             counted=not ours,
             topic=EVENTS_TOPIC if ours else b"",
             keys=self._keys if ends.curve_key else None,
+            ipv6=self._ipv6.pop(source, False),
         )
 
 

@@ -16,8 +16,8 @@ import zmq
 
 from ..errors import EndpointUnusable, EventError, KeysRefused, MalformedFrame
 from ..security.curve_keys import KeyPair, new_pair, protect_client
-from ..wire.dialects import BatchDecoder
-from ..wire.frames import read_event, read_replay, replay_request
+from ..wire.dialects import BatchDecoder, DecodedBatch
+from ..wire.frames import EventFrame, read_event, read_replay, replay_request
 from ..wire.messages import (
     EVENTS_TOPIC,
     HEARTBEAT_TOPIC,
@@ -98,13 +98,15 @@ class EventFeed:
         topic: bytes = EVENTS_TOPIC,
         options: FeedOptions | None = None,
         keys: KeyPair | None = None,
+        ipv6: bool = False,
     ) -> None:
         """`counted`: the publisher announces every copy (vLLM). `token_ids`: deliver them, in snapshots too. `blocks`:
         where held blocks are stored, unless `counted`; updated before the sink is called; by default, a set owned by
         the feed. `residency` replaces both.
 
         `topic` is a prefix; empty matches everything. The caller keeps ownership of `context`. `keys`: used if the
-        publisher encrypts; by default, a new pair, which a publisher that accepts only listed clients refuses.
+        publisher encrypts; by default, a new pair, which a publisher that accepts only listed clients refuses. `ipv6`:
+        names in the addresses need it (`needs_ipv6`); addresses in brackets always do.
         """
         self._endpoints = endpoints
         self._sink = sink
@@ -117,6 +119,7 @@ class EventFeed:
         self.tick_s = heartbeat_interval_s / (2 if endpoints.state else 1)
         self._token_ids = token_ids
         self._topic = topic
+        self._ipv6 = ipv6
         self.decoder = BatchDecoder(token_ids=token_ids)
         if residency is None:
             residency = CountedResidency() if counted else SetResidency(CacheMirror() if blocks is None else blocks)
@@ -203,7 +206,7 @@ class EventFeed:
         """Connect and read. Returns None if the publisher has no such socket."""
         if not endpoint:
             return None
-        sock.ipv6 = endpoint.startswith("tcp://[")
+        sock.ipv6 = self._ipv6 or endpoint.startswith("tcp://[")
         try:
             sock.connect(endpoint)
         except zmq.ZMQError as error:
@@ -215,19 +218,35 @@ class EventFeed:
         try:
             handle(frames)
         except MalformedFrame as error:
-            log.warning("event_message_malformed endpoint=%s error=%s", self._endpoints.events, error)
-            self._sink.malformed(error)
+            self._malformed(error)
+
+    def _malformed(self, error: MalformedFrame) -> None:
+        log.warning("event_message_malformed endpoint=%s error=%s", self._endpoints.events, error)
+        self._sink.malformed(error)
 
     def _on_event(self, frames: Message) -> None:
         frame = read_event(frames)
-        self._run(self.subscription.on_batch(frame.epoch, frame.seq, self.decoder.decode(frame.payload)))
+        if (batch := self._decoded(frame)) is not None:
+            self._run(self.subscription.on_batch(frame.epoch, frame.seq, batch))
 
     def _on_replay(self, frames: Message) -> None:
         frame = read_replay(frames)
         if frame is None:
             self._run(self.subscription.on_replay_end())
             return
-        self._run(self.subscription.on_replayed(frame.epoch, frame.seq, self.decoder.decode(frame.payload)))
+        if (batch := self._decoded(frame)) is not None:
+            self._run(self.subscription.on_replayed(frame.epoch, frame.seq, batch))
+
+    def _decoded(self, frame: EventFrame) -> DecodedBatch | None:
+        try:
+            batch = self.decoder.decode(frame.payload)
+        except MalformedFrame as error:
+            self._malformed(error)
+            self._run(self.subscription.on_unreadable(frame.epoch, frame.seq))
+            return None
+        for each in batch.unreadable:
+            self._malformed(each)
+        return batch
 
     def _on_state(self, frames: Message) -> None:
         if len(frames) != 2:

@@ -97,7 +97,7 @@ class CountedResidency:
                 case Removed():
                     gone = [block for block in event.hashes if self._take(block, event.medium, event.group)]
                     if gone:
-                        left.append(Removed(gone, event.medium, event.group))
+                        left.append(Removed(gone, event.medium, event.group, event.remote))
                 case Cleared():
                     self.replace([])
                     left.append(event)

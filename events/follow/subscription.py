@@ -203,6 +203,19 @@ class Subscription:
         self._waited_ticks = 0
         return self.on_batch(epoch, seq, batch)
 
+    def on_unreadable(self, epoch: int | None, seq: int) -> list[Instruction]:
+        """Batch `seq` cannot be read, now or ever: it is not requested again, and what it would change is unknown."""
+        self._note_message()
+        if epoch not in self._retired and (self.cursor.expected is None or seq >= self.cursor.expected):
+            if self._options.snapshot:
+                if self._waiting is not _Waiting.SNAPSHOT:
+                    self._request_snapshot()
+            else:
+                self._buffer = {held: batch for held, batch in self._buffer.items() if held > seq}
+                self._restart_at(seq + 1)
+                self._advance()
+        return self._done()
+
     def on_replay_end(self) -> list[Instruction]:
         self._note_message()
         self._answers = True

@@ -41,6 +41,7 @@ class _Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     lora_name: str | None = None
     kind: str | None = None
     window: int | None = None
+    remote: bool = False
     resync: bool = False
 
 

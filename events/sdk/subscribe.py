@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import ParamSpec, TypeVar
 
+from ..endpoint import needs_ipv6
 from ..errors import EventError, KeysRefused, PublisherGone
 from ..follow.feed import EventFeed
 from ..follow.subscription import Apply, FeedStatus, Reset
@@ -166,6 +167,7 @@ async def subscribe(
         counted=counted,
         topic=topic,
         keys=keys,
+        ipv6=await needs_ipv6(endpoints.events),
     )
     feed.start(loop)
     try:

@@ -31,6 +31,7 @@ class Stored(msgspec.Struct, frozen=True, tag="stored", gc=False):
     extra_keys: Sequence[object] | None = None
     kind: str | None = None  #: kind of the group's layers, such as "full_attention", "sliding_window" or "mamba"
     window: int | None = None  #: length of the sliding window in tokens
+    remote: bool = False  #: in a store that several engines share, not in this one's own memory
 
 
 class Removed(msgspec.Struct, frozen=True, tag="removed", gc=False):
@@ -39,6 +40,7 @@ class Removed(msgspec.Struct, frozen=True, tag="removed", gc=False):
     hashes: Sequence[int]
     medium: str | None = None
     group: int | None = None
+    remote: bool = False
 
 
 class Cleared(msgspec.Struct, frozen=True, tag="cleared", gc=False):

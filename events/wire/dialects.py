@@ -9,13 +9,13 @@ Our own well-formed messages take a typed fast path; all others are decoded with
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Generic, TypeVar, assert_never
+from typing import Any, Generic, TypeVar, assert_never, cast
 
 import msgspec
 
 from ..errors import MalformedFrame
 from .cache_events import CacheEvent, Cleared, Removed, Stored, Unsigned, wire_hash
-from .messages import SnapshotBlock
+from .messages import SnapshotBlock, WireHash
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +26,7 @@ class DecodedBatch(msgspec.Struct, frozen=True, gc=False):
     ts: float
     events: Sequence[CacheEvent]
     data_parallel_rank: int | None = None
+    unreadable: Sequence[MalformedFrame] = ()  #: why events of the batch were left out
 
 
 class _StoredMap(msgspec.Struct, tag_field="type", tag="BlockStored", gc=False):
@@ -36,6 +37,7 @@ class _StoredMap(msgspec.Struct, tag_field="type", tag="BlockStored", gc=False):
     group_idx: int | None = None
     lora_name: str | None = None
     extra_keys: list[Any] | None = None
+    locality: str | None = None  #: vLLM's, for media that several engines may share: LOCAL or REMOTE
 
 
 class _TokensMap(_StoredMap, tag="BlockStored", kw_only=True, gc=False):
@@ -49,6 +51,7 @@ class _RemovedMap(msgspec.Struct, tag_field="type", tag="BlockRemoved", gc=False
     block_hashes: list[Unsigned]
     medium: str | None = None
     group_idx: int | None = None
+    locality: str | None = None
 
 
 class _ClearedMap(msgspec.Struct, tag_field="type", tag="AllBlocksCleared", gc=False):
@@ -93,7 +96,9 @@ _HINTS: dict[str, type] = {
     "kv_cache_spec_kind": str,
     "kv_cache_spec_sliding_window": int,
     "cache_salt": str,
+    "locality": str,
 }
+_REMOTE = "REMOTE"
 #: Most unknown event types that one decoder logs; otherwise a publisher could fill the log with invented types.
 _LOGGED_TYPES = 16
 
@@ -124,7 +129,7 @@ class BatchDecoder:
         self._unknown_types: set[str] = set()
 
     def decode(self, payload: bytes) -> DecodedBatch:
-        """Decode one batch. Raises MalformedFrame and nothing else."""
+        """Decode one batch. Raises MalformedFrame, and nothing else, if it is no batch of events."""
         try:
             batch = self._typed.decode(payload)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -153,9 +158,10 @@ class BatchDecoder:
                     extra_keys,
                     kind,
                     window,
+                    event.locality == _REMOTE,
                 )
             case _RemovedMap():
-                return Removed(event.block_hashes, event.medium, event.group_idx)
+                return Removed(event.block_hashes, event.medium, event.group_idx, event.locality == _REMOTE)
             case _ClearedMap():
                 return Cleared()
             case _:
@@ -167,8 +173,15 @@ class BatchDecoder:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise MalformedFrame("event batch", f"not msgpack: {error}") from error
         ts, events, rank = _batch_parts(raw)
-        typed = map(self._typed_event, events)
-        return DecodedBatch(ts, [self._normalise(event) for event in typed if event is not None], rank)
+        read: list[CacheEvent] = []
+        unreadable: list[MalformedFrame] = []
+        for each in events:
+            try:
+                if (event := self._typed_event(each)) is not None:
+                    read.append(self._normalise(event))
+            except MalformedFrame as error:
+                unreadable.append(error)
+        return DecodedBatch(ts, read, rank, unreadable)
 
     def _typed_event(self, raw: object) -> _Event | None:
         """Convert an event of any form to our map form. Returns None if its type is unknown."""
@@ -184,8 +197,12 @@ class BatchDecoder:
             for name in kind.__struct_fields__
             if name in fields and type(fields[name]) is _HINTS.get(name, type(fields[name]))
         }
-        if isinstance(known.get("block_hashes"), list):
-            known["block_hashes"] = [_hash(value) for value in known["block_hashes"]]
+        if isinstance(given := known.get("block_hashes"), list):
+            # A removed block whose hash cannot be read was never stored under one that could be.
+            kept = filter(_is_hash, given) if tag == "BlockRemoved" else given
+            known["block_hashes"] = [_hash(value) for value in kept]
+        if "token_ids" in known:
+            known["token_ids"] = _plain_tokens(known["token_ids"])
         if tag == "BlockStored":
             parent = fields.get("parent_block_hash")
             known["parent_block_hash"] = None if parent is None else _hash(parent)
@@ -224,7 +241,21 @@ def _batch_parts(raw: object) -> tuple[float, list[Any], int | None]:
     return float(ts), events, rank
 
 
+def _plain_tokens(given: object) -> list[Any]:
+    """Token ids; the first of each pair where they come in pairs with their successors (SGLang with EAGLE). Values of
+    another form count as absent: the hashes are usable without tokens.
+    """
+    tokens = given if isinstance(given, list) else []
+    if all(isinstance(token, list | tuple) and len(token) == 2 for token in tokens):
+        tokens = [first for first, _ in tokens]
+    return tokens if all(type(token) is int for token in tokens) else []
+
+
+def _is_hash(value: object) -> bool:
+    return isinstance(value, int | bytes) and not isinstance(value, bool)
+
+
 def _hash(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | bytes):
+    if not _is_hash(value):
         raise MalformedFrame("block hash", f"{type(value).__name__} is neither int nor bytes")
-    return wire_hash(value)
+    return wire_hash(cast("WireHash", value))

@@ -2,7 +2,7 @@
 
 import importlib.util
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from types import MappingProxyType
@@ -13,6 +13,7 @@ import torch
 from ..errors import StartupError
 from ..kernels.base import TorchCpuKernels, TorchKernels
 from ..kernels.choice import choose_kernels, compiled_problem
+from ..models.base import AttentionRule
 from .flash import FLASH3_MODULES, Flash4Attention, FlashAttention, load_flash2, load_flash3, load_flash4
 from .paged import KvPool, PagedAttention
 from .trial import trial_problem
@@ -99,17 +100,23 @@ def choose(facts: Facts, broken: Mapping[Name, str] = MappingProxyType({})) -> t
 
 
 def choose_attention(
-    pool: KvPool, device: torch.device, wanted: str = "auto", *, query_heads: int = 0, libraries: Libraries = LIBRARIES
+    pool: KvPool,
+    device: torch.device,
+    wanted: str = "auto",
+    *,
+    rules: Sequence[AttentionRule],
+    query_heads: int = 0,
+    libraries: Libraries = LIBRARIES,
 ) -> PagedAttention:
     """The wanted backend, or with "auto" the best usable one; logs why better ones are not. Raises StartupError.
 
-    A library is tried before it is used: it may not load beside this torch, or not work on this device. `query_heads`
-    is 0 if not known.
+    A library is tried before it is used: it may not load beside this torch, or not work on this device. `rules`: one
+    per layer; `query_heads`: 0 if not known.
     """
     facts, broken = _facts_of(pool, device), dict[Name, str]()
     while True:
         chosen, refused = _chosen(facts, broken, wanted)
-        attention, problem = _made(chosen, pool, device, facts, query_heads, libraries)
+        attention, problem = _made(chosen, pool, device, facts, rules, query_heads, libraries)
         if attention is not None:
             for name, reasons in refused.items():
                 logger.info("attention_unusable backend=%s reasons=%r", name, "; ".join(reasons))
@@ -130,7 +137,13 @@ def _chosen(facts: Facts, broken: Mapping[Name, str], wanted: str) -> tuple[Name
 
 
 def _made(
-    name: Name, pool: KvPool, device: torch.device, facts: Facts, query_heads: int, libraries: Libraries
+    name: Name,
+    pool: KvPool,
+    device: torch.device,
+    facts: Facts,
+    rules: Sequence[AttentionRule],
+    query_heads: int,
+    libraries: Libraries,
 ) -> tuple[PagedAttention | None, str]:
     """The backend of this name; None and the reason if its library does not load or fails a trial."""
     if name == "reference":
@@ -144,7 +157,7 @@ def _made(
         attention = libraries[name](pool, kernels, facts.capability)
     except Exception as error:  # compiled for another torch, or without a library or driver that it needs
         return None, f"cannot be loaded: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    problem = trial_problem(attention, pool, query_heads)
+    problem = trial_problem(lambda tried: libraries[name](tried, kernels, facts.capability), pool, rules, query_heads)
     return (attention, "") if problem is None else (None, problem)
 
 

@@ -45,6 +45,11 @@ from .throughput import SmoothedRates
 
 log = logging.getLogger(__name__)
 
+#: While several tenants have requests, a step computes about so many seconds of prompts: the others' next tokens wait
+#: for it. Not tuned; but at least this many tokens, about as many as cost as much as the rest of a step on CPUs.
+SHARED_STEP_S = 0.1
+SHARED_STEP_TOKENS = 64
+
 #: An embedding request's row, and the sum of the hidden states pooled for it so far.
 HiddenSum = tuple[ScheduledRow, npt.NDArray[np.float64]]
 
@@ -180,7 +185,8 @@ class Engine:
     ) -> list[ScheduledRow]:
         """Plan a step. Its evictions are announced before it runs, as it may take long."""
         before = self._cache.counters.evicted_tokens
-        rows = add_drafts(self.scheduler.schedule())
+        most = max(SHARED_STEP_TOKENS, int(SHARED_STEP_S * self.rates.prefill_tokens_per_s))
+        rows = add_drafts(self.scheduler.schedule(most))
         if self._cache.counters.evicted_tokens > before:
             self._evicted()
         return rows

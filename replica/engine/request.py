@@ -80,6 +80,9 @@ class RequestState:
     hashes: list[BlockHash]
     sampling: SamplingParams
     priority: int = 0
+    #: Whose share of the replica the request takes, and that tenant's weight (tenant_shares.py).
+    tenant: bytes = b""
+    weight: float = 1.0
     #: Order of arrival.
     arrival: int = 0
     #: Place within a priority (queue_order.py); kept across preemptions, so that preempted requests do not go last.
@@ -124,6 +127,8 @@ class RequestState:
     unsent: list[int] = field(default_factory=list)
     unsent_logprobs: list[PositionLogprobs] = field(default_factory=list)
     preemptions: int = 0
+    #: Its tokens when it last gave way to another tenant's request; 0: never.
+    gave_way_at: int = 0
     drafting: Drafting = field(default_factory=Drafting)
     #: Collected while the prompt is computed in chunks; None unless requested.
     prompt_logprobs: list[PositionLogprobs | None] | None = None
@@ -245,6 +250,8 @@ def admit(source: str, request: Generate, vocab_size: int, block_size: int, guid
         _check(0 < count <= prompt, f"pins: {count} tokens of a prompt of {prompt} tokens")
         _check(isfinite(pin.ttl_s) and pin.ttl_s > 0, f"pins: ttl_s {pin.ttl_s} is not a positive number")
         _check(len(pin.tenant) == TENANT_BYTES, f"pins: tenant has {len(pin.tenant)} bytes instead of {TENANT_BYTES}")
+    _check(len(request.tenant) <= TENANT_BYTES, f"tenant: {len(request.tenant)} bytes are more than {TENANT_BYTES}")
+    _check(isfinite(request.weight) and request.weight > 0, f"weight: {request.weight} is not a positive number")
     generated, most = len(tokens) - request.prompt_tokens, request.sampling.max_tokens
     _check(generated < most, f"max_tokens: {generated} of {most} were already generated")
     _check(request.embedding is None or not (generated or guide), "embedding: such a request cannot generate tokens")
@@ -256,6 +263,8 @@ def admit(source: str, request: Generate, vocab_size: int, block_size: int, guid
         hashes=split_hashes(request.block_hashes),
         sampling=request.sampling,
         priority=request.priority,
+        tenant=request.tenant,
+        weight=request.weight,
         pins=request.pins,
         tokens_per_output=request.tokens_per_output,
         warm_up=request.warm_up,

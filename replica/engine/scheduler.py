@@ -6,14 +6,17 @@ Prefill and decode share one token budget. Decodes come first (one token each); 
 urgent first, with started and waiting prompts in one order. A request is admitted when there are free blocks for all
 its current tokens, so only decodes need more later; a few empty blocks are left for them. If no block is free, the
 running request that loses least is preempted: its blocks are released (still cached, tail evicted first), it waits
-again and recomputes what the cache no longer has. queue_order.py defines both the order and that choice.
+again and recomputes what the cache no longer has. queue_order.py defines both the order and that choice within a
+tenant, tenant_shares.py those between tenants.
 
 With drafts from a `Drafter`, a request can compute several tokens of its answer in one step. Drafts use the budget and
 the free blocks that all other rows leave. A request whose drafts fail gets none for a while.
 
 No deadlock: among the most urgent running requests, the one that loses most can take all other blocks, and it fits
 alone (`add` refuses requests that could never fit; pins in its way are broken). No starvation within a priority: a
-request's queue key is fixed on arrival and kept across preemptions, and it bounds the work that can go first.
+request's queue key is fixed on arrival and kept across preemptions, and it bounds the work of its own tenant that can
+go first. Other tenants' requests pass one that does not fit only until they had its tokens computed more than its
+tenant.
 """
 
 from bisect import insort
@@ -33,8 +36,9 @@ from ..messages import WORTH_WAITING_TOKENS
 from .queue_order import choose_victim, queue_key
 from .request import RequestKey, RequestPhase, RequestState
 from .step_plan import BlockCopy, PlanRow, StepPlan, plan_of_rows
+from .tenant_shares import Lane, StepTurns, TenantShares, Turn
 
-#: Tokens per step of a prompt with logprobs, as each needs its logits: [chunk, vocab] float32, 156 MB for 152k ids.
+#: Tokens per step of prompts with logprobs, as each needs its logits: [chunk, vocab] float32, 156 MB for 152k ids.
 PROMPT_LOGPROBS_CHUNK = 256
 
 #: (a request's tokens, maximum count) -> guesses at the next token ids, or (). The sampler checks them, so they do not
@@ -165,6 +169,17 @@ class SchedulerBacklog:
     running_generated: list[int]
 
 
+@dataclass(slots=True, frozen=True)
+class _Blocked:
+    """A waiting request that does not fit."""
+
+    lane: Lane
+    until: float  #: other tenants' requests start as long as no more was served to them
+
+    def may_be_passed_by(self, lane: Lane) -> bool:
+        return lane.priority == self.lane.priority and lane.served <= self.until
+
+
 class Scheduler:
     """The waiting and running requests of one replica, and the blocks of the running ones."""
 
@@ -181,14 +196,19 @@ class Scheduler:
         self._capacity_blocks = cache.free_blocks
         self._worth_waiting_blocks = max(1, limits.worth_waiting_tokens // hasher.block_size)
         self._requests: dict[RequestKey, RequestState] = {}
-        #: Both sorted by urgency.
-        self._waiting: list[RequestState] = []
-        self._running: list[RequestState] = []
+        self._shares = TenantShares()  #: of all requests, with the order of those that wait
+        self._waiting = 0
+        self._running: list[RequestState] = []  #: sorted by urgency
         self._arrivals = 0
         self._prefilled = 0  #: prompt tokens scheduled since the start
 
     def __len__(self) -> int:
         return len(self._requests)
+
+    @property
+    def tenants(self) -> int:
+        """Number of tenants whose shares are kept, at each priority."""
+        return len(self._shares)
 
     def requests(self) -> Iterator[RequestState]:
         """All unfinished requests, oldest first."""
@@ -210,19 +230,27 @@ class Scheduler:
         match = self._expect(request)
         request.queue_key = queue_key(self._prefilled, request.num_tokens - request.expected_cached)
         self._requests[request.key] = request
+        self._shares.join(request)
         self._enqueue(request, match)
 
-    def schedule(self) -> list[ScheduledRow]:
+    def schedule(self, shared_step_tokens: int | None = None) -> list[ScheduledRow]:
         """The rows of the next step, most urgent decodes first; empty when nothing can run.
 
-        Before the next call, each row must go to `complete` or `launch`, or its request to `finish`.
+        `shared_step_tokens`: most prompt tokens of a step while several tenants have requests, as the others wait for
+        the step. Before the next call, each row must go to `complete` or `launch`, or its request to `finish`.
         """
         self._cache.evict_ahead(len(self._running))
         rows = self._schedule_decodes()
         budget = self.limits.max_batched_tokens - len(rows)
+        if shared_step_tokens is not None and budget > shared_step_tokens and self._shares.several:
+            budget = shared_step_tokens
         # Stop adding prompts when no more than this is left of the budget.
         enough = max(0, budget - (self.limits.prefill_step_tokens or budget))
         rows += self._schedule_prefills(budget, enough)
+        # A request may have been preempted after it got its row.
+        rows = [row for row in rows if row.request.phase is RequestPhase.RUNNING]
+        for row in rows:
+            self._shares.charge(row.request, row.count)
         return rows
 
     def add_drafts(self, rows: list[ScheduledRow]) -> list[ScheduledRow]:
@@ -298,23 +326,24 @@ class Scheduler:
         decoding = [request for request in self._running if request.decoding]
         prefilling = [request for request in self._running if not request.decoding]
         spans = [PrefillSpan(each.cached_now, each.computed, each.num_tokens) for each in prefilling]
-        spans += [PrefillSpan(each.expected_cached, each.expected_cached, each.num_tokens) for each in self._waiting]
+        waiting = list(self._shares.waiting())
+        spans += [PrefillSpan(each.expected_cached, each.expected_cached, each.num_tokens) for each in waiting]
         return SchedulerBacklog(
             running=len(self._running),
-            waiting=len(self._waiting),
+            waiting=len(waiting),
             queued_prefill=work_of(spans),
             decode_context_tokens=sum(request.computed for request in decoding),
-            waiting_blocks=sum(request.needed_blocks for request in self._waiting),
+            waiting_blocks=sum(request.needed_blocks for request in waiting),
             running_generated=_by_length(self._running),
         )
 
     def check(self) -> None:
         self._cache.check()
-        lists = self._waiting + self._running
+        lists = [*self._shares.waiting(), *self._running]
         assert sorted(map(id, lists)) == sorted(map(id, self._requests.values())), "a request is in no list, or in two"
-        for phase, requests in ((RequestPhase.WAITING, self._waiting), (RequestPhase.RUNNING, self._running)):
-            assert all(request.phase is phase for request in requests), f"another phase in the {phase.value} list"
-            assert requests == sorted(requests, key=_by_urgency), f"{phase.value} requests out of order"
+        self._shares.check(self._waiting, self._running)
+        assert all(request.phase is RequestPhase.RUNNING for request in self._running), "a running request waits"
+        assert self._running == sorted(self._running, key=_by_urgency), "running requests out of order"
         for request in lists:
             request.check(self._hasher.block_size)
         assert len(self._running) <= self.limits.running, f"{len(self._running)} running of {self.limits.running}"
@@ -333,36 +362,74 @@ class Scheduler:
             unfinished = drawn < request.sampling.max_tokens and request.num_tokens < self.limits.max_model_len
             if unfinished and self._make_room(request):
                 rows.append(ScheduledRow(request, request.computed, 1))
-        # A request may have been preempted after it got its row.
-        return [row for row in rows if row.request.phase is RequestPhase.RUNNING]
+        return rows
 
     def _schedule_prefills(self, budget: int, enough: int) -> Iterator[ScheduledRow]:
-        """Rows of started and newly admitted prompts, in one order, until at most `enough` of the budget is left.
+        """Rows of started and newly admitted prompts, tenants by their shares, until at most `enough` is left.
 
         A waiting request that does not fit blocks those behind it; otherwise it would starve. One whose prefix is being
         computed is skipped: it blocks no other request, and will soon find those blocks in the cache.
         """
-        begun = iter([request for request in self._running if not request.decoding])
-        current, skipped, admits = next(begun, None), 0, True
-        while budget > enough:
-            if len(self._running) + skipped >= self.limits.running or skipped >= len(self._waiting):
-                admits = False
-            first = self._waiting[skipped] if admits else None
-            if first is not None and (current is None or first.urgency < current.urgency):
-                match = self._match(first) if self._may_fit(first) else None
-                if match is not None and self._is_being_computed(first, match):
-                    skipped += 1
-                    continue
-                row = self._start(first, match, budget) if match is not None else None
-                admits = row is not None
-            elif current is not None:
-                row, current = self._row(current, budget), next(begun, None)
-            else:
-                return
+        turns, blocked, scored = self._shares.turns(), list[_Blocked](), 0
+        while budget > enough and (taken := turns.take()) is not None:
+            turn, request = taken
+            most = budget
+            if request.scores_prompt:
+                most = min(budget, PROMPT_LOGPROBS_CHUNK - scored)
+            if not most:
+                turn.pass_over(request)
+                turns.put(turn)
+                continue
+            row = self._next_row(turn, request, most, turns, blocked)
+            turns.put(turn, row.count if row is not None else 0)
             if row is not None:
                 budget -= row.count
+                scored += row.count * request.scores_prompt
                 self._prefilled += row.count
                 yield row
+
+    def _next_row(
+        self, turn: Turn, request: RequestState, most: int, turns: StepTurns, blocked: "list[_Blocked]"
+    ) -> ScheduledRow | None:
+        """The row of this turn's prompt, of at most `most` tokens; None if it does not start."""
+        if request.phase is RequestPhase.RUNNING:
+            turn.begun.pop()
+            return self._row(request, most)
+        turn.admits = False
+        if len(self._running) + turns.skipped >= self.limits.running:
+            victim = self._shares.crowding(request, lambda _: 1, 1)
+            if victim is None:
+                return None
+            self._give_way(victim, turns)
+        if any(not waits.may_be_passed_by(turn.lane) for waits in blocked):
+            return None
+        match = self._match(request) if self._may_fit(request) else None
+        if match is not None and self._is_being_computed(request, match):
+            turns.skipped += 1
+            turn.skipped += 1
+            turn.admits = True
+            return None
+        row = self._start(request, match, most) if match is not None else None
+        if row is None and not request.in_flight:
+            row = self._start_by_force(request, most, turns)
+        if row is None:
+            blocked.append(_Blocked(turn.lane, turn.lane.served + request.uncomputed / turn.lane.weight))
+        turn.admits = row is not None
+        return row
+
+    def _start_by_force(self, request: RequestState, most: int, turns: StepTurns) -> ScheduledRow | None:
+        """Start a request with the blocks of tenants that hold more than their share."""
+        row: ScheduledRow | None = None
+        while row is None and (victim := self._shares.crowding(request, _blocks, request.needed_blocks)) is not None:
+            self._give_way(victim, turns)
+            row = self._start(request, self._match(request), most)
+        return row
+
+    def _give_way(self, victim: RequestState, turns: StepTurns) -> None:
+        """Preempt a request for another tenant's."""
+        victim.gave_way_at = len(victim.tokens)
+        self._preempt(victim)
+        turns.lost(victim.tenant)
 
     def _may_fit(self, request: RequestState) -> bool:
         """False, without a look-up, if its newest token is not known yet or there is no more room than last time."""
@@ -416,15 +483,18 @@ class Scheduler:
                 return True
             if len(self._running) == 1 and self._cache.break_pin():
                 continue
-            victim = choose_victim(self._running)
-            self.preemptions += 1
-            victim.preemptions += 1
-            self._leave(victim)
-            victim.phase = RequestPhase.WAITING
-            self._enqueue(victim, self._expect(victim))
+            victim = choose_victim(self._shares.most_crowded(self._running, _blocks))
+            self._preempt(victim)
             if victim is request:
                 return False
         return True
+
+    def _preempt(self, victim: RequestState) -> None:
+        self.preemptions += 1
+        victim.preemptions += 1
+        self._leave(victim)
+        victim.phase = RequestPhase.WAITING
+        self._enqueue(victim, self._expect(victim))
 
     def _missing_blocks(self, request: RequestState, more: int = 0) -> int:
         """Blocks to allocate for all tokens and `more`; negative if rejected drafts left some over."""
@@ -468,7 +538,8 @@ class Scheduler:
         request.committed_blocks = len(match.blocks)
         if request.cached_tokens is None:
             request.cached_tokens = min(match.tokens, request.prompt_tokens)
-        self._waiting.remove(request)
+        self._shares.start(request)
+        self._waiting -= 1
         request.phase = RequestPhase.RUNNING
         insort(self._running, request, key=_by_urgency)
         copy = None
@@ -487,8 +558,9 @@ class Scheduler:
         return match
 
     def _enqueue(self, request: RequestState, match: PrefixMatch) -> None:
-        insort(self._waiting, request, key=_by_urgency)
-        self._cache.hold(request.key, match, request.urgency)
+        self._shares.enqueue(request)
+        self._waiting += 1
+        self._cache.hold(request.key, match, lambda: self._shares.order(request))
 
     def _match(self, request: RequestState) -> PrefixMatch:
         if not request.may_use_cache:
@@ -498,13 +570,14 @@ class Scheduler:
         return structs.replace(match, query_tokens=0) if request.warm_up or request.counted else match
 
     def _row(self, request: RequestState, budget: int, copy: BlockCopy | None = None) -> ScheduledRow:
-        count = min(request.uncomputed, budget)
-        if request.scores_prompt:
-            count = min(count, PROMPT_LOGPROBS_CHUNK)
-        return ScheduledRow(request, request.computed, count, copy)
+        return ScheduledRow(request, request.computed, min(request.uncomputed, budget), copy)
 
     def _leave(self, request: RequestState) -> None:
-        (self._running if request.phase is RequestPhase.RUNNING else self._waiting).remove(request)
+        self._shares.leave(request)
+        if request.phase is RequestPhase.RUNNING:
+            self._running.remove(request)
+        else:
+            self._waiting -= 1
         self._cache.unhold(request.key)
         self._cache.release(request.blocks)
         request.rewind()
@@ -518,6 +591,10 @@ class Scheduler:
         tokens = request.token_bytes(start * size, full * size)
         self._cache.commit(request.blocks[start:full], start, parent, request.hashes[start:full], tokens)
         request.committed_blocks = full
+
+
+def _blocks(request: RequestState) -> int:
+    return len(request.blocks)
 
 
 def _by_length(requests: Iterable[RequestState]) -> list[int]:

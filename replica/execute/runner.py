@@ -220,7 +220,7 @@ class ModelRunner:
         dtype = getattr(torch, self.spec.kv_dtype or self.spec.dtype)
         self.pool = KvPool(self.spec, num_blocks, self.block_size, dtype, self.device)
         backend, heads = self._attention_backend, self.spec.query_heads
-        self._attention = choose_attention(self.pool, self.device, backend, query_heads=heads)
+        self._attention = choose_attention(self.pool, self.device, backend, rules=self._model.rules, query_heads=heads)
         self._compile(self._attention.kernel_lengths)
         if self._kernels.compiles:
             report("compiling kernels")

@@ -28,7 +28,7 @@ from .weight_shapes import headers_problem
 _MIN_DTYPE_BYTES = 2
 #: Prompt and answer of a short request. A pool with less room is refused: chat templates alone take tens of tokens.
 SHORT_REQUEST_TOKENS = 64
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -167,7 +167,7 @@ def weight_bytes(folder: Path, settings: ReplicaSettings) -> int:
     dtype: str = settings.dtype
     if dtype == "auto":
         dtype = auto_dtype(config.dtype or config.torch_dtype, cuda=False, multiplies_bfloat16=multiplies_bfloat16())
-    size = _DTYPE_BYTES[dtype]
+    size = DTYPE_BYTES[dtype]
     shapes = {name: each.shape for name, each in tensors_in(folder).items()}
     embedding = sum(prod(shape) for name, shape in shapes.items() if name.endswith("embed_tokens.weight"))
     tied = "lm_head.weight" not in shapes  # even then, the head is a linear layer with its own packed weights
@@ -200,21 +200,25 @@ def _holds_linears_twice() -> bool:
 def check_ranks(config: ModelConfig, settings: ReplicaSettings, *, pickled: bool = False) -> None:
     """Check that the model can be split among the ranks. Raises TensorParallelUnsupported."""
     ranks = settings.tensor_parallel_size
+    problem = rank_problem(config, settings, ranks, pickled=pickled)
+    if problem:
+        raise TensorParallelUnsupported(f"tensor_parallel_size {ranks}: {problem}")
+
+
+def rank_problem(config: ModelConfig, settings: ReplicaSettings, ranks: int, *, pickled: bool) -> str | None:
+    """The reason why the model cannot be split among this many ranks and the remedy, or None."""
     if ranks == 1 or not config.model_type:
-        return
+        return None
     if config.model_type not in FAMILIES or settings.model_provider == "transformers" or pickled:
         which = "models without safetensors" if pickled else f"{config.model_type} models"
-        raise TensorParallelUnsupported(
-            f"tensor_parallel_size {ranks}: {which} run in transformers, on one rank; set it to 1"
-        )
+        return f"{which} run in transformers, on one rank; set it to 1"
     heads = config.num_attention_heads
     if heads is None or config.intermediate_size is None:
-        return
+        return None
     shape: Any = SimpleNamespace(**msgspec.structs.asdict(config))
     shape.num_key_value_heads = config.num_key_value_heads or heads
     problem = split_problem(shape, ranks)
-    if problem:
-        raise TensorParallelUnsupported(f"tensor_parallel_size {ranks}: {problem}; choose another")
+    return problem and f"{problem}; choose another"
 
 
 def check_length(config: ModelConfig, settings: ReplicaSettings, cache: KvCacheSettings) -> None:

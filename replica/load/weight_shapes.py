@@ -52,7 +52,7 @@ def headers_problem(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> s
     """The mismatch between config.json and the tensors with these shapes, or None if none is found."""
     if config.get("model_type") in FAMILIES and (sizes := _native_sizes(config, shapes)) is not None:
         try:
-            needed = needed_shapes(sizes)
+            needed = {name: shape for name, shape in needed_shapes(sizes).items() if None not in shape}
         except TypeError:  # a size that this family needs is not stated
             needed = {}
         if problem := shapes_problem(needed, shapes):

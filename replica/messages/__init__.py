@@ -118,6 +118,9 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate", omit_d
     counted: bool = False  #: another replica has had it: not a query once more
     #: For external engines that get ids: the fields that the client set. What it did not set is the engine's to decide.
     given: dict[str, Any] = {}
+    #: Digest of the tenant whose share of the replica the request takes, and the share's weight; b"": not told.
+    tenant: bytes = b""
+    weight: float = 1.0
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):

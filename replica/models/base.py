@@ -51,6 +51,8 @@ class Model(Protocol):
     spec: ModelSpec
     #: The reason why its steps cannot be captured in a graph; None: no known reason.
     capture_problem: str | None
+    #: How each layer attends.
+    rules: list[AttentionRule]
 
     def forward(
         self, ids: torch.Tensor, positions: torch.Tensor, attend: QkvAttend, logits_at: torch.Tensor | None

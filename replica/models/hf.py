@@ -314,6 +314,7 @@ class TransformersModel:
         hook = self._model.base_model.register_forward_hook(self._keep_hidden)
         trial = self._try_one_step(config, device)
         hook.remove()
+        self.rules = [self._context.rules[layer] for layer in range(config.num_hidden_layers)]
         self.spec = ModelSpec(
             kv_shapes=tuple(trial.shapes[layer] for layer in range(config.num_hidden_layers)),
             vocab_size=self._model.get_output_embeddings().weight.shape[0],

@@ -327,6 +327,7 @@ class NativeModel:
             )
             for index, window in enumerate(layer_windows(config))
         ]
+        self.rules = [layer.rule for layer in self._layers]
         mixtures = [layer.feedforward for layer in self._layers if isinstance(layer.feedforward, Mixture)]
         separate = any(isinstance(mixture.experts, SeparateExperts) for mixture in mixtures)
         self.capture_problem = "the number of tokens per expert is read back" if separate else None

@@ -41,14 +41,26 @@ _SLICES = [
 
 
 class Guide:
-    """Follows one answer. The grammar applies from its start, or after the reasoning that precedes it."""
+    """Follows one answer. The grammar applies from its start, or after the reasoning that precedes it.
 
-    __slots__ = ("_marker", "_matcher", "_opener", "_place", "_tail", "_vocabulary")
+    Until then, the tokens that end an answer are excluded: the answer would end without the part that must match.
+    """
+
+    __slots__ = ("_ends", "_marker", "_matcher", "_opener", "_place", "_tail", "_vocabulary")
 
     def __init__(
-        self, matcher: Any, vocabulary: "Vocabulary", after: Sequence[int] = (), opener: Sequence[int] = ()
+        self,
+        matcher: Any,
+        vocabulary: "Vocabulary",
+        after: Sequence[int] = (),
+        opener: Sequence[int] = (),
+        ends: Sequence[int] = (),
     ) -> None:
-        """The grammar applies after the first `after`; with `opener`, that holds only if the answer begins with it."""
+        """The grammar applies after the first `after`; with `opener`, that holds only if the answer begins with it.
+
+        `ends`: the tokens that end an answer.
+        """
+        self._ends = ends
         self._matcher, self._vocabulary = matcher, vocabulary
         self._opener = list(opener)
         #: Number of `opener` tokens drawn, while the answer has no others; None: it has others, or there is no opener.
@@ -60,8 +72,13 @@ class Guide:
 
     @property
     def active(self) -> bool:
-        """Whether the next token is restricted."""
+        """Whether the grammar applies to the next token."""
         return self._tail is None
+
+    @property
+    def restricts(self) -> bool:
+        """Whether the next token is restricted."""
+        return self._tail is None or bool(self._ends)
 
     @property
     def ended(self) -> bool:
@@ -110,6 +127,12 @@ class Guide:
         The address is a parameter because numpy takes a microsecond to compute one, and a batch needs only one.
         """
         matcher, place = self._matcher, self._place
+        if self._tail is not None:
+            words.fill(-1)
+            for token_id in self._ends:
+                word, bit = divmod(token_id, WORD_BITS)
+                words.view(np.uint32)[word] &= ~np.uint32(1 << bit)
+            return
         if place:
             begun = self._opener[:place]
             matcher = matcher.deep_copy() if matcher.validate_tokens(begun) == place else None
@@ -150,7 +173,7 @@ class TokenMasks:
 
 def token_masks(guides: Sequence[Guide | None], vocab_size: int) -> TokenMasks | None:
     """The masks for a batch's next tokens, by row; None if every row may draw every token."""
-    active = [(row, guide) for row, guide in enumerate(guides) if guide is not None and guide.active]
+    active = [(row, guide) for row, guide in enumerate(guides) if guide is not None and guide.restricts]
     if not active:
         return None
     bits = np.empty((len(active), -(-vocab_size // WORD_BITS)), dtype=np.int32)
@@ -185,7 +208,8 @@ class GuideCompiler:
         for token_id in (*constraint.after, *constraint.opener):
             if not 0 <= token_id < self._vocab_size:
                 raise InvalidRequest(f"constraint: unknown token id {token_id}")
-        guide = Guide(matcher, Vocabulary(self._tokenizer.result()[0]), constraint.after, constraint.opener)
+        vocabulary, ends = Vocabulary(self._tokenizer.result()[0]), self._eos_token_ids
+        guide = Guide(matcher, vocabulary, constraint.after, constraint.opener, ends)
         guide.accept(generated)
         if guide.problem:
             raise InvalidRequest(f"constraint: the tokens generated so far do not match it: {guide.problem}")

@@ -9,18 +9,28 @@ their work divided by weight differs by at most one request of each, no matter h
 request of a previously idle tenant waits for at most one request of every other tenant.
 
 A request that lost its replica goes ahead of all lanes of its priority, because it was already served once.
+
+A request that fits nowhere at its turn keeps its place, and others may pass it. While it waits for room that they would
+take, at most as much work passes it as it needs itself: the same bound as in an engine's queue
+(replica/engine/queue_order.py).
 """
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import Counter, OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from heapq import heappop, heappush, heapreplace
+from math import inf
 
 #: Tenants with a lane of their own, per priority; further tenants share lanes by the first byte of their names. Where
 #: any key is accepted, clients that keep inventing keys would otherwise exhaust memory and, since new lanes go first,
 #: starve the others.
 MAX_OWN_LANES = 1024
 
+
+#: Requests that fit nowhere and are tried in one round. Each try is a decision, and if one request fits nowhere, the
+#: others mostly do not either. A round with more tries finds a request behind many that fit nowhere.
+TRIES = 3
 
 #: Sort key within one tenant's lane: the tenant's own order, then the policy's rank; lower goes first.
 Rank = tuple[int, float]
@@ -46,6 +56,8 @@ class _Level:
     lanes: dict[bytes, _Lane] = field(default_factory=dict)
     heap: list[tuple[float, int, _Lane]] = field(default_factory=list)  # a key may be lower than its lane's `served`
     resumed: "OrderedDict[int, None]" = field(default_factory=OrderedDict)
+    limits: dict[int, float] = field(default_factory=dict)  #: of `passing`, by request that others may pass so far
+    passing: float = 0.0  #: work taken while there were any
     entered: int = 0  #: breaks ties by arrival
     size: int = 0
 
@@ -71,6 +83,14 @@ class _Level:
     def lane_of(self, tenant: bytes) -> _Lane | None:
         """The lane that the tenant's requests are in, its own or a shared one; None if there is neither."""
         return self.lanes.get(tenant) or self.lanes.get(tenant[:1])
+
+    def overdue(self) -> list[int]:
+        """The requests that nothing more may pass."""
+        return [name for name, limit in self.limits.items() if limit <= self.passing]
+
+    def next(self) -> int:
+        """The request whose turn it is. There must be one."""
+        return next(iter(self.resumed)) if self.resumed else self.first().names[0][1]
 
     def first(self) -> _Lane:
         """The lane to serve next. At least one lane must have a request."""
@@ -116,20 +136,53 @@ class FairQueue:
         self._enter(name, level, None, (0, 0.0))
 
     def head(self) -> int | None:
-        if not self._priorities:
-            return None
-        level = self._levels[self._priorities[0]]
-        return next(iter(level.resumed)) if level.resumed else level.first().names[0][1]
+        """The request whose turn it is."""
+        return next(self.turns(), None)
 
-    def take(self, work: float) -> None:
-        """Remove the head, which is being served, and charge its lane for `work`."""
-        name = self.head()
-        assert name is not None, "the queue is empty"
+    def turns(self, tries: float = TRIES) -> Iterator[int]:
+        """The requests in the order of their turns, until `tries` of them are not taken or enough has passed another.
+
+        The caller places each request and calls `take`, or `let_pass` if it fits nowhere.
+        """
+        aside: list[int] = []
+        above: list[_Level] = []
+        try:
+            for priority in tuple(self._priorities):
+                level = self._levels[priority]
+                above.append(level)
+                for name in level.overdue():
+                    yield name
+                    if name in self._places:
+                        return
+                left = level.size
+                while left and not any(each.overdue() for each in above):
+                    yield (name := level.next())
+                    left -= 1
+                    if name in self._places:
+                        self._leave_place(name)
+                        aside.append(name)
+                        if len(aside) >= tries:
+                            return
+        finally:
+            for name in reversed(aside):
+                self._return_to_place(name)
+
+    def let_pass(self, name: int, work: float) -> None:
+        """Let others pass a request that fits nowhere now: as much as `work`; infinity if they do not take its room."""
+        level = self._places[name][0]
+        level.limits[name] = inf if work == inf else min(level.limits.get(name, inf), level.passing + work)
+
+    def take(self, name: int, work: float) -> None:
+        """Remove a request, which is being served, and charge its lane for `work`."""
         level, lane, _ = self._places[name]
         if lane is not None:
-            level.served = lane.served
+            if name not in level.overdue():  # else its lane is not the one to serve next
+                level.served = lane.served
             lane.served += work / lane.weight
         self.discard(name)
+        for priority in self._priorities[: bisect_right(self._priorities, level.priority)]:
+            if (above := self._levels[priority]).limits:
+                above.passing += work
 
     def charge(self, *, priority: int, tenant: bytes, work: float) -> None:
         """Charge a tenant for additional work of a request that was served earlier."""
@@ -140,17 +193,16 @@ class FairQueue:
 
     def discard(self, name: int) -> None:
         """Remove a request. Does nothing if it is not in the queue."""
-        place = self._places.pop(name, None)
-        if place is None:
+        if name not in self._places:
             return
-        level, lane, rank = place
-        if lane is None:
-            del level.resumed[name]
-        else:
-            del lane.names[bisect_left(lane.names, (rank, name))]
+        level, lane, _ = self._places[name]
+        if lane is not None:
             self._waiting[lane.tenant] -= 1
             if not self._waiting[lane.tenant]:
                 del self._waiting[lane.tenant]
+        level.limits.pop(name, None)
+        self._leave_place(name)
+        del self._places[name]
         level.size -= 1
         if not level.size:
             del self._levels[level.priority]
@@ -173,6 +225,7 @@ class FairQueue:
         assert sorted(names) == sorted(self._places), f"{len(names)} in lanes, {len(self._places)} places"
         for level in self._levels.values():
             assert level.size == len(_names(level)) > 0, f"priority {level.priority}: {level.size} counted"
+            assert level.limits.keys() <= set(_names(level)), "a limit of a request that is gone"
             assert sum(lane.queued for lane in level.lanes.values()) == len(level.heap), "a lane is lost or doubled"
             for lane in level.lanes.values():
                 assert lane.queued or not lane.names, f"lane {lane.tenant!r} waits outside the heap"
@@ -187,6 +240,22 @@ class FairQueue:
             level = self._levels[priority] = _Level(priority)
             insort(self._priorities, priority)
         return level
+
+    def _leave_place(self, name: int) -> None:
+        """Take a request out of the order for the rest of a round."""
+        level, lane, rank = self._places[name]
+        if lane is None:
+            del level.resumed[name]
+        else:
+            del lane.names[bisect_left(lane.names, (rank, name))]
+
+    def _return_to_place(self, name: int) -> None:
+        level, lane, rank = self._places[name]
+        if lane is None:
+            level.resumed[name] = None
+            level.resumed.move_to_end(name, last=False)
+        else:
+            insort(level.lane(lane.tenant, lane.weight).names, (rank, name))
 
     def _enter(self, name: int, level: _Level, lane: _Lane | None, rank: Rank) -> None:
         assert name not in self._places, f"{name} waits already"

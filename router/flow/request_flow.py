@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import count, islice
+from math import inf
 from typing import assert_never
 
 import msgspec
@@ -46,8 +47,8 @@ from ..errors import (
     Superseded,
 )
 from ..routing.placement import Placement, known_tokens
-from ..routing.policy.base import Candidates, Decision, Prompt
-from ..routing.policy.explain import reason_of, regret_tokens
+from ..routing.policy.base import Candidate, Decision, Prompt
+from ..routing.policy.explain import reason_of, regret_tokens, why_held
 from ..routing.replica_load import UnavailableReason
 from .block_hash_cache import BlockHashCache
 from .fair_queue import FairQueue
@@ -73,6 +74,8 @@ log = logging.getLogger(__name__)
 
 #: The deadline heap is rebuilt when it has more than twice as many entries as there are requests, plus this many.
 SPARE_DEADLINES = 1024
+#: The obstacle of a replica without room, the only one that ends as requests there end.
+SATURATED = "saturated"
 #: No replica is warmed up while a prompt would wait this long at every other replica. Of 0.02 to 0.5 s and no limit,
 #: this gave the lowest mean TTFT when a third replica joins two simulated ones at several loads (docs/simulate.md).
 PRESSING_WAIT_S = 0.5
@@ -241,18 +244,28 @@ class RequestFlow:
         return self._move(request, ReplicaLost(f"replica {replica} cannot be reached"), now) + self.pump(now)
 
     def pump(self, now: float) -> list[Instruction]:
-        """Place waiting requests in queue order, up to the first one that no replica can take."""
+        """Place waiting requests in queue order. One that fits nowhere lets others pass (fair_queue.py)."""
         instructions: list[Instruction] = []
-        while (name := self._queue.head()) is not None:
-            request = self._requests[RequestId(name)]
-            sent = self._place(request, now)
-            if sent is None:
-                break
-            instructions.append(sent)
-            self._queue.take(request.uncached_tokens)
+        if self._queue and self._any_open(now):
+            for name in self._queue.turns():
+                request = self._requests[RequestId(name)]
+                sent = self._place(request, now)
+                if sent is None:
+                    self._queue.let_pass(name, self._patience(request))
+                    continue
+                instructions.append(sent)
+                self._queue.take(name, request.uncached_tokens)
         if self.warm_ups and self.is_pressed(now):
             instructions += [done for replica in self.warm_ups.replicas for done in self.warm_ups.stop(replica)]
         return instructions
+
+    def _any_open(self, now: float) -> bool:
+        """Whether any replica takes new requests. If not, no waiting request needs to be tried."""
+        return any(not (view.draining or view.warming or view.silent) for view in self.placement.loads.views(now))
+
+    def _patience(self, request: RequestState) -> float:
+        """Work that may pass a request that fits nowhere, in tokens; infinity if it does not wait for room."""
+        return len(request.tokens) // 4 if SATURATED in request.waits_for else inf
 
     def expire(self, now: float) -> list[Instruction]:
         """Fail overdue requests, drop overdue reservations, and move requests away from stalled replicas."""
@@ -288,7 +301,7 @@ class RequestFlow:
 
     def explain(self, request: GenerationRequest, now: float) -> Explanation:
         """Explain the decision that `submit` would make now. Raises NoReplica or PromptTooLong."""
-        prompt, candidates = self._prompt_and_candidates(self._new_request(request, now), now)
+        prompt, candidates = self._prompt_and_candidates(self._new_request(request, now), now, every=True)
         table = self.placement.explain(prompt, candidates)
         for row, each in enumerate(table.replicas):
             if (progress := self.warm_ups.progress(each.replica_id)) is not None:
@@ -385,14 +398,16 @@ class RequestFlow:
         request.hashes = cache.hashes(request.root, request.tokens)
         request.keys = wire_hashes(request.hashes)
 
-    def _prompt_and_candidates(self, request: RequestState, now: float) -> tuple[Prompt, Candidates]:
+    def _prompt_and_candidates(
+        self, request: RequestState, now: float, *, every: bool = False
+    ) -> tuple[Prompt, list[Candidate]]:
         # Prompt logprobs and mean pooling need every prompt token to be computed, so the cache does not help.
         scores_prompt = request.request.sampling.prompt_logprobs is not None and not request.generated
         embedding = request.request.embedding
         hashes = () if scores_prompt or (embedding and embedding.pooling == "mean") else request.keys
         prompt = self._prompt(request, hashes, now)
         usable = (prompt.tokens - 1) // prompt.block_size
-        return prompt, self.placement.candidates(hashes, request.excluded, now, usable=usable)
+        return prompt, self.placement.candidates(hashes, request.excluded, now, usable=usable, every=every)
 
     def _prompt(self, request: RequestState, hashes: Sequence[int], now: float) -> Prompt:
         return Prompt(
@@ -412,6 +427,7 @@ class RequestFlow:
         row = decision.row
         if row is None:
             request.excluded.clear()  # replicas that refused it may be tried again later; `retries` limits how often
+            request.waits_for = why_held(decision)
             return None
         if request.queue_s is None:
             request.queue_s = now - request.arrived
@@ -422,6 +438,7 @@ class RequestFlow:
             request.reason = reason_of(decision, candidates, request.regret_tokens)
             if prompt.session is not None:
                 request.known_tokens = known_tokens(prompt, candidates)
+        request.waits_for = ""
         request.advance("send")
         wire_id = request.wire_id = next(self._wire_ids)
         replica = request.replica = row.candidate.replica_id
@@ -628,4 +645,6 @@ def _generate(request: RequestState) -> Generate:
         embedding=about.embedding,
         counted=request.counted,
         given=about.given,
+        tenant=about.tenant,
+        weight=about.weight,
     )

@@ -89,6 +89,7 @@ class RequestState(msgspec.Struct, eq=False):
     wire_id: int = 0  #: id on the replica; valid while SENT or STREAMING
     text_only: bool = False  #: some output came as text without token ids, so no other replica can continue it
     continuations: int = 0
+    waits_for: str = ""  #: why no replica could take it at its last turn; empty: its turn has not come
     counted: bool = False  #: a replica that did not refuse it has had it, and counted its look-up
     excluded: set[str] = set()  #: replicas that refused it; cleared when no replica can take it
     predicted_cached_tokens: int = 0

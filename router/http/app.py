@@ -19,6 +19,7 @@ from .protocol.access import AccessLog
 from .protocol.connection import SMALL_BODY_BYTES, HttpConnection
 from .protocol.cors import CorsPolicy
 from .protocol.exchange import JSON, ClientGoneError, Exchange, Headers, Request
+from .protocol.origins import OriginPolicy
 from .tracing import RequestSpans
 
 log = logging.getLogger(__name__)
@@ -36,7 +37,9 @@ class App:
         self._front = front
         self._access = access
         self._spans = spans
-        self._cors = CorsPolicy.of(front.settings.cors_origins)
+        settings = front.settings
+        self._cors = CorsPolicy.of(settings.cors_origins)
+        self._origins = OriginPolicy(settings.host, settings.allowed_hosts, settings.cors_origins)
         self._running: set[asyncio.Task[None]] = set()
         self.cut = front.metrics.client_cut
 
@@ -83,9 +86,13 @@ class App:
 
     async def _run(self, exchange: Exchange) -> None:
         try:
-            handler = find(exchange.request)
-            _require_json(exchange.request)
-            await handler(self._front, exchange)
+            request = exchange.request
+            self._origins.check_host(request.headers)
+            endpoint = find(request)
+            if endpoint.same_origin:
+                self._origins.check_origin(request.headers)
+            _require_json(request)
+            await endpoint.handler(self._front, exchange)
         except ClientGoneError:
             return
         except Superseded:

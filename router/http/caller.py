@@ -72,7 +72,7 @@ class Caller:
             self.session = first_header(headers)
             self.agent = first_header(headers, AGENT_HEADERS)
             self.parent = first_header(headers, PARENT_HEADERS)
-        self.ignored: Sequence[str] = ()  #: unknown fields of the body
+        self.ignored: Sequence[str] = ()  #: fields of the body that have no effect
         self._exchange = exchange
         self._limiter = front.limiters.get(self.tenant.digest)
         self._now = front.monotonic

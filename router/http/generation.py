@@ -18,6 +18,7 @@ from ..text.answer import (
     AnswerBlock,
     AnswerText,
     Ending,
+    LastCall,
     TextDelta,
     TokenAnswerText,
     TokenAt,
@@ -26,7 +27,7 @@ from ..text.answer import (
 )
 from ..text.conversation import Conversation
 from ..text.detokenizer import Detokenizer
-from ..text.parsers.deltas import Content, Reasoning, ToolCallStart
+from ..text.parsers.deltas import Content, Delta, Reasoning, ToolCallStart
 from ..text.parsers.parser import AnswerParser
 from .caller import Caller
 from .errors import send_error
@@ -133,6 +134,7 @@ class RunningChoice(msgspec.Struct, eq=False):
     ending: Ending | None = None
     parser: AnswerParser | None = None
     calls: int = 0  #: tool calls so far
+    last_call: LastCall | None = None  #: of an answer that an engine has parsed
     #: set by builders of streams: the bytes before and after the JSON string of an event that is only text
     around_text: tuple[bytes, bytes] | None = None
     #: the answer's decoder, if its text needs nothing else: no stop strings, parser or logprobs
@@ -207,8 +209,15 @@ class RunningChoice(msgspec.Struct, eq=False):
             generation.crash(error)
 
     def _parsed(self, shown: TextDelta, delta: TokenDelta) -> TextDelta:
-        found = parse_deltas(self.parser, shown) if delta.deltas is None else delta.deltas or [Content(shown.text)]
-        shown = with_deltas(shown, found, calls=self.calls > 0)
+        if delta.deltas is None:
+            found: Sequence[Delta] = parse_deltas(self.parser, shown)
+            called = self.parser is not None and self.parser.called
+        else:
+            found = delta.deltas or [Content(shown.text)]
+            self.last_call = self.last_call or LastCall()
+            self.last_call.add(found)
+            called = bool(shown.ending) and self.last_call.complete
+        shown = with_deltas(shown, found, called=called)
         if shown.deltas:
             self.calls += sum([type(each) is ToolCallStart for each in shown.deltas])
             if all(type(each) is Reasoning for each in shown.deltas):

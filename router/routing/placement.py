@@ -6,6 +6,7 @@ tokens; `homing simulate` runs this code over modelled replicas.
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableSequence, Sequence
+from heapq import heapreplace
 from math import inf
 from random import Random
 
@@ -15,10 +16,10 @@ from ...events.wire.messages import LoadReport
 from ...replica.messages import ReplicaDescription
 from ..backend import Explanation, FeedState, RouterCounters
 from .eviction_order import EvictionOrder
-from .policy.base import LIVE, STALE, Candidate, Candidates, Decision, Policy, Prompt, SlowerBlocks, room_of
+from .policy.base import STALE, Candidate, Decision, Policy, Prompt, SlowerBlocks
 from .policy.explain import explanation_of
 from .prefix_index import PrefixIndex, ReplicaBlocks
-from .replica_load import LoadBook, Pending, ReplicaLoad
+from .replica_load import LoadBook, Pending
 from .reservations import Reservations, common_prefix
 
 log = logging.getLogger(__name__)
@@ -26,6 +27,13 @@ log = logging.getLogger(__name__)
 #: An external engine may announce a request's blocks after its last token, as events travel separately. A lost event is
 #: detected and requested again within a second (events/follow/subscription.py).
 ANNOUNCED_WITHIN_S = 1.0
+
+
+#: In fleets of more than twice this number, replicas are passed over that as many less loaded ones match in length of
+#: the prefix.
+CONTENDERS = 16
+#: A replica with less than this share of its blocks to spare is crowded; few prompts need as many. Not tuned.
+CROWDED = 0.5
 
 
 class Placement:
@@ -54,7 +62,6 @@ class Placement:
         self._by_first_block: dict[int, dict[str, dict[int, Sequence[int]]]] = {}
         #: how far each joined replica's events can be trusted; changed by `set_feed`
         self.feeds: dict[str, FeedState] = {}
-        self._not_live: set[str] = set()  #: replicas whose feed is not live
         #: for engines with rules of their own (router/replicas/external/hit_rules.py): the number of a prompt's leading
         #: blocks that are cached, and those of them in slower memory. None: the index applies, all in GPU memory
         self.hit_rules: dict[str, Callable[[Sequence[int]], tuple[int, SlowerBlocks] | None]] = {}
@@ -89,13 +96,11 @@ class Placement:
         self._eviction_orders.pop(replica, None)
         for request_id in list(self._in_flight[replica]):
             self._forget(replica, request_id)
-        self._not_live.discard(replica)
         del self.feeds[replica], self._in_flight[replica]
 
     def set_feed(self, replica: str, feed: FeedState) -> None:
         """Set how far a joined replica's events can be trusted."""
         self.feeds[replica] = feed
-        (self._not_live.discard if feed is LIVE else self._not_live.add)(replica)
 
     def report(self, replica: str, report: LoadReport, now: float) -> None:
         if self.loads.report(replica, report, now):
@@ -141,7 +146,8 @@ class Placement:
                 self.reservations.release(request_id)
 
     def expire(self, now: float) -> None:
-        """Drop expected blocks that are overdue."""
+        """Drop expected blocks that are overdue, and what is left in the index of replicas that are gone."""
+        self.index.sweep()
         self.reservations.expire(now)
         for request_id, (_, _, until) in tuple(self._unannounced.items()):
             if until <= now:
@@ -151,67 +157,85 @@ class Placement:
     # Requests
 
     def candidates(
-        self, keys: Sequence[int], excluded: Collection[str], now: float, *, usable: int | None = None
-    ) -> Candidates:
-        """Every joined replica as a candidate for the prompt whose full blocks are `keys`.
-
-        `usable`: number of blocks before the prompt's last token, which is always computed; None: all.
-        """
-        views = self.loads.views(now)
-        used: dict[str, int] | None = None
-        one_by_one = self._eviction_orders or self.hit_rules or not self.policy.prefers_columns
-        if not one_by_one and (columns := self.loads.columns(now)) is not None:
-            from .load_columns import CandidateColumns
-
-            if self.loads.crowded:
-                used = self._used_where(columns.short_of(len(keys) + 1), keys)
-
-            held, places = self.index.lengths(keys), self.index.places
-            extensions = self.reservations.extensions(lambda replica: held[places[replica]], keys)
-            not_live = {places[replica]: self.feeds[replica] for replica in self._not_live}
-            excluded_places = [places[replica] for replica in excluded if replica in places]
-            # A copy, because a decision's table may be computed after later changes.
-            return CandidateColumns(columns, places, views.copy(), not_live, held, extensions, used, excluded_places)
-        if self.loads.crowded:
-            places = self.index.places
-            used = self._used_where([name for name in places if room_of(views[places[name]]) <= len(keys) + 1], keys)
-        return self._each_candidate(keys, excluded, views, used, usable)
-
-    def _each_candidate(
         self,
         keys: Sequence[int],
         excluded: Collection[str],
-        views: Sequence[ReplicaLoad],
-        used: Mapping[str, int] | None,
-        usable: int | None,
+        now: float,
+        *,
+        usable: int | None = None,
+        every: bool = False,
     ) -> list[Candidate]:
-        held, places = self.index.lengths(keys), self.index.places
+        """The replicas to choose from for the prompt whose full blocks are `keys`: all, or in a large fleet contenders.
+
+        `every`: all in any case.
+
+        `usable`: number of blocks before the prompt's last token, which is always computed; None: all.
+        """
+        held = self.index.lengths(keys)
         slower = self._apply_hit_rules(held, keys[:usable]) if self.hit_rules else {}
-        expected = held[:]
-        for replica, order in self._eviction_orders.items():
-            expected[places[replica]] = order.remaining_hit(keys, held[places[replica]])
-        extensions = self.reservations.extensions(lambda replica: expected[places[replica]], keys)
+        places: Sequence[int] = range(len(held))
+        if not every and len(held) > 2 * CONTENDERS and self.policy.reads_contenders:
+            places = self._contenders(held, keys, excluded, now)
+        return self._candidates(places, keys, excluded, now, held, slower)
+
+    def _contenders(
+        self, held: Sequence[int], keys: Sequence[int], excluded: Collection[str], now: float
+    ) -> Sequence[int]:
+        """The places of replicas for which fewer than CONTENDERS less loaded ones hold as long a prefix.
+
+        Nearly always, the replica of least cost is among them: any other would compute more and wait longer.
+        """
+        places = self.index.places
+        longest, order = list(held), self.loads.by_pressure(now)
+        for replica, blocks in self.reservations.extensions(lambda replica: held[places[replica]], keys).items():
+            longest[places[replica]] = blocks
+        skipped = {places[replica] for replica in excluded if replica in places}
+        found, best = [], [-1] * CONTENDERS  # a heap of the longest prefixes so far
+        for place in order:
+            if (length := longest[place]) > best[0] and place not in skipped:
+                heapreplace(best, length)
+                found.append(place)
+        return found
+
+    def _candidates(
+        self,
+        places: Sequence[int],
+        keys: Sequence[int],
+        excluded: Collection[str],
+        now: float,
+        held: Sequence[int],
+        slower: Mapping[str, SlowerBlocks],
+    ) -> list[Candidate]:
+        index_places, names, views = self.index.places, self.loads.replicas(), self.loads.views(now)
+        expected = {place: held[place] for place in places}
+        for place in places if self._eviction_orders else ():
+            if (order := self._eviction_orders.get(names[place])) is not None:
+                expected[place] = order.remaining_hit(keys, held[place])
+        extensions = self.reservations.extensions(lambda replica: expected.get(index_places[replica]), keys)
         for replica, blocks in extensions.items():
-            expected[places[replica]] = blocks
-        if used is not None:
-            # Requests ahead take the free blocks and evict what is cached in them, a prompt's last blocks first. Our
-            # replicas evict other blocks first (`PrefixCache.hold`).
-            for replica in self._eviction_orders:
-                place = places[replica]
-                expected[place] = min(expected[place], used.get(replica, 0) + max(0, views[place].spare_blocks))
-        return [
-            Candidate(
+            expected[index_places[replica]] = blocks
+        found = []
+        for place in places:
+            replica, load = names[place], views[place]
+            used = 0
+            if load.spare_blocks < CROWDED * load.total_blocks:
+                used = self._used_blocks(replica, keys)
+                if replica in self._eviction_orders:
+                    # Requests ahead take the free blocks and evict what is cached in them, a prompt's last blocks
+                    # first. Our replicas evict other blocks first (`PrefixCache.hold`).
+                    expected[place] = min(expected[place], used + max(0, load.spare_blocks))
+            candidate = Candidate(
                 replica_id=replica,
-                feed=feed,
-                load=views[place],
+                feed=self.feeds[replica],
+                load=load,
                 held_blocks=held[place],
                 expected_blocks=expected[place],
-                used_blocks=used.get(replica, 0) if used else 0,
+                used_blocks=used,
                 excluded=replica in excluded,
                 slower_blocks=slower.get(replica, ()),
             )
-            for place, (replica, feed) in enumerate(self.feeds.items())
-        ]
+            found.append(candidate)
+        return found
 
     def _apply_hit_rules(self, held: MutableSequence[int], keys: Sequence[int]) -> dict[str, SlowerBlocks]:
         """Write the hits of engines in `hit_rules` to `held`; returns the blocks that each must load."""
@@ -221,16 +245,8 @@ class Placement:
                 held[self.index.places[replica]], slower[replica] = hit
         return slower
 
-    def _used_where(self, replicas: Iterable[str], keys: Sequence[int]) -> dict[str, int]:
-        """For each of these replicas, the number of the prompt's leading blocks that requests in flight there use.
-
-        Where memory is not short for a prompt (`room_of`), that number changes no decision, so it is left out: with
-        hundreds of replicas, finding it would take most of the time of a decision.
-        """
-        near = self._by_first_block.get(keys[0]) if len(keys) else None
-        return {replica: self._used_blocks(replica, keys) for replica in replicas if replica in near} if near else {}
-
     def _used_blocks(self, replica: str, keys: Sequence[int]) -> int:
+        """Number of the prompt's leading blocks that requests in flight there use."""
         chains = self._by_first_block.get(keys[0], {}).get(replica) if len(keys) else None
         if not chains:
             return 0
@@ -277,7 +293,7 @@ class Placement:
         )
 
     def explain(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Explanation:
-        """The table of the decision that `decide` would take. Changes no state."""
+        """The table of the decision that `decide` would take among these candidates. Changes no state."""
         decision = self.policy.consider(prompt, candidates, Random(0))
         return explanation_of(self._checked(decision, candidates))
 
@@ -397,8 +413,6 @@ class Placement:
         ]
         assert sorted(found) == sorted(in_flight), f"{found} by first block, {in_flight} in flight"
         assert all(near and all(near.values()) for near in self._by_first_block.values()), "an empty table is kept"
-        not_live = {replica for replica, feed in self.feeds.items() if feed is not LIVE}
-        assert self._not_live == not_live, f"{self._not_live} are recorded as not live, but {not_live} are not live"
         assert tuple(self.feeds) == self.loads.replicas() == tuple(self.index.places), "replicas or their order differ"
 
 
@@ -418,12 +432,9 @@ class Foreseen(msgspec.Struct, frozen=True):
 NOTHING_FORESEEN = Foreseen(0)
 
 
-def known_tokens(prompt: Prompt, candidates: Candidates) -> int:
+def known_tokens(prompt: Prompt, candidates: Sequence[Candidate]) -> int:
     """Tokens of the longest prefix that any replica holds or will hold; all tokens if that covers every full block."""
-    if isinstance(candidates, list):
-        blocks = max([max(each.held_blocks, each.expected_blocks) for each in candidates], default=0)
-    else:
-        blocks = candidates.longest_known()
+    blocks = max([max(each.held_blocks, each.expected_blocks) for each in candidates], default=0)
     return prompt.tokens if 0 < prompt.blocks <= blocks else blocks * prompt.block_size
 
 

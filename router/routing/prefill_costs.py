@@ -40,6 +40,10 @@ class _ReplicaSteps:
     recent: list[float]  #: sums with older steps decayed
     factor: float = 1.0
 
+    @property
+    def measured(self) -> bool:
+        return steps_of(self.recent) > 0
+
 
 class CostPool:
     """The step measurements of all replicas that report them, and the costs fitted to these."""
@@ -61,6 +65,7 @@ class CostPool:
         if entry is None or steps_of(totals) < steps_of(entry.totals):
             none = [0.0] * SUMS
             entry = self._replicas[replica] = _ReplicaSteps(now, tokens_per_s, none, none)
+            self._changed |= any(each.measured for each in self._replicas.values())  # its cost is that of the others
         change = list(map(sub, totals, entry.totals))
         steps = steps_of(change)
         if steps <= 0 or not are_possible(change):
@@ -96,7 +101,9 @@ class CostPool:
     def _shape(self, evidence: dict[str, list[float]]) -> PrefillCost:
         """The cost fitted to all steps, each scaled to a replica of factor 1."""
         alike = [scaled(evidence[name], entry.factor) for name, entry in self._replicas.items()]
-        rate = sum([entry.tokens_per_s * entry.factor for entry in self._replicas.values()]) / len(alike)
+        # What a replica that has measured nothing reports is a guess.
+        known = [entry for entry in self._replicas.values() if entry.measured] or list(self._replicas.values())
+        rate = sum([entry.tokens_per_s * entry.factor for entry in known]) / len(known)
         return fit([sum(each) for each in zip(*alike, strict=True)], rate)
 
 

@@ -8,6 +8,10 @@ A replica's prefix ends at its first missing block. Our own replicas hold prefix
 asserts it, and heartbeats prove that the index holds the same), so a held block implies all blocks before it, and
 bisection finds the end. For replicas without that guarantee (`closed=False`, external engines) the lookup goes block by
 block, which is exact whatever caused a hole.
+
+No call takes time that grows with the fleet. A replica that leaves or drops its blocks loses its bit at once; what the
+bit left in the sets means nothing, and `sweep` removes it in slices, after which the bit is used again. The blocks are
+spread over many small dicts, which a sweep can list one by one, and none of which takes long to grow.
 """
 
 import logging
@@ -15,13 +19,19 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
-from itertools import compress, count, repeat
+from itertools import compress, count
 from operator import is_not, xor
 
 from ...events.follow.block_set import Digest
 
 log = logging.getLogger(__name__)
 
+#: Blocks are spread over dicts by the leading bits of their 64-bit hashes: a dict itself uses the trailing ones, and
+#: would be full of collisions if its blocks shared them. With 3 million blocks, each of the 512 has 6,000.
+SHARD_SHIFT = 64 - 9
+SHARDS = 2 ** (64 - SHARD_SHIFT)
+#: Blocks per slice of a sweep, at 0.1 to 0.3 µs each.
+SWEPT_AT_ONCE = 2048
 #: Number of interned replica sets. Beyond it the intern table is cleared: existing blocks keep their sets, later blocks
 #: get copies, which costs only memory.
 MAX_SHARED_SETS = 4096
@@ -40,8 +50,13 @@ class PrefixIndex:
     """Maps block hashes to sets of replicas; a set is an int with one bit per replica."""
 
     def __init__(self) -> None:
-        #: sets are never empty: a block without holders has no entry
-        self._holders: dict[int, int] = {}
+        #: Sets of holders by block. They may contain bits of `_retired`.
+        self._shards: list[dict[int, int]] = [{} for _ in range(SHARDS)]
+        self._getters = [shard.get for shard in self._shards]
+        self._retired = 0  #: bits that mean nothing any more and may still be in sets
+        self._sweeping = 0  #: those of them that the current sweep will have removed at its end
+        self._swept = 0  #: number of dicts swept so far
+        self._unswept: list[int] = []  #: blocks of the next one
         self._bits: dict[str, int] = {}
         #: each replica's place in the order of joining
         self.places: dict[str, int] = {}
@@ -64,9 +79,7 @@ class PrefixIndex:
     def join(self, replica: str, capacity: int, *, closed: bool) -> None:
         """Add a replica of at most `capacity` blocks. `closed`: the set of its blocks is always prefix-closed."""
         assert replica not in self._bits, f"{replica} has joined the index already"
-        bit = ~self._known & (self._known + 1)  # the lowest free bit, so that masks stay small
-        self._known |= bit
-        self._bits[replica] = bit
+        bit = self._bits[replica] = self._new_bit()
         self._number()
         self._counts[replica] = self._xors[replica] = 0
         self._capacity[replica] = capacity
@@ -75,12 +88,49 @@ class PrefixIndex:
 
     def leave(self, replica: str) -> None:
         """Remove a replica and all its blocks."""
-        self.clear(replica)
-        bit = self._bits.pop(replica)
-        self._known ^= bit
-        self._closed &= ~bit
+        self._retire(self._bits.pop(replica))
         del self._counts[replica], self._xors[replica], self._capacity[replica]
         self._number()
+
+    def _new_bit(self) -> int:
+        used = self._known | self._retired
+        bit = ~used & (used + 1)  # the lowest free bit, so that masks stay small
+        self._known |= bit
+        return bit
+
+    def _retire(self, bit: int) -> None:
+        self._known ^= bit
+        self._closed &= ~bit
+        self._retired |= bit
+        self.sweep()  # so that the bits of an engine that drops its blocks again and again do not pile up
+
+    def sweep(self, most: int = SWEPT_AT_ONCE) -> bool:
+        """Remove retired bits from the sets of some blocks. Returns whether none are left."""
+        if not self._retired:
+            return True
+        if not self._sweeping:
+            self._sweeping, self._swept, self._unswept = self._retired, 0, []
+        gone, share = self._sweeping, self._shares()
+        while most > 0:
+            if not self._unswept:
+                if self._swept == SHARDS:
+                    self._retired ^= gone
+                    self._sweeping = 0
+                    break
+                self._unswept = list(self._shards[self._swept])
+                self._swept += 1
+                most -= 1
+            shard, blocks = self._shards[self._swept - 1], self._unswept[-most:]
+            del self._unswept[-most:]
+            most -= len(blocks)
+            for block in blocks:
+                mask = shard.get(block, 0)
+                if mask & gone:
+                    if others := mask & ~gone:
+                        shard[block] = share(others, others)
+                    else:
+                        del shard[block]
+        return not self._retired
 
     def _number(self) -> None:
         self.places = {replica: place for place, replica in enumerate(self._bits)}
@@ -91,10 +141,11 @@ class PrefixIndex:
 
     def add(self, replica: str, hashes: Iterable[int]) -> None:
         """Add blocks to those that the replica holds; blocks that it already holds are ignored."""
-        bit, holders, share = self._bits[replica], self._holders, self._shares()
+        bit, shards, shift, share = self._bits[replica], self._shards, SHARD_SHIFT, self._shares()
         room = before = self._capacity[replica] - self._counts[replica]
         digest = self._xors[replica]
         for block in hashes:
+            holders = shards[block >> shift]
             mask = holders.get(block)
             if mask is not None and mask & bit:
                 continue
@@ -111,30 +162,31 @@ class PrefixIndex:
 
     def remove(self, replica: str, hashes: Iterable[int]) -> None:
         """Remove blocks that the replica no longer holds; blocks that it did not hold are ignored."""
-        bit, holders, share, gone = self._bits[replica], self._holders, self._shares(), 0
-        digest = self._xors[replica]
+        bit, shards, shift, share = self._bits[replica], self._shards, SHARD_SHIFT, self._shares()
+        gone, digest, known = 0, self._xors[replica], self._known
         for block in hashes:
+            holders = shards[block >> shift]
             mask = holders.get(block, 0)
             if not mask & bit:
                 continue
             gone += 1
             digest ^= block
-            if mask == bit:
-                del holders[block]
+            if others := (mask ^ bit) & known:
+                holders[block] = share(others, others)
             else:
-                holders[block] = share(others := mask ^ bit, others)
+                del holders[block]
         self._counts[replica] -= gone
         self._xors[replica] = digest
 
     def clear(self, replica: str) -> None:
-        """Remove all blocks of the replica. Walks the whole index, at 50 ns per block; rare."""
+        """Remove all blocks of the replica."""
         if self._counts[replica]:
-            bit, share = self._bits[replica], self._shares()
-            self._holders = {
-                block: share(others := mask ^ bit, others) if mask & bit else mask
-                for block, mask in self._holders.items()
-                if mask != bit
-            }
+            before = self._bits[replica]
+            bit = self._bits[replica] = self._new_bit()
+            if self._closed & before:
+                self._closed |= bit
+            self._retire(before)
+            self._number()
             self._counts[replica] = self._xors[replica] = 0
 
     def reset(self, replica: str, hashes: Iterable[int]) -> None:
@@ -161,7 +213,7 @@ class PrefixIndex:
         return longest, here
 
     def _ends(self, hashes: Sequence[int]) -> list[_End]:
-        holding = self._holders.get(hashes[0], 0) if hashes else 0
+        holding = self._get(hashes[0]) & self._known if hashes else 0
         if not holding:
             return [(0, self._known)]
         closed = holding & self._closed
@@ -176,10 +228,10 @@ class PrefixIndex:
 
     def _crowded(self, hashes: Sequence[int], holding: int) -> bool:
         """Whether prefixes end so close together that bisection would read most blocks anyway."""
-        get, before = self._holders.get, holding
+        getters, before = self._getters, holding
         step = len(hashes) // PROBES
         for block in hashes[step::step]:
-            held = get(block, 0) & holding
+            held = getters[block >> SHARD_SHIFT](block, 0) & holding
             if held == before:
                 return False
             before = held
@@ -187,7 +239,7 @@ class PrefixIndex:
 
     def _bisect(self, hashes: Sequence[int], holding: int) -> list[_End]:
         """The ends of replicas that hold the first block, found by bisecting wherever the set of holders shrinks."""
-        get = self._holders.get
+        getters = self._getters
         ends = []
         # (low, holders at low, high, holders at high). The end has no holders, so it needs no special case.
         spans = [(0, holding, len(hashes), 0)]
@@ -195,7 +247,8 @@ class PrefixIndex:
             low, holders, high, left = spans.pop()
             while high - low > 1:
                 middle = (low + high) // 2
-                mask = get(hashes[middle], 0) & holders
+                block = hashes[middle]
+                mask = getters[block >> SHARD_SHIFT](block, 0) & holders
                 if mask == holders:
                     low = middle
                     continue
@@ -211,11 +264,11 @@ class PrefixIndex:
         Most neighbours have the same set, usually the same object, and are skipped without an interpreter iteration.
         Equal sets that are distinct objects cost one iteration.
         """
-        get = self._holders.get
+        getters, shift = self._getters, SHARD_SHIFT
         ends = []
         before = holding
         for start in range(0, len(hashes), STRETCH):
-            masks = list(map(get, hashes[start : start + STRETCH], repeat(0)))
+            masks = [getters[block >> shift](block, 0) for block in hashes[start : start + STRETCH]]
             for place in compress(count(), map(is_not, masks, [before, *masks])):
                 held = holding & masks[place]
                 if held == holding:
@@ -258,13 +311,13 @@ class PrefixIndex:
         np.frombuffer(found, np.int64)[places] = position
 
     def holds(self, replica: str, block: int) -> bool:
-        return bool(self._holders.get(block, 0) & self._bits[replica])
+        return bool(self._get(block) & self._bits[replica])
 
     def holders(self, hashes: Iterable[int]) -> dict[str, int]:
         """The number of these blocks that each replica holds; replicas that hold none are left out."""
         found: dict[str, int] = {}
-        for mask, blocks in Counter(map(self._holders.get, hashes, repeat(0))).items():
-            replicas = mask or 0
+        for mask, blocks in Counter(map(self._get, hashes)).items():
+            replicas = mask & self._known
             while replicas:
                 name, bit, _ = self._names[replicas.bit_length()]
                 found[name] = found.get(name, 0) + blocks
@@ -272,7 +325,10 @@ class PrefixIndex:
         return found
 
     def __contains__(self, block: int) -> bool:
-        return block in self._holders
+        return bool(self._get(block) & self._known)
+
+    def _get(self, block: int) -> int:
+        return self._getters[block >> SHARD_SHIFT](block, 0)
 
     def count(self, replica: str) -> int:
         return self._counts[replica]
@@ -282,11 +338,14 @@ class PrefixIndex:
 
     def unique(self) -> dict[str, int]:
         """By replica: the number of blocks that only it holds. Walks the whole index; rare."""
-        holders = Counter(self._holders.values())
+        known, holders = self._known, Counter[int]()
+        for shard in self._shards:
+            holders.update([mask & known for mask in shard.values()])
         return {replica: holders[bit] for replica, bit in self._bits.items()}
 
     def __len__(self) -> int:
-        return len(self._holders)
+        """The number of blocks, with those that only replicas which left held and that are not swept yet."""
+        return sum(map(len, self._shards))
 
     def check(self) -> None:
         known = sum(self._bits.values())
@@ -296,10 +355,13 @@ class PrefixIndex:
         names = {bit.bit_length(): (replica, bit, places[replica]) for replica, bit in self._bits.items()}
         assert (self._names, self.places) == (names, places), "the tables of bits or places are out of date"
         assert not self._closed & ~known, f"{self._closed:#x} contains replicas that left"
-        strays = [mask for mask in self._holders.values() if not mask or mask & ~known]
+        assert not known & self._retired, f"{self._retired:#x} is retired, {known:#x} in use"
+        assert not self._sweeping & ~self._retired, f"{self._sweeping:#x} is swept, {self._retired:#x} retired"
+        sets = {block: mask for shard in self._shards for block, mask in shard.items()}
+        strays = [mask for mask in sets.values() if not mask or mask & ~(known | self._retired)]
         assert not strays, f"{len(strays)} masks are empty or contain replicas that left"
         for replica, bit in self._bits.items():
-            held = [block for block, mask in self._holders.items() if mask & bit]
+            held = [block for block, mask in sets.items() if mask & bit]
             digest = Digest(len(held), reduce(xor, held, 0))
             assert digest == self.digest(replica), f"{replica}: recorded {self.digest(replica)}, holds {digest}"
             assert len(held) <= self._capacity[replica], f"{replica} holds {len(held)} of {self._capacity[replica]}"

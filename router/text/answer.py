@@ -12,6 +12,7 @@ import msgspec
 from ...replica.messages import PositionLogprobs
 from ..backend import TokenDelta
 from .detokenizer import Detokenizer
+from .parsers.calls import is_object
 from .parsers.deltas import Content, Delta, Reasoning, ToolCallArguments, ToolCallStart
 from .parsers.parser import AnswerParser
 
@@ -140,6 +141,11 @@ class AnswerBlock(msgspec.Struct):
     def text(self) -> str:
         return "".join(self.parts)
 
+    @property
+    def is_cut_call(self) -> bool:
+        """Whether this is a call whose arguments are not complete."""
+        return self.kind == "tool_call" and not is_object(self.text or "{}")
+
 
 def append_delta(blocks: list[AnswerBlock], shown: TextDelta) -> None:
     """Append a delta to the blocks of an answer."""
@@ -165,11 +171,36 @@ def parse_deltas(parser: AnswerParser | None, shown: TextDelta) -> list[Delta]:
     return (parser.feed(shown.text) if shown.text else []) + (parser.finish() if shown.ending else [])
 
 
-def with_deltas(shown: TextDelta, found: Sequence[Delta], *, calls: bool) -> TextDelta:
-    """`shown` with reasoning and calls separated from the content. `calls`: whether there were calls before."""
-    ending = shown.ending
-    if ending == "stop" and (calls or any(type(each) is ToolCallStart for each in found)):
-        ending = "tool_calls"
+class LastCall:
+    """Whether the last call of an answer is complete, if an engine has parsed the answer."""
+
+    __slots__ = ("_arguments", "_started")
+
+    def __init__(self) -> None:
+        self._started = False
+        self._arguments: list[str] = []
+
+    def add(self, found: Sequence[Delta]) -> None:
+        for each in found:
+            match each:
+                case ToolCallStart():
+                    self._started, self._arguments = True, []
+                case ToolCallArguments(_, text):
+                    self._arguments.append(text)
+
+    @property
+    def complete(self) -> bool:
+        """Whether there was a call, and the last one's arguments are an object; some engines send none for none."""
+        return self._started and is_object("".join(self._arguments) or "{}")
+
+
+def with_deltas(shown: TextDelta, found: Sequence[Delta], *, called: bool) -> TextDelta:
+    """`shown` with reasoning and calls separated from the content. `called`: there was a call; the last is complete.
+
+    An answer that ends inside a call, as a stop string may make it, does not end with "tool_calls": an agent would run
+    what is there of it.
+    """
+    ending: Ending | None = "tool_calls" if shown.ending == "stop" and called else shown.ending
     text = "".join([each.text for each in found if type(each) is Content])
     plain = all(type(each) is Content for each in found)
     return TextDelta(text, ending, shown.tokens, () if plain else found)

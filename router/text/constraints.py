@@ -12,6 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from hashlib import sha256
 from typing import Any, NamedTuple
 
@@ -20,6 +21,8 @@ import msgspec
 from ...replica.messages import Constraint, ConstraintKind
 from ...replica.messages.grammar import GrammarError, grammar_of, new_matcher
 from ..errors import InvalidRequest, QueueFull
+from .closed_schemas import TooComplex, arguments_schema, closed
+from .guidable_schemas import Unsound, guidable
 from .parsers.guided import MAX_SOURCE_CHARACTERS, CallShape, Unguidable
 
 #: The fields that `requested_constraint` reads.
@@ -52,10 +55,13 @@ class FieldConstraint(NamedTuple):
     param: str
 
 
-def requested_constraint(fields: Mapping[str, Any], at: str = "response_format") -> FieldConstraint | None:
+def requested_constraint(
+    fields: Mapping[str, Any], at: str = "response_format", *, open_objects: bool = False
+) -> FieldConstraint | None:
     """The constraint that these `FIELDS` of a body ask for; absent ones may be missing or None. Raises InvalidRequest.
 
     `at`: the field that holds the format. If that is not `response_format`, it contains the schema directly.
+    `open_objects`: even in strict formats, objects may have keys that the schema does not declare.
     """
     asked: list[FieldConstraint] = []
 
@@ -64,7 +70,7 @@ def requested_constraint(fields: Mapping[str, Any], at: str = "response_format")
 
     whitespace = fields.get("guided_whitespace_pattern")
     if (response_format := fields.get("response_format")) is not None:
-        _ask_response_format(response_format, ask, at)
+        _ask_response_format(response_format, ask, at, open_objects=open_objects)
     if (structured := fields.get("structured_outputs")) is not None:
         _ask_structured(structured, "structured_outputs.", ask)
     guided = {name.removeprefix("guided_"): fields[name] for name in FIELDS[2:6] if fields.get(name) is not None}
@@ -75,11 +81,15 @@ def requested_constraint(fields: Mapping[str, Any], at: str = "response_format")
     return asked[0] if asked else None
 
 
-def _ask_response_format(form: Any, ask: Callable[[ConstraintKind, str, str], None], at: str) -> None:
+def _ask_response_format(
+    form: Any, ask: Callable[[ConstraintKind, str, str], None], at: str, *, open_objects: bool
+) -> None:
     kind = form.get("type") if isinstance(form, dict) else None
     match kind:
         case "text":
             return
+        case "json_object" if form.get("schema") is not None:  # of llama.cpp and others
+            ask("json_schema", _schema(form["schema"], f"{at}.schema"), f"{at}.schema")
         case "json_object":
             ask("json_object", "", at)
         case "json_schema":
@@ -87,8 +97,9 @@ def _ask_response_format(form: Any, ask: Callable[[ConstraintKind, str, str], No
             param = f"{at}.json_schema" if at == "response_format" else at
             if not isinstance(given, dict):
                 raise InvalidRequest.field(param, "expected an object with a 'schema'")
-            lenient = given.get("strict") is False
-            ask("json_schema", _schema(given.get("schema"), f"{param}.schema", lenient=lenient), f"{param}.schema")
+            lenient, close = given.get("strict") is False, given.get("strict") is True and not open_objects
+            schema = _schema(given.get("schema"), f"{param}.schema", lenient=lenient, close=close)
+            ask("json_schema", schema, f"{param}.schema")
         case "structural_tag":
             ask("structural_tag", _encoded(form), at)
         case _:
@@ -105,10 +116,12 @@ def _ask_structured(form: Any, prefix: str, ask: Callable[[ConstraintKind, str, 
         param = prefix + name
         if value is None or value is False:
             continue
-        if name == "json":
-            ask("json_schema", _schema(value, param, whitespace=form.get("whitespace_pattern")), param)
-        elif name == "json_object":
+        if name == "json_object" and not _spacing(form):
             ask("json_object", "", param)
+        elif name in ("json", "json_object"):
+            schema = value if name == "json" else {"type": "object"}
+            close = name == "json" and form.get("disable_additional_properties") is True
+            ask("json_schema", _schema(schema, param, options=_spacing(form), close=close), param)
         elif name in ("regex", "grammar"):
             if not isinstance(value, str) or not value:
                 raise InvalidRequest.field(param, "expected a non-empty string")
@@ -117,12 +130,20 @@ def _ask_structured(form: Any, prefix: str, ask: Callable[[ConstraintKind, str, 
             ask("choice", _encoded(value), param)
         elif name == "structural_tag":
             ask("structural_tag", value if isinstance(value, str) else _encoded(value), param)
-        elif name not in _IGNORED:
+        elif name not in _READ_ELSEWHERE:
             raise InvalidRequest(f"field {param!r} is unknown", param=param)
 
 
-#: Options of vLLM's compilers that have no counterpart here, or are read elsewhere.
-_IGNORED = frozenset(
+def _spacing(form: Mapping[str, Any]) -> dict[str, Any]:
+    """llguidance's options for the white space in JSON."""
+    if form.get("disable_any_whitespace") is True:
+        return {"whitespace_flexible": False}
+    pattern = form.get("whitespace_pattern")
+    return {} if pattern is None else {"whitespace_pattern": pattern}
+
+
+#: Options for JSON, and those of vLLM's compilers that have no counterpart here.
+_READ_ELSEWHERE = frozenset(
     "whitespace_pattern disable_fallback disable_any_whitespace disable_additional_properties _backend "
     "_backend_was_auto".split()
 )
@@ -132,8 +153,10 @@ def _encoded(value: Any) -> str:
     return msgspec.json.encode(value).decode()
 
 
-def _schema(schema: Any, param: str, *, lenient: bool = False, whitespace: Any = None) -> str:
-    """A schema as JSON. `lenient`: whether to ignore unsupported keywords."""
+def _schema(
+    schema: Any, param: str, *, lenient: bool = False, close: bool = False, options: Mapping[str, Any] | None = None
+) -> str:
+    """A schema as JSON. `lenient`: ignore what cannot be guided. `close`: objects have only the keys it declares."""
     if isinstance(schema, str):
         if len(schema) > MAX_SOURCE_CHARACTERS:
             raise InvalidRequest.field(param, f"has {len(schema)} characters; the limit is {MAX_SOURCE_CHARACTERS}")
@@ -143,9 +166,13 @@ def _schema(schema: Any, param: str, *, lenient: bool = False, whitespace: Any =
             raise InvalidRequest.field(param, f"is not valid JSON: {error}") from error
     if not isinstance(schema, dict):
         raise InvalidRequest.field(param, "expected a JSON schema, which is an object")
-    options = {"lenient": True} if lenient else {}
-    if isinstance(whitespace, str):
-        options["whitespace_pattern"] = whitespace  # type: ignore[assignment]
+    if close:
+        try:
+            schema = closed(schema)
+        except (TooComplex, RecursionError) as error:
+            what = error if isinstance(error, TooComplex) else "it is nested too deeply"
+            raise InvalidRequest.field(param, f"cannot be used as a constraint: {what}") from error
+    options = {**(options or {}), **({"lenient": True} if lenient else {})}
     return _encoded({**schema, "x-guidance": options} if options else schema)
 
 
@@ -159,6 +186,7 @@ def tool_calls(
     *,
     parallel: bool = True,
     restricted: bool = False,
+    open_objects: bool = False,
     otherwise: Constraint | None = None,
 ) -> FieldConstraint | None:
     """The constraint that `tool_choice` and strict tools require, for calls in this `shape`. Raises InvalidRequest.
@@ -166,7 +194,7 @@ def tool_calls(
     None if nothing is required. "required" and a named tool allow only calls. Otherwise text is free, and the calls in
     it follow the schemas if any tool is strict, or if the model sees more tools than these (`restricted`). With
     `otherwise`, an answer either consists of calls or matches that constraint. Unsupported keywords in the schemas of
-    tools that are not strict are ignored.
+    tools that are not strict are ignored. Arguments have only the keys that a schema declares, unless `open_objects`.
     """
     functions = [tool["function"] for tool in tools]
     forced = tool_choice == "required" or isinstance(tool_choice, Mapping)
@@ -193,11 +221,13 @@ def tool_calls(
             "tool_choice", "only 'auto' and 'none' are supported, because this model's tool call format is unknown"
         )
     try:
+        if not open_objects:
+            functions = [{**each, "parameters": arguments_schema(each.get("parameters"))} for each in functions]
         form = shape.answers(functions, forced=forced, parallel=parallel, text=text)
         source = _encoded({"type": "structural_tag", "format": form})
-    except (Unguidable, RecursionError) as error:
+    except (Unguidable, TooComplex, RecursionError) as error:
         param = "tool_choice" if forced else "tools"
-        what = error if isinstance(error, Unguidable) else "a schema is nested too deeply"
+        what = "a schema is nested too deeply" if isinstance(error, RecursionError) else error
         raise InvalidRequest.field(param, f"{what}") from error
     return FieldConstraint(Constraint(kind="structural_tag", source=source), "tools")
 
@@ -226,15 +256,70 @@ def nesting(source: str) -> int:
     return deepest
 
 
-def compile_problem(constraint: Constraint) -> str | None:
-    """Why a constraint cannot be compiled; None if it can. Only llguidance's limits bound its duration."""
+def servable(constraint: Constraint) -> Constraint:
+    """The constraint in a form that replicas can compile, and that no invalid answer matches. Raises GrammarError.
+
+    Only llguidance's limits bound its duration.
+    """
     try:
-        new_matcher(_byte_tokenizer(), grammar_of(constraint))
-    except GrammarError as error:
-        return str(error)
+        made = _with_guidable_schemas(constraint)
+        new_matcher(_byte_tokenizer(), grammar_of(made))
+    except Unsound as error:
+        raise GrammarError(str(error)) from error
+    except RecursionError as error:
+        raise GrammarError("it is nested too deeply") from error
+    except GrammarError:
+        raise
     except ValueError as error:  # from llguidance, for arguments that it cannot parse
-        return str(error)[:300]
-    return None
+        raise GrammarError(str(error)[:300]) from error
+    return made
+
+
+def _with_guidable_schemas(constraint: Constraint) -> Constraint:
+    """The constraint with `guidable` applied to each of its schemas."""
+    if constraint.kind not in ("json_schema", "structural_tag"):
+        return constraint
+    try:
+        source = msgspec.json.decode(constraint.source)
+    except (msgspec.DecodeError, RecursionError):
+        return constraint  # its error is the compiler's
+    made = _guidable_schema(source) if constraint.kind == "json_schema" else _guidable_form(source)
+    return constraint if made == source else msgspec.structs.replace(constraint, source=_encoded(made))
+
+
+def _guidable_schema(schema: Any) -> Any:
+    if not isinstance(schema, Mapping):
+        return schema
+    options = schema.get("x-guidance")
+    lenient = isinstance(options, Mapping) and options.get("lenient") is True
+    return guidable(schema, _accepts, lenient=lenient)
+
+
+def _guidable_form(form: Any) -> Any:
+    """A structural tag, or a part of it, with its schemas made guidable."""
+    if isinstance(form, list):
+        return [_guidable_form(each) for each in form]
+    if not isinstance(form, Mapping):
+        return form
+    return {
+        name: _guidable_schema(value) if name in ("json_schema", "schema") else _guidable_form(value)
+        for name, value in form.items()
+    }
+
+
+def _accepts(schema: Mapping[str, Any], texts: tuple[str, ...]) -> tuple[bool, ...] | None:
+    """Which texts the grammar of a schema accepts; None if it cannot be compiled."""
+    try:
+        matcher = new_matcher(
+            _byte_tokenizer(), grammar_of(Constraint(kind="json_schema", source=_encoded(dict(schema))))
+        )
+    except ValueError:
+        return None
+    found = []
+    for text in texts:
+        mine, ids = matcher.deep_copy(), list(text.encode())
+        found.append(mine.try_consume_tokens(ids) == len(ids) and mine.is_accepting())
+    return tuple(found)
 
 
 class _Bytes:
@@ -249,6 +334,7 @@ class _Bytes:
         return list(text)
 
 
+@cache
 def _byte_tokenizer() -> Any:
     from llguidance import LLTokenizer, TokenizerWrapper
 
@@ -259,12 +345,13 @@ class ConstraintChecker:
     """Checks constraints in its own threads and caches the results. Must be used on one event loop."""
 
     def __init__(
-        self, *, deadline_s: float = DEADLINE_S, problem: Callable[[Constraint], str | None] = compile_problem
+        self, *, deadline_s: float = DEADLINE_S, servable: Callable[[Constraint], Constraint] = servable
     ) -> None:
         self._deadline_s = deadline_s
-        self._problem = problem
-        #: Results by kind and digest of the source, which may be long; most recently used last.
-        self._results: OrderedDict[tuple[str, bytes], str | None] = OrderedDict()
+        self._servable = servable
+        #: Results by kind and digest of the source: what is wrong, the form to use instead, or None if it is fine as it
+        #: is. Most recently used last.
+        self._results: OrderedDict[tuple[str, bytes], str | Constraint | None] = OrderedDict()
         self._pool = ThreadPoolExecutor(CHECK_THREADS, thread_name_prefix="constraint")
 
     def close(self) -> None:
@@ -273,12 +360,14 @@ class ConstraintChecker:
     async def check(self, asked: FieldConstraint) -> Constraint:
         """The constraint if replicas can serve it. Raises InvalidRequest, or QueueFull if no thread is free in time."""
         constraint, param = asked
-        problem = await self._find_problem(constraint)
-        if problem is not None:
-            raise InvalidRequest.field(param, f"cannot be used as a constraint: {problem}")
-        return constraint
+        found = await self._checked(constraint)
+        if isinstance(found, str):
+            raise InvalidRequest.field(param, f"cannot be used as a constraint: {found}")
+        if found is None:
+            return constraint
+        return msgspec.structs.replace(found, opener=constraint.opener, after=constraint.after)
 
-    async def _find_problem(self, constraint: Constraint) -> str | None:
+    async def _checked(self, constraint: Constraint) -> str | Constraint | None:
         source = constraint.source
         if len(source) > MAX_SOURCE_CHARACTERS:
             return f"it has {len(source)} characters; the limit is {MAX_SOURCE_CHARACTERS}"
@@ -296,23 +385,28 @@ class ConstraintChecker:
                 raise QueueFull(CHECK_THREADS) from None
             return self._remember(key, self._too_complex())  # replaced when the thread finishes
 
-    def _compile(self, constraint: Constraint) -> str | None:
+    def _compile(self, constraint: Constraint) -> str | Constraint | None:
         """Runs in a thread and measures that thread's CPU time, which does not depend on other load of the machine."""
         if (deep := nesting(constraint.source)) > MAX_NESTING:
             return f"it is nested {deep} levels deep; the limit is {MAX_NESTING}"
         begun = time.thread_time()
-        problem = self._problem(constraint)
-        return self._too_complex() if time.thread_time() - begun > self._deadline_s else problem
+        try:
+            made = self._servable(constraint)
+        except GrammarError as error:
+            return str(error)
+        if time.thread_time() - begun > self._deadline_s:
+            return self._too_complex()
+        return None if made is constraint else made
 
     def _too_complex(self) -> str:
         return f"it is too complex: compiling it takes more than {self._deadline_s:g} s"
 
-    def _on_done(self, key: tuple[str, bytes], done: "asyncio.Future[str | None]") -> None:
+    def _on_done(self, key: tuple[str, bytes], done: "asyncio.Future[str | Constraint | None]") -> None:
         if not done.cancelled() and done.exception() is None:
             self._remember(key, done.result())
 
-    def _remember(self, key: tuple[str, bytes], problem: str | None) -> str | None:
-        self._results[key] = problem
+    def _remember(self, key: tuple[str, bytes], found: str | Constraint | None) -> str | Constraint | None:
+        self._results[key] = found
         if len(self._results) > MAX_CACHED_CHECKS:
             self._results.popitem(last=False)
-        return problem
+        return found

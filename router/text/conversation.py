@@ -36,8 +36,19 @@ class ToolCall(msgspec.Struct, frozen=True):
     """A tool call that the model made in an earlier turn."""
 
     name: str
-    arguments: Any  #: decoded JSON, an object unless the model wrote something else
+    arguments: Any  #: decoded JSON, an object unless the model wrote something else; see `arguments_object`
     id: str | None = None
+
+
+def arguments_object(arguments: Any) -> Mapping[str, Any]:
+    """The arguments of a call as the object that templates walk through, whatever the model wrote.
+
+    Nothing, such as null or an empty list, is no arguments. Anything else, such as JSON that was cut off, becomes the
+    only value, so that the model sees what it wrote.
+    """
+    if isinstance(arguments, Mapping):
+        return arguments
+    return {"arguments": arguments} if arguments else {}
 
 
 class Message(msgspec.Struct, frozen=True):
@@ -65,7 +76,7 @@ class Message(msgspec.Struct, frozen=True):
                 {
                     **({} if call.id is None else {"id": call.id}),
                     "type": "function",
-                    "function": {"name": call.name, "arguments": call.arguments},
+                    "function": {"name": call.name, "arguments": arguments_object(call.arguments)},
                 }
                 for call in self.tool_calls
             ]

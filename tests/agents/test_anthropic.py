@@ -51,7 +51,7 @@ def test_a_loop_of_tools_ends_with_the_answer(client: Anthropic, engine: Engine)
 def test_a_call_with_invalid_arguments_is_an_error_that_names_the_remedy(
     client: Anthropic, engine: Engine, arguments: str
 ) -> None:
-    """Streamed fragments cannot be taken back; the client's own error says to retry. A whole message has no input."""
+    """Streamed fragments cannot be taken back; the client's own error says to retry. A whole message shows text."""
     engine.play(f'<tool_call>\n{{"name": "weather", "arguments": {arguments}}}\n</tool_call>')
     given: dict[str, Any] = {"model": NAME, "max_tokens": 99, "messages": [{"role": "user", "content": QUESTION}]}
 
@@ -62,7 +62,7 @@ def test_a_call_with_invalid_arguments_is_an_error_that_names_the_remedy(
     ):
         it.get_final_message()
 
-    assert (whole.type, whole.name, whole.input) == ("tool_use", "weather", {})
+    assert (whole.type, whole.text) == ("text", f"weather({arguments}")
 
 
 def test_the_tool_runner_runs_the_tools(client: Anthropic, engine: Engine) -> None:

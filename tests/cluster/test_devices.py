@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from homing.cluster.config import Settings, load_settings
 from homing.cluster.devices import resolve_devices
 from homing.cluster.errors import SettingsError
-from homing.cluster.host import gpus_seen, visible_count
+from homing.cluster.host import gpu_bytes, gpus_seen, visible_count
 from homing.replica.config import ReplicaSettings, for_device
 
 
@@ -95,3 +95,14 @@ def test_gpus_count_even_if_the_tool_that_lists_them_is_missing_or_fails(printed
     tool.chmod(0o755)
 
     assert gpus_seen(None if printed is None else str(tool), tmp_path) == (3 if printed else 2)
+
+
+@pytest.mark.parametrize(("printed", "found"), [("81559\n40960\n", (81559 << 20, 40960 << 20)), ("[N/A]\n", ())])
+def test_the_memory_of_gpus_is_known_where_the_driver_reports_it(tmp_path, printed, found):
+    """Some GPUs share the CPU's memory and report none, which is no reason not to serve."""
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\nprintf '{printed}'")
+    tool.chmod(0o755)
+
+    assert gpu_bytes(str(tool)) == found
+    assert gpu_bytes(None) == gpu_bytes(str(tmp_path / "missing")) == ()

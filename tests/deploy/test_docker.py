@@ -20,7 +20,7 @@ from .files import DEPLOY, pinned, read_yaml, serve_commands
 DOCKERFILES = ["Dockerfile.cpu", "Dockerfile.cuda"]
 
 
-@pytest.mark.parametrize("name", DOCKERFILES)
+@pytest.mark.parametrize("name", [*DOCKERFILES, "Dockerfile.router"])
 def test_hadolint_finds_nothing(name: str) -> None:
     """Except for findings that the file itself declares intended."""
     hadolint = shutil.which("hadolint")
@@ -44,6 +44,16 @@ def test_an_image_serves_with_the_token_on_and_holds_none(name: str) -> None:
     assert parse(command[1:]).settings.router.host == "0.0.0.0"
 
 
+def test_the_router_s_image_installs_no_engine_and_routes() -> None:
+    """Its users run engines elsewhere: torch and Ray would be 1.4 GB of it."""
+    text = (DEPLOY / "docker" / "Dockerfile.router").read_text()
+    command = json.loads(text.split("\nENTRYPOINT ")[1])
+
+    assert "homing-*.whl" in text
+    assert "[serve" not in text
+    assert parse([*command[1:], "--backend", "http://e:1"]).settings.router.host == "0.0.0.0"
+
+
 def test_the_cuda_image_has_what_triton_builds_its_launcher_with() -> None:
     """A slim Python image has no compiler, without which Triton cannot launch; the build itself checks the headers."""
     text = (DEPLOY / "docker" / "Dockerfile.cuda").read_text()
@@ -58,7 +68,7 @@ def test_the_cuda_image_has_the_preferred_attention_in_the_version_that_was_comp
     text = (DEPLOY / "docker" / "Dockerfile.cuda").read_text()
     extra = [Requirement(word) for word in requires("homing") or [] if 'extra == "flash-attn"' in word]
 
-    assert '"$(echo /tmp/dist/homing-*.whl)[flash-attn]"' in text
+    assert '"$(echo /tmp/dist/homing-*.whl)[serve,flash-attn]"' in text
     assert [f"=={pinned(each.name)}" for each in extra] == [str(each.specifier) for each in extra]
     assert all(map(pinned, ("nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-base", "quack-kernels")))
 

@@ -63,7 +63,7 @@ def test_every_machine_installs_the_same_pinned_versions(name: str) -> None:
 
     assert all(re.search(r" [\w-]+==[\d.]+$", command) for command in more)
     assert "--constraint ~/homing/dist/constraints.txt" in install
-    assert "homing-*.whl" in install
+    assert '"$(echo ~/homing/dist/homing-*.whl)[serve]"' in install
 
 
 @pytest.mark.parametrize("name", ["aws", "gcp"])

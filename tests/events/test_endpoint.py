@@ -1,11 +1,13 @@
 """The addresses on which a publisher may listen."""
 
+import asyncio
+import socket
 from pathlib import Path
 
 import pytest
 
 from homing.events import EndpointUnusable
-from homing.events.endpoint import ipc_address, tcp_address
+from homing.events.endpoint import ipc_address, needs_ipv6, tcp_address
 
 
 def test_addresses_are_of_one_host_with_a_random_port() -> None:
@@ -33,3 +35,30 @@ def test_two_incarnations_never_share_a_file() -> None:
 
     assert ipc_address(folder, 1, "events") != ipc_address(folder, 2, "events")
     assert ipc_address(folder, 1, "events") != ipc_address(folder, 1, "replay")
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "found", "needed"),
+    [
+        ("tcp://[::1]:5557", [], True),
+        ("tcp://10.0.0.1:5557", [socket.AF_INET], False),
+        ("tcp://engine:5557", [socket.AF_INET6], True),
+        ("tcp://engine:5557", [socket.AF_INET6, socket.AF_INET], False),
+        ("tcp://engine:5557", [], False),
+        ("ipc:///tmp/engine", [socket.AF_INET6], False),
+        ("", [], False),
+    ],
+)
+async def test_names_that_have_only_ipv6_are_told(
+    monkeypatch: pytest.MonkeyPatch, endpoint: str, found: list[int], needed: bool
+) -> None:
+    """In clusters of IPv6 alone, engines are listed by such names; their events would never arrive."""
+
+    async def getaddrinfo(*_args: object, **_fields: object) -> list[tuple[int, str]]:
+        if not found:
+            raise socket.gaierror("unknown")
+        return [(family, "") for family in found]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo, raising=False)
+
+    assert await needs_ipv6(endpoint) is needed

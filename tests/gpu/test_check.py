@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from importlib.metadata import distributions, packages_distributions
 from importlib.util import find_spec
 from pathlib import Path
+from random import Random
 
 import psutil
 import pytest
@@ -172,8 +173,36 @@ def test_the_whole_check_has_an_end():
 
     late = check.guarded("ceilings", argparse.Namespace(device="cpu", tiny=True), left_s=check.LEAST_S - 1)
 
-    assert "no time left" in late["error"]
-    assert not check.holds(late)
+    assert "no time left" in late["cut"]
+    assert not check.is_correct("steps", late)
+    assert check.is_correct("decode", late)
+    assert not check.is_fast("decode", late)
+
+
+@pytest.mark.parametrize(("figure", "correct", "fast"), [
+    ({"met": False, "speed": True}, True, False),
+    ({"met": False, "speed": False}, False, True),
+    ({"met": None, "speed": False}, True, True),
+])  # fmt: skip
+def test_a_slow_device_is_not_a_wrong_one(figure, correct, fast):
+    """Goals were those of an H200: a first check on an H100 was sure to be red, whatever its answers."""
+    outcome = {"figures": [figure]}
+
+    assert check.is_correct("decode", outcome) is correct
+    assert check.is_fast("decode", outcome) is fast
+
+
+def test_goals_of_speed_are_shares_of_what_the_device_reaches():
+    """A bandwidth twice as high doubles what is asked for; an H200's figures give the roof of the design notes."""
+    random = Random(0)
+    lengths = [(random.randint(100, 1024), random.randint(100, 1024)) for _ in range(256)]
+
+    slow, fast = (stages.workload_rate("Qwen3-0.6B", lengths, rate * 4.3e12, rate * 790e12) for rate in (1, 2))
+
+    assert fast == pytest.approx(2 * slow)
+    assert 35_000 < slow < 38_000
+    single = stages.workload_rate("Qwen3-8B", [(1000, 10)], 4.3e12, 1e30)
+    assert single == pytest.approx(4.3e12 / stages.sizes("Qwen3-8B").decode_bytes(1004.5), rel=0.01)
 
 
 @pytest.mark.slow
@@ -187,7 +216,7 @@ def test_stage_that_is_out_of_time_stops_what_it_started(monkeypatch):
     left = [process for process in psutil.process_iter() if process.pid != os.getpid() and carries(process, mark)]
     psutil.wait_procs(left, timeout=90)
 
-    assert "not done" in outcome["error"]
+    assert "not done" in outcome["cut"]
     assert not [process for process in left if process.is_running()]
 
 

@@ -150,7 +150,7 @@ def test_of_two_held_prefixes_that_of_the_last_turn_is_shortened(
     """The request that starts first finds what it was routed for, whichever came first."""
     for base, turn in zip((0, 1000), turns, strict=True):
         cache.release(must(admit(cache, prompt(4, base=base))))
-        cache.hold(base, look_up(cache, prompt(4, base=base, more=1)), turn)
+        cache.hold(base, look_up(cache, prompt(4, base=base, more=1)), lambda turn=turn: turn)
 
     cache.release(must(cache.allocate(3)))
 

@@ -144,7 +144,16 @@ def generate(
     )
 
 
-def request_state(number: int, tokens: Sequence[int], hasher: BlockHasher, *, priority: int = 0, **sampling):
+def request_state(
+    number: int,
+    tokens: Sequence[int],
+    hasher: BlockHasher,
+    *,
+    priority: int = 0,
+    tenant: bytes = b"",
+    weight: float = 1.0,
+    **sampling,
+):
     params = {"max_tokens": 4, "temperature": 0.0, **sampling}
     return RequestState(
         key=RequestKey("a", number),
@@ -154,4 +163,6 @@ def request_state(number: int, tokens: Sequence[int], hasher: BlockHasher, *, pr
         hashes=hasher.chain(ROOT, token_bytes(tokens)),
         sampling=SamplingParams(**params),
         priority=priority,
+        tenant=tenant,
+        weight=weight,
     )

@@ -42,7 +42,7 @@ TLS = Path(__file__).parent / "tls" / "server.pem"
 
 def post(path: str, body: bytes, **headers: str) -> bytes:
     """Build a complete HTTP request."""
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {headers.pop('length', len(body))}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {headers.pop('length', len(body))}\r\n\r\n"
     return head.encode() + body
 
 
@@ -83,7 +83,7 @@ async def test_a_huge_body_is_refused_before_it_is_read(live: Live):
 
 async def test_metrics_answer_head_requests(live: Live):
     """A benchmark client sends one every second."""
-    answer = await exchange(live.port, b"HEAD /metrics HTTP/1.1\r\nhost: x\r\n\r\n")
+    answer = await exchange(live.port, b"HEAD /metrics HTTP/1.1\r\nhost: localhost\r\n\r\n")
 
     assert answer.startswith(b"HTTP/1.1 200 ")
     assert b"text/plain" in answer
@@ -179,7 +179,9 @@ async def test_a_shared_port_belongs_to_several_servers(settings: RouterSettings
     with pytest.raises(AddressInUse):
         await servers[1].start("127.0.0.1", own)
     for number in (port, own):
-        assert b" 200 " in await exchange(number, b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        assert b" 200 " in await exchange(
+            number, b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+        )
     for server in servers:
         await server.stop()
 
@@ -188,7 +190,7 @@ async def test_a_stopped_server_frees_its_port(settings: RouterSettings, backend
     """A restart on the same port must work at once; a second stop does nothing."""
     server = RouterServer(settings, backend, grace_s=1.0)
     port = await server.start("127.0.0.1", 0)
-    await exchange(port, b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+    await exchange(port, b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
 
     await server.stop()
     await server.stop()

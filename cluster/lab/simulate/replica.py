@@ -2,7 +2,9 @@
 
 Pure: virtual time is passed in. It schedules as `replica/engine/scheduler.py` does: decodes first, then prefills in
 chunks within the token budget and in the engine's order; admission by free blocks; when decodes find no block, the
-request that loses least is preempted. Steps with prefill are simulated one by one; consecutive steps that only decode
+request that loses least is preempted. For other routers' policies, requests start in the order of arrival and the last
+one is preempted, as in the engines that these routers were made for. Steps
+with prefill are simulated one by one; consecutive steps that only decode
 are one leap, because all running requests advance at the same pace. A cached unit is one block of the workload; tokens
 inside it are not distinguished, except the last one of a fully cached prompt, which the engine computes.
 
@@ -46,16 +48,18 @@ class MockerModel:
     """The polynomials of Dynamo's mocker: a 70B-class model on a modern GPU node.
 
     prefill ms = 4.21e-7 n² + 0.01518 n + 16.5 for a step of n prompt tokens, however they are divided among requests;
-    decode ms = max(1, -25.74 a² + 54.01 a + 5.74).
+    decode ms = -25.74 a² + 54.01 a + 5.74, where a is the context of all answers as a share of the KV blocks. It can
+    exceed 1, as answers share blocks; there, decode time grows as it does from 0 to 1 on average.
     """
 
     def prefill_s(self, tokens: int) -> float:
         """Seconds for the prompt tokens of one step."""
         return (4.21e-7 * tokens * tokens + 0.01518 * tokens + 16.5) / 1000
 
-    def decode_step_s(self, active_share: float) -> float:
-        """Seconds to generate one token for every running request, with this share of the KV blocks in use."""
-        return max(1.0, -25.74 * active_share * active_share + 54.01 * active_share + 5.74) / 1000
+    def decode_step_s(self, context_share: float) -> float:
+        """Seconds to generate one token for every answer. `context_share`: all their tokens over those that fit."""
+        share, beyond = min(1.0, context_share), max(0.0, context_share - 1.0)
+        return (-25.74 * share * share + 54.01 * share + 5.74 + 28.27 * beyond) / 1000
 
 
 @dataclass(slots=True, frozen=True)
@@ -73,7 +77,7 @@ class RateModel:
     def prefill_s(self, tokens: int) -> float:
         return tokens / self.prefill_tokens_per_s
 
-    def decode_step_s(self, active_share: float) -> float:  # noqa: ARG002
+    def decode_step_s(self, context_share: float) -> float:  # noqa: ARG002
         return self.step_s
 
 
@@ -87,6 +91,8 @@ class ReplicaLimits:
     max_running_requests: int = 256
     max_batched_tokens: int = 8192
     eviction: EvictionName = "lru"
+    #: Whether requests start in our engine's order; if not, in the order of arrival, as in vLLM and SGLang.
+    own_order: bool = True
 
 
 @dataclass(slots=True)
@@ -195,7 +201,8 @@ class SimulatedReplica:
         assert self.fits(work.arrival), f"a request of {work.arrival.tokens} tokens can never run"
         work.hashes = cast(list[BlockHash], [block.to_bytes(16, "big") for block in work.arrival.blocks])
         found = self._await(work)
-        work.turn = queue_order.queue_key(self.prefilled_tokens, work.prefill_tokens - found.tokens)
+        if self.limits.own_order:
+            work.turn = queue_order.queue_key(self.prefilled_tokens, work.prefill_tokens - found.tokens)
         self._enqueue(work, found.match)
         self._accepted[work.router] = work.request_id
         if self.next_at is None:
@@ -316,15 +323,20 @@ class SimulatedReplica:
         if rows:
             seconds = self._model.prefill_s(sum([tokens for _, tokens in rows]))
             if decoding:
-                seconds += self._model.decode_step_s(self.cache.usage)
+                seconds += self._decode_step_s()
             self.next_at = now + seconds
             self._steps += 1
         elif decoding:
-            self._step_s = self._model.decode_step_s(self.cache.usage)
+            self._step_s = self._decode_step_s()
             steps = max(1, self._milestones[0][0] - self._clock)
             self.next_at = now + steps * self._step_s
         else:
             self.next_at = None
+
+    def _decode_step_s(self) -> float:
+        """Seconds of the next decode step. An answer reads all of its context, also what it shares with others."""
+        context = self._context_base + self._clock * len(self._decoding)
+        return self._model.decode_step_s(context / (self.limits.blocks * self.limits.block_tokens))
 
     def _plan(self) -> list[tuple[Work, int]]:
         """The requests that prefill in the next step, each with its tokens."""
@@ -354,7 +366,7 @@ class SimulatedReplica:
 
     def _is_being_computed(self, work: Work) -> bool:
         """Whether a running request is about to compute enough of this one's missing prefix to be worth waiting for."""
-        if self.shares_cache or not self._prefilling:
+        if self.shares_cache or not self._prefilling or not self.limits.own_order:
             return False
         hashes, first = work.hashes, len(self._found(work).match.blocks)
         last = first + max(1, WORTH_WAITING_TOKENS // self.limits.block_tokens) - 1
@@ -377,7 +389,8 @@ class SimulatedReplica:
 
     def _enqueue(self, work: Work, match: PrefixMatch) -> None:
         insort(self._waiting, work, key=_by_turn)
-        self.cache.hold(work.request_id, match, _by_turn(work))
+        if self.limits.own_order:
+            self.cache.hold(work.request_id, match, lambda: _by_turn(work))
 
     def _table(self, work: Work) -> int:
         """Number of blocks for all known tokens plus the next one, which will be drawn."""
@@ -500,7 +513,7 @@ class SimulatedReplica:
             for each in running:
                 generated = self._generated(each) if each.request_id in self._decoding else 0
                 each.loss = each.computed + generated - each.cached
-            victim = queue_order.choose_victim(running)
+            victim = queue_order.choose_victim(running) if self.limits.own_order else running[-1]
             self._preempt(victim)
             if victim is work:
                 return False

@@ -53,6 +53,8 @@ def simulation_of(setup: Setup) -> Simulation:
     if setup.policy not in policy_names():
         raise SettingsError(f"unknown policy {setup.policy!r}; the policies are {', '.join(policy_names())}")
     shared, channel, policy = None, setup.channel, setup.policy
+    if policy != ORACLE and registry.REGISTRY[policy].arrival_order:
+        setup = replace(setup, limits=replace(setup.limits, own_order=False))
     if policy == ORACLE:
         policy, channel = "least-loaded", Channel()
         blocks = setup.replicas * setup.limits.blocks + 1

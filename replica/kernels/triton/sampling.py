@@ -156,6 +156,24 @@ def _filters(top_k, top_p, vocab):
 
 
 @triton.jit
+def _last_bucket(maxima, blocks, top_k, top_p, vocab, temperature, top, BUCKETS: tl.constexpr, PER_NAT: tl.constexpr):
+    """A bucket in which, or before which, the floors are certain to be; all but the last bucket at most.
+
+    The atomics of deeper tokens, often of nearly all, are not needed. At least top_k tokens are as likely as the block
+    maximum of that rank. Without top-k, all tokens with less than (1 - top_p) / vocab of the greatest weight are
+    together less than 1 - top_p of the total, and cannot contain the floor.
+    """
+    limits = _limits(top_k, vocab)
+    rank = tl.sum((maxima[None, :] > maxima[:, None]).to(tl.int32), 1)
+    highest = tl.min(tl.where(rank < tl.maximum(top_k, 1), maxima, float("inf")), 0)
+    of_k = _bucket(tl.div_rn(highest, temperature) - top, BUCKETS, PER_NAT)
+    nats = tl.log((vocab / tl.maximum(1.0 - top_p, 1e-30)).to(tl.float32)) + 1.0  # 1 allows for rounding
+    of_p = tl.minimum(nats * PER_NAT, BUCKETS - 2).to(tl.int32)
+    chosen = tl.where(limits & (top_k <= blocks), of_k, tl.where(limits, BUCKETS - 2, of_p))
+    return tl.minimum(chosen, BUCKETS - 2)
+
+
+@triton.jit
 def _histogram(
     logits, maxima, places, greatest, counts, weights, out, last_tokens, vocab, stride, blocks, slots, temperatures,
     top_ks, top_ps, BLOCKS_PAD: tl.constexpr, GREEDY: tl.constexpr, NONE: tl.constexpr, BUCKETS: tl.constexpr,
@@ -181,17 +199,20 @@ def _histogram(
         tl.store(greatest + row, tl.where(certain, float("inf"), top))
     if certain:
         return
-    if not _filters(tl.load(top_ks + slot), tl.load(top_ps + slot), vocab):
+    top_k = tl.load(top_ks + slot)
+    top_p = tl.load(top_ps + slot)
+    if not _filters(top_k, top_p, vocab):
         return
+    last = _last_bucket(maximum, blocks, top_k, top_p, vocab, temperature, top, BUCKETS, PER_NAT)
     i = block * BLOCK + tl.arange(0, BLOCK)
     scaled = _scaled(logits, row, i, i < vocab, stride, temperature, top)
     weight = tl.exp(scaled).to(tl.float64)
     bucket = _bucket(scaled, BUCKETS, PER_NAT)
-    near = bucket < BUCKETS - 1
+    near = bucket <= last
     at = row * BUCKETS + bucket
     tl.atomic_add(counts + at, tl.full([BLOCK], 1, tl.int32), mask=near, sem="relaxed")
     tl.atomic_add(weights + at, weight, mask=near, sem="relaxed")
-    far = tl.sum(tl.where(near, 0.0, weight), 0)  # one atomic for all, as most tokens may be in this bucket
+    far = tl.sum(tl.where(near, 0.0, weight), 0)  # one atomic for all
     tl.atomic_add(weights + row * BUCKETS + BUCKETS - 1, far, sem="relaxed")
 
 

@@ -25,7 +25,7 @@ class BlockBuilder(ResponseBuilder):
 
     @abstractmethod
     def end_block(self, index: int, block: AnswerBlock, *, cut: bool) -> bytes:
-        """The events that end a block; `cut`: the token limit ended it."""
+        """The events that end a block; `cut`: it is not complete."""
 
     def block_events(self, shown: TextDelta) -> Iterator[bytes]:
         """The events of the answer's next delta."""
@@ -56,4 +56,5 @@ class BlockBuilder(ResponseBuilder):
     def _close(self, *, cut: bool) -> Iterator[bytes]:
         if self._open:
             self._open = False
-            yield self.end_block(len(self._blocks) - 1, self._blocks[-1], cut=cut)
+            block = self._blocks[-1]
+            yield self.end_block(len(self._blocks) - 1, block, cut=cut or block.is_cut_call)

@@ -19,6 +19,7 @@ from ..generation import Job, RunningChoice
 from .chunks import ChunkBuilder, ChunkUsage
 from .dialect import Dialect
 from .schema import (
+    PART_TEXTS,
     Body,
     CacheControl,
     MessageBody,
@@ -26,8 +27,12 @@ from .schema import (
     PromptLogprobs,
     TokenizeBody,
     Usage,
+    asks_nothing,
     converted,
     finite,
+    left_out_parts,
+    part_text,
+    unknown_format_keys,
 )
 from .validate import conversation_job, decoded_arguments, mark
 
@@ -46,7 +51,25 @@ class ChatBody(Body, kw_only=True, forbid_unknown_fields=True):
     continue_final_message: bool | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
-    verbosity: Any = None  #: ignored
+    verbosity: Any = None
+
+    UNUSED = Body.UNUSED + "verbosity"
+
+
+def unknown(body: ChatBody) -> Iterator[tuple[str, str]]:
+    """Unknown keys of the format."""
+    return unknown_format_keys(body.response_format)
+
+
+def unused(body: ChatBody) -> Iterator[str]:
+    """What is set although nothing reads it."""
+    yield from body.UNUSED.set_in(body)
+    for index, each in enumerate(body.messages):
+        if isinstance(each.content, list):
+            yield from left_out_parts(each.content, PART_TEXTS, f"messages[{index}].content")
+        if each.refusal or each.annotations or each.audio:
+            names = ("refusal", "annotations", "audio")
+            yield from (f"messages[{index}].{name}" for name in names if not asks_nothing(getattr(each, name)))
 
 
 async def job(front: Front, served: Served, body: ChatBody, sender: Sender) -> Job:
@@ -142,7 +165,7 @@ def conversation(body: ChatBody | TokenizeBody) -> Conversation:
         tools=[_tool(each, f"tools[{index}]") for index, each in enumerate(body.tools)] if body.tools else (),
         tool_choice=_tool_choice(chat) if chat else _AUTO,
         reasoning=typed.ReasoningRequest(effort=chat.reasoning_effort) if chat and chat.reasoning_effort else _USUAL,
-        output={"response_format": chat.response_format} if chat and chat.response_format else {},
+        output={"response_format": chat.response_format} if chat and chat.response_format is not None else {},
         session=chat.prompt_cache_key if chat and isinstance(chat.prompt_cache_key, str) else None,
         mark=mark(chat.cache_control, "cache_control") if chat and chat.cache_control else None,
         add_generation_prompt=not continues if body.add_generation_prompt is None else body.add_generation_prompt,
@@ -152,7 +175,10 @@ def conversation(body: ChatBody | TokenizeBody) -> Conversation:
 
 
 def _tool_choice(body: ChatBody) -> ToolChoice:
-    parallel, given = body.parallel_tool_calls is not False, body.tool_choice or "auto"
+    parallel, given = (
+        body.parallel_tool_calls is not False,
+        "auto" if body.tool_choice in (None, "") else body.tool_choice,
+    )
     if parallel and given == "auto":
         return _AUTO
     match given:
@@ -193,7 +219,7 @@ def _message(body: MessageBody, index: int) -> Message:
         body.text(index),
         body.name,
         body.reasoning_content,
-        [_tool_call(call, f"messages[{index}].tool_calls") for call in body.tool_calls] if body.tool_calls else (),
+        _tool_calls(body, f"messages[{index}]") if body.tool_calls or body.function_call else (),
         body.tool_call_id,
         list(_marks(body, index)) if body.cache_control or isinstance(body.content, list) else (),
     )
@@ -203,7 +229,7 @@ def _marks(body: MessageBody, index: int) -> Iterator[CacheMark]:
     if isinstance(body.content, list):
         end = 0  # every part has a text: `MessageBody.text` has checked
         for place, part in enumerate(body.content):
-            end += len(part[part["type"]])
+            end += len(part_text(part, "", PART_TEXTS))
             given = part.get("cache_control")
             if given is None:
                 continue
@@ -213,6 +239,14 @@ def _marks(body: MessageBody, index: int) -> Iterator[CacheMark]:
             yield CacheMark(param, control.seconds, None if last else end)
     if body.cache_control is not None:
         yield CacheMark(f"messages[{index}].cache_control", body.cache_control.seconds)
+
+
+def _tool_calls(body: MessageBody, param: str) -> list[ToolCall]:
+    """The message's calls, also the one that older clients write as `function_call`."""
+    made = [_tool_call(call, f"{param}.tool_calls") for call in body.tool_calls or ()]
+    if body.function_call:
+        made.append(_tool_call({"function": body.function_call}, f"{param}.function_call"))
+    return made
 
 
 def _tool_call(call: Mapping[str, Any], param: str) -> ToolCall:
@@ -433,4 +467,6 @@ def _delta(delta: Delta) -> ChatDelta:
             return ChatDelta(tool_calls=[ChunkToolCall(index, CallFunction(arguments=text))])
 
 
-CHAT = Dialect(msgspec.json.Decoder(ChatBody), job, ChatBuilder)
+CHAT = Dialect(
+    msgspec.json.Decoder(ChatBody), job, ChatBuilder, unknown, unused, {"enable_thinking": "reasoning_effort"}
+)

@@ -1,7 +1,7 @@
 """The dialect of POST /v1/completions: OpenAI's text completions, `echo` and `best_of` included."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from math import inf
 from typing import Annotated, Any, Literal
@@ -20,7 +20,7 @@ from . import validate
 from .chunks import ChunkBuilder, ChunkUsage
 from .dialect import Dialect
 from .pins import whole_prompt
-from .schema import Body, NonNegative, PromptLogprobs, finite
+from .schema import Body, NonNegative, PromptLogprobs, finite, unknown_format_keys
 
 #: A prompt as text or token ids, or several of them; `prompts` tells them apart, because msgspec can decode only one
 #: array type in a union.
@@ -37,6 +37,11 @@ class CompletionBody(Body, kw_only=True, forbid_unknown_fields=True):
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     suffix: str | None = None
+
+
+def unknown(body: CompletionBody) -> Iterator[tuple[str, str]]:
+    """Unknown keys of the format."""
+    return unknown_format_keys(body.response_format)
 
 
 async def job(front: Front, served: Served, body: CompletionBody, sender: Sender) -> Job:
@@ -73,8 +78,8 @@ async def job(front: Front, served: Served, body: CompletionBody, sender: Sender
             texts = []  # they no longer match the truncated ids
     if not all(encoded):
         raise InvalidRequest.field("prompt", "a prompt has no tokens")
-    output = {"response_format": body.response_format} if body.response_format else {}
-    asked = validate.requested_output(body, output)
+    output = {"response_format": body.response_format} if body.response_format is not None else {}
+    asked = validate.requested_output(front.settings, body, output)
     mark = validate.mark(body.cache_control, "cache_control")
     return validate.job(
         front,
@@ -275,4 +280,4 @@ def unique_name(piece: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
 
 
-COMPLETION = Dialect(msgspec.json.Decoder(CompletionBody), job, CompletionBuilder)
+COMPLETION = Dialect(msgspec.json.Decoder(CompletionBody), job, CompletionBuilder, unknown)

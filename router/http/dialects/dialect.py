@@ -6,8 +6,8 @@ To add one, write the module and its row in `http/endpoints/generate.py`.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import msgspec
@@ -18,7 +18,7 @@ from ...text.encoder_threads import Sender
 from ..front import Front, Served
 from ..generation import Generation, Job, RunningChoice
 from ..protocol.exchange import Exchange, GenerationSummary
-from .schema import ENCODER, Body
+from .schema import ENCODER, Body, unused_fields
 
 BodyType = TypeVar("BodyType", bound=Body)
 
@@ -72,6 +72,20 @@ class Dialect(Generic[BodyType]):
     builder: Callable[[Served, BodyType, str, int], ResponseBuilder]
     #: Finds unknown keys that the body's type accepts: yields the path of the object that has one, and the key.
     unknown: Callable[[BodyType], Iterable[tuple[str, str]]] | None = None
+    #: Finds known fields that are set although nothing reads them: yields their paths.
+    unused: Callable[[BodyType], Iterable[str]] = unused_fields
+    #: The fields that become arguments of the chat template, by the names of these.
+    template_fields: Mapping[str, str] = field(default_factory=dict)
+
+    def unread(self, job: Job) -> list[str]:
+        """The fields that become arguments of the chat template, where the template does not read them."""
+        conversation = job.conversation
+        if conversation is None:
+            return []
+        given, templates = conversation.template_arguments, job.served.text.templates
+        asked = {name: self.template_fields.get(name, name) for name in conversation.reasoning.template_arguments({})}
+        asked |= {name: f"chat_template_kwargs.{name}" for name in given}
+        return [path for name, path in asked.items() if name not in templates]
 
 
 class WholeWriter:

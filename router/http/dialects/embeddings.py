@@ -4,7 +4,7 @@ from array import array
 from base64 import b64encode
 from collections.abc import Sequence
 from itertools import zip_longest
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -17,7 +17,7 @@ from ..generation import EncodedPrompt, Job, RunningChoice
 from ..protocol.exchange import GenerationSummary
 from .completions import PromptField, prompts
 from .dialect import WholeBuilder
-from .schema import ENCODER, Positive
+from .schema import ENCODER, Positive, Unused
 
 #: Maximum number of inputs in one request, as in OpenAI's API.
 MAX_INPUTS = 2048
@@ -34,7 +34,9 @@ class EmbeddingsBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     cache_salt: Annotated[str, Meta(min_length=1)] | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     timeout: Annotated[float, Meta(gt=0)] | None = None
-    user: Any = None  #: ignored
+    user: Any = None
+
+    UNUSED: ClassVar[Unused] = Unused("user")
 
 
 async def job(front: Front, served: Served, body: EmbeddingsBody, sender: Sender) -> Job:

@@ -4,6 +4,7 @@ Stateless, like the API. Tools that Anthropic's servers run are ignored, and so 
 """
 
 import re
+from base64 import b64decode
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -30,8 +31,19 @@ from ..generation import Job, RunningChoice
 from ..protocol.exchange import GenerationSummary
 from .blocks import BlockBuilder
 from .dialect import PLACEHOLDER, Dialect, named_event
-from .schema import ENCODER, Body, CacheControl, StopTexts, converted, known_keys, unknown_keys
-from .validate import conversation_job
+from .schema import (
+    ENCODER,
+    Body,
+    CacheControl,
+    StopTexts,
+    converted,
+    known_keys,
+    left_out,
+    unknown_format_keys,
+    unknown_keys,
+    unused_keys,
+)
+from .validate import conversation_job, decoded_arguments
 
 #: Anthropic's error types by HTTP status.
 _ERROR_TYPES = {
@@ -56,8 +68,8 @@ class ThinkingOptions(msgspec.Struct, forbid_unknown_fields=True):
     """The field `thinking`."""
 
     type: Literal["enabled", "adaptive", "disabled"]
-    budget_tokens: Any = None  #: ignored: chat templates have no such setting
-    display: Any = None  #: ignored: reasoning is returned whole
+    budget_tokens: Any = None
+    display: Any = None
 
 
 class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
@@ -65,7 +77,7 @@ class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
 
     effort: str | None = None
     format: dict[str, Any] | None = None
-    task_budget: Any = None  #: ignored
+    task_budget: Any = None
 
 
 class ToolChoiceBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -102,13 +114,22 @@ class CountBody(Body, kw_only=True, forbid_unknown_fields=True):
     metadata: Metadata | None = None
     cache_control: Mark | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    # Ignored: they concern what Anthropic's servers do besides generating.
     context_management: Any = None
     container: Any = None
     mcp_servers: Any = None
     inference_geo: Any = None
     speed: Any = None
     betas: Any = None
+
+    #: Chat templates have no budgets, reasoning is returned whole, responses have no logprobs, and the rest concerns
+    #: what Anthropic's servers do besides generating.
+    UNUSED = (
+        Body.UNUSED
+        - "metadata"
+        + "thinking.budget_tokens thinking.display output_config.task_budget context_management container mcp_servers "
+        "inference_geo speed betas return_token_ids return_tokens_as_token_ids prompt_logprobs "
+        "stream_options.continuous_usage_stats"
+    )
 
 
 class MessagesBody(CountBody, kw_only=True, forbid_unknown_fields=True):
@@ -126,12 +147,18 @@ class _Text(msgspec.Struct):
 class _ToolUse(msgspec.Struct):
     id: str
     name: str
-    input: dict[str, Any]
+    input: Any = None
 
 
 class _ToolResult(msgspec.Struct):
     tool_use_id: str
-    content: str | list[dict[str, Any]] | None = None
+    content: str | list[dict[str, Any]] | dict[str, Any] | None = None
+
+
+class _Document(msgspec.Struct):
+    source: dict[str, Any]
+    title: str | None = None
+    context: str | None = None
 
 
 class _SearchResult(msgspec.Struct):
@@ -155,6 +182,7 @@ _BLOCK_KEYS = known_keys(
     thinking="thinking signature cache_control",
     redacted_thinking="data cache_control",
     search_result="content title source citations cache_control",
+    document="source title context citations cache_control",
 )
 _TOOL_KEYS = known_keys(
     custom="name input_schema description strict cache_control defer_loading eager_input_streaming allowed_callers "
@@ -170,6 +198,47 @@ def unknown(body: CountBody) -> Iterator[tuple[str, str]]:
         if isinstance(message.content, list):
             yield from unknown_keys(message.content, _BLOCK_KEYS, f"messages[{index}].content")
     yield from unknown_keys(body.tools or (), _TOOL_KEYS, "tools", "custom")
+    yield from unknown_format_keys(body.response_format)
+    for form, where in (
+        (body.output_format, "output_format"),
+        (body.output_config.format if body.output_config else None, "output_config.format"),
+    ):
+        yield from ((where, name) for name in form or () if name not in ("type", "schema"))
+
+
+_UNUSED_TOOL_KEYS = ("defer_loading", "eager_input_streaming", "allowed_callers", "input_examples")
+
+
+def unused(body: CountBody) -> Iterator[str]:
+    """What is set although nothing reads it, tools that Anthropic's servers run included."""
+    yield from body.UNUSED.set_in(body)
+    tools = body.tools or ()
+    yield from (f"tools[{index}]" for index, tool in enumerate(tools) if not _is_function(tool))
+    for index, message in enumerate(body.messages):
+        if isinstance(message.content, list):
+            yield from _left_out(message.content, f"messages[{index}].content")
+    yield from unused_keys(tools, _UNUSED_TOOL_KEYS, "tools")
+
+
+#: Types of blocks that are text, or of which there may be text.
+_TEXTS = frozenset(
+    "text search_result tool_use server_tool_use mcp_tool_use thinking redacted_thinking document tool_result".split()
+)
+
+
+def _left_out(blocks: Sequence[Any], where: str) -> Iterator[str]:
+    """The paths of blocks in whose place the model reads a note, also inside of tool results."""
+    for index, block in enumerate(blocks):
+        kind = block.get("type") if isinstance(block, dict) else None
+        if isinstance(kind, str) and kind.endswith("tool_result"):
+            if isinstance(block.get("content"), list):
+                yield from _left_out(block["content"], f"{where}[{index}].content")
+        elif isinstance(kind, str) and kind not in _TEXTS:
+            yield f"{where}[{index}]"
+
+
+def _is_function(tool: Mapping[str, Any]) -> bool:
+    return tool.get("type") in (None, "custom")
 
 
 async def job(front: Front, served: Served, body: MessagesBody, sender: Sender) -> Job:
@@ -181,7 +250,7 @@ async def job(front: Front, served: Served, body: MessagesBody, sender: Sender) 
     if body.n not in (None, 1):
         raise InvalidRequest.field("n", "a message has one choice")
     if stops := [each for each in body.stop_sequences or () if each]:
-        body.stop = stops
+        body.stop = stops if not body.stop else [*stops, *([body.stop] if isinstance(body.stop, str) else body.stop)]
     dropped = front.settings.drop_billing_line and has_billing_line(body)
     if dropped:
         front.metrics.billing_line_dropped()
@@ -227,6 +296,7 @@ def conversation(body: CountBody, settings: RouterSettings) -> Conversation:
     mode: Literal["auto", "none", "required"] = "auto"
     if choice is not None and choice.type != "auto":
         mode = "none" if choice.type == "none" else "required"
+    asked, asked_at = _output(body)
     thinking = None if body.thinking is None else body.thinking.type != "disabled"
     last = messages[-1]
     prefilled = last.role == "assistant" and not last.tool_calls and bool(last.content)
@@ -241,9 +311,9 @@ def conversation(body: CountBody, settings: RouterSettings) -> Conversation:
             not (choice and choice.disable_parallel_tool_use),
         ),
         reasoning=ReasoningRequest(thinking, output.effort),
-        output=_output(body.output_format or output.format),
-        output_at="output_format" if body.output_format else "output_config.format",
-        session=body.metadata.user_id if body.metadata else None,
+        output=asked,
+        output_at=asked_at,
+        session=_session(body),
         mark=_mark(body.cache_control, "cache_control", settings),
         template_arguments=body.chat_template_kwargs or {},
     )
@@ -267,11 +337,14 @@ class _Collector:
             return
         for index, block in enumerate(content):
             place = f"{param}[{index}]"
-            if block.get("type") == "tool_result":
+            if str(block.get("type")).endswith("tool_result"):
                 yield from self._flush()
                 result = converted(block, _ToolResult, place)
                 inner = _Collector("tool", self._settings)
-                inner.add(result.content or "", f"{place}.content")
+                if isinstance(result.content, dict):  # a result of Anthropic's own tools
+                    inner.add(msgspec.json.encode(result.content).decode(), place)
+                else:
+                    inner.add(result.content or "", f"{place}.content")
                 mark = self._block_mark(block, place)
                 marks = [] if mark is None else [mark]
                 yield Message("tool", "\n".join(inner.texts), tool_call_id=result.tool_use_id, marks=marks)
@@ -295,20 +368,45 @@ class _Collector:
                 found = converted(block, _SearchResult, param)
                 self._add_text("\n".join([found.title, found.source]).strip())
                 self.add(found.content, f"{param}.content")
+            case "server_tool_use" | "mcp_tool_use" as kind:
+                name, call_id = block.get("name"), block.get("id")
+                arguments = decoded_arguments(block.get("input"), f"{param}.input")
+                self._calls.append(ToolCall(str(name or kind), arguments, str(call_id or "")))
             case "tool_use":
                 use = converted(block, _ToolUse, param)
-                self._calls.append(ToolCall(use.name, use.input, use.id))
+                self._calls.append(ToolCall(use.name, decoded_arguments(use.input, f"{param}.input"), use.id))
             case "thinking":
                 self._reasoning.append(str(block.get("thinking") or ""))
-            case "image" | "document" | "container_upload":
-                raise InvalidRequest(f"{param}.type: only text is supported", param=f"{param}.type")
+            case "document":
+                self._add_document(converted(block, _Document, param), f"{param}.source")
+            case "redacted_thinking":
+                return
             case kind if not isinstance(kind, str):
                 raise InvalidRequest(f"{param}.type: a type is required", param=f"{param}.type")
-            case _:  # redacted thinking, and blocks of Anthropic's own tools
-                return
+            case kind:
+                self._add_text(left_out(kind))
         if (mark := self._block_mark(block, param)) is not None:
             text_only = not self._calls
             self.marks.append(msgspec.structs.replace(mark, end=self._characters - 1) if text_only else mark)
+
+    def _add_document(self, document: _Document, param: str) -> None:
+        """Add the text of a document, or a note in its place."""
+        source = document.source
+        match source:
+            case {"type": "text", "data": str(text)}:
+                found = [text]
+            case {"type": "base64", "media_type": str(media), "data": str(data)} if media.startswith("text/"):
+                try:
+                    found = [b64decode(data).decode(errors="replace")]
+                except ValueError as error:
+                    raise InvalidRequest.field(f"{param}.data", "is not Base64") from error
+            case {"type": "content", "content": str() | list() as content}:
+                inner = _Collector(self._role, self._settings)
+                inner.add(content, f"{param}.content")
+                found = inner.texts
+            case _:
+                found = [left_out("document")]
+        self._add_text("\n".join([*filter(None, (document.title, document.context)), *found]))
 
     def _add_text(self, text: str) -> None:
         self.texts.append(text)
@@ -342,7 +440,7 @@ def _mark(control: CacheControl | None, param: str, settings: RouterSettings) ->
 
 def _tools(given: Sequence[dict[str, Any]], settings: RouterSettings) -> Iterator[Tool]:
     for index, tool in enumerate(given):
-        if tool.get("type") not in (None, "custom"):
+        if not _is_function(tool):
             continue  # a tool that Anthropic's servers run
         each = converted(tool, _ToolParam, f"tools[{index}]")
         made = function_tool(each.name, each.description, each.input_schema, strict=bool(each.strict))
@@ -350,10 +448,22 @@ def _tools(given: Sequence[dict[str, Any]], settings: RouterSettings) -> Iterato
         yield made if mark is None else msgspec.structs.replace(made, mark=mark)
 
 
-def _output(form: Mapping[str, Any] | None) -> dict[str, Any]:
-    if form is None or form.get("type") != "json_schema":
-        return {}
-    return {"response_format": {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}}
+def _session(body: CountBody) -> str | None:
+    if body.metadata is not None and body.metadata.user_id is not None:
+        return body.metadata.user_id
+    return body.prompt_cache_key if isinstance(body.prompt_cache_key, str) else None
+
+
+def _output(body: CountBody) -> tuple[dict[str, Any], str]:
+    """The format, as chat completions write it, and the field that asks for it."""
+    given = body.output_config.format if body.output_config else None
+    form, at = (given, "output_config.format") if body.output_format is None else (body.output_format, "output_format")
+    if form is None:
+        form, at = body.response_format, "response_format"
+    elif form.get("type") == "json_schema":
+        # Anthropic's formats are always strict.
+        form = {"type": "json_schema", "json_schema": {"schema": form.get("schema"), "strict": True}}
+    return ({} if form is None else {"response_format": form}), at
 
 
 # Responses
@@ -499,8 +609,8 @@ class MessagesBuilder(BlockBuilder):
             return {"type": "thinking", "thinking": block.text, "signature": self._signature(index)}
         try:
             given = msgspec.json.decode(block.text or "{}", type=dict[str, Any])
-        except msgspec.MsgspecError:  # cut off by the token limit
-            given = {}
+        except msgspec.MsgspecError:  # it was cut off: with any input, an agent would run what is there of the call
+            return {"type": "text", "text": f"{block.name}({block.text}"}
         return {"type": "tool_use", "id": block.id, "name": block.name, "input": given}
 
 
@@ -527,4 +637,11 @@ def _stopped(choice: RunningChoice) -> tuple[str, str | None]:
     return ("end_turn", None) if sequence is None else ("stop_sequence", sequence)
 
 
-MESSAGES = Dialect(msgspec.json.Decoder(MessagesBody), job, MessagesBuilder, unknown)
+MESSAGES = Dialect(
+    msgspec.json.Decoder(MessagesBody),
+    job,
+    MessagesBuilder,
+    unknown,
+    unused,
+    {"reasoning_effort": "output_config.effort", "enable_thinking": "thinking"},
+)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from ...errors import InvalidRequest, RouterError
 from ...text.answer import AnswerBlock, TextDelta
@@ -30,7 +30,18 @@ from ..generation import Job, RunningChoice
 from ..protocol.exchange import GenerationSummary
 from .blocks import BlockBuilder
 from .dialect import Dialect, named_event
-from .schema import ENCODER, Body, Positive, converted, known_keys, unknown_keys
+from .schema import (
+    ENCODER,
+    Body,
+    Positive,
+    converted,
+    known_keys,
+    left_out_parts,
+    part_text,
+    unknown_format_keys,
+    unknown_keys,
+    unused_keys,
+)
 from .validate import conversation_job, decoded_arguments, mark
 
 #: Joins the names of a namespace and its tool into the name by which the model calls the tool.
@@ -53,7 +64,7 @@ class TextOptions(msgspec.Struct, forbid_unknown_fields=True):
     """The field `text`."""
 
     format: TextFormat | None = None
-    verbosity: Any = None  #: ignored
+    verbosity: Any = None
 
 
 class ReasoningOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -61,7 +72,6 @@ class ReasoningOptions(msgspec.Struct, forbid_unknown_fields=True):
 
     #: The values of OpenAI's type, because the response repeats the field.
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    # Ignored: reasoning is returned whole.
     summary: Any = None
     generate_summary: Any = None
 
@@ -84,8 +94,7 @@ class ResponsesBody(Body, kw_only=True, forbid_unknown_fields=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     prompt: Any = None
-    # Ignored: what they request is always returned, or they concern what OpenAI's servers do besides generating.
-    include: Any = None
+    include: list[str] | None = None
     client_metadata: Any = None
     truncation: Any = None
     max_tool_calls: Any = None
@@ -94,6 +103,17 @@ class ResponsesBody(Body, kw_only=True, forbid_unknown_fields=True):
     prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
     verbosity: Any = None
+
+    #: Reasoning is returned whole, and most of the rest concerns what OpenAI's servers do besides generating. A
+    #: response repeats `metadata`, `safety_identifier` and `store`.
+    UNUSED = (
+        Body.UNUSED
+        - "metadata safety_identifier store"
+        + "verbosity text.verbosity text.format.description reasoning.summary reasoning.generate_summary "
+        "client_metadata truncation max_tool_calls context_management moderation prompt_cache_options "
+        "prompt_cache_retention return_token_ids return_tokens_as_token_ids prompt_logprobs "
+        "stream_options.continuous_usage_stats"
+    )
 
 
 class _InputMessage(msgspec.Struct):
@@ -104,7 +124,7 @@ class _InputMessage(msgspec.Struct):
 class _FunctionCall(msgspec.Struct):
     call_id: str
     name: str
-    arguments: str = ""
+    arguments: Any = None
     input: str = ""  #: only of a custom tool
     namespace: str | None = None
 
@@ -162,6 +182,26 @@ def unknown(body: ResponsesBody) -> Iterator[tuple[str, str]]:
             found = [each for each in parts if isinstance(each, dict)]
             yield from unknown_keys(found, _PART_KEYS, f"input[{index}].content")
     yield from unknown_keys(body.tools or (), _TOOL_KEYS, "tools")
+    yield from unknown_format_keys(body.response_format)
+
+
+def unused(body: ResponsesBody) -> Iterator[str]:
+    """What is set although nothing reads it, tools that OpenAI's servers run included."""
+    yield from body.UNUSED.set_in(body)
+    tools = body.tools or ()
+    yield from (f"tools[{index}]" for index, tool in enumerate(tools) if tool.get("type") not in tuple(_TOOL_KEYS))
+    yield from unused_keys(tools, ("format", "defer_loading", "output_schema"), "tools")
+    for index, item in enumerate(body.input if isinstance(body.input, list) else ()):
+        kind = item.get("type", "message")
+        if isinstance(kind, str) and kind not in _ITEM_KEYS and not kind.endswith(("_call", "_output")):
+            yield f"input[{index}]"
+        for name in ("content", "output"):
+            if kind in ("message", "function_call_output") and isinstance(parts := item.get(name), list):
+                yield from left_out_parts(parts, _PART_TEXTS, f"input[{index}].{name}")
+    if set(body.include or ()) - {"reasoning.encrypted_content"}:  # clear reasoning is always returned
+        yield "include"
+    if shown_choice(body.tool_choice) == "auto" and isinstance(body.tool_choice, dict):
+        yield "tool_choice"
 
 
 async def job(front: Front, served: Served, body: ResponsesBody, sender: Sender) -> Job:
@@ -217,7 +257,7 @@ def conversation(body: ResponsesBody) -> Conversation:
         tool_choice=_tool_choice(body),
         reasoning=ReasoningRequest(effort=reasoning.effort),
         output=_output(body),
-        output_at="text.format",
+        output_at="text.format" if body.text and body.text.format else "response_format",
         session=body.prompt_cache_key if isinstance(body.prompt_cache_key, str) else None,
         mark=mark(body.cache_control, "cache_control"),
         template_arguments=body.chat_template_kwargs or {},
@@ -230,7 +270,7 @@ def items_of(body: ResponsesBody) -> list[dict[str, Any]]:
 
 
 def _messages(items: Sequence[dict[str, Any]]) -> Iterator[Message]:
-    """Each input item as a message. Items of tools that this server does not run are skipped."""
+    """Each input item as a message. Items that are neither messages nor calls are skipped, and named as ignored."""
     for index, item in enumerate(items):
         param = f"input[{index}]"
         match item.get("type", "message"):
@@ -253,21 +293,43 @@ def _messages(items: Sequence[dict[str, Any]]) -> Iterator[Message]:
                     yield Message("assistant", reasoning=found)
             case "item_reference":
                 raise InvalidRequest.field(param, "this server stores no items; send the item itself")
+            case str(kind):
+                if (message := _tool_item(kind, item, param)) is not None:
+                    yield message
+            case _:
+                raise InvalidRequest.field(f"{param}.type", "expected str")
 
 
 def _text(content: str | list[dict[str, Any]], param: str) -> str:
     if isinstance(content, str):
         return content
-    texts = []
-    for index, part in enumerate(content):
-        kind = part.get("type")
-        if kind not in ("input_text", "output_text", "text", "refusal"):
-            raise InvalidRequest.field(f"{param}[{index}].type", "only text parts are supported")
-        text = part.get("refusal" if kind == "refusal" else "text")
-        if not isinstance(text, str):
-            raise InvalidRequest.field(f"{param}[{index}].text", "expected str")
-        texts.append(text)
-    return "".join(texts)
+    return "".join([part_text(part, f"{param}[{index}]", _PART_TEXTS) for index, part in enumerate(content)])
+
+
+_PART_TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+
+
+def _tool_item(kind: str, item: Mapping[str, Any], param: str) -> Message | None:
+    """An item of a tool that is not a function, as the call or the result that it is; None: it is neither.
+
+    Clients run such tools too (`local_shell`, `shell`, `apply_patch`), and a model that does not see what they returned
+    would call them again.
+    """
+    call_id = item.get("call_id") or item.get("id")
+    call_id = call_id if isinstance(call_id, str) else ""
+    rest = {name: value for name, value in item.items() if name not in _BOOKKEEPING}
+    if kind.endswith("_output"):
+        output = rest.get("output", rest)
+        if isinstance(output, list) and all(isinstance(each, dict) and each.get("type") for each in output):
+            output = _text(output, f"{param}.output")
+        text = output if isinstance(output, str) else msgspec.json.encode(output).decode()
+        return Message("tool", text, tool_call_id=call_id)
+    if kind.endswith("_call") and rest:
+        return Message("assistant", tool_calls=[ToolCall(kind.removesuffix("_call"), rest, call_id)])
+    return None
+
+
+_BOOKKEEPING = frozenset("type id call_id status namespace created_by".split())
 
 
 def tools(given: Sequence[dict[str, Any]], param: str = "tools", namespace: str = "") -> Iterator[Tool]:
@@ -288,8 +350,8 @@ def tools(given: Sequence[dict[str, Any]], param: str = "tools", namespace: str 
             case "namespace":
                 space = converted(tool, _Namespace, place)
                 yield from tools(space.tools, f"{place}.tools", space.name + SEPARATOR)
-            case kind if not isinstance(kind, str):
-                raise InvalidRequest.field(f"{place}.type", "expected str")
+            case kind if not isinstance(kind, str) or not kind:
+                raise InvalidRequest.field(f"{place}.type", "expected a type")
 
 
 def _tool_choice(body: ResponsesBody) -> ToolChoice:
@@ -321,10 +383,11 @@ def shown_choice(given: str | dict[str, Any] | None) -> Any:
 
 def _output(body: ResponsesBody) -> dict[str, Any]:
     wanted = body.text.format if body.text else None
-    if wanted is None or wanted.type == "text":
-        return {}
+    if wanted is None:
+        return {} if body.response_format is None else {"response_format": body.response_format}
     if wanted.type != "json_schema":
-        return {"response_format": {"type": wanted.type}}
+        given = {} if wanted.schema_ is None else {"schema": wanted.schema_}
+        return {"response_format": {"type": wanted.type, **given}}
     schema = {"name": wanted.name, "schema": wanted.schema_, "strict": wanted.strict}
     return {"response_format": {"type": "json_schema", "json_schema": schema}}
 
@@ -358,7 +421,7 @@ class ResponseUsage(msgspec.Struct, frozen=True):
 class Incomplete(msgspec.Struct, frozen=True):
     """Why a response is incomplete."""
 
-    reason: Literal["max_output_tokens"] = "max_output_tokens"
+    reason: Literal["max_output_tokens"] | UnsetType = UNSET  #: absent: a stop string, or the model itself
 
 
 class ResponseError(msgspec.Struct, frozen=True):
@@ -424,7 +487,7 @@ class ResponsesBuilder(BlockBuilder):
             status="in_progress",
             model=served.limits.name,
             instructions=body.instructions,
-            tools=[_shown_tool(each) for each in given],
+            tools=[_shown_tool(each) for each in given if each.get("type") in _TOOL_KEYS],  # others have no effect
             tool_choice=shown_choice(body.tool_choice),
             parallel_tool_calls=body.parallel_tool_calls is not False,
             text={"format": _shown_format(written)},
@@ -482,8 +545,9 @@ class ResponsesBuilder(BlockBuilder):
         return self._event("response.failed", response=failed)
 
     def _finished(self, choice: RunningChoice, summary: GenerationSummary) -> Response:
-        cut = choice.ending == "length"
-        last = len(self._blocks) - 1
+        last, limited = len(self._blocks) - 1, choice.ending == "length"
+        done = [not (each.is_cut_call or (limited and at == last)) for at, each in enumerate(self._blocks)]
+        cut = limited or not all(done)
         usage = ResponseUsage(
             summary.prompt_tokens,
             InputTokensDetails(summary.cached_tokens, max(0, summary.pinned_tokens - summary.cached_tokens)),
@@ -494,8 +558,8 @@ class ResponsesBuilder(BlockBuilder):
         return msgspec.structs.replace(
             self._response,
             status="incomplete" if cut else "completed",
-            incomplete_details=Incomplete() if cut else None,
-            output=[self._item(at, "incomplete" if cut and at == last else "completed") for at in range(last + 1)],
+            incomplete_details=Incomplete("max_output_tokens" if limited else UNSET) if cut else None,
+            output=[self._item(at, "completed" if whole else "incomplete") for at, whole in enumerate(done)],
             usage=usage,
         )
 
@@ -631,4 +695,11 @@ def _shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
     return tool
 
 
-RESPONSES = Dialect(msgspec.json.Decoder(ResponsesBody), job, ResponsesBuilder, unknown)
+RESPONSES = Dialect(
+    msgspec.json.Decoder(ResponsesBody),
+    job,
+    ResponsesBuilder,
+    unknown,
+    unused,
+    {"reasoning_effort": "reasoning.effort", "enable_thinking": "reasoning.effort"},
+)

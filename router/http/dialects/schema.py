@@ -6,8 +6,9 @@ field is part of its type; what involves two fields, the model or the settings i
 
 import re
 from codecs import BOM_UTF8
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -36,12 +37,54 @@ MAX_SEARCHED = 10_000
 LOWEST_LOGPROB = -9999.0
 
 
+class Unused:
+    """Fields that a body's type accepts although nothing reads them, because clients send them to every server."""
+
+    def __init__(self, fields: str) -> None:
+        """`fields`: paths like `stream_options.include_obfuscation`, separated by blanks."""
+        self.paths = fields.split()
+        tops = list(dict.fromkeys([path.partition(".")[0] for path in self.paths]))
+        self._tops = attrgetter(*tops)
+        self._absent = (None,) * len(tops)
+
+    def __add__(self, fields: str) -> "Unused":
+        return Unused(" ".join([*self.paths, fields]))
+
+    def __sub__(self, fields: str) -> "Unused":
+        return Unused(" ".join([each for each in self.paths if each not in fields.split()]))
+
+    def set_in(self, body: msgspec.Struct) -> list[str]:
+        """The paths of those that ask for something in a body."""
+        if self._tops(body) == self._absent:
+            return []
+        return [path for path in self.paths if not asks_nothing(_value(body, path))]
+
+
+def unused_fields(body: Any) -> list[str]:
+    """The fields in `UNUSED` of the body's type that are set."""
+    found: list[str] = body.UNUSED.set_in(body)
+    return found
+
+
+def _value(body: Any, path: str) -> Any:
+    for name in path.split("."):
+        body = body.get(name) if isinstance(body, dict) else getattr(body, name, None)
+    return body
+
+
+def asks_nothing(value: Any) -> bool:
+    """Whether a value is absent, false or empty, or holds only such values."""
+    if isinstance(value, dict):
+        return all(map(asks_nothing, value.values()))
+    return value is None or value is False or value in ("", [])
+
+
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     """What a stream reports in addition to its text."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: bool | None = None  #: ignored
+    include_obfuscation: bool | None = None
 
 
 class CacheControl(msgspec.Struct, forbid_unknown_fields=True):
@@ -57,7 +100,14 @@ class CacheControl(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Request fields that all dialects of generation share."""
+    """Request fields that all dialects of generation share. A dialect that does not read one adds it to `UNUSED`."""
+
+    #: Besides what a dialect does not read: billing, storage, and models of other kinds.
+    UNUSED: ClassVar[Unused] = Unused(
+        "user metadata store service_tier guided_decoding_backend safety_identifier stream_options.include_obfuscation "
+        "response_format.json_schema.description structured_outputs.disable_fallback structured_outputs._backend "
+        "structured_outputs._backend_was_auto"
+    )
 
     model: str | None = None
     stream: bool | None = None
@@ -93,19 +143,52 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
-    guided_whitespace_pattern: Any = None
+    guided_whitespace_pattern: str | None = None
     cache_salt: Annotated[str, Meta(min_length=1)] | None = None
     cache_control: CacheControl | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None  #: lower goes first
     timeout: Annotated[float, Meta(gt=0)] | None = None
     prompt_cache_key: Any = None  #: names the session, if it is a string
-    # Ignored: they concern billing, storage or models of other kinds.
     user: Any = None
     metadata: Any = None
     store: Any = None
     service_tier: Any = None
     guided_decoding_backend: Any = None
     safety_identifier: Any = None
+
+
+def part_text(part: Mapping[str, Any], param: str, texts: Mapping[str, str]) -> str:
+    """The text of a part of a message, or a note in place of what is not text. Raises InvalidRequest.
+
+    An error would end the session: clients send the part again with every later turn. `texts`: the key that holds the
+    text, by the type of the part.
+    """
+    kind = part.get("type")
+    if not isinstance(kind, str):
+        raise InvalidRequest.field(f"{param}.type", "expected str")
+    if kind not in texts:
+        return left_out(kind)
+    text = part.get(texts[kind])
+    if not isinstance(text, str):
+        raise InvalidRequest.field(f"{param}.{texts[kind]}", "expected str")
+    return text
+
+
+#: The key that holds the text of a chat's part, by the part's type.
+PART_TEXTS = {"text": "text", "refusal": "refusal"}
+
+
+def left_out_parts(parts: Iterable[Any], texts: Container[str], where: str) -> Iterator[str]:
+    """The paths of the parts that are not text."""
+    for index, part in enumerate(parts):
+        if isinstance(part, dict) and isinstance(kind := part.get("type"), str) and kind not in texts:
+            yield f"{where}[{index}]"
+
+
+def left_out(kind: str) -> str:
+    """The note in place of a part that is not text."""
+    what = kind.removeprefix("input_").removesuffix("_url").replace("_", " ")
+    return f"[{what[:40]} left out: this model reads only text]"
 
 
 class MessageBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -122,7 +205,7 @@ class MessageBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True
     refusal: Any = None
     annotations: Any = None
     audio: Any = None
-    function_call: Any = None
+    function_call: dict[str, Any] | None = None
 
     def text(self, index: int) -> str | None:
         """The content of message `index` as one text. Raises InvalidRequest.
@@ -134,13 +217,7 @@ class MessageBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True
         texts = []
         for place, part in enumerate(self.content):
             param = f"messages[{index}].content[{place}]"
-            kind = part.get("type")
-            if kind not in ("text", "refusal"):
-                raise InvalidRequest.field(f"{param}.type", "only text parts are supported")
-            text = part.get(kind)
-            if not isinstance(text, str):
-                raise InvalidRequest.field(f"{param}.{kind}", "expected str")
-            texts.append(text)
+            texts.append(part_text(part, param, PART_TEXTS))
         return "".join(texts)
 
 
@@ -399,6 +476,31 @@ KnownKeys = Mapping[str, frozenset[str]]
 
 def known_keys(**by_type: str) -> KnownKeys:
     return {kind: frozenset(("type", *keys.split())) for kind, keys in by_type.items()}
+
+
+#: The keys of a format, and of the schema in it, as chats write them.
+_FORMAT_KEYS = known_keys(
+    text="", json_object="schema", json_schema="json_schema", structural_tag="structures triggers format"
+)
+_SCHEMA_KEYS = known_keys(json_schema="name description schema strict")
+
+
+def unknown_format_keys(form: Any, where: str = "response_format") -> Iterator[tuple[str, str]]:
+    """The path and the name of each unknown key in a format."""
+    if not isinstance(form, dict):
+        return
+    kind, inner = form.get("type"), form.get("json_schema")
+    if isinstance(kind, str) and kind in _FORMAT_KEYS:
+        yield from ((where, name) for name in form if name not in _FORMAT_KEYS[kind])
+    if isinstance(inner, dict):
+        known = _SCHEMA_KEYS["json_schema"]
+        yield from ((f"{where}.json_schema", name) for name in inner if name not in known)
+
+
+def unused_keys(given: Iterable[Mapping[str, Any]], names: Iterable[str], where: str) -> Iterator[str]:
+    """The paths of those keys of a list's objects that ask for something and that nothing reads."""
+    for index, each in enumerate(given):
+        yield from (f"{where}[{index}].{name}" for name in names if not asks_nothing(each.get(name)))
 
 
 def unknown_keys(

@@ -253,9 +253,8 @@ async def conversation_job(
     kept: tuple[PinRequest, ...] = ()
     if conversation.mark is not None or conversation.marks():
         kept = await pins.requested(text, conversation, rendered, token_ids, sender, front.settings)
-    if clamp:
-        room = max(1, served.limits.max_model_len - len(token_ids))
-        wanted = room if wanted is None else min(wanted, room)
+    if clamp and wanted is not None:
+        wanted = min(wanted, max(1, served.limits.max_model_len - len(token_ids)))
     reasoning, tail = served.reasoning_family, ""
     if reasoning is not None:
         tail = text.decode(token_ids[-TAIL_TOKENS:])
@@ -268,7 +267,7 @@ async def conversation_job(
         or choice.allowed
         or _output_fields(body) != _NO_OUTPUT_FIELDS
     ):
-        guided = await _requested_guidance(served, body, conversation, sender, tail)
+        guided = await _requested_guidance(front.settings, served, body, conversation, sender, tail)
     found = job(
         front,
         served,
@@ -309,18 +308,18 @@ async def _encoded(
 
 
 async def _requested_guidance(
-    served: Served, body: Body, conversation: Conversation, sender: Sender, tail: str
+    settings: RouterSettings, served: Served, body: Body, conversation: Conversation, sender: Sender, tail: str
 ) -> FieldConstraint | None:
     """The constraint on the answer from output format and tools. `tail`: the prompt's end. Raises InvalidRequest."""
     text = served.text
-    asked = requested_output(body, conversation.output, conversation.output_at)
+    asked = requested_output(settings, body, conversation.output, conversation.output_at)
     calls: FieldConstraint | None = None
     if _asks_for_calls(conversation):
-        calls = await text.prepare(lambda: _calls(served, conversation, asked), sender)
+        calls = await text.prepare(lambda: _calls(settings, served, conversation, asked), sender)
     if asked is not None and conversation.tools:
         await text.constraints.check(asked)  # so that an error names its field
         if calls is None:
-            calls = await _calls_besides(served, conversation, asked, sender)
+            calls = await _calls_besides(settings, served, conversation, asked, sender)
     return _guided(served, conversation, asked, calls, tail)
 
 
@@ -346,6 +345,7 @@ def _parsing(
             lambda index: f"call_{base + index:024x}",
             starts_in_reasoning=opened,
             parallel=choice.parallel,
+            unknown_names=not (front.settings.unknown_calls_as_text or choice.allowed),
         )
 
     return parser, (*(calls.markers if calls and tools else ()), *(reasoning.markers if reasoning else ()))
@@ -357,30 +357,35 @@ def mark(control: CacheControl | None, param: str) -> CacheMark | None:
 
 
 def decoded_arguments(arguments: Any, param: str) -> Any:
-    """Decode the arguments of an earlier call: APIs send JSON text, templates expect objects.
+    """Decode the arguments of an earlier call: APIs send JSON text, and some models write an object in a JSON string.
 
     Text that is not JSON stays text, because models write such calls, and clients return them as they are. Raises
     InvalidRequest.
     """
-    if not isinstance(arguments, str):
-        return arguments
-    data = arguments.encode()
-    if len(data) > UNMEASURED_BYTES and max(cost for _, cost in running_costs(data)) > MAX_COST:
-        raise InvalidRequest.field(param, "'arguments' has too many values")
-    try:
-        return msgspec.json.decode(data or b"{}")
-    except msgspec.DecodeError:
-        return arguments
-    except RecursionError as error:
-        raise InvalidRequest.field(param, "'arguments' is nested too deeply") from error
+    for _ in range(2):
+        if not isinstance(arguments, str):
+            break
+        data = arguments.encode()
+        if len(data) > UNMEASURED_BYTES and max(cost for _, cost in running_costs(data)) > MAX_COST:
+            raise InvalidRequest.field(param, "'arguments' has too many values")
+        try:
+            arguments = msgspec.json.decode(data or b"{}")
+        except msgspec.DecodeError:
+            break
+        except RecursionError as error:
+            raise InvalidRequest.field(param, "'arguments' is nested too deeply") from error
+    return arguments
 
 
-def requested_output(body: Body, fields: Mapping[str, Any], at: str = "response_format") -> FieldConstraint | None:
+def requested_output(
+    settings: RouterSettings, body: Body, fields: Mapping[str, Any], at: str = "response_format"
+) -> FieldConstraint | None:
     """The output format requested by the fields that all bodies share and by `fields`. Raises InvalidRequest."""
     given = _output_fields(body)
     if not fields and given == _NO_OUTPUT_FIELDS:
         return None
-    return requested_constraint({**dict(zip(_OUTPUT_FIELDS, given, strict=True)), **fields}, at)
+    asked = {**dict(zip(_OUTPUT_FIELDS, given, strict=True)), **fields}
+    return requested_constraint(asked, at, open_objects=settings.open_objects)
 
 
 def _guided(
@@ -410,14 +415,14 @@ def _asks_for_calls(conversation: Conversation) -> bool:
 
 
 async def _calls_besides(
-    served: Served, conversation: Conversation, asked: FieldConstraint, sender: Sender
+    settings: RouterSettings, served: Served, conversation: Conversation, asked: FieldConstraint, sender: Sender
 ) -> FieldConstraint | None:
     """The constraint on an answer that either calls tools or matches `asked`; None: `asked` alone applies.
 
     The request does not demand valid calls, so tools whose calls cannot be guided are no reason to refuse it.
     """
     try:
-        calls = await served.text.prepare(lambda: _calls(served, conversation, asked), sender)
+        calls = await served.text.prepare(lambda: _calls(settings, served, conversation, asked), sender)
         if calls is not None:
             await served.text.constraints.check(calls)
         return calls
@@ -426,7 +431,9 @@ async def _calls_besides(
         return None
 
 
-def _calls(served: Served, conversation: Conversation, asked: FieldConstraint | None) -> FieldConstraint | None:
+def _calls(
+    settings: RouterSettings, served: Served, conversation: Conversation, asked: FieldConstraint | None
+) -> FieldConstraint | None:
     """The constraint on the answer from tools: calls, if they are required, or else that calls match strict schemas.
 
     If no calls are required, an answer without any must match `asked`. None: only `asked` applies.
@@ -439,7 +446,15 @@ def _calls(served: Served, conversation: Conversation, asked: FieldConstraint | 
     wanted = choice.mode if choice.name is None else {"function": {"name": choice.name}}
     otherwise = None if asked is None else asked.constraint
     restricted = bool(choice.allowed)
-    return tool_calls(definitions, wanted, shape, parallel=choice.parallel, restricted=restricted, otherwise=otherwise)
+    return tool_calls(
+        definitions,
+        wanted,
+        shape,
+        parallel=choice.parallel,
+        restricted=restricted,
+        open_objects=settings.open_objects,
+        otherwise=otherwise,
+    )
 
 
 def check_token_ids(token_ids: Collection[int], vocab_size: int, param: str) -> None:

@@ -7,10 +7,9 @@ from ...errors import NotAllowed, UnknownPath
 from ..caller import Caller
 from ..front import Front
 from ..protocol.exchange import Exchange
+from ..protocol.origins import is_loopback
 from .endpoint import Endpoint, decoded, respond
 from .status import Status
-
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 class ResetBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -57,8 +56,8 @@ async def _engine_list(front: Front, exchange: Exchange) -> tuple[EngineList, Ca
     caller = Caller(front, exchange)
     if not caller.tenant.admin:
         raise NotAllowed("the list of engines is shared by all tenants; it requires a key with 'admin: true'")
-    if not front.tenants.named() and front.settings.host not in LOOPBACK:
-        # Engines receive prompts and the key in `backend_key_file`, so strangers must not be able to add one.
+    if not front.tenants.named() and not is_loopback(front.settings.host):
+        # Engines receive prompts, so strangers must not be able to list them.
         raise NotAllowed("without API keys, the list of engines is only available if the router listens on loopback")
     if front.engines is None:
         raise UnknownPath("this router has its own replicas; only 'homing route' has a list of engines")
@@ -91,10 +90,27 @@ ENDPOINTS = (
         (ResetBody,),
         body_required=False,
         large_bodies=False,
+        same_origin=True,
     ),
-    Endpoint("GET", "/engines", engines, "the external engines of this router", Engines),
-    Endpoint("POST", "/engines", add_engine, "add an external engine", EngineView, (EngineBody,), large_bodies=False),
+    Endpoint("GET", "/engines", engines, "the external engines of this router", Engines, same_origin=True),
     Endpoint(
-        "DELETE", "/engines", remove_engine, "remove an external engine", EngineView, (EngineBody,), large_bodies=False
+        "POST",
+        "/engines",
+        add_engine,
+        "add an external engine",
+        EngineView,
+        (EngineBody,),
+        large_bodies=False,
+        same_origin=True,
+    ),
+    Endpoint(
+        "DELETE",
+        "/engines",
+        remove_engine,
+        "remove an external engine",
+        EngineView,
+        (EngineBody,),
+        large_bodies=False,
+        same_origin=True,
     ),
 )

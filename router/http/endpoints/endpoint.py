@@ -34,6 +34,7 @@ class Endpoint:
     media: str = JSON
     error_body: Callable[[RouterError], bytes] | None = None  #: encodes errors; None: OpenAI's format
     errors: type = ErrorBody  #: type of an error's body
+    same_origin: bool = False  #: changes more than the sender's own requests: refused to pages of other servers
     streams: bool = False  #: the response is a stream of events if the body has `"stream": true`
 
 
@@ -49,12 +50,14 @@ async def decoded(
     *,
     lenient: bool = False,
     unknown: Callable[[Decoded], Iterable[tuple[str, str]]] | None = None,
+    unused: Callable[[Decoded], Iterable[str]] | None = None,
     part: bytes | None = None,
 ) -> Decoded:
     """Decode a request's body, or `part` of it. Long bodies are decoded in turns, fairly among tenants.
 
     Unknown fields are refused or, if `lenient` and the setting `strict_fields` is off, ignored and reported in a
-    header. `unknown` finds those that `decoder` accepts. Raises InvalidRequest and ClientGoneError.
+    header. `unknown` finds those that `decoder` accepts, `unused` known ones to report as ignored. Raises
+    InvalidRequest and ClientGoneError.
     """
     data = exchange.request.body if part is None else part
     lenient = lenient and not front.settings.strict_fields
@@ -73,6 +76,8 @@ async def decoded(
         if not lenient:
             raise UnknownField(*found[0])
         ignored += [f"{where}.{name}" for where, name in found]
+    if unused is not None:
+        ignored += islice(unused(body), MAX_IGNORED)
     if ignored:
         front.metrics.fields_ignored(len(ignored))
         caller.ignore(ignored)

@@ -18,6 +18,7 @@ from ..front import Front
 from ..generation import Job, generation_request
 from ..protocol.exchange import Exchange
 from .endpoint import Endpoint, decoded, respond
+from .generate import decoded_in
 from .stored_responses import put_history
 
 
@@ -113,7 +114,7 @@ async def explain_diff(front: Front, exchange: Exchange) -> None:
 async def _job(front: Front, caller: Caller, exchange: Exchange, data: bytes) -> tuple[Job, bytes]:
     """The job that a body of any dialect requests, and the salt of its cached blocks."""
     dialect = (await decoded(front, caller, exchange, _KIND, part=data)).dialect()
-    body = await decoded(front, caller, exchange, dialect.decoder, lenient=True, unknown=dialect.unknown, part=data)
+    body = await decoded_in(dialect, front, caller, exchange, data)
     if dialect is RESPONSES:
         await put_history(front, caller, body)
     sender = caller.sender(body.cache_salt)

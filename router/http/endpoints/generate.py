@@ -16,6 +16,7 @@ from ..dialects.completions import COMPLETION, Completion
 from ..dialects.dialect import BodyType, Dialect, StreamWriter, WholeWriter
 from ..dialects.embeddings import EmbeddingBuilder, EmbeddingsBody, EmbeddingsResponse
 from ..dialects.embeddings import job as embeddings_job
+from ..dialects.schema import unused_fields
 from ..front import Front
 from ..generation import Generation, Job
 from ..protocol.exchange import Exchange
@@ -29,8 +30,17 @@ _EMBEDDINGS = msgspec.json.Decoder(EmbeddingsBody)
 async def generate(dialect: Dialect[BodyType], front: Front, exchange: Exchange) -> None:
     caller = Caller(front, exchange)
     caller.check()
-    body = await decoded(front, caller, exchange, dialect.decoder, lenient=True, unknown=dialect.unknown)
+    body = await decoded_in(dialect, front, caller, exchange)
     await start_generation(dialect, front, exchange, caller, body)
+
+
+async def decoded_in(
+    dialect: Dialect[BodyType], front: Front, caller: Caller, exchange: Exchange, part: bytes | None = None
+) -> BodyType:
+    """Decode a request's body, or `part` of it, in a dialect. Raises InvalidRequest and ClientGoneError."""
+    unknown, unused = dialect.unknown, dialect.unused
+    decoder = dialect.decoder
+    return await decoded(front, caller, exchange, decoder, lenient=True, unknown=unknown, unused=unused, part=part)
 
 
 async def start_generation(
@@ -45,6 +55,9 @@ async def start_generation(
     served = await front.served(body.model)
     sender = caller.sender(body.cache_salt)
     job = await dialect.job(front, served, body, sender)
+    if unread := dialect.unread(job):
+        front.metrics.fields_ignored(len(unread))
+        caller.ignore([*caller.ignored, *unread])
     if served.backend.has_engines:
         job = _with_engine_fields(front, job, caller, exchange.request.body)
     session, departure = caller.session or job.session, None
@@ -82,7 +95,7 @@ def _departure(front: Front, job: Job, key: SessionKey, body_bytes: int) -> Call
 async def embeddings(front: Front, exchange: Exchange) -> None:
     caller = Caller(front, exchange)
     caller.check()
-    body = await decoded(front, caller, exchange, _EMBEDDINGS, lenient=True)
+    body = await decoded(front, caller, exchange, _EMBEDDINGS, lenient=True, unused=unused_fields)
     served = await front.served(body.model)
     job = await embeddings_job(front, served, body, caller.sender(body.cache_salt))
     Generation(front, job, exchange, caller, WholeWriter(exchange, EmbeddingBuilder(served, body))).begin()

@@ -11,8 +11,8 @@ from ..dialects.responses import RESPONSES, Response, ResponsesBody, items_of, s
 from ..front import Front
 from ..protocol.exchange import Exchange
 from ..response_store import StoredResponse
-from .endpoint import Endpoint, decoded, respond
-from .generate import generating, start_generation
+from .endpoint import Endpoint, respond
+from .generate import decoded_in, generating, start_generation
 
 RESPONSES_PATH = "/v1/responses"
 
@@ -39,7 +39,7 @@ async def create_response(front: Front, exchange: Exchange) -> None:
     """Generate a response. If there is a store, keep it unless the request says `store: false`."""
     caller = Caller(front, exchange)
     caller.check()
-    body = await decoded(front, caller, exchange, RESPONSES.decoder, lenient=True, unknown=RESPONSES.unknown)
+    body = await decoded_in(RESPONSES, front, caller, exchange)
     store, tenant = front.responses, caller.tenant.digest
     if store is None:
         await start_generation(RESPONSES, front, exchange, caller, body)
@@ -109,6 +109,13 @@ async def delete_response(front: Front, exchange: Exchange) -> None:
 ENDPOINTS = (
     replace(generating(RESPONSES_PATH, RESPONSES, "response", Response), handler=create_response),
     Endpoint("GET", f"{RESPONSES_PATH}/{{id}}", stored_response, "a stored response", Response),
-    Endpoint("DELETE", f"{RESPONSES_PATH}/{{id}}", delete_response, "delete a stored response", DeletedResponse),
+    Endpoint(
+        "DELETE",
+        f"{RESPONSES_PATH}/{{id}}",
+        delete_response,
+        "delete a stored response",
+        DeletedResponse,
+        same_origin=True,
+    ),
     Endpoint("GET", f"{RESPONSES_PATH}/{{id}}/input_items", stored_items, "a stored response's input items", ItemList),
 )

@@ -7,7 +7,7 @@ from ...errors import RouterError, UnknownPath, WrongMethod
 from ..front import Front
 from ..protocol.exchange import Exchange, Request
 from . import admin, explain, generate, status, stored_responses, tokens
-from .endpoint import Endpoint, Handler
+from .endpoint import Endpoint
 from .openapi import openapi_document
 from .status import MODELS
 from .stored_responses import RESPONSES_PATH
@@ -32,8 +32,8 @@ ENDPOINTS = (
     *admin.ENDPOINTS,
     Endpoint("GET", "/openapi.json", openapi, "this document"),
 )
-_BY_PATH: Mapping[str, Mapping[str, Handler]] = {
-    path: {each.method: each.handler for each in ENDPOINTS if each.path == path}
+_BY_PATH: Mapping[str, Mapping[str, Endpoint]] = {
+    path: {each.method: each for each in ENDPOINTS if each.path == path}
     for path in dict.fromkeys(each.path for each in ENDPOINTS)
 }
 _FIXED = {path for path in _BY_PATH if "{" not in path}
@@ -68,8 +68,8 @@ def error_body_of(path: str) -> Callable[[RouterError], bytes] | None:
     return _ERROR_BODIES.get(path)
 
 
-def find(request: Request) -> Handler:
-    """The handler of a request. Raises UnknownPath and WrongMethod."""
+def find(request: Request) -> Endpoint:
+    """The endpoint of a request. Raises UnknownPath and WrongMethod."""
     path, method = request.path, "GET" if request.method == "HEAD" else request.method
     by_method = _BY_PATH.get(path if path in _FIXED else _row(path))
     if by_method is None:

@@ -90,7 +90,9 @@ async def count_tokens(front: Front, exchange: Exchange) -> None:
     """Count the prompt tokens of a Messages request."""
     caller = Caller(front, exchange)
     caller.check()
-    body = await decoded(front, caller, exchange, _COUNT, lenient=True, unknown=messages.unknown)
+    body = await decoded(
+        front, caller, exchange, _COUNT, lenient=True, unknown=messages.unknown, unused=messages.unused
+    )
     served = await front.served(body.model)
     sender = caller.sender(body.cache_salt)
     tokens = await served.text.encode_chat(

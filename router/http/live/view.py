@@ -197,7 +197,7 @@ def _running(now: LiveSnapshot, each: RunningRequest) -> dict[str, Any]:
         "since": round(each.arrived + now.clock_offset_s, 3),
         "id": each.trace_id,
         "tenant": _tenant(now, each.tenant),
-        **_fields(each, "state replica prompt_tokens cached_tokens generated_tokens"),
+        **_fields(each, "state waits_for replica prompt_tokens cached_tokens generated_tokens"),
     }
 
 

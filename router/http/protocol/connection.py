@@ -22,7 +22,14 @@ from urllib.parse import unquote
 
 import httptools
 
-from ...errors import BodyTooLarge, HeadTooLarge, MalformedRequest, RequestTooSlow, RouterError
+from ...errors import (
+    BodyTooLarge,
+    HeadTooLarge,
+    MalformedRequest,
+    RequestTooSlow,
+    RouterError,
+    UnknownTransferEncoding,
+)
 from .exchange import Exchange, Headers, Request
 
 if TYPE_CHECKING:
@@ -217,6 +224,10 @@ class HttpConnection(asyncio.Protocol):
         if self._lines > MAX_HEADER_LINES:
             raise HeadTooLarge(f"the head of the request has more than {MAX_HEADER_LINES} lines")
         headers = self._fields
+        if key == "host" and key in headers:
+            raise MalformedRequest("the request has two host lines")
+        if key == "transfer-encoding" and text.strip().lower() != "chunked":
+            raise UnknownTransferEncoding(text)
         headers[key] = text if key not in headers else f"{headers[key]},{text}"
 
     def on_headers_complete(self) -> None:

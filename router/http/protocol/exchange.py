@@ -91,7 +91,8 @@ class Exchange(msgspec.Struct, eq=False):
         if self.over:
             return
         self.status = 200
-        fixed = [("content-type", EVENTS), ("cache-control", "no-cache")]
+        # nginx and others like it would collect the events of a second before they pass them on.
+        fixed = [("content-type", EVENTS), ("cache-control", "no-cache"), ("x-accel-buffering", "no")]
         self.wire.send_head(self, [*fixed, *headers, *self.extra_headers], None)
 
     def send(self, data: bytes) -> None:

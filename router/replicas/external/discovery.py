@@ -13,16 +13,18 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
+from ....events.endpoint import needs_ipv6
 from ...errors import BackendsInvalid
 from .addresses import ReplicaAddress, check_endpoint
 from .http_client import Address, Client, EngineUnreachableError
-from .load import EngineMetrics, metric_ranks, read_metrics
+from .load import MAX_COUNT, MAX_RANKS, EngineMetrics, metric_ranks, read_metrics
 from .probe import PROBE_TIMEOUT_S, Card, read_cards
 
 #: Ports in vLLM's and SGLang's documentation. Data-parallel ranks add their number.
 EVENTS_PORT = 5557
 REPLAY_PORT = 5558
 ENDPOINT_TIMEOUT_S = 1.0
+MAX_VERSION_CHARS = 64
 #: Small, as no message of a probed socket is read.
 MAX_FRAME_BYTES = 1024
 
@@ -122,7 +124,7 @@ async def discover(client: Client, address: EngineAddress, *, try_ports: bool) -
     return EngineInfo(
         address=address,
         kind=kind,
-        version=str(version.get("version") or server.get("version") or ""),
+        version=str(version.get("version") or server.get("version") or "")[:MAX_VERSION_CHARS],
         cards=tuple(cards),
         model_path=str(server.get("tokenizer_path") or server.get("model_path") or ""),
         block_size=_block_size(metrics, server),
@@ -134,11 +136,11 @@ async def discover(client: Client, address: EngineAddress, *, try_ports: bool) -
 
 def _block_size(metrics: EngineMetrics, server: dict[str, Any]) -> int | None:
     size = server.get("page_size")
-    return metrics.block_size or (size if isinstance(size, int) and size > 0 else None)
+    return metrics.block_size or (size if isinstance(size, int) and 0 < size <= MAX_COUNT else None)
 
 
 def _rank_numbers(count: object) -> tuple[int, ...]:
-    return tuple(range(count)) if isinstance(count, int) else ()
+    return tuple(range(count)) if isinstance(count, int) and count <= MAX_RANKS else ()
 
 
 def _event_sockets(server: dict[str, Any], host: str) -> tuple[str, str]:
@@ -150,7 +152,7 @@ def _event_sockets(server: dict[str, Any], host: str) -> tuple[str, str]:
     if isinstance(config, str):
         try:
             config = msgspec.json.decode(config)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, RecursionError):
             config = None
     if not isinstance(config, dict) or config.get("enable_kv_cache_events") is False:
         return "", ""
@@ -186,7 +188,7 @@ async def _accepts(endpoint: str, kind: int) -> bool:
     socket = context.socket(kind)
     try:
         socket.maxmsgsize = MAX_FRAME_BYTES
-        socket.ipv6 = endpoint.startswith("tcp://[")
+        socket.ipv6 = await needs_ipv6(endpoint)
         events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_DISCONNECTED
         monitor = socket.get_monitor_socket(events | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
         socket.connect(endpoint)
@@ -207,6 +209,6 @@ async def _json(client: Client, path: str) -> dict[str, Any]:
     """The answer's JSON object; empty if the path does not exist or returns something else."""
     try:
         content = msgspec.json.decode(await _text(client, path) or "{}")
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}

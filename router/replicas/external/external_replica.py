@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import assert_never
 
+from ....events.endpoint import needs_ipv6
 from ....events.follow.feed import EventFeed
 from ....events.follow.residency import UncountedResidency
 from ....events.follow.subscription import Apply, FeedStatus, Reset
@@ -70,10 +71,12 @@ class ExternalReplica(ReplicaHandle):
         super().__init__(description, flow, context, unavailable)
         self._requirements = requirements
         address = Address.of(description.request_endpoint)
-        self._client = Client(address, loop=context.loop, api_key=requirements.api_key, max_idle=IDLE_CONNECTIONS)
+        key = requirements.key_of(address.url)
+        self._client = Client(address, loop=context.loop, api_key=key, max_idle=IDLE_CONNECTIONS)
         self._blocks = ExternalBlocks(description.replica_id, model.hasher, model.root, description.data_parallel_rank)
         self._open_root = tenant_root(model.root)
         self._eos = frozenset(model.limits.eos_token_ids)
+        self._vocab_size = model.limits.vocab_size
         self._load = ExternalLoad(description)
         self._model = ""  #: the model's name at the engine
         self._calls: dict[int, tuple[ExternalRequest, Call]] = {}
@@ -85,6 +88,7 @@ class ExternalReplica(ReplicaHandle):
         self._refusal: ParityMismatch | None = None
         self.trouble = ""  #: why the engine cannot be reached; empty while it can
         self._unplaced_logged = False
+        self._ipv6 = False  #: the event sockets' name has no IPv4 address
 
     @property
     def unplaced_blocks(self) -> int:
@@ -144,13 +148,16 @@ class ExternalReplica(ReplicaHandle):
     async def _watch(self) -> None:
         while True:
             try:
-                model, metrics = await self._probe()
+                await self._serve(*await self._probe())
             except ParityMismatch as error:
                 self._refuse(error)
             except EngineUnreachableError as error:
                 self._note_trouble(str(error))
-            else:
-                await self._serve(model, metrics)
+            except Exception as error:  # a fault of ours, or an answer that nobody thought of, must not end the watch
+                log.exception("engine_watch_failed replica=%s", self.replica_id)
+                self._note_trouble(f"{type(error).__name__}: {error}")
+                if self.joined:
+                    self._context.run(self._drop("health"))
             await asyncio.sleep(REOPEN_S)
 
     async def _probe(self) -> tuple[str, EngineMetrics]:
@@ -166,6 +173,7 @@ class ExternalReplica(ReplicaHandle):
     async def _serve(self, model: str, metrics: EngineMetrics) -> None:
         """Keep the engine in routing until it is unhealthy."""
         self._refusal, self.trouble, self._model = None, "", model
+        self._ipv6 = await needs_ipv6(self.description.event_endpoints.events)
         self._load.begin(metrics)
         self.description = self._load.description
         log.info("replica_joined replica=%s url=%s", self.replica_id, self._client.address.url)
@@ -235,6 +243,7 @@ class ExternalReplica(ReplicaHandle):
             token_ids=True,
             residency=UncountedResidency(),
             topic=ANY_TOPIC,
+            ipv6=self._ipv6,
         )
 
     def _drop(self, reason: str) -> list[Instruction]:
@@ -256,6 +265,7 @@ class ExternalReplica(ReplicaHandle):
             generate,
             self._on_reply,
             eos_token_ids=self._eos,
+            vocab_size=self._vocab_size,
             uncached_tokens=self._placement.loads.uncached_tokens(self.replica_id, generate.request_id),
             now=self._context.clock(),
         )
@@ -281,14 +291,21 @@ class ExternalReplica(ReplicaHandle):
             self._report()
 
     def _on_reply(self, request: ExternalRequest, reply: TokenOutput | TextOutput | Refused) -> None:
-        over = request.closed and self._calls.pop(request.request_id, None) is not None
-        now = self._context.clock()
+        over, now = request.closed, self._context.clock()
+        if over:
+            if (sent := self._calls.pop(request.request_id, None)) is None:
+                return
+            _, call = sent
+            # An engine would go on generating what is no longer read; after a whole answer, its connection is kept.
+            if isinstance(reply, Refused):
+                call.close()
+            else:
+                call.leave()
         if isinstance(reply, Refused):
-            if over:
-                self._load.ended(request)
-                if reply.retry:
-                    self._check_now.set()
-                self._reply(reply, now)
+            self._load.ended(request)
+            if reply.retry:
+                self._check_now.set()
+            self._reply(reply, now)
             return
         started = self._load.tokens_arrived(request, now)
         if started and self._feed is None:
@@ -326,6 +343,8 @@ class ExternalReplica(ReplicaHandle):
         try:
             for event in _joined(instruction.events):
                 match event:
+                    case Stored(remote=True) | Removed(remote=True):
+                        continue  # every engine of the store can load them: no reason to prefer this one
                     case Stored():
                         self._placement.stored(self.replica_id, self._blocks.stored(event, instruction.rank))
                         if self.unplaced_blocks and not self._unplaced_logged:
@@ -351,17 +370,17 @@ class ExternalReplica(ReplicaHandle):
 def _joined(events: Sequence[CacheEvent]) -> list[CacheEvent]:
     """Merge consecutive removals at the same place into one event: vLLM announces each removal separately."""
     joined: list[CacheEvent] = []
-    place: tuple[str | None, int | None] | None = None
+    place: tuple[str | None, int | None, bool] | None = None
     run: list[int] = []
     for event in events:
         if not isinstance(event, Removed):
             joined.append(event)
             place = None
-        elif place == (event.medium, event.group):
+        elif place == (event.medium, event.group, event.remote):
             run += event.hashes
         else:
-            place, run = (event.medium, event.group), [*event.hashes]
-            joined.append(Removed(run, event.medium, event.group))
+            place, run = (event.medium, event.group, event.remote), [*event.hashes]
+            joined.append(Removed(run, event.medium, event.group, event.remote))
     return joined
 
 

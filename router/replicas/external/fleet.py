@@ -73,6 +73,10 @@ class EngineFleet:
             self.add(address, source)
         return bool(fresh or gone)
 
+    def is_from_operator(self, url: str) -> bool:
+        """Whether a flag, file or name of the operator lists this server, not an admin over the API."""
+        return any(each.address.url == url and each.source != API_SOURCE for each in self.engines.values())
+
     def undiscovered(self) -> list[ListedEngine]:
         return [engine for engine in self.engines.values() if engine.info is None]
 

@@ -18,8 +18,8 @@ from operator import not_
 from typing import NamedTuple
 
 GPU = "GPU"
-#: Media by typical speed; unknown media come last.
-_SPEED = {GPU: 0, "CPU": 1, "DISK": 2, "STORAGE": 2}
+#: Media of vLLM, SGLang and Dynamo by typical speed; unknown media come last.
+_SPEED = {GPU: 0, "CPU": 1, "CPU_PINNED": 1, "CPU_TIER1": 1, "CPU_TIER2": 2, "DISK": 3, "STORAGE": 3, "EXTERNAL": 4}
 
 
 class Hit(NamedTuple):

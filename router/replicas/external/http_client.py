@@ -19,7 +19,10 @@ CONNECT_TIMEOUT_S = 5.0
 #: How long idle connections are reused. Servers close them (uvicorn after 5 s), which must not coincide with a request.
 MAX_IDLE_S = 2.0
 #: Limit for answers other than token streams: model lists, metrics, errors.
-MAX_ANSWER_BYTES = 16 * 1024 * 1024
+MAX_ANSWER_BYTES = 4 * 1024 * 1024
+MAX_HEAD_BYTES = 64 * 1024
+#: A connection whose answer is complete for us is closed unless the server ends the body after this much.
+LEFT_BYTES, LEFT_S = 64 * 1024, 5.0
 
 
 @dataclass(slots=True, frozen=True)
@@ -63,7 +66,7 @@ class AnswerSink(Protocol):
 
 
 class Call(asyncio.Protocol):
-    """One request. It starts on construction; after `close` the sink is not called."""
+    """One request. It starts on construction; after `close` or `leave` the sink is not called."""
 
     def __init__(self, client: "Client", request: bytes, sink: AnswerSink) -> None:
         self._client = client
@@ -74,6 +77,7 @@ class Call(asyncio.Protocol):
         self._connecting: asyncio.Task[None] | None = None
         self._may_repeat = False  #: no answer yet on a reused connection, which the server may have closed meanwhile
         self._over = self._reusable = False  #: the answer is complete; its connection can be reused
+        self._in_head, self._bytes = True, 0  #: bytes of the head; after `leave`, of the rest of the body
         if (idle := client.take_idle()) is None:
             self._connect()
         else:
@@ -95,10 +99,17 @@ class Call(asyncio.Protocol):
     def close(self) -> None:
         """Close the connection. The sink is not called any more. Idempotent."""
         self._sink = None
+        self._client.left.pop(self, None)
         if self._connecting is not None:
             self._connecting.cancel()
         if self._transport is not None:
             self._transport.abort()
+
+    def leave(self) -> None:
+        """The sink needs no more and is not called any more. The connection is kept if the server now ends the body."""
+        self._sink, self._bytes = None, 0
+        if not self._over:
+            self._client.left[self] = self._client.loop.time()
 
     # asyncio.Protocol
 
@@ -112,10 +123,18 @@ class Call(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._may_repeat = False
+        if self._in_head or self._sink is None:
+            self._bytes += len(data)
+            if self._sink is None and self._bytes > LEFT_BYTES:
+                self.close()
+                return
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self._finish(f"the answer is not HTTP: {error}")
+            self._finish(f"the answer is not HTTP: {error.__context__ or error}")
+            return
+        if self._in_head and self._bytes > MAX_HEAD_BYTES:
+            self._finish(f"the head of the answer is longer than {MAX_HEAD_BYTES} bytes")
             return
         if self._over:
             if self._reusable and self._transport is not None and self._client.keep(self._transport):
@@ -132,6 +151,7 @@ class Call(asyncio.Protocol):
     # httptools
 
     def on_headers_complete(self) -> None:
+        self._in_head = False
         if self._sink is not None and not self._over:
             self._sink.head(self._parser.get_status_code())
 
@@ -144,6 +164,7 @@ class Call(asyncio.Protocol):
 
     def _finish(self, broken: str | None) -> None:
         sink, self._sink = self._sink, None
+        self._client.left.pop(self, None)
         if self._transport is not None:
             self._transport.abort()
         if sink is not None:
@@ -191,15 +212,16 @@ class _AnswerCollector:
         self._status = status
 
     def body(self, data: bytes) -> None:
+        if self._done.done():
+            return
         self._bytes += len(data)
-        if self._bytes <= MAX_ANSWER_BYTES:
-            self._pieces.append(data)
+        self._pieces.append(data)
+        if self._bytes > MAX_ANSWER_BYTES:
+            self.end(f"the answer is longer than {MAX_ANSWER_BYTES} bytes")
 
     def end(self, broken: str | None) -> None:
         if self._done.done():
             return
-        if broken is None and self._bytes > MAX_ANSWER_BYTES:
-            broken = f"the answer is too large: {self._bytes} bytes"
         if broken is not None:
             self._done.set_exception(EngineUnreachableError(broken))
         else:
@@ -217,6 +239,7 @@ class Client:
         self.loop = loop
         self._max_idle = max_idle
         self._idle: list[_Idle] = []  #: most recently used last
+        self.left: dict[Call, float] = {}  #: calls whose server has yet to end the body, and since when; oldest first
         bearer = f"authorization: Bearer {api_key}\r\n" if api_key else ""
         close = "" if max_idle else "connection: close\r\n"
         self._head = f"host: {address.host}:{address.port}\r\n{close}accept: */*\r\n{bearer}"
@@ -227,6 +250,8 @@ class Client:
         for idle in self._idle:
             idle.transport.abort()
         self._idle.clear()
+        for left in tuple(self.left):
+            left.close()
 
     def keep(self, transport: asyncio.Transport) -> bool:
         """Take back a connection that a call no longer needs. Returns whether it is kept."""
@@ -250,6 +275,11 @@ class Client:
         self, method: str, path: str, body: bytes, sink: AnswerSink, headers: Iterable[tuple[str, str]] = ()
     ) -> Call:
         """Start a request. `headers`: additional headers; those with empty values are left out."""
+        while self.left:
+            oldest, since = next(iter(self.left.items()))
+            if self.loop.time() - since < LEFT_S:
+                break
+            oldest.close()
         named = "".join([f"{name}: {value}\r\n" for name, value in headers if value])
         head = (
             f"{method} {self.address.path}{path} HTTP/1.1\r\n{self._head}{named}"

@@ -26,11 +26,16 @@ _USAGE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token
 _CONFIG = "vllm:cache_config_info"
 _PAGES, _PAGE_SIZE = "sglang:num_pages", "sglang:page_size"
 
-#: One pattern for each metric, which starts with its name: an engine's thousand lines are searched each second.
+#: One pattern for each metric: an engine's thousand lines are searched each second. Bounded, as are the samples read,
+#: because an engine could make the search take minutes.
 _SAMPLES = {
-    name: re.compile(rf"{name}(?:\{{([^}}]*)\}})? (\S+)")
+    name: re.compile(rf"{name}(?:\{{([^}}\n]{{0,4096}})\}})? (\S{{1,64}})")
     for name in (*_RUNNING, *_WAITING, *_USAGE, _CONFIG, _PAGES, _PAGE_SIZE)
 }
+MAX_SAMPLES = 1024
+#: Larger numbers of requests, blocks or tokens per block are none, nor are more ranks.
+MAX_COUNT = 1 << 31
+MAX_RANKS = 256
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 #: Block count assumed for an engine that does not report one; limits the index, not the engine.
@@ -244,7 +249,8 @@ class ExternalLoad:
 def metric_ranks(metrics: str) -> tuple[int, ...]:
     """The data-parallel ranks in the labels of vLLM's metrics."""
     found = {labels.get("engine", "") for name in _RUNNING for labels, _ in _samples(metrics, name)}
-    return tuple(sorted(int(rank) for rank in found if rank.isdecimal()))
+    ranks = sorted(int(rank) for rank in found if rank.isdecimal() and len(rank) < len(str(MAX_RANKS)) + 1)
+    return tuple(rank for rank in ranks if rank < MAX_RANKS)
 
 
 def read_metrics(metrics: str, rank: int | None = None) -> EngineMetrics:
@@ -274,9 +280,19 @@ def read_metrics(metrics: str, rank: int | None = None) -> EngineMetrics:
 
 def _samples(metrics: str, name: str) -> Iterator[tuple[dict[str, str], str]]:
     """Labels and value of each sample of one metric."""
-    for found in _SAMPLES[name].finditer(metrics):
-        if found.start() == 0 or metrics[found.start() - 1] == "\n":
+    for start in islice(_lines(metrics, name), MAX_SAMPLES):
+        if found := _SAMPLES[name].match(metrics, start):
             yield dict(_LABEL.findall(found[1] or "")), found[2]
+
+
+def _lines(text: str, beginning: str) -> Iterator[int]:
+    """Where the lines start that begin with these words."""
+    if text.startswith(beginning):
+        yield 0
+    at = text.find(f"\n{beginning}")
+    while at >= 0:
+        yield at + 1
+        at = text.find(f"\n{beginning}", at + 1)
 
 
 def _is_of(labels: Mapping[str, str], rank: int | None) -> bool:
@@ -289,8 +305,8 @@ def _number(text: str) -> float | None:
         value = float(text)
     except ValueError:
         return None
-    return value if 0 <= value < float("inf") else None
+    return value if 0 <= value <= MAX_COUNT else None
 
 
 def _count(text: str) -> int | None:
-    return int(text) if text.isdecimal() and int(text) > 0 else None
+    return int(text) if text.isdecimal() and len(text) < len(str(MAX_COUNT)) and int(text) > 0 else None

@@ -4,16 +4,17 @@
 would show only as wrong answers or a hit rate of zero. Values that an engine does not report are accepted.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
+from msgspec import Meta
 
-from ....replica.messages import ReplicaDescription
+from ....replica.messages import ReplicaDescription, TokenId
 from ...errors import ParityMismatch
 from .http_client import Client, EngineUnreachableError
-from .load import EngineMetrics, read_metrics
+from .load import MAX_COUNT, EngineMetrics, read_metrics
 
 Read = TypeVar("Read")
 
@@ -42,7 +43,7 @@ class EngineRequirements:
     block_size: int
     canary_ids: tuple[int, ...] | None  #: the router's token ids of `CANARY`; None: not compared here
     max_running_requests: int
-    api_key: str = ""
+    key_of: Callable[[str], str] = lambda _url: ""  #: the API key for the server at a URL; empty: none
     #: the router's token ids of `CANARY_CHATS`, with its template; empty where it refuses a chat, or if not compared
     chat_ids: tuple[tuple[int, ...], ...] = ()
 
@@ -58,20 +59,23 @@ def requirements_of(description: ReplicaDescription) -> EngineRequirements:
     )
 
 
+_Name = Annotated[str, Meta(max_length=1024)]
+
+
 class Card(msgspec.Struct, frozen=True):
     """A model in `/v1/models`."""
 
-    id: str
-    root: str | None = None  #: the folder or hub name that it was loaded from
-    max_model_len: int | None = None
+    id: _Name
+    root: _Name | None = None  #: the folder or hub name that it was loaded from
+    max_model_len: Annotated[int, Meta(le=MAX_COUNT)] | None = None
 
 
 class _Cards(msgspec.Struct, frozen=True):
-    data: list[Card] = []
+    data: Annotated[list[Card], Meta(max_length=1024)] = []
 
 
 class _Tokens(msgspec.Struct, frozen=True):
-    tokens: list[int]
+    tokens: list[TokenId]
 
 
 def examine(
@@ -84,7 +88,7 @@ def examine(
     """Return the model's name at the engine. Arguments are None if not reported. Raises ParityMismatch."""
     card = next((card for card in cards if {card.id, card.root} & set(requirements.model_names)), None)
     if card is None:
-        offered = ", ".join(card.id for card in cards) or "none"
+        offered = ", ".join(card.id for card in cards[:8]) or "none"
         wanted = " or ".join(requirements.model_names)
         raise ParityMismatch(replica, "model", wanted, offered, remedy="pass its name with --backend-model")
     if card.max_model_len is not None and card.max_model_len < requirements.max_model_len:
@@ -150,5 +154,5 @@ async def _read(client: Client, method: str, path: str, body: bytes, kind: type[
         return None
     try:
         return msgspec.json.decode(answer.body, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None

@@ -11,10 +11,13 @@ import msgspec
 from ....replica.messages import Generate, Refused, TokenOutput
 from ...backend import TextOutput
 from ...text.parsers.deltas import ToolCallStart
-from .wire import EventStreamParser, EventTooLongError, Piece, error_message, read_piece
+from .wire import MAX_EVENT_BYTES, MAX_TOKENS, EventStreamParser, MalformedAnswerError, Piece, error_message, read_piece
 
-#: Bytes of an error answer to keep; enough for its message.
+#: An error answer is read up to here, which is enough for its message.
 _MAX_ERROR_BYTES = 64 * 1024
+#: What an answer may have for each token asked for, beyond a fixed amount. Alternatives with their texts take 2 KB.
+EVENTS_PER_TOKEN, SPARE_EVENTS = 8, 1024
+BYTES_PER_TOKEN, SPARE_BYTES = 16 * 1024, 2 * MAX_EVENT_BYTES
 #: Statuses for requests that every engine would reject.
 _CLIENT_ERRORS = frozenset({400, 413, 422})
 
@@ -28,10 +31,11 @@ class ExternalRequest:
         on_reply: Callable[["ExternalRequest", TokenOutput | TextOutput | Refused], None],
         *,
         eos_token_ids: frozenset[int],
+        vocab_size: int,
         uncached_tokens: int,
         now: float,
     ) -> None:
-        """`on_reply` receives the outputs; the last one has a finish reason or is a refusal."""
+        """`on_reply` receives the outputs; the last one has a finish reason or is a refusal, and nothing follows it."""
         self.generate = generate
         self.request_id = generate.request_id
         self.uncached_tokens = uncached_tokens  #: prompt tokens not cached, as predicted at dispatch
@@ -43,7 +47,11 @@ class ExternalRequest:
         self._stop_token_ids = frozenset(generate.sampling.stop_token_ids) | (
             frozenset() if generate.sampling.ignore_eos else eos_token_ids
         )
+        self._vocab_size = vocab_size
         self._first_index = len(generate.token_ids) // 4 - generate.prompt_tokens
+        #: An engine that renders the chat itself may know of more room than this router.
+        self._most_tokens = MAX_TOKENS if generate.chat else generate.sampling.max_tokens - self._first_index
+        self._events = self._bytes = 0  #: received
         self._status = 0
         self._calls = 0  #: tool calls so far, in a chat
         self._error = b""
@@ -60,20 +68,28 @@ class ExternalRequest:
         self._status = status
 
     def body(self, data: bytes) -> None:
+        if self.closed:
+            return
+        self._bytes += len(data)
         if self._status != 200:
-            self._error = (self._error + data)[:_MAX_ERROR_BYTES]
+            self._error += data
+            if self._bytes > _MAX_ERROR_BYTES:
+                self.end(None)
             return
         try:
+            if self._bytes > SPARE_BYTES + BYTES_PER_TOKEN * self._most_tokens:
+                raise MalformedAnswerError(f"{self._bytes} bytes for at most {self._most_tokens} tokens")
             for event in self._parser.feed(data):
+                self._events += 1
                 self._take(read_piece(event, self._calls))
-        except (msgspec.DecodeError, UnicodeDecodeError, EventTooLongError) as error:
+        except (ValueError, RecursionError) as error:
             self._refuse(f"its answer cannot be read: {error}")
 
     def end(self, broken: str | None) -> None:
         if self.closed:
             return
         if broken is None and self._status != 200:
-            message = error_message(self._error)
+            message = error_message(self._error[:_MAX_ERROR_BYTES])
             if self._status in _CLIENT_ERRORS:
                 self._close(Refused(request_id=self.request_id, reason="invalid", message=message))
             else:
@@ -89,8 +105,10 @@ class ExternalRequest:
     def _take(self, piece: Piece) -> None:
         if self.closed:
             return
+        if self._events > SPARE_EVENTS + EVENTS_PER_TOKEN * self._most_tokens:
+            raise MalformedAnswerError(f"{self._events} events for at most {self._most_tokens} tokens")
         if piece.cached_tokens is not None:
-            self.cached_tokens = piece.cached_tokens
+            self.cached_tokens = min(piece.cached_tokens, len(self.generate.token_ids) // 4)
         if piece.error is not None:
             self._refuse(piece.error)
         elif piece.finish_reason == "abort":
@@ -98,13 +116,19 @@ class ExternalRequest:
         elif piece.done:
             self.end(None)
         elif piece.token_ids or piece.text or piece.deltas or piece.finish_reason:
+            if self._last is not None:
+                raise MalformedAnswerError("it goes on after its finish reason")
             output = self._text(piece) if piece.token_ids is None else self._tokens(piece, piece.token_ids)
+            if self.generated > self._most_tokens:
+                raise MalformedAnswerError(f"{self.generated} tokens where at most {self._most_tokens} were asked for")
             if piece.finish_reason is not None:
                 self._last = output
                 return
             self._on_reply(self, output)
 
     def _tokens(self, piece: Piece, token_ids: list[int]) -> TokenOutput:
+        if token_ids and max(token_ids) >= self._vocab_size:
+            raise MalformedAnswerError(f"the model has no token {max(token_ids)}")
         index = self._first_index + self.generated
         first = not self.generated
         self.generated += len(token_ids)

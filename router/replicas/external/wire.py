@@ -8,17 +8,20 @@ SGLang's where they differ; engines ignore unknown fields.
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from ....kvcache.hashing import token_array
-from ....replica.messages import Constraint, FinishReason, Generate, PositionLogprobs, TokenLogprob
+from ....replica.messages import Constraint, FinishReason, Generate, PositionLogprobs, TokenId, TokenLogprob
 from ...text.parsers.deltas import Content, Delta, Reasoning, ToolCallArguments, ToolCallStart
 
 _DONE = b"[DONE]"
 _SEED_MASK = (1 << 63) - 1
 _TOKEN_ID = "token_id:"
+#: A larger token id is none.
+_MOST_DIGITS = 10
 #: Values stay as the client wrote them.
 _CHAT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -84,10 +87,17 @@ def constraint_fields(constraint: Constraint) -> dict[str, Any]:
             return {"structured_outputs": {"structural_tag": source}}
 
 
+#: No answer has more tokens, tool calls, or alternatives per token.
+MAX_TOKENS = 1 << 24
+MAX_CALLS = 4096
+MAX_ALTERNATIVES = 1024
+_Count = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
+
+
 class _Logprobs(msgspec.Struct, frozen=True):
     token_logprobs: list[float | None] = []
     tokens: list[str] = []
-    top_logprobs: list[dict[str, float] | None] | None = None
+    top_logprobs: list[Annotated[dict[str, float], Meta(max_length=MAX_ALTERNATIVES)] | None] | None = None
 
 
 class _Function(msgspec.Struct, frozen=True):
@@ -96,7 +106,7 @@ class _Function(msgspec.Struct, frozen=True):
 
 
 class _Call(msgspec.Struct, frozen=True):
-    index: int = 0
+    index: Annotated[int, Meta(ge=0, lt=MAX_CALLS)] = 0
     id: str | None = None
     function: _Function = _Function()
 
@@ -113,17 +123,17 @@ class _Message(msgspec.Struct, frozen=True):
 class _Choice(msgspec.Struct, frozen=True):
     text: str = ""
     delta: _Message | None = None  #: only in a chat
-    token_ids: list[int] | None = None
+    token_ids: list[TokenId] | None = None
     logprobs: _Logprobs | None = None
     finish_reason: str | None = None
 
 
 class _Details(msgspec.Struct, frozen=True):
-    cached_tokens: int | None = None
+    cached_tokens: _Count | None = None
 
 
 class _Usage(msgspec.Struct, frozen=True):
-    completion_tokens: int | None = None
+    completion_tokens: _Count | None = None
     prompt_tokens_details: _Details | None = None
 
 
@@ -139,19 +149,20 @@ _CHUNK = msgspec.json.Decoder(_Chunk)
 MAX_EVENT_BYTES = 8 * 1024 * 1024
 
 
-class EventTooLongError(Exception):
-    """An event is too long, so the server does not send server-sent events."""
+class MalformedAnswerError(ValueError):
+    """An engine's answer cannot be one to the request that it got."""
 
 
 class EventStreamParser:
     """Splits an answer, which may arrive in arbitrary pieces, into server-sent events. Reads only the `data` field."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._rest: list[bytes] = []  #: pieces of a line without its end, joined only once: a line may have thousands
         self._data: list[bytes] = []
+        self._kept = 0  #: bytes in both
 
     def feed(self, piece: bytes) -> list[bytes]:
-        """Return the events that this piece completes. Raises EventTooLongError."""
+        """Return the events that this piece completes. Raises MalformedAnswerError; the parser is then of no use."""
         if (
             not self._rest
             and not self._data
@@ -160,10 +171,17 @@ class EventStreamParser:
             and piece.find(b"\n") == len(piece) - 2
         ):
             return [piece[6:-2]]  # the common case: exactly one event
-        lines = (self._rest + piece).split(b"\n")
-        self._rest = lines.pop()
-        if len(self._rest) + sum(map(len, self._data)) > MAX_EVENT_BYTES:
-            raise EventTooLongError(f"an event is longer than {MAX_EVENT_BYTES} bytes")
+        self._rest.append(piece)
+        self._kept += len(piece)
+        events = self._complete() if b"\n" in piece else []
+        if self._kept > MAX_EVENT_BYTES:
+            raise MalformedAnswerError(f"an event is longer than {MAX_EVENT_BYTES} bytes")
+        return events
+
+    def _complete(self) -> list[bytes]:
+        """The events in the lines that have ended."""
+        lines = b"".join(self._rest).split(b"\n")
+        self._rest = [lines.pop()]
         events: list[bytes] = []
         for line in lines:
             line = line.removesuffix(b"\r")
@@ -172,6 +190,7 @@ class EventStreamParser:
             elif not line and self._data:
                 events.append(b"\n".join(self._data))
                 self._data.clear()
+        self._kept = len(self._rest[0]) + sum(map(len, self._data))
         return events
 
 
@@ -190,7 +209,7 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_piece(data: bytes, calls: int = 0) -> Piece:
-    """Decode one event. `calls`: number of tool calls so far, in a chat. Raises msgspec.DecodeError."""
+    """Decode one event. `calls`: number of tool calls so far, in a chat. Raises ValueError and RecursionError."""
     if data == _DONE:
         return Piece(done=True)
     chunk = _CHUNK.decode(data)
@@ -267,7 +286,10 @@ def _positions(logprobs: _Logprobs) -> list[PositionLogprobs] | None:
 
 
 def _token_logprob(name: str, logprob: float | None) -> TokenLogprob:
-    return TokenLogprob(int(name.removeprefix(_TOKEN_ID)), float("-inf") if logprob is None else logprob)
+    digits = name.removeprefix(_TOKEN_ID)
+    if not digits.isdecimal() or len(digits) > _MOST_DIGITS:
+        raise MalformedAnswerError(f"{name[:40]!r} is not a token")
+    return TokenLogprob(int(digits), float("-inf") if logprob is None else logprob)
 
 
 def _top_logprobs(top: dict[str, float] | None) -> list[TokenLogprob]:

@@ -5,7 +5,7 @@ Pure values: candidates in, decision out. Block hashes, time and randomness are 
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from math import exp, inf
+from math import inf
 from random import Random
 from typing import ClassVar
 
@@ -19,22 +19,13 @@ from ..replica_load import ReplicaLoad
 #: Reading `FeedState.LIVE` takes 0.1 µs in Python 3.11, and a decision reads it once per replica.
 LIVE, STALE = FeedState.LIVE, FeedState.STALE
 
-#: A full replica counts as saturated once this many requests wait in its engine: enough to fill the next step.
+#: A full external engine counts as saturated once this many requests wait there: enough to fill the next step. Its own
+#: queue knows no tenants and no priorities, so what it cannot start yet is kept in the router. Ours knows both.
 QUEUE_AHEAD = 4
-#: Error in the predicted number of free blocks when a request starts, as a share of the blocks in use. Simulated on 16
-#: cells of agent traffic (docs/simulate.md): geometric means of mean TTFT and p99 were 0.208 and 2.48 s with 0, 0.179
-#: and 1.96 s with 0.05, 0.171 and 1.55 s with 0.1.
-UNCERTAIN = 0.1
-#: With more spare blocks than this many times that error, the wait for blocks is ignored: the expected shortage is
-#: below a hundredth of the error.
-NEGLIGIBLE = 5
-
-#: Keeps a wait for memory finite.
-LEAST_ENDS_PER_STEP = 1e-9
 
 #: Time to load a cached token from slower memory, as a share of the time to compute it, by medium: 1 minus the credits
 #: that llm-d (0.8) and vllm-router (0.8, 0.3) give. Not measured here. All other media count as `OTHER_LOADING`.
-LOADING = {"CPU": 0.2, "DISK": 0.7, "STORAGE": 0.7}
+LOADING = {"CPU": 0.2, "CPU_PINNED": 0.2, "CPU_TIER1": 0.2, "DISK": 0.7, "STORAGE": 0.7}
 OTHER_LOADING = 0.7
 
 #: Blocks in memory slower than the GPU's: pairs of medium and number of blocks.
@@ -98,26 +89,6 @@ class Candidate(msgspec.Struct, frozen=True, gc=False, kw_only=True):
         return blocks * prompt.block_size * self.load.prefill_cost.token_s
 
 
-class ManyCandidates(Sequence[Candidate]):
-    """Candidates of a large fleet. Each `Candidate` is created on access, as most are never looked at."""
-
-    @abstractmethod
-    def longest_live(self) -> int:
-        """The longest expected prefix, in blocks, among candidates with a live feed."""
-
-    @abstractmethod
-    def holders(self, blocks: int) -> int:
-        """How many available candidates with a live feed are expected to hold at least this many blocks."""
-
-    @abstractmethod
-    def longest_known(self) -> int:
-        """The longest prefix, in blocks, that any candidate holds or is expected to hold."""
-
-
-#: Distinguish them with `isinstance(…, list)`: a check against an abstract class takes ten times as long.
-Candidates = list[Candidate] | ManyCandidates
-
-
 class Score(msgspec.Struct, frozen=True, gc=False):
     """A policy's rating of one candidate."""
 
@@ -164,15 +135,17 @@ class Policy(ABC):
 
     #: The name in the settings.
     name: ClassVar[str]
-    #: Whether requests wait in the router, where they can still go to any replica, rather than at a replica with a full
-    #: queue. Policies of other routers send every request at once.
-    holds_requests: ClassVar[bool] = True
+    #: Whether requests for a full external engine wait in the router, where tenants have shares. Policies of other
+    #: routers send every request at once.
+    keeps_shares: ClassVar[bool] = True
     #: Whether the policy predicts how much of a prompt is cached on the chosen replica.
     predicts_hits: ClassVar[bool] = True
+    #: Whether its engines start requests in the order of arrival, as in `homing simulate`.
+    arrival_order: ClassVar[bool] = False
     #: Whether it notices that an engine restarted at the same address. `homing simulate` models routers that do not.
     notices_restarts: ClassVar[bool] = True
-    #: Whether it reads so few candidates that `ManyCandidates` are cheaper than a list of all.
-    prefers_columns: ClassVar[bool] = False
+    #: Whether it compares only costs, so that in a large fleet the contenders (`Placement.candidates`) suffice.
+    reads_contenders: ClassVar[bool] = False
 
     @abstractmethod
     def consider(self, prompt: Prompt, candidates: Sequence[Candidate], rng: Random) -> Decision:
@@ -234,7 +207,7 @@ class Policy(ABC):
             return "warming up"
         if load.silent:
             return "silent"
-        if load.waiting >= QUEUE_AHEAD and self.holds_requests and is_full(prompt, candidate):
+        if load.external and load.waiting >= QUEUE_AHEAD and self.keeps_shares and is_full(prompt, candidate):
             return "saturated"
         return None
 
@@ -262,52 +235,26 @@ def is_full(prompt: Prompt, candidate: Candidate) -> bool:
     return load.requests >= load.max_running_requests or load.free_blocks < prompt.blocks + 1 - cached
 
 
-def room_of(load: ReplicaLoad) -> float:
-    """A prompt with fewer blocks than this meets no obstacle at the replica and waits neither for memory nor a slot."""
-    if load.requests >= load.max_running_requests or load.waiting >= QUEUE_AHEAD:
-        return -inf
-    if load.draining or load.warming or load.silent:
-        return -inf
-    return load.spare_blocks - NEGLIGIBLE * (UNCERTAIN * max(1, load.total_blocks - load.free_blocks))
-
-
 def expected_ttft_s(prompt: Prompt, candidate: Candidate, uncached: int) -> float:
     """Expected seconds until the first token if the request is sent now and `uncached` of its tokens are computed.
-
-    At least 0; infinity where the replica's numbers allow no estimate.
 
     The sum of: the remaining queued prefill work; the prefill of this prompt's uncached tokens, by the replica's
     measured cost; the time to load blocks from slower memory; if anything decodes there, one decode step for each
     prefill step, half of the step in progress, and one more step if part of the prefix is still being computed, because
-    the prompt starts after that step; and the wait for a slot and for free blocks, by the rate at which running
-    requests end. If memory is nearly full, some blocks count as possibly missing: the needs of running requests and the
-    requests that other routers send there are not known exactly.
+    the prompt starts after that step; and the wait for a slot and for free blocks (`ReplicaLoad.wait_s`). At least 0;
+    infinity where the replica's numbers allow no estimate.
     """
-    seconds = _unchecked_ttft_s(prompt, candidate, uncached)
-    return seconds if seconds >= 0.0 else inf
-
-
-def _unchecked_ttft_s(prompt: Prompt, candidate: Candidate, uncached: int) -> float:
     load = candidate.load
-    queued, cached = load.queued_prefill_tokens, prompt.tokens - uncached
-    prefill = load.prefill_cost.seconds(cached, uncached)
+    queued = load.queued_prefill_tokens
+    seconds = load.prefill_cost.seconds(prompt.tokens - uncached, uncached)
     if candidate.slower_blocks:
-        prefill += candidate.loading_s(prompt)
+        seconds += candidate.loading_s(prompt)
     if queued and load.busy_until > prompt.now:
-        prefill += load.busy_until - prompt.now
-    if not load.running and load.spare_blocks > prompt.blocks:  # plus one partial block
-        return prefill
-    steps = 0.5 - (-(queued + uncached) // max(1, load.max_batched_tokens))  # rounded up
-    if queued and candidate.expected_blocks > candidate.held_blocks:
-        steps += 1
-    seconds = prefill + steps * load.decode_step_s
-    slots = load.running + load.waiting + 1 - load.max_running_requests
-    used = max(1, load.total_blocks - load.free_blocks)
-    spread, room = UNCERTAIN * used, load.spare_blocks - prompt.blocks
-    if room > NEGLIGIBLE * spread and slots <= 0:
-        return seconds
-    # Blocks that requests there must release first. A cached block that no request uses is needed like any free one.
-    missing = 1 - room - candidate.used_blocks
-    likely = missing + spread if missing > 0 else spread * exp(missing / spread)
-    ends = max(slots, likely / used * (load.running or load.waiting))
-    return seconds + ends / max(LEAST_ENDS_PER_STEP, load.ends_per_step) * load.decode_step_s
+        seconds += load.busy_until - prompt.now
+    if load.running or load.spare_blocks <= prompt.blocks:  # plus one partial block
+        steps = 0.5 - (-(queued + uncached) // max(1, load.max_batched_tokens))  # rounded up
+        if queued and candidate.expected_blocks > candidate.held_blocks:
+            steps += 1
+        seconds += steps * load.decode_step_s
+    seconds += load.wait_s(prompt.blocks + 1 - candidate.used_blocks)
+    return seconds if seconds >= 0.0 else inf

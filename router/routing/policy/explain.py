@@ -1,22 +1,21 @@
 """A decision for people: its reason in one word, and a table of what counted for each replica."""
 
+from collections.abc import Sequence
+
 from ...backend import Explanation, Reason, ReplicaScore
-from .base import LIVE, Candidates, Decision, Prompt, Score
+from .base import LIVE, Candidate, Decision, Prompt, Score
 from .expected_ttft import cost_limit
 
 
-def regret_tokens(prompt: Prompt, candidates: Candidates, decision: Decision) -> int:
+def regret_tokens(prompt: Prompt, candidates: Sequence[Candidate], decision: Decision) -> int:
     """Tokens that the chosen replica computes but the best holder with a live feed would not have had to."""
     assert decision.row is not None, "nothing was chosen"
-    if isinstance(candidates, list):
-        best = max([each.expected_blocks if each.feed is LIVE else 0 for each in candidates])
-    else:
-        best = candidates.longest_live()
+    best = max([each.expected_blocks if each.feed is LIVE else 0 for each in candidates])
     cached = min(best * prompt.block_size, prompt.tokens - 1)
     return decision.row.candidate.uncached_tokens(prompt) - (prompt.tokens - cached)
 
 
-def reason_of(decision: Decision, candidates: Candidates, regret: int) -> Reason:
+def reason_of(decision: Decision, candidates: Sequence[Candidate], regret: int) -> Reason:
     """The reason of a decision; `regret`: its `regret_tokens`."""
     if decision.row is None:
         return "held"
@@ -29,23 +28,31 @@ def reason_of(decision: Decision, candidates: Candidates, regret: int) -> Reason
     return "load" if regret > 0 or _is_tie(decision.row.candidate.expected_blocks, candidates) else "prefix"
 
 
-def _is_tie(blocks: int, candidates: Candidates) -> bool:
+def _is_tie(blocks: int, candidates: Sequence[Candidate]) -> bool:
     """Whether several available replicas have this many blocks of the prompt, so that load decided between them."""
-    if not isinstance(candidates, list):
-        return candidates.holders(blocks) > 1
     return sum([each.expected_blocks >= blocks and each.feed is LIVE and each.available for each in candidates]) > 1
+
+
+def why_held(decision: Decision) -> str:
+    """Why no replica takes the request now, in words."""
+    return _obstacles(decision.table())
+
+
+def _obstacles(rows: Sequence[Score]) -> str:
+    """The obstacle of each replica, as `held: OBSTACLE: REPLICA, REPLICA; OBSTACLE: ...`."""
+    if not rows:
+        return "no replica has joined"
+    replicas: dict[str, list[str]] = {}
+    for row in rows:
+        replicas.setdefault(row.obstacle or "not chosen, without an obstacle", []).append(row.candidate.replica_id)
+    return "held: " + "; ".join(f"{obstacle}: {', '.join(names)}" for obstacle, names in replicas.items())
 
 
 def explanation_of(decision: Decision) -> Explanation:
     """The table of a decision, recomputed for all candidates."""
     rows, chosen = decision.table(), decision.row
     usable = [row for row in rows if row.obstacle is None]
-    if chosen is not None:
-        why = decision.reason(usable)
-    elif rows:
-        why = "held: " + ", ".join(f"{row.candidate.replica_id} {row.obstacle}" for row in rows)
-    else:
-        why = "no replica has joined"
+    why = decision.reason(usable) if chosen is not None else _obstacles(rows)
     candidates = [row.candidate for row in rows]
     regret = regret_tokens(decision.prompt, candidates, decision) if chosen is not None else 0
     limit = cost_limit(min([row.cost_s for row in usable], default=0.0))

@@ -29,14 +29,30 @@ class CallScanner(Scanner):
     deltas already written cannot be taken back.
     """
 
-    __slots__ = ("_id_part", "_make_id", "_muted", "_parallel", "name", "open", "out", "started", "tools")
+    __slots__ = (
+        "_id_part",
+        "_make_id",
+        "_muted",
+        "_parallel",
+        "any_name",
+        "cut",
+        "name",
+        "open",
+        "out",
+        "started",
+        "tools",
+        "written",
+    )
 
     def __init__(self, tools: Tools, make_id: MakeId, *, parallel: bool, id_length: int = 0) -> None:
         """`id_length`: generated ids keep only this many of their last characters; 0: all."""
         super().__init__()
         self.tools = tools
         self.out: list[Delta] = []
+        self.any_name = False  #: whether a call of a tool that the request does not have counts
         self.open = False  #: whether a call has started but not ended
+        self.cut = False  #: whether the last call has not ended, or was malformed
+        self.written: list[str] = []  #: the last call's arguments
         self.name = ""  #: tool of the open call
         self._make_id = make_id
         self._id_part = slice(-id_length or None, None)
@@ -58,8 +74,8 @@ class CallScanner(Scanner):
         return names[found]
 
     def start(self, name: Any, call_id: str | None = None) -> None:
-        """Start a call. `call_id`: the id that the model wrote, if any. Raises `Malformed` for an unknown tool."""
-        if not isinstance(name, str) or name not in self.tools:
+        """Start a call. `call_id`: the id that the model wrote, if any. Raises `Malformed` for an impossible name."""
+        if not isinstance(name, str) or not name or (name not in self.tools and not self.any_name):
             raise Malformed
         self.forget()
         self.open, self.name = True, name
@@ -67,24 +83,32 @@ class CallScanner(Scanner):
         self.started += 1
         self._muted = index > 0 and not self._parallel
         if not self._muted:
+            self.cut, self.written = True, []
             self.out.append(ToolCallStart(index, call_id or self._make_id(index)[self._id_part], name))
 
     def arguments(self, text: str) -> None:
         """Write the next piece of the open call's arguments."""
         if not self._muted:
+            self.written.append(text)
             self.out.append(ToolCallArguments(self.started - 1, text))
 
     def end(self) -> None:
         """End the open call."""
-        self.open = False
+        self.open, self.cut = False, self.cut and self._muted
         self.forget()
 
     def schema_of(self, parameter: str) -> Mapping[str, Any]:
         """The schema of one of the open call's parameters; empty if unknown."""
-        root = self.tools[self.name]
-        properties: Any = root.get("properties") if root is not None else None
-        found = properties.get(parameter) if isinstance(properties, Mapping) else None
-        return resolve_refs(found, root or {})
+        return resolve_refs(self._properties().get(parameter), self.tools.get(self.name) or {})
+
+    def declares(self, parameter: str) -> bool:
+        """Whether the open call's tool has this parameter."""
+        return parameter in self._properties()
+
+    def _properties(self) -> Mapping[str, Any]:
+        root = self.tools.get(self.name)
+        found = root.get("properties") if root is not None else None
+        return found if isinstance(found, Mapping) else {}
 
 
 def resolve_refs(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -130,3 +154,11 @@ def string(text: str) -> str:
 def quoted(text: str) -> str:
     """Encode `text` as a JSON string."""
     return msgspec.json.encode(text).decode()  # json.dumps takes four times as long
+
+
+def is_object(text: str) -> bool:
+    """Whether a text is a JSON object."""
+    try:
+        return isinstance(msgspec.json.decode(text), dict)
+    except (msgspec.DecodeError, RecursionError):
+        return False

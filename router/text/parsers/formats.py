@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from .calls import CallScanner, quoted, string
+from .calls import CallScanner, is_object, quoted, string
 from .scanner import Malformed, Markers, Steps, TextEnded
 
 #: An object without a marker is a call only if it has no other keys; otherwise it is an answer in JSON.
@@ -214,11 +214,8 @@ def _json_call(p: CallScanner, *, only_call_keys: bool = False) -> Steps[None]:
                     p.arguments(held)
         elif written:
             raise Malformed
-        elif p.open:
-            yield from p.value(p.arguments)
-            written = True
         else:
-            held = yield from p.value()
+            held = yield from _arguments(p)
             written = True
         yield from p.space()
         found = yield from p.expect(",", "}")
@@ -229,12 +226,37 @@ def _json_call(p: CallScanner, *, only_call_keys: bool = False) -> Steps[None]:
     p.end()
 
 
+def _arguments(p: CallScanner) -> Steps[str | None]:
+    """Read a call's arguments. If the call has started they are passed on, an object as it arrives; else returned.
+
+    Some models write the object in a string, or null, an empty string or an empty list for none. Other values are no
+    arguments: the call is malformed.
+    """
+    while len(p.text) <= p.at and not p.closed:
+        yield
+    if p.open and p.text.startswith("{", p.at):
+        yield from p.value(p.arguments)
+        return None
+    text = yield from p.value()
+    found = text
+    if text in ("null", '""', "[]"):
+        found = "{}"
+    elif text.startswith('"'):
+        found = string(text)
+    if not text.startswith("{") and not is_object(found):
+        raise Malformed
+    if not p.open:
+        return found
+    p.arguments(found)
+    return None
+
+
 def _parameter(p: CallScanner, before: str, key: str, end: Markers) -> Steps[None]:
     """Pass on one parameter, whose text ends at `end`: strings as they arrive, other values when complete."""
     schema = p.schema_of(key)
     before += quoted(key) + ": "
     parts: list[str] = []
-    if types_of(schema) <= {"string"}:
+    if types_of(schema) == {"string"} or not p.declares(key):
         p.arguments(before + '"')
         found = yield from p.stream(end, lambda text: p.arguments(quoted(text)[1:-1]))
         closing = "" if found is None else '"'
@@ -277,6 +299,8 @@ def json_value(schema: Mapping[str, Any], text: str) -> str:
             warnings.simplefilter("ignore")
             bare = json.dumps(ast.literal_eval(bare), ensure_ascii=False, allow_nan=False)
             found = _type_of(bare)
+    if not types and found is not None:
+        return bare  # a schema that allows every type
     if found is None or ("string" in types and (found == "string" or found not in types)):
         return quoted(text)
     return bare

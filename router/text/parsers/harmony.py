@@ -12,7 +12,7 @@ its own vocabulary, while parsers get text.
 
 import re
 
-from .calls import CallScanner
+from .calls import CallScanner, is_object
 from .scanner import Malformed, Markers, Steps
 
 MARKERS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
@@ -27,6 +27,8 @@ def harmony(p: CallScanner, *, in_reasoning: bool, reasoning: bool) -> Steps[Non
     while True:
         found = yield from p.stream(_ENDS, sink)
         if found is None:
+            if p.open and is_object("".join(p.written)):  # the token that ends a call also ends the answer
+                p.end()
             return
         if p.open:
             p.end()

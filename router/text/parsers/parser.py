@@ -34,11 +34,13 @@ class AnswerParser:
         *,
         starts_in_reasoning: bool = False,
         parallel: bool = True,
+        unknown_names: bool = True,
     ) -> None:
         """`tools`: the tools that may be called; if empty, calls stay text.
 
         `starts_in_reasoning`: whether the prompt ends inside reasoning. `parallel`: whether all calls are returned; if
-        not, all but the first are dropped, as in vLLM.
+        not, all but the first are dropped, as in vLLM. `unknown_names`: whether a call after a marker counts even if
+        there is no such tool, so that an agent can say so to the model; otherwise it stays text.
         """
         self._scanner = CallScanner(
             tools if calls is not None else {},
@@ -48,6 +50,7 @@ class AnswerParser:
         )
         self._family = calls if tools and calls is not None and calls.read is not None else None
         self._reread = 0
+        self._unknown_names = unknown_names
         self._reasoning = reasoning
         if "harmony" in (calls and calls.name, reasoning and reasoning.name):
             run = harmony(self._scanner, in_reasoning=starts_in_reasoning, reasoning=reasoning is not None)
@@ -70,6 +73,11 @@ class AnswerParser:
             self._advance()
         return self._scanner.out
 
+    @property
+    def called(self) -> bool:
+        """Whether there was a call, and the last one is complete."""
+        return self._scanner.started > 0 and not self._scanner.cut
+
     def _run(self, starts_in_reasoning: bool) -> Steps[None]:
         p, reasoning, thinking = self._scanner, self._reasoning, False
         if reasoning is not None:
@@ -89,8 +97,11 @@ class AnswerParser:
             if found not in openers:
                 thinking = False
                 yield from self._begin(thinking=False, after_reasoning=True)
-            elif (yield from self._call(p.reasoning if thinking else p.content)):
-                thinking = False
+            else:
+                p.any_name = self._unknown_names and not thinking
+                if (yield from self._call(p.reasoning if thinking else p.content)):
+                    thinking = False
+                p.any_name = False
 
     def _begin(self, *, thinking: bool, after_reasoning: bool = False) -> Steps[None]:
         """Read the beginning of the reasoning or content. Templates write line feeds on both sides of `</think>`."""

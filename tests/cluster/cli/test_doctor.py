@@ -20,6 +20,7 @@ WELL = MachineInfo(
     packages=dict.fromkeys(PACKAGES, "1.0"),
     memory_bytes=32 * GIB,
     gpus_seen=0,
+    gpu_bytes=(),
     gpus_usable=0,
     launcher_problem=None,
     disks=(DiskInfo("notes", "/notes", 100 * GIB),),
@@ -40,9 +41,18 @@ def test_a_machine_in_order_has_no_fault() -> None:
     findings = examine_host(WELL, load_settings({}, {}))
 
     assert {finding.level for finding in findings} == {"ok"}
-    assert {"environment", "gpus", "compiler", "memory", "shared memory", "file limits", "clock", "auth", "disk"} == {
-        finding.check for finding in findings
-    }
+    assert {
+        "environment",
+        "gpus",
+        "gpu memory",
+        "compiler",
+        "memory",
+        "shared memory",
+        "file limits",
+        "clock",
+        "auth",
+        "disk",
+    } == {finding.check for finding in findings}
 
 
 @pytest.mark.parametrize(
@@ -59,6 +69,13 @@ def test_a_machine_in_order_has_no_fault() -> None:
             "compiler",
             "error",
             "no C compiler",
+        ),
+        (
+            {"gpus_seen": 2, "gpus_usable": 2, "gpu_bytes": (1 << 18, 1 << 18)},
+            {},
+            "gpu memory",
+            "error",
+            "tensor_parallel_size 1: each rank's weights take at least",
         ),
         (
             {"memory_bytes": GIB // 2},
@@ -177,7 +194,16 @@ def test_the_command_looks_at_this_machine(tmp_path: Path) -> None:
 
 
 def test_the_remedy_for_a_missing_package_can_be_followed() -> None:
-    """homing itself is on no package index."""
-    (found,) = faults(replace(WELL, packages=dict.fromkeys(PACKAGES, "1") | {"ray": None}))
+    """Packages of the extra come with the extra; homing itself is on no package index."""
+    (extra,) = faults(replace(WELL, packages=dict.fromkeys(PACKAGES, "1") | {"ray": None}))
+    (other,) = faults(replace(WELL, packages=dict.fromkeys(PACKAGES, "1") | {"pyzmq": None}))
 
-    assert found.remedy == "make setup in a checkout, else: pip install ray"
+    assert extra.remedy == "pip install 'homing[serve]'"
+    assert other.remedy == "make setup in a checkout, else: pip install pyzmq"
+
+
+def test_a_router_in_front_of_engines_needs_no_extra() -> None:
+    """Its users have no torch, and doctor must not send them to install it."""
+    host = replace(WELL, packages=dict.fromkeys(PACKAGES, "1") | {"ray": None, "torch": None, "numba": None})
+
+    assert not faults(host, backend="http://127.0.0.1:8000")

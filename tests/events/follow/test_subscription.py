@@ -337,6 +337,30 @@ def test_a_foreign_publishers_history_is_replayed_from_its_beginning() -> None:
     assert subscription.exact
 
 
+def test_what_stays_unreadable_is_not_asked_for_again() -> None:
+    """Each later batch would otherwise open the same gap: 20 replays in 8 s, for ever."""
+    subscription = Subscription(FeedOptions(snapshot=False, heartbeats=False))
+    subscription.start()
+    subscription.on_replayed(None, 0, stored(1))
+    subscription.on_replay_end()
+
+    lost = subscription.on_unreadable(None, 1)
+    assert Reset(None, None, ()) in lost
+    assert not any(isinstance(each, RequestReplay) for each in lost)
+    assert [type(each) for each in subscription.on_batch(None, 2, stored(3))] == [Apply]
+    assert not subscription.exact
+    assert subscription.on_unreadable(None, 1) == []
+    subscription.check()
+
+
+def test_an_unreadable_batch_of_ours_leads_to_a_snapshot_at_once(live: Subscription) -> None:
+    """A replay would bring the same batch."""
+    seq = live.cursor.expected or 0
+
+    assert RequestSnapshot() in live.on_unreadable(7, seq)
+    assert RequestSnapshot() not in live.on_unreadable(7, seq + 1)
+
+
 def test_a_foreign_restart_is_told_by_a_number_that_falls_while_time_advances() -> None:
     """vLLM has no epoch; Dynamo's router dropped the first batches after a restart as duplicates."""
     subscription = Subscription(FeedOptions(snapshot=False, heartbeats=False))

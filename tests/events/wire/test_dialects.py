@@ -1,5 +1,7 @@
 """Payloads of every dialect decode to the same structs; anything else raises MalformedFrame."""
 
+from collections.abc import Sequence
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -145,15 +147,6 @@ def test_map_headers_of_any_width_are_read() -> None:
         (pack([1.0]), "event batch"),
         (pack(["now", []]), "event batch"),
         (pack([1.0, 5]), "event batch"),
-        (pack([1.0, [5]]), "event"),
-        (pack([1.0, [[]]]), "event"),
-        (pack([1.0, [{"block_hashes": []}]]), "event"),
-        (pack([1.0, [{"type": ["BlockStored"]}]]), "event"),
-        (pack([1.0, [[["BlockStored"]]]]), "event"),
-        (pack([1.0, [stored(block_hashes="x")]]), "BlockStored"),
-        (pack([1.0, [stored(block_hashes=[1.5])]]), "block hash"),
-        (pack([1.0, [stored(parent_block_hash="x")]]), "block hash"),
-        (pack([1.0, [stored(block_size=None)]]), "BlockStored"),
         (b"\x94" + pack(1.0) + pack([]) + pack(0) + b"\x91" * 5000, "event batch"),
     ],
 )
@@ -163,6 +156,56 @@ def test_a_malformed_payload_is_one_error_that_names_the_part(payload: bytes, wh
         BatchDecoder().decode(payload)
 
     assert caught.value.what == what
+
+
+@pytest.mark.parametrize(
+    ("event", "what"),
+    [
+        (5, "event"),
+        ([], "event"),
+        ({"block_hashes": []}, "event"),
+        ({"type": ["BlockStored"]}, "event"),
+        ([["BlockStored"]], "event"),
+        (stored(block_hashes="x"), "BlockStored"),
+        (stored(block_hashes=[1.5]), "block hash"),
+        (stored(parent_block_hash="x"), "block hash"),
+        (stored(block_size=None), "BlockStored"),
+    ],
+)
+def test_an_event_that_cannot_be_read_spoils_no_other(event: object, what: str) -> None:
+    """Removals in the same batch would otherwise be lost, and blocks be credited that are gone."""
+    batch = BatchDecoder().decode(pack([1.0, [event, ["BlockRemoved", [5, "x", 6]], stored()]]))
+
+    assert batch.events == [Removed([5, 6]), Stored(10, [11, 12], (), 2, "GPU")]
+    assert [each.what for each in batch.unreadable] == [what]
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        ([[1, 2], [2, 3], [3, 4], [4, 5]], [1, 2, 3, 4]),  # SGLang with EAGLE
+        ("abcd", []),
+        ([1, 2, 3, None], []),
+        ([[1, 2], 2, 3, 4], []),
+        ({"a": 1}, []),
+    ],
+)
+def test_tokens_in_another_form_leave_the_event_readable(given: object, read: Sequence[int]) -> None:
+    """Pairs of a token and its successor are read as the tokens that they begin with."""
+    batch = BatchDecoder(token_ids=True).decode(pack([1.0, [stored(token_ids=given)]]))
+
+    assert batch.events == [Stored(10, [11, 12], read, 2, "GPU")]
+    assert not batch.unreadable
+
+
+def test_blocks_in_a_store_that_engines_share_are_told_apart() -> None:
+    """They are no reason to prefer the engine that announces them."""
+    shared = {"locality": "REMOTE", "medium": "STORAGE"}
+    removed = {"type": "BlockRemoved", "block_hashes": [5], **shared}
+
+    events = BatchDecoder().decode(pack([1.0, [stored(**shared), removed, stored(locality="LOCAL"), stored()]])).events
+
+    assert [getattr(each, "remote", None) for each in events] == [True, True, False, False]
 
 
 @given(st.binary(max_size=60))

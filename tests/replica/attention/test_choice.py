@@ -10,9 +10,12 @@ from homing.replica.attention.choice import Facts, choose, choose_attention, fp8
 from homing.replica.attention.flash import Flash4Attention
 from homing.replica.attention.paged import KvPool, PagedAttention
 from homing.replica.errors import StartupError
+from homing.replica.models.base import AttentionRule
 from homing.replica.models.spec import KvShape, ModelSpec
 
 from .test_flash import cute_varlen
+
+PLAIN = [AttentionRule(0.3)]
 
 EVERYTHING = frozenset(("triton", "flash_attn", "flash_attn_3", "flash_attn_4"))
 OLDER = EVERYTHING - {"flash_attn_4"}
@@ -89,7 +92,7 @@ def test_cpu_gets_its_best_backend_or_the_named_one(wanted, dtype, chosen, caplo
     """`auto` never takes a slower backend than necessary, and the log names its choice."""
     caplog.set_level("INFO", logger="homing")  # other tests may have raised the level
 
-    attention = choose_attention(pool(dtype), torch.device("cpu"), wanted)
+    attention = choose_attention(pool(dtype), torch.device("cpu"), wanted, rules=PLAIN)
 
     assert isinstance(attention, PagedAttention)
     assert f"attention_chosen backend={chosen} " in caplog.text
@@ -125,13 +128,13 @@ def test_a_library_that_fails_its_trial_is_not_used(library, reason, caplog):
     filled = pool("bfloat16")
     libraries = {"cpu-compiled": library}
 
-    attention = choose_attention(filled, torch.device("cpu"), query_heads=4, libraries=libraries)
+    attention = choose_attention(filled, torch.device("cpu"), rules=PLAIN, query_heads=4, libraries=libraries)
 
     assert type(attention) is PagedAttention
     assert f"attention_unusable backend=cpu-compiled reasons='{reason}" in caplog.text
     assert "attention_chosen backend=cpu-scratch " in caplog.text
     with pytest.raises(StartupError, match=f"attention_backend: cpu-compiled cannot be used: {reason}.*; use auto"):
-        choose_attention(filled, torch.device("cpu"), "cpu-compiled", libraries=libraries)
+        choose_attention(filled, torch.device("cpu"), "cpu-compiled", rules=PLAIN, libraries=libraries)
 
 
 @pytest.mark.parametrize("query_heads", [0, 4])
@@ -140,7 +143,7 @@ def test_a_library_that_passes_its_trial_is_used_and_the_pool_stays_empty(query_
     filled = pool("bfloat16")
     libraries = {"cpu-compiled": flash4_with(partial(cute_varlen, splits=True))}
 
-    chosen = choose_attention(filled, torch.device("cpu"), query_heads=query_heads, libraries=libraries)
+    chosen = choose_attention(filled, torch.device("cpu"), rules=PLAIN, query_heads=query_heads, libraries=libraries)
 
     assert type(chosen) is Flash4Attention
     assert not any(bool(each.any()) for each in (*filled.keys, *filled.values))
@@ -149,7 +152,7 @@ def test_a_library_that_passes_its_trial_is_used_and_the_pool_stays_empty(query_
 def test_named_backend_that_cannot_work_is_refused_with_the_reasons():
     """A silent fallback would serve at a fraction of the requested speed."""
     with pytest.raises(StartupError, match=r"attention_backend: flash3 .*works on cuda, not on cpu"):
-        choose_attention(pool(), torch.device("cpu"), "flash3")
+        choose_attention(pool(), torch.device("cpu"), "flash3", rules=PLAIN)
 
 
 def test_every_name_is_a_value_of_the_setting():

@@ -408,7 +408,7 @@ def test_whatever_the_schedule_everybody_gets_the_tokens_of_an_undisturbed_run(
 class FollowingGuide:
     """A guide that allows every token and records the tokens it accepted."""
 
-    active, ended, problem = True, False, ""
+    restricts, ended, problem = True, False, ""
 
     def __init__(self) -> None:
         self.followed: list[int] = []

@@ -774,9 +774,10 @@ class Schedules(RuleBasedStateMachine):
         priority=st.integers(0, 1),
         echo=st.sampled_from([None, None, None, 0]),
         pinned=st.sampled_from([False, False, True]),
+        tenant=st.sampled_from([b"", b"", b"a", b"b"]),
     )
-    def add(self, shared: int, own: list[int], max_tokens: int, priority: int, echo: int | None, pinned: bool) -> None:
-        options = {"max_tokens": max_tokens, "priority": priority, "prompt_logprobs": echo, "pinned": pinned}
+    def add(self, shared: int, own: list[int], max_tokens: int, echo: int | None, **options: Any) -> None:
+        options |= {"max_tokens": max_tokens, "prompt_logprobs": echo, "weight": 1.0 + len(options["tenant"])}
         try:
             self.bench.add([*range(shared), *own], **options)
         except PromptTooLong:

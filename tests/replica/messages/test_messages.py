@@ -33,3 +33,20 @@ def test_a_constraint_reaches_the_replica_as_it_was_checked() -> None:
     for request in (plain, msgspec.structs.replace(plain, constraint=constraint)):
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=Request) == request
     assert b"constraint" not in msgspec.msgpack.encode(plain)
+
+
+def test_replicas_and_routers_of_two_versions_understand_each_other() -> None:
+    """During an update, a router meets replicas that do not know tenants, and the other way round."""
+    fields = {"token_ids": b"\1\0\0\0", "prompt_tokens": 1, "root": bytes(16), "block_hashes": b""}
+    told = Generate(request_id=7, sampling=SamplingParams(max_tokens=1), tenant=b"acme", weight=2.0, **fields)
+
+    class Older(msgspec.Struct, tag="generate", kw_only=True):
+        request_id: int
+        prompt_tokens: int
+
+    older = msgspec.msgpack.decode(msgspec.msgpack.encode(told), type=Older)
+    untold = {"type": "generate", "request_id": 7, "sampling": {"max_tokens": 1}, **fields}
+    newer = msgspec.msgpack.decode(msgspec.msgpack.encode(untold), type=Generate)
+
+    assert older == Older(request_id=7, prompt_tokens=1)
+    assert (newer.tenant, newer.weight) == (b"", 1.0)

@@ -224,10 +224,10 @@ def test_a_limit_of_tokens_ends_an_answer_as_ever(guides: GuideCompiler) -> None
 
 @pytest.mark.parametrize("kind", ENGINES)
 def test_a_grammar_may_begin_behind_the_reasoning(guides: GuideCompiler, kind: str) -> None:
-    """Text is free until the marker, then follows the schema, also if a continued answer already has the marker."""
+    """Text is free until the marker but does not end; then, also in a continued answer, it follows the schema."""
     marker = tokenizer().tokenize_str("x</done>")
     constraint = msgspec.structs.replace(JSON, after=tuple(marker))
-    free = answer(kind, guides, None, max_tokens=20)
+    free = answer(kind, guides, None, max_tokens=20, logit_bias=NO_END)
     thinks = answer(kind, guides, constraint, max_tokens=20)
     rig = Rig(kind, guides)
 
@@ -239,6 +239,10 @@ def test_a_grammar_may_begin_behind_the_reasoning(guides: GuideCompiler, kind: s
     jsonschema.validate(json.loads(got[0].text), SCHEMA)
     assert got[1].tokens[0] == marker[-1]
     jsonschema.validate(json.loads(tokenizer().decode_str(got[1].tokens[1:])), SCHEMA)
+
+
+#: Before what must match, no answer ends.
+NO_END = dict.fromkeys(EOS, -100.0)
 
 
 def think(text: str = "hm") -> list[int]:
@@ -261,7 +265,7 @@ def test_a_model_may_open_reasoning_itself(guides: GuideCompiler, kind: str) -> 
     rig.add(1, THOUGHTFUL, logit_bias={opener[0]: -100.0})
     rig.add(2, THOUGHTFUL, think())
     rig.add(3, THOUGHTFUL, [*opener, *tokenizer().tokenize_str("well")], max_tokens=20)
-    rig.add(4, None, [*opener, *tokenizer().tokenize_str("well")], max_tokens=20)
+    rig.add(4, None, [*opener, *tokenizer().tokenize_str("well")], max_tokens=20, logit_bias=NO_END)
     got = rig.run()
 
     assert len(opener) > 1
@@ -302,6 +306,23 @@ def test_reasoning_ends_however_its_end_is_spelled(guides: GuideCompiler) -> Non
 
     assert list(THOUGHTFUL.after) != spelled[-len(THOUGHTFUL.after) :]
     assert (guide.active, unfinished.active) == (True, False)
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_an_answer_does_not_end_before_what_must_match(guides: GuideCompiler, kind: str) -> None:
+    """It would be empty, and say that it is complete."""
+    likely_end = {EOS[0]: 100.0}
+    close = tokenizer().tokenize_str("</think>")
+    reasoning = msgspec.structs.replace(JSON, after=close)
+    rig = Rig(kind, guides)
+
+    rig.add(0, reasoning, max_tokens=12, logit_bias=likely_end)
+    rig.add(1, reasoning, [*tokenizer().tokenize_str("hm"), *close], logit_bias=likely_end)
+    got = rig.run()
+
+    assert (got[0].finish_reason, len(got[0].tokens)) == ("length", 12)
+    assert not set(EOS) & set(got[0].tokens)
+    jsonschema.validate(json.loads(got[1].text), SCHEMA)
 
 
 class Merged:
@@ -346,7 +367,7 @@ def test_a_drafter_changes_no_guided_token(guides: GuideCompiler) -> None:
 class Failing:
     """A guide whose grammar fails at its third token."""
 
-    active, ended = False, False
+    restricts, ended = False, False
 
     def __init__(self) -> None:
         self.seen = 0

@@ -2,12 +2,13 @@
 
 from collections import Counter
 from hashlib import sha256
+from math import inf
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from homing.router.flow.fair_queue import MAX_OWN_LANES, FairQueue
+from homing.router.flow.fair_queue import MAX_OWN_LANES, TRIES, FairQueue
 
 WEIGHTS = {b"ann": 1.0, b"bob": 2.0, b"eve": 0.5}
 MOST = 100.0
@@ -16,6 +17,13 @@ work = st.floats(1, MOST)
 
 def push(queue: FairQueue, name: int, tenant: bytes, priority: int = 0, own_order: int = 0, rank: float = 0.0) -> None:
     queue.push(name, priority=priority, tenant=tenant, weight=WEIGHTS.get(tenant, 1.0), rank=(own_order, rank))
+
+
+def take(queue: FairQueue, cost: float) -> None:
+    """Take the request whose turn it is."""
+    name = queue.head()
+    assert name is not None
+    queue.take(name, cost)
 
 
 @given(st.lists(work, min_size=60, max_size=60), st.integers(1, 59))
@@ -30,7 +38,7 @@ def test_what_waiting_tenants_get_differs_by_a_request_of_each(works: list[float
     for at, cost in enumerate(works):
         name = queue.head()
         assert name is not None
-        queue.take(cost)
+        take(queue, cost)
         if at >= since:
             served[tenant_of[name]] += cost / WEIGHTS[tenant_of[name]]
 
@@ -46,12 +54,12 @@ def test_a_newcomer_waits_for_one_request_of_each_other_tenant(before: int, work
     for at in range(1000):
         push(queue, at, b"flood%d" % (at % others))
     for at in range(before):
-        queue.take(works[at % len(works)])
+        take(queue, works[at % len(works)])
     push(queue, 5000, b"newcomer")
 
     ahead = 0
     while queue.head() != 5000:
-        queue.take(works[ahead % len(works)])
+        take(queue, works[ahead % len(works)])
         ahead += 1
     assert ahead <= others
 
@@ -67,7 +75,7 @@ def test_a_tenants_own_order_does_not_move_it_before_others() -> None:
     order = []
     while (head := queue.head()) is not None:
         order.append(head)
-        queue.take(1.0)
+        take(queue, 1.0)
     assert order.index(900) <= 1
     assert order.index(901) <= 1
     assert [name for name in order if name < 300] == list(range(300))
@@ -83,7 +91,7 @@ def test_a_tenant_s_requests_go_by_rank_and_never_before_another_tenant_s_turn()
     order = []
     while (name := queue.head()) is not None:
         order.append(name)
-        queue.take(1.0)
+        take(queue, 1.0)
     assert [name for name in order if name in (0, 1, 3)] == [1, 3, 0]
     assert [name for name in order if name in (2, 4)] == [4, 2]
     assert sorted(order[:2]) == [1, 4]
@@ -96,14 +104,14 @@ def test_who_idled_has_saved_nothing_up() -> None:
         push(queue, name, b"bob")
     push(queue, 1000, b"ann")
     for _ in range(50):
-        queue.take(10.0)
+        take(queue, 10.0)
     for name in range(1001, 1010):
         push(queue, name, b"ann")
 
     order = []
     for _ in range(8):
         order.append("ann" if (queue.head() or 0) >= 1000 else "bob")
-        queue.take(10.0)
+        take(queue, 10.0)
     assert order.count("bob") >= 4
 
 
@@ -125,13 +133,13 @@ def test_work_that_shows_later_is_charged() -> None:
     queue = FairQueue()
     for name in range(10):
         push(queue, name, (b"x", b"y")[name % 2])
-    queue.take(1.0)
+    take(queue, 1.0)
     queue.charge(priority=0, tenant=b"x", work=3.0)
 
     order = []
     for _ in range(5):
         order.append((queue.head() or 0) % 2)
-        queue.take(1.0)
+        take(queue, 1.0)
     assert order == [1, 1, 1, 1, 0]
 
 
@@ -144,7 +152,7 @@ def test_endless_newcomers_neither_starve_others_nor_fill_the_memory() -> None:
     for name in range(1000, 10_000):
         push(queue, name, sha256(b"%d" % name).digest())
         served += (queue.head() or 0) < 100
-        queue.take(1.0)
+        take(queue, 1.0)
 
     assert queue.lanes <= MAX_OWN_LANES + 256
     assert served > 1
@@ -166,8 +174,44 @@ def test_tenants_that_share_a_lane_are_charged_and_give_way_like_one() -> None:
     order = []
     while (name := queue.head()) is not None:
         order.append(name)
-        queue.take(1.0)
+        take(queue, 1.0)
     assert order[-4:] == [5000, 5001, 5002, 5003]
+
+
+def test_a_request_that_fits_nowhere_lets_others_pass_up_to_its_own_work() -> None:
+    """Without passing, one odd request stops all others; without a bound, small ones keep a large one out for good."""
+    queue = FairQueue()
+    push(queue, 1, b"ann")
+    push(queue, 2, b"ann", priority=1)
+    for name in range(3, 20):
+        push(queue, name, b"bob", priority=2)
+
+    taken = []
+    for _ in range(5):
+        for name in queue.turns():
+            if name > 2:
+                taken.append(name)
+                queue.take(name, 10.0)
+            else:
+                queue.let_pass(name, (0.0, 35.0, 45.0)[name])
+        queue.check()
+
+    assert taken == [3, 4, 5, 6]
+    queue.take(1, 50.0)
+    queue.let_pass(2, inf)
+    assert list(queue.turns())[:2] == [2, 7], "what waits for something else holds nobody up"
+
+
+def test_a_round_has_few_tries_and_keeps_the_order() -> None:
+    """Each try is a decision. A request that fits nowhere must not lose its turn, nor gain one over other tenants."""
+    queue = FairQueue()
+    for name in range(9):
+        push(queue, name, (b"ann", b"bob", b"eve")[name % 3])
+
+    assert len(list(queue.turns())) == TRIES
+    assert list(queue.turns()) == list(queue.turns())
+    assert sorted(queue.turns(inf)) == list(range(9))
+    queue.check()
 
 
 class FairQueueMachine(RuleBasedStateMachine):
@@ -196,8 +240,18 @@ class FairQueueMachine(RuleBasedStateMachine):
     @rule(cost=work)
     def take(self, cost):
         head = self.queue.head()
-        self.queue.take(cost)
+        take(self.queue, cost)
         self.waiting = [entry for entry in self.waiting if entry[3] != head]
+
+    @precondition(lambda self: self.waiting)
+    @rule()
+    def try_all(self):
+        """Nothing is tried twice in one round, and nothing waits behind what fits nowhere."""
+        seen = []
+        for name in self.queue.turns():
+            seen.append(name)
+            self.queue.let_pass(name, inf)
+        assert len(seen) == len(set(seen)) == min(len(self.waiting), TRIES)
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())

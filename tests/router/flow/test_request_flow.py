@@ -26,6 +26,7 @@ from homing.router.errors import (
     RouterError,
     Superseded,
 )
+from homing.router.flow.activity import activity_of
 from homing.router.flow.request_flow import PRESSING_WAIT_S, RequestFlow, ServedModel
 from homing.router.flow.request_state import (
     TRANSITIONS,
@@ -51,8 +52,16 @@ class World:
     """A request flow with its fake replicas, and a record of all deltas and outcomes."""
 
     def __init__(
-        self, replicas: int = 2, *, retries: int = 3, max_waiting: int = 100, seed: int = 0, silence_s: float = 1e9
+        self,
+        replicas: int = 2,
+        *,
+        retries: int = 3,
+        max_waiting: int = 100,
+        seed: int = 0,
+        silence_s: float = 1e9,
+        external: bool = False,
     ) -> None:
+        self.external = external
         self.now = 0.0
         settings = RouterSettings(max_waiting_requests=max_waiting, retries=retries, warm_up_bytes=1 << 20)
         self.placement = Placement(
@@ -74,7 +83,7 @@ class World:
 
     def join(self, name: str, rest: UnavailableReason | None = None) -> None:
         self.replicas[name] = FakeReplica(name)
-        self.run(self.flow.join(description_of(name), self.now, rest))
+        self.run(self.flow.join(description_of(name, external=self.external), self.now, rest))
         self.placement.set_feed(name, FeedStatus.LIVE)
 
     def lose(self, name: str) -> None:
@@ -571,9 +580,9 @@ def test_a_deadline_ends_a_request_wherever_it_is() -> None:
     world.flow.check()
 
 
-def test_saturated_replicas_leave_requests_in_the_router_in_order_of_priority() -> None:
-    """Requests in an engine's own queue can no longer be reordered."""
-    world = World(1)
+def test_saturated_engines_leave_requests_in_the_router_in_order_of_priority() -> None:
+    """Requests in the queue of an engine that is not ours can no longer be reordered."""
+    world = World(1, external=True)
     for seed in range(8):
         world.submit(request_of(PROMPT, seed=seed))
     late = world.submit(request_of(PROMPT, seed=90))
@@ -588,9 +597,55 @@ def test_saturated_replicas_leave_requests_in_the_router_in_order_of_priority() 
     world.flow.check()
 
 
+def test_the_tenant_and_its_weight_reach_the_replica() -> None:
+    """Its engine divides its steps and blocks among tenants, too: a share ends at the last queue, not here."""
+    world = World(1)
+
+    _, instructions = world.flow.submit(request_of(PROMPT, tenant=b"acme", weight=2.5), 0.0)
+
+    sent = [each.message for each in instructions if isinstance(each, Send)]
+    assert [(each.tenant, each.weight) for each in sent if isinstance(each, Generate)] == [(b"acme", 2.5)]
+
+
+def test_a_request_that_fits_nowhere_lets_others_pass_and_says_what_it_waits_for() -> None:
+    """Requests that a replica can take must not wait behind one that none can take. Then it has its turn first."""
+    world = World(2, external=True)
+    for name in ("r0", "r1"):
+        world.run(world.flow.report(name, world.replicas[name].load("me", free_blocks=20, waiting=4), world.now))
+    large = world.submit(request_of(range(500), seed=1))
+    small = [world.submit(request_of(range(32), seed=seed)) for seed in range(2, 6)]
+
+    states = {each.trace_id: (each.state, each.waits_for) for each in activity_of(world.flow, "m", BLOCK, {}).running}
+    assert states["trace-1"] == ("waiting", "held: saturated: r0, r1")
+    assert states["trace-2"] == ("sent", "")
+    assert all(world.phase_of(each) is Phase.SENT for each in small)
+    world.settle()
+    assert {world.records[each].outcome for each in (large, *small)} == {"finished"}
+
+
+def test_no_more_work_passes_a_request_that_waits_for_room_than_it_needs_itself() -> None:
+    """Otherwise small requests that keep coming would keep a large one out for good."""
+    world = World(1, external=True)
+    tight = world.replicas["r0"].load("me", free_blocks=30, waiting=4)
+    world.run(world.flow.report("r0", tight, world.now))
+    large = world.submit(request_of(range(500), seed=1))
+    passed = 0
+    for seed in range(2, 9):
+        small = world.submit(request_of([seed] * 200, seed=seed))
+        if world.phase_of(small) is Phase.SENT:
+            passed += 1
+            world.reply("r0", TokenOutput(world.sent("r0").request_id, 0, [1], finish_reason="stop"))
+
+    # The first one goes before it by rank, as it is shorter; then three pass it, which are more work than it is.
+    assert (passed, world.phase_of(large)) == (4, Phase.WAITING)
+    world.on_wire.clear()
+    world.settle()
+    assert world.records[large].outcome == "finished"
+
+
 def test_a_single_request_does_not_wait_behind_a_flood() -> None:
     """A tenant with a thousand queued requests gets its share and no more."""
-    world = World(1, max_waiting=2000)
+    world = World(1, max_waiting=2000, external=True)
     flood = [world.submit(request_of(PROMPT, seed=seed, tenant=b"flood")) for seed in range(1000)]
     single = world.submit(request_of(PROMPT, seed=5000, tenant=b"single"))
     before = world.flow.in_flight

@@ -14,14 +14,14 @@ from .fakes import FakeBackend
 
 BODY = json.dumps({"prompt": "Once upon a time", "max_tokens": 3}).encode()
 PLAIN = (
-    b"POST /v1/completions HTTP/1.1\r\nhost: here\r\nauthorization: Bearer k\r\ncontent-type: application/json\r\n"
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer k\r\ncontent-type: application/json\r\n"
     b"connection: close\r\ncontent-length: %d\r\n\r\n%s" % (len(BODY), BODY)
 )
 CHUNKED = (
-    b"POST /v1/completions HTTP/1.1\r\nhost: here\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n"
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n"
     b"%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY)
 )
-GET = b"GET /health HTTP/1.1\r\nhost: here\r\nconnection: close\r\n\r\n"
+GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
 WHOLE = (PLAIN, CHUNKED, GET, GET + PLAIN)
 SPECIAL = (
     b"\r\n",
@@ -87,7 +87,7 @@ async def test_damaged_http_is_answered_or_closed_and_harms_nobody(live: Live, b
         answers += await asyncio.gather(*(spoken(live.port, wound) for wound in wounds[at : at + AT_ONCE]))
 
     for status, body in (each for answer in answers for each in parsed(answer)):
-        assert status == 200 or 400 <= status < 500, body
+        assert status in (200, 501) or 400 <= status < 500, body
         if status >= 400:
             assert msgspec.json.decode(body, type=ErrorBody).error.code
     assert b"200 OK" in await spoken_to_the_end(live.port)

@@ -28,7 +28,7 @@ async def ask(port: int, path: str, body: dict[str, Any]) -> bytes:
     """Post `body` and return the raw response, without creating any objects of this package."""
     data = json.dumps(body).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(data)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: {len(data)}\r\n\r\n"
     writer.write(head.encode() + data)
     answer = await reader.read()
     writer.close()
@@ -271,3 +271,19 @@ async def test_a_request_that_begins_anew_is_charged_once(
 
     assert answer.status_code == 200
     assert 'homing_prompt_tokens_total{model="demo"} 3.0' in front.metrics.render().decode()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("completions", {"prompt": "a fox"}),
+        ("chat/completions", CHAT),
+        ("messages", CHAT),
+        ("responses", {"input": "a fox"}),
+    ],
+)
+async def test_proxies_are_told_not_to_collect_a_streams_events(client: httpx.AsyncClient, path: str, body: Any):
+    """nginx's defaults make two reads of sixty events."""
+    answer = await client.post(f"/v1/{path}", json=body | {"stream": True})
+
+    assert answer.headers["x-accel-buffering"] == "no"

@@ -1,5 +1,6 @@
 """The state of the replicas when a request is placed."""
 
+from collections import Counter
 from collections.abc import Sequence
 from random import Random
 
@@ -12,7 +13,7 @@ from homing.router.backend import FeedState, RouterCounters
 from homing.router.flow.fair_queue import FairQueue
 from homing.router.routing.placement import Foreseen, Placement, known_tokens
 from homing.router.routing.policy.base import Candidate, Decision, Policy, Prompt
-from homing.router.routing.policy.expected_ttft import ExpectedTtft, LeastLoaded
+from homing.router.routing.policy.expected_ttft import ExpectedTtft, LeastLoaded, cost_limit
 from homing.router.routing.policy.explain import regret_tokens
 from homing.router.routing.policy.registry import make_policy
 from homing.router.routing.policy.round_robin import RoundRobin
@@ -25,10 +26,8 @@ PROMPT = Prompt(tokens=1000, blocks=62, block_size=BLOCK)
 KEYS = range(62)
 
 
-def placement_of(
-    policy: Policy, *, external: bool = False, columns_from: int = 99, counters: RouterCounters | None = None
-) -> Placement:
-    loads, reservations = LoadBook("router", 3.0, columns_from), Reservations(30.0)
+def placement_of(policy: Policy, *, external: bool = False, counters: RouterCounters | None = None) -> Placement:
+    loads, reservations = LoadBook("router", 3.0), Reservations(30.0)
     placement = Placement(policy, loads=loads, reservations=reservations, rng=Random(0), counters=counters)
     for name in ("r0", "r1"):
         placement.join(structs.replace(description_of(name), external=external), 0.0)
@@ -226,10 +225,9 @@ def test_what_an_engine_will_evict_is_no_hit() -> None:
     assert (crowded.used_blocks, crowded.expected_blocks) == (40, 40)
 
 
-@pytest.mark.parametrize("columns", [False, True])
-def test_requests_ahead_take_no_hit_from_a_replica_of_ours(columns: bool) -> None:
+def test_requests_ahead_take_no_hit_from_a_replica_of_ours() -> None:
     """It evicts what waiting requests will use after everything else (kvcache/prefix_cache.py)."""
-    placement = placement_of(ExpectedTtft(), columns_from=1 if columns else 99)
+    placement = placement_of(ExpectedTtft())
     placement.stored("r0", KEYS)
 
     placement.report("r0", report_of(step=1, free_blocks=70, waiting_blocks=60, waiting=1, running=1), 0.0)
@@ -275,7 +273,7 @@ def test_no_held_request_waits_for_those_that_come_later_than_its_own_prefill_ta
     def take() -> None:
         name = queue.head()
         assert name is not None
-        queue.take(1.0)
+        queue.take(name, 1.0)
         arrived_s = since.pop(name)
         for waiting, waits_since in since.items():
             assert arrived_s <= waits_since + patience_s[waiting] + 1e-9, f"{name} passed {waiting}"
@@ -377,3 +375,44 @@ def test_a_request_behind_one_that_evicts_its_prefix_finds_nothing_there(engine:
     assert behind.expected_blocks == 36
     engine.ended("b0", 1)
     engine.check()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_equal_prompts_that_two_replicas_hold_spread_evenly(seed: int) -> None:
+    """24 at once went 17 to 7 on average, and 22 to 2 at worst."""
+    placement = Placement(
+        ExpectedTtft(), loads=LoadBook("router", 3.0), reservations=Reservations(30.0), rng=Random(seed)
+    )
+    for name in ("r0", "r1"):
+        placement.join(description_of(name, max_running_requests=32), 0.0)
+        placement.set_feed(name, FeedState.LIVE)
+        placement.stored(name, KEYS)
+    taken = Counter(place(placement, number) for number in range(1, 25))
+
+    assert max(taken.values()) <= 14, taken
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_in_a_large_fleet_only_contenders_are_compared(seed: int) -> None:
+    """The decision is as good as that among all. Replicas that cannot be chosen take no place."""
+    rng = Random(seed)
+    loads, reservations = LoadBook("router", 3.0), Reservations(30.0)
+    placement = Placement(ExpectedTtft(), loads=loads, reservations=reservations, rng=Random(0))
+    for number in range(100):
+        name = f"r{number}"
+        placement.join(description_of(name), 0.0)
+        placement.set_feed(name, FeedState.LIVE)
+        placement.stored(name, KEYS[: rng.choice((0, 0, 10, 30, 62))])
+        queued = rng.choice((0, 0, 500, 4000))
+        placement.report(name, report_of(step=1, running=rng.randrange(8), queued_prefill_tokens=queued), 0.0)
+        if number % 3 == 0:
+            loads.set_unavailable(name, "draining")
+
+    few, every = (placement.candidates(KEYS, ("r1",), 0.0, every=each) for each in (False, True))
+    best = min(row.cost_s for row in ExpectedTtft().consider(PROMPT, every, Random(0)).table() if not row.obstacle)
+    decision = placement.decide(PROMPT, few)
+
+    assert len(every) == 100 > 2 * len(few)
+    assert decision.row is not None
+    assert decision.row.cost_s <= cost_limit(best)
+    assert max(each.expected_blocks for each in few) == max(each.expected_blocks for each in every)

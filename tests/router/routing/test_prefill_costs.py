@@ -140,3 +140,23 @@ def test_sums_that_no_steps_can_have_neither_raise_nor_change_what_is_known_of_o
     honest.run(300.0, *SHORT, *LONG)
 
     assert pool.costs()["r0"].seconds(0, 4_000) == pytest.approx(COST.seconds(0, 4_000), rel=0.05)
+
+
+def test_a_new_replica_costs_what_the_others_do(pool: CostPool) -> None:
+    """Its own guess would draw prompts away from their caches, or make the others look slow."""
+    Measured(pool, "r0").run(0.0, *LONG)
+    before = pool.costs()["r0"]
+
+    pool.report("new", PrefillSums().values, RATE / 20, 1.0)
+    costs = pool.costs()
+
+    assert costs["new"].seconds(0, 1_000) == pytest.approx(before.seconds(0, 1_000), rel=1e-3)
+    assert costs["r0"].seconds(0, 1_000) == pytest.approx(before.seconds(0, 1_000), rel=1e-3)
+
+
+def test_replicas_that_have_measured_nothing_keep_what_they_say(pool: CostPool) -> None:
+    """There is nothing better yet."""
+    pool.report("r0", PrefillSums().values, RATE, 0.0)
+    pool.report("r1", PrefillSums().values, RATE, 0.0)
+
+    assert pool.costs() == {}

@@ -198,12 +198,11 @@ def test_parsed_text_ends_with_calls_wherever_it_is_cut(cuts: list[int]):
     parser = AnswerParser(choose_tools("", "", "hermes"), None, {"f": None}, str)
     places = [0, *sorted(cuts), len(CALL)]
     pieces = [CALL[a:b] for a, b in itertools.pairwise(places)]
-    calls, found = 0, []
+    found = []
     for index, piece in enumerate(pieces):
         ending = "stop" if index == len(pieces) - 1 else None
         shown = TextDelta(piece, ending)
-        found.append(with_deltas(shown, parse_deltas(parser, shown), calls=calls > 0))
-        calls += sum(type(each) is ToolCallStart for each in found[-1].deltas)
+        found.append(with_deltas(shown, parse_deltas(parser, shown), called=parser.called))
 
     blocks: list[AnswerBlock] = []
     for shown in found:

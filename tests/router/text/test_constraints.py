@@ -248,7 +248,7 @@ async def test_checking_a_hostile_constraint_ends(checker: ConstraintChecker, ki
 async def test_an_outcome_is_remembered() -> None:
     """An agent sends the same schema with every request."""
     calls: list[Constraint] = []
-    checker = ConstraintChecker(problem=lambda constraint: calls.append(constraint))
+    checker = ConstraintChecker(servable=lambda constraint: calls.append(constraint) or constraint)
     good = FieldConstraint(Constraint(kind="regex", source="a"), "x")
 
     assert [await checker.check(good) for _ in range(3)] == [good.constraint] * 3
@@ -260,10 +260,11 @@ async def test_what_compiles_too_long_is_refused_and_what_never_began_may_come_a
     """A thread cannot be stopped; while slow checks hold all of them, later constraints get QueueFull and may retry."""
     release = threading.Event()
 
-    def slow(_constraint: Constraint) -> None:
+    def slow(constraint: Constraint) -> Constraint:
         release.wait(10)
+        return constraint
 
-    checker = ConstraintChecker(deadline_s=0.05, problem=slow)
+    checker = ConstraintChecker(deadline_s=0.05, servable=slow)
     asked = [FieldConstraint(Constraint(kind="regex", source=source), "x") for source in "abc"]
 
     first, second, third = await asyncio.gather(*map(checker.check, asked), return_exceptions=True)
@@ -279,17 +280,19 @@ async def test_what_compiles_too_long_is_refused_and_what_never_began_may_come_a
 async def test_only_a_constraint_that_computes_too_long_stays_refused() -> None:
     """A constraint that only waited for a core will compile once the machine is less busy."""
 
-    def waits(_constraint: Constraint) -> None:
+    def waits(constraint: Constraint) -> Constraint:
         time.sleep(0.2)
+        return constraint
 
-    def computes(_constraint: Constraint) -> None:
+    def computes(constraint: Constraint) -> Constraint:
         begun = time.thread_time()
         while time.thread_time() - begun < 0.2:
             pass
+        return constraint
 
     asked = FieldConstraint(Constraint(kind="regex", source="a"), "x")
-    for problem, kept in ((waits, False), (computes, True)):
-        checker = ConstraintChecker(deadline_s=0.1, problem=problem)
+    for servable, kept in ((waits, False), (computes, True)):
+        checker = ConstraintChecker(deadline_s=0.1, servable=servable)
         with pytest.raises(InvalidRequest, match="too complex"):
             await checker.check(asked)
         checker.close()
@@ -301,6 +304,32 @@ async def test_only_a_constraint_that_computes_too_long_stays_refused() -> None:
                 await checker.check(asked)
         else:
             assert await checker.check(asked) == asked.constraint
+
+
+async def test_what_is_wrong_with_a_lenient_schema_is_left_out_and_with_another_refused() -> None:
+    """pydantic writes a look-ahead for every Decimal; a tool with one must be callable."""
+    decimal = {"type": "string", "pattern": r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"}
+    schema = {"type": "object", "properties": {"price": decimal}, "required": ["price"]}
+    checker = ConstraintChecker()
+
+    for strict, usable in ((False, True), (None, False), (True, False)):
+        form = {"type": "json_schema", "json_schema": {"schema": schema, "strict": strict}}
+        asked = requested_constraint({"response_format": form})
+        assert asked is not None
+        if usable:
+            found = FieldConstraint(await checker.check(asked), "")
+            assert allows(found, '{"price": "1.5"}')
+            assert not allows(found, '{"price": 1.5}')
+        else:
+            with pytest.raises(InvalidRequest, match="look-ahead"):
+                await checker.check(asked)
+    calls = tool_calls([{"type": "function", "function": {"name": "buy", "parameters": schema}}], "required", SHAPE)
+    assert calls is not None
+    assert allows(
+        FieldConstraint(await checker.check(calls), ""),
+        CALL.replace("weather", "buy").replace('{"city": "Oslo"}', '{"price": "1"}'),
+    )
+    checker.close()
 
 
 def test_brackets_in_quoted_texts_do_not_nest() -> None:

@@ -11,8 +11,9 @@ from ..base import Candidate, Decision, Policy, Prompt
 class Peer(Policy):
     """Counts this router's requests in flight at each replica."""
 
-    holds_requests = False
     predicts_hits = False
+    keeps_shares = False
+    arrival_order = True
     notices_restarts = False
 
     def __init__(self) -> None:

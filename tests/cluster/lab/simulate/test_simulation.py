@@ -119,13 +119,10 @@ def test_without_reuse_nothing_is_lost_against_least_loaded() -> None:
 
 
 @pytest.mark.parametrize("model", [MODEL, MockerModel()], ids=["rates", "mocker"])
-def test_a_burst_on_a_cold_prefix_is_computed_once_on_each_replica_that_was_idle(
+def test_a_burst_on_a_cold_prefix_is_computed_once_on_each_replica_that_takes_part(
     model: StepTimes, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """100 requests with one new prefix of 2,000 tokens: on fewer than all 8 replicas, each would wait longer.
-
-    With RateModel, each replica computes the 2 s prefix and 13 tails of 64 ms; with five replicas it would be 20 tails.
-    """
+    """100 requests with one new prefix of 2,000 tokens: further copies are made once waiting takes as long as two."""
     drawn = siblings(
         Siblings(requests=100, groups=1, rate_per_s=0.0, block_tokens=16, prefix_tokens=2000, tail_tokens=64)
     )
@@ -139,7 +136,7 @@ def test_a_burst_on_a_cold_prefix_is_computed_once_on_each_replica_that_was_idle
             f"\nburst, {type(model).__name__}: {len(tally.sent)} replicas, "
             f"{tally.full_prefills} full prefills of the prefix"
         )
-    assert tally.full_prefills == len(tally.sent) == 8
+    assert tally.full_prefills == len(tally.sent) >= 4
 
 
 def test_a_prompt_that_fits_nowhere_is_refused_and_counted() -> None:

@@ -220,6 +220,31 @@ def test_a_floor_is_found_wherever_it_lies(shape, kind, device):
     assert got == wanted
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="counts what the interpreter does")
+@pytest.mark.parametrize(("kind", "most"), [({"top_k": 4, "top_p": 0.9}, 300), ({"top_p": 0.9}, 2500)], ids=str)
+def test_only_tokens_near_the_floor_take_part_in_atomics(kind, most, device, monkeypatch):
+    """Chats use top-k and top-p by default: two atomics per token of the vocabulary took 4 to 10 % of a step (paper).
+
+    Logits as of a trained model: most tokens are 15 to 30 below the likeliest.
+    """
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    counted, real = [], InterpreterBuilder.create_atomic_rmw
+
+    def create_atomic_rmw(self, op, ptr, val, mask, sem, scope):
+        counted.append(int(mask.data.sum()))
+        return real(self, op, ptr, val, mask, sem, scope)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_atomic_rmw", create_atomic_rmw)
+    logits = 3 * torch.randn(1, 20_000, generator=torch.Generator().manual_seed(2))
+    logits[0, ::1000] += 15
+
+    got, wanted = both(logits, rows_of([{"temperature": 0.7} | kind], seed=3), device)
+
+    assert got == wanted
+    assert sum(counted) < most
+
+
 def test_greedy_takes_the_first_of_equals(device):
     """The same as argmax on the CPU."""
     logits = torch.zeros(2, 9000)

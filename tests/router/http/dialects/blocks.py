@@ -10,7 +10,7 @@ from homing.router.text.tokenizer import TextModel
 
 from ..fakes import FakeBackend, reply
 
-SETTINGS = RouterSettings(default_max_tokens=64, tool_call_parser="hermes", reasoning_parser="think")
+SETTINGS = RouterSettings(tool_call_parser="hermes", reasoning_parser="think")
 CALL = (
     "<think>It is\nraining?</think>\n\nLet me see.\n"
     '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>'

@@ -273,7 +273,19 @@ async def test_a_request_that_breaks_before_its_first_token_is_an_http_error(cli
     assert response.json()["error"]["message"] == "r0 is gone"
 
 
-@pytest.mark.parametrize(("arguments", "shown"), [('{"a": 1}', '{"a": 1}'), ("", "{}"), ('{"a', r'"{\"a"')])
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        ('{"a": 1}', '{"a": 1}'),
+        (r'"{\"a\": 1}"', '{"a": 1}'),
+        ("", "{}"),
+        ("null", "{}"),
+        ("[]", "{}"),
+        ('""', "{}"),
+        ("[1]", '{"arguments": [1]}'),
+        ('{"a', r'{"arguments": "{\"a"}'),
+    ],
+)
 async def test_tool_calls_of_earlier_turns_reach_the_template_as_objects(
     client, backend: FakeBackend, text_model: TextModel, arguments: str, shown: str
 ):
@@ -464,7 +476,7 @@ async def test_tools_that_cannot_be_guided_are_no_reason_to_refuse_a_schema(agen
     with pytest.raises(openai.BadRequestError, match=r"'response_format\.json_schema\.schema'"):
         await agent.chat.completions.create(**given | {"response_format": refused}, tools=[tool(ahead)])
 
-    assert [request.constraint.kind for request in backend.requests] == ["json_schema", "json_schema"]
+    assert [request.constraint.kind for request in backend.requests] == ["structural_tag", "structural_tag"]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -255,7 +255,6 @@ def test_blocks_become_turns():
     [
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": []}]}, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
         ({"tools": [{"input_schema": {}}]}, "tools[0].name"),
         ({"stop_sequences": ["a" * 1025]}, "stop_sequences[0]"),

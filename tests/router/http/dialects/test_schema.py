@@ -259,7 +259,10 @@ class TestUnknownFields:
                     "client_metadata": {},
                     "u": 1,
                 },
-                ["input[0].content[0].odd", "input[0].mood", "input[1].x", "reasoning.v", "tools[0].y", "u"],
+                [
+                    *("input[0].content[0].odd", "input[0].mood", "input[1].x", "reasoning.effort", "reasoning.v"),
+                    *("tools[0].y", "tools[1]", "u"),
+                ],
             ),
             *(
                 (
@@ -275,7 +278,7 @@ class TestUnknownFields:
                         "context_management": {"edits": []},
                         "u": 1,
                     },
-                    ["messages[0].content[0].odd", "messages[0].x", "system[0].mood", "tools[0].y", "u"],
+                    ["messages[0].content[0].odd", "messages[0].x", "system[0].mood", "tools[0].y", "tools[1]", "u"],
                 )
                 for path in ("/v1/messages", "/v1/messages/count_tokens")
             ),

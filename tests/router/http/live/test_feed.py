@@ -138,7 +138,7 @@ async def test_a_viewer_that_does_not_read_is_dropped_and_the_others_see_everyth
     live.server.front.live = shown = LiveFeed(source, pause=lambda cost_s: 0.01)
     _, slow = await asyncio.open_connection("127.0.0.1", live.port, limit=1)
     slow.transport.pause_reading()
-    slow.write(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")
+    slow.write(b"GET /live HTTP/1.1\r\nhost: localhost\r\n\r\n")
     await until(lambda: len(shown) == 1)
 
     address = f"http://127.0.0.1:{live.port}"

@@ -46,6 +46,7 @@ class Behaviour:
     refusal: tuple[int, str] | None = None  #: status and message for every completion
     break_after: int | None = None  #: number of tokens after which the connection is cut
     memory_tokens: int | None = None  #: memory runs out after this many: an error ends the stream, then always 500
+    floods: bool = False  #: every answer is a line without an end
     healthy: bool = True
     stores: bool = True  #: store the prompts that it answers, and publish their events
     hung: bool = False  #: neither requests nor replays are answered
@@ -292,6 +293,9 @@ class FakeEngine:
         if self.behaves.stores:
             self.store(prompt, salt)
         count, seed = body["max_tokens"], body.get("seed") or 0
+        while self.behaves.floods:
+            writer.write(b"10000\r\n" + bytes(0x10000) + b"\r\n")
+            await writer.drain()
         for place in range(count):
             if place == 1:
                 await self.behaves.gate.wait()

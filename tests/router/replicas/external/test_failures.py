@@ -135,3 +135,17 @@ async def test_an_engine_that_comes_back_with_another_tokenizer_is_refused(pair:
 
     assert pair.service.view().refused[0].field == "tokenizer"
     assert pair.replica(home).state == "joining"
+
+
+async def test_an_engine_that_floods_the_router_costs_its_own_requests_only(pair: Cluster) -> None:
+    """What follows the error is not read: its connection is closed, so that the engine stops, too."""
+    home = await hold(pair)
+    engine = pair.engines[home]
+    engine.behaves.floods = True
+
+    served, deltas = await pair.ask(seed=4)
+    await until(lambda: engine.hung_up == 1)
+
+    assert served != home
+    assert tokens(deltas) == answer(PROMPT, 4, 8)
+    assert pair.service.view().counters.failed == 0

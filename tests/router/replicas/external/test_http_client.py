@@ -6,7 +6,14 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 
-from homing.router.replicas.external.http_client import Address, Answer, Client, EngineUnreachableError, NoAnswerError
+from homing.router.replicas.external.http_client import (
+    Address,
+    Answer,
+    Call,
+    Client,
+    EngineUnreachableError,
+    NoAnswerError,
+)
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -133,3 +140,61 @@ async def test_a_connection_that_the_server_has_closed_costs_no_request(says: by
             assert await client.ask("GET", "/health", timeout_s=120) == Answer(200, b"hi")
 
     assert len(heard) == 3
+
+
+class Leaving:
+    """A sink that has enough after the first piece."""
+
+    def __init__(self) -> None:
+        self.call: Call | None = None
+        self.heard: list[bytes | None] = []
+
+    def head(self, status: int) -> None:
+        """Nothing depends on it."""
+
+    def body(self, data: bytes) -> None:
+        self.heard.append(data)
+        assert self.call is not None
+        self.call.leave()
+
+    def end(self, broken: str | None) -> None:
+        self.heard.append(None)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+async def test_a_connection_that_is_left_is_kept_only_if_the_answer_ends(kept: bool) -> None:
+    """An engine that goes on after [DONE] would otherwise be read for ever."""
+    ended = asyncio.Event()
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n1\r\nx\r\n")
+        await writer.drain()
+        if kept:
+            writer.write(b"0\r\n\r\n")
+            await reader.read()  # ends when the client is closed
+        else:
+            with suppress(ConnectionError):
+                while True:
+                    writer.write(b"10000\r\n" + bytes(0x10000) + b"\r\n")
+                    await writer.drain()
+        ended.set()
+
+    async with served(handle, max_idle=1) as client:
+        sink = Leaving()
+        sink.call = client.call("GET", "/", b"", sink)
+        if kept:
+            while (transport := client.take_idle()) is None:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            transport.abort()
+        await ended.wait()
+
+        assert sink.heard == [b"x"]
+        assert not client.left
+
+
+async def test_a_head_without_end_is_given_up() -> None:
+    """It would be read until the request's deadline."""
+    async with served(saying(b"HTTP/1.1 200 OK\r\n" + b"x-filler: y\r\n" * 10_000)) as client:
+        with pytest.raises(EngineUnreachableError, match="head of the answer"):
+            await client.ask("GET", "/health", timeout_s=120)

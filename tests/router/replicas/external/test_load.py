@@ -9,12 +9,14 @@ from homing.events.load_report import fit
 from homing.kvcache.hashing import token_bytes
 from homing.replica.messages import Generate, SamplingParams
 from homing.router.replicas.external.load import (
+    MAX_SAMPLES,
     MIN_PREFILL_TOKENS,
     UNKNOWN_BLOCKS,
     UNKNOWN_PREFILL_TOKENS_PER_S,
     EngineMetrics,
     EngineRates,
     ExternalLoad,
+    metric_ranks,
     read_metrics,
 )
 from homing.router.replicas.external.request import ExternalRequest
@@ -39,7 +41,9 @@ def request_at(number: int, *, uncached: int = 100, sent_at: float = 0.0) -> Ext
         block_hashes=b"",
         sampling=SamplingParams(max_tokens=8),
     )
-    return ExternalRequest(generate, Nobody(), eos_token_ids=frozenset(), uncached_tokens=uncached, now=sent_at)
+    return ExternalRequest(
+        generate, Nobody(), eos_token_ids=frozenset(), vocab_size=4000, uncached_tokens=uncached, now=sent_at
+    )
 
 
 @pytest.fixture
@@ -318,3 +322,23 @@ def test_what_is_not_told_is_not_made_up() -> None:
         read_metrics('vllm:cache_config_info{num_gpu_blocks="None"} 1.0\nvllm:num_requests_running NaN\n')
         == EngineMetrics()
     )
+
+
+@pytest.mark.parametrize(
+    "metrics",
+    [
+        "vllm:num_requests_running{" * 100_000,
+        "vllm:num_requests_running{\n" * 100_000,
+        'vllm:num_requests_running{engine="1"} 1\n' * 100_000,
+        "vllm:num_requests_running 1e300\n",
+        f'vllm:cache_config_info{{num_gpu_blocks="{"9" * 5000}"}} 1\n',
+        f'vllm:num_requests_running{{engine="{"9" * 5000}"}} 1\n',
+    ],
+)
+def test_metrics_cannot_keep_the_router_busy_or_break_it(metrics: str) -> None:
+    """Of any text, a bounded part is read, and numbers that cannot be are not reported."""
+    found = read_metrics(metrics)
+
+    assert (found.running or 0) <= MAX_SAMPLES
+    assert found.num_blocks is None
+    assert metric_ranks(metrics) in ((), (1,))

@@ -42,6 +42,7 @@ def request_at(desk: Desk, generated: list[int] | None = None, **sampling: Any) 
         generate,
         desk.on_reply,
         eos_token_ids=frozenset({EOS}),
+        vocab_size=4000,
         uncached_tokens=3,
         now=0.0,
     )
@@ -214,3 +215,73 @@ def test_a_chat_is_told_apart_by_the_engine(desk: Desk) -> None:
     ]
     assert [each.num_tokens for each in desk.outputs if isinstance(each, TextOutput)] == [2, 1, 2, 1]
     assert (desk.outputs[-1].finish_reason, desk.outputs[-1].cached_tokens) == ("stop", 2)
+
+
+def chunk(choice: dict[str, Any], **more: Any) -> bytes:
+    return b"data: " + json.dumps({"choices": [choice], **more}).encode() + b"\n\n"
+
+
+def scored(name: str, alternatives: int = 0) -> dict[str, Any]:
+    top = {f"token_id:{number}": -1.0 for number in range(alternatives)}
+    return {"token_ids": [5], "logprobs": {"tokens": [name], "token_logprobs": [-1.0], "top_logprobs": [top]}}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        event([-1]),
+        event([4000]),  # the model has 4,000 tokens
+        event([1 << 40]),
+        event(list(range(11))),  # 10 were asked for
+        event([5] * 10) + event([5]),
+        event(None, usage={"completion_tokens": -1}),
+        event(None, usage={"completion_tokens": 11}),
+        event(None, usage={"completion_tokens": 1 << 62}),
+        event([5], usage={"prompt_tokens_details": {"cached_tokens": -1}}),
+        event([5], "length") + event([6]),
+        chunk(scored("token_id:x")),
+        chunk(scored("token_id:" + "9" * 5000)),
+        chunk(scored("token_id:5", alternatives=2000)),
+        chunk({"delta": {"tool_calls": [{"index": -1, "function": {"name": "f"}}]}}),
+        chunk({"delta": {"tool_calls": [{"index": 1 << 40, "function": {"name": "f"}}]}}),
+        b"data: " + b"[" * 100_000 + b"\n\n",
+        b'data: {"error": ' + b"[" * 100_000 + b"\n\n",
+        b"data: \xff\n\n",
+        b'data: {"choices": []}\n\n' * 2000,  # events without end
+        b"data: " + bytes(9 << 20),  # a line without end
+        b": a comment\n" * (2 << 20),
+    ],
+)
+def test_what_no_engine_may_answer_ends_the_request_and_nothing_more(desk: Desk, data: bytes) -> None:
+    """Values of engines are checked like values of clients: tokens, counts, numbers of events, lengths."""
+    request = request_at(desk)
+
+    for start in range(0, len(data), 1 << 16):
+        request.body(data[start : start + (1 << 16)])
+    request.body(event([5]) + DONE)
+    request.end("lost")
+
+    assert [(each.reason, each.retry) for each in desk.refusals] == [("internal", True)]
+    assert "cannot be read" in desk.refusals[0].message
+    tokens = [each.num_tokens if isinstance(each, TextOutput) else len(each.token_ids) for each in desk.outputs]
+    assert sum(tokens) <= 10
+
+
+def test_an_engine_finds_no_more_cached_than_the_prompt_has(desk: Desk) -> None:
+    """The numbers are charged, compared with predictions, and shown."""
+    request = request_at(desk)
+
+    request.body(event([5], "length", usage={"prompt_tokens_details": {"cached_tokens": 1 << 20}}) + DONE)
+
+    assert desk.outputs[-1].cached_tokens == 3
+
+
+def test_an_error_answer_without_end_is_read_up_to_its_message(desk: Desk) -> None:
+    """The engine may go on for hours."""
+    request = request_at(desk)
+    request.head(400)
+
+    for _ in range(3):
+        request.body(b"x" * 50_000)
+
+    assert [(each.retry, len(each.message)) for each in desk.refusals] == [(False, 200)]

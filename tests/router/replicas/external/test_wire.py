@@ -14,7 +14,7 @@ from homing.replica.messages import Constraint, Generate, PositionLogprobs, Samp
 from homing.router.replicas.external.wire import (
     MAX_EVENT_BYTES,
     EventStreamParser,
-    EventTooLongError,
+    MalformedAnswerError,
     Piece,
     chat_body,
     completion_body,
@@ -233,5 +233,15 @@ def test_a_line_without_end_is_given_up() -> None:
     """A server must not be able to fill the router's memory."""
     parser = EventStreamParser()
 
-    with pytest.raises(EventTooLongError):
+    with pytest.raises(MalformedAnswerError):
         parser.feed(b"data: " + bytes(MAX_EVENT_BYTES))
+
+
+def test_a_long_line_in_tiny_pieces_takes_linear_time() -> None:
+    """Joining it at each piece would take minutes, in which the router serves nobody."""
+    parser = EventStreamParser()
+
+    for _ in range(1 << 16):
+        assert parser.feed(bytes(64)) == []
+
+    assert parser.feed(b"\n\ndata: a\n\n") == [b"a"]

@@ -36,7 +36,7 @@ def test_a_held_request_names_each_obstacle() -> None:
     )
 
     assert held.chosen is None
-    assert held.why == "held: r0 draining, r1 silent"
+    assert held.why == "held: draining: r0; silent: r1"
     assert explanation_of(policy.consider(PROMPT, [], Random())).why == "no replica has joined"
 
 
@@ -47,8 +47,8 @@ def test_a_held_request_names_each_obstacle() -> None:
         (ExpectedTtft(), [candidate("r0", 62), candidate("r1", 61)], "prefix"),
         (ExpectedTtft(), [candidate("r0", 62), candidate("r1", 62, queued_prefill_tokens=900)], "load"),
         (ExpectedTtft(), [candidate("r0", 62), candidate("r1", 62, draining=True)], "prefix"),
-        (ExpectedTtft(), [candidate("r0"), candidate("r1", 62, queued_prefill_tokens=2000)], "load"),
-        (ExpectedTtft(), [candidate("r0"), candidate("r1", queued_prefill_tokens=2000)], "cold"),
+        (ExpectedTtft(), [candidate("r0"), candidate("r1", 62, queued_prefill_tokens=4000)], "load"),
+        (ExpectedTtft(), [candidate("r0"), candidate("r1", queued_prefill_tokens=4000)], "cold"),
         (ExpectedTtft(), [candidate("r0", draining=True), candidate("r1", silent=True)], "held"),
         (LeastLoaded(), [candidate("r0"), candidate("r1", 62)], "policy"),
         (RoundRobin(), [candidate("r0"), candidate("r1", 62)], "policy"),

@@ -224,6 +224,24 @@ def test_where_any_text_is_cut_makes_no_difference(text, tools, reasoning, cuts,
     assert parse(text, tools, reasoning, range(len(text)), starts_in_reasoning=starts_in_reasoning) == whole
 
 
+@pytest.mark.parametrize("tools", ["hermes", "kimi", "mistral"])
+def test_a_call_of_a_tool_that_is_not_there_is_a_call(tools: str):
+    """The agent can answer that there is no such tool; raw markup would end its loop."""
+    text = {
+        "hermes": '<tool_call>{"name": "g", "arguments": {"a": 1}}</tool_call>',
+        "kimi": '<|tool_call_begin|>functions.g:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>',
+        "mistral": '[TOOL_CALLS][{"name": "g", "arguments": {"a": 1}}]',
+    }[tools]
+
+    found = parse(text, tools)
+
+    assert [(type(each), getattr(each, "name", "")) for each in found] == [
+        (ToolCallStart, "g"),
+        (ToolCallArguments, ""),
+    ]
+    assert parse(text, tools, unknown_names=False) == [Content(text)]
+
+
 @given(text=SOUPS, tools=FAMILIES.filter(lambda name: name != "harmony"), cuts=CUTS)
 @example(text='<tool_call>{"name": "g", "arguments": {}}</tool_call>', tools="hermes", cuts=[])
 @example(text=" \n\n" * 9 + "[", tools="pythonic", cuts=[])
@@ -314,7 +332,7 @@ def test_a_marker_of_reasoning_inside_of_the_answer_is_text():
     assert parse("Write <think> and </think>.", NONE, "think") == [Content("Write <think> and </think>.")]
 
 
-@pytest.mark.parametrize(("tools", "ends"), [("qwen3_coder", True), ("kimi", True), ("hermes", False)])
+@pytest.mark.parametrize(("tools", "ends"), [("qwen3_coder", True), ("kimi", True), ("hermes", True)])
 def test_a_call_ends_open_reasoning_where_models_forget_to_close_it(tools, ends):
     """vLLM does the same for Qwen3.5 and Kimi. A marker that is only mentioned in reasoning does not end it."""
     call = ANSWERS[tools][2].partition("ok")[2]
@@ -323,6 +341,42 @@ def test_a_call_ends_open_reasoning_where_models_forget_to_close_it(tools, ends)
 
     assert found[0] == Reasoning("maybe <tool_call> or" if ends else ("maybe <tool_call> or\n" + call))
     assert any(isinstance(delta, ToolCallStart) for delta in found) == ends
+
+
+@pytest.mark.parametrize("written", ['{"a": 1}', r'"{\"a\": 1}"', "null", '""', "[]", "{}"])
+@given(cuts=CUTS)
+def test_arguments_are_an_object_however_the_model_wrote_them(written: str, cuts: list[int]):
+    """Clients call `f(**arguments)`; models write objects in strings, and null or nothing for none."""
+    wanted = {"a": 1} if "a" in written else {}
+    for call in (f'{{"name": "f", "arguments": {written}}}', f'{{"arguments": {written}, "name": "f"}}'):
+        found = parse(f"<tool_call>{call}</tool_call>", "hermes", NONE, cuts)
+
+        assert [type(each) for each in found] == [ToolCallStart, ToolCallArguments]
+        assert json.loads(found[1].text) == wanted  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("written", ["[1]", "3", '"text"'])
+def test_other_arguments_are_no_call(written: str):
+    """They could not be passed to any function. If the name came first, the call is not complete."""
+    text = f'<tool_call>{{"arguments": {written}, "name": "f"}}</tool_call>'
+    assert parse(text, "hermes") == [Content(text)]
+
+    parser = parser_of("hermes")
+    parser.feed(f'<tool_call>{{"name": "f", "arguments": {written}}}</tool_call>')
+    parser.finish()
+    assert not parser.called
+
+
+def test_a_parameter_of_any_type_keeps_the_type_of_its_json():
+    """`{}` allows every value; a parameter that the tool does not have stays text."""
+    tools = {"f": {"type": "object", "properties": {"v": {}, "w": {"description": "any"}}}}
+    parser = AnswerParser(choose_tools("", "", "qwen3_coder"), None, tools, str)
+    values = {"v": '{"id": "abc"}', "w": "8", "x": "8"}
+    inner = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+
+    found = joined([*parser.feed(f"<function=f>\n{inner}</function>"), *parser.finish()])
+
+    assert json.loads(found[1].text) == {"v": {"id": "abc"}, "w": 8, "x": "8"}  # type: ignore[union-attr]
 
 
 def test_ids_have_the_form_that_a_family_needs():

@@ -1,0 +1,86 @@
+"""Weights that cannot fit on a GPU are refused from their headers alone, with the number of ranks that would fit."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from homing.replica.config import ReplicaSettings
+from homing.replica.errors import StartupError
+from homing.replica.load.gpu_memory import check_gpu_memory, least_weight_bytes
+
+GIB = 1 << 30
+#: The shape of Llama-3.1-70B: 141 GB in bfloat16.
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 8192,
+    "intermediate_size": 28_672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "vocab_size": 128_256,
+    "dtype": "bfloat16",
+}
+LAYER = {"q_proj": (8192, 8192), "kv_proj": (2048, 8192), "o_proj": (8192, 8192), "mlp": (3 * 28_672, 8192)}
+PARAMETERS = 80 * sum(rows * columns for rows, columns in LAYER.values())
+EMBEDDING = 128_256 * 8192
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return save(tmp_path, "BF16", 2)
+
+
+def save(folder: Path, dtype: str, size: int, **config: Any) -> Path:
+    """A model of which only the headers exist: the file is sparse."""
+    shapes = {f"model.layers.{layer}.{name}.weight": shape for layer in range(80) for name, shape in LAYER.items()}
+    kinds = dict.fromkeys(shapes, (dtype, size))
+    for name in ("model.embed_tokens.weight", "lm_head.weight", "vision_tower.weight"):
+        shapes[name], kinds[name] = (128_256, 8192), ("BF16", 2)
+    at, header = 0, {}
+    for name, (rows, columns) in shapes.items():
+        stop = at + rows * columns * kinds[name][1]
+        header[name] = {"dtype": kinds[name][0], "shape": (rows, columns), "data_offsets": (at, stop)}
+        at = stop
+    (folder / "config.json").write_text(json.dumps(CONFIG | config))
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + at)
+    return folder
+
+
+def test_weights_that_do_not_fit_name_the_ranks_that_would(folder: Path) -> None:
+    """Eight replicas would otherwise load for minutes, and all run out of memory without a hint."""
+    eight = [80 * GIB] * 8
+
+    with pytest.raises(StartupError, match=r"weights take at least 131\.4 GiB, .* 72\.0 GiB .* set .*size: 2$"):
+        check_gpu_memory(folder, ReplicaSettings(), eight, utilization=0.9)
+    with pytest.raises(StartupError, match=r"size: 4$"):
+        check_gpu_memory(folder, ReplicaSettings(tensor_parallel_size=2), [48 * GIB] * 8, utilization=0.9)
+
+    check_gpu_memory(folder, ReplicaSettings(tensor_parallel_size=2), eight, utilization=0.9)
+    check_gpu_memory(folder, ReplicaSettings(), [40 * GIB, 192 * GIB], utilization=0.9)
+    check_gpu_memory(folder, ReplicaSettings(), [])  # nothing is known about the GPUs
+
+
+def test_without_enough_gpus_no_number_of_ranks_is_named(folder: Path) -> None:
+    """The remedy must work on this machine; a part of a GPU counts as a part of its memory."""
+    with pytest.raises(StartupError, match="choose a smaller model"):
+        check_gpu_memory(folder, ReplicaSettings(), [24 * GIB] * 2)
+    with pytest.raises(StartupError, match="choose a smaller model"):
+        check_gpu_memory(folder, ReplicaSettings(tensor_parallel_size=2), [80 * GIB] * 2, gpus_per_rank=0.5)
+    with pytest.raises(StartupError, match="choose a smaller model"):
+        check_gpu_memory(folder, ReplicaSettings(model_provider="transformers"), [80 * GIB] * 8)
+
+
+def test_only_what_a_rank_must_hold_counts(tmp_path: Path) -> None:
+    """A model that could run must never be refused: 8-bit weights stay as they are, other towers are not loaded."""
+    folder = save(tmp_path, "F8_E4M3", 1)
+
+    assert least_weight_bytes(folder, ReplicaSettings(), 1) == PARAMETERS + 2 * 2 * EMBEDDING
+    assert least_weight_bytes(folder, ReplicaSettings(), 4) == 2 * EMBEDDING + (PARAMETERS + 2 * EMBEDDING) // 4
+    save(tmp_path, "F32", 4)
+    assert least_weight_bytes(folder, ReplicaSettings(), 1) == 2 * PARAMETERS + 2 * 2 * EMBEDDING
+    assert least_weight_bytes(folder, ReplicaSettings(dtype="float32"), 1) == 4 * (PARAMETERS + 2 * EMBEDDING)
