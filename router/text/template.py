@@ -81,7 +81,7 @@ class ChatTemplate:
         return "\n".join(self._templates.values())
 
     def render(self, conversation: TemplateInput) -> str:
-        """The prompt for the conversation. Raises TemplateRefusal, or TemplateBroken if chats of its kind always fail."""
+        """The prompt for the conversation. Raises TemplateRefusal, or TemplateBroken if all such chats fail."""
         try:
             return self._render(conversation)
         except TemplateRefusal:
