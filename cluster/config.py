@@ -33,7 +33,9 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         "default"
     )
     replicas: Annotated[
-        int, Meta(ge=0, le=4096), "number of replicas; 0: as many as fit on the GPUs, or 2 without GPUs"
+        int,
+        Meta(ge=0, le=4096, extra={"least": 1}),
+        "number of replicas, at least 1; unset (0): as many as fit on the GPUs, or 2 without GPUs",
     ] = 0
     autoscale: Annotated[
         str,
@@ -282,8 +284,6 @@ def _added(cluster: Settings, given: Mapping[str, SourcedValue]) -> Settings:
 
 def _changed(running: Settings, given: Mapping[str, SourcedValue]) -> Settings:
     values = {name: _convert(SETTINGS[name], source) for name, source in given.items()}
-    if not values.get("replicas", 1):  # 0 (as many as fit) was resolved at the start
-        del values["replicas"]
     for name, value in values.items():
         if value != getattr(getattr(running, SETTINGS[name].section), name) and name in FIXED:
             raise SettingsError(f"{given[name].origin}: {name} cannot change while the cluster runs; {FIXED[name]}")
@@ -405,20 +405,34 @@ def _section_hint(key: str) -> str:
     return f"; it belongs in section {SETTINGS[key].section!r}" if key in SETTINGS else ""
 
 
+def _expected(setting: Setting, given: str) -> str:
+    """What a setting with choices accepts. Of many, those that `allowed` describes, only the one meant is named."""
+    choices, meant = setting.choices or (), nearest(given, setting.choices or ())
+    many = (setting.meta.extra or {}).get("allowed")
+    return f"expected one of {', '.join(choices)}{meant}" if not many else f"expected one of {many}{meant}"
+
+
 def _convert(setting: Setting, given: SourcedValue) -> Any:
     try:
         # Help and documentation say on and off; msgspec knows true, false, 1 and 0.
         switched = setting.bare_type is bool and given.value in ("on", "off")
         value = given.value == "on" if switched else msgspec.convert(given.value, setting.type, strict=given.typed)
     except msgspec.ValidationError as error:
-        choices = setting.choices
-        reason = f"expected one of {', '.join(choices)}{nearest(str(given.value), choices)}" if choices else error
+        reason = _expected(setting, str(given.value)) if setting.choices else error
         raise SettingsError(f"{given.origin}: {given.value!r} is not valid for {setting.name}: {reason}") from error
+    # 0 stands for a value that was not given. Elsewhere, as in `homing scale 0`, it means none.
+    if isinstance(value, int) and value < ((setting.meta.extra or {}).get("least") or value):
+        raise SettingsError(
+            f"{given.origin}: {value} is not valid for {setting.name}: give at least 1, or leave it out; "
+            "homing scale 0 and autoscale 0:MAX end all replicas"
+        )
     if isinstance(value, float) and not math.isfinite(value):
         raise SettingsError(f"{given.origin}: {given.value!r} is not valid for {setting.name}: give a finite number")
     # Only paths begin with ~, and all code that expands one may rely on this check.
     if isinstance(value, str) and value.startswith("~") and os.path.expanduser(value) == value:
         raise SettingsError(f"{given.origin}: {value!r} is not valid for {setting.name}: there is no such home folder")
+    if setting.name in PATHS and str(value).startswith("--"):
+        raise SettingsError(f"{given.origin}: give a file, not {value}")
     if setting.name in PATHS and value not in ("", "-"):
         # Links are not resolved: a virtual environment's Python is a link, and its location identifies the environment.
         return str(Path(value).expanduser().absolute())

@@ -6,8 +6,11 @@ Loads no model and imports neither torch nor transformers.
 import importlib.util
 import json
 import re
+import socket
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from ..replica.config import ReplicaSettings
 from ..replica.demo import demo_model_path
@@ -17,6 +20,11 @@ from ..replica.models.spec import FAMILIES
 from .errors import ModelUnavailable
 
 DEMO = "demo"
+#: Time for a connection to the hub, before the model counts as not available there.
+CONNECT_S = 5.0
+ANOTHER = "choose another model (docs/models.md lists the tested ones)"
+#: transformers' table of models that continue text, which is what its loader for them knows.
+_CAUSAL = re.compile(r"^MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = (.*?)^\)", re.DOTALL | re.MULTILINE)
 #: Files needed for serving; the hub's other weight formats are not downloaded.
 TEXT_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "*.py"]
 WANTED_FILES = [*TEXT_FILES, "*.safetensors"]
@@ -58,6 +66,11 @@ def _find(settings: ReplicaSettings, files: list[str], *, checked: bool) -> Path
         raise ModelUnavailable(f"folder {model} does not exist; give a folder with config.json or a Hugging Face name")
     else:
         folder = _download(model, settings.revision or None, files, checked=checked)
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        base = _json(folder / "adapter_config.json").get("base_model_name_or_path") or "its base model"
+        raise ModelUnavailable(
+            f"{folder} is a LoRA adapter, not a model; merge it into {base} (peft's merge_and_unload), and serve that"
+        )
     if not (folder / "config.json").is_file():
         raise ModelUnavailable(f"{folder} has no config.json: it is not a model folder in the Hugging Face layout")
     return folder
@@ -98,19 +111,25 @@ def check_runnable(folder: Path) -> None:
     if problem:
         raise ModelUnavailable(f"{path}: {problem}")
     kind = config.get("model_type")
-    if isinstance(kind, str) and kind not in FAMILIES and kind not in _transformers_types():
+    if not isinstance(kind, str) or kind in FAMILIES:
+        return
+    tables = _transformers_tables()
+    if not re.search(rf'"{re.escape(kind)}",\s*"\w+Config"', tables):
         raise ModelUnavailable(
-            f"{path}: model_type {kind!r} is unknown to homing and to the installed transformers; "
-            "choose another model (docs/models.md lists the tested ones)"
+            f"{path}: model_type {kind!r} is unknown to homing and to the installed transformers; {ANOTHER}"
+        )
+    causal = _CAUSAL.search(tables)
+    if config.get("is_encoder_decoder") or (causal and f'("{kind}",' not in causal[1]):
+        raise ModelUnavailable(
+            f"{path}: a model of type {kind!r} does not continue text, so it answers no chat; {ANOTHER}"
         )
 
 
-def _transformers_types() -> frozenset[str]:
-    """Read the installed transformers' model types from its source tables, as importing them takes seconds."""
+def _transformers_tables() -> str:
+    """The installed transformers' tables of model types, as source text: importing them takes seconds."""
     spec = importlib.util.find_spec("transformers")
     folders = [] if spec is None else [Path(each) for each in spec.submodule_search_locations or ()]
-    tables = [path.read_text() for each in folders for path in (each / "models" / "auto").glob("*.py")]
-    return frozenset(found for table in tables for found in re.findall(r'"([\w.-]+)",\s*"\w+Config"', table))
+    return "\n".join(path.read_text() for each in folders for path in sorted((each / "models" / "auto").glob("*.py")))
 
 
 def has_chat_template(folder: Path) -> bool:
@@ -132,18 +151,39 @@ def _json(path: Path) -> dict[str, Any]:
 def _download(model: str, revision: str | None, files: list[str], *, checked: bool) -> Path:
     """Download a model. `checked`: only if our own engine can run it."""
     # Imported here, because importing the hub's client is slow and only this path needs it.
-    from huggingface_hub import hf_hub_download, snapshot_download
+    from huggingface_hub import constants, hf_hub_download, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    # The client would retry for 20 s and print each failure.
+    unreachable = None if constants.HF_HUB_OFFLINE else _connection_problem(constants.ENDPOINT)
+    source: dict[str, Any] = {"revision": revision, "local_files_only": unreachable is not None}
     try:
         if checked:  # before the weights are downloaded
-            check_runnable(Path(hf_hub_download(model, "config.json", revision=revision)).parent)
-        folder = Path(snapshot_download(model, revision=revision, allow_patterns=files, ignore_patterns=UNWANTED_FILES))
+            check_runnable(Path(hf_hub_download(model, "config.json", **source)).parent)
+        folder = Path(snapshot_download(model, allow_patterns=files, ignore_patterns=UNWANTED_FILES, **source))
         if files is WANTED_FILES and not any(folder.glob("*.safetensors")):
-            snapshot_download(model, revision=revision, allow_patterns=PICKLED_FILES)
+            snapshot_download(model, allow_patterns=PICKLED_FILES, **source)
         return folder
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         reason = " ".join(str(error).split())
+        if unreachable and not isinstance(error, HFValidationError):
+            raise ModelUnavailable(
+                f"model {model!r} is neither a local folder nor in the hub's cache, and {constants.ENDPOINT} cannot be "
+                f"reached ({unreachable}); copy the model's folder here and name it"
+            ) from error
         raise ModelUnavailable(
             f"model {model!r} is not a local folder and could not be downloaded from the Hugging Face hub: {reason}"
         ) from error
+
+
+def _connection_problem(url: str) -> str | None:
+    """Why the server of this URL cannot be reached; None if it can, or if a proxy is between."""
+    address = urlsplit(url)
+    if getproxies().get(address.scheme) or not address.hostname:
+        return None
+    try:
+        port = address.port or (443 if address.scheme == "https" else 80)
+        socket.create_connection((address.hostname, port), timeout=CONNECT_S).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return None

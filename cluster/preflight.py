@@ -17,15 +17,16 @@ from ..events.errors import BadKeys
 from ..events.security.curve_keys import reader_keys, server_keys
 from ..kvcache.errors import KvCacheError
 from ..replica.config import ReplicaSettings
-from ..replica.errors import StartupError, UnsupportedModel, WeightsDamaged, WeightsMissing
+from ..replica.errors import ModelError, StartupError, TensorParallelUnsupported
 from ..replica.load.gpu_memory import check_gpu_memory
 from ..replica.load.preflight import check_model
 from ..router.config import RouterSettings
-from ..router.errors import KeysFileInvalid, TlsUnusable, TokenizerUnavailable, TracingUnavailable
+from ..router.errors import KeysFileInvalid, RouterError, TlsUnusable, TokenizerUnavailable, TracingUnavailable
 from ..router.http.tracing import RequestSpans
 from ..router.server import tls_context
 from ..router.tenants.api_keys import read_tenants
 from ..router.text.export import check_vocabulary
+from ..router.text.template_files import read_template, try_template
 from .config import Settings, replaced
 from .control.autoscale import terms_of
 from .errors import ModelUnavailable, PortTaken, SettingsError
@@ -106,16 +107,18 @@ def check_folder(folder: Path, settings: Settings) -> None:
     """Check that replicas and router can serve the model in this folder. Raises ModelUnavailable and SettingsError."""
     if settings.replica.engine != "homing":  # an external engine checks itself what it can run
         model_limits(folder, settings.replica, settings.served_name)
-        check_tokenizer(text_folder(settings.replica, folder))
+        check_text(text_folder(settings.replica, folder), settings.router)
         check_python(settings.replica)
         return
     check_runnable(folder)
-    check_tokenizer(text_folder(settings.replica, folder))
+    check_text(text_folder(settings.replica, folder), settings.router)
     try:
         check_model(folder, settings.replica, settings.kvcache)
-    except (WeightsMissing, WeightsDamaged, UnsupportedModel) as error:
+    except (TensorParallelUnsupported, KvCacheError) as error:
+        raise SettingsError(str(error)) from error
+    except ModelError as error:
         raise ModelUnavailable(str(error)) from error
-    except (StartupError, KvCacheError) as error:
+    except StartupError as error:
         raise SettingsError(str(error)) from error
 
 
@@ -149,6 +152,21 @@ def check_tokenizer(folder: Path) -> None:
     try:
         check_vocabulary(folder)
     except TokenizerUnavailable as error:
+        raise ModelUnavailable(error.message) from error
+
+
+def check_text(folder: Path, settings: RouterSettings) -> None:
+    """Check that the folder has a tokenizer, and that its chat template renders a chat. Raises ModelUnavailable."""
+    check_tokenizer(folder)
+    template_problems(folder, settings)
+
+
+def template_problems(folder: Path, settings: RouterSettings) -> list[str]:
+    """What the folder's chat template refuses or fails on, besides plain chats. Raises ModelUnavailable."""
+    try:
+        template = read_template(folder, settings.chat_template)
+        return [] if template is None else try_template(template)
+    except RouterError as error:
         raise ModelUnavailable(error.message) from error
 
 

@@ -65,6 +65,7 @@ class RegistryEntry(msgspec.Struct, frozen=True, kw_only=True):
     url: str | None = None
     router_urls: tuple[str, ...] = ()  #: URL of each router, if there are several
     model: str = ""
+    sources: tuple[tuple[str, str], ...] = ()  #: each served model: its name, and its folder or Hugging Face name
     ray_address: str | None = None  #: address of the Ray cluster, for Ray's own tools
     ray_token: bool = False  #: whether that Ray cluster requires a token
     run_dir: str | None = None  #: removed when the cluster ends

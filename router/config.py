@@ -158,6 +158,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     pin_max_ttl_s: Annotated[float, Meta(gt=0), "maximum ttl of cache_control"] = 3600.0
     access_log: Annotated[
         str,
+        Meta(extra={"arguments": True}),
         "file for one line per request; -: the log that `homing logs requests` prints (standard error "
         "in a joined Ray cluster or with --backend); empty: none",
     ] = "-"

@@ -81,6 +81,13 @@ class TemplateRefusal(InvalidRequest, code="invalid_messages"):
     """The chat template rejects these messages, or the model has no template."""
 
 
+class TemplateBroken(RouterError, status=500, code="template_broken"):
+    """The model's chat template does not parse, or fails on any chat of this kind: the operator's fault."""
+
+    def __init__(self, file: str, reason: str) -> None:
+        super().__init__(f"the chat template {file} cannot be used: {reason}; correct it, or set --chat-template")
+
+
 class ThreadUnsupported(InvalidRequest, code="thread_unsupported_request"):
     """A Messages request relies on messages stored by the server. Clients then resend the whole conversation."""
 

@@ -4,8 +4,9 @@ The checks evaluate facts about the machine (host.py), the settings and a runnin
 1 if there are errors; 0 for warnings alone.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,14 +21,23 @@ from ...replica.errors import StartupError
 from ...replica.kernels.toolchain import REMEDY
 from ...replica.load.preflight import weight_bytes
 from ..client import get_json
-from ..config import Settings, state_folder
+from ..config import Settings, replaced, state_folder
 from ..devices import resolve_devices
 from ..errors import ClusterError
 from ..flags import NOTHING, AllSettings, Out, option, settings_of
 from ..host import SERVE_PACKAGES, DiskInfo, MachineInfo, inspect_machine
-from ..model_source import DEMO, find_model
+from ..model_source import DEMO, find_model, text_folder
 from ..output import show, table
-from ..preflight import check_bounds, check_folder, check_front, check_gpus, check_keys, exposures, prepare
+from ..preflight import (
+    check_bounds,
+    check_folder,
+    check_front,
+    check_gpus,
+    check_keys,
+    exposures,
+    prepare,
+    template_problems,
+)
 from ..registry import ClusterRegistry, RegistryEntry
 from ..runtime import FEW_OPEN_FILES
 
@@ -216,7 +226,15 @@ def _disk(disk: DiskInfo) -> Finding:
 
 def examine_settings(settings: Settings, entry: RegistryEntry | None) -> list[Finding]:
     """Check for settings that `homing serve` would refuse. `entry`: of a running cluster with this name."""
-    return [_values(settings), _port(settings, entry), *map(_model, settings.each_model), _access(settings)]
+    models = _running_models(settings, entry) or settings.each_model
+    return [_values(settings), _port(settings, entry), *chain.from_iterable(map(_model, models)), _access(settings)]
+
+
+def _running_models(settings: Settings, entry: RegistryEntry | None) -> list[Settings]:
+    """The settings of the models that the running cluster serves; empty if these settings name others."""
+    if entry is None or settings.models or settings.replica.model != DEMO:
+        return []
+    return [replaced(settings, model=source, served_model_name=name) for name, source in entry.sources]
 
 
 def _values(settings: Settings) -> Finding:
@@ -239,15 +257,20 @@ def _port(settings: Settings, entry: RegistryEntry | None) -> Finding:
     return Finding("ports", "ok", f"{router.host}:{router.port} is free")
 
 
-def _model(settings: Settings) -> Finding:
+def _model(settings: Settings) -> Iterator[Finding]:
     if settings.cluster.ray_address and not Path(settings.replica.model).expanduser().is_dir():
-        return Finding("model", "ok", "not checked: each node of the joined cluster locates it")
+        yield Finding("model", "ok", "not checked: each node of the joined cluster locates it")
+        return
     try:
         folder = find_model(settings.replica)
         check_folder(folder, settings)
     except ClusterError as error:
-        return _refused("model", error, "give a complete model folder, or a name on the Hugging Face hub")
-    return Finding("model", "ok", f"weights and tokenizer of {settings.replica.model} are complete")
+        yield _refused("model", error, "give a complete model folder, or a name on the Hugging Face hub")
+        return
+    yield Finding("model", "ok", f"weights, tokenizer and chat template of {settings.replica.model} are complete")
+    for problem in template_problems(text_folder(settings.replica, folder), settings.router):
+        remedy = "requests with it get this error; another --chat-template may take it"
+        yield Finding("template", "warning", problem, remedy)
 
 
 def _access(settings: Settings) -> Finding:

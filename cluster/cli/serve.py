@@ -103,6 +103,14 @@ def _local_model(settings: Settings) -> Path:
     return folder
 
 
+def _labels(status: ClusterStatus) -> str:
+    return ", ".join(model_label(each.name, each.source) for each in status.models)
+
+
+def _sources(status: ClusterStatus) -> tuple[tuple[str, str], ...]:
+    return tuple((each.name, each.source) for each in status.models)
+
+
 class Interrupted(KeyboardInterrupt):
     """A stop signal arrived while Ray was starting, when a graceful shutdown is not possible."""
 
@@ -242,7 +250,9 @@ class ServeRun:
             status = self._until_ready()
             if status is None:
                 return 128 + self._signals.number
-            self._register(phase="ready", url=status.url or "", router_urls=status.router_urls)
+            self._register(
+                phase="ready", url=status.url or "", router_urls=status.router_urls, sources=_sources(status)
+            )
             self._console.last_notice = max((notice.seq for notice in status.notices), default=0)
             self._console.banner(status, self._settings, detached=detached, chats=chats)
             requests = LogTail(self._registry.log_folder(self._entry.name)) if self._folder else None
@@ -258,9 +268,8 @@ class ServeRun:
                 asked_at = time.monotonic()
                 if status := self._status():
                     self._console.print_notices(status.notices)
-                    models = ", ".join(model_label(each.name, each.source) for each in status.models)
-                    if models != self._entry.model:  # an update has changed the models under these names
-                        self._register(model=models)
+                    if _sources(status) != self._entry.sources:  # an update has changed the models under these names
+                        self._register(model=_labels(status), sources=_sources(status))
             return 0
         finally:
             self._register(phase="stopping")

@@ -1,7 +1,7 @@
 """Checks before anything is loaded whether a replica could serve a model's folder with these settings.
 
-Only reads files, and only the headers of weights; no torch, no transformers. Problems that take those to detect (an
-unsupported family, a tensor of the wrong shape) are reported by the replica when it loads.
+Only reads files, and only the headers of weights; no torch, no transformers. Problems that take those to detect (such
+as a family whose attention is not supported) are reported by the replica when it loads.
 """
 
 import importlib.util
@@ -18,10 +18,11 @@ import msgspec
 from ...kvcache.config import KvCacheSettings
 from ...kvcache.sizing import blocks_that_fit, bytes_per_block
 from ..config import ReplicaSettings
-from ..errors import StartupError, TensorParallelUnsupported, UnsupportedModel, WeightsMissing
+from ..errors import StartupError, TensorParallelUnsupported, UnsupportedModel, WeightsMismatch, WeightsMissing
 from ..models.spec import FAMILIES, auto_dtype, split_problem
 from .quantized import Scaling, block_sizes, method_problem, scalings
 from .weight_files import FETCH_AGAIN, TensorHeader, are_pickled, tensors_in, tensors_of, weight_files, weight_map
+from .weight_shapes import headers_problem
 
 #: Bytes of a KV element in the smallest dtype: a block that does not fit in this one fits in no dtype.
 _MIN_DTYPE_BYTES = 2
@@ -52,6 +53,7 @@ def check_model(folder: Path, settings: ReplicaSettings, cache: KvCacheSettings)
     """Raise StartupError or PoolTooSmall if no replica could serve this; names the file or setting and the remedy."""
     config = read_config(folder)
     check_weights(folder)
+    check_shapes(folder)
     if settings.tokenizer and config.vocab_size is not None:
         check_vocabulary_size(Path(settings.tokenizer).expanduser(), config.vocab_size)
     check_ranks(config, settings, pickled=are_pickled(folder))
@@ -118,6 +120,20 @@ def check_quantization(folder: Path, tensors: Mapping[str, TensorHeader]) -> dic
     if problem:
         raise UnsupportedModel(f"{folder}: {problem}")
     return found
+
+
+def check_shapes(folder: Path) -> None:
+    """Check that names and shapes of the tensors fit config.json. Raises ModelError.
+
+    torch's older format shows them only when it is loaded.
+    """
+    if are_pickled(folder):
+        return
+    tensors = tensors_in(folder)
+    scales = {each.scales for each in check_quantization(folder, tensors).values()}
+    shapes = {name: header.shape for name, header in tensors.items() if name not in scales}
+    if problem := headers_problem(raw_config(folder), shapes):
+        raise WeightsMismatch(f"{folder}: {problem}; config.json and the weights are not of one model, {FETCH_AGAIN}")
 
 
 def check_vocabulary_size(folder: Path, vocab_size: int) -> None:

@@ -23,6 +23,13 @@ def tensors_problem(config: Any, shapes: Mapping[str, Shape]) -> str | None:
     unused = shapes.keys() - needed.keys()
     if config.tie_word_embeddings:
         unused.discard(_HEAD)  # a copy of the embedding
+    return shapes_problem(needed, shapes, unused)
+
+
+def shapes_problem(
+    needed: Mapping[str, Shape], shapes: Mapping[str, Shape], unused: Collection[str] = ()
+) -> str | None:
+    """The tensors that a checkpoint lacks, has in vain or has in a wrong shape, or None."""
     wrong = [
         f"{name} is {list(shapes[name])} instead of {list(shape)}"
         for name, shape in needed.items()

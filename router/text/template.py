@@ -5,17 +5,18 @@ Compiled by transformers, whose sandbox protects against hostile templates; that
 from JSON needs no copy, which would take longer than the template itself for an agent's tools.
 """
 
-import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ..errors import TemplateRefusal
+from ..errors import TemplateBroken, TemplateRefusal
 
 if TYPE_CHECKING:
     from jinja2 import Template
+
+log = logging.getLogger(__name__)
 
 #: Limit for the nesting of tools, calls and arguments: comparing or encoding deeper ones may exceed Python's limit.
 MAX_DEPTH = 256
@@ -33,13 +34,44 @@ class TemplateInput(msgspec.Struct, frozen=True):
     template_arguments: Mapping[str, Any] = {}
 
 
+_CALL = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": {"at": "the sky"}}}
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Look at something.",
+        "parameters": {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"]},
+    },
+}
+_USER: Message = {"role": "user", "content": "Hello"}
+#: Ordinary chats. If a template fails on one, chats of its kind cannot be answered, whatever the client sends.
+PROBES = {
+    "a user message": TemplateInput([_USER]),
+    "a system message": TemplateInput([{"role": "system", "content": "Be brief."}, _USER]),
+    "a tool": TemplateInput([_USER], tools=[_TOOL]),
+    "a tool's result": TemplateInput(
+        [
+            _USER,
+            {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+            {"role": "tool", "tool_call_id": "call_1", "name": "look", "content": "It is blue."},
+        ],
+        tools=[_TOOL],
+    ),
+}
+
+
 class ChatTemplate:
     """The template of one model. Some models have several named ones; `tool_use` is for conversations with tools."""
 
-    def __init__(self, template: str | Mapping[str, str] | None, special_tokens: Mapping[str, str]) -> None:
+    def __init__(
+        self, template: str | Mapping[str, str] | None, special_tokens: Mapping[str, str], file: str = "of the model"
+    ) -> None:
+        """`file`: where it comes from, for error messages."""
+        self.file = file
         self._templates: Mapping[str, str] = {"default": template} if isinstance(template, str) else template or {}
         self._special_tokens = special_tokens
         self._compiled: dict[str, Template] = {}
+        self._faults: dict[str, str | None] = {}  #: by probe: why the template fails on it
         #: The role to use for OpenAI's `developer`, its newer name for `system`: many templates drop unknown roles.
         self._developer = "developer" if "developer" in self.source else "system"
 
@@ -49,7 +81,48 @@ class ChatTemplate:
         return "\n".join(self._templates.values())
 
     def render(self, conversation: TemplateInput) -> str:
-        """The prompt for the conversation. Raises TemplateRefusal."""
+        """The prompt for the conversation. Raises TemplateRefusal, or TemplateBroken if all such chats fail."""
+        try:
+            return self._render(conversation)
+        except TemplateRefusal:
+            raise
+        except Exception as error:
+            from jinja2.exceptions import TemplateError, TemplateSyntaxError
+
+            if isinstance(error, TemplateSyntaxError):
+                raise TemplateBroken(self.file, f"line {error.lineno}: {error.message}") from error
+            if not isinstance(error, (TemplateError, ValueError, TypeError, KeyError, IndexError, RecursionError)):
+                raise
+            # `raise_exception` in a template makes a plain TemplateError: it refuses the messages.
+            if type(error) is not TemplateError and (fault := self._fault(conversation)) is not None:
+                raise TemplateBroken(self.file, fault) from error
+            raise TemplateRefusal(f"the chat template rejects these messages: {error}", param="messages") from error
+
+    def _fault(self, conversation: TemplateInput) -> str | None:
+        """Why the template fails on an ordinary chat of the same kind; None if it does not."""
+        roles = {each["role"] for each in conversation.messages}
+        kinds = {
+            "a user message": True,
+            "a system message": not roles.isdisjoint(("system", "developer")),
+            "a tool": bool(conversation.tools),
+            "a tool's result": "tool" in roles,
+        }
+        faults = [self._fault_of(name) for name, asked in kinds.items() if asked]
+        return next(filter(None, faults), None)
+
+    def _fault_of(self, probe: str) -> str | None:
+        from jinja2.exceptions import TemplateError
+
+        if probe not in self._faults:
+            self._faults[probe] = None
+            try:
+                self._render(PROBES[probe])
+            except Exception as error:
+                if type(error) is not TemplateError and not isinstance(error, TemplateRefusal):
+                    self._faults[probe] = f"it fails on {probe}: {error}"
+        return self._faults[probe]
+
+    def _render(self, conversation: TemplateInput) -> str:
         template = self._choose(conversation)
         if conversation.continue_final_message and conversation.add_generation_prompt:
             raise TemplateRefusal(
@@ -75,18 +148,11 @@ class ChatTemplate:
             **self._special_tokens,
             **arguments,
         }
-        try:
-            if conversation.continue_final_message:
-                return _render_open(template, values)
-            compiled = self._compiled.get(template) or self._compile(template)
-            context = compiled.new_context({**compiled.globals, **values}, shared=True)
-            return "".join(compiled.root_render_func(context))  # `Template.render` copies the values twice more
-        except Exception as error:
-            from jinja2.exceptions import TemplateError
-
-            if not isinstance(error, (TemplateError, ValueError, TypeError, KeyError, IndexError, RecursionError)):
-                raise
-            raise TemplateRefusal(f"the chat template rejects these messages: {error}", param="messages") from error
+        if conversation.continue_final_message:
+            return _render_open(template, values)
+        compiled = self._compiled.get(template) or self._compile(template)
+        context = compiled.new_context({**compiled.globals, **values}, shared=True)
+        return "".join(compiled.root_render_func(context))  # `Template.render` copies the values twice more
 
     def _compile(self, template: str) -> "Template":
         # Not at the top: the import takes half a second, and the package must stay light. Silent, because transformers
@@ -109,8 +175,12 @@ class ChatTemplate:
 
     def prepare(self) -> None:
         """Import the renderer and compile the template now, or the first chat would block the event loop for it."""
-        with contextlib.suppress(TemplateRefusal):
-            self.render(TemplateInput([{"role": "user", "content": "hi"}]))
+        try:
+            self.render(PROBES["a user message"])
+        except TemplateRefusal:
+            pass  # there is none, or it wants other messages
+        except TemplateBroken as error:
+            log.error("template_broken file=%s reason=%r", self.file, error.message)
 
     def _choose(self, conversation: TemplateInput) -> str:
         if not self._templates:

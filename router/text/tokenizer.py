@@ -26,6 +26,7 @@ from .encoder import Encoder, TokenIds, TooManyTokens, choose_encoder
 from .encoder_threads import NO_SENDER, EncoderThreads, Sender
 from .export import TokenizerLayout, TokenizerParts, layout_of, load_parts
 from .template import ChatTemplate, TemplateInput
+from .template_files import template_file
 from .token_bound import characters_per_token, fewest_tokens
 from .token_cache import Segmenter, TokenCache
 
@@ -61,6 +62,7 @@ class TextModel:
         parts: TokenizerParts,
         *,
         cache_bytes: int,
+        template_file: str = "of the model",
         choose: Callable[[str, TokenizerLayout, Any], tuple[Encoder, str]] = choose_encoder,
     ) -> None:
         """`cache_bytes`: memory for the ids of chat segments; 0 disables the cache. Blocks for a tenth of a second."""
@@ -70,7 +72,7 @@ class TextModel:
         self._backend: Any = Tokenizer.from_str(parts.tokenizer)
         self._backend.no_truncation()
         self._backend.no_padding()
-        self._template = ChatTemplate(parts.chat_template, parts.special_tokens)
+        self._template = ChatTemplate(parts.chat_template, parts.special_tokens, template_file)
         self.model_type = ""  #: from the model's configuration
         self.sampling_defaults = SamplingDefaults()
         #: Tokenizer class, special tokens and chat template under the keys of `tokenizer_config.json`.
@@ -110,7 +112,7 @@ class TextModel:
                 parts = msgspec.structs.replace(parts, chat_template=Path(chat_template).read_text())
             except (OSError, UnicodeDecodeError) as error:
                 raise TokenizerUnavailable(f"cannot read the chat template {chat_template}: {error}") from error
-        model = cls(parts, cache_bytes=cache_bytes)
+        model = cls(parts, cache_bytes=cache_bytes, template_file=str(template_file(folder, chat_template)))
         model._template.prepare()
         model.describe(folder)
         return model

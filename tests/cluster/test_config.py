@@ -121,6 +121,32 @@ def test_a_malformed_flag_is_named() -> None:
         load_settings({"max_waiting_requests": "0"}, {})
 
 
+def test_no_replicas_are_not_as_many_as_fit(tmp_path: Path) -> None:
+    """`homing scale 0` ends all, so `--replicas 0` must not start two."""
+    for given in ({"flags": {"replicas": "0"}}, {"environ": {"HOMING_REPLICAS": "0"}}):
+        with pytest.raises(SettingsError, match=r"0 is not valid for replicas: give at least 1, or leave it out"):
+            load_settings(given.get("flags", {}), given.get("environ", {}))
+    with pytest.raises(SettingsError, match="give at least 1"):
+        load_settings({}, {}, write(tmp_path, "cluster: {replicas: 0}"))
+
+
+def test_a_misspelt_policy_is_corrected_without_a_list_of_all() -> None:
+    """Most of them only compare other routers."""
+    with pytest.raises(SettingsError) as caught:
+        load_settings({"policy": "expected-tfft"}, {})
+
+    assert str(caught.value).endswith("homing serve --help` lists; did you mean expected-ttft?")
+    with pytest.raises(SettingsError, match="expected one of auto, float32"):
+        load_settings({"dtype": "float"}, {})
+
+
+def test_a_flag_without_its_file_takes_no_other_flag_for_one() -> None:
+    """`--access-log -` needs a parser that lets values begin with a hyphen."""
+    assert load_settings({"access_log": "-"}, {}).router.access_log == "-"
+    with pytest.raises(SettingsError, match="flag --access-log: give a file, not --port"):
+        load_settings({"access_log": "--port"}, {})
+
+
 def test_no_number_is_without_a_lower_bound() -> None:
     """A negative size would otherwise be detected only where it is used, in the middle of a start."""
     numbers = [setting for setting in SETTINGS.values() if setting.bare_type in (int, float)]

@@ -64,7 +64,7 @@ def test_gpus_that_the_cpu_would_keep_reserved_are_refused() -> None:
 @given(st.lists(st.integers(0, 8), max_size=3), st.lists(st.sampled_from([0, 0, 1, 2]), min_size=1, max_size=3))
 def test_models_that_fit_share_the_gpus_without_overlap(gpus: list[int], wanted: list[int]) -> None:
     """Models with a set number of replicas are counted first; the others share the remaining GPUs."""
-    models = tuple(load_settings({"replicas": str(count)}, {}) for count in wanted)
+    models = tuple(load_settings({"replicas": str(count)} if count else {}, {}) for count in wanted)
     total = sum(gpus)
 
     found = resolve_devices(Settings(models=models), tuple(map(float, gpus))).each_model

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -199,3 +200,48 @@ def test_an_external_engine_may_run_what_ours_cannot(folder: Path) -> None:
         check_folder(folder, load_settings({"engine": "vllm", "engine_python": "/nowhere"}, {}))
     with pytest.raises(SettingsError, match="vllm is not installed in homing's environment"):
         check_folder(folder, load_settings({"engine": "vllm"}, {}))
+
+
+@pytest.mark.parametrize(
+    "config", [{"model_type": "t5"}, {"model_type": "bart", "is_encoder_decoder": True}, {"model_type": "vit"}]
+)
+def test_a_model_that_continues_no_text_is_refused_by_its_configuration(
+    tmp_path: Path, config: dict[str, object]
+) -> None:
+    """transformers knows these types, and loading them failed only after the cluster had started."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    with pytest.raises(ModelUnavailable, match="does not continue text"):
+        check_runnable(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma3", "gpt_oss", "bloom"])
+def test_models_that_continue_text_pass(tmp_path: Path, kind: str) -> None:
+    """Whether they come from our families or from transformers."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+
+    check_runnable(tmp_path)
+
+
+def test_an_adapter_is_called_what_it_is(tmp_path: Path) -> None:
+    """Its folder has no config.json either, and fetching it again would not help."""
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
+
+    with pytest.raises(ModelUnavailable, match=r"LoRA adapter.*merge it into org/base"):
+        find_model(ReplicaSettings(model=str(tmp_path)))
+
+
+def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its client retried for 23 s; the cache is still used, so that a model fetched earlier can be served."""
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # bound but not listening: connections are refused
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{nobody.getsockname()[1]}")
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+        for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+            monkeypatch.delenv(name, raising=False)
+
+        with pytest.raises(
+            ModelUnavailable, match=r"nor in the hub's cache, and http://127.0.0.1:\d+ cannot be reached"
+        ):
+            find_model(ReplicaSettings(model="org/never-fetched"))

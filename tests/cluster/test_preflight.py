@@ -108,3 +108,12 @@ def test_the_warning_is_among_the_first_lines() -> None:
 
     assert "warning" in out.getvalue()
     assert "--api-keys-file" in out.getvalue()
+
+
+@pytest.mark.parametrize("template", ["{% for m in messages %}", "{{ messages[0].contnet.strip() }}"])
+def test_a_template_that_renders_no_chat_is_refused(folder: Path, template: str) -> None:
+    """The cluster said that it was ready, and then blamed every client."""
+    (folder / "chat_template.jinja").write_text(template)
+
+    with pytest.raises(ModelUnavailable, match=r"chat_template\.jinja"):
+        check_folder(folder, Settings())

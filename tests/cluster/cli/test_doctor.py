@@ -2,10 +2,12 @@
 
 import io
 import json
+import shutil
 import socket
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from homing.cluster.cli.doctor import Finding, examine_host, examine_settings, examine_view, render
@@ -13,6 +15,8 @@ from homing.cluster.cli.main import run
 from homing.cluster.config import load_settings
 from homing.cluster.host import PACKAGES, DiskInfo, MachineInfo
 from homing.cluster.output import plain
+from homing.cluster.registry import own_entry
+from homing.replica.demo import demo_model_path
 
 GIB = 1 << 30
 WELL = MachineInfo(
@@ -135,6 +139,41 @@ def test_what_serve_refuses_is_found_before(flags: dict[str, str], words: str) -
     assert (found.check, found.level) == ("settings", "error")
     assert words in found.message
     assert found.remedy
+
+
+def test_the_models_of_a_running_cluster_are_checked(tmp_path: Path) -> None:
+    """Not the demo model, which is only the default of a new cluster. A named model is checked instead of them."""
+    broken = shutil.copytree(demo_model_path(), tmp_path / "model")
+    (broken / "chat_template.jinja").write_text("{% for m in messages %}")
+    entry = msgspec.structs.replace(
+        own_entry("own", "a, b", None), url="http://127.0.0.1:1", sources=(("a", "demo"), ("b", str(broken)))
+    )
+
+    running = [each for each in examine_settings(load_settings({}, {}), entry) if each.check == "model"]
+    named = [
+        each for each in examine_settings(load_settings({"model": str(broken)}, {}), entry) if each.check == "model"
+    ]
+
+    assert [each.level for each in running] == ["ok", "error"]
+    assert "chat_template.jinja" in running[1].message
+    assert [each.level for each in named] == ["error"]
+
+
+def test_what_a_template_refuses_is_a_warning(tmp_path: Path) -> None:
+    """The model can be served, but every agent with a system prompt would get an error."""
+    folder = shutil.copytree(demo_model_path(), tmp_path / "model")
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}{% endfor %}"
+    )
+
+    (found,) = [
+        each
+        for each in examine_settings(load_settings({"model": str(folder), "port": "0"}, {}), None)
+        if each.level != "ok"
+    ]
+
+    assert (found.check, found.level) == ("template", "warning")
+    assert "no system" in found.message
 
 
 def test_what_a_running_cluster_tells_is_told_on() -> None:

@@ -173,6 +173,11 @@ def test_values_of_settings_are_completed(capsys: pytest.CaptureFixture[str], mo
     assert "round-robin" in capsys.readouterr().out
 
 
+def test_the_access_log_may_be_a_hyphen() -> None:
+    """The settings page says so; the parser took it for a flag."""
+    assert parse(["serve", "m", "--access-log", "-", "--port", "0"]).settings.router.access_log == "-"
+
+
 def test_arguments_for_an_engine_may_begin_with_a_hyphen() -> None:
     """They nearly always do, and users would not guess that an equals sign is needed."""
     words = ["serve", "m", "--engine", "vllm", "--engine-args", "--enforce-eager --seed 3", "--port", "0"]

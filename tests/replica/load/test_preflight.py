@@ -278,19 +278,18 @@ def test_weights_are_counted_and_loaded_in_the_same_type(checkpoint, tmp_path, k
     )
 
 
-@pytest.mark.parametrize("vocabulary", [{"a": 0, "b": 99}, [["a", 0.0]] * 100])
-def test_a_tokenizer_of_another_model_is_named(folder: Path, tmp_path: Path, vocabulary: object) -> None:
+@pytest.mark.parametrize("vocabulary", [{"a": 0, "b": 4095}, [["a", 0.0]] * 4096])
+def test_a_tokenizer_of_another_model_is_named(tmp_path: Path, vocabulary: object) -> None:
     """Token ids beyond the embedding would fail every request that contains one."""
     other = tmp_path / "other"
     other.mkdir()
     (other / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
-    (folder / "config.json").write_text(json.dumps(SHAPE | {"vocab_size": 100}))
-    check(folder, tokenizer=str(other))
+    check(demo_model_path(), tokenizer=str(other))
     (other / "tokenizer.json").write_text(
-        json.dumps({"model": {"vocab": vocabulary}, "added_tokens": [{"id": 100, "content": "<end>"}]})
+        json.dumps({"model": {"vocab": vocabulary}, "added_tokens": [{"id": 4096, "content": "<end>"}]})
     )
 
     with pytest.raises(
-        StartupError, match=r"tokenizer: .*other.tokenizer\.json has the token id 100, but .* 100 tokens"
+        StartupError, match=r"tokenizer: .*other.tokenizer\.json has the token id 4,096, but .* 4,096 tokens"
     ):
-        check(folder, tokenizer=str(other))
+        check(demo_model_path(), tokenizer=str(other))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from homing.router.errors import TemplateRefusal
+from homing.router.errors import TemplateBroken, TemplateRefusal
 from homing.router.text.template import ChatTemplate, TemplateInput
 
 from .conftest import DEMO
@@ -90,10 +90,47 @@ def test_tools_take_the_template_made_for_them():
         (None, "no chat template"),
         ({"rag": "x"}, "no default chat template, only: rag"),
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-        ("{{ messages.__class__.__mro__ }}", "unsafe"),
     ],
 )
 def test_what_cannot_be_rendered_is_the_callers_error(template, said):
-    """The 400 states the reason; the sandbox stops hostile templates."""
+    """The 400 states the reason."""
     with pytest.raises(TemplateRefusal, match=said):
         ChatTemplate(template, {}).render(TemplateInput(MESSAGES[:1]))
+
+
+BY_ROLE = "{% for m in messages %}{% if m.role == 'ROLE' %}{{ m.absent.upper() }}{% endif %}{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "chat", "said"),
+    [
+        ("{% for m in messages %}{{ m.content }}", TemplateInput(MESSAGES[:1]), "line 1: Unexpected end"),
+        ("{{ messages | no_such_filter }}", TemplateInput(MESSAGES[:1]), "no_such_filter"),
+        ("{% include 'other.jinja' %}", TemplateInput(MESSAGES[:1]), "fails on a user message"),
+        ("{{ messages[0].contnet.strip() }}", TemplateInput(MESSAGES[:1]), "fails on a user message"),
+        ("{{ messages.__class__.__mro__ }}", TemplateInput(MESSAGES[:1]), "unsafe"),
+        (BY_ROLE.replace("ROLE", "system"), TemplateInput([{"role": "system", "content": "x"}]), "a system message"),
+        (BY_ROLE.replace("ROLE", "tool"), TemplateInput([{"role": "tool", "content": "x"}]), "a tool's result"),
+        (
+            "{{ messages[0].content }}{{ tools[0].name.x if tools }}",
+            TemplateInput(MESSAGES[:1], tools=[TOOL]),
+            "a tool:",
+        ),
+    ],
+)
+def test_a_template_that_fails_on_any_such_chat_is_the_operators_fault(template, chat, said):
+    """A 400 would blame every client in turn; the 500 names the file to correct."""
+    with pytest.raises(TemplateBroken, match=said) as caught:
+        ChatTemplate(template, {}, "/models/m/chat_template.jinja").render(chat)
+
+    assert caught.value.http_status == 500
+    assert "/models/m/chat_template.jinja" in caught.value.message
+
+
+@pytest.mark.parametrize("role", ["system", "tool"])
+def test_a_chat_that_fails_where_ordinary_ones_do_not_is_the_callers_fault(role):
+    """Here a message lacks what the template reads of each; the template works for others."""
+    template = ChatTemplate("{% for m in messages %}{{ m.content.strip() }}{% endfor %}", {})
+
+    with pytest.raises(TemplateRefusal, match="rejects these messages"):
+        template.render(TemplateInput([*MESSAGES[:1], {"role": role}]))
