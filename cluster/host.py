@@ -19,6 +19,7 @@ from pathlib import Path
 
 from ..replica.kernels.toolchain import launcher_problem
 from ..replica.load.free_memory import free_memory_bytes
+from .control.compiled_kernels import prepare_torch
 from .errors import ExtraMissing
 
 #: Packages of the extra `homing[serve]`. A router in front of engines, its observers and the offline tools need none.
@@ -48,6 +49,7 @@ class MachineInfo:
     gpu_bytes: tuple[int, ...]  #: memory of each of these; empty if unknown
     gpus_usable: int  #: GPUs that torch can use
     launcher_problem: str | None  #: why Triton could not launch kernels on a GPU; None if it could
+    cpu_kernels: tuple[str, ...]  #: what was measured to be fastest on this processor, and why
     disks: tuple[DiskInfo, ...]
     shared_memory_bytes: int | None  #: size of /dev/shm
     open_files: int  #: hard limit on open files; routers raise their soft limit towards it
@@ -72,6 +74,7 @@ def inspect_machine(disks: Mapping[str, Path]) -> MachineInfo:
         gpu_bytes=gpu_bytes(shutil.which("nvidia-smi")),
         gpus_usable=_gpus_usable(),
         launcher_problem=launcher_problem(),
+        cpu_kernels=_cpu_kernels(),
         disks=tuple(DiskInfo(use, str(folder), _free_bytes(folder)) for use, folder in disks.items()),
         shared_memory_bytes=shutil.disk_usage(shared_memory).total if shared_memory.is_dir() else None,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[1],
@@ -131,6 +134,15 @@ def _gpus_usable() -> int:
     except ImportError:
         return 0
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def _cpu_kernels() -> tuple[str, ...]:
+    prepare_torch()  # for the cache of compiled kernels, else this takes seconds each time
+    try:
+        from ..replica.kernels.choice import measured_on_cpu
+    except ImportError:  # no torch; `packages` names what is missing
+        return ()
+    return tuple(measured_on_cpu())
 
 
 def _free_bytes(folder: Path) -> int:

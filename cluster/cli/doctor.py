@@ -95,7 +95,7 @@ def render(findings: Iterable[Finding]) -> Table:
 
 def examine_host(host: MachineInfo, settings: Settings) -> list[Finding]:
     settings = resolve_devices(settings, () if settings.cluster.ray_address else (float(host.gpus_seen),))
-    checks = (_versions, _gpus, _gpu_memory, _compiler, _memory, _shared_memory, _files, _clock, _token)
+    checks = (_versions, _gpus, _gpu_memory, _compiler, _cpu_kernels, _memory, _shared_memory, _files, _clock, _token)
     return [*(check(host, settings) for check in checks), *map(_disk, host.disks)]
 
 
@@ -147,6 +147,10 @@ def _compiler(host: MachineInfo, settings: Settings) -> Finding:  # noqa: ARG001
         message = f"Triton cannot launch kernels on the GPUs: {host.launcher_problem}"
         return Finding("compiler", "error", message, REMEDY)
     return Finding("compiler", "ok", "Triton has the C compiler and Python headers that its launcher needs")
+
+
+def _cpu_kernels(host: MachineInfo, settings: Settings) -> Finding:  # noqa: ARG001
+    return Finding("cpu kernels", "ok", "\n".join(host.cpu_kernels) or "plain torch: numba cannot compile them here")
 
 
 def _memory(host: MachineInfo, settings: Settings) -> Finding:

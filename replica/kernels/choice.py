@@ -64,6 +64,18 @@ def choose_kernels(device: torch.device, dtype: torch.dtype) -> TorchKernels:
     return TritonKernels()
 
 
+def measured_on_cpu(heads: int = 32, kv_heads: int = 8, dim: int = 128) -> list[str]:
+    """What was measured to be fastest on this processor and why, as sentences; empty if no kernels can be compiled."""
+    if compiled_problem() is not None:
+        return []
+    from .cpu.attention.choice import prompt_choice  # needs numba
+
+    names = {dtype: str(dtype).removeprefix("torch.") for dtype in COMPILED_DTYPES}
+    return [
+        f"prompt attention in {name}: {prompt_choice(dtype, heads, kv_heads, dim)}" for dtype, name in names.items()
+    ]
+
+
 @functools.cache
 def _probe(device: torch.device) -> None:
     """Launch a small kernel once per process, so that a broken setup fails here and not after minutes of loading."""
