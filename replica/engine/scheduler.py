@@ -247,8 +247,7 @@ class Scheduler:
         # Stop adding prompts when no more than this is left of the budget.
         enough = max(0, budget - (self.limits.prefill_step_tokens or budget))
         rows += self._schedule_prefills(budget, enough)
-        # A request may have been preempted after it got its row.
-        rows = [row for row in rows if row.request.phase is RequestPhase.RUNNING]
+        rows = _of_running(rows)  # one that gave way to another tenant's does not start again in this step
         for row in rows:
             self._shares.charge(row.request, row.count)
         return rows
@@ -362,7 +361,8 @@ class Scheduler:
             unfinished = drawn < request.sampling.max_tokens and request.num_tokens < self.limits.max_model_len
             if unfinished and self._make_room(request):
                 rows.append(ScheduledRow(request, request.computed, 1))
-        return rows
+        # A request may have been preempted after it got its row. It may start again in this very step.
+        return _of_running(rows)
 
     def _schedule_prefills(self, budget: int, enough: int) -> Iterator[ScheduledRow]:
         """Rows of started and newly admitted prompts, tenants by their shares, until at most `enough` is left.
@@ -595,6 +595,10 @@ class Scheduler:
 
 def _blocks(request: RequestState) -> int:
     return len(request.blocks)
+
+
+def _of_running(rows: Iterable[ScheduledRow]) -> list[ScheduledRow]:
+    return [row for row in rows if row.request.phase is RequestPhase.RUNNING]
 
 
 def _by_length(requests: Iterable[RequestState]) -> list[int]:
