@@ -182,3 +182,14 @@ def test_lanes_of_tenants_that_left_are_forgotten() -> None:
             busy = bench.add([5] * 3, tenant=GREEDY, max_tokens=100)
 
     assert bench.scheduler.tenants <= 1100
+
+
+def test_an_answer_that_gives_way_and_starts_again_in_one_step_has_one_row() -> None:
+    """Its earlier row is that of an answer; the later one recomputes the prompt."""
+    bench = Bench(blocks=6, budget=8, running=3, enabled=False)
+    bench.add([7] * 3, max_tokens=4)
+    bench.add([7] * 5, max_tokens=3, tenant=GREEDY)
+
+    bench.run()
+
+    bench.check_end()
