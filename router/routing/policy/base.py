@@ -81,12 +81,12 @@ class Candidate(msgspec.Struct, frozen=True, gc=False, kw_only=True):
         """Tokens to compute, as the replica counts them when the request arrives: only held blocks are cached then."""
         return max(1, prompt.tokens - min(self.held_blocks, self.expected_blocks) * prompt.block_size)
 
-    def loading_s(self, prompt: Prompt) -> float:
-        """Seconds to load the blocks that are cached in slower memory."""
+    def loading_tokens(self, prompt: Prompt) -> int:
+        """Tokens that could be computed in the time that loading the blocks cached in slower memory takes."""
         if not self.slower_blocks or self.feed is STALE:
-            return 0.0
+            return 0
         blocks = sum([count * LOADING.get(medium, OTHER_LOADING) for medium, count in self.slower_blocks])
-        return blocks * prompt.block_size * self.load.prefill_cost.token_s
+        return round(blocks * prompt.block_size)
 
 
 class Score(msgspec.Struct, frozen=True, gc=False):
@@ -248,7 +248,7 @@ def expected_ttft_s(prompt: Prompt, candidate: Candidate, uncached: int) -> floa
     queued = load.queued_prefill_tokens
     seconds = load.prefill_cost.seconds(prompt.tokens - uncached, uncached)
     if candidate.slower_blocks:
-        seconds += candidate.loading_s(prompt)
+        seconds += candidate.loading_tokens(prompt) * load.prefill_cost.token_s
     if queued and load.busy_until > prompt.now:
         seconds += load.busy_until - prompt.now
     if load.running or load.spare_blocks <= prompt.blocks:  # plus one partial block

@@ -3,8 +3,9 @@
 A replica's cost is the sum of
 
 - the expected TTFT there (base.py), with its wait for prefills, a slot and memory;
-- the time to compute anew what the best holder has cached: every second of work delays later requests. It counts
-  EVICTING times where no unused memory is left, because the copy evicts blocks that may be needed again;
+- the time to compute anew what the best holder has cached, beyond what it loads from slower memory: every second of
+  work delays later requests. It counts EVICTING times where no unused memory is left, because the copy evicts blocks
+  that may be needed again;
 - ANSWER_SHARE of the time that answers lose: those running there stand still during the prefill, and a new one of
   TYPICAL_TOKENS is decoded at that replica's pace instead of the fastest one's.
 
@@ -54,7 +55,7 @@ class ExpectedTtft(Policy):
 
     def consider(self, prompt: Prompt, candidates: Sequence[Candidate], rng: Random) -> Decision:
         usable = self.usable(prompt, candidates)
-        fewest = min([self._uncached(prompt, each) for each in usable], default=0)
+        fewest = min([self._uncached(prompt, each) + each.loading_tokens(prompt) for each in usable], default=0)
         pace_s = min([each.load.decode_step_s for each in usable], default=0.0)
         score = partial(self._score, prompt, fewest, pace_s)
         rows = [score(each) for each in usable]
@@ -77,7 +78,7 @@ class ExpectedTtft(Policy):
         return candidate.uncached_tokens(prompt) if self.sees_cache else prompt.tokens
 
     def _score(self, prompt: Prompt, fewest: int, pace_s: float, candidate: Candidate) -> Score:
-        """The costs on one candidate. `fewest`: tokens that the best holder would compute; `pace_s`: fastest decode."""
+        """The costs on one candidate. `fewest`: tokens that the best holder computes or loads; `pace_s`: fastest."""
         uncached, load, total = self._uncached(prompt, candidate), candidate.load, prompt.tokens
         ttft_s = expected_ttft_s(prompt, candidate, uncached)
         prefill_s = load.prefill_cost.seconds(total - uncached, uncached)

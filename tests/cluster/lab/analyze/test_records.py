@@ -86,7 +86,7 @@ def test_times_are_read_in_the_forms_that_logs_have(field: bytes, expected: floa
         (b'{"messages": 7}', r"line 2: .*messages"),
         (b'{"messages": [{"content": "hi"}]}', r"line 2: field 'messages\[0\]'.*role"),
         (b'{"messages": [{"role": "king", "content": "hi"}]}', r"line 2: field 'messages\[0\]'.*role"),
-        (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', r"messages\[0\]\.content\[0\]\.type"),
+        (b'{"messages": [{"role": "user", "content": [{"type": 7}]}]}', r"messages\[0\]\.content\[0\]\.type"),
         (b'{"prompt": []}', "line 2: field 'prompt'"),
         (b'{"prompt": [-1]}', "line 2: field 'prompt'"),
         (b'{"prompt": "hi", "time": "noon"}', "line 2: field 'time': 'noon'"),
