@@ -145,7 +145,12 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     reservation_timeout_s: Annotated[
         float, Meta(gt=0), "time after which blocks expected at dispatch no longer count"
     ] = 30.0
-    retries: Annotated[int, Meta(ge=0, le=16), "maximum number of continuations of a request on other replicas"] = 3
+    retries: Annotated[
+        int,
+        Meta(ge=0, le=16),
+        "maximum number of continuations of a request on other replicas; "
+        "those for which another request is to blame do not count",
+    ] = 3
     warm_up_share: Annotated[
         float,
         Meta(ge=0, le=1),
