@@ -70,7 +70,7 @@ from .request_state import (
     RequestState,
     Send,
 )
-from .suspects import Suspects, Usable, is_starting, is_unclear
+from .suspects import QUEUED_S, Suspects, Usable, is_starting, is_unclear
 from .warmup import CacheWarmup
 
 log = logging.getLogger(__name__)
@@ -167,13 +167,14 @@ class RequestFlow:
         self.warm_ups.drop(replica)
         died = not self.placement.loads.view(replica, now).draining
         self.counters.replicas_lost += died
+        busy = self.placement.loads.progresses(replica, now, QUEUED_S)
         self.placement.leave(replica)
         orphans = [request for request in self._by_wire.values() if request.replica == replica]
         wire_ids = [request.wire_id for request in orphans]
         for request in orphans:
             request.counted = True
         error = ReplicaLost(f"replica {replica} was lost, and its answer cannot be continued by another one")
-        return wire_ids, [*self._leave_all(replica, orphans, error, now, died=died), *self.pump(now)]
+        return wire_ids, [*self._leave_all(replica, orphans, error, now, died=died, busy=busy), *self.pump(now)]
 
     def broken_off(self, replica: str, wire_ids: Sequence[int], now: float) -> list[Instruction]:
         """Move requests whose connections broke off at a server that still answers: perhaps another process of it died.
@@ -495,7 +496,7 @@ class RequestFlow:
                 request.known_tokens = known_tokens(prompt, candidates)
         request.waits_for = ""
         request.advance("send")
-        request.sent_at = now
+        request.sent_at, request.due_at = now, now + row.ttft_s
         wire_id = request.wire_id = next(self._wire_ids)
         replica = request.replica = row.candidate.replica_id
         request.uncached_tokens = row.uncached_tokens
@@ -601,16 +602,23 @@ class RequestFlow:
     # Moving and ending
 
     def _leave_all(
-        self, replica: str, requests: Sequence[RequestState], error: RouterError, now: float, *, died: bool
+        self,
+        replica: str,
+        requests: Sequence[RequestState],
+        error: RouterError,
+        now: float,
+        *,
+        died: bool,
+        busy: bool = False,
     ) -> list[Instruction]:
         """Move requests off a replica. If it died, they are suspected, and one that must be the cause ends."""
-        guilty = self._suspects.died(replica, requests, now) if died and requests else None
+        guilty = self._suspects.died(replica, requests, now, busy=busy) if died and requests else None
         instructions = [] if guilty is None else self._blame(guilty)
         for request in requests:
             if request.outcome is None:
                 suspected = request.suspicion is not None and request.suspicion.deaths[-1] == (replica, now)
                 self.counters.suspected += suspected
-                request.attempts += suspected
+                request.attempts += suspected  # also if it was in the replica's queue: this is the bound for such moves
                 instructions += self._move(request, error, now, suspected=suspected)
         return instructions
 

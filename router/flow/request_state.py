@@ -110,6 +110,7 @@ class RequestState(msgspec.Struct, eq=False):
     keys: tuple[int, ...] = ()  #: wire hashes of the same blocks, the keys of the prefix index
     wire_id: int = 0  #: id on the replica; valid while SENT or STREAMING
     sent_at: float = 0.0  #: time of the last placement
+    due_at: float = 0.0  #: when its first token was expected then
     text_only: bool = False  #: some output came as text without token ids, so no other replica can continue it
     continuations: int = 0
     attempts: int = 0  #: continuations that count against `retries`: no other request is to blame for them

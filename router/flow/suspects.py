@@ -28,6 +28,8 @@ IN_FLIGHT_TOKENS = 2
 TRIAL_TOKENS = 2 * IN_FLIGHT_TOKENS
 #: A trial ends after this time in any case, so that a long prompt does not keep the others waiting.
 TRIAL_S = 10.0
+#: A request without a token so long after it was due, on a replica that computes others, is in the replica's queue.
+QUEUED_S = 0.5
 #: Suspects are tried this long after the death. Replicas of one machine die together, and the router notices at
 #: different times; a request sent to a replica that is already dead would be blamed for its death.
 SETTLE_S = 0.25
@@ -54,9 +56,18 @@ class Suspects:
     def __bool__(self) -> bool:
         return bool(self.waiting or self._trials)
 
-    def died(self, replica: str, requests: Sequence[RequestState], now: float) -> RequestState | None:
-        """Suspect the requests of a replica that died or hangs, unless one is to blame: that one is returned."""
+    def died(
+        self, replica: str, requests: Sequence[RequestState], now: float, *, busy: bool = False
+    ) -> RequestState | None:
+        """Suspect the requests of a replica that died or hangs, unless one is to blame: that one is returned.
+
+        `busy`: the replica computed requests until it died. One on trial that was due long before was not among them.
+        """
         tried = self._trials.pop(replica)[0] if replica in self._trials else None
+        if tried is not None and busy and len(requests) > 1 and not tried.produced and now > tried.due_at + QUEUED_S:
+            assert tried.suspicion is not None, "a trial without a suspicion"
+            tried.suspicion = Suspicion((*tried.suspicion.deaths[:-1], (replica, now)), tried.suspicion.produced)
+            requests, tried = [each for each in requests if each is not tried], None
         again = [each for each in requests if each is tried or _at_the_same_point(each)]
         guilty = again[0] if len(again) == 1 else None
         if tried is None and any(is_starting(each, now) for each in requests if each is not guilty):

@@ -284,6 +284,10 @@ class LoadBook:
     def in_flight(self, replica: str) -> int:
         return len(self._replicas[replica].in_flight)
 
+    def progresses(self, replica: str, now: float, within_s: float) -> bool:
+        """Whether it sent tokens or ended a step within this time."""
+        return now - self._replicas[replica].last_progress_at < within_s
+
     def has_reported(self, replica: str) -> bool:
         return self._replicas[replica].report is not None
 

@@ -203,6 +203,33 @@ def test_replicas_that_die_together_blame_nobody() -> None:
     assert len(world.tokens(request_id)) == 8
 
 
+def test_a_suspect_in_a_full_replicas_queue_is_not_the_cause_of_its_death() -> None:
+    """It was not begun there; the death of a busy replica during the wait says nothing about it."""
+    world = World(2)
+    others = [world.submit(request_of([seed, *PROMPT], seed=seed, max_tokens=90)) for seed in range(2, 10)]
+    for _ in range(30):
+        for name in world.replicas:
+            world.step(name)
+    suspect = world.submit(request_of(PROMPT, seed=50))
+    world.lose(world.home(suspect))
+    (left,) = world.replicas
+    while world.phase_of(suspect) is Phase.WAITING:
+        world.wait(0.05)
+        if world.phase_of(suspect) is Phase.WAITING:
+            world.step(left)
+    world.on_wire[left].clear()  # nothing is computed for it
+
+    for _ in range(20):
+        world.wait(0.05)
+        world.step(left)
+    world.lose(left)
+    world.join("r9")
+    world.settle()
+
+    assert not world.errors
+    assert all(len(world.tokens(each)) == 90 for each in others)
+
+
 def test_a_long_prompt_does_not_keep_other_suspects_waiting() -> None:
     """A trial of a prompt that takes minutes ends by time."""
     world = World(2)
