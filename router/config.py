@@ -150,9 +150,6 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     replica_silence_s: Annotated[
         float, Meta(gt=0), "a replica that has not reported for this long gets no new requests"
     ] = 3.0
-    reservation_timeout_s: Annotated[
-        float, Meta(gt=0), "time after which blocks expected at dispatch no longer count"
-    ] = 30.0
     retries: Annotated[int, Meta(ge=0, le=16), "maximum number of continuations of a request on other replicas"] = 3
     warm_up_share: Annotated[
         float,

@@ -34,8 +34,6 @@ from homing.router.http.protocol.server import HttpServer
 from homing.router.metrics import RouterMetrics
 from homing.router.routing.placement import Placement
 from homing.router.routing.policy.registry import make_policy
-from homing.router.routing.replica_load import LoadBook
-from homing.router.routing.reservations import Reservations
 from homing.router.text import tokenizer
 from homing.router.text.parsers.families import NONE
 from homing.router.text.tokenizer import TextModel
@@ -232,9 +230,7 @@ class World(FakeBackend):
 
     def __init__(self, writer: Callable[[], Writer], kills: tuple[int, ...] = ()) -> None:
         super().__init__(LIMITS, lambda _: [])
-        placement = Placement(
-            make_policy("expected-ttft"), loads=LoadBook("me", 1e9), reservations=Reservations(30.0), rng=Random(1)
-        )
+        placement = Placement(make_policy("expected-ttft"), router_id="me", silence_s=1e9, rng=Random(1))
         self.flow = RequestFlow(placement, RouterSettings(), block_size=BLOCK, counters=RouterCounters())
         self.flow.adopt(ServedModel(HASHER, ROOT, LIMITS))
         self.writers: dict[str, Writer] = {}

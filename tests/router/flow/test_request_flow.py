@@ -42,8 +42,7 @@ from homing.router.flow.request_state import (
 )
 from homing.router.routing.placement import Placement
 from homing.router.routing.policy.registry import make_policy
-from homing.router.routing.replica_load import LoadBook, UnavailableReason
-from homing.router.routing.reservations import Reservations
+from homing.router.routing.replica_load import UnavailableReason
 
 from ..fakes import BLOCK, HASHER, LIMITS, ROOT, FakeReplica, answer, description_of, replica_of, request_of
 
@@ -66,8 +65,8 @@ class World:
         settings = RouterSettings(max_waiting_requests=max_waiting, retries=retries, warm_up_bytes=1 << 20)
         self.placement = Placement(
             make_policy("expected-ttft"),
-            loads=LoadBook("me", silence_s),
-            reservations=Reservations(30.0),
+            router_id="me",
+            silence_s=silence_s,
             rng=Random(seed),
         )
         self.flow = RequestFlow(self.placement, settings, block_size=BLOCK, counters=RouterCounters())
