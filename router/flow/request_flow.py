@@ -340,10 +340,9 @@ class RequestFlow:
         """Number of entries in the deadline heap, including those of finished requests."""
         return len(self._deadlines)
 
-    def replica_of(self, request_id: RequestId) -> str | None:
-        """The replica that the request is on or was last on; None if it was never sent or is over."""
-        request = self._requests.get(request_id)
-        return request.replica if request else None
+    def state_of(self, request_id: RequestId) -> RequestState | None:
+        """The state of an unfinished request; None if it is over."""
+        return self._requests.get(request_id)
 
     def check(self) -> None:
         self.placement.check()
@@ -444,6 +443,7 @@ class RequestFlow:
         request.uncached_tokens = row.uncached_tokens
         self._by_wire[wire_id] = request
         self.placement.book(wire_id, decision, request.keys, now)
+        request.decisions.append((now, decision))
         self.recent.placed(request, decision, now)
         return Send(replica, _generate(request))
 

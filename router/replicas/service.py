@@ -306,7 +306,9 @@ class RouterService:
         if not self._streams:
             self._timer.cancel()
             self._timer = self._context.loop.call_later(TICK_S, self._on_tick)
-        stream = self._streams[request_id] = RequestStream(request_id, self._flow.replica_of, self._cancel)
+        state = self._flow.state_of(request_id)
+        assert state is not None, f"request {request_id} was over before it began"
+        stream = self._streams[request_id] = RequestStream(state, self._cancel)
         self._run(instructions)
         return stream
 

@@ -38,7 +38,7 @@ from homing.router.text import tokenizer
 from homing.router.text.parsers.families import NONE
 from homing.router.text.tokenizer import TextModel
 
-from .fakes import BLOCK, HASHER, ROOT, description_of
+from .fakes import BLOCK, HASHER, ROOT, description_of, replica_of
 from .http.conftest import LoadedText
 from .http.fakes import FakeBackend
 from .text.parsers.test_parser import ANSWERS
@@ -244,8 +244,10 @@ class World(FakeBackend):
 
     def generate(self, request: GenerationRequest) -> RequestStream:  # type: ignore[override]
         request_id, instructions = self.flow.submit(request, 0.0)
+        state = self.flow.state_of(request_id)
+        assert state is not None
         stream = self.running[request_id] = RequestStream(
-            request_id, self.flow.replica_of, lambda gone, _: self.carry_out(self.flow.cancel(gone, 0.0))
+            state, lambda gone, _: self.carry_out(self.flow.cancel(gone, 0.0))
         )
         self.carry_out(instructions)
         asyncio.get_running_loop().call_soon(self.turn, request_id)
@@ -256,7 +258,7 @@ class World(FakeBackend):
         if request_id not in self.running:
             return
         asyncio.get_running_loop().call_soon(self.turn, request_id)
-        home = self.flow.replica_of(request_id)
+        home = replica_of(self.flow, request_id)
         assert home is not None, "with three replicas no request waits"
         if self.kills and self.tokens >= self.kills[0]:
             self.kills.pop(0)

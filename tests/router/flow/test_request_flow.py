@@ -45,7 +45,7 @@ from homing.router.routing.policy.base import QUEUE_AHEAD
 from homing.router.routing.policy.registry import make_policy
 from homing.router.routing.replica_load import UnavailableReason
 
-from ..fakes import BLOCK, HASHER, LIMITS, ROOT, FakeReplica, answer, description_of, request_of
+from ..fakes import BLOCK, HASHER, LIMITS, ROOT, FakeReplica, answer, description_of, replica_of, request_of
 
 
 class World:
@@ -153,7 +153,7 @@ class World:
         return message
 
     def home(self, request_id: RequestId) -> str:
-        replica = self.flow.replica_of(request_id)
+        replica = replica_of(self.flow, request_id)
         assert replica is not None
         return replica
 
@@ -596,8 +596,8 @@ def test_saturated_engines_leave_requests_in_the_router_in_order_of_priority() -
     assert world.held == [late, urgent]
     world.run(world.flow.cancel(RequestId(1), world.now))
 
-    assert world.flow.replica_of(urgent) == "r0"
-    assert world.flow.replica_of(late) is None
+    assert replica_of(world.flow, urgent) == "r0"
+    assert replica_of(world.flow, late) is None
     world.settle()
     world.flow.check()
 
@@ -656,10 +656,10 @@ def test_a_single_request_does_not_wait_behind_a_flood() -> None:
     single = world.submit(request_of(PROMPT, seed=5000, tenant=b"single"))
     before = world.flow.in_flight
 
-    while world.flow.replica_of(single) is None:
+    while replica_of(world.flow, single) is None:
         world.step("r0")
 
-    served = sum(world.flow.replica_of(request_id) is not None or request_id in world.records for request_id in flood)
+    served = sum(replica_of(world.flow, request_id) is not None or request_id in world.records for request_id in flood)
     assert world.held[-1] == single
     assert served <= before + world.flow.in_flight + 1
 
