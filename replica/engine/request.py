@@ -101,7 +101,7 @@ class RequestState:
 
     phase: RequestPhase = RequestPhase.WAITING
     blocks: list[Block] = field(default_factory=list)
-    #: Ids of `blocks`, extended by `block_table`. Kept because every step sends them all, and they only grow.
+    #: Ids of `blocks`, extended by `block_table`. Kept because every step's plan has them all, and they only grow.
     table: "array[int]" = field(default_factory=lambda: array("i"))
     #: Number of tokens whose KV is in `blocks`.
     computed: int = 0
