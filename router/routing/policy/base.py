@@ -64,7 +64,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     def uncached_tokens(self, prompt: Prompt) -> int:
         """Prompt tokens to compute here; all of them when the replica's feed is stale."""
         # While a gap is being repaired (syncing), the state from before it is a good guess. Ignoring that state would
-        # send whole prefixes to other replicas with every lost message (docs/simulate.md).
+        # send whole prefixes to other replicas with every lost message.
         if self.feed is STALE:
             return prompt.tokens
         cached = self.expected_blocks * prompt.block_size
