@@ -6,9 +6,10 @@ from functools import cache
 from ...errors import RouterError, UnknownPath, WrongMethod
 from ..front import Front
 from ..protocol.exchange import Exchange, Request
-from . import admin, explain, generate, status, stored_responses, tokens
+from . import admin, explain, generate, requests, status, stored_responses, tokens
 from .endpoint import Endpoint
 from .openapi import openapi_document
+from .requests import REQUESTS
 from .status import MODELS
 from .stored_responses import RESPONSES_PATH
 
@@ -28,6 +29,7 @@ ENDPOINTS = (
     *stored_responses.ENDPOINTS,
     *tokens.ENDPOINTS,
     *explain.ENDPOINTS,
+    *requests.ENDPOINTS,
     *status.ENDPOINTS,
     *admin.ENDPOINTS,
     Endpoint("GET", "/openapi.json", openapi, "this document"),
@@ -50,7 +52,7 @@ def label(path: str) -> str:
     """The metrics label of a path: a path of the table, or `other`, so that unknown paths cannot add labels."""
     if path in _FIXED:
         return path
-    return next((each for each in (MODELS, RESPONSES_PATH) if path.startswith(f"{each}/")), "other")
+    return next((each for each in (MODELS, RESPONSES_PATH, REQUESTS) if path.startswith(f"{each}/")), "other")
 
 
 def _row(path: str) -> str:
@@ -60,7 +62,7 @@ def _row(path: str) -> str:
     if path.startswith(f"{RESPONSES_PATH}/"):
         items = "/input_items" if path.endswith("/input_items") else ""
         return f"{RESPONSES_PATH}/{{id}}{items}"
-    return path
+    return f"{REQUESTS}/{{id}}" if path.startswith(f"{REQUESTS}/") else path
 
 
 def error_body_of(path: str) -> Callable[[RouterError], bytes] | None:
