@@ -77,7 +77,7 @@ SPARE_DEADLINES = 1024
 #: The obstacle of a replica without room, the only one that ends as requests there end.
 SATURATED = "saturated"
 #: No replica is warmed up while a prompt would wait this long at every other replica. Of 0.02 to 0.5 s and no limit,
-#: this gave the lowest mean TTFT when a third replica joins two simulated ones at several loads (docs/simulate.md).
+#: this gave the lowest mean TTFT when a third replica joins two simulated ones at several loads.
 PRESSING_WAIT_S = 0.5
 
 
@@ -134,13 +134,13 @@ class RequestFlow:
     ) -> list[Instruction]:
         """Add a connected replica. `unavailable`: why it gets no requests for now. Its events are not followed yet."""
         self.placement.join(description, now)
-        self.placement.loads.set_unavailable(description.replica_id, unavailable)
+        self.placement.fleet.set_unavailable(description.replica_id, unavailable)
         self.counters.replicas_joined += 1
         return self.pump(now)
 
     def set_unavailable(self, replica: str, unavailable: UnavailableReason | None, now: float) -> list[Instruction]:
         """Stop sending new requests to the replica for this reason; None: resume. Running requests continue."""
-        self.placement.loads.set_unavailable(replica, unavailable)
+        self.placement.fleet.set_unavailable(replica, unavailable)
         stopped = [] if unavailable == "warming" else self.warm_ups.stop(replica)
         return stopped + self.pump(now)
 
@@ -159,7 +159,7 @@ class RequestFlow:
         Also returns their wire ids, to abort if the replica is alive. It counts as lost unless it was draining.
         """
         self.warm_ups.drop(replica)
-        if not self.placement.loads.view(replica, now).draining:
+        if not self.placement.fleet.load(replica, now).draining:
             self.counters.replicas_lost += 1
         self.placement.leave(replica)
         orphans = [request for request in self._by_wire.values() if request.replica == replica]
@@ -214,10 +214,9 @@ class RequestFlow:
         return [*instructions, *self.pump(now)]
 
     def on_reply(self, replica: str, reply: TokenBatch | TextOutput | Refused, now: float) -> list[Instruction]:
-        loads = self.placement.loads
-        if replica not in loads:
+        if replica not in self.placement:
             return []
-        loads.tokens_arrived(replica, now)
+        self.placement.fleet.tokens_arrived(replica, now)
         if replica in self.warm_ups:
             return self.warm_ups.on_reply(replica, reply)
         sent = len(self._by_wire)
@@ -261,19 +260,19 @@ class RequestFlow:
 
     def _any_open(self, now: float) -> bool:
         """Whether any replica takes new requests. If not, no waiting request needs to be tried."""
-        return any(not (view.draining or view.warming or view.silent) for view in self.placement.loads.views(now))
+        return any(each.available for each in self.placement.fleet.loads(now))
 
     def _patience(self, request: RequestState) -> float:
         """Work that may pass a request that fits nowhere, in tokens; infinity if it does not wait for room."""
         return len(request.tokens) // 4 if SATURATED in request.waits_for else inf
 
     def expire(self, now: float) -> list[Instruction]:
-        """Fail overdue requests, drop overdue reservations, and move requests away from stalled replicas."""
+        """Fail overdue requests, drop overdue expectations, and move requests away from stalled replicas."""
         self.placement.expire(now)
         if len(self._deadlines) > 2 * len(self._requests) + SPARE_DEADLINES:
             self._deadlines = [(request.deadline, request.request_id) for request in self._requests.values()]
             heapify(self._deadlines)
-        stalled = self.placement.loads.stalled(now)
+        stalled = self.placement.fleet.stalled(now)
         instructions = [done for replica in stalled for done in self._move_stuck(replica, now)]
         while self._deadlines and self._deadlines[0][0] <= now:
             request = self._requests.get(heappop(self._deadlines)[1])
@@ -314,9 +313,9 @@ class RequestFlow:
     def is_pressed(self, now: float) -> bool:
         """Whether requests need another replica now: some wait here, or prompts wait too long at every active one."""
         return bool(self._queue) or all(
-            view.queued_prefill_tokens and view.busy_until - now > PRESSING_WAIT_S
-            for view in self.placement.loads.views(now)
-            if not view.draining and not view.warming and not view.silent
+            each.queued_prefill_tokens and each.busy_until - now > PRESSING_WAIT_S
+            for each in self.placement.fleet.loads(now)
+            if each.available
         )
 
     def oldest(self, most: int) -> list[RequestState]:
@@ -341,10 +340,9 @@ class RequestFlow:
         """Number of entries in the deadline heap, including those of finished requests."""
         return len(self._deadlines)
 
-    def replica_of(self, request_id: RequestId) -> str | None:
-        """The replica that the request is on or was last on; None if it was never sent or is over."""
-        request = self._requests.get(request_id)
-        return request.replica if request else None
+    def state_of(self, request_id: RequestId) -> RequestState | None:
+        """The state of an unfinished request; None if it is over."""
+        return self._requests.get(request_id)
 
     def check(self) -> None:
         self.placement.check()
@@ -352,10 +350,10 @@ class RequestFlow:
         self.recent.check()
         if self._hash_cache is not None:
             self._hash_cache.check()
-        loads = self.placement.loads
+        fleet = self.placement.fleet
         for replica in self.warm_ups.replicas:
             assert replica in self.placement, f"{replica} has left, and is being warmed up"
-            assert loads.in_flight(replica) == 0, f"requests were sent to {replica}, which is being warmed up"
+            assert not fleet[replica].requests, f"requests were sent to {replica}, which is being warmed up"
         waiting = [request for request in self._requests.values() if request.phase is WAITING]
         self._queue.check()
         assert len(waiting) == len(self._queue), f"{len(self._queue)} in the queue, {len(waiting)} in phase waiting"
@@ -366,7 +364,7 @@ class RequestFlow:
             assert request.wire_id == wire_id, f"wire id {wire_id} leads to a request with {request.wire_id}"
             assert request.replica in self.placement, f"request on {request.replica}, which has left"
             assert self._requests.get(request.request_id) is request, "a request that is over is still on the wire"
-        in_flight = sum(loads.in_flight(replica) for replica in loads.replicas())
+        in_flight = sum(len(joined.requests) for joined in fleet)
         assert in_flight == len(self._by_wire), f"{in_flight} in flight by load, {len(self._by_wire)} by wire id"
 
     # Placing
@@ -445,6 +443,7 @@ class RequestFlow:
         request.uncached_tokens = row.uncached_tokens
         self._by_wire[wire_id] = request
         self.placement.book(wire_id, decision, request.keys, now)
+        request.decisions.append((now, decision))
         self.recent.placed(request, decision, now)
         return Send(replica, _generate(request))
 
@@ -581,7 +580,7 @@ class RequestFlow:
     def _count_finished(self, request: RequestState, computed_at: float | None = None) -> None:
         self._end(request, "finish", "finished", computed_at)
         if request.request.embedding is None:
-            self.placement.finished(request.generated)
+            self.placement.fleet.finished(request.generated)
         self.counters.finished += 1
         self.counters.predicted_cached_tokens += request.predicted_cached_tokens
         self.counters.delivered_cached_tokens += request.delivered_cached_tokens or 0

@@ -20,6 +20,7 @@ from .protocol.connection import SMALL_BODY_BYTES, HttpConnection
 from .protocol.cors import CorsPolicy
 from .protocol.exchange import JSON, ClientGoneError, Exchange, Headers, Request
 from .protocol.origins import OriginPolicy
+from .request_records import is_kept, name_refused, record_of
 from .tracing import RequestSpans
 
 log = logging.getLogger(__name__)
@@ -50,6 +51,8 @@ class App:
         if self._cors is not None and self._cors.is_preflight(request):
             exchange.respond(b"", status=204, headers=self._cors.preflight(request))
             return exchange
+        if request.method == "POST":
+            self._front.open_exchanges[exchange] = None
         self._call_endpoint(exchange)
         return exchange
 
@@ -108,14 +111,21 @@ class App:
     def _on_end(self, exchange: Exchange) -> None:
         duration_s = self._front.monotonic() - exchange.started_at
         assert exchange.status is not None, "an exchange ended without a status"
+        self._front.open_exchanges.pop(exchange, None)
+        if exchange.error is not None:
+            name_refused(exchange, exchange.error)
         metrics = self._front.metrics
         metrics.http_request(row_path(exchange.request.path) or OTHER_PATH, exchange.status, duration_s)
         if exchange.gone:
             metrics.client_gone()
         if self._spans is not None:
             self._spans.end(exchange, duration_s)
-        if self._access is not None and exchange.request.headers.get("user-agent") != OWN_AGENT:
+        if exchange.request.headers.get("user-agent") == OWN_AGENT:
+            return
+        if self._access is not None:
             self._access.write(exchange, duration_s)
+        if self._front.history is not None and is_kept(exchange):
+            self._front.history.put(record_of(self._front, exchange))
 
 
 def _require_json(request: Request) -> None:

@@ -65,6 +65,7 @@ class Caller:
         """Identify the tenant by its API key. Raises MissingKey and UnknownKey."""
         headers = exchange.request.headers
         self.tenant = tenant_of(front, headers)
+        exchange.tenant = self.tenant.label
         self.request_id = exchange.id
         self.session = self.agent = self.parent = None
         self.history_bytes = self.history_objects = 0  #: of stored items that the server adds to the body

@@ -105,7 +105,7 @@ class Tenants:
         for known, tenant in self._buckets.get(digest[:_BUCKET_BYTES], ()):
             if compare_digest(known, digest):
                 return tenant
-        raise UnknownKey("this API key is unknown")
+        raise UnknownKey(digest.hex())
 
 
 def read_tenants(path: str, api_key: str = "") -> Tenants:

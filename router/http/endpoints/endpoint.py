@@ -75,7 +75,7 @@ def for_admins(handler: Handler, why: str) -> Guarded:
 
 @dataclass(slots=True, frozen=True)
 class Endpoint:
-    """One method of one path. `{model}` in the path matches any text, `{id}` any text without a slash."""
+    """One method of one path. `{model}` and `{id}` in the path match any text."""
 
     method: str
     path: str

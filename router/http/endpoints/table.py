@@ -7,7 +7,7 @@ from functools import cache
 from ...errors import RouterError, UnknownPath, WrongMethod
 from ..front import Front
 from ..protocol.exchange import Exchange, Request
-from . import admin, explain, generate, status, stored_responses, tokens
+from . import admin, explain, generate, requests, status, stored_responses, tokens
 from .endpoint import Endpoint, public
 from .openapi import openapi_document
 
@@ -27,6 +27,7 @@ ENDPOINTS = (
     *stored_responses.ENDPOINTS,
     *tokens.ENDPOINTS,
     *explain.ENDPOINTS,
+    *requests.ENDPOINTS,
     *status.ENDPOINTS,
     *admin.ENDPOINTS,
     Endpoint("GET", "/openapi.json", public(openapi), "this document"),
@@ -36,9 +37,11 @@ _BY_PATH: Mapping[str, Mapping[str, Endpoint]] = {
     for path in dict.fromkeys(each.path for each in ENDPOINTS)
 }
 _FIXED = {path for path in _BY_PATH if "{" not in path}
-#: The paths with a parameter, as patterns.
+#: The paths with a parameter as patterns; those that end in a fixed part first, because a parameter matches any text.
 _PATTERNS = {
-    path: re.compile(path.replace("{model}", ".+").replace("{id}", "[^/]+")) for path in _BY_PATH if path not in _FIXED
+    path: re.compile(re.sub(r"{\w+}", ".+", path))
+    for path in sorted(_BY_PATH, key=lambda path: path.endswith("}"))
+    if path not in _FIXED
 }
 _LARGE = {each.path for each in ENDPOINTS if each.bodies and each.large_bodies}
 _ERROR_BODIES = {each.path: each.error_body for each in ENDPOINTS if each.error_body is not None}

@@ -138,13 +138,18 @@ async def test_a_charged_row_costs_a_request(
 
 
 def test_the_pages_say_who_may_call_what() -> None:
-    """SECURITY.md lists what is open; docs/api.md what is charged."""
+    """SECURITY.md lists what is open; docs/api.md what needs a key, and what is charged."""
+    page = (ROOT / "docs" / "api.md").read_text()
     (opened,) = re.findall(r"^- (.*) require no key\.", (ROOT / "SECURITY.md").read_text(), re.MULTILINE)
-    (metered,) = re.findall(r"The limits apply to(.*?)\.\n", (ROOT / "docs" / "api.md").read_text(), re.DOTALL)
+    (metered,) = re.findall(r"The limits apply to(.*?)\.\n", page, re.DOTALL)
+    (locked,) = re.findall(r"Then only its keys are accepted, and (.*?) return 401", page, re.DOTALL)
+    closed = {row.path for row in ENDPOINTS if row.handler.access != "public"}
 
     for text, access in ((opened, "public"), (metered, "charged")):
         listed = set(re.findall(r"`(/[\w./{}]*)`", text))
         assert listed == {row.path for row in ENDPOINTS if row.handler.access == access}
+    starts = tuple(re.findall(r"`(/\w+)[`/]", locked))
+    assert [path for path in sorted(closed) if not path.startswith(starts)] == []
 
 
 @pytest.mark.parametrize("path", dict.fromkeys(row.path for row in ENDPOINTS))
