@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from ....kvcache.hashing import token_bytes
+from ....kvcache.hashing import salt_text, token_bytes
 from ...backend import Explanation
 from ..caller import Caller
 from ..departures import Departure, between, common_tokens, from_longest
@@ -49,6 +49,7 @@ class Explained(Explanation, frozen=True, kw_only=True):
     session: str | None = None
     agent: str | None = None  #: within the session
     parent: str | None = None  #: the agent that started it
+    cache_salt: str = ""  #: what distinguishes the caller's blocks on the event stream from others of the same tokens
     #: from the longest known prefix, shared with the agent's last prompt in the session or held by a replica
     departure: Departure | None = None
 
@@ -90,6 +91,7 @@ async def explain(front: Front, exchange: Exchange, caller: Caller) -> None:
         Explained(
             **msgspec.structs.asdict(found),
             session=request.session,
+            cache_salt=salt_text(salt),
             agent=caller.agent,
             parent=caller.parent,
             departure=departure,
