@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from .config import Settings, state_folder
-from .errors import ClusterError, NotRunning, SettingsError
+from .errors import ClusterError, NotFoundByRouter, NotRunning, SettingsError
 from .registry import ClusterRegistry
 
 TIMEOUT_S = 10.0
@@ -63,8 +63,8 @@ def read_key(file: str, where: str, standard_input: TextIO | None = None) -> str
     return key
 
 
-def get_json(url: str) -> Any:
-    return _parsed(urllib.request.Request(url))
+def get_json(url: str, *, api_key: str = "") -> Any:
+    return _parsed(urllib.request.Request(url, headers=_authorization(api_key)))
 
 
 def post_json(url: str, body: Any, *, api_key: str = "") -> Any:
@@ -126,7 +126,8 @@ def _response(request: urllib.request.Request, timeout_s: float) -> Iterator[Any
     except urllib.error.HTTPError as error:
         # `explain` and `top`, the commands that call endpoints which need a key, have this flag.
         hint = "; name a file with one by --api-key-file" if error.code == 401 and not has_key else ""
-        raise ClusterError(f"{url} returned {error.code} {_message(error) or error.reason}{hint}") from error
+        text = f"{url} returned {error.code} {_message(error) or error.reason}{hint}"
+        raise (NotFoundByRouter(text) if error.code == 404 else ClusterError(text)) from error
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
         words = reason.strerror or str(reason) if isinstance(reason, OSError) else str(reason)

@@ -6,6 +6,7 @@
     ├── EngineLost           a replica's external engine exited or hangs
     ├── UpdateAbandoned      no replica could start with the changed settings; the old replicas still serve
     ├── RayLost              a process of the local Ray exited, which stops the whole cluster
+    ├── NotFoundByRouter     the router does not have what the command asks for
     ├── NotRunning           no cluster of this name runs on this machine
     └── UserError            the command or its settings are wrong (exit code 2)
         ├── SettingsError      an unknown or malformed setting; names it, its source and the nearest spelling
@@ -46,6 +47,9 @@ class UpdateAbandoned(ClusterError): ...
 
 
 class RayLost(ClusterError): ...
+
+
+class NotFoundByRouter(ClusterError): ...
 
 
 class NotRunning(ClusterError): ...

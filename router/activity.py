@@ -1,6 +1,7 @@
-"""Data that a router's live page and `homing top` show besides `ClusterView`: requests, decisions, prefixes, evictions.
+"""Data that a router shows people besides `ClusterView`: requests, decisions, prefixes, evictions.
 
-Types only. None of them contains prompt text or tokens: prefixes are shown by hash and length.
+For the live page, `homing top`, and the history of requests. Types only. None of them contains prompt text or tokens:
+prefixes are shown by hash and length.
 """
 
 import msgspec
@@ -47,6 +48,73 @@ class RunningRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     cached_tokens: int | None
     generated_tokens: int
+
+
+class Decided(Explanation, frozen=True, kw_only=True):
+    """A decision that was taken, with the best rows of its table."""
+
+    at: float  #: seconds since 1970
+    hidden: int = 0  #: number of candidates left out of `replicas`
+
+
+class ChoiceRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What has become of one choice of a request: one sequence, generated on one replica or, if it moved, several."""
+
+    replica: str | None  #: where it is or was last; None: it was never sent
+    state: str  #: the request's `Phase`, or its outcome if it is over
+    waits_for: str = ""  #: in the router's queue: why no replica could take it when it was last tried
+    prompt_tokens: int
+    predicted_tokens: int = 0  #: cached tokens that the last decision before the first token expected
+    cached_tokens: int | None = None  #: None: no token has arrived
+    generated_tokens: int = 0
+    continuations: int = 0  #: how often it moved to another replica
+    silent_s: float | None = None  #: while it is unfinished: seconds since its last token, or since the request arrived
+    decisions: list[Decided] = []  #: oldest first
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """The error that ended a request."""
+
+    code: str | None
+    message: str
+    limit: str | None = None  #: the setting, or the tenant's limit, that was reached
+
+
+class Times(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a request's time went, in seconds. None: it never got there."""
+
+    receive_s: float = 0.0  #: network: from the request's first byte to its last
+    queue_s: float | None = None  #: from then until a replica was chosen: reading, tokenizing and waiting in the router
+    prefill_s: float | None = None  #: from then until the first token
+    decode_s: float | None = None  #: from then until the end
+    blocked_s: float = 0.0  #: network: the part of all of them in which the client did not read its answer
+    total_s: float = 0.0  #: from the last byte of the request to the end, or until now
+
+
+class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What has become of an HTTP request. Holds no text of its prompt or its answer."""
+
+    id: str  #: `x-request-id`
+    at: float  #: when it arrived, in seconds since 1970
+    method: str
+    path: str
+    state: str  #: running, finished, refused (nothing was sent to a replica), failed or gone (its client left)
+    status: int | None  #: None while no response has begun
+    error: Refusal | None = None
+    tenant: str = ""
+    model: str = ""
+    session: str | None = None
+    agent: str | None = None
+    parent: str | None = None  #: the agent that started `agent`
+    times: Times
+    ttft_s: float | None = None
+    expected_ttft_s: float | None = None
+    prompt_tokens: int = 0
+    predicted_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    choices: list[ChoiceRecord] = []  #: at most the first 8
+    hidden: int = 0  #: number of further choices
 
 
 class FailedRequest(msgspec.Struct, frozen=True, kw_only=True):

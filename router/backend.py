@@ -24,7 +24,7 @@ from .errors import RouterError
 from .text.parsers.deltas import Delta
 
 if TYPE_CHECKING:
-    from .activity import ModelActivity  # which holds an `Explanation`
+    from .activity import ChoiceRecord, ModelActivity  # which hold an `Explanation`
 
 
 @dataclass(slots=True, frozen=True)
@@ -130,6 +130,12 @@ class TokenStream(Protocol):
     def listen(self, sink: TokenSink) -> None:
         """Pass all deltas to the sink, from the first one on, as they arrive. Call once. `cancel` ends the calls."""
 
+    def record(self, clock_offset_s: float) -> "ChoiceRecord":
+        """What has become of the request so far, with its decisions. `clock_offset_s`: wall time less router's clock.
+
+        Computes the decisions' tables, so it is for the end of a request and for people.
+        """
+
     def cancel(self, *, answered: bool = False) -> None:
         """Stop the request and free its blocks. Idempotent; does nothing after the end.
 
@@ -175,6 +181,16 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     prompt_blocks: int
     block_size: int
     replicas: list[ReplicaScore]
+
+    def best(self, most: int) -> list[ReplicaScore]:
+        """Up to `most` rows: all in their order or, if some are left out, the chosen one and the best of the others."""
+        if len(self.replicas) <= most:
+            return self.replicas
+        return sorted(self.replicas, key=_rank)[:most]
+
+
+def _rank(row: ReplicaScore) -> tuple[bool, bool, float]:
+    return not row.chosen, not row.eligible, (row.expected_ttft_s or 0.0) + row.others_s
 
 
 #: joining: no load report yet; warming: gets no requests until its cache holds the hottest prefixes.

@@ -126,6 +126,14 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     response_store_count: Annotated[int, Meta(ge=1), "maximum number of stored responses"] = 100_000
     response_store_bytes: Annotated[int, Meta(ge=1024), "maximum bytes of stored responses"] = 1024**3
     response_store_age_s: Annotated[float, Meta(gt=0), "seconds to keep a stored response"] = 2_592_000.0
+    request_history: Annotated[
+        str,
+        "SQLite file that keeps the history of requests when the router restarts, shared by the router "
+        "processes of one machine; empty: in memory",
+    ] = ""
+    request_history_bytes: Annotated[
+        int, Meta(ge=0), "maximum bytes of that history, in memory or in the file; 0: none is kept"
+    ] = 16 * 1024 * 1024
     chat_template: Annotated[
         str, "file with a chat template to use instead of the model's own; empty: the model's own"
     ] = ""
@@ -142,9 +150,6 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     replica_silence_s: Annotated[
         float, Meta(gt=0), "a replica that has not reported for this long gets no new requests"
     ] = 3.0
-    reservation_timeout_s: Annotated[
-        float, Meta(gt=0), "time after which blocks expected at dispatch no longer count"
-    ] = 30.0
     retries: Annotated[
         int,
         Meta(ge=0, le=16),

@@ -28,13 +28,18 @@ class RouterError(Exception):
     error_type: ClassVar[str] = "server_error"
     code: ClassVar[str | None] = None
     should_retry: ClassVar[bool] = True  #: whether clients may send a request again that ended with a 5xx
+    limit: str | None = None  #: the setting, or the tenant's limit, that the request reached
 
-    def __init_subclass__(cls, *, status: int | None = None, code: str | None = None, **kwargs: Any) -> None:
+    def __init_subclass__(
+        cls, *, status: int | None = None, code: str | None = None, limit: str | None = None, **kwargs: Any
+    ) -> None:
         super().__init_subclass__(**kwargs)
         if status is not None:
             cls.http_status, cls.error_type = status, _ERROR_TYPES.get(status, "invalid_request_error")
         if code is not None:
             cls.code = code
+        if limit is not None:
+            cls.limit = limit
 
     def __init__(self, message: str, *, param: str | None = None, retry_after_s: float | None = None) -> None:
         """`param`: name of the offending field. `retry_after_s`: seconds after which a retry may succeed."""
@@ -74,7 +79,7 @@ class ConversationTooLong(InvalidRequest, code="conversation_too_long"):
         )
 
 
-class ContextTooLong(InvalidRequest, code="context_length_exceeded"):
+class ContextTooLong(InvalidRequest, code="context_length_exceeded", limit="max_model_len"):
     """Prompt and requested output together exceed the model's context."""
 
 
@@ -96,7 +101,7 @@ class ThreadUnsupported(InvalidRequest, code="thread_unsupported_request"):
         super().__init__("thread: this server stores no messages; send the whole conversation", param="thread")
 
 
-class PromptOverLimit(InvalidRequest, code="prompt_over_limit"):
+class PromptOverLimit(InvalidRequest, code="prompt_over_limit", limit="max_prompt_tokens"):
     """The prompt exceeds its tenant's limit."""
 
     def __init__(self, prompt_tokens: int, most: int, *, at_least: bool = False) -> None:
@@ -106,7 +111,7 @@ class PromptOverLimit(InvalidRequest, code="prompt_over_limit"):
         )
 
 
-class PromptTooLong(RouterError, status=400, code="context_length_exceeded"):
+class PromptTooLong(RouterError, status=400, code="context_length_exceeded", limit="max_model_len"):
     """The prompt leaves no room for a single generated token."""
 
     def __init__(
@@ -142,6 +147,10 @@ class MissingKey(RouterError, status=401, code="missing_api_key"):
 class UnknownKey(RouterError, status=401, code="invalid_api_key"):
     """The API key is not among the accepted ones."""
 
+    def __init__(self, key_sha256: str) -> None:
+        super().__init__("this API key is unknown")
+        self.key_sha256 = key_sha256  #: hex digest, as in the keys file
+
 
 class NotAllowed(RouterError, status=403, code="not_allowed"):
     """The operation affects all tenants, and the caller is not an admin."""
@@ -176,6 +185,13 @@ class ResponseNotFound(RouterError, status=404, code="response_not_found"):
         super().__init__(f"there is no stored response {response_id!r}")
 
 
+class RequestNotFound(RouterError, status=404, code="request_not_found"):
+    """No request with this id is in progress or in the history."""
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(f"there is no request {request_id[:200]!r}, in progress or in the history of this router")
+
+
 class UnknownPath(RouterError, status=404, code="not_found"):
     """No endpoint has this path."""
 
@@ -195,7 +211,7 @@ class WrongMethod(RouterError, status=405, code="method_not_allowed"):
         self.allowed = allowed  #: value of the Allow header
 
 
-class RequestTooSlow(RouterError, status=408, code="request_too_slow"):
+class RequestTooSlow(RouterError, status=408, code="request_too_slow", limit="read_timeout_s"):
     """The request did not arrive completely within `read_timeout_s`."""
 
 
@@ -203,7 +219,7 @@ class CacheInUse(RouterError, status=409, code="cache_in_use"):
     """A reset would free blocks that running requests use."""
 
 
-class BodyTooLarge(RouterError, status=413, code="body_too_large"):
+class BodyTooLarge(RouterError, status=413, code="body_too_large", limit="max_body_bytes"):
     """The HTTP body exceeds `max_body_bytes`."""
 
 
@@ -215,7 +231,7 @@ class HeadTooLarge(RouterError, status=431, code="head_too_large"):
     """The HTTP head exceeds 64 KiB."""
 
 
-class QueueFull(RouterError, status=429, code="queue_full"):
+class QueueFull(RouterError, status=429, code="queue_full", limit="max_waiting_requests"):
     """The router already holds `max_waiting_requests` requests."""
 
     def __init__(self, waiting: int) -> None:
@@ -244,6 +260,7 @@ class RateLimited(RouterError, status=429, code="rate_limit_exceeded"):
             f"tenant {tenant!r} has reached its limit {limit} of {value}; try again in {retry_after_s:.1f} s",
             retry_after_s=retry_after_s,
         )
+        self.limit = limit
 
 
 class RequestFailed(RouterError, code="request_failed"):
@@ -269,7 +286,7 @@ class ReplicasDied(RequestFailed, code="replicas_died"):
         )
 
 
-class DeadlineExceeded(RequestFailed, status=504, code="deadline_exceeded"):
+class DeadlineExceeded(RequestFailed, status=504, code="deadline_exceeded", limit="request_timeout_s"):
     """The request did not finish in time."""
 
 

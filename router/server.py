@@ -87,6 +87,8 @@ class RouterServer:
         self._open = ExitStack()
         if self.front.responses is not None:
             self._open.callback(self.front.responses.close)
+        if self.front.history is not None:
+            self._open.callback(self.front.history.close)
         if usage is not None:
             self._open.callback(usage.close)
         requests: AccessLog | None = None

@@ -1,24 +1,23 @@
 """`homing explain PROMPT`: shows as a table which replica a request would go to now, and why. Generates nothing.
 
+`homing explain --request ID`: shows the same for a request that was sent, and what became of it.
 `homing explain --diff A B`: shows where the prompts of two requests differ.
 """
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import quote
 
 from rich.console import RenderableType
 
-from ..client import post_json, read_key, router_urls
-from ..errors import ClusterError, SettingsError
+from ..client import get_json, post_json, read_key, router_urls
+from ..errors import ClusterError, NotFoundByRouter, SettingsError
 from ..flags import NOTHING, FindCluster, Out, ServedModel, Url, option, settings_of
-from ..output import count, show, table
-from .status import by_name
-
-NUMBERS = ("held", "expected", "to compute", "queued", "running", "waiting", "first token")
-COLUMNS = ("", "replica", "events", *NUMBERS, "why")
+from ..output import count, show
+from ..request_records import candidates, one
 
 
 def explain(
@@ -31,6 +30,10 @@ def explain(
     asked_model: ServedModel = None,
     body: Annotated[
         str | None, option("JSON body of a request (of any API), instead of a prompt", metavar="FILE")
+    ] = None,
+    request: Annotated[
+        str | None,
+        option("id (x-request-id) of a request that was sent, instead of a prompt; needs an admin's key", metavar="ID"),
     ] = None,
     diff: Annotated[
         tuple[str, str] | None, option("two such files: show where their prompts start to differ", metavar="FILE")
@@ -49,6 +52,15 @@ def explain(
     """Print the routing decision for a request, or where two differ. Raises NotRunning and ClusterError."""
     # never given on the command line, which every user of the machine can read
     api_key = read_key(api_key_file, "--api-key-file", sys.stdin)
+    if request is not None:
+        if prompt is not None or body or diff or raw:
+            raise SettingsError("explain: --request names a request that was sent; give no prompt, --body or --diff")
+        found = find_request(router_urls(settings_of(flags), url), request, api_key)
+        if as_json:
+            print(json.dumps(found, indent=2), file=out)
+        else:
+            show(out, *one(found))
+        return 0
     named = {} if asked_model is None else {"model": asked_model}
     if diff:
         path, asked = "explain/diff", {key: _body(file, "--diff") | named for key, file in zip("ab", diff, strict=True)}
@@ -67,6 +79,21 @@ def explain(
     else:
         show(out, *render(found))
     return 0
+
+
+def find_request(urls: Sequence[str], request_id: str, api_key: str) -> Any:
+    """The record of a request, from the router that has it. Raises NotFoundByRouter and ClusterError.
+
+    `urls`: as `router_urls` returns them.
+    """
+    missing: NotFoundByRouter | None = None
+    for url in urls[1:] or urls:
+        try:
+            return get_json(f"{url}/requests/{quote(request_id, safe='')}", api_key=api_key)
+        except NotFoundByRouter as error:
+            missing = error
+    assert missing is not None, "no router was asked"
+    raise missing
 
 
 def render_diff(found: Mapping[str, Any]) -> str:
@@ -111,18 +138,4 @@ def render(found: Mapping[str, Any]) -> list[RenderableType]:
     where = f"{chosen} ({found['reason']}): {found['why']}" if chosen else f"no replica yet, {found['why']}"
     blocks = count(found["prompt_blocks"], "full block")
     head = f"{found['prompt_tokens']} tokens in {blocks} · policy {found['policy']}"
-    replicas = table(COLUMNS, [_row(score) for score in sorted(found["replicas"], key=by_name)], right=NUMBERS)
-    return [head, "", replicas, *_departure_lines(found.get("departure")), "", f"→ {where}"]
-
-
-def _row(score: Mapping[str, Any]) -> tuple[str, ...]:
-    seconds = score["expected_ttft_s"]
-    numbers = ("held_blocks", "expected_blocks", "uncached_tokens", "queued_prefill_tokens", "running", "waiting")
-    return (
-        "→" if score["chosen"] else "",
-        score["replica_id"],
-        score["feed"],
-        *(str(score[name]) for name in numbers),
-        "-" if seconds is None else f"{seconds * 1000:.1f} ms",
-        score["why"],
-    )
+    return [head, "", candidates(found["replicas"]), *_departure_lines(found.get("departure")), "", f"→ {where}"]

@@ -47,7 +47,7 @@ class RequestPhase(Enum):
 class Drafting:
     """Whether drafts pay for a request: one at a time until drafts prove right, and a pause after each failure.
 
-    Each pause in a row is longer, so an answer whose drafts all fail takes only 0.3 to 2 % longer (docs/benchmarks.md).
+    Each pause in a row is longer, so an answer whose drafts all fail takes only 0.3 to 2 % longer.
     """
 
     failures: int = 0  #: in a row
@@ -79,6 +79,8 @@ class RequestState:
     #: One hash for each full block of `tokens`.
     hashes: list[BlockHash]
     sampling: SamplingParams
+    #: Names the first block on the event stream.
+    salt: str = ""
     priority: int = 0
     #: Whose share of the replica the request takes, and that tenant's weight (tenant_shares.py).
     tenant: bytes = b""
@@ -101,7 +103,7 @@ class RequestState:
 
     phase: RequestPhase = RequestPhase.WAITING
     blocks: list[Block] = field(default_factory=list)
-    #: Ids of `blocks`, extended by `block_table`. Kept because every step sends them all, and they only grow.
+    #: Ids of `blocks`, extended by `block_table`. Kept because every step's plan has them all, and they only grow.
     table: "array[int]" = field(default_factory=lambda: array("i"))
     #: Number of tokens whose KV is in `blocks`.
     computed: int = 0
@@ -260,6 +262,7 @@ def admit(source: str, request: Generate, vocab_size: int, block_size: int, guid
         tokens=tokens,
         prompt_tokens=request.prompt_tokens,
         root=BlockHash(request.root),
+        salt=request.salt,
         hashes=split_hashes(request.block_hashes),
         sampling=request.sampling,
         priority=request.priority,

@@ -54,7 +54,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     token_ids: bytes  #: uint32 LE, all rows joined
     q_lens: list[int]  #: tokens to compute per row, each at least 1
     starts: list[int]  #: position of each row's first token of this step
-    block_tables: list[bytes]  #: int32 LE; bytes because a row has hundreds of blocks, all sent in each step
+    block_tables: list[bytes]  #: int32 LE; bytes because a row has hundreds of blocks
     logits_at: list[int]  #: flat token indexes whose logits are returned, in order
     #: Made before the forward pass. All sources are read before any target is written, as a block may be both.
     copies: list[BlockCopy] = []

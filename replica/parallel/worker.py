@@ -22,6 +22,7 @@ from ..execute.gpu_runner import DrawnTokens, GpuRunner, RunnerLoader, load_runn
 from ..execute.runner import ModelRunner, resolve_device
 from ..load.cpu_threads import ThreadTuner, thread_choice
 from ..rank_server import RankServer
+from .plan_wire import PlanDecoder, PlanEncoder
 from .rank_group import RankGroup
 from .step_broadcast import ALLOCATE, JOIN_TIMEOUT_S, LAUNCH, READ, STEP, STOP, RankPlace, StepBroadcast, WorkerLink
 
@@ -61,6 +62,7 @@ class RankGroupExecutor:
     def __init__(self, runner: ModelRunner, broadcast: StepBroadcast) -> None:
         self._runner = runner
         self._broadcast = broadcast
+        self._plans = PlanEncoder()
 
     def allocate_kv(self, num_blocks: int) -> None:
         self._broadcast.send(ALLOCATE, msgspec.msgpack.encode(num_blocks))
@@ -72,17 +74,17 @@ class RankGroupExecutor:
 
     def forward(self, plan: StepPlan) -> torch.Tensor | None:
         """Run one step. Raises RankLost for any failure: after a partial step, the ranks' states differ permanently."""
-        self._broadcast.send(STEP, msgspec.msgpack.encode(plan))
+        self._broadcast.send(STEP, self._plans.encode(plan))
         return _run_step(self._runner.forward, plan, rank=0)
 
     def forward_hidden(self, plan: StepPlan, hidden_at: Sequence[int]) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Like `forward`, plus hidden states. Every rank has these, so the others run a plain step. Raises RankLost."""
-        self._broadcast.send(STEP, msgspec.msgpack.encode(plan))
+        self._broadcast.send(STEP, self._plans.encode(plan))
         return _run_step(lambda plan: self._runner.forward_hidden(plan, hidden_at), plan, rank=0)
 
     def launch(self, plan: StepPlan) -> DrawnTokens | None:
         assert isinstance(self._runner, GpuRunner), type(self._runner)
-        self._broadcast.send(LAUNCH, msgspec.msgpack.encode(plan))
+        self._broadcast.send(LAUNCH, self._plans.encode(plan))
         return _run_step(self._runner.launch, plan, rank=0)
 
     def draw(self, terms: DrawTerms) -> DrawnTokens:
@@ -145,6 +147,7 @@ class RankWorker(RankServer):
         self._runner = runner
         self._link = link
         self._threads = threads
+        self._plans = PlanDecoder()
         self._stopping = threading.Event()
 
     def run(self) -> None:
@@ -174,7 +177,7 @@ class RankWorker(RankServer):
             self._runner.readings()
         else:
             assert kind in (STEP, LAUNCH), f"unknown message {kind!r}"
-            plan = msgspec.msgpack.decode(payload, type=StepPlan)
+            plan = self._plans.decode(payload)
             if kind == STEP:
                 _run_step(self._runner.forward, plan, self._rank)
             else:

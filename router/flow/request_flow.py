@@ -24,7 +24,7 @@ from typing import assert_never
 import msgspec
 
 from ...events.wire.messages import LoadReport
-from ...kvcache.hashing import BlockHash, BlockHasher, token_bytes, wire_hashes
+from ...kvcache.hashing import BlockHash, BlockHasher, salt_text, token_bytes, wire_hashes
 from ...replica.messages import (
     Abort,
     Generate,
@@ -80,7 +80,7 @@ SPARE_DEADLINES = 1024
 #: The obstacle of a replica without room, the only one that ends as requests there end.
 SATURATED = "saturated"
 #: No replica is warmed up while a prompt would wait this long at every other replica. Of 0.02 to 0.5 s and no limit,
-#: this gave the lowest mean TTFT when a third replica joins two simulated ones at several loads (docs/simulate.md).
+#: this gave the lowest mean TTFT when a third replica joins two simulated ones at several loads.
 PRESSING_WAIT_S = 0.5
 #: A request that could not be sent so often fails; each time, the replica chosen was about to leave routing.
 MAX_UNSENT = 64
@@ -140,13 +140,13 @@ class RequestFlow:
     ) -> list[Instruction]:
         """Add a connected replica. `unavailable`: why it gets no requests for now. Its events are not followed yet."""
         self.placement.join(description, now)
-        self.placement.loads.set_unavailable(description.replica_id, unavailable)
+        self.placement.fleet.set_unavailable(description.replica_id, unavailable)
         self.counters.replicas_joined += 1
         return self.pump(now)
 
     def set_unavailable(self, replica: str, unavailable: UnavailableReason | None, now: float) -> list[Instruction]:
         """Stop sending new requests to the replica for this reason; None: resume. Running requests continue."""
-        self.placement.loads.set_unavailable(replica, unavailable)
+        self.placement.fleet.set_unavailable(replica, unavailable)
         stopped = [] if unavailable == "warming" else self.warm_ups.stop(replica)
         return stopped + self.pump(now)
 
@@ -165,9 +165,9 @@ class RequestFlow:
         Also returns their wire ids, to abort if the replica is alive. It counts as lost unless it was draining.
         """
         self.warm_ups.drop(replica)
-        died = not self.placement.loads.view(replica, now).draining
+        died = not self.placement.fleet.load(replica, now).draining
         self.counters.replicas_lost += died
-        busy = self.placement.loads.progresses(replica, now, QUEUED_S)
+        busy = now - self.placement.fleet[replica].last_progress_at < QUEUED_S
         self.placement.leave(replica)
         orphans = [request for request in self._by_wire.values() if request.replica == replica]
         wire_ids = [request.wire_id for request in orphans]
@@ -212,7 +212,7 @@ class RequestFlow:
             if not nobody_waits:
                 instructions += self.pump(now)
         heappush(self._deadlines, (state.deadline, request_id))
-        self.hot_prefixes.add(state.root, state.tokens, state.hashes)
+        self.hot_prefixes.add(state.root, state.tokens, state.hashes, request.salt)
         self.counters.requests += 1
         if state.phase is WAITING:
             self.counters.held += 1
@@ -232,10 +232,9 @@ class RequestFlow:
         return [*instructions, *self.pump(now)]
 
     def on_reply(self, replica: str, reply: TokenBatch | TextOutput | Refused, now: float) -> list[Instruction]:
-        loads = self.placement.loads
-        if replica not in loads:
+        if replica not in self.placement:
             return []
-        loads.tokens_arrived(replica, now)
+        self.placement.fleet.tokens_arrived(replica, now)
         if replica in self.warm_ups:
             return self.warm_ups.on_reply(replica, reply)
         sent = len(self._by_wire)
@@ -295,31 +294,30 @@ class RequestFlow:
 
     def _usable(self, now: float) -> dict[str, Usable]:
         """The replicas that take new requests."""
-        loads = self.placement.loads
         starting = {each.replica for each in self._by_wire.values() if is_starting(each, now)}
         unclear = {each.replica for each in self._by_wire.values() if is_unclear(each)}
         return {
-            name: Usable(max(view.requests, loads.in_flight(name)), name not in starting, name in unclear)
-            for name, view in zip(loads.replicas(), loads.views(now), strict=True)
-            if not (view.draining or view.warming or view.silent)
+            (name := each.name): Usable(max(load.requests, len(each.requests)), name not in starting, name in unclear)
+            for each, load in zip(self.placement.fleet, self.placement.fleet.loads(now), strict=True)
+            if load.available
         }
 
     def _any_open(self, now: float) -> bool:
         """Whether any replica takes new requests. If not, no waiting request needs to be tried."""
-        return any(not (view.draining or view.warming or view.silent) for view in self.placement.loads.views(now))
+        return any(each.available for each in self.placement.fleet.loads(now))
 
     def _patience(self, request: RequestState) -> float:
         """Work that may pass a request that fits nowhere, in tokens; infinity if it does not wait for room."""
         return len(request.tokens) // 4 if SATURATED in request.waits_for else inf
 
     def expire(self, now: float) -> list[Instruction]:
-        """Fail overdue requests, drop overdue reservations, and move requests away from stalled replicas."""
+        """Fail overdue requests, drop overdue expectations, and move requests away from stalled replicas."""
         self.placement.expire(now)
         self._suspects.expire(now)
         if len(self._deadlines) > 2 * len(self._requests) + SPARE_DEADLINES:
             self._deadlines = [(request.deadline, request.request_id) for request in self._requests.values()]
             heapify(self._deadlines)
-        stalled = self.placement.loads.stalled(now)
+        stalled = self.placement.fleet.stalled(now)
         instructions = [done for replica in stalled for done in self._move_stuck(replica, now)]
         while self._deadlines and self._deadlines[0][0] <= now:
             request = self._requests.get(heappop(self._deadlines)[1])
@@ -360,9 +358,9 @@ class RequestFlow:
     def is_pressed(self, now: float) -> bool:
         """Whether requests need another replica now: some wait here, or prompts wait too long at every active one."""
         return bool(self.waiting) or all(
-            view.queued_prefill_tokens and view.busy_until - now > PRESSING_WAIT_S
-            for view in self.placement.loads.views(now)
-            if not view.draining and not view.warming and not view.silent
+            each.queued_prefill_tokens and each.busy_until - now > PRESSING_WAIT_S
+            for each in self.placement.fleet.loads(now)
+            if each.available
         )
 
     def oldest(self, most: int) -> list[RequestState]:
@@ -387,10 +385,9 @@ class RequestFlow:
         """Number of entries in the deadline heap, including those of finished requests."""
         return len(self._deadlines)
 
-    def replica_of(self, request_id: RequestId) -> str | None:
-        """The replica that the request is on or was last on; None if it was never sent or is over."""
-        request = self._requests.get(request_id)
-        return request.replica if request else None
+    def state_of(self, request_id: RequestId) -> RequestState | None:
+        """The state of an unfinished request; None if it is over."""
+        return self._requests.get(request_id)
 
     def check(self) -> None:
         self.placement.check()
@@ -398,10 +395,10 @@ class RequestFlow:
         self.recent.check()
         if self._hash_cache is not None:
             self._hash_cache.check()
-        loads = self.placement.loads
+        fleet = self.placement.fleet
         for replica in self.warm_ups.replicas:
             assert replica in self.placement, f"{replica} has left, and is being warmed up"
-            assert loads.in_flight(replica) == 0, f"requests were sent to {replica}, which is being warmed up"
+            assert not fleet[replica].requests, f"requests were sent to {replica}, which is being warmed up"
         waiting = [request for request in self._requests.values() if request.phase is WAITING]
         self._queue.check()
         assert len(waiting) == self.waiting, f"{self.waiting} in the queue, {len(waiting)} in phase waiting"
@@ -413,7 +410,7 @@ class RequestFlow:
             assert request.wire_id == wire_id, f"wire id {wire_id} leads to a request with {request.wire_id}"
             assert request.replica in self.placement, f"request on {request.replica}, which has left"
             assert self._requests.get(request.request_id) is request, "a request that is over is still on the wire"
-        in_flight = sum(loads.in_flight(replica) for replica in loads.replicas())
+        in_flight = sum(len(joined.requests) for joined in fleet)
         assert in_flight == len(self._by_wire), f"{in_flight} in flight by load, {len(self._by_wire)} by wire id"
 
     # Placing
@@ -475,7 +472,7 @@ class RequestFlow:
         """
         closed: Collection[str] = ()
         if only is not None:
-            closed = [name for name in self.placement.loads.replicas() if name not in only]
+            closed = [each.name for each in self.placement.fleet if each.name not in only]
         elif self._suspects:
             closed = self._suspects.closed(self._usable(now))
         prompt, candidates = self._prompt_and_candidates(request, now, closed)
@@ -504,6 +501,7 @@ class RequestFlow:
         if only is not None:
             self._suspects.begin(request, replica, now)
         self.placement.book(wire_id, decision, request.keys, now)
+        request.decisions.append((now, decision))
         self.recent.placed(request, decision, now)
         return Send(replica, _generate(request))
 
@@ -697,7 +695,7 @@ class RequestFlow:
     def _count_finished(self, request: RequestState, computed_at: float | None = None) -> None:
         self._end(request, "finish", "finished", computed_at)
         if request.request.embedding is None:
-            self.placement.finished(request.generated)
+            self.placement.fleet.finished(request.generated)
         self.counters.finished += 1
         self.counters.predicted_cached_tokens += request.predicted_cached_tokens
         self.counters.delivered_cached_tokens += request.delivered_cached_tokens or 0
@@ -751,6 +749,7 @@ def _generate(request: RequestState) -> Generate:
         token_ids=request.tokens,
         prompt_tokens=request.prompt_tokens,
         root=request.root,
+        salt=salt_text(about.salt),
         block_hashes=request.hashes,
         sampling=sampling,
         priority=about.priority,

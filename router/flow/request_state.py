@@ -12,6 +12,7 @@ from ...kvcache.hashing import TOKEN_BYTES, BlockHash
 from ...replica.messages import Request
 from ..backend import GenerationRequest, Reason, TokenDelta
 from ..errors import RouterError
+from ..routing.policy.base import Decision
 
 #: Identifies a request inside this router for its whole life. The wire id, in contrast, is new for each placement.
 RequestId = NewType("RequestId", int)
@@ -129,6 +130,8 @@ class RequestState(msgspec.Struct, eq=False):
     expected_ttft_s: float | None = None
     reason: Reason | None = None  #: of the last dispatch before the first token
     ttft_s: float | None = None
+    #: each decision by which it was sent to a replica, and its time
+    decisions: list[tuple[float, Decision]] = []
     outcome: Outcome | None = None  #: None until it is over
 
     def advance(self, event: Event) -> None:

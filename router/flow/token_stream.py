@@ -5,25 +5,26 @@ Calls the sink synchronously and buffers deltas until there is one. Independent 
 
 from collections.abc import Callable
 
+import msgspec
+
+from ..activity import ChoiceRecord, Decided
 from ..backend import TokenDelta, TokenSink
 from ..errors import RouterError
-from .request_state import RequestId
+from ..routing.policy.explain import explanation_of
+from .request_state import RequestId, RequestState
+
+#: Candidates that a record keeps of a decision: the chosen one and the best others.
+MAX_CANDIDATES = 8
 
 
 class RequestStream:
     """A `TokenStream` (backend.py)."""
 
-    __slots__ = ("_buffer", "_cancel", "_cancelled", "_error", "_id", "_over", "_replica", "_replica_of", "_sink")
+    __slots__ = ("_buffer", "_cancel", "_cancelled", "_error", "_over", "_replica", "_sink", "_state")
 
-    def __init__(
-        self,
-        request_id: RequestId,
-        replica_of: Callable[[RequestId], str | None],
-        cancel: Callable[[RequestId, bool], None],
-    ) -> None:
-        """`replica_of` returns the replica that a request is on; `cancel` stops a request, which may be answered."""
-        self._id = request_id
-        self._replica_of = replica_of
+    def __init__(self, state: RequestState, cancel: Callable[[RequestId, bool], None]) -> None:
+        """`cancel` stops a request, which may be answered."""
+        self._state = state
         self._cancel = cancel
         self._replica: str | None = None  #: the replica that produced the last delta
         self._buffer: list[TokenDelta] | None = None  #: deltas that arrived before there was a sink
@@ -33,7 +34,29 @@ class RequestStream:
 
     @property
     def replica_id(self) -> str | None:
-        return self._replica or self._replica_of(self._id)
+        return self._replica or self._state.replica
+
+    def record(self, clock_offset_s: float) -> ChoiceRecord:
+        state = self._state
+        return ChoiceRecord(
+            replica=self.replica_id,
+            state=state.outcome or state.phase.value,
+            waits_for=state.waits_for,
+            prompt_tokens=state.prompt_tokens,
+            predicted_tokens=state.predicted_cached_tokens,
+            cached_tokens=state.delivered_cached_tokens,
+            generated_tokens=state.generated,
+            continuations=state.continuations,
+            decisions=[
+                Decided(
+                    **msgspec.structs.asdict(table) | {"replicas": table.best(MAX_CANDIDATES)},
+                    at=at + clock_offset_s,
+                    hidden=max(0, len(table.replicas) - MAX_CANDIDATES),
+                )
+                for at, decision in state.decisions
+                for table in [explanation_of(decision)]
+            ],
+        )
 
     def listen(self, sink: TokenSink) -> None:
         assert self._sink is None, "a stream has one sink"
@@ -50,7 +73,7 @@ class RequestStream:
         self._cancelled = True
         self._sink = None
         if not self._over:
-            self._cancel(self._id, answered)
+            self._cancel(self._state.request_id, answered)
 
     def put(self, delta: TokenDelta, replica_id: str | None) -> None:
         self._replica = replica_id

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from ...kvcache.hashing import TOKEN_BYTES
+from ...kvcache.hashing import TOKEN_BYTES, salt_text
 from ...replica.messages import Abort, Generate, Refused, SamplingParams, TokenBatch
 from ..backend import RouterCounters, TextOutput, WarmUpProgress
 from ..routing.placement import Placement
@@ -59,10 +59,10 @@ class CacheWarmup:
     def begin(self, replica: str, share: float, now: float) -> list[Instruction]:
         """Start filling this share (0 to 1) of the replica's cache. Does nothing unless the replica is `warming`."""
         placement = self._placement
-        if replica in self._by_replica or replica not in placement or not placement.loads.view(replica, now).warming:
+        if replica in self._by_replica or replica not in placement or not placement.fleet.load(replica, now).warming:
             return []
         index = placement.index
-        blocks = int(share * placement.loads.description(replica).num_blocks) - index.count(replica)
+        blocks = int(share * placement.fleet[replica].description.num_blocks) - index.count(replica)
         prefixes = self._hot_prefixes.hottest(
             max(0, blocks), held=partial(index.holds, replica), kept=index.__contains__
         )
@@ -119,6 +119,7 @@ class CacheWarmup:
             token_ids=prefix.tokens,
             prompt_tokens=len(prefix.tokens) // TOKEN_BYTES,
             root=prefix.root,
+            salt=salt_text(prefix.salt),
             block_hashes=prefix.hashes,
             sampling=_ONE_TOKEN,
             priority=LOWEST_PRIORITY,

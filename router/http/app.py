@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import BodyTooLarge, NotJson, RouterError, Superseded
 from .caller import REQUEST_ID, request_id, tenant_of
-from .endpoints.table import error_body_of, find, label, takes_large_bodies
+from .endpoints.table import error_body_of, find, row_path, takes_large_bodies
 from .errors import send_error
 from .front import Front
 from .protocol.access import AccessLog
@@ -20,12 +20,15 @@ from .protocol.connection import SMALL_BODY_BYTES, HttpConnection
 from .protocol.cors import CorsPolicy
 from .protocol.exchange import JSON, ClientGoneError, Exchange, Headers, Request
 from .protocol.origins import OriginPolicy
+from .request_records import is_kept, name_refused, record_of
 from .tracing import RequestSpans
 
 log = logging.getLogger(__name__)
 
 #: User agent of homing's own commands, which are not logged: their polling would fill the access log.
 OWN_AGENT = "homing"
+#: Metrics label of all paths outside the table, so that unknown paths cannot add labels.
+OTHER_PATH = "other"
 #: Maximum number of characters of a path in an error message.
 MAX_SHOWN = 100
 
@@ -48,6 +51,8 @@ class App:
         if self._cors is not None and self._cors.is_preflight(request):
             exchange.respond(b"", status=204, headers=self._cors.preflight(request))
             return exchange
+        if request.method == "POST":
+            self._front.open_exchanges[exchange] = None
         self._call_endpoint(exchange)
         return exchange
 
@@ -70,7 +75,7 @@ class App:
             request, wire, exchange_id, started_at, self._on_end, error_body=envelope, call_endpoint=self._restart
         )
         if self._spans is not None:
-            self._spans.begin(exchange, label(request.path))
+            self._spans.begin(exchange, row_path(request.path) or OTHER_PATH)
         return exchange
 
     def _call_endpoint(self, exchange: Exchange) -> None:
@@ -92,7 +97,7 @@ class App:
             if endpoint.same_origin:
                 self._origins.check_origin(request.headers)
             _require_json(request)
-            await endpoint.handler(self._front, exchange)
+            await endpoint.handler.run(self._front, exchange)
         except ClientGoneError:
             return
         except Superseded:
@@ -106,14 +111,21 @@ class App:
     def _on_end(self, exchange: Exchange) -> None:
         duration_s = self._front.monotonic() - exchange.started_at
         assert exchange.status is not None, "an exchange ended without a status"
+        self._front.open_exchanges.pop(exchange, None)
+        if exchange.error is not None:
+            name_refused(exchange, exchange.error)
         metrics = self._front.metrics
-        metrics.http_request(label(exchange.request.path), exchange.status, duration_s)
+        metrics.http_request(row_path(exchange.request.path) or OTHER_PATH, exchange.status, duration_s)
         if exchange.gone:
             metrics.client_gone()
         if self._spans is not None:
             self._spans.end(exchange, duration_s)
-        if self._access is not None and exchange.request.headers.get("user-agent") != OWN_AGENT:
+        if exchange.request.headers.get("user-agent") == OWN_AGENT:
+            return
+        if self._access is not None:
             self._access.write(exchange, duration_s)
+        if self._front.history is not None and is_kept(exchange):
+            self._front.history.put(record_of(self._front, exchange))
 
 
 def _require_json(request: Request) -> None:

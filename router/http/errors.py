@@ -33,6 +33,7 @@ def error_body(error: RouterError) -> bytes:
 
 def send_error(exchange: Exchange, error: RouterError) -> None:
     """Respond with `error`, unless a response has begun."""
+    exchange.error = error
     if error.http_status >= 500 and error.http_status != 503:  # readiness probes get a 503 until a replica is ready
         log.warning("request_failed request_id=%s status=%d error=%s", exchange.id, error.http_status, error)
     headers: Headers = ()

@@ -23,8 +23,10 @@ from ..text.parsers.families import AUTO, ReasoningFamily, ToolFamily, choose_re
 from ..text.tokenizer import SamplingDefaults, TextModel
 from .body_reader import BodyReader
 from .departures import SessionPrompts
+from .history import RequestHistory
 from .live.feed import LiveFeed
 from .live.view import LiveSnapshot, ModelTotals, items_of
+from .protocol.exchange import Exchange
 from .response_store import ResponseStore, StoreBounds
 from .turns import Turns
 
@@ -155,7 +157,11 @@ class Front:
                 settings.max_body_bytes,
             )
             self.responses = ResponseStore(settings.response_store, bounds, wall)
-        self._clock_offset_s = wall() - monotonic()
+        self.history: RequestHistory | None = None
+        if settings.request_history_bytes:
+            self.history = RequestHistory(settings.request_history, settings.request_history_bytes, wall)
+        self.clock_offset_s = wall() - monotonic()  #: seconds since 1970, less the monotonic clock
+        self.open_exchanges: dict[Exchange, None] = {}  #: requests in progress that may generate, oldest first
         self.live = LiveFeed(lambda: items_of(self.live_snapshot()), wall=wall)
         self._served: dict[str, Served] = {}  #: by model name, as of the last request
         #: The model of each alias; None: the only model.
@@ -198,7 +204,7 @@ class Front:
         return LiveSnapshot(
             version=__version__,
             started_at=self.started_at,
-            clock_offset_s=self._clock_offset_s,
+            clock_offset_s=self.clock_offset_s,
             cluster=view,
             activities=self.backend.activity(),
             totals={model.name: self._totals(self.metrics.of(model.name)) for model in view.models},

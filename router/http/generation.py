@@ -12,6 +12,7 @@ import msgspec
 
 from ...kvcache.hashing import token_bytes
 from ...replica.messages import Constraint, EmbeddingParams, Pin, PositionLogprobs, SamplingParams
+from ..activity import ChoiceRecord
 from ..backend import GenerationRequest, Reason, TokenDelta, TokenStream
 from ..errors import RequestFailed, RouterError, Superseded
 from ..text.answer import (
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SEED_MASK = 2**64 - 1
+#: Choices of a request that its record describes.
+MAX_RECORDS = 8
 _encode_text = msgspec.json.Encoder().encode
 #: The text of a choice whose token is discarded (`max_tokens: 0`).
 _DISCARDED = TextDelta("", "length")
@@ -232,7 +235,7 @@ class Generation:
     """The choices of a job, from `begin` until every choice has ended, one has failed, or the client has left."""
 
     __slots__ = (
-        *("_caller", "_departure", "_exchange", "_ttft_s"),
+        *("_caller", "_departure", "_exchange", "_prepare_s", "_ttft_s"),
         *("choices", "front", "job", "left", "metrics", "over", "send_chunk", "writer"),
     )
 
@@ -254,11 +257,13 @@ class Generation:
         self.send_chunk: Callable[[bytes], None] = exchange.wire.send_chunk
         self.choices: list[RunningChoice] = []
         self.over = False
+        exchange.model = job.served.limits.name
         self._exchange = exchange
         self._caller = caller
         self._departure = departure
         self.left = 0  #: choices that have not ended
         self._ttft_s: float | None = None
+        self._prepare_s = front.monotonic() - exchange.started_at  #: reading, decoding and tokenizing the request
 
     def begin(self) -> None:
         """Send all choices to the backend. Raises the errors of backend and rate limiter, and ClientGoneError."""
@@ -287,7 +292,7 @@ class Generation:
             self._caller.refund()
             raise
         self.left = len(self.choices)
-        exchange.on_gone = self._client_left
+        exchange.on_gone, exchange.generation = self._client_left, self
         for choice in self.choices:
             choice.stream.listen(choice)
 
@@ -318,12 +323,14 @@ class Generation:
             self._cancel()
             self._caller.refund()
             self.choices = []
+            self._exchange.generation = None
             self._exchange.restart()
         else:
             self.abort(error)
 
     def abort(self, error: RouterError) -> None:
         """End the response with an error, even if all choices have ended and only its last part could not be built."""
+        self._exchange.error = error
         if not self.over:
             self._close()
         if not self.writer.fail(self, error):
@@ -347,6 +354,9 @@ class Generation:
         self.over = True
         self._cancel()
         summary = self._exchange.summary = self._summary()
+        self._exchange.generation = None
+        if self.front.history is not None:
+            summary.choices, summary.hidden = self.records()
         self.metrics.tokens(summary.prompt_tokens, summary.output_tokens)
         self._caller.end(summary.output_tokens)
 
@@ -380,14 +390,27 @@ class Generation:
             self._ttft_s,
             reasoning,
             pinned,
-            choices[0].queue_s if choices else None,
+            self._prepare_s + choices[0].queue_s if choices and choices[0].queue_s is not None else None,
             caller.session or job.session,
             caller.agent,
             caller.parent,
             choices[0].expected_ttft_s if choices else None,
             moves,
             choices[0].reason if choices else None,
+            job.served.limits.name,
         )
+
+    def records(self) -> tuple[list[ChoiceRecord], int]:
+        """What has become of the first choices so far, and the number of further ones."""
+        now, offset_s = self.front.monotonic(), self.front.clock_offset_s
+        found = []
+        for choice in self.choices[:MAX_RECORDS]:
+            record = choice.stream.record(offset_s)
+            if not self.over:
+                since = choice.last_token_at or self._exchange.started_at
+                record = msgspec.structs.replace(record, silent_s=max(0.0, now - since))
+            found.append(record)
+        return found, max(0, len(self.choices) - MAX_RECORDS)
 
     def summary(self) -> GenerationSummary:
         """The request's token counts and times: so far, or final once it has ended."""

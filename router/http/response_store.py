@@ -1,26 +1,22 @@
 """Stores responses for later requests in an SQLite file that is bounded in count, bytes and age.
 
-All work runs in sequence in one dedicated thread, off the event loop. Several router processes on a machine may share
-the file. A response belongs to a tenant and is invisible to all others.
+A response belongs to a tenant and is invisible to all others.
 """
 
 import asyncio
-import contextlib
 import logging
-import os
-import sqlite3
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple, TypeVar
+from concurrent.futures import Future
+from typing import Any, NamedTuple
 
 import msgspec
 
-from ..errors import ConversationTooLong, RouterError
+from ..errors import ConversationTooLong
+from .sqlite_store import Bounds, Result, SqliteStore
 
 log = logging.getLogger(__name__)
 
-Result = TypeVar("Result")
 Item = dict[str, Any]
 
 _SCHEMA = """
@@ -34,7 +30,6 @@ CREATE INDEX IF NOT EXISTS by_age ON responses (created, bytes);
 MAX_CONVERSATION = 1000
 #: Pause before a missing response is looked up again: another router process may still be committing it.
 RETRY_S = 0.1
-BUSY_S = 5.0
 #: Writes between two checks of the bounds.
 WRITES_PER_SWEEP = 16
 
@@ -70,15 +65,12 @@ class _Made(msgspec.Struct):
     output: msgspec.Raw
 
 
-class ResponseStore:
+class ResponseStore(SqliteStore):
     """Opens `path` on first use. `wall`: seconds since 1970. Methods are called on the event loop."""
 
     def __init__(self, path: str, bounds: StoreBounds, wall: Callable[[], float] = time.time) -> None:
-        self._path = path
+        super().__init__(path, "responses", _SCHEMA, wall)
         self._bounds = bounds
-        self._wall = wall
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="responses")
-        self._file: sqlite3.Connection | None = None
         self._writes = 0
 
     def put(self, tenant: bytes, response_id: str, response: StoredResponse) -> "Future[None]":
@@ -102,11 +94,6 @@ class ResponseStore:
         """Delete a response. Returns whether it existed. Raises RouterError."""
         return await self._run(lambda: self._delete(tenant, response_id))
 
-    def close(self) -> None:
-        """Wait for all writes."""
-        self._pool.submit(self._close)
-        self._pool.shutdown(wait=True)
-
     async def _with_retry(self, work: Callable[[], Result | None]) -> Result | None:
         found = await self._run(work)
         if found is None:
@@ -114,29 +101,7 @@ class ResponseStore:
             found = await self._run(work)
         return found
 
-    async def _run(self, work: Callable[[], Result]) -> Result:
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
-        except sqlite3.Error as error:
-            raise RouterError(f"the response store failed: {error}") from error
-
     # In the thread
-
-    def _open(self) -> sqlite3.Connection:
-        if self._file is None:
-            # Users' texts are private. SQLite gives the WAL files next to it the same permissions.
-            with contextlib.suppress(OSError):
-                os.close(os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600))
-            file = sqlite3.connect(self._path, timeout=BUSY_S, isolation_level=None)
-            file.execute("PRAGMA journal_mode = WAL")
-            file.execute("PRAGMA synchronous = NORMAL")
-            file.executescript(_SCHEMA)
-            self._file = file
-        return self._file
-
-    def _close(self) -> None:
-        if self._file is not None:
-            self._file.close()
 
     def _put(self, tenant: bytes, response_id: str, response: StoredResponse, created: float) -> None:
         given = msgspec.json.encode(response.input)
@@ -144,18 +109,8 @@ class ResponseStore:
         self._open().execute("INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?, ?, ?, ?)", row)
         self._writes += 1
         if self._writes % WRITES_PER_SWEEP == 1:
-            self._sweep()
-
-    def _sweep(self) -> None:
-        """Delete responses that are too old, then the oldest ones beyond the other bounds."""
-        file, bounds = self._open(), self._bounds
-        file.execute("DELETE FROM responses WHERE created < ?", (self._wall() - bounds.age_s,))
-        count = size = 0
-        for created, length in file.execute("SELECT created, bytes FROM responses ORDER BY created DESC"):
-            count, size = count + 1, size + length
-            if count > bounds.responses or size > bounds.bytes:
-                file.execute("DELETE FROM responses WHERE created <= ?", (created,))
-                break
+            bounds = self._bounds
+            self._sweep(Bounds(bounds.responses, bounds.bytes, bounds.age_s))
 
     def _row(self, tenant: bytes, response_id: str) -> tuple[bytes, bytes, str | None] | None:
         """The input, body and previous response of a response."""

@@ -88,7 +88,7 @@ class ReplicaHandle(ABC):
 
     @property
     def feed_state(self) -> FeedState:
-        return self._placement.feeds[self.replica_id] if self.joined else FeedStatus.SYNCING
+        return self._placement.fleet[self.replica_id].feed if self.joined else FeedStatus.SYNCING
 
     @property
     @abstractmethod

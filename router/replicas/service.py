@@ -51,8 +51,7 @@ from ..flow.request_state import Deliver, Ended, Instruction, RequestId, Send
 from ..flow.token_stream import RequestStream
 from ..routing.placement import Placement
 from ..routing.policy.registry import make_policy
-from ..routing.replica_load import LoadBook, UnavailableReason
-from ..routing.reservations import Reservations
+from ..routing.replica_load import UnavailableReason
 from .external.external_replica import ExternalReplica
 from .external.probe import EngineRequirements, requirements_of
 from .membership import changes, compare, own_parity, text_digests
@@ -61,9 +60,9 @@ from .replica_handle import Observer, ServiceContext
 
 log = logging.getLogger(__name__)
 
-#: Interval of checks for deadlines, reservations and silent replicas.
+#: Interval of checks for deadlines, overdue blocks and silent replicas.
 TICK_S = 0.05
-#: The interval without requests, when only reservations expire and lines about silent replicas are logged.
+#: The interval without requests, when only announcements become overdue and lines about silent replicas are logged.
 IDLE_TICK_S = 0.5
 #: How long `exact` waits for event feeds. A snapshot takes milliseconds; after this time it is unlikely to come soon.
 EXACT_PATIENCE_S = 10.0
@@ -104,8 +103,8 @@ class RouterService:
         self._engine_chat = settings.engine_chat
         self._placement = Placement(
             make_policy(settings.policy),
-            loads=LoadBook(router_id, settings.replica_silence_s),
-            reservations=Reservations(settings.reservation_timeout_s),
+            router_id=router_id,
+            silence_s=settings.replica_silence_s,
             rng=rng or Random(),
             counters=self.counters,
         )
@@ -191,7 +190,7 @@ class RouterService:
         self._run(instructions)
 
     def in_flight(self, replica_id: str) -> int:
-        return self._placement.loads.in_flight(replica_id) if replica_id in self._placement else 0
+        return len(self._placement.fleet[replica_id].requests) if replica_id in self._placement else 0
 
     async def until_joined(self, replica_id: str) -> str:
         """Wait until the replica accepts requests and its events are followed. Returns a refusal; empty: none."""
@@ -307,7 +306,9 @@ class RouterService:
         if not self._streams:
             self._timer.cancel()
             self._timer = self._context.loop.call_later(TICK_S, self._on_tick)
-        stream = self._streams[request_id] = RequestStream(request_id, self._flow.replica_of, self._cancel)
+        state = self._flow.state_of(request_id)
+        assert state is not None, f"request {request_id} was over before it began"
+        stream = self._streams[request_id] = RequestStream(state, self._cancel)
         self._run(instructions)
         return stream
 
@@ -466,11 +467,12 @@ class RouterService:
     def _on_tick(self) -> None:
         pause_s = TICK_S if self._streams or self._flow.warm_ups else IDLE_TICK_S
         self._timer = self._context.loop.call_later(pause_s, self._on_tick)
-        now, loads = self._context.clock(), self._placement.loads
-        for name in loads.replicas():
-            silent = loads.view(name, now).silent
+        now, fleet = self._context.clock(), self._placement.fleet
+        fleet.refresh(now)
+        for joined in fleet:
+            name, silent = joined.name, joined.load.silent
             if silent and name not in self._silent:
-                log.warning("replica_silent replica=%s age_s=%.1f", name, loads.age_s(name, now))
+                log.warning("replica_silent replica=%s age_s=%.1f", name, now - joined.last_message_at)
                 self._silent.add(name)
             elif not silent and name in self._silent:
                 log.info("replica_responding replica=%s", name)
@@ -499,17 +501,18 @@ class RouterService:
             )
         if not replica.joined:
             return view
-        name, now, loads = about.replica_id, self._context.clock(), self._placement.loads
-        load, reported = loads.view(name, now), loads.has_reported(name)
+        name, now = about.replica_id, self._context.clock()
+        load, joined = self._placement.fleet.load(name, now), self._placement.fleet[name]
+        reported = joined.report is not None
         unavailable = "silent" if load.silent else "draining" if load.draining else "warming" if load.warming else None
         return msgspec.structs.replace(
             view,
             state=unavailable or ("serving" if reported else "joining"),
-            feed=self._placement.feeds[name],
-            approximate=self._placement.feeds[name] is FeedState.APPROXIMATE,
+            feed=joined.feed,
+            approximate=joined.feed is FeedState.APPROXIMATE,
             indexed_blocks=self._placement.index.count(name),
-            expected_blocks=self._placement.reservations.count(name),
-            in_flight=loads.in_flight(name),
+            expected_blocks=len(joined.expected),
+            in_flight=len(joined.requests),
             running=load.running,
             waiting=load.waiting,
             queued_prefill_tokens=load.queued_prefill_tokens,
@@ -519,7 +522,7 @@ class RouterService:
             decode_step_s=load.decode_step_s,
             pinned_blocks=load.pinned_blocks,
             warm_up=self._flow.warm_ups.progress(name),
-            report_age_s=loads.age_s(name, now) if reported else None,
+            report_age_s=now - joined.last_message_at if reported else None,
         )
 
 

@@ -1,33 +1,26 @@
-"""One router's state for placing requests: each replica's held and expected blocks, its load and its feed's state.
+"""One router's state for placing requests: what each replica holds and will hold, its load, and the policy.
 
 Calls the policy and books its decisions. Pure: hashes and times are arguments. Independent of the request flow and of
 tokens; `homing simulate` runs this code over modelled replicas.
 """
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableSequence, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from heapq import heapreplace
 from math import inf
 from random import Random
 
-import msgspec
-
 from ...events.wire.messages import LoadReport
 from ...replica.messages import ReplicaDescription
 from ..backend import Explanation, FeedState, RouterCounters
-from .eviction_order import EvictionOrder
-from .policy.base import STALE, Candidate, Decision, Policy, Prompt, SlowerBlocks
+from .fleet import Fleet
+from .hits import EngineHits, HitRule, SlowerBlocks
+from .joined_replica import NOTHING_FORESEEN, Foreseen, InFlight, JoinedReplica
+from .policy.base import STALE, Candidate, Decision, Policy, Prompt
 from .policy.explain import explanation_of
 from .prefix_index import PrefixIndex, ReplicaBlocks
-from .replica_load import LoadBook, Pending
-from .reservations import Reservations, common_prefix
 
 log = logging.getLogger(__name__)
-
-#: An external engine may announce a request's blocks after its last token, as events travel separately. A lost event is
-#: detected and requested again within a second (events/follow/subscription.py).
-ANNOUNCED_WITHIN_S = 1.0
-
 
 #: In fleets of more than twice this number, replicas are passed over that as many less loaded ones match in length of
 #: the prefix.
@@ -37,122 +30,90 @@ CROWDED = 0.5
 
 
 class Placement:
-    """Index, reservations, loads and feeds of the joined replicas, kept consistent with each other."""
+    """The joined replicas, the index of their blocks, and the policy, kept consistent with each other."""
 
     def __init__(
         self,
         policy: Policy,
         *,
-        loads: LoadBook,
-        reservations: Reservations,
+        router_id: str,
+        silence_s: float,
         rng: Random,
         counters: RouterCounters | None = None,
     ) -> None:
+        """`silence_s`: a replica from which nothing was heard for so long gets no requests."""
         self.index = PrefixIndex()
-        self._counters = counters or RouterCounters()
+        self.fleet = Fleet(router_id, silence_s)
         self.policy = policy
-        self.loads = loads
-        self.reservations = reservations
         self._rng = rng
-        self._eviction_orders: dict[str, EvictionOrder] = {}  #: for external engines only
-        #: requests whose blocks an external engine has computed but not announced: replica, last block, expiry time
-        self._unannounced: dict[int, tuple[str, int, float]] = {}
-        self._in_flight: dict[str, dict[int, Sequence[int]]] = {}  #: by replica and request: the prompt's blocks
-        #: the same prompts by their first block, then by replica and request
-        self._by_first_block: dict[int, dict[str, dict[int, Sequence[int]]]] = {}
-        #: how far each joined replica's events can be trusted; changed by `set_feed`
-        self.feeds: dict[str, FeedState] = {}
-        #: for engines with rules of their own (router/replicas/external/hit_rules.py): the number of a prompt's leading
-        #: blocks that are cached, and those of them in slower memory. None: the index applies, all in GPU memory
-        self.hit_rules: dict[str, Callable[[Sequence[int]], tuple[int, SlowerBlocks] | None]] = {}
+        self._counters = counters or RouterCounters()
 
     def __contains__(self, replica: object) -> bool:
-        return replica in self.feeds
+        return replica in self.fleet
 
     def __len__(self) -> int:
-        return len(self.feeds)
+        return len(self.fleet)
 
     # Replicas
 
     def join(self, description: ReplicaDescription, now: float) -> None:
         """Add a replica that can take requests but whose events are not followed yet."""
+        joined = self.fleet.join(description, now)
         # External engines do not guarantee that a cached block's parents are cached.
-        self.index.join(description.replica_id, description.num_blocks, closed=not description.external)
-        self.loads.join(description, now)
+        self.index.join(joined.name, description.num_blocks, closed=joined.hits.exact)
         self.policy.join(description)
-        if description.external:
-            self._eviction_orders[description.replica_id] = EvictionOrder(description.num_blocks)
-        self._in_flight[description.replica_id] = {}
-        self.set_feed(description.replica_id, FeedState.SYNCING)
 
     def leave(self, replica: str) -> None:
         """Remove a replica with its held and expected blocks."""
-        self._release_announced(replica, everything=True)
         self.index.leave(replica)
-        self.loads.leave(replica)
-        self.reservations.leave(replica)
+        self.fleet.leave(replica)
         self.policy.leave(replica)
-        self.hit_rules.pop(replica, None)
-        self._eviction_orders.pop(replica, None)
-        for request_id in list(self._in_flight[replica]):
-            self._forget(replica, request_id)
-        del self.feeds[replica], self._in_flight[replica]
 
     def set_feed(self, replica: str, feed: FeedState) -> None:
         """Set how far a joined replica's events can be trusted."""
-        self.feeds[replica] = feed
+        self.fleet[replica].feed = feed
+
+    def set_hit_rule(self, replica: str, rule: HitRule) -> None:
+        """Ask this rule, not the index, what an external engine has cached."""
+        self.fleet[replica].hits.rule = rule
 
     def report(self, replica: str, report: LoadReport, now: float) -> None:
-        if self.loads.report(replica, report, now):
+        if self.fleet.report(replica, report, now):
             self.policy.report(replica, report)
 
     def blocks_of(self, replica: str) -> ReplicaBlocks:
-        """The store for the replica's subscription: the index, and the policy if it tracks blocks itself."""
+        """The store for the subscription of one of our replicas: the index, and the policy if it tracks blocks."""
         if type(self.policy).stored is Policy.stored:
             return ReplicaBlocks(self.index, replica)
         return _ObservedBlocks(self.index, replica, self.policy)
 
     def stored(self, replica: str, blocks: Sequence[int]) -> None:
         self.index.add(replica, blocks)
-        if (order := self._eviction_orders.get(replica)) is not None:
-            order.stored(blocks)
-            self._release_announced(replica)
+        self.fleet[replica].stored(blocks)
         self.policy.stored(replica, blocks)
 
     def removed(self, replica: str, blocks: Sequence[int]) -> None:
         self.index.remove(replica, blocks)
-        if (order := self._eviction_orders.get(replica)) is not None:
-            order.removed(blocks)
+        self.fleet[replica].hits.removed(blocks)
         self.policy.removed(replica, blocks)
-
-    def computed(self, replica: str, chain: Sequence[int]) -> None:
-        """An engine without events has computed a prompt; drop the blocks for which it probably has no memory left."""
-        order = self._eviction_orders[replica]
-        self.stored(replica, [block for block in chain if block not in order])
-        self.removed(replica, order.surplus())
 
     def reset(self, replica: str, blocks: Sequence[int]) -> None:
         self.index.reset(replica, blocks)
-        if (order := self._eviction_orders.get(replica)) is not None:
-            order.reset(blocks)
-            self._release_announced(replica, everything=True)
+        self.fleet[replica].reset(blocks)
         self.policy.reset(replica, blocks)
 
-    def _release_announced(self, replica: str, *, everything: bool = False) -> None:
-        """Release requests whose last block the engine has announced: their blocks are no longer just expected."""
-        for request_id, (where, block, _) in tuple(self._unannounced.items()):
-            if where == replica and (everything or block in self._eviction_orders[replica]):
-                del self._unannounced[request_id]
-                self.reservations.release(request_id)
+    def computed(self, replica: str, chain: Sequence[int]) -> None:
+        """An engine without events has computed a prompt; drop the blocks for which it probably has no memory left."""
+        hits = self.fleet[replica].hits
+        assert isinstance(hits, EngineHits), f"{replica} announces its blocks"
+        self.stored(replica, [block for block in chain if block not in hits])
+        self.removed(replica, hits.surplus())
 
     def expire(self, now: float) -> None:
         """Drop expected blocks that are overdue, and what is left in the index of replicas that are gone."""
         self.index.sweep()
-        self.reservations.expire(now)
-        for request_id, (_, _, until) in tuple(self._unannounced.items()):
-            if until <= now:
-                del self._unannounced[request_id]
-                self.reservations.release(request_id)
+        for joined in self.fleet:
+            joined.expire(now)
 
     # Requests
 
@@ -171,92 +132,40 @@ class Placement:
 
         `usable`: number of blocks before the prompt's last token, which is always computed; None: all.
         """
-        held = self.index.lengths(keys)
-        slower = self._apply_hit_rules(held, keys[:usable]) if self.hit_rules else {}
-        places: Sequence[int] = range(len(held))
+        self.fleet.refresh(now)
+        held, slower = self._held(keys, keys[:usable])
+        compared: Iterable[JoinedReplica] = self.fleet
         if not every and len(held) > 2 * CONTENDERS and self.policy.reads_contenders:
-            places = self._contenders(held, keys, excluded, now)
-        return self._candidates(places, keys, excluded, now, held, slower)
+            compared = self._contenders(held, keys, excluded)
+        found = []
+        for each in compared:
+            self.fleet.refresh_one(each, now)
+            found.append(_candidate(each, keys, held[each.place], slower.get(each.place, ()), each.name in excluded))
+        return found
+
+    def _held(self, keys: Sequence[int], usable: Sequence[int]) -> tuple[Sequence[int], dict[int, SlowerBlocks]]:
+        """By place: the number of leading blocks that each replica has cached, and those of them in slower memory."""
+        held, slower = self.index.lengths(keys), dict[int, SlowerBlocks]()
+        for joined in self.fleet:
+            if (rule := joined.hits.rule) is not None and (hit := rule(usable)) is not None:
+                held[joined.place], slower[joined.place] = hit
+        return held, slower
 
     def _contenders(
-        self, held: Sequence[int], keys: Sequence[int], excluded: Collection[str], now: float
-    ) -> Sequence[int]:
-        """The places of replicas for which fewer than CONTENDERS less loaded ones hold as long a prefix.
+        self, held: Sequence[int], keys: Sequence[int], excluded: Collection[str]
+    ) -> Iterable[JoinedReplica]:
+        """The replicas for which fewer than CONTENDERS less loaded ones hold as long a prefix.
 
         Nearly always, the replica of least cost is among them: any other would compute more and wait longer.
         """
-        places = self.index.places
-        longest, order = list(held), self.loads.by_pressure(now)
-        for replica, blocks in self.reservations.extensions(lambda replica: held[places[replica]], keys).items():
-            longest[places[replica]] = blocks
-        skipped = {places[replica] for replica in excluded if replica in places}
-        found, best = [], [-1] * CONTENDERS  # a heap of the longest prefixes so far
-        for place in order:
-            if (length := longest[place]) > best[0] and place not in skipped:
+        best = [-1] * CONTENDERS  # a heap of the longest prefixes so far
+        for each in self.fleet.by_pressure():
+            length = held[each.place]
+            if each.expected.owners:
+                length = each.expected.extended(keys, length)
+            if length > best[0] and each.name not in excluded:
                 heapreplace(best, length)
-                found.append(place)
-        return found
-
-    def _candidates(
-        self,
-        places: Sequence[int],
-        keys: Sequence[int],
-        excluded: Collection[str],
-        now: float,
-        held: Sequence[int],
-        slower: Mapping[str, SlowerBlocks],
-    ) -> list[Candidate]:
-        index_places, names, views = self.index.places, self.loads.replicas(), self.loads.views(now)
-        expected = {place: held[place] for place in places}
-        for place in places if self._eviction_orders else ():
-            if (order := self._eviction_orders.get(names[place])) is not None:
-                expected[place] = order.remaining_hit(keys, held[place])
-        extensions = self.reservations.extensions(lambda replica: expected.get(index_places[replica]), keys)
-        for replica, blocks in extensions.items():
-            expected[index_places[replica]] = blocks
-        found = []
-        for place in places:
-            replica, load = names[place], views[place]
-            used = 0
-            if load.spare_blocks < CROWDED * load.total_blocks:
-                used = self._used_blocks(replica, keys)
-                if replica in self._eviction_orders:
-                    # Requests ahead take the free blocks and evict what is cached in them, a prompt's last blocks
-                    # first. Our replicas evict other blocks first (`PrefixCache.hold`).
-                    expected[place] = min(expected[place], used + max(0, load.spare_blocks))
-            candidate = Candidate(
-                replica_id=replica,
-                feed=self.feeds[replica],
-                load=load,
-                held_blocks=held[place],
-                expected_blocks=expected[place],
-                used_blocks=used,
-                excluded=replica in excluded,
-                slower_blocks=slower.get(replica, ()),
-            )
-            found.append(candidate)
-        return found
-
-    def _apply_hit_rules(self, held: MutableSequence[int], keys: Sequence[int]) -> dict[str, SlowerBlocks]:
-        """Write the hits of engines in `hit_rules` to `held`; returns the blocks that each must load."""
-        slower: dict[str, SlowerBlocks] = {}
-        for replica, hit_of in self.hit_rules.items():
-            if (hit := hit_of(keys)) is not None:
-                held[self.index.places[replica]], slower[replica] = hit
-        return slower
-
-    def _used_blocks(self, replica: str, keys: Sequence[int]) -> int:
-        """Number of the prompt's leading blocks that requests in flight there use."""
-        chains = self._by_first_block.get(keys[0], {}).get(replica) if len(keys) else None
-        if not chains:
-            return 0
-        used = 0
-        for chain in chains.values():
-            if len(chain) > used and chain[used] == keys[used]:
-                used = common_prefix(chain, keys, used)
-                if used == len(keys):
-                    break
-        return used
+                yield each
 
     def decide(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Decision:
         """The policy's decision, or the replica with the fewest requests if the policy errs.
@@ -283,153 +192,85 @@ class Placement:
 
     def rank(self, prompt: Prompt) -> float:
         """Sort key of a request that starts waiting, among its tenant's requests: the lowest goes first."""
-        held = self.index.lengths(prompt.hashes)
-        self._apply_hit_rules(held, prompt.hashes)
+        held, _ = self._held(prompt.hashes, prompt.hashes)
         uncached = max(1, prompt.tokens - max(held, default=0) * prompt.block_size)
+        self.fleet.refresh(prompt.now)
         # Any replica's cost will do: the key only compares prompts with each other.
-        costs = [self.loads.view(replica, prompt.now).prefill_cost for replica in self.loads.replicas()[:1]]
-        return self.policy.rank(
-            prompt, uncached, sum([cost.seconds(prompt.tokens - uncached, uncached) for cost in costs])
-        )
+        costs = [each.load.prefill_cost.seconds(prompt.tokens - uncached, uncached) for each in self.fleet]
+        return self.policy.rank(prompt, uncached, costs[0] if costs else 0.0)
 
     def explain(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Explanation:
         """The table of the decision that `decide` would take among these candidates. Changes no state."""
         decision = self.policy.consider(prompt, candidates, Random(0))
         return explanation_of(self._checked(decision, candidates))
 
-    def foresee(self, decision: Decision) -> "Foreseen":
-        """The cached blocks that this request will find if it is booked now, and those that others will find then.
-
-        Blocks that are expected, but not held yet, are computed by the one of the requests in flight that starts first.
-        Our engines start shorter prompts first (replica/engine/queue_order.py), so this request computes them if it
-        passes the others. Priorities are not considered, and evictions that are not announced yet are unknown.
-        """
+    def foresee(self, decision: Decision) -> Foreseen:
+        """The cached blocks that this request will find if it is booked now, and those that others will find then."""
         assert decision.row is not None, "nothing was chosen"
         chosen, prompt = decision.row.candidate, decision.prompt
         if chosen.feed is STALE:
             return NOTHING_FORESEEN
-        held, expected = chosen.held_blocks, chosen.expected_blocks
-        if expected <= held or chosen.replica_id in self._eviction_orders:
-            return Foreseen(expected) if expected else NOTHING_FORESEEN
-        found, passed = held, dict[int, int]()
-        computed, pending = chosen.tokens_on_arrival(prompt), self.loads.pending(chosen.replica_id)
-        prefilled, size = self.loads.prefilled_tokens(chosen.replica_id), prompt.block_size
-        chains = self._by_first_block.get(prompt.hashes[0], {}).get(chosen.replica_id, {})
-        for other, sent in pending.items():
-            chain = chains.get(other)
-            if chain is None or (found >= expected and not sent.is_passed_by(computed, prefilled, 0, prompt.now)):
-                continue  # if it is not passed with no cached token, it is not passed with more
-            common = common_prefix(chain, prompt.hashes, 0)
-            if sent.is_passed_by(computed, prefilled, min(held, common) * size, prompt.now):
-                passed[other] = common
-            else:
-                found = max(found, common)
-        for other, chain in reversed(chains.items()):
-            if found >= expected:
-                break
-            if other not in pending:
-                found = max(found, common_prefix(chain, prompt.hashes, 0))
-        return Foreseen(min(found, expected), passed)
+        return self.fleet[chosen.replica_id].foresee(
+            prompt, chosen.held_blocks, chosen.expected_blocks, chosen.tokens_on_arrival(prompt)
+        )
 
     def book(self, request_id: int, decision: Decision, keys: Sequence[int], now: float) -> None:
         """Book a request on the chosen replica: its blocks become expected, its uncached tokens count as load."""
         row, prompt = decision.row, decision.prompt
         assert row is not None, "a decision without a replica cannot be booked"
         chosen, uncached = row.candidate, row.uncached_tokens
-        replica, load = chosen.replica_id, chosen.load
-        prefill_s = load.prefill_cost.seconds(prompt.tokens - uncached, uncached)
-        needed = len(keys) + 1 - self._used_blocks(replica, keys)
+        joined, load = self.fleet[chosen.replica_id], chosen.load
         # With nothing queued, it starts in the next step. A decode step may be in progress.
         starts_by = inf if load.queued_prefill_tokens else now + load.decode_step_s * (load.running > 0)
-        pending = Pending(
+        request = InFlight(
+            request_id=request_id,
+            chain=keys,
+            start=min(chosen.held_blocks, chosen.expected_blocks),
             uncached_tokens=uncached,
-            blocks=needed,
-            prefill_s=prefill_s,
+            blocks=len(keys) + 1 - joined.used_blocks(keys),
+            prefill_s=load.prefill_cost.seconds(prompt.tokens - uncached, uncached),
             prompt_tokens=prompt.tokens,
             computed_tokens=chosen.tokens_on_arrival(prompt),
-            prefilled_tokens=self.loads.prefilled_tokens(replica),
+            prefilled_tokens=joined.prefilled_tokens,
             starts_by=starts_by,
         )
-        self.loads.dispatched(replica, request_id, pending, now)
-        found = min(chosen.held_blocks, chosen.expected_blocks)
-        self.reservations.reserve(request_id, replica, keys, found, now)
-        if (order := self._eviction_orders.get(replica)) is not None:
-            order.sent(request_id, keys, found)
-        self._in_flight[replica][request_id] = keys
-        if len(keys):
-            self._by_first_block.setdefault(keys[0], {}).setdefault(replica, {})[request_id] = keys
-        self.policy.booked(replica, request_id, prompt)
+        self.fleet.send(joined.name, request, now)
+        self.policy.booked(joined.name, request_id, prompt)
 
     def started(self, replica: str, request_id: int) -> None:
-        self.loads.started(replica, request_id)
+        self.fleet.started(replica, request_id)
         self.policy.started(replica, request_id)
 
     def ended(self, replica: str, request_id: int, computed_at: float | None = None) -> None:
         """The request has left the replica. `computed_at`: when all of its prompt was computed; None: perhaps never."""
-        chain = self._forget(replica, request_id)
-        order = self._eviction_orders.get(replica)
-        if order is not None and computed_at is not None and len(chain) and chain[-1] not in order:
-            self._unannounced[request_id] = replica, chain[-1], computed_at + ANNOUNCED_WITHIN_S
-        else:
-            self.reservations.release(request_id)
-        self.loads.ended(replica, request_id)
-        if order is not None:
-            order.ended(request_id)
+        self.fleet.ended(replica, request_id, computed_at)
         self.policy.ended(replica, request_id)
-
-    def _forget(self, replica: str, request_id: int) -> Sequence[int]:
-        """Drop a request in flight and return its blocks; none if it or the replica is already gone."""
-        keys = self._in_flight.get(replica, {}).pop(request_id, ())
-        if len(keys):
-            near = self._by_first_block[keys[0]]
-            del near[replica][request_id]
-            if not near[replica]:
-                del near[replica]
-                if not near:
-                    del self._by_first_block[keys[0]]
-        return keys
-
-    def finished(self, tokens: int) -> None:
-        """A request ended by itself after generating this many tokens on all its replicas together."""
-        self.loads.finished(tokens)
 
     def check(self) -> None:
         self.index.check()
-        self.reservations.check()
-        self.loads.check()
-        for order in self._eviction_orders.values():
-            order.check()
-        found = [
-            (name, request_id, keys)
-            for near in self._by_first_block.values()
-            for name, chains in near.items()
-            for request_id, keys in chains.items()
-        ]
-        in_flight = [
-            (name, request_id, keys)
-            for name, chains in self._in_flight.items()
-            for request_id, keys in chains.items()
-            if len(keys)
-        ]
-        assert sorted(found) == sorted(in_flight), f"{found} by first block, {in_flight} in flight"
-        assert all(near and all(near.values()) for near in self._by_first_block.values()), "an empty table is kept"
-        assert tuple(self.feeds) == self.loads.replicas() == tuple(self.index.places), "replicas or their order differ"
+        self.fleet.check()
+        names = tuple(joined.name for joined in self.fleet)
+        assert names == tuple(self.index.places), "replicas or their order differ"
 
 
-class Foreseen(msgspec.Struct, frozen=True):
-    """The cached blocks that requests will find on a replica."""
-
-    blocks: int  #: by the request of the decision
-    #: by each request in flight that starts after it now and shares expected blocks with it
-    passed: dict[int, int] = {}
-
-    @staticmethod
-    def tokens(blocks: int, prompt_tokens: int, block_size: int) -> int:
-        """Cached tokens of a prompt with so many cached blocks, in whole blocks: its last token is always computed."""
-        return min(blocks, (prompt_tokens - 1) // block_size) * block_size
-
-
-NOTHING_FORESEEN = Foreseen(0)
+def _candidate(
+    joined: JoinedReplica, keys: Sequence[int], held: int, slower: SlowerBlocks, excluded: bool
+) -> Candidate:
+    load, hits, used = joined.load, joined.hits, 0
+    expected = joined.expected.extended(keys, hits.remaining_hit(keys, held))
+    if load.spare_blocks < CROWDED * load.total_blocks:
+        used = joined.used_blocks(keys)
+        expected = hits.when_crowded(expected, used, load.spare_blocks)
+    return Candidate(
+        replica_id=joined.name,
+        feed=joined.feed,
+        load=load,
+        held_blocks=held,
+        expected_blocks=expected,
+        used_blocks=used,
+        excluded=excluded,
+        slower_blocks=slower,
+    )
 
 
 def known_tokens(prompt: Prompt, candidates: Sequence[Candidate]) -> int:

@@ -1,6 +1,6 @@
 """Which replicas hold which blocks, and how long a prefix of a prompt each replica holds.
 
-Pure state: no sockets, no clock, no tokens. Independent of load and of expected blocks (reservations.py). Blocks are
+Pure state: no sockets, no clock, no tokens. Independent of load and of expected blocks (expected_blocks.py). Blocks are
 identified by their wire hash. A hash identifies its whole prefix, so one flat dict replaces a tree. The router has no
 other copy of what replicas hold; subscriptions change this one through `ReplicaBlocks`.
 

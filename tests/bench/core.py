@@ -86,7 +86,6 @@ def listener() -> EventPublisher:
         host="127.0.0.1",
         block_size=BLOCK_SIZE,
         epoch=1,
-        medium="GPU",
     )
 
 
@@ -162,7 +161,7 @@ def publishing() -> Run:
 
 
 def new_ledger() -> EventLog:
-    return EventLog(EventsSettings(), epoch=1, block_size=BLOCK_SIZE, medium="GPU")
+    return EventLog(EventsSettings(), epoch=1, block_size=BLOCK_SIZE)
 
 
 def decoding() -> Run:
@@ -284,7 +283,7 @@ def alternate(ours: Run, peer: Run | None, repeats: int) -> tuple[float, float |
 
 
 def measure(table: Table, peer: Peer | None) -> Sequence[Row]:
-    """Measure every row of docs/benchmarks.md."""
+    """Measure every row."""
     table.add("hash, XXH3-128 (vLLM: xxhash)", hashing("xxh3_128"), lambda p: p.hashing("xxh3_128"), 180)
     table.add("hash, sha256", hashing("sha256"), lambda p: p.hashing("sha256"), 420)
     table.add("match: walk a full hit (ours verifies it)", hit(), lambda p: p.hit(), 200)

@@ -26,8 +26,6 @@ from homing.router.flow.request_flow import RequestFlow, ServedModel
 from homing.router.routing.placement import Placement
 from homing.router.routing.policy.registry import make_policy
 from homing.router.routing.prefix_index import PrefixIndex
-from homing.router.routing.replica_load import LoadBook
-from homing.router.routing.reservations import Reservations
 
 BLOCK_SIZE = 16
 TOKENS = 32_768
@@ -150,8 +148,8 @@ def idle_cluster(replicas: int) -> RequestFlow:
     """A request flow with this many replicas, all live and idle."""
     placement = Placement(
         make_policy("expected-ttft"),
-        loads=LoadBook("bench", silence_s=1e9),
-        reservations=Reservations(30.0),
+        router_id="bench",
+        silence_s=1e9,
         rng=Random(1),
     )
     settings = RouterSettings(max_waiting_requests=100, warm_up_share=0.0)

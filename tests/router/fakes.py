@@ -37,6 +37,8 @@ from homing.replica.messages import (
 )
 from homing.router.backend import GenerationRequest, TokenDelta, TokenStream
 from homing.router.errors import RouterError
+from homing.router.flow.request_flow import RequestFlow
+from homing.router.flow.request_state import RequestId
 from homing.router.replicas.membership import TextDigests
 from homing.router.routing.replica_load import ReplicaLoad
 
@@ -48,6 +50,12 @@ HASHER = BlockHasher(BLOCK, SEED)
 DIGESTS = TextDigests(tokenizer="t" * 64, template="c" * 64)
 LIMITS = ModelLimits(name="fake", path="", vocab_size=1000, max_model_len=4096, eos_token_ids=(0,))
 NOWHERE = EventEndpoints(events="", replay="", state="", snapshot="")
+
+
+def replica_of(flow: RequestFlow, request_id: RequestId) -> str | None:
+    """The replica that a request is on or was last on; None if it was never sent or is over."""
+    state = flow.state_of(request_id)
+    return state and state.replica
 
 
 def token_at(seed: int, position: int) -> int:
@@ -299,7 +307,6 @@ class SocketReplica:
             host="127.0.0.1",
             block_size=BLOCK,
             epoch=epoch,
-            medium="CPU",
         )
         self.description = description_of(
             replica_id,

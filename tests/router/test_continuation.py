@@ -34,13 +34,11 @@ from homing.router.http.protocol.server import HttpServer
 from homing.router.metrics import RouterMetrics
 from homing.router.routing.placement import Placement
 from homing.router.routing.policy.registry import make_policy
-from homing.router.routing.replica_load import LoadBook
-from homing.router.routing.reservations import Reservations
 from homing.router.text import tokenizer
 from homing.router.text.parsers.families import NONE
 from homing.router.text.tokenizer import TextModel
 
-from .fakes import BLOCK, HASHER, ROOT, description_of
+from .fakes import BLOCK, HASHER, ROOT, description_of, replica_of
 from .http.conftest import LoadedText
 from .http.fakes import FakeBackend
 from .text.parsers.test_parser import ANSWERS
@@ -232,9 +230,7 @@ class World(FakeBackend):
 
     def __init__(self, writer: Callable[[], Writer], kills: tuple[int, ...] = ()) -> None:
         super().__init__(LIMITS, lambda _: [])
-        placement = Placement(
-            make_policy("expected-ttft"), loads=LoadBook("me", 1e9), reservations=Reservations(30.0), rng=Random(1)
-        )
+        placement = Placement(make_policy("expected-ttft"), router_id="me", silence_s=1e9, rng=Random(1))
         self.flow = RequestFlow(placement, RouterSettings(), block_size=BLOCK, counters=RouterCounters())
         self.flow.adopt(ServedModel(HASHER, ROOT, LIMITS))
         self.writers: dict[str, Writer] = {}
@@ -248,8 +244,10 @@ class World(FakeBackend):
 
     def generate(self, request: GenerationRequest) -> RequestStream:  # type: ignore[override]
         request_id, instructions = self.flow.submit(request, 0.0)
+        state = self.flow.state_of(request_id)
+        assert state is not None
         stream = self.running[request_id] = RequestStream(
-            request_id, self.flow.replica_of, lambda gone, _: self.carry_out(self.flow.cancel(gone, 0.0))
+            state, lambda gone, _: self.carry_out(self.flow.cancel(gone, 0.0))
         )
         self.carry_out(instructions)
         asyncio.get_running_loop().call_soon(self.turn, request_id)
@@ -260,7 +258,7 @@ class World(FakeBackend):
         if request_id not in self.running:
             return
         asyncio.get_running_loop().call_soon(self.turn, request_id)
-        home = self.flow.replica_of(request_id)
+        home = replica_of(self.flow, request_id)
         assert home is not None, "with three replicas no request waits"
         if self.kills and self.tokens >= self.kills[0]:
             self.kills.pop(0)

@@ -7,8 +7,6 @@ from ....replica.messages import ModelLimits, Parity, ReplicaDescription
 from ....router.flow.fair_queue import FairQueue
 from ....router.routing.placement import Placement
 from ....router.routing.policy.base import Decision, Policy, Prompt
-from ....router.routing.replica_load import LoadBook
-from ....router.routing.reservations import Reservations
 from .replica import SimulatedReplica, Work
 
 
@@ -24,8 +22,7 @@ class SimulatedRouter:
 
     def restart(self, policy: Policy, rng: Random) -> None:
         # Simulated replicas are never silent: a lost one leaves.
-        loads = LoadBook(self.name, silence_s=float("inf"))
-        self.placement = Placement(policy, loads=loads, reservations=Reservations(30.0), rng=rng)
+        self.placement = Placement(policy, router_id=self.name, silence_s=float("inf"), rng=rng)
 
     @property
     def waiting(self) -> list[Work]:
@@ -78,7 +75,6 @@ class SimulatedRouter:
     def place(self, work: Work, block_tokens: int, now: float) -> str | None:
         """Choose a replica, book the request there and return its id; None: hold it until something changes."""
         arrival, placement = work.arrival, self.placement
-        placement.reservations.expire(now)
         prompt = self._prompt(work, block_tokens, now)
         decision = placement.decide(prompt, placement.candidates(arrival.blocks, (), now))
         chosen = decision.chosen

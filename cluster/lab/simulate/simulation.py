@@ -140,7 +140,7 @@ class Simulation:
     def drain(self, name: str) -> None:
         """Make routers send a replica no new requests; it ends when its requests have finished."""
         for router in self.routers:
-            router.placement.loads.set_unavailable(name, "draining")
+            router.placement.fleet.set_unavailable(name, "draining")
         self.draining.add(name)
         self._end_if_idle(self.replicas[name])
 
@@ -271,7 +271,7 @@ class Simulation:
         for work in progress.finished:
             router = self._by_name[work.router]
             router.placement.ended(replica.replica_id, work.request_id)
-            router.placement.finished(work.generated)
+            router.placement.fleet.finished(work.generated)
             self.tally.finished += 1
             self.tally.latency.add(self.now - work.arrived_s)
             self._pump(router)

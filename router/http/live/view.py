@@ -14,7 +14,7 @@ import msgspec
 
 from ....events.load_report import LoadReport
 from ...activity import FailedRequest, ModelActivity, PrefixNode, RoutedRequest, RunningRequest
-from ...backend import ClusterView, Explanation, ModelView, ReplicaScore, ReplicaView
+from ...backend import ClusterView, ModelView, ReplicaScore, ReplicaView
 
 #: The encoded documents by name.
 Items = dict[str, bytes]
@@ -163,20 +163,9 @@ def _routed(now: LiveSnapshot, routed: RoutedRequest) -> dict[str, Any]:
         "tenant": _tenant(now, routed.tenant),
         **_fields(routed, "state ttft_s cached_tokens generated_tokens continuations"),
         **_fields(table, "policy chosen why prompt_tokens prompt_blocks"),
-        "candidates": [_candidate(row) for row in _best(table)],
+        "candidates": [_candidate(row) for row in table.best(MAX_CANDIDATES)],
         "hidden": max(0, len(table.replicas) - MAX_CANDIDATES),
     }
-
-
-def _best(table: Explanation) -> list[ReplicaScore]:
-    """The rows to show; if some must be left out, the chosen one and then the best of the others."""
-    if len(table.replicas) <= MAX_CANDIDATES:
-        return table.replicas
-
-    def rank(row: ReplicaScore) -> tuple[bool, bool, float]:
-        return not row.chosen, not row.eligible, (row.expected_ttft_s or 0.0) + row.others_s
-
-    return sorted(table.replicas, key=rank)[:MAX_CANDIDATES]
 
 
 def _candidate(row: ReplicaScore) -> dict[str, Any]:

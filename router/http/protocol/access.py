@@ -16,6 +16,8 @@ log = logging.getLogger(__name__)
 #: Maximum age and number of buffered lines.
 FLUSH_S = 0.25
 FLUSH_LINES = 256
+#: Time on the network that is logged.
+NOTABLE_S = 0.001
 
 
 class Writable(Protocol):
@@ -63,19 +65,33 @@ def line(exchange: Exchange, duration_s: float, now: float) -> str:
         f"ts={now:.3f} request={exchange.id} method={request.method or '-'} path={_safe(request.path) or '-'} "
         f"status={exchange.status} duration_ms={duration_s * 1e3:.1f}"
     )
-    if summary is None:
+    error = exchange.error
+    if summary is None and error is None:
         return text + "\n"
-    ttft = "" if summary.ttft_s is None else f" ttft_ms={summary.ttft_s * 1e3:.1f}"
-    if summary.expected_ttft_s is not None:
-        ttft += f" expected_ms={summary.expected_ttft_s * 1e3:.1f}"
-    why = f" why={summary.reason}" if summary.reason else ""
-    moves = f" moved={summary.moves}" if summary.moves else ""
-    return (
-        f"{text}{ttft} tenant={summary.tenant or '-'} replica={summary.replicas or '-'}{why}{moves} "
-        f"prompt={summary.prompt_tokens} "
-        f"predicted={summary.predicted_tokens} cached={summary.cached_tokens} output={summary.output_tokens}"
-        f"{_conversation(summary)}\n"
-    )
+    if summary is not None:
+        text += _times(exchange, summary, duration_s)
+    tenant, model = (exchange.tenant, exchange.model) if summary is None else (summary.tenant, summary.model)
+    text += f" tenant={_safe(tenant) or '-'} model={_safe(model) or '-'}"
+    if summary is not None:
+        why = f" why={summary.reason}" if summary.reason else ""
+        moves = f" moved={summary.moves}" if summary.moves else ""
+        text += (
+            f" replica={summary.replicas or '-'}{why}{moves} prompt={summary.prompt_tokens} "
+            f"predicted={summary.predicted_tokens} cached={summary.cached_tokens} output={summary.output_tokens}"
+            f"{_conversation(summary)}"
+        )
+    if error is not None:
+        text += f" error={error.code or '-'}{f' limit={error.limit}' if error.limit else ''}"
+    return text + "\n"
+
+
+def _times(exchange: Exchange, summary: GenerationSummary, duration_s: float) -> str:
+    """Where the request's time went, in milliseconds: `receive` and `blocked` are the network's, if they matter."""
+    times = {"ttft": summary.ttft_s, "expected": summary.expected_ttft_s}
+    times |= {name.removesuffix("_s"): seconds for name, seconds in summary.phases(duration_s).items()}
+    network = {"receive": exchange.request.receive_s, "blocked": exchange.blocked_s}
+    times |= {name: seconds for name, seconds in network.items() if seconds >= NOTABLE_S}
+    return "".join([f" {name}_ms={seconds * 1e3:.1f}" for name, seconds in times.items() if seconds is not None])
 
 
 def _conversation(summary: GenerationSummary) -> str:

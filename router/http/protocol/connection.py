@@ -1,7 +1,7 @@
 """HTTP/1.1 on one connection: an asyncio protocol over httptools' parser, with limits on what a client may use.
 
 Parses requests, frames responses, answers pipelined requests in sequence and disconnects stalled clients; the handler
-interprets requests. Written because a request costs more than twice as much on an ASGI server (docs/benchmarks.md).
+interprets requests. Written because an ASGI server takes more than twice as long (tests/bench/http_layers.py).
 
     idle ──first byte──▶ reading ──whole request──▶ answering ──end──▶ idle
                             │ malformed, too large, too slow               │ `connection: close`
@@ -99,7 +99,7 @@ class HttpConnection(asyncio.Protocol):
         *("_clock", "_closing", "_continue_due", "_events", "_exchange", "_fields", "_fields_bytes", "_handler"),
         *("_head", "_head_bytes", "_headers", "_in_head", "_lines", "_lingers_until", "_parser"),
         *("_paused_reading", "_reading", "_sent", "_server", "_settings", "_since", "_transport", "_unparsed"),
-        *("_url", "_waiting", "_write_paused", "client", "held_bytes"),
+        *("_blocked_s", "_paused_at", "_url", "_waiting", "_write_paused", "client", "held_bytes"),
     )
 
     def __init__(self, server: "HttpServer", clock: Callable[[], float]) -> None:
@@ -120,6 +120,8 @@ class HttpConnection(asyncio.Protocol):
         self._events = 0  #: parser events in this iteration
         self._chunked = False
         self._write_paused = False  #: the transport holds more than HIGH_WATER_BYTES unsent bytes
+        self._paused_at = self._since  #: when `_write_paused` last became True
+        self._blocked_s = 0.0  #: how long it was True before, during the current exchange
         self._sent = 0  #: bytes handed to the transport
         self._accepted, self._accepted_at = 0, self._since  #: bytes that the client accepted, and when it last did
         self._renew()
@@ -159,10 +161,16 @@ class HttpConnection(asyncio.Protocol):
         self._leave()
 
     def pause_writing(self) -> None:
-        self._write_paused = True
+        self._write_paused, self._paused_at = True, self._clock()
 
     def resume_writing(self) -> None:
+        self._blocked_s += self._clock() - self._paused_at
         self._write_paused = False
+
+    @property
+    def blocked_s(self) -> float:
+        """Seconds during the current exchange in which the client read too slowly."""
+        return self._blocked_s + (self._clock() - self._paused_at if self._write_paused else 0.0)
 
     def data_received(self, data: bytes) -> None:
         if self._unparsed:
@@ -282,6 +290,7 @@ class HttpConnection(asyncio.Protocol):
             body[0] if len(body) == 1 else b"".join(body),
             parser.should_keep_alive(),
             parser.get_http_version() == "1.0",
+            self._clock() - self._since,
         )
         self._reading = self._continue_due = False
         self._events += EVENTS_OF_REQUEST
@@ -317,6 +326,7 @@ class HttpConnection(asyncio.Protocol):
             return
         self._advancing = True
         while self._exchange is None and self._waiting and not self._transport.is_closing():
+            self._blocked_s = 0.0
             exchange = self._handler.serve(self._waiting.popleft(), self)
             self._exchange = None if exchange.over else exchange
         self._advancing = False

@@ -4,7 +4,7 @@ An exchange ends once: with a whole response, at the end of a stream, or because
 that is dropped, so endpoints need not check whether the client is still connected.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -12,6 +12,7 @@ import msgspec
 from ...errors import RouterError
 
 if TYPE_CHECKING:
+    from ...activity import ChoiceRecord
     from .connection import HttpConnection
 
 JSON = "application/json"
@@ -35,6 +36,7 @@ class Request(msgspec.Struct, frozen=True, gc=False):
     body: bytes
     keep_alive: bool
     http_1_0: bool = False
+    receive_s: float = 0.0  #: seconds from its first byte to its last
 
 
 class GenerationSummary(msgspec.Struct):
@@ -49,13 +51,27 @@ class GenerationSummary(msgspec.Struct):
     ttft_s: float | None
     reasoning_tokens: int = 0  #: included in `output_tokens`
     pinned_tokens: int = 0  #: prompt tokens that are now pinned
-    queue_s: float | None = None  #: from arrival until the first choice was sent to a replica; None: it was not
+    #: from the request's last byte until the first choice was sent to a replica, tokenizing included; None: it was not
+    queue_s: float | None = None
     session: str | None = None  #: the conversation, as the client named it
     agent: str | None = None  #: the agent within the session
     parent: str | None = None  #: the agent that started that agent
     expected_ttft_s: float | None = None  #: what the decision for the first choice expected `ttft_s` to be
     moves: int = 0  #: how often choices continued on another replica
     reason: str | None = None  #: why the first choice's replica was chosen (`Reason`)
+    model: str = ""  #: the name that requests use
+    choices: "Sequence[ChoiceRecord]" = ()  #: what became of the first of them
+    hidden: int = 0  #: number of further choices
+
+    def phases(self, total_s: float) -> dict[str, float]:
+        """The seconds of each phase that has begun, by name. `total_s`: from the request's last byte to its end."""
+        if self.queue_s is None:
+            return {}
+        if self.ttft_s is None:
+            return {"queue_s": self.queue_s, "prefill_s": max(0.0, total_s - self.queue_s)}
+        # A first token that came before another choice was sent counts all its time as prefill.
+        queue_s = min(self.queue_s, self.ttft_s)
+        return {"queue_s": queue_s, "prefill_s": self.ttft_s - queue_s, "decode_s": max(0.0, total_s - self.ttft_s)}
 
 
 class Exchange(msgspec.Struct, eq=False):
@@ -75,6 +91,11 @@ class Exchange(msgspec.Struct, eq=False):
     #: Encodes the body of an error response; None: OpenAI's format.
     error_body: Callable[[RouterError], bytes] | None = None
     call_endpoint: Callable[["Exchange"], None] | None = None  #: calls the endpoint again
+    tenant: str = ""  #: the caller's name for logs; empty: the endpoint asks for no key
+    model: str = ""  #: the model that the request named; empty: not read, or none
+    error: RouterError | None = None  #: the error that ended it
+    blocked_s: float = 0.0  #: seconds in which the client did not read; set at the end
+    generation: Any = None  #: the running choices (`Generation`), if it generates
     span: Any = None  #: OpenTelemetry's span, if requests are traced
     traceparent: str = ""  #: W3C trace context that is passed on with the request
 
@@ -121,6 +142,7 @@ class Exchange(msgspec.Struct, eq=False):
             return
         self.over = self.gone = True
         self.status = CLIENT_GONE
+        self.blocked_s = self.wire.blocked_s
         if self.on_gone is not None:
             self.on_gone()
         self.on_end(self)
@@ -128,5 +150,6 @@ class Exchange(msgspec.Struct, eq=False):
     def _finish(self) -> None:
         self.over = True
         self.on_gone = None
+        self.blocked_s = self.wire.blocked_s
         self.on_end(self)
         self.wire.exchange_over()

@@ -184,7 +184,7 @@ class ExternalReplica(ReplicaHandle):
         if self._feed is None:
             self._placement.set_feed(self.replica_id, FeedState.APPROXIMATE)
         else:
-            self._placement.hit_rules[self.replica_id] = self._blocks.hit
+            self._placement.set_hit_rule(self.replica_id, self._blocks.hit)
         self._report()
         trouble = await self._until_unhealthy()
         if self.joined:
@@ -288,7 +288,7 @@ class ExternalReplica(ReplicaHandle):
             self._on_reply,
             eos_token_ids=self._eos,
             vocab_size=self._vocab_size,
-            uncached_tokens=self._placement.loads.uncached_tokens(self.replica_id, generate.request_id),
+            uncached_tokens=self._placement.fleet[self.replica_id].uncached_tokens(generate.request_id),
             now=self._context.clock(),
         )
         salt = None if generate.root == self._open_root else cache_salt(generate.root)

@@ -63,7 +63,11 @@ class ExpectedTtft(Policy):
         ties = [row for row in rows if row.cost_s <= limit]
         chosen = _break_tie(ties, self._sessions.get(prompt.session), rng)
         reason = partial(_explain_choice, chosen, ties)
-        return Decision(self.name, prompt, chosen, lambda: list(map(score, candidates)), reason, self.sees_cache)
+
+        def table() -> list[Score]:
+            return rows if len(rows) == len(candidates) else list(map(score, candidates))
+
+        return Decision(self.name, prompt, chosen, table, reason, self.sees_cache)
 
     def decide(self, prompt: Prompt, candidates: Sequence[Candidate], rng: Random) -> Decision:
         decision = self.consider(prompt, candidates, rng)

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from homing.cluster.cli.explain import render, render_diff, request_body
+from homing.cluster.cli.explain import find_request, render, render_diff, request_body
 from homing.cluster.cli.main import run
 from homing.cluster.errors import ClusterError, SettingsError
 from homing.cluster.output import plain
+from homing.cluster.request_records import one
 
 SCORE = {
     "replica_id": "r0",
@@ -163,6 +164,85 @@ def test_two_files_are_compared(tmp_path: Path) -> None:
     assert "departs at token 1: 'y'" in out.getvalue()
 
 
+RECORD = {
+    "id": "a/1",
+    "at": 0.0,
+    "method": "POST",
+    "path": "/v1/completions",
+    "state": "finished",
+    "status": 200,
+    "error": None,
+    "tenant": "team-a",
+    "model": "fox",
+    "session": "s\x1b[2J",
+    "agent": None,
+    "parent": None,
+    "times": {
+        "receive_s": 0.5,
+        "queue_s": 0.001,
+        "prefill_s": 0.25,
+        "decode_s": 2.0,
+        "blocked_s": 0.0,
+        "total_s": 2.251,
+    },
+    "ttft_s": 0.251,
+    "expected_ttft_s": 0.2,
+    "prompt_tokens": 1009,
+    "predicted_tokens": 992,
+    "cached_tokens": 976,
+    "output_tokens": 7,
+    "choices": [
+        {
+            "replica": "r0",
+            "state": "finished",
+            "waits_for": "",
+            "silent_s": None,
+            "decisions": [{**FOUND, "at": 0.0, "hidden": 3}],
+        }
+    ],
+    "hidden": 0,
+}
+
+
+def test_a_request_that_was_sent_is_explained_by_its_id() -> None:
+    """The router that has it answers; foreign text moves no cursor."""
+    out = io.StringIO()
+    missing = {"error": {"message": "there is no request"}}
+
+    def answer(path: str, _body: object) -> tuple[int, object]:
+        return (200, RECORD) if path == "/requests/a%2F1" else (404, missing)
+
+    with answering(answer) as url:
+        assert run(["explain", "--url", url, "--request", "a/1"], out) == 0
+        with pytest.raises(ClusterError, match="there is no request"):
+            run(["explain", "--url", url, "--request", "b"], out)
+        with pytest.raises(SettingsError, match="give no prompt"):
+            run(["explain", "--url", url, "--request", "b", "hi"], out)
+        assert find_request([url, f"{url}/elsewhere", url], "a/1", "") == RECORD
+
+    lines = out.getvalue().splitlines()
+    assert lines[1] == "tenant team-a · model fox · session s?[2J"
+    assert lines[2] == "2.25 s in all: receive 500.0 ms, queue 1.0 ms, prefill 250.0 ms, decode 2.00 s"
+    assert lines[3].startswith(
+        "1009 prompt tokens, 976 cached (992 predicted), 7 tokens generated · first token after 251.0"
+    )
+    assert "3 candidates not shown" in lines[5]
+    assert lines[7].split()[:3] == ["→", "r0", "live"]
+    assert lines[-1] == "→ r0 (prefix): least expected time to first token"
+
+
+def test_a_refused_request_tells_the_limit() -> None:
+    """It has no decision."""
+    error = {"code": "rate_limit_exceeded", "message": "too many", "limit": "max_running"}
+    refused = RECORD | {"error": error, "choices": [], "status": 429, "state": "refused"}
+
+    text = plain(*one(refused))
+
+    assert "refused with 429" in text
+    assert "rate_limit_exceeded (limit: max_running): too many" in text
+    assert "prompt tokens" not in text
+
+
 @pytest.fixture
 def refusing() -> Iterator[str]:
     """The address of a router that serves several models."""
@@ -173,11 +253,16 @@ def refusing() -> Iterator[str]:
 
 @contextmanager
 def answering(answer: Callable[[str, object], tuple[int, object]]) -> Iterator[str]:
-    """The address of a router that answers POST requests with `answer`."""
+    """The address of a router that answers requests with `answer`."""
 
     class Answer(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            given = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            self.respond(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+
+        def do_GET(self) -> None:
+            self.respond(None)
+
+        def respond(self, given: object) -> None:
             status, body = answer(self.path, given)
             self.send_response(status)
             self.end_headers()

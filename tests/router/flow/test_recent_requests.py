@@ -4,7 +4,7 @@ import msgspec
 
 from homing.router.flow.recent_requests import MAX_FAILED, MAX_PLACED, MAX_TRACE_ID
 
-from ..fakes import request_of
+from ..fakes import replica_of, request_of
 from .test_request_flow import World
 
 
@@ -43,7 +43,7 @@ def test_a_request_that_moves_shows_its_last_decision() -> None:
     """It is listed once, as one request."""
     world = World()
     request_id = world.submit(request_of(list(range(200))))
-    first = world.flow.replica_of(request_id)
+    first = replica_of(world.flow, request_id)
     assert first is not None
     world.lose(first)
     world.wait(1.0)
@@ -60,7 +60,7 @@ def test_failures_are_bounded_and_the_newest_comes_first() -> None:
     world = World(retries=0)
     for number in range(2 * MAX_FAILED):
         request_id = world.submit(request_of([number] * 40))
-        state, replica = world.flow.oldest(1)[0], world.flow.replica_of(request_id)
+        state, replica = world.flow.oldest(1)[0], replica_of(world.flow, request_id)
         assert replica is not None
         world.lose(replica)
         world.flow.recent.add_failure(state, world.errors[request_id], float(number))

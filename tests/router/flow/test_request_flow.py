@@ -40,11 +40,11 @@ from homing.router.flow.request_state import (
     Transition,
 )
 from homing.router.routing.placement import Placement
+from homing.router.routing.policy.base import QUEUE_AHEAD
 from homing.router.routing.policy.registry import make_policy
-from homing.router.routing.replica_load import LoadBook, UnavailableReason
-from homing.router.routing.reservations import Reservations
+from homing.router.routing.replica_load import UnavailableReason
 
-from ..fakes import BLOCK, HASHER, LIMITS, ROOT, FakeReplica, answer, description_of, request_of
+from ..fakes import BLOCK, HASHER, LIMITS, ROOT, FakeReplica, answer, description_of, replica_of, request_of
 
 
 class World:
@@ -59,14 +59,15 @@ class World:
         seed: int = 0,
         silence_s: float = 1e9,
         external: bool = False,
+        slots: int = 8,
     ) -> None:
-        self.external = external
+        self.external, self.slots = external, slots
         self.now = 0.0
         settings = RouterSettings(max_waiting_requests=max_waiting, retries=retries, warm_up_bytes=1 << 20)
         self.placement = Placement(
             make_policy("expected-ttft"),
-            loads=LoadBook("me", silence_s),
-            reservations=Reservations(30.0),
+            router_id="me",
+            silence_s=silence_s,
             rng=Random(seed),
         )
         self.flow = RequestFlow(self.placement, settings, block_size=BLOCK, counters=RouterCounters())
@@ -82,7 +83,11 @@ class World:
 
     def join(self, name: str, rest: UnavailableReason | None = None) -> None:
         self.replicas[name] = FakeReplica(name)
-        self.run(self.flow.join(description_of(name, external=self.external), self.now, rest))
+        self.run(
+            self.flow.join(
+                description_of(name, external=self.external, max_running_requests=self.slots), self.now, rest
+            )
+        )
         self.placement.set_feed(name, FeedStatus.LIVE)
 
     def lose(self, name: str) -> None:
@@ -153,7 +158,7 @@ class World:
         return message
 
     def home(self, request_id: RequestId) -> str:
-        replica = self.flow.replica_of(request_id)
+        replica = replica_of(self.flow, request_id)
         assert replica is not None
         return replica
 
@@ -596,7 +601,7 @@ def test_a_deadline_ends_a_request_wherever_it_is() -> None:
 def test_saturated_engines_leave_requests_in_the_router_in_order_of_priority() -> None:
     """Requests in the queue of an engine that is not ours can no longer be reordered."""
     world = World(1, external=True)
-    for seed in range(8):
+    for seed in range(QUEUE_AHEAD):
         world.submit(request_of(PROMPT, seed=seed))
     late = world.submit(request_of(PROMPT, seed=90))
     urgent = world.submit(request_of(PROMPT, seed=91, priority=-1))
@@ -604,8 +609,8 @@ def test_saturated_engines_leave_requests_in_the_router_in_order_of_priority() -
     assert world.held == [late, urgent]
     world.run(world.flow.cancel(RequestId(1), world.now))
 
-    assert world.flow.replica_of(urgent) == "r0"
-    assert world.flow.replica_of(late) is None
+    assert replica_of(world.flow, urgent) == "r0"
+    assert replica_of(world.flow, late) is None
     world.settle()
     world.flow.check()
 
@@ -622,9 +627,10 @@ def test_the_tenant_and_its_weight_reach_the_replica() -> None:
 
 def test_a_request_that_fits_nowhere_lets_others_pass_and_says_what_it_waits_for() -> None:
     """Requests that a replica can take must not wait behind one that none can take. Then it has its turn first."""
-    world = World(2, external=True)
+    world = World(2, external=True, slots=100)
     for name in ("r0", "r1"):
-        world.run(world.flow.report(name, world.replicas[name].load("me", free_blocks=20, waiting=4), world.now))
+        full = world.replicas[name].load("me", free_blocks=20, waiting=QUEUE_AHEAD)
+        world.run(world.flow.report(name, full, world.now))
     large = world.submit(request_of(range(500), seed=1))
     small = [world.submit(request_of(range(32), seed=seed)) for seed in range(2, 6)]
 
@@ -638,8 +644,8 @@ def test_a_request_that_fits_nowhere_lets_others_pass_and_says_what_it_waits_for
 
 def test_no_more_work_passes_a_request_that_waits_for_room_than_it_needs_itself() -> None:
     """Otherwise small requests that keep coming would keep a large one out for good."""
-    world = World(1, external=True)
-    tight = world.replicas["r0"].load("me", free_blocks=30, waiting=4)
+    world = World(1, external=True, slots=100)
+    tight = world.replicas["r0"].load("me", free_blocks=30, waiting=QUEUE_AHEAD)
     world.run(world.flow.report("r0", tight, world.now))
     large = world.submit(request_of(range(500), seed=1))
     passed = 0
@@ -663,10 +669,10 @@ def test_a_single_request_does_not_wait_behind_a_flood() -> None:
     single = world.submit(request_of(PROMPT, seed=5000, tenant=b"single"))
     before = world.flow.in_flight
 
-    while world.flow.replica_of(single) is None:
+    while replica_of(world.flow, single) is None:
         world.step("r0")
 
-    served = sum(world.flow.replica_of(request_id) is not None or request_id in world.records for request_id in flood)
+    served = sum(replica_of(world.flow, request_id) is not None or request_id in world.records for request_id in flood)
     assert world.held[-1] == single
     assert served <= before + world.flow.in_flight + 1
 
@@ -815,6 +821,7 @@ def test_a_new_replica_is_filled_with_what_is_hot_before_it_serves(world: World)
     counters = world.flow.counters
     assert [(each.warm_up, each.sampling.max_tokens, len(each.token_ids)) for each in sent] == [(True, 1, 1024)] * 2
     assert {each.root for each in sent} == {tenant_root(ROOT, salt=bytes([kind])) for kind in range(2)}
+    assert {each.salt for each in sent} == {"\0", "\1"}
     assert min(each.priority for each in sent) > 10**9
     assert (counters.warm_up_requests, counters.warm_up_tokens, counters.warm_ups_cut) == (2, 512, 0)
     assert counters.finished == before.finished

@@ -11,8 +11,6 @@ from homing.router.flow.request_state import Instruction, Send
 from homing.router.flow.warmup import LOWEST_PRIORITY, CacheWarmup
 from homing.router.routing.placement import Placement
 from homing.router.routing.policy.registry import make_policy
-from homing.router.routing.replica_load import LoadBook
-from homing.router.routing.reservations import Reservations
 
 from ..fakes import BLOCK, HASHER, ROOT, description_of
 
@@ -23,12 +21,10 @@ class World:
     def __init__(self, *blocks: int) -> None:
         """`blocks`: the length of each hot prompt, in blocks."""
         self.counters = RouterCounters()
-        self.placement = Placement(
-            make_policy("expected-ttft"), loads=LoadBook("me", 1e9), reservations=Reservations(30.0), rng=Random(1)
-        )
+        self.placement = Placement(make_policy("expected-ttft"), router_id="me", silence_s=1e9, rng=Random(1))
         for name in ("old", "new"):
             self.placement.join(description_of(name), 0.0)
-        self.placement.loads.set_unavailable("new", "warming")
+        self.placement.fleet.set_unavailable("new", "warming")
         hot_prefixes = HotPrefixes(BLOCK, 1 << 20)
         for number, length in enumerate(blocks):
             tokens = token_bytes([number] * length * BLOCK)

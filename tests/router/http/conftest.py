@@ -18,6 +18,7 @@ from homing.router.http.protocol.server import HttpServer
 from homing.router.metrics import RouterMetrics
 from homing.router.replicas.membership import TextSource
 from homing.router.server import RouterServer
+from homing.router.tenants.api_keys import read_tenants
 from homing.router.text.tokenizer import TextModel
 
 from .fakes import FakeBackend, reply
@@ -76,7 +77,8 @@ def settings() -> RouterSettings:
 
 @pytest.fixture
 def front(settings: RouterSettings, backend: FakeBackend, text_model: TextModel) -> Front:
-    return Front(settings, backend, RouterMetrics(), texts=LoadedText(text_model))
+    tenants = read_tenants(settings.api_keys_file)
+    return Front(settings, backend, RouterMetrics(), texts=LoadedText(text_model), tenants=tenants)
 
 
 @asynccontextmanager
@@ -87,6 +89,8 @@ async def serving(front: Front) -> AsyncIterator[httpx.AsyncClient]:
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", verify=False) as http:  # saves 20 ms of TLS setup
         yield http
     await server.stop(1.0)
+    if front.history is not None:
+        front.history.close()
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import msgspec
 
 from homing.kvcache.hashing import token_array
 from homing.replica.messages import ModelLimits, PositionLogprobs, TokenLogprob
-from homing.router.activity import ModelActivity
+from homing.router.activity import ChoiceRecord, Decided, ModelActivity
 from homing.router.backend import (
     ClusterView,
     EngineChats,
@@ -77,6 +77,14 @@ class FakeStream:
     def listen(self, sink: TokenSink) -> None:
         self._sink = sink
         asyncio.get_running_loop().call_soon(self._play, sink)
+
+    def record(self, clock_offset_s: float) -> ChoiceRecord:
+        table = FakeBackend.explanation(len(self.request.token_ids) // 4)
+        decided = Decided(**msgspec.structs.asdict(table), at=1.0 + clock_offset_s)
+        state = "cancelled" if self.cancelled.is_set() else "streaming"
+        return ChoiceRecord(
+            replica=self.replica_id, state=state, prompt_tokens=table.prompt_tokens, decisions=[decided]
+        )
 
     def cancel(self, *, answered: bool = False) -> None:
         self.cancelled.set()
@@ -151,7 +159,10 @@ class FakeBackend:
         return self.streams[-1]
 
     def explain(self, request: GenerationRequest) -> Explanation:
-        tokens = len(request.token_ids) // 4
+        return self.explanation(len(request.token_ids) // 4)
+
+    @staticmethod
+    def explanation(tokens: int) -> Explanation:
         return Explanation(
             policy="fake",
             chosen="r0",

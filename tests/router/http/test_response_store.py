@@ -201,7 +201,7 @@ async def test_a_file_that_cannot_be_used_fails_the_request_alone(tmp_path: Path
     store = ResponseStore(str(tmp_path / "missing" / "store.db"), BOUNDS, wall)
 
     failed = store.put(b"t", "a", stored())
-    with pytest.raises(Exception, match="response store failed"):
+    with pytest.raises(Exception, match="store of responses failed"):
         await store.get(b"t", "a")
     assert failed.exception(1.0) is not None
     store.close()

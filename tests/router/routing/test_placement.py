@@ -11,14 +11,13 @@ from msgspec import structs
 
 from homing.router.backend import FeedState, RouterCounters
 from homing.router.flow.fair_queue import FairQueue
-from homing.router.routing.placement import Foreseen, Placement, known_tokens
+from homing.router.routing.joined_replica import Foreseen, InFlight
+from homing.router.routing.placement import Placement, known_tokens
 from homing.router.routing.policy.base import Candidate, Decision, Policy, Prompt
 from homing.router.routing.policy.expected_ttft import ExpectedTtft, LeastLoaded, cost_limit
 from homing.router.routing.policy.explain import regret_tokens
 from homing.router.routing.policy.registry import make_policy
 from homing.router.routing.policy.round_robin import RoundRobin
-from homing.router.routing.replica_load import LoadBook, Pending
-from homing.router.routing.reservations import Reservations
 
 from ..fakes import BLOCK, description_of, report_of
 
@@ -27,8 +26,7 @@ KEYS = range(62)
 
 
 def placement_of(policy: Policy, *, external: bool = False, counters: RouterCounters | None = None) -> Placement:
-    loads, reservations = LoadBook("router", 3.0), Reservations(30.0)
-    placement = Placement(policy, loads=loads, reservations=reservations, rng=Random(0), counters=counters)
+    placement = Placement(policy, router_id="router", silence_s=3.0, rng=Random(0), counters=counters)
     for name in ("r0", "r1"):
         placement.join(structs.replace(description_of(name), external=external), 0.0)
         placement.set_feed(name, FeedState.LIVE)
@@ -78,7 +76,18 @@ def test_of_waiting_requests_the_shortest_computes_their_common_blocks(placement
 
 def test_a_request_passes_only_one_that_still_waits_and_has_more_to_compute() -> None:
     """A replica compares requests by the tokens to compute, plus those that it computed before each arrived."""
-    sent = Pending(100, 7, 0.1, prompt_tokens=500, computed_tokens=100, prefilled_tokens=1000, starts_by=1.0)
+    sent = InFlight(
+        request_id=1,
+        chain=(),
+        start=0,
+        uncached_tokens=100,
+        blocks=7,
+        prefill_s=0.1,
+        prompt_tokens=500,
+        computed_tokens=100,
+        prefilled_tokens=1000,
+        starts_by=1.0,
+    )
 
     def passes(computed: int, prefilled: int = 1000, held: int = 0, now: float = 0.0) -> bool:
         return sent.is_passed_by(computed, prefilled, held, now)
@@ -115,8 +124,8 @@ def test_a_request_that_ended_leaves_nothing_behind(placement: Placement) -> Non
     placement.ended(replica, 1)
 
     placement.check()
-    assert placement.reservations.count(replica) == 0
-    assert placement.loads.view(replica, 0.0).queued_prefill_tokens == 0
+    assert len(placement.fleet[replica].expected) == 0
+    assert placement.fleet.load(replica, 0.0).queued_prefill_tokens == 0
 
 
 class Broken(RoundRobin):
@@ -135,14 +144,14 @@ def test_a_policy_cannot_keep_a_request_from_a_replica_that_can_take_it(choice: 
     policy, counters = Broken(), RouterCounters()
     policy.choice = choice
     placement = placement_of(policy, counters=counters)
-    placement.loads.set_unavailable("r0", "draining")
+    placement.fleet.set_unavailable("r0", "draining")
 
     decision = placement.decide(PROMPT, placement.candidates(KEYS, (), 0.0))
 
     assert decision.chosen is not None
     assert decision.chosen.replica_id == placement.explain(PROMPT, placement.candidates(KEYS, (), 0.0)).chosen == "r1"
     assert counters.overruled == 1
-    placement.loads.set_unavailable("r1", "draining")
+    placement.fleet.set_unavailable("r1", "draining")
     assert placement.decide(PROMPT, placement.candidates(KEYS, (), 0.0)).chosen is None
 
 
@@ -240,20 +249,20 @@ def test_a_replica_that_reports_no_waiting_blocks_is_estimated(placement: Placem
     """External engines do not report it: each of their waiting requests counts like a running one."""
     placement.report("r0", report_of(step=1, free_blocks=0, total_blocks=100, running=4, waiting=2), 0.0)
 
-    assert placement.loads.view("r0", 0.0).spare_blocks == -50
+    assert placement.fleet.load("r0", 0.0).spare_blocks == -50
 
 
 def test_waits_follow_the_measured_lengths_of_answers(placement: Placement) -> None:
     """Long answers free their memory late."""
     report = {"free_blocks": 0, "total_blocks": 100, "running": 4, "waiting": 1, "waiting_blocks": 30}
     placement.report("r0", report_of(step=1, **report), 0.0)
-    before = placement.loads.view("r0", 0.0).ends_per_step
+    before = placement.fleet.load("r0", 0.0).ends_per_step
 
     for _ in range(1000):
-        placement.finished(1280)
+        placement.fleet.finished(1280)
     placement.report("r0", report_of(step=2, **report), 0.0)
 
-    assert placement.loads.view("r0", 0.0).ends_per_step == pytest.approx(before / 10, rel=0.1)
+    assert placement.fleet.load("r0", 0.0).ends_per_step == pytest.approx(before / 10, rel=0.1)
 
 
 @settings(max_examples=100, deadline=None)
@@ -299,7 +308,7 @@ def test_an_engine_with_rules_of_its_own_is_asked_for_its_hit(placement: Placeme
 
     placement.stored("r0", list(KEYS))
     placement.stored("r1", list(KEYS[:40]))
-    placement.hit_rules["r0"] = rule
+    placement.set_hit_rule("r0", rule)
 
     rows = placement.explain(PROMPT, placement.candidates(KEYS, (), 0.0, usable=61)).replicas
 
@@ -308,14 +317,11 @@ def test_an_engine_with_rules_of_its_own_is_asked_for_its_hit(placement: Placeme
     assert rows[0].expected_ttft_s > rows[1].expected_ttft_s
     assert [row.chosen for row in rows] == [False, True]
 
-    placement.leave("r0")
-    assert not placement.hit_rules
-
 
 @pytest.fixture
 def engine() -> Placement:
     """A placement with one external engine."""
-    placement = Placement(ExpectedTtft(), loads=LoadBook("router", 3.0), reservations=Reservations(30.0), rng=Random(0))
+    placement = Placement(ExpectedTtft(), router_id="router", silence_s=3.0, rng=Random(0))
     placement.join(structs.replace(description_of("b0"), external=True, num_blocks=100), 0.0)
     placement.set_feed("b0", FeedState.LIVE)
     return placement
@@ -380,9 +386,7 @@ def test_a_request_behind_one_that_evicts_its_prefix_finds_nothing_there(engine:
 @pytest.mark.parametrize("seed", range(5))
 def test_equal_prompts_that_two_replicas_hold_spread_evenly(seed: int) -> None:
     """24 at once went 17 to 7 on average, and 22 to 2 at worst."""
-    placement = Placement(
-        ExpectedTtft(), loads=LoadBook("router", 3.0), reservations=Reservations(30.0), rng=Random(seed)
-    )
+    placement = Placement(ExpectedTtft(), router_id="router", silence_s=3.0, rng=Random(seed))
     for name in ("r0", "r1"):
         placement.join(description_of(name, max_running_requests=32), 0.0)
         placement.set_feed(name, FeedState.LIVE)
@@ -396,8 +400,7 @@ def test_equal_prompts_that_two_replicas_hold_spread_evenly(seed: int) -> None:
 def test_in_a_large_fleet_only_contenders_are_compared(seed: int) -> None:
     """The decision is as good as that among all. Replicas that cannot be chosen take no place."""
     rng = Random(seed)
-    loads, reservations = LoadBook("router", 3.0), Reservations(30.0)
-    placement = Placement(ExpectedTtft(), loads=loads, reservations=reservations, rng=Random(0))
+    placement = Placement(ExpectedTtft(), router_id="router", silence_s=3.0, rng=Random(0))
     for number in range(100):
         name = f"r{number}"
         placement.join(description_of(name), 0.0)
@@ -406,7 +409,7 @@ def test_in_a_large_fleet_only_contenders_are_compared(seed: int) -> None:
         queued = rng.choice((0, 0, 500, 4000))
         placement.report(name, report_of(step=1, running=rng.randrange(8), queued_prefill_tokens=queued), 0.0)
         if number % 3 == 0:
-            loads.set_unavailable(name, "draining")
+            placement.fleet.set_unavailable(name, "draining")
 
     few, every = (placement.candidates(KEYS, ("r1",), 0.0, every=each) for each in (False, True))
     best = min(row.cost_s for row in ExpectedTtft().consider(PROMPT, every, Random(0)).table() if not row.obstacle)

@@ -1,11 +1,12 @@
 """llm-d's weighted scorers: prefix 3, queue 2, KV utilisation 2. Deployments may choose other weights."""
 
+from collections import deque
 from collections.abc import Sequence
 from random import Random
 
 from .....events.wire.messages import LoadReport
 from .....replica.messages import ReplicaDescription
-from ...reservations import Reservations
+from ...expected_blocks import Expectation, ExpectedBlocks
 from ..base import Candidate, Decision, Prompt
 from .base import Peer, least
 
@@ -27,27 +28,31 @@ class LlmD(Peer):
 
     def __init__(self) -> None:
         super().__init__()
-        self._speculative = Reservations(SPECULATIVE_S)
+        self._speculative: dict[str, ExpectedBlocks] = {}
+        self._until: deque[tuple[float, ExpectedBlocks, Expectation]] = deque()  #: when each expectation ends, in order
         self._queue: dict[str, int] = {}
         self._used: dict[str, float] = {}
 
     def join(self, description: ReplicaDescription) -> None:
         super().join(description)
+        self._speculative[description.replica_id] = ExpectedBlocks()
         self._queue[description.replica_id], self._used[description.replica_id] = 0, 0.0
 
     def leave(self, replica: str) -> None:
         super().leave(replica)
-        self._speculative.leave(replica)
-        del self._queue[replica], self._used[replica]
+        del self._queue[replica], self._used[replica], self._speculative[replica]
 
     def decide(self, prompt: Prompt, candidates: Sequence[Candidate], rng: Random) -> Decision:
-        self._speculative.expire(prompt.now)
+        while self._until and self._until[0][0] <= prompt.now:
+            _, expected, gone = self._until.popleft()
+            expected.withdraw(gone)
         return self.consider(prompt, candidates, rng)
 
     def pick(self, prompt: Prompt, usable: Sequence[Candidate], rng: Random) -> tuple[Candidate, str]:
-        held = self._speculative.expected_prefixes(
-            {each.replica_id: each.held_blocks for each in usable}, prompt.hashes
-        )
+        held = {
+            each.replica_id: self._speculative[each.replica_id].extended(prompt.hashes, each.held_blocks)
+            for each in usable
+        }
         queues = [self._queue[each.replica_id] for each in usable]
         longest, spread = max(queues), max(queues) - min(queues)
         costs = []
@@ -60,7 +65,9 @@ class LlmD(Peer):
 
     def booked(self, replica: str, request_id: int, prompt: Prompt) -> None:
         super().booked(replica, request_id, prompt)
-        self._speculative.reserve(request_id, replica, prompt.hashes, 0, prompt.now)
+        sent = Expectation(chain=prompt.hashes, start=0)
+        self._speculative[replica].expect(sent)
+        self._until.append((prompt.now + SPECULATIVE_S, self._speculative[replica], sent))
 
     def report(self, replica: str, report: LoadReport) -> None:
         self._queue[replica] = report.waiting

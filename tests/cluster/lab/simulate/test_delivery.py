@@ -41,7 +41,7 @@ class Notebook(RoundRobin):
 
     @property
     def trusted(self) -> bool:
-        return self.router.placement.feeds["r0"] is FeedState.LIVE
+        return self.router.placement.fleet["r0"].feed is FeedState.LIVE
 
     def report(self, replica: str, report: LoadReport) -> None:
         self.reports.append(report.step)

@@ -3,14 +3,18 @@
 import asyncio
 import io
 
+import msgspec
 import pytest
 
+from homing.router.errors import RateLimited
 from homing.router.http.protocol.access import FLUSH_LINES, AccessLog, line
 from homing.router.http.protocol.exchange import Exchange, GenerationSummary, Request
 
 
 class Nowhere:
     """A wire that discards everything."""
+
+    blocked_s = 0.0
 
     def send_head(self, exchange, headers, length) -> None: ...
     def send_body(self, data) -> None: ...
@@ -28,11 +32,34 @@ def answered(path: str = "/v1/completions") -> Exchange:
 def test_a_line_tells_what_became_of_a_generation():
     """The fields have a fixed order, so that simple tools can split the line."""
     exchange = answered()
-    exchange.summary = GenerationSummary("team-a", "r0", 12, 7, 8, 3, 0.0204)
+    exchange.summary = GenerationSummary("team-a", "r0", 12, 7, 8, 3, 0.0204, queue_s=0.002, model="fox")
 
     assert line(exchange, 0.5, 1.0) == (
         "ts=1.000 request=r-1 method=POST path=/v1/completions status=200 duration_ms=500.0 ttft_ms=20.4 "
-        "tenant=team-a replica=r0 prompt=12 predicted=7 cached=8 output=3\n"
+        "queue_ms=2.0 prefill_ms=18.4 decode_ms=479.6 tenant=team-a model=fox replica=r0 prompt=12 predicted=7 "
+        "cached=8 output=3\n"
+    )
+
+
+def test_a_line_tells_of_the_network_only_if_it_took_time():
+    """A slow client explains a slow answer; nearly all are fast."""
+    exchange = answered()
+    exchange.request = msgspec.structs.replace(exchange.request, receive_s=0.25)
+    exchange.blocked_s = 0.0001
+    exchange.summary = GenerationSummary("", "r0", 12, 7, 8, 3, 0.0204)
+
+    assert " receive_ms=250.0 tenant=" in line(exchange, 0.5, 1.0)
+    assert "blocked" not in line(exchange, 0.5, 1.0)
+
+
+def test_a_line_of_a_refusal_tells_who_was_refused_and_by_what():
+    """The first question about a 429 is whose it is and which limit to raise."""
+    exchange = answered()
+    exchange.tenant, exchange.model = "team-a", "fo\nx"
+    exchange.error = RateLimited("team-a", "max_running", 2, 1.0)
+
+    assert line(exchange, 0.001, 1.0).endswith(
+        " tenant=team-a model='fo\\nx' error=rate_limit_exceeded limit=max_running\n"
     )
 
 
@@ -43,7 +70,7 @@ def test_a_line_tells_why_the_replica_was_chosen_what_was_expected_and_whether_t
         "", "r0,r1", 12, 7, 8, 3, 0.0204, expected_ttft_s=0.0189, moves=2, reason="load"
     )
 
-    assert " ttft_ms=20.4 expected_ms=18.9 tenant=- replica=r0,r1 why=load moved=2 prompt=12 " in line(
+    assert " ttft_ms=20.4 expected_ms=18.9 tenant=- model=- replica=r0,r1 why=load moved=2 prompt=12 " in line(
         exchange, 0.5, 1.0
     )
 

@@ -19,8 +19,6 @@ from homing.router.replicas.external.probe import EngineRequirements
 from homing.router.replicas.replica_handle import ServiceContext
 from homing.router.routing.placement import Placement
 from homing.router.routing.policy.registry import make_policy
-from homing.router.routing.replica_load import LoadBook
-from homing.router.routing.reservations import Reservations
 
 from ...fakes import BLOCK, HASHER, LIMITS, ROOT, description_of
 
@@ -40,9 +38,7 @@ class Moved(msgspec.Struct, frozen=True, tag="moved"):
 def joined() -> Iterator[tuple[ExternalReplica, Placement]]:
     """Yield a replica in routing, and the placement that it updates."""
     loop, context = asyncio.new_event_loop(), zmq.Context[zmq.Socket[bytes]]()
-    placement = Placement(
-        make_policy("expected-ttft"), loads=LoadBook("me", 1e9), reservations=Reservations(30.0), rng=Random(1)
-    )
+    placement = Placement(make_policy("expected-ttft"), router_id="me", silence_s=1e9, rng=Random(1))
     flow = RequestFlow(placement, RouterSettings(), block_size=BLOCK, counters=RouterCounters())
     flow.adopt(MODEL)
     shared = ServiceContext(loop, context, "me", 0.2, lambda: 0.0, None, None, lambda _: None)

@@ -7,8 +7,6 @@ from homing.router.backend import Explanation, FeedState
 from homing.router.routing.placement import Placement
 from homing.router.routing.policy.base import Candidate, Decision, Policy, Prompt
 from homing.router.routing.policy.registry import make_policy
-from homing.router.routing.replica_load import LoadBook
-from homing.router.routing.reservations import Reservations
 
 from ...fakes import BLOCK, description_of, load_of
 
@@ -50,9 +48,7 @@ class Router:
     def __init__(self, policy: str, *, replicas: Sequence[str] = NAMES, seed: int = 0, block_size: int = BLOCK) -> None:
         self.block_size = block_size
         self.last_id = 0
-        self.placement = Placement(
-            make_policy(policy), loads=LoadBook("router", SILENCE_S), reservations=Reservations(30.0), rng=Random(seed)
-        )
+        self.placement = Placement(make_policy(policy), router_id="router", silence_s=SILENCE_S, rng=Random(seed))
         for name in replicas:
             self.join(name)
 

@@ -89,7 +89,7 @@ def test_a_replica_that_cannot_take_the_request_never_gets_it(policy: str, obsta
         for name in ("r0", "r2"):
             router.placement.report(name, report_of(step=1), now)
     elif obstacle != "excluded":
-        router.placement.loads.set_unavailable("r1", "draining" if obstacle == "draining" else "warming")
+        router.placement.fleet.set_unavailable("r1", "draining" if obstacle == "draining" else "warming")
 
     excluded = ("r1",) if obstacle == "excluded" else ()
     taken = {router.send(hashes, now=now, excluded=excluded)[0] for _ in range(30)}
@@ -138,7 +138,7 @@ def test_memory_is_bounded_by_replicas_caches_and_requests_in_flight(policy: str
     def serve(requests: range) -> int:
         for number in requests:
             hashes, now = chain(number, 4), number * 200.0
-            for name in router.placement.loads.replicas():
+            for name in NAMES:
                 router.placement.report(name, report_of(step=number), now)
             replica, request_id = router.send(hashes, now=now)
             router.placement.stored(replica, hashes)

@@ -59,5 +59,5 @@ def test_sglang_forgets_what_was_used_longest_ago_when_its_tree_is_cut() -> None
 
 
 def report(router: Router, now: float) -> None:
-    for replica in router.placement.loads.replicas():
+    for replica in router.placement.index.places:
         router.placement.report(replica, report_of(step=1), now)

@@ -54,7 +54,7 @@ def test_llmd_stays_with_a_holder_until_its_queue_is_a_penalty_longer() -> None:
     """r0 holds 80 % of the prompt; with a penalty of 1 s, its queue of 2 s sends the request elsewhere."""
     for name, stays in (("llm-d-token-load", True), ("llm-d-sticky", False)):
         router, hashes = Router(name, replicas=["r0", "r1"]), list(range(10))
-        rate = router.placement.loads.description("r0").prefill_tokens_per_s
+        rate = router.placement.fleet["r0"].description.prefill_tokens_per_s
         router.placement.stored("r0", hashes[:8])
         router.placement.stored("r1", hashes[:7])
         assert router.decide(hashes).chosen.replica_id == "r0"

@@ -1,0 +1,202 @@
+"""Requests can be looked up afterwards: what became of them, and why they went where they did."""
+
+import asyncio
+import sqlite3
+from contextlib import closing
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from homing.router.activity import Refusal, RequestRecord, Times
+from homing.router.config import RouterSettings
+from homing.router.errors import NoReplica, RequestFailed
+from homing.router.http.front import Front
+from homing.router.http.history import RECORDS_PER_SWEEP, RequestHistory, RequestQuery
+
+from .fakes import PAUSE, FakeBackend
+
+KEYS = f"""
+keys:
+- {{key_sha256: {sha256(b"boss").hexdigest()}, tenant: ops, admin: true}}
+- {{key_sha256: {sha256(b"small").hexdigest()}, tenant: team-a}}
+tenants: {{team-a: {{requests_per_minute: 1}}}}
+"""
+BOSS, SMALL = {"authorization": "Bearer boss"}, {"authorization": "Bearer small"}
+
+
+def record(
+    name: str, at: float = 1.0, *, limit: str | None = None, ttft_s: float = 0.1, message: str = ""
+) -> RequestRecord:
+    error = None if limit is None else Refusal("rate_limit_exceeded", message, limit)
+    state = "finished" if limit is None else "refused"
+    return RequestRecord(
+        id=name, at=at, method="POST", path="/", state=state, status=200, error=error, times=Times(), ttft_s=ttft_s
+    )
+
+
+async def get(client: httpx.AsyncClient, name: str, headers: dict[str, str] | None = None) -> Any:
+    return (await client.get(f"/requests/{name}", headers=headers)).json()
+
+
+async def test_a_request_is_found_by_its_id_with_its_decision(client: httpx.AsyncClient, backend: FakeBackend):
+    """It names who sent it, where its time went, and the table of candidates as of the decision."""
+    sent = {"x-request-id": "mine", "x-session-id": "s1"}
+    await client.post("/v1/completions", json={"prompt": "Once", "n": 2}, headers=sent)
+
+    found = msgspec.convert(await get(client, "mine"), RequestRecord)
+
+    assert (found.state, found.status, found.model, found.session, found.path) == (
+        *("finished", 200, "demo", "s1"),
+        "/v1/completions",
+    )
+    assert found.prompt_tokens > 0 < found.output_tokens
+    assert found.ttft_s is not None
+    assert [choice.replica for choice in found.choices] == ["r0", "r1"]
+    assert found.choices[0].decisions[0].why == "it is a fake"
+
+
+async def test_a_running_request_is_found_too(client: httpx.AsyncClient, backend: FakeBackend, front: Front):
+    """A stuck request is asked about before it ends."""
+    backend.script = lambda _: [PAUSE]
+    waiting = asyncio.create_task(client.post("/v1/completions", json={"prompt": "a"}, headers={"x-request-id": "x"}))
+    while not front.open_exchanges:  # noqa: ASYNC110 - nothing tells that it has arrived
+        await asyncio.sleep(0.001)
+
+    found = await get(client, "x")
+    listed = (await client.get("/requests")).json()["requests"]
+    waiting.cancel()
+
+    assert (found["state"], found["status"]) == ("running", None)
+    assert found["choices"][0]["silent_s"] >= 0
+    assert [each["id"] for each in listed] == ["x"]
+
+
+@pytest.mark.parametrize("refusal", [NoReplica("none", retry_after_s=1.0), RequestFailed("broken")])
+async def test_what_was_refused_is_told_from_what_failed(client: httpx.AsyncClient, backend: FakeBackend, refusal):
+    """Nothing was sent to a replica, or something went wrong there."""
+    if isinstance(refusal, NoReplica):
+        backend.refusal = refusal
+    else:
+        backend.script = lambda _: [refusal]
+    await client.post("/v1/completions", json={"prompt": "a", "model": "demo"}, headers={"x-request-id": "x"})
+
+    found = await get(client, "x")
+
+    assert found["state"] == ("refused" if isinstance(refusal, NoReplica) else "failed")
+    assert found["error"]["code"] == refusal.code
+    assert found["model"] == "demo"
+
+
+class TestTenants:
+    @pytest.fixture
+    def settings(self, tmp_path: Path) -> RouterSettings:
+        (tmp_path / "keys.yaml").write_text(KEYS)
+        return RouterSettings(default_max_tokens=64, api_keys_file=str(tmp_path / "keys.yaml"))
+
+    async def test_a_refusal_names_tenant_model_and_limit(self, client: httpx.AsyncClient):
+        """Even if the tenant is refused before its body is read, or its key is unknown."""
+        body = {"prompt": "a", "model": "demo", "max_tokens": 1}
+        for name in ("first", "second"):
+            await client.post("/v1/completions", json=body, headers=SMALL | {"x-request-id": name})
+        unknown = {"authorization": "Bearer nobody", "x-request-id": "third"}
+        await client.post("/v1/completions", json=body, headers=unknown)
+
+        limited, stranger = [await get(client, name, BOSS) for name in ("second", "third")]
+
+        assert (limited["tenant"], limited["model"]) == ("team-a", "demo")
+        assert limited["error"]["limit"] == "requests_per_minute"
+        assert stranger["tenant"] == f"unknown:{sha256(b'nobody').hexdigest()[:8]}"
+        assert stranger["error"]["code"] == "invalid_api_key"
+        asked = {"state": "refused", "limit": "requests_per_minute"}
+        listed = (await client.post("/requests", json=asked, headers=BOSS)).json()["requests"]
+        assert [each["id"] for each in listed] == ["second"]
+
+    @pytest.mark.parametrize("method", ["GET", "POST"])
+    async def test_only_admins_look_back(self, client: httpx.AsyncClient, method: str):
+        """The records show all tenants' ids and names."""
+        paths = ["/requests", "/requests/x"] if method == "GET" else ["/requests"]
+        for path in paths:
+            response = await client.request(method, path, headers=SMALL, json={} if method == "POST" else None)
+            assert response.status_code == 403
+
+    async def test_an_unknown_id_is_not_found(self, client: httpx.AsyncClient):
+        """It may have been pushed out, or have gone to another router."""
+        response = await client.get("/requests/a/b", headers=BOSS)
+
+        assert (response.status_code, response.json()["error"]["code"]) == (404, "request_not_found")
+
+
+async def test_with_a_file_a_restart_forgets_nothing(tmp_path: Path):
+    """The question why comes after the restart that someone tried first."""
+    path = str(tmp_path / "requests.db")
+    before = RequestHistory(path, 1_000_000)
+    before.put(record("a"))
+    before.close()
+
+    after = RequestHistory(path, 1_000_000)
+
+    assert (await after.find("a")) == record("a")
+    after.close()
+    assert (tmp_path / "requests.db").stat().st_mode & 0o077 == 0
+
+
+async def test_the_newest_of_equal_ids_is_found():
+    """Clients choose ids, and may repeat them."""
+    history = RequestHistory("", 1_000_000)
+    history.put(record("a", at=1.0))
+    history.put(record("a", at=2.0))
+
+    found = await history.find("a")
+
+    assert found is not None
+    assert found.at == 2.0
+    history.close()
+
+
+async def test_the_history_is_bounded_and_refusals_push_out_no_others(tmp_path: Path):
+    """A client that is refused a thousand times a second must not hide why others were slow."""
+    path, most = str(tmp_path / "requests.db"), 200_000
+    history = RequestHistory(path, most)
+    history.put(record("kept"))
+    for number in range(4 * RECORDS_PER_SWEEP):
+        noise = sha256(str(number).encode()).hexdigest()
+        history.put(record(f"r{number}", float(number), limit="max_running", message=noise))
+
+    assert (await history.find("kept")) is not None
+    assert (await history.find("r0")) is None
+    assert (await history.find(f"r{4 * RECORDS_PER_SWEEP - 1}")) is not None
+    history.close()
+    with closing(sqlite3.connect(path)) as file:
+        assert file.execute("SELECT sum(bytes) FROM requests").fetchone()[0] <= most
+
+
+async def test_requests_are_found_by_what_they_have_in_common():
+    """Who was refused, by which limit, and which were slowest."""
+    history = RequestHistory("", 1_000_000)
+    history.put(record("fast", ttft_s=0.1))
+    history.put(record("slow", ttft_s=9.0))
+    history.put(record("refused", limit="max_running"))
+
+    async def ids(**query: Any) -> list[str]:
+        return [each.id for each in await history.search(RequestQuery(**query))]
+
+    assert await ids() == ["refused", "slow", "fast"]
+    assert await ids(limit="max_running") == ["refused"]
+    assert await ids(slowest=True, state="finished", most=1) == ["slow"]
+    assert await ids(tenant="nobody") == []
+    history.close()
+
+
+async def test_a_file_that_cannot_be_written_costs_no_request(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """The log says once that the history is lost."""
+    history = RequestHistory(str(tmp_path), 1_000_000)
+    history.put(record("a"))
+    history._flush()
+    history.put(record("b"))
+    history.close()
+
+    assert [each.message.split()[0] for each in caplog.records].count("request_history_lost") == 1
