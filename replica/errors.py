@@ -45,7 +45,7 @@ class ConstraintFailed(RequestError):
 
 
 class StepFailed(ReplicaError):
-    """A forward pass raised an error: its requests fail, the engine continues."""
+    """A forward pass raised an error: its requests go back to their routers, the engine continues."""
 
 
 class EngineBroken(ReplicaError):

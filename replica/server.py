@@ -50,6 +50,7 @@ from .messages import (
     Abort,
     AskNextEvictions,
     CacheReset,
+    FailedStep,
     Generate,
     ModelLimits,
     NextEvictions,
@@ -490,6 +491,8 @@ class ReplicaServer(RankServer):
         for source, refusals in result.refused.items():
             for refused in refusals:
                 self._send(source, refused)
+        for source, request_ids in result.failed.items():
+            self._send(source, FailedStep(request_ids=request_ids, message=str(result.error)))
         if due:
             self._publisher.report(load)
 

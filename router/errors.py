@@ -272,7 +272,7 @@ class ReplicaLost(RequestFailed, status=502, code="replica_lost"):
 
 
 class ReplicasDied(RequestFailed, code="replicas_died"):
-    """Two replicas died while they ran the request, so it may be the cause and is not sent to a third.
+    """Two replicas died, or failed a step, with the request, so it may be the cause and is not sent to a third.
 
     Official clients would send it again after a 5xx; a header of the response tells them not to.
     """
@@ -281,7 +281,7 @@ class ReplicasDied(RequestFailed, code="replicas_died"):
 
     def __init__(self, replicas: Iterable[str]) -> None:
         super().__init__(
-            f"replicas {' and '.join(replicas)} died while they ran this request; "
+            f"replicas {' and '.join(dict.fromkeys(replicas))} died, or failed a step, while they ran this request; "
             "it may be the cause and is not sent to another one"
         )
 

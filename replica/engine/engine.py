@@ -80,6 +80,7 @@ class StepResult:
     step: int
     outputs: dict[str, list[TokenOutput]] = field(default_factory=lambda: defaultdict(list))
     refused: dict[str, list[Refused]] = field(default_factory=lambda: defaultdict(list))
+    failed: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))  #: ids, if the step failed
     rows: int = 0
     error: ReplicaError | None = None
 
@@ -417,7 +418,7 @@ class Engine:
         self.rates.observe(work, len(rows) - len(prefills), seconds)
 
     def _fail(self, rows: Iterable[ScheduledRow], error: Exception, result: StepResult) -> None:
-        """End the requests of a failed step. Their KV may be half written, so none of it is committed."""
+        """Give up the requests of a failed step. Their KV may be half written, so none of it is committed."""
         failed = [row.request for row in rows if row.request.phase is not RequestPhase.FINISHED]
         self.failures_in_a_row += 1
         message = f"step {self._steps} failed: {type(error).__name__}: {error}"
@@ -427,7 +428,7 @@ class Engine:
         for request in failed:
             source, request_id = request.key
             self.scheduler.finish(request)
-            result.refused[source].append(Refused(request_id=request_id, reason="internal", message=message))
+            result.failed[source].append(request_id)
 
 
 def _confirmed(drawn: Sequence[Sampled], drafts: Sequence[int]) -> Sequence[Sampled]:

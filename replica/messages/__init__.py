@@ -189,6 +189,16 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
     retry: bool = False
 
 
+class FailedStep(msgspec.Struct, frozen=True, kw_only=True, tag="failed_step"):
+    """A step that failed with these requests, for want of memory, say. The replica goes on without them.
+
+    One of them may be the cause; the others have lost nothing that another replica cannot compute.
+    """
+
+    request_ids: list[int]
+    message: str
+
+
 class CacheReset(msgspec.Struct, frozen=True, kw_only=True, tag="cache_reset"):
     ask_id: int
     done: bool  #: False: blocks were in use, so nothing was dropped
@@ -203,7 +213,7 @@ class NextEvictions(msgspec.Struct, frozen=True, kw_only=True, tag="next_evictio
 #: Maximum number of blocks in `NextEvictions`.
 MAX_NEXT_EVICTIONS = 32
 
-Reply = TokenBatch | Refused | CacheReset | NextEvictions
+Reply = TokenBatch | Refused | FailedStep | CacheReset | NextEvictions
 
 
 class Parity(msgspec.Struct, frozen=True, kw_only=True):

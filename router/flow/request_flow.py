@@ -27,6 +27,7 @@ from ...events.wire.messages import LoadReport
 from ...kvcache.hashing import BlockHash, BlockHasher, salt_text, token_bytes, wire_hashes
 from ...replica.messages import (
     Abort,
+    FailedStep,
     Generate,
     ModelLimits,
     Refused,
@@ -231,7 +232,9 @@ class RequestFlow:
             instructions.append(self._cancel(request))
         return [*instructions, *self.pump(now)]
 
-    def on_reply(self, replica: str, reply: TokenBatch | TextOutput | Refused, now: float) -> list[Instruction]:
+    def on_reply(
+        self, replica: str, reply: TokenBatch | TextOutput | Refused | FailedStep, now: float
+    ) -> list[Instruction]:
         if replica not in self.placement:
             return []
         self.placement.fleet.tokens_arrived(replica, now)
@@ -245,6 +248,8 @@ class RequestFlow:
                 instructions = self._on_text(replica, reply, now)
             case Refused():
                 instructions = self._on_refused(replica, reply, now)
+            case FailedStep():
+                instructions = self._on_failed_step(replica, reply, now)
             case _:
                 assert_never(reply)
         if self._suspects and self._suspects.passed(replica):
@@ -596,6 +601,16 @@ class RequestFlow:
         request.excluded.add(replica)
         request.attempts += 1
         return self._move(request, error, now)
+
+    def _on_failed_step(self, replica: str, step: FailedStep, now: float) -> list[Instruction]:
+        """Move a failed step's requests. They are suspected: one of them may fail every step that it is in."""
+        known = [self._by_wire.get(wire_id) for wire_id in step.request_ids]
+        requests = [each for each in known if each is not None and each.replica == replica]
+        for request in requests:
+            request.counted = True
+            request.excluded.add(replica)
+        error = RequestFailed(f"replica {replica} failed, and no retry is left: {step.message}")
+        return self._leave_all(replica, requests, error, now, died=True)
 
     # Moving and ending
 

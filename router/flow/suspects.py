@@ -59,11 +59,17 @@ class Suspects:
     def died(
         self, replica: str, requests: Sequence[RequestState], now: float, *, busy: bool = False
     ) -> RequestState | None:
-        """Suspect the requests of a replica that died or hangs, unless one is to blame: that one is returned.
+        """Suspect the requests of a replica that died or hangs, or of its step that failed.
+
+        Unless one is to blame: that one is returned.
 
         `busy`: the replica computed requests until it died. One on trial that was due long before was not among them.
         """
-        tried = self._trials.pop(replica)[0] if replica in self._trials else None
+        tried = self._trials[replica][0] if replica in self._trials else None
+        if tried is not None and not any(each is tried for each in requests):
+            tried = None
+        if tried is not None:
+            del self._trials[replica]
         if tried is not None and busy and len(requests) > 1 and not tried.produced and now > tried.due_at + QUEUED_S:
             assert tried.suspicion is not None, "a trial without a suspicion"
             tried.suspicion = Suspicion((*tried.suspicion.deaths[:-1], (replica, now)), tried.suspicion.produced)

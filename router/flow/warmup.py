@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from ...kvcache.hashing import TOKEN_BYTES, salt_text
-from ...replica.messages import Abort, Generate, Refused, SamplingParams, TokenBatch
+from ...replica.messages import Abort, FailedStep, Generate, Refused, SamplingParams, TokenBatch
 from ..backend import RouterCounters, TextOutput, WarmUpProgress
 from ..routing.placement import Placement
 from .hot_prefixes import HotPrefix, HotPrefixes
@@ -71,9 +71,11 @@ class CacheWarmup:
         self._by_replica[replica] = _WarmUp(deque(prefixes), WarmUpProgress(done_tokens=0, planned_tokens=planned))
         return self._send_next(replica)
 
-    def on_reply(self, replica: str, reply: TokenBatch | TextOutput | Refused) -> list[Instruction]:
+    def on_reply(self, replica: str, reply: TokenBatch | TextOutput | Refused | FailedStep) -> list[Instruction]:
         """Send the next prefix once the current one is computed or refused. Ignores late replies to earlier ones."""
         warm_up = self._by_replica[replica]
+        if isinstance(reply, FailedStep):
+            return self._send_next(replica) if warm_up.wire_id in reply.request_ids else []
         if isinstance(reply, Refused):
             return self._send_next(replica) if reply.request_id == warm_up.wire_id else []
         outputs = [reply] if isinstance(reply, TextOutput) else reply.outputs

@@ -17,6 +17,7 @@ from homing.replica.messages import (
     Abort,
     AskNextEvictions,
     CacheReset,
+    FailedStep,
     NextEvictions,
     Refused,
     ReplicaDescription,
@@ -44,6 +45,7 @@ class Client:
         self.hasher = hasher
         self.outputs: dict[int, list[TokenOutput]] = {}
         self.refused: dict[int, Refused] = {}
+        self.failed: dict[int, str] = {}  #: messages of failed steps
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.DEALER)
         self.socket.identity = identity
@@ -79,6 +81,8 @@ class Client:
         reply: Reply = msgspec.msgpack.decode(self.socket.recv(), type=Reply)
         if isinstance(reply, Refused):
             self.refused[reply.request_id] = reply
+        if isinstance(reply, FailedStep):
+            self.failed.update(dict.fromkeys(reply.request_ids, reply.message))
         if not isinstance(reply, TokenBatch):
             return reply
         for output in reply.outputs:
@@ -87,7 +91,7 @@ class Client:
 
     def ended(self, request_id: int) -> bool:
         outputs = self.outputs.get(request_id)
-        return request_id in self.refused or bool(outputs and outputs[-1].finish_reason)
+        return request_id in self.refused or request_id in self.failed or bool(outputs and outputs[-1].finish_reason)
 
     def wait(self, *request_ids: int) -> None:
         while not all(map(self.ended, request_ids)):

@@ -551,7 +551,7 @@ def test_a_prompt_is_one_query_however_often_it_is_admitted() -> None:
     assert (counted.query_tokens, counted.hit_tokens, counted.partial_hit_tokens) == (8, 0, 0)
 
 
-def test_a_step_that_raises_ends_its_own_requests_and_commits_nothing(rig: Rig) -> None:
+def test_a_step_that_raises_gives_up_its_own_requests_and_commits_nothing(rig: Rig) -> None:
     """Its KV may be incomplete. Requests outside the step, and the engine itself, continue."""
     rig = Rig(running=1)
     rig.add(1, [1, 2, 3, 4, 5])
@@ -560,8 +560,8 @@ def test_a_step_that_raises_ends_its_own_requests_and_commits_nothing(rig: Rig) 
 
     result = rig.step()
 
-    assert [(refused.request_id, refused.reason) for refused in result.refused["a"]] == [(1, "internal")]
-    assert "fails as configured" in result.refused["a"][0].message
+    assert (result.failed, result.refused) == ({"a": [1]}, {})
+    assert "fails as configured" in str(result.error)
     assert rig.engine.failures_in_a_row == 1
     rig.run()
     assert rig.outputs["a", 2][0].cached_tokens == 0
@@ -605,11 +605,11 @@ def test_a_step_that_raises_before_its_copies_harms_no_later_one() -> None:
     rig.add(2, [*range(11), 40], ignore_eos=True)
     rig.executor.fail_next = 1
 
-    refused = rig.step().refused["a"]
+    failed = rig.step().failed["a"]
     rig.add(3, [*range(11), 41], ignore_eos=True)
     rig.run()
 
-    assert [one.request_id for one in refused] == [2]
+    assert failed == [2]
     assert rig.outputs["a", 3][0].cached_tokens == 11
     assert rig.tokens(3) == undisturbed([*range(11), 41], 4)
 

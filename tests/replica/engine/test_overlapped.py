@@ -150,7 +150,7 @@ class Rig:
         result = self.engine.step()
         for output in result.outputs.get("a", []):
             self.outputs[output.request_id].append(output)
-        self.refused += [refused.request_id for refused in result.refused.get("a", [])]
+        self.refused += [refused.request_id for refused in result.refused.get("a", [])] + result.failed.get("a", [])
         self.engine.scheduler.check()
         self.engine.slots.check()
         return result

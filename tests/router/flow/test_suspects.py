@@ -4,13 +4,12 @@ from random import Random
 
 import pytest
 
-from homing.replica.messages import Generate
-from homing.router.backend import GenerationRequest
+from homing.replica.messages import FailedStep, Generate
 from homing.router.errors import ReplicasDied
 from homing.router.flow.request_state import Phase, RequestId
 from homing.router.flow.suspects import PATIENCE_S, SETTLE_S, TRIAL_S, TRIAL_TOKENS
 
-from ..fakes import answer, request_of
+from ..fakes import request_of, token_at
 from .test_request_flow import World
 
 PROMPT = list(range(40))
@@ -44,6 +43,15 @@ class DeadlyWorld(World):
                 return
         super().step(name)
 
+    def fail_step(self, name: str) -> None:
+        """The replica's next step fails with all of its requests."""
+        for message in self.on_wire.pop(name, []):
+            self.replicas[name].take(message)
+        gone = [*self.replicas[name].work]
+        self.replicas[name].work.clear()
+        self.run(self.flow.on_reply(name, FailedStep(request_ids=gone, message="out of memory"), self.now))
+        self.run(self.flow.report(name, self.replicas[name].load("me"), self.now))
+
     def round(self) -> None:
         self.wait(0.05)
         for name in list(self.replicas):
@@ -55,9 +63,6 @@ class DeadlyWorld(World):
             if not self.flow.in_flight and not self.flow.waiting:
                 return
         raise AssertionError("requests do not finish")
-
-    def whole(self, request_id: RequestId, request: GenerationRequest) -> bool:
-        return request_id not in self.errors and self.tokens(request_id) == answer(request)
 
 
 @pytest.mark.parametrize(("after", "whole"), [(0, False), (1, False), (3, True), (9, True), (9, False), (20, False)])
@@ -309,3 +314,29 @@ def test_deadly_requests_among_others_end_and_the_others_do_not(seed: int) -> No
     assert world.deaths <= 3 * len(deadly)
     assert not [each for each in harmless if each in world.errors]
     assert all(len(world.tokens(each)) == tokens for each, tokens in harmless.items())
+
+
+@pytest.mark.parametrize("by_chance", [True, False])
+def test_a_failed_step_ends_only_what_fails_the_next_one_too(by_chance: bool) -> None:
+    """Memory runs out in a step for all of its requests; only one that needs too much everywhere ends."""
+    world = DeadlyWorld(2)
+    asked = [world.ask(seed, max_tokens=40) for seed in range(1, 7)]
+    for _ in range(10):
+        world.round()
+    heavy = world.ask(50, prompt=[*range(500)])
+    home = world.home(heavy)
+    world.fail_step(home)
+
+    world.wait(SETTLE_S)
+    while world.phase_of(heavy) is Phase.WAITING:
+        world.round()
+    if not by_chance:
+        world.fail_step(world.home(heavy))
+    world.settle()
+
+    assert (heavy in world.errors) is not by_chance
+    assert all(
+        world.tokens(each) == [token_at(seed, place) for place in range(40)] for seed, each in enumerate(asked, 1)
+    )
+    assert world.flow.counters.replicas_lost == 0
+    world.flow.check()
