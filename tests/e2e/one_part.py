@@ -53,7 +53,7 @@ async def router(description: ReplicaDescription) -> None:
     service.apply_membership([description], SEED, {})
     await server.load_text(folder)
     async with asyncio.timeout(PATIENCE_S):
-        while not [each for each in service.view().replicas if each.state == "serving"]:
+        while not [each for each in service.view().replicas if each.state == "serving"]:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
     print(await server.start("127.0.0.1", 0), flush=True)
     await asyncio.to_thread(sys.stdin.read)

@@ -52,7 +52,7 @@ def part(version: Path, *words: str) -> Iterator[str]:
 @pytest.mark.cluster
 @pytest.mark.slow
 def test_parts_of_two_commits_serve_together_with_equal_answers_and_exact_hits(versions: dict[str, Path]) -> None:
-    """docs/operations.md promises that neighbouring versions can be mixed while a cluster is upgraded or rolled back."""
+    """docs/operations.md says that neighbouring versions may be mixed in an upgrade or a rollback."""
     answers = []
     for replica, router in (("this", "this"), ("this", "previous"), ("previous", "this")):
         with ExitStack() as stack:
