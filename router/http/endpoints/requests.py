@@ -1,15 +1,20 @@
-"""Looks back at requests: one by its id, or those that fit a query. For admins: it shows all tenants' requests."""
+"""Shows requests, in progress or over: one by its id, or those that fit a query; and ends them. For admins only."""
+
+import logging
 
 import msgspec
 
 from ...activity import RequestRecord
-from ...errors import NotAllowed, RequestNotFound
+from ...errors import EndedByOperator, NotAllowed, RequestNotFound
 from ..caller import Caller
+from ..errors import send_error
 from ..front import Front
 from ..history import RequestQuery
 from ..protocol.exchange import Exchange
 from ..request_records import record_of, running
 from .endpoint import Endpoint, decoded, respond
+
+log = logging.getLogger(__name__)
 
 REQUESTS = "/requests"
 
@@ -61,6 +66,23 @@ async def request(front: Front, exchange: Exchange) -> None:
     respond(exchange, found)
 
 
+async def end_request(front: Front, exchange: Exchange) -> None:
+    """End a request in progress with an error, and tell what had become of it."""
+    _admin(front, exchange)
+    wanted = exchange.request.path.removeprefix(f"{REQUESTS}/")
+    found = next((other for other in front.open_exchanges if other.id == wanted), None)
+    if found is None:
+        raise RequestNotFound(wanted)
+    record = record_of(front, found)
+    if found.generation is not None:
+        found.generation.abort(EndedByOperator())
+    else:
+        send_error(found, EndedByOperator())
+        found.gone = True  # whoever still tokenizes it generates nothing
+    log.warning("request_ended request_id=%s by=%s", wanted, exchange.tenant)
+    respond(exchange, record)
+
+
 ENDPOINTS = (
     Endpoint("GET", REQUESTS, running_requests, "the requests in progress, oldest first", RequestList),
     Endpoint(
@@ -73,4 +95,5 @@ ENDPOINTS = (
         large_bodies=False,
     ),
     Endpoint("GET", f"{REQUESTS}/{{id}}", request, "what became of a request, and why it went there", RequestRecord),
+    Endpoint("DELETE", f"{REQUESTS}/{{id}}", end_request, "end a request in progress", RequestRecord, same_origin=True),
 )
