@@ -21,7 +21,7 @@ PIP_INSTALL := $(BIN)/pip install --disable-pip-version-check --constraint const
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-fast test-slow test-nightly test-processors coverage check lint types format wheel wheel-check compat frameworks exactness clients bench-core bench-events bench-eviction bench-partial bench-warm-up bench-decision bench-parsers bench-router bench-engine bench-engines bench-guided bench-step bench-routing chaos audit gpu-check gpu-compile clean
+.PHONY: help setup serve test test-fast test-slow test-nightly test-processors coverage check lint types format wheel wheel-check compat frameworks exactness clients bench-core bench-events bench-eviction bench-partial bench-warm-up bench-decision bench-parsers bench-router bench-engine bench-engines bench-guided bench-step bench-routing chaos docs audit gpu-check gpu-compile clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -70,6 +70,10 @@ coverage: $(VENV)/.dev ## Run the tests and print how much of each folder they e
 chaos: $(VENV)/.dev ## Faults under load, each answer checked token for token (ARGS="--seed N --minutes M --faults a,b")
 	@$(BIN)/python -m tests.chaos.run $(ARGS)
 
+docs: $(VENV)/.dev ## Build the docs as a site in build/site; a broken link is an error
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "open build/site/index.html"
+
 audit: ## Look every pinned package up in the advisories of PyPI (needs the internet; fails where it cannot ask)
 	@$(PYTHON) -m venv .venv-audit
 	@.venv-audit/bin/pip install --disable-pip-version-check --quiet pip-audit
@@ -112,7 +116,7 @@ compat: $(COMPAT)/.ready ## Test the event stream against vLLM itself (installed
 frameworks: $(VENV)/.dev ## Try agent frameworks, in environments of their own, against a scripted engine (90 seconds)
 	@$(BIN)/python -m tests.agents.run --pip-flags "$(PIP_FLAGS)" openai-agents instructor llama-index
 
-clients: $(VENV)/.dev ## Try Codex, OpenCode, agent frameworks, and load generators against a cluster (OUT=DIR keeps their output)
+clients: $(VENV)/.dev ## Try Claude Code, Codex, OpenCode, Qwen Code, agent frameworks, and load generators against a cluster (OUT=DIR keeps their output)
 	@$(BIN)/python -m tests.agents.run --pip-flags "$(PIP_FLAGS)"
 	@$(BIN)/python -m tests.clients.run --pip-flags "$(PIP_FLAGS)" $(if $(OUT),--keep $(OUT)) $(ARGS)
 

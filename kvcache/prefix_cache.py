@@ -34,7 +34,7 @@ from .pins import PinBook, PinLimits
 from .pool import Block, BlockId, BlockPool, BlockState
 
 #: Blocks kept empty for the answers of running requests: for so many tokens of each, and the most as a share of all
-#: blocks. Chosen by simulating conversations in tight memory with 8, 16, 32 and 64 tokens (docs/benchmarks.md).
+#: blocks. Chosen by simulating conversations in tight memory with 8, 16, 32 and 64 tokens.
 AHEAD_TOKENS = 32
 AHEAD_SHARE = 1 / 64
 

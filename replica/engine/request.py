@@ -47,7 +47,7 @@ class RequestPhase(Enum):
 class Drafting:
     """Whether drafts pay for a request: one at a time until drafts prove right, and a pause after each failure.
 
-    Each pause in a row is longer, so an answer whose drafts all fail takes only 0.3 to 2 % longer (docs/benchmarks.md).
+    Each pause in a row is longer, so an answer whose drafts all fail takes only 0.3 to 2 % longer.
     """
 
     failures: int = 0  #: in a row

@@ -24,8 +24,7 @@ from ..models.base import Model
 from ..parallel.rank_group import RankGroup
 from ..progress import report
 from .cuda_graphs import CudaGraphs, EagerSteps, NotCaptured, collector_paused, graph_sizes, padded_size
-from .mixed_step import SIZES as MIXED_SIZES
-from .mixed_step import MixedStep, fits
+from .mixed_step import MixedStep, fits, sizes_for
 from .request_table import RequestTable, TableMirror
 from .runner import CudaMemory, ModelRunner, resolve_device
 
@@ -223,9 +222,10 @@ class GpuRunner(ModelRunner):
         """Capture steps with prompts; None where attention, device or model do not allow it."""
         if self._model.capture_problem or not (attention.mixes and self._graphs.pads_mixed):
             return None
-        pages = max(pages, -(-MIXED_SIZES[-1] // self.block_size))
-        mixed = MixedStep(self._model, attention, decode.logits, max_rows=self._max_rows, pages=pages)
-        problem = self._capture([("mixed", size, mixed.run) for size in reversed(MIXED_SIZES)])
+        sizes = sizes_for(self.spec.hidden_size, len(self.spec.kv_shapes))
+        pages = max(pages, -(-sizes[-1] // self.block_size))
+        mixed = MixedStep(self._model, attention, decode.logits, sizes=sizes, max_rows=self._max_rows, pages=pages)
+        problem = self._capture([("mixed", size, mixed.run) for size in reversed(sizes)])
         if problem is None:
             return mixed
         log.info("mixed_graphs_unusable reason=%r", problem)
@@ -315,7 +315,7 @@ class GpuRunner(ModelRunner):
     def _run_mixed(self, plan: StepPlan, state: _DeviceState) -> _Draw:
         """Run a step with prompts, from a graph if one of its kind is captured."""
         ragged, mixed, decode = self._lay_out(plan), state.mixed, state.decode
-        size = padded_size(len(ragged.token_ids), MIXED_SIZES)
+        size = padded_size(len(ragged.token_ids), mixed.sizes) if mixed is not None else None
         if mixed is None or size is None or not fits(ragged, min(size, self._max_rows)):
             return self._run(plan, ragged, state)
         self._copy(ragged)

@@ -4,6 +4,8 @@ Its inputs are written into tensors that keep their addresses: first the tokens 
 padding. Decode and prompt attention both run over all tokens, and each token keeps the result of its own kind.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -12,11 +14,22 @@ from ..engine.logit_edits import Move
 from ..engine.step_plan import RaggedBatch
 from ..models.base import Model
 
-#: Numbers of tokens to pad a step to. Beyond the largest, the device takes longer than the host needs to launch kernels
-#: one by one (calculated: 600 tokens for an 8B model on one H200), so a graph gains nothing. Not measured.
-SIZES = (32, 64, 128, 256, 512)
-#: Maximum number of prompts in a captured step.
-MAX_PROMPTS = 16
+#: Numbers of tokens to pad a step to.
+SIZES = (32, 64, 128, 256, 512, 768, 1024, 1536, 2048)
+#: Sizes that every model captures.
+COMMON_TOKENS = 512
+#: Operations that a device does while the host launches a step's kernels one by one: 5 ms at 400 TFLOP/s. A graph of a
+#: larger step gains nothing. Calculated, not measured.
+LAUNCH_FLOPS = 2e12
+#: Maximum number of prompts in a captured step. Those that a step lacks cost an empty program per layer and KV head.
+MAX_PROMPTS = 64
+
+
+def sizes_for(hidden_size: int, layers: int) -> tuple[int, ...]:
+    """The sizes to capture. A layer has about 12 weights per squared hidden feature; `hidden_size` 0: not known."""
+    flops_per_token = 2 * 12 * hidden_size**2 * layers
+    most = max(COMMON_TOKENS, LAUNCH_FLOPS / flops_per_token if flops_per_token else 0)
+    return tuple(size for size in SIZES if size <= most)
 
 
 def leading_decodes(q_lens: list[int]) -> int:
@@ -30,18 +43,26 @@ def fits(batch: RaggedBatch, max_rows: int) -> bool:
 
 
 class MixedStep:
-    """Inputs of steps with up to `SIZES[-1]` tokens. Logits of up to `max_rows` tokens are written to `logits`."""
+    """Inputs of steps of these `sizes`. Logits of up to `max_rows` tokens are written to `logits`."""
 
     def __init__(
-        self, model: Model, attention: PagedAttention, logits: torch.Tensor | None, *, max_rows: int, pages: int
+        self,
+        model: Model,
+        attention: PagedAttention,
+        logits: torch.Tensor | None,
+        *,
+        sizes: Sequence[int],
+        max_rows: int,
+        pages: int,
     ) -> None:
+        self.sizes = sizes
         device = attention.device
         self._model, self._attention, self._logits, self._max_rows = model, attention, logits, max_rows
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
-        tokens, rows = SIZES[-1], MAX_PROMPTS + 1
+        tokens, rows = sizes[-1], MAX_PROMPTS + 1
         self.token_ids, self._positions, self._slots = (zeros(tokens) for _ in range(3))
         self._logits_at = zeros(max_rows)
         self._lengths, self._tables = zeros(tokens, dtype=torch.int32), zeros(tokens, pages, dtype=torch.int32)

@@ -83,7 +83,7 @@ MAX_COMPARED = 64
 #: The obstacle of a replica without room, the only one that ends as requests there end.
 SATURATED = "saturated"
 #: No replica is warmed up while a prompt would wait this long at every other replica. Of 0.02 to 0.5 s and no limit,
-#: this gave the lowest mean TTFT when a third replica joins two simulated ones at several loads (docs/simulate.md).
+#: this gave the lowest mean TTFT when a third replica joins two simulated ones at several loads.
 PRESSING_WAIT_S = 0.5
 
 

@@ -149,10 +149,11 @@ class Placement:
         compared: Iterable[JoinedReplica] = self.fleet
         if not every and len(held) > 2 * CONTENDERS and self.policy.reads_contenders:
             compared = self._contenders(held, keys, excluded)
-        return [
-            _candidate(each, keys, held[each.place], slower.get(each.place, ()), each.name in excluded)
-            for each in compared
-        ]
+        found = []
+        for each in compared:
+            self.fleet.refresh_one(each, now)
+            found.append(_candidate(each, keys, held[each.place], slower.get(each.place, ()), each.name in excluded))
+        return found
 
     def _held(self, keys: Sequence[int], usable: Sequence[int]) -> tuple[Sequence[int], dict[int, SlowerBlocks]]:
         """By place: the number of leading blocks that each replica has cached, and those of them in slower memory."""

@@ -9,6 +9,7 @@ own factor: how much longer its steps took. As a replica's evidence becomes thin
 then gets requests again, and its new steps count for more than its old ones.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import repeat
 from math import exp, inf, log
@@ -82,29 +83,34 @@ class CostPool:
         entry = self._replicas.get(replica)
         return 1.0 if entry is None else entry.factor
 
-    def costs(self) -> dict[str, PrefillCost]:
-        """Fitted cost of each replica that reported; empty if nothing changed since the last call."""
-        if not self._changed or not self._replicas:
-            return {}
-        self._changed = False
-        newest = max([entry.changed_at for entry in self._replicas.values()])
-        evidence = {
-            name: list(map(mul, entry.recent, repeat(exp((entry.changed_at - newest) / MEMORY_S))))
-            for name, entry in self._replicas.items()
-        }
-        for _ in range(ROUNDS):
-            shape = self._shape(evidence)
-            for name, entry in self._replicas.items():
-                entry.factor = _damped(slowness(evidence[name], shape), steps_of(evidence[name]))
-        return {name: shape.times(entry.factor) for name, entry in self._replicas.items()}
+    def fitting(self) -> Iterator[tuple[str, PrefillCost] | None]:
+        """The fitted cost of each replica that reported; none if nothing changed since the last call.
 
-    def _shape(self, evidence: dict[str, list[float]]) -> PrefillCost:
-        """The cost fitted to all steps, each scaled to a replica of factor 1."""
-        alike = [scaled(evidence[name], entry.factor) for name, entry in self._replicas.items()]
+        Yields None after about 10 µs of work, so that the caller can divide a fit over many replicas into slices.
+        """
+        if not self._changed or not self._replicas:
+            return
+        self._changed = False
+        entries = dict(self._replicas)  # some may report or leave before the fit ends
+        newest = max([entry.changed_at for entry in entries.values()])
+        evidence: dict[str, list[float]] = {}
+        for name, entry in entries.items():
+            evidence[name] = list(map(mul, entry.recent, repeat(exp((entry.changed_at - newest) / MEMORY_S))))
+            yield None
         # What a replica that has measured nothing reports is a guess.
-        known = [entry for entry in self._replicas.values() if entry.measured] or list(self._replicas.values())
-        rate = sum([entry.tokens_per_s * entry.factor for entry in known]) / len(known)
-        return fit([sum(each) for each in zip(*alike, strict=True)], rate)
+        known = [entry for entry in entries.values() if entry.measured] or list(entries.values())
+        for _ in range(ROUNDS):
+            rate = sum([entry.tokens_per_s * entry.factor for entry in known]) / len(known)
+            sums = [0.0] * SUMS  # of all steps, each scaled to a replica of factor 1
+            for name, entry in entries.items():
+                sums = list(map(add, sums, scaled(evidence[name], entry.factor)))
+                yield None
+            shape = fit(sums, rate)
+            for name, entry in entries.items():
+                entry.factor = _damped(slowness(evidence[name], shape), steps_of(evidence[name]))
+                yield None
+        for name, entry in entries.items():
+            yield name, shape.times(entry.factor)
 
 
 def bounded(cost: PrefillCost | None) -> PrefillCost | None:

@@ -9,7 +9,7 @@ from ...events.wire.messages import PrefillCost
 from .output_lengths import TYPICAL_TOKENS
 
 #: Error in the predicted number of free blocks when a request starts, as a share of the blocks in use. Simulated on 16
-#: cells of agent traffic (docs/simulate.md): geometric means of mean TTFT and p99 were 0.208 and 2.48 s with 0, 0.179
+#: cells of agent traffic: geometric means of mean TTFT and p99 were 0.208 and 2.48 s with 0, 0.179
 #: and 1.96 s with 0.05, 0.171 and 1.55 s with 0.1.
 UNCERTAIN = 0.1
 #: With more spare blocks than this many times that error, the wait for blocks is ignored: the expected shortage is

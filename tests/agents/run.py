@@ -43,12 +43,13 @@ def programs(folder: Path) -> bool:
     at = folder / PROGRAMS
     at.mkdir(parents=True, exist_ok=True)
     shutil.copy(HERE / "npm" / "package.json", at / "package.json")
-    print(f"installing Codex, OpenCode and the AI SDK into {at} (800 MB)", flush=True)
+    print(f"installing Claude Code, Codex, OpenCode, Qwen Code and the AI SDK into {at} (1.2 GB)", flush=True)
     npm = ["npm", "install", "--no-audit", "--no-fund", "--ignore-scripts", "--silent"]
     if shutil.which("npm") is None or subprocess.run(npm, cwd=at, check=False).returncode:
         raise NotInstallableError("npm cannot install them")
-    # OpenCode's own script selects the binary for this machine; npm may be configured to run no scripts.
-    subprocess.run(["node", "postinstall.mjs"], cwd=at / "node_modules" / "opencode-ai", check=True)
+    # Their own scripts select the binary for this machine; npm may be configured to run no scripts.
+    for package, script in (("opencode-ai", "postinstall.mjs"), ("@anthropic-ai/claude-code", "install.cjs")):
+        subprocess.run(["node", script], cwd=at / "node_modules" / package, check=True)
     return tested(Path(sys.executable), ["tests/agents/test_programs.py"], NPM_CLIENTS=str(at))
 
 

@@ -1,6 +1,6 @@
 """Requests like Claude Code's, field by field from Anthropic's "LLM gateway protocol" (code.claude.com).
 
-Claude Code itself cannot be installed here. The Anthropic client's types validate the answers.
+test_programs.py runs Claude Code itself. The Anthropic client's types validate the answers.
 """
 
 import itertools

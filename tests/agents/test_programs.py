@@ -43,8 +43,8 @@ stream_max_retries = 0
 """
 
 
-def run(folder: Path, *command: str) -> str:
-    """Run a program with only HOME, PATH and TERM in its environment; return its standard output."""
+def run(folder: Path, *command: str, **environment: str) -> str:
+    """Run a program with only HOME, PATH, TERM and `environment`; return its standard output."""
     assert INSTALLED is not None
     node = shutil.which("node")
     assert node is not None, "node is not installed"
@@ -54,7 +54,7 @@ def run(folder: Path, *command: str) -> str:
     done = subprocess.run(
         [f"{INSTALLED}/node_modules/.bin/{program}" if program != "node" else node, *arguments],
         cwd=folder,
-        env={"HOME": str(home), "PATH": f"{Path(node).parent}:/usr/bin:/bin", "TERM": "dumb"},
+        env={"HOME": str(home), "PATH": f"{Path(node).parent}:/usr/bin:/bin", "TERM": "dumb", **environment},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -114,6 +114,37 @@ def test_opencode(engine: Engine, tmp_path: Path) -> None:
     assert [each["part"]["text"] for each in said if each["type"] == "text"] == [DONE]
     assert (tmp_path / "log.txt").read_text() == "line\n" * TURNS
     assert extends([prompt for prompt in engine.prompts if "<tools>" in prompt])
+
+
+def test_claude_code(engine: Engine, tmp_path: Path) -> None:
+    """Over Messages; root may not skip its permissions, so the one tool is allowed by name."""
+    engine.play(*[call("Bash", command=COMMAND, description="Add a line")] * TURNS, DONE, aside="Ten lines")
+    environment = {
+        "ANTHROPIC_BASE_URL": engine.url,
+        "ANTHROPIC_AUTH_TOKEN": "k",
+        "ANTHROPIC_MODEL": NAME,
+        "ANTHROPIC_DEFAULT_HAIKU_MODEL": NAME,
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+    }
+
+    said = run(tmp_path, "claude", "-p", TASK, "--output-format", "json", "--allowedTools", "Bash", **environment)
+
+    [result] = objects(said)
+    assert (result["result"], result["is_error"]) == (DONE, False)
+    assert (tmp_path / "log.txt").read_text() == "line\n" * TURNS
+    assert result["usage"]["cache_read_input_tokens"] > 0.8 * result["usage"]["input_tokens"]
+
+
+def test_qwen_code(engine: Engine, tmp_path: Path) -> None:
+    """Over chat completions. Its first prompt contains an assistant turn, so turn 0 of the recording is not played."""
+    turn = call("run_shell_command", command=COMMAND, is_background=False)
+    engine.play(*[turn] * (TURNS + 1), DONE, aside="Ten lines")
+    environment = {"OPENAI_BASE_URL": f"{engine.url}/v1", "OPENAI_API_KEY": "k", "OPENAI_MODEL": NAME}
+
+    said = run(tmp_path, "qwen", "--auth-type", "openai", "--yolo", "-p", TASK, **environment)
+
+    assert said.strip() == DONE
+    assert (tmp_path / "log.txt").read_text() == "line\n" * TURNS
 
 
 @pytest.mark.parametrize("kind", ["responses", "chat", "compatible", "messages"])

@@ -284,7 +284,7 @@ def alternate(ours: Run, peer: Run | None, repeats: int) -> tuple[float, float |
 
 
 def measure(table: Table, peer: Peer | None) -> Sequence[Row]:
-    """Measure every row of docs/benchmarks.md."""
+    """Measure every row."""
     table.add("hash, XXH3-128 (vLLM: xxhash)", hashing("xxh3_128"), lambda p: p.hashing("xxh3_128"), 180)
     table.add("hash, sha256", hashing("sha256"), lambda p: p.hashing("sha256"), 420)
     table.add("match: walk a full hit (ours verifies it)", hit(), lambda p: p.hit(), 200)

@@ -270,7 +270,7 @@ def ratios(turns: Sequence[dict[str, Any]], first: str, others: Sequence[str]) -
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """A Markdown table in the format of docs/benchmarks.md."""
+    """A Markdown table."""
     lines = [
         "| | | mean TTFT | p99 | cached | oracle, best | CPU per request, idle | failed | predictions exact |",
         "|---|---|---|---|---|---|---|---|---|",

@@ -117,7 +117,7 @@ class Run:
         self._left = load.requests
         self._open = load.connections
         self._rng = Random(1)
-        head = f"POST {load.path} HTTP/1.1\r\nhost: router\r\ncontent-type: application/json\r\ncontent-length: "
+        head = f"POST {load.path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\ncontent-length: "
         self._requests = [b"%s%d\r\n\r\n%s" % (head.encode(), len(body), body) for body in load.bodies]
 
     def delay(self) -> float:

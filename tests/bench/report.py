@@ -53,7 +53,7 @@ def publish(rows: Sequence[Row], out: Path | None, packages: Iterable[str]) -> N
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A Markdown table in the format of docs/benchmarks.md."""
+    """A Markdown table."""
     peers = sorted({row.peer_name for row in rows if row.peer is not None})
     lines = [["", "unit", "ours", "goal", "met", *peers]]
     lines += [_cells(row, peers) for row in rows]

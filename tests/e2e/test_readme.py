@@ -1,4 +1,4 @@
-"""The README's commands as a newcomer types them: each of them is run, or at least parsed."""
+"""Commands and snippets of README.md and docs/clients.md as a newcomer types them: each is run, or at least parsed."""
 
 import json
 import os
@@ -18,18 +18,19 @@ from homing.cluster.registry import wait_gone
 from .running import Serving, environment, orphaned_folders, ready_note, shared_memory, until
 
 ROOT = Path(__file__).resolve().parents[2]
-README = (ROOT / "README.md").read_text()
+README, CLIENTS = (ROOT / "README.md").read_text(), (ROOT / "docs" / "clients.md").read_text()
+PAGES = README + CLIENTS
 ADDRESS = "http://127.0.0.1:8000"
 
-console = re.findall(r"```console\n(.*?)```", README, re.DOTALL)
+console = re.findall(r"```console\n(.*?)```", PAGES, re.DOTALL)
 commands = [
     line.removeprefix("$ ") for block in console for line in re.findall(r"^\$ .*(?:\n(?!\$).+)*", block, re.MULTILINE)
 ]
-python = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+python = re.findall(r"```python\n(.*?)```", PAGES, re.DOTALL)
 
 
 def named(word: str) -> list[list[str]]:
-    """The arguments of every README command whose program name ends with `word`."""
+    """The arguments of every command whose program name ends with `word`."""
     split = [shlex.split(command, comments=True) for command in commands]
     return [words for words in split if words[0].endswith(word)]
 
@@ -50,7 +51,7 @@ def test_the_curl_lines_get_a_story_and_json(cluster: Serving) -> None:
 
     story, structured = answers
     assert "fox" in story
-    assert f"`{structured}`" in README
+    assert f"`{structured}`" in PAGES
 
 
 @pytest.mark.cluster
@@ -124,17 +125,6 @@ def test_a_schema_is_filled_as_a_stream(cluster: Serving) -> None:
 
 
 @pytest.mark.cluster
-def test_the_explained_prompt_is_as_long_as_shown(cluster: Serving) -> None:
-    """The demo model's vocabulary may change, and with it all token counts."""
-    [(prompt, times)] = re.findall(r"This output is for `(.+)` repeated (\d+) times", README)
-    messages = [{"role": "user", "content": prompt * int(times)}]
-
-    found = cluster.post("/explain", {"messages": messages})
-
-    assert f"{found['prompt_tokens']} tokens in {found['prompt_blocks']} full blocks" in README
-
-
-@pytest.mark.cluster
 def test_the_subscriber_snippet_prints_what_a_replica_holds(cluster: Serving, tmp_path: Path) -> None:
     """A late subscriber first receives the current state."""
     (snippet,) = [code for code in python if "follow_sync" in code]
@@ -152,6 +142,38 @@ def test_the_subscriber_snippet_prints_what_a_replica_holds(cluster: Serving, tm
             until(lambda: "Stored(" in printed.read_text() or None, "a stored block is printed")
         finally:
             process.kill()
+
+
+@pytest.mark.cluster
+def test_the_other_snippets_of_clients_get_a_story(cluster: Serving) -> None:
+    """Anthropic's package, LangChain and litellm, configured as the page says."""
+    code = "\n".join(code for code in python if "Anthropic(" in code or "ChatOpenAI(" in code or "litellm" in code)
+    shown = "print(story.content[0].text, chat.invoke(question).content, answer.choices[0].message.content, sep='\\n')"
+
+    done = subprocess.run(
+        [sys.executable, "-P", "-W", "ignore", "-c", f"{code}\n{shown}".replace(ADDRESS, cluster.url)],
+        env=environment(cluster.state) | {"NO_PROXY": "*", "LITELLM_LOCAL_MODEL_COST_MAP": "True"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert ["fox" in line for line in done.stdout.splitlines()] == [True] * 3
+
+
+def test_analyze_finds_the_mistake_of_the_log_that_the_readme_writes(tmp_path: Path) -> None:
+    """The first thing that the README shows is what the command really prints."""
+    (script,) = [code for code in python if "Rule" in code]
+    (shown,) = re.findall(r"```\n(1\. messages.*?)```", README, re.DOTALL)
+    log = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True).stdout
+    (tmp_path / "requests.jsonl").write_text(log)
+
+    command = [sys.executable, "-P", "-m", "homing.cluster.cli.main", "analyze", "requests.jsonl"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True)
+
+    assert done.stdout.endswith(shown)
 
 
 def test_every_homing_command_is_understood() -> None:

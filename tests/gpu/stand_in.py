@@ -12,7 +12,7 @@ import torch
 
 from homing.replica.attention import choice as attention_choice
 from homing.replica.attention.paged import PagedAttention
-from homing.replica.execute import gpu_runner, mixed_step, runner
+from homing.replica.execute import mixed_step, runner
 from homing.replica.kernels.triton.triton_kernels import TritonKernels
 from homing.replica.models import hf, layers, loading, native
 
@@ -27,7 +27,7 @@ def as_on_a_gpu(mixed_sizes: tuple[int, ...], scaled_product: Any = None) -> Non
     attention_choice._made = lambda _, pool, *__: (PagedAttention(pool, TritonKernels()), "")
     layers._products = lambda weight, bias: (layers._plain(weight, bias),) * 2
     runner.captured_steps_for = lambda *_: None
-    mixed_step.SIZES = gpu_runner.MIXED_SIZES = mixed_sizes  # type: ignore[assignment]
+    mixed_step.SIZES = mixed_sizes  # type: ignore[assignment]
     loading.scaled_product = lambda *_: scaled_product
     read_layer = native._LayerReader.__init__
 

@@ -186,7 +186,8 @@ class Got:
 class Schedule:
     """An engine of one kind and provider that runs a schedule."""
 
-    def __init__(self, runner: ModelRunner, setup: Setup, drafter: Drafter | None = None) -> None:
+    def __init__(self, runner: ModelRunner, setup: Setup, drafter: Drafter | None = None, executor: Any = None) -> None:
+        """`executor`: runs the plans if that is not `runner`, such as all ranks of a group."""
         size = runner.block_size
         resident = isinstance(runner, GpuRunner)
         self.seen: Counter[str] = Counter()
@@ -198,7 +199,7 @@ class Schedule:
             eos_token_ids=EOS,
             cache=self.cache,
             hasher=self.hasher,
-            executor=Watched(runner, self.seen),
+            executor=Watched(executor or runner, self.seen),
             rates=SmoothedRates(1000.0, 0.01),
             epoch=11,
             drafter=drafter,
@@ -228,10 +229,14 @@ class Schedule:
         """Add a request and return its number; `generated` are tokens from another engine."""
         number = len(self._asked)
         self._asked[number] = ask
-        self.engine.add("a", self._request(number, ask, choice, generated))
+        self.engine.add("a", self._request(number, ask, choice, generated), self.guide(ask))
         if ask.abort_after is not None:
             self._aborts[number] = self._steps + ask.abort_after
         return number
+
+    def guide(self, ask: Ask) -> Any:
+        """The guide of a request; None if any token may follow."""
+        return None
 
     def _request(self, number: int, ask: Ask, choice: int, generated: Sequence[int]) -> Generate:
         made = generate(number, [*ask.prompt, *generated], self.hasher, prompt_tokens=len(ask.prompt))

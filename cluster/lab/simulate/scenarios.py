@@ -51,7 +51,7 @@ class Scenario:
     blocks: int = 2048
     block_tokens: int = 512
     faults: Sequence[Fault] = ()
-    #: Share of the prompt tokens that one endless cache serves, computed by hand (docs/simulate.md).
+    #: Share of the prompt tokens that one endless cache serves, computed by hand.
     hits: float | None = None
 
 

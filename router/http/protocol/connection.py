@@ -1,7 +1,7 @@
 """HTTP/1.1 on one connection: an asyncio protocol over httptools' parser, with limits on what a client may use.
 
 Parses requests, frames responses, answers pipelined requests in sequence and disconnects stalled clients; the handler
-interprets requests. Written because a request costs more than twice as much on an ASGI server (docs/benchmarks.md).
+interprets requests. Written because an ASGI server takes more than twice as long (tests/bench/http_layers.py).
 
     idle ──first byte──▶ reading ──whole request──▶ answering ──end──▶ idle
                             │ malformed, too large, too slow               │ `connection: close`

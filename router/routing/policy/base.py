@@ -20,9 +20,11 @@ from ..replica_load import ReplicaLoad
 #: Reading `FeedState.LIVE` takes 0.1 µs in Python 3.11, and a decision reads it once per replica.
 LIVE, STALE = FeedState.LIVE, FeedState.STALE
 
-#: A full external engine counts as saturated once this many requests wait there: enough to fill the next step. Its own
-#: queue knows no tenants and no priorities, so what it cannot start yet is kept in the router. Ours knows both.
-QUEUE_AHEAD = 4
+#: A full external engine counts as saturated once this many requests wait there: its queue knows no tenants and no
+#: priorities, so the rest is kept in the router. Ours knows both. Simulated on ten kinds of traffic with short memory,
+#: two seeds each, geometric means of mean TTFT and p99 over those with 4: 0.85 and 0.80 with 16, 0.84 and 0.75 with 32,
+#: 0.84 and 0.74 if nothing is kept.
+QUEUE_AHEAD = 32
 
 #: Time to load a cached token from slower memory, as a share of the time to compute it, by medium: 1 minus the credits
 #: that llm-d (0.8) and vllm-router (0.8, 0.3) give. Not measured here. All other media count as `OTHER_LOADING`.
@@ -62,7 +64,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     def uncached_tokens(self, prompt: Prompt) -> int:
         """Prompt tokens to compute here; all of them when the replica's feed is stale."""
         # While a gap is being repaired (syncing), the state from before it is a good guess. Ignoring that state would
-        # send whole prefixes to other replicas with every lost message (docs/simulate.md).
+        # send whole prefixes to other replicas with every lost message.
         if self.feed is STALE:
             return prompt.tokens
         cached = self.expected_blocks * prompt.block_size

@@ -8,7 +8,7 @@ import torch
 from homing.replica.attention.flash import Flash2Prefill, Flash4Attention, FlashAttention, flash3_prefill
 from homing.replica.attention.paged import Batch
 from homing.replica.engine.step_plan import PlanRow, lay_out, plan_of_rows
-from homing.replica.execute.mixed_step import MixedStep
+from homing.replica.execute.mixed_step import SIZES, MixedStep
 from homing.replica.kernels.base import PagedRows, TorchKernels
 from homing.replica.models.base import AttentionRule
 
@@ -200,7 +200,7 @@ def test_a_padded_step_equals_the_step_itself(attention, lengths):
             padded, plain = (attention(filled_pool(shape, block, seed=0)) for _ in range(2))
             logits = torch.full((tokens, shape.heads * shape.value_dim), torch.nan)
             assert padded.mixes
-            step = MixedStep(model, padded, logits, max_rows=tokens, pages=64 // BLOCK)
+            step = MixedStep(model, padded, logits, sizes=SIZES, max_rows=tokens, pages=64 // BLOCK)
             step.write(ragged, 64, torch.from_numpy)
             step.run(64)
 

@@ -6,10 +6,13 @@ from contextlib import contextmanager, nullcontext
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from homing.replica.config import ReplicaSettings
+from homing.replica.engine.step_plan import PlanRow, SlotStart, plan_of_rows
 from homing.replica.execute.cuda_graphs import CudaGraphs, EagerSteps, NotCaptured, graph_sizes, padded_size
 from homing.replica.execute.gpu_runner import GpuRunner
+from homing.replica.execute.mixed_step import sizes_for
 
 
 @given(st.integers(1, 600), st.data())
@@ -134,3 +137,45 @@ def test_all_graphs_are_captured_after_one_garbage_collection(checkpoint):
     assert (2, 0) in collections
     assert not [count for _, count in collections if 0 < count < len(cuda.captures)]
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize(
+    ("hidden", "layers", "largest"), [(1024, 28, 2048), (2048, 28, 512), (4096, 36, 512), (0, 36, 512)]
+)
+def test_steps_are_captured_as_long_as_launching_them_takes_longer(hidden, layers, largest):
+    """A 0.6B model computes 2,000 tokens faster than the host launches its kernels; an 8B model does not."""
+    assert sizes_for(hidden, layers)[-1] == largest
+
+
+class Replayed(EagerSteps):
+    """Counts the replays of steps with prompts."""
+
+    pads_mixed = True
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def replay(self, key):
+        if key[0] == "mixed":
+            self.sizes.append(key[1])
+        super().replay(key)
+
+
+@pytest.mark.parametrize(("prompts", "tokens", "size"), [(1, 7, 32), (40, 5, 256), (3, 200, 768), (64, 16, 1024)])
+def test_bursts_of_chats_and_long_chunks_are_replayed(checkpoint, prompts, tokens, size):
+    """Launched kernel by kernel, a step takes milliseconds of the host, whatever it computes."""
+    graphs, pages = Replayed(), -(-tokens // 16)
+    settings = ReplicaSettings(dtype="float32", device="cpu", max_running_requests=64, max_model_len=256)
+    runner = GpuRunner(settings, checkpoint("qwen3"), 16, graphs=graphs)
+    runner.allocate_kv(prompts * pages + 1)
+    rows = [PlanRow([5] * tokens, 0, range(1 + at * pages, 1 + (at + 1) * pages)) for at in range(prompts)]
+    slots = [*range(1, prompts + 1)]
+    started = [SlotStart(slot, tokens, 1, 0.0, 0, 1.0, 0.0) for slot in slots]
+    plan = structs.replace(plan_of_rows(0, rows), slots=slots, drawn=slots, started=started)
+
+    drawn = runner.launch(plan)
+
+    assert drawn is not None
+    assert len(set(drawn.tokens())) == 1, "equal prompts have different answers"
+    assert graphs.sizes == [size]

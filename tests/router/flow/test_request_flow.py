@@ -41,6 +41,7 @@ from homing.router.flow.request_state import (
     Transition,
 )
 from homing.router.routing.placement import Placement
+from homing.router.routing.policy.base import QUEUE_AHEAD
 from homing.router.routing.policy.registry import make_policy
 from homing.router.routing.replica_load import UnavailableReason
 
@@ -59,8 +60,9 @@ class World:
         seed: int = 0,
         silence_s: float = 1e9,
         external: bool = False,
+        slots: int = 8,
     ) -> None:
-        self.external = external
+        self.external, self.slots = external, slots
         self.now = 0.0
         settings = RouterSettings(max_waiting_requests=max_waiting, retries=retries, warm_up_bytes=1 << 20)
         self.placement = Placement(
@@ -82,7 +84,11 @@ class World:
 
     def join(self, name: str, rest: UnavailableReason | None = None) -> None:
         self.replicas[name] = FakeReplica(name)
-        self.run(self.flow.join(description_of(name, external=self.external), self.now, rest))
+        self.run(
+            self.flow.join(
+                description_of(name, external=self.external, max_running_requests=self.slots), self.now, rest
+            )
+        )
         self.placement.set_feed(name, FeedStatus.LIVE)
 
     def lose(self, name: str) -> None:
@@ -582,7 +588,7 @@ def test_a_deadline_ends_a_request_wherever_it_is() -> None:
 def test_saturated_engines_leave_requests_in_the_router_in_order_of_priority() -> None:
     """Requests in the queue of an engine that is not ours can no longer be reordered."""
     world = World(1, external=True)
-    for seed in range(8):
+    for seed in range(QUEUE_AHEAD):
         world.submit(request_of(PROMPT, seed=seed))
     late = world.submit(request_of(PROMPT, seed=90))
     urgent = world.submit(request_of(PROMPT, seed=91, priority=-1))
@@ -608,9 +614,10 @@ def test_the_tenant_and_its_weight_reach_the_replica() -> None:
 
 def test_a_request_that_fits_nowhere_lets_others_pass_and_says_what_it_waits_for() -> None:
     """Requests that a replica can take must not wait behind one that none can take. Then it has its turn first."""
-    world = World(2, external=True)
+    world = World(2, external=True, slots=100)
     for name in ("r0", "r1"):
-        world.run(world.flow.report(name, world.replicas[name].load("me", free_blocks=20, waiting=4), world.now))
+        full = world.replicas[name].load("me", free_blocks=20, waiting=QUEUE_AHEAD)
+        world.run(world.flow.report(name, full, world.now))
     large = world.submit(request_of(range(500), seed=1))
     small = [world.submit(request_of(range(32), seed=seed)) for seed in range(2, 6)]
 
@@ -624,8 +631,8 @@ def test_a_request_that_fits_nowhere_lets_others_pass_and_says_what_it_waits_for
 
 def test_no_more_work_passes_a_request_that_waits_for_room_than_it_needs_itself() -> None:
     """Otherwise small requests that keep coming would keep a large one out for good."""
-    world = World(1, external=True)
-    tight = world.replicas["r0"].load("me", free_blocks=30, waiting=4)
+    world = World(1, external=True, slots=100)
+    tight = world.replicas["r0"].load("me", free_blocks=30, waiting=QUEUE_AHEAD)
     world.run(world.flow.report("r0", tight, world.now))
     large = world.submit(request_of(range(500), seed=1))
     passed = 0

@@ -4,7 +4,7 @@ import pytest
 
 from homing.events.load_report import PrefillSums
 from homing.events.wire.messages import PrefillCost, PrefillWork
-from homing.router.routing.fleet import REFIT_EVERY_S, Fleet
+from homing.router.routing.fleet import REFIT_EVERY_S, REFRESHED_AT_ONCE, Fleet
 from homing.router.routing.joined_replica import InFlight
 
 from ..fakes import description_of, report_of
@@ -286,3 +286,28 @@ def test_a_cost_that_no_replica_can_have_is_not_used(fleet: Fleet) -> None:
 
     fleet.report("r0", report_of(step=2, prefill_cost=PrefillCost(0.0, 1e-4, 1e-9, 5e-6)), now=0.0)
     assert fleet.load("r0", now=0.0).prefill_cost == PrefillCost(0.0, 1e-4, 1e-9, 1e-9)
+
+
+def test_no_call_does_work_for_a_whole_large_fleet() -> None:
+    """The router has one thread: a fit of all costs, or an update of all loads, would delay every request."""
+    fleet, replicas = Fleet("me", silence_s=1e9), 600
+    work = PrefillWork(1, 100, 0.0, 0.0)
+    for number in range(replicas):
+        fleet.join(description_of(f"r{number}"), now=0.0)
+        sums = PrefillSums()
+        for _ in range(100):
+            sums.observe(work, 0.1)
+        fleet.report(f"r{number}", report_of(step=1, running=1, prefill_sums=sums.values), now=0.0)
+
+    def changed(now: float) -> int:
+        before = [joined.load for joined in fleet]
+        fleet.refresh(now)
+        return sum(joined.load is not load for joined, load in zip(fleet, before, strict=True))
+
+    slices = [changed(now=0.0) for _ in range(200)]
+
+    assert max(slices) <= REFRESHED_AT_ONCE < replicas
+    fitted = [joined.load.prefill_cost.seconds(0, 100) for joined in fleet]
+    assert fitted == [pytest.approx(0.1, rel=0.02)] * replicas, "all are fitted in the end"
+    assert fleet.load("r599", now=0.0).running == 1
+    fleet.check()

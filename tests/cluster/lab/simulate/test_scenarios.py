@@ -64,7 +64,7 @@ def endless(arrivals: Iterable[Arrival], block_tokens: int) -> float:
 
 @pytest.mark.parametrize("name", ["shared-system", "few-shot", "rag", "chat", "tree-search", "agents"])
 def test_what_a_classic_workload_shares_is_what_was_worked_out_by_hand(name: str) -> None:
-    """docs/simulate.md derives the share from the lengths alone; equality shows that the traffic is as described."""
+    """The share is derived from the lengths alone; equality shows that the traffic is as described."""
     scenario = find(name)
 
     assert endless(scenario.arrivals(), scenario.block_tokens) == pytest.approx(scenario.hits, abs=0.01)

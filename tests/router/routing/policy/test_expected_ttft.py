@@ -1,7 +1,9 @@
 """The choice of a replica by its expected time to first token."""
 
+import re
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -260,3 +262,29 @@ def test_a_small_load_on_an_empty_replica_is_no_shortage() -> None:
     empty = candidate("r0", free_blocks=64, total_blocks=66, running=1)
 
     assert expected_ttft_s(PROMPT, empty, 1000) == pytest.approx(0.1, abs=0.01)
+
+
+def test_the_worked_example_of_the_docs_is_what_the_policy_computes() -> None:
+    """docs/decides.md explains the rule with numbers, which must be its own."""
+    prompt = Prompt(tokens=4000, blocks=250, block_size=16, hashes=range(250))
+    speed = {"decode_step_s": 0.01, "max_batched_tokens": 8192}
+    replicas = [
+        candidate("r0", 248, queued_prefill_tokens=6000, running=4, **speed),
+        candidate("r1", 125, running=6, **speed),
+        candidate("r2", 0, **speed),
+    ]
+
+    decision = ExpectedTtft().decide(prompt, replicas, Random(0))
+
+    page = (Path(__file__).parents[4] / "docs" / "decides.md").read_text().replace("**", "")
+    shown = re.findall(r"^\| (r\d) \| (\d+) \| ([\d,]+) \| .* \| (.*) s \| (.*) s \| (.*) s \|$", page, re.MULTILINE)
+    assert shown == [
+        (
+            row.candidate.replica_id,
+            str(row.candidate.held_blocks),
+            f"{row.uncached_tokens:,}",
+            *(f"{seconds:.3f}" for seconds in (row.ttft_s, row.others_s, row.cost_s)),
+        )
+        for row in decision.table()
+    ]
+    assert decision.chosen.replica_id == "r1"
