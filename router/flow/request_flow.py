@@ -25,7 +25,7 @@ from typing import assert_never
 import msgspec
 
 from ...events.wire.messages import LoadReport
-from ...kvcache.hashing import TOKEN_BYTES, BlockHash, BlockHasher, token_bytes, wire_hash, wire_hashes
+from ...kvcache.hashing import TOKEN_BYTES, BlockHash, BlockHasher, salt_text, token_bytes, wire_hash, wire_hashes
 from ...replica.messages import (
     Abort,
     Generate,
@@ -201,7 +201,7 @@ class RequestFlow:
             if not nobody_waits:
                 instructions += self.pump(now)
         heappush(self._deadlines, (state.deadline, request_id))
-        self.hot_prefixes.add(state.root, state.tokens, state.hashes)
+        self.hot_prefixes.add(state.root, state.tokens, state.hashes, request.salt)
         self.counters.requests += 1
         if state.phase is WAITING:
             self.counters.held += 1
@@ -680,6 +680,7 @@ def _generate(request: RequestState) -> Generate:
         token_ids=request.tokens,
         prompt_tokens=request.prompt_tokens,
         root=request.root,
+        salt=salt_text(about.salt),
         block_hashes=request.hashes,
         sampling=sampling,
         priority=about.priority,
