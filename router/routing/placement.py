@@ -306,6 +306,7 @@ class _ObservedBlocks(ReplicaBlocks):
     def __init__(self, placement: Placement, replica: str) -> None:
         super().__init__(placement.index, replica)
         self._placement, self._policy = placement, placement.policy
+        self._staged: list[int] = []
 
     def store(self, parent: int | None, hashes: Sequence[int]) -> None:
         super().store(parent, hashes)
@@ -320,10 +321,15 @@ class _ObservedBlocks(ReplicaBlocks):
         self._placement.past.lost(self._replica)
         self._policy.reset(self._replica, ())
 
-    def replace(self, blocks: Iterable[tuple[int, int | None]]) -> None:
+    def stage(self, blocks: Iterable[tuple[int, int | None]], *, first: bool) -> None:
         if type(self._policy).reset is Policy.reset:
-            super().replace(blocks)
+            super().stage(blocks, first=first)
             return
         pairs = list(blocks)
-        super().replace(pairs)
-        self._policy.reset(self._replica, [block for block, _ in pairs])
+        super().stage(pairs, first=first)
+        self._staged = [*(() if first else self._staged), *(block for block, _ in pairs)]
+
+    def install(self) -> None:
+        super().install()
+        staged, self._staged = self._staged, []
+        self._policy.reset(self._replica, staged)
