@@ -42,8 +42,10 @@ AHEAD_SHARE = 1 / 64
 class CacheListener(Protocol):
     """Receives changes to the resident set synchronously, in the caller's thread. Must not block or call the cache."""
 
-    def stored(self, parent: BlockHash | None, hashes: Sequence[BlockHash], tokens: bytes) -> None:
-        """Consecutive blocks of one chain became resident. `parent` is None if they start the chain."""
+    def stored(self, parent: BlockHash | None, hashes: Sequence[BlockHash], tokens: bytes, salt: str) -> None:
+        """Consecutive blocks of one chain became resident. `parent` is None if they start the chain, which `salt` then
+        distinguishes from other tenants' chains of the same tokens (otherwise it is empty).
+        """
 
     def removed(self, hashes: Sequence[BlockHash]) -> None:
         """The last copies of these blocks were evicted."""
@@ -407,13 +409,19 @@ class PrefixCache:
         return evicted
 
     def commit(
-        self, blocks: Sequence[Block], start: int, parent: BlockHash, hashes: Sequence[BlockHash], tokens: bytes
+        self,
+        blocks: Sequence[Block],
+        start: int,
+        parent: BlockHash,
+        hashes: Sequence[BlockHash],
+        tokens: bytes,
+        salt: str = "",
     ) -> None:
         """Share these consecutive full blocks, whose KV is now computed, and notify the listener.
 
         `blocks[0]` is block number `start` of its chain; `parent` is the hash before it (the root when `start` is 0).
-        `tokens` are the ids of these blocks only. A request must commit its blocks in order, without gaps; blocks that
-        are already committed are skipped.
+        `tokens` are the ids of these blocks only; `salt` is passed to the listener. A request must commit its blocks in
+        order, without gaps; blocks that are already committed are skipped.
         """
         if not self.enabled or not blocks:
             return
@@ -432,7 +440,7 @@ class PrefixCache:
         assert not start or parent in self._index, f"block {start} of a chain committed before block {start - 1}"
         shared, copies = self._register(blocks, start, parent, hashes, tokens)
         self._policy.store(blocks[:shared], self._index[parent] if start else None)
-        self._announce(blocks[:shared], copies, start, parent, hashes, tokens)
+        self._announce(blocks[:shared], copies, start, parent, hashes, tokens, salt)
 
     def _register(
         self, blocks: Sequence[Block], start: int, parent: BlockHash, hashes: Sequence[BlockHash], tokens: bytes
@@ -506,6 +514,7 @@ class PrefixCache:
         parent: BlockHash,
         hashes: Sequence[BlockHash],
         tokens: bytes,
+        salt: str,
     ) -> None:
         """Report each run of newly resident blocks. Positions in `copies` were reported when their first copy came."""
         begin = 0
@@ -518,7 +527,7 @@ class PrefixCache:
                     self._partial_matcher.add(self._index[before], blocks[begin])
                 if self._listener is not None:
                     content = tokens[begin * self._stride : end * self._stride]
-                    self._listener.stored(before, hashes[begin:end], content)
+                    self._listener.stored(before, hashes[begin:end], content, "" if before else salt)
             begin = end + 1
 
     def release(self, blocks: Sequence[Block]) -> None:

@@ -91,14 +91,16 @@ def start_replica(
     ipc_dir: Path | None = None,
     place: RankPlace | None = None,
     node: str = "",
+    model_name: str = "",
     keys: ServerKeys | None = None,
     load_runner: RunnerLoader = load_runner,
 ) -> "ReplicaServer":
     """Load the model, allocate the KV pool, measure the speed and bind the sockets; blocks until all is ready.
 
     `ipc_dir`: a private folder for sockets if all the replica's peers are on its node; None: TCP on `host`.
-    `place`: rank 0's place among several ranks; None: a single rank. `keys`: encrypt traffic with routers and
-    subscribers. Raises StartupError, PoolTooSmall, RankLost or EndpointUnusable and then leaves nothing behind.
+    `place`: rank 0's place among several ranks; None: a single rank. `model_name`: as served, for topics of events.
+    `keys`: encrypt traffic with routers and subscribers. Raises StartupError, PoolTooSmall, RankLost or
+    EndpointUnusable and then leaves nothing behind.
     """
     epoch, block_size = randbits(63), kvcache.block_size
     with ExitStack() as stack:
@@ -109,7 +111,8 @@ def start_replica(
             host=host,
             block_size=block_size,
             epoch=epoch,
-            medium="GPU" if model.runner.device.type == "cuda" else "CPU",
+            model=model_name or settings.model,
+            replica=replica_id,
             ipc_dir=ipc_dir,
             keys=keys,
         )

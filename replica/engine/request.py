@@ -79,6 +79,8 @@ class RequestState:
     #: One hash for each full block of `tokens`.
     hashes: list[BlockHash]
     sampling: SamplingParams
+    #: Names the first block on the event stream.
+    salt: str = ""
     priority: int = 0
     #: Whose share of the replica the request takes, and that tenant's weight (tenant_shares.py).
     tenant: bytes = b""
@@ -260,6 +262,7 @@ def admit(source: str, request: Generate, vocab_size: int, block_size: int, guid
         tokens=tokens,
         prompt_tokens=request.prompt_tokens,
         root=BlockHash(request.root),
+        salt=request.salt,
         hashes=split_hashes(request.block_hashes),
         sampling=request.sampling,
         priority=request.priority,

@@ -102,6 +102,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate", omit_d
     token_ids: bytes  #: uint32 LE: the prompt, then the tokens that another replica has already generated
     prompt_tokens: int  #: how many of `token_ids` are the prompt
     root: bytes  #: 16 bytes: parent of the first block
+    salt: str = ""  #: what `root` was derived from, which names the first block on the event stream; empty: nothing
     block_hashes: bytes  #: 16 bytes for each full block of `token_ids`
     sampling: SamplingParams
     priority: int = 0  #: lower runs first

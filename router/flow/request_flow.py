@@ -23,7 +23,7 @@ from typing import assert_never
 import msgspec
 
 from ...events.wire.messages import LoadReport
-from ...kvcache.hashing import BlockHash, BlockHasher, token_bytes, wire_hashes
+from ...kvcache.hashing import BlockHash, BlockHasher, salt_text, token_bytes, wire_hashes
 from ...replica.messages import (
     Abort,
     Generate,
@@ -194,7 +194,7 @@ class RequestFlow:
             if not nobody_waits:
                 instructions += self.pump(now)
         heappush(self._deadlines, (state.deadline, request_id))
-        self.hot_prefixes.add(state.root, state.tokens, state.hashes)
+        self.hot_prefixes.add(state.root, state.tokens, state.hashes, request.salt)
         self.counters.requests += 1
         if state.phase is WAITING:
             self.counters.held += 1
@@ -632,6 +632,7 @@ def _generate(request: RequestState) -> Generate:
         token_ids=request.tokens,
         prompt_tokens=request.prompt_tokens,
         root=request.root,
+        salt=salt_text(about.salt),
         block_hashes=request.hashes,
         sampling=sampling,
         priority=about.priority,

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import BodyTooLarge, NotJson, RouterError, Superseded
 from .caller import REQUEST_ID, request_id, tenant_of
-from .endpoints.table import error_body_of, find, label, takes_large_bodies
+from .endpoints.table import error_body_of, find, row_path, takes_large_bodies
 from .errors import send_error
 from .front import Front
 from .protocol.access import AccessLog
@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 #: User agent of homing's own commands, which are not logged: their polling would fill the access log.
 OWN_AGENT = "homing"
+#: Metrics label of all paths outside the table, so that unknown paths cannot add labels.
+OTHER_PATH = "other"
 #: Maximum number of characters of a path in an error message.
 MAX_SHOWN = 100
 
@@ -73,7 +75,7 @@ class App:
             request, wire, exchange_id, started_at, self._on_end, error_body=envelope, call_endpoint=self._restart
         )
         if self._spans is not None:
-            self._spans.begin(exchange, label(request.path))
+            self._spans.begin(exchange, row_path(request.path) or OTHER_PATH)
         return exchange
 
     def _call_endpoint(self, exchange: Exchange) -> None:
@@ -95,7 +97,7 @@ class App:
             if endpoint.same_origin:
                 self._origins.check_origin(request.headers)
             _require_json(request)
-            await endpoint.handler(self._front, exchange)
+            await endpoint.handler.run(self._front, exchange)
         except Exception as error:
             self._fail(exchange, error)
             forget_frames(error)
@@ -119,7 +121,7 @@ class App:
         if exchange.error is not None:
             name_refused(exchange, exchange.error)
         metrics = self._front.metrics
-        metrics.http_request(label(exchange.request.path), exchange.status, duration_s)
+        metrics.http_request(row_path(exchange.request.path) or OTHER_PATH, exchange.status, duration_s)
         if exchange.gone:
             metrics.client_gone()
         if self._spans is not None:

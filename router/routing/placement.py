@@ -285,6 +285,7 @@ class _ObservedBlocks(ReplicaBlocks):
     def __init__(self, index: PrefixIndex, replica: str, policy: Policy) -> None:
         super().__init__(index, replica)
         self._policy = policy
+        self._staged: list[int] = []
 
     def store(self, parent: int | None, hashes: Sequence[int]) -> None:
         super().store(parent, hashes)
@@ -298,7 +299,12 @@ class _ObservedBlocks(ReplicaBlocks):
         super().clear()
         self._policy.reset(self._replica, ())
 
-    def replace(self, blocks: Iterable[tuple[int, int | None]]) -> None:
+    def stage(self, blocks: Iterable[tuple[int, int | None]], *, first: bool) -> None:
         pairs = list(blocks)
-        super().replace(pairs)
-        self._policy.reset(self._replica, [block for block, _ in pairs])
+        super().stage(pairs, first=first)
+        self._staged = [*(() if first else self._staged), *(block for block, _ in pairs)]
+
+    def install(self) -> None:
+        super().install()
+        staged, self._staged = self._staged, []
+        self._policy.reset(self._replica, staged)

@@ -86,7 +86,6 @@ def listener() -> EventPublisher:
         host="127.0.0.1",
         block_size=BLOCK_SIZE,
         epoch=1,
-        medium="GPU",
     )
 
 
@@ -162,7 +161,7 @@ def publishing() -> Run:
 
 
 def new_ledger() -> EventLog:
-    return EventLog(EventsSettings(), epoch=1, block_size=BLOCK_SIZE, medium="GPU")
+    return EventLog(EventsSettings(), epoch=1, block_size=BLOCK_SIZE)
 
 
 def decoding() -> Run:

@@ -32,8 +32,10 @@ class Mirror:
     resident: dict[BlockHash, bytes] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
     stride: int = BLOCK_SIZE * 4
+    salts: list[str] = field(default_factory=list)
 
-    def stored(self, parent: BlockHash | None, hashes: Sequence[BlockHash], tokens: bytes) -> None:
+    def stored(self, parent: BlockHash | None, hashes: Sequence[BlockHash], tokens: bytes, salt: str) -> None:
+        self.salts.append(salt)
         assert hashes
         assert parent is None or parent in self.resident, "the parent of a stored block is not resident"
         assert len(tokens) == len(hashes) * self.stride
@@ -94,6 +96,17 @@ def compute(cache: PrefixCache, wanted: Prompt, table: Sequence[Block], start: i
     cache.commit(
         table[start:end], start, parent, wanted.hashes[start:end], wanted.tokens[start * stride : end * stride]
     )
+
+
+def test_a_salt_is_announced_with_the_first_block_only(cache: PrefixCache, mirror: Mirror):
+    """Later blocks inherit it from their parents, and a copy of the first is not announced at all."""
+    wanted = prompt(3)
+    tables = [must(cache.acquire(PrefixMatch((), 0), 3)) for _ in range(2)]
+    stride = BLOCK_SIZE * 4
+    for table, end in ((tables[0], 2), (tables[1], 3)):
+        cache.commit(table[:end], 0, ROOT, wanted.hashes[:end], wanted.tokens[: end * stride], "ann")
+
+    assert mirror.salts == ["ann", ""]
 
 
 def must(table: list[Block] | None) -> list[Block]:

@@ -182,7 +182,7 @@ class SimulatedReplica:
 
     # Called by the prefix cache
 
-    def stored(self, parent: BlockHash | None, hashes: Sequence[BlockHash], tokens: bytes) -> None:
+    def stored(self, parent: BlockHash | None, hashes: Sequence[BlockHash], tokens: bytes, salt: str) -> None:  # noqa: ARG002
         self._stores += 1
         self._changes.append(StoredBlocks(parent, tuple(hashes), tokens))
 

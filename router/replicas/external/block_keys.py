@@ -275,10 +275,11 @@ def _extras(event: Stored) -> tuple[Mapping[int, bytes], BlockHash | None]:
     extras: dict[int, bytes] = {}
     root: BlockHash | None = None
     for index, keys in enumerate(event.extra_keys or ()):
-        kept = keys
-        if index == 0 and event.parent is None and isinstance(keys, list):
-            root = next(filter(None, map(_own_root, keys)), None)
-            kept = [key for key in keys if _own_root(key) is None]
+        # vLLM repeats the adapter's name in each block; the root covers it.
+        kept = [key for key in keys if key != event.lora_name] if isinstance(keys, list) else keys
+        if index == 0 and event.parent is None and isinstance(kept, list):
+            root = next(filter(None, map(_own_root, kept)), None)
+            kept = [key for key in kept if _own_root(key) is None]
         if kept:
             extras[index] = msgspec.msgpack.encode(kept)
     return extras, root

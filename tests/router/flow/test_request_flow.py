@@ -808,6 +808,7 @@ def test_a_new_replica_is_filled_with_what_is_hot_before_it_serves(world: World)
     counters = world.flow.counters
     assert [(each.warm_up, each.sampling.max_tokens, len(each.token_ids)) for each in sent] == [(True, 1, 1024)] * 2
     assert {each.root for each in sent} == {tenant_root(ROOT, salt=bytes([kind])) for kind in range(2)}
+    assert {each.salt for each in sent} == {"\0", "\1"}
     assert min(each.priority for each in sent) > 10**9
     assert (counters.warm_up_requests, counters.warm_up_tokens, counters.warm_ups_cut) == (2, 512, 0)
     assert counters.finished == before.finished

@@ -42,6 +42,8 @@ class Behaviour:
     tells_ids: bool = True
     tells_block_size: bool = True
     tells_sockets: bool = False  #: report its event sockets, as vLLM does in development mode
+    names_sources: list[dict[str, object]] | None = None  #: where each rank publishes, as vLLM 0.33 tells it
+    silent_paths: tuple[str, ...] = ()  #: never answered
     ranks: int = 1  #: data-parallel ranks that its metrics show
     refusal: tuple[int, str] | None = None  #: status and message for every completion
     break_after: int | None = None  #: number of tokens after which the connection is cut
@@ -230,6 +232,8 @@ class FakeEngine:
             self._writers.discard(writer)
 
     async def _answer(self, method: str, path: str, body: bytes, writer: asyncio.StreamWriter) -> None:
+        while path in self.behaves.silent_paths:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
         match path:
             case "/v1/completions" | "/v1/chat/completions":
                 await self._complete(json.loads(body), writer)
@@ -239,6 +243,8 @@ class FakeEngine:
                 ends = self.endpoints
                 config = {"endpoint": ends.events.replace("127.0.0.1", "*"), "replay_endpoint": ends.replay}
                 self._whole(writer, 200, json.dumps({"vllm_config": {"kv_events_config": config}}).encode())
+            case "/kv_event_sources" if self.behaves.names_sources is not None:
+                self._whole(writer, 200, json.dumps(self.behaves.names_sources).encode())
             case "/health":
                 self._whole(writer, 200 if self.behaves.healthy else 503, b"")
             case "/v1/models":
