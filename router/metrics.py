@@ -81,6 +81,8 @@ FAMILIES = (
         ("homing_routing_rejected", "Sequences refused: queue full or prompt too long.", "rejected"),
         ("homing_routing_held", "Sequences that had to wait in the router on arrival.", "held"),
         ("homing_routing_continuations", "Times a sequence continued on another replica.", "continued"),
+        ("homing_routing_suspected", "Times a sequence was suspected because its replica died.", "suspected"),
+        ("homing_routing_blamed", "Sequences ended because a second replica died with them.", "blamed"),
         ("homing_routing_duplicate_tokens", "Tokens delivered twice by replicas and dropped.", "duplicate_tokens"),
         ("homing_routing_malformed_frames", "Replies from replicas that could not be decoded.", "malformed_frames"),
         ("homing_events_malformed", "Event messages that could not be decoded.", "malformed_events"),

@@ -4,17 +4,18 @@ Pure core: requests, replies and the current time in, instructions out. No socke
 unfinished request and chooses replicas with `Placement`, which the replica handles keep up to date.
 
     submit ──▶ queue ──place──▶ sent ──TokenOutput──▶ … ──finish reason──▶ over
-                 ▲                │ refused with retry, replica lost, message not sent
-                 └────────────────┘ continues with prompt + generated ids, at most `retries` times
+                 ▲                │ refused with retry (at most `retries` times), replica lost, message not sent
+                 └────────────────┘ continues with prompt + generated ids
 
 request_state.py lists the phases and their transitions in a table. While no replica can take a request, it waits in the
 queue (fair_queue.py: ordered by priority, then tenant share, then the policy's rank); a continued request does not wait
-for its tenant's share again. Every accepted request ends in exactly one `Ended`.
+for its tenant's share again. One whose replica died waits beside the queue until it may be tried apart from others
+(suspects.py). Every accepted request ends in exactly one `Ended`.
 """
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from heapq import heapify, heappop, heappush
@@ -44,6 +45,7 @@ from ..errors import (
     PromptTooLong,
     QueueFull,
     ReplicaLost,
+    ReplicasDied,
     RequestFailed,
     RouterError,
     Superseded,
@@ -71,6 +73,7 @@ from .request_state import (
     RequestState,
     Send,
 )
+from .suspects import QUEUED_S, Suspects, Usable, is_starting, is_unclear
 from .warmup import CacheWarmup
 
 log = logging.getLogger(__name__)
@@ -85,6 +88,8 @@ SATURATED = "saturated"
 #: No replica is warmed up while a prompt would wait this long at every other replica. Of 0.02 to 0.5 s and no limit,
 #: this gave the lowest mean TTFT when a third replica joins two simulated ones at several loads.
 PRESSING_WAIT_S = 0.5
+#: A request that could not be sent so often fails; each time, the replica chosen was about to leave routing.
+MAX_UNSENT = 64
 
 
 @dataclass(slots=True, frozen=True)
@@ -119,6 +124,7 @@ class RequestFlow:
         self._requests: dict[RequestId, RequestState] = {}
         self._by_wire: dict[int, RequestState] = {}
         self._queue = FairQueue()
+        self._suspects = Suspects()
         self._deadlines: list[tuple[float, RequestId]] = []  # heap; entries of finished requests are skipped
         self._request_ids = count(1)
         self._tenants: OrderedDict[BlockHash, bytes] = OrderedDict()  #: the latest ones by the root of their blocks
@@ -166,16 +172,28 @@ class RequestFlow:
         Also returns their wire ids, to abort if the replica is alive. It counts as lost unless it was draining.
         """
         self.warm_ups.drop(replica)
-        if not self.placement.fleet.load(replica, now).draining:
-            self.counters.replicas_lost += 1
+        died = not self.placement.fleet.load(replica, now).draining
+        self.counters.replicas_lost += died
+        busy = now - self.placement.fleet[replica].last_progress_at < QUEUED_S
         self.placement.leave(replica)
         orphans = [request for request in self._by_wire.values() if request.replica == replica]
         wire_ids = [request.wire_id for request in orphans]
-        instructions: list[Instruction] = []
         for request in orphans:
             request.counted = True
-            instructions += self._move(request, ReplicaLost(f"replica {replica} was lost, and no retry is left"), now)
-        return wire_ids, instructions + self.pump(now)
+        error = ReplicaLost(f"replica {replica} was lost, and its answer cannot be continued by another one")
+        return wire_ids, [*self._leave_all(replica, orphans, error, now, died=died, busy=busy), *self.pump(now)]
+
+    def broken_off(self, replica: str, wire_ids: Sequence[int], now: float) -> list[Instruction]:
+        """Move requests whose connections broke off at a server that still answers: perhaps another process of it died.
+
+        A server may stand for several engines, as a load balancer does, so these requests are suspected.
+        """
+        known = [self._by_wire.get(wire_id) for wire_id in wire_ids]
+        requests = [each for each in known if each is not None and each.replica == replica]
+        for request in requests:
+            request.excluded.add(replica)
+        error = ReplicaLost(f"the connection to replica {replica} broke off, and no other one can continue the answer")
+        return [*self._leave_all(replica, requests, error, now, died=True), *self.pump(now)]
 
     # Requests
 
@@ -236,6 +254,8 @@ class RequestFlow:
                 instructions = self._on_refused(replica, reply, now)
             case _:
                 assert_never(reply)
+        if self._suspects and self._suspects.passed(replica):
+            instructions += self.pump(now)
         if len(self._by_wire) < sent:  # only then is there room for another request
             instructions += self.pump(now)
         return instructions
@@ -247,11 +267,14 @@ class RequestFlow:
             self.warm_ups.drop(replica)
             return []
         request.excluded.add(replica)
-        return self._move(request, ReplicaLost(f"replica {replica} cannot be reached"), now) + self.pump(now)
+        request.unsent += 1
+        error = ReplicaLost(f"replica {replica} cannot be reached")
+        gone = [self._fail(request, error)] if request.unsent > MAX_UNSENT else self._move(request, error, now)
+        return gone + self.pump(now)
 
     def pump(self, now: float) -> list[Instruction]:
         """Place waiting requests in queue order. One that fits nowhere lets others pass (fair_queue.py)."""
-        instructions: list[Instruction] = []
+        instructions: list[Instruction] = self._try_suspects(now) if self._suspects.waiting else []
         if self._queue and self._any_open(now):
             for name in self._queue.turns():
                 request = self._requests[RequestId(name)]
@@ -265,6 +288,27 @@ class RequestFlow:
             instructions += [done for replica in self.warm_ups.replicas for done in self.warm_ups.stop(replica)]
         return instructions
 
+    def _try_suspects(self, now: float) -> list[Instruction]:
+        """Send suspects to replicas that are free for a trial."""
+        instructions: list[Instruction] = []
+        usable = self._usable(now)
+        for request in self._suspects.in_turn():
+            places = self._suspects.places(request, usable, now)
+            sent = self._place(request, now, places) if places else None
+            if sent is not None:
+                instructions.append(sent)
+        return instructions
+
+    def _usable(self, now: float) -> dict[str, Usable]:
+        """The replicas that take new requests."""
+        starting = {each.replica for each in self._by_wire.values() if is_starting(each, now)}
+        unclear = {each.replica for each in self._by_wire.values() if is_unclear(each)}
+        return {
+            (name := each.name): Usable(max(load.requests, len(each.requests)), name not in starting, name in unclear)
+            for each, load in zip(self.placement.fleet, self.placement.fleet.loads(now), strict=True)
+            if load.available
+        }
+
     def _any_open(self, now: float) -> bool:
         """Whether any replica takes new requests. If not, no waiting request needs to be tried."""
         return any(each.available for each in self.placement.fleet.loads(now))
@@ -276,6 +320,7 @@ class RequestFlow:
     def expire(self, now: float) -> list[Instruction]:
         """Fail overdue requests, drop overdue expectations, and move requests away from stalled replicas."""
         self.placement.expire(now)
+        self._suspects.expire(now)
         if len(self._deadlines) > 2 * len(self._requests) + SPARE_DEADLINES:
             self._deadlines = [(request.deadline, request.request_id) for request in self._requests.values()]
             heapify(self._deadlines)
@@ -323,7 +368,7 @@ class RequestFlow:
 
     def is_pressed(self, now: float) -> bool:
         """Whether requests need another replica now: some wait here, or prompts wait too long at every active one."""
-        return bool(self._queue) or all(
+        return bool(self.waiting) or all(
             each.queued_prefill_tokens and each.busy_until - now > PRESSING_WAIT_S
             for each in self.placement.fleet.loads(now)
             if each.available
@@ -335,7 +380,7 @@ class RequestFlow:
 
     @property
     def waiting(self) -> int:
-        return len(self._queue)
+        return len(self._queue) + len(self._suspects.waiting)
 
     @property
     def waiting_tokens(self) -> int:
@@ -367,8 +412,9 @@ class RequestFlow:
             assert not fleet[replica].requests, f"requests were sent to {replica}, which is being warmed up"
         waiting = [request for request in self._requests.values() if request.phase is WAITING]
         self._queue.check()
-        assert len(waiting) == len(self._queue), f"{len(self._queue)} in the queue, {len(waiting)} in phase waiting"
+        assert len(waiting) == self.waiting, f"{self.waiting} in the queue, {len(waiting)} in phase waiting"
         sent = [request for request in self._requests.values() if request.on_replica]
+        self._suspects.check(sent)
         assert len(waiting) + len(sent) == len(self._requests), "a request is neither in the queue nor on a replica"
         assert len(sent) == len(self._by_wire), f"{len(self._by_wire)} wire ids, {len(sent)} requests on replicas"
         for wire_id, request in self._by_wire.items():
@@ -412,7 +458,7 @@ class RequestFlow:
         request.keys = wire_hashes(request.hashes)
 
     def _prompt_and_candidates(
-        self, request: RequestState, now: float, *, every: bool = False
+        self, request: RequestState, now: float, closed: Collection[str] = (), *, every: bool = False
     ) -> tuple[Prompt, list[Candidate]]:
         # Prompt logprobs and mean pooling need every prompt token to be computed, so the cache does not help.
         scores_prompt = request.request.sampling.prompt_logprobs is not None and not request.generated
@@ -420,7 +466,8 @@ class RequestFlow:
         hashes = () if scores_prompt or (embedding and embedding.pooling == "mean") else request.keys
         prompt = self._prompt(request, hashes, now)
         usable = (prompt.tokens - 1) // prompt.block_size
-        return prompt, self.placement.candidates(hashes, request.excluded, now, usable=usable, every=every)
+        excluded = request.excluded.union(closed) if closed else request.excluded
+        return prompt, self.placement.candidates(hashes, excluded, now, usable=usable, every=every)
 
     def _prompt(self, request: RequestState, hashes: Sequence[int], now: float) -> Prompt:
         return Prompt(
@@ -433,9 +480,17 @@ class RequestFlow:
             session=request.request.session,
         )
 
-    def _place(self, request: RequestState, now: float) -> Send | None:
-        """Choose a replica and reserve its capacity; None if no replica can take the request now."""
-        prompt, candidates = self._prompt_and_candidates(request, now)
+    def _place(self, request: RequestState, now: float, only: Collection[str] | None = None) -> Send | None:
+        """Choose a replica and reserve its capacity; None if no replica can take the request now.
+
+        `only`: the replicas on which a suspect may be tried; None: it is not one, and trials are not disturbed.
+        """
+        closed: Collection[str] = ()
+        if only is not None:
+            closed = [each.name for each in self.placement.fleet if each.name not in only]
+        elif self._suspects:
+            closed = self._suspects.closed(self._usable(now))
+        prompt, candidates = self._prompt_and_candidates(request, now, closed)
         decision = self.placement.decide(prompt, candidates)
         row = decision.row
         if row is None:
@@ -454,10 +509,13 @@ class RequestFlow:
                 request.known_tokens = known_tokens(prompt, candidates)
         request.waits_for = ""
         request.advance("send")
+        request.sent_at, request.due_at = now, now + row.ttft_s
         wire_id = request.wire_id = next(self._wire_ids)
         replica = request.replica = row.candidate.replica_id
         request.uncached_tokens = row.uncached_tokens
         self._by_wire[wire_id] = request
+        if only is not None:
+            self._suspects.begin(request, replica, now)
         about = request.request
         self.placement.book(wire_id, decision, request.keys, now, about.trace_id[:MAX_TRACE_ID], about.tenant)
         request.decisions.append((now, decision))
@@ -584,12 +642,60 @@ class RequestFlow:
         if not refused.retry:
             return [self._fail(request, error)]
         request.excluded.add(replica)
+        request.attempts += 1
         return self._move(request, error, now)
 
     # Moving and ending
 
-    def _move(self, request: RequestState, error: RouterError, now: float) -> list[Instruction]:
-        """Continue the request on another replica, or fail it with `error` if no retry is left."""
+    def _leave_all(
+        self,
+        replica: str,
+        requests: Sequence[RequestState],
+        error: RouterError,
+        now: float,
+        *,
+        died: bool,
+        busy: bool = False,
+    ) -> list[Instruction]:
+        """Move requests off a replica. If it died, they are suspected, and one that must be the cause ends."""
+        guilty = self._suspects.died(replica, requests, now, busy=busy) if died and requests else None
+        instructions = [] if guilty is None else self._blame(guilty)
+        for request in requests:
+            if request.outcome is None:
+                suspected = request.suspicion is not None and request.suspicion.deaths[-1] == (replica, now)
+                self.counters.suspected += suspected
+                request.attempts += suspected  # also if it was in the replica's queue: this is the bound for such moves
+                instructions += self._move(request, error, now, suspected=suspected)
+        return instructions
+
+    def _blame(self, guilty: RequestState) -> list[Instruction]:
+        """End a request that killed two replicas, and clear those that were beside it."""
+        assert guilty.suspicion is not None, "blamed without a suspicion"
+        replicas = [replica for replica, _ in guilty.suspicion.deaths]
+        instructions: list[Instruction] = []
+        for request in (guilty, *self._suspects.twins(guilty)):
+            self.counters.blamed += 1
+            about = request.request
+            log.error(
+                "request_blamed trace=%s replicas=%s prompt_tokens=%d generated=%d",
+                about.trace_id,
+                ",".join(replicas),
+                request.prompt_tokens,
+                request.generated,
+            )
+            instructions.append(self._fail(request, ReplicasDied(replicas)))
+        for request in self._requests.values():
+            waits = request.request_id in self._suspects.waiting
+            if self._suspects.clear(request, guilty):
+                request.attempts -= 1
+                if waits and request.request_id not in self._suspects.waiting:
+                    self._queue.resume(request.request_id, priority=request.request.priority)
+        return instructions
+
+    def _move(
+        self, request: RequestState, error: RouterError, now: float, *, suspected: bool = False
+    ) -> list[Instruction]:
+        """Continue the request on another replica, or fail it with `error` if that is not possible."""
         if nothing_left(request, self._max_model_len):
             return self._finish(request, TokenDelta(token_ids=[], finish_reason="length"), now)
         if not self._may_move(request):
@@ -602,11 +708,18 @@ class RequestFlow:
         log.info("request_moved trace=%s from=%s generated=%d", trace_id, request.replica, request.generated)
         assert self._hash_cache is not None, "a request without a model"
         self._hash_blocks(request, self._hash_cache)
+        if suspected:
+            request.waits_for = (
+                f"held: replica {request.replica} died with it, so it is tried apart from other requests"
+            )
+            self._suspects.wait(request)
+            return []
         self._queue.resume(request.request_id, priority=request.request.priority)
         return self.pump(now)
 
     def _may_move(self, request: RequestState) -> bool:
-        return not request.text_only and request.continuations < self._settings.retries
+        # Deaths of replicas do not count, only refusals: what is beside a request that kills replicas does not pay.
+        return not request.text_only and request.attempts <= self._settings.retries > 0
 
     def _move_stuck(self, replica: str, now: float) -> list[Instruction]:
         """Move requests off a stuck replica. Those that cannot continue elsewhere stay, as it may recover."""
@@ -618,8 +731,10 @@ class RequestFlow:
             request.counted = True
             instructions += self._abort(request)
             request.excluded.add(replica)
-            instructions += self._move(request, ReplicaLost(f"replica {replica} is stuck"), now)
-        return instructions
+        return [
+            *instructions,
+            *self._leave_all(replica, stuck, ReplicaLost(f"replica {replica} is stuck"), now, died=True),
+        ]
 
     def _finish(self, request: RequestState, last: TokenDelta, now: float) -> list[Instruction]:
         self._count_finished(request, now)
@@ -654,6 +769,7 @@ class RequestFlow:
         """Remove a request from the queue or its replica. `computed_at`: when the replica finished it; None: never."""
         if request.phase is WAITING:
             self._queue.discard(request.request_id)
+            self._suspects.gone(request)
         else:
             self._detach(request, computed_at)
         if self._queue:
@@ -667,6 +783,7 @@ class RequestFlow:
     def _detach(self, request: RequestState, computed_at: float | None = None) -> None:
         assert request.replica is not None, f"request {request.request_id} is on no replica"
         self.placement.ended(request.replica, request.wire_id, computed_at)
+        self._suspects.gone(request)
         del self._by_wire[request.wire_id]
 
 

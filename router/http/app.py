@@ -99,14 +99,20 @@ class App:
                 self._origins.check_origin(request.headers)
             _require_json(request)
             await endpoint.handler.run(self._front, exchange)
-        except ClientGoneError:
-            return
-        except Superseded:
-            exchange.restart()
-        except RouterError as error:
-            send_error(exchange, error)
         except Exception as error:
-            log.exception("request_crashed path=%s request_id=%s", exchange.request.path, exchange.id)
+            self._fail(exchange, error)
+            forget_frames(error)
+
+    @staticmethod
+    def _fail(exchange: Exchange, error: Exception) -> None:
+        if isinstance(error, ClientGoneError):
+            return
+        if isinstance(error, Superseded):
+            exchange.restart()
+        elif isinstance(error, RouterError):
+            send_error(exchange, error)
+        else:
+            log.error("request_crashed path=%s request_id=%s", exchange.request.path, exchange.id, exc_info=error)
             send_error(exchange, RouterError(f"internal error: {type(error).__name__}"))
 
     def _on_end(self, exchange: Exchange) -> None:
@@ -136,6 +142,18 @@ def _observe_phases(model: ModelMetrics, exchange: Exchange, summary: Generation
     model.phase("blocked", exchange.blocked_s)
     for name, seconds in summary.phases(duration_s).items():
         model.phase(name.removesuffix("_s"), seconds)
+
+
+def forget_frames(error: BaseException) -> None:
+    """Drop the tracebacks of an error that was handled, and of those that it came from.
+
+    Their frames refer to the request's body, and through the request to the error: such cycles live until the garbage
+    collector looks at old objects, which takes minutes.
+    """
+    seen: BaseException | None = error
+    while seen is not None and seen.__traceback__ is not None:
+        seen.__traceback__ = None
+        seen = seen.__cause__ or seen.__context__
 
 
 def _require_json(request: Request) -> None:
@@ -183,3 +201,5 @@ def _remainder(work: Coroutine[Any, Any, None], awaited: Any) -> Generator[Any, 
             awaited = work.send(sent) if thrown is None else work.throw(thrown)
         except StopIteration:
             return
+        finally:
+            del thrown  # its traceback refers to this frame
