@@ -11,6 +11,7 @@ from types import coroutine
 from typing import Any
 
 from ..errors import BodyTooLarge, NotJson, RouterError, Superseded
+from ..metrics import ModelMetrics
 from .caller import REQUEST_ID, request_id, tenant_of
 from .endpoints.table import error_body_of, find, row_path, takes_large_bodies
 from .errors import send_error
@@ -18,7 +19,7 @@ from .front import Front
 from .protocol.access import AccessLog
 from .protocol.connection import SMALL_BODY_BYTES, HttpConnection
 from .protocol.cors import CorsPolicy
-from .protocol.exchange import JSON, ClientGoneError, Exchange, Headers, Request
+from .protocol.exchange import JSON, ClientGoneError, Exchange, GenerationSummary, Headers, Request
 from .protocol.origins import OriginPolicy
 from .request_records import is_kept, name_refused, record_of
 from .tracing import RequestSpans
@@ -122,6 +123,8 @@ class App:
             name_refused(exchange, exchange.error)
         metrics = self._front.metrics
         metrics.http_request(row_path(exchange.request.path) or OTHER_PATH, exchange.status, duration_s)
+        if exchange.summary is not None:
+            _observe_phases(metrics.of(exchange.summary.model), exchange, exchange.summary, duration_s)
         if exchange.gone:
             metrics.client_gone()
         if self._spans is not None:
@@ -132,6 +135,13 @@ class App:
             self._access.write(exchange, duration_s)
         if self._front.history is not None and is_kept(exchange):
             self._front.history.put(record_of(self._front, exchange))
+
+
+def _observe_phases(model: ModelMetrics, exchange: Exchange, summary: GenerationSummary, duration_s: float) -> None:
+    model.phase("receive", exchange.request.receive_s)
+    model.phase("blocked", exchange.blocked_s)
+    for name, seconds in summary.phases(duration_s).items():
+        model.phase(name.removesuffix("_s"), seconds)
 
 
 def forget_frames(error: BaseException) -> None:

@@ -113,7 +113,7 @@ async def load(front: Front, exchange: Exchange) -> None:
 
 
 async def metrics(front: Front, exchange: Exchange) -> None:
-    front.metrics.observe_cluster(front.backend.view())
+    front.metrics.observe_cluster(front.cluster())
     exchange.respond(front.metrics.render(), content_type=CONTENT_TYPE)
 
 
@@ -122,7 +122,7 @@ async def version(_front: Front, exchange: Exchange) -> None:
 
 
 async def cluster(front: Front, exchange: Exchange) -> None:
-    respond(exchange, front.backend.view())
+    respond(exchange, front.cluster())
 
 
 async def live_page(_front: Front, exchange: Exchange) -> None:
