@@ -172,6 +172,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     #: prompt tokens now pinned (0: over the budget, or not yet); on the first output of a request with pins
     pinned_tokens: int | None = None
     embedding: bytes | None = None  #: float32 LE, if the request asked for one; `token_ids` is then empty
+    waited_s: float | None = None  #: from its arrival here to the start of its first step; on the first output only
 
 
 class TokenBatch(msgspec.Struct, frozen=True, kw_only=True, tag="tokens"):

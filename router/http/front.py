@@ -13,7 +13,7 @@ import msgspec
 
 from ... import __version__
 from ...replica.messages import ModelLimits
-from ..backend import Backend, EngineList, ModelBackend, TextSource
+from ..backend import NEW, Backend, ClusterView, EngineList, Missing, ModelBackend, TextSource
 from ..config import RouterSettings
 from ..errors import NoReplica
 from ..metrics import ModelMetrics, RouterMetrics
@@ -31,6 +31,10 @@ from .response_store import ResponseStore, StoreBounds
 from .turns import Turns
 
 log = logging.getLogger(__name__)
+
+#: Tenants shown of those whose blocks a replica holds.
+MAX_TENANTS = 16
+OTHERS = "others"
 
 #: In the chat template of a model that may reason: more formats are in use than we parse.
 _REASONING = re.compile("think|thought|reason", re.IGNORECASE)
@@ -105,6 +109,14 @@ class Served(msgspec.Struct, frozen=True, gc=False):
     may_reason: bool = False  #: whether an engine's parser might find reasoning in its answers
     adapter: str = ""  #: the engines' adapter that answers, which is then the name in `limits`; empty: the model itself
     defaults: SamplingDefaults = SamplingDefaults()  #: for sampling fields that a request does not set
+
+
+def _by_name(owned: Mapping[bytes, int], names: Mapping[bytes, str]) -> dict[str, int]:
+    """The tenants with the most blocks, by name; those without a name by their digest's first digits."""
+    most = sorted(owned.items(), key=lambda each: -each[1])
+    shown = {names.get(digest) or digest[:4].hex(): blocks for digest, blocks in most[:MAX_TENANTS]}
+    others = sum(blocks for _, blocks in most[MAX_TENANTS:])
+    return shown | ({OTHERS: others} if others else {})
 
 
 class Front:
@@ -202,9 +214,30 @@ class Front:
             return served
         return msgspec.structs.replace(served, limits=msgspec.structs.replace(limits, name=named), adapter=named)
 
+    def shown(self, missing: Missing | None, *, admin: bool) -> Missing | None:
+        """`missing` with the other tenant's name, or for others than admins without anything about other tenants."""
+        if missing is None:
+            return None
+        if admin:
+            named = next((each for each in self.tenants.named() if each.digest.hex()[:8] == missing.tenant), None)
+            return msgspec.structs.replace(missing, tenant=named.name) if named is not None else missing
+        if missing.reason == "other tenant":
+            return Missing(token=missing.token, reason="new", why=NEW)
+        return msgspec.structs.replace(missing, request=None)
+
+    def cluster(self) -> ClusterView:
+        """The backend's view with the tenants of the replicas' blocks, by name. Takes milliseconds."""
+        view, owned = self.backend.view(), self.backend.tenant_blocks()
+        names = {tenant.digest: tenant.name for tenant in self.tenants.named()}
+        replicas = [
+            msgspec.structs.replace(each, tenant_blocks=_by_name(owned.get(each.replica_id, {}), names))
+            for each in view.replicas
+        ]
+        return msgspec.structs.replace(view, replicas=replicas)
+
     def live_snapshot(self) -> LiveSnapshot:
         """The state that the live page shows."""
-        view = self.backend.view()
+        view = self.cluster()
         return LiveSnapshot(
             version=__version__,
             started_at=self.started_at,

@@ -278,7 +278,13 @@ class ModelVersions:
             waiting=sum(view.waiting for view in views),
             in_flight=sum(view.in_flight for view in views),
             models=[
-                model_view(name, model.limits(), shown[name], model.counters)
+                model_view(
+                    name,
+                    model.limits(),
+                    shown[name],
+                    model.counters,
+                    sum(version.service.waiting_tokens for version in model.versions),
+                )
                 for name, model in self._models.items()
                 if shown[name] or not model.leaving
             ],
@@ -294,6 +300,9 @@ class ModelVersions:
             refused=[refused for view in views for refused in view.refused],
             absent=[replica for replica in self._missing if replica.replica_id not in present],
         )
+
+    def tenant_blocks(self) -> dict[str, dict[bytes, int]]:
+        return {name: owned for version in self._versions for name, owned in version.service.tenant_blocks().items()}
 
     def activity(self) -> list[ModelActivity]:
         return [activity for version in self._versions for activity in version.service.activity()]

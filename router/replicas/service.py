@@ -336,8 +336,13 @@ class RouterService:
             refused=refused,
             counters=self.counters,
         )
-        models = [model_view(limits.name, limits, [view], self.counters) for limits in self.models()]
+        models = [
+            model_view(limits.name, limits, [view], self.counters, self.waiting_tokens) for limits in self.models()
+        ]
         return msgspec.structs.replace(view, models=models)
+
+    def tenant_blocks(self) -> dict[str, dict[bytes, int]]:
+        return self._placement.tenant_blocks.by_replica()
 
     def activity(self) -> list[ModelActivity]:
         """See `Backend`. Empty until a replica was accepted."""
@@ -524,6 +529,9 @@ class RouterService:
             prefill_tokens_per_s=load.prefill_tokens_per_s,
             decode_step_s=load.decode_step_s,
             pinned_blocks=load.pinned_blocks,
+            waiting_blocks=max(0, load.free_blocks - load.spare_blocks) if reported else None,
+            events_seq=replica.events_seq,
+            index_digest=f"{self._placement.index.digest(name).xor:016x}",
             warm_up=self._flow.warm_ups.progress(name),
             report_age_s=now - joined.last_message_at if reported else None,
         )

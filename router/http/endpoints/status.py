@@ -130,7 +130,7 @@ async def load(front: Front, exchange: Exchange) -> None:
 
 
 async def metrics(front: Front, exchange: Exchange) -> None:
-    front.metrics.observe_cluster(front.backend.view())
+    front.metrics.observe_cluster(front.cluster())
     exchange.respond(front.metrics.render(), content_type=CONTENT_TYPE)
 
 
@@ -139,7 +139,7 @@ async def version(_front: Front, exchange: Exchange) -> None:
 
 
 async def cluster(front: Front, exchange: Exchange) -> None:
-    respond(exchange, front.backend.view())
+    respond(exchange, front.cluster())
 
 
 async def live_page(_front: Front, exchange: Exchange) -> None:

@@ -83,6 +83,9 @@ class ExternalReplica(ReplicaHandle):
         self._load = ExternalLoad(description)
         self._model = ""  #: the model's name at the engine
         self._calls: dict[int, tuple[ExternalRequest, Call]] = {}
+        #: requests that failed here, until the next check of the health: if the engine is dead, they were on it when
+        #: it died; else they go on elsewhere
+        self._doubtful: list[tuple[ExternalRequest, Refused]] = []
         self._watching: asyncio.Task[None] | None = None
         self._check_now = asyncio.Event()  #: set when a request or the event feed fails: check the health at once
         self._events_arrived = True  #: since the last check: the engine works, perhaps for other clients
@@ -200,6 +203,7 @@ class ExternalReplica(ReplicaHandle):
                 async with asyncio.timeout(HEALTH_INTERVAL_S):
                     await self._check_now.wait()
             self._check_now.clear()
+            doubts = len(self._doubtful)
             try:
                 if self._restarted and self.joined:
                     self._restarted = False
@@ -207,6 +211,8 @@ class ExternalReplica(ReplicaHandle):
                 answer = await self._client.ask("GET", "/health", timeout_s=HEALTH_TIMEOUT_S)
                 if answer.status != 200:
                     return f"/health answers {answer.status}"
+                self._settle_doubts(doubts)
+                doubts = 0
                 checks += 1
                 if checks % ADAPTER_CHECKS == 0 and self.joined:
                     with suppress(NoAnswerError):
@@ -226,11 +232,26 @@ class ExternalReplica(ReplicaHandle):
                     return str(error)
             except EngineUnreachableError as error:
                 return str(error)
+            self._settle_doubts(doubts)
             self._report()
 
     def _set_adapters(self, adapters: frozenset[str]) -> None:
         if self.joined:
             self._placement.set_adapters(self.replica_id, adapters)
+
+    def _settle_doubts(self, count: int) -> None:
+        """The engine is alive: move the first `count` requests that failed here before it was asked.
+
+        Those whose connections broke off are suspected: behind the same address, another engine may have died.
+        """
+        doubtful, self._doubtful = self._doubtful[:count], self._doubtful[count:]
+        now = self._context.clock()
+        broken = [request.request_id for request, _ in doubtful if request.broke_off]
+        if broken:
+            self._context.run(self._flow.broken_off(self.replica_id, broken, now))
+        for request, refused in doubtful:
+            if not request.broke_off:
+                self._reply(refused, now)
 
     def _note_trouble(self, trouble: str) -> None:
         if trouble != self.trouble:
@@ -262,6 +283,7 @@ class ExternalReplica(ReplicaHandle):
         for _, call in self._calls.values():
             call.close()
         self._calls.clear()
+        self._doubtful.clear()
         return self._depart(reason)[1]
 
     # Requests
@@ -303,7 +325,7 @@ class ExternalReplica(ReplicaHandle):
             self._report()
 
     def _on_reply(self, request: ExternalRequest, reply: TokenOutput | TextOutput | Refused) -> None:
-        over, now = request.closed, self._context.clock()
+        over, sent, now = request.closed, None, self._context.clock()
         if over:
             if (sent := self._calls.pop(request.request_id, None)) is None:
                 return
@@ -315,9 +337,14 @@ class ExternalReplica(ReplicaHandle):
                 call.leave()
         if isinstance(reply, Refused):
             self._load.ended(request)
-            if reply.retry:
-                self._check_now.set()
-            self._reply(reply, now)
+            if not reply.retry:
+                self._reply(reply, now)
+                return
+            self._check_now.set()
+            if sent is None or sent[1].sent:
+                self._doubtful.append((request, reply))
+            else:
+                self._context.run(self._flow.unsendable(self.replica_id, request.generate, now))
             return
         started = self._load.tokens_arrived(request, now)
         if started and self._feed is None:

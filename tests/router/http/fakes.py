@@ -116,6 +116,7 @@ class FakeBackend:
         self.state = "serving"
         self.activities: list[ModelActivity] = []
         self.is_exact = True
+        self.owned: dict[str, dict[bytes, int]] = {}
         self.chats: EngineChats | None = None  #: None: the replicas are our own
         self.streams: list[FakeStream] = []
         self.offered: tuple[str, ...] = ()  #: adapters
@@ -189,6 +190,9 @@ class FakeBackend:
             refused=[],
             counters=RouterCounters(requests=len(self.streams)),
         )
+
+    def tenant_blocks(self) -> dict[str, dict[bytes, int]]:
+        return self.owned
 
     def activity(self) -> list[ModelActivity]:
         return self.activities

@@ -5,7 +5,9 @@ Its tokens depend only on (seed, position), so a test knows what a request must 
 
 import asyncio
 import json
+import os
 import random
+import re
 import secrets
 import threading
 from collections.abc import Iterator
@@ -48,6 +50,8 @@ class Behaviour:
     refusal: tuple[int, str] | None = None  #: status and message for every completion
     break_after: int | None = None  #: number of tokens after which the connection is cut
     memory_tokens: int | None = None  #: memory runs out after this many: an error ends the stream, then always 500
+    #: marks prompts that end the process, and the number of tokens generated before
+    dies_of: tuple[int, int] | None = None
     floods: bool = False  #: every answer is a line without an end
     healthy: bool = True
     stores: bool = True  #: store the prompts that it answers, and publish their events
@@ -301,6 +305,7 @@ class FakeEngine:
     async def _generate(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         chat, salt = "messages" in body, body.get("cache_salt")
         prompt = list(self.canary_ids) if chat else body["prompt"]
+        marks = [int(word) for word in re.findall(r"\d+", json.dumps(body["messages"]))] if chat else prompt
         cached = self.held(prompt, salt) * self.block_size
         if self.behaves.stores:
             self.store(prompt, salt, body["model"] if body["model"] in self.adapters else None)
@@ -311,6 +316,12 @@ class FakeEngine:
         for place in range(count):
             if place == 1:
                 await self.behaves.gate.wait()
+            if (
+                self.behaves.dies_of is not None
+                and self.behaves.dies_of[1] == place
+                and self.behaves.dies_of[0] in marks
+            ):
+                os._exit(1)
             if place == self.behaves.break_after:
                 writer.transport.abort()
                 raise ConnectionResetError
