@@ -21,7 +21,7 @@ PIP_INSTALL := $(BIN)/pip install --disable-pip-version-check --constraint const
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-fast test-slow test-nightly test-processors coverage check lint types format wheel wheel-check compat frameworks exactness clients bench-core bench-events bench-eviction bench-partial bench-warm-up bench-decision bench-parsers bench-router bench-engine bench-engines bench-guided bench-step bench-routing chaos docs audit gpu-check gpu-compile clean
+.PHONY: help setup serve test test-fast test-slow test-nightly test-processors coverage check lint types format wheel wheel-check compat frameworks interop exactness clients bench-core bench-events bench-partial bench-warm-up bench-decision bench-parsers bench-router bench-engine bench-engines bench-guided bench-step bench-routing chaos docs audit gpu-check gpu-compile clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -116,6 +116,9 @@ compat: $(COMPAT)/.ready ## Test the event stream against vLLM itself (installed
 frameworks: $(VENV)/.dev ## Try agent frameworks, in environments of their own, against a scripted engine (90 seconds)
 	@$(BIN)/python -m tests.agents.run --pip-flags "$(PIP_FLAGS)" openai-agents instructor llama-index
 
+interop: $(VENV)/.dev ## Compare what Dynamo's indexer, in an environment of its own, reads from our events with the caches (15 seconds)
+	@$(BIN)/python -m tests.interop.run --pip-flags "$(PIP_FLAGS)" $(ARGS)
+
 clients: $(VENV)/.dev ## Try Claude Code, Codex, OpenCode, Qwen Code, agent frameworks, and load generators against a cluster (OUT=DIR keeps their output)
 	@$(BIN)/python -m tests.agents.run --pip-flags "$(PIP_FLAGS)"
 	@$(BIN)/python -m tests.clients.run --pip-flags "$(PIP_FLAGS)" $(if $(OUT),--keep $(OUT)) $(ARGS)
@@ -125,9 +128,6 @@ bench-core: $(if $(PEER),$(COMPAT)/.ready,$(VENV)/.dev) ## Cost of hashing, pool
 
 bench-events: $(VENV)/.dev ## Cost of the event stream: a router's ingest over ZeroMQ, and the publisher (OUT=FILE writes JSON)
 	@$(BIN)/python tests/bench/events.py $(if $(OUT),--out $(OUT))
-
-bench-eviction: $(VENV)/.dev ## Hit rates of the eviction policies beside the optimum (TRACES=DIR: on those traces; OUT=FILE writes JSON)
-	@$(BIN)/python tests/bench/eviction.py $(if $(TRACES),--traces $(TRACES)) $(if $(OUT),--out $(OUT))
 
 bench-partial: $(VENV)/.dev ## What copying inside blocks saves, and what a copy costs
 	@$(BIN)/python tests/bench/partial_blocks.py

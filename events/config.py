@@ -15,6 +15,23 @@ class EventsSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ] = "int64"
     hash_only: Annotated[bool, "publish no token ids, so that they never leave the replica"] = False
     replay_batches: Annotated[int, Meta(ge=0), "event batches kept for replay"] = 10_000
+    events_preset: Annotated[
+        Literal["none", "llm-d", "aibrix", "dynamo"],
+        "also publish the events where this project's indexer reads them: its ports and topic",
+    ] = "none"
+    events_port: Annotated[
+        int,
+        Meta(ge=0, le=65535),
+        "also publish the events on this TCP port, or the next free one (a node's other replicas); 0: as the preset",
+    ] = 0
+    events_replay_port: Annotated[
+        int, Meta(ge=0, le=65535), "port for replays beside `events_port`; 0: as the preset, or none"
+    ] = 0
+    events_topic: Annotated[
+        str,
+        Meta(pattern=r"^([^{}]|\{(epoch|host|model|replica)\})*$"),
+        "topic on `events_port`, with {epoch}, {host}, {model}, {replica}; empty: as the preset, or kv-events@{epoch}",
+    ] = ""
     publish_queue_batches: Annotated[
         int, Meta(ge=1), "batches queued for sending; more are lost as a gap, so the engine never waits"
     ] = 10_000

@@ -26,7 +26,6 @@ from ..events.publish.publisher import EventPublisher, Waker
 from ..events.security.curve_keys import ServerKeys
 from ..events.wire.messages import LoadReport
 from ..kvcache.config import KvCacheSettings
-from ..kvcache.eviction import eviction_policy
 from ..kvcache.hashing import TOKEN_BYTES, BlockHasher, token_array
 from ..kvcache.pins import PinLimits
 from ..kvcache.prefix_cache import CachedBlock, PrefixCache
@@ -91,14 +90,16 @@ def start_replica(
     ipc_dir: Path | None = None,
     place: RankPlace | None = None,
     node: str = "",
+    model_name: str = "",
     keys: ServerKeys | None = None,
     load_runner: RunnerLoader = load_runner,
 ) -> "ReplicaServer":
     """Load the model, allocate the KV pool, measure the speed and bind the sockets; blocks until all is ready.
 
     `ipc_dir`: a private folder for sockets if all the replica's peers are on its node; None: TCP on `host`.
-    `place`: rank 0's place among several ranks; None: a single rank. `keys`: encrypt traffic with routers and
-    subscribers. Raises StartupError, PoolTooSmall, RankLost or EndpointUnusable and then leaves nothing behind.
+    `place`: rank 0's place among several ranks; None: a single rank. `model_name`: as served, for topics of events.
+    `keys`: encrypt traffic with routers and subscribers. Raises StartupError, PoolTooSmall, RankLost or
+    EndpointUnusable and then leaves nothing behind.
     """
     epoch, block_size = randbits(63), kvcache.block_size
     with ExitStack() as stack:
@@ -109,7 +110,8 @@ def start_replica(
             host=host,
             block_size=block_size,
             epoch=epoch,
-            medium="GPU" if model.runner.device.type == "cuda" else "CPU",
+            model=model_name or settings.model,
+            replica=replica_id,
             ipc_dir=ipc_dir,
             keys=keys,
         )
@@ -198,7 +200,6 @@ def _prefix_cache(kvcache: KvCacheSettings, num_blocks: int, publisher: EventPub
     return PrefixCache(
         num_blocks,
         kvcache.block_size,
-        policy=eviction_policy(kvcache.eviction),
         listener=publisher,
         enabled=kvcache.prefix_caching,
         partial_block_reuse=kvcache.partial_block_reuse,

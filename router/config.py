@@ -150,7 +150,12 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     replica_silence_s: Annotated[
         float, Meta(gt=0), "a replica that has not reported for this long gets no new requests"
     ] = 3.0
-    retries: Annotated[int, Meta(ge=0, le=16), "maximum number of continuations of a request on other replicas"] = 3
+    retries: Annotated[
+        int,
+        Meta(ge=0, le=16),
+        "maximum number of continuations of a request on other replicas; "
+        "those for which another request is to blame do not count",
+    ] = 3
     warm_up_share: Annotated[
         float,
         Meta(ge=0, le=1),

@@ -27,6 +27,7 @@ class RouterError(Exception):
     http_status: ClassVar[int] = 500
     error_type: ClassVar[str] = "server_error"
     code: ClassVar[str | None] = None
+    should_retry: ClassVar[bool] = True  #: whether clients may send a request again that ended with a 5xx
     limit: str | None = None  #: the setting, or the tenant's limit, that the request reached
 
     def __init_subclass__(
@@ -214,6 +215,13 @@ class RequestTooSlow(RouterError, status=408, code="request_too_slow", limit="re
     """The request did not arrive completely within `read_timeout_s`."""
 
 
+class EndedByOperator(RouterError, status=410, code="ended_by_operator"):
+    """An admin has ended the request. Clients do not repeat it, as they do after a 5xx."""
+
+    def __init__(self) -> None:
+        super().__init__("an operator of this server has ended the request")
+
+
 class CacheInUse(RouterError, status=409, code="cache_in_use"):
     """A reset would free blocks that running requests use."""
 
@@ -268,6 +276,21 @@ class RequestFailed(RouterError, code="request_failed"):
 
 class ReplicaLost(RequestFailed, status=502, code="replica_lost"):
     """The replica was lost, and no retry is left."""
+
+
+class ReplicasDied(RequestFailed, code="replicas_died"):
+    """Two replicas died while they ran the request, so it may be the cause and is not sent to a third.
+
+    Official clients would send it again after a 5xx; a header of the response tells them not to.
+    """
+
+    should_retry = False
+
+    def __init__(self, replicas: Iterable[str]) -> None:
+        super().__init__(
+            f"replicas {' and '.join(replicas)} died while they ran this request; "
+            "it may be the cause and is not sent to another one"
+        )
 
 
 class DeadlineExceeded(RequestFailed, status=504, code="deadline_exceeded", limit="request_timeout_s"):

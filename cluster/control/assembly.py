@@ -118,6 +118,7 @@ def _rank_server(spec: RankSpec) -> RankServer:
         ipc_dir=_make_socket_folder(spec),
         place=place if spec.world > 1 else None,
         node=node_address(),
+        model_name=model.settings.served_name,
         keys=server_keys(model.settings.events),
     )
 

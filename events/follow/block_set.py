@@ -18,10 +18,11 @@ class Digest(NamedTuple):
 class CacheMirror:
     """The set of resident blocks and their parents. Storing a block twice or removing an absent one has no effect."""
 
-    __slots__ = ("_parents", "_xor")
+    __slots__ = ("_parents", "_staged", "_xor")
 
     def __init__(self) -> None:
         self._parents: dict[int, int | None] = {}
+        self._staged: list[tuple[int, int | None]] = []
         self._xor = 0
 
     def __len__(self) -> int:
@@ -68,6 +69,15 @@ class CacheMirror:
         self.clear()
         for block, parent in blocks:
             self.store(parent, (block,))
+
+    def stage(self, blocks: Iterable[tuple[int, int | None]], *, first: bool) -> None:
+        if first:
+            self._staged = []
+        self._staged += blocks
+
+    def install(self) -> None:
+        staged, self._staged = self._staged, []
+        self.replace(staged)
 
     def check(self) -> None:
         """Assert that the running XOR is that of the held blocks."""

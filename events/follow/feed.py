@@ -122,7 +122,8 @@ class EventFeed:
         self._ipv6 = ipv6
         self.decoder = BatchDecoder(token_ids=token_ids)
         if residency is None:
-            residency = CountedResidency() if counted else SetResidency(CacheMirror() if blocks is None else blocks)
+            mirror = CacheMirror() if blocks is None else blocks
+            residency = CountedResidency() if counted else SetResidency(mirror, reports=blocks is None)
         #: The state machine, for its counters, cursor and digest.
         self.subscription = Subscription(options or _options(endpoints), residency)
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -11,6 +11,8 @@ from operator import xor
 from typing import Protocol, assert_never
 
 from ..wire.cache_events import BlockHolder, CacheEvent, Cleared, Removed, Stored, apply_event
+from ..wire.dialects import snapshot_pairs
+from ..wire.messages import SnapshotBlock
 from .block_set import Digest
 
 
@@ -21,6 +23,12 @@ class ResidentBlocks(BlockHolder, Protocol):
     def digest(self) -> Digest: ...
     def replace(self, blocks: Iterable[tuple[int, int | None]]) -> object:
         """Hold exactly these `(block, parent)` pairs."""
+
+    def stage(self, blocks: Iterable[tuple[int, int | None]], *, first: bool) -> object:
+        """Take a part of a set that `install` will put in the place of the present one. `first`: drop earlier parts."""
+
+    def install(self) -> object:
+        """Hold exactly the staged blocks."""
 
 
 class Residency(Protocol):
@@ -34,19 +42,61 @@ class Residency(Protocol):
     def replace(self, blocks: Iterable[tuple[int, int | None]]) -> object:
         """Hold exactly these `(block, parent)` pairs."""
 
+    def stage(self, blocks: Sequence[SnapshotBlock], *, first: bool) -> None:
+        """Take a part of a snapshot. `first`: drop parts of an earlier one."""
+
+    def install(self) -> Sequence[SnapshotBlock]:
+        """Hold exactly the staged blocks; returns them, if anything but this object stores them."""
+
+
+class _Collecting:
+    """Collects a snapshot and takes it as a whole."""
+
+    __slots__ = ("_parts",)
+
+    def __init__(self) -> None:
+        self._parts: list[SnapshotBlock] = []
+
+    def stage(self, blocks: Sequence[SnapshotBlock], *, first: bool) -> None:
+        if first:
+            self._parts = []
+        self._parts += blocks
+
+    def install(self) -> Sequence[SnapshotBlock]:
+        parts, self._parts = self._parts, []
+        self.replace(snapshot_pairs(parts))
+        return parts
+
+    def replace(self, blocks: Iterable[tuple[int, int | None]]) -> object:
+        raise NotImplementedError
+
 
 class SetResidency:
     """For publishers that announce first and last copies: their events apply to `blocks` unchanged.
 
     `blocks` is the only record of the publisher's blocks. A router passes its index, so that it stores a held block
-    only once.
+    only once, and takes a snapshot part by part. `reports`: whether `install` returns the blocks.
     """
 
-    __slots__ = ("_blocks", "replace")
+    __slots__ = ("_blocks", "_parts", "_reports", "replace")
 
-    def __init__(self, blocks: ResidentBlocks) -> None:
+    def __init__(self, blocks: ResidentBlocks, *, reports: bool = True) -> None:
         self._blocks = blocks
+        self._reports = reports
+        self._parts: list[SnapshotBlock] = []
         self.replace = blocks.replace
+
+    def stage(self, blocks: Sequence[SnapshotBlock], *, first: bool) -> None:
+        self._blocks.stage(snapshot_pairs(blocks), first=first)
+        if first:
+            self._parts = []
+        if self._reports:
+            self._parts += blocks
+
+    def install(self) -> Sequence[SnapshotBlock]:
+        self._blocks.install()
+        parts, self._parts = self._parts, []
+        return parts
 
     @property
     def digest(self) -> Digest:
@@ -58,9 +108,10 @@ class SetResidency:
         return events
 
 
-class UncountedResidency:
+class UncountedResidency(_Collecting):
     """Stores nothing and returns all events unchanged, for consumers that count copies themselves."""
 
+    __slots__ = ()
     digest = Digest(0, 0)
 
     def apply(self, events: Sequence[CacheEvent]) -> Sequence[CacheEvent]:
@@ -69,12 +120,13 @@ class UncountedResidency:
     def replace(self, blocks: Iterable[tuple[int, int | None]]) -> None: ...
 
 
-class CountedResidency:
+class CountedResidency(_Collecting):
     """For publishers that announce every copy. A block is held while any medium and group has a copy of it."""
 
     __slots__ = ("_copies", "_held", "_xor")
 
     def __init__(self) -> None:
+        super().__init__()
         #: by medium and group: block -> number of copies, never zero. There are few media and groups.
         self._copies: dict[tuple[str | None, int | None], dict[int, int]] = {}
         self._held = 0

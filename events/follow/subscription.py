@@ -23,7 +23,7 @@ from enum import Enum, StrEnum
 from typing import NamedTuple
 
 from ..wire.cache_events import CacheEvent
-from ..wire.dialects import DecodedBatch, snapshot_pairs
+from ..wire.dialects import DecodedBatch
 from ..wire.messages import Heartbeat, LoadReport, SnapshotBlock, SnapshotChunk
 from .block_set import CacheMirror, Digest
 from .residency import Residency, SetResidency
@@ -60,7 +60,10 @@ class Apply:
 
 @dataclass(slots=True, frozen=True)
 class Reset:
-    """Hold exactly these blocks (parents first), as of `seq`, instead of everything applied before."""
+    """Hold exactly these blocks (parents first), as of `seq`, instead of everything applied before.
+
+    `blocks` is empty if the feed's own `blocks` hold them already.
+    """
 
     epoch: int | None
     seq: int | None
@@ -156,7 +159,7 @@ class Subscription:
         self._attempts = 0
         self._replay_from = 0  # the first number of the requested replay
         self._replay_to = -1  # the newest number known when it was requested
-        self._chunks: list[SnapshotChunk] = []
+        self._staged: tuple[int, int | None, int] | None = None  # epoch, number and index of the last staged chunk
         self._beat: Heartbeat | None = None  # a heartbeat ahead of our position, compared when we reach it
         self._beat_ticks = 0
         self._mismatches = 0  # `DigestMismatch` instructions in a row
@@ -402,30 +405,27 @@ class Subscription:
     def _request_snapshot(self) -> None:
         self.counters.snapshots += 1
         self._waiting, self._waited_ticks = _Waiting.SNAPSHOT, 0
-        self._chunks.clear()
+        self._staged = None
         self._beat = None
         self._pause_ticks = 0
         self._out.append(RequestSnapshot())
 
     def _collect(self, chunk: SnapshotChunk) -> None:
-        """Append a chunk to those collected. If it does not follow them, discard them and wait for the next request."""
-        last = self._chunks[-1] if self._chunks else None
-        if last is None or (last.epoch, last.seq, last.index + 1) != (chunk.epoch, chunk.seq, chunk.index):
-            self._chunks.clear()
-            if chunk.index:
-                return
-        self._chunks.append(chunk)
+        """Stage a chunk. If it does not follow the one before it, wait for the next request."""
+        if chunk.index and self._staged != (chunk.epoch, chunk.seq, chunk.index - 1):
+            self._staged = None
+            return
+        self._residency.stage(chunk.blocks, first=not chunk.index)
+        self._staged = chunk.epoch, chunk.seq, chunk.index
         if chunk.last:
-            self._install()
+            self._install(chunk.epoch, chunk.seq)
 
-    def _install(self) -> None:
-        epoch, seq = self._chunks[0].epoch, self._chunks[0].seq
-        blocks = [block for part in self._chunks for block in part.blocks]
+    def _install(self, epoch: int | None, seq: int | None) -> None:
+        blocks = self._residency.install()
         expected = 0 if seq is None else seq + 1
-        self._chunks.clear()
+        self._staged = None
         self._waiting = _Waiting.NOTHING
         self.cursor = Cursor(epoch, expected)
-        self._residency.replace(snapshot_pairs(blocks))
         self._out.append(Reset(epoch, seq, blocks))
         self._buffer = {held: batch for held, batch in self._buffer.items() if held >= expected}
         self._advance()

@@ -37,6 +37,10 @@ from .step_changes import AllCleared, Change, LostSteps, RemovedBlocks, Step, St
 SNAPSHOT_CHUNK_BLOCKS = 2048
 
 
+#: The name that vLLM, SGLang and all who read them have for the memory in which the engine computes, on any device.
+COMPUTE_MEDIUM = "GPU"
+
+
 class SentBatch(NamedTuple):
     seq: int
     payload: bytes
@@ -50,16 +54,17 @@ _Resident = tuple[bytes, bytes | None, bytes]
 class EventLog:
     """A publisher's state: its sequence number, history and resident blocks."""
 
-    def __init__(self, settings: EventsSettings, *, epoch: int, block_size: int, medium: str) -> None:
+    def __init__(self, settings: EventsSettings, *, epoch: int, block_size: int) -> None:
         self.epoch = epoch
         self.last_seq: int | None = None
         self._block_size = block_size
-        self._medium = medium
         self._hash_only = settings.hash_only
         self._as_bytes = settings.hash_format == "bytes"
         self._history: deque[SentBatch] = deque(maxlen=settings.replay_batches)
         #: by wire hash
         self._residents: dict[int, _Resident] = {}
+        #: salts of chains' first blocks, by wire hash
+        self._salts: dict[int, str] = {}
         #: XOR of these wire hashes
         self._xor = 0
         self._encode = msgspec.msgpack.Encoder().encode
@@ -91,6 +96,7 @@ class EventLog:
         """Iterate over the chunks, at least one, of the present resident set. Later commits do not affect them."""
         blocks = self._parents_first()
         seq = self.last_seq
+        salts = {name.to_bytes(8, "big"): salt for name, salt in self._salts.items()}
         starts = range(0, max(len(blocks), 1), chunk_blocks)
         return (
             SnapshotChunk(
@@ -103,6 +109,7 @@ class EventLog:
                         self._encode_hash(name),
                         parent and self._encode_hash(parent),
                         _token_ids(tokens if token_ids else b""),
+                        salts.get(name[-8:]),
                     )
                     for name, parent, tokens in blocks[start : start + chunk_blocks]
                 ],
@@ -116,7 +123,7 @@ class EventLog:
 
     def _apply(self, change: Change) -> None:
         match change:
-            case StoredBlocks(parent, hashes, _):
+            case StoredBlocks(parent, hashes, _, salt):
                 names = _wire_hashes(hashes)
                 residents, xor = self._residents, self._xor
                 for name in names:
@@ -124,6 +131,8 @@ class EventLog:
                         xor ^= name
                 self._xor = xor
                 parents = (parent, *hashes)[: len(hashes)]
+                if salt and not self._hash_only:
+                    self._salts[names[0]] = salt
                 residents.update(zip(names, zip(hashes, parents, self._contents(change), strict=True), strict=True))
             case RemovedBlocks(hashes):
                 residents, xor = self._residents, self._xor
@@ -131,15 +140,19 @@ class EventLog:
                     if residents.pop(name, None) is not None:
                         xor ^= name
                 self._xor = xor
+                if self._salts:
+                    for name in _wire_hashes(hashes):
+                        self._salts.pop(name, None)
             case AllCleared():
                 self._residents.clear()
+                self._salts.clear()
                 self._xor = 0
             case _:
                 assert_never(change)
 
     def _contents(self, change: StoredBlocks) -> Iterable[bytes]:
         """Return each block's token bytes, empty if they are not kept."""
-        _, hashes, tokens = change
+        _, hashes, tokens, _ = change
         if self._hash_only or not tokens:
             return repeat(b"", len(hashes))
         stride = len(tokens) // len(hashes)
@@ -165,20 +178,23 @@ class EventLog:
 
     def _event(self, change: Change) -> Event:
         match change:
-            case StoredBlocks(parent, hashes, tokens):
+            case StoredBlocks(parent, hashes, tokens, salt):
+                salt = "" if self._hash_only else salt
                 return BlockStored(
                     block_hashes=self._encode_hashes(hashes),
                     parent_block_hash=parent and self._encode_hash(parent),
                     token_ids=[] if self._hash_only else _token_ids(tokens),
                     block_size=self._block_size,
                     lora_id=None,
-                    medium=self._medium,
+                    medium=COMPUTE_MEDIUM,
                     lora_name=None,
+                    extra_keys=[[salt], *[None] * (len(hashes) - 1)] if salt else None,
+                    cache_salt=salt or None,
                     group_idx=0,
                     kv_cache_spec_kind="full_attention",
                 )
             case RemovedBlocks(hashes):
-                return BlockRemoved(block_hashes=self._encode_hashes(hashes), medium=self._medium, group_idx=0)
+                return BlockRemoved(block_hashes=self._encode_hashes(hashes), medium=COMPUTE_MEDIUM, group_idx=0)
             case AllCleared():
                 return AllBlocksCleared()
             case _:
@@ -194,6 +210,7 @@ class EventLog:
         """Assert that the digest matches the resident blocks and that the history is in order."""
         digest = reduce(operator.xor, self._residents, 0)
         assert digest == self._xor, f"digest {self._xor:#x}, the resident blocks give {digest:#x}"
+        assert self._salts.keys() <= self._residents.keys(), "the salt of a block that is gone was kept"
         numbers = [sent.seq for sent in self._history]
         assert numbers == sorted(set(numbers)), f"history out of order: {numbers}"
 

@@ -1,4 +1,4 @@
-"""The publishing side of the stream: one thread and its four sockets around an `EventLog`.
+"""The publishing side of the stream: one thread and its sockets around an `EventLog`.
 
 The engine's thread submits changes and load reports and never waits: a full mailbox becomes a numbered gap
 (step_changes.py), and a new load report replaces an unsent one. Everything else runs on the publisher's thread, which
@@ -12,11 +12,14 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
 import msgspec
 import zmq
+from msgspec.structs import replace
 
 from ..config import EventsSettings
 from ..endpoint import SOCKET_NAMES, ipc_address, tcp_address
@@ -27,6 +30,7 @@ from ..wire.frames import END_SEQ, decode_seq, encode_seq, events_topic, read_re
 from ..wire.messages import HEARTBEAT_TOPIC, LOAD_TOPIC, EventEndpoints, LoadReport, SnapshotRequest
 from .answer_sender import AnswerSender
 from .event_log import EventLog
+from .fixed_stream import MAX_PLACES, FixedStream, Publisher, fixed_stream
 from .step_changes import AllCleared, LostSteps, Mailbox, RemovedBlocks, Step, StoredBlocks
 
 log = logging.getLogger(__name__)
@@ -96,7 +100,8 @@ class EventPublisher:
         host: str,
         block_size: int,
         epoch: int,
-        medium: str,
+        model: str = "",
+        replica: str = "",
         ipc_dir: Path | None = None,
         keys: ServerKeys | None = None,
         clock: Callable[[], float] = time.time,
@@ -109,7 +114,8 @@ class EventPublisher:
         self._clock = clock
         self._step: Step = []
         self._mailbox = Mailbox(settings.publish_queue_batches)
-        self._log = EventLog(settings, epoch=epoch, block_size=block_size, medium=medium)
+        self._log = EventLog(settings, epoch=epoch, block_size=block_size)
+        self._fixed = fixed_stream(settings, Publisher(epoch, host, model, replica))
         self._load: LoadReport | None = None
         self._new_load = False
         self._waker: Waker | None = None
@@ -124,17 +130,25 @@ class EventPublisher:
             addresses = [tcp_address(self._host)] * len(SOCKET_NAMES)
         else:
             addresses = [ipc_address(self._ipc_dir, self._epoch, name) for name in SOCKET_NAMES]
-        sockets = self._sockets = _Sockets(self._settings, addresses, self._keys)
+        sockets = self._sockets = _Sockets(self._settings, addresses, events_topic(self._epoch), self._keys)
+        if self._fixed is not None:
+            try:
+                sockets.add_fixed(self._host, self._fixed, self._settings.send_high_water_mark)
+            except EndpointUnusable:
+                sockets.close()
+                raise
         self._waker = Waker()
         self._thread = threading.Thread(target=self._run, args=(sockets,), name="homing-events", daemon=True)
         self._thread.start()
         return sockets.endpoints
 
-    def stored(self, parent: bytes | None, hashes: Sequence[bytes], tokens: bytes) -> None:
-        """Consecutive blocks became resident. `parent` is None if the first of them starts a prompt."""
+    def stored(self, parent: bytes | None, hashes: Sequence[bytes], tokens: bytes, salt: str = "") -> None:
+        """Consecutive blocks became resident. `parent` is None if the first of them starts a prompt; `salt` then
+        distinguishes it from other tenants' blocks of the same tokens.
+        """
         assert len(tokens) % (4 * len(hashes) or 4) == 0, f"{len(tokens)} token bytes for {len(hashes)} blocks"
         if self._settings.publish_events and hashes:
-            self._step.append(StoredBlocks(parent, tuple(hashes), bytes(tokens)))
+            self._step.append(StoredBlocks(parent, tuple(hashes), bytes(tokens), salt))
 
     def removed(self, hashes: Sequence[bytes]) -> None:
         """The last copies of these blocks were evicted."""
@@ -217,7 +231,8 @@ class EventPublisher:
                 continue
             seq, payload = self._log.commit(entry, self._clock())
             # A PUB never blocks: it drops messages to readers above their high-water mark, and they see the gap.
-            sockets.pub.send_multipart([events_topic(self._epoch), encode_seq(seq), payload], copy=False)
+            for stream in sockets.streams:
+                stream.pub.send_multipart([stream.topic, encode_seq(seq), payload], copy=False)
         return True
 
     def _send_heartbeat(self, sockets: "_Sockets") -> None:
@@ -227,7 +242,10 @@ class EventPublisher:
 
     def _answer(self, sockets: "_Sockets") -> None:
         """Accept requests and continue sending answers."""
-        for sender, answer in ((sockets.replays, self._replay), (sockets.snapshots, self._snapshot)):
+        answers: list[tuple[AnswerSender, Callable[[bytes], Iterator[list[bytes]]]]] = [
+            (each.replays, partial(self._replay, each.topic)) for each in sockets.streams if each.replays is not None
+        ]
+        for sender, answer in (*answers, (sockets.snapshots, self._snapshot)):
             for frames in sender.requests():
                 try:
                     identity, body = read_request(frames)
@@ -236,8 +254,8 @@ class EventPublisher:
                     log.warning("request_malformed epoch=%x error=%s", self._epoch, error)
             sender.advance(time.monotonic())
 
-    def _replay(self, body: bytes) -> Iterator[list[bytes]]:
-        topic, batches = events_topic(self._epoch), self._log.replay(decode_seq(body))
+    def _replay(self, topic: bytes, body: bytes) -> Iterator[list[bytes]]:
+        batches = self._log.replay(decode_seq(body))
         frames = ([b"", topic, encode_seq(seq), payload] for seq, payload in batches)
         return chain(frames, [[b"", topic, END_SEQ, b""]])
 
@@ -250,10 +268,21 @@ class EventPublisher:
         return ([b"", msgspec.msgpack.encode(chunk)] for chunk in chunks)
 
 
+@dataclass(slots=True, frozen=True)
+class _Stream:
+    """The sockets of one address of the events."""
+
+    topic: bytes
+    pub: "zmq.Socket[bytes]"
+    replays: AnswerSender | None
+
+
 class _Sockets:
     """The publisher's sockets, on a separate context: closing it removes all its sockets, threads and files."""
 
-    def __init__(self, settings: EventsSettings, addresses: Sequence[str], keys: ServerKeys | None) -> None:
+    def __init__(
+        self, settings: EventsSettings, addresses: Sequence[str], topic: bytes, keys: ServerKeys | None
+    ) -> None:
         self._context = zmq.Context()
         self._keys = keys
         #: None when encryption is off or every client is accepted
@@ -262,10 +291,10 @@ class _Sockets:
         )
         # libzmq leaves the files of a closed context, but an address must not outlive its publisher.
         self._files = [Path(a.removeprefix("ipc://")) for a in addresses if a.startswith("ipc://")]
-        self.pub = self._socket(zmq.PUB, settings.send_high_water_mark)
+        pub = self._socket(zmq.PUB, settings.send_high_water_mark)
         self._state = self._socket(zmq.PUB, 1000)
         replay, snapshot = self._socket(zmq.ROUTER, 1000), self._socket(zmq.ROUTER, _SNAPSHOT_PARTS_QUEUED)
-        self._sockets = (self.pub, replay, self._state, snapshot)
+        self._sockets = [pub, replay, self._state, snapshot]
         try:
             bound = [_bind(sock, address) for sock, address in zip(self._sockets, addresses, strict=True)]
         except EndpointUnusable:
@@ -273,12 +302,36 @@ class _Sockets:
             raise
         curve_key = "" if keys is None else keys.pair.public.decode()
         self.endpoints = EventEndpoints(**dict(zip(SOCKET_NAMES, bound, strict=True)), curve_key=curve_key)
-        self.replays, self.snapshots = AnswerSender(replay), AnswerSender(snapshot)
-        self._senders = {replay: self.replays, snapshot: self.snapshots}
+        replays, self.snapshots = AnswerSender(replay), AnswerSender(snapshot)
+        self.streams = [_Stream(topic, pub, replays)]
+        self._senders = {replay: replays, snapshot: self.snapshots}
         self.poller = zmq.Poller()
         if self.authenticator is not None:
             self.poller.register(self.authenticator.socket, zmq.POLLIN)
         self._encode = msgspec.msgpack.Encoder().encode
+
+    def add_fixed(self, host: str, stream: FixedStream, high_water_mark: int) -> None:
+        """Bind the sockets of the fixed address. Raises EndpointUnusable if no place is free."""
+        pattern = tcp_address(host).removesuffix("*")
+        pub, replay = self._socket(zmq.PUB, high_water_mark), self._socket(zmq.ROUTER, 1000)
+        self._sockets += [pub, replay]
+        for port, replay_port in stream.places():
+            try:
+                events = _bind(pub, f"{pattern}{port}")
+            except EndpointUnusable:
+                continue
+            try:
+                replayed = _bind(replay, f"{pattern}{replay_port}") if replay_port else ""
+                break
+            except EndpointUnusable:
+                pub.unbind(events)
+        else:
+            raise EndpointUnusable(f"none of {MAX_PLACES} ports from {stream.port} on is free on {host}")
+        replays = None
+        if replayed:
+            replays = self._senders[replay] = AnswerSender(replay)
+        self.streams.append(_Stream(stream.topic, pub, replays))
+        self.endpoints = replace(self.endpoints, fixed_events=events, fixed_replay=replayed)
 
     def _socket(self, kind: int, high_water_mark: int) -> "zmq.Socket[bytes]":
         sock: zmq.Socket[bytes] = self._context.socket(kind)
@@ -291,7 +344,7 @@ class _Sockets:
 
     def wait(self, timeout_s: float) -> None:
         """Wait for a request, the waker or the timeout; only briefly while an answer is unsent."""
-        if self.replays or self.snapshots:
+        if any(self._senders.values()):
             timeout_s = min(timeout_s, _RETRY_S)
         for sock, sender in self._senders.items():
             self.poller.register(sock, sender.interest)

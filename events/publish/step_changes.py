@@ -19,6 +19,7 @@ class StoredBlocks(NamedTuple):
     parent: bytes | None
     hashes: tuple[bytes, ...]
     tokens: bytes
+    salt: str = ""  #: of a chain's first block: what distinguishes it from other chains of the same tokens
 
 
 class RemovedBlocks(NamedTuple):
@@ -53,7 +54,7 @@ def net_changes(step: Step) -> Step:
     stored: set[bytes] = set()
     for change in rest:
         match change:
-            case StoredBlocks(_, hashes, _):
+            case StoredBlocks(_, hashes, _, _):
                 stores.append(change)
                 stored.update(hashes)
                 for block in hashes:
@@ -83,12 +84,12 @@ class LostSteps:
         self.batches += 1
         for change in step:
             match change:
-                case StoredBlocks(parent, hashes, tokens):
+                case StoredBlocks(parent, hashes, tokens, salt):
                     stride = len(tokens) // len(hashes) if hashes else 0
                     for i, block in enumerate(hashes):
                         content = tokens[i * stride : (i + 1) * stride]
-                        self.stored.setdefault(block, StoredBlocks(parent, (block,), content))
-                        parent = block
+                        self.stored.setdefault(block, StoredBlocks(parent, (block,), content, salt))
+                        parent, salt = block, ""
                 case RemovedBlocks(hashes):
                     for block in hashes:
                         # A block stored by these steps was not resident before them, unless already in `removed`.

@@ -58,6 +58,7 @@ def _chain(run: Sequence[SnapshotBlock]) -> Stored:
         [wire_hash(block.block_hash) for block in run],
         [token for block in run for token in block.token_ids],
         len(first.token_ids),
+        extra_keys=[[first.cache_salt]] if first.cache_salt else None,
     )
 
 

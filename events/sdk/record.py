@@ -39,6 +39,7 @@ class _Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     medium: str | None = None
     group: int | None = None
     lora_name: str | None = None
+    extra_keys: list[object] | None = None
     kind: str | None = None
     window: int | None = None
     remote: bool = False
@@ -57,7 +58,7 @@ def remark(replica: str, epoch: int, kind: str, **fields: str | float | None) ->
 
 
 def from_line(line: bytes | str) -> Recorded | None:
-    """Inverse of `to_line` (which omits `extra_keys`). Returns None for a remark. Raises BadRecord."""
+    """Inverse of `to_line` (bytes among extra keys become base64). Returns None for a remark. Raises BadRecord."""
     try:
         raw = msgspec.json.decode(line, type=dict[str, Any])
         if raw.get("event") in REMARKS:
@@ -120,7 +121,7 @@ def _event(line: _Line) -> CacheEvent:
 
 
 def _recorded_fields(kind: type[CacheEvent]) -> list[str]:
-    return [name for name in kind.__struct_fields__ if name != "extra_keys"]
+    return list(kind.__struct_fields__)
 
 
 def _hex(number: int) -> str:

@@ -35,6 +35,7 @@ class _StoredMap(msgspec.Struct, tag_field="type", tag="BlockStored", gc=False):
     block_size: int
     medium: str | None = None
     group_idx: int | None = None
+    lora_id: int | None = None
     lora_name: str | None = None
     extra_keys: list[Any] | None = None
     locality: str | None = None  #: vLLM's, for media that several engines may share: LOCAL or REMOTE
@@ -91,6 +92,7 @@ _POSITIONS: dict[str, tuple[str, ...]] = {
 _HINTS: dict[str, type] = {
     "medium": str,
     "group_idx": int,
+    "lora_id": int,
     "lora_name": str,
     "extra_keys": list,
     "kv_cache_spec_kind": str,
@@ -99,6 +101,8 @@ _HINTS: dict[str, type] = {
     "locality": str,
 }
 _REMOTE = "REMOTE"
+#: Prefix of the number of an adapter whose name is not told (SGLang up to 0.5.18).
+_UNNAMED = "lora_id:"
 #: Most unknown event types that one decoder logs; otherwise a publisher could fill the log with invented types.
 _LOGGED_TYPES = 16
 
@@ -143,7 +147,7 @@ class BatchDecoder:
                 kind, window, extra_keys = None, None, event.extra_keys
                 if isinstance(event, _TokensMap):
                     if event.cache_salt and event.parent_block_hash is None:
-                        extra_keys = [[event.cache_salt]]
+                        extra_keys = _salted(extra_keys, event.cache_salt)
                     tokens, kind, window = event.token_ids, event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window
                 if tokens and len(tokens) != len(event.block_hashes) * event.block_size:
                     tokens = ()  # other cache groups send fewer tokens; the hashes are usable without them
@@ -154,7 +158,7 @@ class BatchDecoder:
                     event.block_size,
                     event.medium,
                     event.group_idx,
-                    event.lora_name,
+                    event.lora_name or (None if event.lora_id is None else f"{_UNNAMED}{event.lora_id}"),
                     extra_keys,
                     kind,
                     window,
@@ -249,6 +253,13 @@ def _plain_tokens(given: object) -> list[Any]:
     if all(isinstance(token, list | tuple) and len(token) == 2 for token in tokens):
         tokens = [first for first, _ in tokens]
     return tokens if all(type(token) is int for token in tokens) else []
+
+
+def _salted(extra_keys: list[Any] | None, salt: str) -> list[Any]:
+    """Extra keys with the salt among those of the first block, where vLLM puts it."""
+    first, *others = extra_keys or [None]
+    keys = list(first) if isinstance(first, list | tuple) else []
+    return [keys if salt in keys else [*keys, salt], *others]
 
 
 def _is_hash(value: object) -> bool:

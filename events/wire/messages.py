@@ -37,6 +37,8 @@ class EventEndpoints(msgspec.Struct, frozen=True, kw_only=True):
     replay: str  #: ROUTER, vLLM-compatible
     state: str  #: PUB: heartbeats and load reports
     snapshot: str  #: ROUTER: the full set of cached blocks
+    fixed_events: str = ""  #: PUB, the same batches on the port and under the topic of settings; empty: none
+    fixed_replay: str = ""  #: ROUTER for these
     curve_key: str = ""  #: public CURVE key of all the replica's sockets, 40 characters of Z85; empty: no encryption
 
 
@@ -50,7 +52,9 @@ class BlockStored(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", t
     lora_id: int | None
     medium: str | None
     lora_name: str | None
+    #: by block, None for most: what distinguishes blocks of the same tokens. A chain's first block has the salt.
     extra_keys: list[object] | None = None
+    cache_salt: str | None = None  #: the same salt, where SGLang sends it
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
 
@@ -98,6 +102,7 @@ class SnapshotBlock(msgspec.Struct, frozen=True, array_like=True):
     block_hash: WireHash
     parent: WireHash | None
     token_ids: list[int]
+    cache_salt: str | None = None  #: of a chain's first block
 
 
 class SnapshotChunk(msgspec.Struct, frozen=True, kw_only=True):

@@ -79,12 +79,18 @@ class RequestState:
     #: One hash for each full block of `tokens`.
     hashes: list[BlockHash]
     sampling: SamplingParams
+    #: Names the first block on the event stream.
+    salt: str = ""
     priority: int = 0
     #: Whose share of the replica the request takes, and that tenant's weight (tenant_shares.py).
     tenant: bytes = b""
     weight: float = 1.0
     #: Order of arrival.
     arrival: int = 0
+    #: Time of its arrival, on the engine's clock.
+    arrived_at: float = 0.0
+    #: Seconds from then to the start of its first step; None before it.
+    waited_s: float | None = None
     #: Place within a priority (queue_order.py); kept across preemptions, so that preempted requests do not go last.
     queue_key: int = 0
     #: Prefixes of the prompt to keep once it is computed.
@@ -260,6 +266,7 @@ def admit(source: str, request: Generate, vocab_size: int, block_size: int, guid
         tokens=tokens,
         prompt_tokens=request.prompt_tokens,
         root=BlockHash(request.root),
+        salt=request.salt,
         hashes=split_hashes(request.block_hashes),
         sampling=request.sampling,
         priority=request.priority,

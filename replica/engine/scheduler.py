@@ -589,7 +589,7 @@ class Scheduler:
             return
         parent = request.hashes[start - 1] if start else request.root
         tokens = request.token_bytes(start * size, full * size)
-        self._cache.commit(request.blocks[start:full], start, parent, request.hashes[start:full], tokens)
+        self._cache.commit(request.blocks[start:full], start, parent, request.hashes[start:full], tokens, request.salt)
         request.committed_blocks = full
 
 

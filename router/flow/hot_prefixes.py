@@ -31,6 +31,7 @@ class HotPrefix(msgspec.Struct, frozen=True, gc=False):
     root: BlockHash
     tokens: bytes
     hashes: bytes
+    salt: bytes = b""  #: what the root was derived from
     requests: int = 1  #: number of kept prompts that start with it
 
     @property
@@ -49,11 +50,11 @@ class HotPrefixes:
         self._prompts: deque[HotPrefix] = deque()
         self._bytes = 0
 
-    def add(self, root: BlockHash, tokens: bytes, hashes: bytes) -> None:
+    def add(self, root: BlockHash, tokens: bytes, hashes: bytes, salt: bytes = b"") -> None:
         """Keep a request's prompt. `hashes`: those of its full blocks. Ignores prompts of less than a step."""
         if len(hashes) < self.step * HASH_BYTES:
             return
-        prompt = HotPrefix(root, tokens, hashes)
+        prompt = HotPrefix(root, tokens, hashes, salt)
         if prompt.size > self._capacity:
             return
         self._prompts.append(prompt)
@@ -98,7 +99,7 @@ class HotPrefixes:
                     left -= depth - first
                     blocks = depth * step
                     tokens, hashes = prompt.tokens[: blocks * self._block_bytes], prompt.hashes[: blocks * HASH_BYTES]
-                    found.append(HotPrefix(prompt.root, tokens, hashes, requests[names[depth - 1]]))
+                    found.append(HotPrefix(prompt.root, tokens, hashes, prompt.salt, requests[names[depth - 1]]))
         return found
 
     def __len__(self) -> int:

@@ -4,17 +4,20 @@ Pure core: requests, replies and the current time in, instructions out. No socke
 unfinished request and chooses replicas with `Placement`, which the replica handles keep up to date.
 
     submit ──▶ queue ──place──▶ sent ──TokenOutput──▶ … ──finish reason──▶ over
-                 ▲                │ refused with retry, replica lost, message not sent
-                 └────────────────┘ continues with prompt + generated ids, at most `retries` times
+                 ▲                │ refused with retry (at most `retries` times), replica lost, message not sent
+                 └────────────────┘ continues with prompt + generated ids
 
 request_state.py lists the phases and their transitions in a table. While no replica can take a request, it waits in the
 queue (fair_queue.py: ordered by priority, then tenant share, then the policy's rank); a continued request does not wait
-for its tenant's share again. Every accepted request ends in exactly one `Ended`.
+for its tenant's share again. One whose replica died waits beside the queue until it may be tried apart from others
+(suspects.py). Every accepted request ends in exactly one `Ended`.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import count, islice
 from math import inf
@@ -23,7 +26,7 @@ from typing import assert_never
 import msgspec
 
 from ...events.wire.messages import LoadReport
-from ...kvcache.hashing import BlockHash, BlockHasher, token_bytes, wire_hashes
+from ...kvcache.hashing import TOKEN_BYTES, BlockHash, BlockHasher, salt_text, token_bytes, wire_hash, wire_hashes
 from ...replica.messages import (
     Abort,
     Generate,
@@ -34,7 +37,7 @@ from ...replica.messages import (
     TokenBatch,
     TokenOutput,
 )
-from ..backend import Explanation, GenerationRequest, RouterCounters, TextOutput, TokenDelta
+from ..backend import Explanation, GenerationRequest, Missing, RouterCounters, TextOutput, TokenDelta
 from ..config import RouterSettings
 from ..errors import (
     DeadlineExceeded,
@@ -42,6 +45,7 @@ from ..errors import (
     PromptTooLong,
     QueueFull,
     ReplicaLost,
+    ReplicasDied,
     RequestFailed,
     RouterError,
     Superseded,
@@ -53,7 +57,8 @@ from ..routing.replica_load import UnavailableReason
 from .block_hash_cache import BlockHashCache
 from .fair_queue import FairQueue
 from .hot_prefixes import HotPrefixes
-from .recent_requests import RecentRequests
+from .missing_blocks import evicted, missing_of
+from .recent_requests import MAX_TRACE_ID, RecentRequests
 from .replies import delta_of, nothing_left, refusal_error
 from .request_state import (
     SENT,
@@ -68,17 +73,23 @@ from .request_state import (
     RequestState,
     Send,
 )
+from .suspects import QUEUED_S, Suspects, Usable, is_starting, is_unclear
 from .warmup import CacheWarmup
 
 log = logging.getLogger(__name__)
 
 #: The deadline heap is rebuilt when it has more than twice as many entries as there are requests, plus this many.
 SPARE_DEADLINES = 1024
+#: Tenants whose caches are searched for a prompt that is not in its own, and the blocks of it that are compared.
+MAX_TENANTS = 8
+MAX_COMPARED = 64
 #: The obstacle of a replica without room, the only one that ends as requests there end.
 SATURATED = "saturated"
 #: No replica is warmed up while a prompt would wait this long at every other replica. Of 0.02 to 0.5 s and no limit,
 #: this gave the lowest mean TTFT when a third replica joins two simulated ones at several loads.
 PRESSING_WAIT_S = 0.5
+#: A request that could not be sent so often fails; each time, the replica chosen was about to leave routing.
+MAX_UNSENT = 64
 
 
 @dataclass(slots=True, frozen=True)
@@ -113,8 +124,10 @@ class RequestFlow:
         self._requests: dict[RequestId, RequestState] = {}
         self._by_wire: dict[int, RequestState] = {}
         self._queue = FairQueue()
+        self._suspects = Suspects()
         self._deadlines: list[tuple[float, RequestId]] = []  # heap; entries of finished requests are skipped
         self._request_ids = count(1)
+        self._tenants: OrderedDict[BlockHash, bytes] = OrderedDict()  #: the latest ones by the root of their blocks
 
     # Replicas
 
@@ -126,7 +139,7 @@ class RequestFlow:
         self._max_model_len = model.limits.max_model_len
         self.hot_prefixes.clear()
         for request in self._requests.values():
-            request.root = self._hash_cache.root(request.request.salt)
+            request.root = self._hash_cache.root(request.request.salt, request.request.adapter)
             self._hash_blocks(request, self._hash_cache)
 
     def join(
@@ -159,16 +172,28 @@ class RequestFlow:
         Also returns their wire ids, to abort if the replica is alive. It counts as lost unless it was draining.
         """
         self.warm_ups.drop(replica)
-        if not self.placement.fleet.load(replica, now).draining:
-            self.counters.replicas_lost += 1
+        died = not self.placement.fleet.load(replica, now).draining
+        self.counters.replicas_lost += died
+        busy = now - self.placement.fleet[replica].last_progress_at < QUEUED_S
         self.placement.leave(replica)
         orphans = [request for request in self._by_wire.values() if request.replica == replica]
         wire_ids = [request.wire_id for request in orphans]
-        instructions: list[Instruction] = []
         for request in orphans:
             request.counted = True
-            instructions += self._move(request, ReplicaLost(f"replica {replica} was lost, and no retry is left"), now)
-        return wire_ids, instructions + self.pump(now)
+        error = ReplicaLost(f"replica {replica} was lost, and its answer cannot be continued by another one")
+        return wire_ids, [*self._leave_all(replica, orphans, error, now, died=died, busy=busy), *self.pump(now)]
+
+    def broken_off(self, replica: str, wire_ids: Sequence[int], now: float) -> list[Instruction]:
+        """Move requests whose connections broke off at a server that still answers: perhaps another process of it died.
+
+        A server may stand for several engines, as a load balancer does, so these requests are suspected.
+        """
+        known = [self._by_wire.get(wire_id) for wire_id in wire_ids]
+        requests = [each for each in known if each is not None and each.replica == replica]
+        for request in requests:
+            request.excluded.add(replica)
+        error = ReplicaLost(f"the connection to replica {replica} broke off, and no other one can continue the answer")
+        return [*self._leave_all(replica, requests, error, now, died=True), *self.pump(now)]
 
     # Requests
 
@@ -194,7 +219,8 @@ class RequestFlow:
             if not nobody_waits:
                 instructions += self.pump(now)
         heappush(self._deadlines, (state.deadline, request_id))
-        self.hot_prefixes.add(state.root, state.tokens, state.hashes)
+        if not request.adapter:
+            self.hot_prefixes.add(state.root, state.tokens, state.hashes, request.salt)
         self.counters.requests += 1
         if state.phase is WAITING:
             self.counters.held += 1
@@ -229,6 +255,8 @@ class RequestFlow:
                 instructions = self._on_refused(replica, reply, now)
             case _:
                 assert_never(reply)
+        if self._suspects and self._suspects.passed(replica):
+            instructions += self.pump(now)
         if len(self._by_wire) < sent:  # only then is there room for another request
             instructions += self.pump(now)
         return instructions
@@ -240,11 +268,14 @@ class RequestFlow:
             self.warm_ups.drop(replica)
             return []
         request.excluded.add(replica)
-        return self._move(request, ReplicaLost(f"replica {replica} cannot be reached"), now) + self.pump(now)
+        request.unsent += 1
+        error = ReplicaLost(f"replica {replica} cannot be reached")
+        gone = [self._fail(request, error)] if request.unsent > MAX_UNSENT else self._move(request, error, now)
+        return gone + self.pump(now)
 
     def pump(self, now: float) -> list[Instruction]:
         """Place waiting requests in queue order. One that fits nowhere lets others pass (fair_queue.py)."""
-        instructions: list[Instruction] = []
+        instructions: list[Instruction] = self._try_suspects(now) if self._suspects.waiting else []
         if self._queue and self._any_open(now):
             for name in self._queue.turns():
                 request = self._requests[RequestId(name)]
@@ -258,6 +289,27 @@ class RequestFlow:
             instructions += [done for replica in self.warm_ups.replicas for done in self.warm_ups.stop(replica)]
         return instructions
 
+    def _try_suspects(self, now: float) -> list[Instruction]:
+        """Send suspects to replicas that are free for a trial."""
+        instructions: list[Instruction] = []
+        usable = self._usable(now)
+        for request in self._suspects.in_turn():
+            places = self._suspects.places(request, usable, now)
+            sent = self._place(request, now, places) if places else None
+            if sent is not None:
+                instructions.append(sent)
+        return instructions
+
+    def _usable(self, now: float) -> dict[str, Usable]:
+        """The replicas that take new requests."""
+        starting = {each.replica for each in self._by_wire.values() if is_starting(each, now)}
+        unclear = {each.replica for each in self._by_wire.values() if is_unclear(each)}
+        return {
+            (name := each.name): Usable(max(load.requests, len(each.requests)), name not in starting, name in unclear)
+            for each, load in zip(self.placement.fleet, self.placement.fleet.loads(now), strict=True)
+            if load.available
+        }
+
     def _any_open(self, now: float) -> bool:
         """Whether any replica takes new requests. If not, no waiting request needs to be tried."""
         return any(each.available for each in self.placement.fleet.loads(now))
@@ -269,6 +321,7 @@ class RequestFlow:
     def expire(self, now: float) -> list[Instruction]:
         """Fail overdue requests, drop overdue expectations, and move requests away from stalled replicas."""
         self.placement.expire(now)
+        self._suspects.expire(now)
         if len(self._deadlines) > 2 * len(self._requests) + SPARE_DEADLINES:
             self._deadlines = [(request.deadline, request.request_id) for request in self._requests.values()]
             heapify(self._deadlines)
@@ -300,8 +353,12 @@ class RequestFlow:
 
     def explain(self, request: GenerationRequest, now: float) -> Explanation:
         """Explain the decision that `submit` would make now. Raises NoReplica or PromptTooLong."""
-        prompt, candidates = self._prompt_and_candidates(self._new_request(request, now), now, every=True)
+        state = self._new_request(request, now)
+        prompt, candidates = self._prompt_and_candidates(state, now, every=True)
         table = self.placement.explain(prompt, candidates)
+        chosen = next((each for each in candidates if each.replica_id == table.chosen), None)
+        if chosen is not None:
+            table = msgspec.structs.replace(table, missing=self._missing(state, prompt, candidates, chosen))
         for row, each in enumerate(table.replicas):
             if (progress := self.warm_ups.progress(each.replica_id)) is not None:
                 why = f"{each.why}: {progress.done_tokens} of {progress.planned_tokens} tokens computed"
@@ -312,7 +369,7 @@ class RequestFlow:
 
     def is_pressed(self, now: float) -> bool:
         """Whether requests need another replica now: some wait here, or prompts wait too long at every active one."""
-        return bool(self._queue) or all(
+        return bool(self.waiting) or all(
             each.queued_prefill_tokens and each.busy_until - now > PRESSING_WAIT_S
             for each in self.placement.fleet.loads(now)
             if each.available
@@ -324,7 +381,7 @@ class RequestFlow:
 
     @property
     def waiting(self) -> int:
-        return len(self._queue)
+        return len(self._queue) + len(self._suspects.waiting)
 
     @property
     def waiting_tokens(self) -> int:
@@ -356,8 +413,9 @@ class RequestFlow:
             assert not fleet[replica].requests, f"requests were sent to {replica}, which is being warmed up"
         waiting = [request for request in self._requests.values() if request.phase is WAITING]
         self._queue.check()
-        assert len(waiting) == len(self._queue), f"{len(self._queue)} in the queue, {len(waiting)} in phase waiting"
+        assert len(waiting) == self.waiting, f"{self.waiting} in the queue, {len(waiting)} in phase waiting"
         sent = [request for request in self._requests.values() if request.on_replica]
+        self._suspects.check(sent)
         assert len(waiting) + len(sent) == len(self._requests), "a request is neither in the queue nor on a replica"
         assert len(sent) == len(self._by_wire), f"{len(self._by_wire)} wire ids, {len(sent)} requests on replicas"
         for wire_id, request in self._by_wire.items():
@@ -381,11 +439,15 @@ class RequestFlow:
             request,
             arrived=now,
             deadline=now + self._settings.request_timeout_s if request.deadline is None else request.deadline,
-            root=self._hash_cache.root(request.salt),
+            root=self._hash_cache.root(request.salt, request.adapter),
             tokens=request.token_ids,
             prompt_tokens=prompt_tokens,
         )
         self._hash_blocks(state, self._hash_cache)
+        self._tenants[state.root] = request.tenant
+        self._tenants.move_to_end(state.root)
+        if len(self._tenants) > MAX_TENANTS:
+            self._tenants.popitem(last=False)
         return state
 
     def _hash_blocks(self, request: RequestState, cache: BlockHashCache) -> None:
@@ -397,7 +459,7 @@ class RequestFlow:
         request.keys = wire_hashes(request.hashes)
 
     def _prompt_and_candidates(
-        self, request: RequestState, now: float, *, every: bool = False
+        self, request: RequestState, now: float, closed: Collection[str] = (), *, every: bool = False
     ) -> tuple[Prompt, list[Candidate]]:
         # Prompt logprobs and mean pooling need every prompt token to be computed, so the cache does not help.
         scores_prompt = request.request.sampling.prompt_logprobs is not None and not request.generated
@@ -405,7 +467,10 @@ class RequestFlow:
         hashes = () if scores_prompt or (embedding and embedding.pooling == "mean") else request.keys
         prompt = self._prompt(request, hashes, now)
         usable = (prompt.tokens - 1) // prompt.block_size
-        return prompt, self.placement.candidates(hashes, request.excluded, now, usable=usable, every=every)
+        excluded: Collection[str] = request.excluded.union(closed) if closed else request.excluded
+        if adapter := request.request.adapter:
+            excluded = {*excluded, *(each.name for each in self.placement.fleet if adapter not in each.adapters)}
+        return prompt, self.placement.candidates(hashes, excluded, now, usable=usable, every=every)
 
     def _prompt(self, request: RequestState, hashes: Sequence[int], now: float) -> Prompt:
         return Prompt(
@@ -418,9 +483,17 @@ class RequestFlow:
             session=request.request.session,
         )
 
-    def _place(self, request: RequestState, now: float) -> Send | None:
-        """Choose a replica and reserve its capacity; None if no replica can take the request now."""
-        prompt, candidates = self._prompt_and_candidates(request, now)
+    def _place(self, request: RequestState, now: float, only: Collection[str] | None = None) -> Send | None:
+        """Choose a replica and reserve its capacity; None if no replica can take the request now.
+
+        `only`: the replicas on which a suspect may be tried; None: it is not one, and trials are not disturbed.
+        """
+        closed: Collection[str] = ()
+        if only is not None:
+            closed = [each.name for each in self.placement.fleet if each.name not in only]
+        elif self._suspects:
+            closed = self._suspects.closed(self._usable(now))
+        prompt, candidates = self._prompt_and_candidates(request, now, closed)
         decision = self.placement.decide(prompt, candidates)
         row = decision.row
         if row is None:
@@ -434,15 +507,20 @@ class RequestFlow:
             self._predict(request, prompt, decision)
             request.regret_tokens = regret_tokens(prompt, candidates, decision)
             request.reason = reason_of(decision, candidates, request.regret_tokens)
+            request.missing = self._missing(request, prompt, candidates, row.candidate)
             if prompt.session is not None:
                 request.known_tokens = known_tokens(prompt, candidates)
         request.waits_for = ""
         request.advance("send")
+        request.sent_at, request.due_at = now, now + row.ttft_s
         wire_id = request.wire_id = next(self._wire_ids)
         replica = request.replica = row.candidate.replica_id
         request.uncached_tokens = row.uncached_tokens
         self._by_wire[wire_id] = request
-        self.placement.book(wire_id, decision, request.keys, now)
+        if only is not None:
+            self._suspects.begin(request, replica, now)
+        about = request.request
+        self.placement.book(wire_id, decision, request.keys, now, about.trace_id[:MAX_TRACE_ID], about.tenant)
         request.decisions.append((now, decision))
         self.recent.placed(request, decision, now)
         return Send(replica, _generate(request))
@@ -456,6 +534,27 @@ class RequestFlow:
             if other is not None and not other.generated:
                 cached = foreseen.tokens(blocks, other.prompt_tokens, prompt.block_size)
                 other.predicted_cached_tokens = max(other.predicted_cached_tokens, cached)
+
+    def _missing(
+        self, request: RequestState, prompt: Prompt, candidates: Sequence[Candidate], chosen: Candidate
+    ) -> Missing | None:
+        shared_with = partial(self._shared_with, request)
+        return missing_of(prompt, request.keys, candidates, chosen, self.placement.past, shared_with)
+
+    def _shared_with(self, request: RequestState, number: int) -> bytes | None:
+        """The tenant under whose root block `number` of the prompt is cached, or an earlier one of a long prompt."""
+        assert self.model is not None, "a request without a model"
+        index, size = self.placement.index, self._block_size * TOKEN_BYTES
+        for root, tenant in reversed(self._tenants.items()):
+            if root == request.root:
+                continue
+            for end in dict.fromkeys((1, min(number, MAX_COMPARED) + 1)):  # most prompts differ in their first block
+                chain = self.model.hasher.chain(root, request.tokens[: end * size])
+                if wire_hash(chain[-1]) not in index:
+                    break
+            else:
+                return tenant
+        return None
 
     def _push(self, request: RequestState, now: float) -> None:
         about, keys = request.request, request.keys
@@ -519,7 +618,10 @@ class RequestFlow:
         if request.phase is SENT:
             request.advance("start")
             self.placement.started(replica, request.wire_id)
+        known = request.delivered_cached_tokens is not None
         delta = delta_of(request, output, self._block_size, self.counters)
+        if not known and (cached := request.delivered_cached_tokens) is not None:
+            self._compare(request, cached)
         if delta.text is None and not delta.token_ids and delta.finish_reason is None:
             return []
         if request.ttft_s is None:
@@ -527,6 +629,13 @@ class RequestFlow:
         if delta.finish_reason is not None:
             return self._finish(request, delta, now)
         return [Deliver(request.request_id, delta, request.replica)]
+
+    def _compare(self, request: RequestState, cached: int) -> None:
+        """Look again why no more was cached if the replica found less than was predicted."""
+        block = max(0, cached) // self._block_size
+        if cached + self._block_size <= request.predicted_cached_tokens and block < len(request.keys):
+            found = evicted(request.keys[block], block * self._block_size, self.placement.past)
+            request.missing = found or request.missing
 
     def _on_refused(self, replica: str, refused: Refused, now: float) -> list[Instruction]:
         request = self._by_wire.get(refused.request_id)
@@ -536,12 +645,60 @@ class RequestFlow:
         if not refused.retry:
             return [self._fail(request, error)]
         request.excluded.add(replica)
+        request.attempts += 1
         return self._move(request, error, now)
 
     # Moving and ending
 
-    def _move(self, request: RequestState, error: RouterError, now: float) -> list[Instruction]:
-        """Continue the request on another replica, or fail it with `error` if no retry is left."""
+    def _leave_all(
+        self,
+        replica: str,
+        requests: Sequence[RequestState],
+        error: RouterError,
+        now: float,
+        *,
+        died: bool,
+        busy: bool = False,
+    ) -> list[Instruction]:
+        """Move requests off a replica. If it died, they are suspected, and one that must be the cause ends."""
+        guilty = self._suspects.died(replica, requests, now, busy=busy) if died and requests else None
+        instructions = [] if guilty is None else self._blame(guilty)
+        for request in requests:
+            if request.outcome is None:
+                suspected = request.suspicion is not None and request.suspicion.deaths[-1] == (replica, now)
+                self.counters.suspected += suspected
+                request.attempts += suspected  # also if it was in the replica's queue: this is the bound for such moves
+                instructions += self._move(request, error, now, suspected=suspected)
+        return instructions
+
+    def _blame(self, guilty: RequestState) -> list[Instruction]:
+        """End a request that killed two replicas, and clear those that were beside it."""
+        assert guilty.suspicion is not None, "blamed without a suspicion"
+        replicas = [replica for replica, _ in guilty.suspicion.deaths]
+        instructions: list[Instruction] = []
+        for request in (guilty, *self._suspects.twins(guilty)):
+            self.counters.blamed += 1
+            about = request.request
+            log.error(
+                "request_blamed trace=%s replicas=%s prompt_tokens=%d generated=%d",
+                about.trace_id,
+                ",".join(replicas),
+                request.prompt_tokens,
+                request.generated,
+            )
+            instructions.append(self._fail(request, ReplicasDied(replicas)))
+        for request in self._requests.values():
+            waits = request.request_id in self._suspects.waiting
+            if self._suspects.clear(request, guilty):
+                request.attempts -= 1
+                if waits and request.request_id not in self._suspects.waiting:
+                    self._queue.resume(request.request_id, priority=request.request.priority)
+        return instructions
+
+    def _move(
+        self, request: RequestState, error: RouterError, now: float, *, suspected: bool = False
+    ) -> list[Instruction]:
+        """Continue the request on another replica, or fail it with `error` if that is not possible."""
         if nothing_left(request, self._max_model_len):
             return self._finish(request, TokenDelta(token_ids=[], finish_reason="length"), now)
         if not self._may_move(request):
@@ -554,11 +711,18 @@ class RequestFlow:
         log.info("request_moved trace=%s from=%s generated=%d", trace_id, request.replica, request.generated)
         assert self._hash_cache is not None, "a request without a model"
         self._hash_blocks(request, self._hash_cache)
+        if suspected:
+            request.waits_for = (
+                f"held: replica {request.replica} died with it, so it is tried apart from other requests"
+            )
+            self._suspects.wait(request)
+            return []
         self._queue.resume(request.request_id, priority=request.request.priority)
         return self.pump(now)
 
     def _may_move(self, request: RequestState) -> bool:
-        return not request.text_only and request.continuations < self._settings.retries
+        # Deaths of replicas do not count, only refusals: what is beside a request that kills replicas does not pay.
+        return not request.text_only and request.attempts <= self._settings.retries > 0
 
     def _move_stuck(self, replica: str, now: float) -> list[Instruction]:
         """Move requests off a stuck replica. Those that cannot continue elsewhere stay, as it may recover."""
@@ -570,8 +734,10 @@ class RequestFlow:
             request.counted = True
             instructions += self._abort(request)
             request.excluded.add(replica)
-            instructions += self._move(request, ReplicaLost(f"replica {replica} is stuck"), now)
-        return instructions
+        return [
+            *instructions,
+            *self._leave_all(replica, stuck, ReplicaLost(f"replica {replica} is stuck"), now, died=True),
+        ]
 
     def _finish(self, request: RequestState, last: TokenDelta, now: float) -> list[Instruction]:
         self._count_finished(request, now)
@@ -606,6 +772,7 @@ class RequestFlow:
         """Remove a request from the queue or its replica. `computed_at`: when the replica finished it; None: never."""
         if request.phase is WAITING:
             self._queue.discard(request.request_id)
+            self._suspects.gone(request)
         else:
             self._detach(request, computed_at)
         if self._queue:
@@ -619,6 +786,7 @@ class RequestFlow:
     def _detach(self, request: RequestState, computed_at: float | None = None) -> None:
         assert request.replica is not None, f"request {request.request_id} is on no replica"
         self.placement.ended(request.replica, request.wire_id, computed_at)
+        self._suspects.gone(request)
         del self._by_wire[request.wire_id]
 
 
@@ -632,6 +800,7 @@ def _generate(request: RequestState) -> Generate:
         token_ids=request.tokens,
         prompt_tokens=request.prompt_tokens,
         root=request.root,
+        salt=salt_text(about.salt),
         block_hashes=request.hashes,
         sampling=sampling,
         priority=about.priority,
@@ -644,6 +813,7 @@ def _generate(request: RequestState) -> Generate:
         embedding=about.embedding,
         counted=request.counted,
         given=about.given,
+        adapter=about.adapter,
         tenant=about.tenant,
         weight=about.weight,
     )

@@ -8,9 +8,9 @@ from typing import Literal, NamedTuple, NewType, get_args
 
 import msgspec
 
-from ...kvcache.hashing import BlockHash
+from ...kvcache.hashing import TOKEN_BYTES, BlockHash
 from ...replica.messages import Request
-from ..backend import GenerationRequest, Reason, TokenDelta
+from ..backend import GenerationRequest, Missing, Reason, TokenDelta
 from ..errors import RouterError
 from ..routing.policy.base import Decision
 
@@ -49,8 +49,8 @@ TRANSITIONS = (
     Transition(Phase.NEW, "queue", Phase.WAITING, "no replica can take it, or others wait already"),
     Transition(Phase.WAITING, "send", Phase.SENT, "it is at the head of the queue and a replica can take it"),
     Transition(Phase.SENT, "start", Phase.STREAMING, "the replica's first output for it arrives"),
-    Transition(Phase.SENT, "move", Phase.WAITING, "the replica is lost, stuck or refuses it, and a retry is left"),
-    Transition(Phase.STREAMING, "move", Phase.WAITING, "the replica is lost or stuck, and a retry is left"),
+    Transition(Phase.SENT, "move", Phase.WAITING, "the replica is lost, stuck or refuses it, and it may move"),
+    Transition(Phase.STREAMING, "move", Phase.WAITING, "the replica is lost or stuck, and it may move"),
     Transition(Phase.SENT, "finish", Phase.OVER, "the replica is lost, and nothing is left to generate"),
     Transition(
         Phase.STREAMING,
@@ -59,8 +59,18 @@ TRANSITIONS = (
         "the last output or a stop string arrives, or only its finish reason is lost",
     ),
     Transition(Phase.WAITING, "fail", Phase.OVER, "its deadline passes, or the queue or the router drops it"),
-    Transition(Phase.SENT, "fail", Phase.OVER, "it is refused, no retry is left, or its deadline passes"),
-    Transition(Phase.STREAMING, "fail", Phase.OVER, "tokens are missing, no retry is left, or its deadline passes"),
+    Transition(
+        Phase.SENT,
+        "fail",
+        Phase.OVER,
+        "it is refused, no retry is left, a second replica died with it, or its deadline passes",
+    ),
+    Transition(
+        Phase.STREAMING,
+        "fail",
+        Phase.OVER,
+        "tokens are missing, it may not move, a second replica died with it, or its deadline passes",
+    ),
     Transition(Phase.WAITING, "cancel", Phase.OVER, "its client left, or its model was replaced"),
     Transition(Phase.SENT, "cancel", Phase.OVER, "its client left, or its model was replaced"),
     Transition(Phase.STREAMING, "cancel", Phase.OVER, "its client left"),
@@ -69,6 +79,18 @@ TRANSITIONS = (
 _NEXT: dict[Event, dict[Phase, Phase]] = {
     event: {each.before: each.after for each in TRANSITIONS if each.event == event} for event in get_args(Event)
 }
+
+
+class Suspicion(msgspec.Struct, frozen=True):
+    """Why a request may be what kills replicas (suspects.py)."""
+
+    deaths: tuple[tuple[str, float], ...]  #: replicas that died with it, without another to blame, and when
+    produced: int  #: tokens that the last of them had generated for it
+
+    @property
+    def since(self) -> float:
+        """When the last of them died."""
+        return self.deaths[-1][1]
 
 
 class RequestState(msgspec.Struct, eq=False):
@@ -88,8 +110,13 @@ class RequestState(msgspec.Struct, eq=False):
     hashes: bytes = b""  #: block hashes of all full blocks of `tokens`
     keys: tuple[int, ...] = ()  #: wire hashes of the same blocks, the keys of the prefix index
     wire_id: int = 0  #: id on the replica; valid while SENT or STREAMING
+    sent_at: float = 0.0  #: time of the last placement
+    due_at: float = 0.0  #: when its first token was expected then
     text_only: bool = False  #: some output came as text without token ids, so no other replica can continue it
     continuations: int = 0
+    attempts: int = 0  #: continuations that count against `retries`: no other request is to blame for them
+    unsent: int = 0  #: times that it could not be sent to the replica chosen
+    suspicion: Suspicion | None = None  #: None: no replica died with it
     waits_for: str = ""  #: why no replica could take it at its last turn; empty: its turn has not come
     counted: bool = False  #: a replica that did not refuse it has had it, and counted its look-up
     excluded: set[str] = set()  #: replicas that refused it; cleared when no replica can take it
@@ -103,6 +130,7 @@ class RequestState(msgspec.Struct, eq=False):
     expected_ttft_s: float | None = None
     reason: Reason | None = None  #: of the last dispatch before the first token
     ttft_s: float | None = None
+    missing: Missing | None = None  #: see `ChoiceRecord`; its times are on the router's clock
     #: each decision by which it was sent to a replica, and its time
     decisions: list[tuple[float, Decision]] = []
     outcome: Outcome | None = None  #: None until it is over
@@ -112,6 +140,11 @@ class RequestState(msgspec.Struct, eq=False):
         after = _NEXT[event].get(self.phase)
         assert after is not None, f"request {self.request_id}: no transition {event!r} from phase {self.phase.value!r}"
         self.phase = after
+
+    @property
+    def produced(self) -> int:
+        """Tokens that its current replica has generated for it."""
+        return self.generated + self.prompt_tokens - len(self.tokens) // TOKEN_BYTES
 
     @property
     def on_replica(self) -> bool:

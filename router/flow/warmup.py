@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from ...kvcache.hashing import TOKEN_BYTES
+from ...kvcache.hashing import TOKEN_BYTES, salt_text
 from ...replica.messages import Abort, Generate, Refused, SamplingParams, TokenBatch
 from ..backend import RouterCounters, TextOutput, WarmUpProgress
 from ..routing.placement import Placement
@@ -119,6 +119,7 @@ class CacheWarmup:
             token_ids=prefix.tokens,
             prompt_tokens=len(prefix.tokens) // TOKEN_BYTES,
             root=prefix.root,
+            salt=salt_text(prefix.salt),
             block_hashes=prefix.hashes,
             sampling=_ONE_TOKEN,
             priority=LOWEST_PRIORITY,

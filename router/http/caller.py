@@ -58,7 +58,7 @@ class Caller:
 
     __slots__ = (
         *("_charged", "_exchange", "_limiter", "_notes", "_now", "_timeout_s"),
-        *("agent", "history_bytes", "history_objects", "ignored", "parent", "request_id", "session", "tenant"),
+        *("agent", "begun", "history_bytes", "history_objects", "ignored", "parent", "request_id", "session", "tenant"),
     )
 
     def __init__(self, front: Front, exchange: Exchange) -> None:
@@ -73,6 +73,7 @@ class Caller:
             self.session = first_header(headers)
             self.agent = first_header(headers, AGENT_HEADERS)
             self.parent = first_header(headers, PARENT_HEADERS)
+        self.begun = False  #: whether the request has been charged, even if refunded later
         self.ignored: Sequence[str] = ()  #: fields of the body that have no effect
         self._exchange = exchange
         self._limiter = front.limiters.get(self.tenant.digest)
@@ -112,6 +113,7 @@ class Caller:
 
     def begin(self, prompts: Sequence[int]) -> None:
         """Begin a request whose prompts have these lengths in tokens. Raises RateLimited and PromptOverLimit."""
+        self.begun = True
         if self._limiter is not None:
             self._limiter.begin(prompts, self._now())
             self._charged = prompts

@@ -43,6 +43,8 @@ def send_error(exchange: Exchange, error: RouterError) -> None:
         headers = (("www-authenticate", "Bearer"),)
     elif error.retry_after_s is not None:
         headers = (("retry-after", max(1, ceil(error.retry_after_s))),)
+    elif not error.should_retry:
+        headers = (("x-should-retry", "false"),)
     if exchange.status is None:
         body = (exchange.error_body or error_body)(error)
         exchange.respond(body, status=error.http_status, headers=headers)

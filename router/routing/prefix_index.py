@@ -10,8 +10,9 @@ bisection finds the end. For replicas without that guarantee (`closed=False`, ex
 block, which is exact whatever caused a hole.
 
 No call takes time that grows with the fleet. A replica that leaves or drops its blocks loses its bit at once; what the
-bit left in the sets means nothing, and `sweep` removes it in slices, after which the bit is used again. The blocks are
-spread over many small dicts, which a sweep can list one by one, and none of which takes long to grow.
+bit left in the sets means nothing, and `sweep` removes it in slices, after which the bit is used again. The parts of a
+snapshot are added under a bit that means nothing yet, until `install` puts it in the place of the replica's. The blocks
+are spread over many small dicts, which a sweep can list one by one, and none of which takes long to grow.
 """
 
 import logging
@@ -73,6 +74,10 @@ class PrefixIndex:
         #: by replica: XOR of the hashes of its blocks, as in heartbeats
         self._xors: dict[str, int] = {}
         self._capacity: dict[str, int] = {}
+        #: by replica: bit, number and XOR of the staged blocks
+        self._staged: dict[str, tuple[int, int, int]] = {}
+        #: bits of all replicas and of staged blocks
+        self._kept = 0
         #: blocks ignored because a replica announced more than its capacity: bounds memory whatever replicas announce
         self.dropped = 0
 
@@ -80,6 +85,7 @@ class PrefixIndex:
         """Add a replica of at most `capacity` blocks. `closed`: the set of its blocks is always prefix-closed."""
         assert replica not in self._bits, f"{replica} has joined the index already"
         bit = self._bits[replica] = self._new_bit()
+        self._known |= bit
         self._number()
         self._counts[replica] = self._xors[replica] = 0
         self._capacity[replica] = capacity
@@ -88,18 +94,20 @@ class PrefixIndex:
 
     def leave(self, replica: str) -> None:
         """Remove a replica and all its blocks."""
+        self._unstage(replica)
         self._retire(self._bits.pop(replica))
         del self._counts[replica], self._xors[replica], self._capacity[replica]
         self._number()
 
     def _new_bit(self) -> int:
-        used = self._known | self._retired
+        used = self._kept | self._retired
         bit = ~used & (used + 1)  # the lowest free bit, so that masks stay small
-        self._known |= bit
+        self._kept |= bit
         return bit
 
     def _retire(self, bit: int) -> None:
-        self._known ^= bit
+        self._kept ^= bit
+        self._known &= ~bit
         self._closed &= ~bit
         self._retired |= bit
         self.sweep()  # so that the bits of an engine that drops its blocks again and again do not pile up
@@ -141,9 +149,14 @@ class PrefixIndex:
 
     def add(self, replica: str, hashes: Iterable[int]) -> None:
         """Add blocks to those that the replica holds; blocks that it already holds are ignored."""
-        bit, shards, shift, share = self._bits[replica], self._shards, SHARD_SHIFT, self._shares()
-        room = before = self._capacity[replica] - self._counts[replica]
-        digest = self._xors[replica]
+        self._counts[replica], self._xors[replica] = self._put(
+            replica, hashes, self._bits[replica], self._counts[replica], self._xors[replica]
+        )
+
+    def _put(self, replica: str, hashes: Iterable[int], bit: int, held: int, digest: int) -> tuple[int, int]:
+        """Add blocks under this bit, which `held` blocks have; returns their new number and XOR."""
+        shards, shift, share = self._shards, SHARD_SHIFT, self._shares()
+        room = before = self._capacity[replica] - held
         for block in hashes:
             holders = shards[block >> shift]
             mask = holders.get(block)
@@ -157,13 +170,12 @@ class PrefixIndex:
             holders[block] = bit if mask is None else share(both := mask | bit, both)
             room -= 1
             digest ^= block
-        self._counts[replica] += before - room
-        self._xors[replica] = digest
+        return held + before - room, digest
 
     def remove(self, replica: str, hashes: Iterable[int]) -> None:
         """Remove blocks that the replica no longer holds; blocks that it did not hold are ignored."""
         bit, shards, shift, share = self._bits[replica], self._shards, SHARD_SHIFT, self._shares()
-        gone, digest, known = 0, self._xors[replica], self._known
+        gone, digest, kept = 0, self._xors[replica], self._kept
         for block in hashes:
             holders = shards[block >> shift]
             mask = holders.get(block, 0)
@@ -171,7 +183,7 @@ class PrefixIndex:
                 continue
             gone += 1
             digest ^= block
-            if others := (mask ^ bit) & known:
+            if others := (mask ^ bit) & kept:
                 holders[block] = share(others, others)
             else:
                 del holders[block]
@@ -179,20 +191,42 @@ class PrefixIndex:
         self._xors[replica] = digest
 
     def clear(self, replica: str) -> None:
-        """Remove all blocks of the replica."""
+        """Remove all blocks of the replica, except staged ones."""
         if self._counts[replica]:
-            before = self._bits[replica]
-            bit = self._bits[replica] = self._new_bit()
-            if self._closed & before:
-                self._closed |= bit
-            self._retire(before)
-            self._number()
-            self._counts[replica] = self._xors[replica] = 0
+            self._hold(replica, self._new_bit(), 0, 0)
 
     def reset(self, replica: str, hashes: Iterable[int]) -> None:
         """Replace the replica's blocks with exactly these."""
-        self.clear(replica)
-        self.add(replica, hashes)
+        self.stage(replica, hashes, first=True)
+        self.install(replica)
+
+    def stage(self, replica: str, hashes: Iterable[int], *, first: bool) -> None:
+        """Add a part of the blocks that `install` will put in the place of the replica's. `first`: drop earlier parts.
+
+        Between two parts, all other methods may be called.
+        """
+        if first:
+            self._unstage(replica)
+        bit, held, digest = self._staged.get(replica) or (self._new_bit(), 0, 0)
+        self._staged[replica] = bit, *self._put(replica, hashes, bit, held, digest)
+
+    def _unstage(self, replica: str) -> None:
+        if replica in self._staged:
+            self._retire(self._staged.pop(replica)[0])
+
+    def install(self, replica: str) -> None:
+        """Replace the replica's blocks with the staged ones."""
+        self._hold(replica, *self._staged.pop(replica))
+
+    def _hold(self, replica: str, bit: int, held: int, digest: int) -> None:
+        """Hold the blocks that have this bit instead of the present ones."""
+        before, self._bits[replica] = self._bits[replica], bit
+        self._counts[replica], self._xors[replica] = held, digest
+        self._known |= bit
+        if self._closed & before:
+            self._closed |= bit
+        self._retire(before)
+        self._number()
 
     def match(self, hashes: Sequence[int]) -> dict[str, int]:
         """Each replica's longest held prefix of `hashes`, in blocks."""
@@ -355,10 +389,11 @@ class PrefixIndex:
         names = {bit.bit_length(): (replica, bit, places[replica]) for replica, bit in self._bits.items()}
         assert (self._names, self.places) == (names, places), "the tables of bits or places are out of date"
         assert not self._closed & ~known, f"{self._closed:#x} contains replicas that left"
-        assert not known & self._retired, f"{self._retired:#x} is retired, {known:#x} in use"
+        assert self._kept == known | sum(bit for bit, _, _ in self._staged.values()), f"{self._kept:#x} are kept"
+        assert not self._kept & self._retired, f"{self._retired:#x} is retired, {self._kept:#x} in use"
         assert not self._sweeping & ~self._retired, f"{self._sweeping:#x} is swept, {self._retired:#x} retired"
         sets = {block: mask for shard in self._shards for block, mask in shard.items()}
-        strays = [mask for mask in sets.values() if not mask or mask & ~(known | self._retired)]
+        strays = [mask for mask in sets.values() if not mask or mask & ~(self._kept | self._retired)]
         assert not strays, f"{len(strays)} masks are empty or contain replicas that left"
         for replica, bit in self._bits.items():
             held = [block for block, mask in sets.items() if mask & bit]
@@ -397,4 +432,11 @@ class ReplicaBlocks:
         self._index.clear(self._replica)
 
     def replace(self, blocks: Iterable[tuple[int, int | None]]) -> None:
-        self._index.reset(self._replica, (block for block, _ in blocks))
+        self.stage(blocks, first=True)
+        self.install()
+
+    def stage(self, blocks: Iterable[tuple[int, int | None]], *, first: bool) -> None:
+        self._index.stage(self._replica, (block for block, _ in blocks), first=first)
+
+    def install(self) -> None:
+        self._index.install(self._replica)

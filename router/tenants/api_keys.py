@@ -25,8 +25,12 @@ Struct = TypeVar("Struct", bound=msgspec.Struct)
 UNLIMITED = TenantLimits()
 #: Name of the tenant whose key is the setting `api_key`.
 OWN_TENANT = "api-key"
-#: Length of a tenant's digest and of a cache salt.
+#: Length of a tenant's digest.
 DIGEST_BYTES = 16
+#: Salts of callers with a key, and of those who give a long one, are digests with this prefix.
+SALT_PREFIX = "tenant-"
+#: A longer `cache_salt` is replaced by a digest: the salt is sent with a chain's first block on the event stream.
+MAX_PLAIN_SALT_CHARS = 128
 #: Longer keys of unnamed tenants are not cached: a key can fill an HTTP head of 64 KiB, and thousands are cached.
 MAX_CACHED_KEY_CHARS = 256
 #: Digests are looked up by their first bytes, then compared in full in constant time.
@@ -49,10 +53,13 @@ class Tenant:
         return self.name or self.digest[:4].hex()
 
     def cache_salt(self, narrowed_by: str | None) -> bytes:
-        """The salt of the caller's requests. Only equal salts share cached blocks; `narrowed_by` restricts further."""
-        if not self.sharing and not narrowed_by:
-            return b""
-        return _digest(b"homing-salt", self.sharing, (narrowed_by or "").encode())
+        """The salt of the caller's requests, as UTF-8. Only equal salts share cached blocks; `narrowed_by` restricts
+        further. It names the blocks on the event stream, so a caller without a key is known by what it sent.
+        """
+        given = narrowed_by or ""
+        if not self.sharing and len(given) <= MAX_PLAIN_SALT_CHARS and not given.startswith(SALT_PREFIX):
+            return given.encode()
+        return SALT_PREFIX.encode() + _digest(b"homing-salt", self.sharing, given.encode()).hex().encode()
 
 
 class KeyEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

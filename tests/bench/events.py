@@ -50,7 +50,7 @@ def steps(count: int) -> list[Step]:
 
 
 def ledger(*, hash_only: bool = False) -> EventLog:
-    return EventLog(EventsSettings(hash_only=hash_only), epoch=EPOCH, block_size=BLOCK_SIZE, medium="GPU")
+    return EventLog(EventsSettings(hash_only=hash_only), epoch=EPOCH, block_size=BLOCK_SIZE)
 
 
 def messages(count: int, *, hash_only: bool = False) -> list[Frames]:

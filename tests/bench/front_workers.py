@@ -65,7 +65,6 @@ class FastReplica:
             host="127.0.0.1",
             block_size=BLOCK,
             epoch=1,
-            medium="CPU",
             ipc_dir=folder,
         )
         self.description = description_of(

@@ -49,7 +49,6 @@ def new_publisher(
         host="127.0.0.1",
         block_size=BLOCK_SIZE,
         epoch=epoch,
-        medium="CPU",
         ipc_dir=ipc_dir,
         keys=keys,
     )

@@ -55,7 +55,7 @@ class Own:
 def batches() -> Iterator[Own]:
     """The story under each setting that changes the wire format."""
     for variant, settings in VARIANTS.items():
-        ledger = EventLog(settings, epoch=EPOCH, block_size=2, medium="GPU")
+        ledger = EventLog(settings, epoch=EPOCH, block_size=2)
         for number, (name, step) in enumerate(STORY.items()):
             expected = [_expected(change, settings) for change in step]
             yield Own(f"{variant}: {name}", settings, ledger.commit(step, 1000.0 + number), expected)
@@ -66,7 +66,7 @@ def _expected(change: object, settings: EventsSettings) -> dict[str, Any]:
         return block_hash if settings.hash_format == "bytes" else int.from_bytes(block_hash[8:], "big")
 
     match change:
-        case StoredBlocks(parent, hashes, content):
+        case StoredBlocks(parent, hashes, content, _):
             ids = [int.from_bytes(content[at : at + 4], "little") for at in range(0, len(content), 4)]
             return {
                 "type": "BlockStored",

@@ -67,7 +67,7 @@ def meaning(event: Mapping[str, Any]) -> CacheEvent:
         block_size,
         event.get("medium"),
         event.get("group_idx"),
-        event.get("lora_name"),
+        event.get("lora_name") or (None if event.get("lora_id") is None else f"lora_id:{event['lora_id']}"),
         [[salt]] if salt and parent is None else event.get("extra_keys"),
         event.get("kv_cache_spec_kind"),
         event.get("kv_cache_spec_sliding_window"),

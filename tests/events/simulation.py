@@ -101,7 +101,7 @@ class World:
         self.resident = {}
         self.history[(self.epoch, None)] = frozenset()
         settings = EventsSettings(replay_batches=self.rng.choice([0, 4, 40]))
-        return EventLog(settings, epoch=self.epoch, block_size=BLOCK_SIZE, medium="CPU")
+        return EventLog(settings, epoch=self.epoch, block_size=BLOCK_SIZE)
 
     # The publisher's side.
 

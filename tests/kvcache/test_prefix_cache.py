@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
 
 from homing.kvcache.errors import PoolTooSmall, StaleMatch
-from homing.kvcache.eviction import EvictionName, eviction_policy
 from homing.kvcache.hashing import BlockHash, BlockHasher, token_bytes
 from homing.kvcache.pins import PinLimits
 from homing.kvcache.pool import Block, BlockState
@@ -32,8 +31,10 @@ class Mirror:
     resident: dict[BlockHash, bytes] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
     stride: int = BLOCK_SIZE * 4
+    salts: list[str] = field(default_factory=list)
 
-    def stored(self, parent: BlockHash | None, hashes: Sequence[BlockHash], tokens: bytes) -> None:
+    def stored(self, parent: BlockHash | None, hashes: Sequence[BlockHash], tokens: bytes, salt: str) -> None:
+        self.salts.append(salt)
         assert hashes
         assert parent is None or parent in self.resident, "the parent of a stored block is not resident"
         assert len(tokens) == len(hashes) * self.stride
@@ -94,6 +95,17 @@ def compute(cache: PrefixCache, wanted: Prompt, table: Sequence[Block], start: i
     cache.commit(
         table[start:end], start, parent, wanted.hashes[start:end], wanted.tokens[start * stride : end * stride]
     )
+
+
+def test_a_salt_is_announced_with_the_first_block_only(cache: PrefixCache, mirror: Mirror):
+    """Later blocks inherit it from their parents, and a copy of the first is not announced at all."""
+    wanted = prompt(3)
+    tables = [must(cache.acquire(PrefixMatch((), 0), 3)) for _ in range(2)]
+    stride = BLOCK_SIZE * 4
+    for table, end in ((tables[0], 2), (tables[1], 3)):
+        cache.commit(table[:end], 0, ROOT, wanted.hashes[:end], wanted.tokens[: end * stride], "ann")
+
+    assert mirror.salts == ["ann", ""]
 
 
 def must(table: list[Block] | None) -> list[Block]:
@@ -758,15 +770,13 @@ class CacheMachine(RuleBasedStateMachine):
     """Requests start, grow, are computed in parts and finish; KV is simulated as the prefix it was computed from."""
 
     chain: Chain = staticmethod(honest)
-    eviction: EvictionName = "lru"
     may_hold = True
     requests = Bundle("requests")
 
     def __init__(self) -> None:
         super().__init__()
         self.mirror = Mirror(stride=SMALL * 4)
-        self.policy = eviction_policy(self.eviction)
-        self.cache = PrefixCache(POOL + 1, SMALL, listener=self.mirror, policy=self.policy)
+        self.cache = PrefixCache(POOL + 1, SMALL, listener=self.mirror)
         #: The content computed into each block, against which hits are verified.
         self.kv: dict[int, Content] = {}
         #: The KV in each slot, by block and offset: its token and all tokens before it.
@@ -856,7 +866,7 @@ class CacheMachine(RuleBasedStateMachine):
         if table is None:
             assert states(blocks) == before
         shortened = holds != [self.cache.holds(block) for block in blocks]
-        assert not shortened or not len(self.policy), "a hold was shortened before everything else was evicted"
+        assert not shortened or not len(self.cache.idle), "a hold was shortened before everything else was evicted"
         assert moves(before, states(blocks)) <= allowed("take") | (allowed("release") if shortened else set())
         return table
 
@@ -1029,7 +1039,7 @@ class OracleMachine(CacheMachine):
 
     @invariant()
     def agrees(self):
-        assert [block.block_id for block in self.policy] == self.idle
+        assert [block.block_id for block in self.cache.idle] == self.idle
         expected = {self.chain(root, ids)[-1] for root, ids in self.shared}
         assert set(self.mirror.resident) == expected
         assert self.cache.counters.collisions == 0
@@ -1046,12 +1056,6 @@ class CollidingMachine(CacheMachine):
     chain: Chain = staticmethod(colliding)
 
 
-class LearningMachine(CollidingMachine):
-    """The same with the hit-density policy."""
-
-    eviction: EvictionName = "hit-density"
-
-
 TestAgainstOracle = OracleMachine.TestCase
 TestAgainstOracle.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 TestUnderCollisions = CollidingMachine.TestCase
@@ -1063,7 +1067,3 @@ def test_the_colliding_hasher_collides():
     prompts = [(a, b, c, d) for a in (0, 1) for b in (0, 1) for c in (0, 1) for d in (0, 1)]
 
     assert len({colliding(ROOT, ids)[-1] for ids in prompts}) <= 4
-
-
-TestUnderCollisionsAndLearning = LearningMachine.TestCase
-TestUnderCollisionsAndLearning.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

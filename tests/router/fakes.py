@@ -307,7 +307,6 @@ class SocketReplica:
             host="127.0.0.1",
             block_size=BLOCK,
             epoch=epoch,
-            medium="CPU",
         )
         self.description = description_of(
             replica_id,

@@ -80,7 +80,7 @@ Update = tuple[type[CacheEvent], Sequence[int]]
 def updates_of(changes: Sequence[Change]) -> Iterator[Update]:
     for change in changes:
         match change:
-            case StoredBlocks(_, hashes, _):
+            case StoredBlocks(_, hashes, _, _):
                 yield Stored, wire_hashes(b"".join(hashes))
             case RemovedBlocks(hashes):
                 yield Removed, wire_hashes(b"".join(hashes))
@@ -209,7 +209,7 @@ class Streamed:
         publisher = self._publishers.get(replica.replica_id)
         if publisher is None:
             assert not any(replica.residents()), f"{replica.replica_id} is not followed from its beginning"
-            log = EventLog(_SETTINGS, epoch=replica.epoch, block_size=replica.limits.block_tokens, medium="GPU")
+            log = EventLog(_SETTINGS, epoch=replica.epoch, block_size=replica.limits.block_tokens)
             publisher = _Publisher(replica.replica_id, log, replica.report(self._queue.now))
             self._publishers[replica.replica_id] = publisher
         link = publisher.links[router.name] = _Link(router)

@@ -8,7 +8,7 @@ from ..caller import Caller
 from ..front import Front
 from ..protocol.exchange import Exchange
 from ..protocol.origins import is_loopback
-from .endpoint import Endpoint, decoded, respond
+from .endpoint import Endpoint, decoded, for_admins, respond
 from .status import Status
 
 
@@ -42,75 +42,68 @@ _RESET = msgspec.json.Decoder(ResetBody)
 _ENGINE = msgspec.json.Decoder(EngineBody)
 
 
-async def reset_prefix_cache(front: Front, exchange: Exchange) -> None:
-    """Empty the caches of all replicas, or of one model's replicas; 409 while requests run. For admins only."""
-    caller = Caller(front, exchange)
-    if not caller.tenant.admin:
-        raise NotAllowed("a reset empties the caches of all tenants; it requires a key with 'admin: true'")
+async def reset_prefix_cache(front: Front, exchange: Exchange, caller: Caller) -> None:
+    """Empty the caches of all replicas, or of one model's replicas; 409 while requests run."""
     name = (await decoded(front, caller, exchange, _RESET)).model if exchange.request.body else None
     respond(exchange, Emptied("ok", await front.backend.reset_caches(name)))
 
 
-async def _engine_list(front: Front, exchange: Exchange) -> tuple[EngineList, Caller]:
-    """The list of engines and the caller, who must be an admin. Raises NotAllowed and UnknownPath."""
-    caller = Caller(front, exchange)
-    if not caller.tenant.admin:
-        raise NotAllowed("the list of engines is shared by all tenants; it requires a key with 'admin: true'")
+def _engine_list(front: Front) -> EngineList:
+    """The list of engines. Raises NotAllowed and UnknownPath."""
     if not front.tenants.named() and not is_loopback(front.settings.host):
         # Engines receive prompts, so strangers must not be able to list them.
         raise NotAllowed("without API keys, the list of engines is only available if the router listens on loopback")
     if front.engines is None:
         raise UnknownPath("this router has its own replicas; only 'homing route' has a list of engines")
-    return front.engines, caller
+    return front.engines
 
 
-async def engines(front: Front, exchange: Exchange) -> None:
-    listed, _ = await _engine_list(front, exchange)
-    respond(exchange, Engines(listed.views()))
+async def engines(front: Front, exchange: Exchange, _caller: Caller) -> None:
+    respond(exchange, Engines(_engine_list(front).views()))
 
 
-async def add_engine(front: Front, exchange: Exchange) -> None:
-    listed, caller = await _engine_list(front, exchange)
+async def add_engine(front: Front, exchange: Exchange, caller: Caller) -> None:
+    listed = _engine_list(front)
     body = await decoded(front, caller, exchange, _ENGINE)
     respond(exchange, await listed.add(body.url, body.events, body.replay))
 
 
-async def remove_engine(front: Front, exchange: Exchange) -> None:
-    listed, caller = await _engine_list(front, exchange)
+async def remove_engine(front: Front, exchange: Exchange, caller: Caller) -> None:
+    listed = _engine_list(front)
     respond(exchange, listed.remove((await decoded(front, caller, exchange, _ENGINE)).url))
 
+
+#: What errors say about the endpoints of engines.
+_SHARED = "the list of engines is shared by all tenants"
 
 ENDPOINTS = (
     Endpoint(
         "POST",
         "/reset_prefix_cache",
-        reset_prefix_cache,
+        for_admins(reset_prefix_cache, "a reset empties the caches of all tenants"),
         "empty the caches of all replicas, or of one model's replicas",
         Emptied,
         (ResetBody,),
         body_required=False,
         large_bodies=False,
-        same_origin=True,
     ),
-    Endpoint("GET", "/engines", engines, "the external engines of this router", Engines, same_origin=True),
+    Endpoint("GET", "/engines", for_admins(engines, _SHARED), "the external engines of this router", Engines),
     Endpoint(
         "POST",
         "/engines",
-        add_engine,
+        for_admins(add_engine, _SHARED),
         "add an external engine",
         EngineView,
         (EngineBody,),
         large_bodies=False,
-        same_origin=True,
     ),
     Endpoint(
         "DELETE",
         "/engines",
-        remove_engine,
+        for_admins(remove_engine, _SHARED),
         "remove an external engine",
         EngineView,
         (EngineBody,),
         large_bodies=False,
-        same_origin=True,
     ),
 )

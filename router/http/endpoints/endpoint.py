@@ -1,13 +1,13 @@
-"""What all endpoints share: the type of their rows in the table, the decoding of bodies, the encoding of answers."""
+"""What all endpoints share: their rows, who may call them, the decoding of bodies, the encoding of answers."""
 
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
-from ...errors import RouterError
+from ...errors import NotAllowed, RouterError
 from ..body_reader import INLINE_BYTES
 from ..caller import Caller
 from ..dialects.schema import ENCODER, MAX_IGNORED, Decoded, UnknownField, decoding, exhaust
@@ -16,7 +16,61 @@ from ..front import Front
 from ..protocol.exchange import JSON, Exchange
 
 #: Responds to an exchange, immediately or later. The caller turns its exceptions into responses.
-Handler = Callable[[Front, Exchange], Coroutine[Any, Any, None]]
+Run = Callable[[Front, Exchange], Coroutine[Any, Any, None]]
+#: The same for a known caller.
+Handler = Callable[[Front, Exchange, Caller], Coroutine[Any, Any, None]]
+#: Who may call an endpoint: anybody; holders of a key; those within their tenant's rate limits; admins.
+Access = Literal["public", "key", "charged", "admin"]
+
+
+@dataclass(slots=True, frozen=True)
+class Guarded:
+    """A handler behind its checks. Made by `public`, `with_key`, `charged` and `for_admins` only."""
+
+    access: Access
+    run: Run
+
+
+def public(handler: Run) -> Guarded:
+    """Callable without a key: it shows neither prompts nor answers, and costs next to nothing. SECURITY.md lists it."""
+    return Guarded("public", handler)
+
+
+def with_key(handler: Handler) -> Guarded:
+    """Requires a key, if there are keys, but works for no tenant. Raises MissingKey and UnknownKey."""
+
+    async def run(front: Front, exchange: Exchange) -> None:
+        await handler(front, exchange, Caller(front, exchange))
+
+    return Guarded("key", run)
+
+
+def charged(handler: Handler) -> Guarded:
+    """Requires a key and counts against its tenant's limits. Raises RateLimited before the body is read.
+
+    The handler charges the tokens of prompts once it knows them; what it has not charged counts as one request.
+    """
+
+    async def run(front: Front, exchange: Exchange) -> None:
+        caller = Caller(front, exchange)
+        caller.check()
+        await handler(front, exchange, caller)
+        if not caller.begun:
+            caller.charge([])
+
+    return Guarded("charged", run)
+
+
+def for_admins(handler: Handler, why: str) -> Guarded:
+    """Requires an admin's key, if there are keys. `why`: what an error says about it. Raises NotAllowed."""
+
+    async def run(front: Front, exchange: Exchange) -> None:
+        caller = Caller(front, exchange)
+        if not caller.tenant.admin:
+            raise NotAllowed(f"{why}; it requires a key with 'admin: true'")
+        await handler(front, exchange, caller)
+
+    return Guarded("admin", run)
 
 
 @dataclass(slots=True, frozen=True)
@@ -25,7 +79,7 @@ class Endpoint:
 
     method: str
     path: str
-    handler: Handler
+    handler: Guarded
     summary: str
     response: type | None = None  #: type of a JSON response
     bodies: tuple[type, ...] = ()  #: alternative types of the request's body
@@ -34,8 +88,12 @@ class Endpoint:
     media: str = JSON
     error_body: Callable[[RouterError], bytes] | None = None  #: encodes errors; None: OpenAI's format
     errors: type = ErrorBody  #: type of an error's body
-    same_origin: bool = False  #: changes more than the sender's own requests: refused to pages of other servers
     streams: bool = False  #: the response is a stream of events if the body has `"stream": true`
+
+    @property
+    def same_origin(self) -> bool:
+        """Whether it shows or changes more than the sender's own requests: refused to pages of other servers."""
+        return self.handler.access == "admin" or self.method == "DELETE"
 
 
 def respond(exchange: Exchange, value: object) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from ....kvcache.hashing import token_bytes
+from ....kvcache.hashing import salt_text, token_bytes
 from ...backend import Explanation
 from ..caller import Caller
 from ..departures import Departure, between, common_tokens, from_longest
@@ -17,7 +17,7 @@ from ..dialects.responses import RESPONSES, ResponsesBody
 from ..front import Front
 from ..generation import Job, generation_request
 from ..protocol.exchange import Exchange
-from .endpoint import Endpoint, decoded, respond
+from .endpoint import Endpoint, charged, decoded, respond
 from .generate import decoded_in
 from .stored_responses import put_history
 
@@ -49,6 +49,7 @@ class Explained(Explanation, frozen=True, kw_only=True):
     session: str | None = None
     agent: str | None = None  #: within the session
     parent: str | None = None  #: the agent that started it
+    cache_salt: str = ""  #: what distinguishes the caller's blocks on the event stream from others of the same tokens
     #: from the longest known prefix, shared with the agent's last prompt in the session or held by a replica
     departure: Departure | None = None
 
@@ -72,10 +73,8 @@ _DIFF = msgspec.json.Decoder(DiffBody)
 _KIND = msgspec.json.Decoder(_Kind)
 
 
-async def explain(front: Front, exchange: Exchange) -> None:
+async def explain(front: Front, exchange: Exchange, caller: Caller) -> None:
     """Report the routing decision for a request of any dialect; nothing is generated."""
-    caller = Caller(front, exchange)
-    caller.check()
     job, salt = await _job(front, caller, exchange, exchange.request.body)
     caller.charge([len(prompt.token_ids) for prompt in job.prompts])
     request = generation_request(job, job.prompts[0], caller)
@@ -83,6 +82,9 @@ async def explain(front: Front, exchange: Exchange) -> None:
     before, departure = None, None
     if request.session is not None:
         before = front.session_prompts.get((salt, request.session, caller.agent))
+    if found.missing is not None:
+        missing = front.shown(found.missing.moved(front.clock_offset_s), admin=caller.tenant.admin)
+        found = msgspec.structs.replace(found, missing=missing)
     held = max([max(each.held_blocks, each.expected_blocks) for each in found.replicas], default=0)
     if before is not None or held < found.prompt_blocks:
         new = request.token_ids, job.conversation
@@ -92,6 +94,7 @@ async def explain(front: Front, exchange: Exchange) -> None:
         Explained(
             **msgspec.structs.asdict(found),
             session=request.session,
+            cache_salt=salt_text(salt),
             agent=caller.agent,
             parent=caller.parent,
             departure=departure,
@@ -99,10 +102,8 @@ async def explain(front: Front, exchange: Exchange) -> None:
     )
 
 
-async def explain_diff(front: Front, exchange: Exchange) -> None:
+async def explain_diff(front: Front, exchange: Exchange, caller: Caller) -> None:
     """Compare the prompts of two bodies; nothing is generated."""
-    caller = Caller(front, exchange)
-    caller.check()
     body = await decoded(front, caller, exchange, _DIFF)
     jobs = [(await _job(front, caller, exchange, bytes(each)))[0] for each in (body.a, body.b)]
     caller.charge([len(job.prompts[0].token_ids) for job in jobs])
@@ -125,10 +126,12 @@ ENDPOINTS = (
     Endpoint(
         "POST",
         "/explain",
-        explain,
+        charged(explain),
         "the routing decision for a request body",
         Explained,
         (CompletionBody, ChatBody, ResponsesBody, messages.MessagesBody),
     ),
-    Endpoint("POST", "/explain/diff", explain_diff, "where the prompts of two bodies differ", Diff, (DiffBody,)),
+    Endpoint(
+        "POST", "/explain/diff", charged(explain_diff), "where the prompts of two bodies differ", Diff, (DiffBody,)
+    ),
 )

@@ -9,7 +9,7 @@ import msgspec
 
 from ....kvcache.hashing import token_bytes
 from ..caller import Caller
-from ..departures import SessionKey, continues, header
+from ..departures import Departure, SessionKey, continues, if_known
 from ..dialects import messages
 from ..dialects.chat import CHAT, ChatCompletion, engine_chat, raw_fields
 from ..dialects.completions import COMPLETION, Completion
@@ -20,16 +20,14 @@ from ..dialects.schema import unused_fields
 from ..front import Front
 from ..generation import Generation, Job
 from ..protocol.exchange import Exchange
-from .endpoint import Endpoint, decoded
+from .endpoint import Endpoint, Handler, charged, decoded
 
 #: Fields of vLLM about its cache, connectors and versions of weights, which it also takes with token ids.
 ENGINE_ONLY = frozenset("session_id kv_hints kv_transfer_params return_weight_versions".split())
 _EMBEDDINGS = msgspec.json.Decoder(EmbeddingsBody)
 
 
-async def generate(dialect: Dialect[BodyType], front: Front, exchange: Exchange) -> None:
-    caller = Caller(front, exchange)
-    caller.check()
+async def generate(dialect: Dialect[BodyType], front: Front, exchange: Exchange, caller: Caller) -> None:
     body = await decoded_in(dialect, front, caller, exchange)
     await start_generation(dialect, front, exchange, caller, body)
 
@@ -83,28 +81,26 @@ def _with_engine_fields(front: Front, job: Job, caller: Caller, sent: bytes) -> 
     return job
 
 
-def _departure(front: Front, job: Job, key: SessionKey, body_bytes: int) -> Callable[[int], str | None] | None:
-    """Remember a session's prompt. Returns the maker of the departure header; None: it continues the last prompt."""
+def _departure(front: Front, job: Job, key: SessionKey, body_bytes: int) -> Callable[[int], Departure | None] | None:
+    """Remember a session's prompt. Returns what finds its departure; None: it continues the last prompt."""
     new = token_bytes(job.prompts[0].token_ids), job.conversation
     before = front.session_prompts.put(key, new, body_bytes)
     if before is not None and continues(before, new):
         return None
-    return partial(header, before, new, job.served.text)
+    return partial(if_known, before, new, job.served.text)
 
 
-async def embeddings(front: Front, exchange: Exchange) -> None:
-    caller = Caller(front, exchange)
-    caller.check()
+async def embeddings(front: Front, exchange: Exchange, caller: Caller) -> None:
     body = await decoded(front, caller, exchange, _EMBEDDINGS, lenient=True, unused=unused_fields)
     served = await front.served(body.model)
     job = await embeddings_job(front, served, body, caller.sender(body.cache_salt))
     Generation(front, job, exchange, caller, WholeWriter(exchange, EmbeddingBuilder(served, body))).begin()
 
 
-def generating(path: str, dialect: Dialect[Any], what: str, response: type) -> Endpoint:
-    """The endpoint that generates responses in a dialect."""
-    handler, bodies = partial(generate, dialect), (dialect.decoder.type,)
-    return Endpoint("POST", path, handler, f"{what}, streamed or whole", response, bodies, streams=True)
+def generating(path: str, dialect: Dialect[Any], what: str, response: type, handler: Handler | None = None) -> Endpoint:
+    """The endpoint that generates responses in a dialect, with `generate` by default."""
+    guarded, bodies = charged(handler or partial(generate, dialect)), (dialect.decoder.type,)
+    return Endpoint("POST", path, guarded, f"{what}, streamed or whole", response, bodies, streams=True)
 
 
 def in_anthropic_format(endpoint: Endpoint) -> Endpoint:
@@ -118,5 +114,12 @@ ENDPOINTS = (
     in_anthropic_format(
         generating("/v1/messages", messages.MESSAGES, "message in Anthropic's API", messages.MessageResponse)
     ),
-    Endpoint("POST", "/v1/embeddings", embeddings, "embedding vectors of texts", EmbeddingsResponse, (EmbeddingsBody,)),
+    Endpoint(
+        "POST",
+        "/v1/embeddings",
+        charged(embeddings),
+        "embedding vectors of texts",
+        EmbeddingsResponse,
+        (EmbeddingsBody,),
+    ),
 )

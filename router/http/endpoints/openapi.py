@@ -31,7 +31,7 @@ def openapi_document(endpoints: Sequence[Endpoint]) -> bytes:
             "info": {"title": "homing", "version": __version__},
             "paths": paths,
             "components": {"schemas": components, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
-            "security": [{}, {"key": []}],
+            "security": [{}, {"key": []}],  # a key is required only if the server has keys
         }
     )
 
@@ -50,6 +50,8 @@ def _operation(endpoint: Endpoint) -> dict[str, Any]:
             },
         },
     }
+    if endpoint.handler.access == "public":
+        operation["security"] = []
     if endpoint.bodies:
         kinds = [_reference(kind) for kind in endpoint.bodies]
         schema = kinds[0] if len(kinds) == 1 else {"anyOf": kinds}

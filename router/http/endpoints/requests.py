@@ -1,15 +1,20 @@
-"""Looks back at requests: one by its id, or those that fit a query. For admins: it shows all tenants' requests."""
+"""Shows requests, in progress or over: one by its id, or those that fit a query; and ends them. For admins only."""
+
+import logging
 
 import msgspec
 
 from ...activity import RequestRecord
-from ...errors import NotAllowed, RequestNotFound
+from ...errors import EndedByOperator, RequestNotFound
 from ..caller import Caller
+from ..errors import send_error
 from ..front import Front
 from ..history import RequestQuery
 from ..protocol.exchange import Exchange
 from ..request_records import record_of, running
-from .endpoint import Endpoint, decoded, respond
+from .endpoint import Endpoint, decoded, for_admins, respond
+
+log = logging.getLogger(__name__)
 
 REQUESTS = "/requests"
 
@@ -23,23 +28,14 @@ class RequestList(msgspec.Struct):
 _QUERY = msgspec.json.Decoder(RequestQuery)
 
 
-def _admin(front: Front, exchange: Exchange) -> Caller:
-    """The caller, who must be an admin. Raises NotAllowed."""
-    caller = Caller(front, exchange)
-    if not caller.tenant.admin:
-        raise NotAllowed("this shows the requests of all tenants; it requires a key with 'admin: true'")
-    return caller
-
-
-async def running_requests(front: Front, exchange: Exchange) -> None:
+async def running_requests(front: Front, exchange: Exchange, _caller: Caller) -> None:
     """List the requests in progress, oldest first."""
-    _admin(front, exchange)
     respond(exchange, RequestList(running(front, RequestQuery(state="running"))))
 
 
-async def find_requests(front: Front, exchange: Exchange) -> None:
+async def find_requests(front: Front, exchange: Exchange, caller: Caller) -> None:
     """List the requests that fit a query: those in progress, or those that are over, newest or slowest first."""
-    query = await decoded(front, _admin(front, exchange), exchange, _QUERY)
+    query = await decoded(front, caller, exchange, _QUERY)
     if query.state == "running":
         found = running(front, query)
     else:
@@ -47,9 +43,8 @@ async def find_requests(front: Front, exchange: Exchange) -> None:
     respond(exchange, RequestList(found))
 
 
-async def request(front: Front, exchange: Exchange) -> None:
+async def request(front: Front, exchange: Exchange, _caller: Caller) -> None:
     """One request by its id, in progress or over."""
-    _admin(front, exchange)
     wanted = exchange.request.path.removeprefix(f"{REQUESTS}/")
     for other in front.open_exchanges:
         if other.id == wanted:
@@ -61,16 +56,44 @@ async def request(front: Front, exchange: Exchange) -> None:
     respond(exchange, found)
 
 
+async def end_request(front: Front, exchange: Exchange, _caller: Caller) -> None:
+    """End a request in progress with an error, and tell what had become of it."""
+    wanted = exchange.request.path.removeprefix(f"{REQUESTS}/")
+    found = next((other for other in front.open_exchanges if other.id == wanted), None)
+    if found is None:
+        raise RequestNotFound(wanted)
+    record = record_of(front, found)
+    if found.generation is not None:
+        found.generation.abort(EndedByOperator())
+    else:
+        send_error(found, EndedByOperator())
+        found.gone = True  # whoever still tokenizes it generates nothing
+    log.warning("request_ended request_id=%s by=%s", wanted, exchange.tenant)
+    respond(exchange, record)
+
+
+#: What errors say about these endpoints.
+_WHY = "this shows the requests of all tenants"
+
 ENDPOINTS = (
-    Endpoint("GET", REQUESTS, running_requests, "the requests in progress, oldest first", RequestList),
+    Endpoint(
+        "GET", REQUESTS, for_admins(running_requests, _WHY), "the requests in progress, oldest first", RequestList
+    ),
     Endpoint(
         "POST",
         REQUESTS,
-        find_requests,
+        for_admins(find_requests, _WHY),
         "the requests that fit a query",
         RequestList,
         (RequestQuery,),
         large_bodies=False,
     ),
-    Endpoint("GET", f"{REQUESTS}/{{id}}", request, "what became of a request, and why it went there", RequestRecord),
+    Endpoint(
+        "GET",
+        f"{REQUESTS}/{{id}}",
+        for_admins(request, _WHY),
+        "what became of a request, and why it went there",
+        RequestRecord,
+    ),
+    Endpoint("DELETE", f"{REQUESTS}/{{id}}", for_admins(end_request, _WHY), "end a request in progress", RequestRecord),
 )

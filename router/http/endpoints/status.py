@@ -1,19 +1,21 @@
 """What is served and how it is doing: models, health, readiness, load, metrics, the cluster and the live page."""
 
+from collections.abc import Collection
 from typing import Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from .... import __version__
 from ....replica.messages import ModelLimits
 from ...backend import ClusterView
-from ...errors import NoReplica, NotAllowed
+from ...errors import NoReplica, RouterError
 from ...metrics import CONTENT_TYPE
 from ..caller import Caller
 from ..front import Front
 from ..live.page import page
 from ..protocol.exchange import EVENTS, Exchange
-from .endpoint import Endpoint, respond
+from .endpoint import Endpoint, for_admins, public, respond, with_key
 
 MODELS = "/v1/models"
 
@@ -26,6 +28,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     created: int
     owned_by: str = "homing"
     max_model_len: int
+    parent: str | UnsetType = UNSET  #: of an engine's adapter: the model that it belongs to
 
 
 class ModelList(msgspec.Struct, frozen=True):
@@ -64,11 +67,12 @@ def _card(front: Front, limits: ModelLimits) -> ModelCard:
     return ModelCard(id=limits.name, created=front.started_at, max_model_len=limits.max_model_len)
 
 
-async def models(front: Front, exchange: Exchange) -> None:
+async def models(front: Front, exchange: Exchange, _caller: Caller) -> None:
     """List the models that have had a replica, followed by their aliases."""
-    Caller(front, exchange)
     cards = {limits.name: _card(front, limits) for limits in front.backend.models()}
     only = next(iter(cards)) if len(cards) == 1 else None
+    for parent, adapter in [(name, each) for name in cards for each in sorted(_adapters(front, name))]:
+        cards.setdefault(adapter, msgspec.structs.replace(cards[parent], id=adapter, parent=parent))
     aliases = [
         msgspec.structs.replace(cards[name], id=alias)
         for alias, given in front.aliases.items()
@@ -77,12 +81,23 @@ async def models(front: Front, exchange: Exchange) -> None:
     respond(exchange, ModelList([*cards.values(), *aliases]))
 
 
-async def model(front: Front, exchange: Exchange) -> None:
-    Caller(front, exchange)
-    limits = front.model_named(exchange.request.path.removeprefix(f"{MODELS}/")).model()
+async def model(front: Front, exchange: Exchange, _caller: Caller) -> None:
+    name = exchange.request.path.removeprefix(f"{MODELS}/")
+    backend = front.model_named(name)
+    limits = backend.model()
     if limits is None:
         raise NoReplica("no replica has joined yet", retry_after_s=1.0)
-    respond(exchange, _card(front, limits))
+    card = _card(front, limits)
+    if name != limits.name and name in backend.adapters():
+        card = msgspec.structs.replace(card, id=name, parent=limits.name)
+    respond(exchange, card)
+
+
+def _adapters(front: Front, model: str) -> Collection[str]:
+    try:
+        return front.backend.choose(model).adapters()
+    except RouterError:  # it is turned off
+        return ()
 
 
 async def health(_front: Front, exchange: Exchange) -> None:
@@ -115,7 +130,7 @@ async def load(front: Front, exchange: Exchange) -> None:
 
 
 async def metrics(front: Front, exchange: Exchange) -> None:
-    front.metrics.observe_cluster(front.backend.view())
+    front.metrics.observe_cluster(front.cluster())
     exchange.respond(front.metrics.render(), content_type=CONTENT_TYPE)
 
 
@@ -124,7 +139,7 @@ async def version(_front: Front, exchange: Exchange) -> None:
 
 
 async def cluster(front: Front, exchange: Exchange) -> None:
-    respond(exchange, front.backend.view())
+    respond(exchange, front.cluster())
 
 
 async def live_page(_front: Front, exchange: Exchange) -> None:
@@ -133,10 +148,8 @@ async def live_page(_front: Front, exchange: Exchange) -> None:
     exchange.respond(body, content_type="text/html; charset=utf-8", headers=headers)
 
 
-async def live(front: Front, exchange: Exchange) -> None:
-    """Stream the live page's data until the client leaves. For admins only: it shows all tenants' requests."""
-    if not Caller(front, exchange).tenant.admin:
-        raise NotAllowed("this shows the requests of all tenants; it requires a key with 'admin: true'")
+async def live(front: Front, exchange: Exchange, _caller: Caller) -> None:
+    """Stream the live page's data until the client leaves."""
     if exchange.request.method == "HEAD":
         exchange.respond(b"", content_type=EVENTS)
         return
@@ -144,16 +157,22 @@ async def live(front: Front, exchange: Exchange) -> None:
 
 
 ENDPOINTS = (
-    Endpoint("GET", MODELS, models, "the served models", ModelList),
-    Endpoint("GET", f"{MODELS}/{{model}}", model, "a served model by its name", ModelCard),
-    Endpoint("GET", "/", live_page, "a page that shows the cluster live", media="text/html"),
-    Endpoint("GET", "/live", live, "the live page's data, as an endless event stream", media="text/event-stream"),
-    Endpoint("GET", "/cluster", cluster, "the cluster as the router sees it", ClusterView),
-    Endpoint("GET", "/health", health, "the process responds", Status),
-    Endpoint("GET", "/ping", ping, "the process responds", media="text/plain"),
-    Endpoint("POST", "/ping", ping, "the process responds", media="text/plain"),
-    Endpoint("GET", "/load", load, "the number of running and waiting requests", Load),
-    Endpoint("GET", "/ready", ready, "at least one model can be served now", Ready),
-    Endpoint("GET", "/metrics", metrics, "metrics for Prometheus", media="text/plain"),
-    Endpoint("GET", "/version", version, "the package's version", Version),
+    Endpoint("GET", MODELS, with_key(models), "the served models", ModelList),
+    Endpoint("GET", f"{MODELS}/{{model}}", with_key(model), "a served model by its name", ModelCard),
+    Endpoint("GET", "/", public(live_page), "a page that shows the cluster live", media="text/html"),
+    Endpoint(
+        "GET",
+        "/live",
+        for_admins(live, "this shows the requests of all tenants"),
+        "the live page's data, as an endless event stream",
+        media="text/event-stream",
+    ),
+    Endpoint("GET", "/cluster", public(cluster), "the cluster as the router sees it", ClusterView),
+    Endpoint("GET", "/health", public(health), "the process responds", Status),
+    Endpoint("GET", "/ping", public(ping), "the process responds", media="text/plain"),
+    Endpoint("POST", "/ping", public(ping), "the process responds", media="text/plain"),
+    Endpoint("GET", "/load", public(load), "the number of running and waiting requests", Load),
+    Endpoint("GET", "/ready", public(ready), "at least one model can be served now", Ready),
+    Endpoint("GET", "/metrics", public(metrics), "metrics for Prometheus", media="text/plain"),
+    Endpoint("GET", "/version", public(version), "the package's version", Version),
 )

@@ -1,6 +1,5 @@
 """The Responses API with a store: generates, continues, returns and deletes stored responses."""
 
-from dataclasses import replace
 from typing import Any, Literal
 
 import msgspec
@@ -11,7 +10,7 @@ from ..dialects.responses import RESPONSES, Response, ResponsesBody, items_of, s
 from ..front import Front
 from ..protocol.exchange import Exchange
 from ..response_store import StoredResponse
-from .endpoint import Endpoint, respond
+from .endpoint import Endpoint, charged, respond, with_key
 from .generate import decoded_in, generating, start_generation
 
 RESPONSES_PATH = "/v1/responses"
@@ -35,10 +34,8 @@ class DeletedResponse(msgspec.Struct, frozen=True):
     deleted: bool = True
 
 
-async def create_response(front: Front, exchange: Exchange) -> None:
+async def create_response(front: Front, exchange: Exchange, caller: Caller) -> None:
     """Generate a response. If there is a store, keep it unless the request says `store: false`."""
-    caller = Caller(front, exchange)
-    caller.check()
     body = await decoded_in(RESPONSES, front, caller, exchange)
     store, tenant = front.responses, caller.tenant.digest
     if store is None:
@@ -71,9 +68,9 @@ async def put_history(front: Front, caller: Caller, body: ResponsesBody) -> None
     body.input, body.previous_response_id = [*history.items, *items_of(body)], None
 
 
-async def _stored(front: Front, exchange: Exchange) -> tuple[str, StoredResponse]:
+async def _stored(front: Front, exchange: Exchange, caller: Caller) -> tuple[str, StoredResponse]:
     """The id and the stored response that the path names. Raises ResponseNotFound."""
-    tenant = Caller(front, exchange).tenant.digest
+    tenant = caller.tenant.digest
     response_id = _response_id(exchange)
     stored = await front.responses.get(tenant, response_id) if front.responses is not None else None
     if stored is None:
@@ -85,13 +82,13 @@ def _response_id(exchange: Exchange) -> str:
     return exchange.request.path.removeprefix(f"{RESPONSES_PATH}/").removesuffix("/input_items")
 
 
-async def stored_response(front: Front, exchange: Exchange) -> None:
-    exchange.respond((await _stored(front, exchange))[1].body)
+async def stored_response(front: Front, exchange: Exchange, caller: Caller) -> None:
+    exchange.respond((await _stored(front, exchange, caller))[1].body)
 
 
-async def stored_items(front: Front, exchange: Exchange) -> None:
+async def stored_items(front: Front, exchange: Exchange, caller: Caller) -> None:
     """List the input items of a stored response on one page, last item first, as OpenAI does."""
-    response_id, stored = await _stored(front, exchange)
+    response_id, stored = await _stored(front, exchange, caller)
     items = [
         shown_item(item, f"{response_id.removeprefix('resp_')}{index:04x}") for index, item in enumerate(stored.input)
     ]
@@ -99,23 +96,21 @@ async def stored_items(front: Front, exchange: Exchange) -> None:
     respond(exchange, ItemList(items, items[0]["id"] if items else None, items[-1]["id"] if items else None))
 
 
-async def delete_response(front: Front, exchange: Exchange) -> None:
-    tenant, response_id = Caller(front, exchange).tenant.digest, _response_id(exchange)
+async def delete_response(front: Front, exchange: Exchange, caller: Caller) -> None:
+    tenant, response_id = caller.tenant.digest, _response_id(exchange)
     if front.responses is None or not await front.responses.delete(tenant, response_id):
         raise ResponseNotFound(response_id)
     respond(exchange, DeletedResponse(response_id))
 
 
+#: One stored response, and the items of its request.
+_ONE = f"{RESPONSES_PATH}/{{id}}"
+_ITEMS = f"{_ONE}/input_items"
+
 ENDPOINTS = (
-    replace(generating(RESPONSES_PATH, RESPONSES, "response", Response), handler=create_response),
-    Endpoint("GET", f"{RESPONSES_PATH}/{{id}}", stored_response, "a stored response", Response),
-    Endpoint(
-        "DELETE",
-        f"{RESPONSES_PATH}/{{id}}",
-        delete_response,
-        "delete a stored response",
-        DeletedResponse,
-        same_origin=True,
-    ),
-    Endpoint("GET", f"{RESPONSES_PATH}/{{id}}/input_items", stored_items, "a stored response's input items", ItemList),
+    generating(RESPONSES_PATH, RESPONSES, "response", Response, create_response),
+    Endpoint("GET", _ONE, charged(stored_response), "a stored response", Response),
+    # Deleting frees what the tenant occupies, so no limit prevents it.
+    Endpoint("DELETE", _ONE, with_key(delete_response), "delete a stored response", DeletedResponse),
+    Endpoint("GET", _ITEMS, charged(stored_items), "a stored response's input items", ItemList),
 )

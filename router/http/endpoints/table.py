@@ -1,5 +1,6 @@
 """The table of all endpoints. Dispatch, the labels of metrics and the OpenAPI document are derived from it."""
 
+import re
 from collections.abc import Callable, Mapping
 from functools import cache
 
@@ -7,11 +8,8 @@ from ...errors import RouterError, UnknownPath, WrongMethod
 from ..front import Front
 from ..protocol.exchange import Exchange, Request
 from . import admin, explain, generate, requests, status, stored_responses, tokens
-from .endpoint import Endpoint
+from .endpoint import Endpoint, public
 from .openapi import openapi_document
-from .requests import REQUESTS
-from .status import MODELS
-from .stored_responses import RESPONSES_PATH
 
 
 async def openapi(_front: Front, exchange: Exchange) -> None:
@@ -32,13 +30,19 @@ ENDPOINTS = (
     *requests.ENDPOINTS,
     *status.ENDPOINTS,
     *admin.ENDPOINTS,
-    Endpoint("GET", "/openapi.json", openapi, "this document"),
+    Endpoint("GET", "/openapi.json", public(openapi), "this document"),
 )
 _BY_PATH: Mapping[str, Mapping[str, Endpoint]] = {
     path: {each.method: each for each in ENDPOINTS if each.path == path}
     for path in dict.fromkeys(each.path for each in ENDPOINTS)
 }
 _FIXED = {path for path in _BY_PATH if "{" not in path}
+#: The paths with a parameter as patterns; those that end in a fixed part first, because a parameter matches any text.
+_PATTERNS = {
+    path: re.compile(re.sub(r"{\w+}", ".+", path))
+    for path in sorted(_BY_PATH, key=lambda path: path.endswith("}"))
+    if path not in _FIXED
+}
 _LARGE = {each.path for each in ENDPOINTS if each.bodies and each.large_bodies}
 _ERROR_BODIES = {each.path: each.error_body for each in ENDPOINTS if each.error_body is not None}
 
@@ -48,21 +52,11 @@ def takes_large_bodies(path: str) -> bool:
     return path in _LARGE
 
 
-def label(path: str) -> str:
-    """The metrics label of a path: a path of the table, or `other`, so that unknown paths cannot add labels."""
+def row_path(path: str) -> str | None:
+    """The path in the table that a request's path matches, which is also its metrics label; None: there is none."""
     if path in _FIXED:
         return path
-    return next((each for each in (MODELS, RESPONSES_PATH, REQUESTS) if path.startswith(f"{each}/")), "other")
-
-
-def _row(path: str) -> str:
-    """The path in the table that a request's path matches; the path itself if it matches none with a parameter."""
-    if path.startswith(f"{MODELS}/"):
-        return f"{MODELS}/{{model}}"
-    if path.startswith(f"{RESPONSES_PATH}/"):
-        items = "/input_items" if path.endswith("/input_items") else ""
-        return f"{RESPONSES_PATH}/{{id}}{items}"
-    return f"{REQUESTS}/{{id}}" if path.startswith(f"{REQUESTS}/") else path
+    return next((row for row, pattern in _PATTERNS.items() if pattern.fullmatch(path)), None)
 
 
 def error_body_of(path: str) -> Callable[[RouterError], bytes] | None:
@@ -73,9 +67,10 @@ def error_body_of(path: str) -> Callable[[RouterError], bytes] | None:
 def find(request: Request) -> Endpoint:
     """The endpoint of a request. Raises UnknownPath and WrongMethod."""
     path, method = request.path, "GET" if request.method == "HEAD" else request.method
-    by_method = _BY_PATH.get(path if path in _FIXED else _row(path))
-    if by_method is None:
+    row = row_path(path)
+    if row is None:
         raise UnknownPath(f"there is no endpoint {path}")
+    by_method = _BY_PATH[row]
     if method not in by_method:
         allowed = ", ".join(["GET, HEAD" if each == "GET" else each for each in by_method])
         raise WrongMethod(request.method, path, allowed)

@@ -10,7 +10,7 @@ from ..dialects.schema import ENCODER, NonNegative, TokenizeBody
 from ..dialects.validate import check_token_ids
 from ..front import Front
 from ..protocol.exchange import Exchange
-from .endpoint import Endpoint, decoded, respond
+from .endpoint import Endpoint, charged, decoded, respond, with_key
 from .generate import in_anthropic_format
 
 #: Token ids that one step of a /tokenize response encodes: 4 ms with their names.
@@ -44,10 +44,8 @@ _DETOKENIZE = msgspec.json.Decoder(DetokenizeBody)
 _COUNT = msgspec.json.Decoder(messages.CountBody)
 
 
-async def tokenize(front: Front, exchange: Exchange) -> None:
+async def tokenize(front: Front, exchange: Exchange, caller: Caller) -> None:
     """Return the token ids of a text or a chat. The bodies of this and of `detokenize` are vLLM's."""
-    caller = Caller(front, exchange)
-    caller.check()
     body = await decoded(front, caller, exchange, _TOKENIZE)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("exactly one of 'prompt' and 'messages' is required", param="prompt")
@@ -76,9 +74,7 @@ async def tokenize(front: Front, exchange: Exchange) -> None:
     exchange.respond(b"".join([head, *ids, *tail]))
 
 
-async def detokenize(front: Front, exchange: Exchange) -> None:
-    caller = Caller(front, exchange)
-    caller.check()
+async def detokenize(front: Front, exchange: Exchange, caller: Caller) -> None:
     body = await decoded(front, caller, exchange, _DETOKENIZE)
     served = await front.served(body.model)
     check_token_ids(body.tokens, served.limits.vocab_size, "tokens")
@@ -86,10 +82,8 @@ async def detokenize(front: Front, exchange: Exchange) -> None:
     respond(exchange, Detokenized(await served.text.decode_long(body.tokens, caller.sender())))
 
 
-async def count_tokens(front: Front, exchange: Exchange) -> None:
+async def count_tokens(front: Front, exchange: Exchange, caller: Caller) -> None:
     """Count the prompt tokens of a Messages request."""
-    caller = Caller(front, exchange)
-    caller.check()
     body = await decoded(
         front, caller, exchange, _COUNT, lenient=True, unknown=messages.unknown, unused=messages.unused
     )
@@ -102,22 +96,21 @@ async def count_tokens(front: Front, exchange: Exchange) -> None:
     respond(exchange, messages.TokenCount(len(tokens)))
 
 
-async def tokenizer_info(front: Front, exchange: Exchange) -> None:
+async def tokenizer_info(front: Front, exchange: Exchange, _caller: Caller) -> None:
     """Return properties of the only model's tokenizer, with the names that `tokenizer_config.json` uses."""
-    Caller(front, exchange)
     served = await front.served(None)
     respond(exchange, {**served.text.info, "model_max_length": served.limits.max_model_len})
 
 
 ENDPOINTS = (
-    Endpoint("POST", "/tokenize", tokenize, "text or chat to token ids", Tokenized, (TokenizeBody,)),
-    Endpoint("POST", "/detokenize", detokenize, "token ids to text", Detokenized, (DetokenizeBody,)),
-    Endpoint("GET", "/tokenizer_info", tokenizer_info, "special tokens and chat template of the model"),
+    Endpoint("POST", "/tokenize", charged(tokenize), "text or chat to token ids", Tokenized, (TokenizeBody,)),
+    Endpoint("POST", "/detokenize", charged(detokenize), "token ids to text", Detokenized, (DetokenizeBody,)),
+    Endpoint("GET", "/tokenizer_info", with_key(tokenizer_info), "special tokens and chat template of the model"),
     in_anthropic_format(
         Endpoint(
             "POST",
             "/v1/messages/count_tokens",
-            count_tokens,
+            charged(count_tokens),
             "the number of prompt tokens of a message",
             messages.TokenCount,
             (messages.CountBody,),

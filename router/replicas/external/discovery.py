@@ -1,16 +1,18 @@
 """Finds out an external engine's kind, version, model, limits, block size, ranks and event sockets.
 
-The result of `discover` also tells what was not found. Of all engines, only SGLang, and vLLM in its development mode,
+The result of `discover` also tells what was not found. vLLM (from 0.33 on; before, in its development mode) and SGLang
 report over HTTP where they publish events; for others the usual ports are tried.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+import asyncio
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
 import msgspec
 import zmq
 import zmq.asyncio
+from msgspec import Meta
 from zmq.utils.monitor import parse_monitor_message
 
 from ....events.endpoint import needs_ipv6
@@ -18,12 +20,14 @@ from ...errors import BackendsInvalid
 from .addresses import ReplicaAddress, check_endpoint
 from .http_client import Address, Client, EngineUnreachableError
 from .load import MAX_COUNT, MAX_RANKS, EngineMetrics, metric_ranks, read_metrics
-from .probe import PROBE_TIMEOUT_S, Card, read_cards
+from .probe import Card, read_cards
 
 #: Ports in vLLM's and SGLang's documentation. Data-parallel ranks add their number.
 EVENTS_PORT = 5557
 REPLAY_PORT = 5558
 ENDPOINT_TIMEOUT_S = 1.0
+#: For questions that an engine need not answer: one that is slow counts as not answered.
+OPTIONAL_TIMEOUT_S = 5.0
 MAX_VERSION_CHARS = 64
 #: Small, as no message of a probed socket is read.
 MAX_FRAME_BYTES = 1024
@@ -56,16 +60,18 @@ class EngineInfo:
     ranks: tuple[int, ...]  #: data-parallel ranks; empty: a single one
     events: str  #: event address of rank 0
     replay: str  #: replay address of rank 0
+    #: by rank: event and replay addresses, where the engine names each; for other ranks, the rank is added to the port
+    sources: Mapping[int, tuple[str, str]] = field(default_factory=dict)
 
     def replica_addresses(self, name: str) -> list[ReplicaAddress]:
         """The engine's replicas as the router sees them: one per rank, as each rank has its own cache."""
         address = Address.of(self.address.url)
         if not self.ranks:
             return [ReplicaAddress(name, address, self.events, self.replay)]
-        return [
-            ReplicaAddress(f"{name}.{rank}", address, of_rank(self.events, rank), of_rank(self.replay, rank), rank)
-            for rank in self.ranks
-        ]
+        return [ReplicaAddress(f"{name}.{rank}", address, *self._sockets(rank), rank) for rank in self.ranks]
+
+    def _sockets(self, rank: int) -> tuple[str, str]:
+        return self.sources.get(rank) or (of_rank(self.events, rank), of_rank(self.replay, rank))
 
     def summary(self) -> str:
         card = self.cards[0] if self.cards else Card("no model")
@@ -113,13 +119,18 @@ async def discover(client: Client, address: EngineAddress, *, try_ports: bool) -
     cards = await read_cards(client)
     if cards is None:
         raise EngineUnreachableError(f"{client.address.url}/v1/models cannot be read")
-    server = await _json(client, "/server_info?config_format=json") or await _json(client, "/get_server_info")
-    version = await _json(client, "/version")
-    text = await _text(client, "/metrics")
+    server, sources, version, text = await asyncio.gather(
+        _server_info(client), _event_sources(client), _json(client, "/version"), _text(client, "/metrics")
+    )
     metrics = read_metrics(text)
     kind = "vllm" if "vllm:" in text else "sglang" if "sglang:" in text or "dp_size" in server else ""
     ranks = metric_ranks(text) or _rank_numbers(server.get("dp_size"))
-    reported = _event_sockets(server, client.address.host)
+    if len(sources) > len(ranks):
+        ranks = tuple(sorted(sources))
+    if address.events or address.replay:  # the operator knows better
+        sources = {}
+    first = sources.get(ranks[0] if ranks else 0)
+    reported = first or _event_sockets(server, client.address.host)
     probed = await _default_ports(client.address.host, len(ranks) or 1) if try_ports and not any(reported) else ("", "")
     return EngineInfo(
         address=address,
@@ -131,10 +142,11 @@ async def discover(client: Client, address: EngineAddress, *, try_ports: bool) -
         ranks=ranks if len(ranks) > 1 else (),
         events=address.events or reported[0] or probed[0],
         replay=address.replay or reported[1] or probed[1],
+        sources=sources,
     )
 
 
-def _block_size(metrics: EngineMetrics, server: dict[str, Any]) -> int | None:
+def _block_size(metrics: EngineMetrics, server: Mapping[str, Any]) -> int | None:
     size = server.get("page_size")
     return metrics.block_size or (size if isinstance(size, int) and 0 < size <= MAX_COUNT else None)
 
@@ -143,7 +155,33 @@ def _rank_numbers(count: object) -> tuple[int, ...]:
     return tuple(range(count)) if isinstance(count, int) and count <= MAX_RANKS else ()
 
 
-def _event_sockets(server: dict[str, Any], host: str) -> tuple[str, str]:
+async def _server_info(client: Client) -> Mapping[str, Any]:
+    return await _json(client, "/server_info?config_format=json") or await _json(client, "/get_server_info")
+
+
+async def _event_sources(client: Client) -> dict[int, tuple[str, str]]:
+    """By data-parallel rank, the event and replay addresses that vLLM names, with the ports that it really uses."""
+    try:
+        listed = msgspec.json.decode(await _text(client, "/kv_event_sources") or "[]", type=list[_Source])
+    except (msgspec.DecodeError, RecursionError):
+        return {}
+    host = client.address.host
+    found = {each.data_parallel_rank or 0: each for each in listed[:MAX_RANKS]}
+    sockets = {
+        rank: (_reachable(each.endpoint, host), _reachable(each.replay_endpoint, host)) for rank, each in found.items()
+    }
+    return {rank: both for rank, both in sockets.items() if both[0]}
+
+
+class _Source(msgspec.Struct, frozen=True):
+    """One element of vLLM's `/kv_event_sources`."""
+
+    endpoint: str
+    replay_endpoint: str | None = None
+    data_parallel_rank: Annotated[int, Meta(ge=0, lt=MAX_RANKS)] | None = None
+
+
+def _event_sockets(server: Mapping[str, Any], host: str) -> tuple[str, str]:
     """The event and replay addresses in the engine's configuration; empty where it names none."""
     config = server.get("kv_events_config")
     inner = server.get("vllm_config")
@@ -164,7 +202,8 @@ def _reachable(endpoint: object, host: str) -> str:
     if not isinstance(endpoint, str):
         return ""
     shown = f"[{host}]" if ":" in host else host
-    endpoint = endpoint.replace("tcp://*:", f"tcp://{shown}:").replace("tcp://0.0.0.0:", f"tcp://{shown}:")
+    for anywhere in ("*", "0.0.0.0", "[::]"):
+        endpoint = endpoint.replace(f"tcp://{anywhere}:", f"tcp://{shown}:")
     try:
         check_endpoint("events", endpoint)
     except BackendsInvalid:
@@ -201,7 +240,11 @@ async def _accepts(endpoint: str, kind: int) -> bool:
 
 
 async def _text(client: Client, path: str) -> str:
-    answer = await client.ask("GET", path, timeout_s=PROBE_TIMEOUT_S)
+    """The answer; empty if there is none, or not in time."""
+    try:
+        answer = await client.ask("GET", path, timeout_s=OPTIONAL_TIMEOUT_S)
+    except EngineUnreachableError:
+        return ""
     return answer.body.decode(errors="replace") if answer.status == 200 else ""
 
 

@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import lru_cache, partial
 from typing import assert_never
 
 from ....events.endpoint import needs_ipv6
@@ -16,7 +17,7 @@ from ....events.follow.feed import EventFeed
 from ....events.follow.residency import UncountedResidency
 from ....events.follow.subscription import Apply, FeedStatus, Reset
 from ....events.wire.cache_events import CacheEvent, Cleared, Removed, Stored
-from ....kvcache.hashing import tenant_root, wire_hashes
+from ....kvcache.hashing import adapter_root, wire_hashes
 from ....replica.messages import (
     Abort,
     AskNextEvictions,
@@ -37,7 +38,7 @@ from ..replica_handle import REOPEN_S, RESET_TIMEOUT_S, ReplicaHandle, ResetOutc
 from .block_keys import ExternalBlocks, cache_salt
 from .http_client import Address, Call, Client, EngineUnreachableError, NoAnswerError
 from .load import EngineMetrics, ExternalLoad
-from .probe import EngineRequirements, ask_metrics, probe, renders_alike
+from .probe import EngineRequirements, Probed, adapters_among, ask_metrics, probe, read_cards, renders_alike
 from .request import ExternalRequest
 from .wire import chat_body, completion_body
 
@@ -47,6 +48,8 @@ log = logging.getLogger(__name__)
 HEALTH_INTERVAL_S = 1.0
 #: An idle engine's load is queried only at every such check: reading its metrics costs both sides more than the check.
 IDLE_CHECKS = 5
+#: Engines may load and unload adapters at any time.
+ADAPTER_CHECKS = 5
 #: A busy engine may be slow to answer; it counts as healthy if it has sent tokens within this time.
 HEALTH_TIMEOUT_S = 5.0
 IDLE_CONNECTIONS = 32
@@ -74,12 +77,15 @@ class ExternalReplica(ReplicaHandle):
         key = requirements.key_of(address.url)
         self._client = Client(address, loop=context.loop, api_key=key, max_idle=IDLE_CONNECTIONS)
         self._blocks = ExternalBlocks(description.replica_id, model.hasher, model.root, description.data_parallel_rank)
-        self._open_root = tenant_root(model.root)
+        self._open_root = lru_cache(maxsize=64)(partial(adapter_root, model.root, b""))
         self._eos = frozenset(model.limits.eos_token_ids)
         self._vocab_size = model.limits.vocab_size
         self._load = ExternalLoad(description)
         self._model = ""  #: the model's name at the engine
         self._calls: dict[int, tuple[ExternalRequest, Call]] = {}
+        #: requests that failed here, until the next check of the health: if the engine is dead, they were on it when
+        #: it died; else they go on elsewhere
+        self._doubtful: list[tuple[ExternalRequest, Refused]] = []
         self._watching: asyncio.Task[None] | None = None
         self._check_now = asyncio.Event()  #: set when a request or the event feed fails: check the health at once
         self._events_arrived = True  #: since the last check: the engine works, perhaps for other clients
@@ -160,7 +166,7 @@ class ExternalReplica(ReplicaHandle):
                     self._context.run(self._drop("health"))
             await asyncio.sleep(REOPEN_S)
 
-    async def _probe(self) -> tuple[str, EngineMetrics]:
+    async def _probe(self) -> Probed:
         rank = self.description.data_parallel_rank
         found = await probe(self._client, self.replica_id, self._requirements, rank)
         self.renders_alike = await renders_alike(self._client, self._requirements)
@@ -170,7 +176,7 @@ class ExternalReplica(ReplicaHandle):
             )
         return found
 
-    async def _serve(self, model: str, metrics: EngineMetrics) -> None:
+    async def _serve(self, model: str, adapters: frozenset[str], metrics: EngineMetrics) -> None:
         """Keep the engine in routing until it is unhealthy."""
         self._refusal, self.trouble, self._model = None, "", model
         self._ipv6 = await needs_ipv6(self.description.event_endpoints.events)
@@ -178,6 +184,7 @@ class ExternalReplica(ReplicaHandle):
         self.description = self._load.description
         log.info("replica_joined replica=%s url=%s", self.replica_id, self._client.address.url)
         self._join()
+        self._set_adapters(adapters)
         if self._feed is None:
             self._placement.set_feed(self.replica_id, FeedState.APPROXIMATE)
         else:
@@ -196,14 +203,20 @@ class ExternalReplica(ReplicaHandle):
                 async with asyncio.timeout(HEALTH_INTERVAL_S):
                     await self._check_now.wait()
             self._check_now.clear()
+            doubts = len(self._doubtful)
             try:
                 if self._restarted and self.joined:
                     self._restarted = False
-                    await self._probe()
+                    self._set_adapters((await self._probe()).adapters)
                 answer = await self._client.ask("GET", "/health", timeout_s=HEALTH_TIMEOUT_S)
                 if answer.status != 200:
                     return f"/health answers {answer.status}"
+                self._settle_doubts(doubts)
+                doubts = 0
                 checks += 1
+                if checks % ADAPTER_CHECKS == 0 and self.joined:
+                    with suppress(NoAnswerError):
+                        self._set_adapters(adapters_among(await read_cards(self._client) or (), self._model))
                 idle = self._load.idle and self._feed is not None and not self._events_arrived
                 if not idle or checks % IDLE_CHECKS == 0:
                     self._events_arrived = False
@@ -219,7 +232,26 @@ class ExternalReplica(ReplicaHandle):
                     return str(error)
             except EngineUnreachableError as error:
                 return str(error)
+            self._settle_doubts(doubts)
             self._report()
+
+    def _set_adapters(self, adapters: frozenset[str]) -> None:
+        if self.joined:
+            self._placement.set_adapters(self.replica_id, adapters)
+
+    def _settle_doubts(self, count: int) -> None:
+        """The engine is alive: move the first `count` requests that failed here before it was asked.
+
+        Those whose connections broke off are suspected: behind the same address, another engine may have died.
+        """
+        doubtful, self._doubtful = self._doubtful[:count], self._doubtful[count:]
+        now = self._context.clock()
+        broken = [request.request_id for request, _ in doubtful if request.broke_off]
+        if broken:
+            self._context.run(self._flow.broken_off(self.replica_id, broken, now))
+        for request, refused in doubtful:
+            if not request.broke_off:
+                self._reply(refused, now)
 
     def _note_trouble(self, trouble: str) -> None:
         if trouble != self.trouble:
@@ -251,6 +283,7 @@ class ExternalReplica(ReplicaHandle):
         for _, call in self._calls.values():
             call.close()
         self._calls.clear()
+        self._doubtful.clear()
         return self._depart(reason)[1]
 
     # Requests
@@ -269,7 +302,7 @@ class ExternalReplica(ReplicaHandle):
             uncached_tokens=self._placement.fleet[self.replica_id].uncached_tokens(generate.request_id),
             now=self._context.clock(),
         )
-        salt = None if generate.root == self._open_root else cache_salt(generate.root)
+        salt = None if generate.root == self._open_root(generate.adapter) else cache_salt(generate.root)
         path, body_of = ("/v1/chat/completions", chat_body) if generate.chat else ("/v1/completions", completion_body)
         rank = self.description.data_parallel_rank
         headers = (
@@ -277,7 +310,8 @@ class ExternalReplica(ReplicaHandle):
             ("traceparent", generate.traceparent),
             ("x-data-parallel-rank", "" if rank is None else str(rank)),
         )
-        call = self._client.call("POST", path, body_of(self._model, generate, salt), request, headers)
+        body = body_of(generate.adapter or self._model, generate, salt)
+        call = self._client.call("POST", path, body, request, headers)
         self._calls[generate.request_id] = (request, call)
         self._load.sent(request)
         return True
@@ -291,7 +325,7 @@ class ExternalReplica(ReplicaHandle):
             self._report()
 
     def _on_reply(self, request: ExternalRequest, reply: TokenOutput | TextOutput | Refused) -> None:
-        over, now = request.closed, self._context.clock()
+        over, sent, now = request.closed, None, self._context.clock()
         if over:
             if (sent := self._calls.pop(request.request_id, None)) is None:
                 return
@@ -303,9 +337,14 @@ class ExternalReplica(ReplicaHandle):
                 call.leave()
         if isinstance(reply, Refused):
             self._load.ended(request)
-            if reply.retry:
-                self._check_now.set()
-            self._reply(reply, now)
+            if not reply.retry:
+                self._reply(reply, now)
+                return
+            self._check_now.set()
+            if sent is None or sent[1].sent:
+                self._doubtful.append((request, reply))
+            else:
+                self._context.run(self._flow.unsendable(self.replica_id, request.generate, now))
             return
         started = self._load.tokens_arrived(request, now)
         if started and self._feed is None:

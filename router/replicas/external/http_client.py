@@ -75,6 +75,7 @@ class Call(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport | None = None
         self._connecting: asyncio.Task[None] | None = None
+        self.sent = False  #: whether the server may have got the request
         self._may_repeat = False  #: no answer yet on a reused connection, which the server may have closed meanwhile
         self._over = self._reusable = False  #: the answer is complete; its connection can be reused
         self._in_head, self._bytes = True, 0  #: bytes of the head; after `leave`, of the rest of the body
@@ -119,6 +120,7 @@ class Call(asyncio.Protocol):
         if self._sink is None:
             self._transport.abort()
             return
+        self.sent = True
         self._transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:

@@ -58,7 +58,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     #: cached blocks when the request starts: above `held_blocks`, or below it at an external engine without free memory
     expected_blocks: int
     used_blocks: int = 0  #: leading blocks that requests in flight there use; counted only where memory may be short
-    excluded: bool = False  #: the replica refused this request
+    excluded: bool = False  #: the replica refused this request, or is kept for another one
     slower_blocks: SlowerBlocks = ()  #: the part of `held_blocks` that must first be loaded
 
     def uncached_tokens(self, prompt: Prompt) -> int:
@@ -199,7 +199,7 @@ class Policy(ABC):
         """Why this policy cannot send the request to this replica now; None if it can."""
         load = candidate.load
         if candidate.excluded:
-            return "refused this request"
+            return "refused this request, or is kept for another one"
         if load.draining:
             return "draining"
         if load.warming:

@@ -128,7 +128,7 @@ async def test_a_reader_that_goes_away_ends_the_command_quietly() -> None:
 @pytest.mark.parametrize("flags", [[], ["--record", "/dev/full"]])
 def test_what_cannot_be_written_ends_the_command(flags: list[str]) -> None:
     """A full disk would otherwise leave a recording with a hole and half a line."""
-    publisher = EventPublisher(EventsSettings(), host="127.0.0.1", block_size=1, epoch=7, medium="CPU")
+    publisher = EventPublisher(EventsSettings(), host="127.0.0.1", block_size=1, epoch=7)
     listing = Listing()
     listing.put("r0", 7, publisher.start())
 
@@ -304,7 +304,7 @@ def test_mistakes_are_reported_by_name(words: list[str], told: str) -> None:
 
 async def test_what_is_followed_is_recorded_whole_whatever_is_shown(tmp_path: Path) -> None:
     """A display filter must not leave gaps in the recording: the tree rebuilt from it equals the replica's."""
-    publisher = EventPublisher(EventsSettings(), host="127.0.0.1", block_size=1, epoch=7, medium="CPU")
+    publisher = EventPublisher(EventsSettings(), host="127.0.0.1", block_size=1, epoch=7)
     endpoints = publisher.start()
     publisher.stored(None, [bytes(15) + b"\1", bytes(15) + b"\2"], bytes(8))
     publisher.flush()

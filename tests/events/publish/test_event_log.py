@@ -15,7 +15,7 @@ from ..fakes import BLOCK_SIZE, block, tokens
 
 def new_log(**settings: object) -> EventLog:
     """An empty log of epoch 7."""
-    return EventLog(EventsSettings(**settings), epoch=7, block_size=BLOCK_SIZE, medium="GPU")
+    return EventLog(EventsSettings(**settings), epoch=7, block_size=BLOCK_SIZE)
 
 
 def chain(*numbers: int, parent: int | None = None) -> StoredBlocks:
@@ -80,6 +80,35 @@ def test_in_hash_only_mode_no_token_id_leaves_the_replica() -> None:
     assert next(log.snapshot(token_ids=True)).blocks[0].token_ids == []
 
 
+def test_the_salt_is_told_with_the_first_block_of_a_chain_in_events_and_snapshots() -> None:
+    """Readers that key by tokens merge tenants without it; vLLM and SGLang send it in these two forms."""
+    log = new_log()
+    step = [chain(1, 2)._replace(salt="ann"), chain(3, parent=2), chain(4)._replace(salt="bob"), chain(5)]
+
+    events = msgspec.msgpack.decode(log.commit(step, 1.0).payload)[1]
+    held = next(log.snapshot(token_ids=True)).blocks
+    told = [(event.get("cache_salt"), event.get("extra_keys")) for event in events]
+    assert told == [("ann", [["ann"], None]), (None, None), ("bob", [["bob"]]), (None, None)]
+    assert [each.cache_salt for each in held] == ["ann", None, None, "bob", None]
+
+    log.commit([RemovedBlocks((block(2), block(3), block(1))), chain(1)], 2.0)
+    log.check()
+    assert [each.cache_salt for each in next(log.snapshot(token_ids=False)).blocks] == ["bob", None, None]
+    log.commit([AllCleared()], 3.0)
+    log.check()
+
+
+def test_in_hash_only_mode_the_salt_stays_as_well() -> None:
+    """Who knows a salt can find out by timing what is cached under it."""
+    log = new_log(hash_only=True)
+
+    events = msgspec.msgpack.decode(log.commit([chain(1)._replace(salt="secret")], 1.0).payload)[1]
+
+    assert "cache_salt" not in events[0]
+    assert "extra_keys" not in events[0]
+    assert next(log.snapshot(token_ids=True)).blocks[0].cache_salt is None
+
+
 def test_a_snapshot_is_of_one_moment_though_it_is_read_in_parts() -> None:
     """The publisher keeps sending between two parts; mixing states would give a set that never existed."""
     log = new_log()
@@ -122,7 +151,7 @@ def test_a_snapshot_lists_every_block_once_and_no_child_before_its_parent(change
     for change in changes:
         log.commit([change], 1.0)
         match change:
-            case StoredBlocks(_, hashes, _):
+            case StoredBlocks(_, hashes, _, _):
                 held |= {wire_hash(name) for name in hashes}
             case RemovedBlocks(hashes):
                 held -= {wire_hash(name) for name in hashes}

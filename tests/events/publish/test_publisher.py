@@ -1,5 +1,7 @@
 """The publisher over real sockets, read with plain pyzmq."""
 
+import contextlib
+import socket
 import threading
 from collections.abc import Callable, Iterator
 
@@ -17,6 +19,16 @@ from ..fakes import block, load_report, new_publisher, store
 
 Publishers = Callable[..., EventPublisher]
 Connect = Callable[..., "zmq.Socket[bytes]"]
+
+
+@pytest.fixture
+def free_ports() -> list[int]:
+    """Two ports next to each other that nobody listens on."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as first:
+            port = int(first.getsockname()[1])
+            with contextlib.suppress(OSError, OverflowError), socket.create_server(("127.0.0.1", port + 1)):
+                return [port, port + 1]
 
 
 @pytest.fixture
@@ -196,10 +208,48 @@ def test_what_was_flushed_before_closing_is_sent(make_publisher: Publishers, con
     assert "homing-events" not in {thread.name for thread in set(threading.enumerate()) - before}
 
 
+@pytest.mark.parametrize(
+    ("settings", "topic"),
+    [
+        ({"events_preset": "llm-d"}, b"kv@127.0.0.1@poet"),
+        ({"events_preset": "aibrix"}, b"kv-events@%016x" % 7),
+        ({"events_topic": "{model}/{replica}/{epoch}"}, b"poet/r3/%016x" % 7),
+    ],
+)
+def test_the_same_batches_are_published_at_a_fixed_address(
+    settings: dict[str, str], topic: bytes, connect: Connect, free_ports: list[int], no_leaks: None
+) -> None:
+    """Other indexers dial ports that they know, under their own topic; our readers' sockets stay as they are. A second
+    replica of the node takes the next ports."""
+    ports = {"events_port": free_ports[0], "events_replay_port": free_ports[1]}
+    made = [EventsSettings(heartbeat_interval_s=0.05, **ports, **settings) for _ in range(2)]
+    publishers = [
+        EventPublisher(each, host="127.0.0.1", block_size=4, epoch=7, model="poet", replica="r3") for each in made
+    ]
+    try:
+        ends = [publisher.start() for publisher in publishers]
+        for publisher in publishers:
+            store(publisher, 1)
+            publisher.flush()
+        own, fixed = [connect(zmq.DEALER, each) for each in (ends[0].replay, ends[0].fixed_replay)]
+        fixed.send_multipart(replay_request(0))
+        (first, end) = fixed.recv_multipart(), fixed.recv_multipart()
+
+        assert ends[0].fixed_events == f"tcp://127.0.0.1:{free_ports[0]}"
+        assert ends[0].fixed_replay == f"tcp://127.0.0.1:{free_ports[1]}"
+        assert ends[1].fixed_events not in {ends[0].fixed_events, ""}
+        assert first[1:3] == [topic, encode_seq(0)]
+        assert end == [b"", topic, END_SEQ, b""]
+        assert [answer[3] for answer in replay(own, 0)] == [first[3]]
+    finally:
+        for publisher in publishers:
+            publisher.close()
+
+
 @pytest.mark.parametrize("host", ["", "*", "0.0.0.0", "::"])
 def test_a_publisher_refuses_to_listen_on_every_interface(host: str, no_leaks: None) -> None:
     """Unless CURVE keys are configured, anyone who connects can read tenants' token ids."""
-    publisher = EventPublisher(EventsSettings(), host=host, block_size=4, epoch=1, medium="CPU")
+    publisher = EventPublisher(EventsSettings(), host=host, block_size=4, epoch=1)
 
     with pytest.raises(EndpointUnusable, match="all interfaces"):
         publisher.start()

@@ -52,7 +52,7 @@ def fold(held: set[bytes], step: Step) -> set[bytes]:
     held = set(held)
     for change in step:
         match change:
-            case StoredBlocks(_, hashes, _):
+            case StoredBlocks(_, hashes, _, _):
                 held |= set(hashes)
             case RemovedBlocks(hashes):
                 held -= set(hashes)
@@ -88,6 +88,17 @@ def test_a_loss_keeps_the_net_effect_of_all_its_steps(history: tuple[set[int], l
 
     assert fold(held, lost.changes()) == expected
     assert lost.batches == len(steps)
+
+
+def test_a_loss_keeps_the_salt_with_the_first_block_of_its_chain() -> None:
+    """A snapshot after the loss must still distinguish tenants."""
+    lost = LostSteps()
+    lost.add([StoredBlocks(None, (block(1), block(2)), tokens(1, 2), "ann")])
+
+    assert [(change.hashes, change.salt) for change in lost.changes() if isinstance(change, StoredBlocks)] == [
+        ((block(1),), "ann"),
+        ((block(2),), ""),
+    ]
 
 
 def test_a_loss_is_bounded_by_the_cache_and_not_by_time() -> None:

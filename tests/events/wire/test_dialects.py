@@ -92,6 +92,39 @@ def test_sglangs_salt_belongs_to_the_first_block_of_a_chain() -> None:
     assert [event.extra_keys for event in batch.events] == [[["t"]], None]
 
 
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ({"cache_salt": "t", "extra_keys": [["a picture"], ["another"]]}, [["a picture", "t"], ["another"]]),
+        ({"cache_salt": "t", "extra_keys": [["t"], None]}, [["t"], None]),
+        ({"cache_salt": "t", "extra_keys": [None, ["a picture"]]}, [["t"], ["a picture"]]),
+        ({"cache_salt": "t"}, [["t"]]),
+        ({"extra_keys": [["t"], None]}, [["t"], None]),
+    ],
+)
+def test_a_salt_joins_the_other_keys_of_the_first_block(given: dict[str, object], kept: list[object]) -> None:
+    """Publishers may send both forms; neither replaces the other."""
+    event = stored(parent_block_hash=None, token_ids=[1, 2, 3, 4], **given)
+
+    assert BatchDecoder(token_ids=True).decode(pack([1.0, [event]])).events[0].extra_keys == kept
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"lora_id": 3, "lora_name": "poet"}, "poet"),
+        ({"lora_id": 3}, "lora_id:3"),
+        ({"lora_id": None}, None),
+        ({"lora_id": "3"}, None),
+    ],
+)
+def test_an_adapter_without_a_name_is_still_an_adapter(fields: dict[str, object], name: str | None) -> None:
+    """SGLang up to 0.5.18 tells its number only: its blocks are not the base model's."""
+    (event,) = BatchDecoder(token_ids=True).decode(pack([1.0, [stored(**fields)]])).events
+
+    assert event.lora_name == name
+
+
 def test_a_batch_may_be_a_map() -> None:
     """One vLLM version sent batches as maps."""
     payload = pack({"ts": 2, "events": [{"type": "AllBlocksCleared"}], "data_parallel_rank": 3})

@@ -46,6 +46,7 @@ def test_a_request_that_moves_shows_its_last_decision() -> None:
     first = replica_of(world.flow, request_id)
     assert first is not None
     world.lose(first)
+    world.wait(1.0)
 
     [shown] = world.flow.recent.routed()
 

@@ -1,11 +1,14 @@
-"""The OpenAPI document matches the server: generated requests, valid or not, get the documented response types."""
+"""What each row of the table promises: who may call it, what it costs, and the types in the OpenAPI document."""
 
 import asyncio
 import json
+import re
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from functools import cache
+from hashlib import sha256
 from http.client import HTTPConnection
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,15 +16,23 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from homing.router.backend import TokenDelta
 from homing.router.config import RouterSettings
+from homing.router.http.app import OTHER_PATH
+from homing.router.http.endpoints.endpoint import Endpoint
 from homing.router.http.endpoints.openapi import openapi_document
 from homing.router.http.endpoints.table import ENDPOINTS, find
+from homing.router.http.front import Front
 from homing.router.http.protocol.exchange import Request
+from homing.router.metrics import RouterMetrics
 from homing.router.server import RouterServer
+from homing.router.tenants.api_keys import tenants_of
 from homing.router.text.tokenizer import TextModel
 
-from .conftest import LoadedText
-from .fakes import FakeBackend
+from .conftest import LoadedText, serving
+from .fakes import FakeBackend, reply
+
+ROOT = Path(__file__).parents[3]
 
 #: All endpoints but `/live`, whose stream never ends: tests/router/http/live tests it.
 LABELS = {f"{each.method} {each.path}": each for each in ENDPOINTS if each.path != "/live"}
@@ -43,6 +54,127 @@ def port(text_model, backend: FakeBackend) -> Iterator[int]:
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()
+
+
+#: A request for each charged row, as its body; a new charged row needs one.
+CHAT = [{"role": "user", "content": "hi"}]
+CHARGED = {
+    "POST /v1/completions": {"prompt": [5, 6], "max_tokens": 2},
+    "POST /v1/chat/completions": {"messages": CHAT},
+    "POST /v1/responses": {"input": "hi"},
+    "GET /v1/responses/{id}": None,
+    "GET /v1/responses/{id}/input_items": None,
+    "POST /v1/messages": {"messages": CHAT, "max_tokens": 2},
+    "POST /v1/messages/count_tokens": {"messages": CHAT},
+    "POST /v1/embeddings": {"input": "hi"},
+    "POST /tokenize": {"prompt": "hi"},
+    "POST /detokenize": {"tokens": [5]},
+    "POST /explain": {"prompt": "hi"},
+    "POST /explain/diff": {"a": {"prompt": "hi"}, "b": {"prompt": "ho"}},
+}
+#: The requests per minute of the tenant of these tests.
+PER_MINUTE = 3
+
+
+@pytest.fixture
+def keyed_front(backend: FakeBackend, text_model: TextModel, tmp_path: Path) -> Front:
+    """A front with a keys file and a response store: `ann` has limits, `root` is an admin."""
+    keys = [{"key_sha256": sha256(name.encode()).hexdigest(), "tenant": name} for name in ("ann", "root")]
+    keys[1]["admin"] = True
+    tenants = tenants_of({"keys": keys, "tenants": {"ann": {"requests_per_minute": PER_MINUTE}}})
+    settings = RouterSettings(max_choices=8, default_max_tokens=8, response_store=str(tmp_path / "store"))
+    return Front(settings, backend, RouterMetrics(), texts=LoadedText(text_model), tenants=tenants)
+
+
+@pytest.fixture
+async def keyed(keyed_front: Front) -> AsyncIterator[httpx.AsyncClient]:
+    async with serving(keyed_front) as http:
+        yield http
+
+
+async def call(client: httpx.AsyncClient, row: Endpoint, key: str = "", body: Any = None, name: str = "x") -> Any:
+    """Send a request for a row. `name`: what the path names."""
+    path = re.sub(r"{\w+}", name, row.path)
+    content = b"{" if body is None and row.bodies else json.dumps(body).encode() if body is not None else None
+    headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
+    return await client.request(row.method, path, content=content, headers=headers)
+
+
+@pytest.mark.parametrize("row", ENDPOINTS, ids=lambda row: f"{row.method} {row.path}")
+async def test_a_row_admits_whom_it_says(keyed: httpx.AsyncClient, keyed_front: Front, row: Endpoint):
+    """A refusal comes before the body is read, so that strangers and tenants over their limits cause no work."""
+    access = row.handler.access
+    if access == "public":
+        assert (await call(keyed, row)).status_code not in (401, 403)
+        return
+    missing, unknown = [await call(keyed, row, key) for key in ("", "eve")]
+    assert (missing.status_code, unknown.status_code) == (401, 401)
+    assert "requires an API key" in missing.json()["error"]["message"]
+    assert unknown.headers["www-authenticate"] == "Bearer"
+    (limiter,) = [each for each in keyed_front.limiters.values() if each.tenant == "ann"]
+    for _ in range(PER_MINUTE):
+        limiter.begin([], keyed_front.monotonic())
+        limiter.end(0, keyed_front.monotonic())
+    answer = await call(keyed, row, "ann")
+    assert (answer.status_code == 429) == (access == "charged")
+    assert (answer.status_code == 403) == (access == "admin")
+
+
+@pytest.mark.parametrize("row", [row for row in ENDPOINTS if row.handler.access == "charged"], ids=lambda row: row.path)
+async def test_a_charged_row_costs_a_request(
+    keyed: httpx.AsyncClient, keyed_front: Front, backend: FakeBackend, row: Endpoint
+):
+    """What an endpoint does not charge itself would be free: any number of calls, whatever the tenant's limits."""
+    if row.path == "/v1/embeddings":
+        backend.limits = msgspec.structs.replace(backend.limits, embedding_size=2)
+        vector = TokenDelta(token_ids=[], finish_reason="stop", cached_tokens=0, embedding=bytes(8))
+        backend.script = lambda request: [vector] if request.embedding else reply([5])(request)
+    stored = (await keyed.post("/v1/responses", json={"input": "hi"}, headers={"authorization": "Bearer ann"})).json()
+    (limiter,) = [each for each in keyed_front.limiters.values() if each.tenant == "ann"]
+    answer = await call(keyed, row, "ann", CHARGED[f"{row.method} {row.path}"], stored["id"])
+
+    assert answer.status_code == 200, answer.text
+    assert (limiter.requests, limiter.running) == (2, 0)
+
+
+def test_the_pages_say_who_may_call_what() -> None:
+    """SECURITY.md lists what is open; docs/api.md what needs a key, and what is charged."""
+    page = (ROOT / "docs" / "api.md").read_text()
+    (opened,) = re.findall(r"^- (.*) require no key\.", (ROOT / "SECURITY.md").read_text(), re.MULTILINE)
+    (metered,) = re.findall(r"The limits apply to(.*?)\.\n", page, re.DOTALL)
+    (locked,) = re.findall(r"Then only its keys are accepted, and (.*?) return 401", page, re.DOTALL)
+    closed = {row.path for row in ENDPOINTS if row.handler.access != "public"}
+
+    for text, access in ((opened, "public"), (metered, "charged")):
+        listed = set(re.findall(r"`(/[\w./{}]*)`", text))
+        assert listed == {row.path for row in ENDPOINTS if row.handler.access == access}
+    starts = tuple(re.findall(r"`(/\w+)[`/]", locked))
+    assert [path for path in sorted(closed) if not path.startswith(starts)] == []
+
+
+@pytest.mark.parametrize("path", dict.fromkeys(row.path for row in ENDPOINTS))
+async def test_other_methods_and_longer_paths_are_refused_and_counted(client: httpx.AsyncClient, path: str):
+    """A 405 lists the methods of the path's rows; the metrics' label is the row's path, never what a client made up."""
+    named = re.sub(r"{\w+}", "x", path)
+    rows = [row.method for row in ENDPOINTS if row.path == path]
+    for method in {"GET", "POST", "PUT", "DELETE", "PATCH"}.difference(rows):
+        answer = await client.request(method, named, json={})
+        assert answer.status_code == 405
+        assert answer.headers["allow"].replace("GET, HEAD", "GET").split(", ") == rows
+    missing = await client.get("/nonsense" + named)
+    page = (await client.get("/metrics")).text
+
+    assert missing.status_code == 404
+    labels = set(re.findall(r'homing_http_requests_total{endpoint="([^"]*)"', page))
+    assert labels == {path, OTHER_PATH}
+
+
+async def test_pages_of_other_servers_get_nowhere_near_what_others_own(client: httpx.AsyncClient):
+    """Deleting, and what only admins may do, asks where the request comes from."""
+    for row in ENDPOINTS:
+        if row.handler.access == "admin" or row.method == "DELETE":
+            answer = await client.request(row.method, row.path, json={}, headers={"origin": "http://evil.test"})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (403, "foreign_origin"), row.path
 
 
 def test_the_document_lists_exactly_what_is_served() -> None:

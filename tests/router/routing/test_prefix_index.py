@@ -26,6 +26,7 @@ class IndexMachine(RuleBasedStateMachine):
         super().__init__()
         self.index = PrefixIndex()
         self.oracle: dict[str, set[int]] = {}
+        self.staged: dict[str, set[int]] = {}
         self.prompts: list[list[int]] = [[]]
 
     @rule(replica=st.sampled_from(sorted(CLOSED)))
@@ -33,6 +34,7 @@ class IndexMachine(RuleBasedStateMachine):
         if replica in self.oracle:
             self.index.leave(replica)
             del self.oracle[replica]
+            self.staged.pop(replica, None)
         else:
             self.index.join(replica, capacity=1000, closed=CLOSED[replica])
             self.oracle[replica] = set()
@@ -44,6 +46,22 @@ class IndexMachine(RuleBasedStateMachine):
         self.index.add(replica, prompt)
         self.oracle[replica].update(prompt)
         self.prompts.append(prompt)
+
+    @precondition(lambda self: self.oracle)
+    @rule(data=st.data(), first=st.booleans())
+    def stage(self, data, first):
+        """A part of a snapshot, which changes nothing before it is installed."""
+        replica = data.draw(st.sampled_from(sorted(self.oracle)))
+        part = data.draw(st.sampled_from(self.prompts))
+        self.index.stage(replica, part, first=first)
+        self.staged[replica] = {*part} | (set() if first else self.staged.get(replica, set()))
+
+    @precondition(lambda self: self.staged)
+    @rule(data=st.data())
+    def install(self, data):
+        replica = data.draw(st.sampled_from(sorted(self.staged)))
+        self.index.install(replica)
+        self.oracle[replica] = self.staged.pop(replica)
 
     @precondition(lambda self: self.oracle)
     @rule(data=st.data())
@@ -66,13 +84,14 @@ class IndexMachine(RuleBasedStateMachine):
             self.index.clear(replica)
         else:
             self.index.reset(replica, prompt)
+            self.staged.pop(replica, None)
         self.oracle[replica] = set() if clear else set(prompt)
         self.prompts.append(prompt)
 
     @rule(most=st.integers(1, 5 * SHARDS))
     def sweep(self, most):
         if self.index.sweep(most):
-            assert len(self.index) == len(set().union(*self.oracle.values()))
+            assert len(self.index) == len(set().union(*self.oracle.values(), *self.staged.values()))
 
     @rule(prompt=prompts)
     def match(self, prompt):
@@ -192,6 +211,11 @@ def test_whatever_leaves_is_forgotten_in_small_slices(blocks: int) -> None:
     assert len(slices) < 5 * before / SWEPT_AT_ONCE
     assert len(index) == before - gone + 1
     assert index.match([first])["r4"] == 1
+    parts, held = [range(start, start + 2_000) for start in (0, 2_000)], index.count("r5")
+    assert [touched(lambda part=part: index.stage("r5", part, first=not part[0])) for part in parts] == [2_000, 2_000]
+    assert index.count("r5") == held, "it holds what it did until all parts are there"
+    assert touched(lambda: index.install("r5")) <= largest
+    assert index.count("r5") == min(blocks, 4_000)
 
 
 def test_an_engine_that_drops_its_blocks_again_and_again_does_not_widen_the_sets() -> None:

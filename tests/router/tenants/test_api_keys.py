@@ -9,6 +9,8 @@ import yaml
 from homing.router.errors import KeysFileInvalid, MissingKey, UnknownKey
 from homing.router.tenants.api_keys import (
     MAX_CACHED_KEY_CHARS,
+    MAX_PLAIN_SALT_CHARS,
+    SALT_PREFIX,
     Tenant,
     Tenants,
     _cached_unnamed,
@@ -38,6 +40,23 @@ def test_without_a_file_each_key_is_a_tenant_and_strangers_are_one_more():
     assert len({each.cache_salt(None) for each in (ann, bob, nobody)}) == 3
     assert nobody.cache_salt(None) == b""
     assert by(tenants, "ann") == ann
+
+
+def test_salts_name_who_shares_and_cannot_be_forged():
+    """They name blocks on the event stream: readable for callers without a key, as vLLM has it; digests for others."""
+    tenants = Tenants()
+    ann, nobody = by(tenants, "ann"), tenants.of(None)
+    digest = ann.cache_salt(None).decode()
+    salts = [
+        *(ann.cache_salt(each) for each in (None, "x", digest)),
+        *(nobody.cache_salt(each) for each in (None, "x", digest, "s" * 1000)),
+    ]
+
+    assert len(set(salts)) == len(salts)
+    assert nobody.cache_salt("x") == b"x"
+    assert digest.startswith(SALT_PREFIX)
+    assert len(digest) == len(SALT_PREFIX) + 32
+    assert max(map(len, salts)) <= MAX_PLAIN_SALT_CHARS
 
 
 def test_long_keys_are_tenants_and_are_not_remembered():

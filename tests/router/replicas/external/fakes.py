@@ -5,7 +5,9 @@ Its tokens depend only on (seed, position), so a test knows what a request must 
 
 import asyncio
 import json
+import os
 import random
+import re
 import secrets
 import threading
 from collections.abc import Iterator
@@ -42,10 +44,14 @@ class Behaviour:
     tells_ids: bool = True
     tells_block_size: bool = True
     tells_sockets: bool = False  #: report its event sockets, as vLLM does in development mode
+    names_sources: list[dict[str, object]] | None = None  #: where each rank publishes, as vLLM 0.33 tells it
+    silent_paths: tuple[str, ...] = ()  #: never answered
     ranks: int = 1  #: data-parallel ranks that its metrics show
     refusal: tuple[int, str] | None = None  #: status and message for every completion
     break_after: int | None = None  #: number of tokens after which the connection is cut
     memory_tokens: int | None = None  #: memory runs out after this many: an error ends the stream, then always 500
+    #: marks prompts that end the process, and the number of tokens generated before
+    dies_of: tuple[int, int] | None = None
     floods: bool = False  #: every answer is a line without an end
     healthy: bool = True
     stores: bool = True  #: store the prompts that it answers, and publish their events
@@ -63,6 +69,7 @@ class FakeEngine:
         self.model = model
         self.canary_ids = canary_ids
         self.max_model_len = 4096
+        self.adapters: list[str] = []
         self.behaves = Behaviour()
         self.behaves.gate.set()
         self.bodies: list[dict[str, Any]] = []
@@ -165,10 +172,11 @@ class FakeEngine:
         ends = range(self.block_size, len(prompt) + 1, self.block_size)
         return [(salt, tuple(prompt[:end])) for end in ends]
 
-    def store(self, prompt: list[int], salt: str | None = None) -> None:
+    def store(self, prompt: list[int], salt: str | None = None, adapter: str | None = None) -> None:
         """Cache a prompt's full blocks and publish those that were not cached yet."""
-        chain = self._chain(prompt, salt)
-        start = self.held(prompt, salt)
+        kept_as = salt if adapter is None else f"{adapter}/{salt}"
+        chain = self._chain(prompt, kept_as)
+        start = self.held(prompt, kept_as)
         if start == len(chain):
             return
         for prefix in chain[start:]:
@@ -180,10 +188,13 @@ class FakeEngine:
                 "parent_block_hash": self.cached[chain[start - 1]] if start else None,
                 "token_ids": prompt[start * self.block_size : len(chain) * self.block_size],
                 "block_size": self.block_size,
-                "lora_id": None,
+                "lora_id": None if adapter is None else 1,
                 "medium": "GPU",
-                "lora_name": None,
-                "extra_keys": [[salt] if salt and not place else None for place in range(start, len(chain))],
+                "lora_name": adapter,
+                "extra_keys": [
+                    [name for name in (adapter, None if place else salt) if name] or None
+                    for place in range(start, len(chain))
+                ],
                 "group_idx": 0,
             }
         )
@@ -230,6 +241,8 @@ class FakeEngine:
             self._writers.discard(writer)
 
     async def _answer(self, method: str, path: str, body: bytes, writer: asyncio.StreamWriter) -> None:
+        while path in self.behaves.silent_paths:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
         match path:
             case "/v1/completions" | "/v1/chat/completions":
                 await self._complete(json.loads(body), writer)
@@ -239,11 +252,14 @@ class FakeEngine:
                 ends = self.endpoints
                 config = {"endpoint": ends.events.replace("127.0.0.1", "*"), "replay_endpoint": ends.replay}
                 self._whole(writer, 200, json.dumps({"vllm_config": {"kv_events_config": config}}).encode())
+            case "/kv_event_sources" if self.behaves.names_sources is not None:
+                self._whole(writer, 200, json.dumps(self.behaves.names_sources).encode())
             case "/health":
                 self._whole(writer, 200 if self.behaves.healthy else 503, b"")
             case "/v1/models":
                 card = {"id": self.model, "object": "model", "max_model_len": self.max_model_len}
-                self._whole(writer, 200, json.dumps({"data": [card]}).encode())
+                more = [{"id": name, "root": f"/adapters/{name}", "parent": self.model} for name in self.adapters]
+                self._whole(writer, 200, json.dumps({"data": [card, *more]}).encode())
             case "/tokenize":
                 words = str(json.loads(body).get("prompt", "")).split()
                 numbers = [int(word) for word in words if word.isdigit()] if not self.behaves.stores else []
@@ -289,9 +305,10 @@ class FakeEngine:
     async def _generate(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         chat, salt = "messages" in body, body.get("cache_salt")
         prompt = list(self.canary_ids) if chat else body["prompt"]
+        marks = [int(word) for word in re.findall(r"\d+", json.dumps(body["messages"]))] if chat else prompt
         cached = self.held(prompt, salt) * self.block_size
         if self.behaves.stores:
-            self.store(prompt, salt)
+            self.store(prompt, salt, body["model"] if body["model"] in self.adapters else None)
         count, seed = body["max_tokens"], body.get("seed") or 0
         while self.behaves.floods:
             writer.write(b"10000\r\n" + bytes(0x10000) + b"\r\n")
@@ -299,6 +316,12 @@ class FakeEngine:
         for place in range(count):
             if place == 1:
                 await self.behaves.gate.wait()
+            if (
+                self.behaves.dies_of is not None
+                and self.behaves.dies_of[1] == place
+                and self.behaves.dies_of[0] in marks
+            ):
+                os._exit(1)
             if place == self.behaves.break_after:
                 writer.transport.abort()
                 raise ConnectionResetError

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable
+from hashlib import sha256
 from random import Random
 
 import pytest
@@ -196,6 +197,27 @@ def test_an_adapter_or_an_image_makes_other_blocks_of_the_same_tokens(chains: Ex
     other_image = chains.stored(stored(None, [4], range(4), extra_keys=[["another", 0]]))
 
     assert len({*plain, *adapter, *image, *other_image}) == 4
+
+
+def test_tenants_with_equal_tokens_are_told_apart_also_when_one_is_removed(chains: ExternalBlocks) -> None:
+    """Merging them would promise one tenant's cache to another, and forget one's when the other's is evicted."""
+    ann, bob, poet = (
+        chains.stored(stored(None, [n], range(4), extra_keys=[[*names]], lora_name=lora))
+        for n, names, lora in ((1, ("ann",), None), (2, ("bob",), None), (3, ("poet", "ann"), "poet"))
+    )
+    plain = chains.stored(stored(None, [4], range(4)))
+
+    assert len({*ann, *bob, *poet, *plain}) == 4
+    assert chains.removed([1]) == ann
+    assert len(chains) == 3
+
+
+def test_an_adapters_name_in_each_block_adds_nothing_to_its_root(chains: ExternalBlocks) -> None:
+    """vLLM repeats it; a prompt for the adapter is looked up under the adapter's root, block by block."""
+    repeated = chains.stored(stored(None, [1, 2], range(8), lora_name="poet", extra_keys=[["poet"], ["poet"]]))
+    root = tenant_root(ROOT, lora_digest=sha256(b"poet").digest())
+
+    assert repeated == [wire_hash(name) for name in HASHER.chain(root, token_bytes(range(8)))]
 
 
 def test_a_tenants_salt_comes_back_as_the_tenants_root(chains: ExternalBlocks) -> None:

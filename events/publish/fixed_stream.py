@@ -1,0 +1,66 @@
+"""The event stream at an address that others know beforehand: its topic and ports, from settings. Pure.
+
+Indexers of other projects find engines by pod and expect their events on a fixed port under a topic of their own form.
+They read the same batches as ours; our own readers keep to the other sockets, whose topic has the epoch.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..config import EventsSettings
+from ..wire.frames import events_topic
+
+#: Replicas of one node that may have fixed ports.
+MAX_PLACES = 64
+
+
+class Preset(NamedTuple):
+    topic: str  #: empty: the default
+    port: int
+    replay_port: int
+
+
+#: By value of `events_preset`. All three dial these ports; only llm-d reads the topic.
+PRESETS = {
+    "llm-d": Preset("kv@{host}@{model}", 5557, 5558),
+    "aibrix": Preset("", 5557, 5558),
+    "dynamo": Preset("", 5557, 5558),
+}
+
+
+@dataclass(slots=True, frozen=True)
+class Publisher:
+    """What a topic may name."""
+
+    epoch: int
+    host: str
+    model: str = ""
+    replica: str = ""
+
+
+@dataclass(slots=True, frozen=True)
+class FixedStream:
+    topic: bytes
+    port: int
+    replay_port: int  #: 0: no replays
+
+    def places(self) -> Iterator[tuple[int, int]]:
+        """The ports of the node's first replica, its second, and so on; a replica takes the first that are free."""
+        for place in range(MAX_PLACES):
+            yield self.port + place, self.replay_port and self.replay_port + place
+
+
+def fixed_stream(settings: EventsSettings, about: Publisher) -> FixedStream | None:
+    """None: no such address. What is set goes before the preset."""
+    preset = PRESETS.get(settings.events_preset, Preset("", 0, 0))
+    port = settings.events_port or preset.port
+    if not port:
+        return None
+    topic = settings.events_topic or preset.topic
+    names = {"epoch": f"{about.epoch:016x}", "host": about.host, "model": about.model, "replica": about.replica}
+    return FixedStream(
+        topic.format(**names).encode() if topic else events_topic(about.epoch),
+        port,
+        settings.events_replay_port or preset.replay_port,
+    )
