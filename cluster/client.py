@@ -67,6 +67,10 @@ def get_json(url: str, *, api_key: str = "") -> Any:
     return _parsed(urllib.request.Request(url, headers=_authorization(api_key)))
 
 
+def delete_json(url: str, *, api_key: str = "") -> Any:
+    return _parsed(urllib.request.Request(url, headers=_authorization(api_key), method="DELETE"))
+
+
 def post_json(url: str, body: Any, *, api_key: str = "") -> Any:
     """POST `body`. Raises ClusterError, with the router's message if it rejects the request."""
     headers = {"content-type": "application/json"} | _authorization(api_key)

@@ -41,7 +41,9 @@ class NonFiniteLogits(RequestError):
 
 
 class ConstraintFailed(RequestError):
-    """This request's grammar exceeded its limits mid-answer, or allowed no token of the vocabulary."""
+    """The caller's fault: the grammar exceeded its limits mid-answer, or allowed no token of the vocabulary."""
+
+    reason = "invalid"
 
 
 class StepFailed(ReplicaError):

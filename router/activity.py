@@ -6,7 +6,7 @@ prefixes are shown by hash and length.
 
 import msgspec
 
-from .backend import Explanation
+from .backend import Explanation, Missing
 
 
 class PrefixNode(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,6 +70,7 @@ class ChoiceRecord(msgspec.Struct, frozen=True, kw_only=True):
     continuations: int = 0  #: how often it moved to another replica
     silent_s: float | None = None  #: while it is unfinished: seconds since its last token, or since the request arrived
     decisions: list[Decided] = []  #: oldest first
+    missing: Missing | None = None  #: why it found no more cached, as of its first token or the last decision before it
 
 
 class Refusal(msgspec.Struct, frozen=True):
@@ -85,6 +86,7 @@ class Times(msgspec.Struct, frozen=True, kw_only=True):
 
     receive_s: float = 0.0  #: network: from the request's first byte to its last
     queue_s: float | None = None  #: from then until a replica was chosen: reading, tokenizing and waiting in the router
+    wait_s: float | None = None  #: from then until its first step on the replica; None also if an engine does not say
     prefill_s: float | None = None  #: from then until the first token
     decode_s: float | None = None  #: from then until the end
     blocked_s: float = 0.0  #: network: the part of all of them in which the client did not read its answer
@@ -113,6 +115,9 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     predicted_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    #: in a session, where the prompt departs from the last one or from what was cached: the token, and the part of the
+    #: conversation (see http/departures.py)
+    departure: tuple[int, str | None] | None = None
     choices: list[ChoiceRecord] = []  #: at most the first 8
     hidden: int = 0  #: number of further choices
 

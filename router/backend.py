@@ -3,7 +3,7 @@
 Types only: no sockets, no HTTP, no tokenizer. `ModelVersions` and `RouterService` (router/replicas) implement it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -64,6 +64,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     chat: bytes = b""  #: the prompt as a JSON chat, for an external engine's own template and parsers; empty: ids only
     given: dict[str, Any] = {}  #: for external engines that get ids: the fields that the client set
     embedding: EmbeddingParams | None = None  #: set: generate no tokens; the only delta has the prompt's vector
+    adapter: str = ""  #: name of the engines' adapter that answers; empty: the model itself
 
 
 class TextOutput(msgspec.Struct, frozen=True, array_like=True):
@@ -102,6 +103,8 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
     #: seconds from arrival to first token that the decision expected; set together with `cached_tokens`
     expected_ttft_s: float | None = None
     reason: Reason | None = None  #: why the decision chose its replica; set together with `cached_tokens`
+    #: seconds from arrival at the replica to its first step there; set together with `cached_tokens`, if it is known
+    waited_s: float | None = None
     continuations: int = 0  #: how often the request moved to another replica; only on the last delta
     stop_token_id: int | None = None  #: the stop id that ended the answer; also the last of `token_ids`
     pinned_tokens: int | None = None  #: length of the prompt's pinned prefix; only on the first delta, if it has pins
@@ -170,6 +173,32 @@ class ReplicaScore(msgspec.Struct, frozen=True, kw_only=True):
     why: str  #: the reason in words
 
 
+#: short: the prompt fills no block. scored: its tokens must be computed in any case. unknown: no events are received.
+#: elsewhere: another replica has them. evicted, lost: they were cached once. new: they never were, or long ago.
+MissReason = Literal["short", "scored", "unknown", "elsewhere", "evicted", "lost", "other tenant", "new"]
+
+
+#: `why` of the reason `new`.
+NEW = "no request that the router remembers had these tokens here before"
+
+
+class Missing(msgspec.Struct, frozen=True, kw_only=True):
+    """Why the cached prefix of a prompt ends where it does on the chosen replica."""
+
+    token: int  #: the first prompt token that is not in a cached block
+    reason: MissReason
+    why: str  #: in words
+    replica: str | None = None  #: that has, evicted or lost the block
+    at: float | None = None  #: when it was evicted or lost: seconds since 1970, within half a second
+    request: str | None = None  #: id of the request for which it was probably evicted, or that computed it
+    tenant: str | None = None  #: the other tenant
+
+    def moved(self, offset_s: float, *, token: int | None = None) -> "Missing":
+        """The same on another clock, by default with the same token."""
+        at = None if self.at is None else self.at + offset_s
+        return msgspec.structs.replace(self, at=at, token=self.token if token is None else token)
+
+
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     """A decision and its reasons. Rows are in the order in which replicas joined, which does not affect decisions."""
 
@@ -181,6 +210,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     prompt_blocks: int
     block_size: int
     replicas: list[ReplicaScore]
+    missing: Missing | None = None  #: None: all that a cache may serve is cached, or nothing was chosen
 
     def best(self, most: int) -> list[ReplicaScore]:
         """Up to `most` rows: all in their order or, if some are left out, the chosen one and the best of the others."""
@@ -215,6 +245,8 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     num_blocks: int
     indexed_blocks: int = 0  #: its blocks in the router's index
+    index_digest: str = ""  #: XOR of the wire hashes of those blocks, in hex
+    events_seq: int | None = None  #: the first batch of its events that the index does not include yet; None: unknown
     expected_blocks: int = 0  #: blocks that running requests are expected to store
     in_flight: int = 0  #: this router's unfinished requests on it
     running: int = 0
@@ -227,6 +259,9 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     report_age_s: float | None = None  #: None: no report yet
     pids: tuple[int, ...] = ()
     pinned_blocks: int = 0
+    waiting_blocks: int | None = None  #: free blocks that its waiting requests will take; None: unknown
+    #: its blocks by the tenant whose request was first to need them, largest first; the rest is of unknown tenants
+    tenant_blocks: dict[str, int] = {}
     event_endpoints: EventEndpoints | None = None  #: addresses where it publishes its events
     url: str | None = None  #: an external engine's server; None: one of homing's own replicas
     trouble: str = ""  #: why that server cannot be reached
@@ -324,6 +359,7 @@ class ModelView(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int | None  #: None: no replica has joined yet
     serving: int  #: number of serving replicas
     waiting: int  #: requests held by the router
+    waiting_tokens: int = 0  #: KV tokens that those will take
     in_flight: int  #: requests sent to replicas
     counters: RouterCounters
 
@@ -343,7 +379,11 @@ class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def model_view(
-    name: str, limits: ModelLimits | None, views: Sequence[ClusterView], counters: RouterCounters
+    name: str,
+    limits: ModelLimits | None,
+    views: Sequence[ClusterView],
+    counters: RouterCounters,
+    waiting_tokens: int = 0,
 ) -> ModelView:
     """Summarize the model whose replicas are in `views`."""
     return ModelView(
@@ -351,6 +391,7 @@ def model_view(
         max_model_len=limits.max_model_len if limits else None,
         serving=sum(replica.state == "serving" for view in views for replica in view.replicas),
         waiting=sum(view.waiting for view in views),
+        waiting_tokens=waiting_tokens,
         in_flight=sum(view.in_flight for view in views),
         counters=counters,
     )
@@ -369,6 +410,9 @@ class ModelBackend(Protocol):
     def has_engines(self) -> bool:
         """Whether the replicas are external engines, which have defaults of their own."""
 
+    def adapters(self) -> Collection[str]:
+        """Names of the adapters that at least one external engine offers now."""
+
     def engine_chats(self) -> EngineChats:
         """Which chats must be sent as chats, for the engines to render and parse."""
 
@@ -383,7 +427,7 @@ class Backend(Protocol):
     """The routing side as the HTTP front sees it. All methods are called on the service's event loop."""
 
     def choose(self, model: str | None) -> ModelBackend:
-        """The backend for the next request to this model; None: the only one.
+        """The backend for the next request to this model, or to one of its `adapters`; None: the only one.
 
         Use it for the whole request, because the prompt must be tokenized for the version that it serves.
 
@@ -401,6 +445,9 @@ class Backend(Protocol):
 
     def view(self) -> ClusterView:
         """The cluster as the router sees it now."""
+
+    def tenant_blocks(self) -> dict[str, dict[bytes, int]]:
+        """The number of blocks of each tenant, by its digest, that each replica holds. Takes milliseconds."""
 
     def activity(self) -> "list[ModelActivity]":
         """Requests, decisions and prefixes of each model. Takes milliseconds, so only for interactive views.

@@ -215,6 +215,13 @@ class RequestTooSlow(RouterError, status=408, code="request_too_slow", limit="re
     """The request did not arrive completely within `read_timeout_s`."""
 
 
+class EndedByOperator(RouterError, status=410, code="ended_by_operator"):
+    """An admin has ended the request. Clients do not repeat it, as they do after a 5xx."""
+
+    def __init__(self) -> None:
+        super().__init__("an operator of this server has ended the request")
+
+
 class CacheInUse(RouterError, status=409, code="cache_in_use"):
     """A reset would free blocks that running requests use."""
 

@@ -66,6 +66,11 @@ FAMILIES = (
         ("homing_inter_token_latency_seconds", "Seconds between consecutive token deltas of a choice."),
     ),
     *_families(
+        "histogram",
+        ("model", "phase"),
+        ("homing_request_phase_seconds", "Seconds that a request spent in each phase."),
+    ),
+    *_families(
         "counter",
         _MODEL,
         ("homing_prompt_tokens", "Prompt tokens of HTTP requests."),
@@ -141,6 +146,7 @@ FAMILIES = (
         ("homing_queued_prefill_tokens", "Uncached prompt tokens not yet computed.", "queued_prefill_tokens"),
         ("homing_kv_cache_usage_ratio", "Share of KV blocks in use by requests or pinned."),
         ("homing_pinned_blocks", "Blocks kept by pins."),
+        ("homing_waiting_blocks", "Free blocks that a replica's waiting requests will take."),
         ("homing_index_blocks", "Blocks of a replica in the router's index.", "indexed_blocks"),
         ("homing_index_approximate", "1: no events; prompts sent there count as cached.", "approximate"),
     ),
@@ -148,6 +154,7 @@ FAMILIES = (
         "gauge",
         _MODEL,
         ("homing_router_requests_held", "Requests held by the router.", "waiting"),
+        ("homing_router_held_tokens", "KV tokens that the requests held by the router will take.", "waiting_tokens"),
         ("homing_router_requests_in_flight", "Requests sent to replicas and not ended yet.", "in_flight"),
         ("homing_replicas_serving", "Replicas of a model that accept requests.", "serving"),
     ),
@@ -159,6 +166,11 @@ FAMILIES = (
             "homing_kv_blocks",
             "Blocks by state: free, cached (idle, may be evicted) or referenced (in use or pinned).",
         ),
+    ),
+    *_families(
+        "gauge",
+        (*_REPLICA, "tenant"),
+        ("homing_tenant_blocks", "Blocks on a replica that a tenant's requests were the first to need."),
     ),
     *_families(
         "counter",
@@ -220,6 +232,7 @@ class ModelMetrics:
         self.first_token = self.ttft.observe
         #: Argument: seconds between two token deltas of a choice.
         self.inter_token = self.itl.observe
+        self.phases: dict[str, Histogram] = {}  #: by phase
         self.prompt_tokens = 0
         self.completion_tokens = 0
         self.outcomes = dict.fromkeys(("finished", "failed", "cancelled"), 0)
@@ -232,6 +245,13 @@ class ModelMetrics:
         """Count the tokens of an HTTP request at its end."""
         self.prompt_tokens += prompt
         self.completion_tokens += completion
+
+    def phase(self, name: str, seconds: float) -> None:
+        """Record the seconds that a request spent in a phase, at its end."""
+        histogram = self.phases.get(name)
+        if histogram is None:
+            histogram = self.phases[name] = Histogram(TTFT_BUCKETS)
+        histogram.observe(seconds)
 
     def request_finished(self, request: RequestState) -> None:
         assert request.outcome is not None, f"request {request.request_id} is not over"
@@ -350,6 +370,9 @@ class RouterMetrics(Collector):
             "homing_http_request_duration_seconds": {(path,): each for path, each in self._durations.items()},
             "homing_time_to_first_token_seconds": {(name,): model.ttft for name, model in models},
             "homing_inter_token_latency_seconds": {(name,): model.itl for name, model in models},
+            "homing_request_phase_seconds": {
+                (name, phase): each for name, model in models for phase, each in model.phases.items()
+            },
             "homing_prompt_tokens": {(name,): model.prompt_tokens for name, model in models},
             "homing_completion_tokens": {(name,): model.completion_tokens for name, model in models},
             "homing_routing_outcomes": {
@@ -390,12 +413,24 @@ class RouterMetrics(Collector):
                     ("referenced", report.total_blocks - report.free_blocks),
                 )
             },
+            "homing_waiting_blocks": {
+                key: each.waiting_blocks for key, each in views.items() if each.waiting_blocks is not None
+            },
+            "homing_tenant_blocks": self._tenant_blocks(views),
             "homing_pinned_blocks": {key: report.pinned_blocks for key, report in present.items()},
             "homing_replica_state": {(*key, each.state): 1 for key, each in views.items()},
             "homing_events_gaps": {
                 (name, replica): count for name, model in self._models.items() for replica, count in model.gaps.items()
             },
         }
+
+    def _tenant_blocks(self, views: Mapping[Labels, ReplicaView]) -> Mapping[Labels, float]:
+        """By tenant of the keys file; the others together, so that unknown callers cannot add labels."""
+        named, samples = {each.tenant for each in self._limiters}, Counter[Labels]()
+        for key, view in views.items() if named else ():
+            for tenant, blocks in view.tenant_blocks.items():
+                samples[*key, tenant if tenant in named else "others"] += blocks
+        return samples
 
     def _copied(
         self, family: Family, routed: Mapping[Labels, ModelView], views: Mapping[Labels, ReplicaView]

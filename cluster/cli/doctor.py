@@ -15,6 +15,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ... import __version__
 from ...replica.config import ReplicaSettings
 from ...replica.demo import demo_model_path
 from ...replica.errors import StartupError
@@ -323,13 +324,37 @@ def examine_view(view: Mapping[str, Any]) -> list[Finding]:
     return findings
 
 
+def examine_upgrade(view: Mapping[str, Any], running: str, routers: int) -> Finding:
+    """Whether replicas can be replaced now without a failed request. `running`: the version of the cluster."""
+    unwell = [row["replica_id"] for row in (*view["absent"], *view["refused"])]
+    unwell += [row["replica_id"] for row in view["replicas"] if row["state"] != "serving" or row["feed"] == "stale"]
+    if unwell:
+        message = f"not now: {', '.join(sorted(set(unwell)))} would be missing besides the replica that is replaced"
+        return Finding("upgrade", "warning", message, "wait until homing status shows all of them serving")
+    single = [model["name"] for model in view["models"] if model["serving"] == 1]
+    if single:
+        message = (
+            f"{', '.join(single)} has one replica: homing update starts its successor first and needs room for both"
+        )
+        return Finding("upgrade", "warning", message, "check the room for one more replica, or scale to 2 before")
+    if __version__ != running:
+        kept = "with --routers 2 or more, one at a time" if routers > 1 else "which breaks its open streams"
+        message = f"the cluster runs {running}, this is {__version__}: replicas and then routers restart, {kept}"
+        return Finding("upgrade", "ok", message)
+    requests = view["in_flight"] + view["waiting"]
+    message = f"homing update replaces one replica at a time and waits for its requests; {requests} run now"
+    return Finding("upgrade", "ok", message)
+
+
 def _examine_cluster(entry: RegistryEntry | None) -> list[Finding]:
     if entry is None:
         return [Finding("cluster", "ok", "no cluster of this name is running")]
     if entry.url is None:
         return [Finding("cluster", "ok", f"{entry.name} is {entry.phase} (pid {entry.pid})")]
     try:
-        return examine_view(get_json(f"{entry.url}/cluster"))
+        view, version = get_json(f"{entry.url}/cluster"), get_json(f"{entry.url}/version")["version"]
+        routers = max(1, len(entry.router_urls))
+        return [*examine_view(view), examine_upgrade(view, version, routers)]
     except ClusterError as error:
         return [Finding("cluster", "error", str(error), f"see its output: {entry.log or 'in its terminal'}")]
 

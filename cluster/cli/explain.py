@@ -6,18 +6,17 @@
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import quote
 
 from rich.console import RenderableType
 
-from ..client import get_json, post_json, read_key, router_urls
-from ..errors import ClusterError, NotFoundByRouter, SettingsError
+from ..client import post_json, read_key, router_urls
+from ..errors import ClusterError, SettingsError
 from ..flags import NOTHING, FindCluster, Out, ServedModel, Url, option, settings_of
 from ..output import count, show
-from ..request_records import candidates, one
+from ..request_records import candidates, find_request, missing, one
 
 
 def explain(
@@ -81,21 +80,6 @@ def explain(
     return 0
 
 
-def find_request(urls: Sequence[str], request_id: str, api_key: str) -> Any:
-    """The record of a request, from the router that has it. Raises NotFoundByRouter and ClusterError.
-
-    `urls`: as `router_urls` returns them.
-    """
-    missing: NotFoundByRouter | None = None
-    for url in urls[1:] or urls:
-        try:
-            return get_json(f"{url}/requests/{quote(request_id, safe='')}", api_key=api_key)
-        except NotFoundByRouter as error:
-            missing = error
-    assert missing is not None, "no router was asked"
-    raise missing
-
-
 def render_diff(found: Mapping[str, Any]) -> str:
     one, other = found["tokens"]
     head = f"{one} and {other} tokens, the first {found['common_tokens']} of them in common"
@@ -138,4 +122,13 @@ def render(found: Mapping[str, Any]) -> list[RenderableType]:
     where = f"{chosen} ({found['reason']}): {found['why']}" if chosen else f"no replica yet, {found['why']}"
     blocks = count(found["prompt_blocks"], "full block")
     head = f"{found['prompt_tokens']} tokens in {blocks} · policy {found['policy']}"
-    return [head, "", candidates(found["replicas"]), *_departure_lines(found.get("departure")), "", f"→ {where}"]
+    missed = [missing(found["missing"])] if found.get("missing") else []
+    return [
+        head,
+        "",
+        candidates(found["replicas"]),
+        *missed,
+        *_departure_lines(found.get("departure")),
+        "",
+        f"→ {where}",
+    ]

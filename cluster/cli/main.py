@@ -37,6 +37,7 @@ COMMANDS: dict[str, dict[str, str]] = {
         "status": "Show replicas, load and cache hits of a running cluster.",
         "logs": "Print the logs of replicas, routers and controller, even after the cluster has ended.",
         "explain": "Show which replica a prompt would be sent to, and why.",
+        "requests": "List requests: running, slow, refused or failed ones; end one.",
         "top": "Show live what a running cluster is doing.",
         "watch": "Print the cache events of a running cluster.",
     },

@@ -2,33 +2,48 @@
 
 import json
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from functools import partial
+from typing import Annotated, Any, TextIO
 
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import RenderableType
 
+from ...events.errors import BadKeys, EventError
+from ...events.security.curve_keys import reader_keys
 from ..client import get_json, get_text, router_urls
-from ..config import state_folder
-from ..flags import NOTHING, FindCluster, Out, Url, option, settings_of
+from ..config import Settings, state_folder
+from ..errors import ClusterError, SettingsError
+from ..flags import NOTHING, FollowEvents, Out, Url, option, settings_of
 from ..output import count, name_order, show, table
 from ..registry import ClusterRegistry, describe_running
+from ..request_records import printable
 
-COLUMNS = ("replica", "state", "events", "ranks", "node", "running", "waiting", "kv used", "cached", "hit rate")
+COLUMNS = (
+    *("replica", "state", "events", "ranks", "node", "running", "waiting", "kv used", "for waiting", "cached"),
+    "hit rate",
+)
 QUERIES, HITS = "homing_prefix_cache_queries_tokens_total", "homing_prefix_cache_hits_tokens_total"
-RIGHT = frozenset({"ranks", "running", "waiting", "kv used", "cached", "hit rate"})
+RIGHT = frozenset({"ranks", "running", "waiting", "kv used", "for waiting", "cached", "hit rate"})
 
 
 def status(
     *,
-    flags: FindCluster = NOTHING,
+    flags: FollowEvents = NOTHING,
     out: Out,
     url: Url = None,
+    verify: Annotated[
+        bool,
+        option("compare each router's index with what the replicas hold, by their events; exit code 1 if it differs"),
+    ] = False,
     as_json: Annotated[bool, option("print the response of /cluster, for programs", "--json")] = False,
 ) -> int:
     """Print the state of a cluster. Raises NotRunning."""
     settings = settings_of(flags)
     found, *routers = router_urls(settings, url)
+    if verify:
+        return _verify(settings, routers or [found], out)
     views = [get_json(f"{each}/cluster") for each in routers or [found]]
     if as_json:
         json.dump(views[0] if len(views) == 1 else views, out, indent=2)
@@ -43,6 +58,32 @@ def status(
     if not url and (others := registry.others(settings.cluster.name)):
         print(f"also running: {describe_running(others)}", file=out)
     return 0
+
+
+def _verify(settings: Settings, routers: Sequence[str], out: TextIO) -> int:
+    """Print how each router's index compares with the replicas. Returns the exit code: 1 if one differs."""
+    from ..index_check import compare_index
+
+    try:
+        keys = reader_keys(settings.events)
+    except BadKeys as error:
+        raise SettingsError(f"setting events_curve_keys: {error}") from error
+    exact = True
+    for router in routers:
+        try:
+            verdicts = compare_index(
+                partial(get_json, f"{router}/cluster"),
+                keys=keys,
+                heartbeat_interval_s=settings.events.heartbeat_interval_s,
+            )
+        except EventError as error:
+            raise ClusterError(str(error)) from error
+        exact = exact and all(verdict.exact is not False for verdict in verdicts)
+        rows = [
+            (verdict.replica, verdict.text) for verdict in sorted(verdicts, key=lambda each: name_order(each.replica))
+        ]
+        show(out, router, table(("replica", "index"), rows) if rows else "no replica")
+    return 0 if exact else 1
 
 
 def hit_rates(metrics: str) -> dict[str, float]:
@@ -86,11 +127,24 @@ def render(
         lines += [f"{each}: {_totals(seen)}" for each, seen in zip(routers, views, strict=True)]
     else:
         lines.append(_totals(view))
+    lines += _tenants(view["replicas"])
     for absent in view["absent"]:
         seconds = max(0.0, now - absent["since"])
         lines.append(f"{absent['replica_id']} has been {absent['state']} for {seconds:.0f} s: {absent['reason']}")
     lines += [f"refused {refused['replica_id']}: {refused['message']}" for refused in view["refused"]]
     return lines
+
+
+def _tenants(replicas: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Whose blocks fill the caches; nothing with less than two tenants."""
+    blocks = Counter[str]()
+    for replica in replicas:
+        blocks.update(replica.get("tenant_blocks", {}))
+    total = sum(replica["indexed_blocks"] for replica in replicas)
+    if len(blocks) < 2 or not total:
+        return []
+    shares = [f"{printable(tenant)} {number / total:.0%}" for tenant, number in blocks.most_common(8)]
+    return [f"cached blocks by tenant: {', '.join(shares)}"]
 
 
 def by_name(replica: Mapping[str, Any]) -> tuple[str, int, str]:
@@ -112,6 +166,7 @@ def _row(replica: dict[str, Any], rate: float | None) -> tuple[str, ...]:
         str(replica["running"]),
         str(replica["waiting"]),
         f"{used / total:.0%}" if total else "-",
+        f"{replica['waiting_blocks'] / total:.0%}" if total and replica.get("waiting_blocks") is not None else "-",
         count(replica["indexed_blocks"], "block"),
         "-" if rate is None else f"{rate:.0%}",
     )

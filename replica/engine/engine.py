@@ -142,7 +142,9 @@ class Engine:
             raise Draining("this replica is draining and accepts no new requests")
         if self.scheduler.get(RequestKey(source, request.request_id)):
             raise InvalidRequest(f"request_id: {request.request_id} is already running")
-        self.scheduler.add(admit(source, request, self._vocab_size, self._hasher.block_size, guide))
+        admitted = admit(source, request, self._vocab_size, self._hasher.block_size, guide)
+        admitted.arrived_at = self._clock()
+        self.scheduler.add(admitted)
 
     def abort(self, source: str, request_ids: Iterable[int]) -> None:
         """End these requests and free their blocks. Ignores unknown ids: the request may have just finished."""
@@ -188,6 +190,9 @@ class Engine:
         before = self._cache.counters.evicted_tokens
         most = max(SHARED_STEP_TOKENS, int(SHARED_STEP_S * self.rates.prefill_tokens_per_s))
         rows = add_drafts(self.scheduler.schedule(most))
+        for row in rows:
+            if row.request.waited_s is None:
+                row.request.waited_s = max(0.0, self._clock() - row.request.arrived_at)
         if self._cache.counters.evicted_tokens > before:
             self._evicted()
         return rows
@@ -310,6 +315,7 @@ class Engine:
                 finish_reason="stop",
                 cached_tokens=request.cached_tokens,
                 embedding=vector.astype("<f4").tobytes(),
+                waited_s=request.waited_s,
             )
         )
         request.output_sent = True
@@ -394,6 +400,7 @@ class Engine:
                 prompt_logprobs=request.prompt_logprobs if first else None,
                 stop_token_id=stop_id,
                 pinned_tokens=pinned,
+                waited_s=request.waited_s if first else None,
             )
         )
         request.output_sent = True

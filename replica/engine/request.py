@@ -87,6 +87,10 @@ class RequestState:
     weight: float = 1.0
     #: Order of arrival.
     arrival: int = 0
+    #: Time of its arrival, on the engine's clock.
+    arrived_at: float = 0.0
+    #: Seconds from then to the start of its first step; None before it.
+    waited_s: float | None = None
     #: Place within a priority (queue_order.py); kept across preemptions, so that preempted requests do not go last.
     queue_key: int = 0
     #: Prefixes of the prompt to keep once it is computed.

@@ -119,6 +119,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate", omit_d
     counted: bool = False  #: another replica has had it: not a query once more
     #: For external engines that get ids: the fields that the client set. What it did not set is the engine's to decide.
     given: dict[str, Any] = {}
+    adapter: str = ""  #: for external engines: name of the adapter that answers; empty: the model itself
     #: Digest of the tenant whose share of the replica the request takes, and the share's weight; b"": not told.
     tenant: bytes = b""
     weight: float = 1.0
@@ -171,6 +172,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     #: prompt tokens now pinned (0: over the budget, or not yet); on the first output of a request with pins
     pinned_tokens: int | None = None
     embedding: bytes | None = None  #: float32 LE, if the request asked for one; `token_ids` is then empty
+    waited_s: float | None = None  #: from its arrival here to the start of its first step; on the first output only
 
 
 class TokenBatch(msgspec.Struct, frozen=True, kw_only=True, tag="tokens"):

@@ -19,6 +19,8 @@ from . import Constraint
 WHITESPACE = r"(\x20|\r?\n[\x20\t]{0,24})"
 #: Grammars with more symbols are refused: llguidance would take too long. Its default for every other limit is fine.
 MAX_GRAMMAR_SYMBOLS = 50_000
+#: Tokens to follow a grammar by before it is used.
+TRIED_TOKENS = 3
 
 _ANYTHING = r"/(.|\n)*/"
 _LARK = re.compile(r"^[^\S\n]*(%llguidance\b|start\s*:)", re.MULTILINE)
@@ -67,11 +69,20 @@ def new_matcher(tokenizer: Any, grammar: str) -> Any:
 
     limits = LLParserLimits(max_grammar_size=MAX_GRAMMAR_SYMBOLS, verbose_errors=False)
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
-    if not matcher.is_error():
-        matcher.compute_bitmask()  # finds errors that only appear at the first token
-    if matcher.is_error():
-        raise GrammarError(_in_short(matcher.get_error()))
+    tried = matcher.deep_copy()
+    for _ in range(TRIED_TOKENS):  # some errors only appear with the first tokens
+        if tried.is_error() or tried.is_stopped():
+            break
+        allowed = tried.compute_bitmask()
+        tried.consume_tokens([_first_bit(allowed)] if any(allowed) else [])
+    if tried.is_error():
+        raise GrammarError(_in_short(tried.get_error()))
     return matcher
+
+
+def _first_bit(mask: bytes) -> int:
+    place = next(place for place, byte in enumerate(mask) if byte)
+    return 8 * place + (mask[place] & -mask[place]).bit_length() - 1
 
 
 def _in_short(error: str) -> str:
@@ -107,7 +118,8 @@ def _choice(choices: Any) -> str:
         raise GrammarError("choices must be a list of at least one string")
     if "" in choices:
         raise GrammarError("a choice must not be empty")
-    return "start: " + " | ".join(map(json.dumps, choices))
+    # One terminal: a rule of alternatives would hold each of them at every step, and llguidance allows 2,000.
+    return "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, choices))
 
 
 class _Tags:

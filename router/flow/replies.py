@@ -62,6 +62,7 @@ def delta_of(
         predicted_cached_tokens=predicted,
         expected_ttft_s=expected_ttft_s,
         reason=reason,
+        waited_s=output.waited_s if cached is not None and (output.waited_s or 0.0) >= 0.0 else None,  # no NaN
         continuations=moves,
         stop_token_id=output.stop_token_id,
         pinned_tokens=output.pinned_tokens if first else None,

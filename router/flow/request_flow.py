@@ -14,8 +14,10 @@ for its tenant's share again. One whose replica died waits beside the queue unti
 """
 
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import count, islice
 from math import inf
@@ -24,7 +26,7 @@ from typing import assert_never
 import msgspec
 
 from ...events.wire.messages import LoadReport
-from ...kvcache.hashing import BlockHash, BlockHasher, salt_text, token_bytes, wire_hashes
+from ...kvcache.hashing import TOKEN_BYTES, BlockHash, BlockHasher, salt_text, token_bytes, wire_hash, wire_hashes
 from ...replica.messages import (
     Abort,
     FailedStep,
@@ -36,7 +38,7 @@ from ...replica.messages import (
     TokenBatch,
     TokenOutput,
 )
-from ..backend import Explanation, GenerationRequest, RouterCounters, TextOutput, TokenDelta
+from ..backend import Explanation, GenerationRequest, Missing, RouterCounters, TextOutput, TokenDelta
 from ..config import RouterSettings
 from ..errors import (
     DeadlineExceeded,
@@ -56,7 +58,8 @@ from ..routing.replica_load import UnavailableReason
 from .block_hash_cache import BlockHashCache
 from .fair_queue import FairQueue
 from .hot_prefixes import HotPrefixes
-from .recent_requests import RecentRequests
+from .missing_blocks import evicted, missing_of
+from .recent_requests import MAX_TRACE_ID, RecentRequests
 from .replies import delta_of, nothing_left, refusal_error
 from .request_state import (
     SENT,
@@ -78,6 +81,9 @@ log = logging.getLogger(__name__)
 
 #: The deadline heap is rebuilt when it has more than twice as many entries as there are requests, plus this many.
 SPARE_DEADLINES = 1024
+#: Tenants whose caches are searched for a prompt that is not in its own, and the blocks of it that are compared.
+MAX_TENANTS = 8
+MAX_COMPARED = 64
 #: The obstacle of a replica without room, the only one that ends as requests there end.
 SATURATED = "saturated"
 #: No replica is warmed up while a prompt would wait this long at every other replica. Of 0.02 to 0.5 s and no limit,
@@ -122,6 +128,7 @@ class RequestFlow:
         self._suspects = Suspects()
         self._deadlines: list[tuple[float, RequestId]] = []  # heap; entries of finished requests are skipped
         self._request_ids = count(1)
+        self._tenants: OrderedDict[BlockHash, bytes] = OrderedDict()  #: the latest ones by the root of their blocks
 
     # Replicas
 
@@ -133,7 +140,7 @@ class RequestFlow:
         self._max_model_len = model.limits.max_model_len
         self.hot_prefixes.clear()
         for request in self._requests.values():
-            request.root = self._hash_cache.root(request.request.salt)
+            request.root = self._hash_cache.root(request.request.salt, request.request.adapter)
             self._hash_blocks(request, self._hash_cache)
 
     def join(
@@ -213,7 +220,8 @@ class RequestFlow:
             if not nobody_waits:
                 instructions += self.pump(now)
         heappush(self._deadlines, (state.deadline, request_id))
-        self.hot_prefixes.add(state.root, state.tokens, state.hashes, request.salt)
+        if not request.adapter:
+            self.hot_prefixes.add(state.root, state.tokens, state.hashes, request.salt)
         self.counters.requests += 1
         if state.phase is WAITING:
             self.counters.held += 1
@@ -350,8 +358,12 @@ class RequestFlow:
 
     def explain(self, request: GenerationRequest, now: float) -> Explanation:
         """Explain the decision that `submit` would make now. Raises NoReplica or PromptTooLong."""
-        prompt, candidates = self._prompt_and_candidates(self._new_request(request, now), now, every=True)
+        state = self._new_request(request, now)
+        prompt, candidates = self._prompt_and_candidates(state, now, every=True)
         table = self.placement.explain(prompt, candidates)
+        chosen = next((each for each in candidates if each.replica_id == table.chosen), None)
+        if chosen is not None:
+            table = msgspec.structs.replace(table, missing=self._missing(state, prompt, candidates, chosen))
         for row, each in enumerate(table.replicas):
             if (progress := self.warm_ups.progress(each.replica_id)) is not None:
                 why = f"{each.why}: {progress.done_tokens} of {progress.planned_tokens} tokens computed"
@@ -432,11 +444,15 @@ class RequestFlow:
             request,
             arrived=now,
             deadline=now + self._settings.request_timeout_s if request.deadline is None else request.deadline,
-            root=self._hash_cache.root(request.salt),
+            root=self._hash_cache.root(request.salt, request.adapter),
             tokens=request.token_ids,
             prompt_tokens=prompt_tokens,
         )
         self._hash_blocks(state, self._hash_cache)
+        self._tenants[state.root] = request.tenant
+        self._tenants.move_to_end(state.root)
+        if len(self._tenants) > MAX_TENANTS:
+            self._tenants.popitem(last=False)
         return state
 
     def _hash_blocks(self, request: RequestState, cache: BlockHashCache) -> None:
@@ -456,7 +472,9 @@ class RequestFlow:
         hashes = () if scores_prompt or (embedding and embedding.pooling == "mean") else request.keys
         prompt = self._prompt(request, hashes, now)
         usable = (prompt.tokens - 1) // prompt.block_size
-        excluded = request.excluded.union(closed) if closed else request.excluded
+        excluded: Collection[str] = request.excluded.union(closed) if closed else request.excluded
+        if adapter := request.request.adapter:
+            excluded = {*excluded, *(each.name for each in self.placement.fleet if adapter not in each.adapters)}
         return prompt, self.placement.candidates(hashes, excluded, now, usable=usable, every=every)
 
     def _prompt(self, request: RequestState, hashes: Sequence[int], now: float) -> Prompt:
@@ -494,6 +512,7 @@ class RequestFlow:
             self._predict(request, prompt, decision)
             request.regret_tokens = regret_tokens(prompt, candidates, decision)
             request.reason = reason_of(decision, candidates, request.regret_tokens)
+            request.missing = self._missing(request, prompt, candidates, row.candidate)
             if prompt.session is not None:
                 request.known_tokens = known_tokens(prompt, candidates)
         request.waits_for = ""
@@ -505,7 +524,8 @@ class RequestFlow:
         self._by_wire[wire_id] = request
         if only is not None:
             self._suspects.begin(request, replica, now)
-        self.placement.book(wire_id, decision, request.keys, now)
+        about = request.request
+        self.placement.book(wire_id, decision, request.keys, now, about.trace_id[:MAX_TRACE_ID], about.tenant)
         request.decisions.append((now, decision))
         self.recent.placed(request, decision, now)
         return Send(replica, _generate(request))
@@ -519,6 +539,27 @@ class RequestFlow:
             if other is not None and not other.generated:
                 cached = foreseen.tokens(blocks, other.prompt_tokens, prompt.block_size)
                 other.predicted_cached_tokens = max(other.predicted_cached_tokens, cached)
+
+    def _missing(
+        self, request: RequestState, prompt: Prompt, candidates: Sequence[Candidate], chosen: Candidate
+    ) -> Missing | None:
+        shared_with = partial(self._shared_with, request)
+        return missing_of(prompt, request.keys, candidates, chosen, self.placement.past, shared_with)
+
+    def _shared_with(self, request: RequestState, number: int) -> bytes | None:
+        """The tenant under whose root block `number` of the prompt is cached, or an earlier one of a long prompt."""
+        assert self.model is not None, "a request without a model"
+        index, size = self.placement.index, self._block_size * TOKEN_BYTES
+        for root, tenant in reversed(self._tenants.items()):
+            if root == request.root:
+                continue
+            for end in dict.fromkeys((1, min(number, MAX_COMPARED) + 1)):  # most prompts differ in their first block
+                chain = self.model.hasher.chain(root, request.tokens[: end * size])
+                if wire_hash(chain[-1]) not in index:
+                    break
+            else:
+                return tenant
+        return None
 
     def _push(self, request: RequestState, now: float) -> None:
         about, keys = request.request, request.keys
@@ -582,7 +623,10 @@ class RequestFlow:
         if request.phase is SENT:
             request.advance("start")
             self.placement.started(replica, request.wire_id)
+        known = request.delivered_cached_tokens is not None
         delta = delta_of(request, output, self._block_size, self.counters)
+        if not known and (cached := request.delivered_cached_tokens) is not None:
+            self._compare(request, cached)
         if delta.text is None and not delta.token_ids and delta.finish_reason is None:
             return []
         if request.ttft_s is None:
@@ -590,6 +634,13 @@ class RequestFlow:
         if delta.finish_reason is not None:
             return self._finish(request, delta, now)
         return [Deliver(request.request_id, delta, request.replica)]
+
+    def _compare(self, request: RequestState, cached: int) -> None:
+        """Look again why no more was cached if the replica found less than was predicted."""
+        block = max(0, cached) // self._block_size
+        if cached + self._block_size <= request.predicted_cached_tokens and block < len(request.keys):
+            found = evicted(request.keys[block], block * self._block_size, self.placement.past)
+            request.missing = found or request.missing
 
     def _on_refused(self, replica: str, refused: Refused, now: float) -> list[Instruction]:
         request = self._by_wire.get(refused.request_id)
@@ -777,6 +828,7 @@ def _generate(request: RequestState) -> Generate:
         embedding=about.embedding,
         counted=request.counted,
         given=about.given,
+        adapter=about.adapter,
         tenant=about.tenant,
         weight=about.weight,
     )

@@ -10,7 +10,7 @@ import msgspec
 
 from ...kvcache.hashing import TOKEN_BYTES, BlockHash
 from ...replica.messages import Request
-from ..backend import GenerationRequest, Reason, TokenDelta
+from ..backend import GenerationRequest, Missing, Reason, TokenDelta
 from ..errors import RouterError
 from ..routing.policy.base import Decision
 
@@ -130,6 +130,7 @@ class RequestState(msgspec.Struct, eq=False):
     expected_ttft_s: float | None = None
     reason: Reason | None = None  #: of the last dispatch before the first token
     ttft_s: float | None = None
+    missing: Missing | None = None  #: see `ChoiceRecord`; its times are on the router's clock
     #: each decision by which it was sent to a replica, and its time
     decisions: list[tuple[float, Decision]] = []
     outcome: Outcome | None = None  #: None until it is over

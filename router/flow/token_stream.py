@@ -8,7 +8,7 @@ from collections.abc import Callable
 import msgspec
 
 from ..activity import ChoiceRecord, Decided
-from ..backend import TokenDelta, TokenSink
+from ..backend import Missing, TokenDelta, TokenSink
 from ..errors import RouterError
 from ..routing.policy.explain import explanation_of
 from .request_state import RequestId, RequestState
@@ -47,6 +47,7 @@ class RequestStream:
             cached_tokens=state.delivered_cached_tokens,
             generated_tokens=state.generated,
             continuations=state.continuations,
+            missing=_missing(state, clock_offset_s),
             decisions=[
                 Decided(
                     **msgspec.structs.asdict(table) | {"replicas": table.best(MAX_CANDIDATES)},
@@ -89,3 +90,11 @@ class RequestStream:
         sink, self._sink = self._sink, None
         if error is not None and sink is not None:
             sink.failed(error)
+
+
+def _missing(state: RequestState, clock_offset_s: float) -> Missing | None:
+    """Why no more was cached, with the number of tokens that the replica found, if it has said so."""
+    missing, cached = state.missing, state.delivered_cached_tokens
+    if missing is None or (cached is not None and cached >= state.prompt_tokens - 1):
+        return None
+    return missing.moved(clock_offset_s, token=missing.token if cached is None else max(cached, missing.token))

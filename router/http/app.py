@@ -11,6 +11,7 @@ from types import coroutine
 from typing import Any
 
 from ..errors import BodyTooLarge, NotJson, RouterError, Superseded
+from ..metrics import ModelMetrics
 from .caller import REQUEST_ID, request_id, tenant_of
 from .endpoints.table import error_body_of, find, row_path, takes_large_bodies
 from .errors import send_error
@@ -18,7 +19,7 @@ from .front import Front
 from .protocol.access import AccessLog
 from .protocol.connection import SMALL_BODY_BYTES, HttpConnection
 from .protocol.cors import CorsPolicy
-from .protocol.exchange import JSON, ClientGoneError, Exchange, Headers, Request
+from .protocol.exchange import JSON, ClientGoneError, Exchange, GenerationSummary, Headers, Request
 from .protocol.origins import OriginPolicy
 from .request_records import is_kept, name_refused, record_of
 from .tracing import RequestSpans
@@ -98,14 +99,20 @@ class App:
                 self._origins.check_origin(request.headers)
             _require_json(request)
             await endpoint.handler.run(self._front, exchange)
-        except ClientGoneError:
-            return
-        except Superseded:
-            exchange.restart()
-        except RouterError as error:
-            send_error(exchange, error)
         except Exception as error:
-            log.exception("request_crashed path=%s request_id=%s", exchange.request.path, exchange.id)
+            self._fail(exchange, error)
+            forget_frames(error)
+
+    @staticmethod
+    def _fail(exchange: Exchange, error: Exception) -> None:
+        if isinstance(error, ClientGoneError):
+            return
+        if isinstance(error, Superseded):
+            exchange.restart()
+        elif isinstance(error, RouterError):
+            send_error(exchange, error)
+        else:
+            log.error("request_crashed path=%s request_id=%s", exchange.request.path, exchange.id, exc_info=error)
             send_error(exchange, RouterError(f"internal error: {type(error).__name__}"))
 
     def _on_end(self, exchange: Exchange) -> None:
@@ -116,6 +123,8 @@ class App:
             name_refused(exchange, exchange.error)
         metrics = self._front.metrics
         metrics.http_request(row_path(exchange.request.path) or OTHER_PATH, exchange.status, duration_s)
+        if exchange.summary is not None:
+            _observe_phases(metrics.of(exchange.summary.model), exchange, exchange.summary, duration_s)
         if exchange.gone:
             metrics.client_gone()
         if self._spans is not None:
@@ -126,6 +135,25 @@ class App:
             self._access.write(exchange, duration_s)
         if self._front.history is not None and is_kept(exchange):
             self._front.history.put(record_of(self._front, exchange))
+
+
+def _observe_phases(model: ModelMetrics, exchange: Exchange, summary: GenerationSummary, duration_s: float) -> None:
+    model.phase("receive", exchange.request.receive_s)
+    model.phase("blocked", exchange.blocked_s)
+    for name, seconds in summary.phases(duration_s).items():
+        model.phase(name.removesuffix("_s"), seconds)
+
+
+def forget_frames(error: BaseException) -> None:
+    """Drop the tracebacks of an error that was handled, and of those that it came from.
+
+    Their frames refer to the request's body, and through the request to the error: such cycles live until the garbage
+    collector looks at old objects, which takes minutes.
+    """
+    seen: BaseException | None = error
+    while seen is not None and seen.__traceback__ is not None:
+        seen.__traceback__ = None
+        seen = seen.__cause__ or seen.__context__
 
 
 def _require_json(request: Request) -> None:
@@ -173,3 +201,5 @@ def _remainder(work: Coroutine[Any, Any, None], awaited: Any) -> Generator[Any, 
             awaited = work.send(sent) if thrown is None else work.throw(thrown)
         except StopIteration:
             return
+        finally:
+            del thrown  # its traceback refers to this frame

@@ -108,10 +108,9 @@ def from_longest(before: KnownPrompt | None, new: KnownPrompt, held_tokens: int,
     return in_blocks(new, held_tokens, text)
 
 
-def header(before: KnownPrompt | None, new: KnownPrompt, text: TextModel, held_tokens: int) -> str | None:
-    """`from_longest` as a response header; None: there is no departure, or no prefix was known."""
-    found = from_longest(before, new, held_tokens, text) if before is not None or held_tokens else None
-    return None if found is None else found.header()
+def if_known(before: KnownPrompt | None, new: KnownPrompt, text: TextModel, held_tokens: int) -> Departure | None:
+    """`from_longest`; None also if no prefix was known."""
+    return from_longest(before, new, held_tokens, text) if before is not None or held_tokens else None
 
 
 def between(known: KnownPrompt, new: KnownPrompt, text: TextModel) -> Departure | None:

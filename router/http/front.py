@@ -13,7 +13,7 @@ import msgspec
 
 from ... import __version__
 from ...replica.messages import ModelLimits
-from ..backend import Backend, EngineList, ModelBackend, TextSource
+from ..backend import NEW, Backend, ClusterView, EngineList, Missing, ModelBackend, TextSource
 from ..config import RouterSettings
 from ..errors import NoReplica
 from ..metrics import ModelMetrics, RouterMetrics
@@ -31,6 +31,10 @@ from .response_store import ResponseStore, StoreBounds
 from .turns import Turns
 
 log = logging.getLogger(__name__)
+
+#: Tenants shown of those whose blocks a replica holds.
+MAX_TENANTS = 16
+OTHERS = "others"
 
 #: In the chat template of a model that may reason: more formats are in use than we parse.
 _REASONING = re.compile("think|thought|reason", re.IGNORECASE)
@@ -103,7 +107,16 @@ class Served(msgspec.Struct, frozen=True, gc=False):
     tool_family: ToolFamily | None = None  #: the format of tool calls; None: they are returned as text
     reasoning_family: ReasoningFamily | None = None  #: the markers of reasoning; None: it is returned as text
     may_reason: bool = False  #: whether an engine's parser might find reasoning in its answers
+    adapter: str = ""  #: the engines' adapter that answers, which is then the name in `limits`; empty: the model itself
     defaults: SamplingDefaults = SamplingDefaults()  #: for sampling fields that a request does not set
+
+
+def _by_name(owned: Mapping[bytes, int], names: Mapping[bytes, str]) -> dict[str, int]:
+    """The tenants with the most blocks, by name; those without a name by their digest's first digits."""
+    most = sorted(owned.items(), key=lambda each: -each[1])
+    shown = {names.get(digest) or digest[:4].hex(): blocks for digest, blocks in most[:MAX_TENANTS]}
+    others = sum(blocks for _, blocks in most[MAX_TENANTS:])
+    return shown | ({OTHERS: others} if others else {})
 
 
 class Front:
@@ -194,13 +207,37 @@ class Front:
             unknown = self.settings.reasoning_parser != AUTO or _REASONING.search(text.templates) is not None
             may_reason = reasoning is not None or unknown
             defaults = text.sampling_defaults if self.settings.generation_config else SamplingDefaults()
-            served = Served(limits, text, metrics, backend, tools, reasoning, may_reason, defaults)
+            served = Served(limits, text, metrics, backend, tools, reasoning, may_reason, "", defaults)
             self._served[limits.name] = served
-        return served
+        named = self.aliases.get(name, name) if name is not None else None
+        if named is None or named == limits.name or named not in backend.adapters():
+            return served
+        return msgspec.structs.replace(served, limits=msgspec.structs.replace(limits, name=named), adapter=named)
+
+    def shown(self, missing: Missing | None, *, admin: bool) -> Missing | None:
+        """`missing` with the other tenant's name, or for others than admins without anything about other tenants."""
+        if missing is None:
+            return None
+        if admin:
+            named = next((each for each in self.tenants.named() if each.digest.hex()[:8] == missing.tenant), None)
+            return msgspec.structs.replace(missing, tenant=named.name) if named is not None else missing
+        if missing.reason == "other tenant":
+            return Missing(token=missing.token, reason="new", why=NEW)
+        return msgspec.structs.replace(missing, request=None)
+
+    def cluster(self) -> ClusterView:
+        """The backend's view with the tenants of the replicas' blocks, by name. Takes milliseconds."""
+        view, owned = self.backend.view(), self.backend.tenant_blocks()
+        names = {tenant.digest: tenant.name for tenant in self.tenants.named()}
+        replicas = [
+            msgspec.structs.replace(each, tenant_blocks=_by_name(owned.get(each.replica_id, {}), names))
+            for each in view.replicas
+        ]
+        return msgspec.structs.replace(view, replicas=replicas)
 
     def live_snapshot(self) -> LiveSnapshot:
         """The state that the live page shows."""
-        view = self.backend.view()
+        view = self.cluster()
         return LiveSnapshot(
             version=__version__,
             started_at=self.started_at,

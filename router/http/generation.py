@@ -31,6 +31,7 @@ from ..text.detokenizer import Detokenizer
 from ..text.parsers.deltas import Content, Delta, Reasoning, ToolCallStart
 from ..text.parsers.parser import AnswerParser
 from .caller import Caller
+from .departures import Departure
 from .errors import send_error
 from .front import Front, Served
 from .protocol.exchange import ClientGoneError, Exchange, GenerationSummary, Headers
@@ -120,6 +121,7 @@ def generation_request(
         chat=job.chat,
         embedding=job.embedding,
         given=job.given,
+        adapter=job.served.adapter,
     )
 
 
@@ -148,6 +150,7 @@ class RunningChoice(msgspec.Struct, eq=False):
     queue_s: float | None = None
     expected_ttft_s: float | None = None
     reason: Reason | None = None
+    waited_s: float | None = None
     moves: int = 0  #: how often it continued on another replica
     pinned: int | None = None
     stop_token_id: int | None = None  #: the token that ended the answer
@@ -193,6 +196,7 @@ class RunningChoice(msgspec.Struct, eq=False):
             if delta.cached_tokens is not None:
                 self.cached, self.predicted = delta.cached_tokens, delta.predicted_cached_tokens or 0
                 self.queue_s, self.expected_ttft_s, self.reason = delta.queue_s, delta.expected_ttft_s, delta.reason
+                self.waited_s = delta.waited_s
             if last is None and generation.job.discard:  # there is only one token then
                 shown = _DISCARDED
             else:
@@ -246,9 +250,9 @@ class Generation:
         exchange: Exchange,
         caller: Caller,
         writer: "StreamWriter | WholeWriter",
-        departure: Callable[[int], str | None] | None = None,
+        departure: Callable[[int], Departure | None] | None = None,
     ) -> None:
-        """`departure`: returns the departure header, given the number of known prompt tokens."""
+        """`departure`: finds the prompt's departure, given the number of known prompt tokens."""
         self.front = front
         self.job = job
         self.metrics = job.served.metrics
@@ -398,6 +402,7 @@ class Generation:
             moves,
             choices[0].reason if choices else None,
             job.served.limits.name,
+            choices[0].waited_s if choices else None,
         )
 
     def records(self) -> tuple[list[ChoiceRecord], int]:
@@ -406,6 +411,8 @@ class Generation:
         found = []
         for choice in self.choices[:MAX_RECORDS]:
             record = choice.stream.record(offset_s)
+            if record.missing is not None:
+                record = msgspec.structs.replace(record, missing=self.front.shown(record.missing, admin=True))
             if not self.over:
                 since = choice.last_token_at or self._exchange.started_at
                 record = msgspec.structs.replace(record, silent_s=max(0.0, now - since))
@@ -426,5 +433,6 @@ class Generation:
         if summary.replicas:
             headers.append(("x-homing-replica", summary.replicas))
         if self._departure is not None and (departure := self._departure(self.choices[0].known)) is not None:
-            headers.append(("x-homing-departure", departure))
+            self._exchange.departure = departure.token, departure.at
+            headers.append(("x-homing-departure", departure.header()))
         return headers

@@ -47,7 +47,7 @@ def record_of(front: Front, exchange: Exchange) -> RequestRecord:
     if summary is None:
         return record
     copied = {name: getattr(summary, name) for name in _OF_SUMMARY}
-    return msgspec.structs.replace(record, choices=list(choices), hidden=hidden, **copied)
+    return msgspec.structs.replace(record, departure=exchange.departure, choices=list(choices), hidden=hidden, **copied)
 
 
 def running(front: Front, query: RequestQuery) -> list[RequestRecord]:

@@ -90,8 +90,8 @@ def _describe(span: "Span", summary: GenerationSummary, duration_s: float) -> No
         "homing.queue_s": summary.queue_s,
     }
     if summary.ttft_s is not None:
-        fields["homing.prefill_s"] = summary.ttft_s - (summary.queue_s or 0.0)
-        fields["homing.decode_s"] = duration_s - summary.ttft_s
+        spent = summary.phases(duration_s)
+        fields |= {f"homing.{name}": spent.get(name) for name in ("wait_s", "prefill_s", "decode_s")}
     for name, value in fields.items():
         if value is not None:
             span.set_attribute(name, value)

@@ -83,6 +83,9 @@ class _Model:
         accepting = [version for version in self.versions if version.accepting] or self.versions
         return accepting[-1].service.model() if accepting else None
 
+    def adapters(self) -> set[str]:
+        return {name for version in self.versions for name in version.service.adapters()}
+
     def turned_off(self) -> NoReplica:
         """The error for requests while the model is turned off."""
         return NoReplica(
@@ -275,7 +278,13 @@ class ModelVersions:
             waiting=sum(view.waiting for view in views),
             in_flight=sum(view.in_flight for view in views),
             models=[
-                model_view(name, model.limits(), shown[name], model.counters)
+                model_view(
+                    name,
+                    model.limits(),
+                    shown[name],
+                    model.counters,
+                    sum(version.service.waiting_tokens for version in model.versions),
+                )
                 for name, model in self._models.items()
                 if shown[name] or not model.leaving
             ],
@@ -291,6 +300,9 @@ class ModelVersions:
             refused=[refused for view in views for refused in view.refused],
             absent=[replica for replica in self._missing if replica.replica_id not in present],
         )
+
+    def tenant_blocks(self) -> dict[str, dict[bytes, int]]:
+        return {name: owned for version in self._versions for name, owned in version.service.tenant_blocks().items()}
 
     def activity(self) -> list[ModelActivity]:
         return [activity for version in self._versions for activity in version.service.activity()]
@@ -324,9 +336,12 @@ class ModelVersions:
                     f"field 'model': several models are served here, say which: {there}", param="model"
                 )
             (name,) = served
-        if name not in served:
-            raise ModelNotFound(name, served)
-        return served[name]
+        if name in served:
+            return served[name]
+        offered = {each: model for model in served.values() for each in model.adapters()}
+        if name not in offered:
+            raise ModelNotFound(name, [*served, *sorted(offered)])
+        return offered[name]
 
 
 def _has_member(version: _Version, replica_id: str) -> bool:

@@ -87,6 +87,11 @@ class ReplicaHandle(ABC):
         return self.description.replica_id
 
     @property
+    def events_seq(self) -> int | None:
+        """The next batch of events that the index waits for; None: unknown."""
+        return self._feed.subscription.cursor.expected if self._feed is not None else None
+
+    @property
     def feed_state(self) -> FeedState:
         return self._placement.fleet[self.replica_id].feed if self.joined else FeedStatus.SYNCING
 

@@ -239,8 +239,8 @@ class RouterService:
     def choose(self, model: str | None) -> "RouterService":
         """Return this service. Raises ModelNotFound if `model` is another name than the served model's."""
         limits = self.model()
-        if model is not None and limits is not None and model != limits.name:
-            raise ModelNotFound(model, [limits.name])
+        if model is not None and limits is not None and model != limits.name and model not in self.adapters():
+            raise ModelNotFound(model, [limits.name, *sorted(self.adapters())])
         return self
 
     def model(self) -> ModelLimits | None:
@@ -261,6 +261,9 @@ class RouterService:
         if folder not in self._digests:
             self._digests[folder] = text_digests(folder)
         return self._digests[folder]
+
+    def adapters(self) -> frozenset[str]:
+        return frozenset(name for each in self._placement.fleet for name in each.adapters)
 
     def engine_chats(self) -> EngineChats:
         if self._engine_chat != "auto" or self._external is None:
@@ -333,8 +336,13 @@ class RouterService:
             refused=refused,
             counters=self.counters,
         )
-        models = [model_view(limits.name, limits, [view], self.counters) for limits in self.models()]
+        models = [
+            model_view(limits.name, limits, [view], self.counters, self.waiting_tokens) for limits in self.models()
+        ]
         return msgspec.structs.replace(view, models=models)
+
+    def tenant_blocks(self) -> dict[str, dict[bytes, int]]:
+        return self._placement.tenant_blocks.by_replica()
 
     def activity(self) -> list[ModelActivity]:
         """See `Backend`. Empty until a replica was accepted."""
@@ -521,6 +529,9 @@ class RouterService:
             prefill_tokens_per_s=load.prefill_tokens_per_s,
             decode_step_s=load.decode_step_s,
             pinned_blocks=load.pinned_blocks,
+            waiting_blocks=max(0, load.free_blocks - load.spare_blocks) if reported else None,
+            events_seq=replica.events_seq,
+            index_digest=f"{self._placement.index.digest(name).xor:016x}",
             warm_up=self._flow.warm_ups.progress(name),
             report_age_s=now - joined.last_message_at if reported else None,
         )

@@ -64,6 +64,7 @@ class InFlight(Expectation, eq=False, kw_only=True):
     starts_by: float = inf  #: the time until which it has certainly started; infinity: it queues behind others
     phase: Phase = Phase.SENT
     expires: float = inf  #: when its blocks are no longer expected
+    name: str = ""  #: for people
 
     def is_passed_by(self, computed_tokens: int, prefilled_tokens: int, held_tokens: int, now: float) -> bool:
         """Whether a request sent now starts first. `held_tokens`: cached tokens of this prompt that are known now."""
@@ -80,6 +81,7 @@ class JoinedReplica:
         self.description = description
         self.place = place  #: in the order of joining
         self.feed = FeedState.SYNCING  #: how far its events can be trusted
+        self.adapters: frozenset[str] = frozenset()  #: that an external engine offers besides its model
         self.hits: ExactHits = hits_of(description)
         self.expected = ExpectedBlocks()
         self.requests: dict[int, InFlight] = {}  #: sent and computing
@@ -175,6 +177,13 @@ class JoinedReplica:
         else:
             self.expected.withdraw(request)
         self.hits.ended(request_id)
+
+    @property
+    def blamed(self) -> str:
+        """Name of the request for which the replica probably evicts now; empty: unknown."""
+        if self.sent:
+            return next(iter(self.sent.values())).name
+        return next(reversed(self.requests.values())).name if self.requests else ""
 
     def uncached_tokens(self, request_id: int) -> int:
         """Uncached tokens of a request in phase sent; 0 for requests not sent here, such as those of a warm-up."""

@@ -13,12 +13,14 @@ from random import Random
 from ...events.wire.messages import LoadReport
 from ...replica.messages import ReplicaDescription
 from ..backend import Explanation, FeedState, RouterCounters
+from .block_history import BlockHistory
 from .fleet import Fleet
 from .hits import EngineHits, HitRule, SlowerBlocks
 from .joined_replica import NOTHING_FORESEEN, Foreseen, InFlight, JoinedReplica
 from .policy.base import STALE, Candidate, Decision, Policy, Prompt
 from .policy.explain import explanation_of
 from .prefix_index import PrefixIndex, ReplicaBlocks
+from .tenant_blocks import TenantBlocks
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +47,8 @@ class Placement:
         self.index = PrefixIndex()
         self.fleet = Fleet(router_id, silence_s)
         self.policy = policy
+        self.past = BlockHistory()
+        self.tenant_blocks = TenantBlocks(self.index)
         self._rng = rng
         self._counters = counters or RouterCounters()
 
@@ -65,6 +69,7 @@ class Placement:
 
     def leave(self, replica: str) -> None:
         """Remove a replica with its held and expected blocks."""
+        self.past.lost(replica)
         self.index.leave(replica)
         self.fleet.leave(replica)
         self.policy.leave(replica)
@@ -73,19 +78,22 @@ class Placement:
         """Set how far a joined replica's events can be trusted."""
         self.fleet[replica].feed = feed
 
+    def set_adapters(self, replica: str, adapters: frozenset[str]) -> None:
+        """Set the adapters that an external engine offers."""
+        self.fleet[replica].adapters = adapters
+
     def set_hit_rule(self, replica: str, rule: HitRule) -> None:
         """Ask this rule, not the index, what an external engine has cached."""
         self.fleet[replica].hits.rule = rule
 
     def report(self, replica: str, report: LoadReport, now: float) -> None:
+        self.past.now = now
         if self.fleet.report(replica, report, now):
             self.policy.report(replica, report)
 
     def blocks_of(self, replica: str) -> ReplicaBlocks:
-        """The store for the subscription of one of our replicas: the index, and the policy if it tracks blocks."""
-        if type(self.policy).stored is Policy.stored:
-            return ReplicaBlocks(self.index, replica)
-        return _ObservedBlocks(self.index, replica, self.policy)
+        """The store for the subscription of one of our replicas: the index, the policy and the history."""
+        return _ObservedBlocks(self, replica)
 
     def stored(self, replica: str, blocks: Sequence[int]) -> None:
         self.index.add(replica, blocks)
@@ -95,9 +103,16 @@ class Placement:
     def removed(self, replica: str, blocks: Sequence[int]) -> None:
         self.index.remove(replica, blocks)
         self.fleet[replica].hits.removed(blocks)
+        self.observe_removed(replica, blocks)
+
+    def observe_removed(self, replica: str, blocks: Sequence[int]) -> None:
+        """Tell policy and history of blocks that the index holds no longer."""
         self.policy.removed(replica, blocks)
+        self.past.removed(replica, blocks, self.fleet[replica].blamed)
 
     def reset(self, replica: str, blocks: Sequence[int]) -> None:
+        if not blocks:
+            self.past.lost(replica)
         self.index.reset(replica, blocks)
         self.fleet[replica].reset(blocks)
         self.policy.reset(replica, blocks)
@@ -111,6 +126,7 @@ class Placement:
 
     def expire(self, now: float) -> None:
         """Drop expected blocks that are overdue, and what is left in the index of replicas that are gone."""
+        self.past.now = now
         self.index.sweep()
         for joined in self.fleet:
             joined.expire(now)
@@ -214,8 +230,13 @@ class Placement:
             prompt, chosen.held_blocks, chosen.expected_blocks, chosen.tokens_on_arrival(prompt)
         )
 
-    def book(self, request_id: int, decision: Decision, keys: Sequence[int], now: float) -> None:
-        """Book a request on the chosen replica: its blocks become expected, its uncached tokens count as load."""
+    def book(
+        self, request_id: int, decision: Decision, keys: Sequence[int], now: float, name: str = "", tenant: bytes = b""
+    ) -> None:
+        """Book a request on the chosen replica: its blocks become expected, its uncached tokens count as load.
+
+        `name` of the request and `tenant` are for people.
+        """
         row, prompt = decision.row, decision.prompt
         assert row is not None, "a decision without a replica cannot be booked"
         chosen, uncached = row.candidate, row.uncached_tokens
@@ -233,7 +254,11 @@ class Placement:
             computed_tokens=chosen.tokens_on_arrival(prompt),
             prefilled_tokens=joined.prefilled_tokens,
             starts_by=starts_by,
+            name=name,
         )
+        self.past.now = now
+        self.past.sent(joined.name, keys[request.start :], name)
+        self.tenant_blocks.needed(keys, tenant)
         self.fleet.send(joined.name, request, now)
         self.policy.booked(joined.name, request_id, prompt)
 
@@ -280,11 +305,11 @@ def known_tokens(prompt: Prompt, candidates: Sequence[Candidate]) -> int:
 
 
 class _ObservedBlocks(ReplicaBlocks):
-    """One replica's blocks in the index; also passes their changes to the policy."""
+    """One replica's blocks in the index; also passes their changes to the policy and the history."""
 
-    def __init__(self, index: PrefixIndex, replica: str, policy: Policy) -> None:
-        super().__init__(index, replica)
-        self._policy = policy
+    def __init__(self, placement: Placement, replica: str) -> None:
+        super().__init__(placement.index, replica)
+        self._placement, self._policy = placement, placement.policy
         self._staged: list[int] = []
 
     def store(self, parent: int | None, hashes: Sequence[int]) -> None:
@@ -293,13 +318,17 @@ class _ObservedBlocks(ReplicaBlocks):
 
     def remove(self, hashes: Sequence[int]) -> None:
         super().remove(hashes)
-        self._policy.removed(self._replica, hashes)
+        self._placement.observe_removed(self._replica, hashes)
 
     def clear(self) -> None:
         super().clear()
+        self._placement.past.lost(self._replica)
         self._policy.reset(self._replica, ())
 
     def stage(self, blocks: Iterable[tuple[int, int | None]], *, first: bool) -> None:
+        if type(self._policy).reset is Policy.reset:
+            super().stage(blocks, first=first)
+            return
         pairs = list(blocks)
         super().stage(pairs, first=first)
         self._staged = [*(() if first else self._staged), *(block for block, _ in pairs)]

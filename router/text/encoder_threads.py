@@ -15,11 +15,12 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from ..errors import DeadlineExceeded
+from ..heap import trim_heap
 
 Result = TypeVar("Result")
 
-#: After a text with more characters its thread is replaced, because libraries keep buffers per thread: 500 MB after a
-#: few texts of 8 MB.
+#: After a text with more characters memory is returned and its thread replaced, because libraries keep buffers per
+#: thread: 500 MB after a few texts of 8 MB.
 HUGE_CHARACTERS = 1_000_000
 
 
@@ -112,6 +113,7 @@ class _Lane:
     def _end(self, job: _Job, done: "asyncio.Future[Any]") -> None:
         self._busy = False
         if job.characters > HUGE_CHARACTERS and not self._closed:
+            self._pool.submit(trim_heap)
             self._pool.shutdown(wait=False)
             self._pool = self._new_pool()
         failure = None if done.cancelled() else done.exception()

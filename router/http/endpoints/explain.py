@@ -82,6 +82,9 @@ async def explain(front: Front, exchange: Exchange, caller: Caller) -> None:
     before, departure = None, None
     if request.session is not None:
         before = front.session_prompts.get((salt, request.session, caller.agent))
+    if found.missing is not None:
+        missing = front.shown(found.missing.moved(front.clock_offset_s), admin=caller.tenant.admin)
+        found = msgspec.structs.replace(found, missing=missing)
     held = max([max(each.held_blocks, each.expected_blocks) for each in found.replicas], default=0)
     if before is not None or held < found.prompt_blocks:
         new = request.token_ids, job.conversation

@@ -9,7 +9,7 @@ import msgspec
 
 from ....kvcache.hashing import token_bytes
 from ..caller import Caller
-from ..departures import SessionKey, continues, header
+from ..departures import Departure, SessionKey, continues, if_known
 from ..dialects import messages
 from ..dialects.chat import CHAT, ChatCompletion, engine_chat, raw_fields
 from ..dialects.completions import COMPLETION, Completion
@@ -81,13 +81,13 @@ def _with_engine_fields(front: Front, job: Job, caller: Caller, sent: bytes) -> 
     return job
 
 
-def _departure(front: Front, job: Job, key: SessionKey, body_bytes: int) -> Callable[[int], str | None] | None:
-    """Remember a session's prompt. Returns the maker of the departure header; None: it continues the last prompt."""
+def _departure(front: Front, job: Job, key: SessionKey, body_bytes: int) -> Callable[[int], Departure | None] | None:
+    """Remember a session's prompt. Returns what finds its departure; None: it continues the last prompt."""
     new = token_bytes(job.prompts[0].token_ids), job.conversation
     before = front.session_prompts.put(key, new, body_bytes)
     if before is not None and continues(before, new):
         return None
-    return partial(header, before, new, job.served.text)
+    return partial(if_known, before, new, job.served.text)
 
 
 async def embeddings(front: Front, exchange: Exchange, caller: Caller) -> None:

@@ -1,15 +1,20 @@
-"""Looks back at requests: one by its id, or those that fit a query. For admins: it shows all tenants' requests."""
+"""Shows requests, in progress or over: one by its id, or those that fit a query; and ends them. For admins only."""
+
+import logging
 
 import msgspec
 
 from ...activity import RequestRecord
-from ...errors import RequestNotFound
+from ...errors import EndedByOperator, RequestNotFound
 from ..caller import Caller
+from ..errors import send_error
 from ..front import Front
 from ..history import RequestQuery
 from ..protocol.exchange import Exchange
 from ..request_records import record_of, running
 from .endpoint import Endpoint, decoded, for_admins, respond
+
+log = logging.getLogger(__name__)
 
 REQUESTS = "/requests"
 
@@ -51,6 +56,22 @@ async def request(front: Front, exchange: Exchange, _caller: Caller) -> None:
     respond(exchange, found)
 
 
+async def end_request(front: Front, exchange: Exchange, _caller: Caller) -> None:
+    """End a request in progress with an error, and tell what had become of it."""
+    wanted = exchange.request.path.removeprefix(f"{REQUESTS}/")
+    found = next((other for other in front.open_exchanges if other.id == wanted), None)
+    if found is None:
+        raise RequestNotFound(wanted)
+    record = record_of(front, found)
+    if found.generation is not None:
+        found.generation.abort(EndedByOperator())
+    else:
+        send_error(found, EndedByOperator())
+        found.gone = True  # whoever still tokenizes it generates nothing
+    log.warning("request_ended request_id=%s by=%s", wanted, exchange.tenant)
+    respond(exchange, record)
+
+
 #: What errors say about these endpoints.
 _WHY = "this shows the requests of all tenants"
 
@@ -74,4 +95,5 @@ ENDPOINTS = (
         "what became of a request, and why it went there",
         RequestRecord,
     ),
+    Endpoint("DELETE", f"{REQUESTS}/{{id}}", for_admins(end_request, _WHY), "end a request in progress", RequestRecord),
 )

@@ -60,18 +60,23 @@ class GenerationSummary(msgspec.Struct):
     moves: int = 0  #: how often choices continued on another replica
     reason: str | None = None  #: why the first choice's replica was chosen (`Reason`)
     model: str = ""  #: the name that requests use
+    waited_s: float | None = None  #: from the arrival at the first choice's replica to its first step; None: unknown
     choices: "Sequence[ChoiceRecord]" = ()  #: what became of the first of them
     hidden: int = 0  #: number of further choices
 
     def phases(self, total_s: float) -> dict[str, float]:
         """The seconds of each phase that has begun, by name. `total_s`: from the request's last byte to its end."""
-        if self.queue_s is None:
-            return {}
         if self.ttft_s is None:
+            if self.queue_s is None:
+                return {}
             return {"queue_s": self.queue_s, "prefill_s": max(0.0, total_s - self.queue_s)}
         # A first token that came before another choice was sent counts all its time as prefill.
-        queue_s = min(self.queue_s, self.ttft_s)
-        return {"queue_s": queue_s, "prefill_s": self.ttft_s - queue_s, "decode_s": max(0.0, total_s - self.ttft_s)}
+        queue_s = min(self.queue_s or 0.0, self.ttft_s)
+        spent, prefill_s = {"queue_s": queue_s}, self.ttft_s - queue_s
+        if self.waited_s is not None:
+            spent["wait_s"] = min(self.waited_s, prefill_s)
+            prefill_s -= spent["wait_s"]
+        return spent | {"prefill_s": prefill_s, "decode_s": max(0.0, total_s - self.ttft_s)}
 
 
 class Exchange(msgspec.Struct, eq=False):
@@ -95,6 +100,7 @@ class Exchange(msgspec.Struct, eq=False):
     model: str = ""  #: the model that the request named; empty: not read, or none
     error: RouterError | None = None  #: the error that ended it
     blocked_s: float = 0.0  #: seconds in which the client did not read; set at the end
+    departure: tuple[int, str | None] | None = None  #: see `RequestRecord.departure`
     generation: Any = None  #: the running choices (`Generation`), if it generates
     span: Any = None  #: OpenTelemetry's span, if requests are traced
     traceparent: str = ""  #: W3C trace context that is passed on with the request

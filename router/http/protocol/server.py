@@ -5,7 +5,6 @@ Passes requests to the handler. Independent of endpoints and signals.
 
 import asyncio
 import contextlib
-import ctypes
 import logging
 import resource
 import socket
@@ -16,6 +15,7 @@ from email.utils import formatdate
 
 from ...config import RouterSettings
 from ...errors import AddressInUse, TooManyBodies
+from ...heap import trim_heap
 from .connection import Handler, HttpConnection
 
 log = logging.getLogger(__name__)
@@ -197,12 +197,6 @@ class HttpServer:
         if self._trim_due and now - self._trimmed_at > TRIM_S:
             self._trim_due, self._trimmed_at = False, now
             asyncio.get_running_loop().run_in_executor(None, trim_heap)
-
-
-def trim_heap() -> None:
-    """Return the memory of large bodies to the system; glibc may keep it. Takes milliseconds, without the GIL."""
-    with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _date_line() -> str:

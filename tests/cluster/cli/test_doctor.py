@@ -6,11 +6,13 @@ import shutil
 import socket
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
-from homing.cluster.cli.doctor import Finding, examine_host, examine_settings, examine_view, render
+from homing import __version__
+from homing.cluster.cli.doctor import Finding, examine_host, examine_settings, examine_upgrade, examine_view, render
 from homing.cluster.cli.main import run
 from homing.cluster.config import load_settings
 from homing.cluster.host import PACKAGES, DiskInfo, MachineInfo
@@ -197,6 +199,31 @@ def test_what_a_running_cluster_tells_is_told_on() -> None:
         ("replicas", "ok"),
         ("replicas", "error"),
     ]
+
+
+def row(state: str, feed: str) -> dict[str, str]:
+    return {"replica_id": "r1", "state": state, "feed": feed}
+
+
+@pytest.mark.parametrize(
+    ("changes", "version", "level", "words"),
+    [
+        ({}, __version__, "ok", "5 run now"),
+        ({}, "0.0.1", "ok", "the cluster runs 0.0.1"),
+        ({"models": [{"name": "fox", "serving": 1}]}, __version__, "warning", "fox has one replica"),
+        ({"replicas": [row("draining", "live")]}, __version__, "warning", "not now: r1"),
+        ({"replicas": [row("serving", "stale")]}, __version__, "warning", "not now: r1"),
+        ({"absent": [{"replica_id": "r3"}]}, __version__, "warning", "not now: r3"),
+    ],
+)
+def test_whether_an_upgrade_is_safe(changes: dict[str, Any], version: str, level: str, words: str) -> None:
+    """A replica is replaced while all others serve."""
+    view = {"absent": [], "refused": [], "replicas": [], "models": [{"name": "fox", "serving": 2}]}
+
+    found = examine_upgrade(view | {"in_flight": 3, "waiting": 2} | changes, version, 1)
+
+    assert (found.check, found.level) == ("upgrade", level)
+    assert words in found.message
 
 
 def test_a_cluster_in_which_nothing_serves_is_an_error_with_its_remedy() -> None:

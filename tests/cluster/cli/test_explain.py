@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from homing.cluster.cli.explain import find_request, render, render_diff, request_body
+from homing.cluster.cli.explain import render, render_diff, request_body
 from homing.cluster.cli.main import run
 from homing.cluster.errors import ClusterError, SettingsError
 from homing.cluster.output import plain
-from homing.cluster.request_records import one
+from homing.cluster.request_records import find_request, one
 
 SCORE = {
     "replica_id": "r0",
@@ -74,10 +74,10 @@ def test_a_departure_is_named_by_token_place_and_text() -> None:
     assert "departs at the block of token 812, in messages[3]: 'dog'" in page({**FOUND, "departure": by_blocks})
 
 
-def test_the_readme_shows_what_is_printed() -> None:
-    """The README's sample is a copy, and the columns keep changing."""
-    readme = (Path(__file__).parents[3] / "README.md").read_text()
-    sample = next(part for part in readme.split("```") if "full blocks" in part).strip().splitlines()
+def test_the_tutorial_shows_what_is_printed() -> None:
+    """The tutorial's sample is a copy, and the columns keep changing."""
+    tutorial = (Path(__file__).parents[3] / "docs" / "tutorial.md").read_text()
+    sample = next(part for part in tutorial.split("```") if "full blocks" in part).strip().splitlines()[2:]
     printed = page(FOUND).splitlines()
 
     def shape(line: str) -> list[str]:
@@ -85,7 +85,7 @@ def test_the_readme_shows_what_is_printed() -> None:
 
     assert [shape(line) for line in (sample[0], sample[2])] == [shape(line) for line in (printed[0], printed[2])]
     assert shape(sample[-1]) == shape(printed[-1])
-    assert [len(shape(line)) for line in sample[3:5]] == [len(shape(line)) for line in printed[3:5]]
+    assert sorted(len(shape(line)) for line in sample[3:5]) == sorted(len(shape(line)) for line in printed[3:5])
 
 
 def test_one_block_is_not_many() -> None:
@@ -191,12 +191,22 @@ RECORD = {
     "predicted_tokens": 992,
     "cached_tokens": 976,
     "output_tokens": 7,
+    "departure": [980, "messages[3]"],
     "choices": [
         {
             "replica": "r0",
             "state": "finished",
             "waits_for": "",
             "silent_s": None,
+            "missing": {
+                "token": 976,
+                "reason": "evicted",
+                "why": "r1 evicted it",
+                "replica": "r1",
+                "at": 60.0,
+                "request": "big",
+                "tenant": None,
+            },
             "decisions": [{**FOUND, "at": 0.0, "hidden": 3}],
         }
     ],
@@ -228,13 +238,17 @@ def test_a_request_that_was_sent_is_explained_by_its_id() -> None:
     )
     assert "3 candidates not shown" in lines[5]
     assert lines[7].split()[:3] == ["→", "r0", "live"]
-    assert lines[-1] == "→ r0 (prefix): least expected time to first token"
+    assert lines[9] == "→ r0 (prefix): least expected time to first token"
+    assert re.fullmatch(
+        r"not cached from token 976 on \(evicted\): r1 evicted it at [\d:]{8}, probably for request big", lines[10]
+    )
+    assert lines[11] == "its session's prompts differ from token 980 on, in messages[3]"
 
 
 def test_a_refused_request_tells_the_limit() -> None:
     """It has no decision."""
     error = {"code": "rate_limit_exceeded", "message": "too many", "limit": "max_running"}
-    refused = RECORD | {"error": error, "choices": [], "status": 429, "state": "refused"}
+    refused = RECORD | {"error": error, "choices": [], "departure": None, "status": 429, "state": "refused"}
 
     text = plain(*one(refused))
 
@@ -260,6 +274,9 @@ def answering(answer: Callable[[str, object], tuple[int, object]]) -> Iterator[s
             self.respond(json.loads(self.rfile.read(int(self.headers["content-length"]))))
 
         def do_GET(self) -> None:
+            self.respond(None)
+
+        def do_DELETE(self) -> None:
             self.respond(None)
 
         def respond(self, given: object) -> None:

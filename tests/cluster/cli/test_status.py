@@ -64,9 +64,9 @@ def test_every_replica_is_a_line_with_its_load_and_hit_rate() -> None:
     assert lines[0] == "default · http://h:1 · demo · policy expected-ttft"
     updated = page("default", "http://h:1", [view], {}, models="demo (./ox)", now=112.4)
     assert updated.startswith("default · http://h:1 · demo (./ox) · policy")  # an update keeps the name
-    assert lines[3].split() == ["r0", "serving", "live", "2", "127.0.0.1", "3", "4", "25%", "40", "blocks", "75%"]
+    assert lines[3].split() == ["r0", "serving", "live", "2", "127.0.0.1", "3", "4", "25%", "-", "40", "blocks", "75%"]
     assert lines[4].split()[-1] == "-"
-    assert lines[5].split() == ["r3", "rebuilding", *["-"] * 8]
+    assert lines[5].split() == ["r3", "rebuilding", *["-"] * 9]
     assert "7 failed, 7 cancelled, 7 continued elsewhere; 7 prompt tokens came from caches" in lines[7]
     assert lines[8] == "r3 has been rebuilding for 12 s: the process died"
     assert lines[9] == "refused r2: another tokenizer"
@@ -142,3 +142,17 @@ def test_several_models_have_a_line_each_and_their_replicas_stand_together() -> 
     assert lines[0] == "default · http://h:1 · fox, owl · policy p"
     assert [line.split()[0] for line in lines[3:6]] == ["fox-r9", "fox-r10", "owl-r0"]
     assert lines[7:9] == ["fox: 2 serving, 1 running, 3 waiting", "owl: 0 serving, 1 running, 3 waiting"]
+
+
+def test_the_tenants_of_the_cached_blocks_are_told_if_there_are_several() -> None:
+    """With one tenant, the answer is the number of blocks."""
+    several = replica("r0") | {"tenant_blocks": {"team-a": 30, "team-b": 10}, "waiting_blocks": 5}
+    view = {"replicas": [several], "models": [model("demo")], "absent": [], "refused": [], "policy": "p"}
+    view |= {"counters": dict.fromkeys(COUNTERS, 0), "in_flight": 0, "waiting": 0}
+
+    text = page("c", "u", [view], {}, now=0.0)
+
+    assert "cached blocks by tenant: team-a 75%, team-b 25%" in text
+    assert "5%" in text
+    view["replicas"] = [several | {"tenant_blocks": {"team-a": 40}}]
+    assert "by tenant" not in page("c", "u", [view], {}, now=0.0)

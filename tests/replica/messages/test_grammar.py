@@ -65,6 +65,15 @@ def test_a_grammar_accepts_what_the_constraint_describes(
     assert not complete(kind, source, bad)
 
 
+def test_thousands_of_choices_are_followed_like_two() -> None:
+    """Their number is limited by the size of a request only."""
+    choices = [f"choice {number}" for number in range(8_000)]
+
+    assert complete("choice", choices, "choice 7999")
+    assert complete("choice", choices, "choice 79")
+    assert not complete("choice", choices, "choice 8000")
+
+
 def test_white_space_between_the_parts_of_json_is_bounded() -> None:
     """A small model would otherwise emit blanks until it runs out of tokens."""
     assert complete("json_schema", POINT, "{\n" + " " * 24 + '"x":1}')
@@ -160,6 +169,7 @@ def test_a_special_token_in_a_tag_is_that_token() -> None:
         ("choice", [], "at least one"),
         ("choice", ["a", ""], "empty"),
         ("grammar", "start: missing", 'unknown name: "missing"'),
+        ("json_schema", {"anyOf": [{"required": [f"p{at}"], **POINT} for at in range(2_001)]}, "row has"),
         ("structural_tag", {}, "'format'"),
         ("structural_tag", {"format": {"type": "poem"}}, "'poem' is not one of any_text, const_string"),
         (

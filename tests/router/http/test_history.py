@@ -5,6 +5,7 @@ import sqlite3
 from contextlib import closing
 from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -12,10 +13,14 @@ import msgspec
 import pytest
 
 from homing.router.activity import Refusal, RequestRecord, Times
+from homing.router.backend import TokenDelta
 from homing.router.config import RouterSettings
 from homing.router.errors import NoReplica, RequestFailed
 from homing.router.http.front import Front
 from homing.router.http.history import RECORDS_PER_SWEEP, RequestHistory, RequestQuery
+from homing.router.http.protocol.exchange import GenerationSummary
+from homing.router.strict_yaml import parse_yaml
+from homing.router.tenants.api_keys import tenants_of
 
 from .fakes import PAUSE, FakeBackend
 
@@ -75,6 +80,55 @@ async def test_a_running_request_is_found_too(client: httpx.AsyncClient, backend
     assert [each["id"] for each in listed] == ["x"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_admin_ends_a_request(client: httpx.AsyncClient, backend: FakeBackend, front: Front, stream: bool):
+    """Its replica is told, its client gets an error, and the record says so."""
+    backend.script = lambda _: [TokenDelta(token_ids=[10], cached_tokens=0), PAUSE] if stream else [PAUSE]
+    body = {"prompt": "a", "stream": stream}
+    waiting = asyncio.create_task(client.post("/v1/completions", json=body, headers={"x-request-id": "x"}))
+    while not (front.open_exchanges and backend.streams):  # noqa: ASYNC110 - nothing tells that it has arrived
+        await asyncio.sleep(0.001)
+
+    ended = await client.delete("/requests/x")
+    response = await waiting
+
+    assert ended.json()["state"] == "running"
+    assert "ended_by_operator" in response.text
+    assert backend.streams[0].cancelled.is_set()
+    assert (await get(client, "x"))["error"]["code"] == "ended_by_operator"
+    assert (await client.delete("/requests/x")).status_code == 404
+
+
+async def test_an_admin_ends_a_request_that_is_still_prepared(client: httpx.AsyncClient, front: Front):
+    """One whose tokenizer hangs has no stream yet."""
+    text, loading = front.texts, asyncio.Event()
+
+    async def slow(_source: object) -> object:
+        await loading.wait()
+        return await text.get(_source)
+
+    front.texts = SimpleNamespace(get=slow)
+    waiting = asyncio.create_task(client.post("/v1/completions", json={"prompt": "a"}, headers={"x-request-id": "x"}))
+    while not front.open_exchanges:  # noqa: ASYNC110 - nothing tells that it has arrived
+        await asyncio.sleep(0.001)
+
+    assert (await client.delete("/requests/x")).status_code == 200
+    assert (await waiting).status_code == 410
+    loading.set()
+    await asyncio.sleep(0.01)
+    front.texts = text
+
+
+async def test_blocks_are_shown_by_tenant(client: httpx.AsyncClient, backend: FakeBackend):
+    """Which tenant fills the cache is a question of the first out-of-memory evening."""
+    backend.owned = {"r0": {bytes([number]) * 16: number for number in range(1, 20)}}
+
+    [shown] = (await client.get("/cluster")).json()["replicas"]
+
+    assert next(iter(shown["tenant_blocks"].items())) == ("13131313", 19)
+    assert shown["tenant_blocks"]["others"] == 1 + 2 + 3
+
+
 @pytest.mark.parametrize("refusal", [NoReplica("none", retry_after_s=1.0), RequestFailed("broken")])
 async def test_what_was_refused_is_told_from_what_failed(client: httpx.AsyncClient, backend: FakeBackend, refusal):
     """Nothing was sent to a replica, or something went wrong there."""
@@ -122,6 +176,16 @@ class TestTenants:
         for path in paths:
             response = await client.request(method, path, headers=SMALL, json={} if method == "POST" else None)
             assert response.status_code == 403
+
+    async def test_named_tenants_have_metrics_of_their_blocks(self, client: httpx.AsyncClient, backend: FakeBackend):
+        """Unnamed callers must not add labels."""
+        digest = next(each.digest for each in tenants_of(parse_yaml(KEYS.encode())).named() if each.name == "team-a")
+        backend.owned = {"r0": {digest: 5, b"x" * 16: 2, b"y" * 16: 1}}
+
+        text = (await client.get("/metrics")).text
+
+        assert 'homing_tenant_blocks{model="demo",replica="r0",tenant="team-a"} 5.0' in text
+        assert 'homing_tenant_blocks{model="demo",replica="r0",tenant="others"} 3.0' in text
 
     async def test_an_unknown_id_is_not_found(self, client: httpx.AsyncClient):
         """It may have been pushed out, or have gone to another router."""
@@ -200,3 +264,38 @@ async def test_a_file_that_cannot_be_written_costs_no_request(tmp_path: Path, ca
     history.close()
 
     assert [each.message.split()[0] for each in caplog.records].count("request_history_lost") == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "spent"),
+    [
+        ({}, {}),
+        ({"queue_s": 1.0}, {"queue_s": 1.0, "prefill_s": 9.0}),
+        ({"queue_s": 1.0, "ttft_s": 3.0}, {"queue_s": 1.0, "prefill_s": 2.0, "decode_s": 7.0}),
+        (
+            {"queue_s": 1.0, "ttft_s": 3.0, "waited_s": 0.5},
+            {"queue_s": 1.0, "wait_s": 0.5, "prefill_s": 1.5, "decode_s": 7.0},
+        ),
+        # A replica's clock and a second choice may tell more than there is.
+        (
+            {"queue_s": 5.0, "ttft_s": 3.0, "waited_s": 9.0},
+            {"queue_s": 3.0, "wait_s": 0.0, "prefill_s": 0.0, "decode_s": 7.0},
+        ),
+    ],
+)
+def test_the_phases_are_disjoint_and_add_up(fields: dict[str, float], spent: dict[str, float]):
+    """Otherwise the slowest phase of a slow answer could not be named."""
+    summary = GenerationSummary("", "r0", 1, 0, 0, 1, **{"ttft_s": None} | fields)
+
+    assert summary.phases(10.0) == spent
+    assert not spent or sum(spent.values()) == 10.0
+
+
+async def test_the_phases_of_answers_are_metrics(client: httpx.AsyncClient, backend: FakeBackend):
+    """Whether a high percentile comes from the queue, the replica or the network must be visible without the log."""
+    await client.post("/v1/completions", json={"prompt": "a"})
+
+    text = (await client.get("/metrics")).text
+
+    for phase in ("receive", "queue", "prefill", "decode", "blocked"):
+        assert f'homing_request_phase_seconds_count{{model="demo",phase="{phase}"}} 1.0' in text

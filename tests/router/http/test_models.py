@@ -48,6 +48,9 @@ class FakeModels:
     def view(self) -> ClusterView:
         return total_view([backend.view() for backend in self.by_name.values()])
 
+    def tenant_blocks(self) -> dict[str, dict[bytes, int]]:
+        return {}
+
     def end_requests(self) -> None:
         for backend in self.by_name.values():
             backend.end_requests()

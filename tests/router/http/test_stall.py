@@ -23,10 +23,11 @@ import pytest
 
 from homing.replica.messages import ModelLimits
 from homing.router.config import RouterSettings
+from homing.router.heap import trim_heap
 from homing.router.http.app import App
 from homing.router.http.body_cost import MAX_COST, running_costs
 from homing.router.http.front import Front
-from homing.router.http.protocol.server import HttpServer, trim_heap
+from homing.router.http.protocol.server import HttpServer
 from homing.router.metrics import RouterMetrics
 from homing.router.server import GC_YOUNG
 from homing.router.text.tokenizer import TextModel

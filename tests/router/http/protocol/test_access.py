@@ -48,7 +48,7 @@ def test_a_line_tells_of_the_network_only_if_it_took_time():
     exchange.blocked_s = 0.0001
     exchange.summary = GenerationSummary("", "r0", 12, 7, 8, 3, 0.0204)
 
-    assert " receive_ms=250.0 tenant=" in line(exchange, 0.5, 1.0)
+    assert " decode_ms=479.6 receive_ms=250.0 tenant=" in line(exchange, 0.5, 1.0)
     assert "blocked" not in line(exchange, 0.5, 1.0)
 
 
@@ -70,9 +70,9 @@ def test_a_line_tells_why_the_replica_was_chosen_what_was_expected_and_whether_t
         "", "r0,r1", 12, 7, 8, 3, 0.0204, expected_ttft_s=0.0189, moves=2, reason="load"
     )
 
-    assert " ttft_ms=20.4 expected_ms=18.9 tenant=- model=- replica=r0,r1 why=load moved=2 prompt=12 " in line(
-        exchange, 0.5, 1.0
-    )
+    told = line(exchange, 0.5, 1.0)
+    assert " ttft_ms=20.4 expected_ms=18.9 queue_ms=" in told
+    assert " tenant=- model=- replica=r0,r1 why=load moved=2 prompt=12 " in told
 
 
 def test_a_line_tells_whose_request_it_is():

@@ -1,0 +1,286 @@
+"""What one tenant's largest legal requests cost another: waits for a first token, gaps, pauses of the router, memory.
+
+    python tests/bench/isolation.py [--url URL --key KEY --other-key KEY] [--only WORDS] [--seconds 3]
+
+Without `--url`, two replicas of the demo model are started. The attacks are the known ones, and one for each field of
+each API: the largest value that the server accepts, found by asking it, sent by four clients of one tenant at once.
+Meanwhile another tenant asks for short answers, and a third client measures how long the router's loop stands still.
+The first row is without an attack; compare with it, because other work on the machine shows in every row.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import psutil
+
+CLIENTS, START_S = 4, 120
+#: Values to try for a field, smallest first, by its type in the server's own description of its API.
+NUMBERS = (1, 2, 8, 20, 64, 128, 1_024, 8_000, 1_000_000, 1 << 31, 1 << 53)
+LENGTHS = (1, 16, 64, 256, 1_024, 8_000, 65_536, 262_144)
+BASES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "the sea", "max_tokens": 16},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "the sea"}], "max_tokens": 16},
+    "/v1/responses": {"input": "the sea", "max_output_tokens": 16},
+    "/v1/messages": {"messages": [{"role": "user", "content": "the sea"}], "max_tokens": 16},
+    "/v1/embeddings": {"input": "the sea"},
+    "/tokenize": {"prompt": "the sea"},
+}
+#: Fields that make a request wait or that select another API.
+LEFT = {"model", "timeout", "stream", "background", "previous_response_id"}
+
+
+@dataclass
+class Attack:
+    name: str
+    path: str
+    body: dict[str, Any]
+
+
+@dataclass
+class Seen:
+    first_token_s: list[float] = field(default_factory=list)
+    gap_s: list[float] = field(default_factory=list)
+    pause_s: list[float] = field(default_factory=list)
+    statuses: set[int] = field(default_factory=set)
+
+
+def ids(seed: int, count: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(300, 2_000) for _ in range(count)]
+
+
+def known() -> Iterator[Attack]:
+    """Requests that are large in several ways at once."""
+    batch = [ids(seed, 990) for seed in range(128)]
+    words = " ".join(map(str, range(1_500)))
+    choices = [f"choice {number}" for number in range(2_000)]
+    deep: dict[str, Any] = {"type": "string"}
+    for _ in range(30):
+        deep = {"type": "object", "properties": {"a": deep}, "required": ["a"]}
+    yield Attack("128 prompts of 990 tokens", "/v1/completions", {"prompt": batch, "max_tokens": 1})
+    echo = {"prompt": batch, "max_tokens": 1, "echo": True, "logprobs": 20}
+    yield Attack("the same with echo and logprobs", "/v1/completions", echo)
+    long = {"prompt": [ids(seed, 60) for seed in range(8)], "n": 16, "max_tokens": 500, "logprobs": 20}
+    yield Attack("8 prompts x 16 choices x 500 tokens x 20 logprobs", "/v1/completions", long)
+    yield Attack("the same as a stream", "/v1/completions", long | {"stream": True})
+    chat = {"messages": [{"role": "user", "content": words}], "max_tokens": 256}
+    yield Attack("64 choices of a chat", "/v1/chat/completions", chat | {"n": 64, "logprobs": True, "top_logprobs": 20})
+    yield Attack("2,000 choices", "/v1/completions", {"prompt": "a", "structured_outputs": {"choice": choices}})
+    regex = {"prompt": "a", "structured_outputs": {"regex": "([a-z]{1,40}[0-9]{1,40}){1,40}"}}
+    yield Attack("a large regex", "/v1/completions", regex)
+    schema = {"type": "json_schema", "json_schema": {"name": "deep", "schema": deep}}
+    yield Attack("a deep schema", "/v1/chat/completions", chat | {"response_format": schema})
+    tools = [{"type": "function", "function": {"name": f"f{number}", "parameters": deep}} for number in range(60)]
+    yield Attack("60 tools", "/v1/chat/completions", chat | {"tools": tools, "tool_choice": "required"})
+    turns = [{"role": ("user", "assistant")[turn % 2], "content": "a b c"} for turn in range(1_001)]
+    yield Attack("a thousand turns", "/v1/chat/completions", {"messages": turns, "max_tokens": 8})
+    yield Attack("8 MB of digits to /tokenize", "/tokenize", {"prompt": "0123456789" * 790_000})
+    yield Attack("8 MB of digits as a prompt", "/v1/completions", {"prompt": "0123456789" * 790_000, "max_tokens": 1})
+    yield Attack("256 embeddings", "/v1/embeddings", {"input": [ids(seed, 500) for seed in range(256)]})
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 100_000}}
+    images = {"messages": [{"role": "user", "content": [image] * 20}], "max_tokens": 4}
+    yield Attack("20 images", "/v1/chat/completions", images)
+
+
+class Server:
+    """The server under attack, as each of the two tenants sees it."""
+
+    def __init__(self, url: str, keys: tuple[str, str]) -> None:
+        self.url = url
+        limits = httpx.Limits(max_connections=200)
+        self.attacker, self.victim = (
+            httpx.AsyncClient(
+                base_url=url, headers={"authorization": f"Bearer {key}"}, timeout=120, limits=limits, trust_env=False
+            )
+            for key in keys
+        )
+
+    async def largest(self) -> list[Attack]:
+        """For each field of each API, the largest value that is accepted."""
+        described = (await self.victim.get("/openapi.json")).json()
+        attacks = []
+        for path, base in BASES.items():
+            content = described["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+            for name, schema in sorted(_resolved(described, content)["properties"].items()):
+                if name in LEFT:
+                    continue
+                found = await self._largest_of(path, base, name, _resolved(described, schema))
+                if found is not None:
+                    attacks.append(Attack(f"{path} {name}={_shown(found)}", path, base | {name: found}))
+        return attacks
+
+    async def _largest_of(self, path: str, base: dict[str, Any], name: str, schema: dict[str, Any]) -> Any:
+        best = None
+        for value in _values(name, schema):
+            if value == base.get(name):
+                continue
+            try:
+                answer = await self.attacker.post(path, json=base | {name: value}, timeout=30)
+            except httpx.TimeoutException:
+                return value  # accepted, and slow
+            if answer.status_code >= 400:
+                break
+            best = value
+        return best
+
+    async def watch(self, attack: Attack | None, seconds: float) -> Seen:
+        seen, end = Seen(), time.perf_counter() + seconds
+        tasks = [self._ask(seen, end), self._probe(seen, end)]
+        if attack is not None:
+            body = json.dumps(attack.body).encode()
+            tasks += [self._attack(attack.path, body, seen, end) for _ in range(CLIENTS)]
+        await asyncio.gather(*tasks)
+        return seen
+
+    async def _attack(self, path: str, body: bytes, seen: Seen, end: float) -> None:
+        headers = {"content-type": "application/json"}
+        while (left := end - time.perf_counter()) > 0:
+            with contextlib.suppress(httpx.HTTPError, TimeoutError):
+                async with (
+                    asyncio.timeout(left),
+                    self.attacker.stream("POST", path, content=body, headers=headers) as answer,
+                ):
+                    seen.statuses.add(answer.status_code)
+                    async for _ in answer.aiter_bytes():
+                        pass
+
+    async def _ask(self, seen: Seen, end: float) -> None:
+        while time.perf_counter() < end:
+            body = {"prompt": f"{random.random()} the sea", "max_tokens": 12, "stream": True, "ignore_eos": True}
+            last, times = time.perf_counter(), []
+            async with self.victim.stream("POST", "/v1/completions", json=body) as answer:
+                async for line in answer.aiter_lines():
+                    if line.startswith("data: {"):
+                        now = time.perf_counter()
+                        times.append(now - last)
+                        last = now
+            if times:
+                seen.first_token_s.append(times[0])
+                seen.gap_s.append(max(times[1:], default=0.0))
+            await asyncio.sleep(0.05)
+
+    async def _probe(self, seen: Seen, end: float) -> None:
+        while time.perf_counter() < end:
+            start = time.perf_counter()
+            await self.victim.get("/health")
+            seen.pause_s.append(time.perf_counter() - start)
+            await asyncio.sleep(0.01)
+
+
+def _resolved(described: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
+    while "$ref" in schema:
+        schema = described["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
+    for option in schema.get("anyOf", ()):
+        if option.get("type") != "null":
+            return _resolved(described, option)
+    return schema
+
+
+def _values(name: str, schema: dict[str, Any]) -> Iterator[Any]:
+    kind = schema.get("type")
+    if kind in ("integer", "number"):
+        yield from (value for value in NUMBERS if value <= schema.get("maximum", NUMBERS[-1]))
+        yield schema.get("maximum", 1)
+    elif kind == "array":
+        numbers = "id" in name or "tokens" in name
+        yield from ([number % 2_000 if numbers else f"w{number}" for number in range(count)] for count in LENGTHS)
+    elif kind == "object":
+        yield from ({str(number % 2_000): 1 for number in range(count)} for count in LENGTHS[:6])
+    elif kind == "string" and "enum" not in schema:
+        yield from ("ab " * count for count in LENGTHS)
+    elif kind == "boolean":
+        yield True
+
+
+def _shown(value: Any) -> str:
+    return f"{len(value)} items" if isinstance(value, list | dict | str) else str(value)
+
+
+def router_of(parent: int) -> psutil.Process | None:
+    for process in psutil.Process(parent).children(recursive=True) if parent else ():
+        with contextlib.suppress(psutil.Error):
+            if "RouterProcess" in " ".join(process.cmdline()):
+                return process
+    return None
+
+
+def row(name: str, seen: Seen, before: int, after: int) -> str:
+    figures = [max(values, default=0.0) * 1e3 for values in (seen.first_token_s, seen.gap_s, seen.pause_s)]
+    cells = [name, *(f"{figure:.0f}" for figure in figures), f"{before >> 20}", f"{after >> 20}"]
+    return f"| {' | '.join(cells)} | {','.join(map(str, sorted(seen.statuses)))} |"
+
+
+async def run(options: argparse.Namespace, parent: int) -> None:
+    server = Server(options.url, (options.key, options.other_key))
+    process = router_of(parent)
+
+    def memory() -> int:
+        return process.memory_info().rss if process else 0
+
+    attacks = [*known(), *await server.largest()]
+    attacks = [attack for attack in attacks if options.only in attack.name]
+    load = os.getloadavg()[0]
+    print(f"{len(attacks)} attacks; load {load:.1f}; milliseconds, MiB of the router before and after")
+    print("| attack | first token | gap | pause | before | after | status |\n|---|---|---|---|---|---|---|")
+    for attack in (None, *attacks):
+        before = memory()
+        seen = await server.watch(attack, options.seconds)
+        await asyncio.sleep(0.5)
+        print(row(attack.name if attack else "none", seen, before, memory()), flush=True)
+
+
+@contextlib.contextmanager
+def demo() -> Iterator[tuple[str, int]]:
+    """A cluster of two replicas, where each key is a tenant: its address, and the process that serves."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "homing.cluster.cli.main", "serve", "--port", str(port), "--state-dir", folder]
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL) as serving:
+            try:
+                wait_for(f"http://127.0.0.1:{port}")
+                yield f"http://127.0.0.1:{port}", serving.pid
+            finally:
+                serving.terminate()
+
+
+def wait_for(url: str) -> None:
+    for _ in range(START_S):
+        with contextlib.suppress(httpx.HTTPError):
+            if httpx.get(f"{url}/ready", trust_env=False).status_code == 200:
+                return
+        time.sleep(1)
+    raise SystemExit(f"{url} is not ready after {START_S} s")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--url", default="")
+    parser.add_argument("--key", default="sk-one")
+    parser.add_argument("--other-key", default="sk-two")
+    parser.add_argument("--only", default="", help="attacks whose name contains this")
+    parser.add_argument("--seconds", type=float, default=3.0, help="duration of each attack")
+    options = parser.parse_args()
+    if options.url:
+        asyncio.run(run(options, 0))
+        return
+    with demo() as (options.url, parent):
+        asyncio.run(run(options, parent))
+
+
+if __name__ == "__main__":
+    main()
