@@ -125,3 +125,12 @@ def test_the_jobs_command_is_one_that_homing_understands() -> None:
     assert settings.cluster.ray_address == "auto"
     assert settings.cluster.autoscale == "{minReplicas}:{maxReplicas}".format(**groups()[1])
     assert settings.replica.tensor_parallel_size * settings.cluster.gpus_per_rank <= gpus
+
+
+def test_pods_keep_compiled_kernels_on_a_volume_that_they_may_write() -> None:
+    """A pod has a new file system: without a volume, its first requests wait for kernels again."""
+    for group in groups():
+        (container,) = group["template"]["spec"]["containers"]
+        (cache,) = [each["value"] for each in container["env"] if each["name"] == "XDG_CACHE_HOME"]
+        mounts = [each for each in container["volumeMounts"] if cache.startswith(f"{each['mountPath']}/")]
+        assert [mount["name"] for mount in mounts if not mount.get("readOnly")] == ["models"]
