@@ -21,7 +21,7 @@ PIP_INSTALL := $(BIN)/pip install --disable-pip-version-check --constraint const
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-fast test-slow test-nightly test-processors coverage check lint types format wheel wheel-check compat frameworks interop exactness clients bench-core bench-events bench-eviction bench-partial bench-warm-up bench-decision bench-parsers bench-router bench-engine bench-engines bench-guided bench-step bench-routing chaos docs audit gpu-check gpu-compile clean
+.PHONY: help setup serve test test-fast test-slow test-nightly test-processors coverage check lint types format wheel wheel-check compat frameworks interop exactness clients bench-core bench-events bench-partial bench-warm-up bench-decision bench-parsers bench-router bench-engine bench-engines bench-guided bench-step bench-routing chaos docs audit gpu-check gpu-compile clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -128,9 +128,6 @@ bench-core: $(if $(PEER),$(COMPAT)/.ready,$(VENV)/.dev) ## Cost of hashing, pool
 
 bench-events: $(VENV)/.dev ## Cost of the event stream: a router's ingest over ZeroMQ, and the publisher (OUT=FILE writes JSON)
 	@$(BIN)/python tests/bench/events.py $(if $(OUT),--out $(OUT))
-
-bench-eviction: $(VENV)/.dev ## Hit rates of the eviction policies beside the optimum (TRACES=DIR: on those traces; OUT=FILE writes JSON)
-	@$(BIN)/python tests/bench/eviction.py $(if $(TRACES),--traces $(TRACES)) $(if $(OUT),--out $(OUT))
 
 bench-partial: $(VENV)/.dev ## What copying inside blocks saves, and what a copy costs
 	@$(BIN)/python tests/bench/partial_blocks.py

@@ -5,7 +5,6 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from .eviction import EvictionName
 from .hashing import HashAlgorithm
 
 
@@ -18,9 +17,6 @@ class KvCacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     partial_block_reuse: Annotated[
         bool, "also reuse the matching leading tokens of a cached block whose later tokens differ"
     ] = True
-    eviction: Annotated[
-        EvictionName, "which cached block to evict first: the longest idle one, or the least likely to be hit"
-    ] = "hit-density"
     kv_cache_bytes: Annotated[
         int, Meta(ge=0), "KV memory of one rank in bytes; 0: derived from cpu_ or gpu_memory_utilization"
     ] = 0

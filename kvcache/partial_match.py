@@ -1,7 +1,7 @@
 """Partial matches: the resident block that shares the most leading tokens with the next block of a prompt.
 
-Tracks which resident blocks follow which prefix. Does not depend on the eviction policy: the cache reports which blocks
-became resident or were evicted.
+Tracks which resident blocks follow which prefix. Does not depend on the order of eviction: the cache reports which
+blocks became resident or were evicted.
 
 A block nearly always has at most one child, so `Block.children` is then that child's bare hash, which costs a commit
 one assignment. It is not reset when the child is evicted; readers check whether the child is still resident. Several

@@ -1,7 +1,7 @@
 """Pins: prefixes that stay cached while no request uses them, until a set time and within a tenant's budget.
 
 Pure state: times are parameters, there is no clock. Works on hashes only and does not know blocks or the eviction
-order; the cache withholds a pinned block from its eviction policy and returns it when the pin ends.
+order; the cache withholds a pinned block from eviction and returns it when the pin ends.
 
 A pin is a lease on the last block of a prefix; an earlier block is kept while any block after it is. The set of pinned
 blocks is therefore prefix-closed, renewing a pin takes one lookup whatever its length, and blocks are freed children

@@ -33,8 +33,6 @@ class Block:
         "block_id",
         "children",
         "first",
-        "hits",
-        "idle_since",
         "newer",
         "older",
         "parent",
@@ -58,11 +56,6 @@ class Block:
         self.children: BlockHash | Siblings | None = None
         #: The dictionary that contains this block's hash, if any.
         self.siblings: Siblings | None = None
-        #: Known number of requests that used this prefix after the one that computed it. Kept on the copy in the
-        #: index; never smaller than a child's.
-        self.hits = 0
-        #: When the block became idle, on the eviction policy's clock.
-        self.idle_since = 0
         #: Neighbours in the `BlockList` that holds this block; meaningless otherwise.
         self.older = self
         self.newer = self
@@ -132,25 +125,6 @@ class BlockList:
         rest.older = self._sentinel
         self._sentinel.newer = rest
         self._size -= count
-        return taken
-
-    @property
-    def oldest(self) -> Block | None:
-        return self._sentinel.newer if self._size else None
-
-    def take_older(self, most: int, before: int) -> list[Block]:
-        """Remove and return at most `most` blocks that became idle before `before`, oldest first."""
-        block = self._sentinel.newer
-        taken: list[Block] = []
-        append = taken.append
-        for _ in range(min(most, self._size)):
-            if block.idle_since >= before:
-                break
-            append(block)
-            block = block.newer
-        block.older = self._sentinel
-        self._sentinel.newer = block
-        self._size -= len(taken)
         return taken
 
     def check(self) -> None:

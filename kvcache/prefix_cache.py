@@ -11,7 +11,7 @@ Invariants, asserted by `check`:
 
 * All copies of a hash are live, or there is exactly one copy and no request uses it.
 * Residency is prefix-closed: if a block is cached, so are its parent and all earlier blocks of its chain.
-* A pinned block is resident. While no request uses it, it is withheld from the policy and does not count as free.
+* A pinned block is resident. While no request uses it, it is withheld from eviction and does not count as free.
 * A cached block's parent hash identifies its true prefix even though hashes may collide, so verifying a hit takes one
   comparison per block: its parent's hash and its own tokens. `commit` maintains this: if a block's hash already
   belongs to another prefix, that block and all later ones of the request stay private.
@@ -27,11 +27,10 @@ from typing import Protocol
 import msgspec
 
 from .errors import StaleMatch
-from .eviction import EvictionPolicy, Lru
 from .hashing import TOKEN_BYTES, BlockHash
 from .partial_match import PartialHit, PartialMatcher
 from .pins import PinBook, PinLimits
-from .pool import Block, BlockId, BlockPool, BlockState
+from .pool import Block, BlockId, BlockList, BlockPool, BlockState
 
 #: Blocks kept empty for the answers of running requests: for so many tokens of each, and the most as a share of all
 #: blocks. Chosen by simulating conversations in tight memory with 8, 16, 32 and 64 tokens.
@@ -106,7 +105,6 @@ class PrefixCache:
         num_blocks: int,
         block_size: int,
         *,
-        policy: EvictionPolicy | None = None,
         listener: CacheListener | None = None,
         enabled: bool = True,
         partial_block_reuse: bool = True,
@@ -120,8 +118,8 @@ class PrefixCache:
         self._pool = BlockPool(num_blocks)
         #: Number of blocks available to requests: all but the null block.
         self.total_blocks = num_blocks - 1
-        self._policy: EvictionPolicy = Lru() if policy is None else policy
-        self._policy.begin(self.total_blocks)
+        #: Cached blocks that no request uses, in the order of eviction: the least recently used first, as in vLLM.
+        self.idle = BlockList()
         self._listener = listener
         self._stride = block_size * TOKEN_BYTES
         self._split = Struct(f"{self._stride}s").iter_unpack
@@ -136,7 +134,7 @@ class PrefixCache:
         self._most_ahead = int(ahead_share * self.total_blocks)
         limits = pin_limits or PinLimits()
         self.pins = PinBook(int(limits.tenant_share * self.total_blocks), int(limits.total_share * self.total_blocks))
-        #: Unused pinned blocks, withheld from the policy.
+        #: Unused pinned blocks, withheld from eviction.
         self._withheld: dict[BlockHash, Block] = {}
         #: The prefix held for each waiting request; never empty.
         self._holds: dict[Hashable, _Hold] = {}
@@ -154,24 +152,24 @@ class PrefixCache:
     @property
     def free_blocks(self) -> int:
         """Number of blocks that can be allocated now: free ones, and cached ones that are neither pinned nor in use."""
-        return len(self._pool.free) + len(self._policy) + self._only_held
+        return len(self._pool.free) + len(self.idle) + self._only_held
 
     @property
     def unheld_free_blocks(self) -> int:
         """Number of blocks in `free_blocks` that are held for no waiting request."""
-        return len(self._pool.free) + len(self._policy)
+        return len(self._pool.free) + len(self.idle)
 
     @property
     def cached_free_blocks(self) -> int:
         """Number of blocks in `free_blocks` that still hold cached KV."""
-        return len(self._policy) + self._only_held
+        return len(self.idle) + self._only_held
 
     def next_evictions(self, count: int) -> list[BlockHash]:
         """Hashes of at most `count` blocks, in the order in which they would be evicted once no block is free.
 
         Held ones, which come after all others, are left out.
         """
-        hashes = (block.block_hash for block in islice(self._policy, count))
+        hashes = (block.block_hash for block in islice(self.idle, count))
         return [block_hash for block_hash in hashes if block_hash is not None]
 
     @property
@@ -260,11 +258,10 @@ class PrefixCache:
         if new_blocks > self.free_blocks - len(idle) - held - keep:
             return None
         self._only_held -= held
-        # Take the matched blocks out of the policy before evicting, so that a request never evicts its own prefix.
+        # Take the matched blocks out of the order before evicting, so that a request never evicts its own prefix.
         self._use(pinned, idle)
         for block in match.blocks:
             block.ref_count += 1
-            block.hits += 1
         if match.query_tokens:
             counters = self.counters
             counters.query_tokens += match.query_tokens
@@ -288,7 +285,7 @@ class PrefixCache:
             assert block.block_hash is not None, f"{block} is withheld but has no hash"
             del self._withheld[block.block_hash]
         if idle:
-            self._policy.reuse(idle)
+            self.idle.remove(idle)
 
     def hold(self, request: Hashable, match: PrefixMatch, turn: Turn = tuple) -> None:
         """Hold the whole blocks of a match for a request that waits, until `unhold`: others are evicted first.
@@ -327,10 +324,10 @@ class PrefixCache:
     def _shorten_holds(self, count: int) -> None:
         """Make `count` blocks free or idle that only waiting requests use."""
         skips = True
-        while count > len(self._pool) + len(self._policy):
+        while count > len(self._pool) + len(self.idle):
             shortened = False
             for request, hold in sorted(self._holds.items(), key=lambda item: item[1].turn())[::-1]:
-                missing = count - len(self._pool) - len(self._policy)
+                missing = count - len(self._pool) - len(self.idle)
                 if missing <= 0:
                     return
                 # Whoever uses a prefix's last block uses all of it, except for copies: then no block would become free.
@@ -374,8 +371,8 @@ class PrefixCache:
         So decodes rarely evict, and take no block of a waiting request that arrives when all other blocks are in use.
         """
         wanted, empty = self.blocks_ahead(running), len(self._pool)
-        if 2 * empty < wanted and len(self._policy):
-            self._pool.give(self._evict(min(wanted - empty, len(self._policy))))
+        if 2 * empty < wanted and len(self.idle):
+            self._pool.give(self._evict(min(wanted - empty, len(self.idle))))
 
     def _take(self, count: int, keep: int = 0) -> list[Block]:
         if self._only_held:
@@ -386,11 +383,10 @@ class PrefixCache:
             taken += self._evict(count - from_pool)
         for block in taken:
             block.ref_count = 1
-            block.hits = 0
         return taken
 
     def _evict(self, count: int) -> list[Block]:
-        evicted = self._policy.take(count)
+        evicted = self.idle.take_oldest(count)
         gone: list[BlockHash] = []
         index, append = self._index, gone.append
         for block in evicted:
@@ -439,7 +435,6 @@ class PrefixCache:
             blocks, hashes, tokens = blocks[:public], hashes[:public], tokens[: public * self._stride]
         assert not start or parent in self._index, f"block {start} of a chain committed before block {start - 1}"
         shared, copies = self._register(blocks, start, parent, hashes, tokens)
-        self._policy.store(blocks[:shared], self._index[parent] if start else None)
         self._announce(blocks[:shared], copies, start, parent, hashes, tokens, salt)
 
     def _register(
@@ -475,17 +470,12 @@ class PrefixCache:
         if (holder.parent, holder.tokens, holder.first) != (parent, content, block.first):
             self.counters.collisions += 1
             return False
-        # Computing a block again counts as a hit. Its parent has been counted already, as a hit or here; the minimum is
-        # needed because the policy may since have raised this block's hits to the parent's.
-        hits = holder.hits + 1 if block.first else min(holder.hits + 1, self._index[parent].hits)
         if holder.ref_count:
             self._copies.setdefault(block_hash, {})[block.block_id] = block
-            holder.hits = hits
         else:
             if self._withheld.pop(block_hash, None) is None:
-                self._policy.discard(holder)
+                self.idle.remove((holder,))
             self._partial_matcher.replace(holder, block)
-            block.hits = hits
             self._forget(holder)
             self._pool.give((holder,))
             self._index[block_hash] = block
@@ -553,7 +543,7 @@ class PrefixCache:
                 self._private.pop(block.block_id, None)
         if len(self.pins):
             idle = self._without_pinned(idle)
-        self._policy.add(idle)
+        self.idle.extend(idle)
         self._pool.give(spare)
 
     def _without_copies(self, idle: list[Block], spare: list[Block]) -> list[Block]:
@@ -569,7 +559,6 @@ class PrefixCache:
             if self._index[block_hash] is block:
                 successor = self._index[block_hash] = others.popitem()[1]
                 self._partial_matcher.replace(block, successor)
-                successor.hits = block.hits
             else:
                 del others[block.block_id]
             if not others:
@@ -611,12 +600,12 @@ class PrefixCache:
 
     def _unpin(self, hashes: Sequence[BlockHash]) -> None:
         freed = [self._withheld.pop(block_hash, None) for block_hash in hashes]
-        self._policy.add([block for block in freed if block is not None])
+        self.idle.extend([block for block in freed if block is not None])
         if self._held:
             self._only_held += self._count_only_held([self._index[block_hash] for block_hash in hashes])
 
     def _without_pinned(self, idle: list[Block]) -> list[Block]:
-        """Return the blocks of `idle` that are not pinned; withhold the others from the policy."""
+        """Return the blocks of `idle` that are not pinned; withhold the others from eviction."""
         others: list[Block] = []
         for block in idle:
             block_hash = block.block_hash
@@ -633,8 +622,7 @@ class PrefixCache:
         for request in list(self._holds):
             self.unhold(request)
         self.pins.clear()
-        idle = [*self._policy.take(len(self._policy)), *self._withheld.values()]
-        self._policy.begin(self.total_blocks)
+        idle = [*self.idle.take_oldest(len(self.idle)), *self._withheld.values()]
         self._withheld.clear()
         for block in idle:
             self._forget(block)
@@ -657,12 +645,12 @@ class PrefixCache:
     def check(self) -> None:
         """Assert every invariant. O(blocks); for tests and diagnosis."""
         self._pool.check()
-        self._policy.check()
+        self.idle.check()
         self.pins.check()
         self._partial_matcher.check()
         self._check_copies()
         self._check_prefixes()
-        idle = list(self._policy)
+        idle = list(self.idle)
         assert len({block.block_id for block in idle}) == len(idle), "a block is idle twice"
         for block in idle:
             assert block.state is BlockState.CACHED_FREE, f"{block} is offered for eviction but not idle"
@@ -705,10 +693,8 @@ class PrefixCache:
         seen: set[BlockHash | None] = set()
         for block_hash, block in self._index.items():
             assert block.first or block.parent in seen, f"{block} is resident before or without its parent"
-            if not block.first and block.parent is not None:
-                assert block.hits <= self._index[block.parent].hits, f"{block} was hit without its parent"
             seen.add(block_hash)
         gone: set[BlockHash | None] = set()
-        for block in self._policy:
+        for block in self.idle:
             assert block.first or block.parent not in gone, f"{block} would be evicted after its parent"
             gone.add(block.block_hash)

@@ -26,7 +26,6 @@ from ..events.publish.publisher import EventPublisher, Waker
 from ..events.security.curve_keys import ServerKeys
 from ..events.wire.messages import LoadReport
 from ..kvcache.config import KvCacheSettings
-from ..kvcache.eviction import eviction_policy
 from ..kvcache.hashing import TOKEN_BYTES, BlockHasher, token_array
 from ..kvcache.pins import PinLimits
 from ..kvcache.prefix_cache import CachedBlock, PrefixCache
@@ -201,7 +200,6 @@ def _prefix_cache(kvcache: KvCacheSettings, num_blocks: int, publisher: EventPub
     return PrefixCache(
         num_blocks,
         kvcache.block_size,
-        policy=eviction_policy(kvcache.eviction),
         listener=publisher,
         enabled=kvcache.prefix_caching,
         partial_block_reuse=kvcache.partial_block_reuse,

@@ -41,7 +41,6 @@ FOLDERS: dict[str, tuple[str, ...]] = {
     "events/sdk": ("events/follow", "events/security", "events/wire"),
     "events/security": (),
     "events/wire": (),
-    "kvcache/eviction": (),
     "replica/attention": ("replica/engine", "replica/kernels", "replica/models"),
     "replica/demo": (),
     "replica/engine": ("replica/messages", "replica/structured"),

@@ -80,7 +80,9 @@ class Fleet:
         joined = self._outdated[replica] = self._replicas[replica]
         taken = joined.take(report, self._router_id, self._lengths, now)
         if taken and report.prefill_sums is not None:
-            self._pool.report(replica, report.prefill_sums, report.prefill_tokens_per_s, now)
+            # The rate measured at start, with a full step, is the prior; the reported one is that of the last prompts.
+            at_start = joined.description.prefill_tokens_per_s or report.prefill_tokens_per_s
+            self._pool.report(replica, report.prefill_sums, at_start, now)
         return taken
 
     def tokens_arrived(self, replica: str, now: float) -> None:

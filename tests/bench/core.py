@@ -21,7 +21,6 @@ from homing.events.config import EventsSettings
 from homing.events.publish.event_log import EventLog
 from homing.events.publish.publisher import EventPublisher
 from homing.events.publish.step_changes import RemovedBlocks, StoredBlocks
-from homing.kvcache.eviction import EvictionName, eviction_policy
 from homing.kvcache.hashing import BlockHash, BlockHasher, HashAlgorithm, token_bytes
 from homing.kvcache.pins import PinLimits
 from homing.kvcache.prefix_cache import PrefixCache
@@ -109,10 +108,9 @@ def miss() -> Run:
     return timed(lambda: cache.match(ROOTS[1], CHAINS[1], TOKENS, NUM_TOKENS))
 
 
-def cold(*, events: bool, enabled: bool = True, eviction: EvictionName = "lru") -> Run:
+def cold(*, events: bool, enabled: bool = True) -> Run:
     heard = listener() if events else None
-    policy = eviction_policy(eviction)
-    cache = PrefixCache(BLOCKS + 1, BLOCK_SIZE, policy=policy, listener=heard, enabled=enabled)
+    cache = PrefixCache(BLOCKS + 1, BLOCK_SIZE, listener=heard, enabled=enabled)
 
     def work() -> None:
         live(cache)
@@ -122,9 +120,9 @@ def cold(*, events: bool, enabled: bool = True, eviction: EvictionName = "lru") 
     return timed(work, cache.reset)
 
 
-def evicting(*, events: bool, eviction: EvictionName = "lru") -> Run:
+def evicting(*, events: bool) -> Run:
     heard = listener() if events else None
-    cache = PrefixCache(BLOCKS + 1, BLOCK_SIZE, policy=eviction_policy(eviction), listener=heard)
+    cache = PrefixCache(BLOCKS + 1, BLOCK_SIZE, listener=heard)
     live(cache)
     turn = 0
 
@@ -294,11 +292,6 @@ def measure(table: Table, peer: Peer | None) -> Sequence[Row]:
     told = table.add("cold, with events", cold(events=True), lambda p: p.cold(events=True), 700)
     table.add("every block evicting", evicting(events=False), lambda p: p.evicting(events=False), 550)
     table.add("every block evicting, with events", evicting(events=True), lambda p: p.evicting(events=True), 1_000)
-    ours: EvictionName = "hit-density"
-    table.add("cold, hit-density", cold(events=False, eviction=ours), goal=400)
-    table.add("cold, hit-density, with events", cold(events=True, eviction=ours), goal=700)
-    table.add("every block evicting, hit-density", evicting(events=False, eviction=ours), goal=550)
-    table.add("every block evicting, hit-density, with events", evicting(events=True, eviction=ours), goal=1_000)
     table.add("cold, pinned and expired", pinned())
     sent = table.add("publish what a prompt stored (ours folds it, too)", publishing(), lambda p: p.encoding())
     table.add_value("cold, with events and publishing them, both threads", "ns/block", told + sent, None, None)

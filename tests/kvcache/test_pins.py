@@ -269,7 +269,7 @@ def test_a_pinned_prefix_is_hit_and_kept_again(cache: PrefixCache):
 
 
 def test_a_pin_that_ends_in_use_leaves_the_blocks_to_their_users(cache: PrefixCache):
-    """Only unused blocks go to the eviction policy."""
+    """Only unused blocks can be evicted."""
     table = must(admit(cache, prompt(3)))
     cache.pin(ANN, table, 10.0)
     cache.expire_pins(10.0)
@@ -336,7 +336,7 @@ class PinnedMachine(OracleMachine):
     def __init__(self) -> None:
         super().__init__()
         limits = PinLimits(0.5, 0.75)
-        self.cache = PrefixCache(POOL + 1, SMALL, listener=self.mirror, policy=self.policy, pin_limits=limits)
+        self.cache = PrefixCache(POOL + 1, SMALL, listener=self.mirror, pin_limits=limits)
         self.leases: dict[tuple[bytes, Content], float] = {}
         self.kept: set[int] = set()
         self.now = 0.0
@@ -388,7 +388,7 @@ class PinnedMachine(OracleMachine):
         pinned = self.pinned()
         ended = {block_id for block_id in self.kept if self.kv[block_id] not in pinned}
         self.kept -= ended
-        joined = [block.block_id for block in self.policy if block.block_id in ended]
+        joined = [block.block_id for block in self.cache.idle if block.block_id in ended]
         assert set(joined) == ended
         for place, block_id in enumerate(joined):
             root, ids = self.kv[block_id]

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
 
 from homing.kvcache.errors import PoolTooSmall, StaleMatch
-from homing.kvcache.eviction import EvictionName, eviction_policy
 from homing.kvcache.hashing import BlockHash, BlockHasher, token_bytes
 from homing.kvcache.pins import PinLimits
 from homing.kvcache.pool import Block, BlockState
@@ -771,15 +770,13 @@ class CacheMachine(RuleBasedStateMachine):
     """Requests start, grow, are computed in parts and finish; KV is simulated as the prefix it was computed from."""
 
     chain: Chain = staticmethod(honest)
-    eviction: EvictionName = "lru"
     may_hold = True
     requests = Bundle("requests")
 
     def __init__(self) -> None:
         super().__init__()
         self.mirror = Mirror(stride=SMALL * 4)
-        self.policy = eviction_policy(self.eviction)
-        self.cache = PrefixCache(POOL + 1, SMALL, listener=self.mirror, policy=self.policy)
+        self.cache = PrefixCache(POOL + 1, SMALL, listener=self.mirror)
         #: The content computed into each block, against which hits are verified.
         self.kv: dict[int, Content] = {}
         #: The KV in each slot, by block and offset: its token and all tokens before it.
@@ -869,7 +866,7 @@ class CacheMachine(RuleBasedStateMachine):
         if table is None:
             assert states(blocks) == before
         shortened = holds != [self.cache.holds(block) for block in blocks]
-        assert not shortened or not len(self.policy), "a hold was shortened before everything else was evicted"
+        assert not shortened or not len(self.cache.idle), "a hold was shortened before everything else was evicted"
         assert moves(before, states(blocks)) <= allowed("take") | (allowed("release") if shortened else set())
         return table
 
@@ -1042,7 +1039,7 @@ class OracleMachine(CacheMachine):
 
     @invariant()
     def agrees(self):
-        assert [block.block_id for block in self.policy] == self.idle
+        assert [block.block_id for block in self.cache.idle] == self.idle
         expected = {self.chain(root, ids)[-1] for root, ids in self.shared}
         assert set(self.mirror.resident) == expected
         assert self.cache.counters.collisions == 0
@@ -1059,12 +1056,6 @@ class CollidingMachine(CacheMachine):
     chain: Chain = staticmethod(colliding)
 
 
-class LearningMachine(CollidingMachine):
-    """The same with the hit-density policy."""
-
-    eviction: EvictionName = "hit-density"
-
-
 TestAgainstOracle = OracleMachine.TestCase
 TestAgainstOracle.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 TestUnderCollisions = CollidingMachine.TestCase
@@ -1076,7 +1067,3 @@ def test_the_colliding_hasher_collides():
     prompts = [(a, b, c, d) for a in (0, 1) for b in (0, 1) for c in (0, 1) for d in (0, 1)]
 
     assert len({colliding(ROOT, ids)[-1] for ids in prompts}) <= 4
-
-
-TestUnderCollisionsAndLearning = LearningMachine.TestCase
-TestUnderCollisionsAndLearning.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

@@ -174,7 +174,6 @@ _OWN = (
     "model_provider",
     "attention_backend",
     "overlap_steps",
-    "eviction",
     *("hash_only", "events_preset", "events_port", "events_replay_port", "events_topic"),
 )
 

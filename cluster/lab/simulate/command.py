@@ -22,7 +22,6 @@ from typing import Annotated, TextIO
 
 from cyclopts import Parameter, Token
 
-from ....kvcache.eviction import EvictionName
 from ...client import get_json, router_urls
 from ...config import SETTINGS, ClusterSettings, Settings
 from ...control.autoscale import terms_of
@@ -83,7 +82,6 @@ class Order:
     routers: Annotated[int, option("routers, which share no state")] = 1
     cache_blocks: Annotated[int, option("KV blocks of one replica")] = 4096
     block_tokens: Annotated[int | None, option("tokens per block (default: 512 for traces, else the setting)")] = None
-    eviction: Annotated[EvictionName, option("eviction policy")] = "lru"
     load: Annotated[float | None, option("share of the replicas' best throughput; sets the speed")] = None
     speed: Annotated[float, option("speed-up of the recorded times")] = 1.0
     #: A higher rate means more users, each with the same pauses.
@@ -340,7 +338,6 @@ def _setup(order: Order) -> Setup:
         limits=ReplicaLimits(
             blocks=order.cache_blocks,
             block_tokens=order.block_tokens or MOONCAKE_BLOCK_TOKENS,
-            eviction=order.eviction,
         ),
         replicas=order.replicas,
         routers=order.routers,

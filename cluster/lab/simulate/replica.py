@@ -26,7 +26,6 @@ from msgspec import structs
 from ....events.load_report import PrefillSpan, work_of
 from ....events.publish.step_changes import AllCleared, Change, RemovedBlocks, StoredBlocks
 from ....events.wire.messages import CacheCounters, LoadReport, PrefillWork
-from ....kvcache.eviction import EvictionName, eviction_policy
 from ....kvcache.hashing import BlockHash
 from ....kvcache.pool import Block
 from ....kvcache.prefix_cache import CachedBlock, PrefixCache, PrefixMatch
@@ -90,7 +89,6 @@ class ReplicaLimits:
     block_tokens: int
     max_running_requests: int = 256
     max_batched_tokens: int = 8192
-    eviction: EvictionName = "lru"
     #: Whether requests start in our engine's order; if not, in the order of arrival, as in vLLM and SGLang.
     own_order: bool = True
 
@@ -165,7 +163,7 @@ class SimulatedReplica:
         self._changes: list[Change] = []
         self._stores = 0  # how often blocks were stored
         self.shares_cache = cache is not None
-        self.cache = cache or PrefixCache(limits.blocks + 1, 1, policy=eviction_policy(limits.eviction), listener=self)
+        self.cache = cache or PrefixCache(limits.blocks + 1, 1, listener=self)
         #: Both lists are ordered by turn.
         self._waiting: list[Work] = []
         self._prefilling: list[Work] = []

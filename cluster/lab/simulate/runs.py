@@ -9,7 +9,6 @@ from itertools import islice
 from math import inf
 
 from ....events.wire.messages import PrefillWork
-from ....kvcache.eviction import eviction_policy
 from ....kvcache.prefix_cache import PrefixCache
 from ....replica.engine.throughput import SmoothedRates
 from ....router.routing.policy import registry
@@ -58,7 +57,7 @@ def simulation_of(setup: Setup) -> Simulation:
     if policy == ORACLE:
         policy, channel = "least-loaded", Channel()
         blocks = setup.replicas * setup.limits.blocks + 1
-        shared = PrefixCache(blocks, 1, policy=eviction_policy(setup.limits.eviction))
+        shared = PrefixCache(blocks, 1)
     return Simulation(
         lambda name, epoch: replica_of(setup, name, epoch, shared),
         lambda: registry.make_policy(policy),

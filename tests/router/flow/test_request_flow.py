@@ -1,6 +1,6 @@
 """The request flow over fake replicas without sockets."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from random import Random
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from homing.events.follow.subscription import FeedStatus
-from homing.kvcache.hashing import tenant_root, token_array, wire_hash, wire_hashes
+from homing.kvcache.hashing import join_hashes, tenant_root, token_array, token_bytes, wire_hash, wire_hashes
 from homing.replica.messages import Abort, Constraint, EmbeddingParams, Generate, Refused, TokenBatch, TokenOutput
 from homing.router.backend import GenerationRequest, RouterCounters, TokenDelta
 from homing.router.config import RouterSettings
@@ -613,6 +613,22 @@ def test_saturated_engines_leave_requests_in_the_router_in_order_of_priority() -
     assert replica_of(world.flow, late) is None
     world.settle()
     world.flow.check()
+
+
+@pytest.mark.parametrize("external", [False, True])
+@pytest.mark.parametrize(("replicas", "most"), [(2, 14), (3, 10), (5, 7)])
+def test_equal_prompts_that_all_replicas_hold_spread_evenly(replicas: int, most: int, external: bool) -> None:
+    """24 at once. Only the load differs between replicas, and each request changes it."""
+    for seed in range(5):
+        world = World(replicas, seed=seed, external=external, slots=32)
+        for name in world.replicas:
+            world.placement.stored(name, wire_hashes(join_hashes(HASHER.chain(tenant_root(ROOT), token_bytes(PROMPT)))))
+        sent = [world.submit(request_of(PROMPT, seed=number)) for number in range(24)]
+        taken = Counter(world.home(each) for each in sent)
+
+        assert max(taken.values()) <= most, taken
+        assert len(taken) == replicas
+        world.flow.check()
 
 
 def test_the_tenant_and_its_weight_reach_the_replica() -> None:

@@ -366,7 +366,7 @@ def test_what_will_not_be_announced_any_more_is_not_expected(engine: Placement, 
 
 
 def test_a_request_behind_one_that_evicts_its_prefix_finds_nothing_there(engine: Placement) -> None:
-    """This holds for external engines, which say how they evict; ours have several ways (kvcache/eviction)."""
+    """This holds for external engines, which say how they evict; ours keep what waiting requests will use."""
     engine.stored("b0", list(reversed(KEYS)))
     others = range(1000, 1062)
 
