@@ -65,6 +65,11 @@ def tenant_root(model: BlockHash, *, salt: bytes = b"", lora_digest: bytes = b""
     return BlockHash(sha256(canonical(b"homing-tenant", model, salt, lora_digest)).digest()[:HASH_BYTES])
 
 
+def adapter_root(model: BlockHash, salt: bytes, adapter: str) -> BlockHash:
+    """Return the root of a tenant's chains under an adapter of this name; empty: the model itself."""
+    return tenant_root(model, salt=salt, lora_digest=sha256(adapter.encode()).digest() if adapter else b"")
+
+
 def salt_text(salt: bytes) -> str:
     """A salt as text, as replicas and the event stream have it."""
     return salt.decode("utf-8", "backslashreplace")

@@ -3,7 +3,7 @@
 Types only: no sockets, no HTTP, no tokenizer. `ModelVersions` and `RouterService` (router/replicas) implement it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -64,6 +64,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     chat: bytes = b""  #: the prompt as a JSON chat, for an external engine's own template and parsers; empty: ids only
     given: dict[str, Any] = {}  #: for external engines that get ids: the fields that the client set
     embedding: EmbeddingParams | None = None  #: set: generate no tokens; the only delta has the prompt's vector
+    adapter: str = ""  #: name of the engines' adapter that answers; empty: the model itself
 
 
 class TextOutput(msgspec.Struct, frozen=True, array_like=True):
@@ -409,6 +410,9 @@ class ModelBackend(Protocol):
     def has_engines(self) -> bool:
         """Whether the replicas are external engines, which have defaults of their own."""
 
+    def adapters(self) -> Collection[str]:
+        """Names of the adapters that at least one external engine offers now."""
+
     def engine_chats(self) -> EngineChats:
         """Which chats must be sent as chats, for the engines to render and parse."""
 
@@ -423,7 +427,7 @@ class Backend(Protocol):
     """The routing side as the HTTP front sees it. All methods are called on the service's event loop."""
 
     def choose(self, model: str | None) -> ModelBackend:
-        """The backend for the next request to this model; None: the only one.
+        """The backend for the next request to this model, or to one of its `adapters`; None: the only one.
 
         Use it for the whole request, because the prompt must be tokenized for the version that it serves.
 

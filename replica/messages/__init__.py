@@ -119,6 +119,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate", omit_d
     counted: bool = False  #: another replica has had it: not a query once more
     #: For external engines that get ids: the fields that the client set. What it did not set is the engine's to decide.
     given: dict[str, Any] = {}
+    adapter: str = ""  #: for external engines: name of the adapter that answers; empty: the model itself
     #: Digest of the tenant whose share of the replica the request takes, and the share's weight; b"": not told.
     tenant: bytes = b""
     weight: float = 1.0

@@ -8,7 +8,7 @@ share no spans: the time a prompt takes reveals nothing about other tenants' pro
 
 from collections import OrderedDict
 
-from ...kvcache.hashing import HASH_BYTES, TOKEN_BYTES, BlockHash, BlockHasher, join_hashes, tenant_root
+from ...kvcache.hashing import HASH_BYTES, TOKEN_BYTES, BlockHash, BlockHasher, adapter_root, join_hashes
 
 #: Long enough to save most of the work, short enough that a prompt of a few hundred tokens fills one.
 SPAN_BLOCKS = 32
@@ -26,18 +26,18 @@ class BlockHashCache:
     def __init__(self, hasher: BlockHasher, model_root: BlockHash, capacity_bytes: int = CAPACITY_BYTES) -> None:
         self._hasher = hasher
         self._model_root = model_root
-        self._roots: dict[bytes, BlockHash] = {}  #: by salt
+        self._roots: dict[tuple[bytes, str], BlockHash] = {}  #: by salt and adapter
         self._span_bytes = SPAN_BLOCKS * hasher.block_size * TOKEN_BYTES
         self._capacity = capacity_bytes // (SPAN_BLOCKS * HASH_BYTES + ENTRY_BYTES)  #: in spans
         self._spans: OrderedDict[bytes, bytes] = OrderedDict()
 
-    def root(self, salt: bytes) -> BlockHash:
-        """Root of the block hashes under this salt. Deriving one costs as much as hashing ten blocks."""
-        root = self._roots.get(salt)
+    def root(self, salt: bytes, adapter: str = "") -> BlockHash:
+        """Root of the block hashes under this salt and adapter. Deriving one costs as much as hashing ten blocks."""
+        root = self._roots.get((salt, adapter))
         if root is None:
             if len(self._roots) >= MAX_ROOTS:
                 self._roots.clear()
-            root = self._roots[salt] = tenant_root(self._model_root, salt=salt)
+            root = self._roots[salt, adapter] = adapter_root(self._model_root, salt, adapter)
         return root
 
     def hashes(self, root: BlockHash, tokens: bytes) -> bytes:

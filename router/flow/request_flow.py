@@ -139,7 +139,7 @@ class RequestFlow:
         self._max_model_len = model.limits.max_model_len
         self.hot_prefixes.clear()
         for request in self._requests.values():
-            request.root = self._hash_cache.root(request.request.salt)
+            request.root = self._hash_cache.root(request.request.salt, request.request.adapter)
             self._hash_blocks(request, self._hash_cache)
 
     def join(
@@ -219,7 +219,8 @@ class RequestFlow:
             if not nobody_waits:
                 instructions += self.pump(now)
         heappush(self._deadlines, (state.deadline, request_id))
-        self.hot_prefixes.add(state.root, state.tokens, state.hashes, request.salt)
+        if not request.adapter:
+            self.hot_prefixes.add(state.root, state.tokens, state.hashes, request.salt)
         self.counters.requests += 1
         if state.phase is WAITING:
             self.counters.held += 1
@@ -438,7 +439,7 @@ class RequestFlow:
             request,
             arrived=now,
             deadline=now + self._settings.request_timeout_s if request.deadline is None else request.deadline,
-            root=self._hash_cache.root(request.salt),
+            root=self._hash_cache.root(request.salt, request.adapter),
             tokens=request.token_ids,
             prompt_tokens=prompt_tokens,
         )
@@ -466,7 +467,9 @@ class RequestFlow:
         hashes = () if scores_prompt or (embedding and embedding.pooling == "mean") else request.keys
         prompt = self._prompt(request, hashes, now)
         usable = (prompt.tokens - 1) // prompt.block_size
-        excluded = request.excluded.union(closed) if closed else request.excluded
+        excluded: Collection[str] = request.excluded.union(closed) if closed else request.excluded
+        if adapter := request.request.adapter:
+            excluded = {*excluded, *(each.name for each in self.placement.fleet if adapter not in each.adapters)}
         return prompt, self.placement.candidates(hashes, excluded, now, usable=usable, every=every)
 
     def _prompt(self, request: RequestState, hashes: Sequence[int], now: float) -> Prompt:
@@ -810,6 +813,7 @@ def _generate(request: RequestState) -> Generate:
         embedding=about.embedding,
         counted=request.counted,
         given=about.given,
+        adapter=about.adapter,
         tenant=about.tenant,
         weight=about.weight,
     )

@@ -110,6 +110,7 @@ class Served(msgspec.Struct, frozen=True, gc=False):
     tool_family: ToolFamily | None = None  #: the format of tool calls; None: they are returned as text
     reasoning_family: ReasoningFamily | None = None  #: the markers of reasoning; None: it is returned as text
     may_reason: bool = False  #: whether an engine's parser might find reasoning in its answers
+    adapter: str = ""  #: the engines' adapter that answers, which is then the name in `limits`; empty: the model itself
     defaults: SamplingDefaults = SamplingDefaults()  #: for sampling fields that a request does not set
 
 
@@ -211,9 +212,12 @@ class Front:
             unknown = self.settings.reasoning_parser != AUTO or _REASONING.search(text.templates) is not None
             may_reason = reasoning is not None or unknown
             defaults = text.sampling_defaults if self.settings.generation_config else SamplingDefaults()
-            served = Served(limits, text, metrics, backend, tools, reasoning, may_reason, defaults)
+            served = Served(limits, text, metrics, backend, tools, reasoning, may_reason, "", defaults)
             self._served[limits.name] = served
-        return served
+        named = self.aliases.get(name, name) if name is not None else None
+        if named is None or named == limits.name or named not in backend.adapters():
+            return served
+        return msgspec.structs.replace(served, limits=msgspec.structs.replace(limits, name=named), adapter=named)
 
     def shown(self, missing: Missing | None, *, admin: bool) -> Missing | None:
         """`missing` with the other tenant's name, or for others than admins without anything about other tenants."""

@@ -121,6 +121,7 @@ def generation_request(
         chat=job.chat,
         embedding=job.embedding,
         given=job.given,
+        adapter=job.served.adapter,
     )
 
 

@@ -83,6 +83,9 @@ class _Model:
         accepting = [version for version in self.versions if version.accepting] or self.versions
         return accepting[-1].service.model() if accepting else None
 
+    def adapters(self) -> set[str]:
+        return {name for version in self.versions for name in version.service.adapters()}
+
     def turned_off(self) -> NoReplica:
         """The error for requests while the model is turned off."""
         return NoReplica(
@@ -333,9 +336,12 @@ class ModelVersions:
                     f"field 'model': several models are served here, say which: {there}", param="model"
                 )
             (name,) = served
-        if name not in served:
-            raise ModelNotFound(name, served)
-        return served[name]
+        if name in served:
+            return served[name]
+        offered = {each: model for model in served.values() for each in model.adapters()}
+        if name not in offered:
+            raise ModelNotFound(name, [*served, *sorted(offered)])
+        return offered[name]
 
 
 def _has_member(version: _Version, replica_id: str) -> bool:

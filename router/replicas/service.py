@@ -239,8 +239,8 @@ class RouterService:
     def choose(self, model: str | None) -> "RouterService":
         """Return this service. Raises ModelNotFound if `model` is another name than the served model's."""
         limits = self.model()
-        if model is not None and limits is not None and model != limits.name:
-            raise ModelNotFound(model, [limits.name])
+        if model is not None and limits is not None and model != limits.name and model not in self.adapters():
+            raise ModelNotFound(model, [limits.name, *sorted(self.adapters())])
         return self
 
     def model(self) -> ModelLimits | None:
@@ -261,6 +261,9 @@ class RouterService:
         if folder not in self._digests:
             self._digests[folder] = text_digests(folder)
         return self._digests[folder]
+
+    def adapters(self) -> frozenset[str]:
+        return frozenset(name for each in self._placement.fleet for name in each.adapters)
 
     def engine_chats(self) -> EngineChats:
         if self._engine_chat != "auto" or self._external is None:

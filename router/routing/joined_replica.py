@@ -81,6 +81,7 @@ class JoinedReplica:
         self.description = description
         self.place = place  #: in the order of joining
         self.feed = FeedState.SYNCING  #: how far its events can be trusted
+        self.adapters: frozenset[str] = frozenset()  #: that an external engine offers besides its model
         self.hits: ExactHits = hits_of(description)
         self.expected = ExpectedBlocks()
         self.requests: dict[int, InFlight] = {}  #: sent and computing

@@ -78,6 +78,10 @@ class Placement:
         """Set how far a joined replica's events can be trusted."""
         self.fleet[replica].feed = feed
 
+    def set_adapters(self, replica: str, adapters: frozenset[str]) -> None:
+        """Set the adapters that an external engine offers."""
+        self.fleet[replica].adapters = adapters
+
     def set_hit_rule(self, replica: str, rule: HitRule) -> None:
         """Ask this rule, not the index, what an external engine has cached."""
         self.fleet[replica].hits.rule = rule

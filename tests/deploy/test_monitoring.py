@@ -58,6 +58,15 @@ def queries() -> Iterator[str]:
     )
 
 
+def test_every_alert_links_to_its_section_of_the_runbook() -> None:
+    """Whoever is woken at night must not search."""
+    sections = re.findall(r"^## (\w+)$", (DEPLOY.parent / "docs" / "runbook.md").read_text(), re.MULTILINE)
+
+    assert [rule["alert"] for rule in rules()] == sections
+    for rule in rules():
+        assert rule["annotations"]["runbook"] == f"docs/runbook.md#{rule['alert'].lower()}"
+
+
 @pytest.mark.parametrize("query", sorted(set(queries())))
 def test_a_query_names_series_and_labels_that_are_exported(query: str) -> None:
     """A renamed metric must not silently empty a panel or disable an alert."""
@@ -100,7 +109,7 @@ def test_every_alert_says_what_happened_and_what_to_do() -> None:
     """Alerts are read at night, under stress."""
     for rule in rules():
         assert rule["labels"]["severity"] in ("page", "ticket"), rule["alert"]
-        assert set(rule["annotations"]) == {"summary", "remedy"}, rule["alert"]
+        assert set(rule["annotations"]) == {"summary", "remedy", "runbook"}, rule["alert"]
     assert len({rule["alert"] for rule in rules()}) == len(rules())
 
 

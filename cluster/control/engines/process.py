@@ -291,7 +291,7 @@ async def _probe_engine(
     kind = settings.replica.engine
     asked = {"model": settings.served_name, "prompt": prompt, "max_tokens": 1, "temperature": 0, "seed": 0}
     try:
-        name, metrics = await probe(client, engine.replica_id, requirements)
+        name, _, metrics = await probe(client, engine.replica_id, requirements)
         cards = await read_cards(client)
         body = msgspec.json.encode(asked)
         answer = await client.ask("POST", "/v1/completions", body, timeout_s=CANARY_TIMEOUT_S)

@@ -79,23 +79,24 @@ async def job(front: Front, served: Served, body: ChatBody, sender: Sender) -> J
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest.field("top_logprobs", "requires 'logprobs': true")
     newer = body.max_completion_tokens is not None
+    chats = served.backend.engine_chats()
+    forwarded = chats != "none" and not _needs_ids(body)
     made = await conversation_job(
         front,
         served,
         body,
         sender,
-        lambda: conversation(body),
+        lambda: conversation(body, forwarded=forwarded),
         prompt_param="messages",
         wanted=body.max_completion_tokens if newer else body.max_tokens,
         wanted_param="max_completion_tokens" if newer else "max_tokens",
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
-    match served.backend.engine_chats():
-        case "none":
-            return made
-        case "parsed" if is_plain(served, body):
-            return made
-    if any(getattr(body, name) for name in _NEEDS_IDS) or (made.conversation and made.conversation.marks()):
+    if (
+        not forwarded
+        or (chats == "parsed" and is_plain(served, body))
+        or (made.conversation and made.conversation.marks())
+    ):
         return made
     return msgspec.structs.replace(made, engine_renders=True, stops=())
 
@@ -115,6 +116,13 @@ _PARSED = (
     "continue_final_message bad_words skip_special_tokens include_stop_str_in_output"
 ).split()
 _PLAIN_ROLES = frozenset({"system", "user", "assistant"})
+
+
+def _needs_ids(body: ChatBody) -> bool:
+    if any(getattr(body, name) for name in _NEEDS_IDS):
+        return True
+    parts = [part for each in body.messages if isinstance(each.content, list) for part in each.content]
+    return any(part.get("cache_control") for part in parts) or any(each.cache_control for each in body.messages)
 
 
 def is_plain(served: Served, body: ChatBody) -> bool:
@@ -154,14 +162,14 @@ _NULL = msgspec.Raw(b"null")
 _AUTO, _USUAL = ToolChoice(), typed.ReasoningRequest()
 
 
-def conversation(body: ChatBody | TokenizeBody) -> Conversation:
-    """The conversation in a body. Raises InvalidRequest."""
+def conversation(body: ChatBody | TokenizeBody, *, forwarded: bool = False) -> Conversation:
+    """The conversation in a body. `forwarded`: an engine gets the parts that are not text. Raises InvalidRequest."""
     continues = bool(body.continue_final_message)
     if continues and body.add_generation_prompt:
         raise InvalidRequest.field("continue_final_message", "cannot be combined with 'add_generation_prompt'")
     chat = body if isinstance(body, ChatBody) else None
     return Conversation(
-        messages=[_message(each, index) for index, each in enumerate(body.messages or ())],
+        messages=[_message(each, index, forwarded) for index, each in enumerate(body.messages or ())],
         tools=[_tool(each, f"tools[{index}]") for index, each in enumerate(body.tools)] if body.tools else (),
         tool_choice=_tool_choice(chat) if chat else _AUTO,
         reasoning=typed.ReasoningRequest(effort=chat.reasoning_effort) if chat and chat.reasoning_effort else _USUAL,
@@ -210,13 +218,13 @@ def _tool(given: Mapping[str, Any], param: str) -> Tool:
     return Tool(name, given)
 
 
-def _message(body: MessageBody, index: int) -> Message:
+def _message(body: MessageBody, index: int, forwarded: bool = False) -> Message:
     if body.content is None and body.role in ("user", "system", "developer"):
         param = f"messages[{index}].content"  # templates would print null as text
         raise InvalidRequest.field(param, f"is required in a message of the role {body.role}")
     return Message(
         body.role,
-        body.text(index),
+        body.text(index, forwarded=forwarded),
         body.name,
         body.reasoning_content,
         _tool_calls(body, f"messages[{index}]") if body.tool_calls or body.function_call else (),

@@ -7,6 +7,7 @@ field is part of its type; what involves two fields, the model or the settings i
 import re
 from codecs import BOM_UTF8
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
+from hashlib import sha256
 from operator import attrgetter
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -157,17 +158,17 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     safety_identifier: Any = None
 
 
-def part_text(part: Mapping[str, Any], param: str, texts: Mapping[str, str]) -> str:
+def part_text(part: Mapping[str, Any], param: str, texts: Mapping[str, str], *, forwarded: bool = False) -> str:
     """The text of a part of a message, or a note in place of what is not text. Raises InvalidRequest.
 
     An error would end the session: clients send the part again with every later turn. `texts`: the key that holds the
-    text, by the type of the part.
+    text, by the type of the part. `forwarded`: an engine gets the part itself; the note only identifies it for routing.
     """
     kind = part.get("type")
     if not isinstance(kind, str):
         raise InvalidRequest.field(f"{param}.type", "expected str")
     if kind not in texts:
-        return left_out(kind)
+        return f"[{kind[:40]} {sha256(msgspec.msgpack.encode(part)).hexdigest()[:32]}]" if forwarded else left_out(kind)
     text = part.get(texts[kind])
     if not isinstance(text, str):
         raise InvalidRequest.field(f"{param}.{texts[kind]}", "expected str")
@@ -207,7 +208,7 @@ class MessageBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True
     audio: Any = None
     function_call: dict[str, Any] | None = None
 
-    def text(self, index: int) -> str | None:
+    def text(self, index: int, *, forwarded: bool = False) -> str | None:
         """The content of message `index` as one text. Raises InvalidRequest.
 
         Parts are joined without a separator, as in templates that support parts.
@@ -217,7 +218,7 @@ class MessageBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True
         texts = []
         for place, part in enumerate(self.content):
             param = f"messages[{index}].content[{place}]"
-            texts.append(part_text(part, param, PART_TEXTS))
+            texts.append(part_text(part, param, PART_TEXTS, forwarded=forwarded))
         return "".join(texts)
 
 

@@ -1,13 +1,15 @@
 """What is served and how it is doing: models, health, readiness, load, metrics, the cluster and the live page."""
 
+from collections.abc import Collection
 from typing import Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from .... import __version__
 from ....replica.messages import ModelLimits
 from ...backend import ClusterView
-from ...errors import NoReplica
+from ...errors import NoReplica, RouterError
 from ...metrics import CONTENT_TYPE
 from ..caller import Caller
 from ..front import Front
@@ -26,6 +28,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     created: int
     owned_by: str = "homing"
     max_model_len: int
+    parent: str | UnsetType = UNSET  #: of an engine's adapter: the model that it belongs to
 
 
 class ModelList(msgspec.Struct, frozen=True):
@@ -68,6 +71,8 @@ async def models(front: Front, exchange: Exchange, _caller: Caller) -> None:
     """List the models that have had a replica, followed by their aliases."""
     cards = {limits.name: _card(front, limits) for limits in front.backend.models()}
     only = next(iter(cards)) if len(cards) == 1 else None
+    for parent, adapter in [(name, each) for name in cards for each in sorted(_adapters(front, name))]:
+        cards.setdefault(adapter, msgspec.structs.replace(cards[parent], id=adapter, parent=parent))
     aliases = [
         msgspec.structs.replace(cards[name], id=alias)
         for alias, given in front.aliases.items()
@@ -77,10 +82,22 @@ async def models(front: Front, exchange: Exchange, _caller: Caller) -> None:
 
 
 async def model(front: Front, exchange: Exchange, _caller: Caller) -> None:
-    limits = front.model_named(exchange.request.path.removeprefix(f"{MODELS}/")).model()
+    name = exchange.request.path.removeprefix(f"{MODELS}/")
+    backend = front.model_named(name)
+    limits = backend.model()
     if limits is None:
         raise NoReplica("no replica has joined yet", retry_after_s=1.0)
-    respond(exchange, _card(front, limits))
+    card = _card(front, limits)
+    if name != limits.name and name in backend.adapters():
+        card = msgspec.structs.replace(card, id=name, parent=limits.name)
+    respond(exchange, card)
+
+
+def _adapters(front: Front, model: str) -> Collection[str]:
+    try:
+        return front.backend.choose(model).adapters()
+    except RouterError:  # it is turned off
+        return ()
 
 
 async def health(_front: Front, exchange: Exchange) -> None:

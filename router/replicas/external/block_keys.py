@@ -16,13 +16,12 @@ engine with one rank, one full-attention group and no other medium.
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from hashlib import sha256
 from typing import NamedTuple
 
 import msgspec
 
 from ....events.wire.cache_events import Stored
-from ....kvcache.hashing import HASH_BYTES, BlockHash, BlockHasher, tenant_root, token_bytes, wire_hash
+from ....kvcache.hashing import HASH_BYTES, BlockHash, BlockHasher, adapter_root, token_bytes, wire_hash
 from ...errors import ParityMismatch
 from .hit_rules import GPU, GroupRule, HeldBlocks, Hit, longest_hit
 
@@ -221,8 +220,7 @@ class ExternalBlocks:
             return []
         extras, root = _extras(event)
         if event.parent is None:
-            adapter = b"" if event.lora_name is None else sha256(event.lora_name.encode()).digest()
-            parent: BlockHash | None = root or tenant_root(self._model_root, lora_digest=adapter)
+            parent: BlockHash | None = root or adapter_root(self._model_root, b"", event.lora_name or "")
         else:
             parent = self._hashes.get(event.parent)
         if parent is None:

@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import lru_cache, partial
 from typing import assert_never
 
 from ....events.endpoint import needs_ipv6
@@ -16,7 +17,7 @@ from ....events.follow.feed import EventFeed
 from ....events.follow.residency import UncountedResidency
 from ....events.follow.subscription import Apply, FeedStatus, Reset
 from ....events.wire.cache_events import CacheEvent, Cleared, Removed, Stored
-from ....kvcache.hashing import tenant_root, wire_hashes
+from ....kvcache.hashing import adapter_root, wire_hashes
 from ....replica.messages import (
     Abort,
     AskNextEvictions,
@@ -37,7 +38,7 @@ from ..replica_handle import REOPEN_S, RESET_TIMEOUT_S, ReplicaHandle, ResetOutc
 from .block_keys import ExternalBlocks, cache_salt
 from .http_client import Address, Call, Client, EngineUnreachableError, NoAnswerError
 from .load import EngineMetrics, ExternalLoad
-from .probe import EngineRequirements, ask_metrics, probe, renders_alike
+from .probe import EngineRequirements, Probed, adapters_among, ask_metrics, probe, read_cards, renders_alike
 from .request import ExternalRequest
 from .wire import chat_body, completion_body
 
@@ -47,6 +48,8 @@ log = logging.getLogger(__name__)
 HEALTH_INTERVAL_S = 1.0
 #: An idle engine's load is queried only at every such check: reading its metrics costs both sides more than the check.
 IDLE_CHECKS = 5
+#: Engines may load and unload adapters at any time.
+ADAPTER_CHECKS = 5
 #: A busy engine may be slow to answer; it counts as healthy if it has sent tokens within this time.
 HEALTH_TIMEOUT_S = 5.0
 IDLE_CONNECTIONS = 32
@@ -74,7 +77,7 @@ class ExternalReplica(ReplicaHandle):
         key = requirements.key_of(address.url)
         self._client = Client(address, loop=context.loop, api_key=key, max_idle=IDLE_CONNECTIONS)
         self._blocks = ExternalBlocks(description.replica_id, model.hasher, model.root, description.data_parallel_rank)
-        self._open_root = tenant_root(model.root)
+        self._open_root = lru_cache(maxsize=64)(partial(adapter_root, model.root, b""))
         self._eos = frozenset(model.limits.eos_token_ids)
         self._vocab_size = model.limits.vocab_size
         self._load = ExternalLoad(description)
@@ -163,7 +166,7 @@ class ExternalReplica(ReplicaHandle):
                     self._context.run(self._drop("health"))
             await asyncio.sleep(REOPEN_S)
 
-    async def _probe(self) -> tuple[str, EngineMetrics]:
+    async def _probe(self) -> Probed:
         rank = self.description.data_parallel_rank
         found = await probe(self._client, self.replica_id, self._requirements, rank)
         self.renders_alike = await renders_alike(self._client, self._requirements)
@@ -173,7 +176,7 @@ class ExternalReplica(ReplicaHandle):
             )
         return found
 
-    async def _serve(self, model: str, metrics: EngineMetrics) -> None:
+    async def _serve(self, model: str, adapters: frozenset[str], metrics: EngineMetrics) -> None:
         """Keep the engine in routing until it is unhealthy."""
         self._refusal, self.trouble, self._model = None, "", model
         self._ipv6 = await needs_ipv6(self.description.event_endpoints.events)
@@ -181,6 +184,7 @@ class ExternalReplica(ReplicaHandle):
         self.description = self._load.description
         log.info("replica_joined replica=%s url=%s", self.replica_id, self._client.address.url)
         self._join()
+        self._set_adapters(adapters)
         if self._feed is None:
             self._placement.set_feed(self.replica_id, FeedState.APPROXIMATE)
         else:
@@ -203,13 +207,16 @@ class ExternalReplica(ReplicaHandle):
             try:
                 if self._restarted and self.joined:
                     self._restarted = False
-                    await self._probe()
+                    self._set_adapters((await self._probe()).adapters)
                 answer = await self._client.ask("GET", "/health", timeout_s=HEALTH_TIMEOUT_S)
                 if answer.status != 200:
                     return f"/health answers {answer.status}"
                 self._settle_doubts(doubts)
                 doubts = 0
                 checks += 1
+                if checks % ADAPTER_CHECKS == 0 and self.joined:
+                    with suppress(NoAnswerError):
+                        self._set_adapters(adapters_among(await read_cards(self._client) or (), self._model))
                 idle = self._load.idle and self._feed is not None and not self._events_arrived
                 if not idle or checks % IDLE_CHECKS == 0:
                     self._events_arrived = False
@@ -227,6 +234,10 @@ class ExternalReplica(ReplicaHandle):
                 return str(error)
             self._settle_doubts(doubts)
             self._report()
+
+    def _set_adapters(self, adapters: frozenset[str]) -> None:
+        if self.joined:
+            self._placement.set_adapters(self.replica_id, adapters)
 
     def _settle_doubts(self, count: int) -> None:
         """The engine is alive: move the first `count` requests that failed here before it was asked.
@@ -291,7 +302,7 @@ class ExternalReplica(ReplicaHandle):
             uncached_tokens=self._placement.fleet[self.replica_id].uncached_tokens(generate.request_id),
             now=self._context.clock(),
         )
-        salt = None if generate.root == self._open_root else cache_salt(generate.root)
+        salt = None if generate.root == self._open_root(generate.adapter) else cache_salt(generate.root)
         path, body_of = ("/v1/chat/completions", chat_body) if generate.chat else ("/v1/completions", completion_body)
         rank = self.description.data_parallel_rank
         headers = (
@@ -299,7 +310,8 @@ class ExternalReplica(ReplicaHandle):
             ("traceparent", generate.traceparent),
             ("x-data-parallel-rank", "" if rank is None else str(rank)),
         )
-        call = self._client.call("POST", path, body_of(self._model, generate, salt), request, headers)
+        body = body_of(generate.adapter or self._model, generate, salt)
+        call = self._client.call("POST", path, body, request, headers)
         self._calls[generate.request_id] = (request, call)
         self._load.sent(request)
         return True

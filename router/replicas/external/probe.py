@@ -6,7 +6,7 @@ would show only as wrong answers or a hit rate of zero. Values that an engine do
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, TypeVar
+from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -68,6 +68,7 @@ class Card(msgspec.Struct, frozen=True):
     id: _Name
     root: _Name | None = None  #: the folder or hub name that it was loaded from
     max_model_len: Annotated[int, Meta(le=MAX_COUNT)] | None = None
+    parent: _Name | None = None  #: of an adapter: the model that it belongs to
 
 
 class _Cards(msgspec.Struct, frozen=True):
@@ -103,10 +104,20 @@ def examine(
     return card.id
 
 
-async def probe(
-    client: Client, replica: str, requirements: EngineRequirements, rank: int | None = None
-) -> tuple[str, EngineMetrics]:
-    """Query the model's name at the engine and the metrics. Raises EngineUnreachableError or ParityMismatch."""
+class Probed(NamedTuple):
+    model: str  #: the model's name at the engine
+    adapters: frozenset[str]  #: names of its adapters there
+    metrics: EngineMetrics
+
+
+def adapters_among(cards: Sequence[Card], model: str) -> frozenset[str]:
+    """The adapters of the model with this name: vLLM and SGLang name their parent."""
+    names = {name for card in cards if card.id == model for name in (card.id, card.root) if name}
+    return frozenset(card.id for card in cards if card.parent in names and card.id not in names)
+
+
+async def probe(client: Client, replica: str, requirements: EngineRequirements, rank: int | None = None) -> Probed:
+    """Query the model's name and adapters, and the metrics. Raises EngineUnreachableError or ParityMismatch."""
     health = await client.ask("GET", "/health", timeout_s=PROBE_TIMEOUT_S)
     if health.status != 200:
         raise EngineUnreachableError(f"{client.address.url}/health answers {health.status}")
@@ -116,7 +127,8 @@ async def probe(
     asked = msgspec.json.encode({"prompt": CANARY, "add_special_tokens": False})
     tokens = await _read(client, "POST", "/tokenize", asked, _Tokens)
     metrics = await ask_metrics(client, PROBE_TIMEOUT_S, rank)
-    return examine(replica, requirements, cards, tokens.tokens if tokens else None, metrics.block_size), metrics
+    model = examine(replica, requirements, cards, tokens.tokens if tokens else None, metrics.block_size)
+    return Probed(model, adapters_among(cards, model), metrics)
 
 
 async def renders_alike(client: Client, requirements: EngineRequirements) -> bool | None:

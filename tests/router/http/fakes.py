@@ -119,6 +119,7 @@ class FakeBackend:
         self.owned: dict[str, dict[bytes, int]] = {}
         self.chats: EngineChats | None = None  #: None: the replicas are our own
         self.streams: list[FakeStream] = []
+        self.offered: tuple[str, ...] = ()  #: adapters
 
     @property
     def requests(self) -> list[GenerationRequest]:
@@ -126,7 +127,7 @@ class FakeBackend:
         return [stream.request for stream in self.streams]
 
     def choose(self, model: str | None) -> "FakeBackend":
-        if model is not None and self.limits is not None and model != self.limits.name:
+        if model is not None and self.limits is not None and model not in (self.limits.name, *self.offered):
             raise ModelNotFound(model, [self.limits.name])
         return self
 
@@ -142,6 +143,9 @@ class FakeBackend:
     @property
     def has_engines(self) -> bool:
         return self.chats is not None
+
+    def adapters(self) -> tuple[str, ...]:
+        return self.offered
 
     def engine_chats(self) -> EngineChats:
         return self.chats or "none"

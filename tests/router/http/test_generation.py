@@ -115,6 +115,52 @@ async def test_fields_that_only_the_engine_knows_reach_it(
     assert answer.headers.get("x-homing-ignored-fields") == ignored
 
 
+async def test_an_engines_adapter_is_a_model(client: httpx.AsyncClient, front: Front, backend: FakeBackend):
+    """Listed with its parent, and answering under its own name; the base model's requests name none."""
+    backend.chats, backend.offered = "none", ("poet",)
+
+    listed = {each["id"]: each.get("parent") for each in (await client.get("/v1/models")).json()["data"]}
+    card = (await client.get("/v1/models/poet")).json()
+    answers = [await client.post("/v1/chat/completions", json=CHAT | {"model": name}) for name in ("poet", "demo")]
+    missing = await client.post("/v1/chat/completions", json=CHAT | {"model": "painter"})
+
+    assert (listed["demo"], listed["poet"]) == (None, "demo")
+    assert (card["id"], card["parent"]) == ("poet", "demo")
+    assert [
+        (each.json()["model"], request.adapter) for each, request in zip(answers, backend.requests, strict=True)
+    ] == [
+        ("poet", "poet"),
+        ("demo", ""),
+    ]
+    assert missing.status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("chats", "more", "reach"),
+    [("all", {}, True), ("parsed", {}, True), ("all", {"logprobs": True}, False), (None, {}, False)],
+)
+async def test_an_image_reaches_engines_that_render_chats_and_is_part_of_the_routing_key(
+    client: httpx.AsyncClient, backend: FakeBackend, chats: Any, more: dict[str, object], reach: bool
+):
+    """Only forwarding is needed there. Two images must not look alike to the router, and one must look like itself."""
+    backend.chats = chats
+    urls = ["data:image/png;base64,QQ==", "data:image/png;base64,Qg==", "data:image/png;base64,QQ=="]
+    answers = []
+    for url in urls:
+        parts = [{"type": "text", "text": "See: "}, {"type": "image_url", "image_url": {"url": url}}]
+        answers.append(
+            await client.post(
+                "/v1/chat/completions", json=CHAT | more | {"messages": [{"role": "user", "content": parts}]}
+            )
+        )
+
+    prompts = [request.token_ids for request in backend.requests]
+    assert prompts[0] == prompts[2]
+    assert (prompts[0] != prompts[1]) == reach
+    assert [(b"data:image" in request.chat) for request in backend.requests] == [reach] * 3
+    assert ["x-homing-ignored-fields" in each.headers for each in answers] == [not reach] * 3
+
+
 async def test_the_operators_limit_holds_for_chats_that_the_engine_renders(
     client: httpx.AsyncClient, backend: FakeBackend
 ):

@@ -59,8 +59,12 @@ class FakeService:
         self.unavailable: Mapping[str, UnavailableReason] = {}
         self.closed = False
         self.held = 0
+        self.offered: frozenset[str] = frozenset()
         self.warmed: list[tuple[str, float]] = []
         self.refusal: Callable[[], RouterError] | None = None
+
+    def adapters(self) -> frozenset[str]:
+        return self.offered
 
     def turn_away(self, refusal: Callable[[], RouterError] | None) -> None:
         self.refusal = refusal
@@ -529,6 +533,17 @@ def test_a_model_is_asked_for_by_its_name(two: World) -> None:
         two.models.choose("ox")
     with pytest.raises(InvalidRequest, match=r"field .model.: several .* .fox., .owl."):
         two.models.choose(None)
+
+
+def test_an_adapter_is_asked_for_by_its_name(two: World) -> None:
+    """It is served by the model whose engines offer it; a model's own name goes before another's adapter."""
+    two.publish(member("r0"))
+    (service,) = two.services
+    service.offered = frozenset({"red", "fox"})
+
+    assert two.models.choose("red") is two.models.choose("fox") is service
+    with pytest.raises(ModelNotFound, match=r"served models: .*'red'"):
+        two.models.choose("ox")
 
 
 def test_one_models_outage_is_not_anothers(two: World) -> None:

@@ -69,6 +69,7 @@ class FakeEngine:
         self.model = model
         self.canary_ids = canary_ids
         self.max_model_len = 4096
+        self.adapters: list[str] = []
         self.behaves = Behaviour()
         self.behaves.gate.set()
         self.bodies: list[dict[str, Any]] = []
@@ -171,10 +172,11 @@ class FakeEngine:
         ends = range(self.block_size, len(prompt) + 1, self.block_size)
         return [(salt, tuple(prompt[:end])) for end in ends]
 
-    def store(self, prompt: list[int], salt: str | None = None) -> None:
+    def store(self, prompt: list[int], salt: str | None = None, adapter: str | None = None) -> None:
         """Cache a prompt's full blocks and publish those that were not cached yet."""
-        chain = self._chain(prompt, salt)
-        start = self.held(prompt, salt)
+        kept_as = salt if adapter is None else f"{adapter}/{salt}"
+        chain = self._chain(prompt, kept_as)
+        start = self.held(prompt, kept_as)
         if start == len(chain):
             return
         for prefix in chain[start:]:
@@ -186,10 +188,13 @@ class FakeEngine:
                 "parent_block_hash": self.cached[chain[start - 1]] if start else None,
                 "token_ids": prompt[start * self.block_size : len(chain) * self.block_size],
                 "block_size": self.block_size,
-                "lora_id": None,
+                "lora_id": None if adapter is None else 1,
                 "medium": "GPU",
-                "lora_name": None,
-                "extra_keys": [[salt] if salt and not place else None for place in range(start, len(chain))],
+                "lora_name": adapter,
+                "extra_keys": [
+                    [name for name in (adapter, None if place else salt) if name] or None
+                    for place in range(start, len(chain))
+                ],
                 "group_idx": 0,
             }
         )
@@ -253,7 +258,8 @@ class FakeEngine:
                 self._whole(writer, 200 if self.behaves.healthy else 503, b"")
             case "/v1/models":
                 card = {"id": self.model, "object": "model", "max_model_len": self.max_model_len}
-                self._whole(writer, 200, json.dumps({"data": [card]}).encode())
+                more = [{"id": name, "root": f"/adapters/{name}", "parent": self.model} for name in self.adapters]
+                self._whole(writer, 200, json.dumps({"data": [card, *more]}).encode())
             case "/tokenize":
                 words = str(json.loads(body).get("prompt", "")).split()
                 numbers = [int(word) for word in words if word.isdigit()] if not self.behaves.stores else []
@@ -302,7 +308,7 @@ class FakeEngine:
         marks = [int(word) for word in re.findall(r"\d+", json.dumps(body["messages"]))] if chat else prompt
         cached = self.held(prompt, salt) * self.block_size
         if self.behaves.stores:
-            self.store(prompt, salt)
+            self.store(prompt, salt, body["model"] if body["model"] in self.adapters else None)
         count, seed = body["max_tokens"], body.get("seed") or 0
         while self.behaves.floods:
             writer.write(b"10000\r\n" + bytes(0x10000) + b"\r\n")

@@ -13,7 +13,7 @@ from homing.kvcache.hashing import tenant_root
 from homing.replica.messages import Constraint, EmbeddingParams, Pin, ReplicaDescription
 from homing.router.backend import ReplicaView, TokenDelta
 from homing.router.config import RouterSettings
-from homing.router.errors import InvalidGeneration, ReplicaLost, RequestFailed, RouterError
+from homing.router.errors import InvalidGeneration, ModelNotFound, ReplicaLost, RequestFailed, RouterError
 from homing.router.flow.request_state import RequestState
 from homing.router.replicas.external.block_keys import cache_salt
 from homing.router.replicas.external.probe import EngineRequirements
@@ -200,6 +200,36 @@ async def test_tenants_are_kept_apart_in_the_engine_and_in_the_index(pair: Clust
 
     assert pair.engines[home].bodies[-1]["cache_salt"] == cache_salt(tenant_root(ROOT, salt=salt))
     assert [held[salt][home], held[b"tenant b"][home], held[b""][home]] == [BLOCKS, 0, 0]
+
+
+async def test_an_adapter_is_asked_where_it_is_and_its_blocks_are_its_own(cluster: Cluster) -> None:
+    """Equal tokens under an adapter have other KV; an engine without the adapter would answer 404."""
+    engines = await cluster.add("b0", "b1", "b2", "b3", "b4")
+    engines[3].adapters = ["poet"]
+    await cluster.live(*cluster.engines)
+    await until(lambda: cluster.service.adapters() == {"poet"})
+
+    homes = {(await cluster.ask(adapter="poet", max_tokens=1, salt=salt))[0] for salt in (b"", b"", b"ann")}
+    await until(lambda: cluster.replica("b3").indexed_blocks == 2 * BLOCKS)
+    held = {
+        (adapter, salt): {
+            row.replica_id: row.held_blocks
+            for row in cluster.service.explain(request_of(PROMPT, adapter=adapter, salt=salt)).replicas
+        }["b3"]
+        for adapter in ("poet", "")
+        for salt in (b"", b"ann")
+    }
+
+    assert homes == {"b3"}
+    assert [body["model"] for body in engines[3].bodies] == ["poet"] * 3
+    assert "cache_salt" not in engines[3].bodies[0]
+    assert held == {("poet", b""): BLOCKS, ("poet", b"ann"): BLOCKS, ("", b""): 0, ("", b"ann"): 0}
+    assert cluster.service.choose("poet") is cluster.service
+    with pytest.raises(ModelNotFound):
+        cluster.service.choose("painter")
+
+    engines[3].adapters = []
+    await until(lambda: not cluster.service.adapters())
 
 
 async def test_an_engine_killed_in_mid_stream_is_survived(pair: Cluster) -> None:
