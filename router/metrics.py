@@ -212,9 +212,10 @@ class Histogram:
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
-    def total(self) -> tuple[int, float]:
-        """The number of observed values and their sum."""
-        return sum(self._counts), self._sum
+    @property
+    def counts(self) -> list[int]:
+        """Number of observed values by bucket, and beyond the last."""
+        return self._counts
 
     def sample(self) -> tuple[list[tuple[str, float]], float]:
         """The cumulative buckets in Prometheus' form, and the sum."""
@@ -285,6 +286,7 @@ class RouterMetrics(Collector):
         self._durations: dict[str, Histogram] = {}
         self._models: dict[str, ModelMetrics] = {}
         self._limiters: Sequence[RateLimiter] = ()
+        self.refusals: Counter[tuple[str, str]] = Counter()  #: refused requests by tenant and limit, or error
         self.streams_broken = 0  #: streams that ended in an error event
         self._disconnects = self._billing_lines = self._fields_ignored = 0
         self._cut: Counter[Labels] = Counter()
@@ -312,11 +314,20 @@ class RouterMetrics(Collector):
         histogram.observe(duration_s)
 
     def responses(self) -> Counter[int]:
-        """HTTP requests that have ended, by status."""
+        """Requests of clients to APIs of models that have ended, by status; no polls for metrics, health and views."""
         found: Counter[int] = Counter()
-        for (_, status), count in self._requests.items():
-            found[status] += count
+        for (endpoint, status), count in self._requests.items():
+            if endpoint.startswith("/v1/") and not endpoint.startswith("/v1/models"):
+                found[status] += count
         return found
+
+    def refused(self, tenant: str, limit: str) -> None:
+        """Count a request that was refused. `tenant`: named in the keys file, or `others`."""
+        self.refusals[tenant, limit] += 1
+
+    def first_tokens(self) -> list[int]:
+        """Number of first tokens of all models by bucket of `TTFT_BUCKETS`, and beyond."""
+        return [sum(counts) for counts in zip(*(each.ttft.counts for each in self._models.values()), strict=True)]
 
     def client_cut(self, reason: str) -> None:
         """Count a client that the server disconnected."""

@@ -16,6 +16,7 @@ from .config import RouterSettings
 from .errors import TlsUnusable
 from .http.app import App
 from .http.front import Front, TextModels
+from .http.live.trends import EVERY_S
 from .http.protocol.access import AccessLog, Writable
 from .http.protocol.server import HttpServer
 from .http.tracing import RequestSpans
@@ -106,6 +107,7 @@ class RouterServer:
             self._open.callback(spans.close)
         self._app = App(self.front, requests, spans)
         self._http: list[HttpServer] = []
+        self._sampling: asyncio.TimerHandle | None = None
 
     async def start(self, host: str, port: int, *, shared: bool = False) -> int:
         """Start serving at this address, in addition to earlier ones. Returns the bound port; 0 binds any free one.
@@ -116,7 +118,14 @@ class RouterServer:
         http = HttpServer(self._app, self._settings, clock=self.front.monotonic, tls=tls)
         bound = await http.start(host, port, shared=shared)
         self._http.append(http)
+        if self._sampling is None:
+            self._sample()
         return bound
+
+    def _sample(self) -> None:
+        """Add to the trends of the live page, now and every EVERY_S."""
+        self._sampling = asyncio.get_running_loop().call_later(EVERY_S, self._sample)
+        self.front.trends.add(self.front.sample())
 
     async def load_text(self, folder: Path, model_dir: Path | None = None) -> None:
         """Load the tokenizer in this folder ahead of the first replica. Raises RouterError.
@@ -127,6 +136,8 @@ class RouterServer:
 
     async def stop(self) -> None:
         """Stop accepting connections, let responses finish within the grace period, close everything. Idempotent."""
+        if self._sampling is not None:
+            self._sampling.cancel()
         self.front.live.close()
         await asyncio.gather(*(http.stop(self._grace_s, self.front.backend.end_requests) for http in self._http))
         self._open.close()

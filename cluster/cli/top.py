@@ -5,9 +5,9 @@ On a terminal, it redraws with every frame; elsewhere, or with `--once`, it prin
 
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Annotated, Any, NoReturn, TextIO
 
 from rich.console import Group, RenderableType
@@ -17,17 +17,28 @@ from rich.text import Text
 from ..client import follow_events, read_key, router_urls
 from ..errors import ClusterError
 from ..flags import NOTHING, FindCluster, Out, Url, option, settings_of
-from ..output import console, count, name_order, plain, table
+from ..output import LINE, console, count, name_order, plain, table
 
-#: Length in seconds of the window over which rates are averaged.
-RATE_S = 10.0
+#: Length in seconds of the window over which rates are averaged, by the router's samples.
+RATE_S = 60.0
 RETRY_S = 2.0
 MAX_PREFIXES = 8
 MAX_DECISIONS = 8
 MAX_FAILURES = 4
+MAX_STREAMS = 8
+#: Below this width, the table of replicas leaves out what is on the live page.
+WIDE = 120
 BLOCK_STATES = ("referenced", "pinned", "cached", "free")
 COLUMNS = ("replica", "state", "events", "running", "waiting", *BLOCK_STATES, "hit rate", "evicted next")
-NUMBERS = frozenset({"running", "waiting", *BLOCK_STATES, "hit rate", "requests", "tokens", "expected", "took"})
+NARROW = ("replica", "state", "running", "waiting", "kv used", "hit rate")
+NUMBERS = frozenset(
+    {"running", "waiting", *BLOCK_STATES, "kv used", "hit rate", "requests", "tokens", "expected", "took", "age"}
+    | {"prompt", "generated"}
+)
+#: Columns that are never cut.
+WHOLE = frozenset({"replica", "to", "on"})
+#: Fields of a sample in the documents `trend/N` (router/http/live/trends.py).
+SAMPLE = ("at", "requests", "failed", "refused", "prompt_tokens", "cached_tokens", "running", "waiting", "ttft")
 
 
 @dataclass(slots=True, frozen=True)
@@ -41,24 +52,25 @@ class Section:
 
 @dataclass(slots=True)
 class LiveView:
-    """The stream's documents as of the last frame, and the totals of the last RATE_S seconds."""
+    """The stream's documents as of the last frame."""
 
     documents: dict[str, Any] = field(default_factory=dict)
-    totals: deque[tuple[float, Mapping[str, float]]] = field(default_factory=deque)
+    now: float = 0.0  #: seconds since 1970
     problem: str = ""  #: why no frames arrive; empty if they do
 
     def apply(self, frame: Mapping[str, Any]) -> None:
         if frame["all"]:
             self.documents.clear()
-        if frame["all"] or (self.totals and frame["now"] < self.totals[-1][0]):
-            self.totals.clear()  # they belong to another router, to this one before a restart, or to a clock set since
         self.documents.update(frame["set"])
         for name in frame["gone"]:
             self.documents.pop(name, None)
-        self.problem = ""
-        self.totals.append((frame["now"], _sums(self.of("model").values())))
-        while len(self.totals) > 2 and self.totals[1][0] <= frame["now"] - RATE_S:
-            self.totals.popleft()
+        self.problem, self.now = "", frame["now"]
+
+    def before(self) -> dict[str, Any] | None:
+        """The router's totals about RATE_S seconds ago, or when it started; None: there are none."""
+        samples = [dict(zip(SAMPLE, each, strict=True)) for each in self.of("trend").values()]
+        recent = [each for each in samples if self.now - RATE_S <= each["at"] <= self.now]
+        return min(recent or samples, key=lambda each: float(each["at"]), default=None)
 
     def of(self, kind: str) -> dict[str, Any]:
         """Documents of one kind, by their names without the kind."""
@@ -82,7 +94,7 @@ def top(
     view.apply(next(frames))
     if not once and out.isatty():
         _show(view, out, reconnecting(frames, lambda: follow_events(address, key)))
-    view.apply(next(frames))  # rates need two frames, and the second has the replicas' next evictions
+    view.apply(next(frames))  # the second has the replicas' next evictions
     print(plain(*_renderables(view)), file=out)
     return 0
 
@@ -104,29 +116,32 @@ def reconnecting(
 
 def _show(view: LiveView, out: TextIO, frames: Iterable[dict[str, Any] | ClusterError]) -> NoReturn:
     """Redraw the whole terminal with each frame until interrupted."""
-    with Live(Group(*_renderables(view)), console=console(out), screen=True, auto_refresh=False) as live:
+    terminal = console(out)
+    with Live(Group(*_renderables(view, terminal.width)), console=terminal, screen=True, auto_refresh=False) as live:
         for frame in frames:
             if isinstance(frame, ClusterError):
                 view.problem = f"{frame}; trying again"
             else:
                 view.apply(frame)
-            live.update(Group(*_renderables(view)), refresh=True)
+            live.update(Group(*_renderables(view, terminal.width)), refresh=True)
     raise AssertionError("the frames have ended")
 
 
-def _renderables(view: LiveView) -> list[RenderableType]:
-    """The view as rich renderables. Text from the router is never parsed as markup."""
+def _renderables(view: LiveView, width: int = LINE) -> list[RenderableType]:
+    """The view as rich renderables for this many columns. Text from the router is never parsed as markup."""
     parts: list[RenderableType] = [
         Text(line, style="bold" if place == 0 else "") for place, line in enumerate(_head(view))
     ]
     if view.problem:
         parts.append(Text(_safe(view.problem), style="bold red"))
-    for section in _sections(view):
+    for section in _sections(view, wide=width >= WIDE):
         parts += [Text(), Text(section.title, style="bold")]
         if section.rows:
             made = table(section.columns, [[Text(cell) for cell in row] for row in section.rows], right=NUMBERS)
             for column in made.columns:
                 column.no_wrap = column.header != "why"
+                if column.header in WHOLE:
+                    column.min_width = max(len(row[section.columns.index(str(column.header))]) for row in section.rows)
             parts.append(made)
     return parts
 
@@ -134,25 +149,47 @@ def _renderables(view: LiveView) -> list[RenderableType]:
 def _head(view: LiveView) -> list[str]:
     router, models = view.documents["router"], view.of("model")
     served = ", ".join(f"{name} on {count(each['serving'], 'replica')}" for name, each in models.items())
-    (began, first), (now, last) = view.totals[0], view.totals[-1]
-    new = {name: last[name] - first[name] for name in last}
-    rate = new["requests"] / (now - began) if now > began else 0.0
-    cached = f"{new['cached_tokens'] / new['prompt_tokens']:.0%}" if new["prompt_tokens"] else "-"
+    sums = _sums(models.values())
+    before = view.before() or {"at": view.now, **sums}
+    new = {name: sums[name] - before[name] for name in ("requests", "prompt_tokens", "cached_tokens")}
+    rate = new["requests"] / (view.now - before["at"]) if view.now > before["at"] else 0.0
+    cached = f"{new['cached_tokens'] / new['prompt_tokens']:.0%}" if new["prompt_tokens"] > 0 else "-"
+    ttft = [now - then for now, then in zip_longest(sums["ttft"], before["ttft"], fillvalue=0)]
+    median, high = (_seconds(quantile(router["buckets"], ttft, share)) for share in (0.5, 0.99))
+    refused = sum(number for _, _, number in router["refusals"])
     return [
         _safe(f"homing {router['version']} · router {router['id']} · {served or 'no model yet'} · {router['policy']}"),
-        f"{rate:.1f} requests/s · first token "
-        f"{_seconds(new['ttft_sum_s'] / new['ttft_count'] if new['ttft_count'] else None)} · "
-        f"{cached} of prompts from cache · {router['in_flight']} running · {router['waiting']} waiting · "
-        f"{last['failed']:.0f} failed",
+        f"{rate:.1f} requests/s · first token {median} (99%: {high}) · {cached} of prompts from cache",
+        f"{router['in_flight']} running · {router['waiting']} waiting · {sums['failed']} failed · {refused} refused",
     ]
 
 
-def _sections(view: LiveView) -> list[Section]:
+def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> float | None:
+    """A quantile of values that are counted in buckets, interpolated; None without values."""
+    total, before = sum(counts), 0
+    for place, number in enumerate(counts):
+        if number > 0 and before + number >= share * total:
+            low, high = bounds[place - 1] if place else 0.0, bounds[min(place, len(bounds) - 1)]
+            return low + (high - low) * (share * total - before) / number
+        before += number
+    return None
+
+
+def _sections(view: LiveView, *, wide: bool) -> list[Section]:
     router, replicas = view.documents["router"], view.of("replica")
     evictions = {name.partition("/")[2]: hashes for name, hashes in view.of("evictions").items()}
-    rows = [_replica(name, replicas[name], evictions.get(name, ())) for name in sorted(replicas, key=name_order)]
-    rows += [(each["replica_id"], each["state"], *["-"] * (len(COLUMNS) - 2)) for each in router["absent"]]
-    sections = [Section("replicas and their KV blocks" if rows else "no replica yet", COLUMNS, rows)]
+    columns: tuple[str, ...] = COLUMNS if wide else NARROW
+    rows = [
+        _replica(name, replicas[name], evictions.get(name, ())) if wide else _narrow_replica(name, replicas[name])
+        for name in sorted(replicas, key=name_order)
+    ]
+    rows += [(each["replica_id"], each["state"], *["-"] * (len(columns) - 2)) for each in router["absent"]]
+    sections = [Section("replicas and their KV blocks" if rows else "no replica yet", columns, rows)]
+    streams = [each for listed in view.of("running").values() for each in listed]
+    streams = sorted(streams, key=lambda each: float(each["since"]))[:MAX_STREAMS]
+    if streams:
+        columns = ("age", "state", "on", "prompt", "generated", "request")
+        sections.append(Section("running, oldest first", columns, [_stream(each, view.now) for each in streams]))
     if prefixes := [row for tree in view.of("tree").values() for row in _prefixes(tree)]:
         sections.append(Section("hottest prefixes", ("requests", "tokens", "prefix", "held by"), prefixes))
     decisions = sorted(view.of("decision").values(), key=lambda each: each["at"], reverse=True)[:MAX_DECISIONS]
@@ -172,6 +209,20 @@ def _replica(name: str, each: Mapping[str, Any], evictions: Sequence[str]) -> tu
     counts = [str(blocks.get(state, "-")) for state in BLOCK_STATES]
     upcoming = f"{evictions[0]} +{len(evictions) - 1}" if evictions else "-"
     return name, each["state"], each["events"], str(each["running"]), str(each["waiting"]), *counts, rate, upcoming
+
+
+def _narrow_replica(name: str, each: Mapping[str, Any]) -> tuple[str, ...]:
+    row = dict(zip(COLUMNS, _replica(name, each, ()), strict=True))
+    blocks = each["blocks"]
+    used = f"{(blocks['referenced'] + blocks['pinned']) / max(1, sum(blocks.values())):.0%}" if blocks else "-"
+    state = row["state"] if row["events"] == "live" else f"{row['state']}, events {row['events']}"
+    return name, state, row["running"], row["waiting"], used, row["hit rate"]
+
+
+def _stream(each: Mapping[str, Any], now: float) -> tuple[str, ...]:
+    where = each["replica"] or each["waits_for"] or "-"
+    numbers = str(each["prompt_tokens"]), str(each["generated_tokens"])
+    return _seconds(max(0.0, now - each["since"])), each["state"], _safe(where), *numbers, _safe(each["id"])
 
 
 def _prefixes(tree: Mapping[str, Any]) -> list[tuple[str, ...]]:
@@ -201,10 +252,11 @@ def _decision(each: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _sums(models: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    names = ("requests", "failed", "prompt_tokens", "cached_tokens", "ttft_count", "ttft_sum_s")
+def _sums(models: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     known = list(models)
-    return {name: sum(model[name] for model in known) for name in names}
+    names = ("requests", "failed", "prompt_tokens", "cached_tokens")
+    ttft = [sum(each) for each in zip(*(model["ttft"] for model in known), strict=True)]
+    return {name: sum(model[name] for model in known) for name in names} | {"ttft": ttft}
 
 
 def _seconds(seconds: float | None) -> str:

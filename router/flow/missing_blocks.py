@@ -32,7 +32,7 @@ def missing_of(
         return Missing(token=0, reason="unknown", replica=chosen.replica_id, why=why)
     best = max(candidates, key=lambda each: 0 if each.feed is STALE else each.held_blocks)
     if best.feed is not STALE and best.held_blocks > cached:
-        why = f"{best.replica_id} holds {best.held_blocks} blocks, but was not chosen"
+        why = f"{best.replica_id} holds more of it, but was not chosen"
         return Missing(token=token, reason="elsewhere", replica=best.replica_id, why=why)
     return evicted(keys[cached], token, past) or _never_cached(keys[cached], cached, token, past, shared_with)
 

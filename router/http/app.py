@@ -121,6 +121,8 @@ class App:
         self._front.open_exchanges.pop(exchange, None)
         if exchange.error is not None:
             name_refused(exchange, exchange.error)
+            if exchange.summary is None and is_kept(exchange):
+                self._front.count_refusal(exchange.tenant, exchange.error)
         metrics = self._front.metrics
         metrics.http_request(row_path(exchange.request.path) or OTHER_PATH, exchange.status, duration_s)
         if exchange.summary is not None:

@@ -15,7 +15,7 @@ from ... import __version__
 from ...replica.messages import ModelLimits
 from ..backend import NEW, Backend, ClusterView, EngineList, Missing, ModelBackend, TextSource
 from ..config import RouterSettings
-from ..errors import NoReplica
+from ..errors import NoReplica, RouterError
 from ..metrics import ModelMetrics, RouterMetrics
 from ..tenants.api_keys import Tenants
 from ..tenants.rate_limits import RateLimiter, UsageRecord
@@ -25,6 +25,7 @@ from .body_reader import BodyReader
 from .departures import SessionPrompts
 from .history import RequestHistory
 from .live.feed import LiveFeed
+from .live.trends import Sample, Trends
 from .live.view import LiveSnapshot, ModelTotals, items_of
 from .protocol.exchange import Exchange
 from .response_store import ResponseStore, StoreBounds
@@ -35,6 +36,8 @@ log = logging.getLogger(__name__)
 #: Tenants shown of those whose blocks a replica holds.
 MAX_TENANTS = 16
 OTHERS = "others"
+#: Begins the name of a tenant whose key is unknown.
+UNKNOWN = "unknown:"
 
 #: In the chat template of a model that may reason: more formats are in use than we parse.
 _REASONING = re.compile("think|thought|reason", re.IGNORECASE)
@@ -175,6 +178,8 @@ class Front:
             self.history = RequestHistory(settings.request_history, settings.request_history_bytes, wall)
         self.clock_offset_s = wall() - monotonic()  #: seconds since 1970, less the monotonic clock
         self.open_exchanges: dict[Exchange, None] = {}  #: requests in progress that may generate, oldest first
+        self.trends = Trends()
+        self._named_tenants = frozenset(tenant.name for tenant in named)
         self.live = LiveFeed(lambda: items_of(self.live_snapshot()), wall=wall)
         self._served: dict[str, Served] = {}  #: by model name, as of the last request
         #: The model of each alias; None: the only model.
@@ -235,6 +240,28 @@ class Front:
         ]
         return msgspec.structs.replace(view, replicas=replicas)
 
+    def count_refusal(self, tenant: str, error: RouterError) -> None:
+        named = tenant in self._named_tenants or tenant.startswith(UNKNOWN)
+        shown = tenant.partition(":")[0] if named else OTHERS
+        self.metrics.refused(shown, error.limit or error.code or str(error.http_status))
+
+    def sample(self) -> Sample:
+        """The router's totals now."""
+        view = self.backend.view()
+        counters = view.counters
+        each = [self.metrics.of(model.name) for model in view.models]
+        return Sample(
+            at=round(self.wall(), 1),
+            requests=counters.requests,
+            failed=counters.failed,
+            refused=sum(self.metrics.refusals.values()),
+            prompt_tokens=sum(model.prompt_tokens for model in each),
+            cached_tokens=counters.delivered_cached_tokens,
+            running=view.in_flight,
+            waiting=view.waiting,
+            ttft=self.metrics.first_tokens(),
+        )
+
     def live_snapshot(self) -> LiveSnapshot:
         """The state that the live page shows."""
         view = self.cluster()
@@ -246,15 +273,17 @@ class Front:
             activities=self.backend.activity(),
             totals={model.name: self._totals(self.metrics.of(model.name)) for model in view.models},
             responses=self.metrics.responses(),
+            refusals=self.metrics.refusals,
+            trend=[*self.trends.items()],
             streams_broken=self.metrics.streams_broken,
             tenants={tenant.digest: tenant.name for tenant in self.tenants.named()},
         )
 
     @staticmethod
     def _totals(model: ModelMetrics) -> ModelTotals:
-        ttft_count, ttft_sum_s = model.ttft.total()
+        phases = {name: each.counts for name, each in model.phases.items()}
         return ModelTotals(
-            model.prompt_tokens, model.completion_tokens, ttft_count, ttft_sum_s, model.reports, model.gaps
+            model.prompt_tokens, model.completion_tokens, model.ttft.counts, phases, model.reports, model.gaps
         )
 
     async def load_texts(self) -> None:

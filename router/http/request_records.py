@@ -6,7 +6,7 @@ import msgspec
 
 from ..activity import Refusal, RequestRecord, Times
 from ..errors import RouterError, UnknownKey
-from .front import Front
+from .front import UNKNOWN, Front
 from .history import RequestQuery, State
 from .protocol.exchange import Exchange, GenerationSummary
 
@@ -89,7 +89,7 @@ def is_kept(exchange: Exchange) -> bool:
 def name_refused(exchange: Exchange, error: RouterError) -> None:
     """Name the tenant and the model of a request that was refused before they were known."""
     if isinstance(error, UnknownKey):
-        exchange.tenant = f"unknown:{error.key_sha256[:8]}"
+        exchange.tenant = f"{UNKNOWN}{error.key_sha256[:8]}"
     if not exchange.model:
         exchange.model = _named_model(exchange.request.body)[:MAX_NAME]
 

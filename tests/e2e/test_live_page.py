@@ -60,6 +60,12 @@ def test_the_page_shows_what_the_cluster_does(cluster: Serving, tab: Tab) -> Non
     assert tab.ask(text("about")).count(cluster.cluster()["router_id"]) == 1
     assert tab.ask("document.images.length") == 0
     assert tab.ask("document.documentElement.scrollWidth <= innerWidth")
+    tab.ask("document.getElementById('prompt').value = 'Hi'; document.getElementById('ask').requestSubmit()")
+    tab.until(f"{text('went')}.includes('prompt tokens from the cache')")
+    assert tab.ask(text("answer"))
+    tab.ask("document.querySelector('#went button').click()")
+    tab.until(f"{text('record-text')}.includes('decisions')")
+    assert tab.ask("document.querySelectorAll('#charts svg').length") == 4
     assert tab.console == []
     tab.open("about:blank")
 

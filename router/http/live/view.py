@@ -15,6 +15,8 @@ import msgspec
 from ....events.load_report import LoadReport
 from ...activity import FailedRequest, ModelActivity, PrefixNode, RoutedRequest, RunningRequest
 from ...backend import ClusterView, ModelView, ReplicaScore, ReplicaView
+from ...metrics import TTFT_BUCKETS
+from .trends import Sample
 
 #: The encoded documents by name.
 Items = dict[str, bytes]
@@ -23,6 +25,7 @@ Items = dict[str, bytes]
 MAX_CANDIDATES = 16
 #: Maximum number of replicas shown, so that a frame stays below a megabyte; the page says how many are left out.
 MAX_REPLICAS = 256
+MAX_REFUSALS = 20
 #: Hex digits shown of a block hash: enough to identify it, because `homing watch --hash` accepts a prefix.
 HASH_DIGITS = 12
 #: Age at which a replica's last report is shown as old; replicas report five times a second.
@@ -36,8 +39,8 @@ class ModelTotals(msgspec.Struct, frozen=True):
 
     prompt_tokens: int
     completion_tokens: int
-    ttft_count: int
-    ttft_sum_s: float
+    ttft: Sequence[int]  #: number of first tokens by bucket of `TTFT_BUCKETS`, and beyond
+    phases: Mapping[str, Sequence[int]]  #: number of requests by bucket of their time in each phase
     reports: Mapping[str, LoadReport]  #: last load report, by replica
     gaps: Mapping[str, int]  #: gaps in the event stream, by replica
 
@@ -52,6 +55,8 @@ class LiveSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     activities: Sequence[ModelActivity]
     totals: Mapping[str, ModelTotals]  #: by model
     responses: Mapping[int, int]  #: HTTP responses by status
+    refusals: Mapping[tuple[str, str], int]  #: refused requests by tenant and limit
+    trend: Sequence[tuple[int, Sample]]  #: samples of the last minutes with their numbers, oldest first
     streams_broken: int
     tenants: Mapping[bytes, str]  #: names of the tenants in the keys file, by digest
 
@@ -63,6 +68,7 @@ def items_of(now: LiveSnapshot) -> Items:
     for replica in now.cluster.replicas[:MAX_REPLICAS]:
         totals = now.totals.get(replica.model)
         documents[f"replica/{replica.replica_id}"] = _replica(replica, totals)
+    documents |= {f"trend/{number}": sample for number, sample in now.trend}
     for number, activity in enumerate(now.activities):
         documents |= {f"{kind}/{number}/{name}": each for kind, name, each in _activity(now, activity)}
     return {name: _encode(document) for name, document in documents.items()}
@@ -89,6 +95,10 @@ def _router(now: LiveSnapshot) -> dict[str, Any]:
         "absent": [msgspec.structs.asdict(each) for each in view.absent],
         "refused": [msgspec.structs.asdict(each) for each in view.refused],
         "hidden_replicas": max(0, len(view.replicas) - MAX_REPLICAS),
+        "buckets": TTFT_BUCKETS,
+        "refusals": [
+            (*key, now.refusals[key]) for key in sorted(now.refusals, key=now.refusals.__getitem__)[-MAX_REFUSALS:]
+        ],
         "responses": {str(status): count for status, count in sorted(now.responses.items())},
     }
 
@@ -97,7 +107,8 @@ def _model(view: ModelView, totals: ModelTotals) -> dict[str, Any]:
     return {
         **_fields(view, "serving waiting in_flight"),
         **_fields(view.counters, "requests finished failed cancelled continued"),
-        **_fields(totals, "prompt_tokens completion_tokens ttft_count ttft_sum_s"),
+        **_fields(totals, "prompt_tokens completion_tokens ttft phases"),
+        "waiting_tokens": view.waiting_tokens,
         "cached_tokens": view.counters.delivered_cached_tokens,
     }
 
@@ -117,6 +128,8 @@ def _replica(view: ReplicaView, totals: ModelTotals | None) -> dict[str, Any]:
         "preemptions": report.counters.preemptions if report else 0,
         "prefill_tokens_per_s": round(view.prefill_tokens_per_s),
         "trouble": view.trouble or ("no report for some seconds" if old else ""),
+        "waiting_blocks": view.waiting_blocks,
+        "tenants": view.tenant_blocks,
         "warm_up": None if view.warm_up is None else msgspec.structs.asdict(view.warm_up),
     }
 

@@ -37,17 +37,6 @@ def shown(backend: FakeBackend, **changes: object) -> LiveView:
     return view
 
 
-def test_rates_are_right_again_after_the_router_s_clock_was_set_back(backend: FakeBackend) -> None:
-    """Otherwise they would stay 0 until the clock has caught up, and every frame until then would be kept."""
-    view = shown(backend)
-    frames = [frame({}, items_of(situation(backend)), at) for at in (1000.0, 1001.0, 1002.0)]
-
-    for each in frames:
-        view.apply(msgspec.json.decode(each[6:]) | {"all": False})
-
-    assert [at for at, _ in view.totals] == [1000.0, 1001.0, 1002.0]
-
-
 @contextmanager
 def router(backend: FakeBackend, **settings: str) -> Iterator[str]:
     """The address of a router over the backend, in its own thread, that sends frames without a pause."""
@@ -122,18 +111,39 @@ def test_a_cluster_without_replicas_is_shown(backend: FakeBackend) -> None:
     assert "no replica yet" in plain(*_renderables(shown(backend, cluster=cluster, activities=[]))).splitlines()
 
 
-def test_rates_are_those_of_the_last_seconds(backend: FakeBackend) -> None:
-    """Totals since the start would hide current changes."""
-    view = LiveView()
-    counts = dict.fromkeys(
-        ("requests", "failed", "prompt_tokens", "cached_tokens", "ttft_count", "ttft_sum_s", "serving"), 0
+def test_rates_are_those_of_the_last_minute_from_the_first_frame_on(backend: FakeBackend) -> None:
+    """Totals since the start would hide current changes, and `--once` would otherwise see a second or two."""
+    view = shown(backend)
+    old, minute, new = (
+        [at, requests, 0, 0, 0, 0, 0, 0, [0] * 19] for at, requests in ((0, 0), (1941, 700), (1999, 990))
     )
-    router = {"version": "1", "id": "a", "policy": "p", "in_flight": 0, "waiting": 0, "absent": []}
-    for second in range(100):
-        model = counts | {"requests": 5 * second if second > 50 else 0}
-        view.apply({"now": float(second), "all": not second, "set": {"router": router, "model/m": model}, "gone": []})
+    view.documents |= {"trend/1": old, "trend/2": minute, "trend/3": new}
+    view.documents["model/m"] = {
+        "requests": 995,
+        "failed": 0,
+        "prompt_tokens": 100,
+        "cached_tokens": 25,
+        "serving": 2,
+        "ttft": [0] * 5 + [98] + [0] * 12 + [2],
+    }
 
-    assert plain(*_renderables(view)).splitlines()[1].startswith("5.0 requests/s")
+    line = plain(*_renderables(view)).splitlines()[1]
+
+    assert line.startswith("5.0 requests/s · first token 30.2 ms (99%: 160.00 s) · 25% of prompts")
+
+
+def test_at_80_columns_replicas_are_named_in_full_and_streams_are_shown(backend: FakeBackend) -> None:
+    """With several models the names are long, and what is stuck is the first question."""
+    view, name = shown(backend), "qwen3-coder-30b-a3b-r12"
+    view.documents[f"replica/{name}"] = view.documents["replica/r0"]
+    narrow = Console(file=io.StringIO(), width=80)
+
+    narrow.print(*_renderables(view, 80), sep="\n")
+
+    lines = narrow.file.getvalue().splitlines()
+    assert any(line.startswith(f"{name}  serving") for line in lines)
+    assert "running, oldest first" in lines
+    assert max(map(len, lines)) <= 80
 
 
 def test_a_stream_that_breaks_is_opened_again() -> None:

@@ -151,7 +151,7 @@ class TestTenants:
         (tmp_path / "keys.yaml").write_text(KEYS)
         return RouterSettings(default_max_tokens=64, api_keys_file=str(tmp_path / "keys.yaml"))
 
-    async def test_a_refusal_names_tenant_model_and_limit(self, client: httpx.AsyncClient):
+    async def test_a_refusal_names_tenant_model_and_limit(self, client: httpx.AsyncClient, front: Front):
         """Even if the tenant is refused before its body is read, or its key is unknown."""
         body = {"prompt": "a", "model": "demo", "max_tokens": 1}
         for name in ("first", "second"):
@@ -168,6 +168,8 @@ class TestTenants:
         asked = {"state": "refused", "limit": "requests_per_minute"}
         listed = (await client.post("/requests", json=asked, headers=BOSS)).json()["requests"]
         assert [each["id"] for each in listed] == ["second"]
+        counted = {("team-a", "requests_per_minute"): 1, ("unknown", "invalid_api_key"): 1}
+        assert front.metrics.refusals == counted
 
     @pytest.mark.parametrize("method", ["GET", "POST"])
     async def test_only_admins_look_back(self, client: httpx.AsyncClient, method: str):

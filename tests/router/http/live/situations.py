@@ -7,6 +7,7 @@ import msgspec
 from homing.events.load_report import CacheCounters, LoadReport
 from homing.router.activity import FailedRequest, ModelActivity, PrefixNode, RoutedRequest, RunningRequest
 from homing.router.backend import Explanation, ReplicaScore
+from homing.router.http.live.trends import Sample
 from homing.router.http.live.view import LiveSnapshot, ModelTotals
 
 from ..fakes import FakeBackend, replica_view
@@ -107,14 +108,18 @@ def activity(*, candidates: int = 2) -> ModelActivity:
 def situation(backend: FakeBackend, **changes: Any) -> LiveSnapshot:
     """A snapshot of the fake backend's cluster with `activity()`, and with `changes` to its fields."""
     view = msgspec.structs.replace(backend.view(), replicas=[replica_view("r0", "serving")])
+    reports = {"r0": report(total=100, free=60, cached=20, pinned=10)}
+    totals = ModelTotals(1, 2, [0] * 5 + [3] + [0] * 13, {"queue": [3] + [0] * 18}, reports, {"r0": 2})
     made = LiveSnapshot(
         version="1",
         started_at=1000,
         clock_offset_s=1000.0,
         cluster=view,
         activities=[activity()],
-        totals={"demo": ModelTotals(1, 2, 3, 4.0, {"r0": report(total=100, free=60, cached=20, pinned=10)}, {"r0": 2})},
+        totals={"demo": totals},
         responses={200: 5, 502: 1},
+        refusals={("team", "max_running"): 4},
+        trend=[(1, Sample(995.0, 0, 0, 0, 0, 0, 0, 0, [0] * 19))],
         streams_broken=1,
         tenants={b"t" * 16: "team"},
     )

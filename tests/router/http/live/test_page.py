@@ -49,6 +49,7 @@ def test_the_page_needs_nothing_from_elsewhere_and_inserts_text_as_text() -> Non
     assert re.findall(r"https?://(?!www\.w3\.org/2000/svg)", text) == []
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function", text)
     assert len(re.findall("<script", text)) == len(re.findall("<style", text)) == 1
+    assert len(text.encode()) <= 60 * 1024
 
 
 @pytest.mark.parametrize(("key", "status"), [("", 401), ("wrong", 401), ("other", 403)])

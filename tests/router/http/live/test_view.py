@@ -7,6 +7,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
+from homing.router.http.live.trends import KEPT, Sample, Trends
 from homing.router.http.live.view import MAX_CANDIDATES, MAX_REPLICAS, Items, frame, items_of
 
 from ..fakes import FakeBackend, replica_view
@@ -99,6 +100,31 @@ def test_of_very_many_replicas_some_are_left_out_and_counted(backend: FakeBacken
     assert sum(name.startswith("replica/") for name in items) == MAX_REPLICAS
     assert shown(items)["router"]["hidden_replicas"] == MAX_REPLICAS
     assert len(frame({}, items, 0.0)) < 1024 * 1024
+
+
+def test_the_last_quarter_of_an_hour_is_kept(backend: FakeBackend) -> None:
+    """The page draws it when it is opened; old samples leave as new ones come."""
+    trends = Trends()
+    for number in range(2 * KEPT):
+        trends.add(Sample(float(number), 0, 0, 0, 0, 0, 0, 0, [1]))
+    before = items_of(situation(backend, trend=[*trends.items()]))
+    trends.add(Sample(1e6, 0, 0, 0, 0, 0, 0, 0, [1]))
+
+    sent = json.loads(frame(before, items_of(situation(backend, trend=[*trends.items()])), 0.0)[6:])
+
+    assert len(trends) == KEPT
+    assert sent["set"] == {f"trend/{2 * KEPT + 1}": [1e6, 0, 0, 0, 0, 0, 0, 0, [1]]}
+    assert sent["gone"] == [f"trend/{KEPT + 1}"]
+
+
+def test_who_was_refused_is_shown_by_limit(backend: FakeBackend) -> None:
+    """The most frequent come last, so that a limited list keeps them."""
+    refusals = {("team", f"limit{number}"): number for number in range(100)}
+
+    rows = shown(items_of(situation(backend, refusals=refusals)))["router"]["refusals"]
+
+    assert rows[-1] == ["team", "limit99", 99]
+    assert len(rows) < 100
 
 
 def test_text_that_clients_choose_stays_inside_a_json_string(backend: FakeBackend) -> None:
