@@ -118,12 +118,18 @@ class RequestHistory(SqliteStore):
     def _write(self, records: list[RequestRecord]) -> None:
         file = self._open()
         file.execute("BEGIN")
-        file.executemany(
-            "INSERT INTO requests (id, created, state, refused, tenant, model, hit_limit, first_token, bytes, record) "
-            "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            map(_row, records),
-        )
-        file.execute("COMMIT")
+        try:
+            file.executemany(
+                "INSERT INTO requests "
+                "(id, created, state, refused, tenant, model, hit_limit, first_token, bytes, record) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                map(_row, records),
+            )
+            file.execute("COMMIT")
+        except BaseException:
+            if file.in_transaction:  # else every later batch would fail, too
+                file.execute("ROLLBACK")
+            raise
         if self._written // RECORDS_PER_SWEEP < (self._written + len(records)) // RECORDS_PER_SWEEP:
             refused = self._most_bytes * REFUSED_SHARE
             self._sweep(Bounds(inf, self._most_bytes - refused, inf), "refused = 0")

@@ -166,8 +166,8 @@ class Fleet:
                 self._outdated[each.name] = each
 
     def _refit_costs(self, now: float) -> None:
-        """Begin a fit once a second, and do a part of it."""
-        if now - self._fitted_at >= REFIT_EVERY_S:
+        """Begin a fit once a second, but not before the last one is complete, and do a part of it."""
+        if self._fit is None and now - self._fitted_at >= REFIT_EVERY_S:
             self._fitted_at, self._fit = now, self._pool.fitting()
         if self._fit is None:
             return

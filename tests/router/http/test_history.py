@@ -16,6 +16,7 @@ from homing.router.activity import Refusal, RequestRecord, Times
 from homing.router.backend import TokenDelta
 from homing.router.config import RouterSettings
 from homing.router.errors import NoReplica, RequestFailed
+from homing.router.http import history as history_module
 from homing.router.http.front import Front
 from homing.router.http.history import RECORDS_PER_SWEEP, RequestHistory, RequestQuery
 from homing.router.http.protocol.exchange import GenerationSummary
@@ -301,3 +302,20 @@ async def test_the_phases_of_answers_are_metrics(client: httpx.AsyncClient, back
 
     for phase in ("receive", "queue", "prefill", "decode", "blocked"):
         assert f'homing_request_phase_seconds_count{{model="demo",phase="{phase}"}} 1.0' in text
+
+
+async def test_a_failed_write_loses_its_own_records_only(monkeypatch):
+    """A full disk or a locked file ends sooner or later."""
+    history, row = RequestHistory("", 1_000_000), history_module._row
+
+    def fail(record: RequestRecord):
+        raise sqlite3.OperationalError("disk full")
+
+    monkeypatch.setattr(history_module, "_row", fail)
+    history.put(record("lost"))
+    assert await history.find("lost") is None
+    monkeypatch.setattr(history_module, "_row", row)
+    history.put(record("kept"))
+
+    assert await history.find("kept") is not None
+    history.close()
