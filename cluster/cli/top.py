@@ -18,6 +18,7 @@ from ..client import follow_events, read_key, router_urls
 from ..errors import ClusterError
 from ..flags import NOTHING, FindCluster, Out, Url, option, settings_of
 from ..output import LINE, console, count, name_order, plain, table
+from ..request_records import clock, printable, seconds
 
 #: Length in seconds of the window over which rates are averaged, by the router's samples.
 RATE_S = 60.0
@@ -133,7 +134,7 @@ def _renderables(view: LiveView, width: int = LINE) -> list[RenderableType]:
         Text(line, style="bold" if place == 0 else "") for place, line in enumerate(_head(view))
     ]
     if view.problem:
-        parts.append(Text(_safe(view.problem), style="bold red"))
+        parts.append(Text(printable(view.problem), style="bold red"))
     for section in _sections(view, wide=width >= WIDE):
         parts += [Text(), Text(section.title, style="bold")]
         if section.rows:
@@ -155,10 +156,11 @@ def _head(view: LiveView) -> list[str]:
     rate = new["requests"] / (view.now - before["at"]) if view.now > before["at"] else 0.0
     cached = f"{new['cached_tokens'] / new['prompt_tokens']:.0%}" if new["prompt_tokens"] > 0 else "-"
     ttft = [now - then for now, then in zip_longest(sums["ttft"], before["ttft"], fillvalue=0)]
-    median, high = (_seconds(quantile(router["buckets"], ttft, share)) for share in (0.5, 0.99))
+    median, high = (seconds(quantile(router["buckets"], ttft, share)) for share in (0.5, 0.99))
     refused = sum(number for _, _, number in router["refusals"])
+    about = f"homing {router['version']} · router {router['id']} · {served or 'no model yet'} · {router['policy']}"
     return [
-        _safe(f"homing {router['version']} · router {router['id']} · {served or 'no model yet'} · {router['policy']}"),
+        printable(about),
         f"{rate:.1f} requests/s · first token {median} (99%: {high}) · {cached} of prompts from cache",
         f"{router['in_flight']} running · {router['waiting']} waiting · {sums['failed']} failed · {refused} refused",
     ]
@@ -198,7 +200,7 @@ def _sections(view: LiveView, *, wide: bool) -> list[Section]:
         sections.append(Section("latest decisions", columns, [_decision(each) for each in decisions]))
     failures = sorted(view.of("failure").values(), key=lambda each: each["at"], reverse=True)[:MAX_FAILURES]
     if failures:
-        failed = [(_clock(each["at"]), str(each["status"]), _safe(each["reason"])) for each in failures]
+        failed = [(clock(each["at"]), str(each["status"]), printable(each["reason"])) for each in failures]
         sections.append(Section("errors", ("at", "status", "why"), failed))
     return sections
 
@@ -222,7 +224,7 @@ def _narrow_replica(name: str, each: Mapping[str, Any]) -> tuple[str, ...]:
 def _stream(each: Mapping[str, Any], now: float) -> tuple[str, ...]:
     where = each["replica"] or each["waits_for"] or "-"
     numbers = str(each["prompt_tokens"]), str(each["generated_tokens"])
-    return _seconds(max(0.0, now - each["since"])), each["state"], _safe(where), *numbers, _safe(each["id"])
+    return seconds(max(0.0, now - each["since"])), each["state"], printable(where), *numbers, printable(each["id"])
 
 
 def _prefixes(tree: Mapping[str, Any]) -> list[tuple[str, ...]]:
@@ -241,14 +243,14 @@ def _decision(each: Mapping[str, Any]) -> tuple[str, ...]:
     row = next((row for row in each["candidates"] if row["chosen"]), None)
     cached = each["cached_tokens"]
     return (
-        _clock(each["at"]),
+        clock(each["at"]),
         str(each["chosen"]),
         str(each["prompt_tokens"]),
         "-" if cached is None else str(cached),
-        _seconds(row["ttft_s"] if row else None),
-        _seconds(each["ttft_s"]),
+        seconds(row["ttft_s"] if row else None),
+        seconds(each["ttft_s"]),
         each["state"],
-        _safe(each["why"]),
+        printable(each["why"]),
     )
 
 
@@ -257,16 +259,3 @@ def _sums(models: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     names = ("requests", "failed", "prompt_tokens", "cached_tokens")
     ttft = [sum(each) for each in zip(*(model["ttft"] for model in known), strict=True)]
     return {name: sum(model[name] for model in known) for name in names} | {"ttft": ttft}
-
-
-def _seconds(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
-
-
-def _clock(at: float) -> str:
-    return time.strftime("%H:%M:%S", time.localtime(at))
-
-
-def _safe(text: str) -> str:
-    """Replace unprintable characters, because foreign text must not move the cursor."""
-    return "".join([each if each.isprintable() else "?" for each in text])
