@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ..events.config import EventsSettings
 from ..events.errors import BadKeys
+from ..events.publish.fixed_stream import settings_problem
 from ..events.security.curve_keys import reader_keys, server_keys
 from ..kvcache.errors import KvCacheError
 from ..replica.config import ReplicaSettings
@@ -194,6 +195,13 @@ def prepare(settings: Settings) -> Settings:
     store = Path(router.response_store)
     if not store.parent.is_dir():
         raise SettingsError(f"response_store: folder {store.parent} does not exist; create it, or choose another file")
+    history = Path(router.request_history)
+    if not history.parent.is_dir():
+        raise SettingsError(
+            f"request_history: folder {history.parent} does not exist; create it, or choose another file"
+        )
+    if (problem := settings_problem(settings.events)) is not None:
+        raise SettingsError(problem)
     return _named(settings)
 
 

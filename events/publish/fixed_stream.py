@@ -13,6 +13,7 @@ from ..wire.frames import events_topic
 
 #: Replicas of one node that may have fixed ports.
 MAX_PLACES = 64
+LAST_PORT = 65_535
 
 
 class Preset(NamedTuple):
@@ -47,8 +48,19 @@ class FixedStream:
 
     def places(self) -> Iterator[tuple[int, int]]:
         """The ports of the node's first replica, its second, and so on; a replica takes the first that are free."""
-        for place in range(MAX_PLACES):
+        for place in range(min(MAX_PLACES, LAST_PORT + 1 - max(self.port, self.replay_port))):
             yield self.port + place, self.replay_port and self.replay_port + place
+
+
+def settings_problem(settings: EventsSettings) -> str | None:
+    """What is wrong with the settings of the fixed address, or None."""
+    found = fixed_stream(settings, Publisher(0, ""))
+    if found is None:
+        named = [name for name in ("events_replay_port", "events_topic") if getattr(settings, name)]
+        return f"{named[0]}: it has no effect without events_port or events_preset" if named else None
+    if found.port == found.replay_port:
+        return f"events_replay_port: {found.port} is the port of the events, too; choose another one"
+    return None
 
 
 def fixed_stream(settings: EventsSettings, about: Publisher) -> FixedStream | None:

@@ -3,6 +3,7 @@
 Hashes and epochs are written as 16 hex digits: programs that use doubles (JavaScript, jq) would round numbers.
 """
 
+import base64
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, get_args
 
@@ -48,7 +49,12 @@ class _Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 def to_line(record: Recorded) -> bytes:
     """Encode a record as one JSON object, without a newline."""
-    return msgspec.json.encode(_line(record))
+    line = _line(record)
+    try:
+        return msgspec.json.encode(line)
+    except TypeError:  # JSON has no name for everything that msgpack may hold
+        packed = base64.b64encode(msgspec.msgpack.encode(line.extra_keys)).decode()
+        return msgspec.json.encode(msgspec.structs.replace(line, extra_keys=[packed]))
 
 
 def remark(replica: str, epoch: int, kind: str, **fields: str | float | None) -> bytes:

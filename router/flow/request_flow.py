@@ -547,11 +547,11 @@ class RequestFlow:
         return missing_of(prompt, request.keys, candidates, chosen, self.placement.past, shared_with)
 
     def _shared_with(self, request: RequestState, number: int) -> bytes | None:
-        """The tenant under whose root block `number` of the prompt is cached, or an earlier one of a long prompt."""
+        """Another tenant that has block `number` of the prompt cached, or an earlier one of a long prompt."""
         assert self.model is not None, "a request without a model"
         index, size = self.placement.index, self._block_size * TOKEN_BYTES
         for root, tenant in reversed(self._tenants.items()):
-            if root == request.root:
+            if root == request.root or tenant == request.request.tenant:
                 continue
             for end in dict.fromkeys((1, min(number, MAX_COMPARED) + 1)):  # most prompts differ in their first block
                 chain = self.model.hasher.chain(root, request.tokens[: end * size])

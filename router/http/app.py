@@ -52,8 +52,6 @@ class App:
         if self._cors is not None and self._cors.is_preflight(request):
             exchange.respond(b"", status=204, headers=self._cors.preflight(request))
             return exchange
-        if request.method == "POST":
-            self._front.open_exchanges[exchange] = None
         self._call_endpoint(exchange)
         return exchange
 
@@ -131,9 +129,7 @@ class App:
             metrics.client_gone()
         if self._spans is not None:
             self._spans.end(exchange, duration_s)
-        if exchange.request.headers.get("user-agent") == OWN_AGENT:
-            return
-        if self._access is not None:
+        if self._access is not None and exchange.request.headers.get("user-agent") != OWN_AGENT:
             self._access.write(exchange, duration_s)
         if self._front.history is not None and is_kept(exchange):
             self._front.history.put(record_of(self._front, exchange))

@@ -10,6 +10,7 @@ follower of that request, and takes over the block if that request ends first.
 
 from collections.abc import Iterable, Sequence
 from itertools import repeat
+from operator import itemgetter
 
 import msgspec
 
@@ -33,8 +34,12 @@ class ExpectedBlocks:
         return len(self.owners)
 
     def expect(self, wanted: Expectation) -> None:
+        self._expect(wanted, wanted.start, len(wanted.chain))
+
+    def _expect(self, wanted: Expectation, start: int, end: int) -> None:
+        """Enter these blocks of its chain."""
         # One C call for all blocks: a prompt may have thousands.
-        owners = set(map(self.owners.setdefault, wanted.chain[wanted.start :], repeat(wanted)))
+        owners = set(map(self.owners.setdefault, wanted.chain[start:end], repeat(wanted)))
         owners.discard(wanted)
         for owner in owners:
             owner.followers[wanted] = None
@@ -48,9 +53,30 @@ class ExpectedBlocks:
             if self.owners.get(block) is gone:
                 del self.owners[block]
         followers, gone.followers = gone.followers, {}  # followers may refer to each other: leave no reference cycle
+        self._inherit(gone, [each for each in followers if not each.withdrawn])
+
+    def _inherit(self, gone: Expectation, followers: Sequence[Expectation]) -> None:
+        """Hand the blocks of `gone` to its followers.
+
+        One of them takes what it shares with `gone`; the others follow it and look up only what it does not cover. So
+        the end of each of many requests with one prompt costs that prompt's length once, not once per request.
+        """
+        shared = []
         for follower in followers:
-            if not follower.withdrawn:
-                self.expect(follower)
+            start = max(follower.start, gone.start)
+            shared.append((common_prefix(gone.chain, follower.chain, start), -start, follower))
+        if not shared:
+            return
+        end, negative, heir = max(shared, key=itemgetter(0, 1))
+        start = -negative
+        self._expect(heir, start, end)
+        for its_end, negative, follower in shared:
+            its_start = -negative
+            if follower is heir:
+                continue
+            if its_end > start:
+                heir.followers[follower] = None
+            self._expect(follower, its_start, min(its_end, start))
 
     def extended(self, hashes: Sequence[int], held: int) -> int:
         """Length of the prefix of `hashes` that is held or expected; the first `held` blocks are held."""

@@ -331,7 +331,9 @@ class _ObservedBlocks(ReplicaBlocks):
             return
         pairs = list(blocks)
         super().stage(pairs, first=first)
-        self._staged = [*(() if first else self._staged), *(block for block, _ in pairs)]
+        if first:
+            self._staged = []
+        self._staged += [block for block, _ in pairs]
 
     def install(self) -> None:
         super().install()

@@ -54,6 +54,8 @@ def charged(handler: Handler) -> Guarded:
     async def run(front: Front, exchange: Exchange) -> None:
         caller = Caller(front, exchange)
         caller.check()
+        if not exchange.over:  # the client may have left before a restart
+            front.open_exchanges[exchange] = None
         await handler(front, exchange, caller)
         if not caller.begun:
             caller.charge([])

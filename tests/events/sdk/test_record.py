@@ -2,6 +2,7 @@
 
 import json
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -50,6 +51,18 @@ def test_a_record_is_read_back_as_it_was_written(record: Recorded) -> None:
 
     assert b"\n" not in line
     assert from_line(line) == record
+
+
+@pytest.mark.parametrize("key", [{None: 1}, {True: 1}, msgspec.msgpack.Ext(4, b"x")], ids=["null", "bool", "ext"])
+def test_keys_that_json_cannot_hold_are_written_as_one_text(key: object) -> None:
+    """msgpack has maps with any keys, and types of its own."""
+    stored = Stored(None, [1], [2], 1, extra_keys=["salt", key])
+    line = to_line(Recorded("r0", StreamEvent(1, 2.0, stored, False), 3))
+
+    read = from_line(line)
+
+    assert read is not None
+    assert [type(each) for each in read.item.event.extra_keys] == [str]
 
 
 def test_hashes_are_written_as_hex_digits() -> None:

@@ -96,3 +96,14 @@ def test_what_another_tenant_has_cached_is_told_from_what_is_new() -> None:
     table = world.flow.explain(msgspec.structs.replace(request_of([*prompt, 1]), salt=b"one"), 0.0)
     assert table.missing is None
     assert tenant_root(ROOT, salt=b"one") != tenant_root(ROOT, salt=b"two")
+
+
+def test_a_tenant_with_another_salt_is_no_other_tenant() -> None:
+    """Salts separate blocks within one tenant, too."""
+    world = World(replicas=1)
+    prompt = list(range(10 * BLOCK))
+    for salt in (b"first", b"second"):
+        given = msgspec.structs.replace(request_of(prompt), salt=salt, tenant=b"one".ljust(16))
+        found = world.flow.state_of(world.submit(given)).missing
+        world.settle()
+        assert (found.reason, found.tenant) == ("new", None)

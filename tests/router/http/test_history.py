@@ -17,6 +17,8 @@ from homing.router.backend import TokenDelta
 from homing.router.config import RouterSettings
 from homing.router.errors import NoReplica, RequestFailed
 from homing.router.http import history as history_module
+from homing.router.http.app import OWN_AGENT
+from homing.router.http.endpoints.table import find
 from homing.router.http.front import Front
 from homing.router.http.history import RECORDS_PER_SWEEP, RequestHistory, RequestQuery
 from homing.router.http.protocol.exchange import GenerationSummary
@@ -79,6 +81,39 @@ async def test_a_running_request_is_found_too(client: httpx.AsyncClient, backend
     assert (found["state"], found["status"]) == ("running", None)
     assert found["choices"][0]["silent_s"] >= 0
     assert [each["id"] for each in listed] == ["x"]
+
+
+async def test_what_only_asks_is_no_request_in_progress(client: httpx.AsyncClient):
+    """`homing requests` asks with a POST, which would be in its own answer."""
+    assert (await client.post("/requests", json={"state": "running"})).json()["requests"] == []
+
+
+async def test_a_restart_after_the_client_left_is_not_in_progress(
+    client: httpx.AsyncClient, backend: FakeBackend, front: Front
+):
+    """Nothing would take it off the list again."""
+    backend.script = lambda _: [PAUSE]
+    waiting = asyncio.create_task(client.post("/v1/completions", json={"prompt": "a"}))
+    while not (front.open_exchanges and backend.streams):  # noqa: ASYNC110 - nothing tells that it has arrived
+        await asyncio.sleep(0.001)
+    [exchange] = front.open_exchanges
+    waiting.cancel()
+    while not exchange.over:  # noqa: ASYNC110 - nothing tells that it has left
+        await asyncio.sleep(0.001)
+
+    again = asyncio.create_task(find(exchange.request).handler.run(front, exchange))
+    await asyncio.sleep(0.01)
+    again.cancel()
+
+    assert not front.open_exchanges
+
+
+async def test_no_client_can_hide_from_the_history(client: httpx.AsyncClient):
+    """The access log leaves out homing's own commands, by a header that anybody may send."""
+    sent = {"x-request-id": "hidden", "user-agent": OWN_AGENT}
+    await client.post("/v1/completions", json={"prompt": "a"}, headers=sent)
+
+    assert (await get(client, "hidden"))["state"] == "finished"
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -54,26 +54,40 @@ def test_a_block_stays_expected_while_any_request_will_store_it() -> None:
 
 
 class CountedChain(list[int]):
-    """Counts how often it is read."""
+    """Counts the elements that are read."""
 
     reads = 0
 
     def __getitem__(self, place: Any) -> Any:
-        self.reads += 1
-        return super().__getitem__(place)
+        found = super().__getitem__(place)
+        self.reads += len(found) if isinstance(place, slice) else 1
+        return found
 
 
 def test_the_cost_of_a_withdrawal_does_not_grow_with_those_before_it() -> None:
     """A long prompt that shares blocks with many shorter ones takes over each block once."""
-    prompts = 16
+    prompts = 256
     long = CountedChain(range(prompts))
     blocks, made = expecting(*((range(number), 0) for number in range(1, prompts)), (long, 0))
 
     for each in made[:-1]:
         blocks.withdraw(each)
 
-    assert long.reads <= 2 * prompts
+    assert long.reads <= 2 * prompts * prompts.bit_length()
     assert len(blocks) == prompts
+
+
+def test_the_cost_of_a_withdrawal_does_not_grow_with_the_number_of_equal_prompts() -> None:
+    """Hundreds of requests may share a long prompt that is not computed yet."""
+    requests, length = 64, 500
+    chains = [CountedChain(range(length)) for _ in range(requests)]
+    blocks, made = expecting(*((chain, 0) for chain in chains))
+
+    for each in made:
+        blocks.withdraw(each)
+
+    assert sum(chain.reads for chain in chains) <= 5 * requests * length
+    assert len(blocks) == 0
 
 
 #: Prompts as block hashes: a hash covers its word and all before it, so equal hashes are at equal positions.
