@@ -99,3 +99,12 @@ def test_every_make_target_of_the_readme_exists() -> None:
     named = set(re.findall(r"(?:`|\$ )make ([a-z][a-z-]+)", (ROOT / "README.md").read_text()))
 
     assert named <= targets
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_table_begins_after_an_empty_line(page: Path) -> None:
+    """GitHub shows such a table anyway; the site shows its source."""
+    lines = ["", *page.read_text().splitlines()]
+    rows = zip(lines, lines[1:], strict=False)
+
+    assert [row for before, row in rows if row.startswith("|") and before and not before.startswith("|")] == []
