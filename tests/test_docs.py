@@ -2,6 +2,7 @@
 
 import re
 import tomllib
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,7 @@ def test_every_make_target_of_the_readme_exists() -> None:
 def test_every_table_begins_after_an_empty_line(page: Path) -> None:
     """GitHub shows such a table anyway; the site shows its source."""
     lines = ["", *page.read_text().splitlines()]
-    rows = zip(lines, lines[1:], strict=False)
 
-    assert [row for before, row in rows if row.startswith("|") and before and not before.startswith("|")] == []
+    assert [
+        row for before, row in pairwise(lines) if row.startswith("|") and before and not before.startswith("|")
+    ] == []
