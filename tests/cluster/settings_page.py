@@ -59,9 +59,11 @@ def _allowed(setting: Setting) -> str:
         return str(allowed)
     if setting.choices:
         return ", ".join(setting.choices)
-    name = {bool: "on or off", int: "integer", float: "number", str: "text"}[setting.bare_type]
-    bounds = [("≥", setting.meta.ge), (">", setting.meta.gt), ("≤", setting.meta.le), ("<", setting.meta.lt)]
-    return " ".join([name, *(f"{sign} {bound}" for sign, bound in bounds if bound is not None)])
+    low, high, above, below = setting.meta.ge, setting.meta.le, setting.meta.gt, setting.meta.lt
+    assert below is None, "no setting has an open upper bound yet"
+    kind = {bool: "on or off", int: "integer", float: "number", str: "text"}[setting.bare_type]
+    start = f" above {above}" if above is not None else f" from {low}" if low is not None else ""
+    return kind + start + (f" to {high}" if high is not None else "")
 
 
 if __name__ == "__main__":
