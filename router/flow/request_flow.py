@@ -51,9 +51,10 @@ from ..errors import (
     RouterError,
     Superseded,
 )
+from ..routing.joined_replica import JoinedReplica
 from ..routing.placement import Placement, known_tokens
 from ..routing.policy.base import Candidate, Decision, Prompt
-from ..routing.policy.explain import reason_of, regret_tokens, why_held
+from ..routing.policy.explain import reason_of, regret_tokens, why_held, why_none_opens
 from ..routing.replica_load import UnavailableReason
 from .block_hash_cache import BlockHashCache
 from .fair_queue import FairQueue
@@ -70,10 +71,12 @@ from .request_state import (
     Event,
     Instruction,
     Outcome,
+    ReadSockets,
     RequestId,
     RequestState,
     Send,
 )
+from .stalls import Glance, Stall, StallWatch, stalls_of
 from .suspects import QUEUED_S, Suspects, Usable, is_starting, is_unclear
 from .warmup import CacheWarmup
 
@@ -89,6 +92,8 @@ SATURATED = "saturated"
 #: No replica is warmed up while a prompt would wait this long at every other replica. Of 0.02 to 0.5 s and no limit,
 #: this gave the lowest mean TTFT when a third replica joins two simulated ones at several loads.
 PRESSING_WAIT_S = 0.5
+#: What a request waits for that was not tried yet.
+ITS_TURN = "its turn: requests before it are sent first"
 #: A request that could not be sent so often fails; each time, the replica chosen was about to leave routing.
 MAX_UNSENT = 64
 
@@ -126,6 +131,8 @@ class RequestFlow:
         self._by_wire: dict[int, RequestState] = {}
         self._queue = FairQueue()
         self._suspects = Suspects()
+        self._stalls = StallWatch()
+        self._waits_for: dict[str, str] = {}  #: what requests wait for until they are tried, by adapter
         self._deadlines: list[tuple[float, RequestId]] = []  # heap; entries of finished requests are skipped
         self._request_ids = count(1)
         self._tenants: OrderedDict[BlockHash, bytes] = OrderedDict()  #: the latest ones by the root of their blocks
@@ -247,7 +254,7 @@ class RequestFlow:
             return []
         self.placement.fleet.tokens_arrived(replica, now)
         if replica in self.warm_ups:
-            return self.warm_ups.on_reply(replica, reply)
+            return self.warm_ups.on_reply(replica, reply, now)
         sent = len(self._by_wire)
         match reply:
             case TokenBatch(outputs=outputs):
@@ -281,10 +288,19 @@ class RequestFlow:
     def pump(self, now: float) -> list[Instruction]:
         """Place waiting requests in queue order. One that fits nowhere lets others pass (fair_queue.py)."""
         instructions: list[Instruction] = self._try_suspects(now) if self._suspects.waiting else []
-        if self._queue and self._any_open(now):
-            for name in self._queue.turns():
+        if self._queue and (opened := self._open(now)):
+            offers = {
+                group: frozenset(each.name for each in opened if _offers(each, group)) for group in self._queue.groups
+            }
+            kept: set[str] = set()  # replicas for which others wait
+
+            def keep(group: str) -> list[str]:
+                kept.update(offers[group])
+                return [each for each, names in offers.items() if names <= kept]
+
+            for name in self._queue.turns(shut=[each for each, names in offers.items() if not names], keep=keep):
                 request = self._requests[RequestId(name)]
-                sent = self._place(request, now)
+                sent = self._place(request, now, kept=kept)
                 if sent is None:
                     self._queue.let_pass(name, self._patience(request))
                     continue
@@ -315,9 +331,33 @@ class RequestFlow:
             if load.available
         }
 
-    def _any_open(self, now: float) -> bool:
-        """Whether any replica takes new requests. If not, no waiting request needs to be tried."""
-        return any(each.available for each in self.placement.fleet.loads(now))
+    def _open(self, now: float) -> list[JoinedReplica]:
+        """The replicas that take new requests. Requests that none of them can take are told why."""
+        fleet = self.placement.fleet
+        fleet.refresh(now)
+        opened = [each for each in fleet if each.load.available]
+        waits_for = {group: self._why_waiting(group, opened) for group in self._queue.groups}
+        if waits_for != self._waits_for:
+            changed = {group for group, why in waits_for.items() if self._waits_for.get(group) != why}
+            self._waits_for = waits_for
+            for request in self._requests.values():
+                about = request.request
+                if (
+                    about.adapter in changed
+                    and request.phase is WAITING
+                    and request.request_id not in self._suspects.waiting
+                ):
+                    request.waits_for = waits_for[about.adapter]
+        return opened
+
+    def _why_waiting(self, adapter: str, opened: Sequence[JoinedReplica]) -> str:
+        """Why a request waits that was not tried, if these replicas take new requests."""
+        if any(_offers(each, adapter) for each in opened):
+            return ITS_TURN
+        offering = [each for each in self.placement.fleet if _offers(each, adapter)]
+        if adapter and not offering:
+            return f"held: no replica offers {adapter}"
+        return why_none_opens((each.name, each.load) for each in offering)
 
     def _patience(self, request: RequestState) -> float:
         """Work that may pass a request that fits nowhere, in tokens; infinity if it does not wait for room."""
@@ -332,12 +372,92 @@ class RequestFlow:
             heapify(self._deadlines)
         stalled = self.placement.fleet.stalled(now)
         instructions = [done for replica in stalled for done in self._move_stuck(replica, now)]
+        instructions += self.warm_ups.expire(now)
+        instructions += self._end_stalls(now)
         while self._deadlines and self._deadlines[0][0] <= now:
             request = self._requests.get(heappop(self._deadlines)[1])
             if request is not None:
                 error = DeadlineExceeded(f"the request was not done after {now - request.arrived:.1f} s")
                 instructions += [*self._abort(request), self._fail(request, error)]
         return instructions + self.pump(now)
+
+    def _end_stalls(self, now: float) -> list[Instruction]:
+        """Go on with what stands still although a replica could (stalls.py)."""
+        instructions = self.pump(now)
+        noticed, due = self._stalls.observe(stalls_of(self._glances(now)), now)
+        for stall in noticed:
+            self._count_stall(stall)
+            load = self.placement.fleet.load(stall.replica, now)
+            log.error(
+                "requests_stand_still kind=%s replica=%s requests=%d waiting=%d in_flight=%d load=%s",
+                stall.kind,
+                stall.replica,
+                stall.requests,
+                self.waiting,
+                self.in_flight,
+                load,
+            )
+            instructions.append(ReadSockets(stall.replica))
+        for stall in due:
+            instructions += self._resend(stall, now) if stall.kind == "lost" else self._send_anyway(stall, now)
+        return instructions
+
+    def _count_stall(self, stall: Stall) -> None:
+        match stall.kind:
+            case "queue":
+                self.counters.stalls_queue += 1
+            case "idle_replica":
+                self.counters.stalls_idle_replica += 1
+            case "lost":
+                self.counters.stalls_lost += 1
+            case _:
+                assert_never(stall.kind)
+
+    def _glances(self, now: float) -> list[Glance]:
+        fleet = self.placement.fleet
+        closed = self._suspects.closed(self._usable(now)) if self._suspects else ()
+        waiting = [each for each in self._requests.values() if each.phase is WAITING] if self._queue else []
+        glances = []
+        for joined, load in zip(fleet, fleet.loads(now), strict=True):
+            idle = not (load.requests or joined.requests)
+            takes = 0
+            if waiting and idle and load.available and joined.name not in closed:
+                takes = sum(self._may_wait_for(joined, each) for each in waiting)
+            lost = fleet.lost(joined.name, now) if joined.requests else ()
+            glances.append(Glance(joined.name, idle, takes, lost))
+        return glances
+
+    def _may_wait_for(self, joined: JoinedReplica, request: RequestState) -> bool:
+        return request.request_id not in self._suspects.waiting and _offers(joined, request.request.adapter)
+
+    def _send_anyway(self, stall: Stall, now: float) -> list[Instruction]:
+        """Send the first waiting request that an idle replica could take there, whatever the policy says."""
+        joined = self.placement.fleet[stall.replica]
+        waiting = (each for each in self._requests.values() if each.phase is WAITING)
+        fitting = [each for each in waiting if self._may_wait_for(joined, each)]
+        first = min(fitting, key=lambda each: (each.request.priority, each.request_id), default=None)
+        if first is None:
+            return []
+        about = first.request
+        sent = self._place(first, now, anyway=joined.name)
+        if sent is None:
+            return []
+        self._queue.discard(first.request_id)
+        self._queue.charge(priority=about.priority, tenant=about.tenant, work=first.uncached_tokens)
+        return [sent]
+
+    def _resend(self, stall: Stall, now: float) -> list[Instruction]:
+        """Move requests that never reached their replica, or that it forgot. If it has them after all, it stops."""
+        error = ReplicaLost(f"replica {stall.replica} does not have the request, and no retry is left")
+        instructions: list[Instruction] = []
+        for wire_id in stall.wire_ids:
+            request = self._by_wire.get(wire_id)
+            if request is not None and request.replica == stall.replica:
+                instructions += self._abort(request)
+                request.excluded.add(stall.replica)
+                request.attempts += 1
+                instructions += self._move(request, error, now)
+        return instructions
 
     def fail_all(self, error: Callable[[], RouterError]) -> list[Instruction]:
         requests = list(self._requests.values())
@@ -474,7 +594,7 @@ class RequestFlow:
         usable = (prompt.tokens - 1) // prompt.block_size
         excluded: Collection[str] = request.excluded.union(closed) if closed else request.excluded
         if adapter := request.request.adapter:
-            excluded = {*excluded, *(each.name for each in self.placement.fleet if adapter not in each.adapters)}
+            excluded = {*excluded, *(each.name for each in self.placement.fleet if not _offers(each, adapter))}
         return prompt, self.placement.candidates(hashes, excluded, now, usable=usable, every=every)
 
     def _prompt(self, request: RequestState, hashes: Sequence[int], now: float) -> Prompt:
@@ -488,18 +608,35 @@ class RequestFlow:
             session=request.request.session,
         )
 
-    def _place(self, request: RequestState, now: float, only: Collection[str] | None = None) -> Send | None:
+    def _place(
+        self,
+        request: RequestState,
+        now: float,
+        only: Collection[str] | None = None,
+        *,
+        kept: Collection[str] = (),
+        anyway: str | None = None,
+    ) -> Send | None:
         """Choose a replica and reserve its capacity; None if no replica can take the request now.
 
         `only`: the replicas on which a suspect may be tried; None: it is not one, and trials are not disturbed.
+        `kept`: replicas for which others wait. `anyway`: the replica to which the request goes if that is available,
+        whatever the policy says.
         """
-        closed: Collection[str] = ()
+        closed = kept
         if only is not None:
             closed = [each.name for each in self.placement.fleet if each.name not in only]
         elif self._suspects:
-            closed = self._suspects.closed(self._usable(now))
-        prompt, candidates = self._prompt_and_candidates(request, now, closed)
-        decision = self.placement.decide(prompt, candidates)
+            closed = {*kept, *self._suspects.closed(self._usable(now))}
+        if anyway is not None:
+            closed = [each.name for each in self.placement.fleet if each.name != anyway]
+            request.excluded.clear()
+        prompt, candidates = self._prompt_and_candidates(request, now, closed, every=anyway is not None)
+        decide = self.placement.decide if anyway is None else self.placement.fewest
+        decision = decide(prompt, candidates)
+        if decision.row is None and len(candidates) < len(self.placement):  # not all are among the contenders
+            prompt, candidates = self._prompt_and_candidates(request, now, closed, every=True)
+            decision = decide(prompt, candidates)
         row = decision.row
         if row is None:
             request.excluded.clear()  # replicas that refused it may be tried again later; `retries` limits how often
@@ -563,10 +700,21 @@ class RequestFlow:
 
     def _push(self, request: RequestState, now: float) -> None:
         about, keys = request.request, request.keys
+        request.waits_for = request.waits_for or self._waits_for.get(about.adapter, ITS_TURN)
         rank = about.own_order, self.placement.rank(self._prompt(request, keys, now))
         self._queue.push(
-            request.request_id, priority=about.priority, tenant=about.tenant, weight=about.weight, rank=rank
+            request.request_id,
+            priority=about.priority,
+            tenant=about.tenant,
+            weight=about.weight,
+            rank=rank,
+            group=about.adapter,
         )
+
+    def _resume(self, request: RequestState) -> None:
+        about = request.request
+        request.waits_for = self._waits_for.get(about.adapter, ITS_TURN)
+        self._queue.resume(request.request_id, priority=about.priority, group=about.adapter)
 
     # Replies
 
@@ -707,7 +855,7 @@ class RequestFlow:
             if self._suspects.clear(request, guilty):
                 request.attempts -= 1
                 if waits and request.request_id not in self._suspects.waiting:
-                    self._queue.resume(request.request_id, priority=request.request.priority)
+                    self._resume(request)
         return instructions
 
     def _move(
@@ -732,7 +880,7 @@ class RequestFlow:
             )
             self._suspects.wait(request)
             return []
-        self._queue.resume(request.request_id, priority=request.request.priority)
+        self._resume(request)
         return self.pump(now)
 
     def _may_move(self, request: RequestState) -> bool:
@@ -803,6 +951,10 @@ class RequestFlow:
         self.placement.ended(request.replica, request.wire_id, computed_at)
         self._suspects.gone(request)
         del self._by_wire[request.wire_id]
+
+
+def _offers(replica: JoinedReplica, adapter: str) -> bool:
+    return not adapter or adapter in replica.adapters
 
 
 def _generate(request: RequestState) -> Generate:

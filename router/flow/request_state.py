@@ -49,8 +49,12 @@ TRANSITIONS = (
     Transition(Phase.NEW, "queue", Phase.WAITING, "no replica can take it, or others wait already"),
     Transition(Phase.WAITING, "send", Phase.SENT, "it is at the head of the queue and a replica can take it"),
     Transition(Phase.SENT, "start", Phase.STREAMING, "the replica's first output for it arrives"),
-    Transition(Phase.SENT, "move", Phase.WAITING, "the replica is lost, stuck or refuses it, and it may move"),
-    Transition(Phase.STREAMING, "move", Phase.WAITING, "the replica is lost or stuck, and it may move"),
+    Transition(
+        Phase.SENT, "move", Phase.WAITING, "the replica is lost, stuck, refuses it or does not have it, and it may move"
+    ),
+    Transition(
+        Phase.STREAMING, "move", Phase.WAITING, "the replica is lost, stuck or does not have it, and it may move"
+    ),
     Transition(Phase.SENT, "finish", Phase.OVER, "the replica is lost, and nothing is left to generate"),
     Transition(
         Phase.STREAMING,
@@ -117,7 +121,7 @@ class RequestState(msgspec.Struct, eq=False):
     attempts: int = 0  #: continuations that count against `retries`: no other request is to blame for them
     unsent: int = 0  #: times that it could not be sent to the replica chosen
     suspicion: Suspicion | None = None  #: None: no replica died with it
-    waits_for: str = ""  #: why no replica could take it at its last turn; empty: its turn has not come
+    waits_for: str = ""  #: why it waits in the router, in words; empty: it does not
     counted: bool = False  #: a replica that did not refuse it has had it, and counted its look-up
     excluded: set[str] = set()  #: replicas that refused it; cleared when no replica can take it
     predicted_cached_tokens: int = 0
@@ -158,6 +162,12 @@ class Send(msgspec.Struct, frozen=True, gc=False):
     message: Request
 
 
+class ReadSockets(msgspec.Struct, frozen=True, gc=False):
+    """Read what has arrived from `replica`: something stands still, perhaps as a wake-up was lost."""
+
+    replica: str
+
+
 class Deliver(msgspec.Struct, frozen=True, gc=False):
     """Hand this delta to the request's reader."""
 
@@ -173,4 +183,4 @@ class Ended(msgspec.Struct, frozen=True, gc=False):
     error: RouterError | None = None  #: error for the reader; None: the request finished or its reader left
 
 
-Instruction = Send | Deliver | Ended
+Instruction = Send | ReadSockets | Deliver | Ended

@@ -47,7 +47,7 @@ from ..errors import (
 )
 from ..flow.activity import activity_of
 from ..flow.request_flow import RequestFlow, ServedModel
-from ..flow.request_state import Deliver, Ended, Instruction, RequestId, Send
+from ..flow.request_state import Deliver, Ended, Instruction, ReadSockets, RequestId, Send
 from ..flow.token_stream import RequestStream
 from ..routing.placement import Placement
 from ..routing.policy.registry import make_policy
@@ -453,6 +453,9 @@ class RouterService:
                     if not self._outbox:
                         self._context.loop.call_soon(self._send_out)
                     self._outbox.append(instruction)
+                elif isinstance(instruction, ReadSockets):
+                    if (replica := self._replicas.get(instruction.replica)) is not None:
+                        replica.read_sockets()
                 elif isinstance(instruction, Ended):
                     request = instruction.request
                     self._streams.pop(request.request_id).end(request.replica, instruction.error)
