@@ -85,8 +85,8 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     ] = 60.0
     spare_process: Annotated[
         bool,
-        "with replicas on the CPUs of one machine: keep one more process per rank, imports done, "
-        "so that a failed replica is back in 1 to 2 s instead of 6; takes 280 MB",
+        "on the CPUs of one machine: keep one more process per rank, ready to replace a failed one in 1 to 2 "
+        "s instead of 6; takes 280 MB",
     ] = True
     surge: Annotated[
         bool, "an update starts a replica before draining one; off: it drains first, without extra capacity"

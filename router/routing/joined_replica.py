@@ -147,6 +147,10 @@ class JoinedReplica:
             self._busy_until = now + self._queued_s(report) + sum([each.prefill_s for each in self.sent.values()])
         return True
 
+    def offers(self, adapter: str) -> bool:
+        """Whether requests with this adapter can run there; empty: the model itself."""
+        return not adapter or adapter in self.adapters
+
     @property
     def prefilled_tokens(self) -> int:
         """Prompt tokens that the replica has computed since its start, by its last report."""

@@ -8,8 +8,8 @@ wrong: messages and reports are lost, replicas die, restart and drain, fits are 
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from heapq import heappop, heappush
 from functools import cache
+from heapq import heappop, heappush
 from itertools import count
 from math import inf, nan
 from random import Random
@@ -28,8 +28,9 @@ from homing.replica.messages import Abort, FailedStep, Generate, Refused, Reply,
 from homing.router.backend import GenerationRequest, RouterCounters
 from homing.router.config import RouterSettings
 from homing.router.errors import RouterError
-from homing.router.flow.request_flow import RequestFlow, ServedModel
-from homing.router.flow.request_state import Deliver, Ended, Instruction, RequestId, RequestState, Send
+from homing.router.flow.dispatcher import ServedModel
+from homing.router.flow.request_flow import RequestFlow
+from homing.router.flow.request_state import Continue, Deliver, Ended, Instruction, RequestId, RequestState, Send
 from homing.router.replicas.service import TICK_S
 from homing.router.routing.placement import Placement
 from homing.router.routing.policy.base import QUEUE_AHEAD
@@ -279,6 +280,7 @@ class World:
         self.over: dict[RequestId, RequestState] = {}
         self.errors: dict[RequestId, RouterError] = {}
         self.ticks = 0
+        self.continuing = False  #: whether the flow is to place more requests
         self.longest_s = 0.0  #: without progress in the calm time
         self.moved_at = 0.0  #: when a request last got a token, was sent or ended
         self.lost: set[int] = set()  #: wire ids that no replica will see
@@ -329,7 +331,7 @@ class World:
         self.ticks += 1
         if self.ticks % CHECK_EVERY == 0:
             self.flow.check()
-        assert not self.neglected(), f"an idle replica while a request waits\n{self.state()}"
+        assert self.continuing or not self.neglected(), f"an idle replica while a request waits\n{self.state()}"
         late = self.rng.random() < self.trouble.late_tick
         self.after(self.rng.uniform(TICK_S, 0.5) if late else TICK_S, self._tick)
 
@@ -379,6 +381,9 @@ class World:
             match each:
                 case Send(replica, message):
                     self._send(replica, message)
+                case Continue() if not self.continuing:
+                    self.continuing = True
+                    self.after(0.0, self._continue)
                 case Deliver(request_id, delta, _):
                     assert request_id not in self.over, "a delta after the request's end"
                     self.tokens[request_id] += delta.token_ids
@@ -389,6 +394,10 @@ class World:
                     self.moved_at = self.now
                     if error is not None:
                         self.errors[state.request_id] = error
+
+    def _continue(self) -> None:
+        self.continuing = False
+        self.run(self.flow.pump(self.now))
 
     def _send(self, name: str, message: Request) -> None:
         replica = self.replicas.get(name)
@@ -475,8 +484,7 @@ class World:
         return [joined.name for joined in idle if adapters & {"", *joined.adapters}]
 
     def closed(self) -> Collection[str]:
-        flow = self.flow
-        return flow._suspects.closed(flow._usable(self.now))
+        return self.flow._kept_for_trials(self.now)
 
     def could_be_sent(self) -> list[RequestState]:
         """The waiting requests, if a replica takes new ones and is not kept for a suspect's trial."""
@@ -505,15 +513,19 @@ class World:
         flow = self.flow
         lines = [f"now {self.now:.2f} policy {self.policy} {self.trouble} moved_at {self.moved_at:.2f}"]
         lines += [
-            f"{each.request_id} {each.phase.value} on {each.replica} lost={each.wire_id in self.lost} "
-            f"generated {each.generated} suspicion {each.suspicion} waits_for {each.waits_for!r} {each.excluded}"
+            f"{each.request_id} {each.phase.value} on {each.replica} lost={bool(self.lost & {*wire_ids(each)})} "
+            f"generated {each.generated} suspicion {each.suspicion} waits_for {each.waits_for!r} {each.moves}"
             for each in flow.oldest(10_000)
         ]
         for name, replica in self.replicas.items():
             load = self.placement.fleet.load(name, self.now) if name in self.placement else None
             lines.append(f"{name} {len(replica.scheduler)} requests, {load}")
-        lines.append(f"trials {flow._suspects._trials}")
+        lines.append(f"trials {flow._table.suspects._trials}")
         return "\n".join(lines)
+
+
+def wire_ids(request: RequestState) -> list[int]:
+    return [each.wire_id for each in request.placed]
 
 
 #: Longest time without any progress while a request is unfinished: a trial, and a resend.

@@ -85,7 +85,7 @@ def test_what_a_policy_keeps_from_every_replica_is_sent_after_a_second(
     kind = "idle_replica" if busy else "queue"
     assert state.replica == "r0"
     assert state.waits_for == ""
-    assert state.decisions[-1][1].reason(()) == FEWEST
+    assert state.sent.decision.reason(()) == FEWEST
     counters = world.flow.counters
     assert (counters.stalls_queue, counters.stalls_idle_replica) == ((0, 1) if busy else (2, 0))
     assert f"requests_stand_still kind={kind} replica=r0" in caplog.records[0].getMessage()
