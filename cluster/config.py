@@ -85,8 +85,8 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     ] = 60.0
     spare_process: Annotated[
         bool,
-        "keep one more router process, and with replicas on the CPUs of one machine one more process per rank, "
-        "imports done, so that what fails is back in 1 to 3 s instead of 6; take 110 and 280 MB",
+        "keep spare processes, which replace a failed one in 1 to 3 s instead of 6 to 12: one router (110 MB) and, "
+        "on the CPUs of one machine, one per rank (280 MB)",
     ] = True
     surge: Annotated[
         bool, "an update starts a replica before draining one; off: it drains first, without extra capacity"

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from ..errors import RankLost
-from .one_shot import MAX_BYTES, OneShotSums
+from .shared_sums import MAX_BYTES, SharedSums
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class RankGroup:
         self.rank = rank
         self.size = size
         self._group = group
-        self._one_shot: OneShotSums | None = None
+        self._shared: SharedSums | None = None
 
     @classmethod
     def join(cls, rank: int, size: int, *, host: str, port: int, backend: Backend, timeout_s: float = 300.0) -> Self:
@@ -58,21 +58,21 @@ class RankGroup:
             group = cls(rank, size, kind(store, rank, size, options))
             if backend == "nccl":
                 device = torch.device("cuda", torch.cuda.current_device())
-                group.agree_on(OneShotSums.open(rank, size, PrefixStore("shared", store), device), device)
+                group.agree_on(SharedSums.open(rank, size, PrefixStore("shared", store), device), device)
             return group
 
-    def agree_on(self, one_shot: OneShotSums | None, device: torch.device) -> None:
-        """Sum small tensors with `one_shot` from now on if all ranks can. None: this rank cannot."""
-        able = torch.tensor([int(one_shot is not None)], dtype=torch.int32, device=device)
+    def agree_on(self, shared: SharedSums | None, device: torch.device) -> None:
+        """Sum small tensors with `shared` from now on if all ranks can. None: this rank cannot."""
+        able = torch.tensor([int(shared is not None)], dtype=torch.int32, device=device)
         if int(self.all_reduce(able)) == self.size:
-            self._one_shot = one_shot
-            log.info("one_shot_sums rank=%d most_bytes=%d", self.rank, MAX_BYTES)
+            self._shared = shared
+            log.info("shared_sums rank=%d most_bytes=%d", self.rank, MAX_BYTES)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' x. May overwrite `x`."""
         x = x.contiguous()
-        if self._one_shot is not None and self._one_shot.fits(x):
-            return self._one_shot.sum(x)
+        if self._shared is not None and self._shared.fits(x):
+            return self._shared.sum(x)
         self._finish("all_reduce", self._group.allreduce, [x], dist.AllreduceOptions())
         return x
 

@@ -107,6 +107,6 @@ def _running(state: RequestState) -> RunningRequest:
         waits_for=state.waits_for[:MAX_REASON] or ("its turn" if state.phase is WAITING else ""),
         replica=state.replica,
         prompt_tokens=state.prompt_tokens,
-        cached_tokens=state.delivered_cached_tokens,
+        cached_tokens=state.cached_tokens,
         generated_tokens=state.generated,
     )

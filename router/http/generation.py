@@ -13,7 +13,7 @@ import msgspec
 from ...kvcache.hashing import token_bytes
 from ...replica.messages import Constraint, EmbeddingParams, Pin, PositionLogprobs, SamplingParams
 from ..activity import ChoiceRecord
-from ..backend import GenerationRequest, Reason, TokenDelta, TokenStream
+from ..backend import GenerationRequest, TokenDelta, TokenStream
 from ..errors import RequestFailed, RouterError, Superseded
 from ..text.answer import (
     AnswerBlock,
@@ -146,12 +146,7 @@ class RunningChoice(msgspec.Struct, eq=False):
     plain: Detokenizer | None = None
     # Read once or rarely:
     cached: int = 0
-    predicted: int = 0
-    queue_s: float | None = None
-    expected_ttft_s: float | None = None
-    reason: Reason | None = None
     waited_s: float | None = None
-    moves: int = 0  #: how often it continued on another replica
     pinned: int | None = None
     stop_token_id: int | None = None  #: the token that ended the answer
     prompt_logprobs: list[PositionLogprobs | None] | None = None
@@ -159,7 +154,6 @@ class RunningChoice(msgspec.Struct, eq=False):
     blocks: list[AnswerBlock] = []  #: the answer so far, if the response is not streamed
     tokens: list[TokenAt] = []  #: the answer's tokens, if logprobs or token ids were requested
     embedding: bytes | None = None  #: the prompt's vector, float32 LE
-    known: int = 0  #: prompt tokens that some replica held or was expected to hold; only counted in a session
 
     @property
     def text(self) -> str:
@@ -176,7 +170,7 @@ class RunningChoice(msgspec.Struct, eq=False):
             if last is None:
                 generation.first_token(now)
                 self.pinned, self.prompt_logprobs = delta.pinned_tokens, delta.prompt_logprobs
-                self.embedding, self.known = delta.embedding, delta.known_tokens
+                self.embedding = delta.embedding
             else:
                 generation.metrics.inter_token(now - last)
             if (
@@ -194,9 +188,7 @@ class RunningChoice(msgspec.Struct, eq=False):
             if delta.finish_reason in ("abort", "error"):
                 raise RequestFailed(f"the replica ended the request: {delta.finish_reason}")
             if delta.cached_tokens is not None:
-                self.cached, self.predicted = delta.cached_tokens, delta.predicted_cached_tokens or 0
-                self.queue_s, self.expected_ttft_s, self.reason = delta.queue_s, delta.expected_ttft_s, delta.reason
-                self.waited_s = delta.waited_s
+                self.cached, self.waited_s = delta.cached_tokens, delta.waited_s
             if last is None and generation.job.discard:  # there is only one token then
                 shown = _DISCARDED
             else:
@@ -206,7 +198,7 @@ class RunningChoice(msgspec.Struct, eq=False):
                     shown = self._parsed(shown, delta)
             self.ending = shown.ending
             if shown.ending:
-                self.stop_token_id, self.moves = delta.stop_token_id, delta.continuations
+                self.stop_token_id = delta.stop_token_id
             generation.writer.add(self, shown, first=last is None)
             if shown.ending:
                 generation.choice_ended()
@@ -370,6 +362,7 @@ class Generation:
 
     def _summary(self) -> GenerationSummary:
         choices, caller, job = self.choices, self._caller, self.job
+        first = choices[0].stream.forecast if choices else None
         prompt_tokens = predicted = cached = generated = reasoning = pinned = moves = 0
         replicas: dict[str, None] = {}
         for prompt in job.prompts:
@@ -378,12 +371,12 @@ class Generation:
             if name := choice.stream.replica_id:
                 replicas[name] = None
             if not index % job.choices_per_prompt:  # prompts count once
-                predicted += choice.predicted
+                predicted += forecast.cached_tokens if (forecast := choice.stream.forecast) is not None else 0
                 cached += choice.cached
             generated += choice.generated
             reasoning += choice.reasoning_tokens
             pinned += choice.pinned or 0
-            moves += choice.moves
+            moves += choice.stream.continuations
         return GenerationSummary(
             caller.tenant.label,
             ",".join(replicas),
@@ -394,13 +387,12 @@ class Generation:
             self._ttft_s,
             reasoning,
             pinned,
-            self._prepare_s + choices[0].queue_s if choices and choices[0].queue_s is not None else None,
+            None if first is None else self._prepare_s + first.queue_s,
             caller.session or job.session,
             caller.agent,
             caller.parent,
-            choices[0].expected_ttft_s if choices else None,
+            first,
             moves,
-            choices[0].reason if choices else None,
             job.served.limits.name,
             choices[0].waited_s if choices else None,
         )
@@ -432,7 +424,10 @@ class Generation:
             headers.append(("x-homing-pinned-tokens", sum(pinned)))
         if summary.replicas:
             headers.append(("x-homing-replica", summary.replicas))
-        if self._departure is not None and (departure := self._departure(self.choices[0].known)) is not None:
-            self._exchange.departure = departure.token, departure.at
-            headers.append(("x-homing-departure", departure.header()))
+        if self._departure is not None:
+            forecast = self.choices[0].stream.forecast
+            departure = self._departure(0 if forecast is None else forecast.known_tokens)
+            if departure is not None:
+                self._exchange.departure = departure.token, departure.at
+                headers.append(("x-homing-departure", departure.header()))
         return headers

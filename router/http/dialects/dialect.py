@@ -91,6 +91,11 @@ class Dialect(Generic[BodyType]):
         return list(islice((path for name, path in asked if name not in templates), MAX_IGNORED))
 
 
+#: Seconds after which a quiet stream gets a comment: proxies and clients give up after 60 s or so without a byte.
+QUIET_S = 10.0
+COMMENT = b": a tool call is being written\n\n"
+
+
 class WholeWriter:
     """Collects the blocks of each choice and responds with one body."""
 
@@ -129,13 +134,14 @@ class StreamWriter:
     so that a client can distinguish it from a complete one.
     """
 
-    __slots__ = ("_begun", "_builder", "_exchange", "_last")
+    __slots__ = ("_begun", "_builder", "_exchange", "_last", "_quiet_since")
 
     def __init__(self, exchange: Exchange, builder: ResponseBuilder) -> None:
         self._exchange = exchange
         self._builder = builder
         self._begun = False
         self._last = b""  #: the events that end the last choice, sent together with those of `end`
+        self._quiet_since: float | None = None  #: since when tokens have arrived of which nothing can be shown
 
     def add(self, choice: RunningChoice, shown: TextDelta, *, first: bool) -> None:
         if first or shown.ending or shown.tokens or shown.deltas:
@@ -146,9 +152,21 @@ class StreamWriter:
             if shown.ending and choice.generation.left == 1:
                 self._last = data
             elif data:
+                self._quiet_since = None
                 self._exchange.send(data)
         elif shown.text:
+            self._quiet_since = None
             self._exchange.send(self._builder.text(choice, shown.text))
+        else:
+            self._stay_alive(choice.last_token_at or 0.0)
+
+    def _stay_alive(self, now: float) -> None:
+        """Send a comment, which clients skip, once a call that is being written has kept the stream quiet for long."""
+        if self._quiet_since is None:
+            self._quiet_since = now
+        elif now - self._quiet_since >= QUIET_S:
+            self._quiet_since = now
+            self._exchange.send(COMMENT)
 
     def end(self, generation: Generation) -> None:
         self._exchange.end(self._last + self._builder.end(generation.choices, generation.summary()))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from ...backend import Forecast
 from ...errors import RouterError
 
 if TYPE_CHECKING:
@@ -56,9 +57,8 @@ class GenerationSummary(msgspec.Struct):
     session: str | None = None  #: the conversation, as the client named it
     agent: str | None = None  #: the agent within the session
     parent: str | None = None  #: the agent that started that agent
-    expected_ttft_s: float | None = None  #: what the decision for the first choice expected `ttft_s` to be
+    forecast: Forecast | None = None  #: what the decision for the first choice expected, and why it was taken
     moves: int = 0  #: how often choices continued on another replica
-    reason: str | None = None  #: why the first choice's replica was chosen (`Reason`)
     model: str = ""  #: the name that requests use
     waited_s: float | None = None  #: from the arrival at the first choice's replica to its first step; None: unknown
     choices: "Sequence[ChoiceRecord]" = ()  #: what became of the first of them

@@ -1,11 +1,11 @@
-"""Small sums use shared memory if all ranks have it; larger sums, and other groups, use torch's group."""
+"""Sums of a step use shared memory if all ranks have it; larger sums, and other groups, use torch's group."""
 
 import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from homing.replica.parallel.one_shot import MAX_BYTES, OneShotSums
 from homing.replica.parallel.rank_group import RankGroup
+from homing.replica.parallel.shared_sums import MAX_BYTES, SharedSums
 
 CPU = torch.device("cpu")
 
@@ -14,22 +14,23 @@ class Doubling:
     """Shared memory in which both ranks hold the same values."""
 
     def __init__(self) -> None:
-        self.sums = 0
+        self.sums: list[tuple[int, int]] = []  #: shots and bytes of each
 
     def open(self, rank, size, store, device):
         return torch.zeros(MAX_BYTES, dtype=torch.uint8)
 
-    def sum(self, x):
-        self.sums += 1
+    def sum_in_one_shot(self, x):
+        self.sums.append((1, x.nbytes))
         return x + x
+
+    def sum_in_two_shots(self, x):
+        self.sums.append((2, x.nbytes))
+        return (x + x).add_(x.zero_())
 
 
 class Refused:
     def open(self, rank, size, store, device):
         raise RuntimeError("CUDASymmetricMemory: the GPUs are\n not connected")
-
-    def sum(self, x):
-        raise AssertionError("never opened")
 
 
 class InnerGroup:
@@ -42,9 +43,9 @@ class InnerGroup:
         tensors[0].copy_(torch.full_like(tensors[0], self.able if tensors[0].dtype == torch.int32 else 1000))
 
 
-def group_with(memory, able: int) -> RankGroup:
-    group = RankGroup(0, 2, InnerGroup(able))
-    group.agree_on(OneShotSums.open(0, 2, HashStore(), CPU, memory), CPU)
+def group_with(memory, able: int, ranks: int = 2) -> RankGroup:
+    group = RankGroup(0, ranks, InnerGroup(able))
+    group.agree_on(SharedSums.open(0, ranks, HashStore(), CPU, memory), CPU)
     return group
 
 
@@ -60,7 +61,32 @@ def test_small_tensors_are_summed_in_shared_memory(dtype):
     assert first.shape == (3, 16)
     assert first.unique().tolist() == [4]
     assert second.tolist() == [6] * 8
-    assert memory.sums == 2
+    assert len(memory.sums) == 2
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("rows", [1, 16, 32, 64, 256])
+def test_no_decode_step_of_a_large_model_waits_for_nccl(ranks, rows):
+    """Of 70 billion parameters: rows of 8,192 numbers. Many bytes are summed in two shots, which read fewer."""
+    memory = Doubling()
+    x = torch.ones(rows, 8192, dtype=torch.bfloat16)
+
+    found = group_with(memory, able=ranks, ranks=ranks).all_reduce(x)
+
+    assert (found == 2).all()
+    [(shots, size)] = memory.sums
+    assert size == rows * 16384
+    assert shots == (1 if size * (ranks - 1) <= 7 * 2**18 else 2)
+
+
+def test_numbers_of_ranks_without_a_kernel_for_two_shots():
+    memory = Doubling()
+    group = group_with(memory, able=6, ranks=6)
+
+    small, large = (group.all_reduce(torch.ones(rows, 8192, dtype=torch.bfloat16)) for rows in (16, 64))
+
+    assert small.unique().tolist() == [2]
+    assert large.unique().tolist() == [1000]
 
 
 @pytest.mark.parametrize(
@@ -81,15 +107,13 @@ def test_all_ranks_use_it_or_none(caplog):
 
     assert refused.all_reduce(torch.zeros(4)).tolist() == [1000] * 4
     assert alone.all_reduce(torch.zeros(4)).tolist() == [1000] * 4
-    assert (
-        "one_shot_sums_unusable reason='RuntimeError: CUDASymmetricMemory: the GPUs are not connected'" in caplog.text
-    )
+    assert "shared_sums_unusable reason='RuntimeError: CUDASymmetricMemory: the GPUs are not connected'" in caplog.text
 
 
 def test_without_cuda_torch_says_so(caplog):
     """As on this machine, or with an older torch."""
     with caplog.at_level("INFO", logger="homing"):
-        found = OneShotSums.open(0, 1, HashStore(), CPU)
+        found = SharedSums.open(0, 1, HashStore(), CPU)
 
     assert found is None
-    assert "one_shot_sums_unusable reason=" in caplog.text
+    assert "shared_sums_unusable reason=" in caplog.text
