@@ -137,7 +137,7 @@ class Engine:
 
         Raises RequestError; the engine is then unchanged, except that `accepted` in the load report includes the id.
         """
-        self._accepted[source] = max(request.request_id, self._accepted.get(source, request.request_id))
+        self.arrived(source, request.request_id)
         if self.draining:
             raise Draining("this replica is draining and accepts no new requests")
         if self.scheduler.get(RequestKey(source, request.request_id)):
@@ -145,6 +145,10 @@ class Engine:
         admitted = admit(source, request, self._vocab_size, self._hasher.block_size, guide)
         admitted.arrived_at = self._clock()
         self.scheduler.add(admitted)
+
+    def arrived(self, source: str, request_id: int) -> None:
+        """Record that a request has arrived, so that its router does not send it again. `add` does this, too."""
+        self._accepted[source] = max(request_id, self._accepted.get(source, request_id))
 
     def abort(self, source: str, request_ids: Iterable[int]) -> None:
         """End these requests and free their blocks. Ignores unknown ids: the request may have just finished."""
