@@ -72,7 +72,7 @@ chaos: $(VENV)/.dev ## Faults under load, each answer checked token for token (A
 
 docs: $(VENV)/.dev ## Build the docs as a site in build/site; a broken link is an error
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
-	@echo "open build/site/index.html"
+	@echo "$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/site"
 
 audit: ## Look every pinned package up in the advisories of PyPI (needs the internet; fails where it cannot ask)
 	@$(PYTHON) -m venv .venv-audit

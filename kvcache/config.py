@@ -23,14 +23,13 @@ class KvCacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     cpu_memory_utilization: Annotated[
         float,
         Meta(gt=0, le=1),
-        "on CPUs, share of the memory free after a rank has loaded its weights that the KV of all "
-        "ranks on the machine may take; pages are allocated on first use",
+        "share of the memory free after the weights are loaded that the KV of all ranks on the machine may take",
     ] = 0.4
     gpu_memory_utilization: Annotated[
         float,
         Meta(gt=0, le=1),
-        "share of a rank's GPU, or of its part of one (gpus_per_rank below 1), for weights, graphs, KV "
-        "and the largest step, which is run to measure it; the remainder is for the driver and NCCL",
+        "share of a rank's GPU, or of its part of one (gpus_per_rank below 1), for weights, graphs, KV and "
+        "the largest step",
     ] = 0.9
     num_kv_blocks: Annotated[int, Meta(ge=0), "KV blocks; 0: as many as fit into kv_cache_bytes"] = 0
     pin_tenant_share: Annotated[

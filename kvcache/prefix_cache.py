@@ -11,6 +11,9 @@ Invariants, asserted by `check`:
 
 * All copies of a hash are live, or there is exactly one copy and no request uses it.
 * Residency is prefix-closed: if a block is cached, so are its parent and all earlier blocks of its chain.
+  A request holds a copy of each ancestor of its blocks when it commits or hits them, `release` frees the tail first,
+  eviction takes blocks in the order in which they fell idle, and a copy is dropped only while another is live. It would
+  break if a table's head were released before its tail, as sliding-window attention does.
 * A pinned block is resident. While no request uses it, it is withheld from eviction and does not count as free.
 * A cached block's parent hash identifies its true prefix even though hashes may collide, so verifying a hit takes one
   comparison per block: its parent's hash and its own tokens. `commit` maintains this: if a block's hash already

@@ -31,18 +31,17 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     ] = ""
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        "type of weights and KV; auto: the checkpoint's; on CPU float32, unless that is bfloat16 and "
-        "the processor multiplies it (`avx512_bf16`, AMX), which is two to three times as fast as float32",
+        "type of weights and KV; auto: the checkpoint's; on CPU float32, unless that is bfloat16 and the "
+        "processor multiplies it (`avx512_bf16`, AMX)",
     ] = "auto"
     kv_cache_dtype: Annotated[
         Literal["auto", "fp8"],
-        "type of KV; auto: `dtype`; fp8: 8 bits (E4M3, no scales): less precise than bfloat16, with "
-        "room for twice as many tokens; needs compute capability 8.9 on CUDA, slower on CPU",
+        "type of KV; auto: `dtype`; fp8: E4M3 without scales, twice as many tokens, less precise; CUDA from "
+        "compute capability 8.9, slower on CPU",
     ] = "auto"
     quantization: Annotated[
         Literal["none", "int8"],
-        "int8: the native decoder's linear layers on CPU in 8 bits, except the output head; with "
-        "`avx512_bf16`, prompts take 0.75 to 0.85 times, one request's tokens 1.6 times as long as in bfloat16",
+        "int8: the native decoder's linear layers on CPU in 8 bits, except the output head",
     ] = "none"
     device: Annotated[
         Literal["auto", "cpu", "cuda"], "auto: cuda if there is a GPU; it is then an error if torch cannot use the GPU"
@@ -76,8 +75,8 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     num_speculative_tokens: Annotated[
         int,
         Meta(ge=0, le=64),
-        "most answer tokens to guess per step, by looking up what followed the same tokens earlier in "
-        "prompt or answer; answers stay the same, and those that copy (edits, quotations) are faster; 0: none",
+        "most answer tokens to guess per step, from what followed the same text earlier; answers stay the "
+        "same; 0: none",
     ] = 0
     cpu_threads: Annotated[
         int, Meta(ge=0), "torch threads per rank on CPU; 0: the cores that others leave idle, at least 1"

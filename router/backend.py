@@ -14,6 +14,7 @@ from ..events.wire.messages import EventEndpoints
 from ..replica.messages import (
     Constraint,
     EmbeddingParams,
+    EncodedPosition,
     FinishReason,
     ModelLimits,
     Pin,
@@ -94,23 +95,15 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
     text_tokens: int = 0  #: number of tokens in `text`
     deltas: Sequence[Delta] | None = None  #: see `TextOutput.deltas`
     logprobs: list[PositionLogprobs] | None = None  #: one per token, if requested
-    prompt_logprobs: list[PositionLogprobs | None] | None = None  #: only on the first delta, if requested
+    prompt_logprobs: list[EncodedPosition] | None = None  #: only on the first delta, if requested
     finish_reason: FinishReason | None = None
     #: prompt tokens found in the cache; set on the first delta, with external engines on the last
     cached_tokens: int | None = None
-    queue_s: float | None = None  #: seconds from arrival to first dispatch; set together with `cached_tokens`
-    predicted_cached_tokens: int | None = None  #: the decision's prediction of `cached_tokens`; set together with it
-    #: seconds from arrival to first token that the decision expected; set together with `cached_tokens`
-    expected_ttft_s: float | None = None
-    reason: Reason | None = None  #: why the decision chose its replica; set together with `cached_tokens`
     #: seconds from arrival at the replica to its first step there; set together with `cached_tokens`, if it is known
     waited_s: float | None = None
-    continuations: int = 0  #: how often the request moved to another replica; only on the last delta
     stop_token_id: int | None = None  #: the stop id that ended the answer; also the last of `token_ids`
     pinned_tokens: int | None = None  #: length of the prompt's pinned prefix; only on the first delta, if it has pins
     embedding: bytes | None = None  #: float32 LE
-    #: with a session, on the first delta: longest prefix of the prompt that any replica held or was expected to hold
-    known_tokens: int = 0
 
 
 class TokenSink(Protocol):
@@ -129,6 +122,14 @@ class TokenStream(Protocol):
     @property
     def replica_id(self) -> str | None:
         """The replica that the request is on or was last on; None while the router holds it."""
+
+    @property
+    def forecast(self) -> "Forecast | None":
+        """What the last decision before the first token expected; None: the request has not been sent yet."""
+
+    @property
+    def continuations(self) -> int:
+        """How often the request moved to another replica."""
 
     def listen(self, sink: TokenSink) -> None:
         """Pass all deltas to the sink, from the first one on, as they arrive. Call once. `cancel` ends the calls."""
@@ -197,6 +198,18 @@ class Missing(msgspec.Struct, frozen=True, kw_only=True):
         """The same on another clock, by default with the same token."""
         at = None if self.at is None else self.at + offset_s
         return msgspec.structs.replace(self, at=at, token=self.token if token is None else token)
+
+
+class Forecast(msgspec.Struct, frozen=True, kw_only=True):
+    """What a decision by which a request was sent to a replica expects, and why it was taken."""
+
+    reason: Reason
+    queue_s: float  #: seconds from the request's arrival to its first dispatch
+    ttft_s: float  #: seconds from its arrival to its first token, as expected
+    cached_tokens: int = 0  #: prompt tokens that it will find in the cache
+    regret_tokens: int = 0  #: see `RouterCounters`
+    known_tokens: int = 0  #: with a session: the longest prefix that any replica held or was expected to hold
+    missing: Missing | None = None  #: why no more is cached; its times are on the router's clock
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
@@ -336,6 +349,10 @@ class RouterCounters(msgspec.Struct, kw_only=True):
     delivered_cached_tokens: int = 0  #: likewise
     regret_tokens: int = 0  #: cached tokens forgone against the best replica, summed over decisions
     overruled: int = 0  #: decisions of the policy that were not followed: it chose no usable replica although one was
+    # Noticed at the tick: requests that stood still although a replica could go on with them (flow/stalls.py).
+    stalls_queue: int = 0  #: requests waited while no replica computed any
+    stalls_idle_replica: int = 0  #: a replica was idle while a request waited that it could take
+    stalls_lost: int = 0  #: a replica did not have requests that were sent to it
     predictions_exact: int = 0  #: reported cached tokens were as predicted, or less than a block more
     predictions_low: int = 0  #: a whole block or more above the prediction
     predictions_high: int = 0  #: below the prediction

@@ -60,9 +60,8 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     backend_key_file: Annotated[str, "file with the API key for those servers; empty: they need none"] = ""
     engine_chat: Annotated[
         Literal["auto", "engine", "tokens"],
-        "how chats are sent to external engines: as chats, which they render and parse (engine), or as "
-        "token ids, which homing renders and parses (tokens); auto: tokens, but with `homing route` only "
-        "chats that the engines render alike and whose answers need no parsing",
+        "who renders and parses chats of external engines: the engine, or homing, which sends token ids; "
+        "auto: homing, but with `homing route` only plain chats that the engine renders alike",
     ] = "auto"
     backend_max_requests: Annotated[
         int, Meta(ge=1), "maximum concurrent requests at each of those servers; more wait in the router"
@@ -82,8 +81,8 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ] = 0
     generation_config: Annotated[
         bool,
-        "use the model's generation_config.json for sampling parameters that a request does not set: "
-        "temperature, top_p, top_k, min_p and repetition_penalty; engines behind `homing route` decide that themselves",
+        "use the model's generation_config.json for sampling parameters that a request does not set; engines "
+        "behind `homing route` decide that themselves",
     ] = True
     max_body_bytes: Annotated[int, Meta(ge=1024), "largest HTTP body"] = 8 * 1024 * 1024
     tool_call_parser: Annotated[
@@ -98,8 +97,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ] = AUTO
     embedding_pooling: Annotated[
         Pooling,
-        "default pooling of embeddings: the hidden state of the last token, the only one that has "
-        "attended to the whole text, or the mean over all tokens",
+        "default pooling of embeddings: the state of the last token, or the mean over all tokens",
     ] = "last"
     strict_fields: Annotated[
         bool, "refuse requests with unknown fields; otherwise they are ignored and listed in a header"
@@ -143,6 +141,11 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_choices: Annotated[
         int, Meta(ge=1, le=1024), "maximum n (and maximum of prompts times n) in one HTTP request"
     ] = 128
+    max_answer_values: Annotated[
+        int,
+        Meta(ge=1024),
+        "maximum number of logprobs, token ids and echoed tokens in one answer that is not streamed",
+    ] = 512 * 1024
     max_waiting_requests: Annotated[
         int, Meta(ge=1), "maximum requests held while no replica can accept them; more get 429"
     ] = 4096
@@ -179,8 +182,8 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ] = ""
     allowed_hosts: Annotated[
         str,
-        "names by which clients may call the server (header Host), besides those of the loopback, separated by "
-        "commas; *: any; empty: any, unless `host` is on the loopback, which web pages could reach by DNS rebinding",
+        "names (header Host) of the server besides those of the loopback, separated by commas; *: any; empty: "
+        "any, unless `host` is on the loopback, against DNS rebinding",
     ] = ""
     cors_origins: Annotated[
         str, "origins of web pages that may call the server, separated by commas; *: all; empty: none"

@@ -2,6 +2,7 @@
 
 import re
 import tomllib
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -99,3 +100,13 @@ def test_every_make_target_of_the_readme_exists() -> None:
     named = set(re.findall(r"(?:`|\$ )make ([a-z][a-z-]+)", (ROOT / "README.md").read_text()))
 
     assert named <= targets
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_table_begins_after_an_empty_line(page: Path) -> None:
+    """GitHub shows such a table anyway; the site shows its source."""
+    lines = ["", *page.read_text().splitlines()]
+
+    assert [
+        row for before, row in pairwise(lines) if row.startswith("|") and before and not before.startswith("|")
+    ] == []

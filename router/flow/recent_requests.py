@@ -116,7 +116,7 @@ def _progress(request: RequestState) -> _Progress:
     return _Progress(
         request.outcome or request.phase.value,
         request.ttft_s,
-        request.delivered_cached_tokens,
+        request.cached_tokens,
         request.generated,
-        request.continuations,
+        request.moves.continuations,
     )

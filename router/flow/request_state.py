@@ -8,9 +8,9 @@ from typing import Literal, NamedTuple, NewType, get_args
 
 import msgspec
 
-from ...kvcache.hashing import TOKEN_BYTES, BlockHash
+from ...kvcache.hashing import BlockHash
 from ...replica.messages import Request
-from ..backend import GenerationRequest, Missing, Reason, TokenDelta
+from ..backend import Forecast, GenerationRequest, TokenDelta
 from ..errors import RouterError
 from ..routing.policy.base import Decision
 
@@ -49,8 +49,12 @@ TRANSITIONS = (
     Transition(Phase.NEW, "queue", Phase.WAITING, "no replica can take it, or others wait already"),
     Transition(Phase.WAITING, "send", Phase.SENT, "it is at the head of the queue and a replica can take it"),
     Transition(Phase.SENT, "start", Phase.STREAMING, "the replica's first output for it arrives"),
-    Transition(Phase.SENT, "move", Phase.WAITING, "the replica is lost, stuck or refuses it, and it may move"),
-    Transition(Phase.STREAMING, "move", Phase.WAITING, "the replica is lost or stuck, and it may move"),
+    Transition(
+        Phase.SENT, "move", Phase.WAITING, "the replica is lost, stuck, refuses it or does not have it, and it may move"
+    ),
+    Transition(
+        Phase.STREAMING, "move", Phase.WAITING, "the replica is lost, stuck or does not have it, and it may move"
+    ),
     Transition(Phase.SENT, "finish", Phase.OVER, "the replica is lost, and nothing is left to generate"),
     Transition(
         Phase.STREAMING,
@@ -93,6 +97,36 @@ class Suspicion(msgspec.Struct, frozen=True):
         return self.deaths[-1][1]
 
 
+class HashedTokens(msgspec.Struct, frozen=True):
+    """A request's prompt and what was generated before its last placement, and their blocks."""
+
+    root: BlockHash
+    tokens: bytes  #: uint32 LE
+    hashes: bytes  #: block hashes of all full blocks of `tokens`
+    keys: tuple[int, ...]  #: wire hashes of the same blocks, the keys of the prefix index
+    version: int  #: of the way in which blocks were hashed
+
+
+class Placed(msgspec.Struct, frozen=True):
+    """One decision by which a request was sent to a replica."""
+
+    at: float
+    due_at: float  #: when its next token was expected
+    wire_id: int  #: the request's id on the replica
+    generated: int  #: tokens generated before, on other replicas
+    decision: Decision
+
+
+class Moves(msgspec.Struct, eq=False):
+    """How often a request moved between replicas, and why."""
+
+    continuations: int = 0
+    attempts: int = 0  #: those that count against `retries`: no other request is to blame for them
+    unsent: int = 0  #: times that it could not be sent to the replica chosen
+    counted: bool = False  #: a replica that did not refuse it has had it, and counted its look-up
+    excluded: frozenset[str] = frozenset()  #: replicas that refused it; emptied when no replica can take it
+
+
 class RequestState(msgspec.Struct, eq=False):
     """A request's mutable state."""
 
@@ -100,39 +134,20 @@ class RequestState(msgspec.Struct, eq=False):
     request: GenerationRequest
     arrived: float
     deadline: float
-    root: BlockHash
-    tokens: bytes  #: prompt and tokens generated before the last placement, uint32 LE
     prompt_tokens: int
+    content: HashedTokens
     phase: Phase = Phase.NEW
-    new_tokens: list[int] = []  #: generated since the last placement
+    new_tokens: list[int] = []  #: generated since `content` was hashed
     generated: int = 0
     replica: str | None = None  #: current or last replica; None: never sent
-    hashes: bytes = b""  #: block hashes of all full blocks of `tokens`
-    keys: tuple[int, ...] = ()  #: wire hashes of the same blocks, the keys of the prefix index
-    wire_id: int = 0  #: id on the replica; valid while SENT or STREAMING
-    sent_at: float = 0.0  #: time of the last placement
-    due_at: float = 0.0  #: when its first token was expected then
+    placed: list[Placed] = []  #: oldest first; the last one is valid while SENT or STREAMING
+    forecast: Forecast | None = None  #: of the last decision before the first token
     text_only: bool = False  #: some output came as text without token ids, so no other replica can continue it
-    continuations: int = 0
-    attempts: int = 0  #: continuations that count against `retries`: no other request is to blame for them
-    unsent: int = 0  #: times that it could not be sent to the replica chosen
+    moves: Moves = msgspec.field(default_factory=Moves)
     suspicion: Suspicion | None = None  #: None: no replica died with it
-    waits_for: str = ""  #: why no replica could take it at its last turn; empty: its turn has not come
-    counted: bool = False  #: a replica that did not refuse it has had it, and counted its look-up
-    excluded: set[str] = set()  #: replicas that refused it; cleared when no replica can take it
-    predicted_cached_tokens: int = 0
-    delivered_cached_tokens: int | None = None
-    known_tokens: int = 0  #: see `TokenDelta.known_tokens`; set at placement, only for requests with a session
-    regret_tokens: int = 0
-    uncached_tokens: int = 0  #: tokens to compute, as estimated at the last placement
-    queue_s: float | None = None  #: seconds from arrival to first dispatch
-    #: seconds from arrival to the first token, as expected at the last dispatch before it
-    expected_ttft_s: float | None = None
-    reason: Reason | None = None  #: of the last dispatch before the first token
+    waits_for: str = ""  #: why it waits in the router, in words; empty: it does not
+    cached_tokens: int | None = None  #: prompt tokens found in the cache; None: no replica has told so far
     ttft_s: float | None = None
-    missing: Missing | None = None  #: see `ChoiceRecord`; its times are on the router's clock
-    #: each decision by which it was sent to a replica, and its time
-    decisions: list[tuple[float, Decision]] = []
     outcome: Outcome | None = None  #: None until it is over
 
     def advance(self, event: Event) -> None:
@@ -141,10 +156,19 @@ class RequestState(msgspec.Struct, eq=False):
         assert after is not None, f"request {self.request_id}: no transition {event!r} from phase {self.phase.value!r}"
         self.phase = after
 
+    def exclude(self, replica: str) -> None:
+        """Send it there no more, unless no other replica can take it."""
+        self.moves.excluded |= {replica}
+
+    @property
+    def sent(self) -> Placed:
+        """The last placement. There must be one."""
+        return self.placed[-1]
+
     @property
     def produced(self) -> int:
-        """Tokens that its current replica has generated for it."""
-        return self.generated + self.prompt_tokens - len(self.tokens) // TOKEN_BYTES
+        """Tokens that its current or last replica has generated for it."""
+        return self.generated - self.placed[-1].generated if self.placed else 0
 
     @property
     def on_replica(self) -> bool:
@@ -156,6 +180,12 @@ class Send(msgspec.Struct, frozen=True, gc=False):
 
     replica: str
     message: Request
+
+
+class ReadSockets(msgspec.Struct, frozen=True, gc=False):
+    """Read what has arrived from `replica`: something stands still, perhaps as a wake-up was lost."""
+
+    replica: str
 
 
 class Deliver(msgspec.Struct, frozen=True, gc=False):
@@ -173,4 +203,8 @@ class Ended(msgspec.Struct, frozen=True, gc=False):
     error: RouterError | None = None  #: error for the reader; None: the request finished or its reader left
 
 
-Instruction = Send | Deliver | Ended
+class Continue(msgspec.Struct, frozen=True, gc=False):
+    """More waiting requests may be placed: call `RequestFlow.pump` in the next iteration of the event loop."""
+
+
+Instruction = Send | ReadSockets | Deliver | Ended | Continue

@@ -70,7 +70,13 @@ class Suspects:
             tried = None
         if tried is not None:
             del self._trials[replica]
-        if tried is not None and busy and len(requests) > 1 and not tried.produced and now > tried.due_at + QUEUED_S:
+        if (
+            tried is not None
+            and busy
+            and len(requests) > 1
+            and not tried.produced
+            and now > tried.sent.due_at + QUEUED_S
+        ):
             assert tried.suspicion is not None, "a trial without a suspicion"
             tried.suspicion = Suspicion((*tried.suspicion.deaths[:-1], (replica, now)), tried.suspicion.produced)
             requests, tried = [each for each in requests if each is not tried], None
@@ -172,7 +178,7 @@ class Suspects:
 
 def is_starting(request: RequestState, now: float) -> bool:
     """Whether a request on a replica is so new there that it would be the likeliest cause of the replica's death."""
-    return request.produced < TRIAL_TOKENS and now < request.sent_at + TRIAL_S
+    return request.produced < TRIAL_TOKENS and now < request.sent.at + TRIAL_S
 
 
 def _fewest(names: Iterable[str], usable: Mapping[str, Usable]) -> str:
@@ -180,7 +186,9 @@ def _fewest(names: Iterable[str], usable: Mapping[str, Usable]) -> str:
 
 
 def _same_prompt(one: RequestState, other: RequestState) -> bool:
-    return one.request.token_ids == other.request.token_ids and one.root == other.root
+    one_of, other_of = one.request, other.request
+    same_root = one_of.salt == other_of.salt and one_of.adapter == other_of.adapter
+    return same_root and one_of.token_ids == other_of.token_ids
 
 
 def _trial_tokens(suspicion: Suspicion) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import msgspec
 
 from ..activity import ChoiceRecord, Decided
-from ..backend import Missing, TokenDelta, TokenSink
+from ..backend import Forecast, Missing, TokenDelta, TokenSink
 from ..errors import RouterError
 from ..routing.policy.explain import explanation_of
 from .request_state import RequestId, RequestState
@@ -36,6 +36,14 @@ class RequestStream:
     def replica_id(self) -> str | None:
         return self._replica or self._state.replica
 
+    @property
+    def forecast(self) -> Forecast | None:
+        return self._state.forecast
+
+    @property
+    def continuations(self) -> int:
+        return self._state.moves.continuations
+
     def record(self, clock_offset_s: float) -> ChoiceRecord:
         state = self._state
         return ChoiceRecord(
@@ -43,19 +51,19 @@ class RequestStream:
             state=state.outcome or state.phase.value,
             waits_for=state.waits_for,
             prompt_tokens=state.prompt_tokens,
-            predicted_tokens=state.predicted_cached_tokens,
-            cached_tokens=state.delivered_cached_tokens,
+            predicted_tokens=0 if state.forecast is None else state.forecast.cached_tokens,
+            cached_tokens=state.cached_tokens,
             generated_tokens=state.generated,
-            continuations=state.continuations,
+            continuations=state.moves.continuations,
             missing=_missing(state, clock_offset_s),
             decisions=[
                 Decided(
                     **msgspec.structs.asdict(table) | {"replicas": table.best(MAX_CANDIDATES)},
-                    at=at + clock_offset_s,
+                    at=placed.at + clock_offset_s,
                     hidden=max(0, len(table.replicas) - MAX_CANDIDATES),
                 )
-                for at, decision in state.decisions
-                for table in [explanation_of(decision)]
+                for placed in state.placed
+                for table in [explanation_of(placed.decision)]
             ],
         )
 
@@ -94,7 +102,8 @@ class RequestStream:
 
 def _missing(state: RequestState, clock_offset_s: float) -> Missing | None:
     """Why no more was cached, with the number of tokens that the replica found, if it has said so."""
-    missing, cached = state.missing, state.delivered_cached_tokens
+    missing = None if state.forecast is None else state.forecast.missing
+    cached = state.cached_tokens
     if missing is None or (cached is not None and cached >= state.prompt_tokens - 1):
         return None
     return missing.moved(clock_offset_s, token=missing.token if cached is None else max(cached, missing.token))

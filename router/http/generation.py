@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ...kvcache.hashing import token_bytes
-from ...replica.messages import Constraint, EmbeddingParams, Pin, PositionLogprobs, SamplingParams
+from ...replica.messages import Constraint, EmbeddingParams, EncodedPosition, Pin, SamplingParams
 from ..activity import ChoiceRecord
-from ..backend import GenerationRequest, Reason, TokenDelta, TokenStream
+from ..backend import GenerationRequest, TokenDelta, TokenStream
 from ..errors import RequestFailed, RouterError, Superseded
 from ..text.answer import (
     AnswerBlock,
@@ -146,20 +146,14 @@ class RunningChoice(msgspec.Struct, eq=False):
     plain: Detokenizer | None = None
     # Read once or rarely:
     cached: int = 0
-    predicted: int = 0
-    queue_s: float | None = None
-    expected_ttft_s: float | None = None
-    reason: Reason | None = None
     waited_s: float | None = None
-    moves: int = 0  #: how often it continued on another replica
     pinned: int | None = None
     stop_token_id: int | None = None  #: the token that ended the answer
-    prompt_logprobs: list[PositionLogprobs | None] | None = None
+    prompt_logprobs: list[EncodedPosition] | None = None
     reasoning_tokens: int = 0
     blocks: list[AnswerBlock] = []  #: the answer so far, if the response is not streamed
     tokens: list[TokenAt] = []  #: the answer's tokens, if logprobs or token ids were requested
     embedding: bytes | None = None  #: the prompt's vector, float32 LE
-    known: int = 0  #: prompt tokens that some replica held or was expected to hold; only counted in a session
 
     @property
     def text(self) -> str:
@@ -176,7 +170,7 @@ class RunningChoice(msgspec.Struct, eq=False):
             if last is None:
                 generation.first_token(now)
                 self.pinned, self.prompt_logprobs = delta.pinned_tokens, delta.prompt_logprobs
-                self.embedding, self.known = delta.embedding, delta.known_tokens
+                self.embedding = delta.embedding
             else:
                 generation.metrics.inter_token(now - last)
             if (
@@ -194,9 +188,7 @@ class RunningChoice(msgspec.Struct, eq=False):
             if delta.finish_reason in ("abort", "error"):
                 raise RequestFailed(f"the replica ended the request: {delta.finish_reason}")
             if delta.cached_tokens is not None:
-                self.cached, self.predicted = delta.cached_tokens, delta.predicted_cached_tokens or 0
-                self.queue_s, self.expected_ttft_s, self.reason = delta.queue_s, delta.expected_ttft_s, delta.reason
-                self.waited_s = delta.waited_s
+                self.cached, self.waited_s = delta.cached_tokens, delta.waited_s
             if last is None and generation.job.discard:  # there is only one token then
                 shown = _DISCARDED
             else:
@@ -206,7 +198,7 @@ class RunningChoice(msgspec.Struct, eq=False):
                     shown = self._parsed(shown, delta)
             self.ending = shown.ending
             if shown.ending:
-                self.stop_token_id, self.moves = delta.stop_token_id, delta.continuations
+                self.stop_token_id = delta.stop_token_id
             generation.writer.add(self, shown, first=last is None)
             if shown.ending:
                 generation.choice_ended()
@@ -216,6 +208,7 @@ class RunningChoice(msgspec.Struct, eq=False):
             generation.crash(error)
 
     def _parsed(self, shown: TextDelta, delta: TokenDelta) -> TextDelta:
+        received = shown.text
         if delta.deltas is None:
             found: Sequence[Delta] = parse_deltas(self.parser, shown)
             called = self.parser is not None and self.parser.called
@@ -227,8 +220,10 @@ class RunningChoice(msgspec.Struct, eq=False):
         shown = with_deltas(shown, found, called=called)
         if shown.deltas:
             self.calls += sum([type(each) is ToolCallStart for each in shown.deltas])
-            if all(type(each) is Reasoning for each in shown.deltas):
-                self.reasoning_tokens += len(delta.token_ids) + delta.text_tokens
+            if reasoned := sum([len(each.text) for each in shown.deltas if type(each) is Reasoning]):
+                # A delta of many tokens may hold markers or the answer, too: the text's share is that of the tokens.
+                tokens = len(delta.token_ids) + delta.text_tokens
+                self.reasoning_tokens += -(-tokens * reasoned // max(len(received), reasoned))
         return shown
 
     def failed(self, error: RouterError) -> None:
@@ -274,7 +269,8 @@ class Generation:
         exchange, job, served = self._exchange, self.job, self.job.served
         if exchange.gone:
             raise ClientGoneError
-        self._caller.begin([len(prompt.token_ids) for prompt in job.prompts])
+        # Each choice counts with its prompt, as each is a request to the replicas.
+        self._caller.begin([len(prompt.token_ids) for prompt in job.prompts for _ in range(job.choices_per_prompt)])
         limit_s = self.front.settings.request_timeout_s
         timeout_s = limit_s if job.timeout_s is None else min(limit_s, job.timeout_s)
         deadline = exchange.started_at + timeout_s
@@ -299,6 +295,10 @@ class Generation:
         exchange.on_gone, exchange.generation = self._client_left, self
         for choice in self.choices:
             choice.stream.listen(choice)
+
+    @property
+    def tenant(self) -> bytes:
+        return self._caller.tenant.digest
 
     def first_token(self, now: float) -> None:
         ttft_s = now - self._exchange.started_at
@@ -370,6 +370,7 @@ class Generation:
 
     def _summary(self) -> GenerationSummary:
         choices, caller, job = self.choices, self._caller, self.job
+        first = choices[0].stream.forecast if choices else None
         prompt_tokens = predicted = cached = generated = reasoning = pinned = moves = 0
         replicas: dict[str, None] = {}
         for prompt in job.prompts:
@@ -378,12 +379,12 @@ class Generation:
             if name := choice.stream.replica_id:
                 replicas[name] = None
             if not index % job.choices_per_prompt:  # prompts count once
-                predicted += choice.predicted
+                predicted += forecast.cached_tokens if (forecast := choice.stream.forecast) is not None else 0
                 cached += choice.cached
             generated += choice.generated
             reasoning += choice.reasoning_tokens
             pinned += choice.pinned or 0
-            moves += choice.moves
+            moves += choice.stream.continuations
         return GenerationSummary(
             caller.tenant.label,
             ",".join(replicas),
@@ -394,13 +395,12 @@ class Generation:
             self._ttft_s,
             reasoning,
             pinned,
-            self._prepare_s + choices[0].queue_s if choices and choices[0].queue_s is not None else None,
+            None if first is None else self._prepare_s + first.queue_s,
             caller.session or job.session,
             caller.agent,
             caller.parent,
-            choices[0].expected_ttft_s if choices else None,
+            first,
             moves,
-            choices[0].reason if choices else None,
             job.served.limits.name,
             choices[0].waited_s if choices else None,
         )
@@ -432,7 +432,10 @@ class Generation:
             headers.append(("x-homing-pinned-tokens", sum(pinned)))
         if summary.replicas:
             headers.append(("x-homing-replica", summary.replicas))
-        if self._departure is not None and (departure := self._departure(self.choices[0].known)) is not None:
-            self._exchange.departure = departure.token, departure.at
-            headers.append(("x-homing-departure", departure.header()))
+        if self._departure is not None:
+            forecast = self.choices[0].stream.forecast
+            departure = self._departure(0 if forecast is None else forecast.known_tokens)
+            if departure is not None:
+                self._exchange.departure = departure.token, departure.at
+                headers.append(("x-homing-departure", departure.header()))
         return headers

@@ -17,7 +17,7 @@ DECODED_BYTES = 16 * 1024
 SEARCHED_BYTES = 2048
 #: Fields of a record that have the summary's values.
 _OF_SUMMARY = (
-    *("model", "session", "agent", "parent", "ttft_s", "expected_ttft_s"),
+    *("model", "session", "agent", "parent", "ttft_s"),
     *("prompt_tokens", "predicted_tokens", "cached_tokens", "output_tokens"),
 )
 _MODEL = re.compile(rb'"model"\s*:\s*"([^"\\]{1,128})"')
@@ -47,7 +47,15 @@ def record_of(front: Front, exchange: Exchange) -> RequestRecord:
     if summary is None:
         return record
     copied = {name: getattr(summary, name) for name in _OF_SUMMARY}
-    return msgspec.structs.replace(record, departure=exchange.departure, choices=list(choices), hidden=hidden, **copied)
+    expected_ttft_s = None if summary.forecast is None else summary.forecast.ttft_s
+    return msgspec.structs.replace(
+        record,
+        departure=exchange.departure,
+        choices=list(choices),
+        hidden=hidden,
+        expected_ttft_s=expected_ttft_s,
+        **copied,
+    )
 
 
 def running(front: Front, query: RequestQuery) -> list[RequestRecord]:

@@ -46,8 +46,9 @@ from ..errors import (
     Superseded,
 )
 from ..flow.activity import activity_of
-from ..flow.request_flow import RequestFlow, ServedModel
-from ..flow.request_state import Deliver, Ended, Instruction, RequestId, Send
+from ..flow.dispatcher import ServedModel
+from ..flow.request_flow import RequestFlow
+from ..flow.request_state import Continue, Deliver, Ended, Instruction, ReadSockets, RequestId, Send
 from ..flow.token_stream import RequestStream
 from ..routing.placement import Placement
 from ..routing.policy.registry import make_policy
@@ -122,6 +123,7 @@ class RouterService:
         self._todo: deque[Instruction] = deque()
         self._outbox: list[Send] = []  #: messages of the current loop iteration, in order
         self._running = False  #: whether `_run` is executing instructions
+        self._continuing = False  #: whether `_continue` will be called
         self._context = ServiceContext(
             loop=asyncio.get_running_loop(),
             zmq=zmq.Context(),
@@ -460,10 +462,21 @@ class RouterService:
                         self._flow.recent.add_failure(request, instruction.error, self._context.clock())
                     if self._context.observer is not None:
                         self._context.observer.request_finished(request)
+                elif isinstance(instruction, ReadSockets):
+                    if (replica := self._replicas.get(instruction.replica)) is not None:
+                        replica.read_sockets()
+                elif isinstance(instruction, Continue):
+                    if not self._continuing:
+                        self._continuing = True
+                        self._context.loop.call_soon(self._continue)
                 else:
                     assert_never(instruction)
         finally:
             self._running = False
+
+    def _continue(self) -> None:
+        self._continuing = False
+        self._run(self._flow.pump(self._context.clock()))
 
     def _send_out(self) -> None:
         messages, self._outbox = self._outbox, []

@@ -12,8 +12,8 @@ import msgspec
 from ...replica.messages import PositionLogprobs
 from ..backend import TokenDelta
 from .detokenizer import Detokenizer
-from .parsers.calls import is_object
 from .parsers.deltas import Content, Delta, Reasoning, ToolCallArguments, ToolCallStart
+from .parsers.loose_json import is_object
 from .parsers.parser import AnswerParser
 
 Ending = Literal["stop", "length", "tool_calls"]

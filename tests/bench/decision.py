@@ -22,7 +22,8 @@ from homing.kvcache.parity import canary_hash
 from homing.replica.messages import ModelLimits, Parity, ReplicaDescription, SamplingParams
 from homing.router.backend import GenerationRequest, RouterCounters
 from homing.router.config import RouterSettings
-from homing.router.flow.request_flow import RequestFlow, ServedModel
+from homing.router.flow.dispatcher import ServedModel
+from homing.router.flow.request_flow import RequestFlow
 from homing.router.routing.placement import Placement
 from homing.router.routing.policy.registry import make_policy
 from homing.router.routing.prefix_index import PrefixIndex

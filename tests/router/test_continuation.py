@@ -25,7 +25,8 @@ from homing.replica.messages import Abort, Generate, ModelLimits, TokenBatch, To
 from homing.replica.structured.guide import Guide, GuideCompiler, token_masks
 from homing.router.backend import GenerationRequest, RouterCounters
 from homing.router.config import RouterSettings
-from homing.router.flow.request_flow import RequestFlow, ServedModel
+from homing.router.flow.dispatcher import ServedModel
+from homing.router.flow.request_flow import RequestFlow
 from homing.router.flow.request_state import Deliver, Ended, Instruction, RequestId, Send
 from homing.router.flow.token_stream import RequestStream
 from homing.router.http.app import App

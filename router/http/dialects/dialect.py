@@ -5,6 +5,7 @@ A dialect is one module with the types of its bodies, a `job` (converts a body t
 To add one, write the module and its row in `http/endpoints/generate.py`.
 """
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,8 @@ from ...text.answer import AnswerBlock, TextDelta, append_delta
 from ...text.encoder_threads import Sender
 from ..front import Front, Served
 from ..generation import Generation, Job, RunningChoice
-from ..protocol.exchange import Exchange, GenerationSummary
+from ..protocol.exchange import ClientGoneError, Exchange, GenerationSummary, Headers
+from .long_json import Steps
 from .schema import ENCODER, MAX_IGNORED, Body, unused_fields
 
 BodyType = TypeVar("BodyType", bound=Body)
@@ -33,8 +35,8 @@ class WholeBuilder(ABC):
     __slots__ = ()
 
     @abstractmethod
-    def whole(self, choices: Sequence[RunningChoice], summary: GenerationSummary) -> bytes:
-        """The body. May raise RouterError."""
+    def whole(self, choices: Sequence[RunningChoice], summary: GenerationSummary) -> Steps[list[bytes]]:
+        """The pieces of the body. May raise RouterError."""
 
 
 class ResponseBuilder(WholeBuilder):
@@ -91,6 +93,11 @@ class Dialect(Generic[BodyType]):
         return list(islice((path for name, path in asked if name not in templates), MAX_IGNORED))
 
 
+#: Seconds after which a quiet stream gets a comment: proxies and clients give up after 60 s or so without a byte.
+QUIET_S = 10.0
+COMMENT = b": a tool call is being written\n\n"
+
+
 class WholeWriter:
     """Collects the blocks of each choice and responds with one body."""
 
@@ -113,9 +120,30 @@ class WholeWriter:
             choice.tokens += shown.tokens
 
     def end(self, generation: Generation) -> None:
-        """Finish the response after every choice has ended without an error."""
-        body = self._builder.whole(generation.choices, generation.summary())
-        self._exchange.respond(body, headers=generation.headers())
+        """Finish the response after every choice has ended without an error: a long one in turns, among tenants."""
+        steps, headers = self._builder.whole(generation.choices, generation.summary()), generation.headers()
+        try:
+            next(steps)
+        except StopIteration as done:
+            self._exchange.respond_in(done.value, headers=headers)
+            return
+        rest = asyncio.get_running_loop().create_task(self._rest(generation, steps, headers))
+        self._exchange.on_gone = rest.cancel  # which also keeps the task alive
+
+    async def _rest(self, generation: Generation, steps: Steps[list[bytes]], headers: Headers) -> None:
+        reader = generation.front.body_reader
+        try:
+            while True:
+                await reader.turn(self._exchange, generation.tenant)
+                next(steps)
+        except StopIteration as done:
+            self._exchange.respond_in(done.value, headers=headers)
+        except ClientGoneError:
+            return
+        except RouterError as error:
+            generation.abort(error)
+        except Exception as error:  # nobody awaits this task
+            generation.crash(error)
 
     def fail(self, generation: Generation, error: RouterError) -> bool:  # noqa: ARG002
         """Report the error. Returns False if nothing was sent, so that an ordinary error response is still possible."""
@@ -129,13 +157,14 @@ class StreamWriter:
     so that a client can distinguish it from a complete one.
     """
 
-    __slots__ = ("_begun", "_builder", "_exchange", "_last")
+    __slots__ = ("_begun", "_builder", "_exchange", "_last", "_quiet_since")
 
     def __init__(self, exchange: Exchange, builder: ResponseBuilder) -> None:
         self._exchange = exchange
         self._builder = builder
         self._begun = False
         self._last = b""  #: the events that end the last choice, sent together with those of `end`
+        self._quiet_since: float | None = None  #: since when tokens have arrived of which nothing can be shown
 
     def add(self, choice: RunningChoice, shown: TextDelta, *, first: bool) -> None:
         if first or shown.ending or shown.tokens or shown.deltas:
@@ -146,9 +175,21 @@ class StreamWriter:
             if shown.ending and choice.generation.left == 1:
                 self._last = data
             elif data:
+                self._quiet_since = None
                 self._exchange.send(data)
         elif shown.text:
+            self._quiet_since = None
             self._exchange.send(self._builder.text(choice, shown.text))
+        else:
+            self._stay_alive(choice.last_token_at or 0.0)
+
+    def _stay_alive(self, now: float) -> None:
+        """Send a comment, which clients skip, once a call that is being written has kept the stream quiet for long."""
+        if self._quiet_since is None:
+            self._quiet_since = now
+        elif now - self._quiet_since >= QUIET_S:
+            self._quiet_since = now
+            self._exchange.send(COMMENT)
 
     def end(self, generation: Generation) -> None:
         self._exchange.end(self._last + self._builder.end(generation.choices, generation.summary()))

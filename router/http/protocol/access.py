@@ -73,7 +73,7 @@ def line(exchange: Exchange, duration_s: float, now: float) -> str:
     tenant, model = (exchange.tenant, exchange.model) if summary is None else (summary.tenant, summary.model)
     text += f" tenant={_safe(tenant) or '-'} model={_safe(model) or '-'}"
     if summary is not None:
-        why = f" why={summary.reason}" if summary.reason else ""
+        why = f" why={summary.forecast.reason}" if summary.forecast is not None else ""
         moves = f" moved={summary.moves}" if summary.moves else ""
         text += (
             f" replica={summary.replicas or '-'}{why}{moves} prompt={summary.prompt_tokens} "
@@ -87,7 +87,7 @@ def line(exchange: Exchange, duration_s: float, now: float) -> str:
 
 def _times(exchange: Exchange, summary: GenerationSummary, duration_s: float) -> str:
     """Where the request's time went, in milliseconds: `receive` and `blocked` are the network's, if they matter."""
-    times = {"ttft": summary.ttft_s, "expected": summary.expected_ttft_s}
+    times = {"ttft": summary.ttft_s, "expected": None if summary.forecast is None else summary.forecast.ttft_s}
     times |= {name.removesuffix("_s"): seconds for name, seconds in summary.phases(duration_s).items()}
     network = {"receive": exchange.request.receive_s, "blocked": exchange.blocked_s}
     times |= {name: seconds for name, seconds in network.items() if seconds >= NOTABLE_S}

@@ -31,7 +31,8 @@ from ....replica.messages import (
 )
 from ...backend import FeedState, RefusedReplica, TextOutput
 from ...errors import ParityMismatch
-from ...flow.request_flow import RequestFlow, ServedModel
+from ...flow.dispatcher import ServedModel
+from ...flow.request_flow import RequestFlow
 from ...flow.request_state import Instruction
 from ...routing.replica_load import UnavailableReason
 from ..replica_handle import REOPEN_S, RESET_TIMEOUT_S, ReplicaHandle, ResetOutcome, ServiceContext

@@ -1,12 +1,13 @@
 """Reads an answer's text and writes its deltas, with the bookkeeping of tool calls."""
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 
 from .deltas import Content, Delta, Reasoning, ToolCallArguments, ToolCallStart
-from .scanner import Malformed, Scanner, Steps
+from .scanner import Malformed, Scanner, Steps, TextEnded
 
 #: Makes the id of a call from its index. It must return the same id whenever the answer is parsed: a stream that
 #: continues after its replica died parses its text again.
@@ -18,31 +19,24 @@ Tools = Mapping[str, Mapping[str, Any] | None]
 #: multiply, so that a schema of 100 references would have 100 million. Takes up to 3 ms (measured).
 MAX_DEPTH = 8
 MAX_RESOLVED = 5000
+#: Longest name of a tool, with the white space and quotes around it.
+MAX_NAME = 256
 #: Stands for the rest: a schema that allows every type.
 UNRESOLVED: Mapping[str, Any] = {"$ref": "#"}
+
+
+#: Names that a call of a tool which the request does not have may use.
+_NAME = re.compile(r"[\w.:/-]{1,128}")
 
 
 class CallScanner(Scanner):
     """A scanner that also has the request's tools and collects deltas.
 
-    `start` commits to a call. Before it, text that turns out not to be a call can still become content; after it,
-    deltas already written cannot be taken back.
+    The calls between `begin` and `commit` are written together or not at all: what was read of them can be given back
+    as text. So a client never gets a part of a call.
     """
 
-    __slots__ = (
-        "_id_part",
-        "_make_id",
-        "_muted",
-        "_parallel",
-        "any_name",
-        "cut",
-        "name",
-        "open",
-        "out",
-        "started",
-        "tools",
-        "written",
-    )
+    __slots__ = ("_calls", "_id_part", "_make_id", "_parallel", "any_name", "committed", "name", "out", "tools")
 
     def __init__(self, tools: Tools, make_id: MakeId, *, parallel: bool, id_length: int = 0) -> None:
         """`id_length`: generated ids keep only this many of their last characters; 0: all."""
@@ -50,62 +44,97 @@ class CallScanner(Scanner):
         self.tools = tools
         self.out: list[Delta] = []
         self.any_name = False  #: whether a call of a tool that the request does not have counts
-        self.open = False  #: whether a call has started but not ended
-        self.cut = False  #: whether the last call has not ended, or was malformed
-        self.written: list[str] = []  #: the last call's arguments
-        self.name = ""  #: tool of the open call
+        self.name = ""  #: tool of the last call that was started
+        self.committed = 0  #: number of calls that have been written, and of those dropped as not parallel
+        self._calls: list[tuple[str, str | None, str]] = []  #: name, id and arguments of calls not yet written
         self._make_id = make_id
         self._id_part = slice(-id_length or None, None)
         self._parallel = parallel
-        self.started = 0  #: number of calls started
-        self._muted = False
 
     def content(self, text: str) -> None:
-        self.out.append(Content(text))
+        if text:
+            self.out.append(Content(text))
 
     def reasoning(self, text: str) -> None:
-        self.out.append(Reasoning(text))
+        if text:
+            self.out.append(Reasoning(text))
 
-    def known(self, *ends: str) -> Steps[str]:
-        """Consume and return a known tool's name that one of these ends follows. Fails as soon as no name can match."""
-        names = {name + end: name for name in self.tools for end in ends}
-        found = yield from self.expect(*names)
-        self.at -= len(found) - len(names[found])
-        return names[found]
+    def begin(self) -> None:
+        """What is read from here on may be given back."""
+        self.taken, self._calls = [], []
 
-    def start(self, name: Any, call_id: str | None = None) -> None:
-        """Start a call. `call_id`: the id that the model wrote, if any. Raises `Malformed` for an impossible name."""
-        if not isinstance(name, str) or not name or (name not in self.tools and not self.any_name):
+    def call(self, name: str, arguments: str, call_id: str | None = None) -> None:
+        """Add a complete call. `arguments`: JSON text. `call_id`: the id that the model wrote, if any.
+
+        Raises `Malformed` for a name that does not count.
+        """
+        self.check_name(name)
+        self._calls.append((name, call_id, arguments))
+
+    def check_name(self, name: str) -> None:
+        """Raises `Malformed` for a name that does not count. Otherwise, it is the name of the call being read."""
+        if name not in self.tools and not (self.any_name and _NAME.fullmatch(name)):
             raise Malformed
-        self.forget()
-        self.open, self.name = True, name
-        index = self.started
-        self.started += 1
-        self._muted = index > 0 and not self._parallel
-        if not self._muted:
-            self.cut, self.written = True, []
-            self.out.append(ToolCallStart(index, call_id or self._make_id(index)[self._id_part], name))
+        self.name = name
 
-    def arguments(self, text: str) -> None:
-        """Write the next piece of the open call's arguments."""
-        if not self._muted:
-            self.written.append(text)
-            self.out.append(ToolCallArguments(self.started - 1, text))
-
-    def end(self) -> None:
-        """End the open call."""
-        self.open, self.cut = False, self.cut and self._muted
+    def commit(self) -> None:
+        """Write the calls added since `begin`; what was read of them can no longer be given back."""
+        for name, call_id, arguments in self._calls:
+            index = self.committed
+            self.committed += 1
+            if self._parallel or not index:
+                self.out.append(ToolCallStart(index, call_id or self._make_id(index)[self._id_part], name))
+                self.out.append(ToolCallArguments(index, arguments))
         self.forget()
+        self.begin()
+
+    def give_back(self) -> str:
+        """The text that was consumed since the last `begin` or `commit`, whose calls are dropped."""
+        self.forget()
+        text = "".join(self.taken or ())
+        self.begin()
+        return text
+
+    def tool_name(self, *ends: str) -> Steps[str]:
+        """Consume and return a tool's name before one of `ends`. Fails as soon as it cannot become a name that counts.
+
+        White space and quotes around it are dropped.
+        """
+        firsts = "".join({end[0] for end in ends})
+        while True:
+            window = self.text[self.at : self.at + MAX_NAME]
+            places = [place for end in ends if (place := window.find(end)) >= 0]
+            name = window[: min(places)] if places else window
+            if places:
+                self.check_name(name.strip(" \t\r\n\"'`"))
+                self.at += len(name)
+                return self.name
+            # The last characters may begin one of the ends.
+            begun = next((at for at, each in enumerate(name) if each in firsts), len(name))
+            if not any(end.startswith(name[begun:]) for end in ends):
+                raise Malformed
+            name = name[:begun].strip(" \t\r\n\"'`")
+            known = any(each.startswith(name) for each in self.tools)
+            if len(window) == MAX_NAME or not (known or (self.any_name and _NAME.fullmatch(name))):
+                raise Malformed
+            if self.closed:
+                raise TextEnded
+            yield
 
     def schema_of(self, parameter: str) -> Mapping[str, Any]:
-        """The schema of one of the open call's parameters; empty if unknown."""
-        return resolve_refs(self._properties().get(parameter), self.tools.get(self.name) or {})
+        """The schema of one of the parameters of the call being read; empty if unknown."""
+        return resolve_refs(self.properties().get(parameter), self.tools.get(self.name) or {})
+
+    def needs_nothing(self) -> bool:
+        """Whether the tool of the call being read can be called without arguments."""
+        return not (self.tools.get(self.name) or {}).get("required")
 
     def declares(self, parameter: str) -> bool:
-        """Whether the open call's tool has this parameter."""
-        return parameter in self._properties()
+        """Whether the tool of the call being read has this parameter."""
+        return parameter in self.properties()
 
-    def _properties(self) -> Mapping[str, Any]:
+    def properties(self) -> Mapping[str, Any]:
+        """The schemas of the parameters of the call being read; empty if unknown."""
         root = self.tools.get(self.name)
         found = root.get("properties") if root is not None else None
         return found if isinstance(found, Mapping) else {}
@@ -142,23 +171,6 @@ def _resolved(schema: Any, root: Mapping[str, Any], depth: int, room: list[int])
     return {**{key: value for key, value in schema.items() if key not in branches}, **made, **only}
 
 
-def string(text: str) -> str:
-    """Decode a JSON string. Raises `Malformed` if `text` is not one."""
-    try:
-        found = msgspec.json.decode(text, type=str)
-    except msgspec.MsgspecError as error:  # a DecodeError or a ValidationError
-        raise Malformed from error
-    return found
-
-
 def quoted(text: str) -> str:
     """Encode `text` as a JSON string."""
     return msgspec.json.encode(text).decode()  # json.dumps takes four times as long
-
-
-def is_object(text: str) -> bool:
-    """Whether a text is a JSON object."""
-    try:
-        return isinstance(msgspec.json.decode(text), dict)
-    except (msgspec.DecodeError, RecursionError):
-        return False

@@ -25,7 +25,7 @@ class ToolFamily:
     read: Callable[[CallScanner], Steps[None]] | None = None
     #: Literals that open a call or a list of calls anywhere in the text.
     openers: tuple[str, ...] = ()
-    #: Literals that end a call; dropped after malformed arguments.
+    #: Literals that end calls; dropped wherever they follow one.
     closers: tuple[str, ...] = ()
     #: Literals that open a call only at the beginning of the content.
     bare: tuple[str, ...] = ()
@@ -98,7 +98,7 @@ TOOL_FAMILIES = (
         guided.QWEN3_CODER,
         formats.qwen3_coder,
         ("<tool_call>", "<function="),
-        ("</tool_call>",),
+        ("</function>", "</tool_call>"),
         ends_reasoning=True,
         aliases=("qwen3_xml",),
         templates=(("<tool_call>", "<function="),),
@@ -132,8 +132,8 @@ TOOL_FAMILIES = (
         guided.DEEPSEEK,
         formats.deepseek,
         ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
-        ("<｜tool▁call▁end｜>",),
-        others=("<｜tool▁calls▁end｜>", "<｜tool▁sep｜>"),
+        ("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
+        others=("<｜tool▁sep｜>",),
         ends_reasoning=True,
         aliases=("deepseek_v3", "deepseek_v31", "deepseekv3", "deepseekv31"),
         templates=(("<｜tool▁calls▁begin｜>",),),
@@ -144,8 +144,8 @@ TOOL_FAMILIES = (
         guided.KIMI,
         formats.kimi,
         ("<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
-        ("<|tool_call_end|>",),
-        others=("<|tool_calls_section_end|>", "<|tool_call_argument_begin|>"),
+        ("<|tool_call_end|>", "<|tool_calls_section_end|>"),
+        others=("<|tool_call_argument_begin|>",),
         ends_reasoning=True,
         aliases=("kimi_k2",),
         templates=(("<|tool_calls_section_begin|>",),),
@@ -166,8 +166,8 @@ TOOL_FAMILIES = (
         guided.PYTHONIC,
         formats.pythonic,
         ("<|python_start|>",),
-        bare=("[",),
-        others=("<|python_end|>",),
+        ("<|python_end|>",),
+        bare=("[", "```python"),
         aliases=("llama4_pythonic",),
         templates=(("[func_name1(",), ("<|python_start|>",)),
         model_types=("llama4",),
@@ -177,7 +177,7 @@ TOOL_FAMILIES = (
         guided.LLAMA3,
         formats.llama3,
         ("<|python_tag|>",),
-        bare=("{",),
+        bare=("{", "```json"),
         aliases=("llama3_json", "llama4_json"),
         templates=(("<|python_tag|>",), ('{"name": function name, "parameters":',)),
         model_types=("llama",),

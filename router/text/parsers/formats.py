@@ -1,33 +1,31 @@
 """Readers for the formats in which models write tool calls. Each is a generator that starts at an opener.
 
-It calls `start` when a call's name is known, `arguments` with pieces of the arguments' JSON text, and `end`. JSON is
-passed on as the model wrote it. For XML and Python, the JSON text is built parameter by parameter, from the types in
-the schema.
+It adds calls and commits them once they are complete. When it raises `Malformed`, what it has read since becomes text.
+Small faults that leave no doubt about the call are overlooked: a missing or repeated opener or closer, a code fence
+around the JSON, quotes around a name (see also `loose_json`).
 
 Sources: the models' chat templates, from vLLM's `examples/tool_chat_template_*.jinja` (hermes, llama3.1_json,
 llama4_pythonic, mistral, deepseekv3, deepseekv31, qwen3coder) and from Qwen3 and GLM-4.5; vLLM's `tool_parsers` with
 their tests (mistral: version 11); the docstrings of SGLang's `function_call` (deepseek, glm4_moe, kimik2).
 """
 
-import ast
 import json
 import re
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
 import msgspec
 
-from .calls import CallScanner, is_object, quoted, string
-from .scanner import Malformed, Markers, Steps, TextEnded
+from .calls import CallScanner, quoted
+from .loose_json import CALL_KEYS, NOTHING, calls_in, closed, object_text, python_arguments, python_value
+from .scanner import Malformed, Steps, TextEnded
+from .tagged import Tags, parameters
 
-#: An object without a marker is a call only if it has no other keys; otherwise it is an answer in JSON.
-_CALL_KEYS = {"name", "arguments", "parameters", "type", "id"}
-_XML_END = Markers("\n</parameter>", "</parameter>")
-_GLM_END = Markers("</arg_value>")
-_KIMI_ID = re.compile(r"\s*((?:functions\.)?(.+):\d+)\s*")
-_JSON_NAMES = {"true": True, "false": False, "null": None}
+_KIMI_ID = re.compile(r"\s*((?:functions\.)?(.+?)(?::(\d+))?)\s*")
+#: A closing tag in place of the right one, or its beginning.
+_MISSPELT = re.compile(r"\s{0,8}</\w{0,24}(>|\Z)")
+_BOTH_QUOTES = "\"'"
 _JSON_TYPES = {
     str: "string",
     int: "integer",
@@ -37,29 +35,35 @@ _JSON_TYPES = {
     list: "array",
     dict: "object",
 }
-#: Exceptions that Python's parser raises for invalid text.
-_PARSER_ERRORS = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)
+_QWEN = Tags("<parameter=", ">", "", "</parameter>", ("</function>",), "</tool_call>", ("<tool_call>", "<function="))
+_GLM = Tags("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", (), "</tool_call>", ("<tool_call>",))
 
 
 def hermes(p: CallScanner) -> Steps[None]:
-    """`<tool_call>{"name": NAME, "arguments": {...}}</tool_call>`."""
-    yield from p.optional("<tool_call>")
-    yield from p.space()
-    yield from p.expect("{")
-    yield from _json_call(p)
-    yield from p.optional("</tool_call>")
+    """`<tool_call>{"name": NAME, "arguments": {...}}</tool_call>`, also with several objects or a list of them."""
+    yield from _any_number_of(p, "<tool_call>")
+    yield from _json_calls(p, "</tool_call>")
 
 
 def llama3(p: CallScanner) -> Steps[None]:
     """`{"name": NAME, "parameters": {...}}`, with or without `<|python_tag|>`; several are separated by `;`."""
-    if (yield from p.optional("{", "<|python_tag|>")) != "{":
+    yield from _any_number_of(p, "<|python_tag|>")
+    fenced = yield from _fence(p)
+    while True:
         yield from p.space()
-        yield from p.expect("{")
-    yield from _json_call(p, only_call_keys=True)
-    while (yield from p.optional(";")) is not None:
+        yield from _check_first_key(p)
+        for name, arguments in calls_in((yield from _json(p)), only_call_keys=True):
+            if arguments is None and name not in p.tools:
+                raise Malformed  # an answer about something that has a name
+            p.call(name, arguments or "{}")
+        yield from _any_number_of(p, "}")
+        yield from _end(p, fenced=fenced)
+        if (yield from p.optional(";")) is None:
+            return
         yield from p.space()
-        yield from p.expect("{")
-        yield from _json_call(p, only_call_keys=True)
+        if p.at == len(p.text):
+            p.commit()
+            return
 
 
 def mistral(p: CallScanner) -> Steps[None]:
@@ -67,208 +71,245 @@ def mistral(p: CallScanner) -> Steps[None]:
 
     Version 11 writes `[CALL_ID]ID` between name and arguments.
     """
-    yield from p.optional("[TOOL_CALLS]")
+    yield from _any_number_of(p, "[TOOL_CALLS]")
     yield from p.space()
-    if (yield from p.choose("[")) is None:
-        name, call_id = (yield from p.known("[ARGS]", "[CALL_ID]", "{")), None
-        if (yield from p.choose("[CALL_ID]")) is not None:
-            call_id = yield from p.until("[ARGS]")
-        yield from p.choose("[ARGS]")
-        p.start(name, call_id)
-        yield from p.value(p.arguments)
-        p.end()
+    if p.text[p.at : p.at + 1] in ("[", "{", "`"):
+        yield from _json_calls(p)
         return
-    found: str | None = ","
-    while found == ",":
-        yield from p.space()
-        yield from p.expect("{")
-        yield from _json_call(p)
-        found = yield from p.optional(",", "]")
+    name, call_id = (yield from p.tool_name("[ARGS]", "[CALL_ID]", "{")), None
+    if (yield from p.choose("[CALL_ID]")) is not None:
+        call_id = (yield from p.until("[ARGS]", "{")).strip()
+    yield from p.choose("[ARGS]")
+    p.call(name, (yield from _arguments(p, "[TOOL_CALLS]", may_end=True)), call_id)
+    p.commit()
 
 
 def deepseek(p: CallScanner) -> Steps[None]:
     """V3: `function<sep>NAME`, then the arguments as a Markdown code block; V3.1: `NAME<sep>{...}`."""
-    separator = "<｜tool▁sep｜>"
+    separator, end = "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 
-    def head() -> Steps[None]:
-        fenced = yield from p.choose("function" + separator)
-        p.start((yield from p.known("\n" if fenced else separator)))
-        yield from p.expect("\n```json" if fenced else separator)
+    def head() -> Steps[tuple[str, None]]:
+        if (yield from p.choose("function" + separator)) is not None:
+            return (yield from p.tool_name("\n", "```", "{", end)), None
+        name = yield from p.tool_name(separator, "\n", "{", end)
+        yield from p.choose(separator)
+        return name, None
 
-    yield from _section(p, "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", head, "```", "<｜tool▁call▁end｜>")
-    yield from p.optional("<｜tool▁calls▁end｜>")
+    yield from _section(p, "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", head, end, "<｜tool▁calls▁end｜>")
 
 
 def kimi(p: CallScanner) -> Steps[None]:
     """`functions.NAME:INDEX<|tool_call_argument_begin|>{...}`. Keeps the written id, as its template repeats ids."""
-    separator = "<|tool_call_argument_begin|>"
+    separator, end, closer = "<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|tool_calls_section_end|>"
 
-    def head() -> Steps[None]:
-        match = _KIMI_ID.fullmatch((yield from p.until(separator)))
-        yield from p.expect(separator)
+    def head() -> Steps[tuple[str, str | None]]:
+        match = _KIMI_ID.fullmatch((yield from p.until(separator, "{", end)))
+        yield from p.choose(separator)
         if match is None:
             raise Malformed
-        p.start(match[2], match[1])
+        return match[2], match[1] if match[3] else None
 
-    yield from _section(p, "<|tool_calls_section_begin|>", "<|tool_call_begin|>", head, "<|tool_call_end|>")
-    yield from p.optional("<|tool_calls_section_end|>")
+    yield from _section(p, "<|tool_calls_section_begin|>", "<|tool_call_begin|>", head, end, closer)
 
 
-def _section(p: CallScanner, opener: str, begin: str, head: Callable[[], Steps[None]], *ends: str) -> Steps[None]:
-    """Calls, each between `begin` and `ends`, after an optional `opener`. `head` reads a call up to its arguments."""
-    if (yield from p.optional(opener, begin)) != begin:
-        yield from p.space()
-        yield from p.expect(begin)
+def _section(
+    p: CallScanner,
+    opener: str,
+    begin: str,
+    head: Callable[[], Steps[tuple[str, Any]]],
+    end: str,
+    closer: str,
+) -> Steps[None]:
+    """Calls, each between `begin` and `end`, after an optional `opener`. `head` reads a call up to its arguments."""
+    yield from _any_number_of(p, opener)
+    yield from p.space()
+    yield from p.expect(begin)
     found: str | None = begin
     while found is not None:
-        yield from head()
-        yield from p.space()
-        yield from p.value(p.arguments)
-        p.end()
-        for end in ends:
-            yield from p.optional(end)
-        p.forget()
+        yield from _any_number_of(p, begin)
+        name, call_id = yield from head()
+        p.check_name(name)
+        arguments = yield from _arguments(p, end, closer, begin)
+        p.call(name, arguments, call_id)
+        yield from p.optional(end)
+        p.commit()
         found = yield from p.optional(begin)
+    yield from _end(p, end, closer)
 
 
 def qwen3_coder(p: CallScanner) -> Steps[None]:
     """`<function=NAME>`, then `<parameter=KEY>` with a value between line feeds; `<tool_call>` is optional."""
-    if (yield from p.optional("<tool_call>", "<function=")) == "<tool_call>":
-        yield from p.space()
-        yield from p.expect("<function=")
-    p.start((yield from p.known(">")))
-    yield from p.expect(">")
-    first = True
+    yield from _any_number_of(p, "<tool_call>")
+    yield from p.space()
+    if p.text.startswith("{", p.at):
+        yield from _json_calls(p, "</tool_call>")
+        return
     while True:
-        yield from p.space()
-        if (yield from p.expect("<parameter=", "</function>")) == "</function>":
+        yield from p.expect("<function=")
+        name = yield from p.tool_name(">", "\n", "<parameter=", "</function>", "</tool_call>")
+        yield from p.choose(">")
+        p.call(name, (yield from _object_of_parameters(p, _QWEN)))
+        if not (yield from _next_is(p, "<function=")):
             break
-        key = yield from p.until(">")
-        yield from p.expect(">")
-        yield from p.choose("\n")
-        yield from _parameter(p, "{" if first else ", ", key, _XML_END)
-        first = False
-    p.arguments("{}" if first else "}")
-    p.end()
-    yield from p.optional("</tool_call>")
+        yield from p.space()
+    yield from _end(p, "</tool_call>")
 
 
 def glm(p: CallScanner) -> Steps[None]:
     """`<tool_call>NAME`, then pairs of `<arg_key>` and `<arg_value>`, with white space between them up to GLM-4.6."""
-    yield from p.optional("<tool_call>")
+    yield from _any_number_of(p, "<tool_call>")
     yield from p.space()
-    p.start((yield from p.known("\n", "<arg_key>", "</tool_call>")))
-    first = True
-    while True:
-        yield from p.space()
-        if (yield from p.expect("<arg_key>", "</tool_call>")) == "</tool_call>":
-            break
-        key = yield from p.until("</arg_key>")
-        yield from p.expect("</arg_key>")
-        yield from p.space()
-        yield from p.expect("<arg_value>")
-        yield from _parameter(p, "{" if first else ", ", key.strip(), _GLM_END)
-        first = False
-    p.arguments("{}" if first else "}")
-    p.end()
+    if p.text.startswith("{", p.at):
+        yield from _json_calls(p, "</tool_call>")
+        return
+    name = yield from p.tool_name("\n", "<arg_key>", "</tool_call>")
+    p.call(name, (yield from _object_of_parameters(p, _GLM)))
+    yield from p.expect("</tool_call>")
+    p.commit()
+    yield from _end(p, "</tool_call>")
 
 
 def pythonic(p: CallScanner) -> Steps[None]:
-    """`[NAME(key=value, ...), ...]` with Python literals. A call is passed on when its parenthesis closes."""
-    if (yield from p.optional("[", "<|python_start|>")) != "[":
+    """`[NAME(key=value, ...), ...]` with Python literals. Calls are passed on when the list closes."""
+    yield from _any_number_of(p, "<|python_start|>")
+    fenced = yield from _fence(p)
+    yield from p.space()
+    yield from p.expect("[")
+    yield from _any_number_of(p, "[")
+    known = True
+    while True:
         yield from p.space()
-        yield from p.expect("[")
-    found: str | None = ","
-    while found == ",":
-        yield from p.space()
-        name = yield from p.known("(")
-        arguments = _python_arguments((yield from p.value(quotes="\"'")))
-        p.start(name)
-        p.arguments(arguments)
-        p.end()
-        found = yield from p.optional(",", "]")
-    yield from p.optional("<|python_end|>")
-
-
-def _json_call(p: CallScanner, *, only_call_keys: bool = False) -> Steps[None]:
-    """The rest, after the brace, of an object with `name` and `arguments` (or `parameters`) and keys in any order.
-
-    A call without arguments gets `{}`.
-    """
-    held: str | None = None
-    written = False
-    found: str | None = yield from p.optional("}")
-    while found != "}":
-        yield from p.space()
-        key = string((yield from p.value()))
-        if only_call_keys and key not in _CALL_KEYS:
-            raise Malformed
-        yield from p.space()
-        yield from p.expect(":")
-        yield from p.space()
-        if key not in ("arguments", "parameters"):
-            text = yield from p.value()
-            if key == "name" and not p.open:
-                p.start(string(text))
-                if held is not None:
-                    p.arguments(held)
-        elif written:
-            raise Malformed
-        else:
-            held = yield from _arguments(p)
-            written = True
-        yield from p.space()
-        found = yield from p.expect(",", "}")
-    if not p.open:
+        name = yield from p.tool_name("(")
+        known &= name in p.tools
+        p.call(name, python_arguments((yield from p.value(quotes=_BOTH_QUOTES))))
+        if (yield from p.optional(",")) is None or (yield from _next_is(p, "]")):
+            break
+    if (yield from p.optional("]")) is None and (not known or p.text[p.at :].strip()):
         raise Malformed
-    if not written:
-        p.arguments("{}")
-    p.end()
+    yield from _any_number_of(p, "]")
+    yield from _end(p, "<|python_end|>", fenced=fenced)
 
 
-def _arguments(p: CallScanner) -> Steps[str | None]:
-    """Read a call's arguments. If the call has started they are passed on, an object as it arrives; else returned.
+def _any_number_of(p: CallScanner, marker: str) -> Steps[None]:
+    """Skip a marker that is optional and that some models repeat."""
+    while (yield from p.optional(marker)) is not None:
+        pass
 
-    Some models write the object in a string, or null, an empty string or an empty list for none. Other values are no
-    arguments: the call is malformed.
+
+def _end(p: CallScanner, *closers: str, fenced: bool = False) -> Steps[None]:
+    """Commit after the end of a code block and a closer, each optional; the text may end within them.
+
+    Then skip closers that were written twice, or misspelt.
     """
-    while len(p.text) <= p.at and not p.closed:
+    if fenced:
+        yield from p.optional("```", cut=True)
+    if closers:
+        yield from p.optional(*closers, cut=True)
+    p.commit()
+    while closers and (yield from p.optional(*closers, cut=True)) is not None:
+        pass
+    while closers and closers[0].startswith("</") and (found := _MISSPELT.match(p.text, p.at)) is not None:
+        if found[1] or p.closed:
+            p.at = found.end()
+            break
         yield
-    if p.open and p.text.startswith("{", p.at):
-        yield from p.value(p.arguments)
-        return None
-    text = yield from p.value()
-    found = text
-    if text in ("null", '""', "[]"):
-        found = "{}"
-    elif text.startswith('"'):
-        found = string(text)
-    if not text.startswith("{") and not is_object(found):
-        raise Malformed
-    if not p.open:
-        return found
-    p.arguments(found)
-    return None
+    p.commit()
 
 
-def _parameter(p: CallScanner, before: str, key: str, end: Markers) -> Steps[None]:
-    """Pass on one parameter, whose text ends at `end`: strings as they arrive, other values when complete."""
-    schema = p.schema_of(key)
-    before += quoted(key) + ": "
+def _fence(p: CallScanner) -> Steps[bool]:
+    """Skip the beginning of a Markdown code block, with its language. Returns whether there was one."""
+    if (yield from p.optional("```")) is None:
+        return False
+    while True:
+        rest = p.text[p.at :]
+        p.at += next((at for at, each in enumerate(rest) if not each.isalnum()), len(rest))
+        if p.at < len(p.text) or p.closed:
+            return True
+        yield
+
+
+def _json(p: CallScanner, *closers: str) -> Steps[str]:
+    """Consume and return the text of a JSON value, also as Python writes it.
+
+    If one of `closers` comes before its end, the brackets that are missing are added; nothing is an empty text.
+    """
     parts: list[str] = []
-    if types_of(schema) == {"string"} or not p.declares(key):
-        p.arguments(before + '"')
-        found = yield from p.stream(end, lambda text: p.arguments(quoted(text)[1:-1]))
-        closing = "" if found is None else '"'
+    try:
+        yield from p.value(parts.append, _BOTH_QUOTES)
+    except TextEnded:
+        if "".join(parts) not in NOTHING[1:]:
+            raise
+    except Malformed:
+        if not (yield from _next_is(p, *closers)):
+            raise
+        return closed("".join(parts))
+    return "".join(parts)
+
+
+def _next_is(p: CallScanner, *literals: str) -> Steps[bool]:
+    """Whether one of these comes next, after white space. Consumes nothing."""
+    at = p.at
+    found = (yield from p.optional(*literals)) is not None
+    p.at = at
+    return found
+
+
+def _json_calls(p: CallScanner, *closers: str) -> Steps[None]:
+    """One or more calls as objects or lists of objects, up to a closer, if the format has one."""
+    fenced = yield from _fence(p)
+    while True:
+        yield from p.space()
+        yield from p.expect("{", "[")
+        p.at -= 1
+        for name, arguments in calls_in((yield from _json(p, *closers))):
+            p.call(name, arguments or "{}")
+        if not closers:
+            break
+        while (yield from p.optional("}", "]")) is not None:
+            pass  # a bracket too many
+        if (yield from p.optional(",", ";")) is None and not (yield from _next_is(p, "{", "[")):
+            break
+    yield from _end(p, *closers, fenced=fenced)
+
+
+def _check_first_key(p: CallScanner) -> Steps[None]:
+    """Raise `Malformed` unless an object follows that may be a call: otherwise it is an answer in JSON."""
+    at = p.at
+    yield from p.expect("{")
+    yield from p.optional("{")
+    yield from p.space()
+    key = (yield from p.value(quotes=_BOTH_QUOTES)).strip(_BOTH_QUOTES)
+    if key not in CALL_KEYS:
+        raise Malformed
+    p.at = at
+
+
+def _arguments(p: CallScanner, *ends: str, may_end: bool = False) -> Steps[str]:
+    """The arguments of a call, as JSON text, which one of `ends` follows if they are empty.
+
+    `may_end`: or the answer ends there; then the tool must need none.
+    """
+    fenced = yield from _fence(p)
+    yield from p.space()
+    at_end = may_end and p.closed and p.at == len(p.text) and p.needs_nothing()
+    if at_end or (yield from _next_is(p, *ends, *(["```"] if fenced else []))):
+        found = "{}"
     else:
-        p.arguments(before)
-        found = yield from p.stream(end, parts.append)
-        closing = "".join(parts) if found is None else json_value(schema, "".join(parts))
-    if found is None:
-        p.arguments(closing)
-        raise TextEnded
-    p.forget()
-    p.arguments(closing)
+        found = object_text((yield from _json(p, *ends)))
+        yield from _any_number_of(p, "}")
+    if fenced:
+        yield from p.optional("```", cut=True)
+    return found
+
+
+def _object_of_parameters(p: CallScanner, tags: Tags) -> Steps[str]:
+    """The parameters of the call being read as the text of a JSON object, in the types of the tool's schema."""
+    written: dict[str, str] = {}
+    for key, text in (yield from parameters(p, tags)).items():
+        schema = p.schema_of(key)
+        is_text = types_of(schema) == {"string"} or not p.declares(key)
+        written[key] = quoted(text) if is_text else json_value(schema, text)
+    return "{" + ", ".join(f"{quoted(key)}: {value}" for key, value in written.items()) + "}"
 
 
 def types_of(schema: Mapping[str, Any]) -> set[str]:
@@ -295,9 +336,8 @@ def json_value(schema: Mapping[str, Any], text: str) -> str:
     types, bare = types_of(schema), text.strip()
     found = _type_of(bare)
     if found is None:  # True, None, {'a': 1}: some templates show values as Python
-        with warnings.catch_warnings(), suppress(*_PARSER_ERRORS):
-            warnings.simplefilter("ignore")
-            bare = json.dumps(ast.literal_eval(bare), ensure_ascii=False, allow_nan=False)
+        with suppress(Malformed, ValueError, TypeError, RecursionError):
+            bare = json.dumps(python_value(bare), ensure_ascii=False, allow_nan=False)
             found = _type_of(bare)
     if not types and found is not None:
         return bare  # a schema that allows every type
@@ -312,31 +352,3 @@ def _type_of(text: str) -> str | None:
         return _JSON_TYPES[type(msgspec.json.decode(text))]
     except (msgspec.DecodeError, RecursionError):
         return None
-
-
-def _python_arguments(text: str) -> str:
-    """The arguments in `text`, which includes the parentheses, as a JSON object. Raises Malformed."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about invalid escape sequences
-            call = ast.parse("f" + text, mode="eval").body
-        if not isinstance(call, ast.Call) or call.args or not all(each.arg for each in call.keywords):
-            raise Malformed
-        values = {each.arg: _literal(each.value) for each in call.keywords}
-        found = json.dumps(values, ensure_ascii=False, allow_nan=False)
-        found.encode()  # refuses lone surrogates
-    except _PARSER_ERRORS as error:
-        raise Malformed from error
-    return found
-
-
-def _literal(node: ast.expr) -> Any:
-    """The value of a Python literal, which may also contain JSON's `true`, `false` and `null`."""
-    match node:
-        case ast.Name(id=name) if name in _JSON_NAMES:
-            return _JSON_NAMES[name]
-        case ast.List(elts=items) | ast.Tuple(elts=items):
-            return [_literal(each) for each in items]
-        case ast.Dict(keys=keys, values=values):
-            return {ast.literal_eval(key or node): _literal(each) for key, each in zip(keys, values, strict=True)}
-    return ast.literal_eval(node)

@@ -12,11 +12,6 @@ from .scanner import Malformed, Markers, Steps, TextEnded
 
 #: Cached for each set of arguments: creating one takes longer than parsing a short answer.
 _markers = cache(Markers)
-#: Characters of an answer that are read again because a call turned out to be text; then no more calls are looked for.
-#: Each can reach to the end of the text, so their cost is quadratic: 20,000 characters made for it took 0.4 s.
-MAX_REREAD = 256 * 1024
-#: Counted in addition for each such call.
-REREAD_PER_CALL = 256
 
 
 class AnswerParser:
@@ -49,11 +44,12 @@ class AnswerParser:
             id_length=calls.id_length if calls is not None else 0,
         )
         self._family = calls if tools and calls is not None and calls.read is not None else None
-        self._reread = 0
+        self._called = False  #: whether the last call could be read
+        self._cut = False  #: whether the text ended within a call
         self._unknown_names = unknown_names
         self._reasoning = reasoning
         if "harmony" in (calls and calls.name, reasoning and reasoning.name):
-            run = harmony(self._scanner, in_reasoning=starts_in_reasoning, reasoning=reasoning is not None)
+            run = self._harmony(starts_in_reasoning)
         else:
             run = self._run(starts_in_reasoning)
         self._advance = run.__next__
@@ -75,8 +71,18 @@ class AnswerParser:
 
     @property
     def called(self) -> bool:
-        """Whether there was a call, and the last one is complete."""
-        return self._scanner.started > 0 and not self._scanner.cut
+        """Whether there was a call, and the text did not end within one."""
+        return self._scanner.committed > 0 and not self._cut
+
+    def _harmony(self, starts_in_reasoning: bool) -> Steps[None]:
+        self._cut = not (
+            yield from harmony(
+                self._scanner,
+                in_reasoning=starts_in_reasoning,
+                reasoning=self._reasoning is not None,
+                unknown_names=self._unknown_names,
+            )
+        )
 
     def _run(self, starts_in_reasoning: bool) -> Steps[None]:
         p, reasoning, thinking = self._scanner, self._reasoning, False
@@ -86,15 +92,20 @@ class AnswerParser:
         while True:
             family = self._family
             openers = family.openers if family is not None else ()
+            closers: tuple[str, ...] = ()
             if thinking:
                 assert reasoning is not None
                 ends = openers if family is not None and family.ends_reasoning else ()
                 found = yield from p.stream(_markers(reasoning.closer, *ends, lead=r"\n"), p.reasoning)
             else:
-                found = yield from p.stream(_markers(*openers, lead=r"\s"), p.content)
+                # Closers that a model repeats, or writes after text, are no text.
+                closers = family.closers if family is not None and self._called else ()
+                found = yield from p.stream(_markers(*openers, *closers, lead=r"\s"), p.content)
             if found is None:
                 return
-            if found not in openers:
+            if found in closers:
+                p.forget()
+            elif found not in openers:
                 thinking = False
                 yield from self._begin(thinking=False, after_reasoning=True)
             else:
@@ -111,29 +122,31 @@ class AnswerParser:
             p.forget()
         bare = self._family.bare if self._family is not None and not thinking else ()
         if bare and (yield from p.optional(*bare)) is not None:
+            p.any_name = self._unknown_names
             yield from self._call(p.content)
+            p.any_name = False
 
     def _call(self, sink: Callable[[str], None]) -> Steps[bool]:
-        """Read a call from its opener. Returns whether there was one; if not, its first character has become text."""
-        p, before = self._scanner, self._scanner.started
+        """Read calls from their opener. Returns whether there was one. What could not be read becomes text."""
+        p, before = self._scanner, self._scanner.committed
         assert self._family is not None
         assert self._family.read is not None
-        p.open, p.at = False, 0
+        p.at = 0
+        p.begin()
         try:
             yield from self._family.read(p)
+            self._called = True
         except Malformed as error:
-            if not p.open and p.text:
-                # Go back to the opener or to the end of the last complete call: the text after it may contain a call.
-                self._reread += p.at + REREAD_PER_CALL
-                if self._reread > MAX_REREAD:
-                    self._family = None
-                give = p.content if p.started > before else sink
-                first = len(p.text) - len(p.text.lstrip()) + 1
-                give(p.text[:first])
-                p.text, p.at = p.text[first:], 0
-                return p.started > before
-            p.at = len(p.text) if isinstance(error, TextEnded) else 0
-        yield from p.optional(*self._family.closers)
-        yield from p.space()
-        p.forget()
-        return True
+            self._called, self._cut = False, isinstance(error, TextEnded)
+            if self._cut:  # its arguments may quote calls, so that none of it is read again
+                p.at = len(p.text)
+            text = p.give_back()
+            if p.committed and text.strip() in self._family.openers and self._cut:
+                self._cut = False  # an opener in place of the last closer
+            else:
+                (p.content if p.committed > before else sink)(text)
+        p.taken = None
+        if self._called:
+            yield from p.space()
+            p.forget()
+        return p.committed > before

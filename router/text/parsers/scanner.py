@@ -56,16 +56,23 @@ class Markers:
 class Scanner:
     """Text that has arrived and is not consumed. When `Malformed` is raised, only emitted text has been consumed."""
 
-    __slots__ = ("at", "closed", "text")
+    __slots__ = ("at", "closed", "taken", "text")
 
     def __init__(self) -> None:
         self.text = ""
         self.at = 0  #: end of the consumed text, which is kept until `forget`
         self.closed = False  #: whether the text has ended
+        #: Text that was emitted or forgotten since the beginning of what may have to be given back; None: nothing may.
+        self.taken: list[str] | None = None
 
     def forget(self) -> None:
-        """Drop the consumed text, so that it can no longer be given back."""
-        self.text, self.at = self.text[self.at :], 0
+        """Drop the consumed text, so that `at` can no longer be moved back into it."""
+        self._drop(self.at)
+
+    def _drop(self, end: int) -> None:
+        if self.taken is not None and end:
+            self.taken.append(self.text[:end])
+        self.text, self.at = self.text[end:], 0
 
     def stream(self, markers: Markers, emit: Callable[[str], None]) -> Steps[str | None]:
         """Emit the text up to a marker, then consume and return the marker; None at the end of the text.
@@ -78,14 +85,14 @@ class Scanner:
             end = len(text) if match is None else match.start()
             if end > start:
                 emit(text[start:end])
-            self.text, self.at = text[end:], 0
+            self._drop(end)
             if match is not None and match[1] is not None:
                 self.at = len(match[0])
                 return match[1]
             if self.closed:
                 if self.text:
                     emit(self.text)
-                    self.text = ""
+                    self._drop(len(self.text))
                 return None
             yield
 
@@ -118,8 +125,11 @@ class Scanner:
         rest = self.text[self.at :]
         raise TextEnded if any(literal.startswith(rest) for literal in literals) else Malformed
 
-    def optional(self, *literals: str) -> Steps[str | None]:
-        """Consume the literal that comes next, with white space before it, and return it; None if none does."""
+    def optional(self, *literals: str, cut: bool = False) -> Steps[str | None]:
+        """Consume the literal that comes next, with white space before it, and return it; None if none does.
+
+        `cut`: at the end of the text, the beginning of a literal counts, too.
+        """
         while True:
             rest = self.text[self.at :]
             found = rest.lstrip()
@@ -128,7 +138,11 @@ class Scanner:
                 if found.startswith(literal) and space <= MAX_SPACE:
                     self.at += space + len(literal)
                     return literal
-            if self.closed or space > MAX_SPACE or not any(literal.startswith(found) for literal in literals):
+            begun = next((literal for literal in literals if literal.startswith(found)), None)
+            if self.closed or space > MAX_SPACE or begun is None:
+                if cut and begun is not None and found:
+                    self.at = len(self.text)
+                    return begun
                 return None
             yield
 
@@ -186,7 +200,8 @@ class Scanner:
                     done = not depth
             if emit is not None and size > self.at and i > self.at:
                 emit(text[self.at : i])
-                self.text, self.at, i, passed_on = text[i:], 0, max(0, i - size), True
+                self._drop(i)
+                i, passed_on = max(0, i - size), True
             if done:
                 found, self.at = (text[self.at : i], i) if emit is None else ("", 0)
                 return found

@@ -68,14 +68,14 @@ def test_an_evicted_prompt_tells_for_whom() -> None:
     world = World(replicas=1)
     prompt = list(range(10 * BLOCK))
     first = world.submit(msgspec.structs.replace(request_of(prompt), trace_id="first"))
-    keys = world.flow.state_of(first).keys
+    keys = world.flow.state_of(first).content.keys
     world.settle()
     world.submit(msgspec.structs.replace(request_of([7] * 200), trace_id="second"))
     world.placement.blocks_of("r0").remove(keys[5:])
     world.settle()
 
     last = world.submit(msgspec.structs.replace(request_of([*prompt, 1]), trace_id="third"))
-    missing = world.flow.state_of(last).missing
+    missing = world.flow.state_of(last).forecast.missing
 
     assert (missing.reason, missing.token, missing.request) == ("evicted", 5 * BLOCK, "second")
     world.settle()
@@ -87,7 +87,7 @@ def test_what_another_tenant_has_cached_is_told_from_what_is_new() -> None:
     prompt = list(range(10 * BLOCK))
     for tenant in (b"one", b"two"):
         given = msgspec.structs.replace(request_of(prompt), salt=tenant, tenant=tenant.ljust(16))
-        found = world.flow.state_of(world.submit(given)).missing
+        found = world.flow.state_of(world.submit(given)).forecast.missing
         world.settle()
         assert (found.reason, found.tenant) == (
             ("new", None) if tenant == b"one" else ("other tenant", b"one ".hex()[:8])
@@ -104,6 +104,6 @@ def test_a_tenant_with_another_salt_is_no_other_tenant() -> None:
     prompt = list(range(10 * BLOCK))
     for salt in (b"first", b"second"):
         given = msgspec.structs.replace(request_of(prompt), salt=salt, tenant=b"one".ljust(16))
-        found = world.flow.state_of(world.submit(given)).missing
+        found = world.flow.state_of(world.submit(given)).forecast.missing
         world.settle()
         assert (found.reason, found.tenant) == ("new", None)

@@ -6,7 +6,7 @@ from typing import get_args
 import pytest
 
 from homing.kvcache.hashing import BlockHash
-from homing.router.flow.request_state import TRANSITIONS, Event, Phase, RequestId, RequestState
+from homing.router.flow.request_state import TRANSITIONS, Event, HashedTokens, Phase, RequestId, RequestState
 
 from ..fakes import request_of
 
@@ -15,7 +15,9 @@ TABLE = {(each.before, each.event): each.after for each in TRANSITIONS}
 
 def in_phase(phase: Phase) -> RequestState:
     request, root = request_of([1]), BlockHash(bytes(16))
-    return RequestState(RequestId(1), request, 0.0, 1.0, root, request.token_ids, 1, phase=phase)
+    return RequestState(
+        RequestId(1), request, 0.0, 1.0, 1, HashedTokens(root, request.token_ids, b"", (), 1), phase=phase
+    )
 
 
 @pytest.mark.parametrize(("phase", "event"), list(product(Phase, get_args(Event))))

@@ -192,7 +192,7 @@ def test_a_request_that_outlives_one_death_survives_another() -> None:
     world.settle()
 
     assert len(world.tokens(request_id)) == 1000
-    assert world.records[request_id].continuations == 6
+    assert world.records[request_id].moves.continuations == 6
 
 
 def test_replicas_that_die_together_blame_nobody() -> None:

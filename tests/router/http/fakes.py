@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from homing.kvcache.hashing import token_array
-from homing.replica.messages import ModelLimits, PositionLogprobs, TokenLogprob
+from homing.replica.messages import NO_LOGPROBS, ModelLimits, PositionLogprobs, TokenLogprob, encoded_position
 from homing.router.activity import ChoiceRecord, Decided, ModelActivity
 from homing.router.backend import (
     ClusterView,
     EngineChats,
     Explanation,
+    Forecast,
     GenerationRequest,
     ModelView,
     ReplicaView,
@@ -35,9 +36,7 @@ def scored(token_id: int, others: int) -> PositionLogprobs:
     return PositionLogprobs(TokenLogprob(token_id, -0.25), top[:others] if others else [])
 
 
-def reply(
-    ids: list[int], *, cached: int = 0, pinned: int | None = None, finish: str | None = None, known: int = 0
-) -> Script:
+def reply(ids: list[int], *, cached: int = 0, pinned: int | None = None, finish: str | None = None) -> Script:
     """A script of one delta per token of `ids`; like a replica, it finishes with "length" at the limit, else "stop"."""
 
     def script(request: GenerationRequest) -> Iterable[Item]:
@@ -53,12 +52,10 @@ def reply(
                 logprobs=None if sampling.logprobs is None else [scored(token_id, sampling.logprobs)],
                 prompt_logprobs=None
                 if wanted is None or not first
-                else [None, *(scored(each, wanted) for each in prompt[1:])],
+                else [NO_LOGPROBS, *(encoded_position(scored(each, wanted)) for each in prompt[1:])],
                 finish_reason=ending if last else None,
                 cached_tokens=cached if first else None,
-                reason="only" if first else None,
                 pinned_tokens=pinned if first and request.pins else None,
-                known_tokens=known if first else 0,
             )
 
     return script
@@ -67,8 +64,11 @@ def reply(
 class FakeStream:
     """A token stream that plays a script, one item per iteration of the event loop."""
 
-    def __init__(self, request: GenerationRequest, items: Iterable[Item], replica_id: str) -> None:
+    continuations = 0
+
+    def __init__(self, request: GenerationRequest, items: Iterable[Item], replica_id: str, known: int = 0) -> None:
         self.request = request
+        self.forecast = Forecast(reason="only", queue_s=0.0, ttft_s=0.0, known_tokens=known)
         self.replica_id: str | None = replica_id
         self.cancelled = asyncio.Event()
         self._items = deque(items)
@@ -120,6 +120,7 @@ class FakeBackend:
         self.chats: EngineChats | None = None  #: None: the replicas are our own
         self.streams: list[FakeStream] = []
         self.offered: tuple[str, ...] = ()  #: adapters
+        self.known = 0  #: tokens of each prompt that some replica holds
 
     @property
     def requests(self) -> list[GenerationRequest]:
@@ -160,7 +161,7 @@ class FakeBackend:
     def generate(self, request: GenerationRequest) -> FakeStream:
         if self.refusal is not None:
             raise self.refusal
-        self.streams.append(FakeStream(request, self.script(request), f"r{len(self.streams) % 2}"))
+        self.streams.append(FakeStream(request, self.script(request), f"r{len(self.streams) % 2}", self.known))
         return self.streams[-1]
 
     def explain(self, request: GenerationRequest) -> Explanation:

@@ -81,7 +81,7 @@ async def test_a_new_session_departs_from_what_replicas_hold(
     client: httpx.AsyncClient, backend: FakeBackend, answer_ids: list[int], known: int, stands: str | None
 ):
     """The place is exact to a block. A prompt of which no block or every block is held has no departure."""
-    backend.script = reply(answer_ids, known=known)
+    backend.script, backend.known = reply(answer_ids), known
 
     found = await departure(client, LONGER)
 
@@ -96,10 +96,10 @@ async def test_the_longer_of_both_known_prefixes_counts(
     """First a replica holds a longer prefix than the session's last prompt; in the second case it is the reverse."""
     other = changed(0, "Be brief.")
     await departure(client, other)
-    backend.script = reply(answer_ids, known=32)
+    backend.script, backend.known = reply(answer_ids), 32
     by_block = await departure(client, LONGER)
     await departure(client, LONGER, session="another")
-    backend.script = reply(answer_ids, known=16)
+    backend.known = 16
     by_token = await departure(client, changed(1, "Tell me about a cat."), session="another")
 
     assert by_block is not None

@@ -215,7 +215,7 @@ async def test_a_replica_killed_in_mid_stream_is_survived(pair: Cluster) -> None
 
     assert tokens(got) == answer(request)
     assert stream.replica_id not in (None, home)
-    assert pair.watcher.finished[0].continuations == 1
+    assert pair.watcher.finished[0].moves.continuations == 1
     assert pair.view(home).state == "joining"
 
 
@@ -456,7 +456,7 @@ async def test_a_burst_of_siblings_neither_scatters_nor_herds(
     answers = await asyncio.gather(*(pair.ask(request) for request in requests))
 
     homes = Counter(replica for replica, _ in answers)
-    whole = sum(record.predicted_cached_tokens == 0 for record in pair.watcher.finished)
+    whole = sum(record.forecast.cached_tokens == 0 for record in pair.watcher.finished)
     computed = sum(replica.core.full_prefills for replica in pair.all)
     with capsys.disabled():
         print(f"\n100 siblings on 2 replicas: {dict(homes)}, {whole} sent whole, {computed} full prefills")

@@ -69,7 +69,7 @@ async def ending(client: httpx.AsyncClient, path: str, *, stream: bool, **fields
     ("path", "whole", "stopped", "limited"),
     [
         ("/v1/chat/completions", "tool_calls", "stop", "length"),
-        ("/v1/responses", "completed", "incomplete", "incomplete"),
+        ("/v1/responses", "completed", "completed", "incomplete"),
         ("/v1/messages", "tool_use", "stop_sequence", "max_tokens"),
     ],
 )
@@ -102,3 +102,17 @@ async def test_so_does_one_that_an_engine_has_parsed(
     for arguments, wanted in (('{"path": "a"}', (whole, True)), ("", (whole, True)), ('{"path": "on', (cut, False))):
         backend.script = parsed_by_an_engine(arguments, "stop")
         assert await ending(client, path, stream=stream) == wanted
+
+
+async def test_a_call_that_is_written_for_long_leaves_no_stream_silent(client, front, backend, text_model: TextModel):
+    """A call is sent when it is complete; proxies end a stream that has had no byte for a minute."""
+    says(backend, text_model, CALL)
+    seconds = iter(range(0, 10_000, 3))
+    front.monotonic = lambda: float(next(seconds))
+
+    response = await client.post("/v1/chat/completions", json={**DIALECTS["/v1/chat/completions"], "stream": True})
+
+    assert response.text.count(": a tool call") >= 2
+    [*chunks, done] = [each for each in response.text.split("\n\n")[:-1] if not each.startswith(":")]
+    assert done == "data: [DONE]"
+    assert json.loads(chunks[-1].removeprefix("data: "))["choices"][0]["finish_reason"] == "tool_calls"

@@ -6,6 +6,7 @@ import io
 import msgspec
 import pytest
 
+from homing.router.backend import Forecast
 from homing.router.errors import RateLimited
 from homing.router.http.protocol.access import FLUSH_LINES, AccessLog, line
 from homing.router.http.protocol.exchange import Exchange, GenerationSummary, Request
@@ -17,7 +18,7 @@ class Nowhere:
     blocked_s = 0.0
 
     def send_head(self, exchange, headers, length) -> None: ...
-    def send_body(self, data) -> None: ...
+    def send_body(self, pieces, length) -> None: ...
     def send_chunk(self, data) -> None: ...
     def end_stream(self, data: bytes) -> None: ...
     def exchange_over(self) -> None: ...
@@ -67,7 +68,7 @@ def test_a_line_tells_why_the_replica_was_chosen_what_was_expected_and_whether_t
     """An on-call engineer must see afterwards whether a holder was busy, an estimate wrong or a replica lost."""
     exchange = answered()
     exchange.summary = GenerationSummary(
-        "", "r0,r1", 12, 7, 8, 3, 0.0204, expected_ttft_s=0.0189, moves=2, reason="load"
+        "", "r0,r1", 12, 7, 8, 3, 0.0204, forecast=Forecast(reason="load", queue_s=0.0, ttft_s=0.0189), moves=2
     )
 
     told = line(exchange, 0.5, 1.0)

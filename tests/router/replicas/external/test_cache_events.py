@@ -13,7 +13,8 @@ from homing.events.follow.subscription import Apply
 from homing.events.wire.cache_events import CacheEvent, Cleared, Removed, Stored
 from homing.router.backend import RouterCounters
 from homing.router.config import RouterSettings
-from homing.router.flow.request_flow import RequestFlow, ServedModel
+from homing.router.flow.dispatcher import ServedModel
+from homing.router.flow.request_flow import RequestFlow
 from homing.router.replicas.external.external_replica import ExternalReplica
 from homing.router.replicas.external.probe import EngineRequirements
 from homing.router.replicas.replica_handle import ServiceContext

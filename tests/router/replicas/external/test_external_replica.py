@@ -134,7 +134,7 @@ async def test_a_request_ends_with_the_engines_tokens_and_its_word_on_cached_one
     assert tokens(deltas) == answer(PROMPT, 5, 8)
     assert deltas[-1].finish_reason == "length"
     assert [delta.cached_tokens for delta in deltas] == [*[None] * 7, BLOCKS * BLOCK]
-    assert pair.watcher.finished[-1].delivered_cached_tokens == BLOCKS * BLOCK
+    assert pair.watcher.finished[-1].cached_tokens == BLOCKS * BLOCK
     assert pair.replica(home).url == pair.engines[home].url
 
 

@@ -253,15 +253,17 @@ def test_text_without_a_call_of_a_known_tool_passes_unchanged(text, tools, cuts)
         assert found == ([Content(text)] if text else [])
 
 
-@pytest.mark.parametrize(("broken", "found"), [(10, True), (300, False)])
 @given(cuts=CUTS)
-def test_after_too_many_broken_calls_no_more_are_looked_for(broken, found, cuts):
-    """Each of these spans the whole rest of the text; to read them all would block the router for seconds."""
-    spoilt = '<tool_call>{"a": ["\\"' * broken + '"<'
+def test_a_call_after_many_broken_ones_is_found(cuts):
+    """No text is read twice, so that a text made of broken calls cannot block the router."""
+    spoilt = '<tool_call>{"a": ["\\"' * 300 + '"<'
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 
-    wanted = [Content(spoilt), ToolCallStart(0, "call_000000000", "f"), ToolCallArguments(0, "{}")]
-    assert parse(spoilt + call, "hermes", NONE, cuts) == (wanted if found else [Content(spoilt + call)])
+    assert parse(spoilt + call, "hermes", NONE, cuts) == [
+        Content(spoilt),
+        ToolCallStart(0, "call_000000000", "f"),
+        ToolCallArguments(0, "{}"),
+    ]
 
 
 @pytest.mark.parametrize("answer", ANSWERS)
@@ -304,20 +306,22 @@ def test_without_tools_calls_are_not_looked_for():
     assert joined([*parser.feed(text), *parser.finish()]) == [Content(text)]
 
 
-def test_a_call_that_breaks_keeps_what_was_passed_on():
-    """The client gets invalid JSON as arguments; the end marker is dropped, and other text is content."""
-    assert parse('<tool_call>{"name": "f", "arguments": {"a": 1</tool_call>so', "hermes")[1:] == [
-        ToolCallArguments(0, '{"a": 1'),
-        Content("so"),
-    ]
-    assert parse('<tool_call>{"name": "f", oops}</tool_call>', "hermes")[1:] == [Content(", oops}</tool_call>")]
+def test_a_broken_call_is_text():
+    """All of it: of the parts of a call, an agent would make another one."""
+    for text in (
+        '<tool_call>{"name": "f", oops}</tool_call>',
+        '<tool_call>{"name": "f", "argum',
+        '<tool_call>{"name": "f", "arguments": {"a',
+        '<tool_call>{"name": "f',
+    ):
+        assert parse(text, "hermes") == [Content(text)]
 
 
-def test_a_call_that_is_not_finished_is_not_content():
-    """Once a call's name is complete, unfinished syntax after it is dropped; before that, the text is content."""
-    assert parse('<tool_call>{"name": "f", "argum', "hermes") == [ToolCallStart(0, "call_000000000", "f")]
-    assert parse('<tool_call>{"name": "f", "arguments": {"a', "hermes")[1:] == [ToolCallArguments(0, '{"a')]
-    assert parse('<tool_call>{"name": "f', "hermes") == [Content('<tool_call>{"name": "f')]
+def test_a_call_that_was_cut_off_may_quote_another():
+    """What an agent writes into a file must not be run."""
+    for quoted in ("<function=get_time>\n</function>", "<tool_call>\n<function=get_time>\n</function>\n</tool_call>"):
+        text = f"<tool_call>\n<function=f>\n<parameter=b>\n{quoted}\n and"
+        assert parse(text, "qwen3_coder") == [Content(text)]
 
 
 def test_reasoning_that_the_prompt_opened_needs_no_marker():
@@ -357,14 +361,12 @@ def test_arguments_are_an_object_however_the_model_wrote_them(written: str, cuts
 
 @pytest.mark.parametrize("written", ["[1]", "3", '"text"'])
 def test_other_arguments_are_no_call(written: str):
-    """They could not be passed to any function. If the name came first, the call is not complete."""
+    """They could not be passed to any function."""
     text = f'<tool_call>{{"arguments": {written}, "name": "f"}}</tool_call>'
     assert parse(text, "hermes") == [Content(text)]
 
-    parser = parser_of("hermes")
-    parser.feed(f'<tool_call>{{"name": "f", "arguments": {written}}}</tool_call>')
-    parser.finish()
-    assert not parser.called
+    text = f'<tool_call>{{"name": "f", "arguments": {written}}}</tool_call>'
+    assert parse(text, "hermes") == [Content(text)]
 
 
 def test_a_parameter_of_any_type_keeps_the_type_of_its_json():
