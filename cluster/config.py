@@ -78,15 +78,15 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     ] = 1.0
     restart_backoff_limit_s: Annotated[float, Meta(gt=0), "longest pause between two restarts"] = 30.0
     stable_after_s: Annotated[
-        float, Meta(gt=0), "after serving for this long, a replica restarts with the shortest pause again"
-    ] = 60.0
+        float, Meta(gt=0), "a replica or router that has served for this long is restarted without a pause"
+    ] = 10.0
     drain_timeout_s: Annotated[
         float, Meta(gt=0), "requests still running on a draining replica after this time continue on another one"
     ] = 60.0
     spare_process: Annotated[
         bool,
-        "on the CPUs of one machine: keep one more process per rank, ready to replace a failed one in 1 to 2 "
-        "s instead of 6; takes 280 MB",
+        "keep spare processes, which replace a failed one in 1 to 3 s instead of 6 to 12: one router (110 MB) and, "
+        "on the CPUs of one machine, one per rank (280 MB)",
     ] = True
     surge: Annotated[
         bool, "an update starts a replica before draining one; off: it drains first, without extra capacity"

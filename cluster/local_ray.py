@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import logging
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -34,6 +35,9 @@ CONNECT_TIMEOUT_S = 10.0
 #: Start timeout of each of Ray's processes. Ray's default, 30 s, is too short on two cores at a load average of 15.
 RAY_START_TIMEOUT_S = 120.0
 PR_SET_CHILD_SUBREAPER = 36
+#: The raylet's options with the commands of its agents, and the names of the ports that these listen on.
+AGENT_COMMANDS = ("--dashboard_agent_command=", "--runtime_env_agent_command=")
+AGENT_PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
 #: Set for Ray and its children only: no usage statistics, loopback only, CUDA_VISIBLE_DEVICES unchanged.
 RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -307,11 +311,30 @@ def _own_process_groups(started: list["subprocess.Popen[bytes]"]) -> AbstractCon
     from ray._private import services
 
     class OwnGroup(services.ConsolePopen):  # type: ignore[misc]
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs, process_group=0)
+        def __init__(self, words: list[str], **kwargs: Any) -> None:
+            super().__init__(_without_agents(words), **kwargs, process_group=0)
             started.append(self)
 
     return _patched(services, ConsolePopen=OwnGroup)
+
+
+def _without_agents(words: list[str]) -> list[str]:
+    """Ray's command for a raylet without the programs of its two agents; other commands unchanged.
+
+    When an agent dies, the raylet of Ray 2.60 kills its workers and exits: every stream would break. homing uses
+    neither agent (dashboard and metrics; runtime environments), and each takes 90 MB and a second of CPU time. The
+    raylet accepts no empty command, so in their place it starts `cat`, which does nothing until the raylet closes its
+    standard input. The raylet also waits for the agents' ports; -1 says that a service is not in use.
+    """
+    if not any(word.startswith(AGENT_COMMANDS) for word in words):
+        return words
+    from ray._raylet import persist_port  # type: ignore[attr-defined]  # compiled
+
+    options = dict(word.removeprefix("--").split("=", 1) for word in words if "=" in word)
+    for name in AGENT_PORTS:
+        persist_port(options["session_dir"], options["node_id"], name, -1)
+    idle = shutil.which("cat")
+    return [f"{word.split('=', 1)[0]}={idle}" if word.startswith(AGENT_COMMANDS) else word for word in words]
 
 
 def patient_start(

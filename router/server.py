@@ -56,6 +56,14 @@ def settle() -> None:
     gc.set_threshold(GC_YOUNG, 20, 20)
 
 
+async def load_text(texts: TextModels, folder: Path, model_dir: Path | None = None) -> None:
+    """Load the tokenizer in this folder before it is needed. Raises RouterError.
+
+    `model_dir`: the model's folder, if different.
+    """
+    await texts.get(await asyncio.to_thread(text_source, folder, model_dir))
+
+
 class RouterServer:
     """Serves `backend` over HTTP. `start` and `stop` run on the event loop that serves."""
 
@@ -128,11 +136,8 @@ class RouterServer:
         self.front.trends.add(self.front.sample())
 
     async def load_text(self, folder: Path, model_dir: Path | None = None) -> None:
-        """Load the tokenizer in this folder ahead of the first replica. Raises RouterError.
-
-        `model_dir`: the model's folder, if different.
-        """
-        await self.front.texts.get(await asyncio.to_thread(text_source, folder, model_dir))
+        """Load the tokenizer in this folder ahead of the first replica. Raises RouterError."""
+        await load_text(self.front.texts, folder, model_dir)
 
     async def stop(self) -> None:
         """Stop accepting connections, let responses finish within the grace period, close everything. Idempotent."""

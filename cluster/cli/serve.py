@@ -279,7 +279,7 @@ class ServeRun:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        from ..control.assembly import make_rank, make_router, prepare_rank
+        from ..control.assembly import make_rank, make_router, prepare_rank, prepare_router
         from ..control.controller import Controller
         from ..control.supervisor import Supervisor
 
@@ -308,7 +308,7 @@ class ServeRun:
             "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
         }
         supervisor = ray.remote(Supervisor).options(name=SUPERVISOR, **options)
-        self._supervisor = supervisor.remote(make_rank, make_router, node, prepare_rank)
+        self._supervisor = supervisor.remote(make_rank, make_router, node, prepare_rank, prepare_router)
         # The supervisor is not passed as an argument: Ray cannot restart a controller that holds its handle.
         controller = ray.remote(Controller).options(name=CONTROLLER, max_concurrency=100, **options)
         self._controller = controller.remote(models)

@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
+import psutil
 import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError
 
@@ -27,8 +28,10 @@ from ...replica.rank_server import RankServer
 from ...router.control import Answer, AnyQuestion, SetMembership
 from ..config import ClusterSettings
 from ..logs import log_to_file
+from ..registry import ProcessMark
 from ..runtime import fast_loop, raise_open_files_limit, set_up_logging
 from .control_messages import ClusterModel, Failed, Listening, Models, RankSpec, Rendezvous, Started
+from .stopped_process import until_stopped
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +55,10 @@ class Router(Protocol):
 
 
 #: Starts a router, which knows the contents of the members' caches before it listens. Arguments: the models, the
-#: wanted ports, the members and the seat.
-MakeRouter = Callable[[Models, Listening, SetMembership, int], Coroutine[Any, Any, Router]]
+#: wanted ports, the members, the seat, and what was prepared, if anything was.
+MakeRouter = Callable[[Models, Listening, SetMembership, int, Any], Coroutine[Any, Any, Router]]
+#: Loads what a router of these models will need.
+PrepareRouter = Callable[[Models], Coroutine[Any, Any, Any]]
 
 
 def node_address() -> str:
@@ -91,8 +96,8 @@ class ReplicaRank:
         #: second thread that waits for the import gets the replaced module, which lacks `AutoConfig`.
         self._loading = threading.Lock()
 
-    def pid(self) -> int:
-        return os.getpid()
+    def mark(self) -> ProcessMark:
+        return ProcessMark.of(psutil.Process())
 
     def rendezvous(self, host: str | None) -> Rendezvous:
         """A free address on this node for rank 0 to listen for the other ranks, and a secret to authenticate them."""
@@ -200,29 +205,38 @@ class RouterProcess:
     would block the others.
     """
 
-    def __init__(self, make_router: MakeRouter, models: Models) -> None:
-        set_up_logging(models[0].settings.cluster.log_level)
+    def __init__(self, make_router: MakeRouter, log_level: str = "warning") -> None:
+        set_up_logging(log_level)
         raise_open_files_limit()
-        self._models = models
         self._make_router = make_router
+        self._preparing: Future[Any] | None = None
         self._router: Router | None = None
         self._stopped = threading.Event()
         self._loop = fast_loop()
         threading.Thread(target=self._loop.run_forever, name="router", daemon=True).start()
 
-    def start(self, port: int, direct_port: int, membership: SetMembership, seat: int) -> Listening | Failed:
-        """Listen on `port` (0: any free one) as router number `seat` and route to these replicas."""
-        log_to_file(self._models[0].log_dir, f"router-{seat}", self._models[0].log_format)
+    def prepare(self, prepare: PrepareRouter, models: Models) -> None:
+        """Start loading what `start` will need, in a spare process."""
+        self._preparing = asyncio.run_coroutine_threadsafe(prepare(models), self._loop)
+
+    def start(self, models: Models, wanted: Listening, membership: SetMembership, seat: int) -> Listening | Failed:
+        """Listen on these ports (0: any free one) as router number `seat` and route to these replicas."""
+        log_to_file(models[0].log_dir, f"router-{seat}", models[0].log_format)
         try:
-            wanted = Listening(port, direct_port)
-            self._router = self._run_on_loop(self._make_router(self._models, wanted, membership, seat))
+            self._router = self._run_on_loop(self._make_router(models, wanted, membership, seat, self._prepared()))
             return self._router.listening
         except Exception as error:
             log.exception("router_failed_to_start")
             return Failed(describe(error))
 
-    def pid(self) -> int:
-        return os.getpid()
+    def _prepared(self) -> Any:
+        """What `prepare` returned, once it has ended; None without it, or if it failed: `start` then loads all."""
+        if self._preparing is None or self._preparing.exception() is not None:
+            return None
+        return self._preparing.result()
+
+    def mark(self) -> ProcessMark:
+        return ProcessMark.of(psutil.Process())
 
     def listening(self) -> Listening | None:
         return self._router.listening if self._router is not None else None
@@ -280,6 +294,16 @@ async def until_silent(actor: Any, cluster: ClusterSettings) -> str:
             await asyncio.wait_for(actor.ping.remote(), cluster.health_timeout_s)
     except TimeoutError:
         return f"no answer for {cluster.health_timeout_s:g} s"
+
+
+async def until_frozen(actor: Any) -> str:
+    """Wait until an actor's process on this machine is stopped, and kill it; returns a message for the user.
+
+    Ray would first ask it to exit, and its memory is needed for its successor. Raises RayError if it died.
+    """
+    process = await until_stopped(await actor.mark.remote())
+    process.kill()
+    return "the process was stopped (SIGSTOP)"
 
 
 async def within(seconds: float, call: Awaitable[Any]) -> None:

@@ -35,6 +35,7 @@ from .rank_groups import socket_folder
 log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
+    from ...router.http.front import TextModels
     from ...router.replicas.model_versions import ModelVersions
     from ...router.server import RouterServer
 
@@ -151,10 +152,25 @@ def share_of_memory(cache: KvCacheSettings, cluster: ClusterSettings, ranks: int
     return msgspec.structs.replace(cache, cpu_memory_utilization=cache.cpu_memory_utilization / max(1, ranks))
 
 
-async def make_router(models: Models, wanted: Listening, membership: SetMembership, seat: int) -> Router:
+async def prepare_router(models: Models) -> "TextModels":
+    """Import what `make_router` needs, and load the tokenizers whose folders are known: 3 s of CPU time."""
+    from ...router.http.front import text_models
+    from ...router.metrics import RouterMetrics  # noqa: F401
+    from ...router.replicas.model_versions import ModelVersions  # noqa: F401
+    from ...router.server import RouterServer  # noqa: F401
+    from ...router.tenants.shared_usage import SharedUsage  # noqa: F401
+
+    texts = text_models(models[0].settings.router)
+    await _load_texts(texts, models)
+    return texts
+
+
+async def make_router(
+    models: Models, wanted: Listening, membership: SetMembership, seat: int, texts: "TextModels | None" = None
+) -> Router:
     """Start a router with its HTTP server. It listens only once it knows the contents of these replicas' caches.
 
-    Raises AddressInUse.
+    `texts`: from `prepare_router`. Raises AddressInUse.
     """
     from ...router.metrics import RouterMetrics
     from ...router.replicas.model_versions import ModelVersions
@@ -184,7 +200,7 @@ async def make_router(models: Models, wanted: Listening, membership: SetMembersh
         file = Path(models[0].run_dir or gettempdir()) / f"homing-{name}.accounts"
         accounts = SharedUsage(file, seat=seat, seats=settings.cluster.routers)
     requests = _request_log(models[0], seat)
-    server = RouterServer(settings.router, versions, metrics=metrics, usage=accounts, access=requests)
+    server = RouterServer(settings.router, versions, metrics=metrics, texts=texts, usage=accounts, access=requests)
     await versions.answer(membership)
     loading = None
     if membership.members:
@@ -192,7 +208,7 @@ async def make_router(models: Models, wanted: Listening, membership: SetMembersh
         settle()
         await versions.until_exact()
     else:
-        loading = asyncio.create_task(_load_texts(server, models))
+        loading = asyncio.create_task(_load_texts(server.front.texts, models))
     # Ray ends this process within a second after its raylet exits. End requests first, so that clients get an error.
     loop = asyncio.get_running_loop()
 
@@ -216,10 +232,12 @@ def _request_log(model: ClusterModel, seat: int) -> RequestLog | None:
         return None
 
 
-async def _load_texts(server: "RouterServer", models: Models) -> None:
-    """Load the tokenizers whose folders are known before the first replica joins."""
+async def _load_texts(texts: "TextModels", models: Models) -> None:
+    """Load the tokenizers whose folders are known, before they are needed."""
+    from ...router.server import load_text
+
     folders = [(Path(each.text_dir), Path(each.model_dir)) for each in models if each.text_dir and each.model_dir]
-    loaded = await asyncio.gather(*(server.load_text(*each) for each in folders), return_exceptions=True)
+    loaded = await asyncio.gather(*(load_text(texts, *each) for each in folders), return_exceptions=True)
     for (folder, _), failure in zip(folders, loaded, strict=True):
         if failure is not None:
             log.warning("tokenizer_not_loaded_ahead path=%s reason=%s", folder, describe(failure))

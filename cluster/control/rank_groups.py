@@ -20,7 +20,7 @@ from ray.util.placement_group import PlacementGroup
 
 from ...replica.messages import ReplicaDescription
 from ..errors import StartFailed
-from .actors import death, until_failed, until_silent, within
+from .actors import death, until_failed, until_frozen, until_silent, within
 from .control_messages import ClusterModel, Failed, RankSpec, Started
 from .diagnosis import NodeResources, explain_pending
 from .supervisor import MIN_CPUS, RankGroupRecord
@@ -90,7 +90,7 @@ class RankGroups:
         if description is None:
             await self.end(group.generation)
             return None
-        self._spawn(group, *(self._watch(group, index) for index in range(len(group.ranks))))
+        self._watch(group)
         self._spawn(group, *(self._ping(group, rank) for rank in group.ranks))
         return description
 
@@ -158,7 +158,7 @@ class RankGroups:
             group.generation, group.spec.settings.cluster.log_level, uses_spares(group.spec)
         )
         world = len(group.ranks)
-        self._spawn(group, *(self._watch(group, index) for index in range(world)))
+        self._watch(group)
         meeting = await group.ranks[0].rendezvous.remote(group.spec.host)
         starts = (
             rank.start.remote(RankSpec(group.spec, group.replica_id, group.generation, index, world, meeting))
@@ -179,9 +179,16 @@ class RankGroups:
                     self._observer.group_progressed(group, doing)
                 await asyncio.sleep(PROGRESS_POLL_S)
 
-    async def _watch(self, group: RunningRankGroup, index: int) -> None:
-        reason = await until_failed(group.ranks[index])
-        self._observer.group_failed(group, f"rank {index} {reason}" if len(group.ranks) > 1 else reason)
+    def _watch(self, group: RunningRankGroup) -> None:
+        for index, rank in enumerate(group.ranks):
+            self._spawn(group, self._report(group, index, until_failed(rank)))
+            self._spawn(group, self._report(group, index, until_frozen(rank)))
+
+    async def _report(self, group: RunningRankGroup, index: int, end: Coroutine[Any, Any, str]) -> None:
+        """Wait until a rank ends, and report the reason."""
+        with contextlib.suppress(RayError):  # `until_failed` reports it
+            reason = await end
+            self._observer.group_failed(group, f"rank {index} {reason}" if len(group.ranks) > 1 else reason)
 
     async def _ping(self, group: RunningRankGroup, rank: Any) -> None:
         with contextlib.suppress(RayError):  # `_watch` reports it

@@ -29,7 +29,7 @@ from ...router.control import (
     WeighCaches,
 )
 from ..config import router_url
-from .actors import death, until_failed, until_silent, within
+from .actors import death, until_failed, until_frozen, until_silent, within
 from .autoscale import combined_demand
 from .control_messages import ClusterModel, Failed, Listening, Models
 from .planner import restart_pause_s
@@ -92,6 +92,7 @@ class RouterProcesses:
         membership = self._membership = _membership(models, members, self._membership.number + 1)
         self._models = models
         await asyncio.gather(*(self._send_membership(seat, membership) for seat in self._seats))
+        self._keep_spare()
 
     async def send_missing(self, absent: tuple[AbsentReplica, ...], off: frozenset[str]) -> None:
         """Show these replicas as missing, and refuse requests for the models in `off`, in every router."""
@@ -171,7 +172,9 @@ class RouterProcesses:
             listening: Listening | Failed | None = (
                 await asyncio.wait_for(router.listening.remote(), ASK_TIMEOUT_S)
                 if running
-                else await router.start.remote(self._port, seat.direct_port, membership, seat.number)
+                else await router.start.remote(
+                    self._models, Listening(self._port, seat.direct_port), membership, seat.number
+                )
             )
             if listening is None:
                 ray.kill(router)
@@ -186,8 +189,10 @@ class RouterProcesses:
                 router.ask.remote(SetMissing())  # resets what the previous controller sent, which is unknown
             if running or membership != self._membership:  # it changed while the router was starting
                 await self._send_membership(seat, self._membership)
+            self._keep_spare()
             # A silent router is killed: clients whose connections the kernel assigns to it would wait.
-            ends = until_silent(router, self._models[0].settings.cluster), until_failed(router)
+            cluster = self._models[0].settings.cluster
+            ends = until_silent(router, cluster), until_failed(router), until_frozen(router)
             watching = [asyncio.ensure_future(end) for end in ends]
             try:
                 await asyncio.wait(watching, return_when=asyncio.FIRST_COMPLETED)
@@ -201,6 +206,11 @@ class RouterProcesses:
             if router is not None:
                 ray.kill(router)  # a remaining process must not keep the port
             return death(error)
+
+    def _keep_spare(self) -> None:
+        """Have a spare router once replicas serve; earlier, its imports would delay their start."""
+        if self._membership.members and self._models[0].settings.cluster.spare_process:
+            self._supervisor.keep_spare_router.remote(self._models)
 
     async def _ask(self, seat: Seat, question: Question[A], timeout_s: float = ASK_TIMEOUT_S) -> A | None:
         """A router's answer; None if it does not answer or no router is running."""

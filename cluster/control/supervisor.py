@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from ...replica.rank_server import RankServer
 from ..runtime import freeze_loaded_objects
-from .actors import MakeRouter, ReplicaRank, RouterProcess
+from .actors import MakeRouter, PrepareRouter, ReplicaRank, RouterProcess
 from .control_messages import ClusterModel, Models, RankSpec
 
 #: Ray accepts no empty bundle; such a small share of a CPU does not affect scheduling.
@@ -24,8 +24,9 @@ MIN_CPUS = 0.001
 #: Calls that a rank must be able to run at the same time: watch, start, ping, drain and stop, and the same again from
 #: a controller that died while waiting for answers.
 RANK_CALLS = 10
-#: A spare process that does not answer within this time is not used.
-SPARE_TIMEOUT_S = 1.0
+#: A spare process that does not answer within this time is not used. One that still imports on a busy machine answers
+#: late, and is still ready sooner than a new one.
+SPARE_TIMEOUT_S = 3.0
 #: Calls that a router must be able to run at the same time: watch, membership, ping, warm-up, stop.
 ROUTER_CALLS = 16
 
@@ -55,18 +56,22 @@ class Supervisor:
         make_router: MakeRouter,
         router_node: str,
         prepare_rank: Callable[[ClusterModel], None] | None = None,
+        prepare_router: PrepareRouter | None = None,
     ) -> None:
         """`router_node`: Ray id of the node that runs the routers, whose address users know.
 
-        `prepare_rank`: loads, in a spare process, what `make_rank` will need; None: no spare processes.
+        `prepare_rank`, `prepare_router`: load, in spare processes, what `make_rank` and `make_router` will need; None:
+        no spare processes.
         """
         self._make_rank = make_rank
         self._make_router = make_router
         self._router_node = router_node
         self._prepare_rank = prepare_rank
+        self._prepare_router = prepare_router
         self._groups: dict[int, RankGroupRecord] = {}
         self._routers: dict[int, Any] = {}
         self._spares: list[Any] = []
+        self._spare_router: Any = None
         self._saved: Any = None
 
     def state(self) -> SupervisorState:
@@ -123,20 +128,29 @@ class Supervisor:
         """Take a live spare process; None if there is none."""
         while self._spares:
             spare = self._spares.pop(0)
-            try:
-                ray.get(spare.ping.remote(), timeout=SPARE_TIMEOUT_S)
+            if _answers(spare):
                 return spare
-            except RayError:
-                ray.kill(spare, no_restart=True)
         return None
 
     def start_router(self, seat: int, models: Models) -> Any:
+        """Start a router's process, or take the spare one."""
+        spare, self._spare_router = self._spare_router, None
+        router = spare if spare is not None and _answers(spare) else self._new_router(models)
+        self._routers[seat] = router
+        return router
+
+    def keep_spare_router(self, models: Models) -> None:
+        """Keep one spare process for whichever router is lost next."""
+        if self._prepare_router is not None and self._spare_router is None:
+            self._spare_router = self._new_router(models)
+            self._spare_router.prepare.remote(self._prepare_router, models)
+
+    def _new_router(self, models: Models) -> Any:
         strategy = NodeAffinitySchedulingStrategy(self._router_node, soft=False)
         actor = ray.remote(RouterProcess).options(
             num_cpus=0, max_concurrency=ROUTER_CALLS, scheduling_strategy=strategy
         )
-        router = self._routers[seat] = actor.remote(self._make_router, models)
-        return router
+        return actor.remote(self._make_router, models[0].settings.cluster.log_level)
 
     def end_group(self, generation: int) -> None:
         """Kill a group's ranks, if they have been started, and free its placement group."""
@@ -144,3 +158,13 @@ class Supervisor:
             for rank in group.ranks:
                 ray.kill(rank, no_restart=True)
             remove_placement_group(group.placement)
+
+
+def _answers(spare: Any) -> bool:
+    """Whether a spare process is alive; if not, it is ended."""
+    try:
+        ray.get(spare.ping.remote(), timeout=SPARE_TIMEOUT_S)
+    except RayError:
+        ray.kill(spare, no_restart=True)
+        return False
+    return True

@@ -103,6 +103,13 @@ class TextModels:
         self._loading.clear()
 
 
+def text_models(settings: RouterSettings) -> TextModels:
+    """The tokenizers of a router with these settings; none is loaded yet."""
+    return TextModels(
+        partial(TextModel.load, cache_bytes=settings.token_cache_bytes, chat_template=settings.chat_template)
+    )
+
+
 class Served(msgspec.Struct, frozen=True, gc=False):
     """The model that a request is for."""
 
@@ -149,9 +156,7 @@ class Front:
         self.backend = backend
         self.engines: EngineList | None = None  #: set only if the router is in front of external engines
         self.metrics = metrics
-        self.texts = texts or TextModels(
-            partial(TextModel.load, cache_bytes=settings.token_cache_bytes, chat_template=settings.chat_template)
-        )
+        self.texts = texts or text_models(settings)
         self.tenants = tenants or Tenants()
         named = self.tenants.named()
         records = usage([tenant.digest for tenant in named]) if usage is not None else {}

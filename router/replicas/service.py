@@ -50,7 +50,7 @@ from ..flow.activity import activity_of
 from ..flow.dispatcher import ServedModel
 from ..flow.input_dump import InputDumper
 from ..flow.request_flow import RequestFlow
-from ..flow.request_state import Continue, Deliver, Ended, Instruction, RequestId, Send
+from ..flow.request_state import Continue, Deliver, Ended, Instruction, ReadSockets, RequestId, Send
 from ..flow.token_stream import RequestStream
 from ..routing.placement import Placement
 from ..routing.policy.registry import make_policy
@@ -473,6 +473,9 @@ class RouterService:
                         self._flow.recent.add_failure(request, instruction.error, self._context.clock())
                     if self._context.observer is not None:
                         self._context.observer.request_finished(request)
+                elif isinstance(instruction, ReadSockets):
+                    if (replica := self._replicas.get(instruction.replica)) is not None:
+                        replica.read_sockets()
                 elif isinstance(instruction, Continue):
                     if not self._continuing:
                         self._continuing = True

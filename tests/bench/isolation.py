@@ -210,6 +210,7 @@ def _shown(value: Any) -> str:
 
 
 def router_of(parent: int) -> psutil.Process | None:
+    """The first, and so the oldest router process: a spare one is started later."""
     for process in psutil.Process(parent).children(recursive=True) if parent else ():
         with contextlib.suppress(psutil.Error):
             if "RouterProcess" in " ".join(process.cmdline()):

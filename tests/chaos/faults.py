@@ -71,11 +71,10 @@ async def freeze(cluster: Cluster, draw: float, *, first_rank: int = 0) -> Async
 @contextlib.asynccontextmanager
 async def kill_router(cluster: Cluster, draw: float) -> AsyncIterator[Victim]:
     """SIGKILL one of the routers."""
-    routers = cluster.actors("RouterProcess")
-    router = routers[int(draw * len(routers))]
-    victim = Victim(url=cluster.router_url(router))
-    router.kill()
-    yield victim
+    routers = cluster.routers()
+    url = sorted(routers)[int(draw * len(routers))]
+    routers[url].kill()
+    yield Victim(url=url)
 
 
 @contextlib.asynccontextmanager

@@ -41,8 +41,9 @@ PATIENCE_S = 180.0
 #: How long a cluster may take to start on a busy machine.
 START_PATIENCE_S = 300.0
 POLL_S = 0.025
-#: The title in a census of a rank process that belongs to no replica yet.
-SPARE = "ray::ReplicaRank (spare)"
+#: Actors with spare processes, and the title of those in a census.
+WITH_SPARES = ("ray::ReplicaRank", "ray::RouterProcess")
+SPARE = "ray::Spare"
 #: Per fate, a pattern for names of the sockets that it affects: those for events, or all of a replica's.
 SOCKETS = {"cut": r"-(events|state)$", "delay": r"-(events|state)$", "drop": r"-(events|state)$", "split": r"-\w+$"}
 
@@ -84,10 +85,13 @@ class Cluster:
         """Processes of Ray actors of this class."""
         return [process for process in self.serving.family() if _title(process) == f"ray::{title}"]
 
-    def router_url(self, process: psutil.Process) -> str:
-        """The own URL of the router in this process."""
-        ports = {each.laddr.port for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN}
-        return next(url for url in self.urls() if int(url.rpartition(":")[2]) in ports)
+    def routers(self) -> dict[str, psutil.Process]:
+        """The processes of routers that listen, by their own URL; the spare one does not."""
+        found = {}
+        for process in self.actors("RouterProcess"):
+            ports = {each.laddr.port for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN}
+            found.update({url: process for url in self.urls() if int(url.rpartition(":")[2]) in ports})
+        return found
 
     async def books(self) -> list[Books]:
         """Block counts of all replicas while idle. For external engines, cached blocks are read from the fakes."""
@@ -103,14 +107,14 @@ class Cluster:
     def census(self) -> list[Census]:
         """Resources held by our processes. Ray's own processes are not included: they come and go."""
         found = []
-        used: set[int] = set()
+        used = {process.pid for process in self.routers().values()}
         with contextlib.suppress(httpx.HTTPError):
             used.update(pid for replica in self.serving.replicas().values() for pid in replica.get("pids", ()))
         for process in self.serving.family():
             with contextlib.suppress(psutil.Error), process.oneshot():
                 title = _title(process)
                 # IDLE is what Ray calls the next spare process until its actor is created.
-                if title == "ray::IDLE" or (title == "ray::ReplicaRank" and process.pid not in used):
+                if title == "ray::IDLE" or (title in WITH_SPARES and process.pid not in used):
                     title = SPARE
                 if title.startswith("ray::") or process.pid == self.serving.pid:
                     rss = process.memory_info().rss // 1024
@@ -136,7 +140,7 @@ class Cluster:
             self.tunnels[name] = [Tunnel(path, rng) for path in paths]
             for tunnel in self.tunnels[name]:
                 await tunnel.open()
-        (router,) = self.actors("RouterProcess")
+        (router,) = self.routers().values()
         router.kill()
         await wait_for(lambda: self.whole(), "the router is back and connected through the tunnels")
 

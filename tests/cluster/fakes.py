@@ -4,7 +4,7 @@ import json
 import os
 import threading
 from pathlib import Path
-from typing import assert_never
+from typing import Any, assert_never
 
 import msgspec
 
@@ -76,14 +76,20 @@ class FakeRank(RankServer):
 
 
 def prepare(spec: ClusterModel) -> None:
-    """A spare process's preparation: records the pid."""
+    """A spare rank's preparation: records the pid."""
     with (Path(spec.settings.cluster.state_dir) / "prepared").open("a") as file:
         file.write(f"{os.getpid()}\n")
 
 
-def prepared(folder: Path) -> list[int]:
-    """The pids of the prepared processes, oldest first."""
-    file = folder / "prepared"
+async def prepare_router(models: Models) -> None:
+    """A spare router's preparation: records the pid."""
+    with (Path(models[0].settings.cluster.state_dir) / "prepared-routers").open("a") as file:
+        file.write(f"{os.getpid()}\n")
+
+
+def prepared(folder: Path, name: str = "prepared") -> list[int]:
+    """The pids of the prepared ranks, or routers, oldest first."""
+    file = folder / name
     return [int(pid) for pid in file.read_text().split()] if file.exists() else []
 
 
@@ -98,7 +104,9 @@ class FakeRouter:
         self._told = Path(models[0].settings.cluster.state_dir) / "told"
 
     @classmethod
-    async def make(cls, models: Models, wanted: Listening, membership: SetMembership, seat: int) -> "FakeRouter":
+    async def make(
+        cls, models: Models, wanted: Listening, membership: SetMembership, seat: int, prepared: Any
+    ) -> "FakeRouter":
         several = models[0].settings.cluster.routers > 1
         router = cls(models, Listening(wanted.port or 12345, wanted.direct_port or (54321 if several else 0)))
         await router.ask(membership)

@@ -74,6 +74,7 @@ def test_two_ranks_answer_like_one_and_a_signal_to_the_whole_group_leaves_nothin
         story = answer(running)
         priorities = {psutil.Process(pid).nice() for pid in (process.pid, *replica["pids"])}
         shared = [each for each in family[1:] if os.getpgid(each.pid) == process.pid]
+        agents = [words for each in family if "Agent" in (words := " ".join(each.cmdline()[:1]))]
         assert process.stdout is not None
         process.stdout.close()
         os.killpg(process.pid, signal.SIGHUP)
@@ -84,6 +85,7 @@ def test_two_ranks_answer_like_one_and_a_signal_to_the_whole_group_leaves_nothin
     assert len(replica["pids"]) == 2
     assert len(priorities) == 1  # Ray's default niceness would let every other process run first
     assert shared == []
+    assert agents == []  # the death of one of Ray's agents ends the raylet, and so the cluster
     assert "replica_ready replica=r0" in homing(tmp_path, "logs", "controller").stdout
 
 

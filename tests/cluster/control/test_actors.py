@@ -1,18 +1,22 @@
 """The processes of ranks and routers, without Ray."""
 
+import asyncio
 import resource
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayError, RayTaskError
 
 from homing.cluster.config import Settings, load_settings
-from homing.cluster.control.actors import ReplicaRank, RouterProcess, death, step_limit_s, within
+from homing.cluster.control.actors import ReplicaRank, RouterProcess, death, step_limit_s, until_silent, within
 from homing.cluster.control.control_messages import (
     ClusterModel,
     Failed,
     Listening,
+    Models,
     RankSpec,
     Rendezvous,
     Started,
@@ -211,10 +215,10 @@ def test_a_router_process_answers_the_controller_until_it_stops(tmp_path: Path) 
     """A single method answers all questions on the router's own event loop; `watch` reports its death."""
     settings = load_settings({"served_model_name": "fox", "state_dir": str(tmp_path)}, {})
     spec = (ClusterModel(settings=settings, seed=7, model_dir=None, run_dir=None, host=""),)
-    process = RouterProcess(FakeRouter.make, spec)
+    process = RouterProcess(FakeRouter.make)
     assert process.listening() is None
 
-    listening = process.start(0, 0, SetMembership(("fox",), (), 7, number=1), 0)
+    listening = process.start(spec, Listening(0, 0), SetMembership(("fox",), (), 7, number=1), 0)
 
     assert process.listening() == listening == Listening(12345, 0)
     assert process.ask(CountInFlight("r0")) == 0
@@ -222,14 +226,12 @@ def test_a_router_process_answers_the_controller_until_it_stops(tmp_path: Path) 
     assert process.watch() == Failed("stopped")
 
 
-def test_a_router_may_open_more_files_than_it_was_started_with(tmp_path: Path) -> None:
+def test_a_router_may_open_more_files_than_it_was_started_with() -> None:
     """Each client is a file: at the usual soft limit of 1,024, one client's idle connections lock out all others."""
-    settings = load_settings({"served_model_name": "fox", "state_dir": str(tmp_path)}, {})
-    spec = (ClusterModel(settings=settings, seed=7, model_dir=None, run_dir=None, host=""),)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, hard), hard))
     try:
-        RouterProcess(FakeRouter.make, spec)
+        RouterProcess(FakeRouter.make)
         raised, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -237,12 +239,47 @@ def test_a_router_may_open_more_files_than_it_was_started_with(tmp_path: Path) -
     assert raised == (65_536 if hard == resource.RLIM_INFINITY else min(hard, 65_536))
 
 
+def test_a_spare_router_starts_with_what_it_has_prepared_or_without_it(tmp_path: Path) -> None:
+    """The tokenizer takes most of a router's start. A failed preparation must not keep a router from starting."""
+    settings = load_settings({"served_model_name": "fox", "state_dir": str(tmp_path)}, {})
+    spec = (ClusterModel(settings=settings, seed=7, model_dir=None, run_dir=None, host=""),)
+    given: list[Any] = []
+
+    async def make(
+        models: Models, wanted: Listening, membership: SetMembership, seat: int, prepared: Any
+    ) -> FakeRouter:
+        given.append(prepared)
+        return await FakeRouter.make(models, wanted, membership, seat, prepared)
+
+    async def prepare(models: Models) -> str:
+        return models[0].name
+
+    async def fail(models: Models) -> None:
+        raise FileNotFoundError(models[0].name)
+
+    for preparation in (prepare, fail, None):
+        process = RouterProcess(make)
+        if preparation is not None:
+            process.prepare(preparation, spec)
+        assert process.start(spec, Listening(0, 0), SetMembership(("fox",), (), 7, number=1), 0) == Listening(12345, 0)
+
+    assert given == ["fox", None, None]
+
+
+async def test_an_actor_that_does_not_answer_in_time_is_silent() -> None:
+    """Its process may live, and even run."""
+    settings = load_settings({"health_interval_s": "0.001", "health_timeout_s": "0.001"}, {}).cluster
+    actor = SimpleNamespace(ping=SimpleNamespace(remote=asyncio.Event().wait))
+
+    assert await until_silent(actor, settings) == "no answer for 0.001 s"
+
+
 def test_a_router_that_cannot_start_says_why(tmp_path: Path) -> None:
     """The error is returned as a value: a traceback through Ray is no help to the user."""
     settings = load_settings({"served_model_name": "fox", "state_dir": str(tmp_path / "nowhere")}, {})
     spec = (ClusterModel(settings=settings, seed=7, model_dir=None, run_dir=None, host=""),)
 
-    failed = RouterProcess(FakeRouter.make, spec).start(0, 0, SetMembership(("fox",), (), 7, number=1), 0)
+    failed = RouterProcess(FakeRouter.make).start(spec, Listening(0, 0), SetMembership(("fox",), (), 7, number=1), 0)
 
     assert isinstance(failed, Failed)
     assert "FileNotFoundError" in failed.message

@@ -36,9 +36,9 @@ class FakeActor:
         self._answers = answers
         self.ask = SimpleNamespace(remote=self._ask)
         self.start = SimpleNamespace(remote=self._start)
-        self.watch = self.ping = SimpleNamespace(remote=asyncio.Event().wait)
+        self.watch = self.ping = self.mark = SimpleNamespace(remote=asyncio.Event().wait)
 
-    async def _start(self, port: int, direct_port: int, membership: SetMembership, seat: int) -> Listening:
+    async def _start(self, models: Models, wanted: Listening, membership: SetMembership, seat: int) -> Listening:
         self.asked.append(membership)
         return Listening(8000, 9000 + seat)
 
