@@ -20,6 +20,7 @@ from typing import TypeVar, assert_never
 
 import torch
 import zmq
+from msgspec import structs
 
 from ..events.config import EventsSettings
 from ..events.publish.publisher import EventPublisher, Waker
@@ -404,7 +405,7 @@ class ReplicaServer(RankServer):
         if not self._engine.has_work:
             self._engine.expire_pins()
             self._publisher.flush()
-            self._publisher.report(self._engine.load())
+            self._publisher.report(self._load())
             self._poller.poll(self._idle_ms)
             return
         self._threads.update()
@@ -454,6 +455,7 @@ class ReplicaServer(RankServer):
         generated = token_array(request.token_ids[request.prompt_tokens * TOKEN_BYTES : whole])
         key = RequestKey(source, request.request_id)
         self._compiling[key] = request
+        self._engine.arrived(source, request.request_id)
 
         def compiled(made: "Future[Guide]") -> None:
             with self._lock:
@@ -478,9 +480,14 @@ class ReplicaServer(RankServer):
             message = f"constraint: {type(error).__name__}: {error}"
             self._send(key.source, Refused(request_id=request.request_id, reason="internal", message=message))
 
+    def _load(self) -> LoadReport:
+        """The engine's load; requests whose constraints are being compiled wait, too."""
+        load = self._engine.load()
+        return structs.replace(load, waiting=load.waiting + len(self._compiling)) if self._compiling else load
+
     def _publish(self, result: StepResult) -> None:
         """Send a step's results. Events go first: a router that sees a request end should soon see its blocks."""
-        load = self._engine.load()
+        load = self._load()
         due = self._throttle.due(load, time.monotonic())
         if due:
             self._publisher.flush()

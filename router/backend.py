@@ -14,6 +14,7 @@ from ..events.wire.messages import EventEndpoints
 from ..replica.messages import (
     Constraint,
     EmbeddingParams,
+    EncodedPosition,
     FinishReason,
     ModelLimits,
     Pin,
@@ -94,7 +95,7 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
     text_tokens: int = 0  #: number of tokens in `text`
     deltas: Sequence[Delta] | None = None  #: see `TextOutput.deltas`
     logprobs: list[PositionLogprobs] | None = None  #: one per token, if requested
-    prompt_logprobs: list[PositionLogprobs | None] | None = None  #: only on the first delta, if requested
+    prompt_logprobs: list[EncodedPosition] | None = None  #: only on the first delta, if requested
     finish_reason: FinishReason | None = None
     #: prompt tokens found in the cache; set on the first delta, with external engines on the last
     cached_tokens: int | None = None
@@ -348,6 +349,10 @@ class RouterCounters(msgspec.Struct, kw_only=True):
     delivered_cached_tokens: int = 0  #: likewise
     regret_tokens: int = 0  #: cached tokens forgone against the best replica, summed over decisions
     overruled: int = 0  #: decisions of the policy that were not followed: it chose no usable replica although one was
+    # Noticed at the tick: requests that stood still although a replica could go on with them (flow/stalls.py).
+    stalls_queue: int = 0  #: requests waited while no replica computed any
+    stalls_idle_replica: int = 0  #: a replica was idle while a request waited that it could take
+    stalls_lost: int = 0  #: a replica did not have requests that were sent to it
     predictions_exact: int = 0  #: reported cached tokens were as predicted, or less than a block more
     predictions_low: int = 0  #: a whole block or more above the prediction
     predictions_high: int = 0  #: below the prediction

@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import msgspec
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 from ..events.wire.messages import LoadReport
 from .backend import ClusterView, ModelView, ReplicaView, RouterCounters
 from .flow.request_state import RequestState
+from .flow.stalls import StallKind
 from .tenants.rate_limits import RateLimiter
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -194,6 +195,9 @@ FAMILIES = (
         ("homing_events_gaps", "Gaps detected in event streams."),
     ),
     *_families("counter", ("model", "result"), ("homing_predictions", "Predictions of cached tokens, by result.")),
+    *_families(
+        "counter", ("model", "kind"), ("homing_stalls", "Times that requests stood still although a replica was able.")
+    ),
     *_families("counter", ("model", "outcome"), ("homing_routing_outcomes", "Sequences that ended, by outcome.")),
 )
 
@@ -401,6 +405,11 @@ class RouterMetrics(Collector):
                 (name, result): totals[f"predictions_{result}"]
                 for name, totals in self._totals.items()
                 for result in ("exact", "low", "high")
+            },
+            "homing_stalls": {
+                (name, kind): totals[f"stalls_{kind}"]
+                for name, totals in self._totals.items()
+                for kind in get_args(StallKind)
             },
         }
 

@@ -153,6 +153,11 @@ class EventFeed:
         """Request the full state again, after the feed's user lost messages."""
         self._run(self.subscription.start())
 
+    def drain_soon(self) -> None:
+        """Handle what has arrived in the loop's next iteration."""
+        for reader in self._readers:
+            reader.drain_soon()
+
     def close(self) -> None:
         """Release everything; no callback follows. May be repeated, or called before `start`."""
         if self._timer is not None:

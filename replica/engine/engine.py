@@ -33,7 +33,7 @@ from ..errors import (
     RequestError,
     StepFailed,
 )
-from ..messages import FinishReason, Generate, PositionLogprobs, Refused, TokenOutput
+from ..messages import FinishReason, Generate, PositionLogprobs, Refused, TokenOutput, encoded_position
 from ..structured.guide import Guide, TokenMasks, token_masks
 from .logit_edits import SamplingRow, mask_logits, mover, sampling_row
 from .logprobs import ScoredRow, read, score
@@ -137,7 +137,7 @@ class Engine:
 
         Raises RequestError; the engine is then unchanged, except that `accepted` in the load report includes the id.
         """
-        self._accepted[source] = max(request.request_id, self._accepted.get(source, request.request_id))
+        self.arrived(source, request.request_id)
         if self.draining:
             raise Draining("this replica is draining and accepts no new requests")
         if self.scheduler.get(RequestKey(source, request.request_id)):
@@ -145,6 +145,10 @@ class Engine:
         admitted = admit(source, request, self._vocab_size, self._hasher.block_size, guide)
         admitted.arrived_at = self._clock()
         self.scheduler.add(admitted)
+
+    def arrived(self, source: str, request_id: int) -> None:
+        """Record that a request has arrived, so that its router does not send it again. `add` does this, too."""
+        self._accepted[source] = max(request_id, self._accepted.get(source, request_id))
 
     def abort(self, source: str, request_ids: Iterable[int]) -> None:
         """End these requests and free their blocks. Ignores unknown ids: the request may have just finished."""
@@ -352,7 +356,7 @@ class Engine:
             if any(math.isnan(value.chosen.logprob) for value in found):
                 self._end_non_finite(request, result)
             assert request.prompt_logprobs is not None, f"request {request.key} asked for no prompt logprobs"
-            request.prompt_logprobs[positions[0] + 1 :] = found
+            request.prompt_logprobs[positions[0] + 1 :] = map(encoded_position, found)
 
     def _sampling_row(self, request: RequestState, drafts: Sequence[int] = ()) -> SamplingRow:
         tokens = request.tokens + array("I", drafts) if drafts else request.tokens

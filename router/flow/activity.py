@@ -15,7 +15,7 @@ from ..activity import ModelActivity, PrefixNode, RunningRequest
 from ..routing.prefix_index import PrefixIndex
 from .recent_requests import MAX_REASON, MAX_TRACE_ID
 from .request_flow import RequestFlow
-from .request_state import WAITING, RequestState
+from .request_state import RequestState
 
 #: Running requests to show, oldest first: a stuck request is among the oldest.
 MAX_RUNNING = 24
@@ -104,7 +104,7 @@ def _running(state: RequestState) -> RunningRequest:
         trace_id=state.request.trace_id[:MAX_TRACE_ID],
         tenant=state.request.tenant,
         state=state.phase.value,
-        waits_for=state.waits_for[:MAX_REASON] or ("its turn" if state.phase is WAITING else ""),
+        waits_for=state.waits_for[:MAX_REASON],
         replica=state.replica,
         prompt_tokens=state.prompt_tokens,
         cached_tokens=state.cached_tokens,

@@ -91,16 +91,23 @@ class Dispatcher:
         """The request's place among its tenant's waiting requests: the lowest goes first."""
         return request.request.own_order, self._placement.rank(self._prompt(request, request.content.keys, now))
 
-    def place(self, request: RequestState, now: float, closed: Collection[str] = ()) -> Send | None:
+    def place(
+        self, request: RequestState, now: float, closed: Collection[str] = (), *, anyway: bool = False
+    ) -> Send | None:
         """Choose a replica and reserve its capacity; None if no replica can take the request now.
 
-        `closed`: replicas that are kept for other requests.
+        `closed`: replicas that are kept for other requests. `anyway`: choose the one with the fewest requests, whatever
+        the policy says.
         """
         if request.new_tokens or request.content.version != self._version:
             tokens = request.content.tokens + token_bytes(request.new_tokens)
             request.content, request.new_tokens = self._hashed(request.request, tokens), []
-        prompt, candidates = self._prompt_and_candidates(request, now, closed)
-        decision = self._placement.decide(prompt, candidates)
+        decide = self._placement.fewest if anyway else self._placement.decide
+        prompt, candidates = self._prompt_and_candidates(request, now, closed, every=anyway)
+        decision = decide(prompt, candidates)
+        if decision.row is None and len(candidates) < len(self._placement):  # not all are among the contenders
+            prompt, candidates = self._prompt_and_candidates(request, now, closed, every=True)
+            decision = decide(prompt, candidates)
         row = decision.row
         if row is None:
             # Replicas that refused it may be tried again later; `retries` limits how often.
@@ -152,7 +159,7 @@ class Dispatcher:
         usable = (prompt.tokens - 1) // prompt.block_size
         excluded: Collection[str] = request.moves.excluded.union(closed) if closed else request.moves.excluded
         if adapter := request.request.adapter:
-            excluded = {*excluded, *(each.name for each in self._placement.fleet if adapter not in each.adapters)}
+            excluded = {*excluded, *(each.name for each in self._placement.fleet if not each.offers(adapter))}
         return prompt, self._placement.candidates(hashes, excluded, now, usable=usable, every=every)
 
     def _prompt(self, request: RequestState, hashes: tuple[int, ...], now: float) -> Prompt:

@@ -12,12 +12,13 @@ A request that lost its replica goes ahead of all lanes of its priority, because
 
 A request that fits nowhere at its turn keeps its place, and others may pass it. While it waits for room that they would
 take, at most as much work passes it as it needs itself: the same bound as in an engine's queue
-(replica/engine/queue_order.py).
+(replica/engine/queue_order.py). Requests of different groups can be sent to different replicas, so those that fit
+nowhere stop the other groups only as far as the caller says.
 """
 
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from heapq import heappop, heappush, heapreplace
 from math import inf
@@ -28,7 +29,7 @@ from math import inf
 MAX_OWN_LANES = 1024
 
 
-#: Requests that fit nowhere and are tried in one round. Each try is a decision, and if one request fits nowhere, the
+#: Requests of a group that fit nowhere and are tried in one round. Each try is a decision, and if one fits nowhere, the
 #: others mostly do not either. A round with more tries finds a request behind many that fit nowhere.
 TRIES = 3
 
@@ -43,8 +44,22 @@ class _Lane:
     tenant: bytes
     weight: float
     served: float  #: served work divided by weight, on the level's scale
-    names: list[tuple[Rank, int]] = field(default_factory=list)  #: sorted pairs of rank and name
+    names: dict[str, list[tuple[Rank, int]]] = field(default_factory=dict)  #: sorted pairs of rank and name, by group
     queued: bool = False  #: whether the lane is in the level's heap
+
+    def first(self, shut: Collection[str]) -> int | None:
+        """Its next request of a group that is not shut."""
+        firsts = [names[0] for group, names in self.names.items() if group not in shut]
+        return min(firsts)[1] if firsts else None
+
+    def add(self, rank: Rank, name: int, group: str) -> None:
+        insort(self.names.setdefault(group, []), (rank, name))
+
+    def remove(self, rank: Rank, name: int, group: str) -> None:
+        names = self.names[group]
+        del names[bisect_left(names, (rank, name))]
+        if not names:
+            del self.names[group]
 
 
 @dataclass(slots=True, eq=False)
@@ -55,7 +70,8 @@ class _Level:
     served: float = 0.0  #: `served` of the lane served last, before that work; no waiting lane has less
     lanes: dict[bytes, _Lane] = field(default_factory=dict)
     heap: list[tuple[float, int, _Lane]] = field(default_factory=list)  # a key may be lower than its lane's `served`
-    resumed: "OrderedDict[int, None]" = field(default_factory=OrderedDict)
+    parked: list[tuple[float, int, _Lane]] = field(default_factory=list)  #: have nothing more for the current round
+    resumed: "OrderedDict[int, str]" = field(default_factory=OrderedDict)  #: names and groups
     limits: dict[int, float] = field(default_factory=dict)  #: of `passing`, by request that others may pass so far
     passing: float = 0.0  #: work taken while there were any
     entered: int = 0  #: breaks ties by arrival
@@ -88,21 +104,29 @@ class _Level:
         """The requests that nothing more may pass."""
         return [name for name, limit in self.limits.items() if limit <= self.passing]
 
-    def next(self) -> int:
-        """The request whose turn it is. There must be one."""
-        return next(iter(self.resumed)) if self.resumed else self.first().names[0][1]
-
-    def first(self) -> _Lane:
-        """The lane to serve next. At least one lane must have a request."""
-        while True:
+    def next(self, shut: Collection[str]) -> int | None:
+        """The request whose turn it is, of a group that is not shut."""
+        for name, group in self.resumed.items():
+            if group not in shut:
+                return name
+        while self.heap:
             key, entered, lane = self.heap[0]
-            if not lane.names:
-                heappop(self.heap)
-                lane.queued = False
+            if (first := lane.first(shut)) is None:
+                self.parked.append(heappop(self.heap))
             elif lane.served > key:
                 heapreplace(self.heap, (lane.served, entered, lane))
             else:
-                return lane
+                return first
+        return None
+
+    def unpark(self) -> None:
+        """Return lanes to the heap at the end of a round, except those without requests."""
+        while self.parked:
+            entry = self.parked.pop()
+            lane = entry[-1]
+            lane.queued = bool(lane.names)
+            if lane.queued:
+                heappush(self.heap, entry)
 
 
 class FairQueue:
@@ -111,61 +135,84 @@ class FairQueue:
     def __init__(self) -> None:
         self._levels: dict[int, _Level] = {}
         self._priorities: list[int] = []  # sorted
-        self._places: dict[int, tuple[_Level, _Lane | None, Rank]] = {}  # no lane: a resumed request
+        self._places: dict[int, tuple[_Level, _Lane | None, Rank, str]] = {}  # no lane: a resumed request
+        self._groups = Counter[str]()  #: requests by group
         self._waiting: Counter[bytes] = Counter()  # requests by lane name, without resumed ones
 
     def __len__(self) -> int:
         return len(self._places)
 
     @property
+    def groups(self) -> Collection[str]:
+        """The groups of the waiting requests."""
+        return self._groups.keys()
+
+    @property
     def lanes(self) -> int:
         return sum(len(level.lanes) for level in self._levels.values())
 
-    def push(self, name: int, *, priority: int, tenant: bytes, weight: float, rank: Rank) -> None:
+    def push(self, name: int, *, priority: int, tenant: bytes, weight: float, rank: Rank, group: str = "") -> None:
         """Add a request. Within a tenant the lowest rank goes first; ties go to the lowest name."""
         level = self._level(priority)
         lane = level.lane(tenant, weight)
-        insort(lane.names, (rank, name))
+        lane.add(rank, name, group)
         self._waiting[lane.tenant] += 1
-        self._enter(name, level, lane, rank)
+        self._enter(name, level, lane, rank, group)
 
-    def resume(self, name: int, *, priority: int) -> None:
+    def resume(self, name: int, *, priority: int, group: str = "") -> None:
         """Add a request that was served before; it goes ahead of all lanes of its priority."""
         level = self._level(priority)
-        level.resumed[name] = None
-        self._enter(name, level, None, (0, 0.0))
+        level.resumed[name] = group
+        self._enter(name, level, None, (0, 0.0), group)
 
     def head(self) -> int | None:
         """The request whose turn it is."""
         return next(self.turns(), None)
 
-    def turns(self, tries: float = TRIES) -> Iterator[int]:
-        """The requests in the order of their turns, until `tries` of them are not taken or enough has passed another.
+    def turns(
+        self,
+        tries: float = TRIES,
+        *,
+        shut: Collection[str] = (),
+        keep: Callable[[str], Collection[str]] | None = None,
+    ) -> Iterator[int]:
+        """The requests in the order of their turns, except those of groups that are shut.
 
-        The caller places each request and calls `take`, or `let_pass` if it fits nowhere.
+        The caller places each request and calls `take`, or `let_pass` if it fits nowhere. When `tries` requests of a
+        group were not taken, or enough has passed one of them, `keep(group)` returns the groups that are shut from then
+        on, among them this one; by default, all.
         """
+        closed = set(shut)
+        keep = keep or (lambda _: tuple(self.groups))
+        failed = Counter[str]()
         aside: list[int] = []
-        above: list[_Level] = []
+        levels: list[_Level] = []
         try:
             for priority in tuple(self._priorities):
                 level = self._levels[priority]
-                above.append(level)
+                levels.append(level)
                 for name in level.overdue():
-                    yield name
-                    if name in self._places:
-                        return
-                left = level.size
-                while left and not any(each.overdue() for each in above):
-                    yield (name := level.next())
-                    left -= 1
-                    if name in self._places:
-                        self._leave_place(name)
-                        aside.append(name)
-                        if len(aside) >= tries:
-                            return
+                    if (group := self._places[name][3]) not in closed:
+                        yield name
+                        if name in self._places:
+                            closed.update(keep(group))
+                while (waits := level.next(closed)) is not None:
+                    group = self._places[waits][3]
+                    yield waits
+                    if waits in self._places:
+                        self._leave_place(waits)
+                        aside.append(waits)
+                        failed[group] += 1
+                        if failed[group] >= tries:
+                            closed.update(keep(group))
+                    for late in [self._places[name][3] for each in levels for name in each.overdue()]:
+                        if late not in closed:
+                            closed.update(keep(late))
         finally:
             for name in reversed(aside):
                 self._return_to_place(name)
+            for level in levels:
+                level.unpark()
 
     def let_pass(self, name: int, work: float) -> None:
         """Let others pass a request that fits nowhere now: as much as `work`; infinity if they do not take its room."""
@@ -174,10 +221,12 @@ class FairQueue:
 
     def take(self, name: int, work: float) -> None:
         """Remove a request, which is being served, and charge its lane for `work`."""
-        level, lane, _ = self._places[name]
+        level, lane, _, _ = self._places[name]
         if lane is not None:
             if name not in level.overdue():  # else its lane is not the one to serve next
                 level.served = lane.served
+                for _, _, parked in level.parked:  # like an idle tenant, one that cannot be served gets no credit
+                    parked.served = max(parked.served, lane.served)
             lane.served += work / lane.weight
         self.discard(name)
         for priority in self._priorities[: bisect_right(self._priorities, level.priority)]:
@@ -195,7 +244,10 @@ class FairQueue:
         """Remove a request. Does nothing if it is not in the queue."""
         if name not in self._places:
             return
-        level, lane, _ = self._places[name]
+        level, lane, _, group = self._places[name]
+        self._groups[group] -= 1
+        if not self._groups[group]:
+            del self._groups[group]
         if lane is not None:
             self._waiting[lane.tenant] -= 1
             if not self._waiting[lane.tenant]:
@@ -217,7 +269,7 @@ class FairQueue:
         if count <= (self._waiting[tenant] or self._waiting[tenant[:1]]) + 1:
             return None
         lanes = (self._levels[priority].lanes.get(most) for priority in reversed(self._priorities))
-        return next(lane.names[-1][1] for lane in lanes if lane is not None and lane.names)
+        return next(max(map(_last, lane.names.values()))[1] for lane in lanes if lane is not None and lane.names)
 
     def check(self) -> None:
         assert self._priorities == sorted(self._levels), f"priorities {self._priorities}, levels {sorted(self._levels)}"
@@ -230,9 +282,13 @@ class FairQueue:
             for lane in level.lanes.values():
                 assert lane.queued or not lane.names, f"lane {lane.tenant!r} waits outside the heap"
                 assert not lane.names or lane.served >= level.served, f"lane {lane.tenant!r} lags behind"
-                assert lane.names == sorted(lane.names), f"lane {lane.tenant!r} is out of order"
-        waiting = Counter(lane.tenant for _, lane, _ in self._places.values() if lane is not None)
+                for ranked in lane.names.values():
+                    assert ranked == sorted(ranked), f"lane {lane.tenant!r} is out of order"
+            assert not level.parked, f"priority {level.priority}: lanes are parked after a round"
+        waiting = Counter(lane.tenant for _, lane, _, _ in self._places.values() if lane is not None)
         assert self._waiting == waiting, f"{self._waiting} counted, {waiting} wait"
+        groups = Counter(group for *_, group in self._places.values())
+        assert self._groups == groups, f"{self._groups} counted, {groups} wait"
 
     def _level(self, priority: int) -> _Level:
         level = self._levels.get(priority)
@@ -243,25 +299,31 @@ class FairQueue:
 
     def _leave_place(self, name: int) -> None:
         """Take a request out of the order for the rest of a round."""
-        level, lane, rank = self._places[name]
+        level, lane, rank, group = self._places[name]
         if lane is None:
             del level.resumed[name]
         else:
-            del lane.names[bisect_left(lane.names, (rank, name))]
+            lane.remove(rank, name, group)
 
     def _return_to_place(self, name: int) -> None:
-        level, lane, rank = self._places[name]
+        level, lane, rank, group = self._places[name]
         if lane is None:
-            level.resumed[name] = None
+            level.resumed[name] = group
             level.resumed.move_to_end(name, last=False)
         else:
-            insort(level.lane(lane.tenant, lane.weight).names, (rank, name))
+            level.lane(lane.tenant, lane.weight).add(rank, name, group)
 
-    def _enter(self, name: int, level: _Level, lane: _Lane | None, rank: Rank) -> None:
+    def _enter(self, name: int, level: _Level, lane: _Lane | None, rank: Rank, group: str) -> None:
         assert name not in self._places, f"{name} waits already"
-        self._places[name] = level, lane, rank
+        self._places[name] = level, lane, rank, group
+        self._groups[group] += 1
         level.size += 1
 
 
 def _names(level: _Level) -> list[int]:
-    return [*level.resumed, *(name for lane in level.lanes.values() for _, name in lane.names)]
+    lanes = level.lanes.values()
+    return [*level.resumed, *(name for lane in lanes for names in lane.names.values() for _, name in names)]
+
+
+def _last(names: list[tuple[Rank, int]]) -> tuple[Rank, int]:
+    return names[-1]

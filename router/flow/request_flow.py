@@ -15,9 +15,10 @@ for its tenant's share again. One whose replica died waits beside the queue unti
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import count
 from math import inf
+from typing import assert_never
 
 import msgspec
 
@@ -26,14 +27,17 @@ from ...replica.messages import FailedStep, Generate, Refused, ReplicaDescriptio
 from ..backend import Explanation, GenerationRequest, RouterCounters, TextOutput
 from ..config import RouterSettings
 from ..errors import DeadlineExceeded, QueueFull, ReplicaLost, RouterError, Superseded
+from ..routing.joined_replica import JoinedReplica
 from ..routing.placement import Placement
+from ..routing.policy.explain import why_none_opens
 from ..routing.replica_load import UnavailableReason
 from .dispatcher import Dispatcher, ServedModel
 from .hot_prefixes import HotPrefixes
 from .recent_requests import RecentRequests
 from .replies import Replies
-from .request_state import STREAMING, WAITING, Continue, Ended, Instruction, RequestId, RequestState, Send
-from .request_table import RequestTable
+from .request_state import STREAMING, WAITING, Continue, Ended, Instruction, ReadSockets, RequestId, RequestState, Send
+from .request_table import ITS_TURN, RequestTable
+from .stalls import Glance, Stall, StallWatch, stalls_of
 from .suspects import QUEUED_S
 from .warmup import CacheWarmup
 
@@ -70,6 +74,7 @@ class RequestFlow:
         self._dispatcher = Dispatcher(placement, self._table, self.recent, wire_ids, block_size)
         self._replies = Replies(self._table, self._dispatcher, placement, counters)
         self._request_ids = count(1)
+        self._stalls = StallWatch()
 
     @property
     def model(self) -> ServedModel | None:
@@ -187,7 +192,7 @@ class RequestFlow:
             return []
         self.placement.fleet.tokens_arrived(replica, now)
         if replica in self.warm_ups:
-            return self.warm_ups.on_reply(replica, reply)
+            return self.warm_ups.on_reply(replica, reply, now)
         table = self._table
         sent = table.in_flight
         instructions = self._replies.take(replica, reply, now)
@@ -214,14 +219,23 @@ class RequestFlow:
         table = self._table
         instructions: list[Instruction] = self._try_suspects(now) if table.suspects.waiting else []
         left = PLACED_AT_ONCE
-        if table.queue and self._any_open(now):
-            for name in table.queue.turns():
+        if table.queue and (opened := self._opened(now)):
+            offers = {
+                group: frozenset(each.name for each in opened if each.offers(group)) for group in table.queue.groups
+            }
+            kept: set[str] = set()  # replicas for which others wait
+
+            def keep(group: str) -> list[str]:
+                kept.update(offers[group])
+                return [each for each, names in offers.items() if names <= kept]
+
+            for name in table.queue.turns(shut=[each for each, names in offers.items() if not names], keep=keep):
                 if not left:
                     instructions.append(Continue())
                     break
                 request = table.get(name)
                 assert request is not None, f"request {name} waits, and is over"
-                sent = self._place(request, now)
+                sent = self._place(request, now, kept)
                 if sent is None:
                     table.queue.let_pass(name, self._patience(request))
                     continue
@@ -232,10 +246,17 @@ class RequestFlow:
             instructions += [done for replica in self.warm_ups.replicas for done in self.warm_ups.stop(replica)]
         return instructions
 
-    def _place(self, request: RequestState, now: float) -> Send | None:
-        """Send a request to a replica, but not to one that is on trial with a suspect; None if none can take it."""
+    def _place(self, request: RequestState, now: float, kept: Collection[str] = ()) -> Send | None:
+        """Send a request to a replica, but not to one that is on trial with a suspect; None if none can take it.
+
+        `kept`: replicas for which others wait.
+        """
+        trials = self._kept_for_trials(now)
+        return self._dispatcher.place(request, now, {*kept, *trials} if trials else kept)
+
+    def _kept_for_trials(self, now: float) -> Collection[str]:
         suspects = self._table.suspects
-        return self._dispatcher.place(request, now, suspects.closed(self._table.usable(now)) if suspects else ())
+        return suspects.closed(self._table.usable(now)) if suspects else ()
 
     def _try_suspects(self, now: float) -> list[Instruction]:
         """Send suspects to replicas that are free for a trial."""
@@ -250,9 +271,22 @@ class RequestFlow:
                     instructions.append(sent)
         return instructions
 
-    def _any_open(self, now: float) -> bool:
-        """Whether any replica takes new requests. If not, no waiting request needs to be tried."""
-        return any(each.available for each in self.placement.fleet.loads(now))
+    def _opened(self, now: float) -> list[JoinedReplica]:
+        """The replicas that take new requests. Requests that none of them can take are told why."""
+        fleet = self.placement.fleet
+        fleet.refresh(now)
+        opened = [each for each in fleet if each.load.available]
+        self._table.tell({adapter: self._why_waiting(adapter, opened) for adapter in self._table.queue.groups})
+        return opened
+
+    def _why_waiting(self, adapter: str, opened: Sequence[JoinedReplica]) -> str:
+        """Why a request waits that was not tried, if these replicas take new requests."""
+        if any(each.offers(adapter) for each in opened):
+            return ITS_TURN
+        offering = [each for each in self.placement.fleet if each.offers(adapter)]
+        if adapter and not offering:
+            return f"held: no replica offers {adapter}"
+        return why_none_opens((each.name, each.load) for each in offering)
 
     def _patience(self, request: RequestState) -> float:
         """Work that may pass a request that fits nowhere, in tokens; infinity if it does not wait for room."""
@@ -269,6 +303,78 @@ class RequestFlow:
             if request.outcome is None:
                 error = DeadlineExceeded(f"the request was not done after {now - request.arrived:.1f} s")
                 instructions += [*table.abort(request), table.fail(request, error)]
+        return [*instructions, *self.warm_ups.expire(now), *self.pump(now), *self._end_stalls(now)]
+
+    def _end_stalls(self, now: float) -> list[Instruction]:
+        """Go on with what stands still although a replica could (stalls.py)."""
+        instructions: list[Instruction] = []
+        noticed, due = self._stalls.observe(stalls_of(self._glances(now)), now)
+        for stall in noticed:
+            self._count_stall(stall)
+            log.error(
+                "requests_stand_still kind=%s replica=%s requests=%d waiting=%d in_flight=%d load=%s",
+                stall.kind,
+                stall.replica,
+                stall.requests,
+                self.waiting,
+                self.in_flight,
+                self.placement.fleet.load(stall.replica, now),
+            )
+            instructions.append(ReadSockets(stall.replica))
+        for stall in due:
+            instructions += self._resend(stall, now) if stall.kind == "lost" else self._send_anyway(stall, now)
+        return instructions
+
+    def _count_stall(self, stall: Stall) -> None:
+        match stall.kind:
+            case "queue":
+                self.counters.stalls_queue += 1
+            case "idle_replica":
+                self.counters.stalls_idle_replica += 1
+            case "lost":
+                self.counters.stalls_lost += 1
+            case _:
+                assert_never(stall.kind)
+
+    def _glances(self, now: float) -> list[Glance]:
+        fleet, queued, kept = self.placement.fleet, self._table.queued(), self._kept_for_trials(now)
+        glances = []
+        for joined, load in zip(fleet, fleet.loads(now), strict=True):
+            idle, takes = not (load.requests or joined.requests), 0
+            if queued and idle and load.available and joined.name not in kept:
+                takes = sum(joined.offers(each.request.adapter) for each in queued)
+            lost = fleet.lost(joined.name, now) if joined.requests else ()
+            glances.append(Glance(joined.name, idle, takes, lost))
+        return glances
+
+    def _send_anyway(self, stall: Stall, now: float) -> list[Instruction]:
+        """Send the first waiting request that an idle replica could take there, whatever the policy says."""
+        table, fleet = self._table, self.placement.fleet
+        fitting = [each for each in table.queued() if fleet[stall.replica].offers(each.request.adapter)]
+        first = min(fitting, key=lambda each: (each.request.priority, each.request_id), default=None)
+        if first is None:
+            return []
+        first.moves.excluded = frozenset()
+        others = [each.name for each in fleet if each.name != stall.replica]
+        sent = self._dispatcher.place(first, now, others, anyway=True)
+        if sent is None:
+            return []
+        about = first.request
+        table.queue.discard(first.request_id)
+        work = first.sent.decision.uncached_tokens
+        table.queue.charge(priority=about.priority, tenant=about.tenant, work=work)
+        return [sent]
+
+    def _resend(self, stall: Stall, now: float) -> list[Instruction]:
+        """Move requests that never reached their replica, or that it forgot. If it has them after all, it stops."""
+        table = self._table
+        error = ReplicaLost(f"replica {stall.replica} does not have the request, and no retry is left")
+        instructions: list[Instruction] = []
+        for request in table.on_replica(stall.replica, stall.wire_ids):
+            instructions += table.abort(request)
+            request.exclude(stall.replica)
+            request.moves.attempts += 1
+            instructions += table.move(request, error, now)
         return instructions + self.pump(now)
 
     def _move_stuck(self, replica: str, now: float) -> list[Instruction]:

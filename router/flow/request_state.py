@@ -49,8 +49,12 @@ TRANSITIONS = (
     Transition(Phase.NEW, "queue", Phase.WAITING, "no replica can take it, or others wait already"),
     Transition(Phase.WAITING, "send", Phase.SENT, "it is at the head of the queue and a replica can take it"),
     Transition(Phase.SENT, "start", Phase.STREAMING, "the replica's first output for it arrives"),
-    Transition(Phase.SENT, "move", Phase.WAITING, "the replica is lost, stuck or refuses it, and it may move"),
-    Transition(Phase.STREAMING, "move", Phase.WAITING, "the replica is lost or stuck, and it may move"),
+    Transition(
+        Phase.SENT, "move", Phase.WAITING, "the replica is lost, stuck, refuses it or does not have it, and it may move"
+    ),
+    Transition(
+        Phase.STREAMING, "move", Phase.WAITING, "the replica is lost, stuck or does not have it, and it may move"
+    ),
     Transition(Phase.SENT, "finish", Phase.OVER, "the replica is lost, and nothing is left to generate"),
     Transition(
         Phase.STREAMING,
@@ -141,7 +145,7 @@ class RequestState(msgspec.Struct, eq=False):
     text_only: bool = False  #: some output came as text without token ids, so no other replica can continue it
     moves: Moves = msgspec.field(default_factory=Moves)
     suspicion: Suspicion | None = None  #: None: no replica died with it
-    waits_for: str = ""  #: why no replica could take it at its last turn; empty: its turn has not come
+    waits_for: str = ""  #: why it waits in the router, in words; empty: it does not
     cached_tokens: int | None = None  #: prompt tokens found in the cache; None: no replica has told so far
     ttft_s: float | None = None
     outcome: Outcome | None = None  #: None until it is over
@@ -178,6 +182,12 @@ class Send(msgspec.Struct, frozen=True, gc=False):
     message: Request
 
 
+class ReadSockets(msgspec.Struct, frozen=True, gc=False):
+    """Read what has arrived from `replica`: something stands still, perhaps as a wake-up was lost."""
+
+    replica: str
+
+
 class Deliver(msgspec.Struct, frozen=True, gc=False):
     """Hand this delta to the request's reader."""
 
@@ -197,4 +207,4 @@ class Continue(msgspec.Struct, frozen=True, gc=False):
     """More waiting requests may be placed: call `RequestFlow.pump` in the next iteration of the event loop."""
 
 
-Instruction = Send | Deliver | Ended | Continue
+Instruction = Send | ReadSockets | Deliver | Ended | Continue

@@ -21,6 +21,8 @@ from .suspects import Suspects, Usable, is_starting, is_unclear
 
 log = logging.getLogger(__name__)
 
+#: What a request waits for that was not tried yet.
+ITS_TURN = "its turn: requests before it are sent first"
 #: The deadline heap is rebuilt when it has more than twice as many entries as there are requests, plus this many.
 SPARE_DEADLINES = 1024
 
@@ -39,6 +41,7 @@ class RequestTable:
         self._requests: dict[RequestId, RequestState] = {}
         self._by_wire: dict[int, RequestState] = {}
         self._deadlines: list[tuple[float, RequestId]] = []  # heap; entries of finished requests are skipped
+        self._waits_for: dict[str, str] = {}  #: what requests wait for until they are tried, by adapter
 
     # Views
 
@@ -52,6 +55,13 @@ class RequestTable:
     def oldest(self, most: int | None = None) -> list[RequestState]:
         """Up to `most` unfinished requests, oldest first; None: all."""
         return list(islice(self._requests.values(), most))
+
+    def queued(self) -> list[RequestState]:
+        """The requests in the queue, oldest first."""
+        if not self.queue:
+            return []
+        suspects = self.suspects.waiting
+        return [each for each in self._requests.values() if each.phase is WAITING and each.request_id not in suspects]
 
     def on_wire(self, wire_id: int) -> RequestState | None:
         """The request on a replica with this wire id."""
@@ -97,9 +107,28 @@ class RequestTable:
         """Queue a new request."""
         request.advance("queue")
         about = request.request
+        request.waits_for = request.waits_for or self._waits_for.get(about.adapter, ITS_TURN)
         self.queue.push(
-            request.request_id, priority=about.priority, tenant=about.tenant, weight=about.weight, rank=rank
+            request.request_id,
+            priority=about.priority,
+            tenant=about.tenant,
+            weight=about.weight,
+            rank=rank,
+            group=about.adapter,
         )
+
+    def _resume(self, request: RequestState) -> None:
+        about = request.request
+        request.waits_for = self._waits_for.get(about.adapter, ITS_TURN)
+        self.queue.resume(request.request_id, priority=about.priority, group=about.adapter)
+
+    def tell(self, waits_for: dict[str, str]) -> None:
+        """Tell the queued requests what they wait for until they are tried, by adapter, where that has changed."""
+        changed = {adapter for adapter, why in waits_for.items() if self._waits_for.get(adapter) != why}
+        self._waits_for = waits_for
+        for request in self.queued() if changed else ():
+            if (adapter := request.request.adapter) in changed:
+                request.waits_for = waits_for[adapter]
 
     def sent(self, request: RequestState) -> None:
         """The request goes to a replica."""
@@ -147,7 +176,7 @@ class RequestTable:
             if self.suspects.clear(request, guilty):
                 request.moves.attempts -= 1
                 if waits and request.request_id not in self.suspects.waiting:
-                    self.queue.resume(request.request_id, priority=request.request.priority)
+                    self._resume(request)
         return instructions
 
     def move(
@@ -170,7 +199,7 @@ class RequestTable:
             )
             self.suspects.wait(request)
         else:
-            self.queue.resume(request.request_id, priority=request.request.priority)
+            self._resume(request)
         return []
 
     def may_move(self, request: RequestState) -> bool:

@@ -14,6 +14,7 @@ from functools import partial
 from ...kvcache.hashing import TOKEN_BYTES, salt_text
 from ...replica.messages import Abort, FailedStep, Generate, Refused, SamplingParams, TokenBatch
 from ..backend import RouterCounters, TextOutput, WarmUpProgress
+from ..routing.joined_replica import ARRIVES_WITHIN_S
 from ..routing.placement import Placement
 from .hot_prefixes import HotPrefix, HotPrefixes
 from .request_state import Instruction, Send
@@ -31,6 +32,8 @@ class _WarmUp:
     progress: WarmUpProgress
     wire_id: int = 0  #: wire id of the current request
     computing: HotPrefix | None = None  #: prefix of the current request
+    sent_at: float = 0.0  #: of the current request
+    reports_before: int = 0  #: the replica's `JoinedReplica.reports` then
 
 
 class CacheWarmup:
@@ -69,15 +72,28 @@ class CacheWarmup:
         log.info("warm_up_started replica=%s prefixes=%d", replica, len(prefixes))
         planned = sum(len(prefix.tokens) // TOKEN_BYTES for prefix in prefixes)
         self._by_replica[replica] = _WarmUp(deque(prefixes), WarmUpProgress(done_tokens=0, planned_tokens=planned))
-        return self._send_next(replica)
+        return self._send_next(replica, now)
 
-    def on_reply(self, replica: str, reply: TokenBatch | TextOutput | Refused | FailedStep) -> list[Instruction]:
+    def expire(self, now: float) -> list[Instruction]:
+        """Pass over prefixes that were sent to replicas and never arrived: those are idle ever since."""
+        instructions: list[Instruction] = []
+        for replica, warm_up in tuple(self._by_replica.items()):
+            joined = self._placement.fleet[replica]
+            idle = now - joined.idle_since > ARRIVES_WITHIN_S and not joined.description.external
+            if idle and joined.has_had(warm_up.sent_at, warm_up.reports_before, now):
+                log.warning("warm_up_lost replica=%s", replica)
+                instructions += [Send(replica, Abort(request_ids=[warm_up.wire_id])), *self._send_next(replica, now)]
+        return instructions
+
+    def on_reply(
+        self, replica: str, reply: TokenBatch | TextOutput | Refused | FailedStep, now: float
+    ) -> list[Instruction]:
         """Send the next prefix once the current one is computed or refused. Ignores late replies to earlier ones."""
         warm_up = self._by_replica[replica]
         if isinstance(reply, FailedStep):
-            return self._send_next(replica) if warm_up.wire_id in reply.request_ids else []
+            return self._send_next(replica, now) if warm_up.wire_id in reply.request_ids else []
         if isinstance(reply, Refused):
-            return self._send_next(replica) if reply.request_id == warm_up.wire_id else []
+            return self._send_next(replica, now) if reply.request_id == warm_up.wire_id else []
         outputs = [reply] if isinstance(reply, TextOutput) else reply.outputs
         done = next((each for each in outputs if each.request_id == warm_up.wire_id and each.finish_reason), None)
         if done is None or warm_up.computing is None:
@@ -88,7 +104,7 @@ class CacheWarmup:
         )
         self._counters.warm_up_requests += 1
         self._counters.warm_up_tokens += tokens - (done.cached_tokens or 0)
-        return self._send_next(replica)
+        return self._send_next(replica, now)
 
     def stop(self, replica: str) -> list[Instruction]:
         """Abort the replica's warm-up. Does nothing if there is none."""
@@ -108,7 +124,7 @@ class CacheWarmup:
         warm_up = self._by_replica.get(replica)
         return None if warm_up is None else warm_up.progress
 
-    def _send_next(self, replica: str) -> list[Instruction]:
+    def _send_next(self, replica: str, now: float) -> list[Instruction]:
         warm_up, wire_id = self._by_replica[replica], next(self._wire_ids)
         if not warm_up.prefixes:
             del self._by_replica[replica]
@@ -116,6 +132,7 @@ class CacheWarmup:
             return []
         prefix = warm_up.computing = warm_up.prefixes.popleft()
         warm_up.wire_id = wire_id
+        warm_up.sent_at, warm_up.reports_before = now, self._placement.fleet[replica].reports
         request = Generate(
             request_id=wire_id,
             token_ids=prefix.tokens,

@@ -94,6 +94,11 @@ class OwnReplica(ReplicaHandle):
     def ask_next_evictions(self) -> None:
         self.send(AskNextEvictions())
 
+    def read_sockets(self) -> None:
+        super().read_sockets()
+        if self._link is not None:
+            self._link.drain_soon()
+
     def leave(self) -> list[Instruction]:
         if self._reopening is not None:
             self._reopening.cancel()

@@ -116,6 +116,11 @@ class ReplicaHandle(ABC):
     def ask_next_evictions(self) -> None:
         """Ask which blocks the replica would evict next; the answer is stored in `next_evictions`."""
 
+    def read_sockets(self) -> None:
+        """Read what has arrived, in case a wake-up was lost."""
+        if self._feed is not None:
+            self._feed.drain_soon()
+
     @abstractmethod
     def leave(self) -> list[Instruction]:
         """Close the handle: the membership no longer lists the replica. The caller executes the instructions."""

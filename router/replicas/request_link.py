@@ -106,6 +106,11 @@ class ReplicaLink:
             return False
         return self._readers[0].send((payload,))
 
+    def drain_soon(self) -> None:
+        """Handle what has arrived in the loop's next iteration."""
+        for reader in self._readers:
+            reader.drain_soon()
+
     def close(self) -> None:
         """Close the sockets; queued messages still get 200 ms to leave. No callbacks follow. Idempotent."""
         if self._closed:

@@ -48,7 +48,7 @@ from ..errors import (
 from ..flow.activity import activity_of
 from ..flow.dispatcher import ServedModel
 from ..flow.request_flow import RequestFlow
-from ..flow.request_state import Continue, Deliver, Ended, Instruction, RequestId, Send
+from ..flow.request_state import Continue, Deliver, Ended, Instruction, ReadSockets, RequestId, Send
 from ..flow.token_stream import RequestStream
 from ..routing.placement import Placement
 from ..routing.policy.registry import make_policy
@@ -462,6 +462,9 @@ class RouterService:
                         self._flow.recent.add_failure(request, instruction.error, self._context.clock())
                     if self._context.observer is not None:
                         self._context.observer.request_finished(request)
+                elif isinstance(instruction, ReadSockets):
+                    if (replica := self._replicas.get(instruction.replica)) is not None:
+                        replica.read_sockets()
                 elif isinstance(instruction, Continue):
                     if not self._continuing:
                         self._continuing = True

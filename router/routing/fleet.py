@@ -89,6 +89,7 @@ class Fleet:
         """Tokens arrived, which prove that the replica makes progress."""
         joined = self._replicas[replica]
         joined.last_message_at = joined.last_progress_at = now
+        joined.idle_since = inf
 
     def send(self, replica: str, request: InFlight, now: float) -> None:
         joined = self._outdated[replica] = self._replicas[replica]
@@ -141,6 +142,10 @@ class Fleet:
         if all(now - each.last_progress_at > self._silence_s for each in self):
             return []
         return [each.name for each in self if each.requests and each.is_stalled(self._silence_s, now)]
+
+    def lost(self, replica: str, now: float) -> tuple[int, ...]:
+        """The requests sent to the replica that it does not have."""
+        return self._replicas[replica].lost(self._silence_s, now)
 
     def refresh(self, now: float) -> None:
         """Bring loads up to date: all, unless many have changed. Then `refresh_one` is needed for those that count."""

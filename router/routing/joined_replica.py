@@ -41,6 +41,11 @@ ANNOUNCED_WITHIN_S = 1.0
 #: an estimate, and other processes may take most of the machine.
 STALLED_STEPS = 4
 
+#: A request is lost if a replica has not accepted it after this time and so many reports: it reads its socket before
+#: each step, and may have begun one of them just before the request arrived.
+ARRIVES_WITHIN_S = 1.0
+ARRIVES_WITHIN_REPORTS = 3
+
 
 class Phase(Enum):
     """Where a request on a replica is in its life."""
@@ -62,6 +67,8 @@ class InFlight(Expectation, eq=False, kw_only=True):
     computed_tokens: int = 0  #: tokens to compute, as the replica counts them when the request arrives
     prefilled_tokens: int = 0  #: prompt tokens that the replica had computed since its start, by its last report
     starts_by: float = inf  #: the time until which it has certainly started; infinity: it queues behind others
+    sent_at: float = 0.0
+    reports_before: int = 0  #: `JoinedReplica.reports` when it was sent
     phase: Phase = Phase.SENT
     expires: float = inf  #: when its blocks are no longer expected
     name: str = ""  #: for people
@@ -92,6 +99,8 @@ class JoinedReplica:
         self.last_message_at = now
         self.last_progress_at = now  #: when its engine last made progress; until then, its reports are repeated
         self.report: LoadReport | None = None
+        self.reports = 0  #: number of different ones
+        self.idle_since = inf  #: since when it reports no request at all; infinity: it has some
         self.impossible = False  #: whether a report was ignored
         self.cost: PrefillCost | None = None  #: fitted to the measurements of all replicas; None: it has sent no sums
         self.pace_s = 0.0  #: seconds of a decode step as far as the other replicas' warm-ups tell; 0: unknown
@@ -115,6 +124,8 @@ class JoinedReplica:
         before, self.report = self.report, report
         if before is None or (report.step, report.ts) != (before.step, before.ts):
             self.last_progress_at = now
+            self.reports += 1
+        self.idle_since = inf if report.running or report.waiting else min(self.idle_since, now)
         self._waiting_blocks = _waiting_blocks(report)
         self._reported_cost = bounded(report.prefill_cost)
         # If nothing runs yet, the waiting requests are about to.
@@ -125,6 +136,8 @@ class JoinedReplica:
             arrived = [known for known in self.sent if known <= accepted]
             for request_id in arrived:
                 self.started(request_id)
+        if arrived and self.idle_since < now:
+            self.idle_since = now  # it had some in between
         # Heartbeats repeat the last report in the middle of a step.
         is_new = before is None or (report.step, report.queued_prefill_tokens) != (
             before.step,
@@ -133,6 +146,10 @@ class JoinedReplica:
         if arrived or is_new:
             self._busy_until = now + self._queued_s(report) + sum([each.prefill_s for each in self.sent.values()])
         return True
+
+    def offers(self, adapter: str) -> bool:
+        """Whether requests with this adapter can run there; empty: the model itself."""
+        return not adapter or adapter in self.adapters
 
     @property
     def prefilled_tokens(self) -> int:
@@ -145,6 +162,7 @@ class JoinedReplica:
         """A request is sent there. Its id is higher than all before."""
         assert request.request_id not in self.requests, f"request {request.request_id} is there already"
         self._busy_until = max(self._busy_until, now) + request.prefill_s
+        request.sent_at, request.reports_before = now, self.reports
         self.requests[request.request_id] = self.sent[request.request_id] = request
         self._sent_tokens += request.uncached_tokens
         self._sent_blocks += request.blocks
@@ -177,6 +195,27 @@ class JoinedReplica:
         else:
             self.expected.withdraw(request)
         self.hits.ended(request_id)
+
+    def lost(self, silence_s: float, now: float) -> tuple[int, ...]:
+        """The requests in flight that one of our replicas does not have, though they had the time to arrive there.
+
+        Either it read its socket since without accepting them, or it has been idle for `silence_s` without an answer.
+        """
+        if self.description.external:  # each request has a connection, whose end is noticed
+            return ()
+        lost = []
+        if now - self.idle_since > silence_s:
+            lost = [each for each in self.requests.values() if each.sent_at < self.idle_since]
+        for each in self.sent.values():
+            if not self.has_had(each.sent_at, each.reports_before, now):
+                break
+            if each not in lost:
+                lost.append(each)
+        return tuple(each.request_id for each in lost)
+
+    def has_had(self, sent_at: float, reports_before: int, now: float) -> bool:
+        """Whether a request sent then had the time to arrive, by the reports since."""
+        return now - sent_at >= ARRIVES_WITHIN_S and self.reports - reports_before >= ARRIVES_WITHIN_REPORTS
 
     @property
     def blamed(self) -> str:

@@ -17,7 +17,7 @@ from .block_history import BlockHistory
 from .fleet import Fleet
 from .hits import EngineHits, HitRule, SlowerBlocks
 from .joined_replica import NOTHING_FORESEEN, Foreseen, InFlight, JoinedReplica
-from .policy.base import STALE, Candidate, Decision, Policy, Prompt
+from .policy.base import STALE, Candidate, Decision, Policy, Prompt, Score, expected_ttft_s
 from .policy.explain import explanation_of
 from .prefix_index import PrefixIndex, ReplicaBlocks
 from .tenant_blocks import TenantBlocks
@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 CONTENDERS = 16
 #: A replica with less than this share of its blocks to spare is crowded; few prompts need as many. Not tuned.
 CROWDED = 0.5
+#: The reason of a decision that the policy did not take.
+FEWEST = "fewest requests"
 
 
 class Placement:
@@ -188,13 +190,40 @@ class Placement:
 
         While a replica has no obstacle, a request must not wait: nothing else would place it later.
         """
-        decision = self.policy.decide(prompt, candidates, self._rng)
-        checked = self._checked(decision, candidates)
+        try:
+            decision = self.policy.decide(prompt, candidates, self._rng)
+            checked = self._checked(decision, candidates)
+        except Exception as error:  # from now on, no request would be placed
+            self._overrule(error)
+            return self.fewest(prompt, candidates)
         if checked is not decision:
-            if not self._counters.overruled:
-                log.error("policy_overruled policy=%s chosen=%s", decision.policy, decision.chosen)
-            self._counters.overruled += 1
+            self._overrule(decision.chosen)
         return checked
+
+    def _overrule(self, what: object) -> None:
+        if not self._counters.overruled:
+            trace = what if isinstance(what, Exception) else None
+            log.error("policy_overruled policy=%s chosen=%r", self.policy.name, what, exc_info=trace)
+        self._counters.overruled += 1
+
+    def fewest(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Decision:
+        """The decision for the available replica with the fewest requests, whatever the policy says."""
+        usable = [each for each in candidates if each.available]
+        chosen = _fewest(usable)
+
+        def score(candidate: Candidate) -> Score:
+            uncached = candidate.uncached_tokens(prompt)
+            seconds = expected_ttft_s(prompt, candidate, uncached)
+            obstacle = None if candidate.available else Policy.obstacle(self.policy, prompt, candidate)
+            return Score(candidate, uncached, seconds, obstacle, 0.0, seconds)
+
+        return Decision(
+            policy=self.policy.name,
+            prompt=prompt,
+            row=None if chosen is None else score(chosen),
+            table=lambda: [score(each) for each in candidates],
+            reason=lambda _: FEWEST,
+        )
 
     def _checked(self, decision: Decision, candidates: Sequence[Candidate]) -> Decision:
         policy, prompt, chosen = self.policy, decision.prompt, decision.chosen
@@ -203,8 +232,9 @@ class Placement:
         usable = policy.usable(prompt, candidates)
         if chosen is None and not usable:
             return decision
-        fewest = min(usable, key=lambda each: (each.load.requests, each.replica_id), default=None)
-        return policy.choose(prompt, candidates, fewest, "fewest requests, because the policy chose no usable replica")
+        return policy.choose(
+            prompt, candidates, _fewest(usable), f"{FEWEST}, because the policy chose no usable replica"
+        )
 
     def rank(self, prompt: Prompt) -> float:
         """Sort key of a request that starts waiting, among its tenant's requests: the lowest goes first."""
@@ -213,12 +243,20 @@ class Placement:
         self.fleet.refresh(prompt.now)
         # Any replica's cost will do: the key only compares prompts with each other.
         costs = [each.load.prefill_cost.seconds(prompt.tokens - uncached, uncached) for each in self.fleet]
-        return self.policy.rank(prompt, uncached, costs[0] if costs else 0.0)
+        prefill_s = costs[0] if costs else 0.0
+        try:
+            return self.policy.rank(prompt, uncached, prefill_s)
+        except Exception as error:
+            self._overrule(error)
+            return Policy.rank(self.policy, prompt, uncached, prefill_s)
 
     def explain(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Explanation:
         """The table of the decision that `decide` would take among these candidates. Changes no state."""
-        decision = self.policy.consider(prompt, candidates, Random(0))
-        return explanation_of(self._checked(decision, candidates))
+        try:
+            return explanation_of(self._checked(self.policy.consider(prompt, candidates, Random(0)), candidates))
+        except Exception:  # `decide` counts them
+            log.debug("policy_failed policy=%s", self.policy.name, exc_info=True)
+            return explanation_of(self.fewest(prompt, candidates))
 
     def foresee(self, decision: Decision) -> Foreseen:
         """The cached blocks that this request will find if it is booked now, and those that others will find then."""
@@ -296,6 +334,10 @@ def _candidate(
         excluded=excluded,
         slower_blocks=slower,
     )
+
+
+def _fewest(usable: Sequence[Candidate]) -> Candidate | None:
+    return min(usable, key=lambda each: (each.load.requests, each.replica_id), default=None)
 
 
 def known_tokens(prompt: Prompt, candidates: Sequence[Candidate]) -> int:

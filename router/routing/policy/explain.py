@@ -1,8 +1,9 @@
 """A decision for people: its reason in one word, and a table of what counted for each replica."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from ...backend import Explanation, Reason, ReplicaScore
+from ..replica_load import ReplicaLoad
 from .base import LIVE, Candidate, Decision, Prompt, Score
 from .expected_ttft import cost_limit
 
@@ -33,6 +34,15 @@ def _is_tie(blocks: int, candidates: Sequence[Candidate]) -> bool:
     return sum([each.expected_blocks >= blocks and each.feed is LIVE and each.available for each in candidates]) > 1
 
 
+def why_none_opens(loads: Iterable[tuple[str, ReplicaLoad]]) -> str:
+    """Why none of these replicas takes new requests, in words, as `why_held`."""
+    return _grouped([(_closed_by(load), replica) for replica, load in loads])
+
+
+def _closed_by(load: ReplicaLoad) -> str:
+    return "draining" if load.draining else "warming up" if load.warming else "silent"
+
+
 def why_held(decision: Decision) -> str:
     """Why no replica takes the request now, in words."""
     return _obstacles(decision.table())
@@ -40,11 +50,15 @@ def why_held(decision: Decision) -> str:
 
 def _obstacles(rows: Sequence[Score]) -> str:
     """The obstacle of each replica, as `held: OBSTACLE: REPLICA, REPLICA; OBSTACLE: ...`."""
-    if not rows:
-        return "no replica has joined"
+    return _grouped([(row.obstacle or "not chosen, without an obstacle", row.candidate.replica_id) for row in rows])
+
+
+def _grouped(obstacles: Iterable[tuple[str, str]]) -> str:
     replicas: dict[str, list[str]] = {}
-    for row in rows:
-        replicas.setdefault(row.obstacle or "not chosen, without an obstacle", []).append(row.candidate.replica_id)
+    for obstacle, replica in obstacles:
+        replicas.setdefault(obstacle, []).append(replica)
+    if not replicas:
+        return "no replica has joined"
     return "held: " + "; ".join(f"{obstacle}: {', '.join(names)}" for obstacle, names in replicas.items())
 
 

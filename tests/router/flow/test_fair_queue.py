@@ -15,8 +15,17 @@ MOST = 100.0
 work = st.floats(1, MOST)
 
 
-def push(queue: FairQueue, name: int, tenant: bytes, priority: int = 0, own_order: int = 0, rank: float = 0.0) -> None:
-    queue.push(name, priority=priority, tenant=tenant, weight=WEIGHTS.get(tenant, 1.0), rank=(own_order, rank))
+def push(
+    queue: FairQueue,
+    name: int,
+    tenant: bytes,
+    priority: int = 0,
+    own_order: int = 0,
+    rank: float = 0.0,
+    group: str = "",
+) -> None:
+    weight = WEIGHTS.get(tenant, 1.0)
+    queue.push(name, priority=priority, tenant=tenant, weight=weight, rank=(own_order, rank), group=group)
 
 
 def take(queue: FairQueue, cost: float) -> None:
@@ -211,6 +220,59 @@ def test_a_round_has_few_tries_and_keeps_the_order() -> None:
     assert len(list(queue.turns())) == TRIES
     assert list(queue.turns()) == list(queue.turns())
     assert sorted(queue.turns(inf)) == list(range(9))
+    queue.check()
+
+
+@settings(max_examples=30)
+@given(data=st.data(), count=st.integers(1, 40))
+def test_a_round_reaches_every_group_that_is_not_shut(data: st.DataObject, count: int) -> None:
+    """Requests that no replica can take for now must not stop those that another one could take."""
+    queue, group_of = FairQueue(), dict[int, str]()
+    for name in range(count):
+        group_of[name] = data.draw(st.sampled_from("abc"))
+        tenant = data.draw(st.sampled_from(sorted(WEIGHTS)))
+        if data.draw(st.booleans()):
+            push(queue, name, tenant, priority=data.draw(st.integers(0, 1)), group=group_of[name])
+        else:
+            queue.resume(name, priority=data.draw(st.integers(0, 1)), group=group_of[name])
+    passed = data.draw(st.sampled_from((0.0, 5.0, inf)))
+    for _ in range(3):
+        tried = Counter[str]()
+        for name in queue.turns(shut=["a"], keep=lambda group: [group]):
+            tried[group_of[name]] += 1
+            if group_of[name] == "b":
+                queue.let_pass(name, passed)
+            else:
+                queue.take(name, 3.0)
+                del group_of[name]
+        queue.check()
+
+        waiting = Counter(group_of.values())
+        assert not waiting["c"], "all were taken"
+        assert not tried["a"], "their group was shut"
+        assert bool(tried["b"]) == bool(waiting["b"])
+        assert tried["b"] <= TRIES
+        assert set(queue.groups) == set(waiting)
+
+
+def test_a_tenant_that_cannot_be_served_gets_no_credit() -> None:
+    """It starts level with the others when it can, as an idle one does."""
+    queue = FairQueue()
+    for name in range(10):
+        push(queue, name, b"ann", group="gone")
+    for name in range(10, 40):
+        push(queue, name, b"carl")
+    for name in queue.turns(shut=["gone"]):
+        if name == 30:
+            break
+        queue.take(name, 1.0)
+
+    order = []
+    while len(order) < 8:
+        order.append((queue.head() or 0) < 10)
+        take(queue, 1.0)
+
+    assert sum(order) in (4, 5)
     queue.check()
 
 

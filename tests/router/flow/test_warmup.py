@@ -12,7 +12,7 @@ from homing.router.flow.warmup import LOWEST_PRIORITY, CacheWarmup
 from homing.router.routing.placement import Placement
 from homing.router.routing.policy.registry import make_policy
 
-from ..fakes import BLOCK, HASHER, ROOT, description_of
+from ..fakes import BLOCK, HASHER, ROOT, description_of, report_of
 
 
 class World:
@@ -39,11 +39,11 @@ class World:
 
     def answer(self, wire_id: int, cached: int = 0) -> Generate | None:
         output = TokenOutput(request_id=wire_id, index=0, token_ids=[1], finish_reason="length", cached_tokens=cached)
-        return sent(self.warm_ups.on_reply("new", TokenBatch(step=0, outputs=[output])))
+        return sent(self.warm_ups.on_reply("new", TokenBatch(step=0, outputs=[output]), 0.0))
 
     def refuse(self, wire_id: int) -> Generate | None:
         refused = Refused(request_id=wire_id, reason="prompt_too_long", message="no")
-        return sent(self.warm_ups.on_reply("new", refused))
+        return sent(self.warm_ups.on_reply("new", refused, 0.0))
 
 
 def sent(instructions: list[Instruction]) -> Generate | None:
@@ -74,8 +74,8 @@ def test_an_engine_that_tells_no_ids_is_warmed_up_too() -> None:
     world = World(16, 8)
     world.begin()
 
-    told = sent(world.warm_ups.on_reply("new", TextOutput(1, "", 0)))
-    ended = sent(world.warm_ups.on_reply("new", TextOutput(1, "a", 1, "length", cached_tokens=0)))
+    told = sent(world.warm_ups.on_reply("new", TextOutput(1, "", 0), 0.0))
+    ended = sent(world.warm_ups.on_reply("new", TextOutput(1, "a", 1, "length", cached_tokens=0), 0.0))
 
     assert told is None
     assert ended is not None
@@ -129,3 +129,22 @@ def test_only_a_replica_that_is_out_of_routing_for_it_is_warmed_up() -> None:
     assert world.begin() is not None
     assert world.begin() is None
     assert world.warm_ups.replicas == ("new",)
+
+
+def test_a_prefix_that_never_arrived_is_passed_over() -> None:
+    """The replica would wait for its warm-up, and its requests for the replica, for good."""
+    world = World(16, 8)
+    world.begin()
+    for second in range(3):
+        world.placement.report("new", report_of(ts=1.0 + second), second)
+    assert not world.warm_ups.expire(1.0)
+
+    abort, following = world.warm_ups.expire(2.0)
+
+    assert isinstance(abort, Send)
+    assert abort.message == Abort(request_ids=[1])
+    assert isinstance(following, Send)
+    assert isinstance(following.message, Generate)
+    assert not world.warm_ups.expire(2.5), "the next one has its own time"
+    world.placement.report("new", report_of(ts=4.0, running=1), 4.0)
+    assert not world.warm_ups.expire(9.0), "a replica that computes it has it"

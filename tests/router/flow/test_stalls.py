@@ -1,0 +1,170 @@
+"""What is noticed at the tick, and how the flow ends it."""
+
+import logging
+
+import pytest
+
+from homing.replica.messages import Abort, Generate, TokenOutput
+from homing.router.flow.stalls import NOTICE_S, Glance, Stall, StallWatch, stalls_of
+from homing.router.routing.placement import FEWEST
+from homing.router.routing.policy.base import Candidate, Prompt
+from homing.router.routing.policy.round_robin import RoundRobin
+
+from ..fakes import answer, request_of
+from .test_request_flow import PROMPT, World, replica_of
+
+BUSY = Glance("busy", idle=False, takes=0, lost=())
+
+
+@pytest.mark.parametrize(
+    ("glances", "expected"),
+    [
+        ([Glance("r0", True, 0, ())], []),
+        ([BUSY], []),
+        ([Glance("r0", True, 2, ()), Glance("r1", True, 1, ())], [Stall("queue", "r0", 2), Stall("queue", "r1", 1)]),
+        ([Glance("r0", True, 2, ()), BUSY], [Stall("idle_replica", "r0", 2)]),
+        ([BUSY._replace(lost=(4, 7))], [Stall("lost", "busy", 2, (4, 7))]),
+        (
+            [Glance("r0", True, 1, ()), Glance("r1", False, 0, (3,))],
+            [Stall("idle_replica", "r0", 1), Stall("lost", "r1", 1, (3,))],
+        ),
+    ],
+)
+def test_each_kind_of_stall_is_told_from_the_others(glances: list[Glance], expected: list[Stall]) -> None:
+    """An alert on each kind has its own remedy."""
+    assert stalls_of(glances) == expected
+
+
+def test_a_stall_is_noticed_once_then_due_and_forgotten_when_it_ends() -> None:
+    """A short one is none, and one that ends and comes back is another."""
+    watch, stall = StallWatch(), Stall("queue", "r0", 1)
+    late = stall._replace(kind="idle_replica")
+
+    assert watch.observe([stall], 0.0) == ([], [])
+    assert watch.observe([], 0.9) == ([], [])
+    assert watch.observe([stall], 1.0) == ([], [])
+    assert watch.observe([stall], 1.0 + NOTICE_S) == ([stall], [])
+    assert watch.observe([late], 2.1) == ([], [late]), "whether others run elsewhere makes no difference"
+    assert watch.observe([], 2.2) == ([], [])
+    assert watch.observe([stall], 2.3) == ([], [])
+
+
+def test_lost_requests_are_noticed_at_once() -> None:
+    """They count as lost only after a second."""
+    lost = Stall("lost", "r0", 1, (1,))
+
+    assert StallWatch().observe([lost], 5.0) == ([lost], [])
+
+
+class Moody(RoundRobin):
+    """Has an obstacle for every replica."""
+
+    def obstacle(self, prompt: Prompt, candidate: Candidate) -> str | None:
+        return "a mood"
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_what_a_policy_keeps_from_every_replica_is_sent_after_a_second(
+    busy: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing else would ever send it: the cluster stood still with every replica idle."""
+    world = World(2)
+    if busy:
+        world.run(world.flow.report("r1", world.replicas["r1"].load("me", waiting=1), 0.0))
+    world.placement.policy = Moody()
+    request = request_of(PROMPT)
+    request_id = world.submit(request)
+    state = world.flow.state_of(request_id)
+    assert state is not None
+    assert state.waits_for == "held: a mood: r0, r1"
+
+    with caplog.at_level(logging.ERROR, "homing.router.flow.request_flow"):
+        for _ in range(25):
+            world.wait(0.05)
+
+    kind = "idle_replica" if busy else "queue"
+    assert state.replica == "r0"
+    assert state.waits_for == ""
+    assert state.sent.decision.reason(()) == FEWEST
+    counters = world.flow.counters
+    assert (counters.stalls_queue, counters.stalls_idle_replica) == ((0, 1) if busy else (2, 0))
+    assert f"requests_stand_still kind={kind} replica=r0" in caplog.records[0].getMessage()
+    assert len(caplog.records) == (1 if busy else 2), "once for each replica"
+    world.step("r0")
+    world.settle()
+    assert world.tokens(request_id) == answer(request)
+
+
+def reported(world: World, name: str, at: float, **fields: object) -> None:
+    world.now = at
+    world.run(world.flow.report(name, world.replicas[name].load("me", ts=at, **fields), at))
+    world.run(world.flow.expire(at))
+
+
+def test_a_request_that_its_replica_never_accepts_is_sent_to_another_one() -> None:
+    """Its message was lost on the way. Should it have arrived after all, it is stopped there: no token comes twice."""
+    world = World(2)
+    request = request_of(PROMPT)
+    request_id = world.submit(request)
+    first = world.home(request_id)
+    lost = world.on_wire[first].pop()
+
+    for tick in range(12):
+        reported(world, first, tick / 10)
+
+    assert world.home(request_id) != first
+    assert world.flow.counters.stalls_lost == 1
+    assert [each for each in world.on_wire[first] if isinstance(each, Abort)] == [Abort(request_ids=[lost.request_id])]
+    world.reply(first, TokenOutput(lost.request_id, 0, [99]))
+    world.settle()
+    assert world.tokens(request_id) == answer(request)
+
+
+def test_a_request_that_its_replica_forgot_is_continued() -> None:
+    """A replica ends a router's requests if it reads too slowly; the router may be back before it notices."""
+    world = World(1, silence_s=2.0)
+    request = request_of(PROMPT)
+    request_id = world.submit(request)
+    world.step("r0")
+    world.step("r0")
+    world.replicas["r0"].work.clear()
+
+    for tick in range(10, 36):
+        reported(world, "r0", tick / 10)
+
+    sent = world.sent("r0")
+    assert sent.request_id == 2
+    assert world.flow.counters.stalls_lost == 1
+    world.settle()
+    assert world.tokens(request_id) == answer(request)
+
+
+def test_what_every_replica_loses_ends_with_an_error() -> None:
+    """It may be what no replica can decode. The other requests must not wait for it, nor its client for ever."""
+    world = World(1, retries=2)
+    request_id = world.submit(request_of(PROMPT))
+
+    for tick in range(200):
+        world.on_wire["r0"] = [each for each in world.on_wire["r0"] if not isinstance(each, Generate)]
+        reported(world, "r0", tick / 10)
+
+    assert "does not have the request" in str(world.errors[request_id])
+    assert world.flow.counters.stalls_lost == 3
+
+
+@pytest.mark.parametrize("waiting", [0, 1])
+def test_a_request_that_a_busy_replica_has_is_not_sent_again(waiting: int) -> None:
+    """A long prompt or a constraint that is compiled takes its time."""
+    world = World(2)
+    request_id = world.submit(request_of(PROMPT))
+    home = world.home(request_id)
+    world.replicas[home].highest = world.sent(home).request_id
+    if not waiting:
+        world.replicas[home].highest = 0
+        world.replicas[home].take(world.on_wire[home].pop())
+
+    for tick in range(100):
+        reported(world, home, tick / 10, waiting=waiting)
+
+    assert replica_of(world.flow, request_id) == home
+    assert not world.flow.counters.stalls_lost
