@@ -14,6 +14,7 @@ from ..events.wire.messages import EventEndpoints
 from ..replica.messages import (
     Constraint,
     EmbeddingParams,
+    EncodedPosition,
     FinishReason,
     ModelLimits,
     Pin,
@@ -94,7 +95,7 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
     text_tokens: int = 0  #: number of tokens in `text`
     deltas: Sequence[Delta] | None = None  #: see `TextOutput.deltas`
     logprobs: list[PositionLogprobs] | None = None  #: one per token, if requested
-    prompt_logprobs: list[PositionLogprobs | None] | None = None  #: only on the first delta, if requested
+    prompt_logprobs: list[EncodedPosition] | None = None  #: only on the first delta, if requested
     finish_reason: FinishReason | None = None
     #: prompt tokens found in the cache; set on the first delta, with external engines on the last
     cached_tokens: int | None = None

@@ -141,6 +141,11 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_choices: Annotated[
         int, Meta(ge=1, le=1024), "maximum n (and maximum of prompts times n) in one HTTP request"
     ] = 128
+    max_answer_values: Annotated[
+        int,
+        Meta(ge=1024),
+        "maximum number of logprobs, token ids and echoed tokens in one answer that is not streamed",
+    ] = 512 * 1024
     max_waiting_requests: Annotated[
         int, Meta(ge=1), "maximum requests held while no replica can accept them; more get 429"
     ] = 4096

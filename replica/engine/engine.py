@@ -33,7 +33,7 @@ from ..errors import (
     RequestError,
     StepFailed,
 )
-from ..messages import FinishReason, Generate, PositionLogprobs, Refused, TokenOutput
+from ..messages import FinishReason, Generate, PositionLogprobs, Refused, TokenOutput, encoded_position
 from ..structured.guide import Guide, TokenMasks, token_masks
 from .logit_edits import SamplingRow, mask_logits, mover, sampling_row
 from .logprobs import ScoredRow, read, score
@@ -168,7 +168,7 @@ class Engine:
         self.draining = True
 
     def step(self) -> StepResult:
-        """Run one step. If it fails, only its own requests end with an error; RankLost propagates."""
+        """Run one step. If it fails, only its own requests go back to their routers; RankLost propagates."""
         self.expire_pins()
         rows = self._schedule(self.scheduler.add_drafts)
         result = StepResult(step=self._steps, rows=len(rows))
@@ -356,7 +356,7 @@ class Engine:
             if any(math.isnan(value.chosen.logprob) for value in found):
                 self._end_non_finite(request, result)
             assert request.prompt_logprobs is not None, f"request {request.key} asked for no prompt logprobs"
-            request.prompt_logprobs[positions[0] + 1 :] = found
+            request.prompt_logprobs[positions[0] + 1 :] = map(encoded_position, found)
 
     def _sampling_row(self, request: RequestState, drafts: Sequence[int] = ()) -> SamplingRow:
         tokens = request.tokens + array("I", drafts) if drafts else request.tokens

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from ...kvcache.hashing import HASH_BYTES, TOKEN_BYTES, BlockHash, BlockHasher, split_hashes, token_array, token_bytes
 from ...kvcache.pool import Block
 from ..errors import InvalidRequest
-from ..messages import EmbeddingParams, Generate, Pin, PositionLogprobs, SamplingParams
+from ..messages import NO_LOGPROBS, EmbeddingParams, EncodedPosition, Generate, Pin, PositionLogprobs, SamplingParams
 from ..structured.guide import Guide
 
 #: Maximum number of alternatives besides a token's own logprob. OpenAI allows 20 (chat) and 5 (completions).
@@ -137,13 +137,13 @@ class RequestState:
     gave_way_at: int = 0
     drafting: Drafting = field(default_factory=Drafting)
     #: Collected while the prompt is computed in chunks; None unless requested.
-    prompt_logprobs: list[PositionLogprobs | None] | None = None
+    prompt_logprobs: list[EncodedPosition] | None = None
     #: For an embedding: the sum of the pooled hidden states of the tokens computed so far.
     hidden_sum: npt.NDArray[np.float64] | None = None
 
     def __post_init__(self) -> None:
         if self.sampling.prompt_logprobs is not None:
-            self.prompt_logprobs = [None]
+            self.prompt_logprobs = [NO_LOGPROBS]
 
     @property
     def urgency(self) -> tuple[int, int, int]:

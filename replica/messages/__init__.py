@@ -11,6 +11,7 @@ Replica to router, one frame per step:  `TokenBatch | Refused`, and the answers 
 Evolution: fields are only added, at the end and with a default; a changed meaning takes a new tag.
 """
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -158,6 +159,25 @@ class PositionLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top: list[TokenLogprob]
 
 
+#: `PositionLogprobs` or null in MessagePack. Prompts have thousands of positions: decoding all at once would block.
+EncodedPosition = msgspec.Raw
+#: A position without logprobs, as a prompt's first one is.
+NO_LOGPROBS = EncodedPosition(b"\xc0")
+
+
+def encoded_position(position: PositionLogprobs) -> EncodedPosition:
+    return EncodedPosition(_ENCODER.encode(position))
+
+
+def decoded_positions(encoded: Iterable[EncodedPosition]) -> list[PositionLogprobs | None]:
+    """The logprobs of some positions; None for a position without any. Raises msgspec.MsgspecError."""
+    return list(map(_POSITION.decode, encoded))
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_POSITION: "msgspec.msgpack.Decoder[PositionLogprobs | None]" = msgspec.msgpack.Decoder(PositionLogprobs | None)
+
+
 class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     """One request's tokens that are ready after a step."""
 
@@ -167,7 +187,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     finish_reason: FinishReason | None = None
     cached_tokens: int | None = None  #: prompt tokens taken from the cache; on the first output only
     logprobs: list[PositionLogprobs] | None = None  #: one per token of `token_ids`
-    prompt_logprobs: list[PositionLogprobs | None] | None = None  #: on the first output only; None for the first token
+    prompt_logprobs: list[EncodedPosition] | None = None  #: on the first output only; null for the first token
     stop_token_id: int | None = None  #: the stop id that ended the answer; also the last of `token_ids`
     #: prompt tokens now pinned (0: over the budget, or not yet); on the first output of a request with pins
     pinned_tokens: int | None = None

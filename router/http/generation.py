@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ...kvcache.hashing import token_bytes
-from ...replica.messages import Constraint, EmbeddingParams, Pin, PositionLogprobs, SamplingParams
+from ...replica.messages import Constraint, EmbeddingParams, EncodedPosition, Pin, SamplingParams
 from ..activity import ChoiceRecord
 from ..backend import GenerationRequest, TokenDelta, TokenStream
 from ..errors import RequestFailed, RouterError, Superseded
@@ -149,7 +149,7 @@ class RunningChoice(msgspec.Struct, eq=False):
     waited_s: float | None = None
     pinned: int | None = None
     stop_token_id: int | None = None  #: the token that ended the answer
-    prompt_logprobs: list[PositionLogprobs | None] | None = None
+    prompt_logprobs: list[EncodedPosition] | None = None
     reasoning_tokens: int = 0
     blocks: list[AnswerBlock] = []  #: the answer so far, if the response is not streamed
     tokens: list[TokenAt] = []  #: the answer's tokens, if logprobs or token ids were requested
@@ -208,6 +208,7 @@ class RunningChoice(msgspec.Struct, eq=False):
             generation.crash(error)
 
     def _parsed(self, shown: TextDelta, delta: TokenDelta) -> TextDelta:
+        received = shown.text
         if delta.deltas is None:
             found: Sequence[Delta] = parse_deltas(self.parser, shown)
             called = self.parser is not None and self.parser.called
@@ -219,8 +220,10 @@ class RunningChoice(msgspec.Struct, eq=False):
         shown = with_deltas(shown, found, called=called)
         if shown.deltas:
             self.calls += sum([type(each) is ToolCallStart for each in shown.deltas])
-            if all(type(each) is Reasoning for each in shown.deltas):
-                self.reasoning_tokens += len(delta.token_ids) + delta.text_tokens
+            if reasoned := sum([len(each.text) for each in shown.deltas if type(each) is Reasoning]):
+                # A delta of many tokens may hold markers or the answer, too: the text's share is that of the tokens.
+                tokens = len(delta.token_ids) + delta.text_tokens
+                self.reasoning_tokens += -(-tokens * reasoned // max(len(received), reasoned))
         return shown
 
     def failed(self, error: RouterError) -> None:
@@ -266,7 +269,8 @@ class Generation:
         exchange, job, served = self._exchange, self.job, self.job.served
         if exchange.gone:
             raise ClientGoneError
-        self._caller.begin([len(prompt.token_ids) for prompt in job.prompts])
+        # Each choice counts with its prompt, as each is a request to the replicas.
+        self._caller.begin([len(prompt.token_ids) for prompt in job.prompts for _ in range(job.choices_per_prompt)])
         limit_s = self.front.settings.request_timeout_s
         timeout_s = limit_s if job.timeout_s is None else min(limit_s, job.timeout_s)
         deadline = exchange.started_at + timeout_s
@@ -291,6 +295,10 @@ class Generation:
         exchange.on_gone, exchange.generation = self._client_left, self
         for choice in self.choices:
             choice.stream.listen(choice)
+
+    @property
+    def tenant(self) -> bytes:
+        return self._caller.tenant.digest
 
     def first_token(self, now: float) -> None:
         ttft_s = now - self._exchange.started_at

@@ -260,14 +260,14 @@ class TextModel:
         text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
-    async def decode_long(self, token_ids: Sequence[int], sender: Sender = NO_SENDER) -> str:
-        """Like `decode`, but off the event loop for many ids. Raises as `prepare` does."""
-        if len(token_ids) <= INLINE_IDS:
-            return self.decode(token_ids)
+    async def decode_long(self, prompts: Sequence[Sequence[int]], sender: Sender = NO_SENDER) -> list[str]:
+        """Like `decode`, for several prompts, but off the event loop if they are long. Raises as `prepare` does."""
+        if sum(map(len, prompts)) <= INLINE_IDS:
+            return list(map(self.decode, prompts))
         # Unlike `decode`, `decode_batch` releases the GIL.
-        work = partial(self._backend.decode_batch, [token_ids], skip_special_tokens=False)
+        work = partial(self._backend.decode_batch, prompts, skip_special_tokens=False)
         texts: list[str] = await self._threads.run(work, sender.body_bytes, sender)
-        return texts[0]
+        return texts
 
     def detokenizer(self, markers: Sequence[str] = (), *, special: bool = False) -> Detokenizer:
         """A new incremental decoder. Special tokens have no text, except the given markers of reasoning and tool calls.

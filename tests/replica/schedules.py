@@ -31,7 +31,7 @@ from homing.replica.engine.step_plan import StepPlan
 from homing.replica.engine.throughput import SmoothedRates
 from homing.replica.execute.gpu_runner import DrawnTokens, GpuRunner
 from homing.replica.execute.runner import ModelRunner
-from homing.replica.messages import Generate, PositionLogprobs, SamplingParams, TokenOutput
+from homing.replica.messages import Generate, PositionLogprobs, SamplingParams, TokenOutput, decoded_positions
 
 from .fakes import generate
 from .toys import BLOCK_SIZE, NUM_BLOCKS
@@ -286,7 +286,7 @@ class Schedule:
         got, ask = self.got[output.request_id], self._asked[output.request_id]
         got.tokens += output.token_ids
         got.logprobs += output.logprobs or []
-        got.prompt_logprobs = got.prompt_logprobs or output.prompt_logprobs
+        got.prompt_logprobs = got.prompt_logprobs or decoded_positions(output.prompt_logprobs or ()) or None
         got.finish_reason = output.finish_reason
         self.seen[f"sampling: {ask.sampling}"] += 1
         self.seen["several tokens of a step"] += len(output.token_ids) > 1

@@ -29,6 +29,7 @@ from homing.events.wire.messages import (
     SnapshotChunk,
 )
 from homing.replica.messages import (
+    NO_LOGPROBS,
     CacheReset,
     NextEvictions,
     PositionLogprobs,
@@ -37,6 +38,7 @@ from homing.replica.messages import (
     TokenBatch,
     TokenLogprob,
     TokenOutput,
+    encoded_position,
 )
 from homing.router.errors import RouterError
 
@@ -131,7 +133,7 @@ def output(rng: random.Random, requests: int) -> TokenOutput:
         finish_reason=rng.choice([None, None, None, None, "stop", "length", "abort", "error"]),
         cached_tokens=rng.choice([None, *NUMBERS]),
         logprobs=rng.choice([None, logprobs]),
-        prompt_logprobs=rng.choice([None, [*logprobs, None]]),
+        prompt_logprobs=rng.choice([None, [*map(encoded_position, logprobs), NO_LOGPROBS]]),
         stop_token_id=rng.choice([None, *NUMBERS]),
         pinned_tokens=rng.choice([None, *NUMBERS]),
     )

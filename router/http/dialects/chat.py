@@ -18,6 +18,7 @@ from ..front import Front, Served
 from ..generation import Job, RunningChoice
 from .chunks import ChunkBuilder, ChunkUsage
 from .dialect import Dialect
+from .long_json import LongList, Steps, slices
 from .schema import (
     PART_TEXTS,
     Body,
@@ -389,22 +390,29 @@ class ChatBuilder(ChunkBuilder):
         self._logprobs = bool(body.logprobs)
         self._top = len(body.logprob_token_ids or ()) or body.top_logprobs or 0
 
-    def choices(self, choices: Sequence[RunningChoice]) -> list[ChatChoice]:
-        return [
-            ChatChoice(
-                each.index,
-                _answer(each),
-                each.ending or "stop",
-                self.logprobs(each.tokens),
-                self._ids(each, each.tokens),
-            )
-            for each in choices
-        ]
+    def choices(self, choices: Sequence[RunningChoice]) -> Iterator[Steps[ChatChoice]]:
+        return map(self._choice, choices)
 
-    def extras(self, choices: Sequence[RunningChoice]) -> dict[str, Any]:
+    def _choice(self, choice: RunningChoice) -> Steps[ChatChoice]:
+        logprobs = yield from self._all_logprobs(choice.tokens)
+        ids = self._ids(choice, choice.tokens)
+        return ChatChoice(choice.index, _answer(choice), choice.ending or "stop", logprobs, ids)
+
+    def _all_logprobs(self, tokens: Sequence[TokenAt]) -> Steps[ChatLogprobs | None]:
+        if not self._logprobs:
+            return None
+        entries = LongList()
+        for part in slices(tokens, self._top + 1):
+            if len(entries.pieces) > 1:
+                yield
+            entries.add(self._entries(part))
+        return ChatLogprobs(entries.ended())
+
+    def extras(self, choices: Sequence[RunningChoice]) -> Steps[dict[str, Any]]:
         if not self._token_ids and self._prompt_logprobs is None:
             return {}
-        return {"prompt_token_ids": self._prompt_ids(choices[0]), "prompt_logprobs": self._scores(choices[0])}
+        scores = yield from self._scores(choices[0])
+        return {"prompt_token_ids": self._prompt_ids(choices[0]), "prompt_logprobs": scores}
 
     def events(self, choice: RunningChoice, shown: TextDelta, *, first: bool) -> bytes:
         if first and self._token_ids and choice.index == 0:
@@ -437,7 +445,10 @@ class ChatBuilder(ChunkBuilder):
         """One entry per token; None if logprobs were not requested."""
         if not self._logprobs:
             return None
-        return ChatLogprobs([self._entry(token.logprobs) for token in tokens if token.logprobs])
+        return ChatLogprobs(self._entries(tokens))
+
+    def _entries(self, tokens: Sequence[TokenAt]) -> list[TokenEntry]:
+        return [self._entry(token.logprobs) for token in tokens if token.logprobs]
 
     def _entry(self, position: PositionLogprobs) -> TokenEntry:
         alternatives = [TopLogprob(*self._scored(each)) for each in position.top[: self._top]]

@@ -1,12 +1,13 @@
 """The common part of chat and text completions: bodies with choices, streams of unnamed chunks, and `[DONE]`."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from ....replica.messages import decoded_positions
 from ...errors import RouterError
 from ...text.answer import TextDelta, TokenAt
 from ..errors import error_body
@@ -14,6 +15,7 @@ from ..front import Served
 from ..generation import RunningChoice
 from ..protocol.exchange import GenerationSummary
 from .dialect import PLACEHOLDER, ResponseBuilder
+from .long_json import STEP_BYTES, LongList, Steps, pieces_of, slices
 from .schema import ENCODER, Body, PromptLogprobs, Usage, prompt_logprobs, usage, usage_of
 
 #: `usage` of a chunk: counts, null (they come later), or absent (they were not requested).
@@ -45,11 +47,12 @@ class ChunkBuilder(ResponseBuilder):
         self._continuous_usage = bool(options and options.continuous_usage_stats and options.include_usage is not False)
 
     @abstractmethod
-    def choices(self, choices: Sequence[RunningChoice]) -> Sequence[object]:
+    def choices(self, choices: Sequence[RunningChoice]) -> Iterator[Steps[object]]:
         """The choices of a body that is not streamed."""
 
-    def extras(self, choices: Sequence[RunningChoice]) -> dict[str, Any]:  # noqa: ARG002
+    def extras(self, choices: Sequence[RunningChoice]) -> Steps[dict[str, Any]]:  # noqa: ARG002
         """Additional fields of a body that is not streamed."""
+        yield from ()
         return {}
 
     @abstractmethod
@@ -66,16 +69,28 @@ class ChunkBuilder(ResponseBuilder):
     def _prompt_ids(self, choice: RunningChoice) -> list[int] | UnsetType:
         return list(choice.prompt.token_ids) if self._token_ids else UNSET
 
-    def _scores(self, choice: RunningChoice) -> PromptLogprobs | UnsetType:
+    def _scores(self, choice: RunningChoice) -> Steps[PromptLogprobs | UnsetType]:
         """The field `prompt_logprobs`, if it was requested."""
         if self._prompt_logprobs is None:
             return UNSET
-        name = self._model_text.piece
-        return prompt_logprobs(choice.prompt_logprobs or (), lambda each: name(each).decode(errors="replace"))
+        piece, made = self._model_text.piece, LongList()
+        for part in slices(choice.prompt_logprobs or (), self._prompt_logprobs + 1):
+            if len(made.pieces) > 1:
+                yield
+            made.add(prompt_logprobs(decoded_positions(part), lambda each: piece(each).decode(errors="replace")))
+        scores: PromptLogprobs = made.ended()
+        return scores
 
-    def whole(self, choices: Sequence[RunningChoice], summary: GenerationSummary) -> bytes:
-        common = {**self._common, **self.extras(choices)}
-        return ENCODER.encode(self.whole_type(**common, choices=self.choices(choices), usage=usage_of(summary)))
+    def whole(self, choices: Sequence[RunningChoice], summary: GenerationSummary) -> Steps[list[bytes]]:
+        common, made, size = {**self._common, **(yield from self.extras(choices))}, LongList(), 0
+        for steps in self.choices(choices):
+            if size > STEP_BYTES:
+                size = 0
+                yield
+            pieces = pieces_of((yield from steps))
+            size += sum(map(len, pieces))
+            made.add_pieces(pieces)
+        return pieces_of(self.whole_type(**common, choices=made.ended(), usage=usage_of(summary)))
 
     def text(self, choice: RunningChoice, text: str) -> bytes:
         """Put the text into a chunk that was encoded once: encoding every chunk would take 2 us each."""

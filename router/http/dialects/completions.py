@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from ....replica.messages import PositionLogprobs
+from ....replica.messages import EncodedPosition, PositionLogprobs, decoded_positions
 from ...errors import InvalidRequest
 from ...text.answer import Ending, TextDelta, TokenAt
 from ...text.encoder import TokenIds
@@ -19,6 +19,7 @@ from ..generation import EncodedPrompt, Job, RunningChoice
 from . import validate
 from .chunks import ChunkBuilder, ChunkUsage
 from .dialect import Dialect
+from .long_json import LongList, Steps, slices
 from .pins import whole_prompt
 from .schema import Body, NonNegative, PromptLogprobs, finite, unknown_format_keys
 
@@ -37,6 +38,10 @@ class CompletionBody(Body, kw_only=True, forbid_unknown_fields=True):
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     suffix: str | None = None
+
+    @property
+    def echoes(self) -> bool:
+        return bool(self.echo)
 
 
 def unknown(body: CompletionBody) -> Iterator[tuple[str, str]]:
@@ -76,6 +81,8 @@ async def job(front: Front, served: Served, body: CompletionBody, sender: Sender
         encoded = [validate.truncated(each, body, served.limits.max_model_len) for each in whole]
         if encoded != whole:
             texts = []  # they no longer match the truncated ids
+    if body.echo and not texts:
+        texts = await served.text.decode_long(encoded, sender)
     if not all(encoded):
         raise InvalidRequest.field("prompt", "a prompt has no tokens")
     output = {"response_format": body.response_format} if body.response_format is not None else {}
@@ -187,52 +194,72 @@ class CompletionBuilder(ChunkBuilder):
         self._n = body.n or 1
         self._best_of = body.best_of or self._n
 
-    def choices(self, choices: Sequence[RunningChoice]) -> list[CompletionChoice]:
-        return [self._choice(index, each) for index, each in enumerate(self._ranked(choices))]
+    def choices(self, choices: Sequence[RunningChoice]) -> Iterator[Steps[CompletionChoice]]:
+        return (self._choice(index, each) for index, each in enumerate(self._ranked(choices)))
 
     def parts(self, choice: RunningChoice, shown: TextDelta, *, first: bool) -> list[CompletionChoice]:
         text = self._echoed(choice.prompt) + shown.text if first else shown.text
         ids, prompt = self._ids(choice, shown.tokens), self._prompt_ids(choice) if first else UNSET
         return [CompletionChoice(choice.index, text, shown.ending, self.logprobs(shown.tokens), ids, prompt)]
 
-    def _choice(self, index: int, choice: RunningChoice) -> CompletionChoice:
+    def _choice(self, index: int, choice: RunningChoice) -> Steps[CompletionChoice]:
         echo = self._echoed(choice.prompt)
-        tokens: Sequence[TokenAt] = choice.tokens
-        if self._top is not None and self._echo:
-            moved = [TokenAt(each.token_id, each.offset + len(echo), each.logprobs) for each in tokens]
-            tokens = [*self._echoed_tokens(choice.prompt, echo, choice.prompt_logprobs or ()), *moved]
         return CompletionChoice(
             index,
             echo + choice.text,
             choice.ending or "stop",
-            self.logprobs(tokens),
+            (yield from self._all_logprobs(choice, echo)),
             self._ids(choice, choice.tokens),
             self._prompt_ids(choice),
-            self._scores(choice),
+            (yield from self._scores(choice)),
         )
+
+    def _all_logprobs(self, choice: RunningChoice, echo: str) -> Steps[CompletionLogprobs | None]:
+        """`logprobs` of the echoed prompt, whose text is `echo`, and of the answer after it."""
+        if self._top is None:
+            return None
+        columns, first = [LongList() for _ in CompletionLogprobs.__struct_fields__], True
+        for tokens in self._token_slices(choice, echo):
+            if not first:
+                yield
+            first = False
+            for column, values in zip(columns, msgspec.structs.astuple(self._columns(tokens, self._top)), strict=True):
+                column.add(values)
+        return CompletionLogprobs(*[column.ended() for column in columns])
+
+    def _token_slices(self, choice: RunningChoice, echo: str) -> Iterator[Sequence[TokenAt]]:
+        each = (self._top or 0) + 1
+        if self._echo:
+            yield from self._echoed_tokens(choice.prompt, echo, choice.prompt_logprobs or (), each)
+        for part in slices(choice.tokens, each):
+            yield [TokenAt(token.token_id, token.offset + len(echo), token.logprobs) for token in part]
 
     def _echoed(self, prompt: EncodedPrompt) -> str:
         """The prompt's text if it is to be echoed, else empty; special tokens among given ids are shown by name."""
-        if not self._echo:
-            return ""
-        return self._model_text.decode(prompt.token_ids) if prompt.text is None else prompt.text
+        return (prompt.text or "") if self._echo else ""
 
     def _echoed_tokens(
-        self, prompt: EncodedPrompt, text: str, logprobs: Sequence[PositionLogprobs | None]
-    ) -> list[TokenAt]:
-        """The prompt's tokens with the offsets of their text; empty if an engine reported no logprobs for them.
+        self, prompt: EncodedPrompt, text: str, logprobs: Sequence[EncodedPosition], values_each: int
+    ) -> Iterator[Sequence[TokenAt]]:
+        """The prompt's tokens with the offsets of their text; none if an engine reported no logprobs for them.
 
         Special tokens that the tokenizer added around `text` are not part of it: their offsets are at its ends.
         """
-        detokenizer, ends = self._model_text.detokenizer(special=True), [0]
-        parts = [detokenizer.push([token_id]) for token_id in prompt.token_ids]
-        for part in parts:
-            ends.append(ends[-1] + len(part))
+        detokenizer, starts, parts, at = self._model_text.detokenizer(special=True), array("Q"), [], 0
+        for token_ids in slices(prompt.token_ids):
+            for token_id in token_ids:
+                starts.append(at)
+                parts.append(detokenizer.push([token_id]))
+                at += len(parts[-1])
+            if len(starts) < len(prompt.token_ids):
+                yield ()
         added = max(0, "".join(parts).find(text))
-        return [
-            TokenAt(token_id, min(max(0, start - added), len(text)), position)
-            for token_id, start, position in zip(prompt.token_ids, ends, logprobs, strict=False)
-        ]
+        for numbers in slices(range(min(len(starts), len(logprobs))), values_each):
+            positions = decoded_positions(logprobs[numbers[0] : numbers[-1] + 1])
+            yield [
+                TokenAt(prompt.token_ids[number], min(max(0, starts[number] - added), len(text)), position)
+                for number, position in zip(numbers, positions, strict=True)
+            ]
 
     def _ranked(self, choices: Sequence[RunningChoice]) -> Sequence[RunningChoice]:
         """The `n` best of each prompt's choices, best first; all choices in order if no more were generated."""
@@ -244,13 +271,14 @@ class CompletionBuilder(ChunkBuilder):
 
     def logprobs(self, tokens: Sequence[TokenAt]) -> CompletionLogprobs | None:
         """Parallel lists over the tokens; None if logprobs were not requested."""
-        if self._top is None:
-            return None
+        return None if self._top is None else self._columns(tokens, self._top)
+
+    def _columns(self, tokens: Sequence[TokenAt], top: int) -> CompletionLogprobs:
         return CompletionLogprobs(
             text_offset=[token.offset for token in tokens],
             token_logprobs=[finite(token.logprobs.chosen.logprob) if token.logprobs else None for token in tokens],
             tokens=[self._name(token.token_id) for token in tokens],
-            top_logprobs=[self._alternatives(token.logprobs, self._top) for token in tokens],
+            top_logprobs=[self._alternatives(token.logprobs, top) for token in tokens],
         )
 
     def _alternatives(self, position: PositionLogprobs | None, top: int) -> dict[str, float] | None:

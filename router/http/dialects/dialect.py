@@ -5,6 +5,7 @@ A dialect is one module with the types of its bodies, a `job` (converts a body t
 To add one, write the module and its row in `http/endpoints/generate.py`.
 """
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,8 @@ from ...text.answer import AnswerBlock, TextDelta, append_delta
 from ...text.encoder_threads import Sender
 from ..front import Front, Served
 from ..generation import Generation, Job, RunningChoice
-from ..protocol.exchange import Exchange, GenerationSummary
+from ..protocol.exchange import ClientGoneError, Exchange, GenerationSummary, Headers
+from .long_json import Steps
 from .schema import ENCODER, MAX_IGNORED, Body, unused_fields
 
 BodyType = TypeVar("BodyType", bound=Body)
@@ -33,8 +35,8 @@ class WholeBuilder(ABC):
     __slots__ = ()
 
     @abstractmethod
-    def whole(self, choices: Sequence[RunningChoice], summary: GenerationSummary) -> bytes:
-        """The body. May raise RouterError."""
+    def whole(self, choices: Sequence[RunningChoice], summary: GenerationSummary) -> Steps[list[bytes]]:
+        """The pieces of the body. May raise RouterError."""
 
 
 class ResponseBuilder(WholeBuilder):
@@ -118,9 +120,30 @@ class WholeWriter:
             choice.tokens += shown.tokens
 
     def end(self, generation: Generation) -> None:
-        """Finish the response after every choice has ended without an error."""
-        body = self._builder.whole(generation.choices, generation.summary())
-        self._exchange.respond(body, headers=generation.headers())
+        """Finish the response after every choice has ended without an error: a long one in turns, among tenants."""
+        steps, headers = self._builder.whole(generation.choices, generation.summary()), generation.headers()
+        try:
+            next(steps)
+        except StopIteration as done:
+            self._exchange.respond_in(done.value, headers=headers)
+            return
+        rest = asyncio.get_running_loop().create_task(self._rest(generation, steps, headers))
+        self._exchange.on_gone = rest.cancel  # which also keeps the task alive
+
+    async def _rest(self, generation: Generation, steps: Steps[list[bytes]], headers: Headers) -> None:
+        reader = generation.front.body_reader
+        try:
+            while True:
+                await reader.turn(self._exchange, generation.tenant)
+                next(steps)
+        except StopIteration as done:
+            self._exchange.respond_in(done.value, headers=headers)
+        except ClientGoneError:
+            return
+        except RouterError as error:
+            generation.abort(error)
+        except Exception as error:  # nobody awaits this task
+            generation.crash(error)
 
     def fail(self, generation: Generation, error: RouterError) -> bool:  # noqa: ARG002
         """Report the error. Returns False if nothing was sent, so that an ordinary error response is still possible."""

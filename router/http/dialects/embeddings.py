@@ -17,10 +17,15 @@ from ..generation import EncodedPrompt, Job, RunningChoice
 from ..protocol.exchange import GenerationSummary
 from .completions import PromptField, prompts
 from .dialect import WholeBuilder
-from .schema import ENCODER, Positive, Unused
+from .long_json import LongList, Steps, pieces_of, slices
+from .schema import Positive, Unused
 
 #: Maximum number of inputs in one request, as in OpenAI's API.
 MAX_INPUTS = 2048
+#: Numbers in an answer that count as one of `max_answer_values`, which bounds the answer to about 45 MB.
+NUMBERS_PER_VALUE, BASE64_PER_VALUE = 4, 16
+#: Bytes of a vector that take about as long to encode as a logprob: ten numbers.
+VECTOR_BYTES_PER_VALUE = 40
 
 
 class EmbeddingsBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -61,6 +66,14 @@ async def job(front: Front, served: Served, body: EmbeddingsBody, sender: Sender
         if len(ids) > limits.max_model_len:
             message = f"field {param!r}: {len(ids):,} tokens, the limit is {limits.max_model_len:,}"
             raise ContextTooLong(message, param=param)
+    size = min(body.dimensions or limits.embedding_size, limits.embedding_size)
+    values = len(encoded) * size // (BASE64_PER_VALUE if body.encoding_format == "base64" else NUMBERS_PER_VALUE)
+    if values > front.settings.max_answer_values:
+        raise InvalidRequest.field(
+            "input",
+            f"{len(encoded):,} vectors of {size:,} numbers are too many for one answer: send fewer inputs"
+            + ("" if body.encoding_format == "base64" else ", or ask for the 'encoding_format' base64"),
+        )
     return Job(
         served=served,
         prompts=[EncodedPrompt(ids, text) for ids, text in zip_longest(encoded, texts)],
@@ -104,10 +117,13 @@ class EmbeddingBuilder(WholeBuilder):
         self._model = served.limits.name
         self._base64 = body.encoding_format == "base64"
 
-    def whole(self, choices: Sequence[RunningChoice], summary: GenerationSummary) -> bytes:
-        data = [Embedding(choice.index, self._encoded(choice.embedding)) for choice in choices]
-        tokens = summary.prompt_tokens
-        return ENCODER.encode(EmbeddingsResponse(data, self._model, EmbeddingsUsage(tokens, tokens)))
+    def whole(self, choices: Sequence[RunningChoice], summary: GenerationSummary) -> Steps[list[bytes]]:
+        data, tokens = LongList(), summary.prompt_tokens
+        for part in slices(choices, len(choices[0].embedding or b"") // VECTOR_BYTES_PER_VALUE):
+            if len(data.pieces) > 1:
+                yield
+            data.add([Embedding(choice.index, self._encoded(choice.embedding)) for choice in part])
+        return pieces_of(EmbeddingsResponse(data.ended(), self._model, EmbeddingsUsage(tokens, tokens)))
 
     def _encoded(self, vector: bytes | None) -> list[float] | str:
         if vector is None:

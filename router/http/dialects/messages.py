@@ -31,6 +31,7 @@ from ..generation import Job, RunningChoice
 from ..protocol.exchange import GenerationSummary
 from .blocks import BlockBuilder
 from .dialect import PLACEHOLDER, Dialect, named_event
+from .long_json import Steps
 from .schema import (
     ENCODER,
     Body,
@@ -541,20 +542,20 @@ class MessagesBuilder(BlockBuilder):
         self._model = served.limits.name
         self._text: tuple[bytes, bytes] | None = None  #: bytes around a delta's text; None: no text block is open
 
-    def whole(self, choices: Sequence[RunningChoice], summary: GenerationSummary) -> bytes:
+    def whole(self, choices: Sequence[RunningChoice], summary: GenerationSummary) -> Steps[list[bytes]]:
+        yield from ()  # one choice of text takes less than a step
         [choice] = choices
         reason, sequence = _stopped(choice)
         usage = _usage(summary.prompt_tokens, summary.cached_tokens, summary.pinned_tokens, summary.output_tokens)
-        return ENCODER.encode(
-            MessageResponse(
-                id=f"msg_{self._id}",
-                model=self._model,
-                content=[self._shown(index, block) for index, block in enumerate(choice.blocks)],
-                stop_reason=reason,
-                stop_sequence=sequence,
-                usage=usage,
-            )
+        made = MessageResponse(
+            id=f"msg_{self._id}",
+            model=self._model,
+            content=[self._shown(index, block) for index, block in enumerate(choice.blocks)],
+            stop_reason=reason,
+            stop_sequence=sequence,
+            usage=usage,
         )
+        return [ENCODER.encode(made)]
 
     def text(self, choice: RunningChoice, text: str) -> bytes:
         if self._text is None:

@@ -30,6 +30,7 @@ from ..generation import Job, RunningChoice
 from ..protocol.exchange import GenerationSummary
 from .blocks import BlockBuilder
 from .dialect import Dialect, named_event
+from .long_json import Steps
 from .schema import (
     ENCODER,
     Body,
@@ -507,9 +508,10 @@ class ResponsesBuilder(BlockBuilder):
         self._store = store
         self._response = msgspec.structs.replace(self._response, previous_response_id=previous, store=store is not None)
 
-    def whole(self, choices: Sequence[RunningChoice], summary: GenerationSummary) -> bytes:
+    def whole(self, choices: Sequence[RunningChoice], summary: GenerationSummary) -> Steps[list[bytes]]:
+        yield from ()  # one choice of text takes less than a step
         self._blocks = choices[0].blocks or [AnswerBlock("text", [])]
-        return self._completed(ENCODER.encode(self._finished(choices[0], summary)))
+        return [self._completed(ENCODER.encode(self._finished(choices[0], summary)))]
 
     def _completed(self, body: bytes) -> bytes:
         if self._store is not None:

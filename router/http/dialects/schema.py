@@ -157,6 +157,11 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     guided_decoding_backend: Any = None
     safety_identifier: Any = None
 
+    @property
+    def echoes(self) -> bool:
+        """Whether the answer repeats the prompt."""
+        return False
+
 
 def part_text(part: Mapping[str, Any], param: str, texts: Mapping[str, str], *, forwarded: bool = False) -> str:
     """The text of a part of a message, or a note in place of what is not text. Raises InvalidRequest.

@@ -26,6 +26,7 @@ from ..caller import bounded_session
 from ..front import Front, Served
 from ..generation import SEED_MASK, EncodedPrompt, Job, PinRequest
 from . import pins
+from .answer_values import affordable_tokens
 from .schema import Body, CacheControl
 
 log = logging.getLogger(__name__)
@@ -90,6 +91,17 @@ def job(
     else:
         max_tokens = _output_limit(wanted, longest, context, wanted_param)
     stops = _stops(body)
+    if logprobs is not None or body.prompt_logprobs is not None or body.return_token_ids or body.echoes:
+        max_tokens = affordable_tokens(
+            body,
+            [len(prompt.token_ids) for prompt in prompts],
+            count,
+            max_tokens,
+            settings.max_answer_values,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            set_by_client=wanted is not None,
+        )
     made = Job(
         served=served,
         prompts=prompts,
@@ -100,7 +112,7 @@ def job(
         priority=body.priority or 0,
         timeout_s=body.timeout,
         # Streams need each token, and a stop string must be noticed at once.
-        tokens_per_delta=1 if body.stream or stops else WHOLE_RESPONSE_TOKENS,
+        tokens_per_delta=1 if body.stream or stops else max(1, WHOLE_RESPONSE_TOKENS // (1 + (logprobs or 0))),
         session=bounded_session(session) if session else None,
         constraint=constraint,
         conversation=conversation,

@@ -79,7 +79,8 @@ async def detokenize(front: Front, exchange: Exchange, caller: Caller) -> None:
     served = await front.served(body.model)
     check_token_ids(body.tokens, served.limits.vocab_size, "tokens")
     caller.charge([len(body.tokens)])
-    respond(exchange, Detokenized(await served.text.decode_long(body.tokens, caller.sender())))
+    [text] = await served.text.decode_long([body.tokens], caller.sender())
+    respond(exchange, Detokenized(text))
 
 
 async def count_tokens(front: Front, exchange: Exchange, caller: Caller) -> None:

@@ -14,9 +14,10 @@ connection before the client has read the response.
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from http import HTTPStatus
+from itertools import chain
 from typing import TYPE_CHECKING, Protocol, cast
 from urllib.parse import unquote
 
@@ -56,6 +57,9 @@ MAX_EVENTS = 256
 EVENTS_OF_REQUEST = 16
 #: From this many unsent bytes on, the event loop calls `pause_writing`.
 HIGH_WATER_BYTES = 64 * 1024
+#: A longer body is written in portions of this size, so many in one iteration of the event loop: 1 ms.
+WRITTEN_BYTES = 256 * 1024
+WRITES_AT_ONCE = 4
 LAST_CHUNK = b"0\r\n\r\n"
 
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n" for status in HTTPStatus}
@@ -99,7 +103,7 @@ class HttpConnection(asyncio.Protocol):
         *("_clock", "_closing", "_continue_due", "_events", "_exchange", "_fields", "_fields_bytes", "_handler"),
         *("_head", "_head_bytes", "_headers", "_in_head", "_lines", "_lingers_until", "_parser"),
         *("_paused_reading", "_reading", "_sent", "_server", "_settings", "_since", "_transport", "_unparsed"),
-        *("_blocked_s", "_paused_at", "_url", "_waiting", "_write_paused", "client", "held_bytes"),
+        *("_blocked_s", "_paused_at", "_unwritten", "_url", "_waiting", "_write_paused", "client", "held_bytes"),
     )
 
     def __init__(self, server: "HttpServer", clock: Callable[[], float]) -> None:
@@ -122,6 +126,7 @@ class HttpConnection(asyncio.Protocol):
         self._write_paused = False  #: the transport holds more than HIGH_WATER_BYTES unsent bytes
         self._paused_at = self._since  #: when `_write_paused` last became True
         self._blocked_s = 0.0  #: how long it was True before, during the current exchange
+        self._unwritten: Iterator[bytes | memoryview] | None = None  #: the rest of a long body
         self._sent = 0  #: bytes handed to the transport
         self._accepted, self._accepted_at = 0, self._since  #: bytes that the client accepted, and when it last did
         self._renew()
@@ -166,6 +171,8 @@ class HttpConnection(asyncio.Protocol):
     def resume_writing(self) -> None:
         self._blocked_s += self._clock() - self._paused_at
         self._write_paused = False
+        if self._unwritten is not None:
+            self._write_on()
 
     @property
     def blocked_s(self) -> float:
@@ -328,7 +335,7 @@ class HttpConnection(asyncio.Protocol):
         while self._exchange is None and self._waiting and not self._transport.is_closing():
             self._blocked_s = 0.0
             exchange = self._handler.serve(self._waiting.popleft(), self)
-            self._exchange = None if exchange.over else exchange
+            self._exchange = None if exchange.over and self._unwritten is None else exchange
         self._advancing = False
         if self._exchange is not None:
             return
@@ -369,9 +376,30 @@ class HttpConnection(asyncio.Protocol):
         self._head = f"{head}\r\n".encode("latin-1")
         self._bodiless = request.method == "HEAD"
 
-    def send_body(self, data: bytes) -> None:
+    def send_body(self, pieces: Sequence[bytes], length: int) -> None:
+        """Send a whole body: at once if it is short, and else as fast as the client takes it."""
         head, self._head = self._head, b""
-        self._write(head if self._bodiless else head + data)
+        if self._bodiless:
+            self._write(head)
+        elif length <= WRITTEN_BYTES:
+            self._write(b"".join([head, *pieces]))
+        else:
+            self._unwritten = chain([head], _portions(pieces))
+            self._write_on()
+
+    def _write_on(self) -> None:
+        """Write more of a long body, until the client must take some of it or another iteration of the loop is due."""
+        for _ in range(WRITES_AT_ONCE):
+            if self._unwritten is None or self._write_paused:
+                return  # the client has left, or `resume_writing` continues
+            data = next(self._unwritten, None)
+            if data is None:
+                self._unwritten = None
+                self._server.trim_later()
+                self.exchange_over()
+                return
+            self._write(data)
+        asyncio.get_running_loop().call_soon(self._write_on)
 
     def send_chunk(self, data: bytes, last: bytes = b"") -> None:
         """Send a non-empty part of a stream; `last` is appended if the stream is chunked."""
@@ -389,6 +417,9 @@ class HttpConnection(asyncio.Protocol):
             self._write(LAST_CHUNK)
 
     def exchange_over(self) -> None:
+        """The whole response is written, or will be: then it is over when the last of it is."""
+        if self._unwritten is not None:
+            return
         self._exchange = None
         if not self._reading:
             self.release_body()
@@ -400,7 +431,7 @@ class HttpConnection(asyncio.Protocol):
         else:
             self._transport.close()
 
-    def _write(self, data: bytes) -> None:
+    def _write(self, data: bytes | memoryview) -> None:
         transport = self._transport
         if transport.is_closing():
             return
@@ -446,6 +477,7 @@ class HttpConnection(asyncio.Protocol):
 
     def _leave(self) -> None:
         self._waiting.clear()
+        self._unwritten = None
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             exchange.client_left()
@@ -481,6 +513,23 @@ class HttpConnection(asyncio.Protocol):
             self.refuse(RequestTooSlow(f"the request was not complete after {settings.read_timeout_s:g} s"))
         elif not self._reading and now - self._since > KEEP_ALIVE_S:
             self._transport.close()
+
+
+def _portions(pieces: Iterable[bytes]) -> Iterator[bytes | memoryview]:
+    """The bytes of these pieces in portions of about `WRITTEN_BYTES`: small pieces joined, large ones cut."""
+    small: list[bytes] = []
+    size = 0
+    for piece in pieces:
+        if small and size + len(piece) > WRITTEN_BYTES:
+            yield b"".join(small)
+            small, size = [], 0
+        if len(piece) <= WRITTEN_BYTES:
+            small.append(piece)
+            size += len(piece)
+            continue
+        whole = memoryview(piece)
+        yield from (whole[start : start + WRITTEN_BYTES] for start in range(0, len(piece), WRITTEN_BYTES))
+    yield b"".join(small)
 
 
 def _path(url: bytes) -> str:

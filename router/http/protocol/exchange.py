@@ -90,7 +90,7 @@ class Exchange(msgspec.Struct, eq=False):
     status: int | None = None  #: None: no head was sent
     over: bool = False
     gone: bool = False  #: the client left before the end
-    on_gone: Callable[[], None] | None = None  #: called once, when the client leaves
+    on_gone: Callable[[], object] | None = None  #: called once, when the client leaves
     summary: GenerationSummary | None = None
     extra_headers: Headers = ()  #: sent with every response, errors included
     #: Encodes the body of an error response; None: OpenAI's format.
@@ -106,12 +106,19 @@ class Exchange(msgspec.Struct, eq=False):
     traceparent: str = ""  #: W3C trace context that is passed on with the request
 
     def respond(self, body: bytes, *, status: int = 200, content_type: str = JSON, headers: Headers = ()) -> None:
+        self.respond_in([body], status=status, content_type=content_type, headers=headers)
+
+    def respond_in(
+        self, pieces: Sequence[bytes], *, status: int = 200, content_type: str = JSON, headers: Headers = ()
+    ) -> None:
+        """Respond with a body in pieces. However long it is, nothing waits for its being sent."""
         if self.over:
             return
         assert self.status is None, f"second response: {self.status}, then {status}"
         self.status = status
-        self.wire.send_head(self, [("content-type", content_type), *headers, *self.extra_headers], len(body))
-        self.wire.send_body(body)
+        length = sum(map(len, pieces))
+        self.wire.send_head(self, [("content-type", content_type), *headers, *self.extra_headers], length)
+        self.wire.send_body(pieces, length)
         self._finish()
 
     def begin_stream(self, headers: Headers) -> None:

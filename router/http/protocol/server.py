@@ -187,6 +187,10 @@ class HttpServer:
         self._held_bytes -= amount
         self._trim_due = True
 
+    def trim_later(self) -> None:
+        """Return memory to the system soon, because a large body was freed."""
+        self._trim_due = True
+
     def _watch(self) -> None:
         self._watching = asyncio.get_running_loop().call_later(WATCH_S, self._watch)
         if self.connections:

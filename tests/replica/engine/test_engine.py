@@ -22,7 +22,7 @@ from homing.replica.engine.step_plan import StepPlan
 from homing.replica.engine.throughput import SmoothedRates
 from homing.replica.errors import Draining, InvalidRequest, PromptTooLong, RankLost
 from homing.replica.execute.runner import ModelRunner
-from homing.replica.messages import Generate, Pin, TokenLogprob, TokenOutput
+from homing.replica.messages import Generate, Pin, TokenLogprob, TokenOutput, decoded_positions
 
 from ..fakes import VOCAB, FakeClock, FakeExecutor, FakeModel, Guesses, generate, undisturbed
 
@@ -245,11 +245,11 @@ def test_logprobs_come_with_each_token_and_prompt_logprobs_with_the_first() -> N
     rig.run()
 
     first, second = rig.outputs["a", 1]
-    assert first.prompt_logprobs is not None
-    assert first.prompt_logprobs[0] is None
-    assert [value.chosen.token_id for value in first.prompt_logprobs if value] == prompt[1:]
+    positions = decoded_positions(first.prompt_logprobs or ())
+    assert positions[0] is None
+    assert [value.chosen.token_id for value in positions if value] == prompt[1:]
     followers = [undisturbed(prompt[: i + 1], 1)[0] for i in range(4)]
-    assert [value.top[0].token_id for value in first.prompt_logprobs if value] == followers
+    assert [value.top[0].token_id for value in positions if value] == followers
     assert second.prompt_logprobs is None
     assert second.logprobs is not None
     assert second.logprobs[0].chosen.token_id == second.token_ids[0]
@@ -264,7 +264,7 @@ def test_prompt_logprobs_survive_a_preemption_and_the_cache() -> None:
 
     first = rig.outputs["a", 2][0]
     assert first.cached_tokens == 0
-    assert [value.chosen.token_id for value in first.prompt_logprobs or [] if value] == [2, 3, 4, 5]
+    assert [value.chosen.token_id for value in decoded_positions(first.prompt_logprobs or ()) if value] == [2, 3, 4, 5]
 
 
 def pin(num_tokens: int, *, ttl_s: float = 60.0, tenant: int = 0) -> Pin:

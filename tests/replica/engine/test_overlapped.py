@@ -28,7 +28,7 @@ from homing.replica.engine.throughput import SmoothedRates
 from homing.replica.execute.cuda_graphs import EagerSteps, NotCaptured
 from homing.replica.execute.gpu_runner import GpuRunner
 from homing.replica.execute.runner import ModelRunner
-from homing.replica.messages import Constraint, Pin, PositionLogprobs, TokenOutput
+from homing.replica.messages import Constraint, Pin, PositionLogprobs, TokenOutput, decoded_positions
 
 from ..fakes import VOCAB, FakeClock, FakeExecutor, FakeModel, Guesses, generate, request_state, undisturbed
 
@@ -316,8 +316,7 @@ def test_logprobs_come_with_their_tokens():
     assert [entry.chosen.token_id for entry in scored] == rig.tokens(1) == undisturbed([1, 2, 3], 4)
     assert [len(entry.top) for entry in scored] == [2] * 4
     assert scored[0].chosen.logprob == pytest.approx(-math.log1p((VOCAB - 1) * math.exp(-10)), rel=1e-4)
-    echoed = rig.outputs[2][0].prompt_logprobs
-    assert echoed is not None
+    echoed = decoded_positions(rig.outputs[2][0].prompt_logprobs or ())
     assert [entry and entry.chosen.token_id for entry in echoed] == [None, *[5] * 39]
     assert not any(output.logprobs or output.prompt_logprobs for output in rig.outputs[3])
     assert all(plan.slots for plan in rig.launcher.model.plans)
@@ -508,7 +507,10 @@ def answers(kind: type[Engine], runner: ModelRunner, prompts: Sequence[Sequence[
     def step() -> None:
         for output in engine.step().outputs["a"]:
             found[output.request_id] += output.token_ids
-            told = [*(output.logprobs or ()), *(entry for entry in output.prompt_logprobs or () if entry)]
+            told = [
+                *(output.logprobs or ()),
+                *(entry for entry in decoded_positions(output.prompt_logprobs or ()) if entry),
+            ]
             found[output.request_id] += [(entry.chosen.token_id, len(entry.top)) for entry in told]
         engine.scheduler.check()
 

@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from homing.kvcache.hashing import BlockHasher, token_bytes
+from homing.replica.messages import NO_LOGPROBS
 
 from ..fakes import ROOT, request_state
 
@@ -26,12 +27,12 @@ def test_a_request_that_lost_its_blocks_starts_over_but_keeps_its_tokens() -> No
     hasher = BlockHasher(2, seed=5)
     request = request_state(1, [1, 2, 3], hasher, prompt_logprobs=0)
     request.append(4, hasher)
-    request.computed, request.prompt_logprobs = 3, [None, None]
+    request.computed, request.prompt_logprobs = 3, [NO_LOGPROBS, NO_LOGPROBS]
 
     request.rewind()
 
     assert (request.computed, request.blocks, list(request.tokens)) == (0, [], [1, 2, 3, 4])
-    assert request.prompt_logprobs == [None, None], "known logprobs are kept"
+    assert request.prompt_logprobs == [NO_LOGPROBS, NO_LOGPROBS], "known logprobs are kept"
     request.check(hasher.block_size)
 
 

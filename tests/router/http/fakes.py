@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from homing.kvcache.hashing import token_array
-from homing.replica.messages import ModelLimits, PositionLogprobs, TokenLogprob
+from homing.replica.messages import NO_LOGPROBS, ModelLimits, PositionLogprobs, TokenLogprob, encoded_position
 from homing.router.activity import ChoiceRecord, Decided, ModelActivity
 from homing.router.backend import (
     ClusterView,
@@ -52,7 +52,7 @@ def reply(ids: list[int], *, cached: int = 0, pinned: int | None = None, finish:
                 logprobs=None if sampling.logprobs is None else [scored(token_id, sampling.logprobs)],
                 prompt_logprobs=None
                 if wanted is None or not first
-                else [None, *(scored(each, wanted) for each in prompt[1:])],
+                else [NO_LOGPROBS, *(encoded_position(scored(each, wanted)) for each in prompt[1:])],
                 finish_reason=ending if last else None,
                 cached_tokens=cached if first else None,
                 pinned_tokens=pinned if first and request.pins else None,

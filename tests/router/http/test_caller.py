@@ -94,6 +94,17 @@ async def test_the_standing_is_told_with_answers_and_refusals(client: httpx.Asyn
     assert not [name for name in (await ask(client, "free")).headers if name.startswith("x-ratelimit")]
 
 
+@pytest.mark.parametrize("fields", [{"n": 3}, {"best_of": 3}, {"prompt": [[5, 6, 7]] * 3}])
+async def test_a_prompt_is_paid_for_once_for_each_choice(client: httpx.AsyncClient, backend: FakeBackend, fields):
+    """Each choice is a request to the replicas; if one of them is refused, all are paid back."""
+    answer = await ask(client, "hasty", **fields)
+    backend.refusal = NoReplica("none")
+    refused = await ask(client, "hasty", **fields)
+
+    assert answer.headers["x-ratelimit-remaining-tokens"] == str(1000 - 3 * 3)
+    assert refused.headers["x-ratelimit-remaining-tokens"] == str(1000 - 3 * 3 - 3 * 4)
+
+
 async def test_a_used_up_limit_is_told_before_the_body_is_read(client: httpx.AsyncClient, backend: FakeBackend):
     """An overloaded router must not tokenize requests that it will refuse anyway."""
     for _ in range(2):

@@ -20,6 +20,7 @@ from homing.router.http.protocol.connection import (
     MAX_HEAD_BYTES,
     MAX_HEADER_LINES,
     MAX_PIPELINED,
+    WRITTEN_BYTES,
     HttpConnection,
 )
 from homing.router.http.protocol.exchange import Exchange, Headers, Request
@@ -581,6 +582,26 @@ async def test_a_client_that_does_not_read_is_bounded_in_bytes_and_cut_off(rig: 
     assert exchange.gone
     assert sent < 20_000_000  # the kernel's buffers plus the limit
     assert rig.handler.cuts == ["unsent"]
+
+
+async def test_a_long_answer_is_written_as_fast_as_it_is_read(rig: Rig):
+    """Whatever its pieces are, the next answer follows it, and no more of it is handed over than the client takes."""
+    client = await rig.client()
+    client.send(get("/hold") + get("/next"))
+    exchange = await rig.held()
+    client.writer.transport.pause_reading()
+    pieces = [b"a" * 12_000_000, b"b", b"", b"c" * WRITTEN_BYTES, *[b"d" * 1000] * 1000]
+
+    exchange.respond_in(pieces)
+    for _ in range(50):
+        await asyncio.sleep(0)
+    unsent = rig.connection._transport.get_write_buffer_size()
+    client.writer.transport.resume_reading()
+
+    assert 0 < unsent <= 2 * WRITTEN_BYTES
+    assert len(rig.handler.seen) == 1, "the next request waits for the end of this answer"
+    assert (await client.answer())[2] == b"".join(pieces)
+    assert (await client.told())["path"] == "/next"
 
 
 async def test_a_finished_answer_that_nobody_reads_is_dropped(rig: Rig):
