@@ -55,7 +55,7 @@ class Digests:
             followed.digests.clear()
         for item in stream_events(instruction):
             followed.held.apply(item.event)
-        followed.digests[-1 if instruction.seq is None else instruction.seq + 1] = followed.held.digest
+        followed.digests[0 if instruction.seq is None else instruction.seq + 1] = followed.held.digest
         if len(followed.digests) > MAX_BATCHES:
             followed.digests.popitem(last=False)
 
@@ -88,7 +88,7 @@ def judge(replica: Mapping[str, Any], digests: Digests) -> Verdict:
     if known is None:
         return Verdict(name, None, "not compared: its events did not arrive here")
     router = Digest(replica["indexed_blocks"], int(replica["index_digest"], 16))
-    at = f"after batch {replica['events_seq']}"
+    at = f"after batch {replica['events_seq'] - 1}" if replica["events_seq"] else "before the first batch"
     if router == known:
         return Verdict(name, True, f"exact: {known.blocks} blocks {at}")
     return Verdict(name, False, f"differs: {router.blocks} blocks in the index, {known.blocks} on the replica {at}")

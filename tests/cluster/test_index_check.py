@@ -49,6 +49,15 @@ def test_equal_digests_after_the_same_batch_are_exact(changes: dict[str, Any], e
     assert judge(listed(**changes), followed()).exact is exact
 
 
+def test_a_replica_that_has_published_nothing_is_exact() -> None:
+    """A cluster without traffic yet: both sides wait for batch 0."""
+    digests = Digests()
+    digests.joined(SOURCE, None)
+    digests.blocks_changed(SOURCE, Reset(7, None, []))
+
+    assert judge(listed(events_seq=0, indexed_blocks=0, index_digest="0"), digests).exact is True
+
+
 def test_a_replica_that_refuses_us_is_named() -> None:
     """Otherwise the operator would wait for its events."""
     digests = Digests()
