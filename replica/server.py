@@ -471,7 +471,7 @@ class ReplicaServer(RankServer):
                 self._commands.put(lambda: self._compiled(key, request, made))
             self._waker.wake()
 
-        self._guides.start(request.constraint, generated).add_done_callback(compiled)
+        self._guides.start(request.constraint, generated, request.tenant).add_done_callback(compiled)
 
     def _compiled(self, key: RequestKey, request: Generate, made: "Future[Guide]") -> None:
         if self._compiling.get(key) is not request:  # it was aborted, or its router has disconnected
