@@ -404,9 +404,10 @@ class RequestFlow:
         table = self._table
         error = ReplicaLost(f"replica {stall.replica} does not have the request, and no retry is left")
         instructions: list[Instruction] = []
+        others = any(each.load.available for each in self.placement.fleet if each.name != stall.replica)
         for request in table.on_replica(stall.replica, stall.wire_ids):
             instructions += table.abort(request)
-            request.exclude(stall.replica)
+            request.moves.excluded = frozenset({stall.replica} if others else ())
             request.moves.attempts += 1
             instructions += table.move(request, error, now)
         return instructions + self._pump(now)
