@@ -208,6 +208,7 @@ class RunningChoice(msgspec.Struct, eq=False):
             generation.crash(error)
 
     def _parsed(self, shown: TextDelta, delta: TokenDelta) -> TextDelta:
+        received = shown.text
         if delta.deltas is None:
             found: Sequence[Delta] = parse_deltas(self.parser, shown)
             called = self.parser is not None and self.parser.called
@@ -219,8 +220,10 @@ class RunningChoice(msgspec.Struct, eq=False):
         shown = with_deltas(shown, found, called=called)
         if shown.deltas:
             self.calls += sum([type(each) is ToolCallStart for each in shown.deltas])
-            if all(type(each) is Reasoning for each in shown.deltas):
-                self.reasoning_tokens += len(delta.token_ids) + delta.text_tokens
+            if reasoned := sum([len(each.text) for each in shown.deltas if type(each) is Reasoning]):
+                # A delta of many tokens may hold markers or the answer, too: the text's share is that of the tokens.
+                tokens = len(delta.token_ids) + delta.text_tokens
+                self.reasoning_tokens += -(-tokens * reasoned // max(len(received), reasoned))
         return shown
 
     def failed(self, error: RouterError) -> None:

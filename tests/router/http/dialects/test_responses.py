@@ -3,11 +3,13 @@
 import json
 
 import httpx
+import msgspec
 import pytest
 from openai import AsyncOpenAI
 from openai.types.responses import Response
 
 from homing.kvcache.hashing import token_array
+from homing.router.backend import TokenDelta
 from homing.router.config import RouterSettings
 from homing.router.errors import ReplicaLost
 from homing.router.http.dialects.responses import RESPONSES, conversation
@@ -83,6 +85,21 @@ async def test_reasoning_text_and_calls_are_items(client, backend: FakeBackend, 
     assert (call["type"], call["name"], json.loads(call["arguments"])) == ("function_call", "weather", {"city": "Ulm"})
     Response.model_validate(found)
     assert found["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
+
+
+async def test_reasoning_tokens_do_not_depend_on_how_many_tokens_arrive_at_once(client, backend, text_model: TextModel):
+    """A delta of many tokens, as guided answers have, may hold the reasoning and what follows."""
+    ids = list(text_model.encode_now([CALL], special_tokens=False)[0])
+    counts = []
+    for size in (1, 7, len(ids)):
+        pieces = [ids[at : at + size] for at in range(0, len(ids), size)]
+        deltas = [TokenDelta(token_ids=piece, cached_tokens=None if at else 0) for at, piece in enumerate(pieces)]
+        deltas[-1] = msgspec.structs.replace(deltas[-1], finish_reason="stop")
+        backend.script = lambda _, deltas=deltas: deltas
+        found = (await client.post(PATH, json={"input": "Weather?", "tools": [TOOL]})).json()
+        counts.append(found["usage"]["output_tokens_details"]["reasoning_tokens"])
+
+    assert 0 < min(counts) <= max(counts) <= min(counts) + 7
 
 
 async def test_deltas_of_a_call_join_to_its_arguments(client, backend: FakeBackend, text_model: TextModel):
