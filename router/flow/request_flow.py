@@ -375,7 +375,8 @@ class RequestFlow:
             request.exclude(stall.replica)
             request.moves.attempts += 1
             instructions += table.move(request, error, now)
-        return instructions + self.pump(now)
+        # If no other replica takes them, this one may: that is known once they were tried.
+        return [*instructions, *self.pump(now), Continue()]
 
     def _move_stuck(self, replica: str, now: float) -> list[Instruction]:
         """Move requests off a stuck replica. Those that cannot continue elsewhere stay, as it may recover."""
