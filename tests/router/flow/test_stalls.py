@@ -5,6 +5,7 @@ import logging
 import pytest
 
 from homing.replica.messages import Abort, Generate, TokenOutput
+from homing.router.flow.request_state import Phase
 from homing.router.flow.stalls import NOTICE_S, Glance, Stall, StallWatch, stalls_of
 from homing.router.routing.placement import FEWEST
 from homing.router.routing.policy.base import Candidate, Prompt
@@ -118,6 +119,19 @@ def test_a_request_that_its_replica_never_accepts_is_sent_to_another_one() -> No
     world.reply(first, TokenOutput(lost.request_id, 0, [99]))
     world.settle()
     assert world.tokens(request_id) == answer(request)
+
+
+def test_requests_that_the_only_replica_never_accepts_are_sent_there_again_at_once() -> None:
+    """If they avoided it, each would wait another round for that."""
+    world = World(1)
+    requests = [world.submit(request_of(PROMPT, seed=seed)) for seed in range(4)]
+    world.on_wire["r0"].clear()
+
+    for tick in range(12):
+        reported(world, "r0", tick / 10)
+
+    assert [each.request_id for each in world.on_wire["r0"] if isinstance(each, Generate)] == [5, 6, 7, 8]
+    assert all(world.phase_of(each) is Phase.SENT for each in requests)
 
 
 def test_a_request_that_its_replica_forgot_is_continued() -> None:
