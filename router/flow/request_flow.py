@@ -371,12 +371,12 @@ class RequestFlow:
                 assert_never(stall.kind)
 
     def _glances(self, now: float) -> list[Glance]:
-        fleet, queued, kept = self.placement.fleet, self._table.queued(), self._kept_for_trials(now)
+        fleet, groups, kept = self.placement.fleet, self._table.queue.groups, self._kept_for_trials(now)
         glances = []
         for joined, load in zip(fleet, fleet.loads(now), strict=True):
             idle, takes = not (load.requests or joined.requests), 0
-            if queued and idle and load.available and joined.name not in kept:
-                takes = sum(joined.offers(each.request.adapter) for each in queued)
+            if groups and idle and load.available and joined.name not in kept:
+                takes = sum(count for adapter, count in groups.items() if joined.offers(adapter))
             lost = fleet.lost(joined.name, now) if joined.requests else ()
             glances.append(Glance(joined.name, idle, takes, lost))
         return glances
