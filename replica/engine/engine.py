@@ -168,7 +168,7 @@ class Engine:
         self.draining = True
 
     def step(self) -> StepResult:
-        """Run one step. If it fails, only its own requests end with an error; RankLost propagates."""
+        """Run one step. If it fails, only its own requests go back to their routers; RankLost propagates."""
         self.expire_pins()
         rows = self._schedule(self.scheduler.add_drafts)
         result = StepResult(step=self._steps, rows=len(rows))

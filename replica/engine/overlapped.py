@@ -213,7 +213,7 @@ class OverlappedEngine(Engine):
         )
 
     def _land(self, step: StepInFlight, result: StepResult) -> None:
-        """Process a step's tokens. If the step failed, its requests end with an error."""
+        """Process a step's tokens. If the step failed, its requests go back to their routers."""
         assert step.pending is not None, f"step {step.step} lands before it has drawn"
         try:
             tokens, scores = step.pending.tokens(), step.pending.logprobs()

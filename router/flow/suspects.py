@@ -108,7 +108,7 @@ class Suspects:
     def places(self, request: RequestState, usable: Mapping[str, Usable], now: float) -> Collection[str]:
         """The replicas on which a suspect may be tried now."""
         assert request.suspicion is not None, f"request {request.request_id} is not suspected"
-        since = request.suspicion.since
+        since, usable = request.suspicion.since, _elsewhere(request, usable)
         free = self._free(usable)
         if (
             now < since + SETTLE_S
@@ -127,7 +127,8 @@ class Suspects:
         """The replicas that get no other new request: those with trials, and one that is to become free for one."""
         closed = {name for name in usable if name in self._trials}
         if self.waiting and len(usable) > 1 and (free := self._free(usable)):
-            closed.add(_fewest(free, usable))
+            wanted = _elsewhere(next(iter(self.waiting.values())), usable)
+            closed.add(_fewest([name for name in free if name in wanted] or free, usable))
         return closed
 
     def in_turn(self) -> list[RequestState]:
@@ -179,6 +180,14 @@ class Suspects:
 def is_starting(request: RequestState, now: float) -> bool:
     """Whether a request on a replica is so new there that it would be the likeliest cause of the replica's death."""
     return request.produced < TRIAL_TOKENS and now < request.sent.at + TRIAL_S
+
+
+def _elsewhere(request: RequestState, usable: Mapping[str, Usable]) -> Mapping[str, Usable]:
+    """The replicas that have not failed a step with the request, if there are any.
+
+    One that lacks memory fails every step for a while; a second failure there says nothing about the request.
+    """
+    return {name: each for name, each in usable.items() if name not in request.moves.excluded} or usable
 
 
 def _fewest(names: Iterable[str], usable: Mapping[str, Usable]) -> str:
