@@ -74,6 +74,8 @@ log = logging.getLogger(__name__)
 #: One bad request fails one step; three failed steps without a success in between are not one bad request.
 MAX_FAILURES = 3
 
+#: Pause between steps in which nothing can run although there are requests.
+STUCK_POLL_MS = 1
 #: Longest delay in seconds of the report on steps that only decoded.
 QUIET_S = 0.05
 
@@ -370,7 +372,7 @@ class ReplicaServer(RankServer):
         return self._ask(lambda: list(self._cache.residents()))
 
     def step_s(self) -> float:
-        """Seconds since the current step began; 0 between steps."""
+        """Seconds since the current step began, or since steps have found nothing that can run; 0 between steps."""
         since = self._step_since
         return 0.0 if since is None else time.monotonic() - since
 
@@ -403,15 +405,20 @@ class ReplicaServer(RankServer):
         for source, request in self._requests.receive():
             self._handle(source, request)
         if not self._engine.has_work:
+            self._step_since = None
             self._engine.expire_pins()
             self._publisher.flush()
             self._publisher.report(self._load())
             self._poller.poll(self._idle_ms)
             return
         self._threads.update()
-        self._step_since = time.monotonic()
+        if self._step_since is None:
+            self._step_since = time.monotonic()
         result = self._engine.step()
-        self._step_since = None
+        if result.rows or result.outputs or not self._engine.has_work:
+            self._step_since = None
+        else:  # one such step may follow an overlapped one; if they go on, `step_s` tells
+            self._poller.poll(STUCK_POLL_MS)
         self._publish(result)
         if result.error is not None and isinstance(result.error.__cause__, torch.AcceleratorError):
             # After an illegal access, say, a CUDA device fails every later call of this process.
@@ -464,7 +471,7 @@ class ReplicaServer(RankServer):
                 self._commands.put(lambda: self._compiled(key, request, made))
             self._waker.wake()
 
-        self._guides.start(request.constraint, generated).add_done_callback(compiled)
+        self._guides.start(request.constraint, generated, request.tenant).add_done_callback(compiled)
 
     def _compiled(self, key: RequestKey, request: Generate, made: "Future[Guide]") -> None:
         if self._compiling.get(key) is not request:  # it was aborted, or its router has disconnected

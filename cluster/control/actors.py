@@ -39,6 +39,8 @@ T = TypeVar("T")
 #: Longest duration of a `watch` call, because the call occupies a thread even after its caller has died.
 WATCH_S = 10.0
 SPARE_NICENESS = 10
+#: Pause before work is begun again that ended with an error.
+RETRY_S = 1.0
 #: A step may take this many times its duration at the measured speed: other work and long contexts slow it down.
 MAX_STEP_SLOWDOWN = 10.0
 
@@ -304,6 +306,16 @@ async def until_frozen(actor: Any) -> str:
     process = await until_stopped(await actor.mark.remote())
     process.kill()
     return "the process was stopped (SIGSTOP)"
+
+
+async def keep_going(work: Callable[[], Awaitable[None]], pause_s: float = RETRY_S) -> None:
+    """Do work that never ends, and begin again after an error: without it, a part of the cluster would stand still."""
+    while True:
+        try:
+            await work()
+        except Exception:
+            log.exception("work_failed again_in_s=%g", pause_s)
+        await asyncio.sleep(pause_s)
 
 
 async def within(seconds: float, call: Awaitable[Any]) -> None:

@@ -20,6 +20,7 @@ from ...replica.messages import ReplicaDescription
 from ...router.control import Member
 from ..logs import log_to_file
 from ..runtime import set_up_logging
+from .actors import keep_going
 from .autoscale import Autoscaler, expected_wait_s, terms_of
 from .control_messages import (
     SUPERVISOR,
@@ -89,10 +90,13 @@ class Controller:
         kept: SupervisorState = await self._supervisor.state.remote()
         await self._take_over(kept)
         self._spawn(self._routers.keep(self._supervisor, kept.routers))
-        self._spawn(publish_missing(self._fleets.groups, self._errors, self._models_off, self._routers.send_missing))
+        send_missing = self._routers.send_missing
+        self._spawn(
+            keep_going(lambda: publish_missing(self._fleets.groups, self._errors, self._models_off, send_missing))
+        )
         self._started.set()
         self._scalers = dict(_autoscalers(self._models()))
-        self._spawn(self._autoscale())
+        self._spawn(keep_going(self._autoscale))
         while True:
             self._act()
             with contextlib.suppress(TimeoutError):

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain, repeat
 from typing import Any, TypeVar
 
 import ray
@@ -38,6 +39,8 @@ log = logging.getLogger(__name__)
 
 #: Generous: a router answers between two iterations of its event loop.
 ASK_TIMEOUT_S = 10.0
+#: Pauses before a refused membership is sent again; the last one is repeated.
+RETRY_S = (1.0, 2.0, 5.0, 15.0)
 
 A = TypeVar("A")
 
@@ -51,6 +54,7 @@ class Seat:
     direct_port: int = 0  #: kept when the process is replaced
     error: str | None = None
     missing: SetMissing = field(default_factory=SetMissing)  #: the last `SetMissing` sent to its current process
+    retrying: "asyncio.Task[None] | None" = None  #: sends a membership again that its process refused
 
 
 class RouterProcesses:
@@ -225,14 +229,28 @@ class RouterProcesses:
             return None
 
     async def _send_membership(self, seat: Seat, membership: SetMembership) -> None:
+        if not await self._offer(seat, membership):
+            seat.retrying = asyncio.create_task(self._insist(seat, membership))
+
+    async def _offer(self, seat: Seat, membership: SetMembership) -> bool:
+        """Send a membership. Returns whether it need not be sent again."""
         if seat.actor is None or membership != self._membership:
-            return  # not listening yet, or a newer membership is on its way
+            return True  # not listening yet, or a newer membership is on its way
         try:
             await seat.actor.ask.remote(membership)
         except RayActorError:
-            return  # `until_failed` reports it
+            return True  # `until_failed` reports it
         except Exception as error:
             self._notify("error", f"membership_refused router={seat.number} reason={death(error)!r}")
+            return False
+        return True
+
+    async def _insist(self, seat: Seat, membership: SetMembership) -> None:
+        """Send a membership that a router refused until it takes it: nothing else would send it again."""
+        for pause_s in chain(RETRY_S, repeat(RETRY_S[-1])):
+            await asyncio.sleep(pause_s)
+            if await self._offer(seat, membership):
+                return
 
     def _address(self, port: int) -> str:
         return router_url(self._models[0].settings.router, port)

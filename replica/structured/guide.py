@@ -7,7 +7,7 @@ another replica leads to the same state. Compiling can take long and runs in thr
 import logging
 from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -20,12 +20,12 @@ import numpy.typing as npt
 from ..errors import InvalidRequest
 from ..messages import Constraint
 from ..messages.grammar import GrammarError, grammar_of, new_matcher
+from ..messages.tenant_threads import TenantThreads
 
 log = logging.getLogger(__name__)
 
 #: Compiled grammars to keep. Each takes a few hundred KB, and more as its lexer sees more texts.
 GRAMMARS_KEPT = 64
-COMPILER_THREADS = 2
 WORD_BITS = 32
 #: llguidance precomputes masks for these sets of tokens ("slices"). Where all texts of a slice are allowed, it only
 #: walks through the other tokens. By default the slices are blanks, and JSON string contents of up to 10, 30 and any
@@ -189,15 +189,18 @@ class GuideCompiler:
     def __init__(self, model_dir: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """Start loading the tokenizer in a thread; this takes 0.3 s for 131,000 tokens."""
         self._vocab_size, self._eos_token_ids = vocab_size, list(eos_token_ids)
-        self._pool = ThreadPoolExecutor(COMPILER_THREADS, thread_name_prefix="grammar")
-        self._tokenizer: Future[tuple[Any, dict[str, int]]] = self._pool.submit(self._load, model_dir)
+        self._threads = TenantThreads("grammar")
+        self._tokenizer: Future[tuple[Any, dict[str, int]]] = self._threads.submit(b"", lambda: self._load(model_dir))
         #: By kind and source; the most recently used is last.
         self._grammars: OrderedDict[tuple[str, str], Any] = OrderedDict()
         self._lock = Lock()
 
-    def start(self, constraint: Constraint, generated: Sequence[int]) -> "Future[Guide]":
-        """Create a guide that has followed the tokens generated so far. The future raises InvalidRequest on failure."""
-        return self._pool.submit(self.compile, constraint, generated)
+    def start(self, constraint: Constraint, generated: Sequence[int], tenant: bytes = b"") -> "Future[Guide]":
+        """Create a guide that has followed the tokens generated so far, in the tenant's turn.
+
+        The future raises InvalidRequest on failure.
+        """
+        return self._threads.submit(tenant, lambda: self.compile(constraint, generated))
 
     def compile(self, constraint: Constraint, generated: Sequence[int] = ()) -> Guide:
         """Like `start`, but in the calling thread. Raises InvalidRequest."""
@@ -216,7 +219,7 @@ class GuideCompiler:
         return guide
 
     def close(self) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._threads.close(wait=True)
 
     def _matcher(self, constraint: Constraint) -> Any:
         key = constraint.kind, constraint.source

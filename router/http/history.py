@@ -47,13 +47,16 @@ _decode = msgspec.json.Decoder(RequestRecord).decode
 State = Literal["running", "finished", "refused", "failed", "gone"]
 
 
+_Named = Annotated[str, Meta(max_length=1024)]
+
+
 class RequestQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Which requests to list; null: any."""
 
     state: State | None = None
-    tenant: str | None = None
-    model: str | None = None
-    limit: str | None = None  #: the limit that refused or ended them
+    tenant: _Named | None = None
+    model: _Named | None = None
+    limit: _Named | None = None  #: the limit that refused or ended them
     slowest: bool = False  #: those that waited longest for their first token first, instead of the newest
     most: Annotated[int, Meta(ge=1, le=1000)] = 100
 

@@ -11,8 +11,7 @@ import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from hashlib import sha256
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ import msgspec
 
 from ...replica.messages import Constraint, ConstraintKind
 from ...replica.messages.grammar import GrammarError, grammar_of, new_matcher
+from ...replica.messages.tenant_threads import COMPILER_THREADS, TenantThreads
 from ..errors import InvalidRequest, QueueFull
 from .closed_schemas import TooComplex, arguments_schema, closed
 from .guidable_schemas import Unsound, guidable
@@ -40,7 +40,6 @@ MAX_NESTING = 100
 #: Typical schemas take 1 to 30 ms. Measured: 2,000 optional properties take 0.35 s.
 DEADLINE_S = 2.0
 MAX_CACHED_CHECKS = 1024
-CHECK_THREADS = 2
 
 #: A string without an end extends to the end of the text: otherwise a search would start again at each of its quotes,
 #: and 128 KiB of them would hold the GIL for half a minute.
@@ -167,6 +166,8 @@ def _schema(
     if not isinstance(schema, dict):
         raise InvalidRequest.field(param, "expected a JSON schema, which is an object")
     if close:
+        if (size := len(_encoded(schema))) > MAX_SOURCE_CHARACTERS:  # to close it would take longer than to say so
+            raise InvalidRequest.field(param, f"has {size} characters; the limit is {MAX_SOURCE_CHARACTERS}")
         try:
             schema = closed(schema)
         except (TooComplex, RecursionError) as error:
@@ -352,22 +353,25 @@ class ConstraintChecker:
         #: Results by kind and digest of the source: what is wrong, the form to use instead, or None if it is fine as it
         #: is. Most recently used last.
         self._results: OrderedDict[tuple[str, bytes], str | Constraint | None] = OrderedDict()
-        self._pool = ThreadPoolExecutor(CHECK_THREADS, thread_name_prefix="constraint")
+        self._threads = TenantThreads("constraint")
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
 
-    async def check(self, asked: FieldConstraint) -> Constraint:
-        """The constraint if replicas can serve it. Raises InvalidRequest, or QueueFull if no thread is free in time."""
+    async def check(self, asked: FieldConstraint, tenant: bytes = b"") -> Constraint:
+        """The constraint if replicas can serve it. Raises InvalidRequest, or QueueFull if no thread is free in time.
+
+        `tenant`: has a share of the threads.
+        """
         constraint, param = asked
-        found = await self._checked(constraint)
+        found = await self._checked(constraint, tenant)
         if isinstance(found, str):
             raise InvalidRequest.field(param, f"cannot be used as a constraint: {found}")
         if found is None:
             return constraint
         return msgspec.structs.replace(found, opener=constraint.opener, after=constraint.after)
 
-    async def _checked(self, constraint: Constraint) -> str | Constraint | None:
+    async def _checked(self, constraint: Constraint, tenant: bytes) -> str | Constraint | None:
         source = constraint.source
         if len(source) > MAX_SOURCE_CHARACTERS:
             return f"it has {len(source)} characters; the limit is {MAX_SOURCE_CHARACTERS}"
@@ -375,14 +379,14 @@ class ConstraintChecker:
         if key in self._results:
             self._results.move_to_end(key)
             return self._results[key]
-        work = self._pool.submit(self._compile, constraint)
+        work = self._threads.submit(tenant, partial(self._compile, constraint))
         answer = asyncio.wrap_future(work)
         answer.add_done_callback(lambda done: self._on_done(key, done))
         try:
             return await asyncio.wait_for(asyncio.shield(answer), self._deadline_s)
         except TimeoutError:
             if work.cancel():
-                raise QueueFull(CHECK_THREADS) from None
+                raise QueueFull(COMPILER_THREADS) from None
             return self._remember(key, self._too_complex())  # replaced when the thread finishes
 
     def _compile(self, constraint: Constraint) -> str | Constraint | None:

@@ -1,6 +1,6 @@
 """What one tenant's largest legal requests cost another: waits for a first token, gaps, pauses of the router, memory.
 
-    python tests/bench/isolation.py [--url URL --key KEY --other-key KEY] [--only WORDS] [--seconds 3]
+    python -m tests.bench.isolation [--url URL --key KEY --other-key KEY] [--only WORDS] [--seconds 3]
 
 Without `--url`, two replicas of the demo model are started. The attacks are the known ones, and one for each field of
 each API: the largest value that the server accepts, found by asking it, sent by four clients of one tenant at once.
@@ -26,10 +26,9 @@ from typing import Any
 import httpx
 import psutil
 
+from .request_fields import Field, fields_of, with_value
+
 CLIENTS, START_S = 4, 120
-#: Values to try for a field, smallest first, by its type in the server's own description of its API.
-NUMBERS = (1, 2, 8, 20, 64, 128, 1_024, 8_000, 1_000_000, 1 << 31, 1 << 53)
-LENGTHS = (1, 16, 64, 256, 1_024, 8_000, 65_536, 262_144)
 BASES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "the sea", "max_tokens": 16},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "the sea"}], "max_tokens": 16},
@@ -37,6 +36,8 @@ BASES: dict[str, dict[str, Any]] = {
     "/v1/messages": {"messages": [{"role": "user", "content": "the sea"}], "max_tokens": 16},
     "/v1/embeddings": {"input": "the sea"},
     "/tokenize": {"prompt": "the sea"},
+    "/detokenize": {"tokens": [300]},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "the sea"}]},
 }
 #: Fields that make a request wait or that select another API.
 LEFT = {"model", "timeout", "stream", "background", "previous_response_id"}
@@ -112,28 +113,30 @@ class Server:
         """For each field of each API, the largest value that is accepted."""
         described = (await self.victim.get("/openapi.json")).json()
         attacks = []
-        for path, base in BASES.items():
-            content = described["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
-            for name, schema in sorted(_resolved(described, content)["properties"].items()):
-                if name in LEFT:
-                    continue
-                found = await self._largest_of(path, base, name, _resolved(described, schema))
-                if found is not None:
-                    attacks.append(Attack(f"{path} {name}={_shown(found)}", path, base | {name: found}))
+        for each in fields_of(described):
+            base = BASES.get(each.path)
+            if base is None or each.name in LEFT:
+                continue
+            found = await self._largest_of(each, base)
+            if found is not None:
+                name = f"{each.path} {each.name}={_shown(found)}"
+                attacks.append(Attack(name, each.path, with_value(base, each.name, found)))
         return attacks
 
-    async def _largest_of(self, path: str, base: dict[str, Any], name: str, schema: dict[str, Any]) -> Any:
-        best = None
-        for value in _values(name, schema):
-            if value == base.get(name):
+    async def _largest_of(self, asked: Field, base: dict[str, Any]) -> Any:
+        best, refused = None, 0
+        for value in asked.values():
+            body = with_value(base, asked.name, value)
+            if body == base:
                 continue
             try:
-                answer = await self.attacker.post(path, json=base | {name: value}, timeout=30)
+                answer = await self.attacker.post(asked.path, json=body, timeout=30)
             except httpx.TimeoutException:
                 return value  # accepted, and slow
-            if answer.status_code >= 400:
+            if answer.status_code < 400:
+                best = value
+            elif (refused := refused + 1) > 2 or answer.status_code == 413:
                 break
-            best = value
         return best
 
     async def watch(self, attack: Attack | None, seconds: float) -> Seen:
@@ -178,31 +181,6 @@ class Server:
             await self.victim.get("/health")
             seen.pause_s.append(time.perf_counter() - start)
             await asyncio.sleep(0.01)
-
-
-def _resolved(described: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
-    while "$ref" in schema:
-        schema = described["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
-    for option in schema.get("anyOf", ()):
-        if option.get("type") != "null":
-            return _resolved(described, option)
-    return schema
-
-
-def _values(name: str, schema: dict[str, Any]) -> Iterator[Any]:
-    kind = schema.get("type")
-    if kind in ("integer", "number"):
-        yield from (value for value in NUMBERS if value <= schema.get("maximum", NUMBERS[-1]))
-        yield schema.get("maximum", 1)
-    elif kind == "array":
-        numbers = "id" in name or "tokens" in name
-        yield from ([number % 2_000 if numbers else f"w{number}" for number in range(count)] for count in LENGTHS)
-    elif kind == "object":
-        yield from ({str(number % 2_000): 1 for number in range(count)} for count in LENGTHS[:6])
-    elif kind == "string" and "enum" not in schema:
-        yield from ("ab " * count for count in LENGTHS)
-    elif kind == "boolean":
-        yield True
 
 
 def _shown(value: Any) -> str:

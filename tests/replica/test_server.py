@@ -517,6 +517,30 @@ def test_a_step_that_does_not_end_shows(folder: Path, tmp_path: Path) -> None:
         assert len(client.tokens(1)) == 4
 
 
+@pytest.mark.parametrize("aborted", [False, True])
+def test_steps_that_can_run_nothing_show_like_one_that_does_not_end(replica: Served, aborted: bool) -> None:
+    """Whatever the reason, the replica must be rebuilt, and its requests moved."""
+    client, server = replica.client(), replica.server
+    taken = server._ask(lambda: server._cache.allocate(server._cache.free_blocks))
+    assert taken is not None
+    client.ask(1, [5, 6, 7])
+    deadline = time.monotonic() + PATIENCE_S
+    while server.step_s() < 0.1 and time.monotonic() < deadline:
+        time.sleep(0.005)
+    during = server.step_s()
+    if aborted:
+        client.abort(1)
+        while not server.idle() and time.monotonic() < deadline:
+            time.sleep(0.005)
+    server._ask(lambda: server._cache.release(taken))
+    if not aborted:
+        client.wait(1)
+
+    assert during >= 0.1
+    assert server.idle()
+    assert server.step_s() == 0.0
+
+
 def test_ports_of_the_system_serve_where_no_folder_is_given(folder: Path) -> None:
     """Routers on other nodes connect by TCP."""
     with served(folder, None) as running:

@@ -318,6 +318,8 @@ class SocketReplica:
         self._decoder = msgspec.msgpack.Decoder(Request)
         self._task: asyncio.Task[None] | None = None
         self.on_message: Callable[[Request], Reply | None] = lambda message: None
+        #: Messages that it reads and drops without a word.
+        self.drops: Callable[[Request], bool] = lambda message: False
 
     def start(self) -> None:
         """Start stepping."""
@@ -367,6 +369,8 @@ class SocketReplica:
         while self._socket.poll(0):
             router, payload = self._socket.recv_multipart()
             message = self._decoder.decode(payload)
+            if self.drops(message):
+                continue
             reply = self.on_message(message)
             if reply is not None:
                 self._socket.send_multipart([router, msgspec.msgpack.encode(reply)])

@@ -16,6 +16,7 @@ from ...text.encoder_threads import Sender
 from ...text.parsers.deltas import Content, Delta, Reasoning, ToolCallArguments, ToolCallStart
 from ..front import Front, Served
 from ..generation import Job, RunningChoice
+from .bounds import Definition, Messages, Name, TemplateArguments, Tools, Unread
 from .chunks import ChunkBuilder, ChunkUsage
 from .dialect import Dialect
 from .long_json import LongList, Steps, slices
@@ -24,7 +25,7 @@ from .schema import (
     Body,
     CacheControl,
     MessageBody,
-    Positive,
+    PositiveCount,
     PromptLogprobs,
     TokenizeBody,
     Usage,
@@ -41,18 +42,18 @@ from .validate import conversation_job, decoded_arguments, mark
 class ChatBody(Body, kw_only=True, forbid_unknown_fields=True):
     """The request body."""
 
-    messages: Annotated[list[MessageBody], Meta(min_length=1)]
-    max_completion_tokens: Positive | None = None
+    messages: Messages[MessageBody]
+    max_completion_tokens: PositiveCount | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Tools | None = None
+    tool_choice: Definition[str | dict[str, Any]] | None = None
+    chat_template_kwargs: TemplateArguments | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: str | None = None
-    verbosity: Any = None
+    reasoning_effort: Name | None = None
+    verbosity: Unread = None
 
     UNUSED = Body.UNUSED + "verbosity"
 

@@ -17,15 +17,16 @@ from ...text.encoder_threads import Sender
 from ..front import Front, Served
 from ..generation import EncodedPrompt, Job, RunningChoice
 from . import validate
+from .bounds import Name, Rendered
 from .chunks import ChunkBuilder, ChunkUsage
 from .dialect import Dialect
 from .long_json import LongList, Steps, slices
 from .pins import whole_prompt
-from .schema import Body, NonNegative, PromptLogprobs, finite, unknown_format_keys
+from .schema import Body, PromptLogprobs, finite, unknown_format_keys
 
 #: A prompt as text or token ids, or several of them; `prompts` tells them apart, because msgspec can decode only one
 #: array type in a union.
-PromptField = str | list[str | int | list[int]]
+PromptField = Rendered[str | list[str | int | list[int]]]
 #: Output limit of a completion that sets none: models that only continue a text often never stop.
 FALLBACK_MAX_TOKENS = 512
 
@@ -34,10 +35,10 @@ class CompletionBody(Body, kw_only=True, forbid_unknown_fields=True):
     """The request body."""
 
     prompt: PromptField
-    best_of: NonNegative | None = None  #: 0: same as null
+    best_of: Annotated[int, Meta(ge=0, le=1024)] | None = None  #: 0: same as null
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    suffix: str | None = None
+    suffix: Name | None = None
 
     @property
     def echoes(self) -> bool:
@@ -86,13 +87,13 @@ async def job(front: Front, served: Served, body: CompletionBody, sender: Sender
     if not all(encoded):
         raise InvalidRequest.field("prompt", "a prompt has no tokens")
     output = {"response_format": body.response_format} if body.response_format is not None else {}
-    asked = validate.requested_output(front.settings, body, output)
+    asked = await validate.requested_output(front.settings, served, body, sender, output)
     mark = validate.mark(body.cache_control, "cache_control")
-    return validate.job(
+    return await validate.job(
         front,
         served,
         body,
-        sender.salt,
+        sender,
         [
             EncodedPrompt(ids, text, whole_prompt(mark, front.settings, ids))
             for ids, text in zip_longest(encoded, texts)
@@ -103,7 +104,7 @@ async def job(front: Front, served: Served, body: CompletionBody, sender: Sender
         best_of=best_of,
         logprobs=scored,
         prompt_logprobs=body.logprobs if body.echo else None,
-        constraint=None if asked is None else await served.text.constraints.check(asked),
+        constraint=None if asked is None else await served.text.constraints.check(asked, sender.tenant),
         session=body.prompt_cache_key if isinstance(body.prompt_cache_key, str) else None,
     )
 

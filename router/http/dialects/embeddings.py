@@ -4,10 +4,9 @@ from array import array
 from base64 import b64encode
 from collections.abc import Sequence
 from itertools import zip_longest
-from typing import Annotated, Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import msgspec
-from msgspec import Meta
 
 from ....replica.messages import EmbeddingParams, Pooling, SamplingParams
 from ...errors import ContextTooLong, InvalidRequest, RequestFailed
@@ -15,10 +14,11 @@ from ...text.encoder_threads import Sender
 from ..front import Front, Served
 from ..generation import EncodedPrompt, Job, RunningChoice
 from ..protocol.exchange import GenerationSummary
+from .bounds import Name, Seconds, Unread
 from .completions import PromptField, prompts
 from .dialect import WholeBuilder
 from .long_json import LongList, Steps, pieces_of, slices
-from .schema import Positive, Unused
+from .schema import CacheSalt, PositiveCount, Priority, Unused
 
 #: Maximum number of inputs in one request, as in OpenAI's API.
 MAX_INPUTS = 2048
@@ -31,15 +31,15 @@ VECTOR_BYTES_PER_VALUE = 40
 class EmbeddingsBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The request body."""
 
-    model: str | None = None
+    model: Name | None = None
     input: PromptField
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Positive | None = None
+    dimensions: PositiveCount | None = None
     pooling: Pooling | None = None  #: None: as the setting says
-    cache_salt: Annotated[str, Meta(min_length=1)] | None = None
-    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
-    timeout: Annotated[float, Meta(gt=0)] | None = None
-    user: Any = None
+    cache_salt: CacheSalt | None = None
+    priority: Priority | None = None
+    timeout: Seconds | None = None
+    user: Unread = None
 
     UNUSED: ClassVar[Unused] = Unused("user")
 

@@ -30,6 +30,7 @@ from ..front import Front, Served
 from ..generation import Job, RunningChoice
 from ..protocol.exchange import GenerationSummary
 from .blocks import BlockBuilder
+from .bounds import SMALL_BYTES, Definition, Messages, Name, Rendered, TemplateArguments, Tools, Unread, at_most
 from .dialect import PLACEHOLDER, Dialect, named_event
 from .long_json import Steps
 from .schema import (
@@ -76,7 +77,7 @@ class ThinkingOptions(msgspec.Struct, forbid_unknown_fields=True):
 class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
     """The field `output_config`."""
 
-    effort: str | None = None
+    effort: Name | None = None
     format: dict[str, Any] | None = None
     task_budget: Any = None
 
@@ -85,42 +86,42 @@ class ToolChoiceBody(msgspec.Struct, forbid_unknown_fields=True):
     """The field `tool_choice`."""
 
     type: Literal["auto", "any", "tool", "none"]
-    name: str | None = None
+    name: Name | None = None
     disable_parallel_tool_use: bool | None = None
 
 
 class Metadata(msgspec.Struct):
     """The field `metadata`."""
 
-    user_id: str | None = None
+    user_id: Name | None = None
 
 
 class MessageParam(msgspec.Struct, forbid_unknown_fields=True):
     """One message of the request."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | list[dict[str, Any]]
+    content: Rendered[str | list[dict[str, Any]]]
 
 
 class CountBody(Body, kw_only=True, forbid_unknown_fields=True):
     """The body of a request to count tokens, and the fields that it shares with `MessagesBody`."""
 
-    messages: Annotated[list[MessageParam], Meta(min_length=1)]
-    system: str | list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
+    messages: Messages[MessageParam]
+    system: Rendered[str | list[dict[str, Any]]] | None = None
+    tools: Tools | None = None
     tool_choice: ToolChoiceBody | None = None
-    thinking: ThinkingOptions | None = None
-    output_config: OutputConfig | None = None
-    output_format: dict[str, Any] | None = None
+    thinking: Annotated[ThinkingOptions | None, at_most(SMALL_BYTES)] = None
+    output_config: Definition[OutputConfig | None] = None
+    output_format: Definition[dict[str, Any]] | None = None
     metadata: Metadata | None = None
     cache_control: Mark | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    context_management: Any = None
-    container: Any = None
-    mcp_servers: Any = None
-    inference_geo: Any = None
-    speed: Any = None
-    betas: Any = None
+    chat_template_kwargs: TemplateArguments | None = None
+    context_management: Unread = None
+    container: Unread = None
+    mcp_servers: Unread = None
+    inference_geo: Unread = None
+    speed: Unread = None
+    betas: Unread = None
 
     #: Chat templates have no budgets, reasoning is returned whole, responses have no logprobs, and the rest concerns
     #: what Anthropic's servers do besides generating.
@@ -137,7 +138,7 @@ class MessagesBody(CountBody, kw_only=True, forbid_unknown_fields=True):
     """The request body."""
 
     stop_sequences: StopTexts | None = None
-    thread: Any = None
+    thread: Unread = None
 
 
 class _Text(msgspec.Struct):

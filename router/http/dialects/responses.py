@@ -29,12 +29,13 @@ from ..front import Front, Served
 from ..generation import Job, RunningChoice
 from ..protocol.exchange import GenerationSummary
 from .blocks import BlockBuilder
+from .bounds import SMALL_BYTES, Definition, Name, Rendered, TemplateArguments, Tools, Unread, at_most
 from .dialect import Dialect, named_event
 from .long_json import Steps
 from .schema import (
     ENCODER,
     Body,
-    Positive,
+    PositiveCount,
     converted,
     known_keys,
     left_out_parts,
@@ -54,8 +55,8 @@ INPUT = "input"
 class TextFormat(msgspec.Struct, forbid_unknown_fields=True, rename={"schema_": "schema"}):
     """`text.format`: the required format of the answer's text."""
 
-    type: str
-    name: str | None = None
+    type: Name
+    name: Name | None = None
     schema_: dict[str, Any] | None = None
     strict: bool | None = None
     description: str | None = None
@@ -80,30 +81,30 @@ class ReasoningOptions(msgspec.Struct, forbid_unknown_fields=True):
 class ResponsesBody(Body, kw_only=True, forbid_unknown_fields=True):
     """The request body."""
 
-    input: str | list[dict[str, Any]]
-    instructions: str | None = None
-    max_output_tokens: Positive | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    input: Rendered[str | list[dict[str, Any]]]
+    instructions: Rendered[str] | None = None
+    max_output_tokens: PositiveCount | None = None
+    tools: Tools | None = None
+    tool_choice: Definition[str | dict[str, Any]] | None = None
     parallel_tool_calls: bool | None = None
-    text: TextOptions | None = None
-    reasoning: ReasoningOptions | None = None
-    metadata: dict[str, str] | None = None
-    previous_response_id: str | None = None
-    conversation: Any = None
+    text: Definition[TextOptions | None] = None
+    reasoning: Annotated[ReasoningOptions | None, at_most(SMALL_BYTES)] = None
+    metadata: Annotated[dict[str, str], at_most(SMALL_BYTES)] | None = None
+    previous_response_id: Name | None = None
+    conversation: Unread = None
     background: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    prompt: Any = None
-    include: list[str] | None = None
-    client_metadata: Any = None
-    truncation: Any = None
-    max_tool_calls: Any = None
-    context_management: Any = None
-    moderation: Any = None
-    prompt_cache_options: Any = None
-    prompt_cache_retention: Any = None
-    verbosity: Any = None
+    chat_template_kwargs: TemplateArguments | None = None
+    prompt: Unread = None
+    include: Annotated[list[Name], Meta(max_length=64)] | None = None
+    client_metadata: Unread = None
+    truncation: Unread = None
+    max_tool_calls: Unread = None
+    context_management: Unread = None
+    moderation: Unread = None
+    prompt_cache_options: Unread = None
+    prompt_cache_retention: Unread = None
+    verbosity: Unread = None
 
     #: Reasoning is returned whole, and most of the rest concerns what OpenAI's servers do besides generating. A
     #: response repeats `metadata`, `safety_identifier` and `store`.

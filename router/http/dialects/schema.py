@@ -17,12 +17,31 @@ from msgspec import UNSET, Meta, UnsetType
 from ....replica.messages import PositionLogprobs
 from ...errors import InvalidJson, InvalidRequest
 from ..protocol.exchange import GenerationSummary
+from .bounds import (
+    Definition,
+    Messages,
+    Name,
+    OnlyDecoded,
+    Rendered,
+    Seconds,
+    TemplateArguments,
+    TokenCount,
+    TokenId,
+    Tools,
+    Unread,
+    check_sizes,
+)
 
 Decoded = TypeVar("Decoded", bound=msgspec.Struct)
 Result = TypeVar("Result")
 
-NonNegative = Annotated[int, Meta(ge=0)]
-Positive = Annotated[int, Meta(ge=1)]
+#: JSON numbers have no size; msgspec cannot check the maximum, so `validate` does.
+Seed = Annotated[int, Meta(ge=-(2**63), extra_json_schema={"maximum": 2**64 - 1})]
+PositiveCount = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+#: `max_choices` allows fewer.
+Choices = Annotated[int, Meta(ge=1, le=1024)]
+Priority = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
+CacheSalt = Annotated[str, Meta(min_length=1, max_length=4096)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 #: Finding where a text ends in the beginning of a stop string takes up to the square of its length: 0.1 ms for 1,024.
 StopText = Annotated[str, Meta(max_length=1024)]
@@ -92,7 +111,7 @@ class CacheControl(msgspec.Struct, forbid_unknown_fields=True):
     """A mark to keep the prompt up to this place in the cache; `ttl` in seconds, or one of Anthropic's two names."""
 
     type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | Annotated[float, Meta(gt=0)] | None = None
+    ttl: Literal["5m", "1h"] | Seconds | None = None
 
     @property
     def seconds(self) -> float | None:
@@ -110,12 +129,12 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         "structured_outputs._backend_was_auto"
     )
 
-    model: str | None = None
+    model: Name | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: Positive | None = None
-    max_tokens: NonNegative | None = None
-    min_tokens: NonNegative | None = None
+    n: Choices | None = None
+    max_tokens: TokenCount | None = None
+    min_tokens: TokenCount | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
@@ -123,39 +142,39 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
-    seed: int | None = None
+    seed: Seed | None = None
     stop: StopText | StopTexts | None = None  #: empty strings stop nothing
-    stop_token_ids: Annotated[list[NonNegative], Meta(max_length=256)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=256)] | None = None
     ignore_eos: bool | None = None
-    logit_bias: dict[int, Annotated[float, Meta(ge=-100, le=100)]] | None = None
-    allowed_token_ids: Annotated[list[NonNegative], Meta(min_length=1)] | None = None
+    logit_bias: Annotated[dict[int, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=4096)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=16_384)] | None = None
     bad_words: Annotated[list[Annotated[str, Meta(min_length=1, max_length=256)]], Meta(max_length=128)] | None = None
-    logprob_token_ids: Annotated[list[NonNegative], Meta(max_length=128)] | None = None
+    logprob_token_ids: Annotated[list[TokenId], Meta(max_length=128)] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None  #: -1: to the model's context
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None  #: -1: to the model's context
     truncation_side: Literal["left", "right"] | None = None
-    response_format: dict[str, Any] | None = None
-    structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    guided_whitespace_pattern: str | None = None
-    cache_salt: Annotated[str, Meta(min_length=1)] | None = None
+    response_format: Definition[dict[str, Any]] | None = None
+    structured_outputs: Definition[Any] = None
+    guided_json: Definition[Any] = None
+    guided_regex: Definition[Any] = None
+    guided_choice: Definition[Any] = None
+    guided_grammar: Definition[Any] = None
+    guided_whitespace_pattern: Name | None = None
+    cache_salt: CacheSalt | None = None
     cache_control: CacheControl | None = None
-    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None  #: lower goes first
-    timeout: Annotated[float, Meta(gt=0)] | None = None
-    prompt_cache_key: Any = None  #: names the session, if it is a string
-    user: Any = None
-    metadata: Any = None
-    store: Any = None
-    service_tier: Any = None
-    guided_decoding_backend: Any = None
-    safety_identifier: Any = None
+    priority: Priority | None = None  #: lower goes first
+    timeout: Seconds | None = None
+    prompt_cache_key: Unread = None  #: names the session, if it is a string
+    user: Unread = None
+    metadata: Unread = None
+    store: Unread = None
+    service_tier: Unread = None
+    guided_decoding_backend: Unread = None
+    safety_identifier: Unread = None
 
     @property
     def echoes(self) -> bool:
@@ -201,17 +220,17 @@ class MessageBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True
     """One message of a chat; its content is a text or a list of text parts."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[dict[str, Any]] | None = None
-    name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-    tool_call_id: str | None = None
-    reasoning_content: str | None = None
+    content: Rendered[str | list[dict[str, Any]]] | None = None
+    name: Rendered[str] | None = None
+    tool_calls: Rendered[list[dict[str, Any]]] | None = None
+    tool_call_id: Rendered[str] | None = None
+    reasoning_content: Rendered[str] | None = None
     cache_control: CacheControl | None = None
     # Ignored: parts of OpenAI's responses that clients send back.
-    refusal: Any = None
-    annotations: Any = None
-    audio: Any = None
-    function_call: dict[str, Any] | None = None
+    refusal: OnlyDecoded = None
+    annotations: OnlyDecoded = None
+    audio: OnlyDecoded = None
+    function_call: Rendered[dict[str, Any]] | None = None
 
     def text(self, index: int, *, forwarded: bool = False) -> str | None:
         """The content of message `index` as one text. Raises InvalidRequest.
@@ -230,14 +249,14 @@ class MessageBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True
 class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """POST /tokenize: a prompt, or messages."""
 
-    model: str | None = None
-    prompt: str | None = None
-    messages: Annotated[list[MessageBody], Meta(min_length=1)] | None = None
+    model: Name | None = None
+    prompt: Rendered[str] | None = None
+    messages: Messages[MessageBody] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: TemplateArguments | None = None
+    tools: Tools | None = None
     return_token_strs: bool | None = None
 
 
@@ -381,6 +400,8 @@ def decoding(
     """
     # Clients on Windows write a byte order mark; RFC 8259 allows readers to ignore it.
     sent, data = data, data.removeprefix(BOM_UTF8)
+    if check_sizes(data, decoder.type):
+        yield
     try:
         return decoder.decode(data), []
     except msgspec.ValidationError as error:

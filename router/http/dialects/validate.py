@@ -5,6 +5,7 @@ Pure, except for encoding and the check of constraints. Errors name the field. C
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -45,6 +46,11 @@ _ENGINE_FIELDS = (
 ).split()
 _token_fields = attrgetter(*_TOKEN_FIELDS)
 _NO_TOKEN_FIELDS = (None,) * len(_TOKEN_FIELDS)
+#: Fields that list tokens, and the most that all choices of a request list: a step reads them for each choice.
+_LISTS = ("logit_bias", "allowed_token_ids", "stop_token_ids", "bad_words", "logprob_token_ids")
+MAX_LISTED = 128 * 1024
+_lists = attrgetter(*_LISTS)
+_NO_LISTS = (None,) * len(_LISTS)
 #: Tokens of a prompt's end that are searched for an opener of reasoning; the longest has fewer, with trailing space.
 TAIL_TOKENS = 16
 #: Tokens delivered together if the response is not streamed. When a replica dies, at most this many are lost and
@@ -52,11 +58,11 @@ TAIL_TOKENS = 16
 WHOLE_RESPONSE_TOKENS = 32
 
 
-def job(
+async def job(
     front: Front,
     served: Served,
     body: Body,
-    salt: bytes,
+    sender: Sender,
     prompts: Sequence[EncodedPrompt],
     *,
     prompt_param: str,
@@ -80,6 +86,7 @@ def job(
     settings = front.settings
     count, count_param = (body.n or 1, "n") if best_of is None else (best_of, "best_of")
     check_choices(settings, count, len(prompts), count_param)
+    _check_listed(body, count * len(prompts))
     options = body.stream_options
     if options is not None and not body.stream and (options.include_usage or options.continuous_usage_stats):
         raise InvalidRequest.field("stream_options", "is only allowed with 'stream': true")
@@ -107,7 +114,7 @@ def job(
         prompts=prompts,
         choices_per_prompt=count,
         sampling=_sampling(front, served, body, max_tokens, logprobs, prompt_logprobs),
-        salt=salt,
+        salt=sender.salt,
         stops=stops,
         priority=body.priority or 0,
         timeout_s=body.timeout,
@@ -120,7 +127,7 @@ def job(
         given=_given(body) if served.backend.has_engines else {},
     )
     # One comparison for all the rare fields: a check of each alone would cost as much.
-    return made if _token_fields(body) == _NO_TOKEN_FIELDS else _with_token_fields(made, body)
+    return made if _token_fields(body) == _NO_TOKEN_FIELDS else await _with_token_fields(made, body, sender)
 
 
 def _given(body: Body) -> dict[str, Any]:
@@ -182,13 +189,26 @@ def _sampling(
     )
 
 
+def _check_listed(body: Body, choices: int) -> None:
+    """Raise InvalidRequest if all choices together list too many tokens: each sends its lists to a replica."""
+    given = _lists(body)
+    if given == _NO_LISTS:
+        return
+    counts = [len(each or ()) for each in given]
+    if sum(counts) * choices > MAX_LISTED:
+        raise InvalidRequest.field(
+            _LISTS[counts.index(max(counts))],
+            f"{sum(counts):,} listed tokens for {choices:,} choices; the maximum is {MAX_LISTED:,} in all",
+        )
+
+
 def check_choices(settings: RouterSettings, count: int, prompts: int, param: str) -> None:
     """Raise InvalidRequest if `count` choices for each of `prompts` prompts are too many."""
     if count * prompts > settings.max_choices:
         raise InvalidRequest.field(param, f"at most {settings.max_choices} choices in one request")
 
 
-def _with_token_fields(job: Job, body: Body) -> Job:
+async def _with_token_fields(job: Job, body: Body, sender: Sender) -> Job:
     """Apply the body's rare fields about single tokens to a job. Raises InvalidRequest."""
     served, sampling = job.served, job.sampling
     if body.prompt_logprobs is not None and body.stream:
@@ -203,7 +223,7 @@ def _with_token_fields(job: Job, body: Body) -> Job:
             sampling,
             prompt_logprobs=_most(sampling.prompt_logprobs, body.prompt_logprobs),
             allowed_token_ids=tuple(body.allowed_token_ids or ()),
-            bad_words=_bad_words(served, body.bad_words) if body.bad_words else (),
+            bad_words=await _bad_words(served, body.bad_words, sender) if body.bad_words else (),
             logprob_token_ids=tuple(body.logprob_token_ids or ()),
         ),
         show_special=body.skip_special_tokens is False,
@@ -212,10 +232,10 @@ def _with_token_fields(job: Job, body: Body) -> Job:
     )
 
 
-def _bad_words(served: Served, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+async def _bad_words(served: Served, words: Sequence[str], sender: Sender) -> tuple[tuple[int, ...], ...]:
     """The token ids of each word, both at the beginning of a text and after a space."""
     spellings = [spelling for word in words for spelling in (word, f" {word.lstrip()}")]
-    encoded = served.text.encode_now(spellings, special_tokens=False)
+    encoded = await served.text.encode(spellings, special_tokens=False, sender=sender.unlimited())
     return tuple(dict.fromkeys([tuple(ids) for ids in encoded if ids]))
 
 
@@ -280,17 +300,17 @@ async def conversation_job(
         or _output_fields(body) != _NO_OUTPUT_FIELDS
     ):
         guided = await _requested_guidance(front.settings, served, body, conversation, sender, tail)
-    found = job(
+    found = await job(
         front,
         served,
         body,
-        sender.salt,
+        sender,
         [EncodedPrompt(token_ids, None, kept)],
         prompt_param=prompt_param,
         wanted=wanted,
         wanted_param=wanted_param,
         logprobs=logprobs,
-        constraint=None if guided is None else await text.constraints.check(guided),
+        constraint=None if guided is None else await text.constraints.check(guided, sender.tenant),
         conversation=conversation,
         session=conversation.session,
     )
@@ -324,12 +344,12 @@ async def _requested_guidance(
 ) -> FieldConstraint | None:
     """The constraint on the answer from output format and tools. `tail`: the prompt's end. Raises InvalidRequest."""
     text = served.text
-    asked = requested_output(settings, body, conversation.output, conversation.output_at)
+    asked = await requested_output(settings, served, body, sender, conversation.output, conversation.output_at)
     calls: FieldConstraint | None = None
     if _asks_for_calls(conversation):
         calls = await text.prepare(lambda: _calls(settings, served, conversation, asked), sender)
     if asked is not None and conversation.tools:
-        await text.constraints.check(asked)  # so that an error names its field
+        await text.constraints.check(asked, sender.tenant)  # so that an error names its field
         if calls is None:
             calls = await _calls_besides(settings, served, conversation, asked, sender)
     return _guided(served, conversation, asked, calls, tail)
@@ -389,15 +409,21 @@ def decoded_arguments(arguments: Any, param: str) -> Any:
     return arguments
 
 
-def requested_output(
-    settings: RouterSettings, body: Body, fields: Mapping[str, Any], at: str = "response_format"
+async def requested_output(
+    settings: RouterSettings,
+    served: Served,
+    body: Body,
+    sender: Sender,
+    fields: Mapping[str, Any],
+    at: str = "response_format",
 ) -> FieldConstraint | None:
     """The output format requested by the fields that all bodies share and by `fields`. Raises InvalidRequest."""
     given = _output_fields(body)
     if not fields and given == _NO_OUTPUT_FIELDS:
         return None
     asked = {**dict(zip(_OUTPUT_FIELDS, given, strict=True)), **fields}
-    return requested_constraint(asked, at, open_objects=settings.open_objects)
+    work = partial(requested_constraint, asked, at, open_objects=settings.open_objects)
+    return await served.text.prepare(work, sender)
 
 
 def _guided(
@@ -436,7 +462,7 @@ async def _calls_besides(
     try:
         calls = await served.text.prepare(lambda: _calls(settings, served, conversation, asked), sender)
         if calls is not None:
-            await served.text.constraints.check(calls)
+            await served.text.constraints.check(calls, sender.tenant)
         return calls
     except InvalidRequest as error:
         log.debug("calls_not_guided reason=%r", error.message)

@@ -5,6 +5,7 @@ import msgspec
 from ...backend import EngineList, EngineView
 from ...errors import NotAllowed, UnknownPath
 from ..caller import Caller
+from ..dialects.bounds import Name
 from ..front import Front
 from ..protocol.exchange import Exchange
 from ..protocol.origins import is_loopback
@@ -15,7 +16,7 @@ from .status import Status
 class ResetBody(msgspec.Struct, forbid_unknown_fields=True):
     """POST /reset_prefix_cache: the model whose caches to empty; null: all models."""
 
-    model: str | None = None
+    model: Name | None = None
 
 
 class Emptied(Status):
@@ -27,9 +28,9 @@ class Emptied(Status):
 class EngineBody(msgspec.Struct, forbid_unknown_fields=True):
     """POST and DELETE /engines: the URL of an engine's server; its event sockets, if they cannot be discovered."""
 
-    url: str
-    events: str = ""
-    replay: str = ""
+    url: Name
+    events: Name = ""
+    replay: Name = ""
 
 
 class Engines(msgspec.Struct):

@@ -1,6 +1,6 @@
 """Explains the routing of a request body, and where the prompts of two bodies differ. Generates nothing."""
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -10,6 +10,7 @@ from ...backend import Explanation
 from ..caller import Caller
 from ..departures import Departure, between, common_tokens, from_longest
 from ..dialects import messages
+from ..dialects.bounds import costs
 from ..dialects.chat import CHAT, ChatBody
 from ..dialects.completions import COMPLETION, CompletionBody
 from ..dialects.dialect import Dialect
@@ -57,8 +58,8 @@ class Explained(Explanation, frozen=True, kw_only=True):
 class DiffBody(msgspec.Struct, forbid_unknown_fields=True):
     """POST /explain/diff: two request bodies, of any dialects."""
 
-    a: msgspec.Raw
-    b: msgspec.Raw
+    a: Annotated[msgspec.Raw, costs("prompt")]
+    b: Annotated[msgspec.Raw, costs("prompt")]
 
 
 class Diff(msgspec.Struct, frozen=True):

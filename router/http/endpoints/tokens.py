@@ -1,12 +1,16 @@
 """Token ids of texts and chats, texts of token ids, numbers of tokens, and properties of the tokenizer."""
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 
 from ...errors import InvalidRequest
 from ..caller import Caller
 from ..dialects import messages
+from ..dialects.bounds import Name, TokenId
 from ..dialects.chat import conversation
-from ..dialects.schema import ENCODER, NonNegative, TokenizeBody
+from ..dialects.schema import ENCODER, TokenizeBody
 from ..dialects.validate import check_token_ids
 from ..front import Front
 from ..protocol.exchange import Exchange
@@ -29,8 +33,8 @@ class Tokenized(msgspec.Struct, frozen=True):
 class DetokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """POST /detokenize: the token ids of a text."""
 
-    model: str | None = None
-    tokens: list[NonNegative]
+    model: Name | None = None
+    tokens: Annotated[list[TokenId], Meta(max_length=512 * 1024)]
 
 
 class Detokenized(msgspec.Struct, frozen=True):

@@ -11,7 +11,15 @@ import pytest
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayError, RayTaskError
 
 from homing.cluster.config import Settings, load_settings
-from homing.cluster.control.actors import ReplicaRank, RouterProcess, death, step_limit_s, until_silent, within
+from homing.cluster.control.actors import (
+    ReplicaRank,
+    RouterProcess,
+    death,
+    keep_going,
+    step_limit_s,
+    until_silent,
+    within,
+)
 from homing.cluster.control.control_messages import (
     ClusterModel,
     Failed,
@@ -308,3 +316,20 @@ async def test_a_process_that_cannot_stop_does_not_keep_the_others_from_it(error
         raise error
 
     await within(60, stop())
+
+
+async def test_work_that_fails_is_begun_again() -> None:
+    """An autoscaler whose loop has ended starts no replica, and requests for an idle model wait for good."""
+    begun = asyncio.Semaphore(0)
+
+    async def work() -> None:
+        begun.release()
+        raise ValueError("no")
+
+    going = asyncio.create_task(keep_going(work, pause_s=0.0))
+    for _ in range(3):
+        await begun.acquire()
+    going.cancel()
+    await asyncio.gather(going, return_exceptions=True)
+
+    assert going.cancelled()

@@ -107,6 +107,28 @@ async def test_numbers_rise_over_a_restart_of_the_controller_also_if_the_clock_i
     assert numbers == sorted(set(numbers))
 
 
+async def test_a_membership_that_a_router_refuses_is_sent_again_until_it_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The router would keep its old replicas until the next change, which may never come."""
+    monkeypatch.setattr("homing.cluster.control.router_processes.RETRY_S", (0.0,))
+    refusals = [ValueError("a file is missing")] * 3
+
+    async def refuse(question: AnyQuestion) -> None:
+        if isinstance(question, SetMembership) and refusals:
+            raise refusals.pop()
+
+    async with running(refuse, lambda _: None) as (routers, actors):
+        await routers.publish(spec(), ())
+        while refusals:  # noqa: ASYNC110 - what is waited for is a plain value
+            await asyncio.sleep(0)
+        for _ in range(10):
+            await asyncio.sleep(0)
+
+        assert [len(actor.asked) for actor in actors] == [5, 2]
+        assert len(set(actors[0].asked[1:])) == 1
+
+
 async def test_routers_are_told_of_missing_replicas_once() -> None:
     """The controller checks several times a second, and usually nothing has changed."""
     missing = AbsentReplica(replica_id="r0", model="fox", state="starting", reason="", since=0.0)

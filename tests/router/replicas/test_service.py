@@ -27,6 +27,7 @@ from homing.router.config import RouterSettings
 from homing.router.errors import CacheInUse, DeadlineExceeded, NoReplica, PromptTooLong, ReplicaLost, RouterClosed
 from homing.router.flow.request_state import RequestState
 from homing.router.replicas.membership import text_digests
+from homing.router.replicas.own_replica import OwnReplica
 from homing.router.replicas.service import RouterService
 from homing.router.routing.replica_load import UnavailableReason
 
@@ -55,10 +56,10 @@ class Watcher:
 class Cluster:
     """A service and its replicas, each described with the digests of an empty model folder."""
 
-    def __init__(self, folder, watcher: Watcher) -> None:
+    def __init__(self, folder, watcher: Watcher, silence_s: float = 30.0) -> None:
         self.folder = folder
         self.service = RouterService(
-            RouterSettings(replica_silence_s=30.0),
+            RouterSettings(replica_silence_s=silence_s),
             CACHE,
             router_id="me",
             model_dir=folder,
@@ -295,6 +296,63 @@ async def test_a_refused_request_goes_to_another_replica(pair: Cluster) -> None:
 
     assert tokens(deltas) == answer(request_of(PROMPT))
     assert pair.service.counters.continued == 1
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+async def test_a_request_that_a_replica_drops_is_sent_again(cluster: Cluster, replicas: int) -> None:
+    """No word of it would come: its client would wait until its deadline, beside idle replicas."""
+    for number in range(replicas):
+        replica = cluster.add(f"r{number}")
+        replica.drops = lambda message: isinstance(message, Generate) and message.request_id == 1
+    cluster.publish()
+    await cluster.ready(*cluster.replicas)
+    request = request_of(PROMPT)
+
+    _, deltas = await cluster.ask(request)
+
+    assert tokens(deltas) == answer(request)
+    assert cluster.service.counters.stalls_lost == 1
+    assert [each for replica in cluster.replicas.values() for each in replica.core.aborted] == [1]
+
+
+@pytest.fixture
+async def single(tmp_path) -> AsyncIterator[Cluster]:
+    """A cluster with one replica, which is lost without a word within a second."""
+    cluster = Cluster(tmp_path, Watcher(), silence_s=1.0)
+    replica = cluster.add("r0")
+    cluster.publish()
+    await cluster.ready("r0")
+    yield cluster
+    cluster.service.check()
+    cluster.service.close()
+    await replica.stop()
+
+
+async def test_a_request_that_a_replica_forgot_in_mid_stream_is_continued(single: Cluster) -> None:
+    """A replica forgets the requests of a router that reads too slowly, and cannot tell it."""
+    request = request_of(PROMPT, max_tokens=60)
+    reading = Reading(single.service.generate(request))
+    got = [await anext(reading) for _ in range(5)]
+
+    single.replicas["r0"].core.work.clear()
+    got += [delta async for delta in reading]
+
+    assert tokens(got) == answer(request)
+    assert single.service.counters.continued >= 1
+
+
+async def test_tokens_whose_wake_up_was_lost_are_read(single: Cluster) -> None:
+    """They lie in the socket while the replica is idle. Reading it is enough: nothing is computed again."""
+    replica = single.service._replicas["r0"]
+    assert isinstance(replica, OwnReplica)
+    assert replica._link is not None
+    asyncio.get_running_loop().remove_reader(replica._link._readers[0]._fd)
+    request = request_of(PROMPT)
+
+    _, deltas = await single.ask(request)
+
+    assert tokens(deltas) == answer(request)
+    assert (single.service.counters.stalls_lost, single.service.counters.continued) == (1, 0)
 
 
 async def test_a_deadline_ends_the_stream_with_an_error(pair: Cluster) -> None:

@@ -296,7 +296,7 @@ async def test_only_a_constraint_that_computes_too_long_stays_refused() -> None:
         with pytest.raises(InvalidRequest, match="too complex"):
             await checker.check(asked)
         checker.close()
-        checker._pool.shutdown(wait=True)
+        checker._threads.close(wait=True)
         await asyncio.sleep(0.01)
 
         if kept:
