@@ -21,7 +21,7 @@ PIP_INSTALL := $(BIN)/pip install --disable-pip-version-check --constraint const
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-fast test-slow test-nightly test-processors coverage check lint types format wheel wheel-check compat frameworks interop exactness clients bench-core bench-events bench-partial bench-warm-up bench-decision bench-parsers bench-router bench-engine bench-engines bench-guided bench-step bench-routing chaos docs audit gpu-check gpu-compile clean
+.PHONY: help setup serve test test-fast test-slow test-nightly test-processors coverage check lint types format wheel wheel-check compat frameworks interop exactness clients bench-core bench-events bench-partial bench-warm-up bench-decision bench-parsers bench-router bench-engine bench-engines bench-guided bench-step bench-routing chaos fresh-starts docs audit gpu-check gpu-compile clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -69,6 +69,9 @@ coverage: $(VENV)/.dev ## Run the tests and print how much of each folder they e
 
 chaos: $(VENV)/.dev ## Faults under load, each answer checked token for token (ARGS="--seed N --minutes M --faults a,b")
 	@$(BIN)/python -m tests.chaos.run $(ARGS)
+
+fresh-starts: $(VENV)/.dev ## A hundred fresh starts with small pools; no request may take over 3 s (ARGS="--starts N --seconds S")
+	@$(BIN)/python -m tests.chaos.fresh_starts $(ARGS)
 
 docs: $(VENV)/.dev ## Build the docs as a site in build/site; a broken link is an error
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

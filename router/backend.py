@@ -200,7 +200,7 @@ class Missing(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, at=at, token=self.token if token is None else token)
 
 
-class Forecast(msgspec.Struct, frozen=True, kw_only=True):
+class Forecast(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """What a decision by which a request was sent to a replica expects, and why it was taken."""
 
     reason: Reason

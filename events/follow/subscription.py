@@ -22,10 +22,11 @@ from dataclasses import dataclass
 from enum import Enum, StrEnum
 from typing import NamedTuple
 
-from ..wire.cache_events import CacheEvent
+from ..wire.cache_events import CacheEvent, Cleared
 from ..wire.dialects import DecodedBatch
 from ..wire.messages import Heartbeat, LoadReport, SnapshotBlock, SnapshotChunk
 from .block_set import CacheMirror, Digest
+from .input_log import InputLog, logged
 from .residency import Residency, SetResidency
 
 
@@ -143,6 +144,15 @@ _RETIRED_TICKS = 20
 _BEAT_GRACE_TICKS = 2
 
 
+#: Inputs that each subscription keeps.
+MAX_INPUTS = 100
+
+
+def _batch_bytes(args: tuple[int | None, int, DecodedBatch]) -> int:
+    batch = args[2]
+    return sum([40 * len(each.hashes) for each in batch.events if not isinstance(each, Cleared)])
+
+
 class Subscription:
     """Follows one publisher. Every `on_…` method returns instructions, to be carried out in order."""
 
@@ -175,6 +185,7 @@ class Subscription:
         self._out: list[Instruction] = []
         self.exact = True
         self.counters = Counters()
+        self.inputs = InputLog(MAX_INPUTS)
 
     @property
     def digest(self) -> Digest:
@@ -188,12 +199,17 @@ class Subscription:
 
     # Messages and time
 
+    @logged()
     def start(self) -> list[Instruction]:
         """Request the full state. Call it when the sockets connect, or when the user of this object lost messages."""
         self._begin()
         return self._done()
 
+    @logged(_batch_bytes)
     def on_batch(self, epoch: int | None, seq: int, batch: DecodedBatch) -> list[Instruction]:
+        return self._on_batch(epoch, seq, batch)
+
+    def _on_batch(self, epoch: int | None, seq: int, batch: DecodedBatch) -> list[Instruction]:
         self._note_message()
         # Fast path for the usual case, at half the cost: with no request pending, the buffer is empty.
         if self.cursor == (epoch, seq) and self._waiting is _Waiting.NOTHING:
@@ -202,10 +218,12 @@ class Subscription:
             self._accept(epoch, seq, batch)
         return self._done()
 
+    @logged(_batch_bytes)
     def on_replayed(self, epoch: int | None, seq: int, batch: DecodedBatch) -> list[Instruction]:
         self._waited_ticks = 0
-        return self.on_batch(epoch, seq, batch)
+        return self._on_batch(epoch, seq, batch)
 
+    @logged()
     def on_unreadable(self, epoch: int | None, seq: int) -> list[Instruction]:
         """Batch `seq` cannot be read, now or ever: it is not requested again, and what it would change is unknown."""
         self._note_message()
@@ -219,6 +237,7 @@ class Subscription:
                 self._advance()
         return self._done()
 
+    @logged()
     def on_replay_end(self) -> list[Instruction]:
         self._note_message()
         self._answers = True
@@ -226,6 +245,7 @@ class Subscription:
             self._end_replay()
         return self._done()
 
+    @logged(lambda args: 256 * len(args[0].blocks))
     def on_chunk(self, chunk: SnapshotChunk) -> list[Instruction]:
         self._note_message()
         # Accept another epoch only while we know none: a late answer must not take us back to an earlier epoch.
@@ -235,6 +255,7 @@ class Subscription:
             self._collect(chunk)
         return self._done()
 
+    @logged()
     def on_heartbeat(self, beat: Heartbeat) -> list[Instruction]:
         """Compare our blocks with a heartbeat's digest, now or when we reach its position."""
         self._note_message()
@@ -248,12 +269,14 @@ class Subscription:
             self._check_beat()
         return self._done()
 
+    @logged()
     def on_load(self, report: LoadReport) -> list[Instruction]:
         self._note_message()
         if report.epoch not in self._retired:
             self._out.append(ForwardLoad(report))
         return self._done()
 
+    @logged()
     def on_tick(self) -> list[Instruction]:
         self._quiet_ticks += 1
         self._retired = {epoch: ticks - 1 for epoch, ticks in self._retired.items() if ticks > 1}
@@ -278,6 +301,7 @@ class Subscription:
         if polled and quiet and expected is not None:
             self._out.append(RequestReplay(expected))
 
+    @logged()
     def on_disconnect(self) -> list[Instruction]:
         """The connection was lost: the state is uncertain until the next message."""
         self._silent = True

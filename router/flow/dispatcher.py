@@ -74,14 +74,15 @@ class Dispatcher:
         assert prompt_tokens * 4 == len(request.token_ids) > 0, f"{len(request.token_ids)} bytes of prompt token ids"
         if prompt_tokens + (request.embedding is None) > longest:
             raise PromptTooLong(prompt_tokens, longest)
-        content = self._hashed(request, request.token_ids)
+        content = self.hashed(request, request.token_ids)
         self._tenants[content.root] = request.tenant
         self._tenants.move_to_end(content.root)
         if len(self._tenants) > MAX_TENANTS:
             self._tenants.popitem(last=False)
         return RequestState(request_id, request, now, deadline, prompt_tokens, content)
 
-    def _hashed(self, request: GenerationRequest, tokens: bytes) -> HashedTokens:
+    def hashed(self, request: GenerationRequest, tokens: bytes) -> HashedTokens:
+        """The blocks of a request's tokens."""
         assert self._hash_cache is not None, "a request without a model"
         root = self._hash_cache.root(request.salt, request.adapter)
         hashes = self._hash_cache.hashes(root, tokens)
@@ -101,7 +102,7 @@ class Dispatcher:
         """
         if request.new_tokens or request.content.version != self._version:
             tokens = request.content.tokens + token_bytes(request.new_tokens)
-            request.content, request.new_tokens = self._hashed(request.request, tokens), []
+            request.content, request.new_tokens = self.hashed(request.request, tokens), []
         decide = self._placement.fewest if anyway else self._placement.decide
         prompt, candidates = self._prompt_and_candidates(request, now, closed, every=anyway)
         decision = decide(prompt, candidates)

@@ -16,15 +16,17 @@ for its tenant's share again. One whose replica died waits beside the queue unti
 
 import logging
 from collections.abc import Callable, Collection, Sequence
+from copy import copy
 from itertools import count
 from math import inf
-from typing import assert_never
+from typing import Any, assert_never
 
 import msgspec
 
+from ...events.follow.input_log import logged
 from ...events.wire.messages import LoadReport
 from ...replica.messages import FailedStep, Generate, Refused, ReplicaDescription, Request, TokenBatch
-from ..backend import Explanation, GenerationRequest, RouterCounters, TextOutput
+from ..backend import Explanation, FeedState, GenerationRequest, RouterCounters, TextOutput
 from ..config import RouterSettings
 from ..errors import DeadlineExceeded, QueueFull, ReplicaLost, RouterError, Superseded
 from ..routing.joined_replica import JoinedReplica
@@ -54,6 +56,15 @@ MAX_UNSENT = 64
 PLACED_AT_ONCE = 4
 
 
+class FlowStart(msgspec.Struct, frozen=True):
+    """The state before the first of the kept inputs."""
+
+    next_request: int
+    next_wire: int
+    draws: tuple[Any, ...]  #: state of the random generator
+    replicas: list[tuple[ReplicaDescription, UnavailableReason | None, FeedState, LoadReport | None]]
+
+
 class RequestFlow:
     """One router's unfinished requests for one model.
 
@@ -73,7 +84,9 @@ class RequestFlow:
         self._table = RequestTable(placement, self.recent, settings.retries, counters)
         self._dispatcher = Dispatcher(placement, self._table, self.recent, wire_ids, block_size)
         self._replies = Replies(self._table, self._dispatcher, placement, counters)
-        self._request_ids = count(1)
+        self._request_ids, self._wire_ids = count(1), wire_ids
+        self.inputs = placement.inputs
+        self.inputs.begin(self._described)
         self._stalls = StallWatch()
 
     @property
@@ -82,6 +95,7 @@ class RequestFlow:
 
     # Replicas
 
+    @logged()
     def adopt(self, model: ServedModel) -> None:
         """Switch to this model, or to another way of hashing its blocks. No replica may be joined at that time."""
         assert not len(self.placement), f"{len(self.placement)} replicas hash blocks in another way"
@@ -89,6 +103,7 @@ class RequestFlow:
         self._table.max_model_len = model.limits.max_model_len
         self.hot_prefixes.clear()
 
+    @logged()
     def join(
         self, description: ReplicaDescription, now: float, unavailable: UnavailableReason | None = None
     ) -> list[Instruction]:
@@ -96,23 +111,27 @@ class RequestFlow:
         self.placement.join(description, now)
         self.placement.fleet.set_unavailable(description.replica_id, unavailable)
         self.counters.replicas_joined += 1
-        return self.pump(now)
+        return self._pump(now)
 
+    @logged()
     def set_unavailable(self, replica: str, unavailable: UnavailableReason | None, now: float) -> list[Instruction]:
         """Stop sending new requests to the replica for this reason; None: resume. Running requests continue."""
         self.placement.fleet.set_unavailable(replica, unavailable)
         stopped = [] if unavailable == "warming" else self.warm_ups.stop(replica)
-        return stopped + self.pump(now)
+        return stopped + self._pump(now)
 
+    @logged()
     def warm_up(self, replica: str, share: float, now: float) -> list[Instruction]:
         """Fill a share of this replica's cache with hot prefixes, unless requests need the replica right now."""
         return [] if self.is_pressed(now) else self.warm_ups.begin(replica, share, now)
 
+    @logged()
     def report(self, replica: str, report: LoadReport, now: float) -> list[Instruction]:
         """Record a load report, then place waiting requests: the replica may have room for them."""
         self.placement.report(replica, report, now)
-        return self.pump(now)
+        return self._pump(now)
 
+    @logged()
     def replica_gone(self, replica: str, now: float) -> tuple[list[int], list[Instruction]]:
         """Move the requests of a replica that left or was lost elsewhere.
 
@@ -128,8 +147,9 @@ class RequestFlow:
         for request in orphans:
             request.moves.counted = True
         error = ReplicaLost(f"replica {replica} was lost, and its answer cannot be continued by another one")
-        return wire_ids, [*self._table.leave(replica, orphans, error, now, died=died, busy=busy), *self.pump(now)]
+        return wire_ids, [*self._table.leave(replica, orphans, error, now, died=died, busy=busy), *self._pump(now)]
 
+    @logged()
     def broken_off(self, replica: str, wire_ids: Sequence[int], now: float) -> list[Instruction]:
         """Move requests whose connections broke off at a server that still answers: perhaps another process of it died.
 
@@ -139,10 +159,11 @@ class RequestFlow:
         for request in requests:
             request.exclude(replica)
         error = ReplicaLost(f"the connection to replica {replica} broke off, and no other one can continue the answer")
-        return [*self._table.leave(replica, requests, error, now, died=True), *self.pump(now)]
+        return [*self._table.leave(replica, requests, error, now, died=True), *self._pump(now)]
 
     # Requests
 
+    @logged(lambda args: len(args[0].token_ids) + len(args[0].chat))
     def submit(self, request: GenerationRequest, now: float) -> tuple[RequestId, list[Instruction]]:
         """Accept a request. Raises NoReplica, PromptTooLong or QueueFull and then changes nothing."""
         table, settings = self._table, self._settings
@@ -162,7 +183,7 @@ class RequestFlow:
         else:
             table.wait(state, self._dispatcher.rank(state, now))
             if not nobody_waits:
-                instructions += self.pump(now)
+                instructions += self._pump(now)
         if not request.adapter:
             content = state.content
             self.hot_prefixes.add(content.root, content.tokens, content.hashes, request.salt)
@@ -171,6 +192,7 @@ class RequestFlow:
             self.counters.held += 1
         return request_id, instructions
 
+    @logged()
     def cancel(self, request_id: RequestId, now: float, *, answered: bool = False) -> list[Instruction]:
         """Cancel a request whose reader left, or end it if its answer is complete. Does nothing if it is over."""
         table = self._table
@@ -183,8 +205,9 @@ class RequestFlow:
             instructions.append(Ended(request))
         else:
             instructions.append(table.cancel(request))
-        return [*instructions, *self.pump(now)]
+        return [*instructions, *self._pump(now)]
 
+    @logged(lambda args: 256 * len(args[1].outputs) if isinstance(args[1], TokenBatch) else 0)
     def on_reply(
         self, replica: str, reply: TokenBatch | TextOutput | Refused | FailedStep, now: float
     ) -> list[Instruction]:
@@ -198,9 +221,10 @@ class RequestFlow:
         instructions = self._replies.take(replica, reply, now)
         passed = bool(table.suspects) and table.suspects.passed(replica)
         if passed or table.in_flight < sent:  # only then is there room for another request
-            instructions += self.pump(now)
+            instructions += self._pump(now)
         return instructions
 
+    @logged()
     def unsendable(self, replica: str, message: Request, now: float) -> list[Instruction]:
         self.counters.unsent += 1
         request = self._table.on_wire(message.request_id) if isinstance(message, Generate) else None
@@ -211,14 +235,19 @@ class RequestFlow:
         request.moves.unsent += 1
         error = ReplicaLost(f"replica {replica} cannot be reached")
         if request.moves.unsent > MAX_UNSENT:
-            return [self._table.fail(request, error), *self.pump(now)]
-        return [*self._table.move(request, error, now), *self.pump(now)]
+            return [self._table.fail(request, error), *self._pump(now)]
+        return [*self._table.move(request, error, now), *self._pump(now)]
 
+    @logged()
     def pump(self, now: float) -> list[Instruction]:
+        """Place some waiting requests."""
+        return self._pump(now)
+
+    def _pump(self, now: float) -> list[Instruction]:
         """Place some waiting requests in queue order. One that fits nowhere lets others pass (fair_queue.py)."""
         table = self._table
         instructions: list[Instruction] = self._try_suspects(now) if table.suspects.waiting else []
-        left = PLACED_AT_ONCE
+        left, again = PLACED_AT_ONCE, False
         if table.queue and (opened := self._opened(now)):
             offers = {
                 group: frozenset(each.name for each in opened if each.offers(group)) for group in table.queue.groups
@@ -231,17 +260,21 @@ class RequestFlow:
 
             for name in table.queue.turns(shut=[each for each, names in offers.items() if not names], keep=keep):
                 if not left:
-                    instructions.append(Continue())
+                    again = True
                     break
                 request = table.get(name)
                 assert request is not None, f"request {name} waits, and is over"
+                refused = request.moves.excluded
                 sent = self._place(request, now, kept)
                 if sent is None:
+                    again |= bool(refused)  # those that refused it may be tried now
                     table.queue.let_pass(name, self._patience(request))
                     continue
                 left -= 1
                 instructions.append(sent)
                 table.queue.take(name, request.sent.decision.uncached_tokens)
+        if again:
+            instructions.append(Continue())
         if self.warm_ups and self.is_pressed(now):
             instructions += [done for replica in self.warm_ups.replicas for done in self.warm_ups.stop(replica)]
         return instructions
@@ -292,6 +325,7 @@ class RequestFlow:
         """Work that may pass a request that fits nowhere, in tokens; infinity if it does not wait for room."""
         return request.prompt_tokens + request.generated if SATURATED in request.waits_for else inf
 
+    @logged()
     def expire(self, now: float) -> list[Instruction]:
         """Fail overdue requests, drop overdue expectations, and move requests away from stalled replicas."""
         table = self._table
@@ -303,7 +337,7 @@ class RequestFlow:
             if request.outcome is None:
                 error = DeadlineExceeded(f"the request was not done after {now - request.arrived:.1f} s")
                 instructions += [*table.abort(request), table.fail(request, error)]
-        return [*instructions, *self.warm_ups.expire(now), *self.pump(now), *self._end_stalls(now)]
+        return [*instructions, *self.warm_ups.expire(now), *self._pump(now), *self._end_stalls(now)]
 
     def _end_stalls(self, now: float) -> list[Instruction]:
         """Go on with what stands still although a replica could (stalls.py)."""
@@ -337,12 +371,12 @@ class RequestFlow:
                 assert_never(stall.kind)
 
     def _glances(self, now: float) -> list[Glance]:
-        fleet, queued, kept = self.placement.fleet, self._table.queued(), self._kept_for_trials(now)
+        fleet, groups, kept = self.placement.fleet, self._table.queue.groups, self._kept_for_trials(now)
         glances = []
         for joined, load in zip(fleet, fleet.loads(now), strict=True):
             idle, takes = not (load.requests or joined.requests), 0
-            if queued and idle and load.available and joined.name not in kept:
-                takes = sum(joined.offers(each.request.adapter) for each in queued)
+            if groups and idle and load.available and joined.name not in kept:
+                takes = sum(count for adapter, count in groups.items() if joined.offers(adapter))
             lost = fleet.lost(joined.name, now) if joined.requests else ()
             glances.append(Glance(joined.name, idle, takes, lost))
         return glances
@@ -370,12 +404,13 @@ class RequestFlow:
         table = self._table
         error = ReplicaLost(f"replica {stall.replica} does not have the request, and no retry is left")
         instructions: list[Instruction] = []
+        others = any(each.load.available for each in self.placement.fleet if each.name != stall.replica)
         for request in table.on_replica(stall.replica, stall.wire_ids):
             instructions += table.abort(request)
-            request.exclude(stall.replica)
+            request.moves.excluded = frozenset({stall.replica} if others else ())
             request.moves.attempts += 1
             instructions += table.move(request, error, now)
-        return instructions + self.pump(now)
+        return instructions + self._pump(now)
 
     def _move_stuck(self, replica: str, now: float) -> list[Instruction]:
         """Move requests off a stuck replica. Those that cannot continue elsewhere stay, as it may recover."""
@@ -391,14 +426,17 @@ class RequestFlow:
         error = ReplicaLost(f"replica {replica} is stuck")
         return [*instructions, *table.leave(replica, stuck, error, now, died=True)]
 
+    @logged()
     def fail_all(self, error: Callable[[], RouterError]) -> list[Instruction]:
         table = self._table
         return [done for each in table.oldest() for done in (*table.abort(each), table.fail(each, error()))]
 
+    @logged()
     def fail_waiting(self, error: Callable[[], RouterError]) -> list[Instruction]:
         """Fail every queued request because no replica will become available for it."""
         return [self._table.fail(each, error()) for each in self._waiting_requests()]
 
+    @logged()
     def supersede(self) -> list[Instruction]:
         """End all requests: newer replicas have replaced ours. Those without a token are cancelled and may restart."""
         table = self._table
@@ -455,6 +493,25 @@ class RequestFlow:
     def state_of(self, request_id: RequestId) -> RequestState | None:
         """The state of an unfinished request; None if it is over."""
         return self._table.get(request_id)
+
+    def _described(self) -> FlowStart:
+        """What a replay of later inputs begins with. It lacks requests in flight and the blocks that replicas hold."""
+        return FlowStart(
+            next_request=next(copy(self._request_ids)),
+            next_wire=next(copy(self._wire_ids)),
+            draws=self.placement.rng.getstate(),
+            replicas=[(each.description, each.unavailable, each.feed, each.report) for each in self.placement.fleet],
+        )
+
+    def continue_ids(self, next_request: int, next_wire: int) -> None:
+        """Give these ids to the next requests, to replay inputs from the middle. There must be no request yet."""
+        for ids, wanted in ((self._request_ids, next_request), (self._wire_ids, next_wire)):
+            while next(copy(ids)) < wanted:
+                next(ids)
+
+    def hashes_of(self, request: GenerationRequest) -> bytes:
+        """The hashes of a prompt's full blocks."""
+        return self._dispatcher.hashed(request, request.token_ids).hashes
 
     def check(self) -> None:
         self.placement.check()

@@ -97,7 +97,7 @@ class Suspicion(msgspec.Struct, frozen=True):
         return self.deaths[-1][1]
 
 
-class HashedTokens(msgspec.Struct, frozen=True):
+class HashedTokens(msgspec.Struct, frozen=True, gc=False):
     """A request's prompt and what was generated before its last placement, and their blocks."""
 
     root: BlockHash
@@ -107,7 +107,7 @@ class HashedTokens(msgspec.Struct, frozen=True):
     version: int  #: of the way in which blocks were hashed
 
 
-class Placed(msgspec.Struct, frozen=True):
+class Placed(msgspec.Struct, frozen=True, gc=False):
     """One decision by which a request was sent to a replica."""
 
     at: float
@@ -117,7 +117,7 @@ class Placed(msgspec.Struct, frozen=True):
     decision: Decision
 
 
-class Moves(msgspec.Struct, eq=False):
+class Moves(msgspec.Struct, eq=False, gc=False):
     """How often a request moved between replicas, and why."""
 
     continuations: int = 0

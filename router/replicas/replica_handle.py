@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 
 from ...events.errors import EndpointUnusable, EventError, KeysRefused
 from ...events.follow.feed import EventFeed
+from ...events.follow.input_log import InputLog
 from ...events.follow.subscription import FeedStatus
 from ...events.security.curve_keys import KeyPair
 from ...events.wire.messages import LoadReport
@@ -59,6 +60,7 @@ class ServiceContext:
     keys: KeyPair | None  #: this router's CURVE keys, for replicas that encrypt
     observer: Observer | None
     run: Callable[[list[Instruction]], None]  #: executes the request flow's instructions
+    dump: Callable[[InputLog, str, Exception], None]  #: called with the inputs that led to an internal error
 
 
 class ReplicaHandle(ABC):
@@ -143,6 +145,7 @@ class ReplicaHandle(ABC):
         if feed is None:
             self._placement.set_feed(self.replica_id, FeedStatus.STALE)
         else:
+            feed.subscription.inputs.on_error = self._context.dump
             try:
                 feed.start(self._context.loop)
                 self._feed = feed

@@ -16,6 +16,7 @@ from typing import assert_never
 import msgspec
 import zmq
 
+from ...events.follow.input_log import InputLog
 from ...events.security.curve_keys import KeyPair
 from ...kvcache.config import KvCacheSettings
 from ...kvcache.hashing import BlockHash, BlockHasher
@@ -47,6 +48,7 @@ from ..errors import (
 )
 from ..flow.activity import activity_of
 from ..flow.dispatcher import ServedModel
+from ..flow.input_dump import InputDumper
 from ..flow.request_flow import RequestFlow
 from ..flow.request_state import Continue, Deliver, Ended, Instruction, ReadSockets, RequestId, Send
 from ..flow.token_stream import RequestStream
@@ -61,6 +63,11 @@ from .replica_handle import Observer, ServiceContext
 
 log = logging.getLogger(__name__)
 
+#: Settings on which the request flow's decisions depend.
+REPLAYED_SETTINGS = (
+    *("policy", "replica_silence_s", "max_waiting_requests", "request_timeout_s", "retries"),
+    *("warm_up_share", "warm_up_bytes"),
+)
 #: Interval of checks for deadlines, overdue blocks and silent replicas.
 TICK_S = 0.05
 #: The interval without requests, when only announcements become overdue and lines about silent replicas are logged.
@@ -96,6 +103,8 @@ class RouterService:
         cluster started and checked them itself. `counters` are shared with the process's other services.
         """
         self.counters = counters or RouterCounters()
+        self._settings = settings
+        self._dumper = InputDumper()
         self._cache = cache
         self._model_dir = model_dir
         self._digests: dict[Path, TextDigests] = {}  #: tokenizer and template digests by folder
@@ -133,7 +142,9 @@ class RouterService:
             keys=keys,
             observer=observer,
             run=self._run,
+            dump=self._dump,
         )
+        self._placement.inputs.on_error = self._dump
         self._timer = self._context.loop.call_later(IDLE_TICK_S, self._on_tick)
 
     def supersede(self) -> None:
@@ -477,6 +488,17 @@ class RouterService:
     def _continue(self) -> None:
         self._continuing = False
         self._run(self._flow.pump(self._context.clock()))
+
+    def _dump(self, inputs: InputLog, name: str, error: Exception) -> None:
+        """Write the inputs that led to an internal error, for a replay (tests/router/replay.py)."""
+        if not isinstance(error, RouterError):
+            about = {
+                "router_id": self._context.router_id,
+                "block_size": self._cache.block_size,
+                "limits": self.model(),
+                "settings": {each: getattr(self._settings, each) for each in REPLAYED_SETTINGS},
+            }
+            self._dumper.write(inputs, name, error, about, self._flow.hashes_of)
 
     def _send_out(self) -> None:
         messages, self._outbox = self._outbox, []

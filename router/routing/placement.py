@@ -10,6 +10,9 @@ from heapq import heapreplace
 from math import inf
 from random import Random
 
+from ...events.follow.block_set import Digest
+from ...events.follow.input_log import InputLog, logged
+from ...events.follow.residency import ResidentBlocks
 from ...events.wire.messages import LoadReport
 from ...replica.messages import ReplicaDescription
 from ..backend import Explanation, FeedState, RouterCounters
@@ -19,7 +22,7 @@ from .hits import EngineHits, HitRule, SlowerBlocks
 from .joined_replica import NOTHING_FORESEEN, Foreseen, InFlight, JoinedReplica
 from .policy.base import STALE, Candidate, Decision, Policy, Prompt, Score, expected_ttft_s
 from .policy.explain import explanation_of
-from .prefix_index import PrefixIndex, ReplicaBlocks
+from .prefix_index import PrefixIndex
 from .tenant_blocks import TenantBlocks
 
 log = logging.getLogger(__name__)
@@ -31,6 +34,10 @@ CONTENDERS = 16
 CROWDED = 0.5
 #: The reason of a decision that the policy did not take.
 FEWEST = "fewest requests"
+
+
+def _blocks_bytes(args: tuple[str, Sequence[int]]) -> int:
+    return 40 * len(args[1])
 
 
 class Placement:
@@ -51,7 +58,9 @@ class Placement:
         self.policy = policy
         self.past = BlockHistory()
         self.tenant_blocks = TenantBlocks(self.index)
-        self._rng = rng
+        self.rng = rng
+        self._staged: dict[str, list[int]] = {}  #: of policies that keep blocks, by replica
+        self.inputs = InputLog()  #: shared with the request flow
         self._counters = counters or RouterCounters()
 
     def __contains__(self, replica: object) -> bool:
@@ -72,18 +81,22 @@ class Placement:
     def leave(self, replica: str) -> None:
         """Remove a replica with its held and expected blocks."""
         self.past.lost(replica)
+        self._staged.pop(replica, None)
         self.index.leave(replica)
         self.fleet.leave(replica)
         self.policy.leave(replica)
 
+    @logged()
     def set_feed(self, replica: str, feed: FeedState) -> None:
         """Set how far a joined replica's events can be trusted."""
         self.fleet[replica].feed = feed
 
+    @logged()
     def set_adapters(self, replica: str, adapters: frozenset[str]) -> None:
         """Set the adapters that an external engine offers."""
         self.fleet[replica].adapters = adapters
 
+    @logged()
     def set_hit_rule(self, replica: str, rule: HitRule) -> None:
         """Ask this rule, not the index, what an external engine has cached."""
         self.fleet[replica].hits.rule = rule
@@ -93,38 +106,64 @@ class Placement:
         if self.fleet.report(replica, report, now):
             self.policy.report(replica, report)
 
-    def blocks_of(self, replica: str) -> ReplicaBlocks:
+    def blocks_of(self, replica: str) -> ResidentBlocks:
         """The store for the subscription of one of our replicas: the index, the policy and the history."""
         return _ObservedBlocks(self, replica)
 
+    @logged(_blocks_bytes)
     def stored(self, replica: str, blocks: Sequence[int]) -> None:
+        """The replica announced these blocks."""
+        self._stored(replica, blocks)
+
+    def _stored(self, replica: str, blocks: Sequence[int]) -> None:
         self.index.add(replica, blocks)
         self.fleet[replica].stored(blocks)
         self.policy.stored(replica, blocks)
 
+    @logged(_blocks_bytes)
     def removed(self, replica: str, blocks: Sequence[int]) -> None:
+        """The replica evicted these blocks."""
+        self._removed(replica, blocks)
+
+    def _removed(self, replica: str, blocks: Sequence[int]) -> None:
+        joined = self.fleet[replica]
         self.index.remove(replica, blocks)
-        self.fleet[replica].hits.removed(blocks)
-        self.observe_removed(replica, blocks)
-
-    def observe_removed(self, replica: str, blocks: Sequence[int]) -> None:
-        """Tell policy and history of blocks that the index holds no longer."""
+        joined.hits.removed(blocks)
         self.policy.removed(replica, blocks)
-        self.past.removed(replica, blocks, self.fleet[replica].blamed)
+        self.past.removed(replica, blocks, joined.blamed)
 
+    @logged(_blocks_bytes)
     def reset(self, replica: str, blocks: Sequence[int]) -> None:
-        if not blocks:
+        """The replica holds exactly these blocks."""
+        if blocks:
+            self.index.reset(replica, blocks)
+        else:
             self.past.lost(replica)
-        self.index.reset(replica, blocks)
+            self.index.clear(replica)
         self.fleet[replica].reset(blocks)
         self.policy.reset(replica, blocks)
 
+    @logged(_blocks_bytes)
+    def stage(self, replica: str, blocks: Sequence[int], *, first: bool) -> None:
+        """Take a part of the blocks that `install` will put in the place of the replica's. `first`: drop others."""
+        self.index.stage(replica, blocks, first=first)
+        if type(self.policy).reset is not Policy.reset:
+            staged = self._staged[replica] = [] if first else self._staged.get(replica, [])
+            staged += blocks
+
+    @logged()
+    def install(self, replica: str) -> None:
+        """The replica holds exactly the staged blocks."""
+        self.index.install(replica)
+        self.policy.reset(replica, self._staged.pop(replica, ()))
+
+    @logged(_blocks_bytes)
     def computed(self, replica: str, chain: Sequence[int]) -> None:
         """An engine without events has computed a prompt; drop the blocks for which it probably has no memory left."""
         hits = self.fleet[replica].hits
         assert isinstance(hits, EngineHits), f"{replica} announces its blocks"
-        self.stored(replica, [block for block in chain if block not in hits])
-        self.removed(replica, hits.surplus())
+        self._stored(replica, [block for block in chain if block not in hits])
+        self._removed(replica, hits.surplus())
 
     def expire(self, now: float) -> None:
         """Drop expected blocks that are overdue, and what is left in the index of replicas that are gone."""
@@ -191,7 +230,7 @@ class Placement:
         While a replica has no obstacle, a request must not wait: nothing else would place it later.
         """
         try:
-            decision = self.policy.decide(prompt, candidates, self._rng)
+            decision = self.policy.decide(prompt, candidates, self.rng)
             checked = self._checked(decision, candidates)
         except Exception as error:  # from now on, no request would be placed
             self._overrule(error)
@@ -346,38 +385,31 @@ def known_tokens(prompt: Prompt, candidates: Sequence[Candidate]) -> int:
     return prompt.tokens if 0 < prompt.blocks <= blocks else blocks * prompt.block_size
 
 
-class _ObservedBlocks(ReplicaBlocks):
-    """One replica's blocks in the index; also passes their changes to the policy and the history."""
+class _ObservedBlocks:
+    """The `ResidentBlocks` (events/follow/residency.py) of one of our replicas, which its subscription changes."""
 
     def __init__(self, placement: Placement, replica: str) -> None:
-        super().__init__(placement.index, replica)
-        self._placement, self._policy = placement, placement.policy
-        self._staged: list[int] = []
+        self._placement, self._replica = placement, replica
 
-    def store(self, parent: int | None, hashes: Sequence[int]) -> None:
-        super().store(parent, hashes)
-        self._policy.stored(self._replica, hashes)
+    @property
+    def digest(self) -> Digest:
+        return self._placement.index.digest(self._replica)
+
+    def store(self, parent: int | None, hashes: Sequence[int]) -> None:  # noqa: ARG002 - a hash names its whole prefix
+        self._placement.stored(self._replica, hashes)
 
     def remove(self, hashes: Sequence[int]) -> None:
-        super().remove(hashes)
-        self._placement.observe_removed(self._replica, hashes)
+        self._placement.removed(self._replica, hashes)
 
     def clear(self) -> None:
-        super().clear()
-        self._placement.past.lost(self._replica)
-        self._policy.reset(self._replica, ())
+        self._placement.reset(self._replica, ())
+
+    def replace(self, blocks: Iterable[tuple[int, int | None]]) -> None:
+        self.stage(blocks, first=True)
+        self.install()
 
     def stage(self, blocks: Iterable[tuple[int, int | None]], *, first: bool) -> None:
-        if type(self._policy).reset is Policy.reset:
-            super().stage(blocks, first=first)
-            return
-        pairs = list(blocks)
-        super().stage(pairs, first=first)
-        if first:
-            self._staged = []
-        self._staged += [block for block, _ in pairs]
+        self._placement.stage(self._replica, [block for block, _ in blocks], first=first)
 
     def install(self) -> None:
-        super().install()
-        staged, self._staged = self._staged, []
-        self._policy.reset(self._replica, staged)
+        self._placement.install(self._replica)

@@ -2,7 +2,7 @@
 
 Pure state: no sockets, no clock, no tokens. Independent of load and of expected blocks (expected_blocks.py). Blocks are
 identified by their wire hash. A hash identifies its whole prefix, so one flat dict replaces a tree. The router has no
-other copy of what replicas hold; subscriptions change this one through `ReplicaBlocks`.
+other copy of what replicas hold; subscriptions change this one through `Placement.blocks_of`.
 
 A replica's prefix ends at its first missing block. Our own replicas hold prefix-closed sets (kvcache/prefix_cache.py
 asserts it, and heartbeats prove that the index holds the same), so a held block implies all blocks before it, and
@@ -406,37 +406,3 @@ class PrefixIndex:
         if len(self._shared) > MAX_SHARED_SETS:
             self._shared = {}
         return self._shared.setdefault
-
-
-class ReplicaBlocks:
-    """One replica's blocks in the index. Its subscription changes them here and stores no copy.
-
-    Implements `ResidentBlocks` (events/follow/residency.py).
-    """
-
-    def __init__(self, index: PrefixIndex, replica: str) -> None:
-        self._index = index
-        self._replica = replica
-
-    @property
-    def digest(self) -> Digest:
-        return self._index.digest(self._replica)
-
-    def store(self, parent: int | None, hashes: Sequence[int]) -> None:  # noqa: ARG002 - a hash names its whole prefix
-        self._index.add(self._replica, hashes)
-
-    def remove(self, hashes: Sequence[int]) -> None:
-        self._index.remove(self._replica, hashes)
-
-    def clear(self) -> None:
-        self._index.clear(self._replica)
-
-    def replace(self, blocks: Iterable[tuple[int, int | None]]) -> None:
-        self.stage(blocks, first=True)
-        self.install()
-
-    def stage(self, blocks: Iterable[tuple[int, int | None]], *, first: bool) -> None:
-        self._index.stage(self._replica, (block for block, _ in blocks), first=first)
-
-    def install(self) -> None:
-        self._index.install(self._replica)

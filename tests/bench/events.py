@@ -32,8 +32,10 @@ from homing.events.publish.step_changes import RemovedBlocks, Step, StoredBlocks
 from homing.events.wire.dialects import BatchDecoder
 from homing.events.wire.frames import encode_seq, events_topic, read_event
 from homing.events.wire.messages import SnapshotChunk
-from homing.router.routing.prefix_index import PrefixIndex, ReplicaBlocks
+from homing.router.routing.placement import Placement
+from homing.router.routing.policy.registry import make_policy
 from tests.bench.report import Row, arguments, publish
+from tests.router.fakes import description_of
 
 BLOCKS, BLOCK_SIZE, EPOCH = 8, 16, 7
 GOAL_PER_S = 60_000.0
@@ -64,8 +66,8 @@ class IndexSink(FeedSink):
     """The router's part of a feed: the index is the only copy of what the replica holds."""
 
     def __init__(self) -> None:
-        self.index = PrefixIndex()
-        self.index.join("r0", 10**9, closed=True)
+        self.placement = Placement(make_policy("expected-ttft"), router_id="bench", silence_s=1e9, rng=Random(0))
+        self.placement.join(description_of("r0", num_blocks=10**9), 0.0)
         self.batches = 0
 
     def blocks_changed(self, instruction: Apply | Reset) -> None:
@@ -106,7 +108,7 @@ async def ingest(endpoint: str, count: int) -> float:
     sink = IndexSink()
     options = FeedOptions(replay=False, snapshot=False, heartbeats=False)
     ends = EventEndpoints(events=endpoint, replay="", state="", snapshot="")
-    feed = EventFeed(ends, sink, options=options, blocks=ReplicaBlocks(sink.index, "r0"))
+    feed = EventFeed(ends, sink, options=options, blocks=sink.placement.blocks_of("r0"))
     feed.start(asyncio.get_running_loop())
     while not sink.batches:  # noqa: ASYNC110 - the sink is what is measured
         await asyncio.sleep(0.001)
@@ -115,7 +117,7 @@ async def ingest(endpoint: str, count: int) -> float:
         await asyncio.sleep(0.02)
     spent, done = time.thread_time() - begin, count - before
     feed.close()
-    assert len(sink.index) == 0, "what was stored was not removed"
+    assert sink.placement.index.count("r0") == 0, "what was stored was not removed"
     return spent * count / done
 
 
@@ -133,7 +135,7 @@ def cost(rounds: int, count: int, work: Callable[[], object]) -> float:
 def follow(frames: list[Frames]) -> None:
     """Apply the frames without a socket: decoding, the state machine and the index."""
     decoder, sink = BatchDecoder(), IndexSink()
-    reader = Subscription(residency=SetResidency(ReplicaBlocks(sink.index, "r0")))
+    reader = Subscription(residency=SetResidency(sink.placement.blocks_of("r0")))
     reader.start()
     reader.on_chunk(SnapshotChunk(epoch=EPOCH, seq=None, index=0, last=True, blocks=[]))
     for message in frames:

@@ -144,6 +144,7 @@ def served(
     settings: dict[str, Any] | None = None,
     kvcache: dict[str, Any] | None = None,
     events: dict[str, Any] | None = None,
+    replica_id: str = "r0",
     **options: Any,
 ) -> Iterator[Served]:
     """Start a replica of this model. On exit, it has stopped and left nothing behind."""
@@ -156,7 +157,7 @@ def served(
         kvcache_settings,
         EventsSettings(**(events or {})),
         model_dir=folder,
-        replica_id="r0",
+        replica_id=replica_id,
         cluster_seed=SEED,
         ipc_dir=ipc_dir,
         **options,

@@ -5,6 +5,7 @@ import logging
 import pytest
 
 from homing.replica.messages import Abort, Generate, TokenOutput
+from homing.router.flow.request_state import Phase
 from homing.router.flow.stalls import NOTICE_S, Glance, Stall, StallWatch, stalls_of
 from homing.router.routing.placement import FEWEST
 from homing.router.routing.policy.base import Candidate, Prompt
@@ -120,6 +121,19 @@ def test_a_request_that_its_replica_never_accepts_is_sent_to_another_one() -> No
     assert world.tokens(request_id) == answer(request)
 
 
+def test_requests_that_the_only_replica_never_accepts_are_sent_there_again_at_once() -> None:
+    """If they avoided it, each would wait another round for that."""
+    world = World(1)
+    requests = [world.submit(request_of(PROMPT, seed=seed)) for seed in range(4)]
+    world.on_wire["r0"].clear()
+
+    for tick in range(12):
+        reported(world, "r0", tick / 10)
+
+    assert [each.request_id for each in world.on_wire["r0"] if isinstance(each, Generate)] == [5, 6, 7, 8]
+    assert all(world.phase_of(each) is Phase.SENT for each in requests)
+
+
 def test_a_request_that_its_replica_forgot_is_continued() -> None:
     """A replica ends a router's requests if it reads too slowly; the router may be back before it notices."""
     world = World(1, silence_s=2.0)
@@ -150,6 +164,35 @@ def test_what_every_replica_loses_ends_with_an_error() -> None:
 
     assert "does not have the request" in str(world.errors[request_id])
     assert world.flow.counters.stalls_lost == 3
+
+
+def test_a_request_that_arrives_before_a_long_step_is_not_sent_again() -> None:
+    """The report before that step shows no request, and is repeated until the step is over."""
+    world = World(2, silence_s=2.0)
+    request_id = world.submit(request_of(PROMPT))
+    home = world.home(request_id)
+    idle = world.replicas[home].load("me", ts=0.5)
+
+    for tick in range(5, 100):
+        world.now = tick / 10
+        world.run(world.flow.report(home, idle, world.now))
+        world.run(world.flow.expire(world.now))
+
+    assert replica_of(world.flow, request_id) == home
+    assert not world.flow.counters.stalls_lost
+
+
+def test_requests_that_a_replica_reads_in_many_turns_are_not_sent_again() -> None:
+    """A flood waits in its socket, as it reads so many requests before a step."""
+    world = World(1, silence_s=2.0)
+    for _ in range(100):
+        world.submit(request_of(PROMPT))
+
+    for tick in range(100):
+        world.replicas["r0"].highest = tick
+        reported(world, "r0", float(tick), waiting=1 + tick)
+
+    assert not world.flow.counters.stalls_lost
 
 
 @pytest.mark.parametrize("waiting", [0, 1])

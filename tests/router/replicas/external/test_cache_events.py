@@ -42,7 +42,7 @@ def joined() -> Iterator[tuple[ExternalReplica, Placement]]:
     placement = Placement(make_policy("expected-ttft"), router_id="me", silence_s=1e9, rng=Random(1))
     flow = RequestFlow(placement, RouterSettings(), block_size=BLOCK, counters=RouterCounters())
     flow.adopt(MODEL)
-    shared = ServiceContext(loop, context, "me", 0.2, lambda: 0.0, None, None, lambda _: None)
+    shared = ServiceContext(loop, context, "me", 0.2, lambda: 0.0, None, None, lambda _: None, lambda *_: None)
     description = description_of("r0", external=True, request_endpoint="http://127.0.0.1:1")
     flow.join(description, 0.0)
     try:
