@@ -6,10 +6,12 @@ slower than one.
 
 import functools
 import gc
+import itertools
 import logging
 import os
 import re
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -84,6 +86,19 @@ def pytest_collection_finish() -> None:
     """
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """With `--durations`, print the seconds that the tests of each folder took, of all processes together."""
+    if not terminalreporter.config.getoption("durations"):
+        return
+    spent = Counter[str]()
+    for report in itertools.chain.from_iterable(terminalreporter.stats.values()):
+        if isinstance(report, pytest.TestReport):
+            spent[str(Path(report.location[0]).parent)] += report.duration
+    terminalreporter.section("seconds by folder")
+    for folder, seconds in spent.most_common():
+        terminalreporter.write_line(f"{seconds:8.1f}  {folder}")
 
 
 @functools.cache

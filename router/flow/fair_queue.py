@@ -18,7 +18,7 @@ nowhere stop the other groups only as far as the caller says.
 
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from heapq import heappop, heappush, heapreplace
 from math import inf
@@ -143,9 +143,9 @@ class FairQueue:
         return len(self._places)
 
     @property
-    def groups(self) -> Collection[str]:
-        """The groups of the waiting requests."""
-        return self._groups.keys()
+    def groups(self) -> Mapping[str, int]:
+        """Number of waiting requests by group."""
+        return self._groups
 
     @property
     def lanes(self) -> int:
@@ -189,6 +189,8 @@ class FairQueue:
         levels: list[_Level] = []
         try:
             for priority in tuple(self._priorities):
+                if self._groups.keys() <= closed:  # else each lane would be looked at
+                    return
                 level = self._levels[priority]
                 levels.append(level)
                 for name in level.overdue():
@@ -196,7 +198,7 @@ class FairQueue:
                         yield name
                         if name in self._places:
                             closed.update(keep(group))
-                while (waits := level.next(closed)) is not None:
+                while not self._groups.keys() <= closed and (waits := level.next(closed)) is not None:
                     group = self._places[waits][3]
                     yield waits
                     if waits in self._places:

@@ -1,7 +1,6 @@
 """Ends what stands still: sends or moves requests on when a replica, a message or the policy fails (stalls.py)."""
 
 import logging
-from collections import Counter
 from typing import assert_never
 
 from ..backend import RouterCounters
@@ -66,13 +65,12 @@ class Recovery:
                 assert_never(stall.kind)
 
     def _glances(self, now: float) -> list[Glance]:
-        fleet, kept = self._placement.fleet, self._turns.kept_for_trials(now)
-        queued = Counter([each.request.adapter for each in self._table.queued()])
+        fleet, groups, kept = self._placement.fleet, self._table.queue.groups, self._turns.kept_for_trials(now)
         glances = []
         for joined, load in zip(fleet, fleet.loads(now), strict=True):
             idle, takes = not (load.requests or joined.requests), 0
-            if queued and idle and load.available and joined.name not in kept:
-                takes = sum([count for adapter, count in queued.items() if joined.offers(adapter)])
+            if groups and idle and load.available and joined.name not in kept:
+                takes = sum([count for adapter, count in groups.items() if joined.offers(adapter)])
             lost = fleet.lost(joined.name, now) if joined.requests else ()
             glances.append(Glance(joined.name, idle, takes, lost))
         return glances

@@ -41,8 +41,9 @@ ANNOUNCED_WITHIN_S = 1.0
 #: an estimate, and other processes may take most of the machine.
 STALLED_STEPS = 4
 
-#: A request is lost if a replica has not accepted it after this time and so many reports: it reads its socket before
-#: each step, and may have begun one of them just before the request arrived.
+#: A request is lost if a replica has accepted nothing for this time and so many reports: it reads its socket before
+#: each step, and may have begun one of them just before the request arrived. It reads a flood in several turns, and
+#: each accepts more.
 ARRIVES_WITHIN_S = 1.0
 ARRIVES_WITHIN_REPORTS = 3
 
@@ -101,6 +102,8 @@ class JoinedReplica:
         self.report: LoadReport | None = None
         self.reports = 0  #: number of different ones
         self.idle_since = inf  #: since when it reports no request at all; infinity: it has some
+        self._accepted = 0  #: the highest id that it has accepted
+        self._accepted_at, self._accepted_reports = now, 0  #: when that rose, and `reports` then
         self.impossible = False  #: whether a report was ignored
         self.cost: PrefillCost | None = None  #: fitted to the measurements of all replicas; None: it has sent no sums
         self.pace_s = 0.0  #: seconds of a decode step as far as the other replicas' warm-ups tell; 0: unknown
@@ -131,7 +134,9 @@ class JoinedReplica:
         running = report.running or report.waiting  # if nothing runs yet, these are about to
         self._ends_per_step = lengths.ends_per_step(report.running_generated, max(1, running))
         arrived: Sequence[int] = ()
-        if self.sent and (accepted := report.accepted.get(router_id)) is not None:
+        if (accepted := report.accepted.get(router_id, 0)) > self._accepted:
+            self._accepted, self._accepted_at, self._accepted_reports = accepted, now, self.reports
+        if self.sent and accepted:
             arrived = [known for known in self.sent if known <= accepted]
             for request_id in arrived:
                 self.started(request_id)
@@ -198,12 +203,13 @@ class JoinedReplica:
     def lost(self, silence_s: float, now: float) -> tuple[int, ...]:
         """The requests in flight that one of our replicas does not have, though they had the time to arrive there.
 
-        Either it read its socket since without accepting them, or it has been idle for `silence_s` without an answer.
+        Either it read its socket since without accepting them, or it was idle for `silence_s` without an answer. In a
+        long step, its report from before is repeated: that one does not tell that it is still idle.
         """
         if self.description.external:  # each request has a connection, whose end is noticed
             return ()
         lost = []
-        if now - self.idle_since > silence_s:
+        if self.last_progress_at - self.idle_since > silence_s:
             lost = [each for each in self.requests.values() if each.sent_at < self.idle_since]
         for each in self.sent.values():
             if not self.has_had(each.sent_at, each.reports_before, now):
@@ -213,7 +219,8 @@ class JoinedReplica:
         return tuple(each.request_id for each in lost)
 
     def has_had(self, sent_at: float, reports_before: int, now: float) -> bool:
-        """Whether a request sent then had the time to arrive, by the reports since."""
+        """Whether a request sent then had the time to arrive, by the reports since then and since the last arrival."""
+        sent_at, reports_before = max(sent_at, self._accepted_at), max(reports_before, self._accepted_reports)
         return now - sent_at >= ARRIVES_WITHIN_S and self.reports - reports_before >= ARRIVES_WITHIN_REPORTS
 
     @property

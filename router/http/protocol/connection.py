@@ -385,21 +385,26 @@ class HttpConnection(asyncio.Protocol):
             self._write(b"".join([head, *pieces]))
         else:
             self._unwritten = chain([head], _portions(pieces))
-            self._write_on()
+            self._write_portions()  # the exchange then ends, whether or not that was all
 
     def _write_on(self) -> None:
-        """Write more of a long body, until the client must take some of it or another iteration of the loop is due."""
+        """Write more of a long body, and end its exchange with the last of it."""
+        if self._unwritten is not None and self._write_portions():
+            self.exchange_over()
+
+    def _write_portions(self) -> bool:
+        """Write until the client must take some of it or another iteration of the loop is due. True: it is complete."""
         for _ in range(WRITES_AT_ONCE):
             if self._unwritten is None or self._write_paused:
-                return  # the client has left, or `resume_writing` continues
+                return False  # the client has left, or `resume_writing` continues
             data = next(self._unwritten, None)
             if data is None:
                 self._unwritten = None
                 self._server.trim_later()
-                self.exchange_over()
-                return
+                return True
             self._write(data)
         asyncio.get_running_loop().call_soon(self._write_on)
+        return False
 
     def send_chunk(self, data: bytes, last: bytes = b"") -> None:
         """Send a non-empty part of a stream; `last` is appended if the stream is chunked."""

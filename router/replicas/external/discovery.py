@@ -120,7 +120,7 @@ async def discover(client: Client, address: EngineAddress, *, try_ports: bool) -
     if cards is None:
         raise EngineUnreachableError(f"{client.address.url}/v1/models cannot be read")
     server, sources, version, text = await asyncio.gather(
-        _server_info(client), _event_sources(client), _json(client, "/version"), _text(client, "/metrics")
+        server_info(client), _event_sources(client), _json(client, "/version"), _text(client, "/metrics")
     )
     metrics = read_metrics(text)
     kind = "vllm" if "vllm:" in text else "sglang" if "sglang:" in text or "dp_size" in server else ""
@@ -155,7 +155,8 @@ def _rank_numbers(count: object) -> tuple[int, ...]:
     return tuple(range(count)) if isinstance(count, int) and count <= MAX_RANKS else ()
 
 
-async def _server_info(client: Client) -> Mapping[str, Any]:
+async def server_info(client: Client) -> Mapping[str, Any]:
+    """What the engine says about its configuration; empty if it says nothing."""
     return await _json(client, "/server_info?config_format=json") or await _json(client, "/get_server_info")
 
 
@@ -168,7 +169,7 @@ async def _event_sources(client: Client) -> dict[int, tuple[str, str]]:
     host = client.address.host
     found = {each.data_parallel_rank or 0: each for each in listed[:MAX_RANKS]}
     sockets = {
-        rank: (_reachable(each.endpoint, host), _reachable(each.replay_endpoint, host)) for rank, each in found.items()
+        rank: (reachable(each.endpoint, host), reachable(each.replay_endpoint, host)) for rank, each in found.items()
     }
     return {rank: both for rank, both in sockets.items() if both[0]}
 
@@ -194,10 +195,10 @@ def _event_sockets(server: Mapping[str, Any], host: str) -> tuple[str, str]:
             config = None
     if not isinstance(config, dict) or config.get("enable_kv_cache_events") is False:
         return "", ""
-    return _reachable(config.get("endpoint"), host), _reachable(config.get("replay_endpoint"), host)
+    return reachable(config.get("endpoint"), host), reachable(config.get("replay_endpoint"), host)
 
 
-def _reachable(endpoint: object, host: str) -> str:
+def reachable(endpoint: object, host: str) -> str:
     """Turn the address that an engine binds into one to connect to; empty if it is not a usable address."""
     if not isinstance(endpoint, str):
         return ""

@@ -12,6 +12,8 @@ from contextlib import suppress
 from functools import lru_cache, partial
 from typing import assert_never
 
+import zmq
+
 from ....events.endpoint import needs_ipv6
 from ....events.follow.feed import EventFeed
 from ....events.follow.residency import UncountedResidency
@@ -39,6 +41,7 @@ from ..replica_handle import REOPEN_S, RESET_TIMEOUT_S, ReplicaHandle, ResetOutc
 from .block_keys import ExternalBlocks, cache_salt
 from .http_client import Address, Call, Client, EngineUnreachableError, NoAnswerError
 from .load import EngineMetrics, ExternalLoad
+from .load_socket import LoadSocket, find_load_socket
 from .probe import EngineRequirements, Probed, adapters_among, ask_metrics, probe, read_cards, renders_alike
 from .request import ExternalRequest
 from .wire import chat_body, completion_body
@@ -54,6 +57,8 @@ ADAPTER_CHECKS = 5
 #: A busy engine may be slow to answer; it counts as healthy if it has sent tokens within this time.
 HEALTH_TIMEOUT_S = 5.0
 IDLE_CONNECTIONS = 32
+#: How often the load socket of an engine that has one is read. Not tuned.
+LOAD_INTERVAL_S = 0.1
 #: The paths of vLLM (in its development mode) and of SGLang.
 RESET_PATHS = ("/reset_prefix_cache", "/flush_cache")
 #: Subscribes to every topic: vLLM's topic is the operator's choice, by default empty.
@@ -88,6 +93,8 @@ class ExternalReplica(ReplicaHandle):
         #: it died; else they go on elsewhere
         self._doubtful: list[tuple[ExternalRequest, Refused]] = []
         self._watching: asyncio.Task[None] | None = None
+        self._following: asyncio.Task[None] | None = None  #: reads the engine's load socket, if it has one
+        self._load_socket: LoadSocket | None = None
         self._check_now = asyncio.Event()  #: set when a request or the event feed fails: check the health at once
         self._events_arrived = True  #: since the last check: the engine works, perhaps for other clients
         self._restarted = False  #: the event stream broke off, so the engine may have restarted: probe it again
@@ -147,6 +154,7 @@ class ExternalReplica(ReplicaHandle):
         if self._watching is not None:
             self._watching.cancel()
             self._watching = None
+        self._leave_load()
         self._client.close()
         return self._drop("membership")
 
@@ -191,10 +199,40 @@ class ExternalReplica(ReplicaHandle):
         else:
             self._placement.set_hit_rule(self.replica_id, self._blocks.hit)
         self._report()
-        trouble = await self._until_unhealthy()
+        self._following = self._context.loop.create_task(self._follow_load())
+        try:
+            trouble = await self._until_unhealthy()
+        finally:
+            self._leave_load()
         if self.joined:
             self._note_trouble(trouble)
             self._context.run(self._drop("health"))
+
+    async def _follow_load(self) -> None:
+        """Read the engine's load socket, if it has one."""
+        endpoint = await find_load_socket(self._client, self.description.data_parallel_rank or 0)
+        if not endpoint:
+            return
+        ipv6 = await needs_ipv6(endpoint)
+        try:
+            self._load_socket = LoadSocket(self._context.zmq, endpoint, ipv6=ipv6)
+        except zmq.ZMQError as error:
+            log.warning("engine_load_unreachable replica=%s endpoint=%s reason=%s", self.replica_id, endpoint, error)
+            return
+        while True:
+            await asyncio.sleep(LOAD_INTERVAL_S)
+            if (stat := self._load_socket.newest()) is not None:
+                usage = min(1.0, stat.used_tokens / stat.total_tokens) if stat.total_tokens else None
+                self._load.published(stat.running, stat.waiting, usage, self._context.clock())
+                self._report()
+
+    def _leave_load(self) -> None:
+        if self._following is not None:
+            self._following.cancel()
+            self._following = None
+        if self._load_socket is not None:
+            self._load_socket.close()
+            self._load_socket = None
 
     async def _until_unhealthy(self) -> str:
         """Wait until the engine is unhealthy and return the reason. A refused engine is watched until it disappears."""
@@ -219,7 +257,8 @@ class ExternalReplica(ReplicaHandle):
                     with suppress(NoAnswerError):
                         self._set_adapters(adapters_among(await read_cards(self._client) or (), self._model))
                 idle = self._load.idle and self._feed is not None and not self._events_arrived
-                if not idle or checks % IDLE_CHECKS == 0:
+                known = self._load.is_published(self._context.clock())
+                if not known and (not idle or checks % IDLE_CHECKS == 0):
                     self._events_arrived = False
                     self._load.query_started()
                     metrics = await ask_metrics(self._client, HEALTH_TIMEOUT_S, self.description.data_parallel_rank)

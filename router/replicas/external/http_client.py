@@ -5,6 +5,7 @@ stop its request. A connection with a complete answer is kept for a short time t
 """
 
 import asyncio
+import socket
 import ssl
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -23,6 +24,13 @@ MAX_ANSWER_BYTES = 4 * 1024 * 1024
 MAX_HEAD_BYTES = 64 * 1024
 #: A connection whose answer is complete for us is closed unless the server ends the body after this much.
 LEFT_BYTES, LEFT_S = 64 * 1024, 5.0
+#: A peer that answers none of so many probes is gone: a load balancer or a firewall may forget a connection on which
+#: nothing is sent during a long prompt, and the request would wait until its deadline. After 10 s, one each 5 s.
+KEEP_ALIVE = tuple(
+    (getattr(socket, name), value)
+    for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4))
+    if hasattr(socket, name)  # each system has others
+)
 
 
 @dataclass(slots=True, frozen=True)
@@ -50,6 +58,13 @@ class Address:
         path = parts.path.rstrip("/").removesuffix("/v1")
         shown = f"{name}{parts.scheme}://{parts.netloc.rpartition('@')[2]}{path}"
         return cls(shown, parts.hostname, port or (443 if tls else 80), path, tls)
+
+
+def _keep_alive(transport: asyncio.BaseTransport) -> None:
+    sock = transport.get_extra_info("socket")
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in KEEP_ALIVE:
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 class AnswerSink(Protocol):
@@ -93,7 +108,8 @@ class Call(asyncio.Protocol):
         context = ssl.create_default_context() if address.tls else None
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                await loop.create_connection(lambda: self, address.host, address.port, ssl=context)
+                transport, _ = await loop.create_connection(lambda: self, address.host, address.port, ssl=context)
+            _keep_alive(transport)
         except (OSError, TimeoutError) as error:
             self._finish(f"no connection to {address.url}: {error or type(error).__name__}")
 

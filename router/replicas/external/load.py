@@ -8,7 +8,7 @@ counted by the router itself (router/routing/replica_load.py).
 import re
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from math import inf
 from statistics import median
@@ -114,6 +114,10 @@ class _Prefills:
     tokens: int = 0  #: uncached tokens of these prompts
 
 
+#: Engines that publish their load do so while they work: after this time in seconds, the metrics are newer.
+FRESH_S = 2.0
+
+
 class ExternalLoad:
     """Tracks the load of one engine."""
 
@@ -133,6 +137,7 @@ class ExternalLoad:
         self._ended: dict[int, ExternalRequest] = {}  #: requests that ended since the last metrics query was sent
         self._last_token_at = 0.0
         self._started_at = -inf  #: when a request's first token last arrived
+        self._published_at = -inf  #: when the engine last published its load by itself
         self._reports = 0
         self._counters = CacheCounters()
 
@@ -161,6 +166,16 @@ class ExternalLoad:
         counted_twice = {each.request_id: self._blocks(each) for each in begun}
         self._freed = sum(counted_twice.values()) + sum(map(self._blocks, self._ended.values()))
         self._used = {each.request_id: self._blocks(each) for each in self._running.values()} | counted_twice
+
+    def published(self, running: int, waiting: int, kv_usage: float | None, now: float) -> None:
+        """Note the load that the engine has published by itself, which is newer than that in its metrics."""
+        self._published_at = now
+        self.update(replace(self._metrics, running=running, waiting=waiting, kv_usage=kv_usage))
+        self._ended.clear()
+
+    def is_published(self, now: float) -> bool:
+        """Whether the engine has published its load just now, so that its metrics need not be asked for."""
+        return now - self._published_at < FRESH_S
 
     def sent(self, request: ExternalRequest) -> None:
         if not self._waiting:

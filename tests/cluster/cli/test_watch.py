@@ -81,12 +81,17 @@ def test_a_program_can_choose_what_it_reads() -> None:
 async def test_rates_are_lines_of_the_kind_that_was_asked_for(as_json: bool) -> None:
     """A program that asked for JSON must not get a table."""
     lines: list[str] = []
-    watching = WatchSession(WatchOptions(as_json=as_json, rates_s=0.01), lines.append, None)
+
+    def write(line: str) -> None:
+        lines.append(line)
+        if len(lines) == 2:
+            watching.stop()
+
+    watching = WatchSession(WatchOptions(as_json=as_json, rates_s=0.01), write, None)
     nowhere = EventFeed(EventEndpoints(events="", replay="", state="", snapshot=""), IgnoringSink())
 
     watching.joined(SOURCE, nowhere)
     watching.blocks_changed(SOURCE, Apply(5, 60.0, [Stored(None, [3, 4])]))
-    asyncio.get_running_loop().call_later(0.05, watching.stop)
     await watching.until_stopped()
 
     if as_json:

@@ -19,12 +19,13 @@ import msgspec
 from homing.events.load_report import SUMS
 from homing.events.wire.messages import CacheCounters, LoadReport, PrefillCost
 from homing.kvcache.hashing import BlockHash, wire_hash
+from homing.kvcache.pins import PinLimits
 from homing.kvcache.prefix_cache import PrefixCache
 from homing.replica.engine.request import RequestKey, RequestPhase, admit
 from homing.replica.engine.request import RequestState as EngineRequest
 from homing.replica.engine.scheduler import ScheduledRow, Scheduler, SchedulerLimits
 from homing.replica.errors import RequestError
-from homing.replica.messages import Abort, FailedStep, Generate, Refused, Reply, Request, TokenBatch, TokenOutput
+from homing.replica.messages import Abort, FailedStep, Generate, Pin, Refused, Reply, Request, TokenBatch, TokenOutput
 from homing.router.backend import GenerationRequest, RouterCounters
 from homing.router.config import RouterSettings
 from homing.router.errors import RouterError
@@ -36,6 +37,7 @@ from homing.router.routing.placement import Placement
 from homing.router.routing.policy.base import QUEUE_AHEAD
 from homing.router.routing.policy.registry import make_policy
 
+from ...replica.fakes import generate
 from ..fakes import BLOCK, HASHER, LIMITS, ROOT, answer, description_of, request_of, token_at
 
 ROUTER = "me"
@@ -64,10 +66,11 @@ class Trouble:
     absurd_report: float
     failed_step: float
     late_tick: float
+    unsendable: float  #: the connection takes no message
 
     @classmethod
     def drawn(cls, rng: Random) -> "Trouble":
-        return cls(*(rng.choice((0.0, 0.0, high)) for high in (0.1, 0.7, 0.7, 1.0, 0.01, 0.5)))
+        return cls(*(rng.choice((0.0, 0.0, high)) for high in (0.1, 0.7, 0.7, 1.0, 0.01, 0.5, 0.2)))
 
 
 class ModelReplica:
@@ -77,13 +80,16 @@ class ModelReplica:
         self.world, self.name, self.epoch = world, name, epoch
         self.alive = True
         self.draining = False
+        self.stopped = False  #: like a process that gets no processor time
+        self.link = 0  #: number of connections that the router has lost
         self.adapters = frozenset(world.rng.sample(ADAPTERS, world.rng.randrange(3))) if world.external else frozenset()
         self.inbox: deque[Request] = deque()
         self.steps = 0
+        self.others = 0  #: requests of another router
         self.accepted: dict[str, int] = {}
         self.stepping = False
         rng = world.rng
-        self.cache = PrefixCache(blocks, BLOCK, listener=self)
+        self.cache = PrefixCache(blocks, BLOCK, listener=self, pin_limits=PinLimits(0.8, 0.9))
         budget = rng.choice((64, 256, 512))
         self.max_running = rng.choice((1, 4, 8, 16))
         limits = SchedulerLimits(self.max_running, budget, MODEL.max_model_len)
@@ -122,19 +128,20 @@ class ModelReplica:
             self.wake()
 
     def wake(self) -> None:
-        if self.alive and not self.stepping:
+        if self.alive and not self.stepping and not self.stopped:
             self._turn()
 
     def heartbeat(self) -> None:
         if not self.alive:
             return
-        if not self.stepping:
+        if not self.stepping and not self.stopped:
             self.report()
             self.wake()
         self.world.after(HEARTBEAT_S, self.heartbeat)
 
     def _turn(self) -> None:
         """Read the inbox, then begin a step."""
+        self.cache.expire_pins(self.world.now)
         while self.inbox:
             self._take(self.inbox.popleft())
         rows = self.scheduler.schedule()
@@ -149,6 +156,9 @@ class ModelReplica:
     def _land(self, rows: Sequence[ScheduledRow]) -> None:
         if not self.alive:
             return
+        if self.stopped:
+            self.world.after(0.05, lambda: self._land(rows))
+            return
         self.stepping = False
         self.steps += 1
         failed = self.world.rng.random() < self.world.trouble.failed_step
@@ -161,8 +171,9 @@ class ModelReplica:
             self.scheduler.complete(row)
             if row.samples and request.phase is RequestPhase.RUNNING:
                 outputs.append(self._draw(request))
-        if failed:
-            ids = [row.request.key.request_id for row in rows]
+        outputs = [each for each in outputs if each.request_id > 0]
+        ids = [row.request.key.request_id for row in rows if row.request.key.source == ROUTER]
+        if failed and ids:
             self.reply(FailedStep(request_ids=ids, message="no memory"))
         if outputs:
             self.reply(TokenBatch(step=self.steps, outputs=outputs))
@@ -171,6 +182,8 @@ class ModelReplica:
 
     def _draw(self, request: EngineRequest) -> TokenOutput:
         index = request.generated
+        if request.pins and not request.output_sent:
+            self.scheduler.pin(request, self.world.now)
         token = _token_at(request.sampling.seed, index)
         request.append(token, HASHER)
         cached = None if request.output_sent else request.cached_tokens
@@ -202,6 +215,20 @@ class ModelReplica:
                 for request_id in message.request_ids:
                     if request := self.scheduler.get(RequestKey(ROUTER, request_id)):
                         self.scheduler.finish(request)
+
+    def take_other(self, tokens: list[int], max_tokens: int) -> None:
+        """Take a request of another router; their ids are negative here."""
+        self.others += 1
+        self.scheduler.add(
+            admit("other", generate(-self.others, tokens, HASHER, max_tokens=max_tokens), MODEL.vocab_size, BLOCK)
+        )
+        self.wake()
+
+    def forget(self) -> None:
+        """End the router's requests without a word, as after a reply that it did not read."""
+        for request in [each for each in self.scheduler.requests() if each.key.source == ROUTER]:
+            self.scheduler.finish(request)
+        self.accepted.clear()
 
     def _refuse(self, message: Generate, why: str) -> None:
         self.reply(Refused(request_id=message.request_id, reason="draining", message=why, retry=True))
@@ -263,6 +290,9 @@ class World:
         if self.external:  # a request's connection ends with it
             self.trouble = replace(self.trouble, lost_message=0.0)
         self.drawn_trouble = self.trouble
+        self.forgot = False  #: whether a replica forgot requests
+        kinds = {"kill": 2, "drain": 2, "stop": 2, "disconnect": 2, "forget": 1}
+        self._accidents = {kind: rng.choice((0, weight)) for kind, weight in kinds.items()}
         self.settings = RouterSettings(max_waiting_requests=1000, retries=rng.choice((3, 16)), warm_up_bytes=1 << 20)
         self.counters = RouterCounters()
         self.placement = Placement(
@@ -315,10 +345,11 @@ class World:
         def arrive() -> None:
             if self.frozen:
                 self._frozen.append(arrive)
-            elif self.replicas.get(replica.name) is replica and replica.alive and replica.name in self.placement:
+            elif self.replicas.get(replica.name) is replica and link == replica.link and replica.name in self.placement:
                 do()
 
-        self._channel((replica.name, replica.epoch, "up"), arrive)
+        link = replica.link
+        self._channel((replica.name, replica.epoch, link, "up"), arrive)
 
     def thaw(self) -> None:
         self.frozen = False
@@ -350,7 +381,7 @@ class World:
 
     def _serve(self, replica: ModelReplica) -> None:
         """Let a replica take requests once it is warm, as the controller does."""
-        if replica.alive and not replica.draining:
+        if replica.alive and not replica.draining and replica.name in self.placement:
             if replica.name in self.flow.warm_ups:
                 self.after(0.01, lambda: self._serve(replica))
             else:
@@ -362,9 +393,40 @@ class World:
         if name in self.placement:
             self.run(self.flow.replica_gone(name, self.now)[1])
 
+    def disconnect(self, name: str) -> None:
+        """Lose the connection to a living replica, and make it again."""
+        replica = self.replicas[name]
+        if name not in self.placement:
+            return
+        replica.link += 1
+        orphans, instructions = self.flow.replica_gone(name, self.now)
+        self.run(instructions)
+        self.after(0.5, lambda: self._connect(replica, orphans))
+
+    def _connect(self, replica: ModelReplica, orphans: list[int]) -> None:
+        if replica.alive and replica.name not in self.placement:
+            replica.receive(Abort(request_ids=orphans))
+            self.run(self.flow.join(replica.description, self.now, "draining" if replica.draining else None))
+            self.placement.set_adapters(replica.name, replica.adapters)
+
+    def stop(self, name: str) -> None:
+        replica = self.replicas[name]
+        replica.stopped = True
+
+        def resume() -> None:
+            replica.stopped = False
+
+        self.after(self.rng.uniform(0.5, 8.0), resume)
+
+    def forget(self, name: str) -> None:
+        if not self.external:
+            self.forgot = True
+            self.replicas[name].forget()
+
     def drain(self, name: str) -> None:
         self.replicas[name].draining = True
-        self.run(self.flow.set_unavailable(name, "draining", self.now))
+        if name in self.placement:
+            self.run(self.flow.set_unavailable(name, "draining", self.now))
 
     # Requests
 
@@ -406,10 +468,19 @@ class World:
             return
         if isinstance(message, Generate):
             self.moved_at = self.now
+            if self.rng.random() < self.trouble.unsendable:
+                self.after(0.0, lambda: self.run(self.flow.unsendable(name, message, self.now)))
+                return
             if self.rng.random() < self.trouble.lost_message:
                 self.lost.add(message.request_id)
                 return
-        self._channel((name, replica.epoch, "down"), lambda: replica.alive and replica.receive(message))
+        link = replica.link
+
+        def arrive() -> None:
+            if replica.alive and link == replica.link:
+                replica.receive(message)
+
+        self._channel((name, replica.epoch, link, "down"), arrive)
 
     # What happens
 
@@ -418,23 +489,29 @@ class World:
         topic = rng.randrange(4)
         tokens = [topic * 100 + place % 90 for place in range(rng.choice((1, 15, 16, 17, 100, 300, 700)))]
         tokens += [rng.randrange(1000) for _ in range(rng.randrange(20))]
-        return request_of(
-            tokens[: MODEL.max_model_len - 60],
+        tokens = tokens[: MODEL.max_model_len - 60]
+        pins = (Pin(rng.randint(1, len(tokens)), rng.uniform(0.1, 100.0), bytes(16)),)
+        request = request_of(
+            tokens,
             max_tokens=rng.choice((1, 2, 10, 30)),
             seed=number,
             priority=rng.choice((0, 0, 0, 1, 2)),
             tenant=bytes([rng.randrange(3)]),
             weight=rng.choice((0.1, 1.0, 10.0)),
-            deadline=inf,
+            deadline=rng.choice((inf, inf, inf, self.now + rng.uniform(0.0, 5.0))),
             adapter=rng.choice(("", *ADAPTERS)) if self.external else "",
+            pins=rng.choice(((), (), pins)),
         )
+        scores_prompt = rng.choice((None, None, None, 0))
+        sampling = msgspec.structs.replace(request.sampling, prompt_logprobs=scores_prompt)
+        return msgspec.structs.replace(request, sampling=sampling)
 
     def something(self, number: int) -> None:
         """One event of a troubled time."""
         rng = self.rng
         event = rng.choices(
-            ("submit", "burst", "flood", "cancel", "kill", "start", "drain", "adapters", "wait"),
-            (60, 4, 0.5, 8, 2, 4, 2, 2, 20),
+            ("submit", "burst", "flood", "cancel", "start", "adapters", "other", *self._accidents, "wait"),
+            (60, 4, 0.5, 8, 4, 2, 8, *self._accidents.values(), 20),
         )[0]
         names = sorted(self.replicas)
         match event:
@@ -453,13 +530,13 @@ class World:
                 running = sorted(self.requests.keys() - self.over.keys())
                 if running:
                     self.cancel(rng.choice(running))
-            case "kill" if names:
-                self.kill(rng.choice(names))
             case "start" if len(names) < 4:
                 free = [f"r{index}" for index in range(4) if f"r{index}" not in self.replicas]
                 self.start(rng.choice(free))
-            case "drain" if names:
-                self.drain(rng.choice(names))
+            case "other" if names:
+                self.replicas[rng.choice(names)].take_other([rng.randrange(1000) for _ in range(200)], 20)
+            case "kill" | "drain" | "stop" | "disconnect" | "forget" if names:
+                getattr(self, event)(rng.choice(names))
         self.advance(self.now + rng.choice((0.0, 0.001, 0.01, 0.1, 0.5)))
 
     def freeze(self, seconds: float) -> list[RequestState]:
@@ -500,13 +577,16 @@ class World:
 
     def calm(self) -> None:
         """No more faults: all replicas serve, and everything that waits must end."""
-        self.trouble = Trouble(0, 0, 0, 0, 0, 0)
+        self.trouble = Trouble(0, 0, 0, 0, 0, 0, 0)
         for name in sorted(self.replicas):
             if self.replicas[name].draining:
                 self.kill(name)
         if not self.replicas:
             self.start("r0")
-        for name in self.replicas:
+        for name, replica in self.replicas.items():
+            replica.stopped = False
+            if name not in self.placement:
+                continue
             self.placement.set_adapters(name, frozenset(ADAPTERS))
 
     def state(self) -> str:
@@ -552,7 +632,9 @@ def run(seed: int, events: int = 60) -> World:
         if state.outcome == "finished":
             assert len(tokens) == request.sampling.max_tokens, f"seed {seed}: {request_id} ended early"
     assert not counters.stalls_queue + counters.stalls_idle_replica, f"seed {seed}: only the tick's check helped"
-    assert not counters.stalls_lost or world.drawn_trouble.lost_message, f"seed {seed}: a request was taken for lost"
+    assert not counters.stalls_lost or world.drawn_trouble.lost_message or world.forgot, (
+        f"seed {seed}: a request was taken for lost"
+    )
     world.advance(world.now + 5.0)
     assert not world.flow.in_flight
     assert not world.flow.warm_ups, f"seed {seed}: a warm-up does not end"

@@ -4,11 +4,12 @@ from collections import Counter
 from hashlib import sha256
 from math import inf
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from homing.router.flow.fair_queue import MAX_OWN_LANES, TRIES, FairQueue
+from homing.router.flow.fair_queue import MAX_OWN_LANES, TRIES, FairQueue, _Lane
 
 WEIGHTS = {b"ann": 1.0, b"bob": 2.0, b"eve": 0.5}
 MOST = 100.0
@@ -185,6 +186,20 @@ def test_tenants_that_share_a_lane_are_charged_and_give_way_like_one() -> None:
         order.append(name)
         take(queue, 1.0)
     assert order[-4:] == [5000, 5001, 5002, 5003]
+
+
+def test_a_round_in_which_nothing_fits_does_not_look_at_every_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each report and each end of a request causes a round."""
+    queue, looked = FairQueue(), Counter[bytes]()
+    for at in range(900):
+        push(queue, at, b"tenant%d" % (at % 300), priority=at % 3)
+    first = _Lane.first
+    monkeypatch.setattr(_Lane, "first", lambda lane, shut: looked.update([lane.tenant]) or first(lane, shut))
+
+    for name in queue.turns():
+        queue.let_pass(name, inf)
+
+    assert looked.total() <= 2 * TRIES
 
 
 def test_a_request_that_fits_nowhere_lets_others_pass_up_to_its_own_work() -> None:

@@ -166,6 +166,35 @@ def test_what_every_replica_loses_ends_with_an_error() -> None:
     assert world.flow.counters.stalls_lost == 3
 
 
+def test_a_request_that_arrives_before_a_long_step_is_not_sent_again() -> None:
+    """The report before that step shows no request, and is repeated until the step is over."""
+    world = World(2, silence_s=2.0)
+    request_id = world.submit(request_of(PROMPT))
+    home = world.home(request_id)
+    idle = world.replicas[home].load("me", ts=0.5)
+
+    for tick in range(5, 100):
+        world.now = tick / 10
+        world.run(world.flow.report(home, idle, world.now))
+        world.run(world.flow.expire(world.now))
+
+    assert replica_of(world.flow, request_id) == home
+    assert not world.flow.counters.stalls_lost
+
+
+def test_requests_that_a_replica_reads_in_many_turns_are_not_sent_again() -> None:
+    """A flood waits in its socket, as it reads so many requests before a step."""
+    world = World(1, silence_s=2.0)
+    for _ in range(100):
+        world.submit(request_of(PROMPT))
+
+    for tick in range(100):
+        world.replicas["r0"].highest = tick
+        reported(world, "r0", float(tick), waiting=1 + tick)
+
+    assert not world.flow.counters.stalls_lost
+
+
 @pytest.mark.parametrize("waiting", [0, 1])
 def test_a_request_that_a_busy_replica_has_is_not_sent_again(waiting: int) -> None:
     """A long prompt or a constraint that is compiled takes its time."""

@@ -604,6 +604,26 @@ async def test_a_long_answer_is_written_as_fast_as_it_is_read(rig: Rig):
     assert (await client.told())["path"] == "/next"
 
 
+@pytest.mark.parametrize("pieces", [1, 2, 3, 4])
+async def test_a_long_answer_that_is_written_at_once_ends_once(rig: Rig, pieces: int):
+    """The socket may take all of it: the next request is then current, and the one after it must wait."""
+    client = await rig.client()
+    client.send(get("/hold") + get("/hold") + get("/next"))
+    exchange = await rig.held()
+    wire = rig.connection
+    wire._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8 * WRITTEN_BYTES)
+    wire._transport.set_write_buffer_limits(high=8 * WRITTEN_BYTES)
+
+    exchange.respond_in([b"a" * (WRITTEN_BYTES // pieces + 1)] * pieces)
+    assert len((await client.answer())[2]) > WRITTEN_BYTES
+
+    assert [each.path for each in rig.handler.seen] == ["/hold", "/hold"]
+    assert rig.handler.over == [exchange]
+    rig.handler.held[1].respond(b"b")
+    assert (await client.answer())[2] == b"b"
+    assert (await client.told())["path"] == "/next"
+
+
 async def test_a_finished_answer_that_nobody_reads_is_dropped(rig: Rig):
     """The connection no longer counts as busy, and would hold the unsent bytes until the client exits."""
     client = await rig.client()

@@ -44,6 +44,7 @@ class Behaviour:
     tells_ids: bool = True
     tells_block_size: bool = True
     tells_sockets: bool = False  #: report its event sockets, as vLLM does in development mode
+    load_port: int | None = None  #: report this port of a load socket, as SGLang does
     names_sources: list[dict[str, object]] | None = None  #: where each rank publishes, as vLLM 0.33 tells it
     silent_paths: tuple[str, ...] = ()  #: never answered
     ranks: int = 1  #: data-parallel ranks that its metrics show
@@ -248,6 +249,9 @@ class FakeEngine:
                 await self._complete(json.loads(body), writer)
             case "/version":
                 self._whole(writer, 200, b'{"version": "0.33.0"}')
+            case "/server_info?config_format=json" if self.behaves.load_port is not None:
+                named = {"load_endpoint_port_base": self.behaves.load_port, "load_topic": "load", "dp_size": 1}
+                self._whole(writer, 200, json.dumps({"kv_events": named}).encode())
             case "/server_info?config_format=json" if self.behaves.tells_sockets:
                 ends = self.endpoints
                 config = {"endpoint": ends.events.replace("127.0.0.1", "*"), "replay_endpoint": ends.replay}

@@ -7,6 +7,7 @@ from random import Random
 
 import msgspec
 import pytest
+import zmq
 
 from homing.events.wire.messages import LoadReport
 from homing.kvcache.hashing import tenant_root
@@ -557,3 +558,27 @@ async def test_plain_chats_go_as_ids_where_all_engines_render_alike(
         assert before == ("all" if chats == "parsed" else chats)
     finally:
         await cluster.close()
+
+
+async def test_the_load_that_an_engine_publishes_counts_instead_of_its_metrics(cluster: Cluster) -> None:
+    """SGLang sends it with each prefill; its metrics are up to a second old, and tell nothing with a busy server."""
+    context = zmq.Context()
+    socket = context.socket(zmq.PUB)
+    port = socket.bind_to_random_port("tcp://127.0.0.1")
+    try:
+        [engine] = await cluster.add("b0")
+        engine.behaves.load_port = port
+        await cluster.live("b0")
+        reports = cluster.watcher.reports
+
+        def told() -> bool:
+            for odd in (b"no msgpack", b"\x91\x01", msgspec.msgpack.encode(["LoadStat", -1, 0, 0, 0])):
+                socket.send_multipart([b"load", bytes(8), odd])
+            stat = ["LoadStat", 7, 2, 250 * BLOCK, 500 * BLOCK, None]
+            socket.send_multipart([b"load", bytes(8), msgspec.msgpack.encode(stat)])
+            return bool(reports) and (reports[-1].running, reports[-1].free_blocks) == (9, 250)
+
+        await until(told)
+    finally:
+        socket.close(0)
+        context.term()

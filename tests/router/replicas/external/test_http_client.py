@@ -1,12 +1,14 @@
 """The HTTP client, over real sockets."""
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 
 import pytest
 
 from homing.router.replicas.external.http_client import (
+    KEEP_ALIVE,
     Address,
     Answer,
     Call,
@@ -105,6 +107,30 @@ async def test_a_closed_call_says_nothing_more() -> None:
         await client.ask("GET", "/", timeout_s=120)
 
     assert not said
+
+
+async def test_a_connection_that_was_forgotten_on_the_way_is_noticed() -> None:
+    """Nothing is sent during a long prompt, and a firewall that forgets the connection tells nobody."""
+    asked, release = asyncio.Event(), asyncio.Event()
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.set()
+        await release.wait()
+
+    class Sink:
+        head = body = end = staticmethod(lambda *_: None)
+
+    async with served(handle) as client:
+        call = client.call("GET", "/", b"", Sink())
+        await asked.wait()
+        assert call._transport is not None
+        sock = call._transport.get_extra_info("socket")
+        options = [sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)]
+        options += [sock.getsockopt(socket.IPPROTO_TCP, option) for option, _ in KEEP_ALIVE]
+        call.close()
+        release.set()
+
+    assert options == [1, *(value for _, value in KEEP_ALIVE)]
 
 
 async def test_a_connection_serves_one_request_after_the_other() -> None:
