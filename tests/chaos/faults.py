@@ -33,6 +33,8 @@ Inject = Callable[[Cluster, float], AbstractAsyncContextManager[Victim]]
 NOBODY = Victim()
 #: A slow replica alternately runs and is stopped for these times.
 SLOW_RUN_S, SLOW_STOP_S = 0.02, 0.08
+#: How often a replica is without memory, for how long, and how long it then has some.
+MEMORY_DIPS, MEMORY_DIP_S, MEMORY_PAUSE_S = 5, 0.02, 0.5
 
 
 @dataclass(slots=True, frozen=True)
@@ -53,15 +55,23 @@ async def kill_rank(cluster: Cluster, draw: float, *, rank: int) -> AsyncIterato
 
 
 @contextlib.asynccontextmanager
+async def kill_ranks(cluster: Cluster, draw: float) -> AsyncIterator[Victim]:
+    """SIGKILL all processes of a replica at the same time."""
+    replica = await cluster.victim(draw)
+    for pid in replica["pids"]:
+        os.kill(pid, signal.SIGKILL)
+    yield Victim(replica["replica_id"], replica["epoch"])
+
+
+@contextlib.asynccontextmanager
 async def freeze(cluster: Cluster, draw: float, *, first_rank: int = 0) -> AsyncIterator[Victim]:
-    """SIGSTOP the processes of a replica from rank `first_rank` on, then SIGCONT."""
+    """SIGSTOP the processes of a replica from rank `first_rank` on; SIGCONT those that are left."""
     replica = await cluster.victim(draw)
     pids = replica["pids"][first_rank:]
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     try:
-        # An idle replica whose second rank is stopped need not leave routing.
-        yield NOBODY if first_rank else Victim(replica["replica_id"], replica["epoch"])
+        yield Victim(replica["replica_id"], replica["epoch"])
     finally:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
@@ -69,12 +79,29 @@ async def freeze(cluster: Cluster, draw: float, *, first_rank: int = 0) -> Async
 
 
 @contextlib.asynccontextmanager
-async def kill_router(cluster: Cluster, draw: float) -> AsyncIterator[Victim]:
-    """SIGKILL one of the routers."""
+async def hit_router(cluster: Cluster, draw: float, *, number: signal.Signals) -> AsyncIterator[Victim]:
+    """Send a signal, SIGKILL or SIGSTOP, to one of the routers."""
     routers = cluster.routers()
     url = sorted(routers)[int(draw * len(routers))]
-    routers[url].kill()
+    routers[url].send_signal(number)
     yield Victim(url=url)
+
+
+@contextlib.asynccontextmanager
+async def starve_memory(cluster: Cluster, draw: float) -> AsyncIterator[Victim]:
+    """Let a replica map no more memory for a moment, several times, so that its steps fail; it may die of that."""
+    name = (await cluster.victim(draw))["replica_id"]
+    for _ in range(MEMORY_DIPS):
+        found = next((each for each in (await cluster.view())["replicas"] if each["replica_id"] == name), None)
+        processes = [psutil.Process(pid) for pid in found["pids"]] if found else []
+        for process in processes:
+            process.rlimit(psutil.RLIMIT_AS, (process.memory_info().vms, resource.RLIM_INFINITY))
+        await asyncio.sleep(MEMORY_DIP_S)
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.rlimit(psutil.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        await asyncio.sleep(MEMORY_PAUSE_S)
+    yield NOBODY
 
 
 @contextlib.asynccontextmanager
@@ -159,15 +186,23 @@ async def restart_engine(cluster: Cluster, draw: float) -> AsyncIterator[Victim]
 
 
 @contextlib.asynccontextmanager
-async def kill_raylet(cluster: Cluster, draw: float) -> AsyncIterator[Victim]:
-    """SIGKILL the raylet of the last node; another node joins when the fault is over."""
+async def kill_node(cluster: Cluster, draw: float, *, name: str) -> AsyncIterator[Victim]:
+    """SIGKILL the last node's raylet, or an agent with which it ends; another node joins when the fault is over."""
     assert cluster.nodes is not None, "the cluster has no separate nodes"
     family = below(cluster.nodes.processes[-1])
     pids = {process.pid for process in family}
     victim = next(each for each in (await cluster.view())["replicas"] if pids & set(each["pids"]))
-    next(process for process in family if process.name() == "raylet").kill()
+    next(process for process in family if name in (process.name(), "".join(process.cmdline()[:1]))).kill()
     yield Victim(victim["replica_id"], victim["epoch"])
     start(cluster.nodes, f"--address={cluster.nodes.address}")
+
+
+def _with_signal(number: signal.Signals) -> Inject:
+    return lambda cluster, draw: hit_router(cluster, draw, number=number)
+
+
+def _with_process(name: str) -> Inject:
+    return lambda cluster, draw: kill_node(cluster, draw, name=name)
 
 
 def _with_rank(rank: int) -> Inject:
@@ -184,16 +219,22 @@ def _with_times(times: int) -> Inject:
 
 FAULTS: dict[str, Fault] = {
     "kill-rank-0": Fault(_with_rank(0), "pair", 0.0),
-    "freeze": Fault(freeze, "pair", 10.0),
+    "freeze": Fault(freeze, "pair", 3.0),
     "slow": Fault(slow, "pair", 5.0),
     "flush": Fault(flush, "pair", 1.0),
     "full-disk": Fault(full_disk, "pair", 3.0),
     "overload": Fault(_with_times(10), "pair", 0.0),
     "kill-rank-1": Fault(_with_rank(1), "ranks", 0.0),
-    "freeze-rank-1": Fault(lambda cluster, draw: freeze(cluster, draw, first_rank=1), "ranks", 10.0),
-    "kill-raylet": Fault(kill_raylet, "nodes", 1.0),
+    "kill-ranks": Fault(kill_ranks, "ranks", 0.0),
+    "freeze-rank-1": Fault(lambda cluster, draw: freeze(cluster, draw, first_rank=1), "ranks", 3.0),
+    "kill-raylet": Fault(_with_process("raylet"), "nodes", 1.0),
+    "kill-agent": Fault(_with_process("ray::DashboardAgent"), "nodes", 1.0),
+    "kill-env-agent": Fault(_with_process("ray::RuntimeEnvAgent"), "nodes", 1.0),
     "restart-engine": Fault(restart_engine, "backends", 1.0),
-    "kill-router": Fault(kill_router, "routers", 0.0),
+    "kill-router": Fault(_with_signal(signal.SIGKILL), "routers", 0.0),
+    "kill-only-router": Fault(_with_signal(signal.SIGKILL), "pair", 0.0),
+    "freeze-only-router": Fault(_with_signal(signal.SIGSTOP), "pair", 0.0),
+    "no-memory": Fault(starve_memory, "pair", 0.0),
     "events-cut": Fault(_with_fate("cut"), "tunnels", 3.0),
     "events-late": Fault(_with_fate("delay"), "tunnels", 5.0),
     "events-lost": Fault(_with_fate("drop"), "tunnels", 5.0),
