@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
+from pathlib import Path
 from random import Random
 
 import msgspec
@@ -25,6 +26,7 @@ from homing.replica.messages import (
 from homing.router.backend import FeedState, GenerationRequest, ReplicaView, TokenDelta
 from homing.router.config import RouterSettings
 from homing.router.errors import CacheInUse, DeadlineExceeded, NoReplica, PromptTooLong, ReplicaLost, RouterClosed
+from homing.router.flow.input_dump import InputDumper
 from homing.router.flow.request_state import RequestState
 from homing.router.replicas.membership import text_digests
 from homing.router.replicas.own_replica import OwnReplica
@@ -32,6 +34,7 @@ from homing.router.replicas.service import RouterService
 from homing.router.routing.replica_load import UnavailableReason
 
 from ..fakes import CACHE, LIMITS, SEED, Reading, SocketReplica, answer, parity_of, request_of, until
+from ..replay import replay_flow
 
 PROMPT = list(range(200))
 
@@ -133,6 +136,24 @@ async def test_a_request_ends_with_its_tokens_and_is_observed(pair: Cluster) -> 
     assert tokens(deltas) == answer(request)
     assert [record.replica for record in pair.watcher.finished] == [replica]
     assert pair.watcher.reports > 0
+
+
+def dumped(folder: Path) -> Path:
+    (path,) = folder.glob("homing-inputs-*")
+    return path
+
+
+async def test_an_internal_error_leaves_a_file_from_which_it_can_be_repeated(pair: Cluster, tmp_path: Path) -> None:
+    """The service passes on what its flow has kept, with the settings on which decisions depend."""
+    flow = pair.service._flow
+    pair.service._dumper = InputDumper(tmp_path)
+    await pair.ask(request_of(PROMPT))
+    with pytest.raises(AssertionError):
+        flow.on_reply("r0", "not a reply", pair.service._context.clock())  # type: ignore[arg-type]
+
+    replayed = replay_flow(dumped(tmp_path))
+    assert replayed is not None
+    assert (replayed[0], type(replayed[1])) == ("on_reply", AssertionError)
 
 
 async def test_the_replica_is_known_with_every_delta_and_after_the_last(pair: Cluster) -> None:
