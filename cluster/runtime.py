@@ -1,9 +1,12 @@
 """Set-up of every process of a cluster: event loop, logging, resource limits and garbage collector."""
 
 import asyncio
+import contextlib
 import gc
 import logging
+import os
 import resource
+import subprocess
 import sys
 
 log = logging.getLogger(__name__)
@@ -40,6 +43,19 @@ def raise_open_files_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     if wanted < FEW_OPEN_FILES:
         log.warning("few_open_files limit=%d remedy='ulimit -Hn 65536 before homing serve, or LimitNOFILE='", wanted)
+
+
+def leave_process_group() -> None:
+    """Move this process into a process group of its own that others do not know: they cannot signal it by its old one.
+
+    A group's leader can only move to an existing group, so a short-lived child makes one. Does nothing where a process
+    may not leave its group.
+    """
+    with (
+        contextlib.suppress(OSError),
+        subprocess.Popen(["cat"], stdin=subprocess.PIPE, process_group=0) as leader,
+    ):
+        os.setpgid(0, leader.pid)
 
 
 def freeze_loaded_objects() -> None:

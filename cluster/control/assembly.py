@@ -4,6 +4,7 @@ Imported by the driver but run in the actors, so torch and the HTTP server are i
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
@@ -16,6 +17,7 @@ from tempfile import gettempdir
 from typing import TYPE_CHECKING
 
 import msgspec
+import psutil
 
 from ...events.security.curve_keys import reader_keys, server_keys
 from ...kvcache.config import KvCacheSettings
@@ -27,6 +29,7 @@ from ...router.control import Answer, AnyQuestion, Member, SetMembership
 from ..config import ClusterSettings
 from ..logs import RequestLog
 from ..model_source import find_model
+from ..runtime import leave_process_group
 from .actors import Router, describe, node_address
 from .compiled_kernels import prepare_torch
 from .control_messages import ClusterModel, Listening, Models, RankSpec
@@ -61,6 +64,17 @@ def on_process_exit(pid: int, act: Callable[[], None]) -> None:
         act()
 
     threading.Thread(target=wait, name=f"end of {pid}", daemon=True).start()
+
+
+def agents_of(raylet: int) -> list[int]:
+    """The ids of a raylet's agents, without which it exits. A local cluster has none."""
+    found = []
+    with contextlib.suppress(psutil.Error):
+        for process in psutil.Process(raylet).children():
+            with contextlib.suppress(psutil.Error):
+                if "".join(process.cmdline()[:1]).startswith(("ray::DashboardAgent", "ray::RuntimeEnvAgent")):
+                    found.append(process.pid)
+    return found
 
 
 def make_rank(spec: RankSpec) -> RankServer:
@@ -210,12 +224,16 @@ async def make_router(
     else:
         loading = asyncio.create_task(_load_texts(server.front.texts, models))
     # Ray ends this process within a second after its raylet exits. End requests first, so that clients get an error.
+    raylet = os.getppid()
+    if agents := agents_of(raylet):  # if one of them ends, the raylet kills its workers' process groups, then exits
+        leave_process_group()
     loop = asyncio.get_running_loop()
 
     def end_requests() -> None:
         loop.call_soon_threadsafe(versions.end_requests)
 
-    on_process_exit(os.getppid(), end_requests)
+    for pid in (raylet, *agents):
+        on_process_exit(pid, end_requests)
     port = await server.start(host, wanted.port, shared=shared)
     direct = await server.start(host, wanted.direct_port) if shared else 0
     return HomingRouter(versions, server, Listening(port, direct), loading)

@@ -37,15 +37,19 @@ class BodyReader:
         data = exchange.request.body
         if len(data) > UNMEASURED_BYTES:
             await self._check_cost(exchange, tenant, fields)
+        result = await self.run(exchange, steps, tenant)
+        await self.turn(exchange, tenant)  # what the caller does next is another step
+        return result
+
+    async def run(self, exchange: Exchange, steps: Generator[None, None, Result], tenant: bytes) -> Result:
+        """The result of `steps`, each of which is a turn. Raises what they raise, and ClientGoneError."""
         while True:
             await self.turn(exchange, tenant)
             try:
                 next(steps)
             except StopIteration as done:
                 result: Result = done.value
-                break
-        await self.turn(exchange, tenant)  # what the caller does next is another step
-        return result
+                return result
 
     async def _check_cost(self, exchange: Exchange, tenant: bytes, fields: Sequence[str]) -> None:
         body = exchange.request.body

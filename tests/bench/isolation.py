@@ -29,6 +29,8 @@ import psutil
 from .request_fields import Field, fields_of, with_value
 
 CLIENTS, START_S = 4, 120
+#: Replaced by other letters and digits in each request.
+UNIQUE = "uniquely"
 BASES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "the sea", "max_tokens": 16},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "the sea"}], "max_tokens": 16},
@@ -54,6 +56,7 @@ class Attack:
 class Seen:
     first_token_s: list[float] = field(default_factory=list)
     gap_s: list[float] = field(default_factory=list)
+    guided_s: list[float] = field(default_factory=list)  #: first tokens of answers with a new constraint
     pause_s: list[float] = field(default_factory=list)
     statuses: set[int] = field(default_factory=set)
 
@@ -72,10 +75,11 @@ def known() -> Iterator[Attack]:
     for _ in range(30):
         deep = {"type": "object", "properties": {"a": deep}, "required": ["a"]}
     yield Attack("128 prompts of 990 tokens", "/v1/completions", {"prompt": batch, "max_tokens": 1})
-    echo = {"prompt": batch, "max_tokens": 1, "echo": True, "logprobs": 20}
-    yield Attack("the same with echo and logprobs", "/v1/completions", echo)
-    long = {"prompt": [ids(seed, 60) for seed in range(8)], "n": 16, "max_tokens": 500, "logprobs": 20}
-    yield Attack("8 prompts x 16 choices x 500 tokens x 20 logprobs", "/v1/completions", long)
+    echo = {"prompt": batch[:25], "max_tokens": 1, "echo": True, "logprobs": 20}
+    yield Attack("25 of them with echo and 20 logprobs", "/v1/completions", echo)
+    yield Attack("all with echo and 1 logprob", "/v1/completions", echo | {"prompt": batch, "logprobs": 1})
+    long = {"prompt": [ids(seed, 60) for seed in range(8)], "n": 16, "max_tokens": 190, "logprobs": 20}
+    yield Attack("8 prompts x 16 choices x 190 tokens x 20 logprobs", "/v1/completions", long)
     yield Attack("the same as a stream", "/v1/completions", long | {"stream": True})
     chat = {"messages": [{"role": "user", "content": words}], "max_tokens": 256}
     yield Attack("64 choices of a chat", "/v1/chat/completions", chat | {"n": 64, "logprobs": True, "top_logprobs": 20})
@@ -84,6 +88,7 @@ def known() -> Iterator[Attack]:
     yield Attack("a large regex", "/v1/completions", regex)
     schema = {"type": "json_schema", "json_schema": {"name": "deep", "schema": deep}}
     yield Attack("a deep schema", "/v1/chat/completions", chat | {"response_format": schema})
+    yield from constraints()
     tools = [{"type": "function", "function": {"name": f"f{number}", "parameters": deep}} for number in range(60)]
     yield Attack("60 tools", "/v1/chat/completions", chat | {"tools": tools, "tool_choice": "required"})
     turns = [{"role": ("user", "assistant")[turn % 2], "content": "a b c"} for turn in range(1_001)]
@@ -94,6 +99,31 @@ def known() -> Iterator[Attack]:
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 100_000}}
     images = {"messages": [{"role": "user", "content": [image] * 20}], "max_tokens": 4}
     yield Attack("20 images", "/v1/chat/completions", images)
+
+
+def constraints() -> Iterator[Attack]:
+    """Constraints that take long to compile or to follow, another one in every request."""
+    many = {f"p{number}{UNIQUE}": {"type": "integer"} for number in range(1_500)}
+    objects = [{"type": "object", "properties": {f"p{number}{UNIQUE}": {"type": "integer"}}} for number in range(700)]
+    bounds = {
+        f"p{number}{UNIQUE}": {"type": "number", "minimum": number + 0.123, "exclusiveMaximum": number * 7 + 1.77}
+        for number in range(60)
+    }
+    pattern = {"type": "string", "pattern": f"^{UNIQUE}(a|b){{500}}(a|b)*a(a|b){{20}}.{{0,1000}}x.{{0,1000}}$"}
+    rules = [f'r{number}: "x{UNIQUE}" r{number * 7 % 1_500} | "y{number}"' for number in range(1_500)]
+    asked: dict[str, dict[str, Any]] = {
+        "1,500 optional properties": {"json": {"type": "object", "properties": many}},
+        "700 alternative objects": {"json": {"anyOf": objects}},
+        "60 bounds of numbers": {"json": {"type": "object", "properties": bounds}},
+        "a pattern of exponential size": {"json": {"type": "object", "properties": {"a": pattern}, "required": ["a"]}},
+        "an enum of 5,000": {"json": {"enum": [f"value {number} {UNIQUE}" for number in range(3_000)]}},
+        "4,000 choices": {"choice": [f"choice {number} {UNIQUE}" for number in range(3_500)]},
+        "40 free characters": {"regex": r"(.|\n)" * 40 + UNIQUE},
+        "1,500 rules": {"grammar": "\n".join(["start: " + " | ".join(f"r{each}" for each in range(1_500)), *rules])},
+    }
+    for name, constraint in asked.items():
+        body = {"prompt": "a", "max_tokens": 64, "n": 4, "structured_outputs": constraint}
+        yield Attack(f"constraint: {name}", "/v1/completions", body)
 
 
 class Server:
@@ -154,15 +184,18 @@ class Server:
             with contextlib.suppress(httpx.HTTPError, TimeoutError):
                 async with (
                     asyncio.timeout(left),
-                    self.attacker.stream("POST", path, content=body, headers=headers) as answer,
+                    self.attacker.stream("POST", path, content=_unique(body), headers=headers) as answer,
                 ):
                     seen.statuses.add(answer.status_code)
                     async for _ in answer.aiter_bytes():
                         pass
 
     async def _ask(self, seen: Seen, end: float) -> None:
+        guided = False
         while time.perf_counter() < end:
             body = {"prompt": f"{random.random()} the sea", "max_tokens": 12, "stream": True, "ignore_eos": True}
+            if guided:
+                body |= {"structured_outputs": {"regex": f"[a-z ]{{12,20}}{random.randrange(1 << 32)}"}}
             last, times = time.perf_counter(), []
             async with self.victim.stream("POST", "/v1/completions", json=body) as answer:
                 async for line in answer.aiter_lines():
@@ -171,8 +204,9 @@ class Server:
                         times.append(now - last)
                         last = now
             if times:
-                seen.first_token_s.append(times[0])
+                (seen.guided_s if guided else seen.first_token_s).append(times[0])
                 seen.gap_s.append(max(times[1:], default=0.0))
+            guided = not guided
             await asyncio.sleep(0.05)
 
     async def _probe(self, seen: Seen, end: float) -> None:
@@ -181,6 +215,10 @@ class Server:
             await self.victim.get("/health")
             seen.pause_s.append(time.perf_counter() - start)
             await asyncio.sleep(0.01)
+
+
+def _unique(body: bytes) -> bytes:
+    return body.replace(UNIQUE.encode(), f"{random.getrandbits(32):08x}".encode())
 
 
 def _shown(value: Any) -> str:
@@ -197,7 +235,8 @@ def router_of(parent: int) -> psutil.Process | None:
 
 
 def row(name: str, seen: Seen, before: int, after: int) -> str:
-    figures = [max(values, default=0.0) * 1e3 for values in (seen.first_token_s, seen.gap_s, seen.pause_s)]
+    measured = (seen.first_token_s, seen.guided_s, seen.gap_s, seen.pause_s)
+    figures = [max(values, default=0.0) * 1e3 for values in measured]
     cells = [name, *(f"{figure:.0f}" for figure in figures), f"{before >> 20}", f"{after >> 20}"]
     return f"| {' | '.join(cells)} | {','.join(map(str, sorted(seen.statuses)))} |"
 
@@ -209,11 +248,13 @@ async def run(options: argparse.Namespace, parent: int) -> None:
     def memory() -> int:
         return process.memory_info().rss if process else 0
 
-    attacks = [*known(), *await server.largest()]
+    attacks = [*known(), *(await server.largest() if options.fields else ())]
     attacks = [attack for attack in attacks if options.only in attack.name]
     load = os.getloadavg()[0]
     print(f"{len(attacks)} attacks; load {load:.1f}; milliseconds, MiB of the router before and after")
-    print("| attack | first token | gap | pause | before | after | status |\n|---|---|---|---|---|---|---|")
+    print(
+        "| attack | first token | guided | gap | pause | before | after | status |\n|---|---|---|---|---|---|---|---|"
+    )
     for attack in (None, *attacks):
         before = memory()
         seen = await server.watch(attack, options.seconds)
@@ -251,6 +292,7 @@ def main() -> None:
     parser.add_argument("--url", default="")
     parser.add_argument("--key", default="sk-one")
     parser.add_argument("--other-key", default="sk-two")
+    parser.add_argument("--no-fields", dest="fields", action="store_false", help="only the known attacks")
     parser.add_argument("--only", default="", help="attacks whose name contains this")
     parser.add_argument("--seconds", type=float, default=3.0, help="duration of each attack")
     options = parser.parse_args()

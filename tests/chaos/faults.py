@@ -8,7 +8,7 @@ import contextlib
 import os
 import resource
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
@@ -33,6 +33,8 @@ Inject = Callable[[Cluster, float], AbstractAsyncContextManager[Victim]]
 NOBODY = Victim()
 #: A slow replica alternately runs and is stopped for these times.
 SLOW_RUN_S, SLOW_STOP_S = 0.02, 0.08
+#: How many steps of a replica fail for want of memory, and the time between them.
+FAILED_STEPS, BETWEEN_STEPS_S = 3, 0.5
 
 
 @dataclass(slots=True, frozen=True)
@@ -53,15 +55,23 @@ async def kill_rank(cluster: Cluster, draw: float, *, rank: int) -> AsyncIterato
 
 
 @contextlib.asynccontextmanager
+async def kill_ranks(cluster: Cluster, draw: float) -> AsyncIterator[Victim]:
+    """SIGKILL all processes of a replica at the same time."""
+    replica = await cluster.victim(draw)
+    for pid in replica["pids"]:
+        os.kill(pid, signal.SIGKILL)
+    yield Victim(replica["replica_id"], replica["epoch"])
+
+
+@contextlib.asynccontextmanager
 async def freeze(cluster: Cluster, draw: float, *, first_rank: int = 0) -> AsyncIterator[Victim]:
-    """SIGSTOP the processes of a replica from rank `first_rank` on, then SIGCONT."""
+    """SIGSTOP the processes of a replica from rank `first_rank` on; SIGCONT those that are left."""
     replica = await cluster.victim(draw)
     pids = replica["pids"][first_rank:]
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     try:
-        # An idle replica whose second rank is stopped need not leave routing.
-        yield NOBODY if first_rank else Victim(replica["replica_id"], replica["epoch"])
+        yield Victim(replica["replica_id"], replica["epoch"])
     finally:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
@@ -69,12 +79,31 @@ async def freeze(cluster: Cluster, draw: float, *, first_rank: int = 0) -> Async
 
 
 @contextlib.asynccontextmanager
-async def kill_router(cluster: Cluster, draw: float) -> AsyncIterator[Victim]:
-    """SIGKILL one of the routers."""
+async def hit_router(cluster: Cluster, draw: float, *, number: signal.Signals) -> AsyncIterator[Victim]:
+    """Send a signal, SIGKILL or SIGSTOP, to one of the routers."""
     routers = cluster.routers()
     url = sorted(routers)[int(draw * len(routers))]
-    routers[url].kill()
+    routers[url].send_signal(number)
     yield Victim(url=url)
+
+
+@contextlib.asynccontextmanager
+async def fail_steps(cluster: Cluster, draw: float) -> AsyncIterator[Victim]:
+    """Let a replica map no more memory until a step of it has failed, several times. It may die of it."""
+    name = (await cluster.victim(draw))["replica_id"]
+    for _ in range(FAILED_STEPS):
+        before, limited = (await cluster.view())["counters"]["suspected"], set[int]()
+
+        async def failed(before: int = before, limited: set[int] = limited) -> bool:
+            view = await cluster.view()
+            limited.update(*(each["pids"] for each in view["replicas"] if each["replica_id"] == name))
+            _limit_memory(limited, to_present=True)
+            return bool(view["counters"]["suspected"] > before)
+
+        await wait_for(failed, f"a step of {name} fails")
+        _limit_memory(limited, to_present=False)
+        await asyncio.sleep(BETWEEN_STEPS_S)
+    yield NOBODY
 
 
 @contextlib.asynccontextmanager
@@ -159,15 +188,23 @@ async def restart_engine(cluster: Cluster, draw: float) -> AsyncIterator[Victim]
 
 
 @contextlib.asynccontextmanager
-async def kill_raylet(cluster: Cluster, draw: float) -> AsyncIterator[Victim]:
-    """SIGKILL the raylet of the last node; another node joins when the fault is over."""
+async def kill_node(cluster: Cluster, draw: float, *, name: str) -> AsyncIterator[Victim]:
+    """SIGKILL the last node's raylet, or an agent with which it ends; another node joins when the fault is over."""
     assert cluster.nodes is not None, "the cluster has no separate nodes"
     family = below(cluster.nodes.processes[-1])
     pids = {process.pid for process in family}
     victim = next(each for each in (await cluster.view())["replicas"] if pids & set(each["pids"]))
-    next(process for process in family if process.name() == "raylet").kill()
+    next(process for process in family if name in (process.name(), "".join(process.cmdline()[:1]))).kill()
     yield Victim(victim["replica_id"], victim["epoch"])
     start(cluster.nodes, f"--address={cluster.nodes.address}")
+
+
+def _with_signal(number: signal.Signals) -> Inject:
+    return lambda cluster, draw: hit_router(cluster, draw, number=number)
+
+
+def _with_process(name: str) -> Inject:
+    return lambda cluster, draw: kill_node(cluster, draw, name=name)
 
 
 def _with_rank(rank: int) -> Inject:
@@ -184,16 +221,22 @@ def _with_times(times: int) -> Inject:
 
 FAULTS: dict[str, Fault] = {
     "kill-rank-0": Fault(_with_rank(0), "pair", 0.0),
-    "freeze": Fault(freeze, "pair", 10.0),
+    "freeze": Fault(freeze, "pair", 3.0),
     "slow": Fault(slow, "pair", 5.0),
     "flush": Fault(flush, "pair", 1.0),
     "full-disk": Fault(full_disk, "pair", 3.0),
     "overload": Fault(_with_times(10), "pair", 0.0),
     "kill-rank-1": Fault(_with_rank(1), "ranks", 0.0),
-    "freeze-rank-1": Fault(lambda cluster, draw: freeze(cluster, draw, first_rank=1), "ranks", 10.0),
-    "kill-raylet": Fault(kill_raylet, "nodes", 1.0),
+    "kill-ranks": Fault(kill_ranks, "ranks", 0.0),
+    "freeze-rank-1": Fault(lambda cluster, draw: freeze(cluster, draw, first_rank=1), "ranks", 3.0),
+    "kill-raylet": Fault(_with_process("raylet"), "nodes", 1.0),
+    "kill-agent": Fault(_with_process("ray::DashboardAgent"), "nodes", 1.0),
+    "kill-env-agent": Fault(_with_process("ray::RuntimeEnvAgent"), "nodes", 1.0),
     "restart-engine": Fault(restart_engine, "backends", 1.0),
-    "kill-router": Fault(kill_router, "routers", 0.0),
+    "kill-router": Fault(_with_signal(signal.SIGKILL), "routers", 0.0),
+    "kill-only-router": Fault(_with_signal(signal.SIGKILL), "pair", 0.0),
+    "freeze-only-router": Fault(_with_signal(signal.SIGSTOP), "pair", 0.0),
+    "no-memory": Fault(fail_steps, "pair", 0.0),
     "events-cut": Fault(_with_fate("cut"), "tunnels", 3.0),
     "events-late": Fault(_with_fate("delay"), "tunnels", 5.0),
     "events-lost": Fault(_with_fate("drop"), "tunnels", 5.0),
@@ -232,3 +275,11 @@ def _limit_files(processes: list[psutil.Process], size: int) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             _, hard = process.rlimit(psutil.RLIMIT_FSIZE)
             process.rlimit(psutil.RLIMIT_FSIZE, (size, hard))
+
+
+def _limit_memory(pids: Iterable[int], *, to_present: bool) -> None:
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            soft = process.memory_info().vms if to_present else resource.RLIM_INFINITY
+            process.rlimit(psutil.RLIMIT_AS, (soft, resource.RLIM_INFINITY))

@@ -19,3 +19,21 @@ def test_loaded_objects_are_excluded_from_garbage_collection() -> None:
 
     assert spared > 100_000
     assert walked < 1_000
+
+
+LEAVING = """
+import contextlib, os
+from homing.cluster.runtime import leave_process_group
+before = os.getpgid(0)
+leave_process_group()
+with contextlib.suppress(ProcessLookupError):
+    os.killpg(before, 9)
+print(before == os.getpid(), os.getpgid(0) != before)
+"""
+
+
+def test_a_process_that_left_its_group_is_not_killed_with_it() -> None:
+    """Also if it was the group's leader, as Ray's workers are."""
+    done = subprocess.run([sys.executable, "-c", LEAVING], capture_output=True, text=True, timeout=60, process_group=0)
+
+    assert done.stdout.split() == ["True", "True"]

@@ -302,7 +302,10 @@ def late_answers(case: recorded_graphs.Case, folder: Path) -> list[tuple[list[in
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("case", choices=[name for name, case in CASES.items() if case.ranks == 1 and not case.packed])
+    plain = [
+        name for name, case in CASES.items() if case.ranks == 1 and not (case.packed or case.settings or case.drafts)
+    ]
+    parser.add_argument("case", choices=plain)
     parser.add_argument("--fault", choices=FAULTS, help="make this mistake, which must be noticed")
     options = parser.parse_args()
     case = CASES[options.case]

@@ -17,7 +17,7 @@ if find_spec("triton") is not None:
     from .late_device import FAULTS
 
 
-@pytest.mark.parametrize("case", ["llama", "mistral", "qwen3_moe", "8-bit KV"])
+@pytest.mark.parametrize("case", ["llama", "mistral", "qwen3_moe"])
 def test_a_late_device_gives_the_tokens_of_the_plain_engine(case: str) -> None:
     """And no step waits for it."""
     done = run_case("late_device", case)

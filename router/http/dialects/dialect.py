@@ -131,13 +131,9 @@ class WholeWriter:
         self._exchange.on_gone = rest.cancel  # which also keeps the task alive
 
     async def _rest(self, generation: Generation, steps: Steps[list[bytes]], headers: Headers) -> None:
-        reader = generation.front.body_reader
         try:
-            while True:
-                await reader.turn(self._exchange, generation.tenant)
-                next(steps)
-        except StopIteration as done:
-            self._exchange.respond_in(done.value, headers=headers)
+            pieces = await generation.front.body_reader.run(self._exchange, steps, generation.tenant)
+            self._exchange.respond_in(pieces, headers=headers)
         except ClientGoneError:
             return
         except RouterError as error:

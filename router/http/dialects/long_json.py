@@ -20,17 +20,28 @@ Steps = Generator[None, None, Result]
 STEP_VALUES = 512
 #: Bytes of whole choices that one step encodes.
 STEP_BYTES = 32 * 1024
-#: Stands for a `LongList` in encoded JSON, which never contains it.
+#: Characters of a long text that one step encodes.
+STEP_CHARACTERS = 256 * 1024
+#: Stands for a `Long` in encoded JSON, which never contains it.
 _MARK = b"\0"
 
 
-class LongList:
-    """A JSON list that grows by encoded parts. May stand for any list in a value given to `pieces_of`."""
+class Long:
+    """An encoded value in pieces, which may stand for the value in what is given to `pieces_of`."""
 
     __slots__ = ("pieces",)
 
+    def __init__(self, pieces: list[bytes]) -> None:
+        self.pieces = pieces
+
+
+class LongList(Long):
+    """A JSON list that grows by encoded parts."""
+
+    __slots__ = ()
+
     def __init__(self) -> None:
-        self.pieces = [b"["]
+        super().__init__([b"["])
 
     def add(self, values: Sequence[object]) -> None:
         self.add_pieces([ENCODER.encode(values)[1:-1]] if values else [])
@@ -47,11 +58,11 @@ class LongList:
 
 
 def pieces_of(value: object) -> list[bytes]:
-    """The JSON of a value, which may contain instances of `LongList`, in pieces."""
-    inner: list[LongList] = []
+    """The JSON of a value, which may contain instances of `Long`, in pieces."""
+    inner: list[Long] = []
 
     def hook(found: object) -> msgspec.Raw:
-        assert isinstance(found, LongList), found
+        assert isinstance(found, Long), found
         inner.append(found)
         return msgspec.Raw(_MARK)
 
@@ -61,6 +72,26 @@ def pieces_of(value: object) -> list[bytes]:
         pieces += each.pieces
         pieces.append(after)
     return pieces
+
+
+def long_text(text: str) -> Steps[Any]:
+    """A text for a value given to `pieces_of`; typed as any text that it stands for."""
+    pieces = [b'"']
+    for start in range(0, len(text), STEP_CHARACTERS):
+        if start:
+            yield
+        pieces.append(ENCODER.encode(text[start : start + STEP_CHARACTERS])[1:-1])
+    return Long([*pieces, b'"'])
+
+
+def long_list(items: Sequence[object], values_each: int) -> Steps[Any]:
+    """A list of items with about so many values each, for a value given to `pieces_of`."""
+    made = LongList()
+    for part in slices(items, values_each):
+        if len(made.pieces) > 1:
+            yield
+        made.add(part)
+    return made.ended()
 
 
 def slices(items: Sequence[Item], values_each: int = 1) -> "Generator[Sequence[Item], None, None]":

@@ -10,6 +10,7 @@ import msgspec
 from ...errors import NotAllowed, RouterError
 from ..body_reader import INLINE_BYTES
 from ..caller import Caller
+from ..dialects.long_json import Steps
 from ..dialects.schema import ENCODER, MAX_IGNORED, Decoded, UnknownField, decoding, exhaust
 from ..errors import ErrorBody
 from ..front import Front
@@ -100,6 +101,11 @@ class Endpoint:
 
 def respond(exchange: Exchange, value: object) -> None:
     exchange.respond(ENCODER.encode(value))
+
+
+async def respond_in_steps(front: Front, exchange: Exchange, caller: Caller, steps: Steps[list[bytes]]) -> None:
+    """Respond with what may be long: it is built in turns among tenants. Raises ClientGoneError."""
+    exchange.respond_in(await front.body_reader.run(exchange, steps, caller.tenant.digest))
 
 
 async def decoded(

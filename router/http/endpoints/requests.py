@@ -7,16 +7,19 @@ import msgspec
 from ...activity import RequestRecord
 from ...errors import EndedByOperator, RequestNotFound
 from ..caller import Caller
+from ..dialects.long_json import Steps, long_list, pieces_of
 from ..errors import send_error
 from ..front import Front
 from ..history import RequestQuery
 from ..protocol.exchange import Exchange
 from ..request_records import record_of, running
-from .endpoint import Endpoint, decoded, for_admins, respond
+from .endpoint import Endpoint, decoded, for_admins, respond, respond_in_steps
 
 log = logging.getLogger(__name__)
 
 REQUESTS = "/requests"
+#: Roughly, with a few decisions.
+VALUES_PER_RECORD = 128
 
 
 class RequestList(msgspec.Struct):
@@ -28,9 +31,10 @@ class RequestList(msgspec.Struct):
 _QUERY = msgspec.json.Decoder(RequestQuery)
 
 
-async def running_requests(front: Front, exchange: Exchange, _caller: Caller) -> None:
+async def running_requests(front: Front, exchange: Exchange, caller: Caller) -> None:
     """List the requests in progress, oldest first."""
-    respond(exchange, RequestList(running(front, RequestQuery(state="running"))))
+    found = running(front, RequestQuery(state="running"))
+    await respond_in_steps(front, exchange, caller, _listed(found))
 
 
 async def find_requests(front: Front, exchange: Exchange, caller: Caller) -> None:
@@ -40,7 +44,11 @@ async def find_requests(front: Front, exchange: Exchange, caller: Caller) -> Non
         found = running(front, query)
     else:
         found = await front.history.search(query) if front.history is not None else []
-    respond(exchange, RequestList(found))
+    await respond_in_steps(front, exchange, caller, _listed(found))
+
+
+def _listed(found: list[RequestRecord]) -> Steps[list[bytes]]:
+    return pieces_of(RequestList((yield from long_list(found, VALUES_PER_RECORD))))
 
 
 async def request(front: Front, exchange: Exchange, _caller: Caller) -> None:

@@ -1,18 +1,22 @@
 """The Responses API with a store: generates, continues, returns and deletes stored responses."""
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
 
 from ...errors import PreviousResponseNotFound, ResponseNotFound
 from ..caller import Caller
+from ..dialects.long_json import Steps, long_list, pieces_of
 from ..dialects.responses import RESPONSES, Response, ResponsesBody, items_of, shown_item
 from ..front import Front
 from ..protocol.exchange import Exchange
 from ..response_store import StoredResponse
-from .endpoint import Endpoint, charged, respond, with_key
+from .endpoint import Endpoint, charged, respond, respond_in_steps, with_key
 from .generate import decoded_in, generating, start_generation
 
+#: Roughly, in messages of agents.
+VALUES_PER_ITEM = 16
 RESPONSES_PATH = "/v1/responses"
 
 
@@ -32,6 +36,24 @@ class DeletedResponse(msgspec.Struct, frozen=True):
     id: str
     object: Literal["response"] = "response"
     deleted: bool = True
+
+
+class InputTokens(msgspec.Struct, frozen=True):
+    """POST /v1/responses/input_tokens."""
+
+    input_tokens: int
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+
+
+async def count_input(front: Front, exchange: Exchange, caller: Caller) -> None:
+    """Count the prompt tokens of a response's body."""
+    body = await decoded_in(RESPONSES, front, caller, exchange)
+    served = await front.served(body.model)
+    await put_history(front, caller, body)
+    job = await RESPONSES.job(front, served, body, caller.sender(body.cache_salt))
+    tokens = len(job.prompts[0].token_ids)
+    caller.charge([tokens])
+    respond(exchange, InputTokens(tokens))
 
 
 async def create_response(front: Front, exchange: Exchange, caller: Caller) -> None:
@@ -89,11 +111,15 @@ async def stored_response(front: Front, exchange: Exchange, caller: Caller) -> N
 async def stored_items(front: Front, exchange: Exchange, caller: Caller) -> None:
     """List the input items of a stored response on one page, last item first, as OpenAI does."""
     response_id, stored = await _stored(front, exchange, caller)
-    items = [
-        shown_item(item, f"{response_id.removeprefix('resp_')}{index:04x}") for index, item in enumerate(stored.input)
-    ]
-    items.reverse()
-    respond(exchange, ItemList(items, items[0]["id"] if items else None, items[-1]["id"] if items else None))
+    steps = _item_list(response_id.removeprefix("resp_"), stored.input)
+    await respond_in_steps(front, exchange, caller, steps)
+
+
+def _item_list(name: str, items: Sequence[dict[str, Any]]) -> Steps[list[bytes]]:
+    shown = [shown_item(item, f"{name}{index:04x}") for index, item in enumerate(items)]
+    shown.reverse()
+    first, last = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
+    return pieces_of(ItemList((yield from long_list(shown, VALUES_PER_ITEM)), first, last))
 
 
 async def delete_response(front: Front, exchange: Exchange, caller: Caller) -> None:
@@ -109,6 +135,14 @@ _ITEMS = f"{_ONE}/input_items"
 
 ENDPOINTS = (
     generating(RESPONSES_PATH, RESPONSES, "response", Response, create_response),
+    Endpoint(
+        "POST",
+        f"{RESPONSES_PATH}/input_tokens",
+        charged(count_input),
+        "the number of prompt tokens of a response",
+        InputTokens,
+        (ResponsesBody,),
+    ),
     Endpoint("GET", _ONE, charged(stored_response), "a stored response", Response),
     # Deleting frees what the tenant occupies, so no limit prevents it.
     Endpoint("DELETE", _ONE, with_key(delete_response), "delete a stored response", DeletedResponse),

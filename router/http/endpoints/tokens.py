@@ -6,15 +6,17 @@ import msgspec
 from msgspec import Meta
 
 from ...errors import InvalidRequest
+from ...text.encoder import TokenIds
 from ..caller import Caller
 from ..dialects import messages
 from ..dialects.bounds import Name, TokenId
 from ..dialects.chat import conversation
-from ..dialects.schema import ENCODER, TokenizeBody
+from ..dialects.long_json import LongList, Steps, long_text, pieces_of
+from ..dialects.schema import TokenizeBody
 from ..dialects.validate import check_token_ids
-from ..front import Front
+from ..front import Front, Served
 from ..protocol.exchange import Exchange
-from .endpoint import Endpoint, charged, decoded, respond, with_key
+from .endpoint import Endpoint, charged, decoded, respond, respond_in_steps, with_key
 from .generate import in_anthropic_format
 
 #: Token ids that one step of a /tokenize response encodes: 4 ms with their names.
@@ -62,20 +64,21 @@ async def tokenize(front: Front, exchange: Exchange, caller: Caller) -> None:
         made = lambda: conversation(body).template_input()  # noqa: E731 - built in the thread that renders it
         tokens = await served.text.encode_chat(made, sender=sender, param="messages")
     caller.charge([len(tokens)])
-    ids: list[bytes] = []
-    names: list[bytes] = []
+    steps = _tokenized(tokens, served, with_names=bool(body.return_token_strs))
+    await respond_in_steps(front, exchange, caller, steps)
+
+
+def _tokenized(tokens: TokenIds, served: Served, *, with_names: bool) -> Steps[list[bytes]]:
+    ids, names = LongList(), LongList()
     for start in range(0, len(tokens), IDS_AT_ONCE):
         if start:
-            await front.body_reader.turn(exchange, caller.tenant.digest)
-        comma = b"," if start else b""
+            yield
         part = tokens[start : start + IDS_AT_ONCE]
-        ids += comma, ENCODER.encode(part.tolist())[1:-1]
-        if body.return_token_strs:
-            names += comma, ENCODER.encode(served.text.piece_names(part))[1:-1]
-    # The same bytes as an encoded `Tokenized`.
-    head = b'{"count":%d,"max_model_len":%d,"tokens":[' % (len(tokens), served.limits.max_model_len)
-    tail = [b'],"token_strs":[', *names, b"]}"] if body.return_token_strs else [b'],"token_strs":null}']
-    exchange.respond(b"".join([head, *ids, *tail]))
+        ids.add(part.tolist())
+        if with_names:
+            names.add(served.text.piece_names(part))
+    shown = names.ended() if with_names else None
+    return pieces_of(Tokenized(len(tokens), served.limits.max_model_len, ids.ended(), shown))
 
 
 async def detokenize(front: Front, exchange: Exchange, caller: Caller) -> None:
@@ -84,7 +87,11 @@ async def detokenize(front: Front, exchange: Exchange, caller: Caller) -> None:
     check_token_ids(body.tokens, served.limits.vocab_size, "tokens")
     caller.charge([len(body.tokens)])
     [text] = await served.text.decode_long([body.tokens], caller.sender())
-    respond(exchange, Detokenized(text))
+    await respond_in_steps(front, exchange, caller, _detokenized(text))
+
+
+def _detokenized(text: str) -> Steps[list[bytes]]:
+    return pieces_of(Detokenized((yield from long_text(text))))
 
 
 async def count_tokens(front: Front, exchange: Exchange, caller: Caller) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from homing.cluster.config import ClusterSettings, load_settings
 from homing.cluster.control.assembly import (
+    agents_of,
     make_router,
     on_process_exit,
     share_of_gpu,
@@ -158,6 +159,19 @@ def test_the_end_of_a_killed_process_is_reported() -> None:
 
         assert told.wait(PATIENCE_S)
     assert not too_early
+
+
+@pytest.mark.parametrize("agent", ["ray::DashboardAgent", "ray::RuntimeEnvAgent"])
+def test_a_raylets_agents_are_known_by_their_titles(agent: str) -> None:
+    """Its other children are workers, and the raylet survives their deaths."""
+    other = subprocess.Popen(["sleep", "600"])
+    named = subprocess.Popen([agent, "600"], executable="/bin/sleep")
+    try:
+        assert agents_of(os.getpid()) == [named.pid]
+    finally:
+        for process in (other, named):
+            process.kill()
+            process.wait()
 
 
 @NEEDS_PIDFD

@@ -561,7 +561,7 @@ class World:
         return [joined.name for joined in idle if adapters & {"", *joined.adapters}]
 
     def closed(self) -> Collection[str]:
-        return self.flow._kept_for_trials(self.now)
+        return self.flow._turns.kept_for_trials(self.now)
 
     def could_be_sent(self) -> list[RequestState]:
         """The waiting requests, if a replica takes new ones and is not kept for a suspect's trial."""

@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 from homing.replica.messages import ModelLimits
 from homing.router.config import RouterSettings
 from homing.router.http.body_reader import BodyReader
-from homing.router.http.dialects.long_json import STEP_VALUES, LongList, pieces_of, slices
+from homing.router.http.dialects.long_json import (
+    STEP_CHARACTERS,
+    STEP_VALUES,
+    LongList,
+    Steps,
+    long_list,
+    long_text,
+    pieces_of,
+    slices,
+)
+from homing.router.http.dialects.schema import exhaust
 from homing.router.http.front import Front
 from homing.router.http.protocol.exchange import Exchange
 from homing.router.http.turns import Turns
@@ -46,6 +56,21 @@ def test_a_list_in_parts_is_the_list(name: str, one: list[list[object]], two: li
     pieces = pieces_of([Table(name, *[each.ended() for each in grown])])
 
     assert b"".join(pieces) == msgspec.json.encode([Table(name, [*chain(*one)], [*chain(*two)])])
+
+
+@pytest.mark.parametrize("text", ["", 'a"\\\n\u2028é🦊', "x🦊" * STEP_CHARACTERS])
+def test_a_text_in_parts_is_the_text(text: str):
+    """No character is divided."""
+    items = [{"n": number} for number in range(3 * STEP_VALUES)]
+
+    steps = document(text, items)
+    pieces = exhaust(steps)
+
+    assert b"".join(pieces) == msgspec.json.encode([text, items])
+
+
+def document(text: str, items: list[object]) -> Steps[list[bytes]]:
+    return pieces_of([(yield from long_text(text)), (yield from long_list(items, 1))])
 
 
 @given(st.integers(0, 3 * STEP_VALUES), st.integers(0, 2 * STEP_VALUES))
