@@ -165,8 +165,8 @@ async def load(front: Front, exchange: Exchange) -> None:
 
 
 async def metrics(front: Front, exchange: Exchange) -> None:
-    front.metrics.observe_cluster(front.cluster())
-    exchange.respond(front.metrics.render(), content_type=CONTENT_TYPE)
+    front.metrics.observe_cluster(await front.cluster())
+    exchange.respond(await front.metrics.render_in_slices(), content_type=CONTENT_TYPE)
 
 
 async def version(_front: Front, exchange: Exchange) -> None:
@@ -174,7 +174,7 @@ async def version(_front: Front, exchange: Exchange) -> None:
 
 
 async def cluster(front: Front, exchange: Exchange) -> None:
-    respond(exchange, front.cluster())
+    respond(exchange, await front.cluster())
 
 
 async def live_page(_front: Front, exchange: Exchange) -> None:
