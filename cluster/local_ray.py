@@ -326,14 +326,14 @@ def _without_agents(words: list[str]) -> list[str]:
     raylet accepts no empty command, so in their place it starts `cat`, which does nothing until the raylet closes its
     standard input. The raylet also waits for the agents' ports; -1 says that a service is not in use.
     """
-    if not any(word.startswith(AGENT_COMMANDS) for word in words):
+    idle = shutil.which("cat")
+    if idle is None or not any(word.startswith(AGENT_COMMANDS) for word in words):
         return words
     from ray._raylet import persist_port  # type: ignore[attr-defined]  # compiled
 
     options = dict(word.removeprefix("--").split("=", 1) for word in words if "=" in word)
     for name in AGENT_PORTS:
         persist_port(options["session_dir"], options["node_id"], name, -1)
-    idle = shutil.which("cat")
     return [f"{word.split('=', 1)[0]}={idle}" if word.startswith(AGENT_COMMANDS) else word for word in words]
 
 

@@ -51,7 +51,10 @@ def leave_process_group() -> None:
     A group's leader can only move to an existing group, so a short-lived child makes one. Does nothing where a process
     may not leave its group.
     """
-    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, process_group=0) as leader, contextlib.suppress(OSError):
+    with (
+        contextlib.suppress(OSError),
+        subprocess.Popen(["cat"], stdin=subprocess.PIPE, process_group=0) as leader,
+    ):
         os.setpgid(0, leader.pid)
 
 

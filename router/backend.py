@@ -461,7 +461,10 @@ class Backend(Protocol):
         """Whether the index was, at any time since the start, exact for all replicas at once."""
 
     def view(self) -> ClusterView:
-        """The cluster as the router sees it now."""
+        """The cluster as the router sees it now. Takes 2 to 3 µs per replica."""
+
+    async def view_in_slices(self) -> ClusterView:
+        """The same without delaying streams in large clusters: other work is done between two slices of replicas."""
 
     def tenant_blocks(self) -> dict[str, dict[bytes, int]]:
         """The number of blocks of each tenant, by its digest, that each replica holds. Takes milliseconds."""

@@ -144,7 +144,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_answer_values: Annotated[
         int,
         Meta(ge=1024),
-        "maximum number of logprobs, token ids and echoed tokens in one answer that is not streamed",
+        "maximum number of logprobs, token ids and echoed tokens in one answer; of a stream, only those of its prompts",
     ] = 512 * 1024
     max_waiting_requests: Annotated[
         int, Meta(ge=1), "maximum requests held while no replica can accept them; more get 429"

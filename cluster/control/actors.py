@@ -97,6 +97,7 @@ class ReplicaRank:
         #: Held while a thread imports what a rank needs. At the end of its import, transformers replaces its module; a
         #: second thread that waits for the import gets the replaced module, which lacks `AutoConfig`.
         self._loading = threading.Lock()
+        self._preparer: int | None = None  #: native id of the thread that prepares, while it does
 
     def mark(self) -> ProcessMark:
         return ProcessMark.of(psutil.Process())
@@ -114,11 +115,13 @@ class ReplicaRank:
         def run() -> None:
             if not self._loading.acquire(blocking=False):
                 return  # `start` was faster
+            self._preparer = threading.get_native_id()
             try:
                 with contextlib.suppress(OSError):
-                    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), SPARE_NICENESS)
+                    os.setpriority(os.PRIO_PROCESS, self._preparer, SPARE_NICENESS)
                 prepare(spec)
             finally:
+                self._preparer = None
                 self._loading.release()
 
         # A new thread: on Linux each has its own niceness, and an unprivileged one cannot lower it again.
@@ -131,6 +134,9 @@ class ReplicaRank:
             f"{spec.replica_id}.{spec.rank}" if spec.rank else spec.replica_id,
             spec.model.log_format,
         )
+        if (preparer := self._preparer) is not None:  # requests wait for this rank now
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, preparer, os.getpriority(os.PRIO_PROCESS, 0))
         outcome: Future[Started | Failed] = Future()
         threading.Thread(target=self._load_and_run, args=(spec, outcome), name="rank", daemon=True).start()
         self._started = outcome.result()

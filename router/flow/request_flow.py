@@ -15,13 +15,13 @@ for its tenant's share again. One whose replica died waits beside the queue unti
 """
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from itertools import count
-from math import inf
-from typing import Any, assert_never
+from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from ...events.follow.input_log import logged
 from ...events.wire.messages import LoadReport
@@ -29,31 +29,26 @@ from ...replica.messages import FailedStep, Generate, Refused, ReplicaDescriptio
 from ..backend import Explanation, FeedState, GenerationRequest, RouterCounters, TextOutput
 from ..config import RouterSettings
 from ..errors import DeadlineExceeded, QueueFull, ReplicaLost, RouterError, Superseded
-from ..routing.joined_replica import JoinedReplica
 from ..routing.placement import Placement
-from ..routing.policy.explain import why_none_opens
 from ..routing.replica_load import UnavailableReason
 from .dispatcher import Dispatcher, ServedModel
 from .hot_prefixes import HotPrefixes
 from .recent_requests import RecentRequests
+from .recovery import Recovery
 from .replies import Replies
-from .request_state import STREAMING, WAITING, Continue, Ended, Instruction, ReadSockets, RequestId, RequestState, Send
-from .request_table import ITS_TURN, RequestTable
-from .stalls import Glance, Stall, StallWatch, stalls_of
+from .request_state import STREAMING, WAITING, Ended, Instruction, RequestId, RequestState
+from .request_table import RequestTable
 from .suspects import QUEUED_S
+from .turns import Turns
 from .warmup import CacheWarmup
 
 log = logging.getLogger(__name__)
 
-#: The obstacle of a replica without room, the only one that ends as requests there end.
-SATURATED = "saturated"
 #: No replica is warmed up while a prompt would wait this long at every other replica. Of 0.02 to 0.5 s and no limit,
 #: this gave the lowest mean TTFT when a third replica joins two simulated ones at several loads.
 PRESSING_WAIT_S = 0.5
 #: A request that could not be sent so often fails; each time, the replica chosen was about to leave routing.
 MAX_UNSENT = 64
-#: Waiting requests placed in one iteration of the event loop: a decision takes 0.1 ms, with 512 engines up to 0.4 ms.
-PLACED_AT_ONCE = 4
 
 
 class FlowStart(msgspec.Struct, frozen=True):
@@ -63,6 +58,29 @@ class FlowStart(msgspec.Struct, frozen=True):
     next_wire: int
     draws: tuple[Any, ...]  #: state of the random generator
     replicas: list[tuple[ReplicaDescription, UnavailableReason | None, FeedState, LoadReport | None]]
+
+
+def _request_bytes(args: tuple[GenerationRequest, float]) -> int:
+    request = args[0]
+    constraint = 0 if request.constraint is None else len(request.constraint.source)
+    return len(request.token_ids) + len(request.chat) + constraint
+
+
+def _reply_bytes(args: tuple[str, TokenBatch | TextOutput | Refused | FailedStep, float]) -> int:
+    return 256 * len(args[1].outputs) if isinstance(args[1], TokenBatch) else 0
+
+
+def _without_values(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of `on_reply` without logprobs and vectors, which take megabytes and decide nothing."""
+    reply = args[1]
+    if not isinstance(reply, TokenBatch) or not [
+        True  # in one expression: it is evaluated for every token
+        for each in reply.outputs
+        if each.logprobs is not None or each.prompt_logprobs is not None or each.embedding is not None
+    ]:
+        return args
+    outputs = [replace(each, logprobs=None, prompt_logprobs=None, embedding=None) for each in reply.outputs]
+    return args[0], replace(reply, outputs=outputs), *args[2:]
 
 
 class RequestFlow:
@@ -83,11 +101,12 @@ class RequestFlow:
         self._settings = settings
         self._table = RequestTable(placement, self.recent, settings.retries, counters)
         self._dispatcher = Dispatcher(placement, self._table, self.recent, wire_ids, block_size)
+        self._turns = Turns(self._table, self._dispatcher, placement)
+        self._recovery = Recovery(self._table, self._dispatcher, placement, self._turns, counters)
         self._replies = Replies(self._table, self._dispatcher, placement, counters)
         self._request_ids, self._wire_ids = count(1), wire_ids
         self.inputs = placement.inputs
         self.inputs.begin(self._described)
-        self._stalls = StallWatch()
 
     @property
     def model(self) -> ServedModel | None:
@@ -163,7 +182,7 @@ class RequestFlow:
 
     # Requests
 
-    @logged(lambda args: len(args[0].token_ids) + len(args[0].chat))
+    @logged(_request_bytes)
     def submit(self, request: GenerationRequest, now: float) -> tuple[RequestId, list[Instruction]]:
         """Accept a request. Raises NoReplica, PromptTooLong or QueueFull and then changes nothing."""
         table, settings = self._table, self._settings
@@ -178,7 +197,7 @@ class RequestFlow:
             instructions.append(table.fail(crowded_out, QueueFull(held)))
         nobody_waits = not table.queue
         table.add(state)
-        if nobody_waits and (sent := self._place(state, now)) is not None:
+        if nobody_waits and (sent := self._turns.place(state, now)) is not None:
             instructions.append(sent)
         else:
             table.wait(state, self._dispatcher.rank(state, now))
@@ -207,7 +226,7 @@ class RequestFlow:
             instructions.append(table.cancel(request))
         return [*instructions, *self._pump(now)]
 
-    @logged(lambda args: 256 * len(args[1].outputs) if isinstance(args[1], TokenBatch) else 0)
+    @logged(_reply_bytes, _without_values)
     def on_reply(
         self, replica: str, reply: TokenBatch | TextOutput | Refused | FailedStep, now: float
     ) -> list[Instruction]:
@@ -244,86 +263,11 @@ class RequestFlow:
         return self._pump(now)
 
     def _pump(self, now: float) -> list[Instruction]:
-        """Place some waiting requests in queue order. One that fits nowhere lets others pass (fair_queue.py)."""
-        table = self._table
-        instructions: list[Instruction] = self._try_suspects(now) if table.suspects.waiting else []
-        left, again = PLACED_AT_ONCE, False
-        if table.queue and (opened := self._opened(now)):
-            offers = {
-                group: frozenset(each.name for each in opened if each.offers(group)) for group in table.queue.groups
-            }
-            kept: set[str] = set()  # replicas for which others wait
-
-            def keep(group: str) -> list[str]:
-                kept.update(offers[group])
-                return [each for each, names in offers.items() if names <= kept]
-
-            for name in table.queue.turns(shut=[each for each, names in offers.items() if not names], keep=keep):
-                if not left:
-                    again = True
-                    break
-                request = table.get(name)
-                assert request is not None, f"request {name} waits, and is over"
-                refused = request.moves.excluded
-                sent = self._place(request, now, kept)
-                if sent is None:
-                    again |= bool(refused)  # those that refused it may be tried now
-                    table.queue.let_pass(name, self._patience(request))
-                    continue
-                left -= 1
-                instructions.append(sent)
-                table.queue.take(name, request.sent.decision.uncached_tokens)
-        if again:
-            instructions.append(Continue())
+        """Place some waiting requests, and stop warm-ups if requests need their replicas."""
+        instructions = self._turns.pump(now)
         if self.warm_ups and self.is_pressed(now):
             instructions += [done for replica in self.warm_ups.replicas for done in self.warm_ups.stop(replica)]
         return instructions
-
-    def _place(self, request: RequestState, now: float, kept: Collection[str] = ()) -> Send | None:
-        """Send a request to a replica, but not to one that is on trial with a suspect; None if none can take it.
-
-        `kept`: replicas for which others wait.
-        """
-        trials = self._kept_for_trials(now)
-        return self._dispatcher.place(request, now, {*kept, *trials} if trials else kept)
-
-    def _kept_for_trials(self, now: float) -> Collection[str]:
-        suspects = self._table.suspects
-        return suspects.closed(self._table.usable(now)) if suspects else ()
-
-    def _try_suspects(self, now: float) -> list[Instruction]:
-        """Send suspects to replicas that are free for a trial."""
-        instructions: list[Instruction] = []
-        suspects, usable = self._table.suspects, self._table.usable(now)
-        for request in suspects.in_turn():
-            if places := suspects.places(request, usable, now):
-                closed = [each.name for each in self.placement.fleet if each.name not in places]
-                sent = self._dispatcher.place(request, now, closed)
-                if sent is not None:
-                    suspects.begin(request, sent.replica, now)
-                    instructions.append(sent)
-        return instructions
-
-    def _opened(self, now: float) -> list[JoinedReplica]:
-        """The replicas that take new requests. Requests that none of them can take are told why."""
-        fleet = self.placement.fleet
-        fleet.refresh(now)
-        opened = [each for each in fleet if each.load.available]
-        self._table.tell({adapter: self._why_waiting(adapter, opened) for adapter in self._table.queue.groups})
-        return opened
-
-    def _why_waiting(self, adapter: str, opened: Sequence[JoinedReplica]) -> str:
-        """Why a request waits that was not tried, if these replicas take new requests."""
-        if any(each.offers(adapter) for each in opened):
-            return ITS_TURN
-        offering = [each for each in self.placement.fleet if each.offers(adapter)]
-        if adapter and not offering:
-            return f"held: no replica offers {adapter}"
-        return why_none_opens((each.name, each.load) for each in offering)
-
-    def _patience(self, request: RequestState) -> float:
-        """Work that may pass a request that fits nowhere, in tokens; infinity if it does not wait for room."""
-        return request.prompt_tokens + request.generated if SATURATED in request.waits_for else inf
 
     @logged()
     def expire(self, now: float) -> list[Instruction]:
@@ -332,99 +276,12 @@ class RequestFlow:
         self.placement.expire(now)
         table.suspects.expire(now)
         stalled = self.placement.fleet.stalled(now)
-        instructions = [done for replica in stalled for done in self._move_stuck(replica, now)]
+        instructions = [done for replica in stalled for done in self._recovery.move_stuck(replica, now)]
         for request in table.overdue(now):
             if request.outcome is None:
                 error = DeadlineExceeded(f"the request was not done after {now - request.arrived:.1f} s")
                 instructions += [*table.abort(request), table.fail(request, error)]
-        return [*instructions, *self.warm_ups.expire(now), *self._pump(now), *self._end_stalls(now)]
-
-    def _end_stalls(self, now: float) -> list[Instruction]:
-        """Go on with what stands still although a replica could (stalls.py)."""
-        instructions: list[Instruction] = []
-        noticed, due = self._stalls.observe(stalls_of(self._glances(now)), now)
-        for stall in noticed:
-            self._count_stall(stall)
-            log.error(
-                "requests_stand_still kind=%s replica=%s requests=%d waiting=%d in_flight=%d load=%s",
-                stall.kind,
-                stall.replica,
-                stall.requests,
-                self.waiting,
-                self.in_flight,
-                self.placement.fleet.load(stall.replica, now),
-            )
-            instructions.append(ReadSockets(stall.replica))
-        for stall in due:
-            instructions += self._resend(stall, now) if stall.kind == "lost" else self._send_anyway(stall, now)
-        return instructions
-
-    def _count_stall(self, stall: Stall) -> None:
-        match stall.kind:
-            case "queue":
-                self.counters.stalls_queue += 1
-            case "idle_replica":
-                self.counters.stalls_idle_replica += 1
-            case "lost":
-                self.counters.stalls_lost += 1
-            case _:
-                assert_never(stall.kind)
-
-    def _glances(self, now: float) -> list[Glance]:
-        fleet, groups, kept = self.placement.fleet, self._table.queue.groups, self._kept_for_trials(now)
-        glances = []
-        for joined, load in zip(fleet, fleet.loads(now), strict=True):
-            idle, takes = not (load.requests or joined.requests), 0
-            if groups and idle and load.available and joined.name not in kept:
-                takes = sum(count for adapter, count in groups.items() if joined.offers(adapter))
-            lost = fleet.lost(joined.name, now) if joined.requests else ()
-            glances.append(Glance(joined.name, idle, takes, lost))
-        return glances
-
-    def _send_anyway(self, stall: Stall, now: float) -> list[Instruction]:
-        """Send the first waiting request that an idle replica could take there, whatever the policy says."""
-        table, fleet = self._table, self.placement.fleet
-        fitting = [each for each in table.queued() if fleet[stall.replica].offers(each.request.adapter)]
-        first = min(fitting, key=lambda each: (each.request.priority, each.request_id), default=None)
-        if first is None:
-            return []
-        first.moves.excluded = frozenset()
-        others = [each.name for each in fleet if each.name != stall.replica]
-        sent = self._dispatcher.place(first, now, others, anyway=True)
-        if sent is None:
-            return []
-        about = first.request
-        table.queue.discard(first.request_id)
-        work = first.sent.decision.uncached_tokens
-        table.queue.charge(priority=about.priority, tenant=about.tenant, work=work)
-        return [sent]
-
-    def _resend(self, stall: Stall, now: float) -> list[Instruction]:
-        """Move requests that never reached their replica, or that it forgot. If it has them after all, it stops."""
-        table = self._table
-        error = ReplicaLost(f"replica {stall.replica} does not have the request, and no retry is left")
-        instructions: list[Instruction] = []
-        others = any(each.load.available for each in self.placement.fleet if each.name != stall.replica)
-        for request in table.on_replica(stall.replica, stall.wire_ids):
-            instructions += table.abort(request)
-            request.moves.excluded = frozenset({stall.replica} if others else ())
-            request.moves.attempts += 1
-            instructions += table.move(request, error, now)
-        return instructions + self._pump(now)
-
-    def _move_stuck(self, replica: str, now: float) -> list[Instruction]:
-        """Move requests off a stuck replica. Those that cannot continue elsewhere stay, as it may recover."""
-        table = self._table
-        stuck = [each for each in table.on_replica(replica) if table.may_move(each)]
-        if stuck:
-            log.warning("replica_stalled replica=%s requests=%d", replica, len(stuck))
-        instructions: list[Instruction] = []
-        for request in stuck:
-            request.moves.counted = True
-            instructions += table.abort(request)
-            request.exclude(replica)
-        error = ReplicaLost(f"replica {replica} is stuck")
-        return [*instructions, *table.leave(replica, stuck, error, now, died=True)]
+        return [*instructions, *self.warm_ups.expire(now), *self._pump(now), *self._recovery.end_stalls(now)]
 
     @logged()
     def fail_all(self, error: Callable[[], RouterError]) -> list[Instruction]:

@@ -240,9 +240,12 @@ class Front:
             return Missing(token=missing.token, reason="new", why=NEW)
         return msgspec.structs.replace(missing, request=None)
 
-    def cluster(self) -> ClusterView:
+    async def cluster(self) -> ClusterView:
         """The backend's view with the tenants of the replicas' blocks, by name, which may be a few seconds old."""
-        view, now = self.backend.view(), self.monotonic()
+        return self._with_tenants(await self.backend.view_in_slices())
+
+    def _with_tenants(self, view: ClusterView) -> ClusterView:
+        now = self.monotonic()
         if now - self._owned_at >= OWNED_FOR_S:
             self._owned, self._owned_at = self.backend.tenant_blocks(), now
         owned = self._owned
@@ -277,7 +280,7 @@ class Front:
 
     def live_snapshot(self) -> LiveSnapshot:
         """The state that the live page shows."""
-        view = self.cluster()
+        view = self._with_tenants(self.backend.view())
         return LiveSnapshot(
             version=__version__,
             started_at=self.started_at,

@@ -9,7 +9,7 @@ Settings versions that hash blocks alike share a service; models never do. Indep
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -267,7 +267,17 @@ class ModelVersions:
         await asyncio.gather(*(version.service.until_exact() for version in self._versions))
 
     def view(self) -> ClusterView:
-        shown = {name: [each.service.view() for each in model.versions] for name, model in self._models.items()}
+        return self._view_of({each.service: each.service.view() for each in self._versions})
+
+    async def view_in_slices(self) -> ClusterView:
+        return self._view_of({each.service: await each.service.view_in_slices() for each in self._versions})
+
+    def _view_of(self, found: Mapping[RouterService, ClusterView]) -> ClusterView:
+        """`found`: the versions' views; those of versions that were added meanwhile are made now."""
+        shown = {
+            name: [found.get(each.service) or each.service.view() for each in model.versions]
+            for name, model in self._models.items()
+        }
         views = [view for of_model in shown.values() for view in of_model]
         members = [member for version in self._versions for member in version.members]
         present = {member.description.replica_id for member in members}

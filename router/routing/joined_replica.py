@@ -131,8 +131,7 @@ class JoinedReplica:
         self.idle_since = inf if report.running or report.waiting else min(self.idle_since, now)
         self._waiting_blocks = _waiting_blocks(report)
         self._reported_cost = bounded(report.prefill_cost)
-        # If nothing runs yet, the waiting requests are about to.
-        running = report.running or report.waiting
+        running = report.running or report.waiting  # if nothing runs yet, these are about to
         self._ends_per_step = lengths.ends_per_step(report.running_generated, max(1, running))
         arrived: Sequence[int] = ()
         if (accepted := report.accepted.get(router_id, 0)) > self._accepted:

@@ -247,22 +247,7 @@ class Placement:
 
     def fewest(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Decision:
         """The decision for the available replica with the fewest requests, whatever the policy says."""
-        usable = [each for each in candidates if each.available]
-        chosen = _fewest(usable)
-
-        def score(candidate: Candidate) -> Score:
-            uncached = candidate.uncached_tokens(prompt)
-            seconds = expected_ttft_s(prompt, candidate, uncached)
-            obstacle = None if candidate.available else Policy.obstacle(self.policy, prompt, candidate)
-            return Score(candidate, uncached, seconds, obstacle, 0.0, seconds)
-
-        return Decision(
-            policy=self.policy.name,
-            prompt=prompt,
-            row=None if chosen is None else score(chosen),
-            table=lambda: [score(each) for each in candidates],
-            reason=lambda _: FEWEST,
-        )
+        return _decided_by_load(self.policy, prompt, candidates)
 
     def _checked(self, decision: Decision, candidates: Sequence[Candidate]) -> Decision:
         policy, prompt, chosen = self.policy, decision.prompt, decision.chosen
@@ -281,8 +266,8 @@ class Placement:
         uncached = max(1, prompt.tokens - max(held, default=0) * prompt.block_size)
         self.fleet.refresh(prompt.now)
         # Any replica's cost will do: the key only compares prompts with each other.
-        costs = [each.load.prefill_cost.seconds(prompt.tokens - uncached, uncached) for each in self.fleet]
-        prefill_s = costs[0] if costs else 0.0
+        some = next(iter(self.fleet), None)
+        prefill_s = 0.0 if some is None else some.load.prefill_cost.seconds(prompt.tokens - uncached, uncached)
         try:
             return self.policy.rank(prompt, uncached, prefill_s)
         except Exception as error:
@@ -353,6 +338,25 @@ class Placement:
         self.fleet.check()
         names = tuple(joined.name for joined in self.fleet)
         assert names == tuple(self.index.places), "replicas or their order differ"
+
+
+def _decided_by_load(policy: Policy, prompt: Prompt, candidates: Sequence[Candidate]) -> Decision:
+    """The decision for the available replica with the fewest requests, without the policy's own code."""
+    chosen = _fewest([each for each in candidates if each.available])
+
+    def score(candidate: Candidate) -> Score:
+        uncached = candidate.uncached_tokens(prompt)
+        seconds = expected_ttft_s(prompt, candidate, uncached)
+        obstacle = None if candidate.available else Policy.obstacle(policy, prompt, candidate)
+        return Score(candidate, uncached, seconds, obstacle, 0.0, seconds)
+
+    return Decision(
+        policy=policy.name,
+        prompt=prompt,
+        row=None if chosen is None else score(chosen),
+        table=lambda: [score(each) for each in candidates],
+        reason=lambda _: FEWEST,
+    )
 
 
 def _candidate(

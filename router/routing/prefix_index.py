@@ -45,6 +45,8 @@ GROUP = 24
 
 #: The length of a prefix in blocks, and the bits of the replicas whose prefix has this length.
 _End = tuple[int, int]
+#: Looks a block up in one of the dicts.
+_Getter = Callable[[int, int], int]
 
 
 class PrefixIndex:
@@ -251,68 +253,13 @@ class PrefixIndex:
         if not holding:
             return [(0, self._known)]
         closed = holding & self._closed
-        if closed.bit_count() > PROBES and len(hashes) > PROBES and self._crowded(hashes, closed):
+        if closed.bit_count() > PROBES and len(hashes) > PROBES and _crowded(self._getters, hashes, closed):
             closed = 0
         ends = [(0, self._known ^ holding)]
         if closed:
-            ends += self._bisect(hashes, closed)
+            ends += _bisect(self._getters, hashes, closed)
         if closed != holding:
-            ends += self._walk(hashes, holding ^ closed)
-        return ends
-
-    def _crowded(self, hashes: Sequence[int], holding: int) -> bool:
-        """Whether prefixes end so close together that bisection would read most blocks anyway."""
-        getters, before = self._getters, holding
-        step = len(hashes) // PROBES
-        for block in hashes[step::step]:
-            held = getters[block >> SHARD_SHIFT](block, 0) & holding
-            if held == before:
-                return False
-            before = held
-        return True
-
-    def _bisect(self, hashes: Sequence[int], holding: int) -> list[_End]:
-        """The ends of replicas that hold the first block, found by bisecting wherever the set of holders shrinks."""
-        getters = self._getters
-        ends = []
-        # (low, holders at low, high, holders at high). The end has no holders, so it needs no special case.
-        spans = [(0, holding, len(hashes), 0)]
-        while spans:
-            low, holders, high, left = spans.pop()
-            while high - low > 1:
-                middle = (low + high) // 2
-                block = hashes[middle]
-                mask = getters[block >> SHARD_SHIFT](block, 0) & holders
-                if mask == holders:
-                    low = middle
-                    continue
-                if mask != left:
-                    spans.append((middle, mask, high, left))
-                high, left = middle, mask
-            ends.append((high, holders & ~left))
-        return ends
-
-    def _walk(self, hashes: Sequence[int], holding: int) -> list[_End]:
-        """The ends of replicas that hold the first block, found block by block.
-
-        Most neighbours have the same set, usually the same object, and are skipped without an interpreter iteration.
-        Equal sets that are distinct objects cost one iteration.
-        """
-        getters, shift = self._getters, SHARD_SHIFT
-        ends = []
-        before = holding
-        for start in range(0, len(hashes), STRETCH):
-            masks = [getters[block >> shift](block, 0) for block in hashes[start : start + STRETCH]]
-            for place in compress(count(), map(is_not, masks, [before, *masks])):
-                held = holding & masks[place]
-                if held == holding:
-                    continue
-                ends.append((start + place, holding ^ held))
-                holding = held
-                if not holding:
-                    return ends
-            before = masks[-1]
-        ends.append((len(hashes), holding))
+            ends += _walk(self._getters, hashes, holding ^ closed)
         return ends
 
     def _spread(self, ends: list[_End]) -> "array[int]":
@@ -328,21 +275,13 @@ class PrefixIndex:
             if end is common:
                 continue
             if replicas.bit_count() > GROUP:
-                self._put_group(found, position, replicas)
+                _put_group(found, position, replicas, self._places_of_bits)
                 continue
             while replicas:
                 _, bit, place = names[replicas.bit_length()]
                 found[place] = position
                 replicas ^= bit
         return found
-
-    def _put_group(self, found: "array[int]", position: int, replicas: int) -> None:
-        import numpy as np  # not at the top: it takes 15 MB, and small fleets never get here
-
-        octets = np.frombuffer(replicas.to_bytes((replicas.bit_length() + 7) // 8, "little"), np.uint8)
-        bits = np.unpackbits(octets, bitorder="little").view(np.bool_)
-        places = np.frombuffer(self._places_of_bits, np.int64)[: len(bits)][bits]
-        np.frombuffer(found, np.int64)[places] = position
 
     def holds(self, replica: str, block: int) -> bool:
         return bool(self._get(block) & self._bits[replica])
@@ -406,3 +345,70 @@ class PrefixIndex:
         if len(self._shared) > MAX_SHARED_SETS:
             self._shared = {}
         return self._shared.setdefault
+
+
+def _crowded(getters: Sequence[_Getter], hashes: Sequence[int], holding: int) -> bool:
+    """Whether prefixes end so close together that bisection would read most blocks anyway."""
+    before = holding
+    step = len(hashes) // PROBES
+    for block in hashes[step::step]:
+        held = getters[block >> SHARD_SHIFT](block, 0) & holding
+        if held == before:
+            return False
+        before = held
+    return True
+
+
+def _bisect(getters: Sequence[_Getter], hashes: Sequence[int], holding: int) -> list[_End]:
+    """The ends of replicas that hold the first block, found by bisecting wherever the set of holders shrinks."""
+    ends = []
+    # (low, holders at low, high, holders at high). The end has no holders, so it needs no special case.
+    spans = [(0, holding, len(hashes), 0)]
+    while spans:
+        low, holders, high, left = spans.pop()
+        while high - low > 1:
+            middle = (low + high) // 2
+            block = hashes[middle]
+            mask = getters[block >> SHARD_SHIFT](block, 0) & holders
+            if mask == holders:
+                low = middle
+                continue
+            if mask != left:
+                spans.append((middle, mask, high, left))
+            high, left = middle, mask
+        ends.append((high, holders & ~left))
+    return ends
+
+
+def _walk(getters: Sequence[_Getter], hashes: Sequence[int], holding: int) -> list[_End]:
+    """The ends of replicas that hold the first block, found block by block.
+
+    Most neighbours have the same set, usually the same object, and are skipped without an interpreter iteration.
+    Equal sets that are distinct objects cost one iteration.
+    """
+    shift = SHARD_SHIFT
+    ends = []
+    before = holding
+    for start in range(0, len(hashes), STRETCH):
+        masks = [getters[block >> shift](block, 0) for block in hashes[start : start + STRETCH]]
+        for place in compress(count(), map(is_not, masks, [before, *masks])):
+            held = holding & masks[place]
+            if held == holding:
+                continue
+            ends.append((start + place, holding ^ held))
+            holding = held
+            if not holding:
+                return ends
+        before = masks[-1]
+    ends.append((len(hashes), holding))
+    return ends
+
+
+def _put_group(found: "array[int]", position: int, replicas: int, places_of_bits: "array[int]") -> None:
+    """Write the length of these replicas' prefixes at their places."""
+    import numpy as np  # not at the top: it takes 15 MB, and small fleets never get here
+
+    octets = np.frombuffer(replicas.to_bytes((replicas.bit_length() + 7) // 8, "little"), np.uint8)
+    bits = np.unpackbits(octets, bitorder="little").view(np.bool_)
+    places = np.frombuffer(places_of_bits, np.int64)[: len(bits)][bits]
+    np.frombuffer(found, np.int64)[places] = position

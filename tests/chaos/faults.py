@@ -8,9 +8,10 @@ import contextlib
 import os
 import resource
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from itertools import count, islice
 
 import psutil
 
@@ -33,8 +34,8 @@ Inject = Callable[[Cluster, float], AbstractAsyncContextManager[Victim]]
 NOBODY = Victim()
 #: A slow replica alternately runs and is stopped for these times.
 SLOW_RUN_S, SLOW_STOP_S = 0.02, 0.08
-#: How often a replica is without memory, for how long, and how long it then has some.
-MEMORY_DIPS, MEMORY_DIP_S, MEMORY_PAUSE_S = 5, 0.02, 0.5
+#: How many steps of a replica fail for want of memory, and the time between them.
+FAILED_STEPS, BETWEEN_STEPS_S = 3, 0.5
 
 
 @dataclass(slots=True, frozen=True)
@@ -88,19 +89,27 @@ async def hit_router(cluster: Cluster, draw: float, *, number: signal.Signals) -
 
 
 @contextlib.asynccontextmanager
-async def starve_memory(cluster: Cluster, draw: float) -> AsyncIterator[Victim]:
-    """Let a replica map no more memory for a moment, several times, so that its steps fail; it may die of that."""
-    name = (await cluster.victim(draw))["replica_id"]
-    for _ in range(MEMORY_DIPS):
-        found = next((each for each in (await cluster.view())["replicas"] if each["replica_id"] == name), None)
-        processes = [psutil.Process(pid) for pid in found["pids"]] if found else []
-        for process in processes:
-            process.rlimit(psutil.RLIMIT_AS, (process.memory_info().vms, resource.RLIM_INFINITY))
-        await asyncio.sleep(MEMORY_DIP_S)
-        for process in processes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.rlimit(psutil.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        await asyncio.sleep(MEMORY_PAUSE_S)
+async def fail_steps(cluster: Cluster, draw: float) -> AsyncIterator[Victim]:
+    """Let a replica map no more memory until a step of it has failed, several times. It may die of it.
+
+    Prompts of other lengths than before need new memory.
+    """
+    name, lengths = (await cluster.victim(draw))["replica_id"], count(1)
+    for _ in range(FAILED_STEPS):
+        before, limited = (await cluster.view())["counters"]["suspected"], set[int]()
+
+        async def failed(before: int = before, limited: set[int] = limited) -> bool:
+            view = await cluster.view()
+            limited.update(*(each["pids"] for each in view["replicas"] if each["replica_id"] == name))
+            _limit_memory(limited, to_present=True)
+            others = ({"prompt": f"{length} and more" + " more" * length, "max_tokens": 1} for length in lengths)
+            asked = (fetch(cluster.url, "/v1/completions", body) for body in islice(others, 4))
+            await asyncio.gather(*asked, return_exceptions=True)
+            return bool(view["counters"]["suspected"] > before)
+
+        await wait_for(failed, f"a step of {name} fails")
+        _limit_memory(limited, to_present=False)
+        await asyncio.sleep(BETWEEN_STEPS_S)
     yield NOBODY
 
 
@@ -234,7 +243,7 @@ FAULTS: dict[str, Fault] = {
     "kill-router": Fault(_with_signal(signal.SIGKILL), "routers", 0.0),
     "kill-only-router": Fault(_with_signal(signal.SIGKILL), "pair", 0.0),
     "freeze-only-router": Fault(_with_signal(signal.SIGSTOP), "pair", 0.0),
-    "no-memory": Fault(starve_memory, "pair", 0.0),
+    "no-memory": Fault(fail_steps, "pair", 0.0),
     "events-cut": Fault(_with_fate("cut"), "tunnels", 3.0),
     "events-late": Fault(_with_fate("delay"), "tunnels", 5.0),
     "events-lost": Fault(_with_fate("drop"), "tunnels", 5.0),
@@ -273,3 +282,11 @@ def _limit_files(processes: list[psutil.Process], size: int) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             _, hard = process.rlimit(psutil.RLIMIT_FSIZE)
             process.rlimit(psutil.RLIMIT_FSIZE, (size, hard))
+
+
+def _limit_memory(pids: Iterable[int], *, to_present: bool) -> None:
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            soft = process.memory_info().vms if to_present else resource.RLIM_INFINITY
+            process.rlimit(psutil.RLIMIT_AS, (soft, resource.RLIM_INFINITY))

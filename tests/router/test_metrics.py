@@ -1,5 +1,6 @@
 """Metrics: totals survive replica restarts, and docs/metrics.md matches the code."""
 
+import asyncio
 import re
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import msgspec
 
 from homing.events.wire.messages import CacheCounters, LoadReport
 from homing.router.backend import ClusterView, ModelView, ReplicaView, RouterCounters
-from homing.router.metrics import FAMILIES, RouterMetrics
+from homing.router.metrics import FAMILIES, RENDERED_AT_ONCE, RouterMetrics
 
 from .http.fakes import replica_view
 
@@ -204,3 +205,30 @@ def test_the_table_is_what_is_exported():
         family = exported[each.name]
         assert (family.type, family.documentation) == (each.kind, each.help)
         assert all(set(sample.labels) - {"le"} == set(each.labels) for sample in family.samples)
+
+
+async def test_the_text_in_slices_is_the_same_and_no_slice_grows_with_the_cluster() -> None:
+    """Streams must not wait while a large cluster's metrics are written."""
+    metrics, names = RouterMetrics(), [f"r{number}" for number in range(3 * RENDERED_AT_ONCE)]
+    for name in names:
+        metrics.of("demo").load_reported(name, report(epoch=1, hits=5))
+    metrics.observe_cluster(view(*names))
+    turns = 0
+
+    async def other_work() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    other = asyncio.get_running_loop().create_task(other_work())
+    text = await metrics.render_in_slices()
+    other.cancel()
+
+    def values(rendered: bytes) -> list[bytes]:
+        return [line for line in rendered.splitlines() if not line.startswith((b"process_", b"python_"))]
+
+    assert values(text) == values(metrics.render())
+    written = sum(not line.startswith(b"#") for line in values(text))
+    assert turns >= written / 3 / RENDERED_AT_ONCE
+    assert turns <= text.count(b"\n") / RENDERED_AT_ONCE + 2, "a scrape must not wait for the loop after each metric"

@@ -439,7 +439,7 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     object: Literal["response"] = "response"
     created_at: int
-    completed_at: None = None  #: unknown when a stream begins; later not worth reading a clock
+    completed_at: int | None = None  #: seconds since 1970; null unless it is complete
     status: Literal["in_progress", "completed", "incomplete", "failed"]
     error: ResponseError | None = None
     incomplete_details: Incomplete | None = None
@@ -561,6 +561,7 @@ class ResponsesBuilder(BlockBuilder):
         return msgspec.structs.replace(
             self._response,
             status="incomplete" if cut else "completed",
+            completed_at=None if cut or choice.last_token_at is None else int(choice.generation.front.wall()),
             incomplete_details=Incomplete("max_output_tokens" if limited else UNSET) if cut else None,
             output=[self._item(at, "completed" if whole else "incomplete") for at, whole in enumerate(done)],
             usage=usage,

@@ -1,6 +1,7 @@
 """What is served and how it is doing: models, health, readiness, load, metrics, the cluster and the live page."""
 
 from collections.abc import Collection
+from datetime import UTC, datetime
 from typing import Literal
 
 import msgspec
@@ -29,6 +30,25 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     owned_by: str = "homing"
     max_model_len: int
     parent: str | UnsetType = UNSET  #: of an engine's adapter: the model that it belongs to
+
+
+class AnthropicModel(msgspec.Struct, frozen=True, kw_only=True):
+    """The same for clients of Anthropic's API, which send its version."""
+
+    type: Literal["model"] = "model"
+    id: str
+    display_name: str
+    created_at: str  #: RFC 3339
+    max_model_len: int
+
+
+class AnthropicModels(msgspec.Struct, frozen=True):
+    """GET /v1/models for clients of Anthropic's API: one page, which is all."""
+
+    data: list[AnthropicModel]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool = False
 
 
 class ModelList(msgspec.Struct, frozen=True):
@@ -78,7 +98,12 @@ async def models(front: Front, exchange: Exchange, _caller: Caller) -> None:
         for alias, given in front.aliases.items()
         if alias not in cards and (name := given or only) in cards
     ]
-    respond(exchange, ModelList([*cards.values(), *aliases]))
+    listed = [*cards.values(), *aliases]
+    if not _is_anthropics(exchange):
+        respond(exchange, ModelList(listed))
+        return
+    shown = [_anthropics(card) for card in listed]
+    respond(exchange, AnthropicModels(shown, shown[0].id if shown else None, shown[-1].id if shown else None))
 
 
 async def model(front: Front, exchange: Exchange, _caller: Caller) -> None:
@@ -90,7 +115,17 @@ async def model(front: Front, exchange: Exchange, _caller: Caller) -> None:
     card = _card(front, limits)
     if name != limits.name and name in backend.adapters():
         card = msgspec.structs.replace(card, id=name, parent=limits.name)
-    respond(exchange, card)
+    respond(exchange, _anthropics(card) if _is_anthropics(exchange) else card)
+
+
+def _is_anthropics(exchange: Exchange) -> bool:
+    """Whether the client speaks Anthropic's API, in which models look different at the same path."""
+    return "anthropic-version" in exchange.request.headers
+
+
+def _anthropics(card: ModelCard) -> AnthropicModel:
+    created = datetime.fromtimestamp(card.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return AnthropicModel(id=card.id, display_name=card.id, created_at=created, max_model_len=card.max_model_len)
 
 
 def _adapters(front: Front, model: str) -> Collection[str]:
@@ -130,8 +165,8 @@ async def load(front: Front, exchange: Exchange) -> None:
 
 
 async def metrics(front: Front, exchange: Exchange) -> None:
-    front.metrics.observe_cluster(front.cluster())
-    exchange.respond(front.metrics.render(), content_type=CONTENT_TYPE)
+    front.metrics.observe_cluster(await front.cluster())
+    exchange.respond(await front.metrics.render_in_slices(), content_type=CONTENT_TYPE)
 
 
 async def version(_front: Front, exchange: Exchange) -> None:
@@ -139,7 +174,7 @@ async def version(_front: Front, exchange: Exchange) -> None:
 
 
 async def cluster(front: Front, exchange: Exchange) -> None:
-    respond(exchange, front.cluster())
+    respond(exchange, await front.cluster())
 
 
 async def live_page(_front: Front, exchange: Exchange) -> None:

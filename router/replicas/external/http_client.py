@@ -8,6 +8,7 @@ import asyncio
 import socket
 import ssl
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol, cast
 from urllib.parse import urlsplit
@@ -62,9 +63,10 @@ class Address:
 
 def _keep_alive(transport: asyncio.BaseTransport) -> None:
     sock = transport.get_extra_info("socket")
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in KEEP_ALIVE:
-        sock.setsockopt(socket.IPPROTO_TCP, option, value)
+    with suppress(OSError, ValueError):  # it is closed again already: uvloop raises ValueError
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in KEEP_ALIVE:
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 class AnswerSink(Protocol):

@@ -63,9 +63,17 @@ class Tags:
 
     def whole(self, text: str) -> str:
         """A value before its closing tag, without its last line feed and without repetitions of that tag."""
-        name = self.value_end[2:-1]
-        while text.rstrip().endswith(self.value_end) and text.count(self.value_end) > text.count("<" + name):
-            text = text.rstrip().removesuffix(self.value_end)
+        tag = self.value_end
+        surplus = text.count(tag) - text.count("<" + tag[2:-1])
+        end = kept = len(text)
+        while surplus > 0:  # without copies, as a model may repeat it for as long as it may write
+            while end and text[end - 1].isspace():
+                end -= 1
+            if not text.endswith(tag, 0, end):
+                break
+            end = kept = end - len(tag)
+            surplus -= 1
+        text = text[:kept]
         return text if self.value else text.removesuffix("\n")
 
     def unclosed(self, text: str, key: str) -> str:

@@ -1,8 +1,11 @@
 """The processes of ranks and routers, without Ray."""
 
 import asyncio
+import contextlib
+import os
 import resource
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +15,7 @@ from ray.exceptions import ActorDiedError, OutOfMemoryError, RayError, RayTaskEr
 
 from homing.cluster.config import Settings, load_settings
 from homing.cluster.control.actors import (
+    SPARE_NICENESS,
     ReplicaRank,
     RouterProcess,
     death,
@@ -99,6 +103,50 @@ def test_a_rank_waits_until_its_process_is_prepared() -> None:
 
     assert not early
     assert isinstance(actor.started(), Started)
+
+
+def may_raise_priority() -> bool:
+    """Whether a thread of this process can be given a spare's priority, and its own back."""
+    done: list[bool] = []
+
+    def lower_and_raise() -> None:
+        thread, before = threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0)
+        os.setpriority(os.PRIO_PROCESS, thread, max(before, SPARE_NICENESS))
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, thread, before)
+        done.append(before < SPARE_NICENESS and os.getpriority(os.PRIO_PROCESS, thread) == before)
+
+    thread = threading.Thread(target=lower_and_raise)
+    thread.start()
+    thread.join()
+    return done[0]
+
+
+@pytest.mark.skipif(not may_raise_priority(), reason="needs CAP_SYS_NICE, and a low niceness")
+def test_a_preparation_that_requests_wait_for_goes_on_at_normal_priority() -> None:
+    """On a busy machine, it would else take longer than a start without it."""
+    lowered, raised = threading.Event(), threading.Event()
+    normal = os.getpriority(os.PRIO_PROCESS, 0)
+
+    def niceness() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    def prepare(spec: ClusterModel) -> None:
+        if niceness() > normal:
+            lowered.set()
+        for _ in range(3000):
+            if niceness() == normal:
+                raised.set()
+                return
+            time.sleep(0.01)
+
+    actor, spec = ReplicaRank(FakeRank), rank_spec("m")
+    actor.prepare(prepare, spec.model)
+    assert lowered.wait(30)
+    actor.start(spec)
+    actor.stop()
+
+    assert raised.is_set()
 
 
 def test_a_process_that_starts_a_rank_is_not_prepared() -> None:

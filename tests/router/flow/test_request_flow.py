@@ -27,7 +27,7 @@ from homing.router.errors import (
 )
 from homing.router.flow.activity import activity_of
 from homing.router.flow.dispatcher import ServedModel
-from homing.router.flow.request_flow import PLACED_AT_ONCE, PRESSING_WAIT_S, RequestFlow
+from homing.router.flow.request_flow import PRESSING_WAIT_S, RequestFlow
 from homing.router.flow.request_state import (
     TRANSITIONS,
     Continue,
@@ -41,6 +41,7 @@ from homing.router.flow.request_state import (
     Send,
     Transition,
 )
+from homing.router.flow.turns import PLACED_AT_ONCE
 from homing.router.routing.placement import Placement
 from homing.router.routing.policy.base import QUEUE_AHEAD
 from homing.router.routing.policy.registry import make_policy

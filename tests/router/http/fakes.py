@@ -192,6 +192,9 @@ class FakeBackend:
             counters=RouterCounters(requests=len(self.streams)),
         )
 
+    async def view_in_slices(self) -> ClusterView:
+        return self.view()
+
     def tenant_blocks(self) -> dict[str, dict[bytes, int]]:
         return self.owned
 

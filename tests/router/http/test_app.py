@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+from datetime import datetime
 from typing import Any
 
 import httpx
@@ -50,6 +51,18 @@ async def test_health_is_the_process_and_ready_the_cluster(client: httpx.AsyncCl
     assert (await client.get("/health")).status_code == 200
     assert (await client.get("/v1/models")).json()["data"] == []
     assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 503
+
+
+async def test_models_are_listed_as_the_client_knows_them(client: httpx.AsyncClient):
+    """Anthropic's clients send the version of their API; Claude Code discovers a gateway's models this way."""
+    theirs = {"anthropic-version": "2023-06-01"}
+    listed = (await client.get("/v1/models?limit=1000", headers=theirs)).json()
+    [ours] = (await client.get("/v1/models")).json()["data"]
+    one = (await client.get(f"/v1/models/{ours['id']}", headers=theirs)).json()
+
+    assert listed == {"data": [one], "first_id": ours["id"], "last_id": ours["id"], "has_more": False}
+    assert (one["type"], one["id"], one["display_name"]) == ("model", ours["id"], ours["id"])
+    assert datetime.fromisoformat(one["created_at"]).timestamp() == ours["created"]
 
 
 async def test_ready_waits_for_the_tokenizer(client: httpx.AsyncClient, front: Front):

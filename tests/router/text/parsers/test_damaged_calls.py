@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from homing.router.text.parsers.deltas import Content, Delta, ToolCallArguments, ToolCallStart
 from homing.router.text.parsers.families import TOOL_FAMILIES, choose_tools
+from homing.router.text.parsers.loose_json import MAX_PYTHON
 from homing.router.text.parsers.parser import AnswerParser
 
 PARAMETERS = {"a": {"type": "integer"}, "b": {"type": "string"}, "d": {"type": "object"}}
@@ -352,3 +353,23 @@ def test_a_value_without_its_closing_tag_does_not_swallow_the_next(closer: str):
     text = f"<function=f>\n<parameter=b>\nx\n{closer}<parameter=a>\n1\n</parameter>\n</function>"
 
     assert check(text, FORMS["qwen3_coder"])[1] == [("f", '{"b": "x", "a": 1}')]
+
+
+def test_a_call_that_python_would_read_for_seconds_is_text():
+    """Reading it would hold up all other answers; a long string in it does not."""
+    form = FORMS["hermes"]
+    call = '<tool_call>{{"name": "f", "arguments": {{"a": 1, "b": {},}}}}</tool_call>'
+    many, long = call.format("[" + "1," * MAX_PYTHON + "]"), call.format(json.dumps("[1, 2]" * MAX_PYTHON))
+
+    assert parse(many, form)[:2] == (many, [])
+    assert json.loads(parse(long, form)[1][0][1])["b"] == "[1, 2]" * MAX_PYTHON
+
+
+@pytest.mark.parametrize("space", ["", " \n"])
+def test_a_tag_that_is_repeated_without_end_takes_no_longer_than_other_text(space: str):
+    """Models get stuck like this; each repetition was a search through all of them, seconds for 40,000."""
+    text = "<function=f>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\nhi\n" + f"</parameter>{space}" * 20_000
+
+    _, calls, _ = parse(text + "</function>", FORMS["qwen3_coder"])
+
+    assert [(name, json.loads(arguments)) for name, arguments in calls] == [("f", {"a": 1, "b": "hi"})]
