@@ -402,6 +402,8 @@ class ReplicaServer(RankServer):
         """Run commands and read requests, then run one step or wait for work."""
         if self._waker.clear():
             self._run_commands()
+        if (error := self._publisher.error) is not None:  # routers would take the replica for silent, for good
+            raise EngineBroken(f"the publisher of events and load reports failed: {error}") from error
         for source, request in self._requests.receive():
             self._handle(source, request)
         if not self._engine.has_work:

@@ -489,10 +489,14 @@ class RouterMetrics(Collector):
     async def render_in_slices(self) -> bytes:
         """The same without delaying streams in large clusters: other work is done between two parts of the text."""
         parts: list[bytes] = []
+        lines = 0  # since the last pause: one after each metric would take seconds on a busy loop
         for metric, first in self._parts(RENDERED_AT_ONCE):
             text = generate_latest(_Only(metric))
             parts.append(text if first else _COMMENTS.sub(b"", text))
-            await asyncio.sleep(0)
+            lines += text.count(b"\n")
+            if lines >= RENDERED_AT_ONCE:
+                lines = 0
+                await asyncio.sleep(0)
         return b"".join([*parts, generate_latest(self._process)])
 
 

@@ -222,7 +222,7 @@ def _narrow_replica(name: str, each: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _stream(each: Mapping[str, Any], now: float) -> tuple[str, ...]:
-    where = each["replica"] or each["waits_for"] or "-"
+    where = each["waits_for"] or each["replica"] or "-"
     numbers = str(each["prompt_tokens"]), str(each["generated_tokens"])
     return seconds(max(0.0, now - each["since"])), each["state"], printable(where), *numbers, printable(each["id"])
 

@@ -67,8 +67,12 @@ Result = TypeVar("Result")
 
 def logged(
     size: Callable[[tuple[Any, ...]], int] | None = None,
+    keep: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None = None,
 ) -> Callable[[Callable[Concatenate[Machine, Arguments], Result]], Callable[Concatenate[Machine, Arguments], Result]]:
-    """Keep the calls of a method. `size`: the memory of its positional arguments, if they may be long."""
+    """Keep the calls of a method. `size`: the memory of its positional arguments, if they may be long.
+
+    `keep`: the positional arguments without what a replay does not need and would hold memory.
+    """
 
     def decorate(
         method: Callable[Concatenate[Machine, Arguments], Result],
@@ -79,7 +83,7 @@ def logged(
             inputs = self.inputs
             if inputs.left <= 0:
                 inputs.turn()
-            inputs.recent.append((name, args, named))
+            inputs.recent.append((name, args if keep is None else keep(args), named))
             inputs.left -= 1 if size is None else 1 + size(args) // COUNTED_BYTES
             try:
                 return method(self, *args, **named)

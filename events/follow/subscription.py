@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from enum import Enum, StrEnum
 from typing import NamedTuple
 
-from ..wire.cache_events import CacheEvent, Cleared
+from ..wire.cache_events import CacheEvent, Cleared, Stored
 from ..wire.dialects import DecodedBatch
 from ..wire.messages import Heartbeat, LoadReport, SnapshotBlock, SnapshotChunk
 from .block_set import CacheMirror, Digest
@@ -149,8 +149,17 @@ MAX_INPUTS = 100
 
 
 def _batch_bytes(args: tuple[int | None, int, DecodedBatch]) -> int:
-    batch = args[2]
-    return sum([40 * len(each.hashes) for each in batch.events if not isinstance(each, Cleared)])
+    return sum([_event_bytes(each) for each in args[2].events])
+
+
+def _event_bytes(event: CacheEvent) -> int:
+    if isinstance(event, Cleared):
+        return 0
+    return 40 * (len(event.hashes) + (len(event.token_ids) if isinstance(event, Stored) else 0))
+
+
+def _chunk_bytes(args: tuple[SnapshotChunk]) -> int:
+    return sum([256 + 40 * len(each.token_ids) for each in args[0].blocks])
 
 
 class Subscription:
@@ -245,7 +254,7 @@ class Subscription:
             self._end_replay()
         return self._done()
 
-    @logged(lambda args: 256 * len(args[0].blocks))
+    @logged(_chunk_bytes)
     def on_chunk(self, chunk: SnapshotChunk) -> list[Instruction]:
         self._note_message()
         # Accept another epoch only while we know none: a late answer must not take us back to an earlier epoch.

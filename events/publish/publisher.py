@@ -122,6 +122,8 @@ class EventPublisher:
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
         self._sockets: _Sockets | None = None
+        #: Why the thread has ended by itself; None: it has not. The owner must then end, too: nobody hears from it.
+        self.error: Exception | None = None
 
     def start(self) -> EventEndpoints:
         """Bind, start the thread and return the addresses. May be called only once. Raises EndpointUnusable."""
@@ -217,6 +219,9 @@ class EventPublisher:
             while self._send_batches(sockets):
                 pass
             self._send_heartbeat(sockets)
+        except Exception as error:
+            log.exception("publisher_failed epoch=%x", self._epoch)
+            self.error = error
         finally:
             sockets.close()
 

@@ -21,6 +21,7 @@ from itertools import count
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from ...events.follow.input_log import logged
 from ...events.wire.messages import LoadReport
@@ -57,6 +58,29 @@ class FlowStart(msgspec.Struct, frozen=True):
     next_wire: int
     draws: tuple[Any, ...]  #: state of the random generator
     replicas: list[tuple[ReplicaDescription, UnavailableReason | None, FeedState, LoadReport | None]]
+
+
+def _request_bytes(args: tuple[GenerationRequest, float]) -> int:
+    request = args[0]
+    constraint = 0 if request.constraint is None else len(request.constraint.source)
+    return len(request.token_ids) + len(request.chat) + constraint
+
+
+def _reply_bytes(args: tuple[str, TokenBatch | TextOutput | Refused | FailedStep, float]) -> int:
+    return 256 * len(args[1].outputs) if isinstance(args[1], TokenBatch) else 0
+
+
+def _without_values(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of `on_reply` without logprobs and vectors, which take megabytes and decide nothing."""
+    reply = args[1]
+    if not isinstance(reply, TokenBatch) or not [
+        True  # in one expression: it is evaluated for every token
+        for each in reply.outputs
+        if each.logprobs is not None or each.prompt_logprobs is not None or each.embedding is not None
+    ]:
+        return args
+    outputs = [replace(each, logprobs=None, prompt_logprobs=None, embedding=None) for each in reply.outputs]
+    return args[0], replace(reply, outputs=outputs), *args[2:]
 
 
 class RequestFlow:
@@ -158,7 +182,7 @@ class RequestFlow:
 
     # Requests
 
-    @logged(lambda args: len(args[0].token_ids) + len(args[0].chat))
+    @logged(_request_bytes)
     def submit(self, request: GenerationRequest, now: float) -> tuple[RequestId, list[Instruction]]:
         """Accept a request. Raises NoReplica, PromptTooLong or QueueFull and then changes nothing."""
         table, settings = self._table, self._settings
@@ -202,7 +226,7 @@ class RequestFlow:
             instructions.append(table.cancel(request))
         return [*instructions, *self._pump(now)]
 
-    @logged(lambda args: 256 * len(args[1].outputs) if isinstance(args[1], TokenBatch) else 0)
+    @logged(_reply_bytes, _without_values)
     def on_reply(
         self, replica: str, reply: TokenBatch | TextOutput | Refused | FailedStep, now: float
     ) -> list[Instruction]:

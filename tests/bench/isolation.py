@@ -75,8 +75,8 @@ def known() -> Iterator[Attack]:
     for _ in range(30):
         deep = {"type": "object", "properties": {"a": deep}, "required": ["a"]}
     yield Attack("128 prompts of 990 tokens", "/v1/completions", {"prompt": batch, "max_tokens": 1})
-    echo = {"prompt": batch[:25], "max_tokens": 1, "echo": True, "logprobs": 20}
-    yield Attack("25 of them with echo and 20 logprobs", "/v1/completions", echo)
+    echo = {"prompt": batch[:24], "max_tokens": 1, "echo": True, "logprobs": 20}
+    yield Attack("24 of them with echo and 20 logprobs", "/v1/completions", echo)
     yield Attack("all with echo and 1 logprob", "/v1/completions", echo | {"prompt": batch, "logprobs": 1})
     long = {"prompt": [ids(seed, 60) for seed in range(8)], "n": 16, "max_tokens": 190, "logprobs": 20}
     yield Attack("8 prompts x 16 choices x 190 tokens x 20 logprobs", "/v1/completions", long)

@@ -11,6 +11,7 @@ import signal
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from itertools import count, islice
 
 import psutil
 
@@ -89,8 +90,11 @@ async def hit_router(cluster: Cluster, draw: float, *, number: signal.Signals) -
 
 @contextlib.asynccontextmanager
 async def fail_steps(cluster: Cluster, draw: float) -> AsyncIterator[Victim]:
-    """Let a replica map no more memory until a step of it has failed, several times. It may die of it."""
-    name = (await cluster.victim(draw))["replica_id"]
+    """Let a replica map no more memory until a step of it has failed, several times. It may die of it.
+
+    Prompts of other lengths than before need new memory.
+    """
+    name, lengths = (await cluster.victim(draw))["replica_id"], count(1)
     for _ in range(FAILED_STEPS):
         before, limited = (await cluster.view())["counters"]["suspected"], set[int]()
 
@@ -98,6 +102,9 @@ async def fail_steps(cluster: Cluster, draw: float) -> AsyncIterator[Victim]:
             view = await cluster.view()
             limited.update(*(each["pids"] for each in view["replicas"] if each["replica_id"] == name))
             _limit_memory(limited, to_present=True)
+            others = ({"prompt": f"{length} and more" + " more" * length, "max_tokens": 1} for length in lengths)
+            asked = (fetch(cluster.url, "/v1/completions", body) for body in islice(others, 4))
+            await asyncio.gather(*asked, return_exceptions=True)
             return bool(view["counters"]["suspected"] > before)
 
         await wait_for(failed, f"a step of {name} fails")

@@ -105,23 +105,6 @@ def test_an_engine_of_another_model_ends_the_command_with_its_reason(engines, tm
     assert "block_size is 16, the router's is 32; start homing with --block-size 16" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--backend", "ftp://x"], "is not the URL of a server"),
-        (["--backend", "http://x", "--events", "tcp://a:1,tcp://b:2"], "2 addresses for 1 backends"),
-        (["--backend", "http://x", "--events", "tcp://*:1"], "name its host instead of *"),
-        (["--backend", "http://x", "--routers", "2"], "only one router can serve"),
-    ],
-)
-def test_addresses_that_do_not_fit_are_the_users_mistake(tmp_path: Path, words: list[str], message: str) -> None:
-    """Invalid addresses are reported at once, with exit code 2."""
-    done = homing(tmp_path, "serve", *words)
-
-    assert done.returncode == 2
-    assert message in done.stderr
-
-
 def test_engines_are_found_by_their_urls_and_listed_while_it_runs(engines, tmp_path: Path) -> None:
     """`homing route` needs only URLs; its list of engines follows its file and the admin API."""
     one, other, loop = engines

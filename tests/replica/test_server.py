@@ -498,6 +498,18 @@ def test_a_broken_device_ends_the_replica_at_once(folder: Path, tmp_path: Path) 
         assert "out of luck" in str(running.error)
 
 
+def test_a_replica_whose_publisher_fails_ends(folder: Path, tmp_path: Path) -> None:
+    """Without load reports it counts as silent: it would stand idle for good, as its process answers."""
+    with served(folder, tmp_path) as running:
+        deadline = time.monotonic() + PATIENCE_S
+        while running.thread.is_alive() and time.monotonic() < deadline:
+            running.server._publisher.report(object())  # type: ignore[arg-type]  # which cannot be encoded
+            time.sleep(0.005)  # the engine's own report may replace it
+
+        assert isinstance(running.error, EngineBroken)
+        assert "publisher" in str(running.error)
+
+
 def test_a_step_that_does_not_end_shows(folder: Path, tmp_path: Path) -> None:
     """A hung rank or device raises nothing; only the step's duration reveals it (cluster/control/actors.py)."""
     loader = Loader()

@@ -231,3 +231,4 @@ async def test_the_text_in_slices_is_the_same_and_no_slice_grows_with_the_cluste
     assert values(text) == values(metrics.render())
     written = sum(not line.startswith(b"#") for line in values(text))
     assert turns >= written / 3 / RENDERED_AT_ONCE
+    assert turns <= text.count(b"\n") / RENDERED_AT_ONCE + 2, "a scrape must not wait for the loop after each metric"

@@ -38,6 +38,24 @@ class DeletedResponse(msgspec.Struct, frozen=True):
     deleted: bool = True
 
 
+class InputTokens(msgspec.Struct, frozen=True):
+    """POST /v1/responses/input_tokens."""
+
+    input_tokens: int
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+
+
+async def count_input(front: Front, exchange: Exchange, caller: Caller) -> None:
+    """Count the prompt tokens of a response's body."""
+    body = await decoded_in(RESPONSES, front, caller, exchange)
+    served = await front.served(body.model)
+    await put_history(front, caller, body)
+    job = await RESPONSES.job(front, served, body, caller.sender(body.cache_salt))
+    tokens = len(job.prompts[0].token_ids)
+    caller.charge([tokens])
+    respond(exchange, InputTokens(tokens))
+
+
 async def create_response(front: Front, exchange: Exchange, caller: Caller) -> None:
     """Generate a response. If there is a store, keep it unless the request says `store: false`."""
     body = await decoded_in(RESPONSES, front, caller, exchange)
@@ -117,6 +135,14 @@ _ITEMS = f"{_ONE}/input_items"
 
 ENDPOINTS = (
     generating(RESPONSES_PATH, RESPONSES, "response", Response, create_response),
+    Endpoint(
+        "POST",
+        f"{RESPONSES_PATH}/input_tokens",
+        charged(count_input),
+        "the number of prompt tokens of a response",
+        InputTokens,
+        (ResponsesBody,),
+    ),
     Endpoint("GET", _ONE, charged(stored_response), "a stored response", Response),
     # Deleting frees what the tenant occupies, so no limit prevents it.
     Endpoint("DELETE", _ONE, with_key(delete_response), "delete a stored response", DeletedResponse),

@@ -1,5 +1,7 @@
 """Checks of `homing serve` before it starts anything, and its handling of stop signals."""
 
+import io
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -9,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from homing.cluster.cli.main import run
 from homing.cluster.cli.serve import StopSignals
 from homing.cluster.config import Settings, load_settings
 from homing.cluster.errors import SettingsError
@@ -70,3 +73,20 @@ def test_a_signal_at_any_moment_asks_for_the_end() -> None:
         sys.settrace(traced)
         for number, handler in kept.items():
             signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--backend", "ftp://x"], "is not the URL of a server"),
+        (["--backend", "http://x", "--events", "tcp://a:1,tcp://b:2"], "2 addresses for 1 backends"),
+        (["--backend", "http://x", "--events", "tcp://*:1"], "name its host instead of *"),
+        (["--backend", "http://x", "--routers", "2"], "only one router can serve"),
+    ],
+)
+def test_addresses_that_do_not_fit_are_the_users_mistake(words: list[str], message: str) -> None:
+    """Invalid addresses are reported before anything starts, with exit code 2."""
+    with pytest.raises(SettingsError, match=re.escape(message)) as caught:
+        run(["serve", *words], io.StringIO())
+
+    assert caught.value.exit_code == 2

@@ -310,6 +310,7 @@ class World:
         self.over: dict[RequestId, RequestState] = {}
         self.errors: dict[RequestId, RouterError] = {}
         self.ticks = 0
+        self.neglected_before = set[str]()  #: at the last tick
         self.continuing = False  #: whether the flow is to place more requests
         self.longest_s = 0.0  #: without progress in the calm time
         self.moved_at = 0.0  #: when a request last got a token, was sent or ended
@@ -362,7 +363,10 @@ class World:
         self.ticks += 1
         if self.ticks % CHECK_EVERY == 0:
             self.flow.check()
-        assert self.continuing or not self.neglected(), f"an idle replica while a request waits\n{self.state()}"
+        # A request that a replica refused or lost tries another one first, which may be kept for a trial.
+        neglected, before = self.neglected(), self.neglected_before
+        self.neglected_before = neglected if not self.continuing else set()
+        assert not neglected & before, f"an idle replica while a request waits\n{self.state()}"
         late = self.rng.random() < self.trouble.late_tick
         self.after(self.rng.uniform(TICK_S, 0.5) if late else TICK_S, self._tick)
 
@@ -523,8 +527,8 @@ class World:
             case "flood":
                 for choice in range(100):
                     self.submit(self.random_request(number * 1000 + choice))
-            case "adapters" if names and self.external:
-                name = rng.choice(names)
+            case "adapters" if self.external and len(self.placement):
+                name = rng.choice([each.name for each in self.placement.fleet])
                 self.placement.set_adapters(name, frozenset(rng.sample(ADAPTERS, rng.randrange(3))))
             case "cancel":
                 running = sorted(self.requests.keys() - self.over.keys())
@@ -545,10 +549,11 @@ class World:
         before = self.could_be_sent()
         self.advance(self.now + seconds)
         stuck = [state for state in self.could_be_sent() if state in before and state.phase == "waiting"]
+        going_on = self.continuing
         self.thaw()
-        return stuck
+        return [] if going_on else stuck
 
-    def neglected(self) -> list[str]:
+    def neglected(self) -> set[str]:
         """Idle replicas that could take a request that waits."""
         closed = self.closed()
         idle = [
@@ -558,7 +563,7 @@ class World:
         ]
         waiting = [each for each in self.flow.oldest(10_000) if each.phase == "waiting" and each.suspicion is None]
         adapters = {each.request.adapter for each in waiting}
-        return [joined.name for joined in idle if adapters & {"", *joined.adapters}]
+        return {joined.name for joined in idle if adapters & {"", *joined.adapters}}
 
     def closed(self) -> Collection[str]:
         return self.flow._turns.kept_for_trials(self.now)
@@ -584,7 +589,7 @@ class World:
         if not self.replicas:
             self.start("r0")
         for name, replica in self.replicas.items():
-            replica.stopped = False
+            replica.stopped, replica.adapters = False, frozenset(ADAPTERS)
             if name not in self.placement:
                 continue
             self.placement.set_adapters(name, frozenset(ADAPTERS))
@@ -620,7 +625,8 @@ def run(seed: int, events: int = 60) -> World:
         world.something(number)
         if world.rng.random() < 0.1:
             stuck = world.freeze(0.6)
-            assert not stuck, f"seed {seed}: nothing is sent although a replica takes requests\n{world.state()}"
+            names = [each.request_id for each in stuck]
+            assert not stuck, f"seed {seed}: {names} wait although a replica takes requests\n{world.state()}"
     world.calm()
     while world.requests.keys() - world.over.keys():
         world.advance(world.now + 1.0)

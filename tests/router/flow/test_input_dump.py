@@ -11,6 +11,7 @@ from homing.events.follow.input_log import COUNTED_BYTES, InputLog, logged
 from homing.events.follow.subscription import Subscription
 from homing.events.wire.cache_events import Stored
 from homing.events.wire.dialects import DecodedBatch
+from homing.replica.messages import NO_LOGPROBS, Constraint, PositionLogprobs, TokenLogprob, TokenOutput
 from homing.router.flow.input_dump import InputDumper
 from homing.router.replicas.service import REPLAYED_SETTINGS
 from homing.router.routing.policy.expected_ttft import ExpectedTtft
@@ -133,6 +134,35 @@ def test_a_log_is_bounded_in_inputs_and_bytes() -> None:
     for _ in range(20):
         machine.long(bytes(40 * COUNTED_BYTES))
     assert 1 <= len(machine.inputs.kept()[1]) <= 4
+
+
+def test_logprobs_vectors_and_constraints_are_not_kept() -> None:
+    """A thousand vectors, or the logprobs of a few echoed prompts, are gigabytes."""
+    world, position = World(1), PositionLogprobs(TokenLogprob(1, -0.1), [])
+    request_id = world.submit(request_of(list(range(40))))
+    wire_id = world.sent("r0").request_id
+    values = {"logprobs": [position], "prompt_logprobs": [NO_LOGPROBS] * 40, "embedding": bytes(4096)}
+    world.reply("r0", TokenOutput(wire_id, 0, [7], **values))
+
+    (delta,) = world.deltas[request_id]
+    assert (delta.logprobs, delta.prompt_logprobs, delta.embedding) == tuple(values.values())
+    name, (_, reply, _), _ = world.flow.inputs.recent[-1]
+    assert (name, reply.outputs) == ("on_reply", [TokenOutput(wire_id, 0, [7])])
+
+    left, constraint = world.flow.inputs.left, Constraint(kind="regex", source="a" * 3 * COUNTED_BYTES)
+    world.submit(request_of(list(range(40)), constraint=constraint))
+    assert world.flow.inputs.left == left - 4
+
+
+def test_the_tokens_of_events_count() -> None:
+    """Engines send them with each block, sixteen times what its hash takes."""
+    subscription = Subscription()
+    subscription.start()
+    left = subscription.inputs.left
+
+    subscription.on_batch(1, 0, DecodedBatch(0.0, [Stored(None, [1], token_ids=list(range(1000)))]))
+
+    assert subscription.inputs.left < left - 1000 * 40 // COUNTED_BYTES
 
 
 def test_a_subscription_can_be_replayed(tmp_path: Path) -> None:

@@ -1,14 +1,18 @@
 """What is noticed at the tick, and how the flow ends it."""
 
 import logging
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from homing.replica.messages import Abort, Generate, TokenOutput
+from homing.router.flow.fair_queue import TRIES
 from homing.router.flow.request_state import Phase
+from homing.router.flow.request_table import ITS_TURN
 from homing.router.flow.stalls import NOTICE_S, Glance, Stall, StallWatch, stalls_of
 from homing.router.routing.placement import FEWEST
-from homing.router.routing.policy.base import Candidate, Prompt
+from homing.router.routing.policy.base import QUEUE_AHEAD, Candidate, Prompt
 from homing.router.routing.policy.round_robin import RoundRobin
 
 from ..fakes import answer, request_of
@@ -211,3 +215,59 @@ def test_a_request_that_a_busy_replica_has_is_not_sent_again(waiting: int) -> No
 
     assert replica_of(world.flow, request_id) == home
     assert not world.flow.counters.stalls_lost
+
+
+def leave_none(world: World) -> None:
+    for name in ("r0", "r1"):
+        world.lose(name)
+
+
+def drain_and_warm(world: World) -> None:
+    world.run(world.flow.set_unavailable("r0", "draining", world.now))
+    world.run(world.flow.set_unavailable("r1", "warming", world.now))
+
+
+def fall_silent(world: World) -> None:
+    world.wait(100.0)
+
+
+def fill(world: World) -> None:
+    for name in ("r0", "r1"):
+        report = world.replicas[name].load("me", free_blocks=0, waiting=QUEUE_AHEAD)
+        world.run(world.flow.report(name, report, world.now))
+
+
+def queue_others(world: World) -> None:
+    fill(world)
+    for seed in range(10, 10 + TRIES):
+        world.submit(request_of(PROMPT, seed=seed))
+
+
+def offer_an_adapter(world: World) -> None:
+    world.placement.set_adapters("r1", frozenset({"poet"}))
+    world.run(world.flow.set_unavailable("r1", "draining", world.now))
+
+
+@pytest.mark.parametrize(
+    ("before", "fields", "why"),
+    [
+        (leave_none, {}, "no replica has joined"),
+        (drain_and_warm, {}, "held: draining: r0; warming up: r1"),
+        (fall_silent, {}, "held: silent: r0, r1"),
+        (fill, {}, "held: saturated: r0, r1"),
+        (queue_others, {}, ITS_TURN),
+        (lambda world: None, {"adapter": "poet"}, "held: no replica offers poet"),
+        (offer_an_adapter, {"adapter": "poet"}, "held: draining: r1"),
+    ],
+)
+def test_a_request_that_waits_says_why(before: Callable[[World], None], fields: dict[str, Any], why: str) -> None:
+    """On the live page and in `homing requests`; also before its turn has come."""
+    world = World(2, external=True, silence_s=50.0)
+    before(world)
+    request_id = world.submit(request_of(PROMPT, **fields))
+
+    world.wait(0.05)
+
+    state = world.flow.state_of(request_id)
+    assert state is not None
+    assert state.waits_for == why

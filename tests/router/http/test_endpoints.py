@@ -62,6 +62,7 @@ CHARGED = {
     "POST /v1/completions": {"prompt": [5, 6], "max_tokens": 2},
     "POST /v1/chat/completions": {"messages": CHAT},
     "POST /v1/responses": {"input": "hi"},
+    "POST /v1/responses/input_tokens": {"input": "hi"},
     "GET /v1/responses/{id}": None,
     "GET /v1/responses/{id}/input_items": None,
     "POST /v1/messages": {"messages": CHAT, "max_tokens": 2},

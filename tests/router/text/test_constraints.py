@@ -277,6 +277,28 @@ async def test_what_compiles_too_long_is_refused_and_what_never_began_may_come_a
     checker.close()
 
 
+async def test_another_tenants_constraint_is_checked_while_slow_ones_are() -> None:
+    """The slow ones' tenant has only a share of the threads, however many it asks for."""
+    release = threading.Event()
+
+    def slow(constraint: Constraint) -> Constraint:
+        if constraint.source != "quick":
+            release.wait(60)
+        return constraint
+
+    checker = ConstraintChecker(deadline_s=60, servable=slow)
+    asked = [FieldConstraint(Constraint(kind="regex", source=f"slow {number}"), "x") for number in range(20)]
+    waiting = [asyncio.create_task(checker.check(each, b"greedy")) for each in asked]
+    await asyncio.sleep(0)
+    quick = FieldConstraint(Constraint(kind="regex", source="quick"), "x")
+
+    assert await checker.check(quick, b"other") == quick.constraint
+    assert not any(each.done() for each in waiting)
+    release.set()
+    assert await asyncio.gather(*waiting) == [each.constraint for each in asked]
+    checker.close()
+
+
 async def test_only_a_constraint_that_computes_too_long_stays_refused() -> None:
     """A constraint that only waited for a core will compile once the machine is less busy."""
 

@@ -88,6 +88,17 @@ async def test_reasoning_text_and_calls_are_items(client, backend: FakeBackend, 
     assert found["completed_at"] >= found["created_at"]
 
 
+async def test_a_prompt_is_counted_as_it_will_be(client, backend):
+    """Instructions and tools included; nothing is generated."""
+    body = {"input": "Tell me a story.", "instructions": "Be brief.", "tools": [TOOL]}
+
+    counted = (await client.post(f"{PATH}/input_tokens", json=body)).json()
+    assert not backend.requests
+
+    asked = (await client.post(PATH, json=body)).json()
+    assert counted == {"object": "response.input_tokens", "input_tokens": asked["usage"]["input_tokens"]}
+
+
 async def test_reasoning_tokens_do_not_depend_on_how_many_tokens_arrive_at_once(client, backend, text_model: TextModel):
     """A delta of many tokens, as guided answers have, may hold the reasoning and what follows."""
     ids = list(text_model.encode_now([CALL], special_tokens=False)[0])
