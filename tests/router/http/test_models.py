@@ -48,6 +48,9 @@ class FakeModels:
     def view(self) -> ClusterView:
         return total_view([backend.view() for backend in self.by_name.values()])
 
+    async def view_in_slices(self) -> ClusterView:
+        return self.view()
+
     def tenant_blocks(self) -> dict[str, dict[bytes, int]]:
         return {}
 
