@@ -283,6 +283,12 @@ def test_a_prompt_longer_than_a_stretch_is_walked_to_its_end() -> None:
     assert index.match(chain) == {f"r{end}": end for end in ends}
 
 
+def _traced_bytes() -> int:
+    """What the index allocated; threads that other tests left behind do not count."""
+    own = tracemalloc.Filter(inclusive=True, filename_pattern="*/router/routing/*")
+    return sum(each.size for each in tracemalloc.take_snapshot().filter_traces([own]).traces)
+
+
 def test_sets_of_many_replicas_are_kept_once_and_not_for_ever() -> None:
     """A set of 256 replicas takes 60 bytes: blocks must share sets, and unused sets must not pile up."""
     blocks, index = list(range(2000)), PrefixIndex()
@@ -292,10 +298,10 @@ def test_sets_of_many_replicas_are_kept_once_and_not_for_ever() -> None:
 
     for number in range(256):
         index.add(f"r{number}", blocks)
-    shared, _ = tracemalloc.get_traced_memory()
+    shared = _traced_bytes()
     for turn in range(4 * MAX_SHARED_SETS):
         index.remove(f"r{turn % 251}", [blocks[turn % 2000]])
-    churned, _ = tracemalloc.get_traced_memory()
+    churned = _traced_bytes()
     tracemalloc.stop()
 
     assert shared < 2000 * 120  # with one set per block: 160 each
