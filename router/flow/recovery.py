@@ -89,8 +89,9 @@ class Recovery:
             return []
         about = first.request
         table.queue.discard(first.request_id)
-        work = first.sent.decision.uncached_tokens
-        table.queue.charge(priority=about.priority, tenant=about.tenant, work=work)
+        if not first.moves.continuations:  # else its tenant has paid for it
+            work = first.sent.decision.uncached_tokens
+            table.queue.charge(priority=about.priority, tenant=about.tenant, work=work)
         return [sent]
 
     def _resend(self, stall: Stall, now: float) -> list[Instruction]:

@@ -182,21 +182,25 @@ class RequestTable:
     def move(
         self, request: RequestState, error: RouterError, now: float, *, suspected: bool = False
     ) -> list[Instruction]:
-        """Return the request to the queue, to continue on another replica, or fail it if that is not possible."""
+        """Return the request to the queue, to continue on another replica, or fail it if that is not possible.
+
+        One that is suspected, or leaves its trial before that has ended, is tried apart from others.
+        """
         if nothing_left(request, self.max_model_len):
             return self.finish(request, TokenDelta(token_ids=[], finish_reason="length"), now)
         if not self.may_move(request):
             return [self.fail(request, error)]
+        apart = suspected or self.suspects.on_trial(request)
         self._detach(request)
         request.advance("move")
         request.moves.continuations += 1
         self._counters.continued += 1
         trace_id = request.request.trace_id
         log.info("request_moved trace=%s from=%s generated=%d", trace_id, request.replica, request.generated)
-        if suspected:
-            request.waits_for = (
-                f"held: replica {request.replica} died with it, so it is tried apart from other requests"
-            )
+        if apart:
+            assert request.suspicion is not None, "a trial without a suspicion"
+            died = request.suspicion.deaths[-1][0]
+            request.waits_for = f"held: replica {died} died with it, so it is tried apart from other requests"
             self.suspects.wait(request)
         else:
             self._resume(request)

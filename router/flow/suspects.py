@@ -147,8 +147,11 @@ class Suspects:
     def gone(self, request: RequestState) -> None:
         """The request left its replica or the queue, for whatever reason. Does nothing if it was not tried."""
         self.waiting.pop(request.request_id, None)
-        if request.replica in self._trials and self._trials[request.replica][0] is request:
+        if request.replica is not None and self.on_trial(request):
             del self._trials[request.replica]
+
+    def on_trial(self, request: RequestState) -> bool:
+        return request.replica in self._trials and self._trials[request.replica][0] is request
 
     def passed(self, replica: str) -> bool:
         """End the replica's trial if the suspect has generated enough. Returns whether it ended."""

@@ -98,17 +98,16 @@ async def job(
     else:
         max_tokens = _output_limit(wanted, longest, context, wanted_param)
     stops = _stops(body)
-    if logprobs is not None or body.prompt_logprobs is not None or body.return_token_ids or body.echoes:
-        max_tokens = affordable_tokens(
-            body,
-            [len(prompt.token_ids) for prompt in prompts],
-            count,
-            max_tokens,
-            settings.max_answer_values,
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            set_by_client=wanted is not None,
-        )
+    max_tokens = affordable_tokens(
+        body,
+        [len(prompt.token_ids) for prompt in prompts],
+        count,
+        max_tokens,
+        settings.max_answer_values,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        set_by_client=wanted is not None,
+    )
     made = Job(
         served=served,
         prompts=prompts,

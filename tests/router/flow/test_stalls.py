@@ -83,7 +83,7 @@ def test_what_a_policy_keeps_from_every_replica_is_sent_after_a_second(
     assert state is not None
     assert state.waits_for == "held: a mood: r0, r1"
 
-    with caplog.at_level(logging.ERROR, "homing.router.flow.request_flow"):
+    with caplog.at_level(logging.ERROR, "homing.router.flow.recovery"):
         for _ in range(25):
             world.wait(0.05)
 

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from homing.replica.messages import FailedStep, Generate
+from homing.replica.messages import FailedStep, Generate, Refused
 from homing.router.errors import ReplicasDied
 from homing.router.flow.request_state import Phase, RequestId
 from homing.router.flow.suspects import PATIENCE_S, SETTLE_S, TRIAL_S, TRIAL_TOKENS
@@ -135,6 +135,37 @@ def test_a_suspect_runs_where_nothing_else_does_and_nothing_is_sent_there() -> N
     assert set(during) == {busy}
     assert world.home(suspect) in after
     world.settle()
+
+
+@pytest.mark.parametrize("why", ["refused", "not sent", "lost"])
+def test_a_suspect_that_leaves_its_trial_is_tried_apart_again(why: str) -> None:
+    """Nothing is known about it yet, so a request beside it would be at risk."""
+    world = World(4)
+    suspect = world.submit(request_of(PROMPT, max_tokens=100))
+    world.lose(world.home(suspect))
+    world.wait(SETTLE_S)
+    tried = world.home(suspect)
+    assert tried is not None
+    message = world.on_wire[tried].pop()
+    assert isinstance(message, Generate)
+
+    match why:
+        case "refused":
+            refused = Refused(request_id=message.request_id, reason="draining", message="", retry=True)
+            world.run(world.flow.on_reply(tried, refused, world.now))
+        case "not sent":
+            world.run(world.flow.unsendable(tried, message, world.now))
+        case "lost":
+            for _ in range(40):
+                world.wait(0.05)
+                world.run(world.flow.report(tried, world.replicas[tried].load("me", ts=world.now), world.now))
+    world.wait(SETTLE_S)
+    others = {world.home(world.submit(request_of([seed, *PROMPT], seed=seed))) for seed in range(10, 18)}
+
+    assert world.home(suspect) not in (tried, None)
+    assert world.home(suspect) not in others
+    world.settle()
+    world.flow.check()
 
 
 def test_an_unanswered_suspect_waits_for_an_empty_replica_but_not_for_long() -> None:
