@@ -64,9 +64,6 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         Meta(gt=0),
         "seconds after which a step hangs; at least ten full steps",
     ] = 120.0
-    restart_backoff_s: Annotated[float, Meta(gt=0), "pause before the second restart; doubles each time"] = 1.0
-    restart_backoff_limit_s: Annotated[float, Meta(gt=0), "longest pause between restarts"] = 30.0
-    stable_after_s: Annotated[float, Meta(gt=0), "seconds of service after which a restart needs no pause"] = 10.0
     drain_timeout_s: Annotated[
         float, Meta(gt=0), "seconds after which requests on a draining replica continue elsewhere"
     ] = 60.0

@@ -56,11 +56,6 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     ] = 0
     max_running_requests: Annotated[int, Meta(ge=0), "requests in one step; 0: 256 on CUDA, 64 on CPU"] = 0
     max_batched_tokens: Annotated[int, Meta(ge=0), "tokens in one step; 0: 8192 on CUDA, 2048 on CPU"] = 0
-    prefill_step_tokens: Annotated[
-        int,
-        Meta(ge=0),
-        "prompt tokens after which a step takes no further prompt; 0: 128 on CPU, no such limit on CUDA",
-    ] = 0
     num_speculative_tokens: Annotated[
         int,
         Meta(ge=0, le=64),

@@ -99,7 +99,6 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         str,
         "SQLite file that stores responses of /v1/responses",
     ] = ""
-    response_store_count: Annotated[int, Meta(ge=1), "most stored responses"] = 100_000
     response_store_bytes: Annotated[int, Meta(ge=1024), "most bytes of stored responses"] = 1024**3
     response_store_age_s: Annotated[float, Meta(gt=0), "seconds to keep a stored response"] = 2_592_000.0
     request_history: Annotated[
@@ -131,7 +130,6 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         "share of a new replica's cache that is filled before it serves",
     ] = 0.25
     warm_up_bytes: Annotated[int, Meta(ge=0), "memory for recent prompts, for warm-ups; 0: none"] = 8 * 1024 * 1024
-    pin_ttl_s: Annotated[float, Meta(gt=0), "seconds that cache_control keeps a prefix without a ttl"] = 300.0
     pin_max_ttl_s: Annotated[float, Meta(gt=0), "longest ttl of cache_control"] = 3600.0
     access_log: Annotated[
         str,
