@@ -1,6 +1,7 @@
 """What each row of the table promises: who may call it, what it costs, and the types in the OpenAPI document."""
 
 import asyncio
+import importlib
 import json
 import re
 import threading
@@ -9,6 +10,7 @@ from functools import cache
 from hashlib import sha256
 from http.client import HTTPConnection
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any
 
 import httpx
@@ -18,7 +20,9 @@ from hypothesis import HealthCheck, given, settings
 
 from homing.router.backend import TokenDelta
 from homing.router.config import RouterSettings
+from homing.router.http import endpoints
 from homing.router.http.app import OTHER_PATH
+from homing.router.http.endpoints import table
 from homing.router.http.endpoints.endpoint import Endpoint
 from homing.router.http.endpoints.openapi import openapi_document
 from homing.router.http.endpoints.table import ENDPOINTS, find
@@ -195,6 +199,17 @@ def test_the_document_lists_exactly_what_is_served() -> None:
     for each in ENDPOINTS:
         path = each.path.replace("{model}", "org/fox")
         assert find(Request(each.method, path, {}, b"", keep_alive=True)) is each
+
+
+def test_every_row_of_a_module_is_in_the_table() -> None:
+    """A module that the table forgets would pass every other test here, because none of its rows is served."""
+    modules = [
+        importlib.import_module(f"{endpoints.__name__}.{each.name}") for each in iter_modules(endpoints.__path__)
+    ]
+    rows = [row for module in modules if module is not table for row in getattr(module, "ENDPOINTS", ())]
+
+    assert len(rows) == len(ENDPOINTS) - 1  # /openapi.json describes the table itself
+    assert set(rows) < set(ENDPOINTS)
 
 
 def test_every_reference_leads_somewhere() -> None:
