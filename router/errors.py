@@ -222,6 +222,13 @@ class EndedByOperator(RouterError, status=410, code="ended_by_operator"):
         super().__init__("an operator of this server has ended the request")
 
 
+class RequestAborted(RouterError, status=410, code="request_aborted"):
+    """The caller has aborted the request."""
+
+    def __init__(self) -> None:
+        super().__init__("the caller has aborted the request")
+
+
 class CacheInUse(RouterError, status=409, code="cache_in_use"):
     """A reset would free blocks that running requests use."""
 

@@ -23,7 +23,7 @@ from typing import Annotated, TextIO
 from cyclopts import Parameter, Token
 
 from ...client import get_json, router_urls
-from ...config import SETTINGS, ClusterSettings, Settings
+from ...config import ClusterSettings, Settings
 from ...control.autoscale import terms_of
 from ...errors import SettingsError
 from ...flags import NOTHING, Out, TextSettings, option, settings_of
@@ -35,7 +35,7 @@ from ..recorded_trace import MOONCAKE_BLOCK_TOKENS, TraceError, read_trace
 from .delivery import Channel
 from .replica import MockerModel, RateModel, ReplicaLimits, StepTimes
 from .results import Result
-from .runs import Setup, capacity_per_s, run
+from .runs import Setup, capacity_per_s, policy_names, run
 from .scaling import run_scaled
 from .scenarios import Staged, find, recovery_s, stage
 from .workload import Arrival, Chats, WorkloadFacts, compress, conversations, facts, from_trace, repeated
@@ -71,8 +71,7 @@ class Order:
     policies: Annotated[
         tuple[str, ...],
         option(
-            f"separated by commas, of: {', '.join(SETTINGS['policy'].choices or ())}, oracle "
-            "(default: ours and the best of the others)",
+            f"separated by commas, of: {', '.join(policy_names())} (default: ours and the best of the others)",
             converter=_names,
             metavar="NAMES",
             show_default=False,
