@@ -26,10 +26,11 @@ from ..events.config import EventsSettings
 from ..events.publish.publisher import EventPublisher, Waker
 from ..events.security.curve_keys import ServerKeys
 from ..events.wire.messages import LoadReport
+from ..kvcache.block_index import CachedBlock
 from ..kvcache.config import KvCacheSettings
 from ..kvcache.hashing import TOKEN_BYTES, BlockHasher, token_array
 from ..kvcache.pins import PinLimits
-from ..kvcache.prefix_cache import CachedBlock, PrefixCache
+from ..kvcache.prefix_cache import PrefixCache
 from .config import ReplicaSettings
 from .engine.engine import Engine, StepResult
 from .engine.overlapped import OverlappedEngine
