@@ -148,7 +148,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ] = ""
     allowed_hosts: Annotated[
         str,
-        "host names that the server answers to, separated by commas; *: any; empty: any, but on the loopback only localhost",
+        "host names of the server, separated by commas; *: any; empty: any, but on the loopback only localhost",
     ] = ""
     cors_origins: Annotated[str, "origins of web pages that may call the server, separated by commas; *: all"] = ""
     tls_cert_file: Annotated[str, "PEM file with the certificate chain; empty: plain HTTP"] = ""

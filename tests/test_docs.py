@@ -138,3 +138,18 @@ def test_every_table_begins_after_an_empty_line(page: Path) -> None:
     assert [
         row for before, row in pairwise(lines) if row.startswith("|") and before and not before.startswith("|")
     ] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_pages_can_be_read(page: Path) -> None:
+    """Paragraphs and items have at most five lines, cells of tables at most two sentences."""
+    text = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    parts = re.split(r"\n(?=\s*\n|#|\||\s*(?:[-*]|\d+\.) )", text)
+    cells = [
+        re.sub(r"`[^`]*`", "x", cell).strip()
+        for row in re.findall(r"^\|.*", text, re.MULTILINE)
+        for cell in row.split("|")
+    ]
+
+    assert [part for part in parts if len(part.strip().splitlines()) > 5] == []
+    assert [cell for cell in cells if len(re.findall(r"\.(?= [A-Z]|$)", cell)) > 2] == []
