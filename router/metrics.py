@@ -158,6 +158,7 @@ FAMILIES = (
         ("homing_pinned_blocks", "Blocks kept by pins."),
         ("homing_waiting_blocks", "Free blocks that a replica's waiting requests will take."),
         ("homing_index_blocks", "Blocks of a replica in the router's index.", "indexed_blocks"),
+        ("homing_index_dropped_blocks", "Blocks that an engine announced beyond what it can hold.", "dropped_blocks"),
         ("homing_index_approximate", "1: no events; prompts sent there count as cached.", "approximate"),
     ),
     *_families(
