@@ -280,6 +280,7 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     trouble: str = ""  #: why that server cannot be reached
     approximate: bool = False  #: it publishes no events: `indexed_blocks` counts the blocks of prompts sent to it
     unplaced_blocks: int = 0  #: blocks announced with unknown content, which are not credited
+    dropped_blocks: int = 0  #: blocks dropped from the index because an engine announced more than it can hold
     warm_up: WarmUpProgress | None = None  #: the warm-up by this router; None: there is none
 
 

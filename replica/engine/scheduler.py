@@ -36,6 +36,7 @@ from .queue_order import choose_victim, queue_key
 from .request import RequestKey, RequestPhase, RequestState
 from .step_plan import BlockCopy, PlanRow, StepPlan, plan_of_rows
 from .tenant_shares import Lane, StepTurns, TenantShares, Turn
+from .throughput import StepAllowance
 
 #: Tokens per step of prompts with logprobs, as each needs its logits: [chunk, vocab] float32, 156 MB for 152k ids.
 PROMPT_LOGPROBS_CHUNK = 256
@@ -232,19 +233,27 @@ class Scheduler:
         self._shares.join(request)
         self._enqueue(request, match)
 
-    def schedule(self, shared_step_tokens: int | None = None) -> list[ScheduledRow]:
+    @property
+    def shared(self) -> bool:
+        """Whether several tenants have requests."""
+        return self._shares.several
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the next step has decodes."""
+        return any(request.decoding for request in self._running)
+
+    def schedule(self, allowance: StepAllowance | None = None) -> list[ScheduledRow]:
         """The rows of the next step, most urgent decodes first; empty when nothing can run.
 
-        `shared_step_tokens`: most prompt tokens of a step while several tenants have requests, as the others wait for
-        the step. Before the next call, each row must go to `complete` or `launch`, or its request to `finish`.
+        `allowance`: for the step's prompts; None: only the limits count. Before the next call, each row must go to
+        `complete` or `launch`, or its request to `finish`.
         """
         rows = self._schedule_decodes()
         budget = self.limits.max_batched_tokens - len(rows)
-        if shared_step_tokens is not None and budget > shared_step_tokens and self._shares.several:
-            budget = shared_step_tokens
         # Stop adding prompts when no more than this is left of the budget.
         enough = max(0, budget - (self.limits.prefill_step_tokens or budget))
-        rows += self._schedule_prefills(budget, enough)
+        rows += self._schedule_prefills(budget, enough, allowance)
         rows = _of_running(rows)  # one that gave way to another tenant's does not start again in this step
         for row in rows:
             self._shares.charge(row.request, row.count)
@@ -362,7 +371,9 @@ class Scheduler:
         # A request may have been preempted after it got its row. It may start again in this very step.
         return _of_running(rows)
 
-    def _schedule_prefills(self, budget: int, enough: int) -> Iterator[ScheduledRow]:
+    def _schedule_prefills(
+        self, budget: int, enough: int, allowance: StepAllowance | None = None
+    ) -> Iterator[ScheduledRow]:
         """Rows of started and newly admitted prompts, tenants by their shares, until at most `enough` is left.
 
         A waiting request that does not fit blocks those behind it; otherwise it would starve. One whose prefix is being
@@ -371,9 +382,9 @@ class Scheduler:
         turns, blocked, scored = self._shares.turns(), list[_Blocked](), 0
         while budget > enough and (taken := turns.take()) is not None:
             turn, request = taken
-            most = budget
+            most = budget if allowance is None else min(budget, allowance.tokens(*_cached_and_start(request)))
             if request.scores_prompt:
-                most = min(budget, PROMPT_LOGPROBS_CHUNK - scored)
+                most = min(most, PROMPT_LOGPROBS_CHUNK - scored)
             if not most:
                 turn.pass_over(request)
                 turns.put(turn)
@@ -382,6 +393,8 @@ class Scheduler:
             turns.put(turn, row.count if row is not None else 0)
             if row is not None:
                 budget -= row.count
+                if allowance is not None:
+                    allowance.spend(PrefillSpan(request.cached_now, row.start, row.end))
                 scored += row.count * request.scores_prompt
                 self._prefilled += row.count
                 yield row
@@ -592,6 +605,13 @@ class Scheduler:
         tokens = request.token_bytes(start * size, full * size)
         self._cache.commit(request.blocks[start:full], start, parent, request.hashes[start:full], tokens, request.salt)
         request.committed_blocks = full
+
+
+def _cached_and_start(request: RequestState) -> tuple[int, int]:
+    """How many tokens of its prompt a request found in the cache, and from where it computes; if it waits, expected."""
+    if request.phase is RequestPhase.RUNNING:
+        return request.cached_now, request.computed
+    return request.expected_cached, request.expected_cached
 
 
 def _blocks(request: RequestState) -> int:
