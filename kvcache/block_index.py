@@ -1,7 +1,7 @@
 """The resident blocks by hash: verified look-ups, copies of one hash, and blocks that must stay private.
 
-Does not know which blocks are idle, pinned or held: the cache says which blocks were evicted or released, and learns
-which ones a commit made redundant.
+Does not know which blocks are idle or pinned: the cache says which blocks were evicted or released, and learns which
+ones a commit made redundant. Waiting requests that await a block hold it as soon as it is resident.
 
 A cached block's parent hash identifies its true prefix even though hashes may collide, so verifying a hit takes one
 comparison per block: its parent's hash and its own tokens. `commit` maintains this: if a block's hash already belongs
@@ -15,6 +15,7 @@ from struct import Struct
 from typing import Protocol
 
 from .hashing import TOKEN_BYTES, BlockHash
+from .holds import Holds
 from .partial_match import PartialHit, PartialMatcher
 from .pool import Block, BlockId, BlockState
 
@@ -60,11 +61,13 @@ class BlockIndex:
         block_size: int,
         listener: CacheListener | None,
         counters: CacheStats,
+        holds: Holds,
         displaced: Callable[[BlockHash, Block], None],
     ) -> None:
         self._block_size = block_size
         self._listener = listener
         self._counters = counters
+        self._holds = holds
         self._displaced = displaced
         self._block_bytes = block_size * TOKEN_BYTES
         self._split = Struct(f"{self._block_bytes}s").iter_unpack
@@ -155,7 +158,7 @@ class BlockIndex:
         tokens: bytes,
     ) -> tuple[int, list[int]]:
         """Enter blocks by hash. Return the number now shared, and the positions that already had a copy."""
-        setdefault = self.blocks.setdefault
+        setdefault, awaited = self.blocks.setdefault, self._holds.awaited
         copies: list[int] = []
         previous = parent
         if start == 0:
@@ -167,6 +170,8 @@ class BlockIndex:
                 block.parent = previous
                 block.tokens = content
                 block.children = follower
+                if block_hash in awaited:
+                    self._holds.extend(block, block_hash)
             elif self._register_copy(block, block_hash, previous, content):
                 copies.append(place)
             else:

@@ -5,7 +5,7 @@ blocks to fill; the cache never reads KV. Only one thread may call it (the engin
 
 A request calls `match` (look up the prompt), `acquire` (share the blocks found, allocate the others), `commit` (the KV
 of these blocks is computed), `allocate` (more blocks while decoding) and `release`. A request that waits calls `hold`
-first and `unhold` later: its prefix is not evicted while other blocks can be.
+first and `unhold` later: its prefix is not evicted while other blocks can be, and grows as its blocks become resident.
 
 Invariants, asserted by `check`:
 
@@ -32,10 +32,10 @@ from .partial_match import PartialHit
 from .pins import PinBook, PinLimits
 from .pool import Block, BlockPool
 
-#: Blocks kept empty for the answers of running requests: for so many tokens of each, and the most as a share of all
-#: blocks. Chosen by simulating conversations in tight memory with 8, 16, 32 and 64 tokens.
-AHEAD_TOKENS = 32
-AHEAD_SHARE = 1 / 64
+#: Up to this share of all blocks, what is held for waiting requests is taken by no other prompt. More would leave the
+#: prompts before them no memory. Simulated with agents whose conversations exceed the caches, mean TTFT: 73 s with 0,
+#: 75 s with 1/16, 77 s with 1/8, 84 s with 1/4, 132 s with 1.
+HELD_SHARE = 1 / 8
 
 
 class PrefixMatch(msgspec.Struct, frozen=True):
@@ -64,7 +64,7 @@ class PrefixCache:
         enabled: bool = True,
         partial_block_reuse: bool = True,
         pin_limits: PinLimits | None = None,
-        ahead_share: float = AHEAD_SHARE,
+        held_share: float = HELD_SHARE,
     ) -> None:
         self.block_size = block_size
         self.enabled = enabled
@@ -76,12 +76,12 @@ class PrefixCache:
         self.pins = PinBook(int(limits.tenant_share * self.total_blocks), int(limits.total_share * self.total_blocks))
         self._pool = BlockPool(num_blocks)
         self._listener = listener
-        self._most_ahead = int(ahead_share * self.total_blocks)
-        self._index = BlockIndex(block_size, listener, self.counters, self._displaced)
+        self._most_held = held_share * self.total_blocks
+        self._holds = Holds(self.pins, self.release)
+        self._index = BlockIndex(block_size, listener, self.counters, self._holds, self._displaced)
         self._unused = IdleBlocks(self.pins)
         #: Cached blocks that no request uses and no pin keeps, in the order of eviction.
         self.idle = self._unused.evictable
-        self._holds = Holds(self.pins, self.release)
 
     @property
     def blocks(self) -> Sequence[Block]:
@@ -96,6 +96,11 @@ class PrefixCache:
     def unheld_free_blocks(self) -> int:
         """Number of blocks in `free_blocks` that are held for no waiting request."""
         return len(self._pool.free) + len(self.idle)
+
+    @property
+    def blocks_for_prompts(self) -> int:
+        """Number of blocks in `free_blocks` that a prompt should take while others run."""
+        return self.free_blocks if self._holds.only_held > self._most_held else self.unheld_free_blocks
 
     @property
     def cached_free_blocks(self) -> int:
@@ -145,10 +150,10 @@ class PrefixCache:
         """Whether the blocks of a match are still cached. There may be a longer match if blocks were stored since."""
         return match.version == self._index.version
 
-    def acquire(self, match: PrefixMatch, new_blocks: int, keep: int = 0) -> list[Block] | None:
+    def acquire(self, match: PrefixMatch, new_blocks: int, *, forced: bool = True) -> list[Block] | None:
         """Return a request's block table: the matched blocks, then `new_blocks` more. None, with no effect, if too few.
 
-        Of the empty blocks, `keep` are left, if there are so many: it takes cached ones first, also held ones.
+        Unless `forced`, it takes no more than `blocks_for_prompts`.
 
         With `match.partial`, the caller must copy the KV of its tokens into the first new block before it writes to any
         block handed out since the look-up: the source block is not held and may even be among the new blocks.
@@ -159,8 +164,8 @@ class PrefixCache:
         assert new_blocks or not match.partial, "a partial hit needs a block to be copied into"
         pinned, idle = self._unused.among(match.blocks)
         held = self._holds.count_only_held(match.blocks)
-        keep = min(keep, len(self._pool))
-        if new_blocks > self.free_blocks - len(idle) - held - keep:
+        spare = 0 if forced else self.free_blocks - self.blocks_for_prompts
+        if new_blocks > self.free_blocks - len(idle) - max(held, spare):
             return None
         self._holds.only_held -= held
         # Take the matched blocks out of the order before evicting, so that a request never evicts its own prefix.
@@ -169,7 +174,7 @@ class PrefixCache:
             block.ref_count += 1
         if match.query_tokens:
             self._count(match)
-        return [*match.blocks, *self._take(new_blocks, keep)]
+        return [*match.blocks, *self._take(new_blocks)]
 
     def _count(self, match: PrefixMatch) -> None:
         counters = self.counters
@@ -178,18 +183,20 @@ class PrefixCache:
         counters.partial_hit_tokens += match.partial.tokens if match.partial else 0
         counters.collisions += match.collisions
 
-    def hold(self, request: Hashable, match: PrefixMatch, turn: Turn = tuple) -> None:
+    def hold(self, request: Hashable, match: PrefixMatch, turn: Turn = tuple, hashes: Sequence[BlockHash] = ()) -> None:
         """Hold the whole blocks of a match for a request that waits, until `unhold`: others are evicted first.
+
+        `hashes`: those of the blocks that it may use. It also holds each of them that becomes resident after these.
 
         Held blocks count as free. When they are needed, the request with the highest `turn`, which starts last, loses
         the last blocks of its prefix; among equals, the one held last.
         """
-        if not match.blocks:
+        if not match.blocks and not hashes:
             return
-        assert self.can_acquire(match), "the cache changed between match and hold"
+        assert not match.blocks or self.can_acquire(match), "the cache changed between match and hold"
         pinned, idle = self._unused.among(match.blocks)
         self._unused.use(pinned, idle)
-        self._holds.add(request, match.blocks, len(idle), turn)
+        self._holds.add(request, match.blocks, len(idle), turn, hashes)
 
     def holds(self, block: Block) -> int:
         """For how many waiting requests the block is held."""
@@ -205,27 +212,10 @@ class PrefixCache:
             return None
         return self._take(count)
 
-    def blocks_ahead(self, running: int) -> int:
-        """How many empty blocks there should be for the answers of so many running requests."""
-        return min(AHEAD_TOKENS * running // self.block_size, self._most_ahead)
-
-    def kept_blocks(self, running: int) -> int:
-        """How many of the empty blocks a prompt should leave to these answers, which would else take held ones."""
-        return min(self.blocks_ahead(running), len(self._pool)) if self.enabled else 0
-
-    def evict_ahead(self, running: int) -> None:
-        """Evict a few blocks for the answers of so many running requests, unless only held ones are left.
-
-        So decodes rarely evict, and take no block of a waiting request that arrives when all other blocks are in use.
-        """
-        wanted, empty = self.blocks_ahead(running), len(self._pool)
-        if 2 * empty < wanted and len(self.idle):
-            self._pool.give(self._evict(min(wanted - empty, len(self.idle))))
-
-    def _take(self, count: int, keep: int = 0) -> list[Block]:
+    def _take(self, count: int) -> list[Block]:
         if self._holds.only_held:
-            self._holds.shorten(lambda: count + keep - self.unheld_free_blocks)
-        from_pool = min(count, len(self._pool.free) - keep)
+            self._holds.shorten(lambda: count - self.unheld_free_blocks)
+        from_pool = min(count, len(self._pool.free))
         taken = self._pool.take(from_pool)
         if from_pool < count:
             taken += self._evict(count - from_pool)

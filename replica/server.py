@@ -80,6 +80,9 @@ MAX_FAILURES = 3
 STUCK_POLL_MS = 1
 #: Longest delay in seconds of the report on steps that only decoded.
 QUIET_S = 0.05
+#: A step waits for constraints that arrived just before it: so long at most, and a share of what the last step took.
+#: Typical ones compile in 1 ms; without the wait, their requests would miss the step.
+COMPILE_WAIT_S, COMPILE_WAIT_SHARE = 0.01, 0.1
 
 T = TypeVar("T")
 
@@ -358,6 +361,7 @@ class ReplicaServer(RankServer):
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._stopping = threading.Event()
         self._step_since: float | None = None
+        self._last_step_s = 0.0
         self._waker = Waker()
         #: Guards `_commands` and `_closed`: no command is queued after the last one has run.
         self._lock = threading.Lock()
@@ -429,8 +433,11 @@ class ReplicaServer(RankServer):
             self._run_commands()
         if (error := self._publisher.error) is not None:  # routers would take the replica for silent, for good
             raise EngineBroken(f"the publisher of events and load reports failed: {error}") from error
+        compiling = len(self._compiling)
         for source, request in self._requests.receive():
             self._handle(source, request)
+        if len(self._compiling) > compiling and self._engine.has_work:
+            self._wait_for_guides(compiling)
         if not self._engine.has_work:
             self._step_since = None
             self._engine.expire_pins()
@@ -441,7 +448,9 @@ class ReplicaServer(RankServer):
         self._threads.update()
         if self._step_since is None:
             self._step_since = time.monotonic()
+        began = time.monotonic()
         result = self._engine.step()
+        self._last_step_s = time.monotonic() - began
         if result.rows or result.outputs or not self._engine.has_work:
             self._step_since = None
         else:  # one such step may follow an overlapped one; if they go on, `step_s` tells
@@ -452,6 +461,15 @@ class ReplicaServer(RankServer):
             raise EngineBroken(f"the device failed: {result.error}") from result.error
         if self._engine.failures_in_a_row >= MAX_FAILURES:
             raise EngineBroken(f"{MAX_FAILURES} steps in a row failed, last: {result.error}")
+
+    def _wait_for_guides(self, compiling: int) -> None:
+        """Wait for a moment until no more constraints are being compiled than this."""
+        now = time.monotonic()
+        end = now + min(COMPILE_WAIT_S, COMPILE_WAIT_SHARE * self._last_step_s)
+        while len(self._compiling) > compiling and now < end:
+            self._waker.wait(end - now)
+            self._run_commands()
+            now = time.monotonic()
 
     def _handle(self, source: str, request: Request) -> None:
         match request:

@@ -40,10 +40,11 @@ from .throughput import SmoothedRates
 
 log = logging.getLogger(__name__)
 
-#: While several tenants have requests, a step computes about so many seconds of prompts: the others' next tokens wait
-#: for it. Not tuned; but at least this many tokens, about as many as cost as much as the rest of a step on CPUs.
-SHARED_STEP_S = 0.1
-SHARED_STEP_TOKENS = 64
+#: A step with prompts takes about so many seconds: new requests and the next tokens of others wait for it. Not tuned.
+STEP_S = 0.1
+#: But it computes at least so many prompt tokens: while several tenants have requests, about as many as cost as much as
+#: the rest of a step on CPUs; else so many that the rest hardly counts. Not tuned.
+SHARED_STEP_TOKENS, LEAST_STEP_TOKENS = 64, 512
 
 #: An embedding request's row, and the sum of the hidden states pooled for it so far.
 HiddenSum = tuple[ScheduledRow, npt.NDArray[np.float64]]
@@ -175,8 +176,9 @@ class Engine:
     ) -> list[ScheduledRow]:
         """Plan a step. Its evictions are announced before it runs, as it may take long."""
         before = self._cache.counters.evicted_tokens
-        most = max(SHARED_STEP_TOKENS, int(SHARED_STEP_S * self.rates.prefill_tokens_per_s))
-        rows = add_drafts(self.scheduler.schedule(most))
+        least = SHARED_STEP_TOKENS if self.scheduler.shared else LEAST_STEP_TOKENS
+        allowance = self.rates.allowance(STEP_S, least, decodes=self.scheduler.decodes)
+        rows = add_drafts(self.scheduler.schedule(allowance))
         for row in rows:
             if row.request.waited_s is None:
                 row.request.waited_s = max(0.0, self._clock() - row.request.arrived_at)

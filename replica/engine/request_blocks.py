@@ -3,9 +3,11 @@
 Joins `RequestState` and `PrefixCache`, and does not know which request runs when.
 """
 
+from collections.abc import Sequence
+
 from msgspec import structs
 
-from ...kvcache.hashing import BlockHasher
+from ...kvcache.hashing import BlockHash, BlockHasher
 from ...kvcache.prefix_cache import PrefixCache, PrefixMatch
 from .request import RequestState
 from .step_plan import BlockCopy
@@ -17,10 +19,6 @@ class RequestBlocks:
     def __init__(self, cache: PrefixCache, hasher: BlockHasher) -> None:
         self._cache = cache
         self._block_size = hasher.block_size
-
-    def room(self, running: int) -> int:
-        """Number of free blocks, less those that are kept for the answers of so many running requests."""
-        return self._cache.free_blocks - self._cache.kept_blocks(running)
 
     def look_up(self, request: RequestState) -> PrefixMatch:
         """The cached prefix of a waiting request."""
@@ -38,14 +36,20 @@ class RequestBlocks:
         request.needed_blocks = -(-request.num_tokens // self._block_size) - used
         return match
 
-    def acquire(self, request: RequestState, match: PrefixMatch, running: int) -> bool:
+    def usable_hashes(self, request: RequestState) -> Sequence[BlockHash]:
+        """The hashes of the blocks that a waiting request can take from the cache: not that of its last token."""
+        usable = (len(request.tokens) - 1) // self._block_size if request.may_use_cache else 0
+        return request.hashes[:usable]
+
+    def acquire(self, request: RequestState, match: PrefixMatch, *, forced: bool, breaks_pins: bool) -> bool:
         """Give a request that starts its cached blocks, and new ones for the rest; False if too few are free.
 
-        If nothing is running, nothing will free blocks: then pins in the way are broken.
+        If nothing runs, nothing will free blocks: then it `breaks_pins` in its way. Others leave the blocks that are
+        held for other requests, unless `forced`.
         """
         needed = -(-request.num_tokens // self._block_size) - len(match.blocks)
-        blocks = self._cache.acquire(match, needed, self._cache.kept_blocks(running))
-        while blocks is None and not running and self._cache.break_pin():
+        blocks = self._cache.acquire(match, needed, forced=forced)
+        while blocks is None and breaks_pins and self._cache.break_pin():
             blocks = self._cache.acquire(match, needed)
         if blocks is None:
             return False

@@ -4,7 +4,7 @@ Pure: no torch, no sockets, no clock.
 
 Prefill and decode share one token budget. Decodes come first (one token each); prefills take the rest in chunks, most
 urgent first, with started and waiting prompts in one order. A request is admitted when there are free blocks for all
-its current tokens, so only decodes need more later; a few empty blocks are left for them. If no block is free, the
+its current tokens, so only decodes need more later, and not in blocks that are held for others. If none is free, the
 running request that loses least is preempted: its blocks are released (still cached, tail evicted first), it waits
 again and recomputes what the cache no longer has. queue_order.py defines both the order and that choice within a
 tenant, tenant_shares.py those between tenants.
@@ -21,12 +21,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 
-from ...events.load_report import PrefillSpan, work_of
-from ...events.wire.messages import PrefillWork
+from ...events.load_report import PrefillSpan
 from ...kvcache.hashing import BlockHasher
 from ...kvcache.prefix_cache import PrefixCache, PrefixMatch
 from ..errors import PromptTooLong
 from ..messages import WORTH_WAITING_TOKENS
+from .backlog import Backlog, backlog_of
 from .drafts import Drafter, Drafts
 from .queue_order import choose_victim, queue_key
 from .request import RequestKey, RequestPhase, RequestState
@@ -34,6 +34,7 @@ from .request_blocks import RequestBlocks
 from .step_plan import BlockCopy
 from .step_rows import ScheduledRow
 from .tenant_shares import Lane, StepTurns, TenantShares, Turn
+from .throughput import StepAllowance
 
 #: Tokens per step of prompts with logprobs, as each needs its logits: [chunk, vocab] float32, 156 MB for 152k ids.
 PROMPT_LOGPROBS_CHUNK = 256
@@ -58,18 +59,6 @@ class SchedulerLimits:
     def running(self) -> int:
         """Maximum number of running requests: each must get at least one token per step."""
         return min(self.max_running_requests, self.max_batched_tokens)
-
-
-@dataclass(slots=True, frozen=True)
-class SchedulerBacklog:
-    """The remaining work, for the load report."""
-
-    running: int
-    waiting: int
-    queued_prefill: PrefillWork
-    decode_context_tokens: int
-    waiting_blocks: int
-    running_generated: list[int]
 
 
 @dataclass(slots=True, frozen=True)
@@ -138,20 +127,27 @@ class Scheduler:
         self._shares.join(request)
         self._enqueue(request, match)
 
-    def schedule(self, shared_step_tokens: int | None = None) -> list[ScheduledRow]:
+    @property
+    def shared(self) -> bool:
+        """Whether several tenants have requests."""
+        return self._shares.several
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the next step has decodes."""
+        return any(request.decoding for request in self._running)
+
+    def schedule(self, allowance: StepAllowance | None = None) -> list[ScheduledRow]:
         """The rows of the next step, most urgent decodes first; empty when nothing can run.
 
-        `shared_step_tokens`: most prompt tokens of a step while several tenants have requests, as the others wait for
-        the step. Before the next call, each row must go to `complete` or `launch`, or its request to `finish`.
+        `allowance`: for the step's prompts; None: only the limits count. Before the next call, each row must go to
+        `complete` or `launch`, or its request to `finish`.
         """
-        self._cache.evict_ahead(len(self._running))
         rows = self._schedule_decodes()
         budget = self.limits.max_batched_tokens - len(rows)
-        if shared_step_tokens is not None and budget > shared_step_tokens and self._shares.several:
-            budget = shared_step_tokens
         # Stop adding prompts when no more than this is left of the budget.
         enough = max(0, budget - (self.limits.prefill_step_tokens or budget))
-        rows += self._schedule_prefills(budget, enough)
+        rows += self._schedule_prefills(budget, enough, allowance)
         rows = _of_running(rows)  # one that gave way to another tenant's does not start again in this step
         for row in rows:
             self._shares.charge(row.request, row.count)
@@ -206,21 +202,8 @@ class Scheduler:
         self._leave(request)
         request.phase = RequestPhase.FINISHED
 
-    def backlog(self) -> SchedulerBacklog:
-        """Remaining work of all requests; for waiting ones, the tokens not cached when they started to wait."""
-        decoding = [request for request in self._running if request.decoding]
-        prefilling = [request for request in self._running if not request.decoding]
-        spans = [PrefillSpan(each.cached_now, each.computed, each.num_tokens) for each in prefilling]
-        waiting = list(self._shares.waiting())
-        spans += [PrefillSpan(each.expected_cached, each.expected_cached, each.num_tokens) for each in waiting]
-        return SchedulerBacklog(
-            running=len(self._running),
-            waiting=len(waiting),
-            queued_prefill=work_of(spans),
-            decode_context_tokens=sum(request.computed for request in decoding),
-            waiting_blocks=sum(request.needed_blocks for request in waiting),
-            running_generated=_by_length(self._running),
-        )
+    def backlog(self) -> Backlog:
+        return backlog_of(self._running, list(self._shares.waiting()))
 
     def check(self) -> None:
         self._cache.check()
@@ -250,7 +233,7 @@ class Scheduler:
         # A request may have been preempted after it got its row. It may start again in this very step.
         return _of_running(rows)
 
-    def _schedule_prefills(self, budget: int, enough: int) -> Iterator[ScheduledRow]:
+    def _schedule_prefills(self, budget: int, enough: int, allowance: StepAllowance | None) -> Iterator[ScheduledRow]:
         """Rows of started and newly admitted prompts, tenants by their shares, until at most `enough` is left.
 
         A waiting request that does not fit blocks those behind it; otherwise it would starve. One whose prefix is being
@@ -259,9 +242,9 @@ class Scheduler:
         turns, blocked, scored = self._shares.turns(), list[_Blocked](), 0
         while budget > enough and (taken := turns.take()) is not None:
             turn, request = taken
-            most = budget
+            most = budget if allowance is None else min(budget, allowance.tokens(*_cached_and_start(request)))
             if request.scores_prompt:
-                most = min(budget, PROMPT_LOGPROBS_CHUNK - scored)
+                most = min(most, PROMPT_LOGPROBS_CHUNK - scored)
             if not most:
                 turn.pass_over(request)
                 turns.put(turn)
@@ -270,6 +253,8 @@ class Scheduler:
             turns.put(turn, row.count if row is not None else 0)
             if row is not None:
                 budget -= row.count
+                if allowance is not None:
+                    allowance.spend(PrefillSpan(request.cached_now, row.start, row.end))
                 scored += row.count * request.scores_prompt
                 self._prefilled += row.count
                 yield row
@@ -304,13 +289,13 @@ class Scheduler:
         return row
 
     def _start_by_force(self, request: RequestState, most: int, turns: StepTurns) -> ScheduledRow | None:
-        """Start a request with the blocks of tenants that hold more than their share."""
+        """Start a request with blocks held for others, or of running ones, if tenants have more than their share."""
         row: ScheduledRow | None = None
-        while (
-            row is None and (victim := self._shares.crowding(request, _num_blocks, request.needed_blocks)) is not None
-        ):
-            self._give_way(victim, turns)
-            row = self._start(request, self._blocks.look_up(request), most)
+        while row is None and (victim := self._shares.crowding(request, _blocks_of, request.needed_blocks)) is not None:
+            row = self._start(request, self._blocks.look_up(request), most, forced=True)
+            if row is None:
+                self._give_way(victim, turns)
+                row = self._start(request, self._blocks.look_up(request), most, forced=True)
         return row
 
     def _give_way(self, victim: RequestState, turns: StepTurns) -> None:
@@ -322,9 +307,7 @@ class Scheduler:
     def _may_fit(self, request: RequestState) -> bool:
         """False, without a look-up, if its newest token is not known yet or there is no more room than last time."""
         tried = request.refused_at_room
-        return not request.in_flight and (
-            tried is None or self._blocks.room(len(self._running)) > tried or not self._running
-        )
+        return not request.in_flight and (tried is None or self._cache.blocks_for_prompts > tried or not self._running)
 
     def _is_worth_waiting(self, request: RequestState, match: PrefixMatch) -> bool:
         """Whether a running request is computing a part of what this one lacks that is worth waiting for.
@@ -341,7 +324,7 @@ class Scheduler:
         while not self._blocks.extend(request):
             if len(self._running) == 1 and self._cache.break_pin():
                 continue
-            victim = choose_victim(self._shares.most_crowded(self._running, _num_blocks))
+            victim = choose_victim(self._shares.most_crowded(self._running, _blocks_of))
             self._preempt(victim)
             if victim is request:
                 return False
@@ -354,10 +337,16 @@ class Scheduler:
         victim.phase = RequestPhase.WAITING
         self._enqueue(victim, self._blocks.expect(victim))
 
-    def _start(self, request: RequestState, match: PrefixMatch, budget: int) -> ScheduledRow | None:
-        """Admit a waiting request; None if too few blocks are free."""
-        if not self._blocks.acquire(request, match, len(self._running)):
-            request.refused_at_room = self._blocks.room(len(self._running))
+    def _start(
+        self, request: RequestState, match: PrefixMatch, budget: int, *, forced: bool = False
+    ) -> ScheduledRow | None:
+        """Admit a waiting request; None if too few blocks are free.
+
+        It leaves blocks to other waiting requests that hold them, unless nothing runs or it is `forced`.
+        """
+        alone = not self._running
+        if not self._blocks.acquire(request, match, forced=forced or alone, breaks_pins=alone):
+            request.refused_at_room = self._cache.blocks_for_prompts
             return None
         request.refused_at_room = None
         self._shares.start(request)
@@ -369,7 +358,8 @@ class Scheduler:
     def _enqueue(self, request: RequestState, match: PrefixMatch) -> None:
         self._shares.enqueue(request)
         self._waiting += 1
-        self._cache.hold(request.key, match, lambda: self._shares.order(request))
+        usable = self._blocks.usable_hashes(request)
+        self._cache.hold(request.key, match, lambda: self._shares.order(request), usable)
 
     def _row(self, request: RequestState, budget: int, copy: BlockCopy | None = None) -> ScheduledRow:
         return ScheduledRow(request, request.computed, min(request.uncomputed, budget), copy)
@@ -383,7 +373,14 @@ class Scheduler:
         self._blocks.release(request)
 
 
-def _num_blocks(request: RequestState) -> int:
+def _cached_and_start(request: RequestState) -> tuple[int, int]:
+    """How many tokens of its prompt a request found in the cache, and from where it computes; if it waits, expected."""
+    if request.phase is RequestPhase.RUNNING:
+        return request.cached_now, request.computed
+    return request.expected_cached, request.expected_cached
+
+
+def _blocks_of(request: RequestState) -> int:
     return len(request.blocks)
 
 
@@ -404,12 +401,3 @@ def _is_being_computed(request: RequestState, first: int, end: int, running: Ite
 
 def _of_running(rows: Iterable[ScheduledRow]) -> list[ScheduledRow]:
     return [row for row in rows if row.request.phase is RequestPhase.RUNNING]
-
-
-def _by_length(requests: Iterable[RequestState]) -> list[int]:
-    """The numbers of requests that have generated no token, 1, 2 to 3, 4 to 7, and so on."""
-    lengths = [request.generated.bit_length() for request in requests]
-    counts = [0] * (1 + max(lengths, default=-1))
-    for length in lengths:
-        counts[length] += 1
-    return counts

@@ -58,10 +58,13 @@ async def start_generation(
         caller.ignore([*caller.ignored, *unread])
     if served.backend.has_engines:
         job = _with_engine_fields(front, job, caller, exchange.request.body)
+    response_id = f"{front.random_bits(96):024x}"
+    caller.named(body.rid, body.request_id)
+    exchange.names = (*exchange.names, response_id)
     session, departure = caller.session or job.session, None
     if session is not None and job.conversation is not None:
         departure = _departure(front, job, (sender.salt, session, caller.agent), sender.body_bytes)
-    builder = dialect.builder(served, body, f"{front.random_bits(96):024x}", int(front.wall()))
+    builder = dialect.builder(served, body, response_id, int(front.wall()))
     if prepare is not None:
         prepare(builder)
     writer = StreamWriter(exchange, builder) if body.stream else WholeWriter(exchange, builder)

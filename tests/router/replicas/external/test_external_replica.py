@@ -582,3 +582,19 @@ async def test_the_load_that_an_engine_publishes_counts_instead_of_its_metrics(c
     finally:
         socket.close(0)
         context.term()
+
+
+async def test_an_engine_cannot_announce_more_than_it_holds(pair: Cluster) -> None:
+    """The index keeps its newest blocks: it would be filled by the oldest if the engine forgot to announce removals."""
+    engine = pair.engines["b0"]
+    for start in range(0, 700, 100):  # of an engine with 500 blocks
+        tokens = list(range(start * 16, (start + 100) * 16))
+        block = {"block_hashes": list(range(start + 1, start + 101)), "parent_block_hash": None, "token_ids": tokens}
+        engine.publish(
+            {"type": "BlockStored", "block_size": 16, "lora_id": None, "medium": "GPU", "lora_name": None, **block}
+        )
+
+    await until(lambda: pair.replica("b0").dropped_blocks == 200)
+
+    assert pair.replica("b0").indexed_blocks == 500
+    pair.service.check()
