@@ -4,7 +4,7 @@ Pure: no torch, no sockets, no clock.
 
 Prefill and decode share one token budget. Decodes come first (one token each); prefills take the rest in chunks, most
 urgent first, with started and waiting prompts in one order. A request is admitted when there are free blocks for all
-its current tokens, so only decodes need more later; a few empty blocks are left for them. If no block is free, the
+its current tokens, so only decodes need more later, and not in blocks that are held for others. If none is free, the
 running request that loses least is preempted: its blocks are released (still cached, tail evicted first), it waits
 again and recomputes what the cache no longer has. queue_order.py defines both the order and that choice within a
 tenant, tenant_shares.py those between tenants.
@@ -29,7 +29,6 @@ from msgspec import structs
 from ...events.load_report import PrefillSpan, work_of
 from ...events.wire.messages import PrefillWork
 from ...kvcache.hashing import BlockHasher
-from ...kvcache.pool import Block
 from ...kvcache.prefix_cache import PrefixCache, PrefixMatch
 from ..errors import PromptTooLong
 from ..messages import WORTH_WAITING_TOKENS
@@ -250,7 +249,6 @@ class Scheduler:
         `allowance`: for the step's prompts; None: only the limits count. Before the next call, each row must go to
         `complete` or `launch`, or its request to `finish`.
         """
-        self._cache.evict_ahead(len(self._running))
         rows = self._schedule_decodes()
         budget = self.limits.max_batched_tokens - len(rows)
         # Stop adding prompts when no more than this is left of the budget.
@@ -431,11 +429,13 @@ class Scheduler:
         return row
 
     def _start_by_force(self, request: RequestState, most: int, turns: StepTurns) -> ScheduledRow | None:
-        """Start a request with the blocks of tenants that hold more than their share."""
+        """Start a request with blocks held for others, or of running ones, if tenants have more than their share."""
         row: ScheduledRow | None = None
         while row is None and (victim := self._shares.crowding(request, _blocks, request.needed_blocks)) is not None:
-            self._give_way(victim, turns)
-            row = self._start(request, self._match(request), most)
+            row = self._start(request, self._match(request), most, forced=True)
+            if row is None:
+                self._give_way(victim, turns)
+                row = self._start(request, self._match(request), most, forced=True)
         return row
 
     def _give_way(self, victim: RequestState, turns: StepTurns) -> None:
@@ -447,11 +447,7 @@ class Scheduler:
     def _may_fit(self, request: RequestState) -> bool:
         """False, without a look-up, if its newest token is not known yet or there is no more room than last time."""
         tried = request.refused_at_room
-        return not request.in_flight and (tried is None or self._room() > tried or not self._running)
-
-    def _room(self) -> int:
-        """Number of free blocks, less those that are kept for the answers of running requests."""
-        return self._cache.free_blocks - self._cache.kept_blocks(len(self._running))
+        return not request.in_flight and (tried is None or self._cache.blocks_for_prompts > tried or not self._running)
 
     def _spare(self, tokens: int) -> int:
         """How many drafts fit into a step that has this many tokens already."""
@@ -532,16 +528,20 @@ class Scheduler:
             if other.in_flight or not other.decoding
         )
 
-    def _start(self, request: RequestState, match: PrefixMatch, budget: int) -> ScheduledRow | None:
-        """Admit a waiting request, with cached blocks and new ones for the rest; None if too few are free."""
+    def _start(
+        self, request: RequestState, match: PrefixMatch, budget: int, *, forced: bool = False
+    ) -> ScheduledRow | None:
+        """Admit a waiting request, with cached blocks and new ones for the rest; None if too few are free.
+
+        It leaves blocks to other waiting requests that hold them, unless nothing runs or it is `forced`.
+        """
         needed = -(-request.num_tokens // self._hasher.block_size) - len(match.blocks)
-        keep = self._cache.kept_blocks(len(self._running))
-        blocks: list[Block] | None = self._cache.acquire(match, needed, keep)
+        blocks = self._cache.acquire(match, needed, forced=forced or not self._running)
         # If nothing is running, nothing will free blocks: break pins early.
         while blocks is None and not self._running and self._cache.break_pin():
             blocks = self._cache.acquire(match, needed)
         if blocks is None:
-            request.refused_at_room = self._room()
+            request.refused_at_room = self._cache.blocks_for_prompts
             return None
         self._cache.unhold(request.key)
         request.counted = True
@@ -573,7 +573,8 @@ class Scheduler:
     def _enqueue(self, request: RequestState, match: PrefixMatch) -> None:
         self._shares.enqueue(request)
         self._waiting += 1
-        self._cache.hold(request.key, match, lambda: self._shares.order(request))
+        usable = (len(request.tokens) - 1) // self._hasher.block_size if request.may_use_cache else 0
+        self._cache.hold(request.key, match, lambda: self._shares.order(request), request.hashes[:usable])
 
     def _match(self, request: RequestState) -> PrefixMatch:
         if not request.may_use_cache:

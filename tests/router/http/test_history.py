@@ -133,7 +133,10 @@ async def test_an_admin_ends_a_request(client: httpx.AsyncClient, backend: FakeB
     assert "ended_by_operator" in response.text
     assert backend.streams[0].cancelled.is_set()
     assert (await get(client, "x"))["error"]["code"] == "ended_by_operator"
-    assert (await client.delete("/requests/x")).status_code == 404
+    again = await client.delete("/requests/x")
+    assert (again.status_code, again.json()["error"]["code"]) == (404, "request_not_found")
+    assert "is not in progress: its state is 'failed'" in again.text
+    assert "there is no request" in (await client.delete("/requests/y")).text
 
 
 async def test_an_admin_ends_a_request_that_is_still_prepared(client: httpx.AsyncClient, front: Front):
