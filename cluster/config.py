@@ -35,74 +35,49 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     replicas: Annotated[
         int,
         Meta(ge=0, le=4096, extra={"least": 1}),
-        "number of replicas, at least 1; unset (0): as many as fit on the GPUs, or 2 without GPUs",
+        "number of replicas; unset: one per GPU, or 2 without GPUs",
     ] = 0
     autoscale: Annotated[
         str,
         Meta(pattern=r"^(\d+:\d+)?$"),
-        "MIN:MAX: the number of replicas follows the load between these bounds; with MIN 0, the first "
-        "request waits for a replica to start; empty: a fixed number",
+        "MIN:MAX: let the number of replicas follow the load",
     ] = ""
-    ttft_target_s: Annotated[
-        float, Meta(gt=0), "autoscaling adds replicas when the time to first token would exceed this"
-    ] = 1.0
-    scale_down_after_s: Annotated[
-        float, Meta(gt=0), "autoscaling removes a replica that has not been needed for this long"
-    ] = 120.0
-    routers: Annotated[int, Meta(ge=1, le=64), "router processes on one port; each follows all replicas"] = 1
+    ttft_target_s: Annotated[float, Meta(gt=0), "time to first token above which autoscaling adds replicas"] = 1.0
+    scale_down_after_s: Annotated[float, Meta(gt=0), "idle seconds after which autoscaling removes a replica"] = 120.0
+    routers: Annotated[int, Meta(ge=1, le=64), "router processes on one port"] = 1
     ray_address: Annotated[
         str,
         Meta(extra={"alias": "--address"}),
-        "Ray cluster to join, such as auto or host:6379; empty: start a local one",
+        "Ray cluster to join, such as auto or host:6379; empty: a local one",
     ] = ""
-    cpus_per_rank: Annotated[
-        float, Meta(ge=0), "logical CPUs that Ray reserves for a rank in a joined cluster; affects placement only"
-    ] = 1.0
+    cpus_per_rank: Annotated[float, Meta(ge=0), "CPUs that a joined Ray cluster reserves for a rank"] = 1.0
     gpus_per_rank: Annotated[
         float,
         Meta(ge=0),
-        "GPUs that Ray reserves for a rank, which must then use them; a fraction puts several ranks on "
-        "one; 0: one GPU if there are any and `device` is not cpu",
+        "GPUs for a rank, or a part of one; 0: one if there are any",
     ] = 0.0
-    start_timeout_s: Annotated[float, Meta(gt=0), "a replica that is not ready after this time has failed"] = 600.0
-    health_interval_s: Annotated[float, Meta(gt=0), "time between two health checks of a rank"] = 2.0
-    health_timeout_s: Annotated[float, Meta(gt=0), "a rank that does not answer for this long has failed"] = 30.0
+    start_timeout_s: Annotated[float, Meta(gt=0), "seconds in which a replica must be ready"] = 600.0
+    health_interval_s: Annotated[float, Meta(gt=0), "seconds between health checks of a rank"] = 2.0
+    health_timeout_s: Annotated[float, Meta(gt=0), "seconds without an answer after which a rank has failed"] = 30.0
     step_timeout_s: Annotated[
         float,
         Meta(gt=0),
-        "a replica whose step takes longer has failed, as a rank or its device hangs; raised to at "
-        "least ten times the duration of a full step at the measured speed",
+        "seconds after which a step hangs; at least ten full steps",
     ] = 120.0
-    restart_backoff_s: Annotated[
-        float, Meta(gt=0), "pause before a replica's second restart; doubles with each failure"
-    ] = 1.0
-    restart_backoff_limit_s: Annotated[float, Meta(gt=0), "longest pause between two restarts"] = 30.0
-    stable_after_s: Annotated[
-        float, Meta(gt=0), "a replica or router that has served for this long is restarted without a pause"
-    ] = 10.0
     drain_timeout_s: Annotated[
-        float, Meta(gt=0), "requests still running on a draining replica after this time continue on another one"
+        float, Meta(gt=0), "seconds after which requests on a draining replica continue elsewhere"
     ] = 60.0
     spare_process: Annotated[
         bool,
-        "keep spare processes, which replace a failed one in 1 to 3 s instead of 6 to 12: one router (110 MB) and, "
-        "on the CPUs of one machine, one per rank (280 MB)",
+        "keep spare processes, so that a failed one is back in 1 to 3 s",
     ] = True
-    surge: Annotated[
-        bool, "an update starts a replica before draining one; off: it drains first, without extra capacity"
-    ] = True
-    warm_up_s: Annotated[
-        float, Meta(gt=0), "longest cache warm-up of a replica that joins others, before it takes requests"
-    ] = 10.0
-    stop_timeout_s: Annotated[float, Meta(gt=0), "time for a graceful shutdown before processes are killed"] = 8.0
-    state_dir: Annotated[
-        str, "folder that lists running clusters; empty: $XDG_STATE_HOME/homing or ~/.local/state/homing"
-    ] = ""
-    log_format: Annotated[
-        LogFormat, "format of the logs of replicas, routers and controller; json: one object per line"
-    ] = "text"
+    surge: Annotated[bool, "in updates, start a replica before draining one"] = True
+    warm_up_s: Annotated[float, Meta(gt=0), "longest warm-up of a new replica"] = 10.0
+    stop_timeout_s: Annotated[float, Meta(gt=0), "seconds to shut down before processes are killed"] = 8.0
+    state_dir: Annotated[str, "folder that lists running clusters; empty: ~/.local/state/homing"] = ""
+    log_format: Annotated[LogFormat, "format of logs"] = "text"
     log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], "debug also shows the output of the Ray actors"
+        Literal["debug", "info", "warning", "error"], "least severe lines that are logged; debug includes Ray's"
     ] = "info"
 
 

@@ -25,13 +25,15 @@ from msgspec import structs
 from ..events.config import EventsSettings
 from ..events.publish.publisher import EventPublisher, Waker
 from ..events.security.curve_keys import ServerKeys
-from ..events.wire.messages import LoadReport
+from ..events.wire.messages import EventEndpoints, LoadReport
+from ..kvcache.block_index import CachedBlock
 from ..kvcache.config import KvCacheSettings
 from ..kvcache.hashing import TOKEN_BYTES, BlockHasher, token_array
 from ..kvcache.pins import PinLimits
-from ..kvcache.prefix_cache import CachedBlock, PrefixCache
+from ..kvcache.prefix_cache import PrefixCache
 from .config import ReplicaSettings
-from .engine.engine import Engine, StepResult
+from .engine.answers import StepResult
+from .engine.engine import Engine
 from .engine.overlapped import OverlappedEngine
 from .engine.prompt_lookup import CPU_STEP_TOKENS, CUDA_STEP_TOKENS, PromptLookup
 from .engine.request import RequestKey
@@ -78,6 +80,9 @@ MAX_FAILURES = 3
 STUCK_POLL_MS = 1
 #: Longest delay in seconds of the report on steps that only decoded.
 QUIET_S = 0.05
+#: A step waits for constraints that arrived just before it: so long at most, and a share of what the last step took.
+#: Typical ones compile in 1 ms; without the wait, their requests would miss the step.
+COMPILE_WAIT_S, COMPILE_WAIT_SHARE = 0.01, 0.1
 
 T = TypeVar("T")
 
@@ -126,21 +131,15 @@ def start_replica(
         engine = _engine(model, cache, hasher, epoch, settings.num_speculative_tokens, publisher.flush)
         requests = RequestSocket(host, ipc_dir, epoch, keys)
         stack.callback(requests.close)
-        description = ReplicaDescription(
+        description = _describe(
+            model,
             replica_id=replica_id,
             epoch=epoch,
             request_endpoint=requests.endpoint,
             event_endpoints=event_endpoints,
             parity=_parity(settings, kvcache, model_dir, model.spec, hasher),
-            model=_model_limits(settings, model_dir, model),
-            num_blocks=model.num_blocks,
-            max_running_requests=model.limits.max_running_requests,
-            max_batched_tokens=model.limits.max_batched_tokens,
-            tensor_parallel_size=1 + len(model.worker_pids),
-            prefill_tokens_per_s=model.rates.prefill_tokens_per_s,
-            decode_step_s=model.rates.decode_step_s,
+            model_limits=_model_limits(settings, model_dir, model),
             node=node,
-            pids=(os.getpid(), *model.worker_pids),
         )
         publisher.report(engine.load())
         log.info("replica_ready replica=%s blocks=%d", replica_id, model.num_blocks)
@@ -165,6 +164,35 @@ class _LoadedModel:
     @property
     def spec(self) -> ModelSpec:
         return self.runner.spec
+
+
+def _describe(
+    model: _LoadedModel,
+    *,
+    replica_id: str,
+    epoch: int,
+    request_endpoint: str,
+    event_endpoints: EventEndpoints,
+    parity: Parity,
+    model_limits: ModelLimits,
+    node: str,
+) -> ReplicaDescription:
+    return ReplicaDescription(
+        replica_id=replica_id,
+        epoch=epoch,
+        request_endpoint=request_endpoint,
+        event_endpoints=event_endpoints,
+        parity=parity,
+        model=model_limits,
+        num_blocks=model.num_blocks,
+        max_running_requests=model.limits.max_running_requests,
+        max_batched_tokens=model.limits.max_batched_tokens,
+        tensor_parallel_size=1 + len(model.worker_pids),
+        prefill_tokens_per_s=model.rates.prefill_tokens_per_s,
+        decode_step_s=model.rates.decode_step_s,
+        node=node,
+        pids=(os.getpid(), *model.worker_pids),
+    )
 
 
 def _load_model(
@@ -333,6 +361,7 @@ class ReplicaServer(RankServer):
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._stopping = threading.Event()
         self._step_since: float | None = None
+        self._last_step_s = 0.0
         self._waker = Waker()
         #: Guards `_commands` and `_closed`: no command is queued after the last one has run.
         self._lock = threading.Lock()
@@ -404,8 +433,11 @@ class ReplicaServer(RankServer):
             self._run_commands()
         if (error := self._publisher.error) is not None:  # routers would take the replica for silent, for good
             raise EngineBroken(f"the publisher of events and load reports failed: {error}") from error
+        compiling = len(self._compiling)
         for source, request in self._requests.receive():
             self._handle(source, request)
+        if len(self._compiling) > compiling and self._engine.has_work:
+            self._wait_for_guides(compiling)
         if not self._engine.has_work:
             self._step_since = None
             self._engine.expire_pins()
@@ -416,7 +448,9 @@ class ReplicaServer(RankServer):
         self._threads.update()
         if self._step_since is None:
             self._step_since = time.monotonic()
+        began = time.monotonic()
         result = self._engine.step()
+        self._last_step_s = time.monotonic() - began
         if result.rows or result.outputs or not self._engine.has_work:
             self._step_since = None
         else:  # one such step may follow an overlapped one; if they go on, `step_s` tells
@@ -427,6 +461,15 @@ class ReplicaServer(RankServer):
             raise EngineBroken(f"the device failed: {result.error}") from result.error
         if self._engine.failures_in_a_row >= MAX_FAILURES:
             raise EngineBroken(f"{MAX_FAILURES} steps in a row failed, last: {result.error}")
+
+    def _wait_for_guides(self, compiling: int) -> None:
+        """Wait for a moment until no more constraints are being compiled than this."""
+        now = time.monotonic()
+        end = now + min(COMPILE_WAIT_S, COMPILE_WAIT_SHARE * self._last_step_s)
+        while len(self._compiling) > compiling and now < end:
+            self._waker.wait(end - now)
+            self._run_commands()
+            now = time.monotonic()
 
     def _handle(self, source: str, request: Request) -> None:
         match request:

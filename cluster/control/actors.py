@@ -20,7 +20,7 @@ import psutil
 import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError
 
-from ...kvcache.prefix_cache import CachedBlock
+from ...kvcache.block_index import CachedBlock
 from ...replica.messages import ReplicaDescription
 from ...replica.parallel.step_broadcast import SECRET_BYTES
 from ...replica.progress import current

@@ -41,6 +41,10 @@ STARTING_PHASES = (GroupPhase.PLACING, GroupPhase.STARTING)
 #: Groups that wait for resources at the same time. Ray serves thousands of such requests so slowly that the controller
 #: stops answering: a wrong number of replicas must not end those that serve.
 MAX_PLACING = 32
+#: Seconds before the second restart in a row (the first has none), doubled each time up to the limit.
+RESTART_PAUSE_S, RESTART_PAUSE_LIMIT_S = 1.0, 30.0
+#: What served for this long and dies is not dying all the time: its next restart is a first one.
+STABLE_AFTER_S = 10.0
 
 
 @dataclass(slots=True, frozen=True)
@@ -257,7 +261,7 @@ class Fleet:
         if self.fallback is not None and group.version == self.version and group.phase is not GroupPhase.READY:
             self._abandon_update(group, reason)
             return True
-        stable = group.phase is GroupPhase.READY and now - group.since >= self.settings.stable_after_s
+        stable = group.phase is GroupPhase.READY and now - group.since >= STABLE_AFTER_S
         group.failures = 1 if stable else group.failures + 1
         group.phase, group.since, group.reason, group.description = GroupPhase.WAITING, now, reason, None
         self._kills.append(KillRankGroup(replica_id, generation, reason, lost=True))
@@ -394,7 +398,7 @@ class Fleet:
         return actions + [self._start_group(self.names.take_name(self.prefix), self.version, now) for _ in missing]
 
     def _restart_at(self, group: GroupState) -> float:
-        return group.since + restart_pause_s(self.settings, group.failures)
+        return group.since + restart_pause_s(group.failures)
 
     def _missing(self) -> int:
         """The number of groups to start. During an update, draining groups count too, as they still take room."""
@@ -414,11 +418,11 @@ class Fleet:
         return StartRankGroup(replica_id, generation, version)
 
 
-def restart_pause_s(cluster: ClusterSettings, failures: int) -> float:
+def restart_pause_s(failures: int) -> float:
     """Seconds to wait before a restart, by failures in a row: none after the first, then doubling."""
     if failures <= 1:
         return 0.0
-    return min(cluster.restart_backoff_limit_s, cluster.restart_backoff_s * 2.0 ** min(failures - 2, 32))
+    return min(RESTART_PAUSE_LIMIT_S, RESTART_PAUSE_S * 2.0 ** min(failures - 2, 32))
 
 
 def _replacement_reason(group: GroupState) -> str:

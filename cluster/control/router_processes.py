@@ -33,7 +33,7 @@ from ..config import router_url
 from .actors import death, until_failed, until_frozen, until_silent, within
 from .autoscale import combined_demand
 from .control_messages import ClusterModel, Failed, Listening, Models
-from .planner import restart_pause_s
+from .planner import STABLE_AFTER_S, restart_pause_s
 
 log = logging.getLogger(__name__)
 
@@ -153,7 +153,7 @@ class RouterProcesses:
 
     async def _keep(self, seat: Seat, running: Any) -> None:
         """Start a router, and restart it whenever it dies, on the same ports and with the current members."""
-        failures, cluster = 0, self._models[0].settings.cluster
+        failures = 0
         while True:
             if seat.number and not self._port and running is None:
                 await self._port_known.wait()
@@ -164,8 +164,8 @@ class RouterProcesses:
                 return
             seat.actor, seat.error = None, reason
             self._notify("warning", f"router_lost router={seat.number} reason={reason!r}")
-            failures = 1 if time.monotonic() - began >= cluster.stable_after_s else failures + 1
-            await asyncio.sleep(restart_pause_s(cluster, failures))
+            failures = 1 if time.monotonic() - began >= STABLE_AFTER_S else failures + 1
+            await asyncio.sleep(restart_pause_s(failures))
 
     async def _run(self, seat: Seat, running: Any) -> str:
         """Start a router, unless `running` is one, and wait until it ends; returns the reason."""

@@ -9,6 +9,7 @@ event_log.py determines order, sequence numbers and residency.
 
 import logging
 import os
+import select
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -79,6 +80,13 @@ class Waker:
             self._woken = False
             os.read(self.read, 64)
         return True
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for a call of `wake` at most so long, then `clear`."""
+        poll = select.poll()
+        poll.register(self.read, select.POLLIN)
+        poll.poll(seconds * 1000)
+        return self.clear()
 
     def close(self) -> None:
         with self._lock:

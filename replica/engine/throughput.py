@@ -1,12 +1,13 @@
-"""A replica's smoothed speed: prefill tokens per second and seconds per decode step. Pure: durations are passed in.
+"""A replica's smoothed speed, and the prompt tokens that fit into a step. Pure: durations are passed in.
 
 The router divides by these to predict a time to first token, so they must describe the recent past without jumping
 after one unusual step.
 """
 
+import math
 from dataclasses import dataclass, field
 
-from ...events.load_report import DECAY, PrefillSums, fit, steps_of
+from ...events.load_report import DECAY, PrefillSpan, PrefillSums, fit, steps_of, work_of
 from ...events.wire.messages import PrefillCost, PrefillWork
 
 #: A step with fewer prompt tokens measures its fixed cost, not the prefill rate: after a prefix hit on nearly a whole
@@ -18,6 +19,34 @@ PREFILL_MEMORY_TOKENS = 8192.0
 DECODE_WEIGHT = 0.05
 #: Refit at one new step per this many in the sums: fewer change the cost little, and a fit takes 20 µs of a step.
 REFIT_SHARE = 16
+#: Weight of a step's pace, whose ratio to the fitted cost counts within the bounds. High, because other processes start
+#: and end from one moment to the next, and the fit remembers a hundred steps. Not tuned.
+PACE_WEIGHT = 0.5
+PACE_BOUNDS = 0.25, 4.0
+
+
+@dataclass(slots=True)
+class StepAllowance:
+    """The prompt tokens that one step may still compute."""
+
+    seconds: float
+    least: int  #: tokens that it computes anyway
+    cost: PrefillCost
+
+    def tokens(self, cached: int, start: int) -> int:
+        """How many tokens of a prompt fit after its first `start`, of which `cached` came from the cache.
+
+        Each token costs more than the one before it, so this solves a quadratic equation.
+        """
+        cost, cached = self.cost, min(cached, start)
+        seconds = self.seconds - (cost.prompt_s if start == cached else 0.0)
+        linear = cost.token_s + cost.pair_s * (start - cached) + cost.context_s * cached
+        fit = 0.0 if seconds <= 0 else 2 * seconds / (linear + math.sqrt(linear * linear + 2 * cost.pair_s * seconds))
+        return max(0, self.least, int(min(fit, 1e9)))
+
+    def spend(self, span: PrefillSpan) -> None:
+        self.seconds -= self.cost.total(work_of([span]))
+        self.least -= span.end - span.start
 
 
 @dataclass(slots=True)
@@ -28,6 +57,7 @@ class SmoothedRates:
     _since_start: PrefillSums = field(default_factory=PrefillSums)
     _cost: PrefillCost | None = None
     _unfitted: int = 0  #: prefills since the last fit
+    _pace: float = 1.0  #: recent steps' seconds by those of the fitted cost
 
     def __post_init__(self) -> None:
         # Both are divisors.
@@ -41,6 +71,11 @@ class SmoothedRates:
             cost = self._cost = fit(sums, self.prefill_tokens_per_s)
             self._unfitted = 0
         return cost
+
+    def allowance(self, seconds: float, least: int, *, decodes: bool) -> StepAllowance:
+        """The prompts of a step of about so many seconds, decodes included, but at least `least` tokens."""
+        left = max(seconds / 2, seconds - self.decode_step_s) if decodes else seconds
+        return StepAllowance(left, least, self.prefill_cost.times(self._pace))
 
     @property
     def prefill_sums(self) -> list[float]:
@@ -56,6 +91,8 @@ class SmoothedRates:
         elif work.tokens:
             # The decode rows of a mixed step would have taken a step of their own: deduct it, up to half of this step.
             prefill_s = seconds - (min(self.decode_step_s, seconds / 2) if decode_rows else 0.0)
+            low, high = PACE_BOUNDS
+            self._pace += PACE_WEIGHT * (min(high, max(low, prefill_s / self.prefill_cost.total(work))) - self._pace)
             self.learn(work, prefill_s)
             if work.tokens >= MIN_PREFILL_TOKENS:
                 # Smoothed in seconds per token, weighted by tokens, so that two half chunks count like a whole one.

@@ -126,7 +126,7 @@ def resolve_limits(
             f"the KV pool only holds {capacity} tokens, but a short request takes {least_tokens(wanted)}: "
             "raise num_kv_blocks or kv_cache_bytes, or lower max_model_len"
         )
-    fills = settings.prefill_step_tokens or (CPU_PREFILL_STEP_TOKENS if device.type == "cpu" else None)
+    fills = CPU_PREFILL_STEP_TOKENS if device.type == "cpu" else None
     return SchedulerLimits(
         settings.max_running_requests, settings.max_batched_tokens, longest, prefill_step_tokens=fills
     )

@@ -5,13 +5,12 @@ from math import inf
 
 from ..routing.joined_replica import JoinedReplica
 from ..routing.placement import Placement
+from ..routing.policy.base import SATURATED
 from ..routing.policy.explain import why_none_opens
 from .dispatcher import Dispatcher
 from .request_state import Continue, Instruction, RequestState, Send
 from .request_table import ITS_TURN, RequestTable
 
-#: The obstacle of a replica without room, the only one that ends as requests there end.
-SATURATED = "saturated"
 #: Waiting requests placed in one iteration of the event loop: a decision takes 0.1 ms, with 512 engines up to 0.4 ms.
 PLACED_AT_ONCE = 4
 

@@ -90,6 +90,13 @@ class Caller:
         self._notes = [("x-homing-ignored-fields", shown)] if names else []
         self._exchange.extra_headers = [*self._exchange.extra_headers, *self._notes]
 
+    def named(self, *names: str | None) -> None:
+        """Let the request be aborted by these names. The first is its id, unless the header has one."""
+        given = [name for name in names if name]
+        if given and REQUEST_ID not in self._exchange.request.headers:
+            self._exchange.id = self.request_id = given[0]
+        self._exchange.names = given
+
     def sender(self, narrowed_by: str | None = None) -> Sender:
         """The caller as the encoder threads see it. `narrowed_by`: see `Tenant.cache_salt`."""
         tenant, exchange = self.tenant, self._exchange

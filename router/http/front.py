@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 
 #: Tenants shown of those whose blocks a replica holds.
 MAX_TENANTS = 16
+#: Beyond `response_store_bytes`: tiny responses must not make an endless table.
+MOST_STORED_RESPONSES = 100_000
 #: Seconds for which the counted blocks of tenants are shown: counting takes up to 90 ms with 512 replicas.
 OWNED_FOR_S = 5.0
 OTHERS = "others"
@@ -175,7 +177,7 @@ class Front:
         self.responses: ResponseStore | None = None
         if settings.response_store:
             bounds = StoreBounds(
-                settings.response_store_count,
+                MOST_STORED_RESPONSES,
                 settings.response_store_bytes,
                 settings.response_store_age_s,
                 settings.max_body_bytes,

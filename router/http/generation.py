@@ -18,6 +18,7 @@ from ..errors import RequestFailed, RouterError, Superseded
 from ..text.answer import (
     AnswerBlock,
     AnswerText,
+    ContentTokens,
     Ending,
     LastCall,
     TextDelta,
@@ -88,6 +89,7 @@ class Job(msgspec.Struct, frozen=True, gc=False):
     show_special: bool = False  #: special tokens are part of the text
     show_stop: bool = False  #: the stop string or stop token that ends the text is part of it
     keep_tokens: bool = False  #: report token ids even if no logprobs are requested
+    content_logprobs: bool = False  #: report logprobs of the content only, without reasoning and calls
     embedding: EmbeddingParams | None = None  #: compute the prompts' vectors instead of generating tokens
     discard: bool = False  #: `max_tokens: 0`: one token is generated to score the prompt, but not shown
 
@@ -138,6 +140,7 @@ class RunningChoice(msgspec.Struct, eq=False):
     last_token_at: float | None = None
     ending: Ending | None = None
     parser: AnswerParser | None = None
+    content_tokens: ContentTokens | None = None
     calls: int = 0  #: tool calls so far
     last_call: LastCall | None = None  #: of an answer that an engine has parsed
     #: set by builders of streams: the bytes before and after the JSON string of an event that is only text
@@ -194,8 +197,11 @@ class RunningChoice(msgspec.Struct, eq=False):
             else:
                 self.generated += len(delta.token_ids) + delta.text_tokens
                 shown = self.answer.push(delta)
+                received = shown.text
                 if delta.deltas or (self.parser is not None if delta.deltas is None else self.calls):
                     shown = self._parsed(shown, delta)
+                if self.content_tokens is not None:
+                    shown = self.content_tokens.push(received, shown)
             self.ending = shown.ending
             if shown.ending:
                 self.stop_token_id = delta.stop_token_id
@@ -284,6 +290,8 @@ class Generation:
                     kind = TokenAnswerText if job.keep_tokens else AnswerText
                     answer = kind(detokenizer, job.stops, min_tokens=job.sampling.min_tokens, show_stop=job.show_stop)
                     choice = RunningChoice(self, len(self.choices), prompt, stream, answer, parser=parser)
+                    if job.content_logprobs:
+                        choice.content_tokens = ContentTokens()
                     if parser is None and not job.stops and not job.keep_tokens and job.sampling.logprobs is None:
                         choice.plain = detokenizer
                     self.choices.append(choice)

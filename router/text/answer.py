@@ -3,8 +3,10 @@
 Pure state: incremental decoding, stop strings, and alignment of logprobs with text. Independent of streams and HTTP.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Literal
 
 import msgspec
@@ -136,6 +138,7 @@ class AnswerBlock(msgspec.Struct):
     parts: list[str]
     id: str = ""
     name: str = ""
+    tokens: list[TokenAt] = []  #: the tokens of a text, if its logprobs were requested
 
     @property
     def text(self) -> str:
@@ -149,6 +152,7 @@ class AnswerBlock(msgspec.Struct):
 
 def append_delta(blocks: list[AnswerBlock], shown: TextDelta) -> None:
     """Append a delta to the blocks of an answer."""
+    tokens = shown.tokens
     for delta in shown.deltas or (Content(shown.text),):
         match delta:
             case ToolCallStart(_, call_id, name):
@@ -162,6 +166,9 @@ def append_delta(blocks: list[AnswerBlock], shown: TextDelta) -> None:
                         continue
                     blocks.append(AnswerBlock(kind, []))
                 blocks[-1].parts.append(text)
+                if kind == "text":
+                    blocks[-1].tokens += tokens
+                    tokens = ()
 
 
 def parse_deltas(parser: AnswerParser | None, shown: TextDelta) -> list[Delta]:
@@ -204,6 +211,52 @@ def with_deltas(shown: TextDelta, found: Sequence[Delta], *, called: bool) -> Te
     text = "".join([each.text for each in found if type(each) is Content])
     plain = all(type(each) is Content for each in found)
     return TextDelta(text, ending, shown.tokens, () if plain else found)
+
+
+class ContentTokens:
+    """Leaves each delta the tokens of its content, without those of reasoning, calls and markers.
+
+    A parser shows some text later than it gets the tokens, and markers never, so what it shows is looked for in that.
+    """
+
+    __slots__ = ("_received", "_start", "_tokens")
+
+    def __init__(self) -> None:
+        self._received = ""  #: what the parser got and has not shown
+        self._start = 0  #: the offset of that in the answer
+        self._tokens: list[TokenAt] = []
+
+    def push(self, received: str, shown: TextDelta) -> TextDelta:
+        """The delta with the tokens whose content it shows. `received`: the text before the parser."""
+        self._received += received
+        self._tokens += shown.tokens
+        found: list[TokenAt] = []
+        for delta in shown.deltas or (Content(shown.text),):
+            match delta:
+                case Content(text):
+                    found += self._taken(text)
+                case Reasoning(text):
+                    self._taken(text)
+                case _:
+                    self._drop(len(self._received))
+        return msgspec.structs.replace(shown, tokens=found)
+
+    def _taken(self, text: str) -> list[TokenAt]:
+        """Remove the tokens up to the end of `text`, and return those of its own."""
+        at = self._received.find(text)
+        if at < 0:
+            at, text = 0, self._received
+        before = self._drop(at)
+        own = self._drop(len(text))
+        overlaps = before and text and (not own or own[0].offset > self._start - len(text))
+        return before[-1:] + own if overlaps else own
+
+    def _drop(self, characters: int) -> list[TokenAt]:
+        self._received = self._received[characters:]
+        self._start += characters
+        count = bisect_left(self._tokens, self._start, key=attrgetter("offset"))
+        dropped, self._tokens = self._tokens[:count], self._tokens[count:]
+        return dropped
 
 
 class StopFinder:

@@ -34,7 +34,12 @@ FIELDS = (
     "guided_choice",
     "guided_grammar",
     "guided_whitespace_pattern",
+    "regex",
+    "ebnf",
+    "json_schema",
 )
+#: SGLang's names, and those of the same in `structured_outputs`.
+_SGLANG = {"regex": "regex", "ebnf": "grammar", "json_schema": "json"}
 #: Most brackets open at once, as a compiler's stack is finite. One level of a schema takes two.
 MAX_NESTING = 100
 #: Typical schemas take 1 to 30 ms. Measured: 2,000 optional properties take 0.35 s.
@@ -75,6 +80,9 @@ def requested_constraint(
     guided = {name.removeprefix("guided_"): fields[name] for name in FIELDS[2:6] if fields.get(name) is not None}
     if guided:
         _ask_structured({**guided, "whitespace_pattern": whitespace}, "guided_", ask)
+    for name, meaning in _SGLANG.items():
+        if fields.get(name) is not None:
+            _ask_structured({meaning: fields[name]}, "", ask, name)
     if len(asked) > 1:
         raise InvalidRequest.field(asked[1].param, f"cannot be combined with {asked[0].param!r}")
     return asked[0] if asked else None
@@ -107,12 +115,17 @@ def _ask_response_format(
             )
 
 
-def _ask_structured(form: Any, prefix: str, ask: Callable[[ConstraintKind, str, str], None]) -> None:
-    """The fields of vLLM's `structured_outputs`; the older `guided_*` are the same with another prefix."""
+def _ask_structured(
+    form: Any, prefix: str, ask: Callable[[ConstraintKind, str, str], None], given: str | None = None
+) -> None:
+    """The fields of vLLM's `structured_outputs`; the older `guided_*` are the same with another prefix.
+
+    `given`: the field that errors name, if it is not the prefix and the name.
+    """
     if not isinstance(form, dict):
         raise InvalidRequest.field("structured_outputs", "expected an object")
     for name, value in form.items():
-        param = prefix + name
+        param = given or prefix + name
         if value is None or value is False:
             continue
         if name == "json_object" and not _spacing(form):

@@ -10,10 +10,9 @@ def markdown() -> str:
         "",
         "# Settings",
         "",
-        "Each setting is a key of the settings file (`--config FILE` or `HOMING_CONFIG`), a flag and an environment",
-        "variable: `block_size` is also `--block-size 32` and `HOMING_BLOCK_SIZE=32`. A switch is `--hash-only` or",
-        "`--no-hash-only`. A flag overrides a variable, a variable the file, the file the default. An unknown or",
-        "malformed setting is an error that names it, its source and the nearest spelling.",
+        "Each setting is a key of the settings file (`--config FILE` or `HOMING_CONFIG`), a flag (`--block-size 32`)",
+        "and a variable (`HOMING_BLOCK_SIZE=32`); a switch is `--hash-only` or `--no-hash-only`. A flag overrides a",
+        "variable, a variable the file. Sizes are in bytes. An empty text is none, unless the table says otherwise.",
         "",
         "```yaml",
         "kvcache:",
@@ -22,8 +21,7 @@ def markdown() -> str:
         "  replicas: 4",
         "```",
         "",
-        "To serve several models, list them in that file, each with the `name` that requests use, its `model` and any",
-        "settings of its own. What a model does not list comes from the sections, flags and variables:",
+        "Several models are listed in that file, each with the `name` that requests use and settings of its own:",
         "",
         "```yaml",
         "models:",
@@ -38,7 +36,7 @@ def markdown() -> str:
         "  gpus_per_rank: 1",
         "```",
         "",
-        "All models share the settings of section `router` and " + ", ".join(f"`{name}`" for name in SHARED) + ".",
+        "They share the settings of section `router` and " + ", ".join(f"`{name}`" for name in SHARED) + ".",
     ]
     for section in SECTIONS:
         summary = (type(getattr(Settings(), section)).__doc__ or "").splitlines()[0]

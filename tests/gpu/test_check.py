@@ -27,6 +27,7 @@ import stages  # noqa: E402
 TINY = stages.Setup(torch.device("cpu"), tiny=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["ceilings", "reference", "steps", "decode", "prefill", "mixed", "workload"])
 def test_stage_runs_on_cpu(stage):
     """Run all of the stage's code; the figures mean nothing here, but its requirements must be met."""
@@ -36,6 +37,7 @@ def test_stage_runs_on_cpu(stage):
     assert all((figure.value > 0 or figure.goal == 0) and figure.met is not False for figure in figures)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="the kernels need Triton")
 def test_kernels_are_tested_by_their_own_tests():
     """Runs without the project's own pytest settings, whose plugins a GPU machine may lack."""
@@ -128,6 +130,7 @@ INSTALLED = {canonicalize_name(each.name): each for each in distributions()}
 
 
 @pytest.mark.slow
+@pytest.mark.every_commit
 @pytest.mark.timeout(4000)
 @pytest.mark.parametrize("further", [[], list(check.FURTHER)], ids=["stages of NEEDED", "stages of FURTHER"])
 def test_the_check_needs_no_package_but_those_it_names(further, tmp_path):

@@ -23,7 +23,7 @@ from typing import Annotated, TextIO
 from cyclopts import Parameter, Token
 
 from ...client import get_json, router_urls
-from ...config import SETTINGS, ClusterSettings, Settings
+from ...config import ClusterSettings, Settings
 from ...control.autoscale import terms_of
 from ...errors import SettingsError
 from ...flags import NOTHING, Out, TextSettings, option, settings_of
@@ -35,7 +35,7 @@ from ..recorded_trace import MOONCAKE_BLOCK_TOKENS, TraceError, read_trace
 from .delivery import Channel
 from .replica import MockerModel, RateModel, ReplicaLimits, StepTimes
 from .results import Result
-from .runs import Setup, capacity_per_s, run
+from .runs import Setup, capacity_per_s, policy_names, run
 from .scaling import run_scaled
 from .scenarios import Staged, find, recovery_s, stage
 from .workload import Arrival, Chats, WorkloadFacts, compress, conversations, facts, from_trace, repeated
@@ -71,8 +71,7 @@ class Order:
     policies: Annotated[
         tuple[str, ...],
         option(
-            f"separated by commas, of: {', '.join(SETTINGS['policy'].choices or ())}, oracle "
-            "(default: ours and the best of the others)",
+            f"separated by commas, of: {', '.join(policy_names())} (default: ours and the best of the others)",
             converter=_names,
             metavar="NAMES",
             show_default=False,
@@ -94,10 +93,10 @@ class Order:
     event_loss: Annotated[float, option("share of published messages that a router loses")] = 0.0
     resync_ms: Annotated[float, option("time that a replica takes to answer a router that lost messages")] = 20.0
     wire: Annotated[bool, option("encode, number and decode events as in production, even without loss")] = False
-    prefill_rate: Annotated[float | None, option("tokens per second of one replica (default: the mocker's curve)")] = (
+    prefill_rate: Annotated[float | None, option("tokens per second of one replica (default: as Dynamo's mocker)")] = (
         None
     )
-    decode_step_ms: Annotated[float | None, option("one decode step of one replica (default: the mocker's curve)")] = (
+    decode_step_ms: Annotated[float | None, option("one decode step of one replica (default: as Dynamo's mocker)")] = (
         None
     )
     calibrate: Annotated[

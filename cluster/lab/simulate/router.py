@@ -7,6 +7,7 @@ from ....replica.messages import ModelLimits, Parity, ReplicaDescription
 from ....router.flow.fair_queue import FairQueue
 from ....router.routing.placement import Placement
 from ....router.routing.policy.base import Decision, Policy, Prompt
+from .peers.base import Peer
 from .replica import SimulatedReplica, Work
 
 
@@ -80,7 +81,7 @@ class SimulatedRouter:
         chosen = decision.chosen
         if chosen is None:
             return None
-        if placement.policy.predicts_hits:
+        if not isinstance(placement.policy, Peer):
             self._predict(work, prompt, decision)
         placement.book(work.request_id, decision, arrival.blocks, now)
         return chosen.replica_id
@@ -113,5 +114,4 @@ class SimulatedRouter:
             text_hashes=arrival.text,
             generated=work.generated,
             now=now,
-            session=arrival.session,
         )

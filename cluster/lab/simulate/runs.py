@@ -11,9 +11,10 @@ from math import inf
 from ....events.wire.messages import PrefillWork
 from ....kvcache.prefix_cache import PrefixCache
 from ....replica.engine.throughput import SmoothedRates
-from ....router.routing.policy import registry
 from ...errors import SettingsError
 from .delivery import Channel
+from .peers.base import Peer
+from .policies import POLICIES
 from .replica import MockerModel, ReplicaLimits, SimulatedReplica, StepTimes
 from .results import Result
 from .simulation import Fault, Simulation
@@ -44,7 +45,7 @@ class Setup:
 
 
 def policy_names() -> tuple[str, ...]:
-    return (*registry.policy_names(), ORACLE)
+    return (*POLICIES, ORACLE)
 
 
 def simulation_of(setup: Setup) -> Simulation:
@@ -52,7 +53,7 @@ def simulation_of(setup: Setup) -> Simulation:
     if setup.policy not in policy_names():
         raise SettingsError(f"unknown policy {setup.policy!r}; the policies are {', '.join(policy_names())}")
     shared, channel, policy = None, setup.channel, setup.policy
-    if policy != ORACLE and registry.REGISTRY[policy].arrival_order:
+    if policy != ORACLE and issubclass(POLICIES[policy], Peer):
         setup = replace(setup, limits=replace(setup.limits, own_order=False))
     if policy == ORACLE:
         policy, channel = "least-loaded", Channel()
@@ -60,7 +61,7 @@ def simulation_of(setup: Setup) -> Simulation:
         shared = PrefixCache(blocks, 1)
     return Simulation(
         lambda name, epoch: replica_of(setup, name, epoch, shared),
-        lambda: registry.make_policy(policy),
+        lambda: POLICIES[policy](),
         block_tokens=setup.limits.block_tokens,
         replicas=setup.replicas,
         routers=setup.routers,

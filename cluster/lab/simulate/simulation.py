@@ -18,6 +18,7 @@ from ....events.wire.messages import LoadReport
 from ....router.routing.policy.base import Policy
 from .delivery import Channel, Truth, Update, apply, updates_of
 from .event_queue import EventQueue
+from .peers.base import Peer
 from .replica import Progress, SimulatedReplica, Work
 from .results import Tally
 from .router import SimulatedRouter
@@ -127,12 +128,12 @@ class Simulation:
                 if work.router == router.name:
                     router.placement.ended(name, work.request_id)
             policy = router.placement.policy
-            if policy.notices_restarts:  # by the epoch in the replica's messages
-                router.placement.leave(name)
-                self.delivery.follow(router, replica)
-            else:
+            if isinstance(policy, Peer) and not policy.notices_restarts:
                 policy.restarted(name)
                 self.delivery.follow_on(router, replica)
+            else:  # by the epoch in the replica's messages
+                router.placement.leave(name)
+                self.delivery.follow(router, replica)
             self._requeue(router, lost)
         for router in self.routers:
             self._pump(router)

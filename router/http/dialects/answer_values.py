@@ -20,8 +20,8 @@ def affordable_tokens(
     """The output limit with which an answer holds at most `most_values` values.
 
     `prompts`: their lengths in tokens. `choices`: per prompt. `logprobs`: alternatives per token of the answer;
-    `prompt_logprobs`: per token of an echoed prompt. Tokens of a stream are not held, so they do not count. An output
-    limit that the client set is not lowered. Raises InvalidRequest, if the answer would hold more.
+    `prompt_logprobs`: per token of an echoed prompt. Tokens of most streams are not held, so they do not count. An
+    output limit that the client set is not lowered. Raises InvalidRequest, if the answer would hold more.
     """
     each = _per_token(body, logprobs)
     of_prompts = _per_prompt_token(body, prompt_logprobs) * sum(prompts) * choices
@@ -38,7 +38,7 @@ def affordable_tokens(
 
 
 def _per_token(body: Body, logprobs: int | None) -> int:
-    if body.stream:
+    if body.stream and not body.REPEATS_STREAM:
         return 0
     scored = 0 if logprobs is None else 1 + max(logprobs, len(body.logprob_token_ids or ()))
     return scored + bool(body.return_token_ids)
@@ -53,5 +53,5 @@ def _cause(body: Body, logprobs: int | None) -> str:
     if body.prompt_logprobs is not None:
         return "prompt_logprobs"
     if logprobs is not None:
-        return "logprobs"
+        return body.LOGPROBS
     return "return_token_ids" if body.return_token_ids else "echo"

@@ -29,6 +29,7 @@ class BlockBuilder(ResponseBuilder):
 
     def block_events(self, shown: TextDelta) -> Iterator[bytes]:
         """The events of the answer's next delta."""
+        tokens = shown.tokens
         for delta in shown.deltas or (Content(shown.text),):
             text, begins = "", False
             match delta:
@@ -43,7 +44,9 @@ class BlockBuilder(ResponseBuilder):
                     begins = not (self._open and self._blocks[-1].kind == kind)
             if begins:
                 yield from self._close(cut=False)
-            append_delta(self._blocks, TextDelta("", deltas=(delta,)))
+            append_delta(self._blocks, TextDelta("", tokens=tokens, deltas=(delta,)))
+            if type(delta) is Content:
+                tokens = ()
             index, block = len(self._blocks) - 1, self._blocks[-1]
             if begins:
                 self._open = True

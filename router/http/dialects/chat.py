@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from ....replica.messages import PositionLogprobs, TokenLogprob
 from ...errors import InvalidRequest
 from ...text import conversation as typed
 from ...text.answer import Ending, TextDelta, TokenAt
@@ -17,8 +16,9 @@ from ...text.parsers.deltas import Content, Delta, Reasoning, ToolCallArguments,
 from ..front import Front, Served
 from ..generation import Job, RunningChoice
 from .bounds import Definition, Messages, Name, TemplateArguments, Tools, Unread
-from .chunks import ChunkBuilder, ChunkUsage
+from .chunks import ChunkBuilder, ChunkUsage, if_given
 from .dialect import Dialect
+from .logprobs import PromptLogprobs, TokenEntry, token_entries
 from .long_json import LongList, Steps, slices
 from .schema import (
     PART_TEXTS,
@@ -26,12 +26,10 @@ from .schema import (
     CacheControl,
     MessageBody,
     PositiveCount,
-    PromptLogprobs,
     TokenizeBody,
     Usage,
     asks_nothing,
     converted,
-    finite,
     left_out_parts,
     part_text,
     unknown_format_keys,
@@ -104,18 +102,18 @@ async def job(front: Front, served: Served, body: ChatBody, sender: Sender) -> J
 
 
 #: Fields that this router interprets itself. An engine's own chat endpoint gets all others as the client sent them.
-_ROUTED = frozenset("model stream stream_options n cache_salt timeout priority".split())
+_ROUTED = frozenset("model stream stream_options n cache_salt timeout priority rid request_id".split())
 #: Fields that need the prompt or the answer as token ids, or that have another name in engines.
 _NEEDS_IDS = (
     "logprobs prompt_logprobs logprob_token_ids return_token_ids truncate_prompt_tokens cache_control guided_json "
-    "guided_regex guided_choice guided_grammar guided_whitespace_pattern"
+    "guided_regex guided_choice guided_grammar guided_whitespace_pattern regex ebnf json_schema"
 ).split()
 
 
 #: Fields that let an engine find more than text in its answer, or that this router may interpret differently.
 _PARSED = (
     "tools tool_choice response_format structured_outputs reasoning_effort chat_template_kwargs add_generation_prompt "
-    "continue_final_message bad_words skip_special_tokens include_stop_str_in_output"
+    "continue_final_message bad_words skip_special_tokens include_stop_str_in_output no_stop_trim"
 ).split()
 _PLAIN_ROLES = frozenset({"system", "user", "assistant"})
 
@@ -270,20 +268,6 @@ def _tool_call(call: Mapping[str, Any], param: str) -> ToolCall:
 # Responses. A field that OpenAI's schema does not allow to be null is absent (`UNSET`) if there is no value.
 
 
-class TopLogprob(msgspec.Struct, frozen=True):
-    """One alternative at a position."""
-
-    token: str
-    bytes: list[int]
-    logprob: float
-
-
-class TokenEntry(TopLogprob, frozen=True):
-    """The token at one position, with its most likely alternatives."""
-
-    top_logprobs: list[TopLogprob]
-
-
 class ChatLogprobs(msgspec.Struct, frozen=True):
     """`choices[].logprobs`."""
 
@@ -332,7 +316,7 @@ class ChatChoice(msgspec.Struct, frozen=True):
     message: ChatMessage
     finish_reason: Ending
     logprobs: ChatLogprobs | None = None
-    token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | None = None
 
 
 class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
@@ -344,8 +328,8 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class ChatDelta(msgspec.Struct, frozen=True):
@@ -426,7 +410,7 @@ class ChatBuilder(ChunkBuilder):
 
     def parts(self, choice: RunningChoice, shown: TextDelta, *, first: bool) -> list[ChatChunkChoice]:
         index, scored = choice.index, self.logprobs(shown.tokens)
-        ids = self._ids(choice, shown.tokens)
+        ids = if_given(self._ids(choice, shown.tokens))
         if not shown.deltas:
             delta = ChatDelta(shown.text if shown.text or first else UNSET, "assistant" if first else UNSET)
             return [ChatChunkChoice(index, delta, shown.ending, scored, ids)]
@@ -449,17 +433,7 @@ class ChatBuilder(ChunkBuilder):
         return ChatLogprobs(self._entries(tokens))
 
     def _entries(self, tokens: Sequence[TokenAt]) -> list[TokenEntry]:
-        return [self._entry(token.logprobs) for token in tokens if token.logprobs]
-
-    def _entry(self, position: PositionLogprobs) -> TokenEntry:
-        alternatives = [TopLogprob(*self._scored(each)) for each in position.top[: self._top]]
-        return TokenEntry(*self._scored(position.chosen), alternatives)
-
-    def _scored(self, each: TokenLogprob) -> tuple[str, list[int], float]:
-        piece = self._model_text.piece(each.token_id)
-        if self._by_id:
-            return f"token_id:{each.token_id}", list(piece), finite(each.logprob)
-        return piece.decode(errors="replace"), list(piece), finite(each.logprob)
+        return token_entries(tokens, self._top, self._model_text.piece, by_id=self._by_id)
 
 
 def _answer(choice: RunningChoice) -> ChatMessage:

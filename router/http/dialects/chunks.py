@@ -15,14 +15,20 @@ from ..front import Served
 from ..generation import RunningChoice
 from ..protocol.exchange import GenerationSummary
 from .dialect import PLACEHOLDER, ResponseBuilder
+from .logprobs import PromptLogprobs, prompt_logprobs
 from .long_json import STEP_BYTES, LongList, Steps, pieces_of, slices
-from .schema import ENCODER, Body, PromptLogprobs, Usage, prompt_logprobs, usage, usage_of
+from .schema import ENCODER, Body, Usage, usage, usage_of
 
 #: `usage` of a chunk: counts, null (they come later), or absent (they were not requested).
 ChunkUsage = Usage | UnsetType | None
 
 encode = ENCODER.encode  # bound once: it runs for each token
 DONE = b"data: [DONE]\n\n"
+
+
+def if_given(ids: list[int] | None) -> list[int] | UnsetType:
+    """A field of a chunk, which is absent where a field of a whole body is null."""
+    return UNSET if ids is None else ids
 
 
 class ChunkBuilder(ResponseBuilder):
@@ -59,20 +65,20 @@ class ChunkBuilder(ResponseBuilder):
     def parts(self, choice: RunningChoice, shown: TextDelta, *, first: bool) -> Sequence[object]:
         """The next delta of a choice, as one part for each chunk."""
 
-    def _ids(self, choice: RunningChoice, tokens: Sequence[TokenAt]) -> list[int] | UnsetType:
+    def _ids(self, choice: RunningChoice, tokens: Sequence[TokenAt]) -> list[int] | None:
         """The ids of these tokens and of the token that ended the answer, if ids were requested."""
         if not self._token_ids:
-            return UNSET
+            return None
         last = [] if choice.stop_token_id is None else [choice.stop_token_id]
         return [token.token_id for token in tokens] + last
 
-    def _prompt_ids(self, choice: RunningChoice) -> list[int] | UnsetType:
-        return list(choice.prompt.token_ids) if self._token_ids else UNSET
+    def _prompt_ids(self, choice: RunningChoice) -> list[int] | None:
+        return list(choice.prompt.token_ids) if self._token_ids else None
 
-    def _scores(self, choice: RunningChoice) -> Steps[PromptLogprobs | UnsetType]:
+    def _scores(self, choice: RunningChoice) -> Steps[PromptLogprobs | None]:
         """The field `prompt_logprobs`, if it was requested."""
         if self._prompt_logprobs is None:
-            return UNSET
+            return None
         piece, made = self._model_text.piece, LongList()
         for part in slices(choice.prompt_logprobs or (), self._prompt_logprobs + 1):
             if len(made.pieces) > 1:

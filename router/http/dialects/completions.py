@@ -18,11 +18,12 @@ from ..front import Front, Served
 from ..generation import EncodedPrompt, Job, RunningChoice
 from . import validate
 from .bounds import Name, Rendered
-from .chunks import ChunkBuilder, ChunkUsage
+from .chunks import ChunkBuilder, ChunkUsage, if_given
 from .dialect import Dialect
+from .logprobs import PromptLogprobs, finite
 from .long_json import LongList, Steps, slices
 from .pins import whole_prompt
-from .schema import Body, PromptLogprobs, finite, unknown_format_keys
+from .schema import Body, unknown_format_keys
 
 #: A prompt as text or token ids, or several of them; `prompts` tells them apart, because msgspec can decode only one
 #: array type in a union.
@@ -165,9 +166,10 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     text: str
     finish_reason: Ending | None = None
     logprobs: CompletionLogprobs | None = None
-    token_ids: list[int] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    # Of a response that is not streamed, null if they were not requested: clients of vLLM read them in any case.
+    token_ids: list[int] | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType | None = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -200,8 +202,9 @@ class CompletionBuilder(ChunkBuilder):
 
     def parts(self, choice: RunningChoice, shown: TextDelta, *, first: bool) -> list[CompletionChoice]:
         text = self._echoed(choice.prompt) + shown.text if first else shown.text
-        ids, prompt = self._ids(choice, shown.tokens), self._prompt_ids(choice) if first else UNSET
-        return [CompletionChoice(choice.index, text, shown.ending, self.logprobs(shown.tokens), ids, prompt)]
+        ids, prompt = self._ids(choice, shown.tokens), self._prompt_ids(choice) if first else None
+        given = if_given(ids), if_given(prompt)
+        return [CompletionChoice(choice.index, text, shown.ending, self.logprobs(shown.tokens), *given)]
 
     def _choice(self, index: int, choice: RunningChoice) -> Steps[CompletionChoice]:
         echo = self._echoed(choice.prompt)

@@ -114,8 +114,10 @@ class WholeWriter:
             append_delta(blocks, shown)
         elif blocks and blocks[-1].kind == "text":
             blocks[-1].parts.append(shown.text)
+            if shown.tokens:
+                blocks[-1].tokens += shown.tokens
         elif shown.text:
-            blocks.append(AnswerBlock("text", [shown.text]))
+            blocks.append(AnswerBlock("text", [shown.text], tokens=list(shown.tokens)))
         if shown.tokens:
             choice.tokens += shown.tokens
 

@@ -15,14 +15,15 @@ from ...text.template import TemplateInput
 from ...text.tokenizer import TextModel
 from ..generation import PinRequest
 
-#: Maximum number of marks in one chat, as in Anthropic's API.
+#: Maximum number of marks in one chat, and how long a mark without `ttl` lasts, as in Anthropic's API.
 MAX_MARKS = 4
+TTL_S = 300.0
 
 
 def ttl_s(mark: CacheMark, settings: RouterSettings) -> float:
     """Seconds to keep the marked prefix. Raises InvalidRequest above the setting's maximum."""
     if mark.ttl_s is None:
-        return min(settings.pin_ttl_s, settings.pin_max_ttl_s)
+        return min(TTL_S, settings.pin_max_ttl_s)
     if mark.ttl_s > settings.pin_max_ttl_s:
         param = f"{mark.param}.ttl"
         raise InvalidRequest.field(param, f"the maximum is {settings.pin_max_ttl_s:g} seconds")

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from ...errors import InvalidRequest, RouterError
-from ...text.answer import AnswerBlock, TextDelta
+from ...text.answer import AnswerBlock, TextDelta, TokenAt
 from ...text.conversation import (
     Conversation,
     Message,
@@ -31,7 +31,8 @@ from ..protocol.exchange import GenerationSummary
 from .blocks import BlockBuilder
 from .bounds import SMALL_BYTES, Definition, Name, Rendered, TemplateArguments, Tools, Unread, at_most
 from .dialect import Dialect, named_event
-from .long_json import Steps
+from .logprobs import token_entries
+from .long_json import Steps, slices
 from .schema import (
     ENCODER,
     Body,
@@ -50,6 +51,8 @@ from .validate import conversation_job, decoded_arguments, mark
 SEPARATOR = "__"
 #: The only parameter of a custom tool as the model sees it: the tool's input, which is free text.
 INPUT = "input"
+#: The value of `include` that asks for logprobs.
+LOGPROBS = "message.output_text.logprobs"
 
 
 class TextFormat(msgspec.Struct, forbid_unknown_fields=True, rename={"schema_": "schema"}):
@@ -106,6 +109,8 @@ class ResponsesBody(Body, kw_only=True, forbid_unknown_fields=True):
     prompt_cache_retention: Unread = None
     verbosity: Unread = None
 
+    LOGPROBS = "include"
+    REPEATS_STREAM = True
     #: Reasoning is returned whole, and most of the rest concerns what OpenAI's servers do besides generating. A
     #: response repeats `metadata`, `safety_identifier` and `store`.
     UNUSED = (
@@ -113,9 +118,14 @@ class ResponsesBody(Body, kw_only=True, forbid_unknown_fields=True):
         - "metadata safety_identifier store"
         + "verbosity text.verbosity text.format.description reasoning.summary reasoning.generate_summary "
         "client_metadata truncation max_tool_calls context_management moderation prompt_cache_options "
-        "prompt_cache_retention return_token_ids return_tokens_as_token_ids prompt_logprobs "
+        "prompt_cache_retention return_token_ids prompt_logprobs "
         "stream_options.continuous_usage_stats"
     )
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """The number of alternatives for each token of the text; None: no logprobs."""
+        return self.top_logprobs or (0 if LOGPROBS in (self.include or ()) else None)
 
 
 class _InputMessage(msgspec.Struct):
@@ -200,8 +210,10 @@ def unused(body: ResponsesBody) -> Iterator[str]:
         for name in ("content", "output"):
             if kind in ("message", "function_call_output") and isinstance(parts := item.get(name), list):
                 yield from left_out_parts(parts, _PART_TEXTS, f"input[{index}].{name}")
-    if set(body.include or ()) - {"reasoning.encrypted_content"}:  # clear reasoning is always returned
+    if set(body.include or ()) - {"reasoning.encrypted_content", LOGPROBS}:  # clear reasoning is always returned
         yield "include"
+    if body.return_tokens_as_token_ids and body.num_logprobs is None:
+        yield "return_tokens_as_token_ids"
     if shown_choice(body.tool_choice) == "auto" and isinstance(body.tool_choice, dict):
         yield "tool_choice"
 
@@ -217,12 +229,9 @@ async def job(front: Front, served: Served, body: ResponsesBody, sender: Sender)
         raise InvalidRequest.field("prompt", "this server stores no prompts; send it as 'instructions'")
     if body.background:
         raise InvalidRequest.field("background", "this server does not run responses in the background")
-    for name, asks in (("top_logprobs", bool(body.top_logprobs)), ("include", "logprobs" in str(body.include))):
-        if asks:
-            raise InvalidRequest.field(name, "responses do not include logprobs; use chat completions")
     if body.n not in (None, 1):
         raise InvalidRequest.field("n", "a response has one choice")
-    return await conversation_job(
+    made = await conversation_job(
         front,
         served,
         body,
@@ -231,8 +240,12 @@ async def job(front: Front, served: Served, body: ResponsesBody, sender: Sender)
         prompt_param="input",
         wanted=body.max_output_tokens if body.max_output_tokens is not None else body.max_tokens,
         wanted_param="max_output_tokens",
+        logprobs=body.num_logprobs,
         clamp=True,
     )
+    if body.num_logprobs is None:
+        return made
+    return msgspec.structs.replace(made, content_logprobs=True, tokens_per_delta=1)
 
 
 def conversation(body: ResponsesBody) -> Conversation:
@@ -479,6 +492,11 @@ class ResponsesBuilder(BlockBuilder):
         self._before_text = b""  #: a text delta's event up to its number; empty: no text block is open
         self._store: Callable[[str, bytes], object] | None = None
         given = body.tools or []
+        self._text = served.text
+        self._top = None if body.num_logprobs is None else len(body.logprob_token_ids or ()) or body.num_logprobs
+        self._by_id = bool(body.return_tokens_as_token_ids)
+        #: The encoded entries of each text's tokens so far, if logprobs were requested, by the index of the text.
+        self._scores: dict[int, list[bytes]] = {}
         #: Type, namespace and name of tools that are not plain functions, by the name that the model uses.
         self._special = dict(_special_tools(given))
         written = body.text.format if body.text else None
@@ -498,6 +516,7 @@ class ResponsesBuilder(BlockBuilder):
             top_p=1.0 if body.top_p is None else body.top_p,
             presence_penalty=body.presence_penalty or 0.0,
             frequency_penalty=body.frequency_penalty or 0.0,
+            top_logprobs=body.top_logprobs or 0,
             max_output_tokens=body.max_output_tokens,
             metadata=body.metadata or {},
             safety_identifier=body.safety_identifier,
@@ -510,8 +529,11 @@ class ResponsesBuilder(BlockBuilder):
         self._response = msgspec.structs.replace(self._response, previous_response_id=previous, store=store is not None)
 
     def whole(self, choices: Sequence[RunningChoice], summary: GenerationSummary) -> Steps[list[bytes]]:
-        yield from ()  # one choice of text takes less than a step
         self._blocks = choices[0].blocks or [AnswerBlock("text", [])]
+        for index, block in enumerate(self._blocks):
+            for tokens in slices(block.tokens, 1 + (self._top or 0)):
+                yield
+                self._score(index, tokens)
         return [self._completed(ENCODER.encode(self._finished(choices[0], summary)))]
 
     def _completed(self, body: bytes) -> bytes:
@@ -587,7 +609,9 @@ class ResponsesBuilder(BlockBuilder):
     def extend_block(self, index: int, block: AnswerBlock, text: str) -> bytes:
         place = self._place(index)
         if block.kind == "text":
-            return self._event("response.output_text.delta", **place, content_index=0, logprobs=[], delta=text)
+            new = self._score(index, block.tokens)
+            block.tokens.clear()
+            return self._event("response.output_text.delta", **place, content_index=0, logprobs=new, delta=text)
         if block.kind == "reasoning":
             return self._event("response.reasoning_text.delta", **place, content_index=0, delta=text)
         if self._is_custom(block):
@@ -606,10 +630,10 @@ class ResponsesBuilder(BlockBuilder):
                     "response.function_call_arguments.done", **place, name=item["name"], arguments=block.text
                 )
         else:
-            part = _part(block.kind, block.text)
+            part = self._part(index)
             done: dict[str, Any] = {**place, "content_index": 0, "text": block.text}
             if block.kind == "text":
-                done["logprobs"] = []
+                done["logprobs"] = part["logprobs"]
             events = self._event(f"response.{part['type']}.done", **done)
             events += self._event("response.content_part.done", **place, content_index=0, part=part)
         return events + self._event("response.output_item.done", output_index=index, item=item)
@@ -617,6 +641,23 @@ class ResponsesBuilder(BlockBuilder):
     def _is_custom(self, block: AnswerBlock) -> bool:
         """Whether the block calls a custom tool, whose input can only be extracted from complete arguments."""
         return self._special.get(block.name, ("function",))[0] == "custom"
+
+    def _score(self, index: int, tokens: Sequence[TokenAt]) -> msgspec.Raw:
+        """Add the tokens of a text's next piece. Returns their list of logprobs."""
+        if self._top is None:
+            return _NONE
+        entries = ENCODER.encode(token_entries(tokens, self._top, self._text.piece, by_id=self._by_id))
+        if tokens:
+            self._scores.setdefault(index, []).append(entries[1:-1])
+        return msgspec.Raw(entries)
+
+    def _part(self, index: int) -> dict[str, Any]:
+        """The content of a block that is text or reasoning."""
+        block, scores = self._blocks[index], self._scores.get(index)
+        part = _part(block.kind, block.text)
+        if scores:
+            part["logprobs"] = msgspec.Raw(b"[" + b",".join(scores) + b"]")
+        return part
 
     def _place(self, index: int) -> dict[str, Any]:
         return {"item_id": self._item_id(index), "output_index": index}
@@ -630,10 +671,10 @@ class ResponsesBuilder(BlockBuilder):
         block = self._blocks[index]
         item: dict[str, Any] = {"id": self._item_id(index), "status": status}
         if block.kind == "text":
-            content = [] if empty else [_part("text", block.text)]
+            content = [] if empty else [self._part(index)]
             return {"type": "message", **item, "role": "assistant", "content": content}
         if block.kind == "reasoning":
-            content = [] if empty else [_part("reasoning", block.text)]
+            content = [] if empty else [self._part(index)]
             return {"type": "reasoning", **item, "summary": [], "content": content, "encrypted_content": None}
         kind, namespace, name = self._special.get(block.name, ("function", None, block.name))
         item |= {"call_id": block.id, "name": name}
@@ -642,6 +683,9 @@ class ResponsesBuilder(BlockBuilder):
         if kind == "custom":
             return {"type": "custom_tool_call", **item, "input": "" if empty else _custom_input(block.text)}
         return {"type": "function_call", **item, "arguments": "" if empty else block.text}
+
+
+_NONE = msgspec.Raw(b"[]")
 
 
 def _part(kind: Literal["text", "reasoning", "tool_call"], text: str) -> dict[str, Any]:

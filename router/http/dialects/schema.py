@@ -6,7 +6,7 @@ field is part of its type; what involves two fields, the model or the settings i
 
 import re
 from codecs import BOM_UTF8
-from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Generator, Iterable, Iterator, Mapping
 from hashlib import sha256
 from operator import attrgetter
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -14,7 +14,6 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from ....replica.messages import PositionLogprobs
 from ...errors import InvalidJson, InvalidRequest
 from ..protocol.exchange import GenerationSummary
 from .bounds import (
@@ -41,6 +40,8 @@ PositiveCount = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 #: `max_choices` allows fewer.
 Choices = Annotated[int, Meta(ge=1, le=1024)]
 Priority = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
+#: `$` also matches before a newline at the end, which would end the response's head.
+RequestId = Annotated[str, Meta(pattern="^[\\x21-\\x7e]{1,256}(?!\\n)$", max_length=256)]
 CacheSalt = Annotated[str, Meta(min_length=1, max_length=4096)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 #: Finding where a text ends in the beginning of a stop string takes up to the square of its length: 0.1 ms for 1,024.
@@ -53,8 +54,6 @@ ENCODER = msgspec.json.Encoder()
 MAX_IGNORED = 32
 #: Larger maps are not searched for the invalid entry.
 MAX_SEARCHED = 10_000
-#: JSON has no infinity. Tokens that cannot be sampled get this logprob, as in vLLM.
-LOWEST_LOGPROB = -9999.0
 
 
 class Unused:
@@ -129,6 +128,9 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         "structured_outputs._backend_was_auto"
     )
 
+    LOGPROBS: ClassVar = "logprobs"  #: the field that requests logprobs
+    REPEATS_STREAM: ClassVar = False  #: whether the last event of a stream repeats the whole answer
+
     model: Name | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -164,6 +166,12 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     guided_choice: Definition[Any] = None
     guided_grammar: Definition[Any] = None
     guided_whitespace_pattern: Name | None = None
+    regex: Definition[Any] = None  #: this and the next two are SGLang's names
+    ebnf: Definition[Any] = None
+    json_schema: Definition[Any] = None
+    no_stop_trim: bool | None = None  #: SGLang's name of `include_stop_str_in_output`
+    rid: RequestId | None = None  #: SGLang's name of `request_id`
+    request_id: RequestId | None = None  #: the header `x-request-id` takes precedence
     cache_salt: CacheSalt | None = None
     cache_control: CacheControl | None = None
     priority: Priority | None = None  #: lower goes first
@@ -292,43 +300,8 @@ def usage_of(summary: GenerationSummary) -> Usage:
     return usage(summary.prompt_tokens, summary.output_tokens, summary.cached_tokens, summary.reasoning_tokens)
 
 
-def finite(logprob: float) -> float:
-    """`logprob`, but at least `LOWEST_LOGPROB`."""
-    return max(logprob, LOWEST_LOGPROB)
-
-
-class NamedLogprob(msgspec.Struct, frozen=True):
-    """One token of `prompt_logprobs`, as in vLLM; the rank is 1 for the most likely token, and null if unknown."""
-
-    logprob: float
-    rank: int | None
-    decoded_token: str
-
-
-#: Logprobs by token id for each position; null for the first token.
-PromptLogprobs = list[dict[int, NamedLogprob] | None]
-
-
-def prompt_logprobs(positions: Sequence[PositionLogprobs | None], name: Callable[[int], str]) -> PromptLogprobs:
-    """The response field of this name. `name`: returns the text of a token."""
-    found: PromptLogprobs = []
-    for position in positions:
-        if position is None:
-            found.append(None)
-            continue
-        entries = {
-            each.token_id: NamedLogprob(finite(each.logprob), rank, name(each.token_id))
-            for rank, each in enumerate(position.top, 1)
-        }
-        chosen = position.chosen
-        entries.setdefault(chosen.token_id, NamedLogprob(finite(chosen.logprob), None, name(chosen.token_id)))
-        found.append(entries)
-    return found
-
-
 _NOT_YET = {
-    "structured output by another name than response_format or structured_outputs": "json_schema regex ebnf grammar "
-    "structural_tag",
+    "structured output by another name than response_format or structured_outputs": "grammar structural_tag",
     "calling functions": "functions function_call",
     "a LoRA adapter": "lora lora_name lora_path lora_request adapter adapter_id",
     "speculative decoding": "prediction speculative_config speculative_model num_speculative_tokens",

@@ -37,7 +37,7 @@ _output_fields = attrgetter(*_OUTPUT_FIELDS)
 _NO_OUTPUT_FIELDS = (None,) * len(_OUTPUT_FIELDS)
 _TOKEN_FIELDS = (
     "prompt_logprobs allowed_token_ids bad_words logprob_token_ids skip_special_tokens include_stop_str_in_output "
-    "return_token_ids"
+    "no_stop_trim return_token_ids"
 ).split()
 #: Fields of sampling that external engines get with token ids, if the client set them; what else it set is done here.
 _ENGINE_FIELDS = (
@@ -226,7 +226,7 @@ async def _with_token_fields(job: Job, body: Body, sender: Sender) -> Job:
             logprob_token_ids=tuple(body.logprob_token_ids or ()),
         ),
         show_special=body.skip_special_tokens is False,
-        show_stop=bool(body.include_stop_str_in_output),
+        show_stop=bool(body.include_stop_str_in_output or body.no_stop_trim),
         keep_tokens=bool(body.return_token_ids),
     )
 

@@ -50,6 +50,9 @@ async def start_generation(
     prepare: Callable[[Any], None] | None = None,
 ) -> None:
     """Generate the response to `body`. `prepare` is called with its builder before anything is generated."""
+    response_id = f"{front.random_bits(96):024x}"
+    caller.named(body.rid, body.request_id)  # before anything that takes long
+    exchange.names = (*exchange.names, response_id)
     served = await front.served(body.model)
     sender = caller.sender(body.cache_salt)
     job = await dialect.job(front, served, body, sender)
@@ -61,7 +64,7 @@ async def start_generation(
     session, departure = caller.session or job.session, None
     if session is not None and job.conversation is not None:
         departure = _departure(front, job, (sender.salt, session, caller.agent), sender.body_bytes)
-    builder = dialect.builder(served, body, f"{front.random_bits(96):024x}", int(front.wall()))
+    builder = dialect.builder(served, body, response_id, int(front.wall()))
     if prepare is not None:
         prepare(builder)
     writer = StreamWriter(exchange, builder) if body.stream else WholeWriter(exchange, builder)

@@ -1,19 +1,23 @@
-"""Shows requests, in progress or over: one by its id, or those that fit a query; and ends them. For admins only."""
+"""Shows requests, in progress or over, and ends them: for admins, and for those who abort their own."""
 
 import logging
+import re
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from ...activity import RequestRecord
-from ...errors import EndedByOperator, RequestNotFound
+from ...errors import EndedByOperator, InvalidRequest, RequestAborted, RequestNotFound, RequestOver, RouterError
 from ..caller import Caller
+from ..dialects.bounds import Name
 from ..dialects.long_json import Steps, long_list, pieces_of
 from ..errors import send_error
 from ..front import Front
 from ..history import RequestQuery
 from ..protocol.exchange import Exchange
 from ..request_records import record_of, running
-from .endpoint import Endpoint, decoded, for_admins, respond, respond_in_steps
+from .endpoint import Endpoint, decoded, for_admins, respond, respond_in_steps, with_key
 
 log = logging.getLogger(__name__)
 
@@ -58,10 +62,15 @@ async def request(front: Front, exchange: Exchange, _caller: Caller) -> None:
         if other.id == wanted:
             respond(exchange, record_of(front, other))
             return
-    found = await front.history.find(wanted) if front.history is not None else None
+    respond(exchange, await _past(front, wanted))
+
+
+async def _past(front: Front, request_id: str) -> RequestRecord:
+    """The record of a request that is over. Raises RequestNotFound."""
+    found = await front.history.find(request_id) if front.history is not None else None
     if found is None:
-        raise RequestNotFound(wanted)
-    respond(exchange, found)
+        raise RequestNotFound(request_id)
+    return found
 
 
 async def end_request(front: Front, exchange: Exchange, _caller: Caller) -> None:
@@ -69,15 +78,49 @@ async def end_request(front: Front, exchange: Exchange, _caller: Caller) -> None
     wanted = exchange.request.path.removeprefix(f"{REQUESTS}/")
     found = next((other for other in front.open_exchanges if other.id == wanted), None)
     if found is None:
-        raise RequestNotFound(wanted)
+        raise RequestOver(wanted, (await _past(front, wanted)).state)
     record = record_of(front, found)
-    if found.generation is not None:
-        found.generation.abort(EndedByOperator())
-    else:
-        send_error(found, EndedByOperator())
-        found.gone = True  # whoever still tokenizes it generates nothing
+    _end(found, EndedByOperator())
     log.warning("request_ended request_id=%s by=%s", wanted, exchange.tenant)
     respond(exchange, record)
+
+
+def _end(exchange: Exchange, error: RouterError) -> None:
+    if exchange.generation is not None:
+        exchange.generation.abort(error)
+    else:
+        send_error(exchange, error)
+        exchange.gone = True  # whoever still tokenizes it generates nothing
+
+
+class AbortBody(msgspec.Struct, forbid_unknown_fields=True):
+    """POST /abort_requests, of vLLM, and /abort_request, of SGLang."""
+
+    request_ids: Annotated[list[Name], Meta(max_length=1024)] | None = None
+    rid: Name | None = None
+    abort_all: bool | None = None  #: all of the caller's requests
+
+
+_ABORT = msgspec.json.Decoder(AbortBody)
+#: What vLLM and the APIs put before a request's id.
+_PREFIX = re.compile(r"^(chatcmpl|cmpl|resp|msg|generate-tokens)[-_]")
+
+
+async def abort_requests(front: Front, exchange: Exchange, caller: Caller) -> None:
+    """End the caller's own requests that are in progress, by their ids or those of their responses.
+
+    Ids that are not in progress are skipped, because a request may end at any moment.
+    """
+    body = await decoded(front, caller, exchange, _ABORT)
+    if body.request_ids is None and body.rid is None and not body.abort_all:
+        raise InvalidRequest.field("request_ids", "is required")
+    given = [*(body.request_ids or ()), *filter(None, [body.rid])]
+    wanted = {*given, *[_PREFIX.sub("", each) for each in given]}
+    for other in list(front.open_exchanges):
+        mine = other is not exchange and other.tenant == exchange.tenant
+        if mine and (body.abort_all or not wanted.isdisjoint((other.id, *other.names))):
+            _end(other, RequestAborted())
+    exchange.respond(b"{}")
 
 
 #: What errors say about these endpoints.
@@ -104,4 +147,8 @@ ENDPOINTS = (
         RequestRecord,
     ),
     Endpoint("DELETE", f"{REQUESTS}/{{id}}", for_admins(end_request, _WHY), "end a request in progress", RequestRecord),
+    *(
+        Endpoint("POST", path, with_key(abort_requests), "end requests of the caller's own", None, (AbortBody,))
+        for path in ("/abort_requests", "/abort_request")
+    ),
 )

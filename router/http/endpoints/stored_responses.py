@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from ...errors import PreviousResponseNotFound, ResponseNotFound
+from ...errors import InvalidRequest, PreviousResponseNotFound, ResponseNotFound
 from ..caller import Caller
 from ..dialects.long_json import Steps, long_list, pieces_of
 from ..dialects.responses import RESPONSES, Response, ResponsesBody, items_of, shown_item
@@ -101,7 +101,7 @@ async def _stored(front: Front, exchange: Exchange, caller: Caller) -> tuple[str
 
 
 def _response_id(exchange: Exchange) -> str:
-    return exchange.request.path.removeprefix(f"{RESPONSES_PATH}/").removesuffix("/input_items")
+    return exchange.request.path.removeprefix(f"{RESPONSES_PATH}/").removesuffix("/input_items").removesuffix("/cancel")
 
 
 async def stored_response(front: Front, exchange: Exchange, caller: Caller) -> None:
@@ -129,6 +129,13 @@ async def delete_response(front: Front, exchange: Exchange, caller: Caller) -> N
     respond(exchange, DeletedResponse(response_id))
 
 
+async def cancel_response(front: Front, exchange: Exchange, caller: Caller) -> None:
+    """Refuse to cancel, as OpenAI does for whatever was not made with `background: true`."""
+    response_id, _ = await _stored(front, exchange, caller)
+    caller.charge([])
+    raise InvalidRequest(f"response {response_id!r} is complete: only responses in the background can be cancelled")
+
+
 #: One stored response, and the items of its request.
 _ONE = f"{RESPONSES_PATH}/{{id}}"
 _ITEMS = f"{_ONE}/input_items"
@@ -146,5 +153,6 @@ ENDPOINTS = (
     Endpoint("GET", _ONE, charged(stored_response), "a stored response", Response),
     # Deleting frees what the tenant occupies, so no limit prevents it.
     Endpoint("DELETE", _ONE, with_key(delete_response), "delete a stored response", DeletedResponse),
+    Endpoint("POST", f"{_ONE}/cancel", charged(cancel_response), "cancel a response; none here runs in the background"),
     Endpoint("GET", _ITEMS, charged(stored_items), "a stored response's input items", ItemList),
 )

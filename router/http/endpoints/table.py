@@ -7,7 +7,7 @@ from functools import cache
 from ...errors import RouterError, UnknownPath, WrongMethod
 from ..front import Front
 from ..protocol.exchange import Exchange, Request
-from . import admin, explain, generate, requests, status, stored_responses, tokens
+from . import admin, explain, generate, requests, status, stored_responses, token_io, tokens
 from .endpoint import Endpoint, public
 from .openapi import openapi_document
 
@@ -25,6 +25,7 @@ def _document() -> bytes:
 ENDPOINTS = (
     *generate.ENDPOINTS,
     *stored_responses.ENDPOINTS,
+    *token_io.ENDPOINTS,
     *tokens.ENDPOINTS,
     *explain.ENDPOINTS,
     *requests.ENDPOINTS,

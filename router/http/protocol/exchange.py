@@ -103,6 +103,7 @@ class Exchange(msgspec.Struct, eq=False):
     departure: tuple[int, str | None] | None = None  #: see `RequestRecord.departure`
     generation: Any = None  #: the running choices (`Generation`), if it generates
     span: Any = None  #: OpenTelemetry's span, if requests are traced
+    names: Sequence[str] = ()  #: by which it can be aborted, besides its id
     traceparent: str = ""  #: W3C trace context that is passed on with the request
 
     def respond(self, body: bytes, *, status: int = 200, content_type: str = JSON, headers: Headers = ()) -> None:

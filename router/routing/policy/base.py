@@ -25,10 +25,12 @@ LIVE, STALE = FeedState.LIVE, FeedState.STALE
 #: two seeds each, geometric means of mean TTFT and p99 over those with 4: 0.85 and 0.80 with 16, 0.84 and 0.75 with 32,
 #: 0.84 and 0.74 if nothing is kept.
 QUEUE_AHEAD = 32
+#: The obstacle of a replica without room, the only one that ends as requests there end.
+SATURATED = "saturated"
 
 #: Time to load a cached token from slower memory, as a share of the time to compute it, by medium: 1 minus the credits
 #: that llm-d (0.8) and vllm-router (0.8, 0.3) give. Not measured here. All other media count as `OTHER_LOADING`.
-LOADING = {"CPU": 0.2, "CPU_PINNED": 0.2, "CPU_TIER1": 0.2, "DISK": 0.7, "STORAGE": 0.7}
+LOADING = {"CPU": 0.2, "CPU_PINNED": 0.2, "CPU_TIER1": 0.2, "LMCACHE-L1": 0.2, "DISK": 0.7, "STORAGE": 0.7}
 OTHER_LOADING = 0.7
 
 
@@ -45,7 +47,6 @@ class Prompt(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     text_hashes: Sequence[int] | None = None
     generated: int = 0  #: the part of `tokens` that another replica generated before the request was moved
     now: float = 0.0  #: time of the decision on the router's clock
-    session: str | None = None
 
 
 class Candidate(msgspec.Struct, frozen=True, gc=False, kw_only=True):
@@ -134,15 +135,6 @@ class Policy(ABC):
 
     #: The name in the settings.
     name: ClassVar[str]
-    #: Whether requests for a full external engine wait in the router, where tenants have shares. Policies of other
-    #: routers send every request at once.
-    keeps_shares: ClassVar[bool] = True
-    #: Whether the policy predicts how much of a prompt is cached on the chosen replica.
-    predicts_hits: ClassVar[bool] = True
-    #: Whether its engines start requests in the order of arrival, as in `homing simulate`.
-    arrival_order: ClassVar[bool] = False
-    #: Whether it notices that an engine restarted at the same address. `homing simulate` models routers that do not.
-    notices_restarts: ClassVar[bool] = True
     #: Whether it compares only costs, so that in a large fleet the contenders (`Placement.candidates`) suffice.
     reads_contenders: ClassVar[bool] = False
 
@@ -168,9 +160,6 @@ class Policy(ABC):
 
     def leave(self, replica: str) -> None:
         """A replica left, and its requests are gone."""
-
-    def restarted(self, replica: str) -> None:
-        """The engine restarted and numbers its events from 0. Simulator only, if `notices_restarts` is False."""
 
     def stored(self, replica: str, blocks: Sequence[int]) -> None:
         """The replica announced these blocks."""
@@ -206,8 +195,8 @@ class Policy(ABC):
             return "warming up"
         if load.silent:
             return "silent"
-        if load.external and load.waiting >= QUEUE_AHEAD and self.keeps_shares and is_full(prompt, candidate):
-            return "saturated"
+        if load.external and load.waiting >= QUEUE_AHEAD and is_full(prompt, candidate):
+            return SATURATED
         return None
 
     def usable(self, prompt: Prompt, candidates: Sequence[Candidate]) -> list[Candidate]:

@@ -1,21 +1,19 @@
 """All policies by the name that settings, simulator, `--help` and benchmarks use.
 
-Each module of this folder and of `peers/` lists its policies in `POLICIES`. To add a policy, add a file.
+Each module of this folder lists its policies in `POLICIES`. To add a policy, add a file.
 """
 
 from importlib import import_module
-from pkgutil import walk_packages
+from pkgutil import iter_modules
 
 from .. import policy as package
 from .base import Policy
 
-_NAMES = [found.name for found in walk_packages(package.__path__, f"{package.__name__}.") if found.name != __name__]
+_MODULES = [found.name for found in iter_modules(package.__path__, f"{package.__name__}.") if found.name != __name__]
 
-#: In order of module names, this folder before `peers/`.
+#: In order of module names.
 REGISTRY: dict[str, type[Policy]] = {
-    policy.name: policy
-    for name in sorted(_NAMES, key=lambda name: (name.count("."), name))
-    for policy in getattr(import_module(name), "POLICIES", ())
+    policy.name: policy for name in sorted(_MODULES) for policy in getattr(import_module(name), "POLICIES", ())
 }
 
 

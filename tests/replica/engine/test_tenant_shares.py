@@ -2,7 +2,9 @@
 
 import pytest
 
+from homing.events.load_report import PrefillCost
 from homing.replica.engine.request import RequestPhase, RequestState
+from homing.replica.engine.throughput import StepAllowance
 
 from .test_scheduler import Bench
 
@@ -77,18 +79,20 @@ def test_tenants_with_long_queues_get_tokens_by_weight() -> None:
     assert abs(computed[POLITE] / 3 - computed[GREEDY]) <= 100
 
 
-def test_a_step_that_several_tenants_share_is_short() -> None:
+def test_a_step_computes_only_the_prompts_that_it_has_time_for() -> None:
     """A long chunk of one tenant's prompt would be a gap in the other's stream."""
     bench = Bench(blocks=4096, budget=512, running=8)
     bench.add([1, 2], tenant=POLITE, max_tokens=40)
     bench.step()
     bench.add([5] * 1000, tenant=GREEDY, max_tokens=1)
+    bench.add([6] * 1000, tenant=THIRD, max_tokens=1)
 
-    shared = [row.count for row in bench.scheduler.schedule(16)]
-    bench.scheduler.finish(next(iter(bench.scheduler.requests())))
-    alone = [row.count for row in bench.scheduler.schedule(16)]
-
-    assert (shared, alone) == ([1, 16], [512])
+    assert bench.scheduler.shared
+    cost = PrefillCost(prompt_s=0.0, token_s=0.01, pair_s=0.0)
+    assert [row.count for row in bench.scheduler.schedule(StepAllowance(0.105, 4, cost))] == [1, 10]
+    assert [row.count for row in bench.scheduler.schedule(StepAllowance(0.0, 4, cost))] == [1, 4]
+    assert [row.count for row in bench.scheduler.schedule(StepAllowance(0.0, 0, cost))] == [1]
+    assert [row.count for row in bench.scheduler.schedule()] == [1, 511]
 
 
 def test_an_idle_tenant_accumulates_no_credit() -> None:

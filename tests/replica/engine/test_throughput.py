@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from homing.events.wire.messages import PrefillWork
-from homing.replica.engine.throughput import MIN_PREFILL_TOKENS, SmoothedRates
+from homing.events.load_report import PrefillSpan, work_of
+from homing.events.wire.messages import PrefillCost, PrefillWork
+from homing.replica.engine.throughput import MIN_PREFILL_TOKENS, SmoothedRates, StepAllowance
 
 
 def prefill(tokens: int) -> PrefillWork:
@@ -46,6 +47,45 @@ def test_decodes_in_the_same_step_are_not_charged_to_the_prefill(rates: Smoothed
     rates.observe(prefill(100), decode_rows=4, seconds=0.11)
 
     assert rates.prefill_tokens_per_s == pytest.approx(1000.0)
+
+
+@given(
+    costs=st.tuples(*[st.floats(0, 1e-3)] * 4).map(lambda parts: PrefillCost(parts[0], parts[1] + 1e-6, *parts[2:])),
+    seconds=st.floats(-1, 1),
+    least=st.integers(-5, 100),
+    start=st.integers(0, 5000),
+    cached=st.integers(0, 5000),
+)
+def test_an_allowance_holds_as_many_tokens_as_cost_its_seconds(
+    costs: PrefillCost, seconds: float, least: int, start: int, cached: int
+) -> None:
+    allowance = StepAllowance(seconds, least, costs)
+
+    tokens = allowance.tokens(cached, start)
+
+    def cost_of(count: int) -> float:
+        return costs.total(work_of([PrefillSpan(cached, start, start + count)]))
+
+    assert tokens >= max(0, least)
+    assert tokens == max(0, least) or cost_of(tokens) <= seconds * (1 + 1e-6)
+    assert cost_of(tokens + 1) >= seconds * (1 - 1e-6)
+    allowance.spend(PrefillSpan(cached, start, start + max(1, tokens)))
+    assert allowance.least == least - max(1, tokens)
+
+
+def test_the_allowance_follows_a_machine_that_slows_down_and_leaves_room_for_decodes(rates: SmoothedRates) -> None:
+    """Other processes may take half of the processor from one step to the next."""
+    for _ in range(100):
+        rates.observe(prefill(100), decode_rows=0, seconds=0.1)
+    before, mixed = rates.allowance(0.2, 0, decodes=False), rates.allowance(0.2, 0, decodes=True)
+    for _ in range(4):
+        rates.observe(prefill(100), decode_rows=0, seconds=0.2)
+
+    after = rates.allowance(0.2, 0, decodes=False)
+
+    assert before.tokens(0, 0) == pytest.approx(200, rel=0.1)
+    assert mixed.tokens(0, 0) == pytest.approx(190, rel=0.1)
+    assert after.tokens(0, 0) == pytest.approx(100, rel=0.15)
 
 
 @given(st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 64), st.floats(0, 100)), max_size=30))

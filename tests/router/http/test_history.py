@@ -1,6 +1,7 @@
 """Requests can be looked up afterwards: what became of them, and why they went where they did."""
 
 import asyncio
+import json
 import sqlite3
 from contextlib import closing
 from hashlib import sha256
@@ -19,7 +20,7 @@ from homing.router.errors import NoReplica, RequestFailed
 from homing.router.http import history as history_module
 from homing.router.http.app import OWN_AGENT
 from homing.router.http.endpoints.table import find
-from homing.router.http.front import Front
+from homing.router.http.front import Front, Served
 from homing.router.http.history import RECORDS_PER_SWEEP, RequestHistory, RequestQuery
 from homing.router.http.protocol.exchange import GenerationSummary
 from homing.router.strict_yaml import parse_yaml
@@ -132,7 +133,10 @@ async def test_an_admin_ends_a_request(client: httpx.AsyncClient, backend: FakeB
     assert "ended_by_operator" in response.text
     assert backend.streams[0].cancelled.is_set()
     assert (await get(client, "x"))["error"]["code"] == "ended_by_operator"
-    assert (await client.delete("/requests/x")).status_code == 404
+    again = await client.delete("/requests/x")
+    assert (again.status_code, again.json()["error"]["code"]) == (404, "request_not_found")
+    assert "is not in progress: its state is 'failed'" in again.text
+    assert "there is no request" in (await client.delete("/requests/y")).text
 
 
 async def test_an_admin_ends_a_request_that_is_still_prepared(client: httpx.AsyncClient, front: Front):
@@ -153,6 +157,70 @@ async def test_an_admin_ends_a_request_that_is_still_prepared(client: httpx.Asyn
     loading.set()
     await asyncio.sleep(0.01)
     front.texts = text
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{"request_ids": ["x"]}, {"request_ids": ["no", "cmpl-x"]}, {"rid": "y"}, {"abort_all": True}],
+)
+async def test_a_caller_aborts_its_own_requests(client: httpx.AsyncClient, backend: FakeBackend, front: Front, asked):
+    """By the id of the header, or by those in the body; the requests of others go on."""
+    backend.script = lambda _: [PAUSE]
+    path, body = "/v1/completions", {"prompt": "a", "rid": "y"}
+    sent = [{"x-request-id": "x", "authorization": f"Bearer {key}"} for key in ("mine", "other")]
+    waiting = [asyncio.create_task(client.post(path, json=body, headers=headers)) for headers in sent]
+    while len(backend.streams) < 2:  # noqa: ASYNC110 - nothing tells that they have arrived
+        await asyncio.sleep(0.001)
+
+    answer = await client.post("/abort_requests", json=asked, headers={"authorization": "Bearer mine"})
+
+    assert answer.status_code == 200
+    assert (await waiting[0]).json()["error"]["code"] == "request_aborted"
+    assert not waiting[1].done()
+    await client.post("/abort_request", json={"abort_all": True}, headers={"authorization": "Bearer other"})
+    assert (await waiting[1]).status_code == 410
+
+
+async def test_a_request_is_aborted_before_it_is_tokenized(
+    client: httpx.AsyncClient, backend: FakeBackend, front: Front, monkeypatch: pytest.MonkeyPatch
+):
+    """Tokenizing waits for its tenant's turn: then, too, the body's names count."""
+    real, entered, gate = front.served, asyncio.Event(), asyncio.Event()
+
+    async def slow(model: str | None) -> Served:
+        entered.set()
+        await gate.wait()
+        return await real(model)
+
+    monkeypatch.setattr(front, "served", slow)
+    waiting = asyncio.create_task(client.post("/v1/completions", json={"prompt": "a", "rid": "y"}))
+    await entered.wait()
+
+    await client.post("/abort_request", json={"rid": "y"})
+    gate.set()
+
+    assert (await waiting).json()["error"]["code"] == "request_aborted"
+    assert not backend.requests
+
+
+@pytest.mark.parametrize("name", ["rid", "request_id"])
+async def test_a_request_s_name_is_fit_for_a_header(client: httpx.AsyncClient, name: str):
+    """It is sent back as one."""
+    answer = await client.post("/v1/completions", json={"prompt": "a", name: "y\n"})
+
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+
+
+async def test_a_response_s_id_aborts_its_request(client: httpx.AsyncClient, backend: FakeBackend):
+    """Clients of a stream know its id from its first chunk."""
+    backend.script = lambda _: [TokenDelta(token_ids=[10], cached_tokens=0), PAUSE]
+    async with client.stream("POST", "/v1/completions", json={"prompt": "a", "stream": True}) as stream:
+        lines = stream.aiter_lines()
+        first = json.loads((await anext(lines)).removeprefix("data: "))
+
+        await client.post("/abort_requests", json={"request_ids": [first["id"]]})
+
+        assert "request_aborted" in "".join([line async for line in lines])
 
 
 async def test_blocks_are_shown_by_tenant(client: httpx.AsyncClient, backend: FakeBackend):

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
+from homing.cluster.lab.simulate.policies import POLICIES
 from homing.router.backend import FeedState, RouterCounters
 from homing.router.flow.fair_queue import FairQueue
 from homing.router.routing.joined_replica import Foreseen, InFlight
@@ -16,7 +17,6 @@ from homing.router.routing.placement import Placement, known_tokens
 from homing.router.routing.policy.base import Candidate, Decision, Policy, Prompt
 from homing.router.routing.policy.expected_ttft import ExpectedTtft, LeastLoaded, cost_limit
 from homing.router.routing.policy.explain import regret_tokens
-from homing.router.routing.policy.registry import make_policy
 from homing.router.routing.policy.round_robin import RoundRobin
 
 from ..fakes import BLOCK, description_of, report_of
@@ -190,8 +190,8 @@ def test_blocks_that_are_held_or_expected_are_known(placement: Placement) -> Non
 
 @pytest.mark.parametrize("policy", ["expected-ttft", "dynamo"])
 def test_what_a_subscription_stores_reaches_index_and_policy_alike(policy: str) -> None:
-    """Policies of other routers keep their own state; in production they must see the same events as the index."""
-    placement = placement_of(make_policy(policy))
+    """Policies of other routers keep their own state; they must see the same events as the index."""
+    placement = placement_of(POLICIES[policy]())
     prompt = Prompt(tokens=1000, blocks=62, block_size=BLOCK, hashes=KEYS)
     for name in ("r0", "r1"):
         blocks = placement.blocks_of(name)

@@ -1,7 +1,6 @@
 """One engine under its reaper process, without Ray; a program that speaks like vLLM is the engine."""
 
 import ctypes
-import os
 import signal
 import subprocess
 import sys
@@ -60,14 +59,27 @@ def until(met: Callable[[], object], what: str) -> None:
 
 
 def below(pid: int) -> list[psutil.Process]:
-    return psutil.Process(pid).children(recursive=True)
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
 
 
 def engine_process() -> psutil.Process:
     """The engine's own process; its reaper's command line contains the program as a later argument."""
-    living = [each for each in below(os.getpid()) if each.status() != psutil.STATUS_ZOMBIE]
+    living = [each for each in ours() if each.status() != psutil.STATUS_ZOMBIE]
     (engine,) = [each for each in living if Path(each.cmdline()[2]).name == "engine_program.py"]
     return engine
+
+
+#: Children of this process from before the test, such as a cluster that several files share.
+OTHERS: set[psutil.Process] = set()
+
+
+def ours() -> list[psutil.Process]:
+    """The processes that the test started, with all their descendants."""
+    children = [each for each in psutil.Process().children() if each not in OTHERS]
+    return [*children, *(process for each in children for process in below(each.pid))]
 
 
 @contextmanager
@@ -106,17 +118,17 @@ def orphans_go_to_init() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def no_process_left(orphans_go_to_init: None) -> Iterator[None]:
     """No process of an engine may remain in any case, not even a zombie."""
-    before = {process.pid for process in below(os.getpid())}
+    OTHERS.clear()
+    OTHERS.update(psutil.Process().children())
     yield
-    until(lambda: {process.pid for process in below(os.getpid())} <= before, "its processes have ended")
+    until(lambda: not ours(), "its processes have ended")
 
 
 def test_an_engine_is_described_watched_and_ended_with_all_its_children(tmp_path: Path) -> None:
     """The hard case is a child that ignores signals and has left its session; vLLM's workers are children as well."""
-    others = below(os.getpid())
     server = started(tmp_path, "--fake-child --fake-token-s 0.01")
     about = server.description
-    family = [each for each in below(os.getpid()) if each not in others]
+    family = ours()
 
     with running(server) as outcome:
         assert (about.external, about.model.name, about.model.max_model_len) == (True, "demo", 8192)

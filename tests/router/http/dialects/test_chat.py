@@ -18,7 +18,7 @@ from homing.router.backend import TokenDelta
 from homing.router.config import RouterSettings
 from homing.router.errors import ReplicaLost
 from homing.router.http.dialects.chat import CHAT as DIALECT
-from homing.router.http.dialects.schema import LOWEST_LOGPROB
+from homing.router.http.dialects.logprobs import LOWEST_LOGPROB
 from homing.router.http.front import Front
 from homing.router.server import RouterServer
 from homing.router.text.answer import TokenAt

@@ -80,6 +80,12 @@ VALUES: dict[str, Any] = {
     "guided_choice": ["a"],
     "guided_grammar": 'start: "a"',
     "guided_whitespace_pattern": " ",
+    "regex": "[0-9]",
+    "ebnf": 'root ::= "a"',
+    "json_schema": '{"type": "object"}',
+    "no_stop_trim": True,
+    "rid": "r",
+    "request_id": "r",
     "top_logprobs": 2,
     "tool_choice": {"type": "none"},
     "parallel_tool_calls": False,
@@ -113,8 +119,10 @@ SPECIAL: dict[tuple[str, str], dict[str, Any]] = {
     ("chat", "logprobs"): {"logprobs": True},
     ("chat", "top_logprobs"): {"logprobs": True, "top_logprobs": 2},
     ("chat", "continue_final_message"): {"messages": [USER, {"role": "assistant", "content": "A"}]},
-    **{(each, "return_tokens_as_token_ids"): {"logprobs": 1} for each in ("chat", "completions")},
+    ("completions", "return_tokens_as_token_ids"): {"logprobs": 1},
     ("chat", "return_tokens_as_token_ids"): {"logprobs": True},
+    ("responses", "return_tokens_as_token_ids"): {"top_logprobs": 1},
+    ("responses", "logprob_token_ids"): {"top_logprobs": 1},
     **{(each, "truncation_side"): {"truncate_prompt_tokens": 3} for each in DIALECTS},
     **{(each, "stream_options"): {"stream": True} for each in DIALECTS},
     **{(each, "guided_whitespace_pattern"): {"guided_json": SCHEMA} for each in DIALECTS},
@@ -176,6 +184,7 @@ DEPTHS: list[tuple[str, str, Any]] = [
 DONE_ANYWAY = {
     *((each, "model") for each in DIALECTS),
     *((each, "stream_options") for each in ("responses", "messages")),  # they always report usage
+    *((each, name) for each in DIALECTS for name in ("rid", "request_id")),  # the request's name is not compared
     ("responses", "store"),  # the response says whether it is stored
 }
 

@@ -6,12 +6,13 @@ import httpx
 import msgspec
 import pytest
 from openai import AsyncOpenAI
-from openai.types.responses import Response
+from openai.types.responses import Response, ResponseTextDeltaEvent
 
 from homing.kvcache.hashing import token_array
 from homing.router.backend import TokenDelta
 from homing.router.config import RouterSettings
-from homing.router.errors import ReplicaLost
+from homing.router.errors import InvalidRequest, ReplicaLost
+from homing.router.http.dialects.answer_values import affordable_tokens
 from homing.router.http.dialects.responses import RESPONSES, conversation
 from homing.router.text.tokenizer import TextModel
 
@@ -193,8 +194,6 @@ def test_allowed_tools_are_those_that_may_be_called():
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
-        ({"top_logprobs": 2}, "top_logprobs"),
-        ({"include": ["message.output_text.logprobs"]}, "include"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]"),
         ({"input": []}, "input"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id"),
@@ -260,3 +259,47 @@ async def test_a_guided_answer_may_reason_before_unless_that_is_turned_off(
     first, second = [request.constraint for request in backend.requests]
     assert [first.opener, first.after] == thinking
     assert (second.opener, second.after) == ((), ())
+
+
+def items_of(response: httpx.Response, *, stream: bool) -> list[dict]:
+    return (events(response)[-1]["response"] if stream else response.json())["output"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "asked",
+    [{"top_logprobs": 2}, {"include": ["message.output_text.logprobs"]}, {"top_logprobs": 1, "logprob_token_ids": [9]}],
+)
+async def test_each_token_of_the_text_has_its_logprobs(client, backend: FakeBackend, text_model, stream, asked):
+    """Reasoning and calls are no part of `output_text`, and neither are their tokens."""
+    says(backend, text_model, CALL)
+
+    response = await client.post(PATH, json={"input": "Weather?", "tools": [TOOL], "stream": stream, **asked})
+
+    [part] = next(each for each in items_of(response, stream=stream) if each["type"] == "message")["content"]
+    assert "".join([each["token"] for each in part["logprobs"]]).strip() == part["text"].strip() == "Let me see."
+    assert {len(each["top_logprobs"]) for each in part["logprobs"]} == {asked.get("top_logprobs", 0)}
+    if stream:
+        deltas = [each for each in events(response) if each["type"] == "response.output_text.delta"]
+        assert [one for each in deltas for one in each["logprobs"]] == part["logprobs"]
+        for each in deltas:
+            ResponseTextDeltaEvent.model_validate(each)
+    else:
+        assert Response.model_validate_json(response.content).top_logprobs == asked.get("top_logprobs", 0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_of_an_answer_are_bounded(stream: bool):
+    """The last event of a stream repeats the whole answer, so that the router holds it as it does one in a body."""
+    body = msgspec.convert({"input": "a", "top_logprobs": 20, "stream": stream}, RESPONSES.decoder.type)
+
+    with pytest.raises(InvalidRequest, match="include"):
+        affordable_tokens(body, [5], 1, 200, 1024, logprobs=20, prompt_logprobs=None, set_by_client=True)
+
+
+async def test_only_what_runs_in_the_background_can_be_cancelled(client: httpx.AsyncClient):
+    """Clients tell an unknown response from one that has ended."""
+    response = await client.post(f"{PATH}/resp_1/cancel")
+
+    assert response.status_code == 404
+    assert response.json()["error"]["code"] == "response_not_found"

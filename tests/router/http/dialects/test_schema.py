@@ -34,6 +34,8 @@ NULLABLE = {
     "ChoiceLogprobs.refusal",
     "Completion.usage",
 }
+#: Fields that vLLM adds to whole responses, null if they were not requested: its clients read them in any case.
+EXTENSIONS = {"token_ids", "prompt_token_ids", "prompt_logprobs"}
 CHATS: list[dict[str, Any]] = [
     {},
     {"n": 2},
@@ -73,7 +75,7 @@ def violations(value: object, place: str) -> Iterator[str]:
             yield from violations(each, f"{place}[{index}]")
     if not isinstance(value, BaseModel):
         return
-    yield from (f"{place}.{name} is unknown" for name in value.model_extra or ())
+    yield from (f"{place}.{name} is unknown" for name in value.model_extra or () if name not in EXTENSIONS)
     for name, field in type(value).model_fields.items():
         held = getattr(value, name)
         null = name in value.model_fields_set and held is None

@@ -38,7 +38,6 @@ GENERATION = {
     "default_max_tokens",
     "generation_config",
     "request_timeout_s",
-    "pin_ttl_s",
     "pin_max_ttl_s",
     "tool_call_parser",
     "reasoning_parser",
@@ -53,7 +52,7 @@ OTHERS = set(
     """
     host port served_model_name model_aliases policy backend engines events replay backend_model backend_key_file
     engine_chat backend_max_requests api_keys_file api_key max_body_bytes embedding_pooling response_store
-    response_store_count response_store_bytes response_store_age_s request_history request_history_bytes chat_template
+    response_store_bytes response_store_age_s request_history request_history_bytes chat_template
     token_cache_bytes max_waiting_requests replica_silence_s retries warm_up_share warm_up_bytes access_log
     otlp_endpoint allowed_hosts cors_origins tls_cert_file tls_key_file read_timeout_s stall_timeout_s max_unsent_bytes
     max_answer_values
@@ -113,12 +112,11 @@ async def test_a_request_ends_in_time(backend: FakeBackend, text_model: TextMode
 
 @pytest.mark.parametrize("path", BODIES)
 async def test_a_pin_lasts_as_the_settings_say(backend: FakeBackend, text_model: TextModel, path: str):
-    """`pin_ttl_s` applies where the client names no time."""
-    settings = RouterSettings(pin_ttl_s=7.0, pin_max_ttl_s=9.0)
-
-    request, _ = await request_under(settings, backend, text_model, path, cache_control={"type": "ephemeral"})
-
-    assert [pin.ttl_s for pin in request.pins] == [7.0]
+    """Where the client names no time it is five minutes, or the longest that is allowed."""
+    for longest, wanted in ((9.0, 9.0), (3600.0, 300.0)):
+        settings = RouterSettings(pin_max_ttl_s=longest)
+        request, _ = await request_under(settings, backend, text_model, path, cache_control={"type": "ephemeral"})
+        assert [pin.ttl_s for pin in request.pins] == [wanted]
 
 
 @pytest.mark.parametrize("path", TOOLS)

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from random import Random
 
+from homing.cluster.lab.simulate.policies import POLICIES
 from homing.router.backend import Explanation, FeedState
 from homing.router.routing.placement import Placement
 from homing.router.routing.policy.base import Candidate, Decision, Policy, Prompt
-from homing.router.routing.policy.registry import make_policy
 
 from ...fakes import BLOCK, description_of, load_of
 
@@ -48,7 +48,7 @@ class Router:
     def __init__(self, policy: str, *, replicas: Sequence[str] = NAMES, seed: int = 0, block_size: int = BLOCK) -> None:
         self.block_size = block_size
         self.last_id = 0
-        self.placement = Placement(make_policy(policy), router_id="router", silence_s=SILENCE_S, rng=Random(seed))
+        self.placement = Placement(POLICIES[policy](), router_id="router", silence_s=SILENCE_S, rng=Random(seed))
         for name in replicas:
             self.join(name)
 

@@ -1,4 +1,4 @@
-"""The contract of every registered policy, tested through the production placement."""
+"""The contract of every policy, the simulated ones of other routers included, through the production placement."""
 
 import pickle
 from math import inf, nan
@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from homing.cluster.lab.simulate.policies import POLICIES
 from homing.events.wire.messages import PrefillCost
 from homing.router.backend import FeedState
 from homing.router.config import RouterSettings
 from homing.router.routing.policy.base import Candidate, Policy, Prompt
-from homing.router.routing.policy.registry import REGISTRY, make_policy, policy_names
+from homing.router.routing.policy.registry import REGISTRY
 from homing.router.routing.replica_load import ReplicaLoad
 
 from ...fakes import report_of
@@ -41,14 +42,15 @@ def traffic(router: Router, seed: int, *, explain: bool = False) -> list[str]:
     return taken
 
 
-@pytest.fixture(params=policy_names())
+@pytest.fixture(params=POLICIES)
 def policy(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.mark.parametrize("policy", REGISTRY)
 def test_names_are_unique_and_are_values_of_the_setting(policy: str) -> None:
     """Every policy in the registry can be selected by the setting."""
-    assert make_policy(policy).name == policy
+    assert REGISTRY[policy].name == policy
     assert msgspec.convert({"policy": policy}, RouterSettings).policy == policy
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert({"policy": policy + "s"}, RouterSettings)
@@ -61,7 +63,7 @@ def test_every_policy_class_is_registered_under_a_name_of_its_own() -> None:
         own = {base} if "name" in vars(base) else set()
         return own.union(*map(named, base.__subclasses__()))
 
-    assert set(REGISTRY.values()) == named(Policy)
+    assert set(POLICIES.values()) == named(Policy)
 
 
 def test_one_replica_gets_every_request(policy: str) -> None:
@@ -153,7 +155,7 @@ def test_memory_is_bounded_by_replicas_caches_and_requests_in_flight(policy: str
     assert late <= early + 500
     for name in NAMES:
         router.placement.leave(name)
-    assert len(pickle.dumps(router.placement.policy)) <= len(pickle.dumps(make_policy(policy))) + 500
+    assert len(pickle.dumps(router.placement.policy)) <= len(pickle.dumps(POLICIES[policy]())) + 500
 
 
 #: Numbers that a broken replica may report, or a fit may yield.
@@ -179,7 +181,7 @@ ODD_PROMPTS = st.builds(
 ODD_CANDIDATES = st.tuples(ODD_LOADS, st.sampled_from((0, 11, 15)), st.sampled_from((0, 11, 2**31)), st.booleans())
 
 
-@pytest.mark.parametrize("policy", policy_names())
+@pytest.mark.parametrize("policy", POLICIES)
 @settings(max_examples=40)
 @given(ODD_PROMPTS, st.lists(ODD_CANDIDATES, min_size=1, max_size=4))
 def test_whatever_replicas_report_a_request_waits_only_if_no_replica_can_take_it(

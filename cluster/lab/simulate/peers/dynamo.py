@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from random import Random
 
 from .....replica.messages import ReplicaDescription
-from ...prefix_index import PrefixIndex
-from ..base import Candidate, Prompt
+from .....router.routing.policy.base import Candidate, Prompt
+from .....router.routing.prefix_index import PrefixIndex
 from .base import Peer, least
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from random import Random
 
 from .....replica.messages import ReplicaDescription
-from ..base import Candidate, Decision, Prompt
+from .....router.routing.policy.base import Candidate, Decision, Prompt
 from .base import Peer, text_hashes
 
 CACHE_THRESHOLD = 0.3

@@ -1,7 +1,7 @@
 """llm-d's scorers, compared with examples worked out by hand from its description."""
 
-from ....fakes import report_of
-from ..cases import Router
+from .....router.fakes import report_of
+from .....router.routing.policy.cases import Router
 
 
 def router_of() -> Router:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from random import Random
 
 from .....replica.messages import ReplicaDescription
-from ..base import Candidate, Prompt
+from .....router.routing.policy.base import Candidate, Prompt
 from .base import Peer, least
 
 

@@ -6,8 +6,8 @@ from random import Random
 
 from .....events.wire.messages import LoadReport
 from .....replica.messages import ReplicaDescription
-from ...expected_blocks import Expectation, ExpectedBlocks
-from ..base import Candidate, Decision, Prompt
+from .....router.routing.expected_blocks import Expectation, ExpectedBlocks
+from .....router.routing.policy.base import Candidate, Decision, Prompt
 from .base import Peer, least
 
 PREFIX_WEIGHT = 3.0

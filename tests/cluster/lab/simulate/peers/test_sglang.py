@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from ....fakes import report_of
-from ..cases import Router
+from .....router.fakes import report_of
+from .....router.routing.policy.cases import Router
 
 
 def router_of(replicas: Sequence[str] = ("r0", "r1")) -> Router:

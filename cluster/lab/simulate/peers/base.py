@@ -1,19 +1,20 @@
-"""The base class of other routers' policies: none holds requests back, and each counts its own requests."""
+"""The base class of other routers' policies: none holds requests back, and each counts its own requests.
+
+Their engines start requests in the order of arrival.
+"""
 
 from abc import abstractmethod
 from collections.abc import Sequence
 from random import Random
 
 from .....replica.messages import ReplicaDescription
-from ..base import Candidate, Decision, Policy, Prompt
+from .....router.routing.policy.base import SATURATED, Candidate, Decision, Policy, Prompt
 
 
 class Peer(Policy):
     """Counts this router's requests in flight at each replica."""
 
-    predicts_hits = False
-    keeps_shares = False
-    arrival_order = True
+    #: Whether it notices that an engine restarted at the same address.
     notices_restarts = False
 
     def __init__(self) -> None:
@@ -25,6 +26,9 @@ class Peer(Policy):
     def leave(self, replica: str) -> None:
         del self._in_flight[replica]
 
+    def restarted(self, replica: str) -> None:
+        """The engine restarted and numbers its events from 0; called unless `notices_restarts`."""
+
     def booked(self, replica: str, request_id: int, prompt: Prompt) -> None:
         self._in_flight[replica].add(request_id)
 
@@ -35,6 +39,11 @@ class Peer(Policy):
     def requests(self, candidate: Candidate) -> int:
         """Number of this router's requests in flight at the candidate."""
         return len(self._in_flight[candidate.replica_id])
+
+    def obstacle(self, prompt: Prompt, candidate: Candidate) -> str | None:
+        """As ours, but a full engine gets every request at once."""
+        found = super().obstacle(prompt, candidate)
+        return None if found == SATURATED else found
 
     def consider(self, prompt: Prompt, candidates: Sequence[Candidate], rng: Random) -> Decision:
         usable = self.usable(prompt, candidates)

@@ -1,6 +1,6 @@
 """Routers that weigh queued tokens, compared with examples worked out by hand."""
 
-from ..cases import Router
+from .....router.routing.policy.cases import Router
 
 
 def router_of(name: str) -> Router:

@@ -1,6 +1,6 @@
 """The policies that most proxies offer."""
 
-from ..cases import Router
+from .....router.routing.policy.cases import Router
 
 
 def test_round_robin_takes_turns() -> None:

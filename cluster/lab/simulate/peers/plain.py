@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from random import Random
 
-from ..base import Candidate, Decision, Prompt
+from .....router.routing.policy.base import Candidate, Decision, Prompt
 from .base import Peer, least, text_hashes
 
 

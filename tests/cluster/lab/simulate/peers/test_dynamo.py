@@ -2,7 +2,7 @@
 
 import pytest
 
-from ..cases import Router
+from .....router.routing.policy.cases import Router
 
 
 def router_of(name: str = "dynamo") -> Router:
