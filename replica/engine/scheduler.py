@@ -32,7 +32,7 @@ from ...kvcache.hashing import BlockHasher
 from ...kvcache.prefix_cache import PrefixCache, PrefixMatch
 from ..errors import PromptTooLong
 from ..messages import WORTH_WAITING_TOKENS
-from .queue_order import choose_victim, queue_key
+from .queue_order import blocks_for_answers, choose_victim, queue_key
 from .request import RequestKey, RequestPhase, RequestState
 from .step_plan import BlockCopy, PlanRow, StepPlan, plan_of_rows
 from .tenant_shares import Lane, StepTurns, TenantShares, Turn
@@ -447,7 +447,15 @@ class Scheduler:
     def _may_fit(self, request: RequestState) -> bool:
         """False, without a look-up, if its newest token is not known yet or there is no more room than last time."""
         tried = request.refused_at_room
-        return not request.in_flight and (tried is None or self._cache.blocks_for_prompts > tried or not self._running)
+        return not request.in_flight and (tried is None or self._room() > tried or not self._running)
+
+    def _room(self) -> int:
+        """Number of blocks that a prompt may take while others run."""
+        return self._cache.blocks_for_prompts - self._for_answers()
+
+    def _for_answers(self) -> int:
+        size, total = self._hasher.block_size, self._cache.total_blocks
+        return blocks_for_answers(len(self._running), size, total)
 
     def _spare(self, tokens: int) -> int:
         """How many drafts fit into a step that has this many tokens already."""
@@ -533,15 +541,16 @@ class Scheduler:
     ) -> ScheduledRow | None:
         """Admit a waiting request, with cached blocks and new ones for the rest; None if too few are free.
 
-        It leaves blocks to other waiting requests that hold them, unless nothing runs or it is `forced`.
+        It leaves blocks to answers and to other waiting requests, unless nothing runs or it is `forced`.
         """
         needed = -(-request.num_tokens // self._hasher.block_size) - len(match.blocks)
-        blocks = self._cache.acquire(match, needed, forced=forced or not self._running)
+        leave = None if forced or not self._running else self._for_answers()
+        blocks = self._cache.acquire(match, needed, leave)
         # If nothing is running, nothing will free blocks: break pins early.
         while blocks is None and not self._running and self._cache.break_pin():
             blocks = self._cache.acquire(match, needed)
         if blocks is None:
-            request.refused_at_room = self._cache.blocks_for_prompts
+            request.refused_at_room = self._room()
             return None
         self._cache.unhold(request.key)
         request.counted = True
