@@ -192,6 +192,13 @@ class RequestNotFound(RouterError, status=404, code="request_not_found"):
         super().__init__(f"there is no request {request_id[:200]!r}, in progress or in the history of this router")
 
 
+class RequestOver(RouterError, status=404, code="request_not_found"):
+    """The request that should be ended has ended already."""
+
+    def __init__(self, request_id: str, state: str) -> None:
+        super().__init__(f"request {request_id[:200]!r} is not in progress: its state is {state!r}")
+
+
 class UnknownPath(RouterError, status=404, code="not_found"):
     """No endpoint has this path."""
 

@@ -40,7 +40,8 @@ PositiveCount = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 #: `max_choices` allows fewer.
 Choices = Annotated[int, Meta(ge=1, le=1024)]
 Priority = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
-RequestId = Annotated[str, Meta(pattern="^[\\x21-\\x7e]{1,256}$", max_length=256)]
+#: `$` also matches before a newline at the end, which would end the response's head.
+RequestId = Annotated[str, Meta(pattern="^[\\x21-\\x7e]{1,256}(?!\\n)$", max_length=256)]
 CacheSalt = Annotated[str, Meta(min_length=1, max_length=4096)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 #: Finding where a text ends in the beginning of a stop string takes up to the square of its length: 0.1 ms for 1,024.

@@ -47,7 +47,6 @@ class Prompt(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     text_hashes: Sequence[int] | None = None
     generated: int = 0  #: the part of `tokens` that another replica generated before the request was moved
     now: float = 0.0  #: time of the decision on the router's clock
-    session: str | None = None
 
 
 class Candidate(msgspec.Struct, frozen=True, gc=False, kw_only=True):
