@@ -54,6 +54,8 @@ SMALL_BODY_BYTES = 64 * 1024
 #: Bytes parsed at once. After `MAX_EVENTS` parser events (tiny requests and chunks cause many), the event loop runs.
 SLICE_BYTES = 8 * 1024
 MAX_EVENTS = 256
+#: After so many bytes the loop runs, too: uvloop reads up to 32 full buffers, or 8 MB, in one iteration.
+FULL_BYTES = 128 * 1024
 EVENTS_OF_REQUEST = 16
 #: From this many unsent bytes on, the event loop calls `pause_writing`.
 HIGH_WATER_BYTES = 64 * 1024
@@ -194,14 +196,15 @@ class HttpConnection(asyncio.Protocol):
             self._parse(data[start : start + SLICE_BYTES])
             start += SLICE_BYTES
         self._unparsed = data[start:]
-        if self._unparsed:
+        if self._unparsed or len(data) >= FULL_BYTES:
             self._transport.pause_reading()
             asyncio.get_running_loop().call_soon(self._parse_rest)
 
     def _parse_rest(self) -> None:
         if self._transport.is_closing() or self._paused_reading:
             return  # `_advance` resumes parsing
-        self._parse_slices(self._unparsed)
+        rest, self._unparsed = self._unparsed, b""
+        self._parse_slices(rest)
         if not self._unparsed and not self._paused_reading:
             self._transport.resume_reading()
 
