@@ -424,6 +424,18 @@ class HttpConnection(asyncio.Protocol):
         elif self._chunked:
             self._write(LAST_CHUNK)
 
+    def end_stream_in(self, pieces: Sequence[bytes]) -> None:
+        """Send the last part: at once if it is short, and else as fast as the client takes it."""
+        length = sum(map(len, pieces))
+        if length <= WRITTEN_BYTES:
+            self.end_stream(b"".join(pieces))
+            return
+        head, self._head = self._head, b""
+        if self._chunked:
+            pieces = [b"%x\r\n" % length, *pieces, b"\r\n", LAST_CHUNK]
+        self._unwritten = _portions([head, *pieces])
+        self._write_portions()
+
     def exchange_over(self) -> None:
         """The whole response is written, or will be: then it is over when the last of it is."""
         if self._unwritten is not None:
