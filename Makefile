@@ -9,8 +9,11 @@ COMPAT ?= .venv-compat
 PIP_FLAGS ?=
 # Flags handed to `homing serve`, pytest and the like.
 ARGS ?=
-# Processes that run tests, a file at a time; files that share one cluster run in one of them.
-JOBS ?= 2
+# Processes that run tests, a file at a time; files that share one cluster run in one of them. One more than two cores,
+# because tests that start clusters or talk over sockets mostly wait.
+JOBS ?= 3
+# The tests of `make test`, as an expression over the markers in pyproject.toml.
+MARKS ?= not gpu and not slow
 PYTEST_JOBS = --numprocesses=$(JOBS) --dist=loadfile --durations=20
 # The folders whose tests need no model, kernel or cluster are the others; three files compare with transformers.
 SLOW := replica gpu e2e demo_model bench cluster/lab agents $(addprefix router/text/test_,tokenizer.py template.py encoder.py)
@@ -47,10 +50,8 @@ serve: $(VENV)/.runtime ## Serve the demo model with two CPU replicas (ARGS="MOD
 	@exec $(BIN)/homing serve $(ARGS)
 
 test: $(VENV)/.dev ## Run all tests that need no GPU, in JOBS processes (ORDER=NUMBER: in the random order of that number)
-	@$(BIN)/pytest -m "not gpu and not slow" $(PYTEST_JOBS) $(if $(ORDER),--random-order --random-order-seed=$(ORDER)) $(ARGS)
+	@$(BIN)/pytest -m "$(MARKS)" $(PYTEST_JOBS) $(if $(ORDER),--random-order --random-order-seed=$(ORDER)) $(ARGS)
 
-# Many of them wait for sockets and timers: a third process uses that time.
-test-fast: JOBS = 3
 test-fast: $(VENV)/.dev ## Run the tests of the pure code in a minute: no clusters, no kernels, no models
 	@$(BIN)/pytest -m "not gpu and not slow and not cluster" --hypothesis-profile=fast $(PYTEST_JOBS) $(SLOW:%=--ignore=tests/%) $(ARGS)
 

@@ -76,9 +76,9 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     stop_timeout_s: Annotated[float, Meta(gt=0), "seconds to shut down before processes are killed"] = 8.0
     state_dir: Annotated[str, "folder that lists running clusters; empty: ~/.local/state/homing"] = ""
     log_format: Annotated[LogFormat, "format of logs"] = "text"
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], "least level of logs; debug includes Ray's"] = (
-        "info"
-    )
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], "least severe lines that are logged; debug includes Ray's"
+    ] = "info"
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -49,7 +49,7 @@ class EngineActors:
         except ValueError:  # not a port, or not an IPv6 address
             label = ""
         if not label:
-            raise BackendsInvalid(f"engines: {url!r} has not the form ray://HOST:PORT/LABEL")
+            raise BackendsInvalid(f"engines: {url!r} is not of the form ray://HOST:PORT/LABEL")
         self.name = url
         self._words = [sys.executable, "-P", "-m", __name__, parts.netloc, label]
         self._reader: subprocess.Popen[str] | None = None

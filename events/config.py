@@ -15,7 +15,7 @@ class EventsSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     replay_batches: Annotated[int, Meta(ge=0), "batches kept for replay"] = 10_000
     events_preset: Annotated[
         Literal["none", "llm-d", "aibrix", "dynamo"],
-        "also publish where this project's indexer reads",
+        "also publish where the indexer of this project reads",
     ] = "none"
     events_port: Annotated[
         int,

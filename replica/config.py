@@ -14,7 +14,7 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     tokenizer: Annotated[str, "folder with another tokenizer and chat template"] = ""
     engine: Annotated[
         Literal["homing", "vllm", "sglang"],
-        "homing's own engine, or servers of vLLM or SGLang that replicas start",
+        "what replicas run: homing's own engine, or a server of vLLM or SGLang",
     ] = "homing"
     engine_python: Annotated[
         str,
@@ -23,7 +23,7 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     engine_args: Annotated[
         str,
         Meta(extra={"arguments": True}),
-        "more arguments for that server",
+        "more arguments for the server of vLLM or SGLang",
     ] = ""
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
@@ -40,7 +40,7 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     device: Annotated[Literal["auto", "cpu", "cuda"], "auto: cuda if there is a GPU"] = "auto"
     model_provider: Annotated[
         Literal["auto", "native", "transformers"],
-        "native: homing's decoder; transformers: that library's code",
+        "native: homing's decoder; transformers: the library's",
     ] = "auto"
     attention_backend: Annotated[
         Literal["auto", "flash4", "flash3", "flash2", "triton", "cpu-compiled", "cpu-scratch", "reference"],

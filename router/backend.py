@@ -53,7 +53,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: bytes  #: the prompt, uint32 LE, at least one token
     sampling: SamplingParams  #: fully resolved
     salt: bytes = b""  #: only requests with the same salt share cached blocks
-    session: str | None = None  #: requests of the same session prefer the same replica
+    session: str | None = None  #: its prompts are compared with each other
     priority: int = 0  #: across all tenants; lower goes first
     own_order: int = 0  #: among the tenant's own waiting requests; lower goes first
     tenant: bytes = b""  #: the tenant's digest; tenants share the queue by weight
@@ -280,6 +280,7 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     trouble: str = ""  #: why that server cannot be reached
     approximate: bool = False  #: it publishes no events: `indexed_blocks` counts the blocks of prompts sent to it
     unplaced_blocks: int = 0  #: blocks announced with unknown content, which are not credited
+    dropped_blocks: int = 0  #: blocks dropped from the index because an engine announced more than it can hold
     warm_up: WarmUpProgress | None = None  #: the warm-up by this router; None: there is none
 
 

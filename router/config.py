@@ -34,26 +34,30 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     backend: Annotated[
         str,
         Meta(extra={"repeatable": True}),
-        "URLs of OpenAI-compatible servers to use, separated by commas, or dns+http://NAME:PORT",
+        "URLs of engines (vLLM, SGLang) to route to, separated by commas, or dns+http://NAME:PORT",
     ] = ""
     engines: Annotated[
         str,
-        "YAML file with more such servers, or ray://HOST:PORT/LABEL",
+        "YAML file that lists engines, or ray://HOST:PORT/LABEL",
     ] = ""
     events: Annotated[
         str,
         Meta(extra={"repeatable": True}),
-        "their event addresses, in the same order; empty: discovered",
+        "addresses of the engines' events, in the order of backend; empty: discovered",
     ] = ""
-    replay: Annotated[str, Meta(extra={"repeatable": True}), "their replay addresses, in the same order"] = ""
-    backend_model: Annotated[str, "the model's name there; empty: found by itself"] = ""
-    backend_key_file: Annotated[str, "file with the API key for them"] = ""
+    replay: Annotated[
+        str, Meta(extra={"repeatable": True}), "addresses where the engines replay events, in the order of backend"
+    ] = ""
+    backend_model: Annotated[str, "the model's name at the engines; empty: discovered"] = ""
+    backend_key_file: Annotated[str, "file with the API key for the engines"] = ""
     engine_chat: Annotated[
         Literal["auto", "engine", "tokens"],
-        "who renders chats: the engine, or homing (tokens); auto: homing where both agree",
+        "who renders chats for engines: they, or homing (tokens); auto: homing where both agree",
     ] = "auto"
-    backend_max_requests: Annotated[int, Meta(ge=1), "concurrent requests at each of them"] = 256
-    api_keys_file: Annotated[str, "YAML file of accepted API keys; empty: any key is a tenant"] = ""
+    backend_max_requests: Annotated[int, Meta(ge=1), "concurrent requests at each engine"] = 256
+    api_keys_file: Annotated[
+        str, "YAML file of accepted API keys; empty: any key is accepted, and each is a tenant"
+    ] = ""
     api_key: Annotated[
         str,
         "one more accepted key; use HOMING_API_KEY, since others can see flags",
@@ -105,7 +109,9 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         str,
         "SQLite file that keeps the history of requests over restarts",
     ] = ""
-    request_history_bytes: Annotated[int, Meta(ge=0), "most bytes of that history; 0: none"] = 16 * 1024 * 1024
+    request_history_bytes: Annotated[int, Meta(ge=0), "most bytes of the request history; 0: none is kept"] = (
+        16 * 1024 * 1024
+    )
     chat_template: Annotated[str, "file with another chat template"] = ""
     token_cache_bytes: Annotated[int, Meta(ge=0), "memory for token ids of chat messages; 0: none"] = 32 * 1024 * 1024
     max_choices: Annotated[int, Meta(ge=1, le=1024), "most answers to one HTTP request"] = 128
@@ -142,7 +148,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ] = ""
     allowed_hosts: Annotated[
         str,
-        "names of this server, separated by commas; *: any; empty: any, or on the loopback only its own",
+        "host names of the server, separated by commas; *: any; empty: any, but on the loopback only localhost",
     ] = ""
     cors_origins: Annotated[str, "origins of web pages that may call the server, separated by commas; *: all"] = ""
     tls_cert_file: Annotated[str, "PEM file with the certificate chain; empty: plain HTTP"] = ""

@@ -182,7 +182,7 @@ class ResponseNotFound(RouterError, status=404, code="response_not_found"):
     """No response with this id is stored for the tenant."""
 
     def __init__(self, response_id: str) -> None:
-        super().__init__(f"there is no stored response {response_id!r}")
+        super().__init__(f"Response with id {response_id!r} not found.")
 
 
 class RequestNotFound(RouterError, status=404, code="request_not_found"):
@@ -190,6 +190,13 @@ class RequestNotFound(RouterError, status=404, code="request_not_found"):
 
     def __init__(self, request_id: str) -> None:
         super().__init__(f"there is no request {request_id[:200]!r}, in progress or in the history of this router")
+
+
+class RequestOver(RouterError, status=404, code="request_not_found"):
+    """The request that should be ended has ended already."""
+
+    def __init__(self, request_id: str, state: str) -> None:
+        super().__init__(f"request {request_id[:200]!r} is not in progress: its state is {state!r}")
 
 
 class UnknownPath(RouterError, status=404, code="not_found"):

@@ -24,6 +24,8 @@ from .flow.request_state import RequestState
 from .flow.stalls import StallKind
 from .tenants.rate_limits import RateLimiter
 
+#: Why a client may be disconnected: it left too much unread, or read nothing, or had too many connections.
+CUT_REASONS = ("unsent", "stalled", "connections")
 #: Labelled values that are rendered without a pause, at 5 to 8 µs each.
 RENDERED_AT_ONCE = 100
 #: The lines of a metric's help and type, which precede only its first part.
@@ -156,6 +158,7 @@ FAMILIES = (
         ("homing_pinned_blocks", "Blocks kept by pins."),
         ("homing_waiting_blocks", "Free blocks that a replica's waiting requests will take."),
         ("homing_index_blocks", "Blocks of a replica in the router's index.", "indexed_blocks"),
+        ("homing_index_dropped_blocks", "Blocks that an engine announced beyond what it can hold.", "dropped_blocks"),
         ("homing_index_approximate", "1: no events; prompts sent there count as cached.", "approximate"),
     ),
     *_families(
@@ -300,7 +303,7 @@ class RouterMetrics(Collector):
         self.refusals: Counter[tuple[str, str]] = Counter()  #: refused requests by tenant and limit, or error
         self.streams_broken = 0  #: streams that ended in an error event
         self._disconnects = self._billing_lines = self._fields_ignored = 0
-        self._cut: Counter[Labels] = Counter()
+        self._cut: Counter[Labels] = Counter({(reason,): 0 for reason in CUT_REASONS})
         self._view: ClusterView | None = None
         self._seen: dict[str, RouterCounters] = {}  #: by model, as of the last view
         self._totals: dict[str, Counter[str]] = {}  #: by model: the fields of `RouterCounters`
@@ -451,9 +454,9 @@ class RouterMetrics(Collector):
             "homing_tenant_blocks": self._tenant_blocks(views),
             "homing_pinned_blocks": {key: report.pinned_blocks for key, report in present.items()},
             "homing_replica_state": {(*key, each.state): 1 for key, each in views.items()},
-            "homing_events_gaps": {
-                (name, replica): count for name, model in self._models.items() for replica, count in model.gaps.items()
-            },
+            # From 0 on: `rate` and `increase` do not see what a series begins with.
+            "homing_events_gaps": dict.fromkeys(views, 0)
+            | {(name, replica): count for name, model in self._models.items() for replica, count in model.gaps.items()},
         }
 
     def _tenant_blocks(self, views: Mapping[Labels, ReplicaView]) -> Mapping[Labels, float]:

@@ -1,12 +1,15 @@
 """Checks the docs and the packaging: links resolve, pins fit their ranges, and the README stays short."""
 
 import re
+import shlex
 import tomllib
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from homing.cluster.cli.main import NAMES, parse
+from homing.cluster.errors import SettingsError
 from homing.router.http.endpoints.table import ENDPOINTS
 
 from .chaos.faults import FAULTS
@@ -20,6 +23,14 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+#: A command at a prompt (with the lines that continue it), or as inline code; tables of commands omit the name.
+COMMANDS = re.compile(
+    r"^\$ (?:[\w./~]*/)?homing ((?:.*\\\n)*.*)|`(?:\.venv/bin/)?homing ([a-z]+(?: [^`]+)?)`"
+    rf"|`((?:{'|'.join(NAMES)})(?: --[^`]+)?)`",
+    re.MULTILINE,
+)
+#: What stands for a number or a pair of numbers in them.
+PLACEHOLDERS = {"N": "1", "MIN:MAX": "1:2"}
 
 
 def pins() -> dict[str, tuple[int, ...]]:
@@ -51,6 +62,23 @@ def test_every_file_that_the_pages_name_exists(page: Path) -> None:
     named = set(re.findall(rf"[`\s(]((?:{rooms})/[\w/-]+\.(?:py|md|yaml|json|svg))\b", page.read_text()))
 
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+
+
+def test_every_command_in_the_pages_is_one_that_homing_understands() -> None:
+    """Readers copy them. Left out: what is only sketched ("[MODEL]", "…") or named without its arguments."""
+    texts = [page.read_text() for page in PAGES]
+    found = {"".join(each).replace("\\\n", " ") for text in texts for each in COMMANDS.findall(text)}
+    wrong = []
+    for command in sorted(found):
+        words = [] if re.search(r"[\[…|]|\$", command) else shlex.split(command.split(" > ")[0], comments=True)
+        try:
+            parse([PLACEHOLDERS.get(word, word) for word in words or ["--version"]])
+        except SettingsError as error:
+            if "requires" not in str(error) and "takes a" not in str(error):
+                wrong.append(f"{command}: {error}")
+
+    assert len(found) > 80
+    assert wrong == []
 
 
 def test_every_endpoint_is_documented() -> None:
@@ -110,3 +138,18 @@ def test_every_table_begins_after_an_empty_line(page: Path) -> None:
     assert [
         row for before, row in pairwise(lines) if row.startswith("|") and before and not before.startswith("|")
     ] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_pages_can_be_read(page: Path) -> None:
+    """Paragraphs and items have at most five lines, cells of tables at most two sentences."""
+    text = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    parts = re.split(r"\n(?=\s*\n|#|\||\s*(?:[-*]|\d+\.) )", text)
+    cells = [
+        re.sub(r"`[^`]*`", "x", cell).strip()
+        for row in re.findall(r"^\|.*", text, re.MULTILINE)
+        for cell in row.split("|")
+    ]
+
+    assert [part for part in parts if len(part.strip().splitlines()) > 5] == []
+    assert [cell for cell in cells if len(re.findall(r"\.(?= [A-Z]|$)", cell)) > 2] == []

@@ -12,6 +12,7 @@ EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["option
 
 
 @pytest.mark.slow
+@pytest.mark.every_commit
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("extra", EXTRAS)
 def test_pip_resolves_the_extra_without_building_anything(extra: str, tmp_path: Path) -> None:

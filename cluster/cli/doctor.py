@@ -324,6 +324,19 @@ def examine_view(view: Mapping[str, Any]) -> list[Finding]:
     return findings
 
 
+def examine_failure(view: Mapping[str, Any], routers: int) -> Finding:
+    """What happens if a process is killed now."""
+    alone = [model["name"] for model in view["models"] if model["serving"] == 1]
+    if alone:
+        message = f"{', '.join(alone)} has one replica: if it is killed, its requests wait until it is back or time out"
+        return Finding("failure", "warning", message, "homing scale to 2 or more")
+    router = (
+        "a router's death breaks the streams of its clients" if routers > 1 else "the router's death breaks all streams"
+    )
+    message = f"a killed replica's requests continue on another one; {router}, which clients must send again"
+    return Finding("failure", "ok", message)
+
+
 def examine_upgrade(view: Mapping[str, Any], running: str, routers: int) -> Finding:
     """Whether replicas can be replaced now without a failed request. `running`: the version of the cluster."""
     unwell = [row["replica_id"] for row in (*view["absent"], *view["refused"])]
@@ -354,7 +367,7 @@ def _examine_cluster(entry: RegistryEntry | None) -> list[Finding]:
     try:
         view, version = get_json(f"{entry.url}/cluster"), get_json(f"{entry.url}/version")["version"]
         routers = max(1, len(entry.router_urls))
-        return [*examine_view(view), examine_upgrade(view, version, routers)]
+        return [*examine_view(view), examine_failure(view, routers), examine_upgrade(view, version, routers)]
     except ClusterError as error:
         return [Finding("cluster", "error", str(error), f"see its output: {entry.log or 'in its terminal'}")]
 

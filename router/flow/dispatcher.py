@@ -171,7 +171,6 @@ class Dispatcher:
             hashes=hashes,
             generated=request.generated,
             now=now,
-            session=request.request.session,
         )
 
     def _forecast(
@@ -196,7 +195,7 @@ class Dispatcher:
             cached_tokens=foreseen.tokens(foreseen.blocks, prompt.tokens, size),
             regret_tokens=regret,
             # It takes time to compute, so only sessions get it.
-            known_tokens=0 if prompt.session is None else known_tokens(prompt, candidates),
+            known_tokens=0 if request.request.session is None else known_tokens(prompt, candidates),
             missing=self._missing(request, prompt, candidates, row.candidate),
         )
 

@@ -154,7 +154,6 @@ class RunningChoice(msgspec.Struct, eq=False):
     cached: int = 0
     waited_s: float | None = None
     pinned: int | None = None
-    stop_token_id: int | None = None  #: the token that ended the answer
     prompt_logprobs: list[EncodedPosition] | None = None
     reasoning_tokens: int = 0
     blocks: list[AnswerBlock] = []  #: the answer so far, if the response is not streamed
@@ -206,8 +205,6 @@ class RunningChoice(msgspec.Struct, eq=False):
                 if self.content_tokens is not None:
                     shown = self.content_tokens.push(received, shown)
             self.ending = shown.ending
-            if shown.ending:
-                self.stop_token_id = delta.stop_token_id
             generation.writer.add(self, shown, first=last is None)
             if shown.ending:
                 generation.choice_ended(self)

@@ -555,7 +555,11 @@ class RouterService:
         )
         if isinstance(replica, ExternalReplica):
             view = msgspec.structs.replace(
-                view, url=about.request_endpoint, trouble=replica.trouble, unplaced_blocks=replica.unplaced_blocks
+                view,
+                url=about.request_endpoint,
+                trouble=replica.trouble,
+                unplaced_blocks=replica.unplaced_blocks,
+                dropped_blocks=replica.dropped_blocks,
             )
         if not replica.joined:
             return view

@@ -10,12 +10,15 @@ from math import inf
 from ...events.wire.messages import LoadReport, PrefillCost
 from ...replica.messages import ReplicaDescription
 from .joined_replica import InFlight, JoinedReplica
-from .output_lengths import OutputLengths
 from .prefill_costs import CostPool
-from .replica_load import ReplicaLoad, UnavailableReason
+from .replica_load import TYPICAL_TOKENS, ReplicaLoad, UnavailableReason
 
 #: Seconds between two fits of the pooled prefill costs: they change slowly, and each fit outdates all loads.
 REFIT_EVERY_S = 1.0
+#: The typical length of an answer weighs as much as so many finished ones at first.
+TYPICAL_ANSWERS = 4.0
+#: Share of its weight that a finished request keeps with each later one: a memory of about 500 requests. Not tuned.
+ANSWER_DECAY = 0.998
 # Work of one refresh, which delays the requests after it. Not tuned: 0.3 to 0.6 ms each, and all that 16 replicas need.
 FITTED_AT_ONCE = 96  #: steps of a fit
 REFRESHED_AT_ONCE = 96  #: loads brought up to date, at 4 µs each
@@ -35,7 +38,7 @@ class Fleet:
         self._oldest_progress = inf  #: lower bound of all replicas' `last_progress_at`
         self._any_silent = False
         self._pool = CostPool()
-        self._lengths = OutputLengths()
+        self._answer_tokens, self._answers = float(TYPICAL_TOKENS), TYPICAL_ANSWERS  #: mean length, and its weight
         self._fitted_at = -inf
         self._fit: Iterator[tuple[str, PrefillCost] | None] | None = None  #: a fit that is not done yet
 
@@ -78,7 +81,7 @@ class Fleet:
     def report(self, replica: str, report: LoadReport, now: float) -> bool:
         """Take a replica's report. A report with numbers that no replica can have is ignored: False."""
         joined = self._outdated[replica] = self._replicas[replica]
-        taken = joined.take(report, self._router_id, self._lengths, now)
+        taken = joined.take(report, self._router_id, self._answer_tokens, now)
         if taken and report.prefill_sums is not None:
             # The rate measured at start, with a full step, is the prior; the reported one is that of the last prompts.
             at_start = joined.description.prefill_tokens_per_s or report.prefill_tokens_per_s
@@ -109,7 +112,8 @@ class Fleet:
 
     def finished(self, tokens: int) -> None:
         """A request ended by itself after generating this many tokens."""
-        self._lengths.finished(tokens)
+        self._answers = self._answers * ANSWER_DECAY + 1
+        self._answer_tokens += (max(1, tokens) - self._answer_tokens) / self._answers
 
     def set_unavailable(self, replica: str, unavailable: UnavailableReason | None) -> None:
         joined = self._outdated[replica] = self._replicas[replica]

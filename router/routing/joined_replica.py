@@ -27,10 +27,9 @@ from ...replica.messages import ReplicaDescription
 from ..backend import FeedState
 from .expected_blocks import Expectation, ExpectedBlocks, common_prefix
 from .hits import ExactHits, hits_of
-from .output_lengths import TYPICAL_TOKENS, OutputLengths
 from .policy.base import Prompt
 from .prefill_costs import bounded
-from .replica_load import TYPICAL_PROMPT_TOKENS, ReplicaLoad, UnavailableReason
+from .replica_load import TYPICAL_PROMPT_TOKENS, TYPICAL_TOKENS, ReplicaLoad, UnavailableReason
 
 log = logging.getLogger(__name__)
 
@@ -116,8 +115,11 @@ class JoinedReplica:
 
     # Reports
 
-    def take(self, report: LoadReport, router_id: str, lengths: OutputLengths, now: float) -> bool:
-        """Take a report; requests that it includes are computing. False: it is ignored, as no replica can have it."""
+    def take(self, report: LoadReport, router_id: str, answer_tokens: float, now: float) -> bool:
+        """Take a report; requests that it includes are computing. False: it is ignored, as no replica can have it.
+
+        `answer_tokens`: mean length of an answer.
+        """
         self.last_message_at = now
         if not _is_possible(report):
             if not self.impossible:
@@ -131,8 +133,8 @@ class JoinedReplica:
         self.idle_since = inf if report.running or report.waiting else min(self.idle_since, now)
         self._waiting_blocks = _waiting_blocks(report)
         self._reported_cost = bounded(report.prefill_cost)
-        running = report.running or report.waiting  # if nothing runs yet, these are about to
-        self._ends_per_step = lengths.ends_per_step(report.running_generated, max(1, running))
+        # If nothing runs yet, those that wait are about to.
+        self._ends_per_step = max(1, report.running or report.waiting) / answer_tokens
         arrived: Sequence[int] = ()
         if (accepted := report.accepted.get(router_id, 0)) > self._accepted:
             self._accepted, self._accepted_at, self._accepted_reports = accepted, now, self.reports

@@ -6,7 +6,9 @@ from typing import Literal
 import msgspec
 
 from ...events.wire.messages import PrefillCost
-from .output_lengths import TYPICAL_TOKENS
+
+#: Tokens of an answer while no request has finished.
+TYPICAL_TOKENS = 128
 
 #: Error in the predicted number of free blocks when a request starts, as a share of the blocks in use. Simulated on 16
 #: cells of agent traffic: geometric means of mean TTFT and p99 were 0.208 and 2.48 s with 0, 0.179
@@ -45,7 +47,7 @@ class ReplicaLoad(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     silent: bool = False
     external: bool = False  #: an engine that is not ours
     pinned_blocks: int = 0
-    #: mean number of running requests that end per decode step, given how much they have generated
+    #: mean number of running requests that end per decode step
     ends_per_step: float = 1 / TYPICAL_TOKENS
 
     @property

@@ -193,7 +193,7 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     #: Fields that ask for structured output, as chat completions name them.
     output: Mapping[str, Any] = {}
     output_at: str = "response_format"  #: the field of the body that holds the format, for errors
-    session: str | None = None  #: requests of one session prefer one replica
+    session: str | None = None  #: whose prompts are compared with each other
     mark: CacheMark | None = None  #: asks to keep the whole prompt
     add_generation_prompt: bool = True
     continue_final_message: bool = False

@@ -20,7 +20,8 @@ def check(found: Findings) -> None:
     assert found.left == []
 
 
-@pytest.mark.slow  # a minute; `.ci/run` names it
+@pytest.mark.slow
+@pytest.mark.every_commit
 @pytest.mark.timeout(900)
 def test_faults_under_load_cost_no_answer_and_leave_nothing_behind() -> None:
     """SIGKILL, a flushed cache, a full disk and ten times the load: every answer is right or a clear error."""

@@ -16,7 +16,7 @@ import pytest
 
 from .hosts import NAMESPACES, why_not
 
-pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.every_commit, pytest.mark.cluster, pytest.mark.timeout(300)]
 
 NODE = "f" * 56
 EMPTY_LISTS = ("initialization_commands", "setup_commands", "rsync_exclude", "rsync_filter", "cluster_synced_files")

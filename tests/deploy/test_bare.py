@@ -15,7 +15,7 @@ import pytest
 from .files import DEPLOY, ROOT
 from .hosts import ADDRESSES, Hosts, two_hosts, why_not
 
-pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.every_commit, pytest.mark.cluster, pytest.mark.timeout(600)]
 
 RAY = [sys.executable, "-P", "-c", "from ray.scripts.scripts import main; main()"]
 ASK = """

@@ -3,15 +3,17 @@
 The replicas run an external engine, whose processes must start and stop with them; the controller treats all alike.
 """
 
-from collections.abc import Iterator
+import signal
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import pytest
 
 from ..cluster.engine_program import engine_python
 from .engines import engines
-from .running import Serving, serving, until
+from .running import Serving, leaves_nothing, restarted, serving, until
 
 pytestmark = pytest.mark.cluster
 
@@ -19,13 +21,18 @@ STORY = {"prompt": "A long story about a fox.", "max_tokens": 40, "temperature":
 
 
 @pytest.fixture(scope="module")
-def resting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Serving]]:
     """A cluster that may scale to zero replicas, which would break any other test that shared it."""
     python = engine_python(tmp_path_factory.mktemp("env"))
     flags = ["--engine", "vllm", "--engine-python", str(python)]
     flags += ["--replicas", "1", "--autoscale", "0:2", "--scale-down-after-s", "3"]
-    with serving(tmp_path_factory.mktemp("state"), *flags) as cluster:
-        yield cluster
+    with restarted(lambda: serving(tmp_path_factory.mktemp("state"), *flags)) as start:
+        yield start
+
+
+@pytest.fixture
+def resting(own: Callable[[], Serving]) -> Serving:
+    return own()
 
 
 def streamed(running: Serving) -> str:
@@ -50,3 +57,14 @@ def test_held_requests_start_the_replica_that_answers_them(resting: Serving) -> 
     assert answers == {text}
     assert resting.cluster()["counters"]["failed"] == 0
     assert any("autoscaled model=demo held=" in line for line in resting.output)
+
+
+def test_ctrl_c_ends_all_of_it(resting: Serving) -> None:
+    """The last test, because it ends the cluster."""
+    family, folder = resting.family(), Path(resting.note()["run_dir"])
+    assert resting.process is not None
+    resting.process.send_signal(signal.SIGINT)
+
+    assert resting.process.wait(60) == 0
+    leaves_nothing(resting.state, family, folder)
+    assert "Traceback" not in "".join(resting.output)

@@ -1,12 +1,14 @@
-"""A cluster with encrypted sockets: it serves, and `homing watch` follows it with the keys and is refused without."""
+"""A cluster of two ranks with encrypted sockets: what it answers, to whom, what others can read, what it leaves."""
 
 import contextlib
+import os
 import signal
 import stat
 import subprocess
 import sys
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -14,10 +16,10 @@ import pytest
 
 from homing.cluster.host import DEFAULT_TOKEN
 from homing.cluster.local_ray import RAY_ENVIRONMENT
-from homing.cluster.registry import wait_gone
 from homing.events import load_pair
 
-from .running import HOMING, PATIENCE_S, Serving, environment, homing, serving, until
+from .parent_death import end_with_us
+from .running import HOMING, PATIENCE_S, Serving, environment, homing, leaves_nothing, ready_note, until
 
 pytestmark = pytest.mark.cluster
 
@@ -81,47 +83,90 @@ def openings(running: Serving) -> dict[str, str]:
     return {str(path): stat.filemode(path.stat().st_mode)[4:] for path in paths}
 
 
-def test_an_encrypted_cluster_serves_and_sends_events_only_to_clients_with_keys(tmp_path: Path) -> None:
+STORY = {"prompt": "Tell me a story about a fox.", "max_tokens": 60, "temperature": 0}
+
+
+def hear_hangups() -> None:
+    """`preexec_fn` that resets SIGHUP: a child of tests run under `nohup` would otherwise ignore it."""
+    end_with_us()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def test_an_encrypted_cluster_of_two_ranks_answers_keeps_its_secrets_and_leaves_nothing(
+    cluster: Serving, tmp_path: Path
+) -> None:
     """Covers settings, controller, membership, both kinds of connection and the command line together.
 
-    No secret may be readable by others: not in logs, command lines, environments or Ray's state. No socket listens on
-    another interface than loopback, and other local users cannot reach Ray's sockets. Ctrl-C ends all of it.
+    Tensor parallelism must not change a greedy answer, and events go only to clients with keys. No secret may be
+    readable by others: not in logs, command lines, environments or Ray's state. No socket listens on another interface
+    than loopback, and other local users cannot reach Ray's sockets.
+
+    `timeout`, supervisors and shells signal groups; a closing terminal sends SIGHUP and stops reading the output. The
+    stopped server must leave no process or file behind.
     """
-    keys = tmp_path / "keys"
+    keys, state = tmp_path / "keys", tmp_path / "state"
     assert homing(tmp_path, "keys", str(keys)).returncode == 0
     tenants = keys / "tenants.yaml"
     tenants.write_text(f"keys: [{{key_sha256: {sha256(API_KEY.encode()).hexdigest()}, tenant: ann}}]")
     flags = ["--events-curve-keys", str(keys), "--api-keys-file", str(tenants), "--log-level", "debug"]
-    with serving(tmp_path, "--replicas", "1", "--access-log", str(tmp_path / "access.log"), *flags) as running:
-        answer, refused = asked(running, API_KEY), asked(running, WRONG_KEY)
-        with_keys = watched(tmp_path, running.url, "--events-curve-keys", str(keys), until_seen="live")
-        without = watched(tmp_path, running.url, until_seen="refused")
-        endpoints = running.replicas()["r0"]["event_endpoints"]
-        until(lambda: True if running.idle() else None, "idle")
-        said, addresses, opened = told(running), reachable(running), openings(running)
-        family, folder = running.family(), Path(running.note()["run_dir"])
-        assert running.process is not None
-        running.process.send_signal(signal.SIGINT)
-        assert running.process.wait(60) == 0
+    flags += ["--replicas", "1", "--tensor-parallel-size", "2", "--access-log", str(tmp_path / "access.log")]
+    with subprocess.Popen(
+        [*HOMING, "serve", "--port", "0", *flags],
+        env=environment(state),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        process_group=0,
+        preexec_fn=hear_hangups,
+    ) as process:
+        assert process.stdout is not None
+        os.set_blocking(process.stdout.fileno(), False)
+        output: list[str] = []
 
-    assert "Traceback" not in "".join(running.output)
-    assert wait_gone(family, 0) == []
-    assert not folder.exists()
+        def ready() -> dict[str, Any] | None:
+            output.append((process.stdout.read() or b"").decode())
+            return ready_note(state, process)
+
+        note = until(ready, "it serves")
+        running = Serving(state, note["url"], process.pid, output=output)
+        family, folder = running.family(), Path(note["run_dir"])
+        assert folder.is_dir()
+        (replica,) = running.replicas().values()
+        answer, refused = asked(running, API_KEY), asked(running, WRONG_KEY)
+        with_keys = watched(state, running.url, "--events-curve-keys", str(keys), until_seen="live")
+        without = watched(state, running.url, until_seen="refused")
+        until(lambda: True if running.idle() else None, "idle")
+        ready()
+        said, addresses, opened = told(running), reachable(running), openings(running)
+        access = (tmp_path / "access.log").read_text()
+        priorities = {psutil.Process(pid).nice() for pid in (process.pid, *replica["pids"])}
+        shared = [each for each in family[1:] if os.getpgid(each.pid) == process.pid]
+        agents = [words for each in family if "Agent" in (words := " ".join(each.cmdline()[:1]))]
+        process.stdout.close()
+        os.killpg(process.pid, signal.SIGHUP)
+        process.wait(PATIENCE_S)
+
+    leaves_nothing(state, family, folder)
+    assert "Traceback" not in said["output"]
     secrets = {load_pair(path).secret.decode() for path in keys.glob("*.key_secret")}
     assert len(secrets) == 2
     secrets |= {API_KEY, WRONG_KEY, DEFAULT_TOKEN.read_text().strip()}
     assert addresses == {"127.0.0.1"}
     assert set(opened.values()) == {"------"}
     assert (answer.status_code, refused.status_code) == (200, 401)
-    assert endpoints["curve_key"] in (keys / "server.key").read_text()
+    assert answer.json()["choices"] == cluster.post("/v1/completions", STORY)["choices"]
+    assert replica["event_endpoints"]["curve_key"] in (keys / "server.key").read_text()
     assert "refused" not in with_keys
     assert "does not know our key" in without
     assert "Controller" in said["Ray's actors"]
-    assert [where for where, text in said.items() if any(each in text for each in secrets)] == []
-    assert "ann" in said[str(tmp_path / "access.log")]
+    assert [where for where, text in (said | {"access": access}).items() if any(each in text for each in secrets)] == []
+    assert "ann" in access
+    assert len(replica["pids"]) == 2
+    assert len(priorities) == 1  # Ray's default niceness would let every other process run first
+    assert shared == []
+    assert agents == []  # the death of one of Ray's agents ends the raylet, and so the cluster
+    assert "replica_ready replica=r0" in homing(state, "logs", "controller").stdout
 
 
 def asked(running: Serving, key: str) -> httpx.Response:
-    body = {"prompt": "Once upon a time", "max_tokens": 4}
     headers = {"authorization": f"Bearer {key}"}
-    return httpx.post(f"{running.url}/v1/completions", json=body, headers=headers, timeout=60, trust_env=False)
+    return httpx.post(f"{running.url}/v1/completions", json=STORY, headers=headers, timeout=60, trust_env=False)

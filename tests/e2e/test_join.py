@@ -16,7 +16,7 @@ from homing.cluster.registry import wait_gone
 from .nodes import Nodes, below, two_nodes
 from .running import LONG_PROMPTS, homing, serving, until
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]  # `.ci/run` names it
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.every_commit]
 
 
 def actors(

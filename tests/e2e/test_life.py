@@ -20,7 +20,7 @@ STORY = {"prompt": "A long story about a fox.", "max_tokens": 200, "temperature"
 @pytest.fixture(scope="module")
 def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Serving]]:
     """A separate cluster, because these tests would disturb others."""
-    with restarted(lambda: serving(tmp_path_factory.mktemp("state"), "--replicas", "2")) as start:
+    with restarted(lambda: serving(tmp_path_factory.mktemp("state"), "--replicas", "1")) as start:
         yield start
 
 
@@ -70,14 +70,14 @@ def control(running: Serving, *words: str) -> str:
 
 def test_a_replacement_holds_the_hot_prompts_before_its_first_request(running: Serving) -> None:
     """Otherwise the first requests after a replacement would wait while their prompts are computed again."""
-    control(running, "scale", "2")  # whatever earlier tests left
+    control(running, "scale", "1")  # so that no other replica has the prompts
+    (name,) = running.serving(1)
     before = running.cluster()["counters"]
     for _ in range(2):
         for prompt in LONG_PROMPTS[:3]:
             running.post("/v1/completions", {"prompt": prompt, "max_tokens": 1})
 
-    for name in sorted(running.serving(2)):
-        control(running, "drain", name, "--replace")
+    control(running, "drain", name, "--replace")
     counters = running.cluster()["counters"]
     answers = [
         running.post("/v1/completions", {"prompt": f"{prompt} And?", "max_tokens": 1}) for prompt in LONG_PROMPTS[:3]
@@ -87,6 +87,7 @@ def test_a_replacement_holds_the_hot_prompts_before_its_first_request(running: S
     assert counters["warm_up_requests"] >= 3
     assert counters["requests"] == before["requests"] + 6
     assert min(cached) > 500, cached
+    assert name not in running.replicas()
 
 
 def test_replicas_come_and_go_and_no_request_fails(running: Serving) -> None:
@@ -122,7 +123,7 @@ def test_a_cluster_that_is_scaled_to_none_refuses_at_once(running: Serving) -> N
         return answer if "scaled to zero replicas" in answer.text else None
 
     refusal = until(refused, "the routers know")
-    control(running, "scale", "2")
+    control(running, "scale", "1")
     answer = running.post("/v1/completions", STORY)
 
     assert refusal.status_code == 503
@@ -146,19 +147,20 @@ def test_an_update_that_cannot_work_is_reported_and_changes_nothing(running: Ser
 
 def test_a_killed_controller_interrupts_no_stream_and_comes_back(running: Serving) -> None:
     """Streams continue without the controller; once restarted, it can scale and rebuild a dead rank."""
+    control(running, "scale", "1")  # whatever earlier tests left
     with Traffic(running) as traffic:
         (controller,) = [process for process in running.family() if "Controller" in process.name()]
         controller.kill()
         asked = len(traffic.answers)
-        up = control(running, "scale", "3")
+        up = control(running, "scale", "2")
         until(lambda: True if len(traffic.answers) > asked + 2 else None, "requests are still answered")
-        replicas = running.serving(3)
+        replicas = running.serving(2)
         lost, before = next(iter(replicas.items()))
         psutil.Process(before["pids"][0]).kill()
         until(lambda: True if running.replicas().get(lost, before)["epoch"] != before["epoch"] else None, "a new one")
-        running.serving(3)
+        running.serving(2)
 
-    assert "3 replicas; serving:" in up
+    assert "2 replicas; serving:" in up
     assert len(set(traffic.answers)) == 1
     assert running.process is not None
     assert running.process.poll() is None

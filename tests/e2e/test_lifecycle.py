@@ -1,7 +1,6 @@
 """Starting and stopping, in the foreground and in the background, without leaving anything behind."""
 
 import json
-import os
 import shutil
 import signal
 import socket
@@ -15,7 +14,6 @@ import pytest
 from homing.cluster.registry import wait_gone
 from homing.replica.demo import demo_model_path
 
-from .parent_death import end_with_us
 from .running import (
     HOMING,
     LONG_PROMPTS,
@@ -23,70 +21,12 @@ from .running import (
     Serving,
     environment,
     homing,
-    leaves_nothing,
     orphaned_folders,
-    ready_note,
     shared_memory,
     until,
 )
 
 pytestmark = pytest.mark.cluster
-
-STORY = {
-    "messages": [{"role": "user", "content": "Tell me a story about a fox."}],
-    "temperature": 0,
-    "max_tokens": 60,
-}
-
-
-def answer(running: Serving) -> str:
-    content: str = running.post("/v1/chat/completions", STORY)["choices"][0]["message"]["content"]
-    return content
-
-
-def hear_hangups() -> None:
-    """`preexec_fn` that resets SIGHUP: a child of tests run under `nohup` would otherwise ignore it."""
-    end_with_us()
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
-
-
-def test_two_ranks_answer_like_one_and_a_signal_to_the_whole_group_leaves_nothing(
-    cluster: Serving, tmp_path: Path
-) -> None:
-    """Tensor parallelism must not change a greedy answer, and a stopped server must leave no process or file behind.
-
-    `timeout`, supervisors and shells signal groups; a closing terminal sends SIGHUP and stops reading the output.
-    """
-    command = [*HOMING, "serve", "--port", "0", "--replicas", "1", "--tensor-parallel-size", "2"]
-    with subprocess.Popen(
-        command,
-        env=environment(tmp_path),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        process_group=0,
-        preexec_fn=hear_hangups,
-    ) as process:
-        note = until(lambda: ready_note(tmp_path, process), "it serves")
-        running = Serving(tmp_path, note["url"], process.pid)
-        family, folder = running.family(), Path(note["run_dir"])
-        assert folder.is_dir()
-        (replica,) = running.replicas().values()
-        story = answer(running)
-        priorities = {psutil.Process(pid).nice() for pid in (process.pid, *replica["pids"])}
-        shared = [each for each in family[1:] if os.getpgid(each.pid) == process.pid]
-        agents = [words for each in family if "Agent" in (words := " ".join(each.cmdline()[:1]))]
-        assert process.stdout is not None
-        process.stdout.close()
-        os.killpg(process.pid, signal.SIGHUP)
-        process.wait(PATIENCE_S)
-
-    leaves_nothing(tmp_path, family, folder)
-    assert story == answer(cluster)
-    assert len(replica["pids"]) == 2
-    assert len(priorities) == 1  # Ray's default niceness would let every other process run first
-    assert shared == []
-    assert agents == []  # the death of one of Ray's agents ends the raylet, and so the cluster
-    assert "replica_ready replica=r0" in homing(tmp_path, "logs", "controller").stdout
 
 
 def test_ctrl_c_while_ray_starts_says_so_and_leaves_nothing(tmp_path: Path) -> None:

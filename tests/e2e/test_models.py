@@ -66,6 +66,13 @@ def ask(running: Serving, model: str | None, **more: Any) -> httpx.Response:
     return httpx.post(f"{running.url}/v1/completions", json=body, headers=headers, timeout=60, trust_env=False)
 
 
+def only_replica(running: Serving, model: str) -> dict[str, Any]:
+    """The entry of /cluster for the model's only replica."""
+    name = model.replace("/", "-")
+    (found,) = [each for each in running.replicas().values() if each["replica_id"].rpartition("-")[0] == name]
+    return found
+
+
 def answered(response: httpx.Response) -> tuple[str, str, int]:
     """The answer's text, the replica that gave it, and the number of cached prompt tokens."""
     answer = response.raise_for_status().json()
@@ -101,28 +108,28 @@ def test_a_request_must_say_which_model_it_means(both: Serving) -> None:
 
 def test_a_model_is_scaled_by_its_name_and_the_other_one_stays(both: Serving) -> None:
     """Commands that could refer to either model refuse to run without a name; status shows both."""
-    before = both.replicas()["fox-r0"]
+    before, owl = only_replica(both, FOX), only_replica(both, OWL)
 
     refused = homing(both.state, "scale", "2")
-    scaled = homing(both.state, "scale", OWL, "2")
+    scaled = homing(both.state, "scale", FOX, "2")
     status = homing(both.state, "status").stdout
-    back = homing(both.state, "drain", "forest-owl-r0")
+    back = homing(both.state, "drain", before["replica_id"])
 
     assert refused.returncode == 2
     assert f"several models are served: {FOX}, {OWL}" in refused.stderr
     assert scaled.returncode == 0, scaled.stdout + scaled.stderr
-    assert f"{OWL}: 2 serving" in status
-    assert f"{FOX}: 1 serving" in status
+    assert f"{FOX}: 2 serving" in status
+    assert f"{OWL}: 1 serving" in status
     assert back.returncode == 0, back.stdout + back.stderr
-    replicas = both.serving(2)
-    assert set(replicas) == {"fox-r0", "forest-owl-r1"}
-    assert replicas["fox-r0"]["epoch"] == before["epoch"]
+    both.serving(2)
+    assert only_replica(both, FOX)["replica_id"] != before["replica_id"]
+    assert only_replica(both, OWL)["epoch"] == owl["epoch"]
 
 
 def test_one_model_streams_on_while_the_others_replica_dies_and_is_rebuilt(both: Serving) -> None:
     """One model loses its only replica; the other model's requests must not wait for it."""
     whole = ask(both, FOX, max_tokens=200).json()["choices"][0]["text"]
-    (owl,) = [replica for name, replica in both.replicas().items() if name.startswith("forest-owl")]
+    owl = only_replica(both, OWL)
 
     with both.client() as client:
         stream = client.completions.create(
@@ -135,33 +142,34 @@ def test_one_model_streams_on_while_the_others_replica_dies_and_is_rebuilt(both:
         chunks += list(stream)
 
     assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == whole
-    assert meanwhile[1] == "fox-r0"
+    assert meanwhile[1] == only_replica(both, FOX)["replica_id"]
     assert both.serving(2)[owl["replica_id"]]["epoch"] != owl["epoch"]
     assert answered(ask(both, OWL))[1] == owl["replica_id"]
 
 
 def test_an_update_replaces_the_replicas_of_one_model(both: Serving) -> None:
     """Only the named model is updated; without a name, the command is refused."""
-    before = both.replicas()
+    before, owl = only_replica(both, FOX), only_replica(both, OWL)
 
     refused = homing(both.state, "update", "--block-size", "16")
-    updated = homing(both.state, "update", "--served-model-name", OWL, "--block-size", "64")
+    updated = homing(both.state, "update", "--served-model-name", FOX, "--block-size", "64")
 
     assert refused.returncode == 2
     assert "--served-model-name" in refused.stderr
     assert updated.returncode == 0, updated.stdout + updated.stderr
-    after = both.serving(2)
-    assert after["fox-r0"]["epoch"] == before["fox-r0"]["epoch"]
-    assert {each["epoch"] for each in after.values()} != {each["epoch"] for each in before.values()}
-    assert answered(ask(both, OWL))[1].startswith("forest-owl")
+    both.serving(2)
+    after = only_replica(both, FOX)
+    assert only_replica(both, OWL)["epoch"] == owl["epoch"]
+    assert after["epoch"] != before["epoch"]
+    assert answered(ask(both, FOX))[1] == after["replica_id"]
 
 
 def test_a_model_is_added_and_taken_away_while_the_others_serve(both: Serving, config: Path) -> None:
     """Running streams finish before the removed model leaves; afterwards the model is unknown."""
-    before = both.replicas()["fox-r0"]
+    owl = only_replica(both, OWL)
     third = config.with_name("three.yaml")
     wolf = "  - name: wolf\n    model: demo\n    replicas: 1\n"
-    third.write_text(config.read_text().replace("block_size: 32", "block_size: 16") + wolf)
+    third.write_text(config.read_text().replace("model: demo", "model: demo\n    block_size: 32") + wolf)
 
     added = homing(both.state, "update", "--config", str(third))
     assert added.returncode == 0, added.stdout + added.stderr
@@ -182,7 +190,8 @@ def test_a_model_is_added_and_taken_away_while_the_others_serve(both: Serving, c
     assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == whole
     assert ask(both, "wolf").status_code == 404
     replicas = both.serving(2)
-    assert replicas["fox-r0"]["epoch"] == before["epoch"]
+    assert only_replica(both, OWL)["epoch"] == owl["epoch"]
+    assert answered(ask(both, FOX))[1] == only_replica(both, FOX)["replica_id"]
     assert not any(name.startswith("wolf") for name in replicas)
 
 

@@ -26,8 +26,8 @@ def test_the_recordings_cover_what_is_in_the_field() -> None:
     found = {(recording.package, recording.version) for recording in RECORDINGS.values()}
 
     assert found == {("vllm", v) for v in ("0.33.0", "0.25.1", "0.23.0")} | {
-        ("sglang", v) for v in ("0.5.23", "0.5.18", "0.4.9")
-    }
+        ("sglang", v) for v in ("0.5.23", "0.5.18", "0.4.9", "eagle")
+    } | {("tensorrt-llm", "dynamo"), ("dynamo", "kvbm"), ("lmcache", "coordinator"), ("mooncake", "master")}
 
 
 @pytest.mark.parametrize("live", CASES)
@@ -37,6 +37,27 @@ def test_a_recorded_batch_means_what_its_engine_was_told_to_say(live: Live) -> N
 
     assert list(batch.events) == [meaning(event) for event in live.said["events"]]
     assert (batch.ts, batch.data_parallel_rank) == (live.said["ts"], live.said["rank"])
+
+
+#: What no engine should send, and what the next version of one may send.
+ODD: list[object] = [
+    *(7, None, [], ["BlockStored"], {"type": 3}, {"type": "BlockPinned", "block_hashes": [1]}, ["BlockMoved", [1]]),
+    {"type": "BlockStored", "block_hashes": [1.5], "parent_block_hash": None, "token_ids": [1], "block_size": 1},
+    {"type": "BlockStored", "block_hashes": [1], "parent_block_hash": "x", "token_ids": [1], "block_size": 1},
+    {"type": "BlockStored", "block_hashes": [1], "parent_block_hash": None, "token_ids": [1], "block_size": "4"},
+    ["BlockStored", [b"12345678", 3, None], None, [1], 1],
+    {"type": "BlockRemoved", "block_hashes": "1"},
+]
+
+
+@pytest.mark.parametrize("odd", ODD, ids=repr)
+@pytest.mark.parametrize("live", [rec.live[0] for rec in RECORDINGS.values()], ids=RECORDINGS)
+def test_an_odd_event_loses_only_itself(live: Live, odd: object) -> None:
+    """One value that cannot be read would otherwise cost the rest of its batch, on every replay again."""
+    ts, events, *rank = msgspec.msgpack.decode(live.frames[2])
+    batch = BatchDecoder(token_ids=True).decode(msgspec.msgpack.encode([ts, [odd, *events, odd], *rank]))
+
+    assert list(batch.events) == [meaning(event) for event in live.said["events"]]
 
 
 @pytest.mark.parametrize("live", CASES)

@@ -130,6 +130,7 @@ INSTALLED = {canonicalize_name(each.name): each for each in distributions()}
 
 
 @pytest.mark.slow
+@pytest.mark.every_commit
 @pytest.mark.timeout(4000)
 @pytest.mark.parametrize("further", [[], list(check.FURTHER)], ids=["stages of NEEDED", "stages of FURTHER"])
 def test_the_check_needs_no_package_but_those_it_names(further, tmp_path):

@@ -21,9 +21,7 @@ class Replica:
 
     def __init__(self, settings: EventsSettings, *, epoch: int, blocks: int) -> None:
         self._publisher = EventPublisher(settings, host="127.0.0.1", block_size=BLOCK_SIZE, epoch=epoch)
-        self._cache = PrefixCache(
-            blocks + 1, BLOCK_SIZE, listener=self._publisher, partial_block_reuse=False, ahead_share=0.0
-        )
+        self._cache = PrefixCache(blocks + 1, BLOCK_SIZE, listener=self._publisher, partial_block_reuse=False)
         self.endpoints = self._publisher.start()
 
     def compute(self, tokens: Sequence[int], salt: str) -> None:

@@ -193,41 +193,44 @@ def test_blocks_that_several_requests_hold_give_way_too(cache: PrefixCache):
     assert len(must(cache.allocate(8))) == 8
 
 
-def test_blocks_for_decodes_are_evicted_a_few_at_a_time_and_never_held_ones(mirror: Mirror):
-    """Each eviction is announced at once, so there should be few; a waiting request should lose nothing to them."""
-    cache = PrefixCache(641, BLOCK_SIZE, listener=mirror)
-    for base in (0, 10_000):
-        cache.release(must(admit(cache, prompt(320, base=base))))
+def test_a_prompt_takes_no_block_that_is_held_for_another_unless_these_are_many(mirror: Mirror):
+    """The one that waits finds what it was routed for. With too many such blocks, nobody could start."""
+    cache = PrefixCache(33, BLOCK_SIZE, listener=mirror)
+    cache.release(must(admit(cache, prompt(4))))
+    cache.release(must(admit(cache, prompt(4, base=1000))))
+    cache.hold("waiting", look_up(cache, prompt(4, more=1)))
 
-    cache.evict_ahead(running=3)
-    few = 640 - len(mirror.resident)
-    assert 3 <= few <= 10
-    table = must(cache.allocate(1))
-    cache.evict_ahead(running=3)
-    assert 640 - len(mirror.resident) == few
-
-    cache.hold("waiting", look_up(cache, prompt(320, more=1)))
-    cache.hold("another", look_up(cache, prompt(320, base=10_000, more=1)))
-    table += must(cache.allocate(few - 1))
-    cache.evict_ahead(running=100)
-    assert 640 - len(mirror.resident) == few
+    assert (cache.free_blocks, cache.blocks_for_prompts) == (32, 28)
+    assert cache.acquire(look_up(cache, prompt(4, base=1000, more=1)), 25, forced=False) is None
+    table = must(cache.acquire(look_up(cache, prompt(4, more=1)), 28, forced=False))
     cache.release(table)
+
+    assert cache.acquire(NOTHING, 29, forced=False) is None
+    cache.release(must(admit(cache, prompt(4, base=1000))))
+    cache.hold("another", look_up(cache, prompt(4, base=1000, more=1)))
+    assert cache.blocks_for_prompts == 32
+    cache.release(must(cache.acquire(NOTHING, 29, forced=False)))
     cache.check()
 
 
-def test_a_prompt_leaves_the_blocks_that_are_kept_for_answers(cache: PrefixCache, mirror: Mirror):
-    """Otherwise the answers would soon take what waiting requests hold, the only blocks left."""
-    cache.release(must(admit(cache, prompt(6))))
+@pytest.mark.parametrize("known", [0, 2])
+def test_a_hold_grows_with_the_blocks_that_others_compute_for_it(cache: PrefixCache, known: int):
+    """A request that arrives while its prefix is being computed was routed for all of it."""
+    cache.release(must(admit(cache, prompt(known, more=1))))
+    wanted = prompt(4, more=1)
+    cache.hold("waiting", look_up(cache, wanted), hashes=wanted.hashes)
+    cache.hold("other", look_up(cache, wanted), hashes=prompt(3).hashes)
 
-    table = must(cache.acquire(NOTHING, 5, keep=2))
-    assert len(mirror.resident) == 1
-    assert cache.acquire(NOTHING, 2, keep=2) is None
-    table += must(cache.acquire(NOTHING, 1, keep=2))
-    assert not mirror.resident
+    table = must(admit(cache, prompt(3, more=1)))
 
-    table += must(cache.allocate(2))
+    assert [cache.holds(block) for block in table] == [2, 2, 2, 0]
     cache.release(table)
     cache.check()
+    assert len(must(cache.allocate(8))) == 8
+    cache.check()
+    cache.unhold("waiting")
+    cache.unhold("other")
+    assert not any(map(cache.holds, cache.blocks))
 
 
 def test_a_refused_reset_ends_no_hold(cache: PrefixCache):
@@ -784,15 +787,21 @@ class CacheMachine(RuleBasedStateMachine):
         self.running: list[Request] = []
         self.waiting: list[Prompt] = []
 
-    @rule(root=st.sampled_from([ROOT, OTHER_ROOT]), ids=st.lists(st.integers(0, 1), min_size=1, max_size=13).map(tuple))
+    @rule(
+        root=st.sampled_from([ROOT, OTHER_ROOT]),
+        ids=st.lists(st.integers(0, 1), min_size=1, max_size=13).map(tuple),
+        grows=st.booleans(),
+    )
     @precondition(lambda self: self.may_hold)
-    def wait(self, root: BlockHash, ids: tuple[int, ...]):
+    def wait(self, root: BlockHash, ids: tuple[int, ...], grows: bool):
         wanted = Prompt(ids, root)
         if wanted in self.waiting:
             return
         blocks = self.cache.blocks
         before, free = states(blocks), self.cache.free_blocks
-        self.cache.hold(wanted, self.cache.match(root, self.chain(root, ids), wanted.tokens, len(ids)))
+        hashes = self.chain(root, ids)
+        match = self.cache.match(root, hashes, wanted.tokens, len(ids))
+        self.cache.hold(wanted, match, hashes=hashes[: (len(ids) - 1) // SMALL] if grows else ())
         self.waiting.append(wanted)
         assert self.cache.free_blocks == free
         assert moves(before, states(blocks)) <= allowed("hold")
@@ -819,14 +828,14 @@ class CacheMachine(RuleBasedStateMachine):
         root=st.sampled_from([ROOT, OTHER_ROOT, ROOT_LIKE_A_HASH]),
         ids=st.lists(st.integers(0, 1), min_size=1, max_size=13).map(tuple),
         use_cache=st.sampled_from([True, True, True, False]),
-        keep=st.integers(0, 3),
+        forced=st.booleans(),
     )
-    def start(self, root: BlockHash, ids: tuple[int, ...], use_cache: bool, keep: int = 0):
+    def start(self, root: BlockHash, ids: tuple[int, ...], use_cache: bool, forced: bool = True):
         hashes = self.chain(root, ids)
         match = self.cache.match(root, hashes, token_bytes(ids), len(ids)) if use_cache else NOTHING
         self.verify(match, root, ids, use_cache)
         needed = -(-len(ids) // SMALL) - len(match.blocks)
-        table = self.take(lambda: self.cache.acquire(match, needed, keep), match.blocks, needed, keep)
+        table = self.take(lambda: self.cache.acquire(match, needed, forced=forced), match.blocks, needed, forced)
         if table is None:
             return multiple()
         assert table[: len(match.blocks)] == list(match.blocks)
@@ -853,15 +862,16 @@ class CacheMachine(RuleBasedStateMachine):
             self.slots[target.block_id, offset] = content
 
     def take(
-        self, call: Callable[[], list[Block] | None], hit: Sequence[Block], needed: int, keep: int = 0
+        self, call: Callable[[], list[Block] | None], hit: Sequence[Block], needed: int, forced: bool = True
     ) -> list[Block] | None:
         blocks = self.cache.blocks
         before, holds = states(blocks), [self.cache.holds(block) for block in blocks]
         idle = [block for block in blocks[1:] if not self.users(block) and block not in hit]
-        keep = min(keep, self.empty())
-        room = sum(block.block_id not in self.withheld() for block in idle) - keep
+        room = sum(block.block_id not in self.withheld() for block in idle)
+        waited_for = [block for block in blocks[1:] if holds[block.block_id] and self.is_unused(block)]
+        if not forced and len(waited_for) <= POOL / 8:
+            room = sum(block.block_id not in self.withheld() and not holds[block.block_id] for block in idle)
         table = call()
-        assert self.empty() >= keep
         assert (table is None) == (needed > room)
         if table is None:
             assert states(blocks) == before
@@ -870,8 +880,8 @@ class CacheMachine(RuleBasedStateMachine):
         assert moves(before, states(blocks)) <= allowed("take") | (allowed("release") if shortened else set())
         return table
 
-    def empty(self) -> int:
-        return sum(block.state is BlockState.FREE for block in self.cache.blocks[1:])
+    def is_unused(self, block: Block) -> bool:
+        return not self.users(block) and block.block_id not in self.withheld()
 
     def users(self, block: Block) -> int:
         return sum(block in request.table for request in self.running)
@@ -998,10 +1008,10 @@ class OracleMachine(CacheMachine):
         return max(end for end in ends if end == whole or any(held[:end] == ids[:end] for held in following))
 
     def take(
-        self, call: Callable[[], list[Block] | None], hit: Sequence[Block], needed: int, keep: int = 0
+        self, call: Callable[[], list[Block] | None], hit: Sequence[Block], needed: int, forced: bool = True
     ) -> list[Block] | None:
-        empty = max(0, self.cache.free_blocks - len(self.idle) - keep)
-        table = super().take(call, hit, needed, keep)
+        empty = max(0, self.cache.free_blocks - len(self.idle))
+        table = super().take(call, hit, needed, forced)
         if table is None:
             return None
         hit_ids = {block.block_id for block in hit}

@@ -232,3 +232,15 @@ async def test_the_text_in_slices_is_the_same_and_no_slice_grows_with_the_cluste
     written = sum(not line.startswith(b"#") for line in values(text))
     assert turns >= written / 3 / RENDERED_AT_ONCE
     assert turns <= text.count(b"\n") / RENDERED_AT_ONCE + 2, "a scrape must not wait for the loop after each metric"
+
+
+def test_counters_of_rare_events_begin_at_zero():
+    """Prometheus sees no increase in the first sample of a series, so the first gap or disconnection would be lost."""
+    metrics = RouterMetrics()
+    metrics.of("demo")
+    metrics.observe_cluster(view("r0", "r1"))
+
+    samples = {(s.name, *s.labels.values()): s.value for family in metrics.collect() for s in family.samples}
+
+    assert [samples["homing_events_gaps_total", "demo", each] for each in ("r0", "r1")] == [0, 0]
+    assert [samples["homing_clients_cut_total", each] for each in ("unsent", "stalled", "connections")] == [0, 0, 0]

@@ -93,10 +93,10 @@ class Order:
     event_loss: Annotated[float, option("share of published messages that a router loses")] = 0.0
     resync_ms: Annotated[float, option("time that a replica takes to answer a router that lost messages")] = 20.0
     wire: Annotated[bool, option("encode, number and decode events as in production, even without loss")] = False
-    prefill_rate: Annotated[float | None, option("tokens per second of one replica (default: the mocker's curve)")] = (
+    prefill_rate: Annotated[float | None, option("tokens per second of one replica (default: as Dynamo's mocker)")] = (
         None
     )
-    decode_step_ms: Annotated[float | None, option("one decode step of one replica (default: the mocker's curve)")] = (
+    decode_step_ms: Annotated[float | None, option("one decode step of one replica (default: as Dynamo's mocker)")] = (
         None
     )
     calibrate: Annotated[

@@ -8,8 +8,7 @@ with prefill are simulated one by one; consecutive steps that only decode
 are one leap, because all running requests advance at the same pace. A cached unit is one block of the workload; tokens
 inside it are not distinguished, except the last one of a fully cached prompt, which the engine computes.
 
-Simplifications: generated tokens take blocks but are never shared, a leap keeps the decode pace of its start, and no
-blocks are evicted ahead or kept empty for answers (a block here may have as many tokens as 32 of an engine's).
+Simplifications: generated tokens take blocks but are never shared, and a leap keeps the decode pace of its start.
 """
 
 from bisect import insort
@@ -26,9 +25,10 @@ from msgspec import structs
 from ....events.load_report import PrefillSpan, work_of
 from ....events.publish.step_changes import AllCleared, Change, RemovedBlocks, StoredBlocks
 from ....events.wire.messages import CacheCounters, LoadReport, PrefillWork
+from ....kvcache.block_index import CachedBlock
 from ....kvcache.hashing import BlockHash
 from ....kvcache.pool import Block
-from ....kvcache.prefix_cache import CachedBlock, PrefixCache, PrefixMatch
+from ....kvcache.prefix_cache import PrefixCache, PrefixMatch
 from ....replica.engine import queue_order
 from ....replica.engine.throughput import SmoothedRates
 from ....replica.messages import WORTH_WAITING_TOKENS
@@ -388,7 +388,8 @@ class SimulatedReplica:
     def _enqueue(self, work: Work, match: PrefixMatch) -> None:
         insort(self._waiting, work, key=_by_turn)
         if self.limits.own_order:
-            self.cache.hold(work.request_id, match, lambda: _by_turn(work))
+            usable = (work.prefill_tokens - 1) // self.limits.block_tokens
+            self.cache.hold(work.request_id, match, lambda: _by_turn(work), work.hashes[:usable])
 
     def _table(self, work: Work) -> int:
         """Number of blocks for all known tokens plus the next one, which will be drawn."""
@@ -414,13 +415,14 @@ class SimulatedReplica:
 
     def _admit(self, work: Work) -> bool:
         refused = work.refused_at_free
-        if refused is not None and self.cache.free_blocks <= refused and (self._prefilling or self._decoding):
+        running = self._prefilling or self._decoding
+        if refused is not None and self.cache.blocks_for_prompts <= refused and running:
             return False
         found = self._found(work)
         held = len(found.match.blocks)
-        blocks = self.cache.acquire(found.match, self._table(work) - held)
+        blocks = self.cache.acquire(found.match, self._table(work) - held, forced=not running)
         if blocks is None:
-            work.refused_at_free = self.cache.free_blocks
+            work.refused_at_free = self.cache.blocks_for_prompts
             return False
         self.cache.unhold(work.request_id)
         work.found = work.refused_at_free = None

@@ -114,5 +114,4 @@ class SimulatedRouter:
             text_hashes=arrival.text,
             generated=work.generated,
             now=now,
-            session=arrival.session,
         )

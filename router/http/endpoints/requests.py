@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from ...activity import RequestRecord
-from ...errors import EndedByOperator, InvalidRequest, RequestAborted, RequestNotFound, RouterError
+from ...errors import EndedByOperator, InvalidRequest, RequestAborted, RequestNotFound, RequestOver, RouterError
 from ..caller import Caller
 from ..dialects.bounds import Name
 from ..dialects.long_json import Steps, long_list, pieces_of
@@ -62,10 +62,15 @@ async def request(front: Front, exchange: Exchange, _caller: Caller) -> None:
         if other.id == wanted:
             respond(exchange, record_of(front, other))
             return
-    found = await front.history.find(wanted) if front.history is not None else None
+    respond(exchange, await _past(front, wanted))
+
+
+async def _past(front: Front, request_id: str) -> RequestRecord:
+    """The record of a request that is over. Raises RequestNotFound."""
+    found = await front.history.find(request_id) if front.history is not None else None
     if found is None:
-        raise RequestNotFound(wanted)
-    respond(exchange, found)
+        raise RequestNotFound(request_id)
+    return found
 
 
 async def end_request(front: Front, exchange: Exchange, _caller: Caller) -> None:
@@ -73,7 +78,7 @@ async def end_request(front: Front, exchange: Exchange, _caller: Caller) -> None
     wanted = exchange.request.path.removeprefix(f"{REQUESTS}/")
     found = next((other for other in front.open_exchanges if other.id == wanted), None)
     if found is None:
-        raise RequestNotFound(wanted)
+        raise RequestOver(wanted, (await _past(front, wanted)).state)
     record = record_of(front, found)
     _end(found, EndedByOperator())
     log.warning("request_ended request_id=%s by=%s", wanted, exchange.tenant)

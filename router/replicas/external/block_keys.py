@@ -10,12 +10,15 @@ never announced (we subscribed late, or its batch was lost for good) or if there
 handle: sliding-window groups skip blocks, and vLLM's offloading connector announces copies in CPU memory by handle
 only. Such copies are credited once another group or medium announces the handle's content; the rest are only counted.
 
+Memory is bounded whatever an engine announces: beyond what it can hold, `trimmed` drops the oldest copies.
+
 `hit` applies the engine's rules (hit_rules.py). The index holds only the blocks in GPU memory, and is sufficient for an
 engine with one rank, one full-attention group and no other medium.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import msgspec
@@ -24,11 +27,16 @@ from ....events.wire.cache_events import Stored
 from ....kvcache.hashing import HASH_BYTES, BlockHash, BlockHasher, adapter_root, token_bytes, wire_hash
 from ...errors import ParityMismatch
 from .hit_rules import GPU, GroupRule, HeldBlocks, Hit, longest_hit
+from .load import UNKNOWN_BLOCKS
 
 #: Prefix of our `cache_salt` values. The rest is a tenant's root; engines return it in a chain's first extra keys.
 SALT_PREFIX = "homing-"
 _FULL_ATTENTION = GroupRule()
 _ONE_GROUP = {0: _FULL_ATTENTION}
+#: Copies in all places for each block in GPU memory: host memory and disks are larger. Not tuned.
+COPIES_PER_BLOCK = 16
+#: Blocks of further ranks, media and groups are not credited.
+MAX_PLACES = 1024
 
 
 class Place(NamedTuple):
@@ -63,11 +71,17 @@ class ExternalBlocks:
         self._sizes: dict[tuple[int, str], int] = {}  #: block sizes that differ from ours, by group and medium
         self._ranks: set[int] = set()  #: ranks that have announced anything
         self._on_gpu: dict[int, int] = {}  #: key -> number of ranks and groups with it in GPU memory, never zero
+        self.capacity = UNKNOWN_BLOCKS  #: blocks in the engine's GPU memory
+        self.dropped = 0  #: copies dropped because the engine announced more than it can hold
         self.unplaced: Counter[str] = Counter()  #: announced blocks that could not be hashed, by reason
 
     def __len__(self) -> int:
         """Number of blocks in the index."""
         return len(self._on_gpu)
+
+    def __contains__(self, key: int) -> bool:
+        """Whether a key is in the index."""
+        return key in self._on_gpu
 
     def stored(self, event: Stored, rank: int | None = None) -> list[int]:
         """Add a copy of each block; returns the keys to add to the index.
@@ -79,6 +93,9 @@ class ExternalBlocks:
         if not event.hashes:
             return []
         place = Place(rank or 0, _medium(event.medium), event.group or 0)
+        if place not in self._copies and len(self._copies) >= MAX_PLACES:
+            self.unplaced["no_place"] += len(event.hashes)
+            return []
         self._learn(event, place)
         self._ranks.add(place.rank)
         fresh = self._identify(event)
@@ -117,6 +134,25 @@ class ExternalBlocks:
         for place in [each for each in self._copies if each.rank == (rank or 0)]:
             gone += self._drop(place, self._copies.pop(place))
         return gone
+
+    def trimmed(self) -> list[int]:
+        """Drop the oldest copies beyond what the engine can hold; returns the keys to remove from the index."""
+        gone: list[int] = []
+        while (excess := len(self._on_gpu) - self.capacity) > 0:
+            gone += self._drop_oldest([each for each in self._copies if each.medium == GPU], excess)
+        while (excess := sum(map(len, self._copies.values())) - COPIES_PER_BLOCK * self.capacity) > 0:
+            gone += self._drop_oldest(list(self._copies), excess)
+        return gone
+
+    def _drop_oldest(self, places: Sequence[Place], count: int) -> list[int]:
+        """Drop so many copies, or all that there are, from the fullest of these places."""
+        place = max(places, key=lambda each: len(self._copies[each]))
+        copies = self._copies[place]
+        oldest = list(islice(copies, count))
+        for handle in oldest:
+            del copies[handle]
+        self.dropped += len(oldest)
+        return self._drop(place, oldest)
 
     def forget(self) -> None:
         """Forget the engine's blocks and group rules, because its event stream restarts."""

@@ -109,6 +109,10 @@ class ExternalReplica(ReplicaHandle):
         return self._blocks.unplaced.total()
 
     @property
+    def dropped_blocks(self) -> int:
+        return self._blocks.dropped
+
+    @property
     def refused_replica(self) -> RefusedReplica | None:
         if self._refusal is None:
             return None
@@ -191,6 +195,7 @@ class ExternalReplica(ReplicaHandle):
         self._ipv6 = await needs_ipv6(self.description.event_endpoints.events)
         self._load.begin(metrics)
         self.description = self._load.description
+        self._blocks.capacity = self.description.num_blocks
         log.info("replica_joined replica=%s url=%s", self.replica_id, self._client.address.url)
         self._join()
         self._set_adapters(adapters)
@@ -425,7 +430,7 @@ class ExternalReplica(ReplicaHandle):
                     case Stored(remote=True) | Removed(remote=True):
                         continue  # every engine of the store can load them: no reason to prefer this one
                     case Stored():
-                        self._placement.stored(self.replica_id, self._blocks.stored(event, instruction.rank))
+                        self._stored(event, instruction.rank)
                         if self.unplaced_blocks and not self._unplaced_logged:
                             self._unplaced_logged = True
                             first = dict(self._blocks.unplaced)
@@ -440,6 +445,15 @@ class ExternalReplica(ReplicaHandle):
         except ParityMismatch as error:
             self._refuse(error)
             self._context.run(self._drop("parity"))
+
+    def _stored(self, event: Stored, rank: int | None) -> None:
+        fresh, before = self._blocks.stored(event, rank), self._blocks.dropped
+        if dropped := self._blocks.trimmed():
+            self._placement.removed(self.replica_id, dropped)
+            fresh = [key for key in fresh if key in self._blocks]
+        if self._blocks.dropped and not before:
+            log.warning("engine_blocks_dropped replica=%s capacity=%d", self.replica_id, self._blocks.capacity)
+        self._placement.stored(self.replica_id, fresh)
 
     def _forget_blocks(self) -> None:
         self._blocks.forget()

@@ -18,8 +18,9 @@ from operator import not_
 from typing import NamedTuple
 
 GPU = "GPU"
-#: Media of vLLM, SGLang and Dynamo by typical speed; unknown media come last.
-_SPEED = {GPU: 0, "CPU": 1, "CPU_PINNED": 1, "CPU_TIER1": 1, "CPU_TIER2": 2, "DISK": 3, "STORAGE": 3, "EXTERNAL": 4}
+_FAST_TO_SLOW = (GPU, "CPU CPU_PINNED CPU_TIER1 LMCACHE-L1", "CPU_TIER2", "DISK STORAGE", "EXTERNAL")
+#: Media of vLLM, SGLang, Dynamo and LMCache by typical speed; unknown media come last.
+_SPEED = {name: speed for speed, names in enumerate(_FAST_TO_SLOW) for name in names.split()}
 
 
 class Hit(NamedTuple):

@@ -30,7 +30,7 @@ SATURATED = "saturated"
 
 #: Time to load a cached token from slower memory, as a share of the time to compute it, by medium: 1 minus the credits
 #: that llm-d (0.8) and vllm-router (0.8, 0.3) give. Not measured here. All other media count as `OTHER_LOADING`.
-LOADING = {"CPU": 0.2, "CPU_PINNED": 0.2, "CPU_TIER1": 0.2, "DISK": 0.7, "STORAGE": 0.7}
+LOADING = {"CPU": 0.2, "CPU_PINNED": 0.2, "CPU_TIER1": 0.2, "LMCACHE-L1": 0.2, "DISK": 0.7, "STORAGE": 0.7}
 OTHER_LOADING = 0.7
 
 
@@ -47,7 +47,6 @@ class Prompt(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     text_hashes: Sequence[int] | None = None
     generated: int = 0  #: the part of `tokens` that another replica generated before the request was moved
     now: float = 0.0  #: time of the decision on the router's clock
-    session: str | None = None
 
 
 class Candidate(msgspec.Struct, frozen=True, gc=False, kw_only=True):

@@ -10,8 +10,8 @@ A replica's cost is the sum of
   TYPICAL_TOKENS is decoded at that replica's pace instead of the fastest one's.
 
 Costs within the estimate's own error of the least count as equal. Ties go to the fewest uncached tokens, then the
-session's replica, the fewest requests, the fewest occupied blocks (there, the least is evicted) and finally a random
-draw, never to a position in a list.
+fewest requests, the fewest occupied blocks (there, the least is evicted) and finally a random draw, never to a position
+in a list.
 
 Simulated on 22 cells that no constant was chosen on (long sessions on small caches, bursts after pauses, a gateway's
 day, two kinds of tenants, batch beside chat, Mooncake's traces), geometric means over the best peer's of mean TTFT, its
@@ -20,12 +20,11 @@ p99 and the time to the last token: 0.914, 0.954 and 1.019; without the pace and
 averages, had 0.925, 1.028 and 1.016.
 """
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
 from random import Random
 
-from ..output_lengths import TYPICAL_TOKENS
+from ..replica_load import TYPICAL_TOKENS
 from .base import Candidate, Decision, Policy, Prompt, Score, expected_ttft_s
 
 #: Costs count as equal within TIE_S plus TIE_RATIO of the least: half a millisecond is below the jitter of any step.
@@ -37,7 +36,6 @@ TIE_MAX_S = 0.05
 EVICTING = 1.8
 #: Weight of a second that a running answer waits, relative to a second of TTFT.
 ANSWER_SHARE = 0.03
-MAX_SESSIONS = 65_536
 
 
 class ExpectedTtft(Policy):
@@ -48,11 +46,6 @@ class ExpectedTtft(Policy):
     #: If False, every prompt counts as uncached on every replica.
     sees_cache = True
 
-    def __init__(self, max_sessions: int = MAX_SESSIONS) -> None:
-        self._max_sessions = max_sessions
-        #: The last replica of each of the most recent sessions; it may have left.
-        self._sessions: OrderedDict[str | None, str] = OrderedDict()
-
     def consider(self, prompt: Prompt, candidates: Sequence[Candidate], rng: Random) -> Decision:
         usable = self.usable(prompt, candidates)
         fewest = min([self._uncached(prompt, each) + each.loading_tokens(prompt) for each in usable], default=0)
@@ -61,22 +54,13 @@ class ExpectedTtft(Policy):
         rows = [score(each) for each in usable]
         limit = cost_limit(min([row.cost_s for row in rows], default=0.0))
         ties = [row for row in rows if row.cost_s <= limit]
-        chosen = _break_tie(ties, self._sessions.get(prompt.session), rng)
+        chosen = _break_tie(ties, rng)
         reason = partial(_explain_choice, chosen, ties)
 
         def table() -> list[Score]:
             return rows if len(rows) == len(candidates) else list(map(score, candidates))
 
         return Decision(self.name, prompt, chosen, table, reason, self.sees_cache)
-
-    def decide(self, prompt: Prompt, candidates: Sequence[Candidate], rng: Random) -> Decision:
-        decision = self.consider(prompt, candidates, rng)
-        if decision.row is not None and prompt.session is not None:
-            self._sessions[prompt.session] = decision.row.candidate.replica_id
-            self._sessions.move_to_end(prompt.session)
-            if len(self._sessions) > self._max_sessions:
-                self._sessions.popitem(last=False)
-        return decision
 
     def _uncached(self, prompt: Prompt, candidate: Candidate) -> int:
         return candidate.uncached_tokens(prompt) if self.sees_cache else prompt.tokens
@@ -101,13 +85,13 @@ def cost_limit(least: float) -> float:
     return least + max(0.0, min(least * TIE_RATIO, TIE_MAX_S)) + TIE_S
 
 
-def _break_tie(ties: Sequence[Score], preferred: str | None, rng: Random) -> Score | None:
+def _break_tie(ties: Sequence[Score], rng: Random) -> Score | None:
     if len(ties) < 2:
         return ties[0] if ties else None
     ranks = []
     for row in ties:
-        load, other = row.candidate.load, row.candidate.replica_id != preferred
-        ranks.append((row.uncached_tokens, other, load.requests, load.occupied_blocks))
+        load = row.candidate.load
+        ranks.append((row.uncached_tokens, load.requests, load.occupied_blocks))
     best = min(ranks)
     tied = [row for row, rank in zip(ties, ranks, strict=True) if rank == best]
     # Sorted, so that the random draw does not depend on the order of the list.

@@ -12,7 +12,15 @@ import msgspec
 import pytest
 
 from homing import __version__
-from homing.cluster.cli.doctor import Finding, examine_host, examine_settings, examine_upgrade, examine_view, render
+from homing.cluster.cli.doctor import (
+    Finding,
+    examine_failure,
+    examine_host,
+    examine_settings,
+    examine_upgrade,
+    examine_view,
+    render,
+)
 from homing.cluster.cli.main import run
 from homing.cluster.config import load_settings
 from homing.cluster.host import PACKAGES, DiskInfo, MachineInfo
@@ -223,6 +231,22 @@ def test_whether_an_upgrade_is_safe(changes: dict[str, Any], version: str, level
     found = examine_upgrade(view | {"in_flight": 3, "waiting": 2} | changes, version, 1)
 
     assert (found.check, found.level) == ("upgrade", level)
+    assert words in found.message
+
+
+@pytest.mark.parametrize(
+    ("serving", "routers", "level", "words"),
+    [
+        (2, 1, "ok", "breaks all streams"),
+        (2, 3, "ok", "breaks the streams of its clients"),
+        (1, 3, "warning", "fox has one replica"),
+    ],
+)
+def test_what_happens_if_a_process_is_killed(serving: int, routers: int, level: str, words: str) -> None:
+    """An operator asks before touching anything."""
+    found = examine_failure({"models": [{"name": "fox", "serving": serving}]}, routers)
+
+    assert (found.check, found.level) == ("failure", level)
     assert words in found.message
 
 

@@ -92,14 +92,14 @@ class Cluster:
     """A controller, with helpers to query it."""
 
     def __init__(self, folder: Path, *models: dict[str, str], one_machine: bool = False) -> None:
-        """With `one_machine`, replicas use spare processes."""
+        """Replicas use spare processes with `one_machine`, if their setting `spare_process` is true."""
         import ray
 
         from homing.cluster.control.controller import Controller
         from homing.cluster.control.supervisor import Supervisor
 
         self.folder = folder
-        common = {"state_dir": str(folder), "served_model_name": "fox", "replicas": "2"}
+        common = {"state_dir": str(folder), "served_model_name": "fox", "replicas": "2", "spare_process": "false"}
         each = [load_settings(common | flags, {}) for flags in models]
         self.models = tuple(
             ClusterModel(
@@ -196,7 +196,7 @@ def test_a_killed_rank_takes_its_rank_group_along_and_the_rank_group_is_rebuilt(
 
 def test_a_prepared_process_replaces_a_killed_one_if_it_is_alive(start: Callable[..., Cluster]) -> None:
     """The spare is replaced by a new one."""
-    cluster = start(replicas="1", one_machine=True)
+    cluster = start(replicas="1", spare_process="true", one_machine=True)
     generation, pids = cluster.told("r0")["r0"]
     [spare] = until(lambda: fakes.prepared(cluster.folder) or None, "a spare process is prepared")
 
@@ -221,7 +221,7 @@ def test_a_killed_router_comes_back_on_its_port_and_knows_the_members(start: Cal
 
     A prepared process takes its place, even if it was killed soon after the last one, and another is prepared.
     """
-    cluster = start(replicas="1")
+    cluster = start(replicas="1", spare_process="true")
     members = cluster.told("r0")
     url = until(lambda: cluster.status().url, "the router listens")
     for number in (1, 2):
@@ -242,7 +242,7 @@ def test_a_stopped_rank_or_router_is_replaced_without_waiting_for_an_answer(star
 
     Without it, the rank would be replaced after `health_timeout_s`, which must leave time for a busy machine.
     """
-    cluster = start(replicas="2", tensor_parallel_size="2", spare_process="false", health_timeout_s="3600")
+    cluster = start(replicas="2", tensor_parallel_size="2", health_timeout_s="3600")
     before = cluster.told("r0", "r1")
     generation, pids = before["r0"]
     frozen = [psutil.Process(pids[1]), processes("RouterProcess")[0]]

@@ -11,18 +11,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from homing.events.wire.messages import PrefillWork
 from homing.kvcache.hashing import BlockHasher
 from homing.kvcache.pins import PinLimits
-from homing.kvcache.prefix_cache import AHEAD_SHARE, PrefixCache
+from homing.kvcache.prefix_cache import HELD_SHARE, PrefixCache
+from homing.replica.engine.drafts import Drafter
 from homing.replica.engine.queue_order import PATIENCE
 from homing.replica.engine.request import RequestPhase, RequestState
-from homing.replica.engine.scheduler import (
-    Drafter,
-    ScheduledRow,
-    Scheduler,
-    SchedulerLimits,
-    logits_layout,
-    plan_of_step,
-)
+from homing.replica.engine.scheduler import Scheduler, SchedulerLimits
 from homing.replica.engine.step_plan import BlockCopy, block_ids
+from homing.replica.engine.step_rows import ScheduledRow, logits_layout, plan_of_step
 from homing.replica.errors import PromptTooLong
 from homing.replica.messages import Pin
 
@@ -45,7 +40,7 @@ class Bench:
     prefill_step: int | None = None
     drafter: Drafter | None = None
     drafted_step: int | None = None
-    ahead_share: float = AHEAD_SHARE
+    held_share: float = HELD_SHARE
     ended: dict[int, RequestState] = field(default_factory=dict)
     rows: list[ScheduledRow] = field(default_factory=list)
 
@@ -57,7 +52,7 @@ class Bench:
             enabled=self.enabled,
             partial_block_reuse=self.partial_block_reuse,
             pin_limits=PinLimits(tenant_share=1.0, total_share=1.0),
-            ahead_share=self.ahead_share,
+            held_share=self.held_share,
         )
         self.model = FakeModel(self.blocks + 1, self.block_size)
         longest = self.blocks * self.block_size
@@ -601,24 +596,22 @@ def test_a_waiting_request_finds_the_prefix_that_was_cached_when_it_arrived() ->
     bench.check_end()
 
 
-def test_answers_that_grow_a_little_take_nothing_from_a_waiting_request() -> None:
-    """Its router counted on these blocks. A prompt that takes nearly all others leaves some for the answers."""
+def test_a_prompt_waits_rather_than_take_what_another_waiting_one_holds() -> None:
+    """The other's router counted on these blocks, and memory is freed as answers end."""
     bench = Bench(blocks=256, budget=512)
-    wanted = list(range(80))
+    wanted = list(range(60))
     bench.add(wanted, max_tokens=1)
     bench.run()
-    bench.add([1] * 4, max_tokens=40)
+    bench.add([2] * 400, max_tokens=8)
     bench.step()
-    bench.add([2] * 426, max_tokens=4)
-    bench.step()
-    waiting = bench.add([*wanted, 3], max_tokens=1)
-    bench.step()
-    assert waiting.phase is RequestPhase.WAITING
+    first = bench.add([1] * 80, max_tokens=1, priority=0)
+    later = bench.add([*wanted, 3], max_tokens=1, priority=1)
 
+    bench.step()
+    assert first.phase is RequestPhase.WAITING
     bench.run()
 
-    assert waiting.cached_tokens == waiting.expected_cached > 0
-    bench.check_end()
+    assert later.cached_tokens == len(wanted)
 
 
 def test_guesses_take_no_blocks_that_a_request_waits_for() -> None:
@@ -761,7 +754,7 @@ class Schedules(RuleBasedStateMachine):
         partial_block_reuse=st.booleans(),
         worth_waiting=st.sampled_from([1, 4, 128]),
         prefill_step=st.sampled_from([None, 1, 3]),
-        ahead_share=st.sampled_from([AHEAD_SHARE, 0.3]),
+        held_share=st.sampled_from([HELD_SHARE, 1.0]),
     )
     def start(self, **limits: Any) -> None:
         self.bench = Bench(**limits)

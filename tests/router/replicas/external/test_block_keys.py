@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from homing.events.wire.cache_events import Cleared, Removed, Stored
 from homing.kvcache.hashing import BlockHash, BlockHasher, tenant_root, token_bytes, wire_hash
 from homing.router.errors import ParityMismatch
-from homing.router.replicas.external.block_keys import ExternalBlocks, cache_salt
+from homing.router.replicas.external.block_keys import COPIES_PER_BLOCK, MAX_PLACES, ExternalBlocks, cache_salt
 from homing.router.replicas.external.hit_rules import Hit
 
 SIZE = 4
@@ -336,3 +336,43 @@ class Engine(RuleBasedStateMachine):
 
 TestEngine = Engine.TestCase
 TestEngine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.parametrize("with_tokens", [True, False])
+@pytest.mark.parametrize("medium", ["GPU", "CPU"])
+def test_an_engine_that_announces_without_end_is_bounded(
+    chains: ExternalBlocks, medium: str, with_tokens: bool
+) -> None:
+    """One that never announces removals would fill the router's memory, whatever it says of the blocks."""
+    chains.capacity, held, given = 8, set(), 200
+    for number in range(given):
+        tokens = range(number * 4, number * 4 + 4) if with_tokens else ()
+        held.update(chains.stored(Stored(None, [number], list(tokens), 4 if with_tokens else 0, medium)))
+        held.difference_update(chains.trimmed())
+        chains.check()
+
+    kept = 8 if medium == "GPU" and with_tokens else 8 * COPIES_PER_BLOCK
+    assert chains.dropped == given - kept
+    newest = [keys(range(number * 4, number * 4 + 4))[0] for number in range(given - 8, given)]
+    assert held == (set(newest) if medium == "GPU" and with_tokens else set())
+    assert all(key in chains for key in held)
+
+
+def test_an_event_larger_than_the_engine_leaves_its_last_blocks(chains: ExternalBlocks) -> None:
+    chains.capacity = 2
+
+    new = chains.stored(stored(None, [1, 2, 3, 4], range(16)))
+
+    assert chains.trimmed() == keys(range(16))[:2]
+    assert [key in chains for key in new] == [False, False, True, True]
+    assert chains.removed([1, 2]) == []
+    assert chains.removed([3, 4]) == keys(range(16))[2:]
+
+
+def test_places_are_bounded(chains: ExternalBlocks) -> None:
+    """An engine that invents a medium for each event would make each look-up slower."""
+    for number in range(MAX_PLACES + 5):
+        chains.stored(stored(None, [number], range(4), medium=f"M{number}"))
+
+    assert chains.unplaced["no_place"] == 5
+    chains.check()

@@ -27,10 +27,6 @@ from ...fakes import BLOCK, load_of
 from .cases import PROMPT, candidate, chosen
 
 
-def prompt_of(session: str) -> Prompt:
-    return Prompt(tokens=1000, blocks=62, block_size=BLOCK, session=session)
-
-
 def test_a_copy_that_evicts_something_costs_more_than_one_in_unused_memory() -> None:
     """The evicted blocks may be requested again: then two prompts are computed instead of one."""
     prompt_s = load_of().prefill_cost.seconds(0, PROMPT.tokens)
@@ -211,39 +207,6 @@ def test_unlike_prompts_go_to_the_replica_with_the_emptier_cache() -> None:
     candidates = [candidate("r0", cached_free_blocks=500), candidate("r1", cached_free_blocks=100)]
 
     assert {chosen(ExpectedTtft(), candidates, seed=seed) for seed in range(9)} == {"r1"}
-
-
-def test_a_session_stays_where_it_was_among_equals_only() -> None:
-    """A session is only a hint and must not cost time."""
-    policy, prompt = ExpectedTtft(), prompt_of("s")
-    home = chosen(policy, [candidate("r0"), candidate("r1")], prompt)
-    assert home is not None
-
-    again = {
-        chosen(policy, [candidate("r0", held), candidate("r1", held)], prompt, seed)
-        for seed in range(20)
-        for held in (0, 40)  # a cold prompt, and a prefix that both replicas hold
-    }
-    busy = [candidate(name, queued_prefill_tokens=5000 if name == home else 0) for name in ("r0", "r1")]
-
-    assert again == {home}
-    assert chosen(policy, busy, prompt) != home
-
-
-def test_the_oldest_session_is_forgotten_first() -> None:
-    """Memory is bounded for any number of sessions; a session that is used again becomes recent."""
-    policy = ExpectedTtft(max_sessions=2)
-    for session in ("a", "b", "a", "c"):
-        policy.decide(prompt_of(session), [candidate(f"home of {session}")], Random(0))
-
-    replicas = [candidate(f"home of {session}") for session in ("a", "b", "c")]
-    found = {}
-    for session in ("a", "b", "c"):
-        decisions = [policy.consider(prompt_of(session), replicas, Random(seed)) for seed in range(20)]
-        found[session] = {each.chosen.replica_id for each in decisions if each.chosen}
-
-    assert (found["a"], found["c"]) == ({"home of a"}, {"home of c"})
-    assert len(found["b"]) > 1
 
 
 def test_of_two_holders_the_one_with_memory_to_spare_is_chosen() -> None:
