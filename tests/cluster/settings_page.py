@@ -40,7 +40,7 @@ def markdown() -> str:
     ]
     for section in SECTIONS:
         summary = (type(getattr(Settings(), section)).__doc__ or "").splitlines()[0]
-        lines += ["", f"## {section}", "", summary, "", "| key | default | allowed | |", "|---|---|---|---|"]
+        lines += ["", f"## {section}", "", summary, "", "| key | default | allowed | meaning |", "|---|---|---|---|"]
         lines += [_row(setting) for setting in SETTINGS.values() if setting.section == section]
     return "\n".join(lines) + "\n"
 
