@@ -175,7 +175,7 @@ class TokensBuilder(ChunkBuilder):
         return map(self._choice, choices)
 
     def _choice(self, choice: RunningChoice) -> Steps[GeneratedChoice]:
-        ids, ending = self._ids(choice, choice.tokens), choice.ending or "stop"
+        ids, ending = self._ids(choice.tokens), choice.ending or "stop"
         scores: Any = None
         if self._top is not None:
             entries = LongList()
@@ -194,8 +194,6 @@ class TokensBuilder(ChunkBuilder):
 
     def parts(self, choice: RunningChoice, shown: TextDelta, *, first: bool) -> list[GeneratedChoice]:  # noqa: ARG002
         ids = [token.token_id for token in shown.tokens]
-        if shown.ending and choice.stop_token_id is not None:
-            ids.append(choice.stop_token_id)
         if not ids and not shown.ending and (self._mode == "tokens" or not shown.text):
             return []
         scores = None if self._top is None else GeneratedLogprobs(self._entries(shown.tokens))
