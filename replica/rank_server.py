@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 
-from ..kvcache.prefix_cache import CachedBlock
+from ..kvcache.block_index import CachedBlock
 from .messages import ReplicaDescription
 
 

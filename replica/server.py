@@ -25,13 +25,15 @@ from msgspec import structs
 from ..events.config import EventsSettings
 from ..events.publish.publisher import EventPublisher, Waker
 from ..events.security.curve_keys import ServerKeys
-from ..events.wire.messages import LoadReport
+from ..events.wire.messages import EventEndpoints, LoadReport
+from ..kvcache.block_index import CachedBlock
 from ..kvcache.config import KvCacheSettings
 from ..kvcache.hashing import TOKEN_BYTES, BlockHasher, token_array
 from ..kvcache.pins import PinLimits
-from ..kvcache.prefix_cache import CachedBlock, PrefixCache
+from ..kvcache.prefix_cache import PrefixCache
 from .config import ReplicaSettings
-from .engine.engine import Engine, StepResult
+from .engine.answers import StepResult
+from .engine.engine import Engine
 from .engine.overlapped import OverlappedEngine
 from .engine.prompt_lookup import CPU_STEP_TOKENS, CUDA_STEP_TOKENS, PromptLookup
 from .engine.request import RequestKey
@@ -129,21 +131,15 @@ def start_replica(
         engine = _engine(model, cache, hasher, epoch, settings.num_speculative_tokens, publisher.flush)
         requests = RequestSocket(host, ipc_dir, epoch, keys)
         stack.callback(requests.close)
-        description = ReplicaDescription(
+        description = _describe(
+            model,
             replica_id=replica_id,
             epoch=epoch,
             request_endpoint=requests.endpoint,
             event_endpoints=event_endpoints,
             parity=_parity(settings, kvcache, model_dir, model.spec, hasher),
-            model=_model_limits(settings, model_dir, model),
-            num_blocks=model.num_blocks,
-            max_running_requests=model.limits.max_running_requests,
-            max_batched_tokens=model.limits.max_batched_tokens,
-            tensor_parallel_size=1 + len(model.worker_pids),
-            prefill_tokens_per_s=model.rates.prefill_tokens_per_s,
-            decode_step_s=model.rates.decode_step_s,
+            model_limits=_model_limits(settings, model_dir, model),
             node=node,
-            pids=(os.getpid(), *model.worker_pids),
         )
         publisher.report(engine.load())
         log.info("replica_ready replica=%s blocks=%d", replica_id, model.num_blocks)
@@ -168,6 +164,35 @@ class _LoadedModel:
     @property
     def spec(self) -> ModelSpec:
         return self.runner.spec
+
+
+def _describe(
+    model: _LoadedModel,
+    *,
+    replica_id: str,
+    epoch: int,
+    request_endpoint: str,
+    event_endpoints: EventEndpoints,
+    parity: Parity,
+    model_limits: ModelLimits,
+    node: str,
+) -> ReplicaDescription:
+    return ReplicaDescription(
+        replica_id=replica_id,
+        epoch=epoch,
+        request_endpoint=request_endpoint,
+        event_endpoints=event_endpoints,
+        parity=parity,
+        model=model_limits,
+        num_blocks=model.num_blocks,
+        max_running_requests=model.limits.max_running_requests,
+        max_batched_tokens=model.limits.max_batched_tokens,
+        tensor_parallel_size=1 + len(model.worker_pids),
+        prefill_tokens_per_s=model.rates.prefill_tokens_per_s,
+        decode_step_s=model.rates.decode_step_s,
+        node=node,
+        pids=(os.getpid(), *model.worker_pids),
+    )
 
 
 def _load_model(

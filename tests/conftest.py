@@ -4,6 +4,7 @@ The environment is set before torch and numba are imported. Two intra-op threads
 slower than one.
 """
 
+import contextlib
 import functools
 import gc
 import itertools
@@ -31,23 +32,32 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if not any(Path("/dev", name).exists() for name in ("nvidiactl", "dxg", "kfd")):
     os.environ["TRITON_INTERPRET"] = "1"  # triton reads it once, when it is first imported
 
+
+def _keep_kernels() -> None:
+    """Let all processes, runs and checkouts share compiled kernels: compiling them takes more than a minute of CPU.
+
+    Their keys are digests of all kernel sources, the compilers and the processor. Here and not in `pytest_configure`,
+    because numba reads the variable when it is imported, which conftest files below do before that.
+    """
+    with contextlib.suppress(OSError, RuntimeError):  # no home, or a read-only one: each process compiles for itself
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "homing" / "test-kernels"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.environ.setdefault("NUMBA_CACHE_DIR", str(folder))
+
+
+_keep_kernels()
+
 #: Per Hypothesis profile (`--hypothesis-profile`): the factor by which the number of examples is multiplied.
 FACTORS = {"fast": 0.1, "default size": 0.5, "nightly": 20.0}
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Clean up on SIGTERM, register the Hypothesis profiles, and let all processes share compiled kernels."""
+    """Clean up on SIGTERM, and register the Hypothesis profiles."""
     divides = bool(config.getoption("numprocesses", None)) and not hasattr(config, "workerinput")
     signal.signal(signal.SIGTERM, _end_workers if divides else _cut)
     for name, factor in FACTORS.items():
         settings.register_profile(name, deadline=None, max_examples=int(100 * factor))  # a busy machine fails no test
     settings.load_profile(_profile(config))
-    cache = getattr(config, "cache", None)
-    if cache is not None and "NUMBA_CACHE_DIR" not in os.environ:
-        # A kernel's key is a digest of all kernel sources, so the folder can be kept between runs.
-        folder = cache.mkdir("kernels")
-        folder.chmod(0o700)
-        os.environ["NUMBA_CACHE_DIR"] = str(folder)
 
 
 def _profile(config: pytest.Config) -> str:

@@ -20,7 +20,7 @@ import psutil
 import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError
 
-from ...kvcache.prefix_cache import CachedBlock
+from ...kvcache.block_index import CachedBlock
 from ...replica.messages import ReplicaDescription
 from ...replica.parallel.step_broadcast import SECRET_BYTES
 from ...replica.progress import current
@@ -84,7 +84,7 @@ class ReplicaRank:
         log_level: str = "warning",
         after_loading: Callable[[], None] = lambda: None,
     ) -> None:
-        """`after_loading` is called once, after everything has been loaded."""
+        """`after_loading` is called whenever something has been loaded that stays."""
         set_up_logging(log_level)
         self._make = make
         self._after_loading = after_loading
@@ -120,6 +120,7 @@ class ReplicaRank:
                 with contextlib.suppress(OSError):
                     os.setpriority(os.PRIO_PROCESS, self._preparer, SPARE_NICENESS)
                 prepare(spec)
+                self._after_loading()
             finally:
                 self._preparer = None
                 self._loading.release()

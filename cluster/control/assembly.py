@@ -90,16 +90,15 @@ def make_rank(spec: RankSpec) -> RankServer:
 
 
 def prepare_rank(spec: ClusterModel) -> None:
-    """Import what `make_rank` needs for this model on a CPU, which takes 3 s of CPU time."""
+    """Load all but the weights of what `make_rank` needs for this model on a CPU, which takes 3 s of CPU time."""
     prepare_torch()
-    import torch
-
     from ...replica import server  # noqa: F401
-    from ...replica.kernels.choice import choose_kernels
+    from ...replica.execute.cpu_warm_up import load_kernels
     from ...replica.models.loading import read_config
 
-    read_config(_model_dir(spec))
-    choose_kernels(torch.device("cpu"), torch.float32)
+    model_dir, settings = _model_dir(spec), spec.settings
+    read_config(model_dir)
+    load_kernels(model_dir, settings.replica.dtype, settings.kvcache.block_size)
 
 
 def _engine_server(spec: RankSpec) -> RankServer:

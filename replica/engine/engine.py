@@ -5,12 +5,9 @@ runner; on several, one that first sends the plan to the others), so the engine 
 """
 
 import logging
-import math
 import time
 from array import array
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from typing import Protocol
 
@@ -24,23 +21,21 @@ from ...kvcache.hashing import BlockHasher
 from ...kvcache.prefix_cache import PrefixCache
 from ...kvcache.sizing import MemoryReading
 from ..errors import (
-    ConstraintFailed,
     Draining,
     InvalidRequest,
-    NonFiniteLogits,
     RankLost,
-    ReplicaError,
-    RequestError,
-    StepFailed,
 )
-from ..messages import FinishReason, Generate, PositionLogprobs, Refused, TokenOutput, encoded_position
+from ..messages import Generate
 from ..structured.guide import Guide, TokenMasks, token_masks
+from .answers import Answers, StepResult
+from .drafts import Drafter
 from .logit_edits import SamplingRow, mask_logits, mover, sampling_row
 from .logprobs import ScoredRow, read, score
 from .request import RequestKey, RequestPhase, RequestState, admit
 from .sampler import Restriction, Sampled, sample
-from .scheduler import Drafter, LogitsLayout, ScheduledRow, Scheduler, SchedulerLimits, logits_layout, plan_of_step
+from .scheduler import Scheduler, SchedulerLimits
 from .step_plan import StepPlan
+from .step_rows import LogitsLayout, ScheduledRow, logits_layout, plan_of_step
 from .throughput import SmoothedRates
 
 log = logging.getLogger(__name__)
@@ -72,18 +67,6 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Free the KV pool and stop the other ranks."""
-
-
-@dataclass(slots=True)
-class StepResult:
-    """The outputs of one step, keyed by source (the router's id)."""
-
-    step: int
-    outputs: dict[str, list[TokenOutput]] = field(default_factory=lambda: defaultdict(list))
-    refused: dict[str, list[Refused]] = field(default_factory=lambda: defaultdict(list))
-    failed: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))  #: ids, if the step failed
-    rows: int = 0
-    error: ReplicaError | None = None
 
 
 class Engine:
@@ -119,13 +102,13 @@ class Engine:
         self._vocab_size, self._eos_token_ids = vocab_size, eos_token_ids
         self._hasher = hasher
         self._cache = cache
+        self._answers = Answers(self.scheduler, hasher, eos_token_ids, clock)
         self._executor = executor
         self._epoch = epoch
         self._clock, self._wall_clock = clock, wall_clock
         self._mask = mask
         self._evicted = evicted
         self._steps = 0
-        self._generated_tokens = 0
         self._prefilled_tokens = 0
         self._accepted: dict[str, int] = {}
 
@@ -231,7 +214,7 @@ class Engine:
                 evicted_tokens=stats.evicted_tokens,
                 collisions=stats.collisions,
                 preemptions=self.scheduler.preemptions,
-                generated_tokens=self._generated_tokens,
+                generated_tokens=self._answers.generated_tokens,
                 prefilled_tokens=self._prefilled_tokens,
                 pins_set=pins.set,
                 pins_refused=pins.refused,
@@ -278,11 +261,11 @@ class Engine:
         # Before the step commits any blocks: KV that led to non-finite logits must not become a cached prefix.
         for row, tokens in zip(layout.samplers, drawn, strict=True):
             if not tokens:
-                self._end_non_finite(row.request, result)
-        self._echo(layout, scores, result)
+                self._answers.end_non_finite(row.request, result)
+        self._answers.echo(layout, scores, result)
         for row, total in pooled:
             if not np.isfinite(total).all():
-                self._end_non_finite(row.request, result)
+                self._answers.end_non_finite(row.request, result)
             row.request.hidden_sum = total
         for row in rows:
             self.scheduler.complete(row)
@@ -290,10 +273,10 @@ class Engine:
             if row.request.phase is RequestPhase.RUNNING:
                 if row.drafts:
                     row.request.drafting.learn(len(row.drafts), len(tokens) - 1, row.request.generated + len(tokens))
-                self._advance(row.request, tokens, result)
+                self._answers.advance(row.request, tokens, result)
         for row, total in pooled:
             if row.request.phase is RequestPhase.RUNNING and row.end == row.request.num_tokens:
-                self._embed(row.request, total, result)
+                self._answers.embed(row.request, total, result)
 
     def _forward_hidden(self, plan: StepPlan, layout: LogitsLayout) -> tuple[torch.Tensor | None, "list[HiddenSum]"]:
         """The step's logits, and each embedding row's sum of pooled hidden states, earlier steps included."""
@@ -307,122 +290,13 @@ class Engine:
             pooled.append((row, total if before is None else before + total))
         return logits, pooled
 
-    def _embed(self, request: RequestState, total: npt.NDArray[np.float64], result: StepResult) -> None:
-        """Finish a request with its prompt's vector, of length 1. The sum suffices: the mean has the same direction."""
-        assert request.embedding is not None, f"request {request.key} did not ask for an embedding"
-        vector = total[: request.embedding.dimensions]
-        vector = vector / (np.linalg.norm(vector) or 1.0)
-        source, request_id = request.key
-        result.outputs[source].append(
-            TokenOutput(
-                request_id=request_id,
-                index=0,
-                token_ids=[],
-                finish_reason="stop",
-                cached_tokens=request.cached_tokens,
-                embedding=vector.astype("<f4").tobytes(),
-                waited_s=request.waited_s,
-            )
-        )
-        request.output_sent = True
-        self.scheduler.finish(request)
-
     def _restriction(self, masks: TokenMasks, device: torch.device) -> Restriction:
         rows, bits = torch.from_numpy(masks.rows).to(device), torch.from_numpy(masks.bits).to(device)
         return Restriction(rows, lambda logits: self._mask(logits, rows, bits))
 
-    def _end_non_finite(self, request: RequestState, result: StepResult) -> None:
-        error = NonFiniteLogits(
-            f"the model's logits after token {len(request.tokens)} are NaN or infinite: they exceeded the range of its "
-            "dtype (float16 has the smallest: use --dtype bfloat16 or float32), or its weights are damaged"
-        )
-        self._end_with(error, request, result)
-
-    def _end_with(self, error: RequestError, request: RequestState, result: StepResult) -> None:
-        """End one request with an error; other requests are not affected."""
-        if request.phase is RequestPhase.FINISHED:
-            return
-        log.error("request_failed request=%s reason=%r", request.key, str(error))
-        self.scheduler.finish(request)
-        source, request_id = request.key
-        result.refused[source].append(Refused(request_id=request_id, reason=error.reason, message=str(error)))
-
-    def _echo(self, layout: LogitsLayout, scores: Sequence[PositionLogprobs], result: StepResult) -> None:
-        """Store a step's prompt logprobs, in the order of `prompt_rows`, for each request's first output.
-
-        A preempted request computes positions again: the new values replace all stored from the first of them on.
-        """
-        values = iter(scores)
-        for row, positions in layout.prompts:
-            request, found = row.request, [*islice(values, len(positions))]
-            if any(math.isnan(value.chosen.logprob) for value in found):
-                self._end_non_finite(request, result)
-            assert request.prompt_logprobs is not None, f"request {request.key} asked for no prompt logprobs"
-            request.prompt_logprobs[positions[0] + 1 :] = map(encoded_position, found)
-
     def _sampling_row(self, request: RequestState, drafts: Sequence[int] = ()) -> SamplingRow:
         tokens = request.tokens + array("I", drafts) if drafts else request.tokens
         return sampling_row(request.sampling, tokens, request.prompt_tokens, self._eos_token_ids)
-
-    def _advance(self, request: RequestState, drawn: Sequence[Sampled], result: StepResult) -> None:
-        """Append the drawn tokens, emit an output if one is due, and finish the request if it has ended.
-
-        All tokens but the last matched their drafts, so their KV is already computed.
-        """
-        first = not request.output_sent
-        pinned = 0 if first and request.pins else None
-        if request.pins and request.phase is RequestPhase.RUNNING:  # if preempted in flight, it pins with a later token
-            pinned, request.pins = self.scheduler.pin(request, self._clock()), ()
-        stop_id = finish_reason = None
-        for place, sampled in enumerate(drawn):
-            if place:
-                self.scheduler.accept(request)
-            request.append(sampled.token_id, self._hasher)
-            if request.guide is not None:
-                request.guide.accept((sampled.token_id,))
-                if request.guide.problem:
-                    self._end_with(ConstraintFailed(f"constraint: {request.guide.problem}"), request, result)
-                    return
-            self._generated_tokens += not request.warm_up
-            request.unsent.append(sampled.token_id)
-            if sampled.logprobs:
-                request.unsent_logprobs.append(sampled.logprobs)
-            stop_id, finish_reason = self._end_of(request, sampled.token_id)
-            if finish_reason is not None:
-                break
-        if not first and finish_reason is None and len(request.unsent) < request.tokens_per_output:
-            return
-        token_ids, request.unsent = request.unsent, []
-        logprobs, request.unsent_logprobs = request.unsent_logprobs, []
-        source, request_id = request.key
-        result.outputs[source].append(
-            TokenOutput(
-                request_id=request_id,
-                index=request.generated - len(token_ids),
-                token_ids=token_ids,
-                finish_reason=finish_reason,
-                cached_tokens=request.cached_tokens if first else None,
-                logprobs=logprobs or None,
-                prompt_logprobs=request.prompt_logprobs if first else None,
-                stop_token_id=stop_id,
-                pinned_tokens=pinned,
-                waited_s=request.waited_s if first else None,
-            )
-        )
-        request.output_sent = True
-        if finish_reason:
-            self.scheduler.finish(request)
-
-    def _end_of(self, request: RequestState, token_id: int) -> tuple[int | None, FinishReason | None]:
-        params, generated = request.sampling, request.generated
-        if generated >= params.min_tokens and (  # below `min_tokens`, our sampler bans these ids; another might not
-            token_id in params.stop_token_ids or (not params.ignore_eos and token_id in self._eos_token_ids)
-        ):
-            return token_id, "stop"
-        if request.guide is not None and request.guide.ended:
-            return None, "stop"
-        full = len(request.tokens) >= self.scheduler.limits.max_model_len
-        return None, "length" if full or generated >= params.max_tokens else None
 
     def _measure(self, rows: Sequence[ScheduledRow], seconds: float) -> None:
         prefills = [row for row in rows if not row.decodes]
@@ -431,17 +305,8 @@ class Engine:
         self.rates.observe(work, len(rows) - len(prefills), seconds)
 
     def _fail(self, rows: Iterable[ScheduledRow], error: Exception, result: StepResult) -> None:
-        """Give up the requests of a failed step. Their KV may be half written, so none of it is committed."""
-        failed = [row.request for row in rows if row.request.phase is not RequestPhase.FINISHED]
         self.failures_in_a_row += 1
-        message = f"step {self._steps} failed: {type(error).__name__}: {error}"
-        result.error = StepFailed(message)
-        result.error.__cause__ = error
-        log.error("step_failed step=%d requests=%d", self._steps, len(failed), exc_info=error)
-        for request in failed:
-            source, request_id = request.key
-            self.scheduler.finish(request)
-            result.failed[source].append(request_id)
+        self._answers.fail(self._steps, rows, error, result)
 
 
 def _confirmed(drawn: Sequence[Sampled], drafts: Sequence[int]) -> Sequence[Sampled]:

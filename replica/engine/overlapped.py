@@ -21,13 +21,14 @@ import msgspec
 from ..errors import RankLost
 from ..messages import PositionLogprobs
 from ..structured.guide import TokenMasks, token_masks
-from .engine import Engine, Executor, StepResult, prompt_rows
+from .answers import StepResult
+from .engine import Engine, Executor, prompt_rows
 from .logit_edits import LogitEdits, edits_of, has_edits
 from .logprobs import ScoredRow, scored_rows
 from .request import RequestPhase, RequestState
 from .sampler import Sampled
-from .scheduler import LogitsLayout, ScheduledRow, logits_layout, plan_of_step
 from .step_plan import SlotStart, StepPlan
+from .step_rows import LogitsLayout, ScheduledRow, logits_layout, plan_of_step
 
 
 @dataclass(slots=True, frozen=True)
@@ -223,17 +224,17 @@ class OverlappedEngine(Engine):
             self._fail(step.rows, error, result)
             return
         self.failures_in_a_row = 0
-        self._echo(step.layout, scores[len(step.scored) :], result)
+        self._answers.echo(step.layout, scores[len(step.scored) :], result)
         logprobs = {row.place: found for row, found in zip(step.scored, scores, strict=False)}
         samplers = step.layout.samplers
         for row, token in zip(samplers, tokens, strict=True):
             if token is None:  # finish it before it lands, so its blocks are not cached
-                self._end_non_finite(row.request, result)
+                self._answers.end_non_finite(row.request, result)
         for row, preemptions in zip(step.rows, step.preemptions, strict=True):
             self.scheduler.land(row, preemptions)
         for place, (row, token) in enumerate(zip(samplers, tokens, strict=True)):
             if token is not None and row.request.phase is not RequestPhase.FINISHED:  # else it ended while in flight
-                self._advance(row.request, [Sampled(token, logprobs.get(place))], result)
+                self._answers.advance(row.request, [Sampled(token, logprobs.get(place))], result)
         now = self._clock()
         self._measure(step.rows, now - max(step.started, self._landed_at))
         self._landed_at = now

@@ -1,9 +1,9 @@
-"""Compiles the kernels that a model needs on this processor and caches them for its ranks.
+"""Compiles and compares the kernels that a model needs on this processor, and caches the results for its ranks.
 
     python -m homing.replica.execute.cpu_warm_up FOLDER DTYPE BLOCK_SIZE DONE
 
 `homing serve` runs it while Ray starts. It reads only config.json: if a model run by transformers needs kernels of
-other sizes, its ranks compile them. Finally, it creates the file DONE.
+other sizes, its ranks compile them. Finally, it creates the file DONE. Spare processes call `load_kernels`.
 """
 
 import sys
@@ -14,6 +14,7 @@ import torch
 
 from ..kernels.base import PagedRows
 from ..kernels.choice import compiled_problem
+from ..kernels.cpu.attention.choice import prompt_choice
 from ..kernels.cpu.cpu_kernels import CompiledKernels
 from ..load.preflight import ModelConfig, multiplies_bfloat16, read_config
 from ..models.base import AttentionRule, Rotary
@@ -25,13 +26,21 @@ TOKENS = 2
 
 
 def main(folder: str, dtype: str, block_size: str, done: str) -> None:
-    config = read_config(Path(folder))
+    load_kernels(Path(folder), dtype, int(block_size))
+    Path(done).touch()
+
+
+def load_kernels(folder: Path, dtype: str, block_size: int) -> None:
+    """Load the kernels of the model in `folder` into this process, compiled now unless they are cached.
+
+    `dtype`: the setting, also "auto".
+    """
+    config = read_config(folder)
     stored = config.dtype or config.torch_dtype
     name = auto_dtype(stored, cuda=False, multiplies_bfloat16=multiplies_bfloat16()) if dtype == "auto" else dtype
     if compiled_problem(getattr(torch, name)) is None:
         with suppress(Exception):  # a config with other names would fail at every start
-            launch_all(config, getattr(torch, name), int(block_size))
-    Path(done).touch()
+            launch_all(config, getattr(torch, name), block_size)
 
 
 def launch_all(config: ModelConfig, dtype: torch.dtype, block_size: int) -> None:
@@ -44,6 +53,7 @@ def launch_all(config: ModelConfig, dtype: torch.dtype, block_size: int) -> None
     rows, rule = PagedRows(keys, values, torch.zeros(TOKENS, 1, dtype=torch.int32), lengths), AttentionRule(1.0)
     kernels.decode(q, rows, None, rule, torch.empty_like(q))
     kernels.prefill(q, rows, torch.arange(TOKENS + 1, dtype=torch.int32), rule, torch.empty_like(q))
+    prompt_choice(dtype, heads, kv_heads, dim)
     x = torch.zeros(TOKENS, 2 * dim, dtype=dtype)
     Linear(torch.zeros(32, 2 * dim, dtype=dtype))(x)
     cos, sin = kernels.rotary_table(places, torch.zeros(dim // 2), dtype)

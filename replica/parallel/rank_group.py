@@ -10,6 +10,7 @@ before their group.
 
 import logging
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -25,6 +26,9 @@ from .shared_sums import MAX_BYTES, SharedSums
 log = logging.getLogger(__name__)
 
 Backend = Literal["gloo", "nccl"]
+
+#: Pause before a rank tries again to connect to rank 0, which does not listen yet.
+CONNECT_POLL_S = 0.01
 
 
 class RankGroup:
@@ -114,8 +118,22 @@ def _rank_lost(what: str) -> Iterator[None]:
 
 def _store(rank: int, size: int, host: str, port: int, timeout: timedelta) -> Store:
     if rank:
+        _until_listening(host, port, timeout)
         return TCPStore(host, port, size, is_master=False, timeout=timeout)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # torch's own listener would accept on every interface, whatever `host` is.
     listener = socket.create_server((host, port), family=family, backlog=size)
     return TCPStore(host, port, size, is_master=True, timeout=timeout, master_listen_fd=listener.detach())
+
+
+def _until_listening(host: str, port: int, timeout: timedelta) -> None:
+    """Wait until rank 0 listens: torch's own client would pause for 0.3 to 1 s if it came first. Raises OSError."""
+    deadline = time.monotonic() + timeout.total_seconds()
+    while True:
+        try:
+            with socket.create_connection((host, port), max(CONNECT_POLL_S, deadline - time.monotonic())):
+                return
+        except ConnectionRefusedError:
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(CONNECT_POLL_S)

@@ -18,8 +18,9 @@ from time import thread_time_ns
 
 import torch
 
+from homing.kvcache.block_index import CacheStats
 from homing.kvcache.hashing import BlockHash, BlockHasher, token_bytes
-from homing.kvcache.prefix_cache import CacheStats, PrefixCache
+from homing.kvcache.prefix_cache import PrefixCache
 from homing.replica.attention.paged import KvPool
 from homing.replica.config import ReplicaSettings
 from homing.replica.demo import demo_model_path

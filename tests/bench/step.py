@@ -41,7 +41,7 @@ from homing.replica.engine.step_plan import StepPlan
 from homing.replica.engine.throughput import SmoothedRates
 from homing.replica.execute.request_table import TableMirror
 from homing.replica.execute.runner import ModelRunner
-from homing.replica.messages import Generate, SamplingParams, TokenBatch
+from homing.replica.messages import Generate, PositionLogprobs, SamplingParams, TokenBatch
 
 BLOCK_SIZE = 16
 VOCABULARY = 151_936
@@ -64,6 +64,9 @@ class Drawn:
 
     def tokens(self) -> list[int]:
         return self._tokens
+
+    def logprobs(self) -> list[PositionLogprobs]:
+        return []
 
 
 class Nothing:

@@ -20,13 +20,14 @@ from transformers import AutoModelForCausalLM
 from homing.kvcache.hashing import BlockHasher
 from homing.kvcache.prefix_cache import PrefixCache
 from homing.replica.config import ReplicaSettings
+from homing.replica.engine.drafts import Drafter
 from homing.replica.engine.engine import Engine
 from homing.replica.engine.logit_edits import SamplingRow, banned_before
 from homing.replica.engine.logprobs import prompt_logprobs
 from homing.replica.engine.overlapped import DrawTerms, OverlappedEngine
 from homing.replica.engine.request import RequestPhase
 from homing.replica.engine.sampler import sample
-from homing.replica.engine.scheduler import Drafter, SchedulerLimits
+from homing.replica.engine.scheduler import SchedulerLimits
 from homing.replica.engine.step_plan import StepPlan
 from homing.replica.engine.throughput import SmoothedRates
 from homing.replica.execute.gpu_runner import DrawnTokens, GpuRunner

@@ -25,9 +25,10 @@ from msgspec import structs
 from ....events.load_report import PrefillSpan, work_of
 from ....events.publish.step_changes import AllCleared, Change, RemovedBlocks, StoredBlocks
 from ....events.wire.messages import CacheCounters, LoadReport, PrefillWork
+from ....kvcache.block_index import CachedBlock
 from ....kvcache.hashing import BlockHash
 from ....kvcache.pool import Block
-from ....kvcache.prefix_cache import CachedBlock, PrefixCache, PrefixMatch
+from ....kvcache.prefix_cache import PrefixCache, PrefixMatch
 from ....replica.engine import queue_order
 from ....replica.engine.throughput import SmoothedRates
 from ....replica.messages import WORTH_WAITING_TOKENS

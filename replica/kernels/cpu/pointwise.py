@@ -11,7 +11,7 @@ import torch
 from numba import carray, njit
 
 from ...models.base import Rotary
-from .runtime.compilation import kernel
+from .runtime.compilation import Kernel, kernel
 from .runtime.scalars import FAST_MATH, LEAST, Storage, exponential, pointer, storage_of
 from .runtime.thread_team import run, share, threads_for
 
@@ -24,11 +24,11 @@ def take(table: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def _take(storage: Storage):
+def _take(storage: Storage) -> Kernel:
     kind, size = storage.kind, storage.size
 
     @kernel
-    def take(data, number, threads):
+    def take(data, number, threads) -> None:
         args = carray(data, (6,), np.int64)
         table, out, rows, features, stride = args[0], args[2], args[3], args[4], args[5]
         indices = carray(pointer(args[1]), (rows,), np.int64)
@@ -57,11 +57,11 @@ def add_rms_norm(
 
 
 @functools.cache
-def _add_rms_norm(storage: Storage, adds: bool):
+def _add_rms_norm(storage: Storage, adds: bool) -> Kernel:
     kind, size, widen, narrow = storage.kind, storage.size, storage.widen, storage.narrow
 
     @kernel
-    def add_rms_norm(data, number, threads):
+    def add_rms_norm(data, number, threads) -> None:
         args = carray(data, (10,), np.int64)
         epsilon = np.float32(carray(data, (10,), np.float64)[9])
         all_x, all_delta, all_summed, all_normed = args[0], args[1], args[3], args[4]
@@ -97,11 +97,11 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def _silu_mul(storage: Storage):
+def _silu_mul(storage: Storage) -> Kernel:
     kind, size, widen, narrow = storage.kind, storage.size, storage.widen, storage.narrow
 
     @kernel
-    def silu_mul(data, number, threads):
+    def silu_mul(data, number, threads) -> None:
         args = carray(data, (5,), np.int64)
         gate_up, all_out, tokens, features, stride = args[0], args[1], args[2], args[3], args[4]
         first, stop = share(tokens, number, threads)
@@ -125,9 +125,9 @@ def mask(logits: torch.Tensor, rows: torch.Tensor, bits: torch.Tensor) -> None:
 
 
 @functools.cache
-def _mask():
+def _mask() -> Kernel:
     @kernel
-    def mask(data, number, threads):
+    def mask(data, number, threads) -> None:
         args = carray(data, (7,), np.int64)
         all_logits, count, words, vocab, stride = args[0], args[3], args[4], args[5], args[6]
         rows = carray(pointer(args[1]), (count,), np.int64)
@@ -157,11 +157,11 @@ def rotary_table(
 
 
 @functools.cache
-def _rotary_table(storage: Storage):
+def _rotary_table(storage: Storage) -> Kernel:
     kind, size, narrow = storage.kind, storage.size, storage.narrow
 
     @kernel
-    def rotary_table(data, number, threads):
+    def rotary_table(data, number, threads) -> None:
         args = carray(data, (6,), np.int64)
         all_cos, all_sin, count, width = args[2], args[3], args[4], args[5]
         positions = carray(pointer(args[0]), (count,), np.int64)
@@ -196,12 +196,12 @@ def rotate_and_store(
 
 
 @functools.cache
-def _rotate_and_store(storage: Storage, table: Storage, dim: int, norms: bool):
+def _rotate_and_store(storage: Storage, table: Storage, dim: int, norms: bool) -> Kernel:
     kind, size, widen, narrow = storage.kind, storage.size, storage.widen, storage.narrow
     half, table_kind, table_size, wide = dim // 2, table.kind, table.size, table.widen
 
     @njit(fastmath=FAST_MATH, error_model="numpy")
-    def rotate(source, target, cos, sin, norm, epsilon):
+    def rotate(source, target, cos, sin, norm, epsilon) -> None:
         """Normalize and rotate one head, in pairs (i, i + dim / 2)."""
         inverse = np.float32(1)
         if norms:
@@ -217,7 +217,7 @@ def _rotate_and_store(storage: Storage, table: Storage, dim: int, norms: bool):
             target[half + i] = narrow(other * wide(cos[i]) + one * wide(sin[i]))
 
     @kernel
-    def rotate_and_store(data, number, threads):
+    def rotate_and_store(data, number, threads) -> None:
         args = carray(data, (16,), np.int64)
         epsilon = np.float32(carray(data, (16,), np.float64)[15])
         qkv, all_cos, all_sin, keys, values, queries = args[0], args[1], args[2], args[4], args[5], args[6]

@@ -157,7 +157,7 @@ def decode(q: torch.Tensor, rows: PagedRows, plan: DecodePlan, rule: AttentionRu
 @triton.jit(do_not_specialize=["rows", "table_row"], do_not_specialize_on_alignment=["tables", "seq_lens"])
 def _sort(
     tables, seq_lens, table_row, order, arrived, rows, PAGE: tl.constexpr, SORTED: tl.constexpr, BLOCK: tl.constexpr
-):
+) -> None:
     """Sort rows by their pages 0, 1, 3, 7 and so on, so that rows that share more pages are closer. Padding is last.
 
     Each program counts, for SORTED rows, the rows that precede them. Sets `arrived` to 0 for `_plan`.
@@ -180,7 +180,7 @@ def _sort(
 
 
 @triton.jit
-def _page_at(tables, seq_lens, table_row, i, rows, column, PAGE: tl.constexpr):
+def _page_at(tables, seq_lens, table_row, i, rows, column, PAGE: tl.constexpr) -> tl.tensor:
     """The page of rows `i` in this column; -1 if it is not full, and the greatest int32 for padding rows."""
     length = tl.load(seq_lens + i, mask=i < rows, other=0)
     page = tl.load(tables + i * table_row + column, mask=(i < rows) & (column < length // PAGE), other=-1)
@@ -188,7 +188,9 @@ def _page_at(tables, seq_lens, table_row, i, rows, column, PAGE: tl.constexpr):
 
 
 @triton.jit
-def _shared_keys(tables, seq_lens, table_row, order, rows, PAGE: tl.constexpr, PACK: tl.constexpr, BLOCK: tl.constexpr):
+def _shared_keys(
+    tables, seq_lens, table_row, order, rows, PAGE: tl.constexpr, PACK: tl.constexpr, BLOCK: tl.constexpr
+) -> tl.tensor:
     """The number of leading keys that all rows of this program's pack share: whole pages, never a row's last key."""
     first = tl.program_id(0) * PACK
     leader = tl.load(order + first)
@@ -214,7 +216,7 @@ def _shared_keys(tables, seq_lens, table_row, order, rows, PAGE: tl.constexpr, P
 def _plan(
     tables, seq_lens, table_row, first_chunk, progress, order, shared, rows, window, least, PAGE: tl.constexpr,
     PACK: tl.constexpr, PROGRAMS: tl.constexpr, KV_HEADS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     """Each program finds the keys that a pack shares. The last one cuts all spans into chunks and sums their numbers.
 
     Chunks are the longest with which no attention program has more than a tenth of additional work. If idle programs
@@ -257,7 +259,7 @@ def _plan(
 
 
 @triton.jit
-def _tiles(seq_lens, order, shared, i, rows, spans, window, PACK: tl.constexpr, TILE: tl.constexpr):
+def _tiles(seq_lens, order, shared, i, rows, spans, window, PACK: tl.constexpr, TILE: tl.constexpr) -> tl.tensor:
     """The number of tiles of spans `i`; 0 beyond the last one."""
     row = i
     if PACK > 1:
@@ -276,7 +278,7 @@ def _attend_chunk(
     query, keys, values, table, start, end, scale, softcap, sink, k_page, k_token, v_page, v_token, CAPS: tl.constexpr,
     GROUP_PAD: tl.constexpr, DK: tl.constexpr, DK_PAD: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
     PAGE: tl.constexpr, TILE: tl.constexpr, UPCASTS: tl.constexpr,
-):  # fmt: skip
+) -> tuple[tl.tensor, ...]:  # fmt: skip
     """Softmax over keys `start` up to `end` in base 2: the weighted mean of values, and log2 of the weights' sum.
 
     `sink` is each matrix row's score of no value; -inf: none. The mean is zero if there are no keys.
@@ -306,7 +308,7 @@ def _attend_chunk(
 def _merge(
     partial, weights, shared_first, own_first, shared_count, step, count, heads, HEADS: tl.constexpr,
     FLAT: tl.constexpr, MERGED: tl.constexpr, DV: tl.constexpr, REAL: tl.constexpr,
-):  # fmt: skip
+) -> tl.tensor:  # fmt: skip
     """The weighted mean of `count` chunks: [FLAT], a group's heads side by side.
 
     The first `shared_count` are at `shared_first`, `step` apart, the rest from `own_first` on. Read from L2: other
@@ -333,7 +335,7 @@ def _merge(
 
 
 @triton.jit
-def _rows_of_span(span, rows, first_chunk, shared, own_chunks, PACK: tl.constexpr):
+def _rows_of_span(span, rows, first_chunk, shared, own_chunks, PACK: tl.constexpr) -> tuple[tl.tensor, ...]:
     """A span's first row (in plan order) and row count; its pack's shared keys, first shared chunk and chunk count."""
     place = span
     members = 1
@@ -351,11 +353,46 @@ def _rows_of_span(span, rows, first_chunk, shared, own_chunks, PACK: tl.constexp
 
 
 @triton.jit
+def _keys_of_chunk(number, chunks, begin, length, window, is_shared, TILE: tl.constexpr) -> tuple[tl.tensor, ...]:
+    """The first key, and the end, of a span's chunk: its own keys from `begin` on, or the shared ones before it."""
+    if window > 0:
+        begin = tl.maximum(length - window, 0)
+    if is_shared:
+        length = begin
+        begin = 0
+    tiles = (length - begin + TILE - 1) // TILE
+    start = begin + number * tiles // chunks * TILE
+    return start, tl.minimum(begin + (number + 1) * tiles // chunks * TILE, length)
+
+
+@triton.jit
+def _query_rows(q, at, g, dk, used, DK: tl.constexpr) -> tl.tensor:
+    return tl.load(q + at[:, None] + dk[None, :], mask=(g[:, None] < used) & (dk[None, :] < DK), other=0.0)
+
+
+@triton.jit
+def _sinks_of(sinks, heads, is_first, SINKS: tl.constexpr, GROUP_PAD: tl.constexpr) -> tl.tensor:
+    """The sinks' scores in bits. They are part of a row's first own chunk, and -inf in the others."""
+    found = tl.full([GROUP_PAD], float("-inf"), tl.float32)
+    if SINKS:
+        found = tl.load(sinks + heads, mask=is_first, other=float("-inf")).to(tl.float32) * LOG2E
+    return found
+
+
+@triton.jit
+def _store_partial(partial, weights, mean, weight, at, g, dv, used, DV: tl.constexpr) -> None:
+    """Store the results of a chunk that is merged with others; `used` matrix rows hold query heads."""
+    tl.store(partial + at[:, None] * DV + dv[None, :], mean, mask=(g[:, None] < used) & (dv[None, :] < DV))
+    tl.store(weights + at, weight, mask=g < used)
+    tl.debug_barrier()  # all threads must have written before one reports it
+
+
+@triton.jit
 def _merge_completed(
     partial, weights, out, progress, first_chunk, order, place, members, head, own_chunks, shared_before,
     shared_chunks, out_row, out_head, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PACK: tl.constexpr,
     FLAT: tl.constexpr, MERGED: tl.constexpr, DV: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     """Count a completed chunk for the `members` rows from `place` on, and merge each row that is now complete."""
     for each in tl.range(place, place + members, num_stages=1):
         own_before = tl.load(first_chunk + each)
@@ -382,7 +419,7 @@ def _decode(
     CAPS: tl.constexpr, SINKS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
     PACK: tl.constexpr, DK: tl.constexpr, DK_PAD: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
     FLAT: tl.constexpr, MERGED: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, UPCASTS: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     """Take pairs of a chunk and a KV head until none is left; a group's query heads are the matrix rows.
 
     Rows are identified by their place in the plan's order.
@@ -411,37 +448,24 @@ def _decode(
             row = tl.load(order + place)
             in_order = tl.load(order + place + g // GROUP, mask=g < GROUP * members, other=0)
         length = tl.load(seq_lens + row)
-        if window > 0:
-            begin = tl.maximum(length - window, 0)
-        if span >= rows:
-            length = begin
-            begin = 0
-        tiles = (length - begin + TILE - 1) // TILE
-        start = begin + (chunk - chunks_before) * tiles // chunks * TILE
-        end = tl.minimum(begin + (chunk - chunks_before + 1) * tiles // chunks * TILE, length)
+        start, end = _keys_of_chunk(chunk - chunks_before, chunks, begin, length, window, span >= rows, TILE)
         heads = head * GROUP + g % GROUP
-        q_at = in_order * q_row + heads * q_head
-        query = tl.load(
-            q + q_at[:, None] + dk[None, :], mask=(g[:, None] < GROUP * members) & (dk[None, :] < DK), other=0.0
-        )
-        sink = tl.full([GROUP_PAD], float("-inf"), tl.float32)
-        if SINKS:  # it is part of the row's first own chunk
-            here = (g < GROUP) & (span < rows) & (chunk == chunks_before)
-            sink = tl.load(sinks + heads, mask=here, other=float("-inf")).to(tl.float32) * LOG2E
+        query = _query_rows(q, in_order * q_row + heads * q_head, g, dk, GROUP * members, DK)
+        is_first = (g < GROUP) & (span < rows) & (chunk == chunks_before)
+        sink = _sinks_of(sinks, heads, is_first, SINKS, GROUP_PAD)
         mean, weight = _attend_chunk(
             query, keys + head * k_head, values + head * v_head, tables + row * table_row, start, end, scale, softcap,
             sink, k_page, k_token, v_page, v_token, CAPS, GROUP_PAD, DK, DK_PAD, DV, DV_PAD, PAGE, TILE, UPCASTS,
         )  # fmt: skip
-        real = (g[:, None] < GROUP * members) & (dv[None, :] < DV)
         if (span < rows) & (chunks + shared_chunks == 1):
             out_at = row * out_row + heads[:, None] * out_head + dv[None, :]
+            real = (g[:, None] < GROUP * members) & (dv[None, :] < DV)
             tl.store(out + out_at, mean.to(out.dtype.element_ty), mask=real)
         else:
             slot = tl.where(span < rows, chunk, own_chunks + (chunk - own_chunks) * PACK + g // GROUP)
-            at = slot * (KV_HEADS * GROUP) + heads
-            tl.store(partial + at[:, None] * DV + dv[None, :], mean, mask=real)
-            tl.store(weights + at, weight, mask=g < GROUP * members)
-            tl.debug_barrier()  # all threads must have written before one reports it
+            _store_partial(
+                partial, weights, mean, weight, slot * (KV_HEADS * GROUP) + heads, g, dv, GROUP * members, DV
+            )
             _merge_completed(
                 partial, weights, out, progress, first_chunk, order, place, members, head, own_chunks, shared_before,
                 shared_chunks, out_row, out_head, KV_HEADS, GROUP, PACK, FLAT, MERGED, DV,

@@ -37,7 +37,7 @@ def expert_products(
 def _expert_products(
     x, weights, rows, firsts, out, experts, outputs, inputs, x_row, w_expert, w_row, SORTED: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, UPCASTS: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     tile = tl.program_id(0)
     expert = row_of(firsts, tile, experts, 1, ROWS)
     first = tl.load(firsts + expert)

@@ -17,7 +17,7 @@ def upcasts(x: torch.Tensor) -> bool:
 
 
 @triton.jit
-def dot(a, b, UPCASTS: tl.constexpr):
+def dot(a, b, UPCASTS: tl.constexpr) -> tl.tensor:
     """a @ b, accumulated in float32; float32 operands are not rounded to tf32."""
     if UPCASTS:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
@@ -32,7 +32,7 @@ def score_terms(rule: AttentionRule) -> tuple[float, float]:
 
 
 @triton.jit
-def scored(products, scale, softcap, CAPS: tl.constexpr):
+def scored(products, scale, softcap, CAPS: tl.constexpr) -> tl.tensor:
     """Scores in base 2 of products of queries and keys; `scale` and `softcap` as in `score_terms`."""
     scores = products * scale
     if CAPS:  # softcap * tanh(scores): scores are in base 2, times two
@@ -43,7 +43,7 @@ def scored(products, scale, softcap, CAPS: tl.constexpr):
 
 
 @triton.jit
-def stored(x, pages):
+def stored(x, pages) -> tl.tensor:
     """x as stored at `pages`, a pointer to KV; like `base.as_stored`."""
     kind = pages.dtype.element_ty
     if kind == tl.float8e4nv:
@@ -54,7 +54,7 @@ def stored(x, pages):
 
 
 @triton.jit
-def pages_of(table, token, there, PAGE: tl.constexpr):
+def pages_of(table, token, there, PAGE: tl.constexpr) -> tl.tensor:
     """The page number of each token, the same for keys and values."""
     return tl.load(table + token // PAGE, mask=there, other=0).to(tl.int64)
 
@@ -62,7 +62,7 @@ def pages_of(table, token, there, PAGE: tl.constexpr):
 @triton.jit
 def key_tile(
     keys, page, token, there, page_stride, token_stride, DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGE: tl.constexpr
-):
+) -> tl.tensor:
     """Keys of one head, [DIM_PAD, tokens]; zeros where `there` is false."""
     d = tl.arange(0, DIM_PAD)
     at = page * page_stride + (token % PAGE) * token_stride
@@ -72,7 +72,7 @@ def key_tile(
 @triton.jit
 def value_tile(
     values, page, token, there, page_stride, token_stride, DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGE: tl.constexpr
-):
+) -> tl.tensor:
     """Values of one head, [tokens, DIM_PAD]; zeros where `there` is false."""
     d = tl.arange(0, DIM_PAD)
     at = page * page_stride + (token % PAGE) * token_stride
@@ -80,7 +80,7 @@ def value_tile(
 
 
 @triton.jit
-def row_of(firsts, item, rows, GROUP: tl.constexpr, QUERIES: tl.constexpr):
+def row_of(firsts, item, rows, GROUP: tl.constexpr, QUERIES: tl.constexpr) -> tl.tensor:
     """The row that contains `item`: the last one that starts at or before it, so rows without items are skipped.
 
     Row i starts at item `firsts[i]`. With QUERIES > 0 items are tiles: it starts at `firsts[i] * GROUP // QUERIES + i`.

@@ -33,7 +33,7 @@ def decode_rows(
 def _decode_rows(
     rows, last_tokens, seq_lens, block_tables, token_ids, positions, slots, tables, lengths, from_row, to_row,
     SIZE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     """One row. Copies only the entries of its block table that the step reads."""
     row = tl.program_id(0)
     slot = tl.load(rows + row)
@@ -70,7 +70,7 @@ def embed(
 def _embed(
     table, ids, positions, frequencies, x, cos, sin, table_row, FEATURES: tl.constexpr, HALF: tl.constexpr,
     HALF_PAD: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     """A block of one token's embedding; the first block's program also computes the token's cos and sin."""
     token = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -104,7 +104,7 @@ def add_rms_norm(
 def _add_rms_norm(
     x, delta, weight, summed, normed, epsilon, x_row, delta_row, FEATURES: tl.constexpr, BLOCK: tl.constexpr,
     ADDS: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     there = i < FEATURES
@@ -142,7 +142,7 @@ def _rotate_and_store(
     qkv, q_norm, k_norm, cos, sin, slots, queries, keys, values, epsilon, qkv_row, k_page, k_token, k_head, v_page,
     v_token, v_head, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF_PAD: tl.constexpr,
     PAGE: tl.constexpr, NORMS: tl.constexpr, BATCH: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     """BATCH heads of one token; element i of a head's first half rotates with element i of the second."""
     HALF: tl.constexpr = DIM // 2
     token = tl.program_id(0).to(tl.int64)
@@ -183,7 +183,7 @@ def _rotate_and_store(
 
 
 @triton.jit
-def _norm_weights(q_norm, k_norm, is_query, turns, i, there):
+def _norm_weights(q_norm, k_norm, is_query, turns, i, there) -> tl.tensor:
     """Each head's norm weights; 1 for values, which are not normalized."""
     query = tl.load(q_norm + i[None, :], mask=there & is_query[:, None], other=1.0).to(tl.float32)
     key = tl.load(k_norm + i[None, :], mask=there & turns & (is_query == 0)[:, None], other=1.0).to(tl.float32)
@@ -198,7 +198,7 @@ def write_slots(stack: torch.Tensor, slots: torch.Tensor, values: torch.Tensor) 
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])  # the targets of an odd number of copies are not aligned
-def _write_slots(stack, slots, values, features, layer_stride, slot_stride, BLOCK: tl.constexpr):
+def _write_slots(stack, slots, values, features, layer_stride, slot_stride, BLOCK: tl.constexpr) -> None:
     number = tl.program_id(0)
     layer = tl.program_id(1).to(tl.int64)
     target = stack + layer * layer_stride + tl.load(slots + number) * slot_stride
@@ -219,7 +219,7 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def _silu_mul(gate_up, out, features, row_stride, BLOCK: tl.constexpr):
+def _silu_mul(gate_up, out, features, row_stride, BLOCK: tl.constexpr) -> None:
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = i < features
@@ -246,7 +246,7 @@ def round_rows(x: torch.Tensor, features: int) -> tuple[torch.Tensor, torch.Tens
 def _round_rows(
     x, rounded, scales, count, rows, every, features, x_row, MOST: tl.constexpr, LEAST: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     """The features of one row that share a scale; padding rows are zeros."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)

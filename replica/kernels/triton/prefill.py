@@ -68,7 +68,7 @@ def _attend_tiles(
     greatest, total, summed, query, positions, keys, values, table, start, end, scale, softcap, window, k_page, k_token,
     v_page, v_token, MASKED: tl.constexpr, CAPS: tl.constexpr, DK: tl.constexpr, DK_PAD: tl.constexpr, DV: tl.constexpr,
     DV_PAD: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, UPCASTS: tl.constexpr,
-):  # fmt: skip
+) -> tuple[tl.tensor, ...]:  # fmt: skip
     """Online softmax in base 2 over keys `start` up to `end`. Not MASKED: every query sees every key."""
     for at in range(start, end, TILE):
         token = at + tl.arange(0, TILE)
@@ -106,7 +106,7 @@ def _prefill(
     k_token, k_head, v_page, v_token, v_head, out_token, out_head, table_row, CAPS: tl.constexpr, SINKS: tl.constexpr,
     GROUP: tl.constexpr, DK: tl.constexpr, DK_PAD: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
     PAGE: tl.constexpr, QUERIES: tl.constexpr, TILE: tl.constexpr, UPCASTS: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     tile = tl.program_id(0)
     head = tl.program_id(1)
     row = row_of(first_queries, tile, rows, GROUP, QUERIES)

@@ -73,7 +73,7 @@ def mask(logits: torch.Tensor, rows: torch.Tensor, bits: torch.Tensor) -> None:
 
 
 @triton.jit
-def _mask(logits, rows, bits, vocab, stride, words, WORDS: tl.constexpr):
+def _mask(logits, rows, bits, vocab, stride, words, WORDS: tl.constexpr) -> None:
     """A block of one row. Reads one bit per token and writes only the logits of forbidden tokens."""
     place = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + place)
@@ -88,7 +88,7 @@ def _mask(logits, rows, bits, vocab, stride, words, WORDS: tl.constexpr):
 @triton.jit
 def _maxima(
     logits, maxima, places, counts, weights, arrived, vocab, stride, BUCKETS: tl.constexpr, BLOCK: tl.constexpr
-):
+) -> None:
     """Find each block's greatest logit and token. A row's first program also clears the totals of later launches."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -106,14 +106,16 @@ def _maxima(
 
 
 @triton.jit
-def _scaled(logits, row, i, there, stride, temperature, greatest):
+def _scaled(logits, row, i, there, stride, temperature, greatest) -> tl.tensor:
     """The logits divided by the temperature, shifted so that the greatest is 0; -inf beyond the vocabulary."""
     values = tl.load(logits + row * stride + i, mask=there, other=-float("inf"))
     return tl.div_rn(values, tl.zeros_like(values) + temperature) - greatest
 
 
 @triton.jit
-def _mass_up_to(logits, row, depth, vocab, stride, temperature, greatest, BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr):
+def _mass_up_to(
+    logits, row, depth, vocab, stride, temperature, greatest, BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr
+) -> tl.tensor:
     """The number of tokens with at most this depth (scaled logit bits without the sign), or their total weight."""
     held = tl.zeros([BLOCK], tl.float64)
     for start in range(0, vocab, BLOCK):
@@ -128,7 +130,7 @@ def _mass_up_to(logits, row, depth, vocab, stride, temperature, greatest, BY_WEI
 @triton.jit
 def _least_depth(
     logits, row, wanted, vocab, stride, temperature, greatest, BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr
-):
+) -> tl.tensor:
     """The least depth for which `_mass_up_to` is at least `wanted`; at most the bits of +inf (all tokens)."""
     low = tl.full([], 0, tl.int32)
     high = tl.full([], 0x7F800000, tl.int32)
@@ -141,22 +143,24 @@ def _least_depth(
 
 
 @triton.jit
-def _bucket(scaled, BUCKETS: tl.constexpr, PER_NAT: tl.constexpr):
+def _bucket(scaled, BUCKETS: tl.constexpr, PER_NAT: tl.constexpr) -> tl.tensor:
     return tl.minimum(-scaled * PER_NAT, BUCKETS - 1).to(tl.int32)
 
 
 @triton.jit
-def _limits(top_k, vocab):
+def _limits(top_k, vocab) -> tl.tensor:
     return (top_k > 0) & (top_k < vocab)
 
 
 @triton.jit
-def _filters(top_k, top_p, vocab):
+def _filters(top_k, top_p, vocab) -> tl.tensor:
     return _limits(top_k, vocab) | (top_p < 1.0)
 
 
 @triton.jit
-def _last_bucket(maxima, blocks, top_k, top_p, vocab, temperature, top, BUCKETS: tl.constexpr, PER_NAT: tl.constexpr):
+def _last_bucket(
+    maxima, blocks, top_k, top_p, vocab, temperature, top, BUCKETS: tl.constexpr, PER_NAT: tl.constexpr
+) -> tl.tensor:
     """A bucket in which, or before which, the floors are certain to be; all but the last bucket at most.
 
     The atomics of deeper tokens, often of nearly all, are not needed. At least top_k tokens are as likely as the block
@@ -178,7 +182,7 @@ def _histogram(
     logits, maxima, places, greatest, counts, weights, out, last_tokens, vocab, stride, blocks, slots, temperatures,
     top_ks, top_ps, BLOCKS_PAD: tl.constexpr, GREEDY: tl.constexpr, NONE: tl.constexpr, BUCKETS: tl.constexpr,
     PER_NAT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     """Write the tokens of rows that need no draw; for top-k or top-p rows, count and weigh each bucket's tokens."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
@@ -217,7 +221,7 @@ def _histogram(
 
 
 @triton.jit
-def _near(counts, weights, row, top_k, top_p, vocab, BUCKETS: tl.constexpr):
+def _near(counts, weights, row, top_k, top_p, vocab, BUCKETS: tl.constexpr) -> tuple[tl.tensor, ...]:
     """The buckets that may contain the floors of top-k and top-p, and the totals of the buckets before them.
 
     Returns for top-k: whether it has a floor, its bucket, tokens and weight before it, and the weight up to and with
@@ -242,7 +246,7 @@ def _near(counts, weights, row, top_k, top_p, vocab, BUCKETS: tl.constexpr):
 
 @triton.jit
 def _collect(scaled, weight, near, entries, sums, collected, block, ENTRIES: tl.constexpr, BUCKETS: tl.constexpr,
-             PER_NAT: tl.constexpr):  # fmt: skip
+             PER_NAT: tl.constexpr) -> None:  # fmt: skip
     """Sum the block's weights before all buckets that may contain a floor; add their distinct logits as entries."""
     has_k, k_bucket, _, _, _, has_p, p_first, p_last, _ = near
     mine = _bucket(scaled, BUCKETS, PER_NAT)
@@ -264,7 +268,7 @@ def _collect(scaled, weight, near, entries, sums, collected, block, ENTRIES: tl.
 
 @triton.jit
 def _depth_of_entries(entries, count, near, top_k, top_p, ENTRIES: tl.constexpr, BUCKETS: tl.constexpr,
-                      PER_NAT: tl.constexpr):  # fmt: skip
+                      PER_NAT: tl.constexpr) -> tl.tensor:  # fmt: skip
     """The depth of the last token that top-k and top-p keep; the bits of +inf if they keep all."""
     has_k, k_bucket, shallower, before, within, has_p, p_first, p_last, nearer = near
     depth = tl.full([], 0x7F800000, tl.int32)
@@ -282,7 +286,7 @@ def _depth_of_entries(entries, count, near, top_k, top_p, ENTRIES: tl.constexpr,
 
 
 @triton.jit
-def _entries(entries, count, ENTRIES: tl.constexpr):
+def _entries(entries, count, ENTRIES: tl.constexpr) -> tuple[tl.tensor, ...]:
     """Depths, token counts (0 beyond the last entry) and scaled logits. Loads use `.cg`: other programs wrote them."""
     e = tl.arange(0, ENTRIES)
     entry = tl.load(entries + e, mask=e < count, other=0x7FFFFFFF, cache_modifier=".cg")
@@ -291,7 +295,7 @@ def _entries(entries, count, ENTRIES: tl.constexpr):
 
 
 @triton.jit
-def _depth_by_bits(logits, row, top_k, top_p, vocab, stride, temperature, greatest, BLOCK: tl.constexpr):
+def _depth_by_bits(logits, row, top_k, top_p, vocab, stride, temperature, greatest, BLOCK: tl.constexpr) -> tl.tensor:
     """Like `_depth_of_entries`, but for rows with too many entries: reads the logits again."""
     depth = tl.full([], 0x7F800000, tl.int32)
     if _limits(top_k, vocab):
@@ -307,7 +311,7 @@ def _depth_by_bits(logits, row, top_k, top_p, vocab, stride, temperature, greate
 def _resolve_floor(
     logits, row, near, entries, sums, collected, top_k, top_p, floor, vocab, stride, temperature, greatest,
     ENTRIES: tl.constexpr, BUCKETS: tl.constexpr, PER_NAT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+) -> tl.tensor:  # fmt: skip
     """The floor of all filters, given the one of min-p as `floor`; completes the blocks' sums."""
     if collected > ENTRIES:
         depth = _depth_by_bits(logits, row, top_k, top_p, vocab, stride, temperature, greatest, BLOCK)
@@ -328,7 +332,7 @@ def _resolve_floor(
 
 
 @triton.jit
-def _least_entry(entries, values, wanted):
+def _least_entry(entries, values, wanted) -> tl.tensor:
     """The least depth up to which entries' values sum to at least `wanted`; the bits of +inf if there is none."""
     low = tl.full([], 0, tl.int32)
     high = tl.full([], 0x7F800000, tl.int32)
@@ -341,13 +345,13 @@ def _least_entry(entries, values, wanted):
 
 
 @triton.jit
-def _weights(scaled, i, vocab, floor):
+def _weights(scaled, i, vocab, floor) -> tl.tensor:
     """The weight of each token in the draw, float64; 0 for filtered tokens."""
     return tl.where((i < vocab) & (scaled >= floor), tl.exp(scaled), 0.0).to(tl.float64)
 
 
 @triton.jit
-def _uniform(seed, position, number):
+def _uniform(seed, position, number) -> tl.tensor:
     """A float64 in [0, 1) with 53 random bits: number `number` of (seed, position), as in `philox.uniforms`."""
     zero = tl.full([], 0, tl.uint32)
     low = (position & 0xFFFFFFFF).to(tl.uint32)
@@ -357,7 +361,7 @@ def _uniform(seed, position, number):
 
 
 @triton.jit
-def _pick(weights, point):
+def _pick(weights, point) -> tl.tensor:
     """The index whose share of the total contains `point`; the last positive one if rounding moves it to the end."""
     upto = tl.cumsum(weights, 0)
     total = tl.max(upto, 0)
@@ -366,7 +370,7 @@ def _pick(weights, point):
 
 
 @triton.jit
-def _members(chosen, FAN: tl.constexpr, SPAN: tl.constexpr):
+def _members(chosen, FAN: tl.constexpr, SPAN: tl.constexpr) -> tl.tensor:
     """Indices [FAN, SPAN] of the members of each group within the chosen one."""
     return (chosen * FAN + tl.arange(0, FAN)[:, None]) * SPAN + tl.arange(0, SPAN)[None, :]
 
@@ -376,7 +380,7 @@ def _draw(
     logits, greatest, counts, weights, entries, sums, arrived, out, last_tokens, vocab, stride, slots, temperatures,
     top_ks, top_ps, min_ps, seeds, prompts, lengths, ENTRIES: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
     FAN: tl.constexpr, BUCKETS: tl.constexpr, PER_NAT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     """Sum the block's weights and collect floor candidates; the row's last program finds the floor and draws."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)

@@ -61,32 +61,41 @@ def check_sizes(data: bytes, kind: type) -> bool:
 
     Returns whether that was necessary. A body that is not a JSON object passes. Raises InvalidRequest.
     """
-    limits = _sizes(kind)
-    if not limits or len(data) <= SMALL_BYTES:
+    if not _sizes(kind) or len(data) <= SMALL_BYTES:
         return False
+    _check_fields(data, kind, "")
+    return True
+
+
+def _check_fields(data: bytes | msgspec.Raw, kind: type, where: str) -> None:
+    limits = _sizes(kind)
     try:
         fields = _FIELDS.decode(data)
     except (ValueError, RecursionError):
-        return True
+        return
     for name, raw in fields.items():
-        if name in limits and len(raw) > limits[name]:
-            raise InvalidRequest.field(name, f"has {len(raw):,} bytes of JSON; the maximum is {limits[name]:,}")
-    return True
+        limit = limits.get(name)
+        if isinstance(limit, type):
+            _check_fields(raw, limit, f"{where}{name}.")
+        elif limit is not None and len(raw) > limit:
+            raise InvalidRequest.field(where + name, f"has {len(raw):,} bytes of JSON; the maximum is {limit:,}")
 
 
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 @cache
-def _sizes(kind: type) -> dict[str, int]:
-    """The maximum size of each field that has one, by name."""
+def _sizes(kind: type) -> dict[str, int | type]:
+    """The maximum size of each field that has one, by name; or its type, if that has such fields."""
     described = msgspec.inspect.type_info(kind)
     assert isinstance(described, msgspec.inspect.StructType), kind
     return {each.encode_name: size for each in described.fields if (size := _size(each.type)) is not None}
 
 
-def _size(described: msgspec.inspect.Type) -> int | None:
+def _size(described: msgspec.inspect.Type) -> int | type | None:
     match described:
+        case msgspec.inspect.StructType(cls=kind):
+            return kind if _sizes(kind) else None
         case msgspec.inspect.Metadata(type=inner, extra_json_schema=extra):
             return (extra or {}).get(SIZE_KEY) or _size(inner)
         case msgspec.inspect.UnionType(types=types):

@@ -40,7 +40,8 @@ PositiveCount = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 #: `max_choices` allows fewer.
 Choices = Annotated[int, Meta(ge=1, le=1024)]
 Priority = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
-RequestId = Annotated[str, Meta(pattern="^[\\x21-\\x7e]{1,256}$", max_length=256)]
+#: `$` also matches before a newline at the end, which would end the response's head.
+RequestId = Annotated[str, Meta(pattern="^[\\x21-\\x7e]{1,256}(?!\\n)$", max_length=256)]
 CacheSalt = Annotated[str, Meta(min_length=1, max_length=4096)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 #: Finding where a text ends in the beginning of a stop string takes up to the square of its length: 0.1 ms for 1,024.
@@ -232,12 +233,18 @@ class MessageBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True
     tool_calls: Rendered[list[dict[str, Any]]] | None = None
     tool_call_id: Rendered[str] | None = None
     reasoning_content: Rendered[str] | None = None
+    reasoning: Rendered[Any] = None  #: vLLM's newer name of it
     cache_control: CacheControl | None = None
     # Ignored: parts of OpenAI's responses that clients send back.
     refusal: OnlyDecoded = None
     annotations: OnlyDecoded = None
     audio: OnlyDecoded = None
     function_call: Rendered[dict[str, Any]] | None = None
+
+    @property
+    def thought(self) -> str | None:
+        """The reasoning, by either name."""
+        return self.reasoning_content or (self.reasoning if isinstance(self.reasoning, str) else None)
 
     def text(self, index: int, *, forwarded: bool = False) -> str | None:
         """The content of message `index` as one text. Raises InvalidRequest.

@@ -34,7 +34,11 @@ class SamplingFields(CompletionBody, kw_only=True, forbid_unknown_fields=True):
     shows_text: bool = False
     shows_prompt: bool = False
 
-    UNUSED = CompletionBody.UNUSED + "spaces_between_special_tokens output_kind extra_args"
+    #: The second line: fields of a completion that `GenerateBody` has itself, or that its answer has no place for.
+    UNUSED = CompletionBody.UNUSED + (
+        "spaces_between_special_tokens output_kind extra_args "
+        "prompt model stream stream_options rid request_id cache_salt priority return_token_ids echo suffix"
+    )
 
 
 class GenerateBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -70,6 +74,8 @@ def unused(body: GenerateBody) -> Iterator[str]:
 def completion_of(body: GenerateBody, request_id: str) -> SamplingFields:
     """The completion that a body asks for. Raises InvalidRequest."""
     fields, text = body.sampling_params, body.output_mode == "text"
+    if fields.max_tokens == 0:
+        raise InvalidRequest.field("sampling_params.max_tokens", "must be at least 1")
     if fields.detokenize is False and (fields.stop or text):
         what = "stop strings need" if fields.stop else "'output_mode': 'text' needs"
         raise InvalidRequest.field("sampling_params.detokenize", f"{what} it to be true")
@@ -82,6 +88,9 @@ def completion_of(body: GenerateBody, request_id: str) -> SamplingFields:
         cache_salt=body.cache_salt,
         priority=body.priority,
         request_id=request_id,
+        rid=None,
+        echo=None,
+        suffix=None,
         return_token_ids=True,
         shows_text=text,
         shows_prompt=bool(body.return_token_ids),
@@ -96,8 +105,9 @@ async def job(front: Front, served: Served, body: SamplingFields, sender: Sender
     try:
         return await COMPLETION.job(front, served, body, sender)
     except RouterError as error:
-        if error.param == "prompt":
-            error.param, error.message = "token_ids", error.message.replace("'prompt'", "'token_ids'")
+        if (given := error.param) is not None and given not in GenerateBody.__struct_fields__:
+            error.param = "token_ids" if given == "prompt" else f"sampling_params.{given}"
+            error.message = error.message.replace(f"'{given}'", f"'{error.param}'")
         raise
 
 
@@ -165,7 +175,7 @@ class TokensBuilder(ChunkBuilder):
         return map(self._choice, choices)
 
     def _choice(self, choice: RunningChoice) -> Steps[GeneratedChoice]:
-        ids, ending = self._ids(choice, choice.tokens), choice.ending or "stop"
+        ids, ending = self._ids(choice.tokens), choice.ending or "stop"
         scores: Any = None
         if self._top is not None:
             entries = LongList()
@@ -184,8 +194,6 @@ class TokensBuilder(ChunkBuilder):
 
     def parts(self, choice: RunningChoice, shown: TextDelta, *, first: bool) -> list[GeneratedChoice]:  # noqa: ARG002
         ids = [token.token_id for token in shown.tokens]
-        if shown.ending and choice.stop_token_id is not None:
-            ids.append(choice.stop_token_id)
         if not ids and not shown.ending and (self._mode == "tokens" or not shown.text):
             return []
         scores = None if self._top is None else GeneratedLogprobs(self._entries(shown.tokens))

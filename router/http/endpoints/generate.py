@@ -50,6 +50,9 @@ async def start_generation(
     prepare: Callable[[Any], None] | None = None,
 ) -> None:
     """Generate the response to `body`. `prepare` is called with its builder before anything is generated."""
+    response_id = f"{front.random_bits(96):024x}"
+    caller.named(body.rid, body.request_id)  # before anything that takes long
+    exchange.names = (*exchange.names, response_id)
     served = await front.served(body.model)
     sender = caller.sender(body.cache_salt)
     job = await dialect.job(front, served, body, sender)
@@ -58,9 +61,6 @@ async def start_generation(
         caller.ignore([*caller.ignored, *unread])
     if served.backend.has_engines:
         job = _with_engine_fields(front, job, caller, exchange.request.body)
-    response_id = f"{front.random_bits(96):024x}"
-    caller.named(body.rid, body.request_id)
-    exchange.names = (*exchange.names, response_id)
     session, departure = caller.session or job.session, None
     if session is not None and job.conversation is not None:
         departure = _departure(front, job, (sender.salt, session, caller.agent), sender.body_bytes)
@@ -68,7 +68,7 @@ async def start_generation(
     if prepare is not None:
         prepare(builder)
     writer = StreamWriter(exchange, builder) if body.stream else WholeWriter(exchange, builder)
-    Generation(front, job, exchange, caller, writer, departure).begin()
+    await Generation(front, job, exchange, caller, writer, departure).begin()
 
 
 def _with_engine_fields(front: Front, job: Job, caller: Caller, sent: bytes) -> Job:
@@ -97,7 +97,7 @@ async def embeddings(front: Front, exchange: Exchange, caller: Caller) -> None:
     body = await decoded(front, caller, exchange, _EMBEDDINGS, lenient=True, unused=unused_fields)
     served = await front.served(body.model)
     job = await embeddings_job(front, served, body, caller.sender(body.cache_salt))
-    Generation(front, job, exchange, caller, WholeWriter(exchange, EmbeddingBuilder(served, body))).begin()
+    await Generation(front, job, exchange, caller, WholeWriter(exchange, EmbeddingBuilder(served, body))).begin()
 
 
 def generating(path: str, dialect: Dialect[Any], what: str, response: type, handler: Handler | None = None) -> Endpoint:

@@ -1,7 +1,7 @@
 """vLLM's endpoints for splitting a request: text to token ids (`/render`), and token ids to token ids."""
 
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -11,9 +11,9 @@ from ..caller import REQUEST_ID, Caller
 from ..dialects.chat import CHAT
 from ..dialects.completions import COMPLETION
 from ..dialects.dialect import Dialect
-from ..dialects.long_json import LongList, Steps, long_list, pieces_of
+from ..dialects.long_json import Long, LongList, Steps, long_list, pieces_of
 from ..dialects.responses import RESPONSES
-from ..dialects.schema import Body, StreamOptions
+from ..dialects.schema import ENCODER, Body, StreamOptions
 from ..dialects.token_ids import GENERATE_BODY, TOKEN_IDS, GenerateBody, Generated, completion_of, unused
 from ..front import Front
 from ..generation import Job
@@ -51,25 +51,26 @@ async def generate_tokens(front: Front, exchange: Exchange, caller: Caller) -> N
 async def render(dialect: Dialect[Any], prefix: str, front: Front, exchange: Exchange, caller: Caller) -> None:
     """Return the prompts of a body without generating anything."""
     body = await decoded_in(dialect, front, caller, exchange)
+    caller.named(body.rid, body.request_id)
     served = await front.served(body.model)
     if dialect is RESPONSES:
         await put_history(front, caller, body)
     job = await dialect.job(front, served, body, caller.sender(body.cache_salt))
     caller.charge([len(prompt.token_ids) for prompt in job.prompts])
-    caller.named(body.rid, body.request_id)
     await respond_in_steps(front, exchange, caller, _rendered(job, body, f"{prefix}{exchange.id}"))
 
 
 def _rendered(job: Job, body: Body, request_id: str) -> Steps[list[bytes]]:
     """The prompts as a list, or the only one of what is not a completion."""
-    sampling, made = _sampling(job, body), LongList()
+    sampling, made = Long([ENCODER.encode(_sampling(job, body))]), LongList()
     for prompt in job.prompts:
+        yield
         pieces = pieces_of(
             RenderedPrompt(
                 request_id=request_id,
                 model=job.served.limits.name,
                 token_ids=(yield from long_list(list(prompt.token_ids), 1)),
-                sampling_params=sampling,
+                sampling_params=cast(Any, sampling),
                 stream=bool(body.stream),
                 stream_options=body.stream_options,
                 cache_salt=body.cache_salt,

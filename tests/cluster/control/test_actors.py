@@ -91,7 +91,8 @@ def test_a_rank_waits_until_its_process_is_prepared() -> None:
         made.set()
         return FakeRank(spec)
 
-    actor, spec = ReplicaRank(make), rank_spec("m")
+    frozen: list[bool] = []
+    actor, spec = ReplicaRank(make, after_loading=lambda: frozen.append(made.is_set())), rank_spec("m")
     actor.prepare(prepare, spec.model)
     assert preparing.wait(30)
     starting = threading.Thread(target=actor.start, args=(spec,))
@@ -103,6 +104,7 @@ def test_a_rank_waits_until_its_process_is_prepared() -> None:
 
     assert not early
     assert isinstance(actor.started(), Started)
+    assert frozen == [False, True], "the garbage collector traverses what was prepared while requests wait"
 
 
 def may_raise_priority() -> bool:

@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 from homing.kvcache.hashing import BlockHash, BlockHasher, HashAlgorithm
 from homing.kvcache.pins import PinLimits
 from homing.kvcache.prefix_cache import PrefixCache
-from homing.replica.engine.engine import Engine, StepResult
-from homing.replica.engine.scheduler import Drafter, SchedulerLimits
+from homing.replica.engine.answers import StepResult
+from homing.replica.engine.drafts import Drafter
+from homing.replica.engine.engine import Engine
+from homing.replica.engine.scheduler import SchedulerLimits
 from homing.replica.engine.step_plan import StepPlan
 from homing.replica.engine.throughput import SmoothedRates
 from homing.replica.errors import Draining, InvalidRequest, PromptTooLong, RankLost

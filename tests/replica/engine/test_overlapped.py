@@ -18,11 +18,13 @@ from homing.kvcache.hashing import BlockHasher
 from homing.kvcache.pins import PinLimits
 from homing.kvcache.prefix_cache import PrefixCache
 from homing.replica.config import ReplicaSettings
-from homing.replica.engine.engine import Engine, StepResult
+from homing.replica.engine.answers import StepResult
+from homing.replica.engine.drafts import Drafter
+from homing.replica.engine.engine import Engine
 from homing.replica.engine.logprobs import read, score
 from homing.replica.engine.overlapped import DrawTerms, OverlappedEngine, SlotTable
 from homing.replica.engine.request import RequestPhase
-from homing.replica.engine.scheduler import Drafter, SchedulerLimits
+from homing.replica.engine.scheduler import SchedulerLimits
 from homing.replica.engine.step_plan import StepPlan
 from homing.replica.engine.throughput import SmoothedRates
 from homing.replica.execute.cuda_graphs import EagerSteps, NotCaptured

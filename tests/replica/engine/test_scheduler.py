@@ -12,17 +12,12 @@ from homing.events.wire.messages import PrefillWork
 from homing.kvcache.hashing import BlockHasher
 from homing.kvcache.pins import PinLimits
 from homing.kvcache.prefix_cache import HELD_SHARE, PrefixCache
+from homing.replica.engine.drafts import Drafter
 from homing.replica.engine.queue_order import PATIENCE
 from homing.replica.engine.request import RequestPhase, RequestState
-from homing.replica.engine.scheduler import (
-    Drafter,
-    ScheduledRow,
-    Scheduler,
-    SchedulerLimits,
-    logits_layout,
-    plan_of_step,
-)
+from homing.replica.engine.scheduler import Scheduler, SchedulerLimits
 from homing.replica.engine.step_plan import BlockCopy, block_ids
+from homing.replica.engine.step_rows import ScheduledRow, logits_layout, plan_of_step
 from homing.replica.errors import PromptTooLong
 from homing.replica.messages import Pin
 

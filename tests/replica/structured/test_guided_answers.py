@@ -19,9 +19,10 @@ from homing.kvcache.hashing import BlockHasher
 from homing.kvcache.prefix_cache import PrefixCache
 from homing.replica import demo
 from homing.replica.config import ReplicaSettings
+from homing.replica.engine.drafts import Drafter
 from homing.replica.engine.engine import Engine
 from homing.replica.engine.overlapped import OverlappedEngine
-from homing.replica.engine.scheduler import Drafter, SchedulerLimits
+from homing.replica.engine.scheduler import SchedulerLimits
 from homing.replica.engine.throughput import SmoothedRates
 from homing.replica.errors import InvalidRequest
 from homing.replica.execute.gpu_runner import GpuRunner

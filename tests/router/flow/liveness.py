@@ -23,7 +23,8 @@ from homing.kvcache.pins import PinLimits
 from homing.kvcache.prefix_cache import PrefixCache
 from homing.replica.engine.request import RequestKey, RequestPhase, admit
 from homing.replica.engine.request import RequestState as EngineRequest
-from homing.replica.engine.scheduler import ScheduledRow, Scheduler, SchedulerLimits
+from homing.replica.engine.scheduler import Scheduler, SchedulerLimits
+from homing.replica.engine.step_rows import ScheduledRow
 from homing.replica.errors import RequestError
 from homing.replica.messages import Abort, FailedStep, Generate, Pin, Refused, Reply, Request, TokenBatch, TokenOutput
 from homing.router.backend import GenerationRequest, RouterCounters

@@ -107,9 +107,14 @@ async def test_all_choices_together_list_a_bounded_number_of_tokens(client, back
 async def test_free_json_may_have_its_size_and_no_byte_more(client, fill: int):
     """Sizes are those that the client sent, and bodies that are larger in other fields are not affected."""
     metadata = {"a": "b" * (SMALL_BYTES - len('{"a":""}') + fill)}
-    body = {**SMALLEST["/v1/chat/completions"], "metadata": metadata, "tools": [], "temperature": 0}
+    chat = {**SMALLEST["/v1/chat/completions"], "metadata": metadata, "tools": [], "temperature": 0}
+    nested = {"token_ids": [5], "sampling_params": {"metadata": metadata}}
 
-    answer = await client.post("/v1/chat/completions", content=msgspec.json.encode(body) + b" " * 100_000)
+    for path, body, param in (
+        ("/v1/chat/completions", chat, "metadata"),
+        ("/inference/v1/generate", nested, "sampling_params.metadata"),
+    ):
+        answer = await client.post(path, content=msgspec.json.encode(body) + b" " * 100_000)
 
-    assert answer.status_code == (400 if fill else 200)
-    assert not fill or answer.json()["error"]["param"] == "metadata"
+        assert answer.status_code == (400 if fill else 200)
+        assert not fill or answer.json()["error"]["param"] == param

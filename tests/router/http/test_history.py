@@ -20,7 +20,7 @@ from homing.router.errors import NoReplica, RequestFailed
 from homing.router.http import history as history_module
 from homing.router.http.app import OWN_AGENT
 from homing.router.http.endpoints.table import find
-from homing.router.http.front import Front
+from homing.router.http.front import Front, Served
 from homing.router.http.history import RECORDS_PER_SWEEP, RequestHistory, RequestQuery
 from homing.router.http.protocol.exchange import GenerationSummary
 from homing.router.strict_yaml import parse_yaml
@@ -179,6 +179,36 @@ async def test_a_caller_aborts_its_own_requests(client: httpx.AsyncClient, backe
     assert not waiting[1].done()
     await client.post("/abort_request", json={"abort_all": True}, headers={"authorization": "Bearer other"})
     assert (await waiting[1]).status_code == 410
+
+
+async def test_a_request_is_aborted_before_it_is_tokenized(
+    client: httpx.AsyncClient, backend: FakeBackend, front: Front, monkeypatch: pytest.MonkeyPatch
+):
+    """Tokenizing waits for its tenant's turn: then, too, the body's names count."""
+    real, entered, gate = front.served, asyncio.Event(), asyncio.Event()
+
+    async def slow(model: str | None) -> Served:
+        entered.set()
+        await gate.wait()
+        return await real(model)
+
+    monkeypatch.setattr(front, "served", slow)
+    waiting = asyncio.create_task(client.post("/v1/completions", json={"prompt": "a", "rid": "y"}))
+    await entered.wait()
+
+    await client.post("/abort_request", json={"rid": "y"})
+    gate.set()
+
+    assert (await waiting).json()["error"]["code"] == "request_aborted"
+    assert not backend.requests
+
+
+@pytest.mark.parametrize("name", ["rid", "request_id"])
+async def test_a_request_s_name_is_fit_for_a_header(client: httpx.AsyncClient, name: str):
+    """It is sent back as one."""
+    answer = await client.post("/v1/completions", json={"prompt": "a", name: "y\n"})
+
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
 
 
 async def test_a_response_s_id_aborts_its_request(client: httpx.AsyncClient, backend: FakeBackend):

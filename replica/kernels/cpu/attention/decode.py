@@ -9,6 +9,7 @@ cache.
 """
 
 import functools
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from numba import carray, njit
 
 from ....models.base import AttentionRule
 from ...base import PagedRows
-from ..runtime.compilation import kernel
+from ..runtime.compilation import Kernel, kernel
 from ..runtime.scalars import FAST_MATH, ONE, Storage, count_up, exponential, pointer, storage_of
 from ..runtime.thread_team import run, threads_for
 from ..runtime.vectors import LANES, WORD, Dot, dot
@@ -49,14 +50,14 @@ def decode(q: torch.Tensor, rows: PagedRows, rule: AttentionRule, out: torch.Ten
 
 
 @functools.cache
-def _compiled(storage: Storage, sizes: Sizes, pairs: Dot | None):
+def _compiled(storage: Storage, sizes: Sizes, pairs: Dot | None) -> Kernel:
     size, key_dim, value_dim, group = storage.size, sizes.key_dim, sizes.value_dim, sizes.group
     loops = plain_loops(storage, sizes) if pairs is None else loops_of_pairs(storage, sizes, pairs)
     attend, merge = _attend(sizes, loops), _merge(sizes, loops)
     align, part_size = loops.align, group * (STATE + value_dim) * WORD
 
     @kernel
-    def decode(data, thread, threads):
+    def decode(data, thread, threads) -> None:
         args, floats = carray(data, (21,), np.int64), carray(data, (21,), np.float64)
         q, all_keys, all_values, tables, out = args[0], args[1], args[2], args[3], args[5]
         partials, complete, has_sinks = args[7], args[8], args[18]
@@ -96,18 +97,18 @@ def _compiled(storage: Storage, sizes: Sizes, pairs: Dot | None):
 
 
 @njit(error_model="numpy")
-def _extent(length, window, align):
+def _extent(length, window, align) -> tuple[np.int64, np.int64, np.int64]:
     """A row's first visible token, the aligned token at or before it, and the number of parts (at least one)."""
     first = max(np.int64(0), length - window) if window else np.int64(0)
     begin = first - first % align
     return first, begin, max(np.int64(1), (length - begin + PART - 1) // PART)
 
 
-def _attend(sizes: Sizes, loops: Loops):
+def _attend(sizes: Sizes, loops: Loops) -> Any:
     value_dim, group, score, add = sizes.value_dim, sizes.group, loops.score, loops.add
 
     @njit(fastmath=FAST_MATH, error_model="numpy")
-    def attend(query, scores, partial, pages, part, rule):
+    def attend(query, scores, partial, pages, part, rule) -> None:
         """Attend to tokens `first` up to `end`; `begin` is the aligned token at or before `first`."""
         table, page, keys, values, (key_step, value_step) = pages
         begin, first, end = part
@@ -137,7 +138,7 @@ def _attend(sizes: Sizes, loops: Loops):
 
 
 @njit(fastmath=FAST_MATH, error_model="numpy")
-def _weigh(scores, group, count, softcap, states):
+def _weigh(scores, group, count, softcap, states) -> None:
     """Replace the scores of `count` visible tokens with their weights, and write the state of each head."""
     for head in range(group):
         row = carray(pointer(scores + head * PART * WORD), (count,), np.float32)
@@ -155,12 +156,12 @@ def _weigh(scores, group, count, softcap, states):
         state[0], state[1] = top, total
 
 
-def _merge(sizes: Sizes, loops: Loops):
+def _merge(sizes: Sizes, loops: Loops) -> Any:
     value_dim, group, store = sizes.value_dim, sizes.group, loops.store
     sums_at, words = group * STATE * WORD, group * (STATE + value_dim)
 
     @njit(fastmath=FAST_MATH, error_model="numpy")
-    def merge(partials, parts, sinks, out):
+    def merge(partials, parts, sinks, out) -> None:
         """Merge a row's parts into the first and store it. `sinks`: address of the heads' float32 sinks; 0: none."""
         for head in range(group):
             # Part i has its state at `words * i`.

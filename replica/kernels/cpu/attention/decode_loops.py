@@ -13,7 +13,7 @@ from numba import carray, njit, types
 from numba.extending import intrinsic
 
 from ..runtime import vectors as v
-from ..runtime.scalars import FAST_MATH, Storage, pointer, prefetch_line
+from ..runtime.scalars import FAST_MATH, Lowering, Storage, pointer, prefetch_line
 from ..runtime.vectors import BF16, FLOAT, FLOATS, INT64, LANES, WORD, WORDS, Dot
 
 #: Tokens per softmax, in whole vectors: their scores and keys fit a core's cache, and a row has work for many threads.
@@ -61,7 +61,7 @@ def plain_loops(storage: Storage, sizes: Sizes) -> Loops:
     kind, narrow, count = storage.kind, storage.narrow, sizes.group * sizes.value_dim
 
     @njit(error_model="numpy")
-    def store(sums, out):
+    def store(sums, out) -> None:
         exact, stored = carray(pointer(sums), (count,), np.float32), carray(pointer(out), (count,), kind)
         for i in range(count):
             stored[i] = narrow(exact[i])
@@ -70,7 +70,7 @@ def plain_loops(storage: Storage, sizes: Sizes) -> Loops:
 
 
 @njit(error_model="numpy")
-def _prefetch(start, step, size):
+def _prefetch(start, step, size) -> None:
     """Prefetch `size` bytes of each of four tokens."""
     for token in range(4):
         for line in range(0, size, LINE):
@@ -81,7 +81,7 @@ def _plain_score(storage: Storage, sizes: Sizes) -> Any:
     kind, size, widen, key_dim, group = storage.kind, storage.size, storage.widen, sizes.key_dim, sizes.group
 
     @njit(fastmath=FAST_MATH, error_model="numpy")
-    def score(keys, step, tokens, queries, scale, scores, ahead):
+    def score(keys, step, tokens, queries, scale, scores, ahead) -> None:
         token = 0
         while token + 4 <= tokens:
             _prefetch(ahead + token * step, step, key_dim * size)
@@ -118,7 +118,7 @@ def _plain_add(storage: Storage, sizes: Sizes) -> Any:
     kind, size, widen, value_dim, group = storage.kind, storage.size, storage.widen, sizes.value_dim, sizes.group
 
     @njit(fastmath=FAST_MATH, error_model="numpy")
-    def add(values, step, tokens, weights, sums, ahead):
+    def add(values, step, tokens, weights, sums, ahead) -> None:
         token = 0
         while token + 4 <= tokens:
             _prefetch(ahead + token * step, step, value_dim * size)
@@ -155,7 +155,7 @@ def loops_of_pairs(storage: Storage, sizes: Sizes, dot: Dot) -> Loops:
     scores_of, add_some = _scores_of(dot, key_dim, keys_ahead), _sums_of(heads_at_once, chunks_at_once)
 
     @njit(fastmath=FAST_MATH, error_model="numpy")
-    def score(keys, step, tokens, queries, scale, scores, ahead):
+    def score(keys, step, tokens, queries, scale, scores, ahead) -> None:
         for token in range(0, tokens, LANES):
             for head in range(group):
                 query, found = queries + head * key_dim * BF16, scores + (head * PART + token) * WORD
@@ -163,7 +163,7 @@ def loops_of_pairs(storage: Storage, sizes: Sizes, dot: Dot) -> Loops:
                 scores_of(keys + token * step, step, query, scale, found, later)
 
     @njit(fastmath=FAST_MATH, error_model="numpy")
-    def add(values, step, tokens, weights, sums, ahead):
+    def add(values, step, tokens, weights, sums, ahead) -> None:
         for head in range(0, group, heads_at_once):
             for chunk in range(0, chunks, chunks_at_once):
                 read, target = values + chunk * CHUNK * BF16, sums + (head * value_dim + chunk * CHUNK) * WORD
@@ -171,7 +171,7 @@ def loops_of_pairs(storage: Storage, sizes: Sizes, dot: Dot) -> Loops:
                 add_some(read, step, tokens, own, np.int64(PART * WORD), target, np.int64(value_dim * WORD), later)
 
     @njit(error_model="numpy")
-    def store(sums, out):
+    def store(sums, out) -> None:
         exact = carray(pointer(sums), (group * value_dim,), np.float32)
         stored = carray(pointer(out), (group * value_dim,), kind)
         for chunk in range(0, group * value_dim, CHUNK):
@@ -194,8 +194,8 @@ def _scores_of(dot: Dot, dim: int, keys_ahead: int) -> Any:
     """
 
     @intrinsic
-    def score(_context, _keys, _step, _query, _scale, _scores, _ahead):
-        def generate(context, builder, _signature, arguments):
+    def score(_context, _keys, _step, _query, _scale, _scores, _ahead) -> Lowering:
+        def generate(context, builder, _signature, arguments) -> Any:
             keys, step, query, scale, scores, ahead = arguments
             parts = range(0, dim * BF16, CHUNK * BF16)
             factors = [dot.factor(builder, _words(builder, query, part)) for part in parts]
@@ -241,8 +241,8 @@ def _sums_of(heads: int, chunks: int) -> Any:
     assert heads * chunks * 2 <= MAX_SUMS, f"{heads} heads of {chunks} chunks"
 
     @intrinsic
-    def add(_context, _values, _step, _tokens, _weights, _weights_step, _sums, _sums_step, _ahead):
-        def generate(context, builder, _signature, arguments):
+    def add(_context, _values, _step, _tokens, _weights, _weights_step, _sums, _sums_step, _ahead) -> Lowering:
+        def generate(context, builder, _signature, arguments) -> Any:
             values, step, tokens, weights, weights_step, sums, sums_step, ahead = arguments
             places = [
                 builder.add(head, ir.Constant(INT64, vector * LANES * WORD))
@@ -250,7 +250,7 @@ def _sums_of(heads: int, chunks: int) -> Any:
                 for vector in range(2 * chunks)
             ]
 
-            def weigh(token, held):
+            def weigh(token, held) -> list[Any]:
                 value, lines = (builder.add(each, builder.mul(token, step)) for each in (values, ahead))
                 for part in range(chunks):
                     v.prefetch(builder, builder.add(lines, ir.Constant(INT64, part * CHUNK * BF16)))

@@ -9,6 +9,7 @@ together, and they share a block's reordered values and copied keys.
 import functools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from numba import carray, njit
 from ....models.base import AttentionRule
 from ...base import PagedRows
 from ..linear.tile import OUTPUTS, ROWS
-from ..runtime.compilation import kernel
+from ..runtime.compilation import Kernel, kernel
 from ..runtime.scalars import Storage, pointer, storage_of
 from ..runtime.thread_team import run, threads_for
 from ..runtime.vectors import SINGLE, WORD, Dot, dot
@@ -86,12 +87,12 @@ def prefill(
 
 
 @functools.cache
-def _compiled(storage: Storage, sizes: Sizes, dot: Dot):
+def _compiled(storage: Storage, sizes: Sizes, dot: Dot) -> Kernel:
     size, key_dim, value_dim, group = storage.size, sizes.key_dim, sizes.value_dim, sizes.group
     attend, scratch_size = _attend(storage, sizes, dot), sizes.scratch
 
     @kernel
-    def prefill(data, thread, threads):
+    def prefill(data, thread, threads) -> None:
         args = carray(data, (16,), np.int64)
         scale = np.float32(carray(data, (16,), np.float64)[15])
         q, keys, values, tables, all_out = args[0], args[1], args[2], args[3], args[6]
@@ -127,12 +128,12 @@ def _compiled(storage: Storage, sizes: Sizes, dot: Dot):
 
 
 @njit(error_model="numpy")
-def tiles_of(queries, group):
+def tiles_of(queries, group) -> np.int64:
     return (queries * group + QUERIES - 1) // QUERIES
 
 
 @njit(error_model="numpy")
-def _ends(tile, queries, length, group):
+def _ends(tile, queries, length, group) -> tuple[np.int64, np.int64]:
     """Token positions of the tile's first and last query."""
     before = length - queries
     last = min((tile + 1) * QUERIES - 1, queries * group - 1)
@@ -140,19 +141,19 @@ def _ends(tile, queries, length, group):
 
 
 @njit(error_model="numpy")
-def _cost(tile, queries, length, group, window):
+def _cost(tile, queries, length, group, window) -> np.int64:
     """The estimated cost of a tile in keys, with a fixed cost of `QUERIES` keys."""
     first, last = _ends(tile, queries, length, group)
     return last + 1 - max(np.int64(0), first + 1 - window) + QUERIES
 
 
-def _tile_ends(storage: Storage, sizes: Sizes):
+def _tile_ends(storage: Storage, sizes: Sizes) -> tuple[Any, Any]:
     """The functions that set up a tile of queries and store its results."""
     kind, narrow, size, value_dim = storage.kind, storage.narrow, storage.size, sizes.value_dim
     group, key_words, width = sizes.group, sizes.key_words, sizes.width
 
     @njit(error_model="numpy")
-    def begin_tile(scratch, query, query_step, tile, queries, length):
+    def begin_tile(scratch, query, query_step, tile, queries, length) -> None:
         """Copy queries into lanes, padded with the last query, and reset sums and state."""
         lanes = carray(pointer(scratch), (key_words, QUERIES), np.uint32)
         sums = carray(pointer(scratch + QUERIES * key_words * WORD), (QUERIES * width,), np.float32)
@@ -171,7 +172,7 @@ def _tile_ends(storage: Storage, sizes: Sizes):
             sums[i] = np.float32(0)
 
     @njit(error_model="numpy")
-    def end_tile(scratch, out, out_step, tile, queries):
+    def end_tile(scratch, out, out_step, tile, queries) -> None:
         sums = carray(pointer(scratch + QUERIES * key_words * WORD), (QUERIES, width), np.float32)
         totals = carray(pointer(scratch + QUERIES * (key_words + width + 1) * WORD), (QUERIES,), np.float32)
         for lane in range(min(QUERIES, queries * group - tile * QUERIES)):
@@ -185,13 +186,13 @@ def _tile_ends(storage: Storage, sizes: Sizes):
     return begin_tile, end_tile
 
 
-def _block_copies(sizes: Sizes):
+def _block_copies(sizes: Sizes) -> tuple[Any, Any]:
     """The functions that copy a block's values and keys."""
     numbers, key_words, width, value_dim = sizes.numbers, sizes.key_words, sizes.width, sizes.value_dim
     bits = np.uint16 if numbers == 2 else np.uint32
 
     @njit(error_model="numpy")
-    def gather(values, step, blocks, page, first, tokens, ordered):
+    def gather(values, step, blocks, page, first, tokens, ordered) -> None:
         """Copy values from token `first` on, consecutive tokens in one word; pad with zeros to a multiple of `KEYS`."""
         words = carray(pointer(ordered), (BLOCK // numbers, width), np.uint32)
         for word in range((tokens + numbers - 1) // numbers):
@@ -212,7 +213,7 @@ def _block_copies(sizes: Sizes):
                 words[word, i] = np.uint32(0)
 
     @njit(error_model="numpy")
-    def copy(keys, step, blocks, page, first, tokens, copied):
+    def copy(keys, step, blocks, page, first, tokens, copied) -> None:
         """Copy the keys of `tokens` tokens from `first` on. What follows them in `copied` is never visible."""
         words = carray(pointer(copied), (BLOCK, key_words), np.uint32)
         for token in range(tokens):
@@ -223,7 +224,7 @@ def _block_copies(sizes: Sizes):
     return gather, copy
 
 
-def _attend(storage: Storage, sizes: Sizes, dot: Dot):
+def _attend(storage: Storage, sizes: Sizes, dot: Dot) -> Any:
     key_size, value_size, group = sizes.key_words * WORD, sizes.value_dim * storage.size, sizes.group
     tile_size, scores_at = sizes.tile, sizes.tile * TILES
     values_at = scores_at + BLOCK * QUERIES * WORD
@@ -234,7 +235,7 @@ def _attend(storage: Storage, sizes: Sizes, dot: Dot):
     add_block = _add_block(storage, sizes, dot)
 
     @njit(error_model="numpy")
-    def attend(tiles, addresses, pages, shape, row, scale):
+    def attend(tiles, addresses, pages, shape, row, scale) -> None:
         query, query_step, out, out_step, scratch = addresses
         keys, values, table = pages
         kv_heads, head, page = shape
@@ -260,7 +261,7 @@ def _attend(storage: Storage, sizes: Sizes, dot: Dot):
     return attend
 
 
-def _add_block(storage: Storage, sizes: Sizes, dot: Dot):
+def _add_block(storage: Storage, sizes: Sizes, dot: Dot) -> Any:
     kind, widen, value_dim = storage.kind, storage.widen, sizes.value_dim
     numbers, width, key_size = sizes.numbers, sizes.width, sizes.key_words * WORD
     sums_at = QUERIES * sizes.key_words * WORD
@@ -270,7 +271,7 @@ def _add_block(storage: Storage, sizes: Sizes, dot: Dot):
     high, low = np.uint32(0x7F800000), np.uint32(0x7F80 if numbers == 2 else 0xFFFFFFFF)
 
     @njit(error_model="numpy")
-    def are_finite(ordered, count):
+    def are_finite(ordered, count) -> bool:
         """Whether the values of the first `count` tokens contain neither NaN nor infinity."""
         words = carray(pointer(ordered), (BLOCK // numbers, width), np.uint32)
         non_finite = np.uint32(0)
@@ -281,7 +282,7 @@ def _add_block(storage: Storage, sizes: Sizes, dot: Dot):
         return non_finite == 0
 
     @njit(error_model="numpy")
-    def add_visible(scores, ordered, block, count, rescale, tile_sums, state, window):
+    def add_visible(scores, ordered, block, count, rescale, tile_sums, state, window) -> None:
         """Like `prefill_loops.sums_of`, but skips the keys that a query does not see, as 0 * NaN would be NaN."""
         weights = carray(pointer(scores), (BLOCK // numbers, QUERIES, numbers), kind)
         values = carray(pointer(ordered), (BLOCK // numbers, width, numbers), kind)
@@ -299,7 +300,7 @@ def _add_block(storage: Storage, sizes: Sizes, dot: Dot):
                     sums[lane, i] += weight * widen(values[word, i, part])
 
     @njit(fastmath=False, error_model="numpy")  # fast math would remove `power`'s rounding by addition
-    def add_block(tile, buffers, block, visible, lanes, scale):
+    def add_block(tile, buffers, block, visible, lanes, scale) -> None:
         scores, keys, ordered, rescale = buffers
         first, last, window = visible
         count = min((last - block) // KEYS * KEYS + KEYS, BLOCK)
@@ -322,5 +323,5 @@ def _add_block(storage: Storage, sizes: Sizes, dot: Dot):
 
 
 @njit(error_model="numpy")
-def _slot(blocks, page, token):
+def _slot(blocks, page, token) -> np.int64:
     return np.int64(blocks[token // page]) * page + token % page

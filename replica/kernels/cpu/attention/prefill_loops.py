@@ -13,6 +13,7 @@ from numba.extending import intrinsic
 
 from ..linear.tile import OUTPUTS, ROWS, VECTORS, products
 from ..runtime import vectors as v
+from ..runtime.scalars import Lowering
 from ..runtime.vectors import FLOAT, FLOATS, INT32, INT64, LANES, WORD, WORDS, Dot
 
 #: Queries per tile, one per lane of `VECTORS` vectors.
@@ -38,8 +39,8 @@ def scores_of(dot: Dot, words: int) -> Any:
     """
 
     @intrinsic
-    def score(_context, _keys, _step, _queries, _scores):
-        def generate(context, builder, _signature, arguments):
+    def score(_context, _keys, _step, _queries, _scores) -> Lowering:
+        def generate(context, builder, _signature, arguments) -> Any:
             keys, step, queries, scores = arguments
             zeros = [v.constant(0.0)] * (VECTORS * KEYS)
             rows, count = v.strided(builder, keys, step, KEYS), ir.Constant(INT64, words)
@@ -62,8 +63,8 @@ def sums_of(dot: Dot, words: int) -> Any:
     """
 
     @intrinsic
-    def add(_context, _weights, _values, _count, _rescale, _sums, _step):
-        def generate(context, builder, _signature, arguments):
+    def add(_context, _weights, _values, _count, _rescale, _sums, _step) -> Lowering:
+        def generate(context, builder, _signature, arguments) -> Any:
             weights, values, count, rescale, sums, step = arguments
             one = ir.Constant(INT64, WORD)
             factors = [
@@ -96,8 +97,8 @@ def weights_of(numbers: int, masked: bool) -> Any:
     """
 
     @intrinsic
-    def weigh(_context, _scores, _count, _scale, _state, _rescale, _first, _window):
-        def generate(context, builder, _signature, arguments):
+    def weigh(_context, _scores, _count, _scale, _state, _rescale, _first, _window) -> Lowering:
+        def generate(context, builder, _signature, arguments) -> Any:
             scores, count, scale, state, rescale, first, window = arguments
             places = [v.words_after(builder, state, number * LANES) for number in range(3 * VECTORS)]
             tops, totals = (_read(builder, places[at:][:VECTORS], FLOATS) for at in (0, VECTORS))

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numba import carray
 
-from ..runtime.compilation import kernel
+from ..runtime.compilation import Kernel, kernel
 from ..runtime.scalars import Storage, pointer, storage_of
 from ..runtime.thread_team import run, share, threads_for
 from ..runtime.vectors import BF16, WORD, Dot, dot
@@ -40,9 +40,9 @@ def group(chosen: torch.Tensor, experts: int) -> Grouped:
 
 
 @functools.cache
-def _group():
+def _group() -> Kernel:
     @kernel
-    def group(data, _number, _threads):
+    def group(data, _number, _threads) -> None:
         args = carray(data, (7,), np.int64)
         count, per_token, experts = args[4], args[5], args[6]
         chosen = carray(pointer(args[0]), (count * per_token,), np.int64)
@@ -86,11 +86,11 @@ def products(x: torch.Tensor, packed: Packed, firsts: torch.Tensor) -> torch.Ten
 
 
 @functools.cache
-def _products(dot: Dot):
+def _products(dot: Dot) -> Kernel:
     multiply = multiply_blocks(dot)
 
     @kernel
-    def products(data, number, threads):
+    def products(data, number, threads) -> None:
         args = carray(data, (9,), np.int64)
         experts, x_step, pairs, blocks = args[5], args[6] * BF16, args[7], args[8]
         firsts = carray(pointer(args[4]), (experts + 1,), np.int64)
@@ -128,12 +128,12 @@ def combine(found: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) ->
 
 
 @functools.cache
-def _combine(storage: Storage, of_weights: Storage):
+def _combine(storage: Storage, of_weights: Storage) -> Kernel:
     kind, size, widen, narrow = storage.kind, storage.size, storage.widen, storage.narrow
     weight_kind, wide = of_weights.kind, of_weights.widen
 
     @kernel
-    def combine(data, number, threads):
+    def combine(data, number, threads) -> None:
         args = carray(data, (9,), np.int64)
         found, all_out, tokens, per_token, features, stride = args[0], args[3], args[5], args[6], args[7], args[8]
         places = carray(pointer(args[1]), (tokens * per_token,), np.int64)

@@ -10,12 +10,13 @@ import functools
 import logging
 import mmap
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from numba import carray, njit
 
-from ..runtime.compilation import kernel
+from ..runtime.compilation import Kernel, kernel
 from ..runtime.thread_team import run, share, threads_for
 from ..runtime.vectors import BF16, WORD, Dot, dot
 from .tile import OUTPUTS, ROWS, tile
@@ -91,11 +92,11 @@ def product(x: torch.Tensor, packed: Packed) -> torch.Tensor:
 
 
 @functools.cache
-def compiled(dot: Dot):
+def compiled(dot: Dot) -> Kernel:
     multiply = multiply_blocks(dot)
 
     @kernel
-    def product(data, number, threads):
+    def product(data, number, threads) -> None:
         args = carray(data, (8,), np.int64)
         x, weights, bias, y = args[0], args[1], args[2], args[3]
         tokens, x_step, pairs, blocks = args[4], args[5] * BF16, args[6], args[7]
@@ -106,12 +107,12 @@ def compiled(dot: Dot):
 
 
 @njit(error_model="numpy")
-def parts_of(tokens):
+def parts_of(tokens) -> int:
     """The number of tiles that `tokens` rows need."""
     return (tokens + ROWS - 1) // ROWS
 
 
-def multiply_blocks(dot: Dot):
+def multiply_blocks(dot: Dot) -> Any:
     """A function that computes items `first` up to `stop` of a product: tiles of `ROWS` rows by a block of outputs.
 
     It multiplies all rows by one block of weights before the next, to keep the block in cache. Each tile prefetches a
@@ -121,7 +122,7 @@ def multiply_blocks(dot: Dot):
     multiply, multiply_and_prefetch = tile(dot, prefetches=False), tile(dot, prefetches=True)
 
     @njit(error_model="numpy")
-    def blocks_from(first, stop, tokens, all_x, x_step, all_weights, pairs, blocks, all_bias, all_y):
+    def blocks_from(first, stop, tokens, all_x, x_step, all_weights, pairs, blocks, all_bias, all_y) -> None:
         parts, y_step = parts_of(tokens), blocks * OUTPUTS * BF16
         size, last = pairs * OUTPUTS * WORD, (stop - 1) // parts
         for item in range(first, stop):

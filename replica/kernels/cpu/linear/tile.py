@@ -8,6 +8,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from ..runtime import vectors as v
+from ..runtime.scalars import Lowering
 from ..runtime.vectors import BF16, FLOATS, INT32, INT64, LANES, WORD, WORDS, Dot
 
 #: Vectors of outputs per tile. With `ROWS` rows that is 16 independent sums, which hide the products' latency.
@@ -25,8 +26,8 @@ def tile(dot: Dot, prefetches: bool) -> Any:
     """
 
     @intrinsic
-    def multiply(_context, _rows, _x, _x_step, _weights, _pairs, _bias, _y, _y_step, _ahead, _ahead_step):
-        def generate(context, builder, _signature, arguments):
+    def multiply(_context, _rows, _x, _x_step, _weights, _pairs, _bias, _y, _y_step, _ahead, _ahead_step) -> Lowering:
+        def generate(context, builder, _signature, arguments) -> Any:
             rows, x, x_step, weights, pairs, bias, y, y_step, *ahead = arguments
             end = builder.append_basic_block("end")
             switch = builder.switch(rows, end)

@@ -28,6 +28,10 @@ ONE_HALF, ONE = np.float32(0.5), np.float32(1.0)
 LEAST, GREATEST = np.float32(-87.0), np.float32(88.0)
 
 
+#: What a function under numba's `intrinsic` returns: its signature, and what generates its LLVM code.
+Lowering = tuple[Any, Callable[..., Any]]
+
+
 @dataclass(slots=True, frozen=True)
 class Storage:
     """How a dtype is represented in memory, with conversions to float32 and back."""
@@ -42,40 +46,40 @@ class Storage:
 
 
 @intrinsic
-def pointer(_, _address):
-    def generate(_context, builder, _signature, arguments):
+def pointer(_, _address) -> Lowering:
+    def generate(_context, builder, _signature, arguments) -> Any:
         return builder.inttoptr(arguments[0], cgutils.voidptr_t)
 
     return types.voidptr(types.int64), generate
 
 
 @intrinsic
-def address_of(_, _pointer):
-    def generate(_context, builder, _signature, arguments):
+def address_of(_, _pointer) -> Lowering:
+    def generate(_context, builder, _signature, arguments) -> Any:
         return builder.ptrtoint(arguments[0], ir.IntType(64))
 
     return types.int64(types.voidptr), generate
 
 
 @intrinsic
-def bits_of(_, _value):
-    def generate(_context, builder, _signature, arguments):
+def bits_of(_, _value) -> Lowering:
+    def generate(_context, builder, _signature, arguments) -> Any:
         return builder.bitcast(arguments[0], ir.IntType(32))
 
     return types.uint32(types.float32), generate
 
 
 @intrinsic
-def float_of(_, _bits):
-    def generate(_context, builder, _signature, arguments):
+def float_of(_, _bits) -> Lowering:
+    def generate(_context, builder, _signature, arguments) -> Any:
         return builder.bitcast(arguments[0], ir.FloatType())
 
     return types.float32(types.uint32), generate
 
 
 @intrinsic
-def prefetch_line(_, _address):
-    def generate(context, builder, _signature, arguments):
+def prefetch_line(_, _address) -> Lowering:
+    def generate(context, builder, _signature, arguments) -> Any:
         prefetch(builder, arguments[0])
         return context.get_dummy_value()
 
@@ -83,10 +87,10 @@ def prefetch_line(_, _address):
 
 
 @intrinsic
-def count_up(_, _address):
+def count_up(_, _address) -> Lowering:
     """Add 1 to the int32 at an address; returns the old value. Writes before an add are visible after a later one."""
 
-    def generate(_context, builder, _signature, arguments):
+    def generate(_context, builder, _signature, arguments) -> Any:
         place = builder.inttoptr(arguments[0], INT32.as_pointer())
         return builder.atomic_rmw("add", place, ir.Constant(INT32, 1), "acq_rel")
 
@@ -104,13 +108,13 @@ def storage_of(*dtypes: torch.dtype) -> Storage:
 
 
 @njit(fastmath={"contract"}, error_model="numpy")
-def _less_powers_of_two(x, power):
+def _less_powers_of_two(x, power) -> np.float32:
     """x - power * ln 2. In this order, the first product is exact: the sum of the two parts has lost LN2_LOW's bits."""
     return x - power * LN2_HIGH - power * LN2_LOW
 
 
 @njit(fastmath=FAST_MATH, error_model="numpy")
-def exponential(x):
+def exponential(x) -> np.float32:
     """exp(x) of a float32, to a few units in the last place. Unlike a libm call, LLVM can vectorize it."""
     x = LEAST if x < LEAST else x  # not min(), so that NaN stays NaN
     x = GREATEST if x > GREATEST else x
@@ -122,17 +126,17 @@ def exponential(x):
 
 
 @njit(error_model="numpy")
-def _from_bfloat16(bits):
+def _from_bfloat16(bits) -> np.float32:
     return float_of(np.uint32(np.uint32(bits) << HIGH_BITS))
 
 
 @njit(error_model="numpy")
-def _to_bfloat16(value):
+def _to_bfloat16(value) -> np.uint16:
     """Round to nearest, ties to even."""
     bits = bits_of(value)
     return np.uint16(np.uint32(bits + ROUNDING + ((bits >> HIGH_BITS) & np.uint32(1))) >> HIGH_BITS)
 
 
 @njit(error_model="numpy")
-def _same(value):
+def _same(value) -> np.float32:
     return np.float32(value)

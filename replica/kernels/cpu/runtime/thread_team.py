@@ -24,7 +24,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from .compilation import THREAD_ENTRY, Kernel, kernel, openmp, team_functions
-from .scalars import address_of, pointer
+from .scalars import Lowering, address_of, pointer
 from .vectors import INT64
 
 #: Fewest bytes that a thread should move; with fewer, waking it costs more than it saves. Not tuned.
@@ -78,7 +78,7 @@ def observing_calls(observer: CallObserver) -> Iterator[None]:
 
 
 @njit(error_model="numpy")
-def share(count, number, threads):
+def share(count, number, threads) -> tuple[int, int]:
     """The range of `count` equal items that thread `number` processes: first item, and end (exclusive)."""
     return count * number // threads, count * (number + 1) // threads
 
@@ -96,7 +96,7 @@ def _parallel() -> Any:
     entry.restype = None
     number_of, count_of, barrier = team_functions()
 
-    def thread_loop(data):
+    def thread_loop(data) -> None:
         number, team = np.int64(number_of()), np.int64(count_of())
         calls, place, before = carray(data, (1,), np.int64)[0], address_of(data) + _WORD, np.int64(1)
         for _ in range(calls):
@@ -114,8 +114,8 @@ def _parallel() -> Any:
 
 
 @intrinsic
-def _invoke(_context, _kernel, _arguments, _number, _threads):
-    def generate(context, builder, _signature, operands):
+def _invoke(_context, _kernel, _arguments, _number, _threads) -> Lowering:
+    def generate(context, builder, _signature, operands) -> Any:
         address, arguments, number, threads = operands
         kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, INT64, INT64])
         called = builder.inttoptr(address, kind.as_pointer())

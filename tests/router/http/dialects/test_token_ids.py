@@ -108,9 +108,23 @@ async def test_all_choices_and_prompt_logprobs_are_returned(client: httpx.AsyncC
         ({"sampling_params": {"detokenize": False, "stop": ["a"]}}, "sampling_params.detokenize"),
         ({"sampling_params": {"detokenize": False}, "output_mode": "text"}, "sampling_params.detokenize"),
         ({"sampling_params": {"unheard_of": 1}}, "sampling_params.unheard_of"),
+        ({"sampling_params": {"stop_token_ids": [99_999]}}, "sampling_params.stop_token_ids"),
+        ({"sampling_params": {"max_tokens": 0, "echo": True}}, "sampling_params.max_tokens"),
+        ({"request_id": "a\n"}, "request_id"),
     ],
 )
 async def test_what_is_wrong_is_named(client: httpx.AsyncClient, changes: dict[str, Any], param: str):
     response = await client.post(GENERATE, json={"token_ids": [5], **changes})
 
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+    assert f"'{param}'" in response.json()["error"]["message"] or param == "token_ids"
+
+
+@pytest.mark.parametrize("field", [{"stream": True}, {"rid": "other"}, {"echo": True}, {"cache_salt": "s"}])
+async def test_sampling_does_not_hold_the_fields_of_a_body(client: httpx.AsyncClient, field: dict[str, Any]):
+    """They would silently mean nothing, or name the request."""
+    response = await client.post(GENERATE, json={"token_ids": [5], "sampling_params": field, "request_id": "mine"})
+
+    assert response.headers["x-homing-ignored-fields"] == f"sampling_params.{next(iter(field))}"
+    assert response.headers["x-request-id"] == "mine"
+    assert response.json()["request_id"] == "generate-tokens-mine"

@@ -16,6 +16,7 @@ from homing.router.backend import ReplicaView, TokenDelta
 from homing.router.config import RouterSettings
 from homing.router.errors import InvalidGeneration, ModelNotFound, ReplicaLost, RequestFailed, RouterError
 from homing.router.flow.request_state import RequestState
+from homing.router.replicas.external import external_replica
 from homing.router.replicas.external.block_keys import cache_salt
 from homing.router.replicas.external.probe import EngineRequirements
 from homing.router.replicas.membership import text_digests
@@ -113,7 +114,9 @@ def tokens(deltas: list[TokenDelta]) -> list[int]:
 
 
 @pytest.fixture
-async def cluster(tmp_path) -> AsyncIterator[Cluster]:
+async def cluster(tmp_path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Cluster]:
+    """Engines whose health is asked ten times as often as elsewhere: most of these tests wait for a check."""
+    monkeypatch.setattr(external_replica, "HEALTH_INTERVAL_S", 0.1)
     cluster = Cluster(tmp_path)
     yield cluster
     cluster.service.check()
@@ -174,8 +177,7 @@ async def test_a_lost_batch_is_replayed(pair: Cluster) -> None:
     engine.publish()
     await until(lambda: pair.replica(home).indexed_blocks == 0)
     await until(lambda: pair.watcher.gaps)
-
-    assert pair.replica(home).feed == "live"
+    await until(lambda: pair.replica(home).feed == "live")
 
 
 async def test_blocks_without_a_known_beginning_are_shown_and_not_credited(pair: Cluster) -> None:

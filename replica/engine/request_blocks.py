@@ -1,0 +1,120 @@
+"""The blocks of requests: takes them from the cache, and returns, commits and pins them.
+
+Joins `RequestState` and `PrefixCache`, and does not know which request runs when.
+"""
+
+from collections.abc import Sequence
+
+from msgspec import structs
+
+from ...kvcache.hashing import BlockHash, BlockHasher
+from ...kvcache.prefix_cache import PrefixCache, PrefixMatch
+from .request import RequestState
+from .step_plan import BlockCopy
+
+_NO_MATCH = PrefixMatch(blocks=(), tokens=0)
+
+
+class RequestBlocks:
+    def __init__(self, cache: PrefixCache, hasher: BlockHasher) -> None:
+        self._cache = cache
+        self._block_size = hasher.block_size
+
+    def look_up(self, request: RequestState) -> PrefixMatch:
+        """The cached prefix of a waiting request."""
+        if not request.may_use_cache:
+            return _NO_MATCH
+        known = len(request.tokens)
+        match = self._cache.match(request.root, request.hashes, request.token_bytes(0, known), known)
+        return structs.replace(match, query_tokens=0) if request.warm_up or request.counted else match
+
+    def expect(self, request: RequestState) -> PrefixMatch:
+        """Record the cached tokens and the blocks that a request would find and take now; return its prefix."""
+        match = self.look_up(request)
+        request.expected_cached = match.tokens
+        used = sum(block.ref_count > 0 for block in match.blocks)
+        request.needed_blocks = -(-request.num_tokens // self._block_size) - used
+        return match
+
+    def usable_hashes(self, request: RequestState) -> Sequence[BlockHash]:
+        """The hashes of the blocks that a waiting request can take from the cache: not that of its last token."""
+        usable = (len(request.tokens) - 1) // self._block_size if request.may_use_cache else 0
+        return request.hashes[:usable]
+
+    def acquire(self, request: RequestState, match: PrefixMatch, leave: int | None, *, breaks_pins: bool) -> bool:
+        """Give a request that starts its cached blocks, and new ones for the rest; False if too few are free.
+
+        If nothing runs, nothing will free blocks: then it `breaks_pins` in its way. Others `leave` so many free
+        blocks, besides those that are held for other requests; None: they take any.
+        """
+        needed = -(-request.num_tokens // self._block_size) - len(match.blocks)
+        blocks = self._cache.acquire(match, needed, leave)
+        while blocks is None and breaks_pins and self._cache.break_pin():
+            blocks = self._cache.acquire(match, needed)
+        if blocks is None:
+            return False
+        self._cache.unhold(request.key)
+        request.counted = True
+        request.blocks = blocks
+        request.computed = request.cached_now = match.tokens
+        request.committed_blocks = len(match.blocks)
+        if request.cached_tokens is None:
+            request.cached_tokens = min(match.tokens, request.prompt_tokens)
+        return True
+
+    @staticmethod
+    def copy_of_partial(request: RequestState, match: PrefixMatch) -> BlockCopy | None:
+        """The copy of a partial hit's KV that must precede the first step of a request that has acquired it."""
+        if match.partial is None:
+            return None
+        source, target = match.partial.source, request.blocks[len(match.blocks)]
+        if source is target:  # the cache may hand out the source itself, which needs no copy
+            return None
+        return BlockCopy(source.block_id, target.block_id, match.partial.tokens)
+
+    def missing(self, request: RequestState, more: int = 0) -> int:
+        """Blocks to allocate for all tokens and `more`; negative if rejected drafts left some over."""
+        return -(-(request.num_tokens + more) // self._block_size) - len(request.blocks)
+
+    def extend(self, request: RequestState) -> bool:
+        """Provide blocks for all tokens of a running request; False, with no effect, if too few are free."""
+        missing = self.missing(request)
+        if missing > 0:
+            blocks = self._cache.allocate(missing)
+            if blocks is None:
+                return False
+            request.blocks += blocks
+        return True
+
+    def extend_for_drafts(self, request: RequestState, count: int) -> int:
+        """Provide blocks for drafts after a request's tokens if enough are free and not held. Returns how many fit."""
+        missing = self.missing(request, count)
+        if 0 < missing <= self._cache.unheld_free_blocks:
+            request.blocks += self._cache.allocate(missing) or ()
+        return len(request.blocks) * self._block_size - request.num_tokens
+
+    def commit(self, request: RequestState, computed: int) -> None:
+        """Share the full blocks of a request's first `computed` tokens."""
+        size = self._block_size
+        start, full = request.committed_blocks, computed // size
+        if full <= start:
+            return
+        parent = request.hashes[start - 1] if start else request.root
+        tokens = request.token_bytes(start * size, full * size)
+        self._cache.commit(request.blocks[start:full], start, parent, request.hashes[start:full], tokens, request.salt)
+        request.committed_blocks = full
+
+    def pin(self, request: RequestState, now: float) -> int:
+        """Pin the prefixes that a request with a computed prompt asked for. Returns the longest, in tokens."""
+        size = self._block_size
+        kept = [
+            self._cache.pin(pin.tenant, request.blocks[: pin.num_tokens // size], now + pin.ttl_s)
+            for pin in request.pins
+        ]
+        return max((blocks or 0 for blocks in kept), default=0) * size
+
+    def release(self, request: RequestState) -> None:
+        """Free a request's blocks, and give up the prefix that is held for it."""
+        self._cache.unhold(request.key)
+        self._cache.release(request.blocks)
+        request.rewind()
