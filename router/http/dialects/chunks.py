@@ -113,8 +113,8 @@ class ChunkBuilder(ResponseBuilder):
             counts = usage(len(choice.prompt.token_ids), choice.generated, choice.cached, choice.reasoning_tokens)
         return b"".join([self._chunk([part], counts) for part in self.parts(choice, shown, first=first)])
 
-    def end(self, choices: Sequence[RunningChoice], summary: GenerationSummary) -> bytes:  # noqa: ARG002
-        return self._chunk([], usage_of(summary)) + DONE if self._include_usage else DONE
+    def end(self, choices: Sequence[RunningChoice], summary: GenerationSummary) -> list[bytes]:  # noqa: ARG002
+        return [self._chunk([], usage_of(summary)), DONE] if self._include_usage else [DONE]
 
     def error(self, error: RouterError) -> bytes:
         return b"data: " + error_body(error) + b"\n\n"
