@@ -11,6 +11,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from homing.kvcache.errors import PoolTooSmall, StaleMatch
 from homing.kvcache.hashing import BlockHash, BlockHasher, token_bytes
+from homing.kvcache.holds import MAX_AWAITING
 from homing.kvcache.pins import PinLimits
 from homing.kvcache.pool import Block, BlockState
 from homing.kvcache.prefix_cache import PrefixCache, PrefixMatch
@@ -231,6 +232,20 @@ def test_a_hold_grows_with_the_blocks_that_others_compute_for_it(cache: PrefixCa
     cache.unhold("waiting")
     cache.unhold("other")
     assert not any(map(cache.holds, cache.blocks))
+
+
+def test_however_many_wait_for_a_block_few_hold_it_when_it_is_computed(cache: PrefixCache):
+    """A step would take seconds if it were counted for thousands of requests with the same prompt."""
+    wanted = prompt(4)
+    for number in range(2 * MAX_AWAITING):
+        cache.hold(number, look_up(cache, wanted), hashes=wanted.hashes)
+
+    table = must(admit(cache, wanted))
+
+    assert max(map(cache.holds, table)) == MAX_AWAITING
+    for number in range(2 * MAX_AWAITING):
+        cache.unhold(number)
+    cache.check()
 
 
 def test_a_refused_reset_ends_no_hold(cache: PrefixCache):

@@ -158,6 +158,6 @@ ENDPOINTS = (
     Endpoint("DELETE", f"{REQUESTS}/{{id}}", for_admins(end_request, _WHY), "end a request in progress", RequestRecord),
     *(
         Endpoint("POST", path, with_key(abort_requests), "end requests of the caller's own", None, (AbortBody,))
-        for path in ("/abort_requests", "/abort_request")
+        for path in ("/abort_requests", "/inference/v1/abort_requests", "/abort_request")
     ),
 )
