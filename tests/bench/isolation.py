@@ -8,7 +8,8 @@ each API: the largest value that the server accepts, found by asking it, sent by
 which run in a process of their own. Meanwhile another tenant asks for short answers, and a third client measures how
 long the router takes to answer `/health`, and how much its loop computed until then. The first row is without an
 attack; compare with it, because other work on the machine shows in every row but not in the column "loop", which is CPU
-time. `--load`: so many processes compute all the time, at the same priority. `--part` runs a part of the walk.
+time. `--load`: so many processes compute all the time, at the same priority. `--part` runs a part of
+the walk, which has 340 attacks and takes ten minutes with `--seconds 1.2`.
 """
 
 import argparse
@@ -336,7 +337,7 @@ async def run(options: argparse.Namespace, parent: int, attacker: Attacker) -> N
     for attack in (None, *attacks):
         before = memory()
         seen = await server.watch(attacker, attack, options.seconds)
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.2)
         print(row(attack.name if attack else "none", seen, before, memory()), flush=True)
 
 

@@ -9,13 +9,13 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from ...errors import InvalidRequest, RouterError
+from ...errors import InvalidRequest, RequestAborted, RouterError
 from ...text.answer import Ending, TextDelta, TokenAt
 from ...text.encoder_threads import Sender
 from ..front import Front, Served
 from ..generation import Job, RunningChoice
 from .bounds import Name, Rendered, TokenId, Unread
-from .chunks import ChunkBuilder, ChunkUsage
+from .chunks import DONE, ChunkBuilder, ChunkUsage
 from .completions import COMPLETION, CompletionBody, PromptField
 from .dialect import Dialect
 from .logprobs import PromptLogprobs, TopLogprob, token_entries
@@ -137,7 +137,7 @@ class GeneratedChoice(msgspec.Struct, frozen=True):
 
     index: int
     token_ids: list[int] | None
-    finish_reason: Ending | None = None
+    finish_reason: Ending | Literal["abort"] | None = None
     logprobs: GeneratedLogprobs | None = None
     text: str | UnsetType = UNSET
 
@@ -199,6 +199,12 @@ class TokensBuilder(ChunkBuilder):
         scores = None if self._top is None else GeneratedLogprobs(self._entries(shown.tokens))
         text = shown.text if self._mode == "text" else UNSET
         return [GeneratedChoice(choice.index, ids, shown.ending, scores, text)]
+
+    def error(self, error: RouterError) -> bytes:
+        """A stream that was aborted ends in vLLM's way, so that its reader does not take that for a fault."""
+        if isinstance(error, RequestAborted):
+            return self._chunk([GeneratedChoice(0, [], "abort")], UNSET) + DONE
+        return super().error(error)
 
     def _entries(self, tokens: Sequence[TokenAt]) -> list[ScoredToken]:
         piece, by_id, top = self._model_text.piece, self._mode == "tokens", max(1, self._top or 0)
